@@ -68,7 +68,7 @@ def steps(world: World, file: str, folder: Path) -> object:
         Path("/proc/self/clear_refs").write_text("5")
         for step in range(1, count + 1):
             prepared.stepper(
-                [batch] * len(prepared.batching.own),
+                [batch] * len(prepared.batching.local_micro_batches),
                 step=step,
                 learning_rate=1e-4,
                 watch_changes=False,

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from isotype.distributed.launch import FAREWELL
+from isotype.distributed.launch import SHUTDOWN_SECONDS
 from tests.warm import ROOT, interpreter
 
 # seconds: only a hang takes so long, also on a machine that has much else to do; tests that wait
@@ -33,7 +33,7 @@ def environment() -> dict[str, str]:
     }
 
 
-def start(count: int, *arguments: str, farewell: float = FAREWELL) -> subprocess.Popen[str]:
+def start(count: int, *arguments: str, farewell: float = SHUTDOWN_SECONDS) -> subprocess.Popen[str]:
     """`python ARGUMENTS` as so many processes, under the launcher of `isotype train --processes`.
 
     farewell  seconds that the others have after one has failed: few where they are known not to end

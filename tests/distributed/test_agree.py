@@ -12,8 +12,8 @@ from isotype.config.schema import RunConfig, TrainSection
 from isotype.distributed import agree
 from isotype.distributed.agree import (
     MODEL_SETTINGS,
+    configuration_lines,
     fingerprint_of_weights,
-    lines_of,
     refuse_differences,
     refuse_folder_of_another_machine,
     versions,
@@ -46,7 +46,7 @@ def test_a_process_that_differs_is_named():
 
 def test_the_setting_that_differs_is_named():
     mine, its = (
-        lines_of(
+        configuration_lines(
             RunConfig.model_validate({"train": {"seed": seed}, "parallel": {"timeout": 9 + seed}})
         )
         for seed in (0, 1)
@@ -62,7 +62,7 @@ def test_the_settings_of_the_model_and_every_library_that_decides_are_compared(m
     message = r"different settings of the model: rms_norm_eps: 1e-05 and rms_norm_eps: 1e-06"
     with pytest.raises(UsageError, match=message):
         refuse_differences(Others({MODEL_SETTINGS: theirs}), **{MODEL_SETTINGS: ours})
-    installed = dict.fromkeys(agree.DECIDING, "1")
+    installed = dict.fromkeys(agree.COMPARED_PACKAGES, "1")
     monkeypatch.setattr(agree.metadata, "version", installed.__getitem__)
     ours = versions()
     for package in ("tokenizers", "diffusers", "accelerate", "safetensors"):
@@ -85,7 +85,7 @@ def test_another_seed_has_another_fingerprint():
 
 
 def test_a_folder_that_another_machine_does_not_see(monkeypatch, tmp_path):
-    monkeypatch.setattr(agree, "SEEN_WITHIN", 0.0)
+    monkeypatch.setattr(agree, "SHARED_FOLDER_TIMEOUT", 0.0)
 
     class Blind(Others):
         def gather(self, value):
@@ -157,10 +157,12 @@ def test_every_row_is_computed_once(batch_size, accumulate, size):
     train = TrainSection(batch_size=batch_size, accumulate=accumulate)
     if batch_size * accumulate % size:
         with pytest.raises(UsageError):
-            Batching.of(train, size=size)
+            Batching.plan_step(train, size=size)
         return
-    shares = [Batching.of(train, rank=rank, size=size) for rank in range(size)]
-    assert [n for share in shares for n in share.own] == list(range(shares[0].total))
+    shares = [Batching.plan_step(train, rank=rank, size=size) for rank in range(size)]
+    assert [n for share in shares for n in share.local_micro_batches] == list(
+        range(shares[0].total)
+    )
     assert all(
         share.rows * share.total == batch_size * accumulate and share.rows <= batch_size
         for share in shares
@@ -173,8 +175,8 @@ def test_the_nearest_numbers_are_named():
     with pytest.raises(
         UsageError, match=r"5 processes cannot share 12 rows.*\n.*4 or 6 processes can"
     ):
-        Batching.of(TrainSection(batch_size=4, accumulate=3), size=5)
+        Batching.plan_step(TrainSection(batch_size=4, accumulate=3), size=5)
     with pytest.raises(UsageError, match="4 processes can"):
-        Batching.of(TrainSection(batch_size=4), size=8)
+        Batching.plan_step(TrainSection(batch_size=4), size=8)
     with pytest.raises(UsageError, match="1 process can"):
-        Batching.of(TrainSection(batch_size=1), size=2)
+        Batching.plan_step(TrainSection(batch_size=1), size=2)

@@ -82,13 +82,13 @@ def test_of_several_ended_processes_the_one_that_was_lost_is_named():
     store.set(f"{ENDED}/3", "step 4: rank 5 died")
     store.set("left/4", "")
     (lost,) = find_lost(store, own, 6, silent=1.0)
-    assert (lost.sign.rank, lost.dead, lost.how) == (5, True, "died")
+    assert (lost.sign.rank, lost.dead, lost.symptom) == (5, True, "died")
     assert read_ended(store, range(6)) == "step 4: rank 5 died"
     # on other machines nothing is known but their signs
     for rank in range(1, 6):
         store.set(f"sign/{rank}", json.dumps(asdict(Sign(rank, "another machine", 1, met=3))))
     (lost,) = find_lost(store, own, 6, silent=0.5)
-    assert (lost.sign.rank, lost.how) == (5, "gave no sign of life for 0.5 s")
+    assert (lost.sign.rank, lost.symptom) == (5, "gave no sign of life for 0.5 s")
 
 
 @pytest.mark.slow

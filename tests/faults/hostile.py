@@ -292,7 +292,7 @@ def run_folder(material: Material, folder: Path, draw: random.Random) -> None:
     for read in (lambda: read_run(place), lambda: _row(place)):
         with contextlib.suppress(IsotypeError):
             read()
-    with run.held():
+    with run.lock():
         if draw.random() < 0.3:
             from isotype.report.page import render
 

@@ -11,19 +11,19 @@ import torch
 
 from isotype.errors import RunError, UsageError
 from isotype.runs.checkpoint import atomic_folder as folder_module
-from isotype.runs.checkpoint.atomic_folder import SEAL, fault, write_folder
+from isotype.runs.checkpoint.atomic_folder import SEAL, find_damage, write_folder
 from isotype.runs.checkpoint.store import TENSORS, Checkpoint, CheckpointStore
 from isotype.runs.folder import LOCK, RunFolder, require_run
 
 
 def test_a_failed_start_removes_the_folders_it_made(tmp_path):
-    with RunFolder(tmp_path / "runs/new/one").held():
+    with RunFolder(tmp_path / "runs/new/one").lock():
         pass
     assert list(tmp_path.iterdir()) == []
 
 
 def _hold(path, held, end):
-    with RunFolder(path).held():
+    with RunFolder(path).lock():
         held.set()
         end.wait()
 
@@ -36,7 +36,7 @@ def test_the_folder_of_another_run_is_left_alone(tmp_path):
     held.wait()
     with (
         pytest.raises(UsageError, match="in use by another run"),
-        RunFolder(tmp_path / "run").held(),
+        RunFolder(tmp_path / "run").lock(),
     ):
         raise AssertionError
     assert (tmp_path / "run" / LOCK).exists()
@@ -127,5 +127,5 @@ def test_replacing_always_leaves_one_complete_folder(tmp_path):
     for text in ("old", "new"):
         write_folder(tmp_path / "adapter", lambda f, text=text: (f / "a.txt").write_text(text))
     assert (tmp_path / "adapter" / "a.txt").read_text() == "new"
-    assert fault(tmp_path / "adapter") is None
+    assert find_damage(tmp_path / "adapter") is None
     assert [p.name for p in tmp_path.iterdir()] == ["adapter"]

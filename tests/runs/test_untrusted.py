@@ -164,7 +164,7 @@ def test_nothing_is_written_through_a_link(tmp_path):
         (run / name).symlink_to(outside)
         with (
             pytest.raises(UsageError, match="a link out of the run's folder"),
-            RunFolder(run).held(),
+            RunFolder(run).lock(),
         ):
             pass
         (run / name).unlink()
@@ -225,7 +225,7 @@ def test_a_pipe_in_a_run_folder_does_not_block(tmp_path):
     for name in ("metrics.jsonl", ".lock"):
         os.mkfifo(tmp_path / name)
     assert "metrics.jsonl: not a file" in read_run(tmp_path).damaged
-    with pytest.raises(UsageError, match="neither a file nor a folder"), RunFolder(tmp_path).held():
+    with pytest.raises(UsageError, match="neither a file nor a folder"), RunFolder(tmp_path).lock():
         pass
 
 

@@ -151,9 +151,9 @@ def sample(
             if line.strip()
         ]
     from ..config.kind import DIFFUSION
-    from ..runs.folder import kind_of_run
+    from ..runs.folder import detect_run_kind
 
-    if kind_of_run(run) == DIFFUSION:
+    if detect_run_kind(run) == DIFFUSION:
         _draw(run, texts, context=context, seed=seed, control=control, json_output=json_output)
         return
     if control is not None:
@@ -168,12 +168,12 @@ def sample(
     from ..data.prompts import prompts_from
     from ..inference.loaded import load_run
     from ..model.processor import pictures_of
-    from ..runs.folder import without_run
+    from ..runs.folder import detect_model_folder
     from ..tasks.language.sample import sample as answer
 
     loaded = load_run(run)
     prompts_to_answer: list[Any] = texts or list(loaded.config.run.samples)
-    alone = without_run(run) is not None
+    alone = detect_model_folder(run) is not None
     # without a run that records its kind of rows, a prompt is a user's message in a chat
     template = loaded.tokenizer.chat_template if alone or _chats(run) else None
     if not prompts_to_answer and alone:
@@ -243,12 +243,12 @@ def _draw(
                 f"--{option.replace('_', '-')} has no effect: {run} is a diffusion run"
             )
     from ..inference.diffusion import draw_pictures
-    from ..runs.folder import run_and_result
+    from ..runs.folder import split_run_and_adapter
     from ..training.console import quiet_libraries
 
     quiet_libraries()
     weights_name, pictures = draw_pictures(run, texts, seed=seed, control=control)
-    folder = run_and_result(run)[0] / "drawn"
+    folder = split_run_and_adapter(run)[0] / "drawn"
     folder.mkdir(exist_ok=True)
     first = 1 + max((int(p.stem) for p in folder.glob("*.png") if p.stem.isdecimal()), default=0)
     drawn: list[dict[str, str]] = []
@@ -267,9 +267,9 @@ def _draw(
 def _chats(run: Path) -> bool:
     """Whether the run's rows were chats. A prompt is then a user's message in a chat."""
     from ..report.record import read_run
-    from ..runs.folder import run_and_result
+    from ..runs.folder import split_run_and_adapter
 
-    return bool(read_run(run_and_result(run)[0]).data.get("template"))
+    return bool(read_run(split_run_and_adapter(run)[0]).data.get("template"))
 
 
 def evaluate(
@@ -318,15 +318,15 @@ def evaluate(
     from ..config.kind import DIFFUSION
     from ..config.sources import SourceSpec
     from ..data.sources import refuse_absent
-    from ..runs.folder import kind_of_run, without_run
+    from ..runs.folder import detect_model_folder, detect_run_kind
 
     _require(run)
-    if data is None and (kind_of_run(run) == DIFFUSION or without_run(run) is not None):
+    if data is None and (detect_run_kind(run) == DIFFUSION or detect_model_folder(run) is not None):
         raise UsageError(
             f"eval: which file? {run} keeps no evaluation rows that eval can read",
             fix=f"isotype eval {run} FILE",
         )
-    if kind_of_run(run) == DIFFUSION:
+    if detect_run_kind(run) == DIFFUSION:
         if on_bad_row is not None:
             raise UsageError(f"--on-bad-row has no effect: {run} is a diffusion run")
         _pictures(run, str(data), batch_size=batch_size, json_output=json_output)
@@ -448,7 +448,7 @@ def _require(run: Path) -> None:
     """Before anything is loaded, which takes seconds. Raises  UsageError for a folder that is no
     run, adapter or model.
     """
-    from ..runs.folder import require_run, run_and_result, without_run
+    from ..runs.folder import detect_model_folder, require_run, split_run_and_adapter
 
-    if without_run(run) is None:
-        require_run(run_and_result(run)[0])
+    if detect_model_folder(run) is None:
+        require_run(split_run_and_adapter(run)[0])

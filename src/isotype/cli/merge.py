@@ -91,10 +91,10 @@ def _merged(run: Path, out: Path, dtype: str | None) -> Merged:
 
     quiet_libraries()
     from ..config.kind import DIFFUSION
-    from ..runs.folder import kind_of_run, refuse_filled
+    from ..runs.folder import detect_run_kind, refuse_filled
 
     refuse_filled(out)  # before a model is loaded, which may take minutes
-    if kind_of_run(run) == DIFFUSION:
+    if detect_run_kind(run) == DIFFUSION:
         from ..inference.diffusion import merge_denoiser
 
         return merge_denoiser(run, out, dtype=dtype)
@@ -151,15 +151,22 @@ def export(
         isotype export runs/dog/adapters/step_1500 --to comfyui --out dog.safetensors
     """
     from ..config.kind import DIFFUSION
-    from ..runs.folder import kind_of_run, require_run, run_and_result, without_run
+    from ..runs.folder import (
+        detect_model_folder,
+        detect_run_kind,
+        require_run,
+        split_run_and_adapter,
+    )
     from ..training.console import quiet_libraries
 
     if to not in FORMATS:
         raise UsageError(f"--to {to}: expected {', '.join(FORMATS)}")
     if kind is not None and to not in ("gguf", "ollama"):
         raise UsageError(f"--type has no effect with --to {to}")
-    folder, on_the_way = run_and_result(run)
-    pictures = without_run(folder) is None and kind_of_run(require_run(folder)) == DIFFUSION
+    folder, on_the_way = split_run_and_adapter(run)
+    pictures = (
+        detect_model_folder(folder) is None and detect_run_kind(require_run(folder)) == DIFFUSION
+    )
     if pictures != (to == "comfyui"):
         if pictures:
             advice = "a run on pictures: --to comfyui"

@@ -246,7 +246,7 @@ def _launched(loaded: LoadedConfig, processes: int | None, gpus: int | None) -> 
         )
     size = max(position.size, requested_size or 1)
     if size > 1:
-        Batching.of(loaded.config.train, size=size)
+        Batching.plan_step(loaded.config.train, size=size)
     if size == position.size:
         return None
     from ..distributed.launch import launch

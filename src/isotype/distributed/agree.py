@@ -20,11 +20,11 @@ from ..config.schema import RunConfig
 from ..errors import UsageError
 from .world import World
 
-LOOKED_AT = 64  # elements of each tensor
+SAMPLED_ELEMENTS = 64  # elements of each tensor
 # seconds in which a file of the first process must be seen by the others: network folders are late
-SEEN_WITHIN = 10.0
+SHARED_FOLDER_TIMEOUT = 10.0
 
-DECIDING = (
+COMPARED_PACKAGES = (
     "isotype", "torch", "transformers", "peft", "bitsandbytes", "numpy", "tokenizers", "diffusers", "accelerate", "safetensors",
 )  # fmt: skip
 MODEL_SETTINGS = "settings of the model"
@@ -42,22 +42,26 @@ def refuse_differences(world: World, **facts: str) -> None:
     """facts  a text for each of `versions`, `configuration`, `data`, `weights` and MODEL_SETTINGS.
     Raises UsageError naming the ranks that differ.
     """
-    found = world.gather({"host": socket.gethostname(), **facts})
+    facts_by_rank = world.gather({"host": socket.gethostname(), **facts})
     for name in facts:
-        others = [rank for rank, one in enumerate(found) if one[name] != found[0][name]]
-        if not others:
+        differing_ranks = [
+            rank
+            for rank, theirs in enumerate(facts_by_rank)
+            if theirs[name] != facts_by_rank[0][name]
+        ]
+        if not differing_ranks:
             continue
-        said = ""
+        difference = ""
         if name in ("versions", "configuration", MODEL_SETTINGS):
-            lines = (found[rank][name].splitlines() for rank in (others[0], 0))
-            said = next(
-                f": {one} and {other}"
-                for one, other in zip_longest(*lines, fillvalue="")
-                if one != other
+            lines = (facts_by_rank[rank][name].splitlines() for rank in (differing_ranks[0], 0))
+            difference = next(
+                f": {theirs} and {ours}"
+                for theirs, ours in zip_longest(*lines, fillvalue="")
+                if theirs != ours
             )
         raise UsageError(
-            f"rank {', '.join(map(str, others))} ({found[others[0]]['host']}) and rank 0"
-            f" ({found[0]['host']}) have different {name}{said}",
+            f"rank {', '.join(map(str, differing_ranks))} ({facts_by_rank[differing_ranks[0]]['host']}) and rank 0"
+            f" ({facts_by_rank[0]['host']}) have different {name}{difference}",
             fix=_FIXES[name],
         )
 
@@ -69,11 +73,13 @@ def refuse_folder_of_another_machine(world: World, folder: Path) -> None:
     file = folder / ".seen_by_all"
     if world.first:
         file.write_text(secrets.token_hex(8))
-    sees = _appears(file, world.first_does(file.read_text))
+    sees = _wait_for_file(file, world.first_does(file.read_text))
     everyone = world.gather([sees, socket.gethostname()])
     if world.first:
         file.unlink(missing_ok=True)
-    blind = [f"rank {rank} on {host}" for rank, (seen, host) in enumerate(everyone) if not seen]
+    blind = [
+        f"rank {rank} on {host}" for rank, (sees_file, host) in enumerate(everyone) if not sees_file
+    ]
     if blind:
         raise UsageError(
             f"run.folder: {folder} is not the same folder for {blind[0]} as for rank 0 on"
@@ -87,7 +93,9 @@ def fingerprint_of_weights(model: nn.Module) -> str:
     summed = hashlib.sha256()
     for name, p in model.named_parameters():
         flat = p.detach().flatten()
-        some = flat[:: max(1, flat.numel() // LOOKED_AT)][:LOOKED_AT].cpu().contiguous()
+        some = (
+            flat[:: max(1, flat.numel() // SAMPLED_ELEMENTS)][:SAMPLED_ELEMENTS].cpu().contiguous()
+        )
         summed.update(f"{name} {p.dtype} {list(p.shape)}".encode())
         summed.update(some.view(torch.uint8).numpy().tobytes())
     return summed.hexdigest()
@@ -95,7 +103,7 @@ def fingerprint_of_weights(model: nn.Module) -> str:
 
 def versions() -> str:
     """Those that decide a run's numbers, one a line: `torch 2.13.0`."""
-    return version_lines(*DECIDING)
+    return version_lines(*COMPARED_PACKAGES)
 
 
 def version_lines(*packages: str) -> str:
@@ -107,7 +115,7 @@ def version_lines(*packages: str) -> str:
     return "\n".join(lines)
 
 
-def lines_of(config: RunConfig) -> str:
+def configuration_lines(config: RunConfig) -> str:
     """Every key of a configuration that must be the same, one a line."""
     return "\n".join(
         f"{section}.{key}: {value!r}"
@@ -117,12 +125,12 @@ def lines_of(config: RunConfig) -> str:
     )
 
 
-def _appears(file: Path, text: str) -> bool:
-    until = time.monotonic() + SEEN_WITHIN
+def _wait_for_file(file: Path, text: str) -> bool:
+    deadline = time.monotonic() + SHARED_FOLDER_TIMEOUT
     while True:
         with suppress(OSError):
             if file.read_text() == text:
                 return True
-        if time.monotonic() > until:
+        if time.monotonic() > deadline:
             return False
         time.sleep(0.1)

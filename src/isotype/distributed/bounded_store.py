@@ -18,7 +18,7 @@ class _Call:
     """One call, and what came of it."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
-        self.function, self.done = function, threading.Event()
+        self.function, self.finished = function, threading.Event()
         self.result: Any = None
         self.error: BaseException | None = None
 
@@ -27,7 +27,7 @@ class _Call:
             self.result = self.function()
         except BaseException as error:
             self.error = error
-        self.done.set()
+        self.finished.set()
 
 
 class BoundedStore:
@@ -67,7 +67,7 @@ class BoundedStore:
         call = _Call(function)
         if not self._is_silent:
             self._calls.put(call)
-            self._is_silent = not call.done.wait(self.timeout)
+            self._is_silent = not call.finished.wait(self.timeout)
         if self._is_silent:
             raise StoreTimeoutError(f"the store did not answer within {self.timeout:g} s")
         if call.error is not None:

@@ -24,12 +24,12 @@ from ..environment.hardware import cores
 from .rank import LAUNCHED_BY
 
 LIFELINE = "ISOTYPE_LIFELINE"
-LISTENS_AT = "ISOTYPE_LISTENS_AT"
+LISTENING_SOCKET = "ISOTYPE_LISTENS_AT"
 # seconds that the others have to end by themselves after one has failed: longer than the search for
 # a lost one
-FAREWELL = 20.0
+SHUTDOWN_SECONDS = 20.0
 # number of last lines shown of a process that ended without an error report to the others
-_SHOWN = 15
+_PRINTED_LINES = 15
 
 
 def launch(command: Sequence[str], processes: int) -> int:
@@ -39,29 +39,31 @@ def launch(command: Sequence[str], processes: int) -> int:
     """
     listening = socket.create_server(("127.0.0.1", 0), backlog=4 * processes)
     alive, lifeline = os.pipe()
-    said: list[IO[bytes]] = []
-    started: list[subprocess.Popen[bytes]] = []
+    outputs: list[IO[bytes]] = []
+    processes_started: list[subprocess.Popen[bytes]] = []
     try:
-        with _signals_handed_on(started):
+        with _forward_signals(processes_started):
             for rank in range(processes):
-                said.append(tempfile.TemporaryFile())  # noqa: SIM115  # closed below
-                started.append(_start(command, rank, processes, listening, alive, said[-1]))
+                outputs.append(tempfile.TemporaryFile())  # noqa: SIM115  # closed below
+                processes_started.append(
+                    _start(command, rank, processes, listening, alive, outputs[-1])
+                )
             os.close(alive)
             listening.close()
-            failed = _wait(started)
-        _tell(started, said, failed)
+            failed = _wait(processes_started)
+        _report_failure(processes_started, outputs, failed)
     finally:
         os.close(lifeline)
-        for process in started:
+        for process in processes_started:
             if process.poll() is None:
                 process.kill()
             process.wait()
-        for file in said:
+        for file in outputs:
             file.close()
-    first = int(started[0].returncode)
+    first = int(processes_started[0].returncode)
     if first > 0:
         return first
-    return int(any(process.returncode for process in started))
+    return int(any(process.returncode for process in processes_started))
 
 
 def watch_lifeline() -> None:
@@ -85,7 +87,7 @@ def _start(
     size: int,
     listening: socket.socket,
     alive: int,
-    said: IO[bytes],
+    output: IO[bytes],
 ) -> subprocess.Popen[bytes]:
     environ = os.environ | {
         "RANK": str(rank),
@@ -96,7 +98,7 @@ def _start(
         "MASTER_PORT": str(listening.getsockname()[1]),
         LAUNCHED_BY: "isotype",
         LIFELINE: str(alive),
-        LISTENS_AT: str(listening.fileno() if rank == 0 else -1),
+        LISTENING_SOCKET: str(listening.fileno() if rank == 0 else -1),
     }
     # each would take every core
     environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // size)))
@@ -104,78 +106,78 @@ def _start(
     if rank == 0:
         streams: dict[str, Any] = {}
     else:
-        streams = {"stdin": subprocess.DEVNULL, "stdout": said, "stderr": said}
+        streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
     # a separate session: Ctrl-C reaches it once, from this process
-    started: subprocess.Popen[bytes] = subprocess.Popen(
+    process: subprocess.Popen[bytes] = subprocess.Popen(
         list(command), env=environ, pass_fds=inherited, start_new_session=True, **streams
     )
-    return started
+    return process
 
 
-def _wait(started: Sequence[subprocess.Popen[bytes]]) -> int | None:
+def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int | None:
     """Until all have ended; after a failure the others have FAREWELL seconds. Returns the first
     that failed.
     """
     failed = None
-    until = 0.0
-    while any(process.poll() is None for process in started):
+    deadline = 0.0
+    while any(process.poll() is None for process in processes):
         if failed is None:
             failed = next(
-                (rank for rank, process in enumerate(started) if process.poll() not in (None, 0)),
+                (rank for rank, process in enumerate(processes) if process.poll() not in (None, 0)),
                 None,
             )
-            until = time.monotonic() + FAREWELL
-        elif time.monotonic() > until:
-            for process in started:
+            deadline = time.monotonic() + SHUTDOWN_SECONDS
+        elif time.monotonic() > deadline:
+            for process in processes:
                 if process.poll() is None:
                     process.kill()  # it may be stopped, and would not see a softer signal
         time.sleep(0.05)
     if failed is not None:
         return failed
-    return next((rank for rank, process in enumerate(started) if process.returncode), None)
+    return next((rank for rank, process in enumerate(processes) if process.returncode), None)
 
 
-def _tell(
-    started: Sequence[subprocess.Popen[bytes]], said: Sequence[IO[bytes]], failed: int | None
+def _report_failure(
+    processes: Sequence[subprocess.Popen[bytes]], outputs: Sequence[IO[bytes]], failed: int | None
 ) -> None:
     """What the first process could not tell: that it was killed itself, or why another one ended
     after it was done.
     """
-    if failed is None or started[0].returncode > 0:
+    if failed is None or processes[0].returncode > 0:
         return
-    how = -started[failed].returncode
-    if how > 0:
-        ended = f"was killed by {signal.Signals(how).name}"
+    signal_number = -processes[failed].returncode
+    if signal_number > 0:
+        ended = f"was killed by {signal.Signals(signal_number).name}"
     else:
-        ended = f"ended with status {started[failed].returncode}"
+        ended = f"ended with status {processes[failed].returncode}"
     print(
         f"isotype: rank {failed} on {socket.gethostname()} {ended}; the last good checkpoint is in"
         " the run's folder",
         file=sys.stderr,
     )
-    said[failed].seek(0)
-    for line in said[failed].read().decode(errors="replace").splitlines()[-_SHOWN:]:
+    outputs[failed].seek(0)
+    for line in outputs[failed].read().decode(errors="replace").splitlines()[-_PRINTED_LINES:]:
         print(f"  {line}", file=sys.stderr)
     print("  fix       isotype train --resume FOLDER goes on from there", file=sys.stderr)
 
 
 @contextmanager
-def _signals_handed_on(started: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
+def _forward_signals(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
     """SIGINT, SIGTERM and SIGHUP go to every process, once each time they arrive."""
 
-    def hand_on(number: int, frame: object) -> None:
-        for process in started:
+    def forward(number: int, frame: object) -> None:
+        for process in processes:
             with suppress(ProcessLookupError):
                 process.send_signal(number)
 
-    before: dict[int, Any] = {}
+    previous_handlers: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             # nohup has it ignored
             if number != signal.SIGHUP or signal.getsignal(number) is signal.SIG_DFL:
-                before[number] = signal.signal(number, hand_on)
+                previous_handlers[number] = signal.signal(number, forward)
     try:
         yield
     finally:
-        for known, handler in before.items():
-            signal.signal(known, handler)
+        for number_, handler in previous_handlers.items():
+            signal.signal(number_, handler)

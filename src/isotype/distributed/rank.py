@@ -75,29 +75,29 @@ def _refuse_tasks_without_launcher(environ: Mapping[str, str]) -> None:
 
 
 def _number(environ: Mapping[str, str], name: str, default: str = "") -> int:
-    given = environ.get(name, default)
+    text = environ.get(name, default)
     try:
-        return int(given)
+        return int(text)
     except ValueError:
-        if given:
-            said = f"{name}={given!r} is not a number"
+        if text:
+            complaint = f"{name}={text!r} is not a number"
         else:
-            said = f"{name} is not set, and others of a launcher's variables are"
-        raise UsageError(said, fix=_TORCHRUN) from None
+            complaint = f"{name} is not set, and others of a launcher's variables are"
+        raise UsageError(complaint, fix=_TORCHRUN) from None
 
 
 @dataclass(frozen=True)
 class Batching:
-    """A step is `total` micro-batches of `rows` rows, in the order of the data; `own` are those of
+    """A step is `total` micro-batches of `rows` rows, in the order of the data; `local_micro_batches` are those of
     this process.
     """
 
     rows: int
     total: int
-    own: range
+    local_micro_batches: range
 
     @classmethod
-    def of(cls, train: TrainSection, *, rank: int = 0, size: int = 1) -> Batching:
+    def plan_step(cls, train: TrainSection, *, rank: int = 0, size: int = 1) -> Batching:
         """Whole micro-batches are shared out where their number allows it, else rows: none has more
         than `train.batch_size`.
 

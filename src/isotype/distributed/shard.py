@@ -47,7 +47,7 @@ class Sharding:
         self.mesh = mesh
         self.parts = world.size // replicas
         self.replicas = replicas
-        _gather_once(model, units)
+        _gather_all_units(model, units)
         self._sent: list[torch.dtype] = []
         self._sums: dict[int, Sums] = {}
         for unit in units:
@@ -78,12 +78,12 @@ class Sums:
         self._parts = parts
         self._sent = sent
         self._flat: Tensor | None = None
-        self._at = 0
+        self._offset = 0
 
     def __call__(self, flat: Tensor) -> None:
         """FSDP's hook: one tensor for the unit, before it is narrowed and cut into gradients."""
         self._flat = flat
-        self._at = 0
+        self._offset = 0
         self._sent.append(flat.dtype)
 
     def take(self, parameter: nn.Parameter) -> Tensor:
@@ -91,15 +91,15 @@ class Sums:
         `flat`, padded to equal parts.
         """
         assert self._flat is not None, "the hook runs before the gradients are handed out"
-        own = local_part(parameter)
-        gradient = self._flat[self._at : self._at + own.numel()].view(own.shape)
-        self._at += math.ceil(parameter.shape[0] / self._parts) * (
+        part = local_part(parameter)
+        gradient = self._flat[self._offset : self._offset + part.numel()].view(part.shape)
+        self._offset += math.ceil(parameter.shape[0] / self._parts) * (
             parameter.numel() // parameter.shape[0]
         )
         return gradient
 
 
-def mesh_of(world: World, device: torch.device, *, nodes: int = 1) -> Any:
+def create_mesh(world: World, device: torch.device, *, nodes: int = 1) -> Any:
     """The processes as FSDP wants them; all call it together.
 
     nodes  more than 1: each machine holds the whole model, its processes share it, and machines sum
@@ -114,7 +114,7 @@ def mesh_of(world: World, device: torch.device, *, nodes: int = 1) -> Any:
     return init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
 
 
-def part_of(mesh: Any, look: Callable[[nn.Module], None]) -> Part:
+def local_part_of_mesh(mesh: Any, look: Callable[[nn.Module], None]) -> Part:
     """What this process keeps of a model that the processes of `mesh` share. `look`: called with
     the model before it is cast.
     """
@@ -148,12 +148,12 @@ def keep_part(model: nn.Module, mesh: Any, part: Part, *, reduce: str) -> list[n
     }
     inside: set[int] = set()
     units = []
-    for full, module in [*units_of(inner), ("the model's own weights", inner)]:
-        own = {n: p for n, p in module.named_parameters() if id(p) not in inside}
-        refuse_two_dtypes(full, own)
+    for full, module in [*find_units(inner), ("the model's own weights", inner)]:
+        own_parameters = {n: p for n, p in module.named_parameters() if id(p) not in inside}
+        refuse_two_dtypes(full, own_parameters)
         if module is not inner:
             refuse_weights_of_another_unit(full, module, inside)
-        for parameter in own.values():
+        for parameter in own_parameters.values():
             if parameter.device.type == "cpu" and not is_quantised(parameter):
                 # fully_shard moves whole weights to the device
                 parameter.data = part.cast_rows(parameter.data, parameter.dtype)
@@ -161,11 +161,11 @@ def keep_part(model: nn.Module, mesh: Any, part: Part, *, reduce: str) -> list[n
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=module is not inner)
         inside |= {id(p) for p in module.parameters()}
         units.append(module)
-    _give_scales(model, states)
+    _attach_quant_states(model, states)
     return units
 
 
-def units_of(inner: Any) -> list[tuple[str, nn.Module]]:
+def find_units(inner: Any) -> list[tuple[str, nn.Module]]:
     """(name, module) of every decoder layer or denoiser block, and of the embedding where the head
     does not share its weight.
     """
@@ -174,7 +174,7 @@ def units_of(inner: Any) -> list[tuple[str, nn.Module]]:
         return [
             (full, module) for full, module in inner.named_modules() if id(module) in of_denoiser
         ]
-    found: list[tuple[str, nn.Module]] = []
+    units: list[tuple[str, nn.Module]] = []
     inside = ""
     for full, module in inner.named_modules():
         if isinstance(module, nn.ModuleList) and not (inside and full.startswith(inside)):
@@ -183,7 +183,7 @@ def units_of(inner: Any) -> list[tuple[str, nn.Module]]:
                 for name, block in module.named_children()
                 if is_block(block)
             ]
-            found += blocks
+            units += blocks
             # experts and other lists inside a layer belong to its unit: which of them run depends
             # on the rows
             inside = f"{full}." if blocks else inside
@@ -195,8 +195,8 @@ def units_of(inner: Any) -> list[tuple[str, nn.Module]]:
             and head is not None
             and getattr(head, "weight", None) is not embedding.weight
         ):
-            found.append(("the embedding", embedding))
-    return found
+            units.append(("the embedding", embedding))
+    return units
 
 
 def refuse_two_dtypes(unit: str, parameters: dict[str, nn.Parameter]) -> None:
@@ -208,29 +208,29 @@ def refuse_two_dtypes(unit: str, parameters: dict[str, nn.Parameter]) -> None:
         if parameter.requires_grad:
             first.setdefault(parameter.dtype, full)
     if len(first) > 1:
-        (one, a), (other, b) = list(first.items())[:2]
+        (first_dtype, a), (second_dtype, b) = list(first.items())[:2]
         raise UsageError(
-            f"parallel.kind: shard: {unit} has trained weights of two dtypes, {a} in {name(one)}"
-            f" and {b} in {name(other)}",
+            f"parallel.kind: shard: {unit} has trained weights of two dtypes, {a} in {name(first_dtype)}"
+            f" and {b} in {name(second_dtype)}",
             fix="precision.trainable: fp32, or parallel.kind: replicate",
         )
 
 
-def refuse_weights_of_another_unit(unit: str, module: nn.Module, others: set[int]) -> None:
+def refuse_weights_of_another_unit(unit: str, module: nn.Module, other_unit_ids: set[int]) -> None:
     """Raises UsageError naming a weight of this unit that one of the units before has too (the
     shared layers of Zamba 2).
     """
-    if found := next(
-        (f"{unit}.{n}" for n, p in module.named_parameters() if id(p) in others), None
+    if shared := next(
+        (f"{unit}.{n}" for n, p in module.named_parameters() if id(p) in other_unit_ids), None
     ):
         raise UsageError(
-            f"parallel.kind: shard: {found} is a weight of another layer too, and a weight belongs"
+            f"parallel.kind: shard: {shared} is a weight of another layer too, and a weight belongs"
             " to one unit",
             fix="parallel.kind: replicate",
         )
 
 
-def whole_tensors(
+def gather_tensors(
     model: nn.Module, world: World, sharding: Sharding, dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """name -> every trained tensor of a sharded model, whole, on the CPU, in `dtype`; on the first
@@ -238,44 +238,47 @@ def whole_tensors(
 
     All processes call it. A tensor with several names is one tensor.
     """
-    found: dict[int, Tensor | None] = {}
+    gathered: dict[int, Tensor | None] = {}
     result = {}
     for full, parameter in model.named_parameters(remove_duplicate=False):
         if not parameter.requires_grad:
             continue
-        if id(parameter) not in found:
+        if id(parameter) not in gathered:
             part = local_part(parameter).detach().to(dtype).cpu()
-            whole = torch.empty(parameter.shape, dtype=dtype) if world.first else None
+            full_tensor = torch.empty(parameter.shape, dtype=dtype) if world.first else None
             if world.rank < sharding.parts:
-                world.collect(part, whole, rows_of_each(parameter.shape[0], sharding.parts))
-            found[id(parameter)] = whole
-        if (known := found[id(parameter)]) is not None:
-            result[full] = known
+                world.collect(part, full_tensor, rows_by_rank(parameter.shape[0], sharding.parts))
+            gathered[id(parameter)] = full_tensor
+        tensor = gathered[id(parameter)]
+        if tensor is not None:
+            result[full] = tensor
     return result
 
 
-def rows_of_each(rows: int, parts: int) -> list[int]:
+def rows_by_rank(rows: int, parts: int) -> list[int]:
     """How many of a tensor's rows each process holds: equal numbers, fewer or none at the end."""
     most = math.ceil(rows / parts)
     return [max(0, min(rows, (rank + 1) * most) - min(rows, rank * most)) for rank in range(parts)]
 
 
 @contextmanager
-def whole_in_state_dict(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+def replace_in_state_dict(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """Within this block `model.state_dict()` has these tensors in the place of its parts."""
 
-    def put(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    def replace_tensors(
+        module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
+    ) -> None:
         for full in state:
             state[full] = tensors.get(full, state[full])
 
-    handle = model.register_state_dict_post_hook(put)
+    handle = model.register_state_dict_post_hook(replace_tensors)
     try:
         yield
     finally:
         handle.remove()
 
 
-def _give_scales(model: nn.Module, states: Mapping[str, Any]) -> None:
+def _attach_quant_states(model: nn.Module, states: Mapping[str, Any]) -> None:
     """Puts the scales of 4-bit weights, which FSDP leaves behind, on whatever is in their place
     now, by which they are known as 4-bit.
     """
@@ -284,7 +287,7 @@ def _give_scales(model: nn.Module, states: Mapping[str, Any]) -> None:
             parameter.quant_state = states[full]  # type: ignore[attr-defined]  # bitsandbytes keeps it on the parameter
 
 
-def _gather_once(model: nn.Module, units: list[Any]) -> None:
+def _gather_all_units(model: nn.Module, units: list[Any]) -> None:
     """Gathers every unit once: what is put in the place of the parts are the same tensors from then
     on.
 
@@ -298,14 +301,14 @@ def _gather_once(model: nn.Module, units: list[Any]) -> None:
     }
     for unit in units:
         unit.unshard()
-        _give_scales(model, states)
+        _attach_quant_states(model, states)
         unit.reshard()
         for group in unit._get_fsdp_state()._fsdp_param_groups:
             # the bytes that travel are no arithmetic of the step
             for work in ("unshard", "wait_for_unshard", "post_backward"):
-                setattr(group, work, partial(_unobserved, getattr(group, work)))
+                setattr(group, work, partial(_run_unobserved, getattr(group, work)))
 
 
-def _unobserved(work: Callable[..., Any], *args: Any, **options: Any) -> Any:
+def _run_unobserved(work: Callable[..., Any], *args: Any, **options: Any) -> Any:
     with _disable_current_modes():
         return work(*args, **options)

@@ -111,30 +111,34 @@ class Lost:
 
     sign: Sign
     dead: bool
-    how: str
+    symptom: str
 
 
-def find_lost(store: BoundedStore, own: Sign, size: int, *, silent: float = SILENT) -> list[Lost]:
+def find_lost(
+    store: BoundedStore, local_sign: Sign, size: int, *, silent: float = SILENT
+) -> list[Lost]:
     """The dead processes; if there are none, those that came to fewer meetings than this one. One
     that ended because of another is none of them. Takes up to `silent` seconds.
     """
     first = {
         rank: read_sign(store, rank) or Sign(rank, "an unknown machine", 0)
         for rank in range(size)
-        if rank != own.rank
+        if rank != local_sign.rank
     }
     waiting = dict(first)
-    until = time.monotonic() + silent
+    deadline = time.monotonic() + silent
     dead: list[Lost] = []
-    while waiting and time.monotonic() < until:
-        for rank, before in list(waiting.items()):
-            state = _ended(before, own.host)  # before its last words are looked for
+    while waiting and time.monotonic() < deadline:
+        for rank, last_sign in list(waiting.items()):
+            state = _ended(last_sign, local_sign.host)  # before its last words are looked for
             if has_reported(store, rank):
                 del waiting[rank]
             elif state:
-                dead.append(Lost(before, True, state))
+                dead.append(Lost(last_sign, True, state))
                 del waiting[rank]
-            elif (now := read_sign(store, rank)) is not None and now.beats > before.beats:
+            elif (
+                newest_sign := read_sign(store, rank)
+            ) is not None and newest_sign.beats > last_sign.beats:
                 del waiting[rank]
         time.sleep(0.1)
     dead += [
@@ -143,7 +147,7 @@ def find_lost(store: BoundedStore, own: Sign, size: int, *, silent: float = SILE
     if dead:
         return dead
     newest = [read_sign(store, rank) or sign for rank, sign in first.items()]
-    return [Lost(sign, False, "does not come") for sign in newest if sign.met < own.met]
+    return [Lost(sign, False, "does not come") for sign in newest if sign.met < local_sign.met]
 
 
 def _ended(sign: Sign, host: str) -> str | None:
@@ -158,7 +162,7 @@ def _ended(sign: Sign, host: str) -> str | None:
     return "died"
 
 
-def error_as_json(error: BaseException) -> dict[str, Any]:
+def error_to_json(error: BaseException) -> dict[str, Any]:
     if isinstance(error, IsotypeError):
         return {
             "kind": type(error).__name__,
@@ -167,8 +171,8 @@ def error_as_json(error: BaseException) -> dict[str, Any]:
             "fix": error.fix,
         }
     kind = type(error).__name__
-    said = first_line(error)
-    return {"kind": kind, "message": kind if said == kind else f"{kind}: {said}"}
+    message = first_line(error)
+    return {"kind": kind, "message": kind if message == kind else f"{kind}: {message}"}
 
 
 def error_from_json(report: dict[str, Any], *, of: str | None = None) -> BaseException:

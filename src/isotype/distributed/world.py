@@ -30,29 +30,31 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..errors import IsotypeError, RunError, UsageError
 from ..wording import first_line
 from .bounded_store import BoundedStore, StoreTimeoutError
-from .launch import LISTENS_AT, watch_lifeline
+from .launch import LISTENING_SOCKET, watch_lifeline
 from .rank import Rank, find_rank
 from .watch import (
     ENDED,
     SILENT,
     Lost,
     Watch,
-    error_as_json,
     error_from_json,
+    error_to_json,
     find_lost,
     read_ended,
     read_failure,
 )
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 AnyError = TypeVar("AnyError", bound=IsotypeError)
-LOOK = 0.5  # seconds between two looks for failures while waiting
-MOST_PAUSE = 0.05  # seconds between two looks for what is waited for
-SUSPECT = 2.0  # seconds without a sign of life after which a process is looked at more closely
+CHECK_INTERVAL = 0.5  # seconds between two looks for failures while waiting
+MAX_PAUSE = 0.05  # seconds between two looks for what is waited for
+SUSPECT_AFTER = (
+    2.0  # seconds without a sign of life after which a process is looked at more closely
+)
 _RUNS = itertools.count()  # runs one after the other in the same processes have keys of their own
 # seconds that the first process waits, after an error, for the others to read it: the store ends
 # with this process
-LEAVING = 10.0
+LEAVE_TIMEOUT = 10.0
 
 
 class World:
@@ -85,12 +87,12 @@ class World:
         """
         return lambda: None
 
-    def collect(self, part: Tensor, whole: Tensor | None, rows: Sequence[int]) -> None:
-        """Fills `whole`, which the first process has, with the parts of all: rank r has the next
+    def collect(self, part: Tensor, full_tensor: Tensor | None, rows: Sequence[int]) -> None:
+        """Fills `full_tensor`, which the first process has, with the parts of all: rank r has the next
         rows[r] of them. All lie on the CPU.
         """
-        if whole is not None:
-            whole.copy_(part)
+        if full_tensor is not None:
+            full_tensor.copy_(part)
 
     def exchanging(self) -> AbstractContextManager[None]:
         """Around work in which processes exchange without this class, as a sharded model's forward
@@ -102,17 +104,17 @@ class World:
         """What each process gave, JSON, by rank."""
         return [value]
 
-    def first_does(self, work: Callable[[], Made], *, patiently: bool = False) -> Made:
+    def first_does(self, work: Callable[[], Result], *, patiently: bool = False) -> Result:
         """The first process works; all get what it returns, JSON. `patiently`: for as long as it
         lives, else up to the timeout.
         """
         return work()
 
-    def first_before_others(self, work: Callable[[], Made]) -> Made:
+    def first_before_others(self, work: Callable[[], Result]) -> Result:
         """Every process works, the first before the others: they find what it left on the disk."""
         return work()
 
-    def in_turn(self, work: Callable[[], Made]) -> Made:
+    def run_sequentially(self, work: Callable[[], Result]) -> Result:
         """Every process works, on each machine one after the other: memory that the work needs for
         a moment is needed once a machine.
         """
@@ -184,22 +186,22 @@ class JoinedWorld(World):
 
         return wait
 
-    def collect(self, part: Tensor, whole: Tensor | None, rows: Sequence[int]) -> None:
+    def collect(self, part: Tensor, full_tensor: Tensor | None, rows: Sequence[int]) -> None:
         # as bytes: gloo does not know every dtype
-        if whole is None:
+        if full_tensor is None:
             if len(part):
                 with self._meeting():
                     dist.send(part.contiguous().view(-1).view(torch.uint8), 0, group=self._small)
             return
         begin = 0
         for rank, count in enumerate(rows):
-            its = whole[begin : begin + count]
+            rows_of_rank = full_tensor[begin : begin + count]
             begin += count
             if rank == 0:
-                its.copy_(part)
+                rows_of_rank.copy_(part)
             elif count:
                 with self._meeting():
-                    dist.recv(its.view(-1).view(torch.uint8), rank, group=self._small)
+                    dist.recv(rows_of_rank.view(-1).view(torch.uint8), rank, group=self._small)
 
     def exchanging(self) -> AbstractContextManager[None]:
         return self._meeting(among_others=True)
@@ -209,21 +211,21 @@ class JoinedWorld(World):
         self._publish(f"{turn}/{self.rank}", json.dumps(value))
         return [json.loads(self._wait(f"{turn}/{rank}", of=rank)) for rank in range(self.size)]
 
-    def first_does(self, work: Callable[[], Made], *, patiently: bool = False) -> Made:
+    def first_does(self, work: Callable[[], Result], *, patiently: bool = False) -> Result:
         turn = self._next_turn()
         if not self.first:
-            made: Made = json.loads(self._wait(turn, of=0, patiently=patiently))
-            return made
+            received: Result = json.loads(self._wait(turn, of=0, patiently=patiently))
+            return received
         result = work()
         self._publish(turn, json.dumps(result, default=str))
         return result
 
-    def first_before_others(self, work: Callable[[], Made]) -> Made:
-        made: list[Made] = []
-        self.first_does(lambda: made.append(work()), patiently=True)
-        return made[0] if self.first else work()
+    def first_before_others(self, work: Callable[[], Result]) -> Result:
+        results: list[Result] = []
+        self.first_does(lambda: results.append(work()), patiently=True)
+        return results[0] if self.first else work()
 
-    def in_turn(self, work: Callable[[], Made]) -> Made:
+    def run_sequentially(self, work: Callable[[], Result]) -> Result:
         turn = self._next_turn()
         if self.local_rank:  # launchers number the processes of a machine one after the other
             self._wait(f"{turn}/{self.rank - 1}", of=self.rank - 1, patiently=True)
@@ -236,7 +238,7 @@ class JoinedWorld(World):
             return  # it is another one's failure
         self._failed = True
         with suppress(Exception):  # the store may have ended, and the original error matters more
-            self._store.set(f"failed/{self.rank}", json.dumps(error_as_json(error)))
+            self._store.set(f"failed/{self.rank}", json.dumps(error_to_json(error)))
 
     def close(self) -> None:
         """All processes leave together: a closed connection would end an exchange in which another
@@ -249,10 +251,10 @@ class JoinedWorld(World):
                     self._wait(f"left/{rank}", of=rank)
             elif self.first:
                 # the store may end with this process: the others have to find out first
-                others = set(range(self.size)) - self._lost_ranks
-                until = time.monotonic() + LEAVING
-                while time.monotonic() < until and not self._store.check(
-                    [f"left/{rank}" for rank in others]
+                remaining_ranks = set(range(self.size)) - self._lost_ranks
+                deadline = time.monotonic() + LEAVE_TIMEOUT
+                while time.monotonic() < deadline and not self._store.check(
+                    [f"left/{rank}" for rank in remaining_ranks]
                 ):
                     time.sleep(0.05)
         self._watch.stop()
@@ -264,7 +266,7 @@ class JoinedWorld(World):
         try:
             self._store.set(key, value)
         except StoreTimeoutError as error:
-            raise self._what_happened(error) from error
+            raise self._explain_failure(error) from error
 
     def _next_turn(self) -> str:
         self._turn += 1
@@ -287,13 +289,13 @@ class JoinedWorld(World):
                 and "/gloo/" not in str(error)
             ):
                 raise
-            raise self._what_happened(error) from error
+            raise self._explain_failure(error) from error
 
     def _wait(self, key: str, *, of: int, patiently: bool = False) -> bytes:
         """The value of a key of the store, once `of` has set it. Asks again and again: torch writes
         a warning for a wait that ends.
         """
-        begin = looked = signed = time.monotonic()
+        start_time = last_check = last_sign_time = time.monotonic()
         sign = b""
         pause = 0.001
         while True:
@@ -302,11 +304,11 @@ class JoinedWorld(World):
                     value: bytes = self._store.get(key)
                     return value
                 time.sleep(pause)
-                pause = min(MOST_PAUSE, pause * 1.5)
-                now = time.monotonic()
-                if now - looked < LOOK:
+                pause = min(MAX_PAUSE, pause * 1.5)
+                current_time = time.monotonic()
+                if current_time - last_check < CHECK_INTERVAL:
                     continue
-                looked = now
+                last_check = current_time
                 failed = read_failure(self._store, range(self.size)) is not None
                 if self._store.check([f"sign/{of}"]):
                     newest = self._store.get(f"sign/{of}")
@@ -314,19 +316,21 @@ class JoinedWorld(World):
                     newest = b""
                 if newest != sign:
                     sign = newest
-                    signed = now
+                    last_sign_time = current_time
                 # a process that gives signs of life may work for hours, one that gives none is
                 # looked at more closely
-                gone = now - signed > SUSPECT and any(
-                    one.dead and one.sign.rank == of
-                    for one in find_lost(self._store, self._watch.sign, self.size)
+                is_dead = current_time - last_sign_time > SUSPECT_AFTER and any(
+                    lost_process.dead and lost_process.sign.rank == of
+                    for lost_process in find_lost(self._store, self._watch.sign, self.size)
                 )
             except RuntimeError as error:
-                raise self._what_happened(error) from error
-            if failed or gone or (not patiently and now - begin > self._timeout):
-                raise self._what_happened(TimeoutError(f"waited {now - begin:.0f} s"))
+                raise self._explain_failure(error) from error
+            if failed or is_dead or (not patiently and current_time - start_time > self._timeout):
+                raise self._explain_failure(
+                    TimeoutError(f"waited {current_time - start_time:.0f} s")
+                )
 
-    def _what_happened(self, error: BaseException) -> BaseException:
+    def _explain_failure(self, error: BaseException) -> BaseException:
         """The error with what other processes reported, in place of one that names no process."""
         self._watch.sign.doing = "ending"
         # something is wrong already: a store that is silent now is part of it
@@ -343,47 +347,48 @@ class JoinedWorld(World):
         except Exception as store_error:
             # isotype's launcher shows the output of the one that ends first
             self.speaks = self.rank == 1 or self.launcher == "isotype"
-            return self._remember(self._store_lost(store_error))
+            return self._remember(self._store_error(store_error))
         if failure is not None:
-            rank, what = failure
-            made = error_from_json(
-                what, of=None if rank == 0 or what["kind"] == "PreflightError" else f"rank {rank}"
+            rank, report = failure
+            reported_error = error_from_json(
+                report,
+                of=None if rank == 0 or report["kind"] == "PreflightError" else f"rank {rank}",
             )
-            if isinstance(made, IsotypeError):
-                self._remember(made)
-            return made
-        self._lost_ranks = {one.sign.rank for one in lost}
-        gone = {one.sign.rank for one in lost if one.dead}
-        self.speaks = self.rank == min(rank for rank in range(self.size) if rank not in gone)
+            if isinstance(reported_error, IsotypeError):
+                self._remember(reported_error)
+            return reported_error
+        self._lost_ranks = {process.sign.rank for process in lost}
+        dead_ranks = {process.sign.rank for process in lost if process.dead}
+        self.speaks = self.rank == min(rank for rank in range(self.size) if rank not in dead_ranks)
         # processes are never more than one meeting apart, and a dead one's last sign may be older
         step = self._watch.sign.step
-        where = "" if gone else " (it is at step {0.step}: {0.doing})"
-        named = f"step {step}: " + "; ".join(
-            f"{one.sign} {one.how}{where.format(one.sign)}" for one in lost
+        position = "" if dead_ranks else " (it is at step {0.step}: {0.doing})"
+        message = f"step {step}: " + "; ".join(
+            f"{process.sign} {process.symptom}{position.format(process.sign)}" for process in lost
         )
         if not lost:
             # another process looked first, and has ended since
             reported = read_ended(self._store, range(self.size))
-            named = reported or f"the connection between processes broke: {first_line(error)}"
-        elif not gone:
-            named += f"; waited {self._timeout:g} s (parallel.timeout)"
+            message = reported or f"the connection between processes broke: {first_line(error)}"
+        elif not dead_ranks:
+            message += f"; waited {self._timeout:g} s (parallel.timeout)"
         with suppress(Exception):
-            self._store.set(f"{ENDED}/{self.rank}", named)
+            self._store.set(f"{ENDED}/{self.rank}", message)
         return self._remember(
-            RunError(named, code="MP002" if lost and not gone else "MP001", fix=_RESUME)
+            RunError(message, code="MP002" if lost and not dead_ranks else "MP001", fix=_RESUME)
         )
 
-    def _store_lost(self, error: Exception) -> RunError:
+    def _store_error(self, error: Exception) -> RunError:
         """The error where the store itself is gone, or is silent."""
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            place = "torchrun's agent, where all processes meet,"
+            location = "torchrun's agent, where all processes meet,"
         else:
-            place = f"rank 0 on {self._host_of_first}, where all processes meet,"
+            location = f"rank 0 on {self._host_of_first}, where all processes meet,"
         step = self._watch.sign.step
         if isinstance(error, StoreTimeoutError):
-            message = f"step {step}: {place} does not answer; waited {self._timeout:g} s"
+            message = f"step {step}: {location} does not answer; waited {self._timeout:g} s"
             return RunError(f"{message} (parallel.timeout)", code="MP002", fix=_RESUME)
-        return RunError(f"step {step}: {place} is gone", code="MP001", fix=_RESUME)
+        return RunError(f"step {step}: {location} is gone", code="MP001", fix=_RESUME)
 
     def _remember(self, error: AnyError) -> AnyError:
         self._lost = error
@@ -405,30 +410,30 @@ def join(device: str, *, timeout: float) -> World:
              processes
     """
     watch_lifeline()
-    mine = find_rank()
-    if mine.size == 1:
+    rank = find_rank()
+    if rank.size == 1:
         return ALONE
     if not dist.is_available():
         raise UsageError(
-            f"{mine.size} processes were started, and this torch has no torch.distributed",
+            f"{rank.size} processes were started, and this torch has no torch.distributed",
             fix="install another build",
         )
-    on_gpu = _take_gpu(device, mine)
+    on_gpu = _take_gpu(device, rank)
     wait = timedelta(seconds=timeout)
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     run = next(_RUNS)
-    ours = None
+    bounded = None
     try:
-        meeting = _store(mine, wait)
+        meeting = _store(rank, wait)
         store = dist.PrefixStore(f"group {run}", meeting)
-        ours = BoundedStore(dist.PrefixStore(f"isotype {run}", meeting), timeout)
-        ours.set(f"here/{mine.rank}", socket.gethostname())
+        bounded = BoundedStore(dist.PrefixStore(f"isotype {run}", meeting), timeout)
+        bounded.set(f"here/{rank.rank}", socket.gethostname())
         dist.init_process_group(
-            backend, store=store, rank=mine.rank, world_size=mine.size, timeout=wait
+            backend, store=store, rank=rank.rank, world_size=rank.size, timeout=wait
         )
     except RuntimeError as error:
-        raise _not_all_came(mine, ours, timeout, error) from error
-    return JoinedWorld(mine, ours, timeout=timeout, backend=backend)
+        raise _join_error(rank, bounded, timeout, error) from error
+    return JoinedWorld(rank, bounded, timeout=timeout, backend=backend)
 
 
 _SLOW = (
@@ -437,34 +442,38 @@ _SLOW = (
 )
 
 
-def _not_all_came(mine: Rank, store: Any, timeout: float, error: Exception) -> RunError:
+def _join_error(mine: Rank, store: Any, timeout: float, error: Exception) -> RunError:
     """The processes could not connect: names the missing ones, if known. `store`: None where it was
     not created.
     """
-    within = f"within {timeout:g} s (parallel.timeout)"
+    deadline_text = f"within {timeout:g} s (parallel.timeout)"
     if store is None and mine.rank == 0:  # it is made once all processes have come
-        return RunError(f"not all of {mine.size} processes came {within}", code="MP002", fix=_SLOW)
+        return RunError(
+            f"not all of {mine.size} processes came {deadline_text}", code="MP002", fix=_SLOW
+        )
     try:
         missing = ", ".join(
             f"rank {rank}" for rank in range(mine.size) if not store.check([f"here/{rank}"])
         )
     except Exception:
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         return RunError(
-            f"rank 0, where all processes meet, does not answer at {where}", code="MP002", fix=_SLOW
+            f"rank 0, where all processes meet, does not answer at {address}",
+            code="MP002",
+            fix=_SLOW,
         )
     if missing:
-        said = f"{missing} did not come {within}"
+        message = f"{missing} did not come {deadline_text}"
     else:
-        said = f"the {mine.size} processes could not connect: {first_line(error)}"
-    return RunError(said, code="MP002", fix=_SLOW)
+        message = f"the {mine.size} processes could not connect: {first_line(error)}"
+    return RunError(message, code="MP002", fix=_SLOW)
 
 
 def _store(mine: Rank, wait: timedelta) -> Any:
     """The store of the processes. `isotype train --processes` passes the first one a listening
     socket, so that its port stays free.
     """
-    handle = os.environ.get(LISTENS_AT)
+    handle = os.environ.get(LISTENING_SOCKET)
     if handle is None:
         return next(iter(dist.rendezvous("env://", mine.rank, mine.size, timeout=wait)))[0]
     address = os.environ["MASTER_ADDR"]

@@ -172,7 +172,7 @@ def export_vllm(adapter: Path, out: Path, name: str) -> str:
             }
             save_file(tensors, folder / FILE, metadata={"format": "pt"})
 
-    write_folder(out, fill, then="export again")
+    write_folder(out, fill, next_action="export again")
     if (out / "chat_template.jinja").is_file():
         template = ["--chat-template", str(out / "chat_template.jinja")]
     else:

@@ -24,9 +24,9 @@ from ..errors import UsageError
 from ..model.build import resolve_precision
 from ..model.export import digests, refuse_difference
 from ..precision.precision import Precision
-from ..runs.checkpoint.atomic_folder import fault, write_folder
-from ..runs.checkpoint.snapshot import averaged, restore_model
-from ..runs.folder import RESOLVED, RunFolder, refuse_filled, require_run, run_and_result
+from ..runs.checkpoint.atomic_folder import find_damage, write_folder
+from ..runs.checkpoint.snapshot import average_weights, restore_model
+from ..runs.folder import RESOLVED, RunFolder, refuse_filled, require_run, split_run_and_adapter
 from ..tasks.diffusion.batches import Batch
 from ..tasks.diffusion.encode import Said
 from ..tasks.diffusion.pipeline import PipelineFolder
@@ -50,7 +50,7 @@ def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> Merged:
 
     Raises  UsageError without an adapter, RunError SV001 when the result differs
     """
-    run, intermediate = run_and_result(run)
+    run, intermediate = split_run_and_adapter(run)
     task, device = _open_task(run, lambda config: _drop_start(_drop_samples(config)))
     config = task.config
     precision = task.precision
@@ -115,7 +115,7 @@ def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> Merged:
         merged_loss = _loss(task, merged, batch, precision)
         refuse_other_loss(out, merged_loss, adapter_loss)
 
-    write_folder(out, fill, check=compare, then="merge again")
+    write_folder(out, fill, check=compare, next_action="merge again")
     return Merged(out, dtype, reason, count, noise, adapter_loss, merged_loss, ROWS)
 
 
@@ -203,7 +203,7 @@ def _find_adapter(
     if config.adapter.kind == "none":
         raise UsageError(f"{run}: this run trained every weight: {consequence}")
     adapter = intermediate or run / "adapter"
-    if (reason := fault(adapter)) is not None:
+    if (reason := find_damage(adapter)) is not None:
         raise UsageError(f"{adapter}: {reason}", fix=f"isotype train --resume {run}")
     return adapter
 
@@ -304,7 +304,7 @@ def _load_run(
     """The task, the model in evaluation mode, the device, and which weights were taken. `encode`
     comes before the denoiser is loaded.
     """
-    folder, intermediate = run_and_result(folder)
+    folder, intermediate = split_run_and_adapter(folder)
     result = find_result(folder, intermediate)
     task, device = _open_task(
         folder, lambda config: change(config if result is None else _drop_start(config))
@@ -319,6 +319,6 @@ def _load_run(
     else:
         checkpoint = load_newest(folder)
         model, _ = task.denoiser(precision, device)
-        restore_model(model, averaged(checkpoint.tensors, task.config.train.beta1))
+        restore_model(model, average_weights(checkpoint.tensors, task.config.train.beta1))
         weights_name = f"checkpoint step_{checkpoint.step}"
     return task, model.eval(), device, weights_name

@@ -18,7 +18,7 @@ from typing import Any
 from ..errors import UsageError
 from ..model.gguf import read_architecture
 from ..runs.checkpoint.atomic_folder import write_folder
-from ..runs.folder import run_and_result, without_run
+from ..runs.folder import detect_model_folder, split_run_and_adapter
 from .adapter_file import SETTINGS, export_vllm, read_settings
 from .gguf_file import TYPES, export_adapter, export_model, llama_cpp, refuse_model, tokenizer_keys
 from .loaded import find_result, load_run
@@ -82,9 +82,9 @@ def export_language(run: Path, out: Path, *, to: str, kind: str | None, name: st
 
 def _find_saved(run: Path) -> Path:
     """The folder of the adapter or the model to export. Raises UsageError where there is none."""
-    if without_run(run) is not None:
+    if detect_model_folder(run) is not None:
         return run.absolute()
-    folder, intermediate = run_and_result(run)
+    folder, intermediate = split_run_and_adapter(run)
     result = find_result(folder, intermediate)
     if result is None:
         raise UsageError(f"{folder}: no result yet", fix=f"isotype train --resume {folder}")
@@ -127,7 +127,7 @@ def _write_ollama_folder(model: Path, out: Path, modelfile_text: str, *, kind: s
             export_model(model, folder / "model.gguf", kind)
         (folder / "Modelfile").write_text(modelfile_text, encoding="utf-8")
 
-    write_folder(out, fill, then="export again")
+    write_folder(out, fill, next_action="export again")
 
 
 @contextmanager

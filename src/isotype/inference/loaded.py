@@ -32,17 +32,17 @@ from ..optimize import optimize
 from ..precision.apply import apply_precision, generating
 from ..precision.precision import Precision
 from ..precision.quantised_base import quantisation_from_config
-from ..runs.checkpoint.atomic_folder import fault
-from ..runs.checkpoint.snapshot import averaged, restore_model
+from ..runs.checkpoint.atomic_folder import find_damage
+from ..runs.checkpoint.snapshot import average_weights, restore_model
 from ..runs.checkpoint.store import Checkpoint, CheckpointStore
 from ..runs.folder import (
     RESOLVED,
     RunFolder,
-    kind_of_run,
-    refuse_code_of,
+    detect_model_folder,
+    detect_run_kind,
+    refuse_remote_code,
     require_run,
-    run_and_result,
-    without_run,
+    split_run_and_adapter,
 )
 from ..tasks.language.result import load_result
 from ..tasks.language.sample import generation_config, prompt_inputs
@@ -74,18 +74,18 @@ def load_run(folder: Path) -> LoadedRun:
     Raises  UsageError when the folder is none of these, or the run has neither a result nor a whole
             checkpoint yet
     """
-    kind = without_run(folder)
+    kind = detect_model_folder(folder)
     if kind is not None:
         return _load_folder(folder, kind)
-    folder, intermediate = run_and_result(folder)
+    folder, intermediate = split_run_and_adapter(folder)
     run = RunFolder(require_run(folder))
-    if kind_of_run(folder) == DIFFUSION:
+    if detect_run_kind(folder) == DIFFUSION:
         raise UsageError(
             f"{folder}: a diffusion run draws pictures, and answers nothing",
             fix=f"isotype sample {folder} 'a prompt'",
         )
     loaded = load(folder / RESOLVED, resolved=True)
-    refuse_code_of(loaded, folder)
+    refuse_remote_code(loaded, folder)
     config = loaded.config
     if config.train.objective == "reward":
         refuse_scores(folder)
@@ -121,7 +121,7 @@ def load_run(folder: Path) -> LoadedRun:
             tokenizer, config.data.chat_template, config.data.template_kwargs
         ).text
     model, _ = build_model(config, precision, source, tokenizer, device)
-    restore_model(model, averaged(checkpoint.tensors, config.train.beta1))
+    restore_model(model, average_weights(checkpoint.tensors, config.train.beta1))
     return LoadedRun(
         folder,
         config,
@@ -142,10 +142,14 @@ def find_result(run: Path, intermediate: Path | None) -> Path | None:
     """
     if intermediate is None:
         return next(
-            (run.absolute() / name for name in ("adapter", "model") if fault(run / name) is None),
+            (
+                run.absolute() / name
+                for name in ("adapter", "model")
+                if find_damage(run / name) is None
+            ),
             None,
         )
-    reason = fault(intermediate) if intermediate.is_dir() else "no such adapter"
+    reason = find_damage(intermediate) if intermediate.is_dir() else "no such adapter"
     if reason is not None:
         raise UsageError(
             f"{intermediate}: {reason}",

@@ -38,7 +38,7 @@ from ..ops.packed import widen
 from ..precision.precision import Precision
 from ..precision.vision import vision_parts
 from ..runs.checkpoint.atomic_folder import write_folder
-from ..runs.folder import refuse_filled, without_run
+from ..runs.folder import detect_model_folder, refuse_filled
 from ..tasks.language.objective import NextToken
 from ..tasks.language.result import evaluate, load_result
 from ..training.finish import CHECKED_ROWS
@@ -73,7 +73,7 @@ def merge(run: LoadedRun, out: Path, *, dtype: str | None = None) -> Merged:
     from peft import PeftModel
 
     if not isinstance(run.model, PeftModel):
-        if without_run(run.folder) == "model":
+        if detect_model_folder(run.folder) == "model":
             raise UsageError(f"{run.folder}: a model, without an adapter to merge")
         raise UsageError(
             f"{run.folder}: this run trained every weight: {run.folder / 'model'} is merged already"
@@ -132,7 +132,7 @@ def merge(run: LoadedRun, out: Path, *, dtype: str | None = None) -> Merged:
         merged_loss = _loss(merged_model, run, rows)
         refuse_other_loss(out, merged_loss, adapter_loss)
 
-    write_folder(out, fill, check=compare, then="merge again")
+    write_folder(out, fill, check=compare, next_action="merge again")
     return Merged(out, dtype, reason, count, noise, adapter_loss, merged_loss, len(rows[0]))
 
 

@@ -33,7 +33,7 @@ from ..precision.packing import DTYPES_ON_LOAD
 from ..precision.parts import Part, loading_device
 from ..precision.precision import Precision
 from ..precision.quantised_base import check_base, quantisation_from_config
-from ..runs.checkpoint.atomic_folder import fault, write_folder
+from ..runs.checkpoint.atomic_folder import find_damage, write_folder
 from ..wording import first_line, pluralise
 from .adapter import kept_whole, layers_to_quantise
 from .architecture import (
@@ -187,7 +187,7 @@ def _with_added_tokens(
     """Writes, atomically, the base with embedding rows for the added tokens, in the dtype of its
     own files.
     """
-    if fault(folder) is not None:
+    if find_damage(folder) is not None:
         architecture = _architecture(source)
         if quantisation_from_config(architecture) is not None:
             raise UsageError(

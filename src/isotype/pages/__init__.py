@@ -27,14 +27,14 @@ FAMILIES = {
 
 def codes() -> list[str]:
     """Every code that has a page."""
-    here = [
+    names = [
         f.name.removesuffix(".md")
         for f in resources.files(__name__).iterdir()
         if f.name.endswith(".md")
     ]
     for module in FAMILIES.values():
-        here += import_module(module).codes()
-    return sorted(set(here))
+        names += import_module(module).codes()
+    return sorted(set(names))
 
 
 def page(code: str) -> str | None:

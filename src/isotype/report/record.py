@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
-from ..runs.folder import is_held, open_inside, read_inside, rows_in
+from ..runs.folder import is_held, open_inside, parse_metrics, read_inside
 from ..wording import first_line
 
 FILES = (
@@ -145,7 +145,7 @@ def read_run(folder: Path) -> RunRecord:
         row for row in list_or_empty(examples.get("examples")) if isinstance(row, dict)
     ]
     record.running = is_held(folder)
-    record.metrics, broken = rows_in(_text(folder / "metrics.jsonl", record) or "")
+    record.metrics, broken = parse_metrics(_text(folder / "metrics.jsonl", record) or "")
     if broken:
         record.damaged.append(
             f"metrics.jsonl: {len(broken)} lines cut short or broken (first: line {broken[0]})"

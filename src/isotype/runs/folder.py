@@ -25,7 +25,7 @@ RESOLVED = "resolved.yaml"
 LOG = "log.txt"  # what the run printed, of all its parts
 
 
-def name_of(config: RunConfig) -> str:
+def default_run_name(config: RunConfig) -> str:
     """`MODEL-DATA-TIME`, in letters that every file system takes."""
     model = config.model.name or str(
         (config.model.config or {}).get("model_type", "model")
@@ -57,8 +57,8 @@ class RunFolder:
 
     def adapter_steps(self) -> list[int]:
         """The steps of `adapters/step_N`, in order."""
-        named = (p.name.removeprefix("step_") for p in self.adapters.glob("step_*"))
-        return sorted(int(step) for step in named if step.isdecimal())
+        steps = (p.name.removeprefix("step_") for p in self.adapters.glob("step_*"))
+        return sorted(int(step) for step in steps if step.isdecimal())
 
     def write_json(self, name: str, content: Any) -> None:
         write_text(self.path / name, json.dumps(content, indent=1, default=str) + "\n")
@@ -66,10 +66,10 @@ class RunFolder:
     def read_json(self, name: str) -> dict[str, Any]:
         """What a file of the run holds; empty where it cannot be read, or holds something else."""
         try:
-            found = json.loads(read_inside(self.path, self.path / name))
+            content = json.loads(read_inside(self.path, self.path / name))
         except (OSError, ValueError, RecursionError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return content if isinstance(content, dict) else {}
 
     def write_text(self, name: str, text: str) -> None:
         write_text(self.path / name, text)
@@ -81,24 +81,26 @@ class RunFolder:
         Returns the facts, with the files.
         """
         self.samples.mkdir(exist_ok=True)
-        made = []
+        rows = []
         for position, (facts, file) in enumerate(samples):
             if file is not None:
                 facts = {**facts, "file": f"samples/step_{step}_{position}{file[0]}"}
                 (self.path / facts["file"]).write_bytes(file[1])
-            made.append(facts)
-        self.write_json(f"samples/step_{step}.json", {"step": step, "samples": made})
-        return made
+            rows.append(facts)
+        self.write_json(f"samples/step_{step}.json", {"step": step, "samples": rows})
+        return rows
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def lock(self) -> Iterator[None]:
         """Locks the folder for this process. Where no run begins, and nothing is left behind, the
         folders made for it are removed again.
 
         Raises  UsageError when another run uses it, it is not writable, or links lead out
         """
-        made = [path for path in (self.path, *self.path.parents) if not os.path.lexists(path)]
-        lock_made = not os.path.lexists(self.path / LOCK)
+        created_folders = [
+            path for path in (self.path, *self.path.parents) if not os.path.lexists(path)
+        ]
+        created_lock = not os.path.lexists(self.path / LOCK)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             refuse_foreign_entries(self.path)
@@ -106,12 +108,12 @@ class RunFolder:
         except UsageError:
             raise
         except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-            said = getattr(error, "strerror", None) or error
+            reason = getattr(error, "strerror", None) or error
             if self.is_run:
                 fix = "make it writable, or resume a copy of it"
             else:
                 fix = "give a folder that can be written: --out FOLDER"
-            raise UsageError(f"run.folder: {str(self.path)[:200]!r}: {said}", fix=fix) from None
+            raise UsageError(f"run.folder: {str(self.path)[:200]!r}: {reason}", fix=fix) from None
         try:
             take_lock(lock, self.path)
             # a full disk: nobody can find the process, and the run itself says more
@@ -121,19 +123,19 @@ class RunFolder:
             try:
                 yield
             finally:
-                if lock_made and not self.is_run:
-                    self._leave_nothing(made)
+                if created_lock and not self.is_run:
+                    self._remove_created(created_folders)
         finally:
             os.close(lock)  # which also lets the lock go, as a kill does
 
-    def _leave_nothing(self, made: list[Path]) -> None:
-        """Removes the lock's file, and of the folders `made`, the inner first, those that are empty
+    def _remove_created(self, created_folders: list[Path]) -> None:
+        """Removes the lock's file, and of the folders `created_folders`, the inner first, those that are empty
         then.
         """
         with suppress(OSError):
             if not set(os.listdir(self.path)) - {LOCK}:
                 os.unlink(self.path / LOCK)
-                for path in made:
+                for path in created_folders:
                     path.rmdir()
 
 
@@ -157,7 +159,7 @@ class Metrics:
 
     def cut_after(self, step: int) -> None:
         """Removes the lines after `step`, which the resumed run will write again."""
-        rows, _ = rows_in(
+        rows, _ = parse_metrics(
             self.file.read_text(encoding="utf-8", errors="replace") if self.file.is_file() else ""
         )
         remaining = [
@@ -192,7 +194,7 @@ def read_inside(folder: Path, path: Path) -> str:
         return file.read().decode("utf-8", "replace")
 
 
-def rows_in(text: str) -> tuple[list[dict[str, Any]], list[int]]:
+def parse_metrics(text: str) -> tuple[list[dict[str, Any]], list[int]]:
     """The rows of metrics.jsonl, and the numbers of lines that are broken."""
     rows = []
     broken = []
@@ -214,56 +216,60 @@ def require_run(path: Path) -> Path:
     if (path / RESOLVED).is_file():
         return path
     if path.parent.is_dir():
-        beside = [p.parent.name for p in path.parent.glob(f"*/{RESOLVED}")]
+        sibling_runs = [p.parent.name for p in path.parent.glob(f"*/{RESOLVED}")]
     else:
-        beside = []
+        sibling_runs = []
     inside = sorted(p.parent for p in path.glob(f"*/{RESOLVED}")) if path.is_dir() else []
-    near = get_close_matches(path.name, beside, n=1)
+    similar = get_close_matches(path.name, sibling_runs, n=1)
     if not path.exists():
-        what = "no such folder"
+        complaint = "no such folder"
     elif inside:
-        what = f"holds runs, but is none: {', '.join(str(run) for run in inside[:4])}"
+        complaint = f"holds runs, but is none: {', '.join(str(run) for run in inside[:4])}"
     else:
-        what = f"no {RESOLVED} there: not a run folder, or a run that stopped before its first step"
+        complaint = (
+            f"no {RESOLVED} there: not a run folder, or a run that stopped before its first step"
+        )
     adapter = next(
         (p for p in (path, path / "adapter") if (p / "adapter_config.json").is_file()), None
     )
     if adapter is not None and not inside:
         raise UsageError(
-            f"{path}: {what}; {adapter} is a PEFT adapter",
+            f"{path}: {complaint}; {adapter} is a PEFT adapter",
             fix=f"PeftModel.from_pretrained(base, {str(adapter)!r}) loads it, without a run",
         )
-    if near:
-        fix = f"did you mean {path.parent / near[0]}?"
+    if similar:
+        fix = f"did you mean {path.parent / similar[0]}?"
     else:
         fix = f"isotype ls {path.parent if path.parent.is_dir() else '.'} lists the runs"
-    raise UsageError(f"{path}: {what}", fix=None if inside else fix)
+    raise UsageError(f"{path}: {complaint}", fix=None if inside else fix)
 
 
-def run_and_result(path: Path) -> tuple[Path, Path | None]:
+def split_run_and_adapter(path: Path) -> tuple[Path, Path | None]:
     """The run that a folder is, or of which it is an adapter that was written on the way
     (`RUN/adapters/step_N`), and that adapter.
     """
     run = path.absolute().parent.parent
-    on_the_way = path.absolute().parent.name == "adapters" and RunFolder(run).is_run
-    return (run, path) if on_the_way else (path, None)
+    is_intermediate_adapter = path.absolute().parent.name == "adapters" and RunFolder(run).is_run
+    return (run, path) if is_intermediate_adapter else (path, None)
 
 
-def kind_of_run(path: Path) -> str:
+def detect_run_kind(path: Path) -> str:
     """The kind of run that a folder is of, from its plan.json; those from before there were several
     are `language`.
     """
-    return str(RunFolder(run_and_result(path)[0]).read_json("plan.json").get("task", "language"))
+    return str(
+        RunFolder(split_run_and_adapter(path)[0]).read_json("plan.json").get("task", "language")
+    )
 
 
-def without_run(path: Path) -> str | None:
+def detect_model_folder(path: Path) -> str | None:
     """`adapter` or `model` where the folder is a PEFT adapter's or a Hugging Face model's own; None
     for a run, and for anything else.
     """
-    if (path / RESOLVED).is_file() or run_and_result(path)[1] is not None:
+    if (path / RESOLVED).is_file() or split_run_and_adapter(path)[1] is not None:
         return None
-    named = {"adapter": "adapter_config.json", "model": "config.json"}
-    return next((kind for kind, file in named.items() if (path / file).is_file()), None)
+    config_files = {"adapter": "adapter_config.json", "model": "config.json"}
+    return next((kind for kind, file in config_files.items() if (path / file).is_file()), None)
 
 
 def refuse_filled(out: Path) -> None:
@@ -339,7 +345,7 @@ def holder(path: Path) -> int | None:
 CONSENT = "ISOTYPE_TRUST_REMOTE_CODE"
 
 
-def refuse_code_of(loaded: LoadedConfig, folder: Path) -> None:
+def refuse_remote_code(loaded: LoadedConfig, folder: Path) -> None:
     """Raises  UsageError where a run's own file says `trust_remote_code: true` and the user, now,
     does not.
     """

@@ -45,14 +45,14 @@ class PrecisionRecord:
     @property
     def observed(self) -> Mapping[str, Mapping[str, int]]:
         """Role -> dtype -> how many things of the role had it when it was last observed."""
-        found: Mapping[str, Mapping[str, int]] = self._observed.get("observed", {})
-        return found
+        observed: Mapping[str, Mapping[str, int]] = self._observed.get("observed", {})
+        return observed
 
-    def add(self, seen: Observation) -> None:
+    def add(self, observation: Observation) -> None:
         """Adds an observation; roles that it does not contain keep their earlier counts. Raises
         DtypeError DT003.
         """
-        self._observed = merge_observation(self._observed, seen)
+        self._observed = merge_observation(self._observed, observation)
         if self.writes:
             declared = {
                 "precision": self.resolved.text,
@@ -63,11 +63,11 @@ class PrecisionRecord:
                 self._observed, self.task_roles, compute=self.resolved.precision.compute
             )
             self.folder.write_json(PRECISION_FILE, {**declared, **written})
-        seen.raise_if_violated()
+        observation.raise_if_violated()
 
-    def watched(self, what: Iterable[str]) -> None:
+    def watched(self, names: Iterable[str]) -> None:
         """What was watched beside steps and files: for `not watched`."""
-        self._observed["watched"] = list(what)
+        self._observed["watched"] = list(names)
 
     def restore(self, step: int) -> None:
         """Reads the observations of an earlier part of this run, up to `step`. Where the file is

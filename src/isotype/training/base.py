@@ -17,7 +17,7 @@ from torch import nn
 
 from ..config.load import LoadedConfig
 from ..config.schema import AdapterSection
-from ..distributed.agree import LOOKED_AT, version_lines
+from ..distributed.agree import SAMPLED_ELEMENTS, version_lines
 from ..dtypes import to_torch
 from ..errors import UsageError
 from ..model.starts import OFF_THE_BASE
@@ -42,7 +42,7 @@ def fingerprint_of_base(model: nn.Module, precision: Precision, adapter: Adapter
         if parameter.requires_grad or is_quantised(parameter):
             continue
         flat = parameter.detach().flatten()
-        values = flat[:: max(1, flat.numel() // LOOKED_AT)][:LOOKED_AT].cpu()
+        values = flat[:: max(1, flat.numel() // SAMPLED_ELEMENTS)][:SAMPLED_ELEMENTS].cpu()
         if parameter.is_floating_point():
             values = values.to(to_torch(declared_dtype(model, name, parameter, precision)))
         digest.update(f"{name} {values.dtype} {list(parameter.shape)}".encode())

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..config.schema import RunConfig
-from ..distributed.shard import Sharding, keep_part, part_of
+from ..distributed.shard import Sharding, keep_part, local_part_of_mesh
 from ..distributed.world import ALONE, World
 from ..dtypes import eps, to_torch
 from ..errors import RunError
@@ -20,8 +20,8 @@ from ..model.export import Digests, digests, refuse_difference
 from ..model.starts import OFF_THE_BASE
 from ..observe import Observation
 from ..precision.precision import Precision
-from ..runs.checkpoint.snapshot import restore_model, restore_optimizer, rows_here
-from ..runs.folder import rows_in
+from ..runs.checkpoint.snapshot import local_rows_by_name, restore_model, restore_optimizer
+from ..runs.folder import parse_metrics
 from ..wording import pluralise
 from .console import RunConsole, format_duration
 from .loop import Loop
@@ -136,7 +136,7 @@ def _evaluation_loss(loop: Loop, step: int) -> float | None:
         return None
     stop_metric = loop.config.train.stop_on
     key = "eval_loss" if stop_metric is None else f"eval_loss_{stop_metric}"
-    rows, _ = rows_in(loop.folder.metrics.read_text(encoding="utf-8", errors="replace"))
+    rows, _ = parse_metrics(loop.folder.metrics.read_text(encoding="utf-8", errors="replace"))
     losses = [row[key] for row in rows if row.get("step") == step and key in row]
     return losses[-1] if losses else None
 
@@ -168,13 +168,13 @@ def _load_best_weights(loop: Loop, world: World) -> int:
     best_step: int | None = world.first_does(lambda: loop.store.best)
     if best_step is None or best_step == loop.progress.step:
         return loop.progress.step
-    if reason := world.first_does(lambda: loop.store.fault(best_step)):
+    if reason := world.first_does(lambda: loop.store.find_damage(best_step)):
         loop.console.print_line(
             f"warning   the best checkpoint, step_{best_step}, is damaged ({reason}): the result is the"
             " last step's weights"
         )
         return loop.progress.step
-    checkpoint = loop.store.load(best_step, rows_here(loop.model))
+    checkpoint = loop.store.load(best_step, local_rows_by_name(loop.model))
     restore_model(loop.model, checkpoint.tensors)
     if loop.config.train.optimizer == SCHEDULE_FREE:  # its averages follow from its states
         restore_optimizer(
@@ -226,13 +226,13 @@ def _verify_result(
             refuse_difference(saved.folder, saved.weight_digests, model, saved.dtype)
 
     def load() -> tuple[nn.Module, list[nn.Module]]:
-        part = None if mesh is None else part_of(mesh, look=compare)
+        part = None if mesh is None else local_part_of_mesh(mesh, look=compare)
         model = task.reload(saved.folder, precision, device, part)
         if part is None:
             compare(model)
         return model, [] if part is None else keep_part(model, mesh, part, reduce=precision.reduce)
 
-    model, units = world.in_turn(load)
+    model, units = world.run_sequentially(load)
     if sharding is not None:
         Sharding(model, units, world, mesh=mesh, replicas=sharding.replicas)
     with fix_random_state():

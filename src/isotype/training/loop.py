@@ -349,7 +349,7 @@ class Loop:
             self.model, self.device, dtype=self.resolved.precision.loss, world=self.world
         )
         progress = self.progress
-        progress.evaluate_on(self._evaluation_rows)
+        progress.set_evaluation_rows(self._evaluation_rows)
         if not math.isfinite(result.loss):
             raise RunError(
                 f"step {progress.step}: the evaluation loss is not finite",
@@ -472,7 +472,7 @@ class Loop:
             processes = self.state.restore_training(checkpoint)
             self.progress = self.state.progress
             if self.task.eval_rows:
-                self.progress.evaluate_on(self._evaluation_rows)
+                self.progress.set_evaluation_rows(self._evaluation_rows)
         except (
             LookupError,
             TypeError,

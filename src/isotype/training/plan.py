@@ -252,7 +252,9 @@ def plan_run(
         offload=plan_offload(
             outline.model,
             hardware,
-            micro_batches=config.train.accumulate if batching is None else len(batching.own),
+            micro_batches=config.train.accumulate
+            if batching is None
+            else len(batching.local_micro_batches),
             compute=precision.compute,
             flops=task.step_outline(precision).block_flops,
         ),
@@ -351,7 +353,7 @@ def split_step(task: Task, processes: int) -> Batching:
                 f" {(processes // GPUS_PER_MACHINE + 1) * GPUS_PER_MACHINE}"
             ),
         )
-    return Batching.of(task.config.train, size=processes)
+    return Batching.plan_step(task.config.train, size=processes)
 
 
 def plan_processes(
@@ -383,4 +385,6 @@ def plan_processes(
         parallel = choose_by_plan(peak, available, lambda: peak, config=config)
     else:
         parallel = Parallel(kind_setting, "parallel.kind")
-    return ProcessesPlan(processes, nodes, len(batching.own), batching.rows, kinds, parallel)
+    return ProcessesPlan(
+        processes, nodes, len(batching.local_micro_batches), batching.rows, kinds, parallel
+    )

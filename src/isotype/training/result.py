@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..config.kind import LANGUAGE
 from ..config.schema import RunConfig
-from ..distributed.shard import Sharding, whole_in_state_dict, whole_tensors
+from ..distributed.shard import Sharding, gather_tensors, replace_in_state_dict
 from ..distributed.world import ALONE, World
 from ..dtypes import to_torch
 from ..model.card import write_card
@@ -61,12 +61,12 @@ class ResultWriter:
             gathered = {}
             model_world = ALONE
         else:
-            tensors = whole_tensors(self.model, self.world, sharding, to_torch(self.dtype))
+            tensors = gather_tensors(self.model, self.world, sharding, to_torch(self.dtype))
             gathered = tensors
             model_world = self.world
 
         def fill(folder: Path) -> None:
-            with whole_in_state_dict(self.model, gathered):
+            with replace_in_state_dict(self.model, gathered):
                 self.task.save(self.model, folder, self.resolved.precision)
             (folder / "precision.json").write_text(self.resolved.to_json())
             if self.task.kind == LANGUAGE:

@@ -10,7 +10,7 @@ from typing import Any
 from ..config.load import LoadedConfig
 from ..distributed.agree import (
     MODEL_SETTINGS,
-    lines_of,
+    configuration_lines,
     refuse_differences,
     refuse_folder_of_another_machine,
     versions,
@@ -18,9 +18,9 @@ from ..distributed.agree import (
 from ..distributed.world import World, join
 from ..environment.hardware import out_of_memory
 from ..errors import IsotypeError, PreflightError, RunError, UsageError
-from ..runs.checkpoint.atomic_folder import refused, writable_again
+from ..runs.checkpoint.atomic_folder import describe_io_error, suggest_fix
 from ..runs.checkpoint.store import CheckpointStore
-from ..runs.folder import LOG, RESOLVED, RunFolder, name_of, refuse_code_of
+from ..runs.folder import LOG, RESOLVED, RunFolder, default_run_name, refuse_remote_code
 from .base import model_settings, setting_lines
 from .callbacks import Callback, Objective, objective_name
 from .console import Interrupt, RunConsole, quiet_libraries
@@ -120,15 +120,16 @@ class _TrainingRun:
         # the time may be in the name: it is the first process's
         path = world.first_does(
             lambda: str(
-                self.resume or self.config.run.folder.replace("{name}", name_of(self.config))
+                self.resume
+                or self.config.run.folder.replace("{name}", default_run_name(self.config))
             )
         )
         self.folder = folder = RunFolder(Path(path))
         if self.resume is not None:
             if not folder.is_run:
                 raise UsageError(f"--resume {self.resume}: no {RESOLVED} there: not a run folder")
-            refuse_code_of(self.loaded, self.resume)
-        with folder.held() if world.first else contextlib.nullcontext(), self.interrupt, console:
+            refuse_remote_code(self.loaded, self.resume)
+        with folder.lock() if world.first else contextlib.nullcontext(), self.interrupt, console:
             refuse_folder_of_another_machine(world, folder.path)
             if not self.resuming and folder.is_run:
                 fix = f"isotype train --resume {folder.path}, or give another folder"
@@ -194,7 +195,7 @@ class _TrainingRun:
             refuse_differences(
                 world,
                 versions=versions(),
-                configuration=lines_of(config),
+                configuration=configuration_lines(config),
                 data=data,
                 weights=weights,
                 **{MODEL_SETTINGS: setting_lines(model_settings(prepared.model))},
@@ -357,7 +358,7 @@ class _TrainingRun:
             advice = memory_saving_advice(self.config, self.config.train.gradient_checkpointing)
             return RunError(f"out of memory: {missing_memory}", fix=advice)
         folder = self.folder
-        reason = refused(error)
+        reason = describe_io_error(error)
         fix = "start it again; a folder that was renamed: isotype train --resume ITS_NEW_NAME"
         missing_folder = RunError(f"{folder.path}: the run's folder is gone", code="CK001", fix=fix)
         if isinstance(error, IsotypeError):
@@ -376,7 +377,7 @@ class _TrainingRun:
         return RunError(
             f"{message}\n  saved     {checkpoint_text}",
             code="CK001",
-            fix=f"{writable_again(reason)}, then resume",
+            fix=f"{suggest_fix(reason)}, then resume",
         )
 
     def _write_report(self) -> str | None:

@@ -22,12 +22,12 @@ from ..observe.continuity import (
 )
 from ..runs.checkpoint.snapshot import (
     Progress,
-    gathered_random_state,
+    gather_random_state,
+    local_parts,
     optimizer_tensors,
-    parts_here,
     restore_model,
     restore_optimizer,
-    restore_random_state_of_rank,
+    restore_rank_random_state,
     trainable_tensors,
 )
 from ..runs.checkpoint.store import Checkpoint, CheckpointStore
@@ -59,7 +59,7 @@ class RunState:
     def take_checkpoint(self) -> Checkpoint:
         """The state as it is now; of a shared model the part of this process."""
         stepper = self.stepper
-        random_tensors, random_json = gathered_random_state(self.world)
+        random_tensors, random_json = gather_random_state(self.world)
         optimizer, optimizer_numbers = optimizer_tensors(self.model, stepper.optimizer)
         share_changed = None if stepper.changed is None else float(stepper.changed)
         loss_scale = None if stepper.loss_scale is None else asdict(stepper.loss_scale)
@@ -77,7 +77,7 @@ class RunState:
         averages = {} if self.ema is None else self.ema.tensors()
         tensors = {**trainable_tensors(self.model), **optimizer, **averages, **random_tensors}
         if stepper.sharding is not None:
-            tensors = parts_here(tensors, first=self.world.first)
+            tensors = local_parts(tensors, first=self.world.first)
         return Checkpoint(self.progress.step, tensors, state)
 
     def write_checkpoint(
@@ -112,7 +112,7 @@ class RunState:
         if self.has_optimizer_states(checkpoint):
             restore_optimizer(self.model, stepper.optimizer, checkpoint.tensors, state["optimizer"])
             convert_states(stepper.optimizer, state.get("optimizer_groups", []))
-        processes = restore_random_state_of_rank(
+        processes = restore_rank_random_state(
             checkpoint.tensors,
             state,
             self.world.rank,

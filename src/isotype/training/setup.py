@@ -16,7 +16,7 @@ from torch import nn
 from ..config.schema import AdapterSection, RunConfig, TrainSection
 from ..distributed.agree import fingerprint_of_weights
 from ..distributed.rank import Batching
-from ..distributed.shard import Sharding, keep_part, mesh_of, part_of
+from ..distributed.shard import Sharding, create_mesh, keep_part, local_part_of_mesh
 from ..distributed.world import ALONE, World
 from ..environment.hardware import detect
 from ..finding import Finding, Severity
@@ -24,7 +24,7 @@ from ..observe import Observation, Observer
 from ..optimize import Manifest
 from ..precision.accumulate import GradientAccumulator
 from ..precision.precision import Precision
-from ..runs.checkpoint.snapshot import seed_of_rank
+from ..runs.checkpoint.snapshot import seed_rank
 from .base import fingerprint_of_base
 from .device_setup import DeviceSetup, prepare_data, seed_everything
 from .memory.blocks import BLOCKS, get_frozen_blocks, refuse_without_host_memory
@@ -59,7 +59,7 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
     folder   where the task keeps a base model that it makes itself
     """
     train = task.config.train
-    batching = Batching.of(train, rank=world.rank, size=world.size)
+    batching = Batching.plan_step(train, rank=world.rank, size=world.size)
     device_setup = prepare_data(task, sources, world=world)
     parallel = choose_parallel(task, device_setup, world)
     encode_data(task, device_setup, world)
@@ -166,8 +166,8 @@ def build_model(
     part = None
     with world.exchanging():
         if parallel.shares:
-            mesh = mesh_of(world, device_setup.device, nodes=parallel.nodes)
-            part = part_of(mesh, fingerprints.take)
+            mesh = create_mesh(world, device_setup.device, nodes=parallel.nodes)
+            part = local_part_of_mesh(mesh, fingerprints.take)
 
     def load() -> tuple[nn.Module, Manifest]:
         return task.build_model(precision, device_setup.device, folder, part)
@@ -198,7 +198,7 @@ def build_model(
     else:
         # a model whose weights must be held whole (4-bit ones, files of several dtypes) is in a
         # machine's memory once
-        local = world.in_turn(build_local)
+        local = world.run_sequentially(build_local)
         with world.exchanging():
             sharding = Sharding(local.model, local.units, world, mesh=mesh, replicas=parallel.nodes)
     return BuiltModel(local.model, local.manifest, local.checkpointing, fingerprints, sharding)
@@ -238,7 +238,7 @@ def seed_process(train: TrainSection, world: World) -> None:
     """Seeds the generators of this process: the first one's as with one process."""
     seed_everything(train.seed, deterministic=train.deterministic)
     if not world.first:
-        seed_of_rank(train.seed, 0, world.rank)
+        seed_rank(train.seed, 0, world.rank)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ from ..model.build import resolve_precision
 from ..optimize import joint_attention
 from ..precision.parts import local_part
 from ..precision.precision import Precision
-from ..runs.checkpoint.snapshot import rows_here
+from ..runs.checkpoint.snapshot import local_rows_by_name
 from ..runs.folder import RESOLVED, RunFolder
 from ..wording import format_bytes, pluralise
 from .base import BASE, compare_bases, describe_base
@@ -289,13 +289,13 @@ def restore_checkpoint(loop: Loop, step: int | None, console: RunConsole) -> Non
     world = loop.world
     if step is None:
         if world.first:
-            loop.store.tidy(None)
+            loop.store.clean_up(None)
             loop.metrics.cut_after(-1)
         console.print_line("resume    no whole checkpoint: starting from the beginning")
         return
-    writing_processes = loop.restore(loop.store.load(step, rows_here(loop.model)))
+    writing_processes = loop.restore(loop.store.load(step, local_rows_by_name(loop.model)))
     if world.first:
-        loop.store.tidy(loop.progress.best_step)
+        loop.store.clean_up(loop.progress.best_step)
     if writing_processes != world.size:
         previous_processes, current_processes = (
             pluralise(count, "process", "processes") for count in (writing_processes, world.size)
@@ -475,7 +475,7 @@ def _processes_row(world: World, prepared: Prepared, kind: str) -> list[tuple[st
         return []
     batching = prepared.batching
     machines = "on one machine" if world.nodes == 1 else f"on {world.nodes} machines"
-    each = f"{len(batching.own)} x {batching.rows} rows of each step"
+    each = f"{len(batching.local_micro_batches)} x {batching.rows} rows of each step"
     return [
         (
             "processes",

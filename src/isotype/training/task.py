@@ -439,11 +439,13 @@ def load_local_batches(
     micro_batches: list[Sequence[Sequence[object]]] = [
         task.split_by_shape(stream.take(batching.rows)) for _ in range(batching.total)
     ]
-    local_parts = [rows for number in batching.own for rows in micro_batches[number]]
+    local_parts = [
+        rows for number in batching.local_micro_batches for rows in micro_batches[number]
+    ]
     batches = [task.collate(rows) for rows in local_parts]
     if not is_shared:
         return batches
-    batches_per_rank = len(batching.own)
+    batches_per_rank = len(batching.local_micro_batches)
     most_passes = max(
         sum(map(len, micro_batches[first : first + batches_per_rank]))
         for first in range(0, batching.total, batches_per_rank)

@@ -20,7 +20,7 @@ from ...errors import RunError
 SEAL = "DONE"
 _OS_ERROR = re.compile(r"\(os error \d+\)")
 # what helps where a folder that can be written is not the matter
-_HELPS = {
+_FIXES = {
     errno.ENOSPC: "free space",
     errno.EDQUOT: "free space",
     errno.EFBIG: "raise the limit on the size of a file (ulimit -f)",
@@ -34,24 +34,24 @@ def write_folder(
     fill: Callable[[Path], object],
     *,
     check: Callable[[Path], None] | None = None,
-    then: str = "resume",
+    next_action: str = "resume",
 ) -> None:
     """Calls `fill(folder)` on a temporary folder and renames it to `target`, replacing what was
     there.
 
     check  looks at the finished folder; where it raises, or the program is killed in it, `target`
            is unchanged
-    then   what the user does once the folder can be written
+    next_action  what the user does once the folder can be written
     Raises  RunError CK001 when the disk is full or read-only; the temporary folder is then removed
             and `target` is unchanged
     """
-    with _aside_of(target, then=then) as aside:
-        _new(aside)
-        fill(aside)
-        seal(aside)
+    with _temporary_folder(target, next_action=next_action) as temporary:
+        _create_empty(temporary)
+        fill(temporary)
+        seal(temporary)
         if check is not None:
-            check(aside)
-        _put(aside, target)
+            check(temporary)
+        _rename_into_place(temporary, target)
 
 
 class Processes(Protocol):
@@ -75,55 +75,59 @@ def write_folder_together(
     fill  writes into the folder and returns the files that it wrote
     Raises  in all processes what one of them raised
     """
-    with _aside_of(target, removing=processes.first) as aside:
-        processes.first_does(lambda: _new(aside))
-        own = {file.name: _synced(file) for file in fill(aside)}
+    with _temporary_folder(target, removes_on_error=processes.first) as temporary:
+        processes.first_does(lambda: _create_empty(temporary))
+        written = {file.name: _sync_and_hash(file) for file in fill(temporary)}
         sums = {
-            name: sum_ for of_process in processes.gather(own) for name, sum_ in of_process.items()
+            name: checksum
+            for files_of_process in processes.gather(written)
+            for name, checksum in files_of_process.items()
         }
 
         def close() -> None:
-            seal(aside, sums)
-            _put(aside, target)
+            seal(temporary, sums)
+            _rename_into_place(temporary, target)
 
         processes.first_does(close)
 
 
 @contextmanager
-def _aside_of(target: Path, *, removing: bool = True, then: str = "resume") -> Iterator[Path]:
+def _temporary_folder(
+    target: Path, *, removes_on_error: bool = True, next_action: str = "resume"
+) -> Iterator[Path]:
     """The temporary folder beside `target`, removed when something fails."""
-    aside = target.parent / f".{target.name}.partial"
+    temporary = target.parent / f".{target.name}.partial"
     try:
-        yield aside
+        yield temporary
     except BaseException as error:
-        if removing:
-            shutil.rmtree(aside, ignore_errors=True)
-        reason = refused(error)
+        if removes_on_error:
+            shutil.rmtree(temporary, ignore_errors=True)
+        reason = describe_io_error(error)
         if reason is None:
             raise
         raise RunError(
             f"could not write {target}: {reason}",
             code="CK001",
-            fix=f"{writable_again(reason)}, then {then}",
+            fix=f"{suggest_fix(reason)}, then {next_action}",
         ) from error
 
 
-def _new(folder: Path) -> None:
+def _create_empty(folder: Path) -> None:
     _remove(folder)
     folder.mkdir(parents=True)
 
 
-def _put(aside: Path, target: Path) -> None:
+def _rename_into_place(temporary: Path, target: Path) -> None:
     replaced = target.parent / f".{target.name}.replaced"
     _remove(replaced)
     if target.exists():
         target.rename(replaced)
-    aside.rename(target)
+    temporary.rename(target)
     _sync(target.parent)
     _remove(replaced)
 
 
-def refused(error: BaseException) -> str | None:
+def describe_io_error(error: BaseException) -> str | None:
     """The operating system's message about a failed read or write; None for other errors."""
     if isinstance(error, OSError) and error.errno is not None:
         return f"{error.strerror or error}"
@@ -134,40 +138,43 @@ def refused(error: BaseException) -> str | None:
     return None
 
 
-def writable_again(reason: str) -> str:
+def suggest_fix(reason: str) -> str:
     """What helps against a failed write, by the message of the operating system."""
     if "(os error 2)" in reason or os.strerror(errno.ENOENT) in reason:
         return "another program removed or renamed a folder of the run: put it back"
     return next(
-        (does for number, does in _HELPS.items() if os.strerror(number) in reason),
+        (does for number, does in _FIXES.items() if os.strerror(number) in reason),
         "make it writable",
     )
 
 
-def seal(folder: Path, known: Mapping[str, dict[str, Any]] | None = None) -> None:
+def seal(folder: Path, hashed: Mapping[str, dict[str, Any]] | None = None) -> None:
     """Syncs every file, then writes DONE with the sizes and SHA-256 checksums. Files get its mode:
     safetensors makes them 600.
 
-    known  those of files that other processes have written and synced
+    hashed  those of files that other processes have written and synced
     """
     files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != SEAL)
     names = [(file.relative_to(folder).as_posix(), file) for file in files]
-    sums = {name: known[name] if known and name in known else _synced(file) for name, file in names}
-    done = folder / SEAL
-    done.write_text(json.dumps({"files": sums}, indent=1) + "\n")
+    checksums = {
+        name: hashed[name] if hashed and name in hashed else _sync_and_hash(file)
+        for name, file in names
+    }
+    seal_file = folder / SEAL
+    seal_file.write_text(json.dumps({"files": checksums}, indent=1) + "\n")
     for file in files:
-        file.chmod(done.stat().st_mode)
-    _sync(done)
+        file.chmod(seal_file.stat().st_mode)
+    _sync(seal_file)
     _sync(folder)
 
 
-def _synced(file: Path) -> dict[str, Any]:
+def _sync_and_hash(file: Path) -> dict[str, Any]:
     """Size and checksum of a file that is on the disk."""
     _sync(file)
     return {"bytes": file.stat().st_size, "sha256": _sha256(file)}
 
 
-def fault(folder: Path, needs: Sequence[str] = ()) -> str | None:
+def find_damage(folder: Path, needs: Sequence[str] = ()) -> str | None:
     """Why a sealed folder cannot be trusted, or None when every file, those of `needs` among them,
     has its size and checksum.
     """
@@ -213,19 +220,19 @@ def _remove(folder: Path) -> None:
 
 def write_text(target: Path, text: str) -> None:
     """Replaces a small file atomically: a reader sees either the old text or the new text."""
-    aside = target.with_name(f".{target.name}.partial")
+    temporary = target.with_name(f".{target.name}.partial")
     try:
         # creates a new file, so that a leftover of a killed run or a link in its place is never
         # written through
-        aside.unlink(missing_ok=True)
-        with aside.open("x", encoding="utf-8") as file:
+        temporary.unlink(missing_ok=True)
+        with temporary.open("x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        aside.replace(target)
+        temporary.replace(target)
     except OSError as error:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         reason = f"{error.strerror or error}"
         raise RunError(
-            f"could not write {target}: {reason}", code="CK001", fix=writable_again(reason)
+            f"could not write {target}: {reason}", code="CK001", fix=suggest_fix(reason)
         ) from error

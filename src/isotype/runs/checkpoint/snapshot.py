@@ -26,8 +26,8 @@ from .store import Rows
 
 # states with an element for each of the parameter's: torch's and our AdamW's, bitsandbytes',
 # schedulefree's
-_LIKE_ITS_PARAMETER = ("exp_avg", "exp_avg_sq", "state1", "state2", "z")
-OTHERS = "random_of_other_processes"  # in state.json: of the ranks from 1 on
+_ELEMENTWISE_STATES = ("exp_avg", "exp_avg_sq", "state1", "state2", "z")
+OTHER_RANKS = "random_of_other_processes"  # in state.json: of the ranks from 1 on
 
 
 @dataclass
@@ -52,24 +52,24 @@ class Progress:
 
         Raises  TypeError for a value that no run writes
         """
-        named = {
+        renamed = {
             ("units" if name == "tokens" else name): value
             for name, value in values.items()
             if name != "sampled_seconds"
         }
-        made = cls(**named)
+        progress = cls(**renamed)
         kinds = {
             "best_loss": (float,),
             "trained_seconds": (float, int),
             "best_step": (int, type(None)),
             "evaluated": (str, type(None)),
         }
-        for name, value in vars(made).items():
+        for name, value in vars(progress).items():
             if type(value) not in kinds.get(name, (int,)) or (name not in kinds and value < 0):
                 raise TypeError(f"progress.{name} is {value!r}")
-        return made
+        return progress
 
-    def evaluate_on(self, rows: str) -> None:
+    def set_evaluation_rows(self, rows: str) -> None:
         """Forgets the best evaluation where it was of other rows.
 
         rows  a hash of the evaluation rows
@@ -92,11 +92,11 @@ def random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors |= {
             f"rng.cuda.{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())
         }
-    kind, words, *rest = np.random.get_state()
+    kind, keys, *rest = np.random.get_state()
     version, internal, gauss = random.getstate()
     return tensors, {
         "python": [version, list(internal), gauss],
-        "numpy": [kind, [int(w) for w in words], *rest],
+        "numpy": [kind, [int(w) for w in keys], *rest],
     }
 
 
@@ -111,21 +111,21 @@ def restore_random_state(tensors: dict[str, Tensor], state: dict[str, Any]) -> N
                 torch.cuda.set_rng_state(tensors[f"rng.cuda.{i}"], i)
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
-    kind, words, *rest = state["numpy"]
-    np.random.set_state((kind, np.array(words, dtype=np.uint32), *rest))
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
 
 
-def gathered_random_state(world: Processes) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def gather_random_state(world: Processes) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """(tensors, JSON) for a checkpoint. All processes call it; the first one writes."""
     tensors, state = random_state()
     if world.size == 1:
         return tensors, {"random": state}
     texts = {name: base64.b64encode(t.numpy().tobytes()).decode() for name, t in tensors.items()}
-    _, *others = world.gather({"tensors": texts, "state": state})
-    return tensors, {"random": state, OTHERS: others}
+    _, *other_states = world.gather({"tensors": texts, "state": state})
+    return tensors, {"random": state, OTHER_RANKS: other_states}
 
 
-def restore_random_state_of_rank(
+def restore_rank_random_state(
     tensors: dict[str, Tensor], state: Mapping[str, Any], rank: int, *, seed: tuple[int, int]
 ) -> int:
     """Puts back the state that this rank had; a rank that had none draws from `seed`, the run's and
@@ -133,22 +133,22 @@ def restore_random_state_of_rank(
 
     ->  the number of processes that wrote the checkpoint
     """
-    others = state.get(OTHERS, [])
+    other_states = state.get(OTHER_RANKS, [])
     if rank == 0:
         restore_random_state(tensors, state["random"])
-    elif rank <= len(others):
-        own = others[rank - 1]
+    elif rank <= len(other_states):
+        rank_state = other_states[rank - 1]
         raw = {
             name: torch.tensor(bytearray(base64.b64decode(text)), dtype=torch.uint8)
-            for name, text in own["tensors"].items()
+            for name, text in rank_state["tensors"].items()
         }
-        restore_random_state(raw, own["state"])
+        restore_random_state(raw, rank_state["state"])
     else:
-        seed_of_rank(*seed, rank)
-    return len(others) + 1
+        seed_rank(*seed, rank)
+    return len(other_states) + 1
 
 
-def seed_of_rank(seed: int, step: int, rank: int) -> None:
+def seed_rank(seed: int, step: int, rank: int) -> None:
     """Draws of their own for each process, the same in every run: dropout must differ between rows,
     whichever process computes them.
     """
@@ -195,10 +195,10 @@ def restore_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
                 RunError CK003 when the checkpoint
     belongs to another model or adapter.
     """
-    own = trainable_tensors(model)
+    current = trainable_tensors(model)
     saved = {name: t for name, t in tensors.items() if name.startswith(("model.", "buffer."))}
-    if set(own) != set(saved):
-        first = sorted(set(own) ^ set(saved))[0]
+    if set(current) != set(saved):
+        first = sorted(set(current) ^ set(saved))[0]
         raise RunError(
             f"this checkpoint belongs to another model or adapter: {first.partition('.')[2]} is"
             " only on one side",
@@ -206,7 +206,7 @@ def restore_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
             fix="resume with the configuration it was made with",
         )
     with torch.no_grad():
-        for name, tensor in own.items():
+        for name, tensor in current.items():
             part = local_part(tensor)
             if part.shape != saved[name].shape or part.dtype != saved[name].dtype:
                 raise RunError(
@@ -228,7 +228,7 @@ def restore_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
             part.copy_(saved[name])
 
 
-def averaged(tensors: dict[str, Tensor], beta1: float) -> dict[str, Tensor]:
+def average_weights(tensors: dict[str, Tensor], beta1: float) -> dict[str, Tensor]:
     """The tensors of a checkpoint with the averages of a schedule-free optimizer in the place of
     its weights; without one, as they are.
 
@@ -248,7 +248,7 @@ def averaged(tensors: dict[str, Tensor], beta1: float) -> dict[str, Tensor]:
     }
 
 
-def rows_here(model: nn.Module) -> Rows:
+def local_rows_by_name(model: nn.Module) -> Rows:
     """Which rows of a checkpoint's tensors this process holds, by the names of `trainable_tensors`
     and `optimizer_tensors`.
     """
@@ -258,7 +258,7 @@ def rows_here(model: nn.Module) -> Rows:
         kind, _, full = name.partition(".")
         if kind == "optimizer":
             full, _, key = full.rpartition(".")
-            if key in _LIKE_ITS_PARAMETER:
+            if key in _ELEMENTWISE_STATES:
                 return sharded.get(full)
             return None
         return sharded.get(full) if kind == "model" else None
@@ -266,7 +266,7 @@ def rows_here(model: nn.Module) -> Rows:
     return rows
 
 
-def parts_here(tensors: dict[str, Tensor], *, first: bool) -> dict[str, Tensor]:
+def local_parts(tensors: dict[str, Tensor], *, first: bool) -> dict[str, Tensor]:
     """What this process writes: its rows of each sharded tensor; the first one also what every
     process holds whole.
     """
@@ -291,14 +291,14 @@ def restore_optimizer(
         if name.startswith("optimizer."):
             parameter, _, key = name.removeprefix("optimizer.").rpartition(".")
             p = parameters[parameter]
-            if key in _LIKE_ITS_PARAMETER and tensor.shape != local_part(p).shape:
+            if key in _ELEMENTWISE_STATES and tensor.shape != local_part(p).shape:
                 raise RunError(
                     f"the optimizer's {key} of {parameter} is {list(tensor.shape)} in the"
                     f" checkpoint and the parameter {list(local_part(p).shape)}",
                     code="CK003",
                     fix="resume with the configuration it was made with",
                 )
-            if key in _LIKE_ITS_PARAMETER and is_sharded(p):
+            if key in _ELEMENTWISE_STATES and is_sharded(p):
                 state = optimizer.state[p][key] = torch.zeros_like(p.detach(), dtype=tensor.dtype)
                 local_part(state).copy_(tensor)
                 continue

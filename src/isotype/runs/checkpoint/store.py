@@ -24,11 +24,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ...errors import RunError
-from .atomic_folder import Processes, fault, write_folder, write_folder_together, write_text
+from .atomic_folder import Processes, find_damage, write_folder, write_folder_together, write_text
 
 _STEP = re.compile(r"^step_(\d+)$")
 STATE = "state.json"
-SAME = "same_tensors"  # in STATE: name -> the name in TENSORS under which the same tensor is saved
+ALIASES = (
+    "same_tensors"  # in STATE: name -> the name in TENSORS under which the same tensor is saved
+)
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class CheckpointStore:
     def mark_best(self, step: int) -> None:
         write_text(self.folder / "best.json", json.dumps({"step": step}) + "\n")
 
-    def tidy(self, best: int | None) -> None:
+    def clean_up(self, best: int | None) -> None:
         """Cleans up for a resumed run: removes half-written files, and marks as best the checkpoint
         that the resumed one names (`best`).
 
@@ -90,7 +92,7 @@ class CheckpointStore:
         disk is full or read-only.
         """
         write_folder(self.path(checkpoint.step), lambda aside: _write(checkpoint, aside))
-        self._written(checkpoint.step, best)
+        self._mark_and_prune(checkpoint.step, best)
 
     def save_together(
         self,
@@ -112,22 +114,25 @@ class CheckpointStore:
             lambda aside: _write(checkpoint, aside, part, parts),
             processes,
         )
-        processes.first_does(lambda: self._written(checkpoint.step, best))
+        processes.first_does(lambda: self._mark_and_prune(checkpoint.step, best))
 
-    def _written(self, step: int, best: bool) -> None:
+    def _mark_and_prune(self, step: int, best: bool) -> None:
         """Marks a new checkpoint, then removes old ones."""
         if best:
             self.mark_best(step)
         # a later one was damaged, else the run had gone on from there: it must not take the place
         # of a whole one
-        kept = {*[other for other in self.steps() if other <= step][-self.keep :], self.best}
-        for other in self.steps():
-            if other not in kept:
-                shutil.rmtree(self.path(other), ignore_errors=True)
+        steps_to_keep = {
+            *[existing for existing in self.steps() if existing <= step][-self.keep :],
+            self.best,
+        }
+        for existing in self.steps():
+            if existing not in steps_to_keep:
+                shutil.rmtree(self.path(existing), ignore_errors=True)
 
-    def fault(self, step: int) -> str | None:
+    def find_damage(self, step: int) -> str | None:
         """Why this checkpoint cannot be trusted, or None."""
-        return fault(self.path(step), needs=(TENSORS, STATE))
+        return find_damage(self.path(step), needs=(TENSORS, STATE))
 
     def newest_whole(self) -> tuple[int | None, list[str]]:
         """(step of the newest complete checkpoint, messages about damaged newer ones). The step is
@@ -135,7 +140,7 @@ class CheckpointStore:
         """
         passed: list[str] = []
         for step in reversed(self.steps()):
-            reason = self.fault(step)
+            reason = self.find_damage(step)
             if reason is None:
                 return step, passed
             passed.append(f"checkpoint step_{step} is damaged ({reason})")
@@ -147,14 +152,14 @@ class CheckpointStore:
         rows  which rows of each tensor this process keeps; by default all
         """
         path = self.path(step)
-        reason = self.fault(step)
+        reason = self.find_damage(step)
         if reason is None:
             try:
                 state = json.loads((path / STATE).read_text(encoding="utf-8"))
                 if isinstance(state, dict):
-                    same = state.pop(SAME, {})  # earlier versions had none
-                    tensors = read_parts(path, needed(state), rows or (lambda name: None))
-                    return Checkpoint(step, under_every_name(tensors, same), state)
+                    aliases = state.pop(ALIASES, {})  # earlier versions had none
+                    tensors = read_parts(path, pop_part_count(state), rows or (lambda name: None))
+                    return Checkpoint(step, restore_aliases(tensors, aliases), state)
                 reason = f"{STATE} is not an object"
             except (
                 OSError,
@@ -183,11 +188,11 @@ def _write(checkpoint: Checkpoint, folder: Path, part: int = 0, parts: int = 1) 
     """Returns the files written."""
     if part >= parts:
         return []
-    tensors, same = stored_once(checkpoint.tensors)
-    save_file(tensors, folder / file_of(part))
+    tensors, aliases = deduplicate_tensors(checkpoint.tensors)
+    save_file(tensors, folder / part_file(part))
     if part:
-        return [folder / file_of(part)]
-    state = {**checkpoint.state, SAME: same} | ({PARTS: parts} if parts > 1 else {})
+        return [folder / part_file(part)]
+    state = {**checkpoint.state, ALIASES: aliases} | ({PARTS: parts} if parts > 1 else {})
     (folder / STATE).write_text(json.dumps(state, indent=1, allow_nan=True) + "\n")
     return [folder / TENSORS, folder / STATE]
 
@@ -198,7 +203,7 @@ PARTS = "parts"  # in the checkpoint's state: the number of files
 Rows: TypeAlias = Callable[[str], "range | None"]
 
 
-def file_of(part: int) -> str:
+def part_file(part: int) -> str:
     return TENSORS if not part else f"tensors.{part}.safetensors"
 
 
@@ -207,34 +212,36 @@ def read_parts(folder: Path, parts: int, rows: Rows) -> dict[str, Tensor]:
     pieces: dict[str, list[Any]] = {}
     with ExitStack() as files:
         for part in range(parts):
-            file = files.enter_context(safe_open(folder / file_of(part), framework="pt"))
+            file = files.enter_context(safe_open(folder / part_file(part), framework="pt"))
             for name in file.keys():  # noqa: SIM118  # not a mapping
                 piece = file.get_slice(name)
-                whole = not piece.get_shape() or (parts == 1 and rows(name) is None)
-                pieces.setdefault(name, []).append(file.get_tensor(name) if whole else piece)
-        return {name: _joined(its, rows(name)) for name, its in pieces.items()}
+                reads_all = not piece.get_shape() or (parts == 1 and rows(name) is None)
+                pieces.setdefault(name, []).append(file.get_tensor(name) if reads_all else piece)
+        return {
+            name: _join_pieces(tensor_pieces, rows(name)) for name, tensor_pieces in pieces.items()
+        }
 
 
-def _joined(pieces: list[Any], rows: range | None) -> Tensor:
+def _join_pieces(pieces: list[Any], rows: range | None) -> Tensor:
     if isinstance(pieces[0], Tensor):
         return pieces[0]
     sizes = [piece.get_shape()[0] for piece in pieces]
-    wanted = range(sum(sizes)) if rows is None else rows
-    found = []
+    requested = range(sum(sizes)) if rows is None else rows
+    slices = []
     begin = 0
     for piece, size in zip(pieces, sizes):
-        first = max(wanted.start, begin)
-        last = min(wanted.stop, begin + size)
+        first = max(requested.start, begin)
+        last = min(requested.stop, begin + size)
         if first < last:
-            found.append(piece[first - begin : last - begin])
+            slices.append(piece[first - begin : last - begin])
         begin += size
-    if not found:
+    if not slices:
         empty: Tensor = pieces[0][:0]
         return empty
-    return found[0] if len(found) == 1 else torch.cat(found)
+    return slices[0] if len(slices) == 1 else torch.cat(slices)
 
 
-def needed(state: dict[str, Any]) -> int:
+def pop_part_count(state: dict[str, Any]) -> int:
     """The number of files of a checkpoint with this state, taken out of it. Raises TypeError for a
     value that no run writes.
     """
@@ -244,29 +251,29 @@ def needed(state: dict[str, Any]) -> int:
     return parts
 
 
-def stored_once(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+def deduplicate_tensors(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """(tensors on the CPU that share no memory, other name -> the name under which the same tensor
     is saved).
     """
     saved: dict[str, Tensor] = {}
-    same: dict[str, str] = {}
+    aliases: dict[str, str] = {}
     first: dict[tuple[object, ...], str] = {}
     memory: set[int] = set()
     for name, tensor in tensors.items():
         view = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if tensor.numel() and first.setdefault(view, name) != name:
-            same[name] = first[view]
+            aliases[name] = first[view]
             continue
         value = tensor.detach().contiguous().cpu()
         storage = value.untyped_storage().data_ptr()
         saved[name] = value.clone() if storage in memory else value
         if tensor.numel():
             memory.add(storage)
-    return saved, same
+    return saved, aliases
 
 
-def under_every_name(tensors: dict[str, Tensor], same: Mapping[str, str]) -> dict[str, Tensor]:
+def restore_aliases(tensors: dict[str, Tensor], aliases: Mapping[str, str]) -> dict[str, Tensor]:
     """Undoes `stored_once`: the names of one tensor hold the same object again. Raises KeyError for
     a name without a tensor.
     """
-    return tensors | {name: tensors[saved] for name, saved in same.items()}
+    return tensors | {name: tensors[saved] for name, saved in aliases.items()}

@@ -26,7 +26,7 @@ from ...environment.hub import is_unreachable, print_status
 from ...errors import UsageError
 from ...model.load import loading_error
 from ...precision.quantised_base import Quantisation, quantisation_from_settings
-from ...runs.checkpoint.atomic_folder import fault, write_folder
+from ...runs.checkpoint.atomic_folder import find_damage, write_folder
 from .families import FAMILIES, REFUSED, Family
 from .file_markers import (
     FileMarkers,
@@ -382,7 +382,7 @@ class PipelineFolder:
         """This pipeline with its fresh denoiser in `folder`, where its weights are drawn unless
         they are there already.
         """
-        if fault(folder) is not None:
+        if find_damage(folder) is not None:
             torch.manual_seed(seed)
             with self._explained(self.denoiser_part):
                 made = self.denoiser_class().from_config(self.config(self.denoiser_part))

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ...config.schema import TrainSection
-from ...distributed.shard import units_of
+from ...distributed.shard import find_units
 from ...dtypes import to_torch
 from ...environment.planned import plan_device
 from ...errors import UsageError
@@ -160,7 +160,7 @@ def unit_bytes(model: nn.Module, parts: int) -> list[UnitBytes]:
     inner = inner_model(model)
     visited: set[int] = set()
     units = []
-    for _, module in [*units_of(inner), ("", inner)]:
+    for _, module in [*find_units(inner), ("", inner)]:
         parameters = [p for p in module.parameters() if id(p) not in visited]
         visited |= {id(p) for p in parameters}
         elements = [padded_elements(p, parts) for p in parameters]
