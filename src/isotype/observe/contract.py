@@ -89,6 +89,64 @@ _MUON_FILE = "torch/optim/_muon.py"
 _MAX_ADDITIONS = 4  # narrow additions that are a formula; more are a sum written as a loop
 
 
+# the cases of a matrix product: in `compute`; in the loss, on gradients or in an update; in ops and
+# kernels of Isotype, one of them the branch of an adapter; mirrored in backward by autograd; inside
+# PyTorch's attention; of an adapter that no op runs; of tables, which depend on no activation; where
+# a family of transformers switches autocast off; in forward with a use that is not known yet; others
+DECLARED_PRODUCT = "declared"
+OTHER_PRODUCT = "other"
+ISOTYPE_PRODUCT = "isotype"
+BRANCH_PRODUCT = "branch"
+BACKWARD_PRODUCT = "backward"
+ATTENTION_PRODUCT = "attention"
+ADAPTER_PRODUCT = "adapter"
+TABLE_PRODUCT = "table"
+LIBRARY_PRODUCT = "library"
+FORWARD_PRODUCT = "forward"
+OUTSIDE_PRODUCT = "outside"
+# case -> the key of `Observation.dtypes` under which it is counted
+PRODUCT_COUNTERS = {
+    OTHER_PRODUCT: "other_products",
+    ISOTYPE_PRODUCT: "isotype_ops",
+    BRANCH_PRODUCT: "lora_branch",
+    ADAPTER_PRODUCT: "lora_branch",
+    BACKWARD_PRODUCT: "mirrored_in_backward",
+    TABLE_PRODUCT: "tables",
+    LIBRARY_PRODUCT: "family_in_fp32",
+}
+MIRRORED_PRODUCTS = (ATTENTION_PRODUCT, ADAPTER_PRODUCT, LIBRARY_PRODUCT, FORWARD_PRODUCT)
+
+ADDITION = "addition"
+DIVISION = "division"
+# (part of the step, kind of arithmetic) -> the role whose dtype it must have at least
+ARITHMETIC_ROLES = {
+    (GRADIENTS, SUM): "grads",
+    (GRADIENTS, DIVISION): "grads",  # by the norm to which gradients are clipped
+    (UPDATE, SUM): "grads",
+    (UPDATE, ADDITION): "optimizer",
+}
+
+
+def arithmetic_kind(op: Operator) -> str:
+    if op.kind == SUM:
+        return SUM
+    if op.base_name in ADDITIONS:
+        return ADDITION
+    return DIVISION if op.base_name in DIVISIONS else ""
+
+
+def _is_accumulation(call: Call) -> bool:
+    """Whether rounding matters: a sum of several numbers, an addition, or the user's division of
+    single numbers, as of a norm.
+    """
+    kind = arithmetic_kind(call.op)
+    if kind == SUM:
+        return call.inputs[0].numel() > 1
+    if kind == DIVISION:
+        return call.caller.kind == USER and call.outputs[0].numel() == 1
+    return True
+
+
 class ContractChecker:
     """Judges every operator while it is active.
 
@@ -323,17 +381,75 @@ class ContractChecker:
         )
 
     def _check_product(self, call: Call, dtype: str, lineage: Lineage) -> Lineage:
-        source = call.caller
-        region = call.region
-        observation = self.observation
-        in_adapter = "lora_" in call.module
-        if region in (UPDATE, GRADIENTS, LOSS) and not (region == LOSS and source.kind == ISOTYPE):
-            observation.dtypes["other_products"][dtype] += 1
-            # backward mirrors a product of the loss, as that of a contrastive one, in its dtype
-            self._wide_forward = self._wide_forward or (region == LOSS and dtype != self.compute)
+        case = self._classify_product(call, dtype, lineage)
+        if case != OTHER_PRODUCT:
+            self._check_adapter_product(call, dtype)
+        if case == DECLARED_PRODUCT:
+            self.observation.note(
+                self.role, call.op.base_name, dtype, self.compute, allowed=(dtype,)
+            )
+        elif case == ATTENTION_PRODUCT:
+            self.observation.note_unseen(
+                self.role, "inside PyTorch's attention, which is given and gives `compute`"
+            )
+        elif case == OUTSIDE_PRODUCT or (case == BACKWARD_PRODUCT and self._has_no_forward()):
+            self._report_product(call, dtype)
+        if case in PRODUCT_COUNTERS:
+            self.observation.dtypes[PRODUCT_COUNTERS[case]][dtype] += 1
+        if self._is_mirrored(case, call, dtype):
+            self._wide_forward = True
+        if case != FORWARD_PRODUCT:
             return lineage
-        if in_adapter and self.lora_branch == "fp32" and dtype != "fp32" and dtype in FLOATS:
-            # a layer that no op runs: PEFT's own code follows autocast
+        number = len(self._pending_products)
+        self._pending_products[number] = call, dtype, call.operand_dtype_reason(dtype)
+        return replace(lineage, products=lineage.products | {number})
+
+    def _classify_product(self, call: Call, dtype: str, lineage: Lineage) -> str:
+        region = call.region
+        source = call.caller
+        if region in (UPDATE, GRADIENTS) or (region == LOSS and source.kind != ISOTYPE):
+            return OTHER_PRODUCT
+        if dtype == self.compute or dtype not in FLOATS:
+            return DECLARED_PRODUCT
+        if source.kind == ISOTYPE:
+            return BRANCH_PRODUCT if source.is_lora_branch else ISOTYPE_PRODUCT
+        if source.kind == AUTOGRAD and region == BACKWARD:
+            return BACKWARD_PRODUCT
+        if self._attention_dtypes and self._attention_dtypes[-1] == self.compute:
+            return ATTENTION_PRODUCT
+        if call.is_in_adapter and self.lora_branch in (None, dtype):
+            return ADAPTER_PRODUCT
+        if region != FORWARD:
+            return OUTSIDE_PRODUCT
+        if not lineage.is_activation:
+            return TABLE_PRODUCT
+        is_library_fp32 = source.kind == HUGGING_FACE and dtype == "fp32"
+        if is_library_fp32 and self.step.is_autocast_off_by_library():
+            return LIBRARY_PRODUCT
+        return FORWARD_PRODUCT
+
+    def _is_mirrored(self, case: str, call: Call, dtype: str) -> bool:
+        """Whether backward has a product of this dtype because this one has it."""
+        if case == OTHER_PRODUCT:
+            # of a loss that multiplies, as a contrastive one does
+            return call.region == LOSS and dtype != self.compute
+        if case in (BRANCH_PRODUCT, ISOTYPE_PRODUCT):
+            # recorded by autograd, unlike what runs inside an autograd function
+            return torch.is_grad_enabled()
+        return case in MIRRORED_PRODUCTS
+
+    def _has_no_forward(self) -> bool:
+        """Whether the product of a backward mirrors no forward product outside `compute`, so that
+        its dtype is autocast's.
+        """
+        node = type(torch._C._current_autograd_node()).__name__
+        return not self._wide_forward and _PRODUCT_NODE.match(node) is not None
+
+    def _check_adapter_product(self, call: Call, dtype: str) -> None:
+        """An adapter that no op runs: PEFT's own code follows autocast."""
+        if not call.is_in_adapter or self.lora_branch != "fp32":
+            return
+        if dtype != "fp32" and dtype in FLOATS:
             self._report_product(
                 call,
                 dtype,
@@ -342,51 +458,6 @@ class ContractChecker:
                 cause=_UNFUSED_CAUSE,
                 fix="model.lora_branch: compute",
             )
-        if dtype == self.compute or dtype not in FLOATS:
-            observation.note(self.role, call.op.base_name, dtype, self.compute, allowed=(dtype,))
-        elif source.kind == ISOTYPE:
-            observation.dtypes["lora_branch" if source.is_lora_branch else "isotype_ops"][
-                dtype
-            ] += 1
-            # recorded by autograd, unlike what runs inside an autograd function: backward mirrors
-            # it
-            self._wide_forward = self._wide_forward or torch.is_grad_enabled()
-        elif source.kind == AUTOGRAD and region == BACKWARD:
-            # mirrors a forward product outside compute, which was judged; one without such a
-            # forward is autocast's
-            if not self._wide_forward and _PRODUCT_NODE.match(
-                type(torch._C._current_autograd_node()).__name__
-            ):
-                self._report_product(call, dtype)
-            observation.dtypes["mirrored_in_backward"][dtype] += 1
-        elif self._attention_dtypes and self._attention_dtypes[-1] == self.compute:
-            # with dropout, and on devices without a kernel, PyTorch makes attention of fp32
-            # products of what it got in `compute`
-            self._wide_forward = True
-            observation.note_unseen(
-                self.role, "inside PyTorch's attention, which is given and gives `compute`"
-            )
-        elif in_adapter and self.lora_branch in (None, dtype):
-            self._wide_forward = True
-            observation.dtypes["lora_branch"][dtype] += 1
-        elif not lineage.is_activation and region == FORWARD:
-            observation.dtypes["tables"][dtype] += 1
-        elif (
-            region == FORWARD
-            and source.kind == HUGGING_FACE
-            and dtype == "fp32"
-            and self.step.is_autocast_off_by_library()
-        ):
-            self._wide_forward = True
-            observation.dtypes["family_in_fp32"][dtype] += 1
-        elif region == FORWARD:
-            number = len(self._pending_products)
-            self._wide_forward = True
-            self._pending_products[number] = call, dtype, call.operand_dtype_reason(dtype)
-            return replace(lineage, products=lineage.products | {number})
-        else:
-            self._report_product(call, dtype)
-        return lineage
 
     def _report_product(
         self, call: Call, dtype_name: str, *, cause: str = "", **overrides: str
@@ -409,56 +480,65 @@ class ContractChecker:
         )
 
     def _check_arithmetic(self, call: Call, dtype: str, lineage: Lineage) -> Lineage:
-        op = call.op
-        region = call.region
-        precision = self.precision
-        narrow = itemsize(dtype) < 4
-        norm = self.step.innermost_call(is_norm) if region == FORWARD else None
-        if norm is not None and op.base_name in NORM_SUMS and dtype not in norm.sums:
+        norm = self.step.innermost_call(is_norm) if call.region == FORWARD else None
+        if norm is not None and call.op.base_name in NORM_SUMS and dtype not in norm.sums:
             norm.sums[dtype] = call.caller
-        if op.base_name in DIVISIONS and region in (FORWARD, LOSS):
+        if call.op.base_name in DIVISIONS and call.region in (FORWARD, LOSS):
             self._check_divisor(call, lineage)
-        if not narrow and dtype == self.compute:
+        is_narrow = itemsize(dtype) < 4
+        if not is_narrow and dtype == self.compute:
             return lineage
-        kind = call.caller.kind
-        if kind == ISOTYPE or (kind == AUTOGRAD and region == BACKWARD):
+        source = call.caller.kind
+        if source == ISOTYPE or (source == AUTOGRAD and call.region == BACKWARD):
             return lineage
-        below_grads = itemsize(dtype) < itemsize(precision.grads)
-        if (
-            lineage.is_activation
-            and itemsize(dtype) < itemsize(precision.loss)
-            and self._is_loss_arithmetic(call)
-        ):
-            self._report_narrow(call, "loss", dtype)
-        if region == LOSS and narrow:
-            self._check_count(call, dtype, lineage)
-        if region == FORWARD:
+        self._check_loss(call, dtype, lineage)
+        if call.region == FORWARD:
             if lineage.is_activation and norm is None and dtype != self.compute:
-                self.observation.arithmetic[f"{op.base_name} in {call.module}", dtype] += 1
-            if narrow and kind != HUGGING_FACE:
+                self.observation.arithmetic[f"{call.op.base_name} in {call.module}", dtype] += 1
+            if is_narrow and source != HUGGING_FACE:
                 self._check_buffers_and_tables(call, dtype, lineage)
-        elif region == BACKWARD and below_grads:
-            lineage = replace(lineage, additions=lineage.additions + (op.base_name in ADDITIONS))
-            if op.kind == SUM or lineage.additions > _MAX_ADDITIONS:
-                self._report_narrow(call, "grads", dtype)
-        elif region == UPDATE and narrow and call.caller.file.endswith(_MUON_FILE):
+        elif call.region == BACKWARD:
+            lineage = self._check_backward(call, dtype, lineage)
+        elif call.region == UPDATE and is_narrow and call.caller.file.endswith(_MUON_FILE):
             self.observation.dtypes["update_iteration"][dtype] += 1
-        elif region in (GRADIENTS, UPDATE) and op.kind == SUM and below_grads:
-            if call.inputs[0].numel() > 1:
-                self._report_narrow(call, "grads", dtype)
-        elif region == GRADIENTS and kind == USER and op.base_name in DIVISIONS and below_grads:
-            if call.outputs[0].numel() == 1:
-                self._report_narrow(call, "grads", dtype)  # the norm by which gradients are clipped
-        elif (
-            region == UPDATE
-            and narrow
-            and op.base_name in ADDITIONS
-            and dtype not in (precision.trainable, precision.optimizer)
-        ):
-            self._report_narrow(call, "optimizer", dtype)
-        if region in (BACKWARD, GRADIENTS) and op.base_name in ADDITIONS:
+        else:
+            self._check_role(call, dtype)
+        if call.region in (BACKWARD, GRADIENTS) and call.op.base_name in ADDITIONS:
             self._check_accumulation(call, dtype)
         return lineage
+
+    def _check_loss(self, call: Call, dtype: str, lineage: Lineage) -> None:
+        is_narrower = itemsize(dtype) < itemsize(self.precision.loss)
+        if lineage.is_activation and is_narrower and self._is_loss_arithmetic(call):
+            self._report_narrow(call, "loss", dtype)
+        if call.region == LOSS and itemsize(dtype) < 4:
+            self._check_count(call, dtype, lineage)
+
+    def _check_backward(self, call: Call, dtype: str, lineage: Lineage) -> Lineage:
+        """Python code in backward: a sum narrower than gradients, also one written as a loop of
+        additions.
+        """
+        if itemsize(dtype) >= itemsize(self.precision.grads):
+            return lineage
+        if call.op.base_name in ADDITIONS:
+            lineage = replace(lineage, additions=lineage.additions + 1)
+        if call.op.kind == SUM or lineage.additions > _MAX_ADDITIONS:
+            self._report_narrow(call, "grads", dtype)
+        return lineage
+
+    def _check_role(self, call: Call, dtype: str) -> None:
+        """Arithmetic on gradients and in an update, against the role of `ARITHMETIC_ROLES`."""
+        role = ARITHMETIC_ROLES.get((call.region, arithmetic_kind(call.op)))
+        if role is None:
+            return
+        precision = self.precision
+        if role == "optimizer":
+            declared = (precision.trainable, precision.optimizer)
+            is_narrower = itemsize(dtype) < 4 and dtype not in declared
+        else:
+            is_narrower = itemsize(dtype) < itemsize(precision.grads)
+        if is_narrower and _is_accumulation(call):
+            self._report_narrow(call, role, dtype)
 
     def _check_count(self, call: Call, dtype: str, lineage: Lineage) -> None:
         """A sum of whole numbers, as of a mask, that its dtype does not hold."""

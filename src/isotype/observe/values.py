@@ -219,6 +219,10 @@ class Call:
         )
         self._precision = contract.precision
 
+    @property
+    def is_in_adapter(self) -> bool:
+        return "lora_" in self.module
+
     @cached_property
     def caller(self) -> Caller:
         return find_caller(skip_deferred=self.op is not None and self.op.kind == CAST)
