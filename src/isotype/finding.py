@@ -143,7 +143,7 @@ def render_findings(findings: Sequence[Finding], *, subject: str) -> str:
     return "\n\n".join([*blocks, f"{subject}: {total}"])
 
 
-def parse_fail_on(fail_on: str) -> Severity:
+def parse_threshold(fail_on: str) -> Severity:
     """The severity of `--fail-on`, from which on a command exits with 1. Raises  UsageError for
     another word.
     """

@@ -78,7 +78,7 @@ def names_in_line(line):
             found += [(start + m[1].index(side), side) for side in sides if side]
     field = match["start"].strip()
     text = match["text"]
-    if field in ("settings", "words") or match["kind"] == "set":
+    if field in ("settings", "parameters") or match["kind"] == "set":
         for m in re.finditer(r"[^,|]+", text):
             if "{" not in m[0]:
                 found.append((match.start("text") + m.start(), m[0]))
@@ -175,10 +175,10 @@ def test_every_key_that_tools_declare_for_rules_is_named_by_one():
     assert not unused
 
 
-def test_a_program_cannot_give_a_word_that_the_sheet_does_not_declare(tmp_path):
+def test_a_program_cannot_give_a_parameter_that_the_sheet_does_not_declare(tmp_path):
     sheet = tmp_path / "findings.txt"
-    sheet.write_text("# TR099 A page\n=\nwords: name\n- {name} is wrong\n  note\n")
+    sheet.write_text("# TR099 A page\n=\nparameters: name\n- {name} is wrong\n  note\n")
     report = load_findings(sheet)
     assert report("TR099", Place(), name="x").message == "x is wrong"
-    with pytest.raises(SheetError, match=r"findings\.txt, line 2: TR099 has no word 'nam'"):
+    with pytest.raises(SheetError, match=r"findings\.txt, line 2: TR099 has no parameter 'nam'"):
         report("TR099", Place(), nam="x")

@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperGroup
 
 from ..errors import UsageError
-from ..finding import Severity, parse_fail_on, print_findings, sort_findings
+from ..finding import Severity, parse_threshold, print_findings, sort_findings
 from ..wording import pluralise
 from .app import DOCTOR, prepare
 
@@ -96,7 +96,7 @@ def look(
     fail_on: FailOn = "error",
     json_output: Json = False,
 ) -> None:
-    least = parse_fail_on(fail_on)
+    least = parse_threshold(fail_on)
     subject = " ".join(what or ["-"])
     if CODE.match(subject) and not Path(subject).exists():
         show_page(subject.upper(), json_output)
@@ -213,7 +213,7 @@ def check(
     from ..doctor.check.checker import check as check_paths
     from ..doctor.check.checker import format_record, nothing_recognised_finding, record_to_json
 
-    least = parse_fail_on(fail_on)
+    least = parse_threshold(fail_on)
     checked = check_paths(paths, device=device)
     nothing = nothing_recognised_finding(checked, paths)
     findings = [*checked.findings, *([nothing] if nothing else [])]
@@ -443,7 +443,7 @@ def trace(
         json_output = options.get("json_output", json_output)
         fail_on = options.get("fail_on", fail_on)
         arguments = []
-    least = parse_fail_on(fail_on)
+    least = parse_threshold(fail_on)
     with stdout_to_stderr() if json_output else contextlib.nullcontext():
         outcome = run_traced(parsed, arguments)
     if outcome.error is not None and not isinstance(outcome.error, SystemExit):
@@ -483,7 +483,7 @@ def conform(
     """
     # output of the checked file goes to stderr, so that it does not mix with the answer
     with contextlib.redirect_stdout(sys.stderr):
-        least = parse_fail_on(fail_on)
+        least = parse_threshold(fail_on)
         from ..testing.amp.check import ampcheck, load_target, triton_interpreted_without_gpu
 
         loaded = load_target(target)
@@ -538,7 +538,7 @@ def kernels(
     """
     import warnings
 
-    least = parse_fail_on(fail_on)
+    least = parse_threshold(fail_on)
     targets = [
         architecture.strip() for architecture in arch.split(",") if architecture.strip()
     ] or None

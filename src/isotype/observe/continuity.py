@@ -174,7 +174,7 @@ class Continuity:
         """What differs from the last `take`. Reads the sample from its devices."""
         return _compare_samples(self._sample, self._resample())
 
-    def compare_with(self, read_tensor: Callable[[Key], Tensor | None]) -> list[Difference]:
+    def compare_tensors(self, read_tensor: Callable[[Key], Tensor | None]) -> list[Difference]:
         """What differs, at the last `take`, from what a file holds under each key; None where it
         holds nothing of it.
         """
@@ -258,8 +258,10 @@ class Continuity:
                 if len(candidates) > SAMPLED_TENSORS
                 else 0
             )
-            others = [key for key in candidates[start:] + candidates[:start] if key not in written]
-            chosen += (written + others)[:SAMPLED_TENSORS]
+            remaining = [
+                key for key in candidates[start:] + candidates[:start] if key not in written
+            ]
+            chosen += (written + remaining)[:SAMPLED_TENSORS]
         if WEIGHT in self.kinds:
             chosen_weights = {key[1] for key in chosen if key[0] == WEIGHT}
         else:
@@ -286,10 +288,10 @@ class FrozenWeights:
         """Names of those of which a sampled byte differs. A weight that is not here in the form
         that it had at the start, as a part that was gathered, is left out.
         """
-        now = self._tensors()
-        for key in [key for key in now if key not in self._start.tensors]:
-            del now[key]
-        current = {key: (dtype, values) for key, dtype, values in _take_sample(now).on_host()}
+        tensors = self._tensors()
+        for key in [key for key in tensors if key not in self._start.tensors]:
+            del tensors[key]
+        current = {key: (dtype, values) for key, dtype, values in _take_sample(tensors).on_host()}
         names: list[str] = []
         for key, dtype, values in self._start.on_host():
             sampled = current.get(key)
@@ -308,14 +310,14 @@ class FrozenWeights:
 
 
 def report_differences(
-    observation: Observation, differences: list[Difference], since: str, until: str, *, strict: bool
+    observation: Observation, differences: list[Difference], start: str, end: str, *, strict: bool
 ) -> None:
     """Adds what differs to an observation: as a violation where numbers were narrowed, and, if
     `strict`, where weights or states differ at all; else as a place that was not watched.
 
-    since, until  the two moments, in words
+    start, end  the two moments, in words
     """
-    between = f"between {since} and {until}"
+    between = f"between {start} and {end}"
     for (kind, change), group in _group_differences(differences).items():
         if group[0].narrower or (strict and kind != BUFFER):
             observation.report(

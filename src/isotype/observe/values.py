@@ -160,9 +160,9 @@ class Lineages:
         entry = self._by_storage.get(key) if key else None
         return entry[1] if entry else None
 
-    def share_storage(self, left: Tensor, right: Tensor) -> bool:
+    def share_storage(self, first: Tensor, second: Tensor) -> bool:
         """Whether both tensors share one storage."""
-        return bool(key := storage_address(left)) and key == storage_address(right)
+        return bool(key := storage_address(first)) and key == storage_address(second)
 
     def set(self, tensor: Tensor, lineage: Lineage) -> None:
         key = storage_address(tensor)

@@ -1,20 +1,20 @@
 """Rules as sheets of text: the page of each code and, below it, what is reported and when.
 
     # EX012 Title            the page of a code begins; text above the first page is a remark
-    = HEADER                 a section begins. What its header means depends on the reader: rows of
-                             words, the names of operators, or nothing
-    words: NAME, NAME        words that the program gives to this section
-    set NAME if TEST: FACT   a word for a fact; of several lines with one name the first that is not
-                             None
-    let NAME if TEST: text   a word for a text; of several lines with one name the first whose test
-                             holds
+    = HEADER                 a section begins. The reader of the sheet says what a header is: rows
+                             of variables, names of operators, or nothing
+    parameters: NAME, NAME   variables that the program gives to this section
+    set NAME if TEST: FACT   a variable for a fact; of several lines with one name the first whose
+                             fact is not None
+    let NAME if TEST: text   a variable for a text; of several lines with one name the first whose
+                             test holds
     - title                  an entry: what is reported
       RANK if TEST           its severity or its score: the first rank whose test holds. An entry
                              without a rank is not reported
       FIELD if TEST: text    the first text whose test holds
     + NAME -2 if TEST        the entries of another section, with their scores changed by -2
 
-In texts `{name}` is a fact or a word, and `{one|another|some words}` the first of these that is
+In texts `{name}` is a fact or a variable, and `{one|another|some text}` the first of these that is
 known, or the last as it is; `\\n` is a line break. A test has terms joined by `and`, and those by
 `or`. A term may begin with `not`:
 
@@ -26,7 +26,7 @@ known, or the last as it is; `\\n` is a line break. A test has terms joined by `
     name narrower than other name    whether the first dtype has fewer bits; also `wider than`
 
 A reader says which facts, ranks and fields its sheets have. A sheet is checked when it is loaded:
-each name must be a fact of the reader or a word of the section, and each word must be used.
+each name must be a fact of the reader or a variable of the section, and each variable must be used.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Function(NamedTuple):
 class Facts:
     """Looks up names. A reader's class has its facts in tables, from which a sheet is also checked.
 
-    words       the words of the section
+    variables   those of the section
     facts       name -> its value
     functions   kind -> what `KIND ARGUMENT` is
     readings    ending -> what `NAME ENDING` makes of the value
@@ -120,14 +120,13 @@ class Facts:
     attributes: ClassVar[Collection[str]] = ()
     values: ClassVar[Mapping[str, Collection[str]]] = {}
 
-    def __init__(self, words: Mapping[str, Any] | None = None) -> None:
-        self.words: dict[str, Any] = dict(words or {})
+    def __init__(self, variables: Mapping[str, Any] | None = None) -> None:
+        self.variables: dict[str, Any] = dict(variables or {})
 
-    # ---- the two sides of a name: its value, and whether there is one
     def get(self, name: str) -> Any:
-        """The value of a word or fact, or None where it is not known."""
-        if name in self.words:
-            return self.words[name]
+        """The value of a variable or fact, or None where it is not known."""
+        if name in self.variables:
+            return self.variables[name]
         if name in self.facts:
             return self.facts[name](self)
         for ending, read in self.readings.items():
@@ -140,37 +139,35 @@ class Facts:
         return self.find(name)
 
     @classmethod
-    def words_of(cls, name: str, words: Collection[str]) -> set[str] | None:
-        """The words of the section that a name consists of, possibly none; None for an unknown
-        name.
-        """
-        if name in words:
+    def find_variables(cls, name: str, variables: Collection[str]) -> set[str] | None:
+        """The variables of the section in a name, possibly none; None for an unknown name."""
+        if name in variables:
             return {name}
         if name in cls.facts:
             return set()
         for ending in cls.readings:
             if name.endswith(ending):
-                return cls.words_of(name.removesuffix(ending), words)
+                return cls.find_variables(name.removesuffix(ending), variables)
         kind, _, argument = name.partition(" ")
         if argument and kind in cls.functions:
             arguments = cls.functions[kind].arguments
             if arguments is None:
-                return cls.words_of(argument, words)
+                return cls.find_variables(argument, variables)
             return set() if argument in arguments else None
-        found = cls.words_of_special(name, words)
-        if found is None:
+        special_variables = cls.find_special_variables(name, variables)
+        if special_variables is None:
             owner, *attributes = re.split(r"[.\[]", name)
             if attributes and all(a in cls.attributes or a.endswith("]") for a in attributes):
-                return cls.words_of(owner, words)
-        return found
+                return cls.find_variables(owner, variables)
+        return special_variables
 
     def find(self, name: str) -> Any:
         """The value of a name that is in no table."""
         return None
 
     @classmethod
-    def words_of_special(cls, name: str, words: Collection[str]) -> set[str] | None:
-        """What `words_of` returns for a name that is in no table."""
+    def find_special_variables(cls, name: str, variables: Collection[str]) -> set[str] | None:
+        """What `find_variables` returns for a name that is in no table."""
         return None
 
     # ---- texts and tests
@@ -181,7 +178,7 @@ class Facts:
                 (value for name in names if (value := self.get(name)) not in (None, "")), last
             )
         value = self.get(last)
-        if value is None and last not in self.words:
+        if value is None and last not in self.variables:
             raise KeyError(key)
         return "" if value is None else value
 
@@ -296,29 +293,29 @@ class Section:
     header: str
     entries: list[Entry]
 
-    def as_page(self) -> str:
+    def to_page(self) -> str:
         """What `isotype doctor explain CODE` prints."""
         return f"# {self.code}: {self.page}\n"
 
     @property
-    def given_words(self) -> list[str]:
-        """The words that the program gives."""
+    def parameters(self) -> list[str]:
+        """The variables that the program gives."""
         return [
-            word
+            name
             for line in self.entries[0].fields
-            if line.name == "words"
-            for word in line.text.split(", ")
+            if line.name == "parameters"
+            for name in line.text.split(", ")
         ]
 
-    def define_words(self, facts: Facts) -> None:
-        """Adds the words of the head to those of `facts`."""
+    def define_variables(self, facts: Facts) -> None:
+        """Adds the variables of the head to those of `facts`."""
         head = self.entries[0]
         for line in head.fields:
-            kind, _, word = line.name.partition(" ")
-            if kind == "set" and facts.words.get(word) is None and facts.holds(line.test):
-                facts.words[word] = facts.get(facts.format(line.text))
-            elif kind == "let" and word not in facts.words:
-                facts.words[word] = head.text(line.name, facts)
+            kind, _, name = line.name.partition(" ")
+            if kind == "set" and facts.variables.get(name) is None and facts.holds(line.test):
+                facts.variables[name] = facts.get(facts.format(line.text))
+            elif kind == "let" and name not in facts.variables:
+                facts.variables[name] = head.text(line.name, facts)
 
 
 def sections(path: Path, *, ranks: str, fields: str) -> Iterator[Section]:
@@ -327,7 +324,7 @@ def sections(path: Path, *, ranks: str, fields: str) -> Iterator[Section]:
     Raises  SheetError for a line that no sheet has
     """
     field_line = re.compile(
-        rf"(?P<name>let [\w ]+?|set \w+|words|{fields})(?: if (?P<test>.+?))?: (?P<text>.*)"
+        rf"(?P<name>let [\w ]+?|set \w+|parameters|{fields})(?: if (?P<test>.+?))?: (?P<text>.*)"
     )
     rank_line = re.compile(rf"(?P<rank>{ranks})(?: if (?P<test>.+))?")
     section: Section | None = None
@@ -371,138 +368,138 @@ def sections(path: Path, *, ranks: str, fields: str) -> Iterator[Section]:
         yield section
 
 
-class _Check:
+class _SectionCheck:
     """Checks one section.
 
-    known     the words that may be used
-    used      the words that are used
+    available       variables that may be used
+    used_variables  variables that are used
     """
 
-    def __init__(self, section: Section, facts: type[Facts], words: Collection[str]) -> None:
+    def __init__(self, section: Section, facts: type[Facts], variables: Collection[str]) -> None:
         self.section = section
         self.facts = facts
-        self.known = set(words)
-        self.used: set[str] = set()
+        self.available = set(variables)
+        self.used_variables: set[str] = set()
 
     def refuse(self, line: int, message: str) -> None:
         raise SheetError(self.section.sheet, line, f"{self.section.code}: {message}")
 
-    def name(self, name: str, line: int) -> None:
-        words = self.facts.words_of(name, self.known)
-        if words is None:
+    def check_name(self, name: str, line: int) -> None:
+        variables = self.facts.find_variables(name, self.available)
+        if variables is None:
             self.refuse(line, f"unknown name {name!r}")
         else:
-            self.used |= words
+            self.used_variables |= variables
 
-    def text(self, text: str, line: int) -> None:
+    def check_text(self, text: str, line: int) -> None:
         for name in names_in_text(text):
-            self.name(name, line)
+            self.check_name(name, line)
 
-    def test(self, test: str | None, line: int) -> None:
+    def check_test(self, test: str | None, line: int) -> None:
         if test is None:
             return
         for term in (term for alternative in parse_test(test) for term in alternative):
-            self.name(term.name, line)
+            self.check_name(term.name, line)
             if term.sign in _NAME_SIGNS:
-                self.name(term.value, line)
+                self.check_name(term.value, line)
             values = self.facts.values.get(term.name)
-            if term.sign == "=" and values is not None and term.name not in self.known:
+            if term.sign == "=" and values is not None and term.name not in self.available:
                 for value in term.value.split(", "):
                     if value not in values:
                         self.refuse(line, f"{term.name} is never {value!r}")
 
-    def names(self, text: str, line: int) -> None:
+    def check_names(self, text: str, line: int) -> None:
         """A list of names, in which `one|another` is the first that is known."""
-        self.text(text, line)
+        self.check_text(text, line)
         for name in re.split(r", |\|", text):
             if name and "{" not in name:
-                self.name(name, line)
+                self.check_name(name, line)
 
 
 def check_section(
     section: Section,
     facts: type[Facts],
     *,
-    words: Mapping[str, str] | None = None,
+    row_variables: Mapping[str, str] | None = None,
     lists: Collection[str] = (),
     shared: Collection[str] = (),
 ) -> None:
-    """Refuses names that the section's reader does not know, and words that are not used.
+    """Refuses names that the section's reader does not know, and variables that are not used.
 
-    words   a row of the header
-    lists   fields whose text is a list of names
-    shared  the sections that `+` may name
-    Raises  SheetError
+    row_variables  a row of the header
+    lists          fields whose text is a list of names
+    shared         the sections that `+` may name
+    Raises         SheetError
     """
-    row = words or {}
-    check = _Check(section, facts, [*row, *section.given_words])
+    row = row_variables or {}
+    check = _SectionCheck(section, facts, [*row, *section.parameters])
     head, *entries = section.entries
-    defined = dict.fromkeys(check.known, section.line)
-    lets: dict[str, set[str]] = {}  # word -> the words above its first line
+    defined = dict.fromkeys(check.available, section.line)
+    lets: dict[str, set[str]] = {}  # variable -> those that are defined above its first line
     for line in head.fields:
-        kind, _, word = line.name.partition(" ")
+        kind, _, variable = line.name.partition(" ")
         if kind == "let":
-            check.known = lets.setdefault(word, set(check.known))
+            check.available = lets.setdefault(variable, set(check.available))
         if kind in ("let", "set"):
-            check.test(line.test, line.line)
+            check.check_test(line.test, line.line)
             if kind == "set":
-                _check_fact(check, line, row)
+                _check_assignment(check, line, row)
             else:
-                check.text(line.text, line.line)
-            defined.setdefault(word, line.line)
-        check.known = set(defined)
+                check.check_text(line.text, line.line)
+            defined.setdefault(variable, line.line)
+        check.available = set(defined)
     for line in head.fields:
-        if line.name.partition(" ")[0] not in ("let", "set", "words"):
-            check.test(line.test, line.line)
-            check.text(line.text, line.line)
+        if line.name.partition(" ")[0] not in ("let", "set", "parameters"):
+            check.check_test(line.test, line.line)
+            check.check_text(line.text, line.line)
     for entry in entries:
         _check_entry(check, entry, lists, shared)
-    unused = [word for word in defined if word not in check.used]
+    unused = [variable for variable in defined if variable not in check.used_variables]
     if unused:
-        check.refuse(defined[unused[0]], f"the word {unused[0]!r} is not used")
+        check.refuse(defined[unused[0]], f"the variable {unused[0]!r} is not used")
 
 
-def _check_fact(check: _Check, line: Field, row: Mapping[str, str]) -> None:
-    """The fact of a `set` line, in which `{word}` stands for a word of the row or for a fact."""
-    check.text(line.text, line.line)
+def _check_assignment(check: _SectionCheck, line: Field, row: Mapping[str, str]) -> None:
+    """The fact of a `set` line, in which `{name}` stands for a variable of the row or for a fact."""
+    check.check_text(line.text, line.line)
     fact = line.text
-    for word, value in row.items():
-        fact = fact.replace(f"{{{word}}}", value)
-    check.name(fact, line.line)
+    for variable, value in row.items():
+        fact = fact.replace(f"{{{variable}}}", value)
+    check.check_name(fact, line.line)
 
 
 def _check_entry(
-    check: _Check, entry: Entry, lists: Collection[str], shared: Collection[str]
+    check: _SectionCheck, entry: Entry, lists: Collection[str], shared: Collection[str]
 ) -> None:
     if entry.includes:
-        check.test(entry.test, entry.line)
+        check.check_test(entry.test, entry.line)
         if entry.title not in shared:
             check.refuse(entry.line, f"no shared section {entry.title!r}")
         return
-    check.text(entry.title, entry.line)
+    check.check_text(entry.title, entry.line)
     for line in (*entry.ranks, *entry.fields):
-        check.test(line.test, line.line)
+        check.check_test(line.test, line.line)
         if line.name in lists:
-            check.names(line.text, line.line)
+            check.check_names(line.text, line.line)
         elif line.name:
-            check.text(line.text, line.line)
+            check.check_text(line.text, line.line)
 
 
 class FindingFacts(Facts):
-    """Of a finding that a program reports: its words, and `symbol`, that of its place."""
+    """Of a finding that a program reports: its variables, and `symbol`, that of its place."""
 
-    facts = {"symbol": lambda self: self.place.symbol}
+    facts = {"symbol": lambda self: self.location.symbol}
 
-    def __init__(self, words: Mapping[str, Any], place: Place) -> None:
-        super().__init__(words)
-        self.place = place
+    def __init__(self, variables: Mapping[str, Any], location: Place) -> None:
+        super().__init__(variables)
+        self.location = location
 
 
 _FINDING_FIELDS = ("cause", "fix", "declared", "observed")
 
 
 def load_findings(path: Path) -> Callable[..., Finding]:
-    """The findings of a sheet whose sections are codes. `report(code, place, details, **words)`
+    """The findings of a sheet whose sections are codes. `report(code, place, details, **variables)`
     makes the first entry that has a rank.
 
     Raises  SheetError
@@ -513,20 +510,22 @@ def load_findings(path: Path) -> Callable[..., Finding]:
         by_code[section.code] = section
 
     def report(
-        code: str, place: Place, details: tuple[tuple[str, str], ...] = (), /, **words: Any
+        code: str, location: Place, details: tuple[tuple[str, str], ...] = (), /, **values: Any
     ) -> Finding:
         section = by_code[code]
-        if unknown := words.keys() - set(section.given_words):
-            raise SheetError(section.sheet, section.line, f"{code} has no word {min(unknown)!r}")
-        facts = FindingFacts(words, place)
-        section.define_words(facts)
+        if unknown := values.keys() - set(section.parameters):
+            raise SheetError(
+                section.sheet, section.line, f"{code} has no parameter {min(unknown)!r}"
+            )
+        facts = FindingFacts(values, location)
+        section.define_variables(facts)
         entry = next(entry for entry in section.entries[1:] if entry.rank(facts))
         texts: dict[str, Any] = {name: entry.text(name, facts) or None for name in _FINDING_FIELDS}
         return Finding(
             code=code,
             severity=Severity.parse(entry.rank(facts)),
             message=facts.format(entry.title),
-            place=place,
+            place=location,
             details=details,
             **texts,
         )

@@ -86,7 +86,7 @@ class SettingFacts(sheets.Facts):
         dtype, separator, roles = name.partition(" among ")
         if separator:
             dtypes = _HALF_DTYPES if dtype == "half" else (dtype,)
-            candidates = self.words.get(roles, roles).split(", ")
+            candidates = self.variables.get(roles, roles).split(", ")
             return ", ".join(
                 role
                 for role in candidates
@@ -95,20 +95,20 @@ class SettingFacts(sheets.Facts):
         return None
 
     @classmethod
-    def words_of_special(cls, name: str, words: Collection[str]) -> set[str] | None:
+    def find_special_variables(cls, name: str, variables: Collection[str]) -> set[str] | None:
         if name in SETTINGS:
             return set()
         roles, separator, value = name.partition(" set to ")
         if separator:
-            roles_words = cls.words_of(roles, words)
-            value_words = cls.words_of(value, words)
-            if roles_words is None or value_words is None:
+            role_variables = cls.find_variables(roles, variables)
+            value_variables = cls.find_variables(value, variables)
+            if role_variables is None or value_variables is None:
                 return None
-            return roles_words | value_words
+            return role_variables | value_variables
         dtype, separator, roles = name.partition(" among ")
         if not separator or dtype not in (*_HALF_DTYPES, "half"):
             return None
-        if roles in words:
+        if roles in variables:
             return {roles}
         return set() if all(role in SETTINGS for role in roles.split(", ")) else None
 
@@ -130,7 +130,7 @@ def find_contradictions(settings: Mapping[str, Setting], device: Hardware) -> li
     findings = []
     for code, section in RULES.items():
         facts = SettingFacts(settings, device)
-        section.define_words(facts)
+        section.define_variables(facts)
         for entry in section.entries[1:]:
             severity = entry.rank(facts)
             if not severity:
@@ -156,7 +156,7 @@ def codes() -> list[str]:
 
 def page(code: str) -> str | None:
     """The page of a rule."""
-    return RULES[code].as_page() if code in RULES else None
+    return RULES[code].to_page() if code in RULES else None
 
 
 def _find_place(names: list[str], settings: Mapping[str, Setting]) -> Place:

@@ -133,7 +133,9 @@ def compare_loaded_state(continuity: Continuity, checkpoint: Checkpoint) -> Obse
     Raises DtypeError DT003.
     """
     observation = Observation(checkpoint.step)
-    differences = continuity.compare_with(lambda key: checkpoint.tensors.get(checkpoint_key(key)))
+    differences = continuity.compare_tensors(
+        lambda key: checkpoint.tensors.get(checkpoint_key(key))
+    )
     report_differences(observation, differences, "the save", "the load", strict=True)
     if checkpoint.step > 1:
         report_narrow_values(

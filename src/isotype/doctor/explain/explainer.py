@@ -96,7 +96,7 @@ def diagnose_error(error: RecognisedError) -> tuple[str, Severity, list[Cause]]:
     """The message, the severity and the causes of what an incident showed, the likeliest first."""
     facts = ErrorFacts(error)
     section = FAMILIES[error.operator]
-    section.define_words(facts)
+    section.define_variables(facts)
     head, *entries = section.entries
     causes = sorted(_collect_causes(entries, facts), key=lambda c: -c.score)
     return (
@@ -111,7 +111,7 @@ def codes() -> list[str]:
 
 
 def page(code: str) -> str | None:
-    return next((section.as_page() for section in FAMILIES.values() if section.code == code), None)
+    return next((section.to_page() for section in FAMILIES.values() if section.code == code), None)
 
 
 # lines: a text as long as this at most is one report, and what it says in words belongs to its

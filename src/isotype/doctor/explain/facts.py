@@ -59,8 +59,8 @@ def _describe_line(facts: ErrorFacts) -> str | None:
 
 
 class ErrorFacts(sheets.Facts):
-    """What an incident showed, by name: words of the section, dtypes by role, captures of the text,
-    flags of the situation, and the following.
+    """What an incident showed, by name: variables of the section, dtypes by role, captures of the
+    text, flags of the situation, and the following.
 
     operator, text, half, torch_half, autocast  as in `RecognisedError`; `autocast is on` is the
                               flag
@@ -126,7 +126,7 @@ class ErrorFacts(sheets.Facts):
         self.frame: Frame | None = None
 
     def get(self, name: str) -> Any:
-        if name not in self.words:
+        if name not in self.variables:
             for table in (self.error.dtypes, self.error.captures):
                 if name in table:
                     return table[name]
@@ -136,7 +136,7 @@ class ErrorFacts(sheets.Facts):
         return name in self.error.situation or None
 
     @classmethod
-    def words_of_special(cls, name: str, words: Collection[str]) -> set[str] | None:
+    def find_special_variables(cls, name: str, variables: Collection[str]) -> set[str] | None:
         return set() if name in DTYPE_ROLES or name in CAPTURES or name in FLAGS else None
 
     def matches(self, name: str, pattern: str) -> bool:

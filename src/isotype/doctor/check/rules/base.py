@@ -2,7 +2,7 @@
 whose value counts; its docstring is its page.
 
 Rules are sheets (`*.txt` beside this file, read by `pages.sheets`); those that look at every key of
-a file are functions (`keys.py`). The header of a section may hold rows of words, `half=bf16
+a file are functions (`keys.py`). The header of a section may hold rows of variables, `half=bf16
 other=fp16; half=fp16 other=bf16`: the section is judged once for each row. An entry's title is the
 finding's message, its ranks are the severities, its fields: `settings` (those that are listed, each
 the first of `one|another` that is there), `cause`, `fix`, `today`, `holds`.
@@ -70,14 +70,14 @@ error = partial(make_finding, Severity.ERROR)
 
 
 def _parse_rows(section: Section) -> list[dict[str, str]]:
-    """The rows of words in a header; one without words where there is none."""
+    """The rows of variables in a header; one empty row where there is none."""
     return [dict(pair.split("=") for pair in row.split()) for row in section.header.split(";")]
 
 
 def _find_section(section: Section, record: Record) -> Iterator[Finding]:
     for row in _parse_rows(section):
         facts = RuleFacts(record, row)
-        section.define_words(facts)
+        section.define_variables(facts)
         for entry in section.entries[1:]:
             severity = entry.rank(facts)
             if not severity:
@@ -101,7 +101,7 @@ def load_sheet(path: Path) -> dict[str, list[Section]]:
         path, ranks="error|warning|note", fields="settings|cause|fix|today|holds"
     ):
         for row in _parse_rows(section):
-            check_section(section, RuleFacts, words=row, lists=("settings",))
+            check_section(section, RuleFacts, row_variables=row, lists=("settings",))
         by_code.setdefault(section.code, []).append(section)
     return by_code
 

@@ -217,7 +217,7 @@ def _role_value(role: str) -> Callable[[RuleFacts], Any]:
 
 
 class RuleFacts(sheets.Facts):
-    """What is known of a run, by name: words of the section, roles of the record, and the
+    """What is known of a run, by name: variables of the section, roles of the record, and the
     following.
 
     TOOL.KEY, TOOL.KEY     the first of these settings that is given; after `on` or `off` the first
@@ -264,15 +264,15 @@ class RuleFacts(sheets.Facts):
     attributes = ("key", "value", "name", "kind", "architecture", "bf16", "fp8", "tf32")
     values = {"tool": (*RULE_KEYS, "script")}
 
-    def __init__(self, record: Record, words: dict[str, str]) -> None:
-        super().__init__(words)
+    def __init__(self, record: Record, variables: dict[str, str]) -> None:
+        super().__init__(variables)
         self.record = record
 
     def find(self, name: str) -> Any:
         return self.record.facts.get(*name.split(", ")) if "." in name else None
 
     @classmethod
-    def words_of_special(cls, name: str, words: Collection[str]) -> set[str] | None:
+    def find_special_variables(cls, name: str, variables: Collection[str]) -> set[str] | None:
         return set() if name in _KEYS else None
 
     def setting(self, names: str) -> Setting | None:
