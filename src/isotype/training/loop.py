@@ -101,7 +101,8 @@ class Loop:
             self.model, self.stepper.optimizer, averages
         )
         self.stepper.report_outside_change = self._report_outside_change
-        self.frozen_weights, self.mapped_files = FrozenWeights(self.model), MappedFiles()
+        self.frozen_weights = FrozenWeights(self.model)
+        self.mapped_files = MappedFiles()
 
     @property
     def is_stopped_early(self) -> bool:
@@ -286,9 +287,9 @@ class Loop:
                 f"warning   {path} was touched; its sampled content is as it was"
             )
         if names := self.frozen_weights.changed():
-            others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            rest = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise RunError(
-                f"step {step}: {names[0]}{others} changed, and the run does not train it",
+                f"step {step}: {names[0]}{rest} changed, and the run does not train it",
                 code="CK004",
                 fix="find what writes into it (a callback, a program), then resume",
             )

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor, nn
+
 from ..config.load import LoadedConfig
 from ..distributed.agree import (
     MODEL_SETTINGS,
@@ -27,7 +29,7 @@ from .console import Interrupt, RunConsole, quiet_libraries
 from .finish import finish, print_result
 from .loop import Loop
 from .memory.device import memory_saving_advice
-from .preflight.check import RECORD, preflight
+from .preflight.check import RECORD, Outcome, preflight
 from .run_state import last_good_checkpoint
 from .setup import Prepared, Subject, prepare
 from .start import (
@@ -99,17 +101,16 @@ class _TrainingRun:
         callbacks: Sequence[Callback],
         objective: Objective | None,
     ) -> None:
-        self.loaded, self.config, self.task, self.world, self.console = (
-            loaded,
-            loaded.config,
-            task,
-            world,
-            console,
-        )
+        self.loaded = loaded
+        self.config = loaded.config
+        self.task = task
+        self.world = world
+        self.console = console
         self.skips = skips
         self.callbacks = callbacks
         self.objective = objective
-        self.resume, self.resuming = resume, resume is not None
+        self.resume = resume
+        self.resuming = resume is not None
         self.interrupt = Interrupt()
 
     def run(self) -> int:
@@ -117,14 +118,8 @@ class _TrainingRun:
         console = self.console
         if not world.first:
             console.silence()
-        # the time may be in the name: it is the first process's
-        path = world.first_does(
-            lambda: str(
-                self.resume
-                or self.config.run.folder.replace("{name}", default_run_name(self.config))
-            )
-        )
-        self.folder = folder = RunFolder(Path(path))
+        # the name may have the time in it: all processes use the first one's
+        self.folder = folder = RunFolder(Path(world.first_does(self._folder_path)))
         if self.resume is not None:
             if not folder.is_run:
                 raise UsageError(f"--resume {self.resume}: no {RESOLVED} there: not a run folder")
@@ -151,28 +146,23 @@ class _TrainingRun:
                 # nothing was started: the folder holds only the record, and the same command may be
                 # given again
                 if world.first:
+                    record = folder.read_json(RECORD)
                     console.report_result(
-                        {
-                            "status": "refused",
-                            "folder": str(folder.path),
-                            "preflight": folder.read_json(RECORD),
-                        }
+                        {"status": "refused", "folder": str(folder.path), "preflight": record}
                     )
                 raise
             except Exception as error:
                 console.end_live_line()
                 explained = self._explain_error(error)
                 if folder.is_run and world.first:
+                    result = {
+                        "status": "failed",
+                        "error": str(explained),
+                        "folder": str(folder.path),
+                    }
                     # on a full disk the error itself matters more than its record
                     with contextlib.suppress(RunError):
-                        folder.write_json(
-                            "result.json",
-                            {
-                                "status": "failed",
-                                "error": str(explained),
-                                "folder": str(folder.path),
-                            },
-                        )
+                        folder.write_json("result.json", result)
                     self._write_report()
                 if explained is error:
                     raise
@@ -180,106 +170,44 @@ class _TrainingRun:
         console.report_result(result)
         return status
 
+    def _folder_path(self) -> str:
+        if self.resume is not None:
+            return str(self.resume)
+        return self.config.run.folder.replace("{name}", default_run_name(self.config))
+
     def _train(self, changes: list[RunChange]) -> tuple[int, dict[str, Any]]:
-        loaded = self.loaded
-        config = self.config
-        task = self.task
         folder = self.folder
         console = self.console
         world = self.world
         quiet_libraries()
-        prepared = prepare(task, loaded.sources, folder.base, world)
-        if world.size > 1:
-            data = str(task.fingerprints())
-            weights = prepared.fingerprint
-            refuse_differences(
-                world,
-                versions=versions(),
-                configuration=configuration_lines(config),
-                data=data,
-                weights=weights,
-                **{MODEL_SETTINGS: setting_lines(model_settings(prepared.model))},
-            )
+        prepared = prepare(self.task, self.loaded.sources, folder.base, world)
+        self._compare_processes(prepared)
         if self.resuming and world.first:
-            changes = [*changes, *compare_base(loaded, prepared, folder, console)]
-        if self.callbacks and prepared.sharding is not None:
-            message = (
-                "callbacks are called by the first process, which has only a part of a shared model"
-            )
-            raise UsageError(message, fix="parallel.kind: replicate")
-        if self.objective is not None:
-            objective = self.objective
-            prepared.stepper.loss_sum = lambda model, batch, divisor=1: (
-                objective(model, batch) / divisor
-            )
-        loop = Loop(task, prepared, folder, console, callbacks=self.callbacks, world=world)
-        world.at(0, "the preflight")
-        subject = Subject(
-            config=config,
-            task=task,
-            prepared=prepared,
-            schedule=loop.schedule,
-            folder=folder.path,
-            resuming=self.resuming,
-            micro_batch=prepared.batching.rows,
-            observer=loop.observer,
-        )
-        with world.exchanging():
-            outcome = preflight(subject, self.skips, world=world)
+            changes = [*changes, *compare_base(self.loaded, prepared, folder, console)]
+        self._check_callbacks(prepared)
+        self._set_objective(prepared)
+        loop = Loop(self.task, prepared, folder, console, callbacks=self.callbacks, world=world)
+        outcome, rehearsals = self._run_preflight(loop, prepared)
+        step: int | None = None
+        unusable_checkpoints: list[str] = []
         if self.resuming:
             step, unusable_checkpoints = world.first_does(loop.store.newest_whole)
             refuse_fewer_steps(loop, step)
-            all_changes = [
-                *changes,
-                *(compare_data(task, folder, console, changes) if world.first else []),
-            ]
-            world.first_does(lambda: record_resume(folder, step, all_changes))
-        loss_name = objective_name(self.objective)
-        world.first_does(
-            lambda: write_start(
-                loaded,
-                task,
-                prepared,
-                loop.schedule,
-                folder,
-                world,
-                loss_name,
-                resuming=self.resuming,
-            )
-        )
+            self._record_resume(step, changes)
+        self._write_start(loop, prepared)
         console.start_log(folder.path / LOG)
-        if loss_name is None:
-            rows = []
-        else:
-            rows = [
-                (
-                    "objective",
-                    f"{loss_name} instead of the loss of the task, which evaluation keeps",
-                )
-            ]
-        console.print_header(
-            [
-                *header_rows(task, prepared, loop.schedule, folder, world),
-                *rows,
-                *outcome.header_rows(),
-            ]
-        )
-        with world.exchanging():
-            dtype = prepared.resolved.precision.loss
-            console.print_header(
-                task.prepare_training(
-                    prepared.model, prepared.device, folder.path, world, dtype=dtype
-                )
-            )
-        loop.precision_record.watched(list(subject.observations))
-        del subject, outcome  # its observer holds the model, which `finish` frees
+        self._print_headers(loop, prepared, outcome)
+        loop.precision_record.watched(rehearsals)
         if self.resuming:
             for reason in unusable_checkpoints:
                 console.print_line(f"resume    {reason}: passed over")
             restore_checkpoint(loop, step, console)
-        if world.first and config.run.trackers:
+        if world.first and self.config.run.trackers:
             loop.trackers = Trackers(
-                config.run.trackers, folder.path, config.model_dump(), console.print_line
+                self.config.run.trackers,
+                folder.path,
+                self.config.model_dump(),
+                console.print_line,
             )
         status = 1
         try:
@@ -289,6 +217,95 @@ class _TrainingRun:
             if loop.trackers is not None:
                 loop.trackers.close(status)
         return status, result
+
+    def _compare_processes(self, prepared: Prepared) -> None:
+        """Refuses processes that have other versions, settings, data or weights than the first."""
+        if self.world.size == 1:
+            return
+        refuse_differences(
+            self.world,
+            versions=versions(),
+            configuration=configuration_lines(self.config),
+            data=str(self.task.fingerprints()),
+            weights=prepared.fingerprint,
+            **{MODEL_SETTINGS: setting_lines(model_settings(prepared.model))},
+        )
+
+    def _check_callbacks(self, prepared: Prepared) -> None:
+        if self.callbacks and prepared.sharding is not None:
+            message = (
+                "callbacks are called by the first process, which has only a part of a shared model"
+            )
+            raise UsageError(message, fix="parallel.kind: replicate")
+
+    def _set_objective(self, prepared: Prepared) -> None:
+        """Makes the user's objective the loss of each step."""
+        if self.objective is None:
+            return
+        objective = self.objective
+
+        def loss_sum(model: nn.Module, batch: Any, divisor: int = 1) -> Tensor:
+            return objective(model, batch) / divisor
+
+        prepared.stepper.loss_sum = loss_sum
+
+    def _run_preflight(self, loop: Loop, prepared: Prepared) -> tuple[Outcome, list[str]]:
+        """Returns the outcome, and the names of the rehearsals that were observed. What the checks
+        used, which holds the model, is freed: `finish` frees the model later.
+        """
+        self.world.at(0, "the preflight")
+        subject = Subject(
+            config=self.config,
+            task=self.task,
+            prepared=prepared,
+            schedule=loop.schedule,
+            folder=self.folder.path,
+            resuming=self.resuming,
+            micro_batch=prepared.batching.rows,
+            observer=loop.observer,
+        )
+        with self.world.exchanging():
+            outcome = preflight(subject, self.skips, world=self.world)
+        return outcome, list(subject.observations)
+
+    def _record_resume(self, step: int | None, changes: list[RunChange]) -> None:
+        """Writes the step that is resumed from, and what has changed since the last start."""
+        if self.world.first:
+            changes = [*changes, *compare_data(self.task, self.folder, self.console, changes)]
+        self.world.first_does(lambda: record_resume(self.folder, step, changes))
+
+    def _write_start(self, loop: Loop, prepared: Prepared) -> None:
+        """The first process writes the files that describe the run."""
+        self.world.first_does(
+            lambda: write_start(
+                self.loaded,
+                self.task,
+                prepared,
+                loop.schedule,
+                self.folder,
+                self.world,
+                objective_name(self.objective),
+                resuming=self.resuming,
+            )
+        )
+
+    def _print_headers(self, loop: Loop, prepared: Prepared, outcome: Outcome) -> None:
+        """Prints what the run will do, and prepares the task's training, which has rows of its own."""
+        rows = header_rows(self.task, prepared, loop.schedule, self.folder, self.world)
+        name = objective_name(self.objective)
+        if name is not None:
+            text = f"{name} instead of the loss of the task, which evaluation keeps"
+            rows.append(("objective", text))
+        self.console.print_header([*rows, *outcome.header_rows()])
+        with self.world.exchanging():
+            task_rows = self.task.prepare_training(
+                prepared.model,
+                prepared.device,
+                self.folder.path,
+                self.world,
+                dtype=prepared.resolved.precision.loss,
+            )
+            self.console.print_header(task_rows)
 
     def _train_to_end(self, loop: Loop, prepared: Prepared) -> tuple[int, dict[str, Any]]:
         """Trains to the end and writes the result, or says how to resume after an interrupt."""

@@ -282,15 +282,15 @@ class Stepper:
         changed = [] if self.changed is None else [self.changed]
         self.changed = None
         norm = gradient_norm(self.accumulator.gradients())
-        local_loss, local_norm, *others = read_on_host(loss, norm, *measured, *flags, *changed)
-        share_changed = others.pop() if changed else None
-        self._is_changed_outside = any(others[len(measured) :])
+        local_loss, local_norm, *values = read_on_host(loss, norm, *measured, *flags, *changed)
+        share_changed = values.pop() if changed else None
+        self._is_changed_outside = any(values[len(measured) :])
         return ReducedStep(
             local_loss=local_loss,
             loss=local_loss,
             gradient_norm=local_norm,
             share_changed=share_changed,
-            measures=others[: len(measured)],
+            measures=values[: len(measured)],
         )
 
     def _sample_values(self) -> list[Tensor]:
@@ -328,10 +328,10 @@ class Stepper:
         reports = self.world.gather(report)
         # a weight that is not finite makes every process's loss so: its process is named first
         for flag in ("has_bad_weight", "has_bad_loss"):
-            for rank, other in enumerate(reports):
-                if other[flag]:
-                    message = f"{other['message']} (rank {rank})"
-                    return RunError(message, code="NF001", fix=other["fix"])
+            for rank, rank_report in enumerate(reports):
+                if rank_report[flag]:
+                    message = f"{rank_report['message']} (rank {rank})"
+                    return RunError(message, code="NF001", fix=rank_report["fix"])
         return RunError(reports[0]["message"], code="NF001", fix=reports[0]["fix"])
 
 
