@@ -62,7 +62,7 @@ def outcome(file: Path) -> tuple[str, ...]:
         written.write_text(result.text, encoding="utf-8")
         wrong = contradictions(written)
     unknown = [
-        entry.given.name for entry in result.outcomes if "does not know this key" in entry.note
+        entry.source_key.name for entry in result.outcomes if "does not know this key" in entry.note
     ]
     return (
         "translated",

@@ -14,7 +14,7 @@ from isotype.config.load import load
 from isotype.config.schema import RunConfig
 from isotype.data.chat import NAMED
 from isotype.translate import Fate, transforms, translate
-from isotype.translate.transforms import TEMPLATES, Draft, Given
+from isotype.translate.transforms import TEMPLATES, Draft, SourceKey
 from isotype.translate.translation import TOOLS
 
 from .configurations import AXOLOTL, AXOLOTL_LORA, FACTORY, TUNE, UNSLOTH
@@ -84,7 +84,7 @@ def reached(tool: str) -> set[str]:
     for key, value, beside in itertools.product(TOOLS[tool].KEYS, _VALUES, _BESIDE):
         draft = Draft(keys={**beside, key: value})
         with suppress(Exception):  # a value that this key cannot have
-            TOOLS[tool].KEYS[key](draft, Given(key, value, 1))
+            TOOLS[tool].KEYS[key](draft, SourceKey(key, value, 1))
         found |= set(draft.settings)
     return found
 
@@ -136,7 +136,7 @@ def test_a_template_by_name_is_carried(tool: str, tmp_path) -> None:
         assert got in (*NAMED, "a.jinja")
     (tmp_path / file).write_text(text.replace("NAME", "vicuna"))
     result = translate(tmp_path / file)
-    (outcome,) = (one for one in result.outcomes if one.given.value == "vicuna")
+    (outcome,) = (one for one in result.outcomes if one.source_key.value == "vicuna")
     assert outcome.fate == Fate.NOT_OFFERED
     assert "not vicuna" in outcome.note
 
@@ -155,7 +155,7 @@ def test_a_template_of_torchtune_and_of_a_files_text(tmp_path) -> None:
     (tmp_path / "a.yml").write_text(text)
     result = translate(tmp_path / "a.yml")
     assert "chat_template" not in result.text.replace("chat_template_jinja", "")
-    fates = {one.given.name: one.fate for one in result.outcomes}
+    fates = {one.source_key.name: one.fate for one in result.outcomes}
     assert fates["chat_template_jinja"] == Fate.NOT_OFFERED
 
 
@@ -171,7 +171,7 @@ def test_a_template_beside_plain_text_is_left_out(tmp_path) -> None:
 
 
 def test_names_of_templates_are_those_of_the_run() -> None:
-    assert set(TEMPLATES.values()) == set(NAMED) == set(transforms._TEMPLATE_WORDS)
+    assert set(TEMPLATES.values()) == set(NAMED) == set(transforms._TEMPLATE_ALIASES)
 
 
 def test_an_upload_and_new_tokens_are_carried(tmp_path) -> None:

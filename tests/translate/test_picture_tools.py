@@ -144,7 +144,7 @@ def test_a_script_of_diffusers_is_what_it_is(tmp_path):
         4,
         ["sks dog in a bucket"],
     )
-    lines = {outcome.given.name: outcome.given.line for outcome in result.outcomes}
+    lines = {outcome.source_key.name: outcome.source_key.line for outcome in result.outcomes}
     assert lines["learning_rate"] == 2
 
 
@@ -298,7 +298,11 @@ def test_ai_toolkits_yaml(tmp_path):
     assert second["seed"] == 43
     assert (config.precision.base, config.train.optimizer) == ("fp8", "prodigy")
     assert (
-        next(outcome.given.line for outcome in result.outcomes if outcome.given.name == "train.lr")
+        next(
+            outcome.source_key.line
+            for outcome in result.outcomes
+            if outcome.source_key.name == "train.lr"
+        )
         == 20
     )
 
@@ -345,7 +349,7 @@ def test_lokr_dora_class_pictures_and_resolutions_are_carried(tmp_path):
     )
     assert (config.adapter.kind, config.adapter.factor, config.adapter.r) == ("lokr", 8, 32)
     assert config.images.train[1] == {"name": "small", "resolution": 768}
-    assert next(o.given.line for o in result.outcomes if o.became == "adapter.factor: 8") == 3
+    assert next(o.source_key.line for o in result.outcomes if o.became == "adapter.factor: 8") == 3
 
     network = "{type: lokr, lokr_full_rank: true, lokr_factor: 4, linear: 16, linear_alpha: 16}"
     text = AI_TOOLKIT.replace("{type: lora, linear: 16, linear_alpha: 16}", network)
@@ -363,7 +367,10 @@ def test_lokr_dora_class_pictures_and_resolutions_are_carried(tmp_path):
     script = DIFFUSERS.replace("--push_to_hub", "--num_class_images=200 --use_dora")
     result, config = made(tmp_path, "train.sh", script)
     assert (config.adapter.dora, config.images.regularisation[0]["draw"]) == (True, 200)
-    assert next(o.given.line for o in result.outcomes if o.given.name == "num_class_images") == 2
+    assert (
+        next(o.source_key.line for o in result.outcomes if o.source_key.name == "num_class_images")
+        == 2
+    )
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from isotype.config.kind import DIFFUSION, kind_of
 from isotype.config.load import load
 from isotype.errors import UsageError
 from isotype.translate import Fate, translate
-from isotype.translate.source import read
+from isotype.translate.source import read_source
 
 ENV = """# a comment
 export MODEL_TYPE='lora'
@@ -106,15 +106,19 @@ def test_config_env_is_read_as_a_shell_reads_it_with_its_datasets(env, tmp_path)
 
 def test_every_setting_has_its_line_and_what_became_of_it(env):
     result = translate(env, "simpletuner")
-    keys = [(given.name, given.line) for given in read(env).keys]
+    keys = [(given.name, given.line) for given in read_source(env).keys]
     assert sorted(keys) == sorted(
-        (outcome.given.name, outcome.given.line) for outcome in result.outcomes
+        (outcome.source_key.name, outcome.source_key.line) for outcome in result.outcomes
     )
-    assert all(outcome.given.line for outcome in result.outcomes)
-    assert [o.given.written for o in result.outcomes if "does not know" in o.note] == ["EXTRA"]
+    assert all(outcome.source_key.line for outcome in result.outcomes)
+    assert [o.source_key.written for o in result.outcomes if "does not know" in o.note] == ["EXTRA"]
     assert all(o.note for o in result.outcomes if o.fate in (Fate.NO_EFFECT, Fate.NOT_OFFERED))
     assert (
-        next(o.given.line for o in result.outcomes if o.given.written.endswith("mine.repeats"))
+        next(
+            o.source_key.line
+            for o in result.outcomes
+            if o.source_key.written.endswith("mine.repeats")
+        )
         == 14
     )
 
@@ -153,7 +157,7 @@ def test_fp32_gradients_become_what_they_meant(tmp_path):
     )
     assert made.images.eval_split == 0, "it trains on every picture"
     assert "what it meant" in next(
-        o.note for o in result.outcomes if o.given.name == "gradient_precision"
+        o.note for o in result.outcomes if o.source_key.name == "gradient_precision"
     )
     assert contradictions(tmp_path / "result.yaml") == []
 

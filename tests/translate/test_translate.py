@@ -13,7 +13,7 @@ from isotype.config.load import load
 from isotype.errors import UsageError
 from isotype.finding import Severity
 from isotype.translate import Fate, translate
-from isotype.translate.source import read
+from isotype.translate.source import read_source
 from tests.commands import ask, invoke
 
 from .configurations import AXOLOTL, AXOLOTL_LORA, CASES, FACTORY, UNSLOTH
@@ -50,12 +50,12 @@ def test_result_has_the_source_settings_no_contradiction_and_every_key_is_accoun
     assert result.tool == case.tool
     got = settings(result.text, tmp_path)
     assert {key: got[key] for key in case.expected} == case.expected
-    keys = [(given.name, given.line) for given in read(file).keys]
+    keys = [(given.name, given.line) for given in read_source(file).keys]
     assert sorted(keys) == sorted(
-        (outcome.given.name, outcome.given.line) for outcome in result.outcomes
+        (outcome.source_key.name, outcome.source_key.line) for outcome in result.outcomes
     )
     assert not [outcome for outcome in result.outcomes if "does not know" in outcome.note]
-    assert all(outcome.given.line for outcome in result.outcomes)
+    assert all(outcome.source_key.line for outcome in result.outcomes)
     assert all(
         outcome.note
         for outcome in result.outcomes
@@ -133,7 +133,7 @@ def test_methods_that_are_not_offered_are_refused(name, tmp_path):
 
 def test_unknown_key_is_reported_with_a_suggestion(tmp_path):
     (tmp_path / "a.yml").write_text(AXOLOTL + "leaning_rate: 1\nno_such_thing: 3\n")
-    told = {outcome.given.name: outcome for outcome in translate(tmp_path / "a.yml").outcomes}
+    told = {outcome.source_key.name: outcome for outcome in translate(tmp_path / "a.yml").outcomes}
     assert told["leaning_rate"].fate is Fate.NOT_OFFERED
     assert "did you mean learning_rate?" in told["leaning_rate"].note
     assert "does not know this key" in told["no_such_thing"].note

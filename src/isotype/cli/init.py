@@ -170,8 +170,8 @@ def _tell(result: Translation, to: TextIO) -> None:
         became = "; ".join(part for part in (outcome.became, outcome.note) if part)
         rows.append(
             (
-                str(outcome.given.line or ""),
-                outcome.given.written or outcome.given.name,
+                str(outcome.source_key.line or ""),
+                outcome.source_key.written or outcome.source_key.name,
                 str(outcome.fate),
                 became,
             )

@@ -2,7 +2,7 @@
 keys is accounted for. Imports no torch.
 
 source       a file's keys with their lines, and the tool they belong to
-TOOL         a module for each tool: `KEYS`, its table, `refusal` and `finish`
+TOOL         a module for each tool: `KEYS`, its table, `refusal_reason` and `add_defaults`
 pictures     the files of the tools for pictures, and what their tables share
 transforms   what the tables are made of: what became of each key, and the settings that came of
              them

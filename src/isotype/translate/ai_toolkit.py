@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import pictures as p
-from . import transforms as t
+from . import pictures, transforms
 from .source import Source
-from .transforms import Draft, Given
+from .transforms import Draft, SourceKey
 
 
-def refusal(source: Source) -> str | None:
+def refusal_reason(source: Source) -> str | None:
     """Why this source's method is not offered, or None."""
     kind = str(source.get("type") or "sd_trainer")
     network = str(source.get("network.type") or "lora").lower()
@@ -19,58 +18,58 @@ def refusal(source: Source) -> str | None:
     if network not in ("lora", "lokr"):
         return f"network.type: {network} is not offered: adapter.kind is lora or lokr"
     if any(
-        given.name.startswith(f"{p.DATASET}.")
-        and given.name.endswith(".control_path")
-        and isinstance(given.value, list)
-        for given in source.keys
+        source_key.name.startswith(f"{pictures.DATASET_PREFIX}.")
+        and source_key.name.endswith(".control_path")
+        and isinstance(source_key.value, list)
+        for source_key in source.keys
     ):
         return "datasets: control_path: several pictures before an edit are not offered: one is"
     return None
 
 
-def _samples(draft: Draft, given: Given) -> None:
-    entries = given.value if isinstance(given.value, list) else [given.value]
+def _convert_samples(draft: Draft, source_key: SourceKey) -> None:
+    entries = source_key.value if isinstance(source_key.value, list) else [source_key.value]
     trigger = str(draft.keys.get("trigger_word") or "")
     seed = draft.keys.get("sample.seed")
-    walk = t.is_on(draft.keys.get("sample.walk_seed"))
-    found: list[Any] = []
+    counts_up = transforms.is_enabled(draft.keys.get("sample.walk_seed"))
+    samples: list[Any] = []
     for i, entry in enumerate(entries):
         text = str(entry.get("prompt", "") if isinstance(entry, dict) else entry).replace(
             "[trigger]", trigger
         )
-        made: dict[str, Any] = {"prompt": text}
+        sample: dict[str, Any] = {"prompt": text}
         if isinstance(entry, dict) and (control := entry.get("ctrl_img")):
-            made["control"] = str(control)
+            sample["control"] = str(control)
         if negative := draft.keys.get("sample.neg"):
-            made["negative"] = str(negative)
+            sample["negative"] = str(negative)
         if seed is not None:
-            made["seed"] = int(seed) + (i if walk else 0)
-        found.append(made if len(made) > 1 else text)
-    draft.set(given, "run.samples", found, "with their seeds")
+            sample["seed"] = int(seed) + (i if counts_up else 0)
+        samples.append(sample if len(sample) > 1 else text)
+    draft.set(source_key, "run.samples", samples, "with their seeds")
 
 
-def _size(draft: Draft, given: Given) -> None:
+def _convert_sample_size(draft: Draft, source_key: SourceKey) -> None:
     draft.set(
-        given,
+        source_key,
         "run.sample_size",
         max(int(draft.keys.get(f"sample.{side}") or 0) for side in ("width", "height")),
         "a square",
     )
 
 
-_WHOLE = 100_000
+_FULL_RANK = 100_000
 
 
-def _refused_when_on(use: str) -> t.Handler:
+def _refuse_if_enabled(alternative: str) -> transforms.Handler:
     """Such a key may have another word than those of `OFF`."""
-    return lambda draft, given: (
-        draft.not_offered(given, use)
-        if t.is_on(given.value)
-        else draft.no_effect(given, "switched off")
+    return lambda draft, source_key: (
+        draft.not_offered(source_key, alternative)
+        if transforms.is_enabled(source_key.value)
+        else draft.no_effect(source_key, "switched off")
     )
 
 
-_OTHERS = (
+_FAMILIES_WITHOUT_CLIP = (
     "model.is_flux",
     "model.is_v3",
     "model.is_auraflow",
@@ -79,56 +78,63 @@ _OTHERS = (
 )
 
 
-def _of_clip(then: t.Handler) -> t.Handler:
-    """`then` for SDXL and Stable Diffusion, the family of a file that names none."""
+def _require_clip(handle: transforms.Handler) -> transforms.Handler:
+    """`handle` for SDXL and Stable Diffusion, the family of a file that names none."""
 
-    def handler(draft: Draft, given: Given) -> None:
-        others = any(t.is_on(draft.keys.get(key)) for key in _OTHERS)
-        known = draft.said("model.arch") in ("", "sdxl", "sd1", "sd15", "sd2") and not others
-        (then if known else _refused_when_on(p.NO_TEXT_ENCODER))(draft, given)
+    def handler(draft: Draft, source_key: SourceKey) -> None:
+        is_other_family = any(
+            transforms.is_enabled(draft.keys.get(key)) for key in _FAMILIES_WITHOUT_CLIP
+        )
+        has_clip = (
+            draft.lowercase_value("model.arch") in ("", "sdxl", "sd1", "sd15", "sd2")
+            and not is_other_family
+        )
+        (handle if has_clip else _refuse_if_enabled(pictures.NO_TEXT_ENCODER_NOTE))(
+            draft, source_key
+        )
 
     return handler
 
 
-def _base(draft: Draft, given: Given) -> None:
+def _convert_base(draft: Draft, source_key: SourceKey) -> None:
     """Of `qtype`, qfloat8 by default."""
     kind = str(draft.keys.get("model.qtype") or "qfloat8").lower()
-    word = "fp8" if "float8" in kind else "int8" if kind in ("qint8", "int8") else None
-    if word is None:
+    dtype_name = "fp8" if "float8" in kind else "int8" if kind in ("qint8", "int8") else None
+    if dtype_name is None:
         draft.not_offered(
-            given,
+            source_key,
             f"{kind}: the base is bf16; precision.base: fp8 or int8, or precision.preset: nf4-lora",
         )
     else:
-        draft.set(given, "precision.base", word, "with a scale a channel")
+        draft.set(source_key, "precision.base", dtype_name, "with a scale a channel")
 
 
-_OF_PICTURES_NO_EFFECT = {
+_DATASET_NO_EFFECT = {
     ".txt beside the picture, or .caption": "caption_ext",
-    p.CACHED: "cache_latents cache_latents_to_disk cache_text_embeddings",
-    p.BUCKETS: "buckets bucket_tolerance",
+    pictures.CACHED_NOTE: "cache_latents cache_latents_to_disk cache_text_embeddings",
+    pictures.BUCKETS_NOTE: "buckets bucket_tolerance",
 }
-_OF_PICTURES_NOT_OFFERED = {
+_DATASET_NOT_OFFERED = {
     "images.flip mirrors left and right": "flip_y",
     "the loss counts what the mask shows": "mask_min_value",
     "weight, of images.regularisation": "network_weight",
 }
-_OF_PICTURES: dict[str, t.Handler] = {
-    **t.table(t.no_effect, _OF_PICTURES_NO_EFFECT),
-    **t.table(t.not_offered, _OF_PICTURES_NOT_OFFERED),
-    "folder_path": t.changed("images.train, or images.regularisation with is_reg"),
-    "dataset_path": t.changed("images.train"),
-    "default_caption": t.changed("caption of the source"),
-    "caption_dropout_rate": t.number("images.caption_dropout"),
-    "shuffle_tokens": p.TAG_ORDERS,
-    "resolution": p.resolution,
-    "is_reg": t.changed("images.regularisation"),
-    "num_repeats": t.changed("repeats of the source"),
-    "mask_path": t.to("images.masks", str),
-    "control_path": t.changed("controls of the source"),
-    "flip_x": t.when_on("images.flip", True),
-    "trigger_word": t.to("images.trigger", str),
-    "random_crop": p.WINDOWS,
+_DATASET_KEYS: dict[str, transforms.Handler] = {
+    **transforms.rows_by_reason(transforms.no_effect, _DATASET_NO_EFFECT),
+    **transforms.rows_by_reason(transforms.not_offered, _DATASET_NOT_OFFERED),
+    "folder_path": transforms.changed("images.train, or images.regularisation with is_reg"),
+    "dataset_path": transforms.changed("images.train"),
+    "default_caption": transforms.changed("caption of the source"),
+    "caption_dropout_rate": transforms.convert_number("images.caption_dropout"),
+    "shuffle_tokens": pictures.set_tag_orders,
+    "resolution": pictures.convert_resolution,
+    "is_reg": transforms.changed("images.regularisation"),
+    "num_repeats": transforms.changed("repeats of the source"),
+    "mask_path": transforms.convert_to("images.masks", str),
+    "control_path": transforms.changed("controls of the source"),
+    "flip_x": transforms.set_if_enabled("images.flip", True),
+    "trigger_word": transforms.convert_to("images.trigger", str),
+    "random_crop": pictures.set_random_crops,
 }
 _NO_EFFECT = {
     "run.folder names the folder": "training_folder",
@@ -136,8 +142,8 @@ _NO_EFFECT = {
     "the samples before step 1 are the base's, to compare with": "train.skip_first_sample",
     "in run.samples": "sample.neg sample.seed sample.walk_seed",
     "precision.save: adapters are fp32": "save.dtype",
-    p.NOT_UPLOADED: "save.push_to_hub save.hf_*",
-    t.IRRELEVANT: (
+    pictures.NOT_UPLOADED_NOTE: "save.push_to_hub save.hf_*",
+    transforms.IRRELEVANT: (
         "type performance_log_every sqlite_db_path logging.* model.is_flux model.arch model.is_xl"
         " model.is_v2 model.is_v3 model.model_kwargs model.quantize_te model.qtype_te"
         " train.unload_text_encoder train.cache_text_embeddings train.train_unet"
@@ -151,17 +157,17 @@ _NOT_OFFERED = {
     ),
     "convolutions have no adapter": "network.conv network.conv_alpha",
     "adapter.targets names modules": "network.network_kwargs",
-    p.ADAM: "train.optimizer_params",
+    pictures.ADAM_SETTINGS_NOTE: "train.optimizer_params",
     "images.regularisation keeps what the model can": (
         "train.diff_output_preservation* train.bypass_guidance_embedding"
     ),
 }
-_DENSITIES = {"sigmoid": "logit_normal", "linear": "uniform", "uniform": "uniform"}
-_STYLE = "diffusion.logit_mean above 0 draws more noise (content), below 0 less (style)"
-KEYS: dict[str, t.Handler] = {
-    **t.table(t.no_effect, _NO_EFFECT),
-    **t.table(t.not_offered, _NOT_OFFERED),
-    **t.carried(
+_TIMESTEPS = {"sigmoid": "logit_normal", "linear": "uniform", "uniform": "uniform"}
+_STYLE_NOTE = "diffusion.logit_mean above 0 draws more noise (content), below 0 less (style)"
+KEYS: dict[str, transforms.Handler] = {
+    **transforms.rows_by_reason(transforms.no_effect, _NO_EFFECT),
+    **transforms.rows_by_reason(transforms.not_offered, _NOT_OFFERED),
+    **transforms.copy_values(
         model="name=model.name_or_path",
         diffusion="noise_offset=train.noise_offset",
         adapter=(
@@ -179,45 +185,56 @@ KEYS: dict[str, t.Handler] = {
             " sample_guidance=sample.guidance_scale"
         ),
     ),
-    p.DATASET: p.dataset(_OF_PICTURES),
-    "trigger_word": t.to(
+    pictures.DATASET_PREFIX: pictures.dataset_handler(_DATASET_KEYS),
+    "trigger_word": transforms.convert_to(
         "images.trigger", str, "put before every caption; there it replaces [trigger] too"
     ),
     # model and adapter
-    "model.quantize": t.where("model.quantize", "on", _base, "switched off"),
-    "model.qtype": t.changed("decides precision.base, where model.quantize is on"),
-    "network.type": lambda draft, given: (
-        p.lokr if str(given.value).lower() == "lokr" else t.no_effect(p.PEFT)
-    )(draft, given),
-    "network.lokr_full_rank": t.when_on(
-        "adapter.r", _WHOLE, note="a rank at which both factors are whole, with as much alpha"
+    "model.quantize": transforms.require_key("model.quantize", "on", _convert_base, "switched off"),
+    "model.qtype": transforms.changed("decides precision.base, where model.quantize is on"),
+    "network.type": lambda draft, source_key: (
+        pictures.set_lokr
+        if str(source_key.value).lower() == "lokr"
+        else transforms.no_effect(pictures.PEFT_LORA_NOTE)
+    )(draft, source_key),
+    "network.lokr_full_rank": transforms.set_if_enabled(
+        "adapter.r", _FULL_RANK, note="a rank at which both factors are whole, with as much alpha"
     ),
     # steps
-    "train.train_text_encoder": _of_clip(t.when_on("adapter.text_encoders", True)),
-    "train.text_encoder_lr": t.where(
-        "train.train_text_encoder", "on", _of_clip(p.text_rate), "without train_text_encoder"
+    "train.train_text_encoder": _require_clip(
+        transforms.set_if_enabled("adapter.text_encoders", True)
     ),
-    "train.gradient_checkpointing": t.either("train.gradient_checkpointing", "layers", "none"),
-    "train.optimizer": t.optimizer,
-    "train.lr": p.rate,
-    "train.lr_scheduler": t.schedule,
-    "train.ema_config.use_ema": t.when_on("train.ema", 0.99),
-    "train.ema_config.ema_decay": t.where(
-        "train.ema_config.use_ema", "on", t.number("train.ema"), "without use_ema"
+    "train.text_encoder_lr": transforms.require_key(
+        "train.train_text_encoder",
+        "on",
+        _require_clip(pictures.convert_text_encoder_rate),
+        "without train_text_encoder",
     ),
-    "train.dtype": p.DECIDES,
-    "train.timestep_type": t.word(
-        "diffusion.timesteps", _DENSITIES, f"{p.DENSITIES}, and diffusion.shift"
+    "train.gradient_checkpointing": transforms.convert_switch(
+        "train.gradient_checkpointing", "layers", "none"
     ),
-    "train.content_or_style": t.only("balanced", "the default", _STYLE),
-    "train.loss_type": t.only("mse", "the squared error", "diffusion.loss: l2, huber"),
-    "train.min_denoising_steps": p.of_1000("diffusion.least_noise"),
-    "train.max_denoising_steps": p.of_1000("diffusion.most_noise"),
-    "train.linear_timesteps": t.when_on("diffusion.timesteps", "uniform"),
-    "train.disable_sampling": t.when_on("run.sample_every", 0),
+    "train.optimizer": transforms.convert_optimizer,
+    "train.lr": pictures.convert_rate,
+    "train.lr_scheduler": transforms.convert_schedule,
+    "train.ema_config.use_ema": transforms.set_if_enabled("train.ema", 0.99),
+    "train.ema_config.ema_decay": transforms.require_key(
+        "train.ema_config.use_ema", "on", transforms.convert_number("train.ema"), "without use_ema"
+    ),
+    "train.dtype": pictures.note_precision_key,
+    "train.timestep_type": transforms.convert_choice(
+        "diffusion.timesteps", _TIMESTEPS, f"{pictures.TIMESTEPS_NOTE}, and diffusion.shift"
+    ),
+    "train.content_or_style": transforms.accept_only("balanced", "the default", _STYLE_NOTE),
+    "train.loss_type": transforms.accept_only(
+        "mse", "the squared error", "diffusion.loss: l2, huber"
+    ),
+    "train.min_denoising_steps": pictures.convert_timestep("diffusion.least_noise"),
+    "train.max_denoising_steps": pictures.convert_timestep("diffusion.most_noise"),
+    "train.linear_timesteps": transforms.set_if_enabled("diffusion.timesteps", "uniform"),
+    "train.disable_sampling": transforms.set_if_enabled("run.sample_every", 0),
     # samples, saving
-    **t.each(_size, "sample.width sample.height"),
-    **t.each(_samples, "sample.prompts sample.samples"),
+    **transforms.same_handler(_convert_sample_size, "sample.width sample.height"),
+    **transforms.same_handler(_convert_samples, "sample.prompts sample.samples"),
 }
 _DEFAULTS = {
     "train.batch_size": 1,
@@ -227,33 +244,41 @@ _DEFAULTS = {
 }
 
 
-def finish(draft: Draft, source: Source) -> None:
+def add_defaults(draft: Draft, source: Source) -> None:
     """ai-toolkit's defaults where they are not Isotype's, and the sources of pictures."""
-    if t.is_on(source.get("network.lokr_full_rank")):  # whatever `linear` says beside it
-        draft.settings |= {"adapter.r": _WHOLE, "adapter.alpha": float(_WHOLE)}
+    if transforms.is_enabled(
+        source.get("network.lokr_full_rank")
+    ):  # whatever `linear` says beside it
+        draft.settings |= {"adapter.r": _FULL_RANK, "adapter.alpha": float(_FULL_RANK)}
     if draft.settings.get("adapter.kind") != "lokr":
         draft.settings.pop("adapter.factor", None)
     draft.default_adapter(
-        "lora" if any(given.name.startswith("network.") for given in source.keys) else "none", 4
+        "lora"
+        if any(source_key.name.startswith("network.") for source_key in source.keys)
+        else "none",
+        4,
     )
-    p.without_text_encoders(draft)
-    p.preset_of(draft, source.get("train.dtype") or "bf16")
-    draft.default_all(p.NONE | _DEFAULTS)
+    pictures.drop_text_encoders(draft)
+    pictures.set_default_preset(draft, source.get("train.dtype") or "bf16")
+    draft.default_all(pictures.COMMON_DEFAULTS | _DEFAULTS)
     if "run.adapters_every" not in draft.settings:
         draft.settings.pop("run.adapters_keep", None)
     sides: dict[str, list[dict[str, Any]]] = {"images.train": [], "images.regularisation": []}
-    for entry in p.datasets_of(draft):
+    for entry in pictures.collect_datasets(draft):
         if folder := entry.get("folder_path") or entry.get("dataset_path"):
-            if t.is_on(entry.get("is_reg")):
+            if transforms.is_enabled(entry.get("is_reg")):
                 side = "images.regularisation"
             else:
                 side = "images.train"
-            sizes = p.several(entry["resolution"]) if entry.get("resolution") else ()
+            sizes = (
+                pictures.parse_resolutions(entry["resolution"]) if entry.get("resolution") else ()
+            )
             if entry.get("control_path"):
                 controls = {"controls": str(entry["control_path"])}
             else:
                 controls = {}
             sides[side].append(
-                p.source(folder, repeats=entry.get("num_repeats"), resolution=sizes) | controls
+                pictures.picture_source(folder, repeats=entry.get("num_repeats"), resolution=sizes)
+                | controls
             )
-    p.put_sources(draft, sides)
+    pictures.set_sources(draft, sides)

@@ -7,10 +7,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from . import transforms as t
-from .hugging_face import TRAINER, finish_text, frozen, preference
+from . import transforms
+from .hugging_face import TRAINER, add_text_defaults, frozen_part_handler, preference_handler
 from .source import Source
-from .transforms import Draft, Given
+from .transforms import Draft, SourceKey
 
 _FORMATS = {
     "alpaca": "alpaca",
@@ -23,7 +23,7 @@ _FORMATS = {
 
 
 # axolotl's `rl`, which is Isotype's `train.objective`
-_RL = ("dpo", "ipo", "orpo", "simpo", "kto")
+_RL_METHODS = ("dpo", "ipo", "orpo", "simpo", "kto")
 
 
 def _objective(draft: Draft) -> str | None:
@@ -33,49 +33,53 @@ def _objective(draft: Draft) -> str | None:
     rl = draft.keys.get("rl")
     if rl == "dpo" and draft.keys.get("dpo_loss_type") == ["ipo"]:
         return "ipo"
-    if rl in _RL:
+    if rl in _RL_METHODS:
         return str(rl)
     return None
 
 
 # a setting of `preference`, wherever in the file `rl` stands
-_of = partial(preference, of=_objective)
+_preference = partial(preference_handler, read_objective=_objective)
 
 
-def _rl(draft: Draft, given: Given) -> None:
+def _convert_rl(draft: Draft, source_key: SourceKey) -> None:
     if (objective := _objective(draft)) is None:
-        draft.no_effect(given, "training is on given answers")
+        draft.no_effect(source_key, "training is on given answers")
     else:
         draft.set(
-            given,
+            source_key,
             "train.objective",
             objective,
-            t.REFERENCE if objective in ("dpo", "ipo", "kto") else "",
+            transforms.REFERENCE_NOTE if objective in ("dpo", "ipo", "kto") else "",
         )
 
 
-def refusal(source: Source) -> str | None:
+def refusal_reason(source: Source) -> str | None:
     """Why this source's method is not offered, or None."""
-    if (rl := source.has("rl")) and rl.value not in (None, "", False, *_RL):
+    if (rl := source.has("rl")) and rl.value not in (None, "", False, *_RL_METHODS):
         return (
-            f"line {rl.line}: rl: {rl.value} is not offered: train.objective is {', '.join(_RL)},"
+            f"line {rl.line}: rl: {rl.value} is not offered: train.objective is {', '.join(_RL_METHODS)},"
             " reward or distil"
         )
-    for key, what in (
+    for key, subject in (
         ("process_reward_model", "reward models are"),
         ("num_labels", "classification is"),
         ("qat", "quantisation-aware training is"),
         ("diffusion", "diffusion language models are"),
     ):
         if (
-            (given := source.has(key))
-            and given.value
+            (source_key := source.has(key))
+            and source_key.value
             and not (key == "num_labels" and source.get("reward_model"))
         ):
-            return f"line {given.line}: {key}: {what} not offered"
-    if (given := source.has("dpo_loss_type")) and given.value not in (None, ["sigmoid"], ["ipo"]):
+            return f"line {source_key.line}: {key}: {subject} not offered"
+    if (source_key := source.has("dpo_loss_type")) and source_key.value not in (
+        None,
+        ["sigmoid"],
+        ["ipo"],
+    ):
         return (
-            f"line {given.line}: dpo_loss_type: {given.value}: train.objective: dpo and ipo have"
+            f"line {source_key.line}: dpo_loss_type: {source_key.value}: train.objective: dpo and ipo have"
             " one loss each"
         )
     adapter = source.get("adapter")
@@ -84,115 +88,120 @@ def refusal(source: Source) -> str | None:
     return None
 
 
-def _adapter(draft: Draft, given: Given) -> None:
-    note = "with precision.preset: nf4-lora" if given.value == "qlora" else ""
-    draft.set(given, "adapter.kind", "lora" if given.value else "none", note)
+def _convert_adapter(draft: Draft, source_key: SourceKey) -> None:
+    note = "with precision.preset: nf4-lora" if source_key.value == "qlora" else ""
+    draft.set(source_key, "adapter.kind", "lora" if source_key.value else "none", note)
 
 
-def _datasets(target: str) -> t.Handler:
-    def handler(draft: Draft, given: Given) -> None:
+def _datasets_handler(target: str) -> transforms.Handler:
+    def handler(draft: Draft, source_key: SourceKey) -> None:
         entries = []
         notes = []
-        for one in given.value if isinstance(given.value, list) else []:
-            if isinstance(one, dict):
-                entry, note = _dataset(one)
+        for dataset in source_key.value if isinstance(source_key.value, list) else []:
+            if isinstance(dataset, dict):
+                entry, dataset_notes = _convert_dataset(dataset)
                 if _objective(draft) is not None:  # pairs and labels are read in one format
                     entry = {
                         key: value
                         for key, value in entry.items()
                         if key not in ("format", "columns")
                     }
-                    note.append(
+                    dataset_notes.append(
                         "rows have prompt, chosen and rejected (kto: prompt, completion, label);"
                         " other names: data.columns"
                     )
                 entries.append(entry)
-                notes += note
+                notes += dataset_notes
         if not entries:
-            draft.not_offered(given, "data.train: a file, a folder or hf:NAME")
+            draft.not_offered(source_key, "data.train: a file, a folder or hf:NAME")
         else:
-            draft.set(given, target, entries, "; ".join(dict.fromkeys(notes)))
+            draft.set(source_key, target, entries, "; ".join(dict.fromkeys(notes)))
 
     return handler
 
 
-def _dataset(one: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _convert_dataset(dataset: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """One entry of `datasets:` as one of data.train, and the keys of it that have no counterpart."""
     notes = []
-    files = one.get("data_files")
-    path = str((files[0] if isinstance(files, list) else files) or one.get("path"))
-    local = (
+    files = dataset.get("data_files")
+    path = str((files[0] if isinstance(files, list) else files) or dataset.get("path"))
+    is_local = (
         bool(files)
         or path.endswith((".json", ".jsonl", ".parquet", ".csv", ".txt"))
         or path.startswith(("/", "./", "../", "~"))
     )
-    entry: dict[str, Any] = {"name": path if local else f"hf:{path}"}
+    entry: dict[str, Any] = {"name": path if is_local else f"hf:{path}"}
     if isinstance(files, list) and len(files) > 1:
         notes.append(f"{len(files)} data_files: the first is named, add the others")
-    for theirs, ours in (("split", "split"), ("name", "subset"), ("revision", "revision")):
-        if one.get(theirs) not in (None, "train" if theirs == "split" else None):
-            if local:
-                notes.append(f"{theirs} is for datasets of the hub")
+    for source_name, setting in (("split", "split"), ("name", "subset"), ("revision", "revision")):
+        if dataset.get(source_name) not in (None, "train" if source_name == "split" else None):
+            if is_local:
+                notes.append(f"{source_name} is for datasets of the hub")
             else:
-                entry[ours] = str(one[theirs])
-    if isinstance(one.get("type"), str):
-        word = str(one["type"]).partition(".")[0].partition(":")[0]
+                entry[setting] = str(dataset[source_name])
+    if isinstance(dataset.get("type"), str):
+        format_name = str(dataset["type"]).partition(".")[0].partition(":")[0]
     else:
-        word = None
-    if word in _FORMATS:
-        if _FORMATS[word]:
-            entry["format"] = _FORMATS[word]
-    elif one.get("type") is not None:
-        shown = one["type"] if isinstance(one["type"], str) else "with its own fields"
-        notes.append(f"type {shown}: the format is recognised from the rows; see data.columns")
-    if one.get("field_messages") not in (None, "messages"):
-        entry["columns"] = {"messages": str(one["field_messages"])}
-    elif word == "completion" and one.get("field") not in (None, "text"):
-        entry["columns"] = {"text": str(one["field"])}
-    if one.get("roles_to_train") not in (None, ["assistant"], ["gpt"]) or one.get(
+        format_name = None
+    if format_name in _FORMATS:
+        if _FORMATS[format_name]:
+            entry["format"] = _FORMATS[format_name]
+    elif dataset.get("type") is not None:
+        type_label = dataset["type"] if isinstance(dataset["type"], str) else "with its own fields"
+        notes.append(f"type {type_label}: the format is recognised from the rows; see data.columns")
+    if dataset.get("field_messages") not in (None, "messages"):
+        entry["columns"] = {"messages": str(dataset["field_messages"])}
+    elif format_name == "completion" and dataset.get("field") not in (None, "text"):
+        entry["columns"] = {"text": str(dataset["field"])}
+    if dataset.get("roles_to_train") not in (None, ["assistant"], ["gpt"]) or dataset.get(
         "train_on_eos"
     ) not in (None, "turn", "all"):
         notes.append("learnt are the assistant's answers with their end of turn (data.loss_on)")
-    if one.get("message_property_mappings") or one.get("message_field_role"):
+    if dataset.get("message_property_mappings") or dataset.get("message_field_role"):
         notes.append("other names inside a message are not read: ShareGPT's and OpenAI's are")
-    if one.get("shards"):
+    if dataset.get("shards"):
         notes.append("shards: data.limit")
     return entry, notes
 
 
-def _pretraining(draft: Draft, given: Given) -> None:
-    one = given.value[0] if isinstance(given.value, list) and given.value else given.value
-    if isinstance(one, dict):
-        name = one.get("path")
-        field = one.get("text_column")
+def _convert_pretraining(draft: Draft, source_key: SourceKey) -> None:
+    dataset = (
+        source_key.value[0]
+        if isinstance(source_key.value, list) and source_key.value
+        else source_key.value
+    )
+    if isinstance(dataset, dict):
+        name = dataset.get("path")
+        field = dataset.get("text_column")
     else:
-        name = one
+        name = dataset
         field = None
     entry: dict[str, Any] = {"name": f"hf:{name}", "format": "text"}
-    if isinstance(one, dict) and one.get("name"):
-        entry["subset"] = str(one["name"])
+    if isinstance(dataset, dict) and dataset.get("name"):
+        entry["subset"] = str(dataset["name"])
     if field not in (None, "text"):
         entry["columns"] = {"text": str(field)}
     draft.settings["data.stream"] = True
-    draft.set(given, "data.train", [entry], "text, tokenised while training (data.stream)")
+    draft.set(source_key, "data.train", [entry], "text, tokenised while training (data.stream)")
 
 
-def _filled(_: Draft, given: Given) -> bool:
-    return bool(given.value)
+def _is_set(_: Draft, source_key: SourceKey) -> bool:
+    return bool(source_key.value)
 
 
-def _times_an_epoch(target: str) -> t.Handler:
+def _refuse_epoch_interval(target: str) -> transforms.Handler:
     """`evals_per_epoch: 4`: the number of steps in an epoch is not known before the data is read."""
-    return lambda draft, given: draft.not_offered(
-        given, f"{target} in steps; by default ten evaluations in a run, each with a checkpoint"
+    return lambda draft, source_key: draft.not_offered(
+        source_key,
+        f"{target} in steps; by default ten evaluations in a run, each with a checkpoint",
     )
 
 
 _NO_EFFECT = {
     "rows are tokenised once and cached: data.cache": "dataset_prepared_path",
     "part of train.objective": "dpo_loss_type",
-    t.REFERENCE: "precompute_ref_log_probs rl_adapter_ref_model",
-    t.OWN_OPS: (
+    transforms.REFERENCE_NOTE: "precompute_ref_log_probs rl_adapter_ref_model",
+    transforms.OWN_OPS_NOTE: (
         "dpo_use_liger_kernel dpo_use_logits_to_keep dpo_padding_free lora_mlp_kernel"
         " lora_qkv_kernel lora_o_kernel flash_attn_fuse_mlp cut_cross_entropy liger_* use_kernels"
         " fused_attn_kernel tiled_mlp flash_attn_cross_entropy flash_attn_rms_norm"
@@ -206,7 +215,7 @@ _NO_EFFECT = {
     "the checkpoint's own processor reads the pictures; a row's are in `images` (docs/vision.md)": (
         "processor_type skip_prepare_dataset remove_unused_columns"
     ),
-    t.IRRELEVANT: (
+    transforms.IRRELEVANT: (
         "model_type tokenizer_type tokenizer_use_fast min_sample_len sample_packing_*"
         " eval_sample_packing pad_to_sequence_len resize_token_embeddings_to_32x num_labels"
         " lora_fan_in_fan_out dp_replicate_size context_* accelerator_config local_rank strict"
@@ -230,7 +239,7 @@ _NOT_OFFERED = {
     "adapter.* has what is offered of PEFT's settings": "peft",
     "every weight (adapter.kind: none) or adapter.modules_to_save": "unfrozen_parameters",
     "model.attention is sdpa, eager, flash or flex; sdpa is used": "xformers_attention",
-    t.OWN_OPS: "plugins",
+    transforms.OWN_OPS_NOTE: "plugins",
     "stacked experts stay as they are (model.allow_unquantised)": (
         "quantize_moe_experts expert_parallel_size experts_implementation use_scattermoe"
         " use_sonicmoe llama4_linearized_experts"
@@ -240,11 +249,11 @@ _NOT_OFFERED = {
     "the loss is cross-entropy; a loss of your own is a function in Python": "use_eaft eaft_*",
     "isotype train --resume RUN": "auto_resume_from_checkpoints",
     "run.trackers is tensorboard or wandb": "use_swanlab swanlab_* use_otel_metrics otel_*",
-    t.GPUS: (
+    transforms.NOT_GPU_COUNT: (
         "fsdp_version fsdp_final_state_dict_type tensor_parallel_size context_parallel_size"
         " sequence_parallel_degree dp_shard_size use_ray ray_*"
     ),
-    t.NO_SETTING: (
+    transforms.NO_SETTING_NOTE: (
         "model_config model_quantization_config model_quantization_config_kwargs cls_model_config"
         " dpo_use_weighting dpo_norm_loss dpo_loss_weights relora* jagged_restart_* lisa_*"
         " llmcompressor fp8_* nvfp4_* dsv4_* s2_attention lr_quadratic_warmup"
@@ -252,16 +261,16 @@ _NOT_OFFERED = {
 }
 
 
-def _rope(given: dict[str, Any]) -> dict[str, Any]:
+def _convert_rope(rope_scaling: dict[str, Any]) -> dict[str, Any]:
     """With transformers 5's name of the type."""
-    return {("rope_type" if key == "type" else key): value for key, value in given.items()}
+    return {("rope_type" if key == "type" else key): value for key, value in rope_scaling.items()}
 
 
-KEYS: dict[str, t.Handler] = {
+KEYS: dict[str, transforms.Handler] = {
     **TRAINER,
-    **t.table(t.no_effect, _NO_EFFECT),
-    **t.table(t.not_offered, _NOT_OFFERED),
-    **t.carried(
+    **transforms.rows_by_reason(transforms.no_effect, _NO_EFFECT),
+    **transforms.rows_by_reason(transforms.not_offered, _NOT_OFFERED),
+    **transforms.copy_values(
         model="name=base_model revision=revision_of_model tokenizer=tokenizer_config",
         data=(
             "max_length=sequence_len packing=sample_packing template_kwargs=chat_template_kwargs "
@@ -277,60 +286,68 @@ KEYS: dict[str, t.Handler] = {
         ),
         run="push_to_hub=hub_model_id",
     ),
-    "rope_scaling": t.to("model.rope_parameters", _rope),
+    "rope_scaling": transforms.convert_to("model.rope_parameters", _convert_rope),
     # data
-    "datasets": _datasets("data.train"),
-    "test_datasets": _datasets("data.eval"),
-    "pretraining_dataset": _pretraining,
-    "val_set_size": t.held_out,
-    "train_on_inputs": t.either("data.loss_on", "all", "assistant"),
-    **t.each(t.template, "chat_template chat_template_jinja"),
-    "tokens": t.names("model.add_tokens"),
-    "reinit_weights": t.when_on("model.init", "random"),
-    "freeze_mm_modules": frozen("adapter.vision"),
-    "eot_tokens": t.changed(
+    "datasets": _datasets_handler("data.train"),
+    "test_datasets": _datasets_handler("data.eval"),
+    "pretraining_dataset": _convert_pretraining,
+    "val_set_size": transforms.convert_eval_split,
+    "train_on_inputs": transforms.convert_switch("data.loss_on", "all", "assistant"),
+    **transforms.same_handler(transforms.convert_template, "chat_template chat_template_jinja"),
+    "tokens": transforms.convert_list("model.add_tokens"),
+    "reinit_weights": transforms.set_if_enabled("model.init", "random"),
+    "freeze_mm_modules": frozen_part_handler("adapter.vision"),
+    "eot_tokens": transforms.changed(
         "the end of a turn is what the chat template writes; it is always learnt"
     ),
     # preferences
-    **t.each(_rl, "rl reward_model"),
-    "rl_beta": _of("beta", "dpo", "ipo", "simpo", "kto"),
-    "orpo_alpha": _of("beta", "orpo"),
-    "simpo_gamma": _of("simpo_gamma", "simpo"),
-    "cpo_alpha": _of("nll", "simpo"),
-    "rpo_alpha": _of("nll", "dpo", "ipo"),
-    "dpo_label_smoothing": _of("label_smoothing", "dpo"),
-    "kto_desirable_weight": _of("desirable_weight", "kto"),
-    "kto_undesirable_weight": _of("undesirable_weight", "kto"),
-    "center_rewards_coefficient": _of("center_rewards_coefficient", "reward"),
+    **transforms.same_handler(_convert_rl, "rl reward_model"),
+    "rl_beta": _preference("beta", "dpo", "ipo", "simpo", "kto"),
+    "orpo_alpha": _preference("beta", "orpo"),
+    "simpo_gamma": _preference("simpo_gamma", "simpo"),
+    "cpo_alpha": _preference("nll", "simpo"),
+    "rpo_alpha": _preference("nll", "dpo", "ipo"),
+    "dpo_label_smoothing": _preference("label_smoothing", "dpo"),
+    "kto_desirable_weight": _preference("desirable_weight", "kto"),
+    "kto_undesirable_weight": _preference("undesirable_weight", "kto"),
+    "center_rewards_coefficient": _preference("center_rewards_coefficient", "reward"),
     # adapter
-    "adapter": _adapter,
-    "lora_target_modules": t.when(_filled, t.targets, t.no_effect("lora_target_linear decides")),
-    "lora_target_linear": t.when_on("adapter.targets", "all-linear", "adapter.targets"),
-    "peft_init_lora_weights": t.start,
+    "adapter": _convert_adapter,
+    "lora_target_modules": transforms.choose_handler(
+        _is_set, transforms.convert_targets, transforms.no_effect("lora_target_linear decides")
+    ),
+    "lora_target_linear": transforms.set_if_enabled(
+        "adapter.targets", "all-linear", "adapter.targets"
+    ),
+    "peft_init_lora_weights": transforms.convert_lora_init,
     # precision
-    **t.each(t.Draft.precision, "bfloat16 float16 float32 gptq bnb_config_kwargs fp8"),
+    **transforms.same_handler(
+        transforms.Draft.defer_precision, "bfloat16 float16 float32 gptq bnb_config_kwargs fp8"
+    ),
     # attention and kernels
-    "flash_attention": t.when_on("model.attention", "flash"),
-    "sdp_attention": t.when_on("model.attention", "sdpa"),
-    "eager_attention": t.when_on("model.attention", "eager"),
-    "flex_attention": t.when_on("model.attention", "flex"),
+    "flash_attention": transforms.set_if_enabled("model.attention", "flash"),
+    "sdp_attention": transforms.set_if_enabled("model.attention", "sdpa"),
+    "eager_attention": transforms.set_if_enabled("model.attention", "eager"),
+    "flex_attention": transforms.set_if_enabled("model.attention", "flex"),
     # steps
-    "optimizer": t.optimizer,
-    "lr_scheduler": t.schedule,
+    "optimizer": transforms.convert_optimizer,
+    "lr_scheduler": transforms.convert_schedule,
     # evaluation, saving, logging
-    "evals_per_epoch": _times_an_epoch("train.eval_every"),
-    "saves_per_epoch": _times_an_epoch("run.save_every"),
-    "use_tensorboard": t.when_on("run.trackers", ["tensorboard"], "off"),
-    "use_wandb": t.when_on("run.trackers", ["wandb"], "off"),
-    "wandb_project": t.when(
-        _filled,
-        t.always("run.trackers", ["wandb"], "the project: WANDB_PROJECT in the environment"),
-        t.no_effect("off"),
+    "evals_per_epoch": _refuse_epoch_interval("train.eval_every"),
+    "saves_per_epoch": _refuse_epoch_interval("run.save_every"),
+    "use_tensorboard": transforms.set_if_enabled("run.trackers", ["tensorboard"], "off"),
+    "use_wandb": transforms.set_if_enabled("run.trackers", ["wandb"], "off"),
+    "wandb_project": transforms.choose_handler(
+        _is_set,
+        transforms.set_constant(
+            "run.trackers", ["wandb"], "the project: WANDB_PROJECT in the environment"
+        ),
+        transforms.no_effect("off"),
     ),
 }
 
 
-def finish(draft: Draft, source: Source) -> None:
+def add_defaults(draft: Draft, source: Source) -> None:
     """axolotl's defaults where they are not Isotype's."""
     draft.settings.setdefault("adapter.kind", "none")
     draft.default_adapter("none")
@@ -344,4 +361,4 @@ def finish(draft: Draft, source: Source) -> None:
     )
     if draft.settings.get("train.objective") == "simpo":
         draft.default("preference.nll", 1.0)  # TRL's cpo_alpha
-    finish_text(draft)
+    add_text_defaults(draft)

@@ -7,18 +7,19 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from . import pictures as p
-from . import transforms as t
+from . import pictures, transforms
 from .source import Source
 from .transforms import Draft
 
 
-def refusal(source: Source) -> str | None:
+def refusal_reason(source: Source) -> str | None:
     """Why this source's method is not offered, or None."""
-    if t.is_on(source.get("train_text_encoder_ti")):
+    if transforms.is_enabled(source.get("train_text_encoder_ti")):
         return "train_text_encoder_ti: textual inversion is not offered"
-    if t.is_on(source.get("train_text_encoder")) and not _CLIP_SCRIPTS.search(source.method):
-        return f"train_text_encoder: {p.NO_TEXT_ENCODER}"
+    if transforms.is_enabled(source.get("train_text_encoder")) and not _CLIP_SCRIPTS.search(
+        source.method
+    ):
+        return f"train_text_encoder: {pictures.NO_TEXT_ENCODER_NOTE}"
     return None
 
 
@@ -26,10 +27,13 @@ _CLIP_SCRIPTS = re.compile(r"_lora(_sdxl|_sd15)?(_advanced)?(\.py)?$")
 _TEXT_RATE = 5e-6  # of the scripts that have `text_encoder_lr`
 
 
-def _with(scheme: str, target: str) -> t.Handler:
+def _require_scheme(scheme: str, target: str) -> transforms.Handler:
     """A number that acts with one weighting scheme only."""
-    return t.where(
-        "weighting_scheme", scheme, t.number(target), f"without weighting_scheme: {scheme}"
+    return transforms.require_key(
+        "weighting_scheme",
+        scheme,
+        transforms.convert_number(target),
+        f"without weighting_scheme: {scheme}",
     )
 
 
@@ -39,10 +43,10 @@ _NO_EFFECT = {
         "class_data_dir class_prompt with_prior_preservation prior_loss_weight"
     ),
     "the default: images.crop: center": "center_crop",
-    p.CACHED: "cache_latents cache_dir offload",
-    p.NOT_UPLOADED: "push_to_hub hub_*",
-    t.GPUS: "num_processes",
-    t.IRRELEVANT: (
+    pictures.CACHED_NOTE: "cache_latents cache_dir offload",
+    pictures.NOT_UPLOADED_NOTE: "push_to_hub hub_*",
+    transforms.NOT_GPU_COUNT: "num_processes",
+    transforms.IRRELEVANT: (
         "variant pretrained_vae_model_name_or_path vae_path sample_batch_size prediction_type"
         " precondition_outputs logging_dir dataloader_num_workers local_rank"
         " enable_xformers_memory_efficient_attention set_grads_to_none"
@@ -62,12 +66,12 @@ _NOT_OFFERED = {
     "train.schedule has no powers and no restarts": "lr_num_cycles lr_power",
     "isotype train --resume RUN": "resume_from_checkpoint",
 }
-_SCHEMES = {"logit_normal": "logit_normal", "mode": "mode", "none": "uniform"}
-KEYS: dict[str, t.Handler] = {
-    **p.SCRIPT,
-    **t.table(t.no_effect, _NO_EFFECT),
-    **t.table(t.not_offered, _NOT_OFFERED),
-    **t.carried(
+_TIMESTEPS = {"logit_normal": "logit_normal", "mode": "mode", "none": "uniform"}
+KEYS: dict[str, transforms.Handler] = {
+    **pictures.DIFFUSERS_KEYS,
+    **transforms.rows_by_reason(transforms.no_effect, _NO_EFFECT),
+    **transforms.rows_by_reason(transforms.not_offered, _NOT_OFFERED),
+    **transforms.copy_values(
         images=(
             "train=instance_data_dir train=train_data_dir resolution flip=random_flip"
             " caption_dropout"
@@ -76,54 +80,60 @@ KEYS: dict[str, t.Handler] = {
         adapter="r=rank alpha=lora_alpha dropout=lora_dropout",
         run="save_every=checkpointing_steps",
     ),
-    "validation_prompt": t.to("run.samples", lambda value: [str(value)]),
-    "repeats": t.changed("repeats: {} of images.train"),
+    "validation_prompt": transforms.convert_to("run.samples", lambda value: [str(value)]),
+    "repeats": transforms.changed("repeats: {} of images.train"),
     # adapter
-    "train_text_encoder": t.when_on("adapter.text_encoders", True),
-    "text_encoder_lr": t.where(
-        "train_text_encoder", "on", p.text_rate, "without train_text_encoder"
+    "train_text_encoder": transforms.set_if_enabled("adapter.text_encoders", True),
+    "text_encoder_lr": transforms.require_key(
+        "train_text_encoder", "on", pictures.convert_text_encoder_rate, "without train_text_encoder"
     ),
-    "use_dora": t.when_on("adapter.dora", True),
-    "num_class_images": t.where(
+    "use_dora": transforms.set_if_enabled("adapter.dora", True),
+    "num_class_images": transforms.require_key(
         "with_prior_preservation",
         "on",
-        t.changed("draw: {} of images.regularisation"),
+        transforms.changed("draw: {} of images.regularisation"),
         "without class pictures",
     ),
-    "lora_layers": t.names("adapter.targets"),
-    **t.each(
-        p.DECIDES, "mixed_precision allow_tf32 upcast_before_saving prior_generation_precision"
+    "lora_layers": transforms.convert_list("adapter.targets"),
+    **transforms.same_handler(
+        pictures.note_precision_key,
+        "mixed_precision allow_tf32 upcast_before_saving prior_generation_precision",
     ),
     # steps
-    "optimizer": t.optimizer,
-    "use_8bit_adam": t.when_on("train.optimizer", "adamw8bit"),
-    "num_train_epochs": t.where(
-        "max_train_steps", "", t.to("train.epochs", float), "max_train_steps decides"
+    "optimizer": transforms.convert_optimizer,
+    "use_8bit_adam": transforms.set_if_enabled("train.optimizer", "adamw8bit"),
+    "num_train_epochs": transforms.require_key(
+        "max_train_steps",
+        "",
+        transforms.convert_to("train.epochs", float),
+        "max_train_steps decides",
     ),
     # the objective
-    "weighting_scheme": t.word(
-        "diffusion.timesteps", _SCHEMES, f"{p.DENSITIES}; the loss counts every level alike"
+    "weighting_scheme": transforms.convert_choice(
+        "diffusion.timesteps",
+        _TIMESTEPS,
+        f"{pictures.TIMESTEPS_NOTE}; the loss counts every level alike",
     ),
-    "logit_mean": _with("logit_normal", "diffusion.logit_mean"),
-    "logit_std": _with("logit_normal", "diffusion.logit_std"),
-    "mode_scale": _with("mode", "diffusion.mode_scale"),
-    "use_ema": t.when_on("train.ema", 0.999),
+    "logit_mean": _require_scheme("logit_normal", "diffusion.logit_mean"),
+    "logit_std": _require_scheme("logit_normal", "diffusion.logit_std"),
+    "mode_scale": _require_scheme("mode", "diffusion.mode_scale"),
+    "use_ema": transforms.set_if_enabled("train.ema", 0.999),
 }
 
 
-def finish(draft: Draft, source: Source) -> None:
+def add_defaults(draft: Draft, source: Source) -> None:
     """The scripts' defaults where they are not Isotype's."""
     lora = "lora" in source.method or source.get("rank") is not None
     draft.default_adapter("lora" if lora else "none", 4)
     if (
         "adapter.text_encoders" in draft.settings
-        and draft.said("optimizer") != "prodigy"
+        and draft.lowercase_value("optimizer") != "prodigy"
         and re.search("sdxl|advanced", source.method)
     ):
         draft.default("adapter.text_encoder_rate", _TEXT_RATE)
-    p.preset_of(draft, source.get("mixed_precision"))
+    pictures.set_default_preset(draft, source.get("mixed_precision"))
     draft.default_all(
-        p.NONE
+        pictures.COMMON_DEFAULTS
         | {
             "train.batch_size": 4,
             "train.weight_decay": 1e-4 if lora else 1e-2,
@@ -131,7 +141,7 @@ def finish(draft: Draft, source: Source) -> None:
         }
     )
     if source.get("weighting_scheme") is None and any(
-        word in source.method for word in ("flux", "qwen", "z_image")
+        family in source.method for family in ("flux", "qwen", "z_image")
     ):
         # weighting_scheme none
         draft.default_all({"diffusion.timesteps": "uniform", "diffusion.shift": 1.0})
@@ -145,13 +155,19 @@ def finish(draft: Draft, source: Source) -> None:
             "caption": source.get("instance_prompt"),
             "repeats": source.get("repeats"),
         }
-        sides["images.train"] = [p.source(draft.settings["images.train"], **settings)]
-    if t.is_on(source.get("with_prior_preservation")) and source.get("class_data_dir"):
+        sides["images.train"] = [
+            pictures.picture_source(draft.settings["images.train"], **settings)
+        ]
+    if transforms.is_enabled(source.get("with_prior_preservation")) and source.get(
+        "class_data_dir"
+    ):
         number = source.get("num_class_images") or 100  # the scripts' default
         settings = {
             "caption": source.get("class_prompt"),
             "weight": source.get("prior_loss_weight"),
             "draw": number,
         }
-        sides["images.regularisation"] = [p.source(source.get("class_data_dir"), **settings)]
-    p.put_sources(draft, sides)
+        sides["images.regularisation"] = [
+            pictures.picture_source(source.get("class_data_dir"), **settings)
+        ]
+    pictures.set_sources(draft, sides)

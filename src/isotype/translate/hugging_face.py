@@ -11,17 +11,17 @@ import re
 from collections.abc import Callable
 from functools import partial
 
-from . import transforms as t
+from . import transforms
 from .source import Source
-from .transforms import Draft, Given
+from .transforms import Draft, SourceKey
 
-_METHOD = re.compile(
+_OTHER_METHOD_CLASS = re.compile(
     r"^(GRPO|PRM|RLOO|PPO|BCO|XPO|NashMD|GKD|OnlineDPO|MiniLLM)(?:v2)?(?:Config|Trainer)$"
 )
-_TASK = re.compile(
+_OTHER_MODEL_CLASS = re.compile(
     r"^(?:Auto\w*|\w+?)(?:ModelFor|For)(?!CausalLM)(\w+)$|^(Diffusion|StableDiffusion|Flux)\w*Pipeline$"
 )
-_METHOD_KEYS = (
+_PREFERENCE_KEYS = (
     *("rpo_alpha", "ref_model", "reference_free", "num_generations", "desirable_weight"),
     *("reward_funcs", "max_prompt_length", "beta", "cpo_alpha", "center_rewards_coefficient"),
 )
@@ -33,59 +33,61 @@ _LOSSES = {
     "orpo": {"": "orpo"},
     "reward": {"": "reward"},
 }
-_WITH_PICTURES = {"FastVisionModel", "AutoModelForImageTextToText", "AutoModelForVision2Seq"}
+_VISION_MODEL_CLASSES = {"FastVisionModel", "AutoModelForImageTextToText", "AutoModelForVision2Seq"}
 
 
-def _loss(value: object) -> str:
+def _loss_name(value: object) -> str:
     """`loss_type` as one word; DPO takes a list, a script writes it as text."""
-    if value is t.Computed:
+    if value is transforms.Computed:
         return "computed by the program"
-    words = value if isinstance(value, list) else str(value or "").replace(",", " ").split()
-    return " ".join(str(word) for word in words)
+    names = value if isinstance(value, list) else str(value or "").replace(",", " ").split()
+    return " ".join(str(name) for name in names)
 
 
 def _objective(draft: Draft) -> str | None:
     """Of the whole file, since settings may stand before it."""
     losses = _LOSSES.get(str(draft.keys.get("trl_method")), {})
-    return losses.get(_loss(draft.keys.get("loss_type")) or next(iter(losses), ""))
+    return losses.get(_loss_name(draft.keys.get("loss_type")) or next(iter(losses), ""))
 
 
-def frozen(target: str) -> t.Handler:
+def frozen_part_handler(target: str) -> transforms.Handler:
     """A tower or projector that the file freezes, or trains as it trains the rest: with adapters,
     or whole.
     """
 
-    def handler(draft: Draft, given: Given) -> None:
+    def handler(draft: Draft, source_key: SourceKey) -> None:
         kind = (
             draft.settings.get("adapter.kind")
             or draft.keys.get("finetuning_type")
             or draft.keys.get("adapter")
         )
-        if t.is_on(given.value):
-            draft.no_effect(given, f"{target} is none unless asked")
+        if transforms.is_enabled(source_key.value):
+            draft.no_effect(source_key, f"{target} is none unless asked")
         else:
-            draft.set(given, target, "lora" if kind in ("lora", "qlora") else "full")
+            draft.set(source_key, target, "lora" if kind in ("lora", "qlora") else "full")
 
     return handler
 
 
-def preference(name: str, *objectives: str, of: Callable[[Draft], str | None]) -> t.Handler:
-    """A setting of `preference`, for a method that has it. `of` reads the method off the whole
+def preference_handler(
+    name: str, *objectives: str, read_objective: Callable[[Draft], str | None]
+) -> transforms.Handler:
+    """A setting of `preference_handler`, for a method that has it. `read_objective` reads the method off the whole
     file: it may stand after the setting.
     """
 
-    def handler(draft: Draft, given: Given) -> None:
-        if given.value is None:
-            draft.no_effect(given, "the default")
-        elif of(draft) in objectives:
-            draft.set(given, f"preference.{name}", t.as_number(given.value))
+    def handler(draft: Draft, source_key: SourceKey) -> None:
+        if source_key.value is None:
+            draft.no_effect(source_key, "the default")
+        elif read_objective(draft) in objectives:
+            draft.set(source_key, f"preference.{name}", transforms.as_number(source_key.value))
         else:
-            draft.no_effect(given, f"of {', '.join(objectives)}")
+            draft.no_effect(source_key, f"of {', '.join(objectives)}")
 
     return handler
 
 
-def finish_text(draft: Draft) -> None:
+def add_text_defaults(draft: Draft) -> None:
     """Without evaluation data the other tools train on every row; settings that they ignore for
     preference methods are left out.
     """
@@ -93,44 +95,44 @@ def finish_text(draft: Draft) -> None:
         draft.settings.pop("data.eval_split", None)
     else:
         draft.default("data.eval_split", 0)
-    leave_out(draft)
+    drop_preference_conflicts(draft)
 
 
-def leave_out(draft: Draft) -> None:
+def drop_preference_conflicts(draft: Draft) -> None:
     """Settings that are refused beside the objective."""
     objective = draft.settings.get("train.objective")
-    left_out = {
+    conflicts = {
         "train.embedding_noise": (objective is not None, "it is for answers that are learnt"),
         "data.packing": (objective is not None, "each answer is judged as a whole"),
         "data.loss_on": (objective is not None, "answers are judged, not their prompts"),
         "adapter.dropout": (objective in ("dpo", "ipo", "kto"), "the reference has none"),
     }
-    for key, (refused, why) in left_out.items():
-        if refused and draft.settings.pop(key, None) not in (None, False, 0, "assistant"):
-            draft.notes.append(f"{key} is left out: {why}")
+    for key, (is_refused, reason) in conflicts.items():
+        if is_refused and draft.settings.pop(key, None) not in (None, False, 0, "assistant"):
+            draft.notes.append(f"{key} is left out: {reason}")
 
 
-# a setting of `preference`, wherever in the file the method stands
-_of = partial(preference, of=_objective)
+# a setting of `preference_handler`, wherever in the file the method stands
+_preference = partial(preference_handler, read_objective=_objective)
 
 
-def _method(draft: Draft, given: Given) -> None:
-    rows = "prompt, completion and label" if given.value == "kto" else "chosen and rejected"
-    reference = f"; {t.REFERENCE}" if given.value in ("dpo", "kto") else ""
+def _convert_method(draft: Draft, source_key: SourceKey) -> None:
+    rows = "prompt, completion and label" if source_key.value == "kto" else "chosen and rejected"
+    reference = f"; {transforms.REFERENCE_NOTE}" if source_key.value in ("dpo", "kto") else ""
     draft.set(
-        given,
+        source_key,
         "train.objective",
         _objective(draft),
         f"rows have {rows}; other names: data.columns{reference}",
     )
 
 
-def refusal(source: Source) -> str | None:
+def refusal_reason(source: Source) -> str | None:
     """Why this source's method is not offered, or None."""
-    methods = [given for given in source.keys if given.name == "trl_method"]
-    sft = source.calls & {"SFTTrainer", "SFTConfig"}
-    for name in sorted(source.calls):
-        if found := _METHOD.match(name):
+    methods = [source_key for source_key in source.keys if source_key.name == "trl_method"]
+    sft = source.called_names & {"SFTTrainer", "SFTConfig"}
+    for name in sorted(source.called_names):
+        if found := _OTHER_METHOD_CLASS.match(name):
             return (
                 f"{found[1]} is not offered: Isotype trains causal language models on given answers"
                 " (SFT) and on preferences"
@@ -156,10 +158,10 @@ def refusal(source: Source) -> str | None:
             return f"{name}: `isotype train` with a picture model (docs/diffusion.md)"
         if name.endswith("ForConditionalGeneration"):
             return f"{name}: only causal language models without pictures are trained"
-    parsed = source.calls & {"HfArgumentParser", "TrlParser"}
+    parsed = source.called_names & {"HfArgumentParser", "TrlParser"}
     if parsed and not any(
-        re.match(r"(Training|SFT|DPO|KTO|ORPO|CPO|Reward)(Arguments|Config)\b.", given.written)
-        for given in source.keys
+        re.match(r"(Training|SFT|DPO|KTO|ORPO|CPO|Reward)(Arguments|Config)\b.", source_key.written)
+        for source_key in source.keys
     ):
         return (
             f"takes its settings from its command line ({', '.join(sorted(parsed))}): give the"
@@ -167,25 +169,25 @@ def refusal(source: Source) -> str | None:
         )
     known = any(
         "CausalLM" in name
-        or name in _WITH_PICTURES
+        or name in _VISION_MODEL_CLASSES
         or name in ("SFTTrainer", "SFTConfig")
         or name.startswith("Fast")
-        for name in source.calls
+        for name in source.called_names
     )
     if not methods and not known:
-        for name in sorted(source.calls):
+        for name in sorted(source.called_names):
             if (
-                (found := _TASK.match(name))
+                (found := _OTHER_MODEL_CLASS.match(name))
                 and name not in ("LoraConfig",)
                 and "Collator" not in name
             ):
                 return f"{name}: only causal language models are trained"
     if len(methods) + bool(sft) > 1:
-        named = ", ".join([*(given.written for given in methods), *sorted(sft)])
+        named = ", ".join([*(source_key.written for source_key in methods), *sorted(sft)])
         return f"several trainings in one file ({named}): a configuration is one of them"
     if methods:
         losses = _LOSSES[str(methods[0].value)]
-        loss = _loss(source.get("loss_type"))
+        loss = _loss_name(source.get("loss_type"))
         if loss and loss not in losses:
             offered = ", ".join(word for word in losses if word) or "its only loss"
             return f"{methods[0].written}: loss_type: {loss} is not offered: {offered} is"
@@ -201,15 +203,15 @@ def refusal(source: Source) -> str | None:
         return (
             f"{found[0]} is not offered: Isotype trains on given answers (SFT) and on preferences"
         )
-    if given := source.has(*_METHOD_KEYS):
-        where = f"line {given.line}: {given.written or given.name}"
+    if source_key := source.has(*_PREFERENCE_KEYS):
+        where = f"line {source_key.line}: {source_key.written or source_key.name}"
         return (
             f"{where} belongs to a preference or reward method, which the file does not name: give"
             " the command or program that starts it"
         )
-    if given := source.has("auto_model"):
+    if source_key := source.has("auto_model"):
         return (
-            f"line {given.line}: {given.written}: auto_model names another class than a causal"
+            f"line {source_key.line}: {source_key.written}: auto_model names another class than a causal"
             " language model's"
         )
     if source.has("predict_with_generate", "generation_num_beams"):
@@ -219,108 +221,111 @@ def refusal(source: Source) -> str | None:
     return None
 
 
-def _dataset(draft: Draft, given: Given) -> None:
-    name = str(given.value)
+def _convert_dataset(draft: Draft, source_key: SourceKey) -> None:
+    name = str(source_key.value)
     if name in ("json", "csv", "parquet", "text") and draft.keys.get("data_files"):
-        draft.no_effect(given, "the format is seen from the file")
+        draft.no_effect(source_key, "the format is seen from the file")
     elif re.search(r"\.(jsonl?|csv|parquet|txt)$", name) or name.startswith(("/", "./", "../")):
-        draft.set(given, "data.train", name)
+        draft.set(source_key, "data.train", name)
     else:
-        draft.set(given, "data.train", f"hf:{name}", "a dataset of the hub")
+        draft.set(source_key, "data.train", f"hf:{name}", "a dataset of the hub")
 
 
-def _data_files(draft: Draft, given: Given) -> None:
-    if isinstance(given.value, dict):
+def _convert_data_files(draft: Draft, source_key: SourceKey) -> None:
+    if isinstance(source_key.value, dict):
         for split, key in (
             ("train", "data.train"),
             ("validation", "data.eval"),
             ("test", "data.eval"),
         ):
-            if split in given.value and key not in draft.settings:
-                draft.set(given, key, given.value[split])
+            if split in source_key.value and key not in draft.settings:
+                draft.set(source_key, key, source_key.value[split])
     else:
-        draft.set(given, "data.train", given.value)
+        draft.set(source_key, "data.train", source_key.value)
 
 
-def _of_the_dataset(key: str, usual: tuple[str, ...]) -> t.Handler:
+def _hub_dataset_handler(key: str, default_values: tuple[str, ...]) -> transforms.Handler:
     """`split` and `subset` of a hub dataset become keys of data.train's mapping."""
 
-    def handler(draft: Draft, given: Given) -> None:
+    def handler(draft: Draft, source_key: SourceKey) -> None:
         name = draft.settings.get("data.train")
-        if str(given.value) in usual:
-            draft.no_effect(given, "the default")
+        if str(source_key.value) in default_values:
+            draft.no_effect(source_key, "the default")
         elif isinstance(name, list) or (isinstance(name, str) and name.startswith("hf:")):
             entry = name[0] if isinstance(name, list) else {"name": name}
-            draft.set(given, "data.train", [{**entry, key: str(given.value)}])
+            draft.set(source_key, "data.train", [{**entry, key: str(source_key.value)}])
         else:
             draft.not_offered(
-                given,
+                source_key,
                 f"{key} is for datasets of the hub: data.train: [{{name: 'hf:NAME', {key}: ...}}]",
             )
 
     return handler
 
 
-def _mixture(draft: Draft, given: Given) -> None:
+def _convert_mixture(draft: Draft, source_key: SourceKey) -> None:
     """alignment-handbook's and TRL's `dataset_mixture.datasets`: id or path, config, split, weight;
     columns are ignored.
     """
     entries = []
-    for one in given.value:
-        entry = {"name": f"hf:{one.get('id') or one['path']}"}
-        for theirs, ours, usual in (
+    for dataset in source_key.value:
+        entry = {"name": f"hf:{dataset.get('id') or dataset['path']}"}
+        for source_name, setting, default in (
             ("config", "subset", "default"),
             ("name", "subset", "default"),
             ("split", "split", "train"),
         ):
-            if one.get(theirs) not in (None, usual):
-                entry[ours] = str(one[theirs])
+            if dataset.get(source_name) not in (None, default):
+                entry[setting] = str(dataset[source_name])
         entries.append(
-            entry | ({"weight": one["weight"]} if one.get("weight") not in (None, 1, 1.0) else {})
+            entry
+            | ({"weight": dataset["weight"]} if dataset.get("weight") not in (None, 1, 1.0) else {})
         )
     note = ""
     if any("weight" in entry for entry in entries):
         entries = [{"weight": 1, **entry} for entry in entries]
         note = "weight is a share of the rows drawn in an epoch; there, of the rows that are kept"
-    draft.set(given, "data.train", entries, note)
+    draft.set(source_key, "data.train", entries, note)
 
 
-def _schedule_details(draft: Draft, given: Given) -> None:
+def _convert_schedule_kwargs(draft: Draft, source_key: SourceKey) -> None:
     """`lr_scheduler_kwargs`: the lowest learning rate is the only one that is offered."""
-    details = given.value if isinstance(given.value, dict) else {}
+    details = source_key.value if isinstance(source_key.value, dict) else {}
     rate = details.get("min_lr_rate")
     if rate is None and details.get("min_lr") is not None and draft.keys.get("learning_rate"):
         rate = float(details["min_lr"]) / float(draft.keys["learning_rate"])
     if rate is None:
-        draft.not_offered(given, "train.decay and train.min_learning_rate are what schedules take")
+        draft.not_offered(
+            source_key, "train.decay and train.min_learning_rate are what schedules take"
+        )
     else:
-        draft.set(given, "train.min_learning_rate", float(rate))
+        draft.set(source_key, "train.min_learning_rate", float(rate))
 
 
-def _warmup_ratio(draft: Draft, given: Given) -> None:
-    value = t.as_number(given.value or 0)
-    if draft.keys.get("warmup_steps") and t.as_number(draft.keys["warmup_steps"]) > 0:
-        draft.no_effect(given, "warmup_steps wins, there too")
+def _convert_warmup_ratio(draft: Draft, source_key: SourceKey) -> None:
+    value = transforms.as_number(source_key.value or 0)
+    if draft.keys.get("warmup_steps") and transforms.as_number(draft.keys["warmup_steps"]) > 0:
+        draft.no_effect(source_key, "warmup_steps wins, there too")
     elif (
         draft.settings.get("train.schedule") == "constant"
         and draft.settings.get("train.warmup") == 0
         and value
     ):
-        draft.no_effect(given, "a constant schedule has no warm-up, there too")
+        draft.no_effect(source_key, "a constant schedule has no warm-up, there too")
     else:
-        draft.set(given, "train.warmup", value)
+        draft.set(source_key, "train.warmup", value)
 
 
-_checkpointing = t.when(
-    lambda _, given: str(given.value).lower() in ("unsloth", "offload", "offload_disk"),
-    t.always(
+_convert_checkpointing = transforms.choose_handler(
+    lambda _, source_key: str(source_key.value).lower() in ("unsloth", "offload", "offload_disk"),
+    transforms.set_constant(
         "train.gradient_checkpointing",
         "layers+offload",
         "recomputes layers and keeps what is left in host memory (GPU only)",
     ),
-    t.either("train.gradient_checkpointing", "layers", "none"),
+    transforms.convert_switch("train.gradient_checkpointing", "layers", "none"),
 )
-LIGER = t.when_on(
+convert_liger = transforms.set_if_enabled(
     "model.optimize",
     True,
     "switched off; model.optimize is on by default",
@@ -328,19 +333,19 @@ LIGER = t.when_on(
 )
 
 
-def _push(draft: Draft, given: Given) -> None:
+def _convert_push(draft: Draft, source_key: SourceKey) -> None:
     """The repository that `hub_model_id` names, else the name of the output folder, as there."""
-    if not t.is_on(given.value):
-        draft.no_effect(given, "off")
+    if not transforms.is_enabled(source_key.value):
+        draft.no_effect(source_key, "off")
         return
-    named = draft.keys.get("hub_model_id") or draft.keys.get("output_dir")
-    name = named if isinstance(named, str) else ""
+    repository = draft.keys.get("hub_model_id") or draft.keys.get("output_dir")
+    name = repository if isinstance(repository, str) else ""
     if "hub_model_id" not in draft.keys:
         name = name.rstrip("/").rpartition("/")[2]
     if name:
-        draft.set(given, "run.push_to_hub", name, "private unless run.push_private is false")
+        draft.set(source_key, "run.push_to_hub", name, "private unless run.push_private is false")
     else:
-        draft.not_offered(given, "run.push_to_hub: ORG/NAME pushes the result")
+        draft.not_offered(source_key, "run.push_to_hub: ORG/NAME pushes the result")
 
 
 # what Hugging Face's Trainer and PEFT take; LLaMA-Factory and axolotl hand these on
@@ -358,7 +363,7 @@ _TRAINER_NO_EFFECT = {
     "losses are always divided by the tokens of the whole step": (
         "average_tokens_across_devices accelerator_config"
     ),
-    t.IRRELEVANT: (
+    transforms.IRRELEVANT: (
         "gradient_checkpointing_kwargs prediction_loss_only overwrite_output_dir"
         " hub_strategy save_safetensors save_only_model trackio_* dataloader_num_workers"
         " ddp_find_unused_parameters ddp_timeout low_cpu_mem_usage use_cache"
@@ -375,13 +380,13 @@ _TRAINER_NOT_OFFERED = {
     "a DeepSpeed file is not read: precision.* and the memory plan (isotype plan) take its place": (
         "deepspeed"
     ),
-    t.GPUS: "fsdp fsdp_config",
+    transforms.NOT_GPU_COUNT: "fsdp fsdp_config",
     "model.device is auto, cuda or cpu": "use_mps_device",
 }
-TRAINER: dict[str, t.Handler] = {
-    **t.table(t.no_effect, _TRAINER_NO_EFFECT),
-    **t.table(t.not_offered, _TRAINER_NOT_OFFERED),
-    **t.carried(
+TRAINER: dict[str, transforms.Handler] = {
+    **transforms.rows_by_reason(transforms.no_effect, _TRAINER_NO_EFFECT),
+    **transforms.rows_by_reason(transforms.not_offered, _TRAINER_NOT_OFFERED),
+    **transforms.copy_values(
         model="revision=model_revision tokenizer=tokenizer_name trust_remote_code",
         adapter=(
             "r=lora_r alpha=lora_alpha dropout=lora_dropout modules_to_save=lora_modules_to_save"
@@ -396,40 +401,49 @@ TRAINER: dict[str, t.Handler] = {
         ),
         run="folder=output_dir save_every=save_steps keep=save_total_limit log_every=logging_steps",
     ),
-    "attn_implementation": t.attention,
-    "load_best_model_at_end": t.when_on("run.save", "best"),
-    "push_to_hub": _push,
-    "hub_model_id": t.where(
-        "push_to_hub", "on", t.no_effect("part of run.push_to_hub"), "push_to_hub is off"
+    "attn_implementation": transforms.convert_attention,
+    "load_best_model_at_end": transforms.set_if_enabled("run.save", "best"),
+    "push_to_hub": _convert_push,
+    "hub_model_id": transforms.require_key(
+        "push_to_hub", "on", transforms.no_effect("part of run.push_to_hub"), "push_to_hub is off"
     ),
-    "hub_private_repo": t.where(
-        "push_to_hub", "on", t.either("run.push_private", True, False), "push_to_hub is off"
+    "hub_private_repo": transforms.require_key(
+        "push_to_hub",
+        "on",
+        transforms.convert_switch("run.push_private", True, False),
+        "push_to_hub is off",
     ),
     # adapter
-    "lora_target_modules": t.targets,
+    "lora_target_modules": transforms.convert_targets,
     # precision: decided together
-    **t.each(
-        t.Draft.precision,
+    **transforms.same_handler(
+        transforms.Draft.defer_precision,
         "bf16 fp16 tf32 dtype torch_dtype load_in_4bit load_in_8bit load_in_16bit load_in_fp8"
         " full_finetuning bnb_4bit_quant_type bnb_4bit_compute_dtype bnb_4bit_use_double_quant"
         " use_bnb_nested_quant bnb_4bit_quant_storage",
     ),
     # steps
-    "seed": t.number("train.seed"),
-    "lr_scheduler_type": t.schedule,
-    "lr_scheduler_kwargs": _schedule_details,
-    "warmup_ratio": _warmup_ratio,
-    "warmup_steps": t.when(
-        lambda draft, given: t.as_number(given.value) == 0 and "warmup_ratio" in draft.keys,
-        t.no_effect("warmup_ratio decides"),
-        t.number("train.warmup"),
+    "seed": transforms.convert_number("train.seed"),
+    "lr_scheduler_type": transforms.convert_schedule,
+    "lr_scheduler_kwargs": _convert_schedule_kwargs,
+    "warmup_ratio": _convert_warmup_ratio,
+    "warmup_steps": transforms.choose_handler(
+        lambda draft, source_key: (
+            transforms.as_number(source_key.value) == 0 and "warmup_ratio" in draft.keys
+        ),
+        transforms.no_effect("warmup_ratio decides"),
+        transforms.convert_number("train.warmup"),
     ),
-    "optim": t.optimizer,
-    **t.each(_checkpointing, "gradient_checkpointing use_gradient_checkpointing"),
-    "activation_offloading": t.when_on("train.gradient_checkpointing", "layers+offload", "off"),
+    "optim": transforms.convert_optimizer,
+    **transforms.same_handler(
+        _convert_checkpointing, "gradient_checkpointing use_gradient_checkpointing"
+    ),
+    "activation_offloading": transforms.set_if_enabled(
+        "train.gradient_checkpointing", "layers+offload", "off"
+    ),
     # evaluation, saving, logging
-    **t.each(
-        t.word(
+    **transforms.same_handler(
+        transforms.convert_choice(
             "data.eval_split",
             dict.fromkeys(("no", "false", "none"), (0, "no rows are held out")),
             "evaluations come by train.eval_every, by default ten in a run",
@@ -437,9 +451,9 @@ TRAINER: dict[str, t.Handler] = {
         ),
         "eval_strategy evaluation_strategy",
     ),
-    "report_to": t.trackers,
+    "report_to": transforms.convert_trackers,
     # machine
-    "use_cpu": t.when_on("model.device", "cpu", "model.device: auto"),
+    "use_cpu": transforms.set_if_enabled("model.device", "cpu", "model.device: auto"),
 }
 _NO_EFFECT = {
     "train.seed": "dataset_mixture.seed",
@@ -456,15 +470,15 @@ _NO_EFFECT = {
     "evaluation runs under the run's precision, and leaves the weights as they are": (
         "fp16_full_eval"
     ),
-    t.REFERENCE: "precompute_ref_log_probs precompute_ref_batch_size",
-    t.IRRELEVANT: (
+    transforms.REFERENCE_NOTE: "precompute_ref_log_probs precompute_ref_batch_size",
+    transforms.IRRELEVANT: (
         "packing_strategy eos_token task_type fast_inference disable_dropout num_labels pad_token"
         " padding_value label_pad_token_id pad_to_multiple_of f_alpha_divergence_coef discopop_tau"
         " ref_model_mixup_alpha ref_model_sync_steps log_level unsloth_force_compile"
     ),
 }
 _NOT_OFFERED = {
-    f"{t.REFERENCE}; another one": (
+    f"{transforms.REFERENCE_NOTE}; another one": (
         "ref_model force_use_ref_model sync_ref_model reference_free ref_adapter_name"
         " model_adapter_name"
     ),
@@ -475,13 +489,13 @@ _NOT_OFFERED = {
     "adapter.targets names the modules": (
         "finetune_attention_modules finetune_mlp_modules finetune_last_n_layers"
     ),
-    t.NO_SETTING: "lora_bias use_weighting ld_alpha alpha loftq qat_scheme offload_embedding",
+    transforms.NO_SETTING_NOTE: "lora_bias use_weighting ld_alpha alpha loftq qat_scheme offload_embedding",
 }
-KEYS: dict[str, t.Handler] = {
+KEYS: dict[str, transforms.Handler] = {
     **TRAINER,
-    **t.table(t.no_effect, _NO_EFFECT),
-    **t.table(t.not_offered, _NOT_OFFERED),
-    **t.carried(
+    **transforms.rows_by_reason(transforms.no_effect, _NO_EFFECT),
+    **transforms.rows_by_reason(transforms.not_offered, _NOT_OFFERED),
+    **transforms.copy_values(
         model="name=model_name_or_path revision tokenizer=tokenizer_name_or_path",
         data=(
             "train=train_file eval=validation_file max_length max_length=max_seq_length packing"
@@ -490,61 +504,68 @@ KEYS: dict[str, t.Handler] = {
         ),
         adapter="rslora=use_rslora dora=use_dora rank_pattern alpha_pattern",
     ),
-    **t.each(LIGER, "use_liger_kernel use_liger"),
+    **transforms.same_handler(convert_liger, "use_liger_kernel use_liger"),
     # data
-    "chat_template": t.template,
-    "turn_names": t.no_effect("ShareGPT's and OpenAI's names of turns are recognised"),
-    "default_system_message": t.not_offered("write the system message into the rows"),
-    "map_eos_token": t.no_effect("the end of a turn is what the chat template writes"),
-    "dataset_name": _dataset,
-    **t.each(_of_the_dataset("subset", ("default", "main")), "dataset_config dataset_config_name"),
-    "dataset_train_split": _of_the_dataset("split", ("train",)),
-    **t.each(_mixture, "dataset_mixture.datasets datasets"),
-    "dataset_mixture.test_split_size": t.held_out,
-    "data_files": _data_files,
-    **t.each(
-        t.either("data.loss_on", "assistant", "all"), "assistant_only_loss completion_only_loss"
+    "chat_template": transforms.convert_template,
+    "turn_names": transforms.no_effect("ShareGPT's and OpenAI's names of turns are recognised"),
+    "default_system_message": transforms.not_offered("write the system message into the rows"),
+    "map_eos_token": transforms.no_effect("the end of a turn is what the chat template writes"),
+    "dataset_name": _convert_dataset,
+    **transforms.same_handler(
+        _hub_dataset_handler("subset", ("default", "main")), "dataset_config dataset_config_name"
+    ),
+    "dataset_train_split": _hub_dataset_handler("split", ("train",)),
+    **transforms.same_handler(_convert_mixture, "dataset_mixture.datasets datasets"),
+    "dataset_mixture.test_split_size": transforms.convert_eval_split,
+    "data_files": _convert_data_files,
+    **transforms.same_handler(
+        transforms.convert_switch("data.loss_on", "assistant", "all"),
+        "assistant_only_loss completion_only_loss",
     ),
     # adapter
-    "use_peft": t.either("adapter.kind", "lora", "none"),
-    "finetune_vision_layers": t.when_on("adapter.vision", "lora", "the tower is frozen"),
-    "finetune_language_layers": t.only(
+    "use_peft": transforms.convert_switch("adapter.kind", "lora", "none"),
+    "finetune_vision_layers": transforms.set_if_enabled(
+        "adapter.vision", "lora", "the tower is frozen"
+    ),
+    "finetune_language_layers": transforms.accept_only(
         "True true",
         "the language part is trained",
         "the language part is trained: adapter.targets names others",
     ),
-    **t.each(t.start, "init_lora_weights lora_init"),
+    **transforms.same_handler(transforms.convert_lora_init, "init_lora_weights lora_init"),
     # preferences
-    "trl_method": _method,
-    "loss_type": t.when(
+    "trl_method": _convert_method,
+    "loss_type": transforms.choose_handler(
         lambda draft, _: _objective(draft),
-        t.no_effect("part of train.objective"),
-        t.only("nll chunked_nll", "cross-entropy", "the loss is cross-entropy"),
+        transforms.no_effect("part of train.objective"),
+        transforms.accept_only("nll chunked_nll", "cross-entropy", "the loss is cross-entropy"),
     ),
-    "beta": _of("beta", "dpo", "ipo", "orpo", "cpo", "simpo", "kto"),
-    "label_smoothing": _of("label_smoothing", "dpo", "cpo"),
-    "rpo_alpha": _of("nll", "dpo", "ipo"),
-    "cpo_alpha": _of("nll", "cpo", "simpo"),
-    "simpo_gamma": _of("simpo_gamma", "simpo"),
-    "desirable_weight": _of("desirable_weight", "kto"),
-    "undesirable_weight": _of("undesirable_weight", "kto"),
-    "center_rewards_coefficient": _of("center_rewards_coefficient", "reward"),
-    "f_divergence_type": t.only("reverse_kl", "the default", "the divergence is the reverse KL"),
-    "truncation_mode": t.only(
+    "beta": _preference("beta", "dpo", "ipo", "orpo", "cpo", "simpo", "kto"),
+    "label_smoothing": _preference("label_smoothing", "dpo", "cpo"),
+    "rpo_alpha": _preference("nll", "dpo", "ipo"),
+    "cpo_alpha": _preference("nll", "cpo", "simpo"),
+    "simpo_gamma": _preference("simpo_gamma", "simpo"),
+    "desirable_weight": _preference("desirable_weight", "kto"),
+    "undesirable_weight": _preference("undesirable_weight", "kto"),
+    "center_rewards_coefficient": _preference("center_rewards_coefficient", "reward"),
+    "f_divergence_type": transforms.accept_only(
+        "reverse_kl", "the default", "the divergence is the reverse KL"
+    ),
+    "truncation_mode": transforms.accept_only(
         "keep_start", "the default", "what is longer than data.max_length is cut at its end"
     ),
 }
 
 
-def finish(draft: Draft, source: Source) -> None:
+def add_defaults(draft: Draft, source: Source) -> None:
     """Without PEFT every weight is trained; the defaults that differ from Isotype's are written
     down.
     """
-    peft = source.has("lora_r", "lora_alpha", "lora_target_modules") or source.calls & {
+    peft = source.has("lora_r", "lora_alpha", "lora_target_modules") or source.called_names & {
         "LoraConfig",
         "get_peft_model",
     }
-    sft = "SFTConfig" in source.calls or "sft" in source.method
+    sft = "SFTConfig" in source.called_names or "sft" in source.method
     method = str(source.get("trl_method"))
     if "train.steps" not in draft.settings:
         draft.default("train.epochs", 3.0)
@@ -569,14 +590,14 @@ def finish(draft: Draft, source: Source) -> None:
             draft.default("data.max_length", 1024)
         if draft.settings.get("train.objective") == "simpo":
             draft.default("preference.nll", 1.0)  # cpo_alpha
-        leave_out(draft)
+        drop_preference_conflicts(draft)
     if sft and "data.loss_on" not in draft.settings:
         draft.notes.append(
             "data.loss_on: TRL learns whole conversations unless assistant_only_loss is set; here"
             " the answers only (data.loss_on: all)"
         )
     draft.settings.setdefault("adapter.kind", "lora" if peft else "none")
-    if source.calls & _WITH_PICTURES:
+    if source.called_names & _VISION_MODEL_CLASSES:
         draft.notes.append(
             "data.train: rows with pictures have `messages` and `images` (docs/vision.md)"
         )

@@ -7,176 +7,188 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from . import pictures as p
-from . import transforms as t
+from . import pictures, transforms
 from .source import Source
-from .transforms import Draft, Given
+from .transforms import Draft, SourceKey
 
 
-def refusal(source: Source) -> str | None:
+def refusal_reason(source: Source) -> str | None:
     """Why this source's method is not offered, or None."""
     module = str(source.get("network_module") or "")
     if (
         module
         and not re.search(r"(^|\.)lora", module)
-        and _arguments(source.get("network_args")).get("algo") != "lokr"
+        and _parse_arguments(source.get("network_args")).get("algo") != "lokr"
     ):
         return (
             f"network_module: {module} is not offered: adapter.kind is lora, or lokr with algo=lokr"
             " in network_args"
         )
-    for key, why in (
+    for key, method in (
         ("controlnet_model_name_or_path", "ControlNet"),
         ("token_string", "textual inversion"),
     ):
         if source.get(key):
-            return f"{key}: {why} is not offered"
+            return f"{key}: {method} is not offered"
     return None
 
 
-def _arguments(given: Any) -> dict[str, str]:
+def _parse_arguments(value: Any) -> dict[str, str]:
     """`["algo=lokr", "factor=8"]`, or the same with spaces."""
-    words = given if isinstance(given, list) else str(given or "").split()
-    return dict(str(word).strip("\"'").split("=", 1) for word in words if "=" in str(word))
+    arguments = value if isinstance(value, list) else str(value or "").split()
+    return dict(
+        str(argument).strip("\"'").split("=", 1) for argument in arguments if "=" in str(argument)
+    )
 
 
-def _network_args(draft: Draft, given: Given) -> None:
-    found = _arguments(given.value)
-    taken = {
+def _convert_network_args(draft: Draft, source_key: SourceKey) -> None:
+    arguments = _parse_arguments(source_key.value)
+    settings = {
         "factor": "adapter.factor",
         "loraplus_lr_ratio": "adapter.plus",
         "loraplus_unet_lr_ratio": "adapter.plus",
     }
-    if found.get("algo") == "lokr":
-        p.lokr(draft, given)
-    for name, value in found.items():
-        if name in taken and not (
-            name == "factor" and (found.get("algo") != "lokr" or int(value) < 1)
+    if arguments.get("algo") == "lokr":
+        pictures.set_lokr(draft, source_key)
+    for name, value in arguments.items():
+        if name in settings and not (
+            name == "factor" and (arguments.get("algo") != "lokr" or int(value) < 1)
         ):
-            draft.set(given, taken[name], t.as_number(value))
-    if left := [name for name in found if name not in taken and name != "algo"]:
+            draft.set(source_key, settings[name], transforms.as_number(value))
+    if unsupported := [name for name in arguments if name not in settings and name != "algo"]:
         draft.not_offered(
-            given,
-            f"{', '.join(left)}: every linear layer of the blocks is adapted; adapter.targets names"
+            source_key,
+            f"{', '.join(unsupported)}: every linear layer of the blocks is adapted; adapter.targets names"
             " others",
         )
 
 
-def _samples(draft: Draft, given: Given) -> None:
+def _convert_samples(draft: Draft, source_key: SourceKey) -> None:
     file = next(
         (
-            found
-            for found in (Path(str(given.value)), Path(draft.folder) / str(given.value))
-            if found.is_file()
+            candidate
+            for candidate in (
+                Path(str(source_key.value)),
+                Path(draft.folder) / str(source_key.value),
+            )
+            if candidate.is_file()
         ),
         None,
     )
     if file is None or file.suffix != ".txt":
         draft.not_offered(
-            given, "the file is not there, or is no .txt: run.samples takes the prompts themselves"
+            source_key,
+            "the file is not there, or is no .txt: run.samples takes the prompts themselves",
         )
     else:
         draft.set(
-            given,
+            source_key,
             "run.samples",
-            _sample_lines(file.read_text(encoding="utf-8")),
+            _parse_samples(file.read_text(encoding="utf-8")),
             "with their own settings",
         )
 
 
-def _sample_lines(text: str) -> list[Any]:
+def _parse_samples(text: str) -> list[Any]:
     """Prompts, a line each: `a dog --n blurry --w 768 --h 768 --d 7 --s 30 --l 5`."""
-    found: list[Any] = []
+    samples: list[Any] = []
     for line in text.splitlines():
-        words, *options = re.split(r"\s--(?=[a-z]+\s)", line.strip())
-        if not words or words.startswith("#"):
+        prompt, *options = re.split(r"\s--(?=[a-z]+\s)", line.strip())
+        if not prompt or prompt.startswith("#"):
             continue
-        given = dict(option.split(" ", 1) for option in options if " " in option)
-        made: dict[str, Any] = {"prompt": words.strip()}
-        if "n" in given:
-            made["negative"] = given["n"].strip()
-        if sides := [int(given[side]) for side in ("w", "h") if side in given]:
-            made["size"] = max(sides)
-        for short, key, convert in (
+        flags = dict(option.split(" ", 1) for option in options if " " in option)
+        sample: dict[str, Any] = {"prompt": prompt.strip()}
+        if "n" in flags:
+            sample["negative"] = flags["n"].strip()
+        if sides := [int(flags[side]) for side in ("w", "h") if side in flags]:
+            sample["size"] = max(sides)
+        for flag, key, convert in (
             ("s", "steps", int),
             ("d", "seed", int),
             ("l", "guidance", float),
         ):
-            if short in given:
-                made[key] = convert(given[short])
-        found.append(made if len(made) > 1 else made["prompt"])
-    return found
+            if flag in flags:
+                sample[key] = convert(flags[flag])
+        samples.append(sample if len(sample) > 1 else sample["prompt"])
+    return samples
 
 
-def _keep_tokens(draft: Draft, given: Given) -> None:
+def _convert_keep_tokens(draft: Draft, source_key: SourceKey) -> None:
     """Of the run, or of a subset beside its own shuffle_caption."""
-    if t.is_on(
+    if transforms.is_enabled(
         draft.keys.get(
-            "shuffle_caption", draft.keys.get(given.name.replace("keep_tokens", "shuffle_caption"))
+            "shuffle_caption",
+            draft.keys.get(source_key.name.replace("keep_tokens", "shuffle_caption")),
         )
     ):
-        draft.set(given, "images.keep_tags", int(given.value), "of all pictures of the run")
+        draft.set(
+            source_key, "images.keep_tags", int(source_key.value), "of all pictures of the run"
+        )
     else:
-        draft.no_effect(given, "without shuffle_caption")
+        draft.no_effect(source_key, "without shuffle_caption")
 
 
-def _frozen_encoders(draft: Draft) -> bool:
+def _has_frozen_encoders(draft: Draft) -> bool:
     return any(
-        t.is_on(draft.keys.get(key))
+        transforms.is_enabled(draft.keys.get(key))
         for key in ("network_train_unet_only", "cache_text_encoder_outputs")
     )
 
 
-def _text_encoder_lr(draft: Draft, given: Given) -> None:
-    rates = given.value if isinstance(given.value, list) else [given.value]
-    if _frozen_encoders(draft) or not any(map(float, rates)):
-        draft.no_effect(given, "the text encoders stay frozen")
+def _convert_text_encoder_rate(draft: Draft, source_key: SourceKey) -> None:
+    rates = source_key.value if isinstance(source_key.value, list) else [source_key.value]
+    if _has_frozen_encoders(draft) or not any(map(float, rates)):
+        draft.no_effect(source_key, "the text encoders stay frozen")
     elif draft.keys.get("clip_l") or draft.keys.get("t5xxl"):
-        draft.not_offered(given, p.NO_TEXT_ENCODER)
+        draft.not_offered(source_key, pictures.NO_TEXT_ENCODER_NOTE)
     else:
-        p.text_rate(draft, given)
+        pictures.convert_text_encoder_rate(draft, source_key)
 
 
-_OF_PICTURES_NO_EFFECT = {
-    p.BUCKETS: "min_bucket_reso max_bucket_reso bucket_reso_steps",
-    t.IRRELEVANT: "caption_separator caption_extension",
+_DATASET_NO_EFFECT = {
+    pictures.BUCKETS_NOTE: "min_bucket_reso max_bucket_reso bucket_reso_steps",
+    transforms.IRRELEVANT: "caption_separator caption_extension",
 }
-_OF_PICTURES_NOT_OFFERED = {
+_DATASET_NOT_OFFERED = {
     "images.crop: windows at random": "face_crop_aug_range",
     "images.trigger: a word before every caption": "caption_prefix caption_suffix",
     "a metadata.jsonl in the folder": "metadata_file in_json",
     "images.masks, where it holds masks": "conditioning_data_dir",
-    t.NO_SETTING: (
+    transforms.NO_SETTING_NOTE: (
         "bucket_no_upscale color_aug caption_dropout_every_n_epochs secondary_separator"
         " keep_tokens_separator"
     ),
 }
-_OF_PICTURES: dict[str, t.Handler] = {
-    **t.table(t.no_effect, _OF_PICTURES_NO_EFFECT),
-    **t.table(t.not_offered, _OF_PICTURES_NOT_OFFERED),
-    "resolution": lambda draft, given: p.resolution(
-        draft, replace(given, value=p.largest_side(given.value))
+_DATASET_KEYS: dict[str, transforms.Handler] = {
+    **transforms.rows_by_reason(transforms.no_effect, _DATASET_NO_EFFECT),
+    **transforms.rows_by_reason(transforms.not_offered, _DATASET_NOT_OFFERED),
+    "resolution": lambda draft, source_key: pictures.convert_resolution(
+        draft, replace(source_key, value=pictures.largest_side(source_key.value))
     ),
-    "enable_bucket": t.to(
-        "images.max_aspect", lambda value: 2.0 if t.is_on(value) else 1.0, "aspect buckets"
+    "enable_bucket": transforms.convert_to(
+        "images.max_aspect",
+        lambda value: 2.0 if transforms.is_enabled(value) else 1.0,
+        "aspect buckets",
     ),
-    "random_crop": p.WINDOWS,
-    "shuffle_caption": p.TAG_ORDERS,
-    "keep_tokens": _keep_tokens,
-    "caption_tag_dropout_rate": t.when(
+    "random_crop": pictures.set_random_crops,
+    "shuffle_caption": pictures.set_tag_orders,
+    "keep_tokens": _convert_keep_tokens,
+    "caption_tag_dropout_rate": transforms.choose_handler(
         lambda draft, _: "images.tag_orders" in draft.settings,
-        t.to("images.tag_dropout", float, "of all pictures of the run"),
-        t.not_offered("images.tag_dropout, with images.tag_orders"),
+        transforms.convert_to("images.tag_dropout", float, "of all pictures of the run"),
+        transforms.not_offered("images.tag_dropout, with images.tag_orders"),
     ),
-    **t.carried(images="flip=flip_aug caption_dropout=caption_dropout_rate"),
+    **transforms.copy_values(images="flip=flip_aug caption_dropout=caption_dropout_rate"),
 }
-_SUBSET: dict[str, t.Handler] = {
-    **_OF_PICTURES,
-    "image_dir": t.changed("images.train, or images.regularisation with is_reg"),
-    "num_repeats": t.changed("repeats of the source"),
-    "class_tokens": t.changed("caption of the source, where pictures have none of their own"),
-    "is_reg": t.changed("images.regularisation"),
-    "batch_size": t.count("train.batch_size"),
+_SUBSET_KEYS: dict[str, transforms.Handler] = {
+    **_DATASET_KEYS,
+    "image_dir": transforms.changed("images.train, or images.regularisation with is_reg"),
+    "num_repeats": transforms.changed("repeats of the source"),
+    "class_tokens": transforms.changed(
+        "caption of the source, where pictures have none of their own"
+    ),
+    "is_reg": transforms.changed("images.regularisation"),
+    "batch_size": transforms.convert_count("train.batch_size"),
 }
 _NO_EFFECT = {
     "its datasets are images.*": "dataset_config",
@@ -184,13 +196,13 @@ _NO_EFFECT = {
         "network_train_unet_only"
     ),
     "checkpoints are always written: run.save_every": "save_state save_state_on_train_end resume",
-    p.CACHED: (
+    pictures.CACHED_NOTE: (
         "cache_latents cache_latents_to_disk cache_text_encoder_outputs"
         " cache_text_encoder_outputs_to_disk vae_batch_size skip_cache_check"
     ),
-    t.GPUS: "num_processes num_cpu_threads_per_process ddp_*",
-    p.NOT_UPLOADED: "huggingface_*",
-    t.IRRELEVANT: (
+    transforms.NOT_GPU_COUNT: "num_processes num_cpu_threads_per_process ddp_*",
+    pictures.NOT_UPLOADED_NOTE: "huggingface_*",
+    transforms.IRRELEVANT: (
         "clip_l clip_g t5xxl ae vae v2 tokenizer_cache_dir clip_skip"
         " network_module model_prediction_type sample_sampler output_name logging_dir log_*"
         " max_data_loader_n_workers persistent_data_loader_workers xformers sdpa mem_eff_attn"
@@ -202,7 +214,7 @@ _NOT_OFFERED = {
     "adapter.start_from goes on with a PEFT folder": "network_weights",
     "train.clip bounds the gradient": "scale_weight_norms",
     "the base is bf16; precision.preset: nf4-lora takes a quarter": "blocks_to_swap",
-    p.ADAM: "optimizer_args",
+    pictures.ADAM_SETTINGS_NOTE: "optimizer_args",
     "train.schedule has no powers and no restarts": (
         "lr_scheduler_num_cycles lr_scheduler_power lr_scheduler_args"
     ),
@@ -214,96 +226,120 @@ _NOT_OFFERED = {
     "run.sample_every counts steps": "sample_every_n_epochs",
     "run.adapters_every counts steps": "save_every_n_epochs",
     "run.adapters_keep counts adapters": "save_last_n_steps",
-    t.NO_SETTING: (
+    transforms.NO_SETTING_NOTE: (
         "network_train_text_encoder_only ip_noise_gamma ip_noise_gamma_random_strength"
         " weighting_scheme scale_v_pred_loss_like_noise_pred debiased_*"
     ),
 }
-_SAMPLINGS = {
+_TIMESTEPS = {
     "sigmoid": "logit_normal",
     **dict.fromkeys(("shift", "flux_shift"), ("logit_normal", "the shift is diffusion.shift")),
     **dict.fromkeys(("uniform", "sigma"), "uniform"),
 }
-_HUBER = dict.fromkeys(("huber", "smooth_l1"), ("huber", "with a constant c"))
-KEYS: dict[str, t.Handler] = {
-    **p.SCRIPT,
-    **t.table(t.no_effect, _NO_EFFECT),
-    **t.table(t.not_offered, _NOT_OFFERED),
-    **t.carried(
+_LOSSES = dict.fromkeys(("huber", "smooth_l1"), ("huber", "with a constant c"))
+KEYS: dict[str, transforms.Handler] = {
+    **pictures.DIFFUSERS_KEYS,
+    **transforms.rows_by_reason(transforms.no_effect, _NO_EFFECT),
+    **transforms.rows_by_reason(transforms.not_offered, _NOT_OFFERED),
+    **transforms.copy_values(
         images="train=train_data_dir regularisation=reg_data_dir",
         diffusion="logit_std=sigmoid_scale shift=discrete_flow_shift",
         adapter="r=network_dim alpha=network_alpha dropout=network_dropout",
         train="epochs=max_train_epochs",
         run="adapters_every=save_every_n_steps sample_every=sample_every_n_steps",
     ),
-    p.DATASET: p.dataset(_SUBSET),
-    **_OF_PICTURES,
+    pictures.DATASET_PREFIX: pictures.dataset_handler(_SUBSET_KEYS),
+    **_DATASET_KEYS,
     # adapter
-    "network_args": _network_args,
-    **t.each(
-        t.when_on("precision.base", "fp8", note="with a scale a channel; there without scales"),
+    "network_args": _convert_network_args,
+    **transforms.same_handler(
+        transforms.set_if_enabled(
+            "precision.base", "fp8", note="with a scale a channel; there without scales"
+        ),
         "fp8_base fp8_base_unet",
     ),
-    **t.each(p.DECIDES, "mixed_precision full_bf16 full_fp16 save_precision no_half_vae"),
+    **transforms.same_handler(
+        pictures.note_precision_key,
+        "mixed_precision full_bf16 full_fp16 save_precision no_half_vae",
+    ),
     # steps
-    "unet_lr": p.rate,
-    "text_encoder_lr": _text_encoder_lr,
-    "optimizer_type": t.optimizer,
+    "unet_lr": pictures.convert_rate,
+    "text_encoder_lr": _convert_text_encoder_rate,
+    "optimizer_type": transforms.convert_optimizer,
     # the objective
-    "v_parameterization": t.when_on("diffusion.objective", "v"),
-    "loss_type": t.word(
-        "diffusion.loss", _HUBER, "the squared error, the default", fate="no_effect"
+    "v_parameterization": transforms.set_if_enabled("diffusion.objective", "v"),
+    "loss_type": transforms.convert_choice(
+        "diffusion.loss", _LOSSES, "the squared error, the default", fate="no_effect"
     ),
-    "huber_c": t.where(
-        "loss_type", "huber smooth_l1", t.number("diffusion.huber_c"), "without loss_type: huber"
+    "huber_c": transforms.require_key(
+        "loss_type",
+        "huber smooth_l1",
+        transforms.convert_number("diffusion.huber_c"),
+        "without loss_type: huber",
     ),
-    "timestep_sampling": t.word("diffusion.timesteps", _SAMPLINGS, p.DENSITIES),
-    "min_timestep": p.of_1000("diffusion.least_noise"),
-    "max_timestep": p.of_1000("diffusion.most_noise"),
-    "prior_loss_weight": t.changed("weight: {} of images.regularisation"),
+    "timestep_sampling": transforms.convert_choice(
+        "diffusion.timesteps", _TIMESTEPS, pictures.TIMESTEPS_NOTE
+    ),
+    "min_timestep": pictures.convert_timestep("diffusion.least_noise"),
+    "max_timestep": pictures.convert_timestep("diffusion.most_noise"),
+    "prior_loss_weight": transforms.changed("weight: {} of images.regularisation"),
     # samples, saving
-    "sample_prompts": _samples,
-    "save_model_as": t.always(
+    "sample_prompts": _convert_samples,
+    "save_model_as": transforms.set_constant(
         "run.adapter_format", "comfyui", "comfyui.safetensors beside PEFT's folder"
     ),
 }
 
 
-def finish(draft: Draft, source: Source) -> None:
+def add_defaults(draft: Draft, source: Source) -> None:
     """kohya's defaults where they are not Isotype's, and the sources of pictures."""
-    whole = not source.get("network_module") and not source.get("network_dim")
-    if not draft.default_adapter("none" if whole else "lora", 4, 1.0):
-        p.without_adapters_on_the_way(draft)
-    told = _frozen_encoders(draft) or draft.keys.get("text_encoder_lr") is not None
+    is_full_training = not source.get("network_module") and not source.get("network_dim")
+    if not draft.default_adapter("none" if is_full_training else "lora", 4, 1.0):
+        pictures.drop_adapter_files(draft)
+    sets_text_encoders = (
+        _has_frozen_encoders(draft) or draft.keys.get("text_encoder_lr") is not None
+    )
     # it trains them unless told otherwise
-    if re.search(r"(^|/)(sdxl_)?train_network\b", source.method) and not told:
+    if re.search(r"(^|/)(sdxl_)?train_network\b", source.method) and not sets_text_encoders:
         draft.default("adapter.text_encoders", True)
-    p.without_text_encoders(draft)
-    p.preset_of(draft, source.get("mixed_precision"), full=t.is_on(source.get("full_bf16")))
+    pictures.drop_text_encoders(draft)
+    pictures.set_default_preset(
+        draft,
+        source.get("mixed_precision"),
+        half_weights=transforms.is_enabled(source.get("full_bf16")),
+    )
     draft.default_all(
-        p.NONE | {"train.batch_size": 1, "train.weight_decay": 0.01, "images.resolution": 512}
+        pictures.COMMON_DEFAULTS
+        | {"train.batch_size": 1, "train.weight_decay": 0.01, "images.resolution": 512}
     )
     if "train.epochs" not in draft.settings:
         draft.default("train.steps", 1600)
     weight = source.get("prior_loss_weight") or 1.0
     sides: dict[str, list[dict[str, Any]]] = {"images.train": [], "images.regularisation": []}
-    for entry in p.datasets_of(draft):
+    for entry in pictures.collect_datasets(draft):
         if "image_dir" in entry:
-            prior = t.is_on(entry.get("is_reg"))
+            is_prior = transforms.is_enabled(entry.get("is_reg"))
             settings: dict[str, Any] = {
                 "caption": entry.get("class_tokens"),
                 "repeats": entry.get("num_repeats"),
             }
             settings |= {
-                "weight": weight if prior else 1.0,
+                "weight": weight if is_prior else 1.0,
                 "resolution": (
-                    [p.largest_side(entry["resolution"])] if entry.get("resolution") else ()
+                    [pictures.largest_side(entry["resolution"])] if entry.get("resolution") else ()
                 ),
             }
-            sides["images.regularisation" if prior else "images.train"].append(
-                p.source(entry["image_dir"], **settings)
+            sides["images.regularisation" if is_prior else "images.train"].append(
+                pictures.picture_source(entry["image_dir"], **settings)
             )
-    p.put_sources(draft, sides)
-    for side, own in (("images.train", 1.0), ("images.regularisation", weight)):
+    pictures.set_sources(draft, sides)
+    for side, side_weight in (("images.train", 1.0), ("images.regularisation", weight)):
         if isinstance(folder := draft.settings.get(side), str):
-            p.put_sources(draft, {side: p.numbered_folders(folder, Path(draft.folder), weight=own)})
+            pictures.set_sources(
+                draft,
+                {
+                    side: pictures.read_numbered_folders(
+                        folder, Path(draft.folder), weight=side_weight
+                    )
+                },
+            )

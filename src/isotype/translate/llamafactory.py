@@ -9,13 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from . import transforms as t
+from . import transforms
 from .hugging_face import KEYS as TRAINER
-from .hugging_face import LIGER, finish_text, frozen, preference
+from .hugging_face import add_text_defaults, convert_liger, frozen_part_handler, preference_handler
 from .source import Source
-from .transforms import Draft, Given
+from .transforms import Draft, SourceKey
 
-_FORMATTING = {"alpaca": "alpaca", "sharegpt": "sharegpt", "openai": "messages"}
+_FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "openai": "messages"}
 
 
 _PREF_LOSSES = {"sigmoid": "dpo", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo"}  # of stage: dpo
@@ -30,20 +30,25 @@ def _objective(draft: Draft) -> str | None:
 
 
 # a setting of `preference`, wherever in the file `stage` stands
-_of = partial(preference, of=_objective)
+_preference = partial(preference_handler, read_objective=_objective)
 
 
-def _ftx(draft: Draft, given: Given) -> None:
+def _convert_pref_ftx(draft: Draft, source_key: SourceKey) -> None:
     """A weight of the chosen answer's likelihood, beside the one that ORPO has."""
     if _objective(draft) == "orpo":
-        draft.set(given, "preference.nll", 1.0 + float(given.value), "beside the 1 that orpo has")
+        draft.set(
+            source_key,
+            "preference.nll",
+            1.0 + float(source_key.value),
+            "beside the 1 that orpo has",
+        )
     elif _objective(draft) == "kto":
-        t.not_offered("kto has no likelihood part")(draft, given)
+        transforms.not_offered("kto has no likelihood part")(draft, source_key)
     else:
-        _of("nll", "dpo", "ipo", "simpo")(draft, given)
+        _preference("nll", "dpo", "ipo", "simpo")(draft, source_key)
 
 
-def refusal(source: Source) -> str | None:
+def refusal_reason(source: Source) -> str | None:
     """Why this source's method is not offered, or None."""
     stage = source.get("stage")
     loss = source.get("pref_loss") or "sigmoid"
@@ -57,48 +62,48 @@ def refusal(source: Source) -> str | None:
     if source.has("export_dir"):
         return "an export: isotype merge RUN writes the merged model"
     train = source.has("do_train")
-    if train is not None and not t.is_on(train.value):
+    if train is not None and not transforms.is_enabled(train.value):
         return "do_train: false; isotype eval and isotype sample look at a trained model"
     if train is None and source.has("infer_backend", "do_predict"):
         return "inference: isotype chat, sample and eval take a run folder, a model or an adapter"
-    if given := source.has(
+    if source_key := source.has(
         "dist_config", "peft_config.name", "sample_backend", "model_class", "init_config"
     ):
         return (
-            f"line {given.line}: {given.name}: the format of LLaMA-Factory's v1 is not read, only"
+            f"line {source_key.line}: {source_key.name}: the format of LLaMA-Factory's v1 is not read, only"
             " that of its released versions"
         )
     return None
 
 
-def _stage(draft: Draft, given: Given) -> None:
+def _convert_stage(draft: Draft, source_key: SourceKey) -> None:
     if (objective := _objective(draft)) is not None:
         draft.set(
-            given,
+            source_key,
             "train.objective",
             objective,
-            t.REFERENCE if objective in ("dpo", "ipo", "kto") else "",
+            transforms.REFERENCE_NOTE if objective in ("dpo", "ipo", "kto") else "",
         )
-    elif given.value == "pt":
-        draft.set(given, "data.format", "text", "plain text, learnt whole")
+    elif source_key.value == "pt":
+        draft.set(source_key, "data.format", "text", "plain text, learnt whole")
     else:
-        draft.no_effect(given, "training is on given answers")
+        draft.no_effect(source_key, "training is on given answers")
 
 
-def _datasets(target: str) -> t.Handler:
-    def handler(draft: Draft, given: Given) -> None:
-        if isinstance(given.value, list):
-            names = given.value
+def _datasets_handler(target: str) -> transforms.Handler:
+    def handler(draft: Draft, source_key: SourceKey) -> None:
+        if isinstance(source_key.value, list):
+            names = source_key.value
         else:
-            names = str(given.value).split(",")
+            names = str(source_key.value).split(",")
         entries = []
         unknown = []
-        known = _registry(draft)
+        registry = _read_registry(draft)
         for name in (str(name).strip() for name in names):
-            described = known.get(name)
-            if described is None:
+            description = registry.get(name)
+            if description is None:
                 unknown.append(name)
-            entries.append(_entry(draft, name, described or {}))
+            entries.append(_convert_dataset(draft, name, description or {}))
         note = "named in dataset_info.json"
         if _objective(draft) is not None:
             note += (
@@ -110,97 +115,97 @@ def _datasets(target: str) -> t.Handler:
                 f"dataset_info.json was not found or lacks {', '.join(unknown)}: put the file's"
                 " path there"
             )
-        draft.set(given, target, entries, note)
+        draft.set(source_key, target, entries, note)
 
     return handler
 
 
-def _registry(draft: Draft) -> dict[str, Any]:
+def _read_registry(draft: Draft) -> dict[str, Any]:
     """dataset_info.json, where it lies beside the file or in dataset_dir; {} where it cannot be
     read.
     """
-    asked = draft.keys.get("dataset_dir", "data")
+    dataset_folder = draft.keys.get("dataset_dir", "data")
     for folder in (Path(draft.folder), Path(".")):
         try:
-            read = json.loads(
-                (folder / str(asked) / "dataset_info.json").read_text(encoding="utf-8")
+            registry = json.loads(
+                (folder / str(dataset_folder) / "dataset_info.json").read_text(encoding="utf-8")
             )
         except (OSError, ValueError):
             continue
-        if isinstance(read, dict):
-            return read
+        if isinstance(registry, dict):
+            return registry
     return {}
 
 
-def _entry(draft: Draft, name: str, described: dict[str, Any]) -> dict[str, Any]:
+def _convert_dataset(draft: Draft, name: str, description: dict[str, Any]) -> dict[str, Any]:
     folder = str(draft.keys.get("dataset_dir", "data"))
-    hub = described.get("hf_hub_url")
+    hub = description.get("hf_hub_url")
     entry: dict[str, Any] = {
-        "name": f"hf:{hub}" if hub else f"{folder}/{described.get('file_name', name + '.json')}"
+        "name": f"hf:{hub}" if hub else f"{folder}/{description.get('file_name', name + '.json')}"
     }
-    formatting = _FORMATTING.get(str(described.get("formatting", "alpaca")))
+    formatting = _FORMATS.get(str(description.get("formatting", "alpaca")))
     # pairs and labels are read in one format, whose prompt Alpaca's files call instruction
     if _objective(draft) is not None:
-        columns = described.get("columns") or {}
+        columns = description.get("columns") or {}
         if (
-            described
+            description
             and formatting == "alpaca"
             and (prompt := columns.get("prompt", "instruction")) != "prompt"
         ):
             entry["columns"] = {"prompt": str(prompt)}
-    elif described and formatting:
+    elif description and formatting:
         entry["format"] = formatting
-    if described.get("split") not in (None, "train"):
-        entry["split"] = str(described["split"])
-    if described.get("subset"):
-        entry["subset"] = str(described["subset"])
-    if described.get("num_samples"):
-        entry["limit"] = int(described["num_samples"])
+    if description.get("split") not in (None, "train"):
+        entry["split"] = str(description["split"])
+    if description.get("subset"):
+        entry["subset"] = str(description["subset"])
+    if description.get("num_samples"):
+        entry["limit"] = int(description["num_samples"])
     return entry
 
 
-def _saves_memory(name: str) -> t.Handler:
-    return t.not_offered(f"{name} is not offered; adamw8bit or an adapter saves memory")
+def _refuse_optimizer(name: str) -> transforms.Handler:
+    return transforms.not_offered(f"{name} is not offered; adamw8bit or an adapter saves memory")
 
 
 _NO_EFFECT = {
     "such an adapter is always saved as an ordinary one, for the untouched base": "pissa_convert",
-    t.OWN_OPS: "use_v1_kernels",
+    transforms.OWN_OPS_NOTE: "use_v1_kernels",
     "part of train.objective": "pref_loss",
     "part of the paths in data.train": "dataset_dir",
     "rows are tokenised once and cached by their content: data.cache": (
         "overwrite_cache preprocessing_num_workers tokenized_path"
     ),
-    t.IRRELEVANT: "pissa_iter quantization_method double_quantization plot_loss",
+    transforms.IRRELEVANT: "pissa_iter quantization_method double_quantization plot_loss",
 }
 _NOT_OFFERED = {
     "model.rope_parameters: {rope_type: yarn, factor: N}, N being cutoff_len over the model's positions": (
         "rope_scaling"
     ),
     "add tokens to a tokenizer and name it in model.tokenizer": "resize_vocab",
-    t.REFERENCE: "ref_model ref_model_adapters ref_model_quantization_bit",
+    transforms.REFERENCE_NOTE: "ref_model ref_model_adapters ref_model_quantization_bit",
     "data.loss_on: every answer of a conversation is learnt, or everything": "mask_history",
     "data.train: each source may have a weight": "interleave_probs",
-    t.OTHER_OPTIMIZERS: "use_adam_mini",
+    transforms.OTHER_OPTIMIZER_NOTE: "use_adam_mini",
     "the loss is cross-entropy; a loss of your own is a function in Python": (
         "use_asft_loss asft_alpha use_dft_loss use_eaft_loss eaft_alpha"
     ),
-    t.GPUS: (
+    transforms.NOT_GPU_COUNT: (
         "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size"
         " context_parallel_size sequence_parallel ray_* use_distributed_optimizer"
         " overlap_param_gather overlap_grad_reduce fsdp_transformer_layer_cls_to_wrap"
     ),
-    t.NO_SETTING: (
+    transforms.NO_SETTING_NOTE: (
         "mixture_of_depths shift_attn pref_bco_weight ld_alpha fp8 fp8_backend"
         " fp8_enable_fsdp_float8_all_gather use_kt kt_* video_* audio_* freeze_language_model"
         " image_do_pan_and_scan crop_to_patches"
     ),
 }
-KEYS: dict[str, t.Handler] = {
+KEYS: dict[str, transforms.Handler] = {
     **TRAINER,
-    **t.table(t.no_effect, _NO_EFFECT),
-    **t.table(t.not_offered, _NOT_OFFERED),
-    **t.carried(
+    **transforms.rows_by_reason(transforms.no_effect, _NO_EFFECT),
+    **transforms.rows_by_reason(transforms.not_offered, _NOT_OFFERED),
+    **transforms.copy_values(
         model="name=model_name_or_path",
         data=(
             "max_length=cutoff_len packing=neat_packing packing min_pixels=image_min_pixels"
@@ -209,45 +214,52 @@ KEYS: dict[str, t.Handler] = {
         adapter="r=lora_rank plus=loraplus_lr_ratio start_from=adapter_name_or_path",
         train="aux_loss=moe_aux_loss_coef",
     ),
-    "flash_attn": t.attention,
-    "enable_liger_kernel": LIGER,
+    "flash_attn": transforms.convert_attention,
+    "enable_liger_kernel": convert_liger,
     # adapter
-    "stage": _stage,
-    "finetuning_type": t.to("adapter.kind", lambda value: "lora" if value == "lora" else "none"),
-    "lora_target": t.targets,
-    "additional_target": t.names("adapter.modules_to_save"),
-    "pissa_init": t.when_on("adapter.start", "pissa"),
-    # preferences
-    "pref_beta": _of("beta", "dpo", "ipo", "orpo", "simpo", "kto"),
-    "pref_ftx": _ftx,
-    "simpo_gamma": _of("simpo_gamma", "simpo"),
-    "dpo_label_smoothing": _of("label_smoothing", "dpo"),
-    "kto_chosen_weight": _of("desirable_weight", "kto"),
-    "kto_rejected_weight": _of("undesirable_weight", "kto"),
-    # data
-    "dataset": _datasets("data.train"),
-    "eval_dataset": _datasets("data.eval"),
-    "template": t.template,
-    **t.each(t.names("model.add_tokens"), "add_special_tokens new_special_tokens add_tokens"),
-    "enable_thinking": t.to(
-        "data.template_kwargs", lambda value: {"enable_thinking": t.is_on(value)}
+    "stage": _convert_stage,
+    "finetuning_type": transforms.convert_to(
+        "adapter.kind", lambda value: "lora" if value == "lora" else "none"
     ),
-    "freeze_vision_tower": frozen("adapter.vision"),
-    "freeze_multi_modal_projector": frozen("adapter.projector"),
-    "val_size": t.held_out,
-    "train_on_prompt": t.either("data.loss_on", "all", "assistant"),
+    "lora_target": transforms.convert_targets,
+    "additional_target": transforms.convert_list("adapter.modules_to_save"),
+    "pissa_init": transforms.set_if_enabled("adapter.start", "pissa"),
+    # preferences
+    "pref_beta": _preference("beta", "dpo", "ipo", "orpo", "simpo", "kto"),
+    "pref_ftx": _convert_pref_ftx,
+    "simpo_gamma": _preference("simpo_gamma", "simpo"),
+    "dpo_label_smoothing": _preference("label_smoothing", "dpo"),
+    "kto_chosen_weight": _preference("desirable_weight", "kto"),
+    "kto_rejected_weight": _preference("undesirable_weight", "kto"),
+    # data
+    "dataset": _datasets_handler("data.train"),
+    "eval_dataset": _datasets_handler("data.eval"),
+    "template": transforms.convert_template,
+    **transforms.same_handler(
+        transforms.convert_list("model.add_tokens"),
+        "add_special_tokens new_special_tokens add_tokens",
+    ),
+    "enable_thinking": transforms.convert_to(
+        "data.template_kwargs", lambda value: {"enable_thinking": transforms.is_enabled(value)}
+    ),
+    "freeze_vision_tower": frozen_part_handler("adapter.vision"),
+    "freeze_multi_modal_projector": frozen_part_handler("adapter.projector"),
+    "val_size": transforms.convert_eval_split,
+    "train_on_prompt": transforms.convert_switch("data.loss_on", "all", "assistant"),
     # precision
-    **t.each(t.Draft.precision, "pure_bf16 quantization_bit"),
+    **transforms.same_handler(transforms.Draft.defer_precision, "pure_bf16 quantization_bit"),
     # steps
-    "use_muon": t.when_on("train.optimizer", "muon"),
-    "disable_gradient_checkpointing": t.either("train.gradient_checkpointing", "none", "layers"),
-    **t.each(_saves_memory("GaLore"), "use_galore galore_*"),
-    **t.each(_saves_memory("BAdam"), "use_badam badam_*"),
-    **t.each(_saves_memory("APOLLO"), "use_apollo apollo_*"),
+    "use_muon": transforms.set_if_enabled("train.optimizer", "muon"),
+    "disable_gradient_checkpointing": transforms.convert_switch(
+        "train.gradient_checkpointing", "none", "layers"
+    ),
+    **transforms.same_handler(_refuse_optimizer("GaLore"), "use_galore galore_*"),
+    **transforms.same_handler(_refuse_optimizer("BAdam"), "use_badam badam_*"),
+    **transforms.same_handler(_refuse_optimizer("APOLLO"), "use_apollo apollo_*"),
 }
 
 
-def finish(draft: Draft, source: Source) -> None:
+def add_defaults(draft: Draft, source: Source) -> None:
     """LLaMA-Factory's defaults where they are not Isotype's."""
     draft.default_adapter("lora", 8, times=2.0)
     draft.default_all(
@@ -260,4 +272,4 @@ def finish(draft: Draft, source: Source) -> None:
             "data.max_length": 2048,
         }
     )
-    finish_text(draft)
+    add_text_defaults(draft)

@@ -14,11 +14,11 @@ from typing import Any
 from ..doctor.check import shell
 from ..doctor.check.text_files import Tree, Unreadable, parse_scalar, read_json, read_toml
 from ..errors import UsageError
-from . import transforms as t
-from .transforms import Draft, Given
+from . import transforms
+from .transforms import Draft, SourceKey
 
-DATASET = "dataset"
-_PROGRAMS = (
+DATASET_PREFIX = "dataset"
+_PROGRAM_PATTERNS = (
     (
         re.compile(
             r"^(sdxl_|sd3_|flux_|lumina_|chroma_)?(train_network|train_db|train)\.py$|^fine_tune\.py$"
@@ -28,7 +28,7 @@ _PROGRAMS = (
     (re.compile(r"^train_(dreambooth|text_to_image)\w*\.py$"), "diffusers"),
 )
 # SimpleTuner's variables of config.env whose argument is not their name in small letters
-_ARGUMENTS = {
+_SIMPLETUNER_VARIABLES = {
     "RESUME_CHECKPOINT": "resume_from_checkpoint", "DATALOADER_CONFIG": "data_backend_config", "TRAINING_SEED": "seed",
     "ACCELERATE_CONFIG_PATH": "accelerate_config", "USE_XFORMERS": "enable_xformers_memory_efficient_attention",
     "MINIMUM_RESOLUTION": "minimum_image_size", "PUSH_CHECKPOINTS": "push_checkpoints_to_hub", "MAX_NUM_STEPS": "max_train_steps",
@@ -37,31 +37,32 @@ _ARGUMENTS = {
     "VALIDATION_STEPS": "validation_step_interval", "LR_SCHEDULE": "lr_scheduler", "TRAINING_NUM_PROCESSES": "num_processes",
     "TRAINING_NUM_MACHINES": "num_machines", "TRAINER_DYNAMO_BACKEND": "dynamo_backend", "TRAINING_DYNAMO_BACKEND": "dynamo_backend",
 }  # fmt: skip
-_OTHER_NAMES = {  # older or shorter arguments
+_SIMPLETUNER_ALIASES = {  # older or shorter arguments
     "validation_steps": "validation_step_interval", "checkpointing_steps": "checkpoint_step_interval", "rank": "lora_rank",
     "validation_prompts": "validation_prompt", "max_steps": "max_train_steps",
 }  # fmt: skip
-_HIDDEN = "(secret)"
-_SECRET = (
+_REDACTED = "(secret)"
+_SECRET_NAME = (
     r"[\w.-]*(?:(?<!bos_|eos_|pad_|unk_|sep_|cls_)token|[_-]auth"
     r"|(?:api[_-]?key|secret|passw|access[_-]?key|credential|webhook)[\w.-]*)"
 )
-_VALUE = re.compile(
+_SECRET_VALUE = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|AKIA[A-Z0-9]{12,}|gh[pousr]_[A-Za-z0-9]{20,})\b"
 )
-_FLAG = re.compile(rf"(--?{_SECRET}[= ]+)\S+", re.I)
+_SECRET_FLAG = re.compile(rf"(--?{_SECRET_NAME}[= ]+)\S+", re.I)
 
 
-def tool_of_program(program: str) -> str | None:
+def detect_program_tool(program: str) -> str | None:
     """The tool whose training script this is: `flux_train_network.py` is kohya's,
     `train_dreambooth_lora_flux.py` is diffusers'.
     """
     return next(
-        (tool for pattern, tool in _PROGRAMS if pattern.match(program.rpartition("/")[2])), None
+        (tool for pattern, tool in _PROGRAM_PATTERNS if pattern.match(program.rpartition("/")[2])),
+        None,
     )
 
 
-def tool_of_tree(tree: Tree, tool: str | None) -> str | None:
+def detect_tree_tool(tree: Tree, tool: str | None) -> str | None:
     """`kohya`, `ai-toolkit` or `onetrainer` where a file is theirs; `tool` is what `identify` says
     of it.
     """
@@ -70,7 +71,12 @@ def tool_of_tree(tree: Tree, tool: str | None) -> str | None:
         return tool
     if not isinstance(data, dict):
         return None
-    names = {str(key) for one in (data, *data.values()) if isinstance(one, dict) for key in one}
+    names = {
+        str(key)
+        for mapping in (data, *data.values())
+        if isinstance(mapping, dict)
+        for key in mapping
+    }
     if {"datasets", "general"} <= set(data) or names & {"network_module", "network_dim"}:
         return "kohya"
     if {"job", "config"} <= set(data) and isinstance(data["config"], dict):
@@ -80,33 +86,38 @@ def tool_of_tree(tree: Tree, tool: str | None) -> str | None:
     return None
 
 
-def keys_of(tool: str, tree: Tree, path: Path) -> list[Given]:
+def read_picture_keys(tool: str, tree: Tree, path: Path) -> list[SourceKey]:
     """The keys of a file of kohya, ai-toolkit or OneTrainer. Raises UsageError."""
     return list(
-        {"kohya": _kohya, "ai-toolkit": _ai_toolkit, "onetrainer": _onetrainer}[tool](tree, path)
+        {"kohya": _kohya_keys, "ai-toolkit": _ai_toolkit_keys, "onetrainer": _onetrainer_keys}[
+            tool
+        ](tree, path)
     )
 
 
-def _kohya(tree: Tree, path: Path) -> Iterator[Given]:
+def _kohya_keys(tree: Tree, path: Path) -> Iterator[SourceKey]:
     """Keys of all tables, as if there were none."""
     for key, value in tree.data.items():
         if isinstance(value, dict) and key != "general":
-            for inner, one in value.items():
-                yield Given(str(inner), one, tree.lines.get((key, inner)), str(inner))
+            for inner, inner_value in value.items():
+                yield SourceKey(str(inner), inner_value, tree.lines.get((key, inner)), str(inner))
         elif key not in ("general", "datasets"):
-            yield Given(str(key), value, tree.lines.get((key,)), str(key))
-    yield from _kohya_datasets(tree, "")
+            yield SourceKey(str(key), value, tree.lines.get((key,)), str(key))
+    yield from _kohya_subset_keys(tree, "")
 
 
-def kohya_dataset_file(named: object, beside: Path) -> Iterator[Given]:
+def kohya_dataset_keys(file_name: object, config: Path) -> Iterator[SourceKey]:
     """The keys of the file of `--dataset_config`; nothing where it is not found. Raises UsageError
     for one that is broken.
     """
-    if isinstance(named, str) and (file := _file(named, Path("."), beside.parent)) is not None:
-        yield from _kohya_datasets(_tree(file, read_toml), f"{file.name}: ")
+    if (
+        isinstance(file_name, str)
+        and (file := _find_file(file_name, Path("."), config.parent)) is not None
+    ):
+        yield from _kohya_subset_keys(_read_tree(file, read_toml), f"{file.name}: ")
 
 
-def _kohya_datasets(tree: Tree, shown: str) -> Iterator[Given]:
+def _kohya_subset_keys(tree: Tree, label_prefix: str) -> Iterator[SourceKey]:
     """A subset has its own keys, those of its dataset, and those of [general]."""
     data = tree.data
     count = 0
@@ -120,82 +131,91 @@ def _kohya_datasets(tree: Tree, shown: str) -> Iterator[Given]:
                 line = tree.lines.get(("datasets", i, "subsets", j, key)) or tree.lines.get(
                     ("datasets", i, key)
                 )
-                yield Given(
-                    f"{DATASET}.{count}.{key}",
+                yield SourceKey(
+                    f"{DATASET_PREFIX}.{count}.{key}",
                     value,
                     line or tree.lines.get(("general", key)),
-                    f"{shown}{key}",
+                    f"{label_prefix}{key}",
                 )
             count += 1
 
 
-def _ai_toolkit(tree: Tree, path: Path) -> Iterator[Given]:
+def _ai_toolkit_keys(tree: Tree, path: Path) -> Iterator[SourceKey]:
     processes = tree.data.get("config", {}).get("process") or []
     if not processes or not isinstance(processes[0], dict):
         raise UsageError(f"{path}: config.process: expected a list with one training process")
-    yield from nested(processes[0], tree, ("config", "process", 0), listed="datasets")
+    yield from nested_keys(processes[0], tree, ("config", "process", 0), dataset_list="datasets")
 
 
-def nested(
+def nested_keys(
     node: Mapping[str, Any],
     tree: Tree,
-    at: tuple[Any, ...] = (),
-    before: str = "",
+    position: tuple[Any, ...] = (),
+    prefix: str = "",
     *,
-    whole: Sequence[str] = (),
-    listed: str = "",
-) -> Iterator[Given]:
-    """`optimizer.lr`: a key for each value below `node`, which lies at `at`.
+    mapping_values: Sequence[str] = (),
+    dataset_list: str = "",
+) -> Iterator[SourceKey]:
+    """`optimizer.lr`: a key for each value below `node`, which lies at `position`.
 
-    whole   mappings that are one value
-    listed  the key of a list of datasets
+    mapping_values  mappings that are one value
+    dataset_list  the key of a list of datasets
     """
     for key, value in node.items():
-        name = f"{before}{key}"
-        if isinstance(value, dict) and value and key not in whole:
-            yield from nested(value, tree, (*at, key), f"{name}.", whole=whole, listed=listed)
-        elif key == listed and isinstance(value, list):
+        name = f"{prefix}{key}"
+        if isinstance(value, dict) and value and key not in mapping_values:
+            yield from nested_keys(
+                value,
+                tree,
+                (*position, key),
+                f"{name}.",
+                mapping_values=mapping_values,
+                dataset_list=dataset_list,
+            )
+        elif key == dataset_list and isinstance(value, list):
             for i, entry in enumerate(value):
-                for inner, one in entry.items() if isinstance(entry, dict) else ():
-                    yield Given(
-                        f"{DATASET}.{i}.{inner}",
-                        one,
-                        tree.lines.get((*at, key, i, inner)),
-                        f"{listed}[{i}].{inner}",
+                for inner, inner_value in entry.items() if isinstance(entry, dict) else ():
+                    yield SourceKey(
+                        f"{DATASET_PREFIX}.{i}.{inner}",
+                        inner_value,
+                        tree.lines.get((*position, key, i, inner)),
+                        f"{dataset_list}[{i}].{inner}",
                     )
         else:
-            yield Given(name, value, tree.lines.get((*at, key)), name)
+            yield SourceKey(name, value, tree.lines.get((*position, key)), name)
 
 
-def _onetrainer(tree: Tree, path: Path) -> Iterator[Given]:
+def _onetrainer_keys(tree: Tree, path: Path) -> Iterator[SourceKey]:
     concepts = tree.data.get("concepts")
-    shown = "concepts"
-    named = tree.data.get("concept_file_name")
-    yield from nested({key: value for key, value in tree.data.items() if key != "concepts"}, tree)
-    if concepts is None and isinstance(named, str):
-        file = _file(named, path.parent, Path("."))
-        concepts = None if file is None else _tree(file, read_json).data
-        shown = Path(named).name
+    label = "concepts"
+    file_name = tree.data.get("concept_file_name")
+    yield from nested_keys(
+        {key: value for key, value in tree.data.items() if key != "concepts"}, tree
+    )
+    if concepts is None and isinstance(file_name, str):
+        file = _find_file(file_name, path.parent, Path("."))
+        concepts = None if file is None else _read_tree(file, read_json).data
+        label = Path(file_name).name
     for i, concept in enumerate(concepts or []):
-        own = {key: value for key, value in concept.items() if not isinstance(value, dict)}
+        plain_values = {key: value for key, value in concept.items() if not isinstance(value, dict)}
         for key, value in {
-            **own,
+            **plain_values,
             **(concept.get("image") or {}),
             **(concept.get("text") or {}),
         }.items():
-            yield Given(f"{DATASET}.{i}.{key}", value, None, f"{shown}[{i}].{key}")
+            yield SourceKey(f"{DATASET_PREFIX}.{i}.{key}", value, None, f"{label}[{i}].{key}")
 
 
-def _file(named: str, *folders: Path) -> Path | None:
+def _find_file(file_name: str, *folders: Path) -> Path | None:
     """A file that another one names: in one of the folders, or by its own name beside the last."""
-    places = [
-        *(folder / named for folder in folders),
-        *(folder / Path(named).name for folder in folders),
+    candidates = [
+        *(folder / file_name for folder in folders),
+        *(folder / Path(file_name).name for folder in folders),
     ]
-    return next((found for found in places if found.is_file()), None)
+    return next((candidate for candidate in candidates if candidate.is_file()), None)
 
 
-def _tree(file: Path, reader: Callable[[str], Tree]) -> Tree:
+def _read_tree(file: Path, reader: Callable[[str], Tree]) -> Tree:
     try:
         return reader(file.read_text(encoding="utf-8-sig"))
     except Unreadable as error:
@@ -204,92 +224,100 @@ def _tree(file: Path, reader: Callable[[str], Tree]) -> Tree:
         raise UsageError(f"{file}: {error}") from None
 
 
-def without_secret(given: Given) -> Given:
+def redact_key(source_key: SourceKey) -> SourceKey:
     """The key with its secrets hidden, whether a key's name says so, its text does, or a flag
     inside the text.
     """
-    return replace(given, value=_hidden_in(given.name, given.value))
+    return replace(source_key, value=_redact_value(source_key.name, source_key.value))
 
 
-def _hidden_in(name: str, value: Any) -> Any:
+def _redact_value(name: str, value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _hidden_in(str(key), inner) for key, inner in value.items()}
+        return {key: _redact_value(str(key), inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_hidden_in(name, inner) for inner in value]
-    if re.fullmatch(_SECRET, name.rpartition(".")[2], re.I) and value not in (
+        return [_redact_value(name, inner) for inner in value]
+    if re.fullmatch(_SECRET_NAME, name.rpartition(".")[2], re.I) and value not in (
         None,
         "",
         True,
         False,
     ):
-        return _HIDDEN
-    return hidden(value) if isinstance(value, str) else value
+        return _REDACTED
+    return redact_text(value) if isinstance(value, str) else value
 
 
-def hidden(text: str) -> str:
+def redact_text(text: str) -> str:
     """A text with the secrets in it hidden."""
-    return _VALUE.sub(_HIDDEN, _FLAG.sub(rf"\1{_HIDDEN}", text))
+    return _SECRET_VALUE.sub(_REDACTED, _SECRET_FLAG.sub(rf"\1{_REDACTED}", text))
 
 
-def simpletuner_keys(read: Tree | str, config: Path) -> list[Given]:
+def simpletuner_keys(tree: Tree | str, config: Path) -> list[SourceKey]:
     """The keys of SimpleTuner's JSON or TOML, or of the text of a config.env, and of the dataset
     file that it names.
 
     Lines of a config.env that are no assignments are skipped; a shell that sources it would run
     them. Raises UsageError.
     """
-    found: dict[str, Given] = {}
-    if isinstance(read, str):
-        for name, assignment in shell.read_script(read).variables.items():
+    keys: dict[str, SourceKey] = {}
+    if isinstance(tree, str):
+        for name, assignment in shell.read_script(tree).variables.items():
             if name == "TRAINER_EXTRA_ARGS":
                 for key, value in shell.parse_options(assignment.value.split()).items():
-                    key, written = _OTHER_NAMES.get(key, key), f"{name}: --{key}"
-                    found[key] = Given(
+                    key, written = _SIMPLETUNER_ALIASES.get(key, key), f"{name}: --{key}"
+                    keys[key] = SourceKey(
                         key,
                         parse_scalar(value) if isinstance(value, str) else value,
                         assignment.line,
                         written,
                     )
             else:
-                key = _ARGUMENTS.get(name, name.lower())
-                found.setdefault(
-                    _OTHER_NAMES.get(key, key),
-                    Given(
-                        _OTHER_NAMES.get(key, key),
+                key = _SIMPLETUNER_VARIABLES.get(name, name.lower())
+                keys.setdefault(
+                    _SIMPLETUNER_ALIASES.get(key, key),
+                    SourceKey(
+                        _SIMPLETUNER_ALIASES.get(key, key),
                         parse_scalar(assignment.value),
                         assignment.line,
                         name,
                     ),
                 )
     else:
-        for written, value in read.data.items() if isinstance(read.data, dict) else ():
+        for written, value in tree.data.items() if isinstance(tree.data, dict) else ():
             key = str(written).lstrip("-").replace("-", "_")  # their names may begin with `--`
-            found[key] = Given(
-                _OTHER_NAMES.get(key, key), value, read.lines.get((written,)), str(written)
+            keys[key] = SourceKey(
+                _SIMPLETUNER_ALIASES.get(key, key), value, tree.lines.get((written,)), str(written)
             )
-    named = next(
-        (given.value for given in found.values() if given.name == "data_backend_config"), None
+    dataset_file = next(
+        (
+            source_key.value
+            for source_key in keys.values()
+            if source_key.name == "data_backend_config"
+        ),
+        None,
     )
-    return [*found.values(), *_simpletuner_datasets(named, config)]
+    return [*keys.values(), *_simpletuner_dataset_keys(dataset_file, config)]
 
 
-def _simpletuner_datasets(named: object, config: Path) -> Iterator[Given]:
+def _simpletuner_dataset_keys(file_name: object, config: Path) -> Iterator[SourceKey]:
     """SimpleTuner is started some folders above its configuration, so the name is tried from each;
     nothing where it is not found.
     """
     if (
-        not isinstance(named, str)
-        or not named
-        or (file := _file(named, config.parent, *config.absolute().parents[1:4], Path("."))) is None
+        not isinstance(file_name, str)
+        or not file_name
+        or (
+            file := _find_file(file_name, config.parent, *config.absolute().parents[1:4], Path("."))
+        )
+        is None
     ):
         return
-    tree = _tree(file, read_json)
+    tree = _read_tree(file, read_json)
     if not isinstance(tree.data, list) or not all(isinstance(entry, dict) for entry in tree.data):
         raise UsageError(f"{file}: expected a list of datasets")
     for i, entry in enumerate(tree.data):
         for key, value in entry.items():
-            yield Given(
-                f"{DATASET}.{i}.{key}",
+            yield SourceKey(
+                f"{DATASET_PREFIX}.{i}.{key}",
                 value,
                 tree.lines.get((i, key)),
                 f"{file.name}: {entry.get('id', i)}.{key}",
@@ -297,50 +325,54 @@ def _simpletuner_datasets(named: object, config: Path) -> Iterator[Given]:
 
 
 # defaults of most: no schedule, nothing held out
-NONE = {"train.schedule": "constant", "train.warmup": 0, "images.eval_split": 0.0}
-PEFT = "PEFT's LoRA"
-NOT_UPLOADED = "nothing is uploaded"
-CACHED = "latents and text are always computed once and kept: images.cache"
-BUCKETS = "buckets follow images.resolution and images.max_aspect"
-NO_TEXT_ENCODER = (
+COMMON_DEFAULTS = {"train.schedule": "constant", "train.warmup": 0, "images.eval_split": 0.0}
+PEFT_LORA_NOTE = "PEFT's LoRA"
+NOT_UPLOADED_NOTE = "nothing is uploaded"
+CACHED_NOTE = "latents and text are always computed once and kept: images.cache"
+BUCKETS_NOTE = "buckets follow images.resolution and images.max_aspect"
+NO_TEXT_ENCODER_NOTE = (
     "adapter.text_encoders trains those of SDXL and Stable Diffusion only, with a LoRA"
 )
-DECIDES = t.changed("one of the keys that decide precision.preset")
-ADAM = "train.beta1, train.beta2, train.epsilon, train.weight_decay"
-DENSITIES = "diffusion.timesteps: logit_normal, uniform, mode"
-MANY_WINDOWS = "so many windows of each picture are kept; one is drawn each time"
-WINDOWS = t.when_on("images.crop", 4, note=MANY_WINDOWS)
-TAG_ORDERS = t.when_on(
+note_precision_key = transforms.changed("one of the keys that decide precision.preset")
+ADAM_SETTINGS_NOTE = "train.beta1, train.beta2, train.epsilon, train.weight_decay"
+TIMESTEPS_NOTE = "diffusion.timesteps: logit_normal, uniform, mode"
+RANDOM_CROPS_NOTE = "so many windows of each picture are kept; one is drawn each time"
+set_random_crops = transforms.set_if_enabled("images.crop", 4, note=RANDOM_CROPS_NOTE)
+set_tag_orders = transforms.set_if_enabled(
     "images.tag_orders", 8, note="so many random orders of a caption's tags are encoded"
 )
-_RATE_OF_ADAMW = 1e-4
-_OWN_RATE = ("prodigy", "dadapt", "automagic")
+_ADAMW_RATE = 1e-4
+_RATE_FINDERS = ("prodigy", "dadapt", "automagic")
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
 
-def dataset(table: Mapping[str, t.Handler], of: str = "dataset") -> t.Handler:
-    """A key of one dataset, `dataset.0.KEY`; `put_sources` makes the sources."""
+def dataset_handler(
+    table: Mapping[str, transforms.Handler], label: str = "dataset"
+) -> transforms.Handler:
+    """A key of one dataset, `dataset.0.KEY`; `set_sources` makes the sources."""
 
-    def handler(draft: Draft, given: Given) -> None:
-        if known := table.get(given.name.split(".", 2)[2]):
-            known(draft, given)
+    def handler(draft: Draft, source_key: SourceKey) -> None:
+        if handle := table.get(source_key.name.split(".", 2)[2]):
+            handle(draft, source_key)
         else:
-            t.not_offered(f"isotype import does not know this key of a {of}")(draft, given)
+            transforms.not_offered(f"isotype import does not know this key of a {label}")(
+                draft, source_key
+            )
 
     return handler
 
 
-def datasets_of(draft: Draft) -> list[dict[str, Any]]:
+def collect_datasets(draft: Draft) -> list[dict[str, Any]]:
     """Each dataset's keys."""
-    found: dict[int, dict[str, Any]] = {}
+    datasets: dict[int, dict[str, Any]] = {}
     for name, value in draft.keys.items():
-        if name.startswith(f"{DATASET}."):
+        if name.startswith(f"{DATASET_PREFIX}."):
             _, index, key = name.split(".", 2)
-            found.setdefault(int(index), {})[key] = value
-    return [found[index] for index in sorted(found)]
+            datasets.setdefault(int(index), {})[key] = value
+    return [datasets[index] for index in sorted(datasets)]
 
 
-def source(
+def picture_source(
     name: object,
     *,
     caption: object = None,
@@ -350,54 +382,54 @@ def source(
     draw: Any = None,
 ) -> dict[str, Any]:
     """A source of pictures with the settings that it has."""
-    made: dict[str, Any] = {"name": str(name)}
+    settings: dict[str, Any] = {"name": str(name)}
     if caption:
-        made["caption"] = str(caption)
+        settings["caption"] = str(caption)
     if (times := round(float(repeats or 1))) > 1:
-        made["repeats"] = times
+        settings["repeats"] = times
     if weight is not None and float(weight) != 1.0:
-        made["weight"] = float(weight)
+        settings["weight"] = float(weight)
     if resolution:
-        made["resolution"] = list(resolution)
+        settings["resolution"] = list(resolution)
     if draw and caption:
-        made["draw"] = int(draw)
-    return made
+        settings["draw"] = int(draw)
+    return settings
 
 
-def put_sources(draft: Draft, sides: Mapping[str, list[dict[str, Any]]]) -> None:
+def set_sources(draft: Draft, sides: Mapping[str, list[dict[str, Any]]]) -> None:
     """`images.train` and its like, in the shortest form: a source that has the run's resolution
     only does not name it.
     """
     for side, sources in sides.items():
-        for one in sources:
-            if one.get("resolution") == [draft.settings.get("images.resolution")]:
-                del one["resolution"]
-            elif len(one.get("resolution", ())) == 1:
-                one["resolution"] = one["resolution"][0]
-        short = [one["name"] if len(one) == 1 else one for one in sources]
-        if short:
-            if len(short) == 1 and isinstance(short[0], str):
-                draft.settings[side] = short[0]
+        for source in sources:
+            if source.get("resolution") == [draft.settings.get("images.resolution")]:
+                del source["resolution"]
+            elif len(source.get("resolution", ())) == 1:
+                source["resolution"] = source["resolution"][0]
+        entries = [source["name"] if len(source) == 1 else source for source in sources]
+        if entries:
+            if len(entries) == 1 and isinstance(entries[0], str):
+                draft.settings[side] = entries[0]
             else:
-                draft.settings[side] = short
+                draft.settings[side] = entries
 
 
-def numbered_folders(folder: str, base: Path, **settings: Any) -> list[dict[str, Any]]:
+def read_numbered_folders(folder: str, base: Path, **settings: Any) -> list[dict[str, Any]]:
     """kohya's `10_sks dog`: a folder's repeats, and its caption where pictures have no text file."""
-    root = next((found for found in (Path(folder), base / folder) if found.is_dir()), None)
-    made = []
-    for inside in sorted(root.iterdir()) if root else ():
-        if inside.is_dir() and (found := re.match(r"^(\d+)_(.*)$", inside.name)):
-            named = not any(inside.glob("*.txt")) and any(
-                path.suffix in _SUFFIXES for path in inside.iterdir()
+    root = next((match for match in (Path(folder), base / folder) if match.is_dir()), None)
+    sources = []
+    for subfolder in sorted(root.iterdir()) if root else ():
+        if subfolder.is_dir() and (match := re.match(r"^(\d+)_(.*)$", subfolder.name)):
+            needs_caption = not any(subfolder.glob("*.txt")) and any(
+                path.suffix in _SUFFIXES for path in subfolder.iterdir()
             )
-            one = source(
-                f"{folder.rstrip('/')}/{inside.name}",
-                caption=found[2] if named else None,
+            source = picture_source(
+                f"{folder.rstrip('/')}/{subfolder.name}",
+                caption=match[2] if needs_caption else None,
                 **settings,
             )
-            made.append(one | {"repeats": int(found[1])})
-    return made
+            sources.append(source | {"repeats": int(match[1])})
+    return sources
 
 
 def largest_side(value: Any) -> int:
@@ -406,7 +438,7 @@ def largest_side(value: Any) -> int:
     return max(int(float(part)) for part in parts)
 
 
-def several(value: Any) -> list[int]:
+def parse_resolutions(value: Any) -> list[int]:
     """`[512, 768, 1024]`, `"512,768"`: resolutions of which each picture comes in each."""
     return sorted(
         {
@@ -416,28 +448,28 @@ def several(value: Any) -> list[int]:
     )
 
 
-def resolution(draft: Draft, given: Given) -> None:
+def convert_resolution(draft: Draft, source_key: SourceKey) -> None:
     """`images.resolution` is the largest one; sources of others name theirs."""
-    found = several(given.value)
-    most = max(*found, int(draft.settings.get("images.resolution", 0)))
+    sides = parse_resolutions(source_key.value)
+    largest = max(*sides, int(draft.settings.get("images.resolution", 0)))
     draft.set(
-        given,
+        source_key,
         "images.resolution",
-        most,
-        f"resolution of the source: {found}" if found != [most] else "",
+        largest,
+        f"resolution of the source: {sides}" if sides != [largest] else "",
     )
 
 
-def lokr(draft: Draft, given: Given) -> None:
-    draft.set(given, "adapter.kind", "lokr", "PEFT's, on the linear layers")
+def set_lokr(draft: Draft, source_key: SourceKey) -> None:
+    draft.set(source_key, "adapter.kind", "lokr", "PEFT's, on the linear layers")
 
 
-def _optimizer_word(draft: Draft) -> str:
+def _optimizer_name(draft: Draft) -> str:
     return next(
         filter(
             None,
             map(
-                draft.said,
+                draft.lowercase_value,
                 ("optimizer", "optimizer_type", "train.optimizer", "optimizer.optimizer"),
             ),
         ),
@@ -445,34 +477,37 @@ def _optimizer_word(draft: Draft) -> str:
     )
 
 
-def rate(draft: Draft, given: Given) -> None:
+def convert_rate(draft: Draft, source_key: SourceKey) -> None:
     """A learning rate. DAdapt and its like find their own, and 1.0 is their factor: AdamW gets a
     rate of its own in its place.
     """
-    word = _optimizer_word(draft)
-    if t.OPTIMIZERS.get(word) != "prodigy" and (
-        word.startswith(_OWN_RATE) or float(given.value) > 0.05
+    optimizer = _optimizer_name(draft)
+    if transforms.OPTIMIZERS.get(optimizer) != "prodigy" and (
+        optimizer.startswith(_RATE_FINDERS) or float(source_key.value) > 0.05
     ):
         note = (
-            f"{given.value} is the factor of {word or 'an optimizer'} that finds its own rate;"
+            f"{source_key.value} is the factor of {optimizer or 'an optimizer'} that finds its own rate;"
             " AdamW would diverge with it"
         )
-        draft.set(given, "train.learning_rate", _RATE_OF_ADAMW, note)
+        draft.set(source_key, "train.learning_rate", _ADAMW_RATE, note)
     else:
-        draft.set(given, "train.learning_rate", t.as_number(given.value))
+        draft.set(source_key, "train.learning_rate", transforms.as_number(source_key.value))
 
 
-def text_rate(draft: Draft, given: Given) -> None:
+def convert_text_encoder_rate(draft: Draft, source_key: SourceKey) -> None:
     """A rate of text encoders, or one for each. The factor of an optimizer that finds its own rate
     is none.
     """
     rates = [
-        float(one) for one in (given.value if isinstance(given.value, list) else [given.value])
+        float(value)
+        for value in (
+            source_key.value if isinstance(source_key.value, list) else [source_key.value]
+        )
     ]
     draft.settings["adapter.text_encoders"] = True
-    if max(rates) > 0.05 or _optimizer_word(draft).startswith(_OWN_RATE):
+    if max(rates) > 0.05 or _optimizer_name(draft).startswith(_RATE_FINDERS):
         draft.changed(
-            given,
+            source_key,
             "of an optimizer that finds its own rate; adapter.text_encoders has"
             " train.learning_rate",
         )
@@ -482,39 +517,50 @@ def text_rate(draft: Draft, given: Given) -> None:
         else:
             note = "one rate for all: a trained encoder has a rate above 0"
         draft.set(
-            given,
+            source_key,
             "adapter.text_encoder_rate",
             rates if len(set(rates)) > 1 and min(rates) > 0 else max(rates),
             note,
         )
 
 
-def min_snr(draft: Draft, given: Given) -> None:
+def convert_min_snr(draft: Draft, source_key: SourceKey) -> None:
     """`snr_gamma`, `min_snr_gamma`"""
     draft.settings["diffusion.weighting"] = "min_snr"
-    draft.set(given, "diffusion.snr_gamma", float(given.value), "with diffusion.weighting: min_snr")
+    draft.set(
+        source_key,
+        "diffusion.snr_gamma",
+        float(source_key.value),
+        "with diffusion.weighting: min_snr",
+    )
 
 
-def of_1000(target: str) -> t.Handler:
+def convert_timestep(target: str) -> transforms.Handler:
     """A timestep of 1000 as a share."""
-    return t.to(target, lambda value: float(value) / 1000, "a share of 1000 timesteps")
+    return transforms.convert_to(
+        target, lambda value: float(value) / 1000, "a share of 1000 timesteps"
+    )
 
 
-def preset_of(draft: Draft, mixed: object, *, full: bool = False) -> None:
+def set_default_preset(
+    draft: Draft, mixed_precision: object, *, half_weights: bool = False
+) -> None:
     """`precision.preset`, by the dtype of the products. full: weights in that dtype too."""
     adapter = draft.settings.get("adapter.kind") != "none"
-    word = (
-        str(mixed or "no")
+    dtype_name = (
+        str(mixed_precision or "no")
         .lower()
         .replace("bfloat16", "bf16")
         .replace("float16", "fp16")
         .replace("bfloat_16", "bf16")
     )
-    bf16 = "bf16-lora" if adapter else "bf16-pure" if full else "bf16-mixed"
-    draft.default("precision.preset", {"bf16": bf16, "fp16": "fp16-mixed"}.get(word, "fp32"))
+    bf16_preset = "bf16-lora" if adapter else "bf16-pure" if half_weights else "bf16-mixed"
+    draft.default(
+        "precision.preset", {"bf16": bf16_preset, "fp16": "fp16-mixed"}.get(dtype_name, "fp32")
+    )
 
 
-def without_text_encoders(draft: Draft) -> None:
+def drop_text_encoders(draft: Draft) -> None:
     """Where there is no LoRA, text encoders have none."""
     for key in (
         ("adapter.text_encoders", "adapter.text_encoder_rate")
@@ -524,15 +570,15 @@ def without_text_encoders(draft: Draft) -> None:
         draft.settings.pop(key, None)
 
 
-def without_adapters_on_the_way(draft: Draft) -> None:
+def drop_adapter_files(draft: Draft) -> None:
     """Every weight is trained: no adapter is written."""
     for key in ("run.adapters_every", "run.adapter_format"):
         draft.settings.pop(key, None)
 
 
 # arguments that kohya's scripts and SimpleTuner have from diffusers' own
-SCRIPT: dict[str, t.Handler] = {
-    **t.carried(
+DIFFUSERS_KEYS: dict[str, transforms.Handler] = {
+    **transforms.copy_values(
         model="name=pretrained_model_name_or_path revision",
         diffusion="noise_offset guidance=guidance_scale",
         train=(
@@ -543,11 +589,13 @@ SCRIPT: dict[str, t.Handler] = {
         ),
         run="folder=output_dir keep=checkpoints_total_limit",
     ),
-    "learning_rate": rate,
-    "gradient_checkpointing": t.either("train.gradient_checkpointing", "layers", "none"),
-    "lr_scheduler": t.schedule_of(
-        {**t.SCHEDULES, "cosine_with_restarts": ("cosine", "without restarts")}
+    "learning_rate": convert_rate,
+    "gradient_checkpointing": transforms.convert_switch(
+        "train.gradient_checkpointing", "layers", "none"
     ),
-    **t.each(min_snr, "snr_gamma min_snr_gamma"),
-    **t.each(t.trackers, "report_to log_with"),
+    "lr_scheduler": transforms.schedule_converter(
+        {**transforms.SCHEDULES, "cosine_with_restarts": ("cosine", "without restarts")}
+    ),
+    **transforms.same_handler(convert_min_snr, "snr_gamma min_snr_gamma"),
+    **transforms.same_handler(transforms.convert_trackers, "report_to log_with"),
 }

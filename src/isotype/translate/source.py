@@ -17,35 +17,35 @@ from ..doctor.check.text_files import Unreadable, parse_scalar, read_json, read_
 from ..doctor.check.tools import identify_tool
 from ..errors import UsageError
 from .pictures import (
-    keys_of,
-    kohya_dataset_file,
-    nested,
+    detect_program_tool,
+    detect_tree_tool,
+    kohya_dataset_keys,
+    nested_keys,
+    read_picture_keys,
+    redact_key,
     simpletuner_keys,
-    tool_of_program,
-    tool_of_tree,
-    without_secret,
 )
-from .transforms import Computed, Given
+from .transforms import Computed, SourceKey
 
-LARGEST = 4 << 20  # bytes
+MAX_BYTES = 4 << 20  # bytes
 # the answer of `identify` for a flat file with a model's or an adapter's arguments
-_TOOL_OF = {"model": "hf", "peft": "hf"}
-_COMMANDS = ("trl", "llamafactory-cli", "axolotl", "tune")
+_TOOL_ALIASES = {"model": "hf", "peft": "hf"}
+_COMMAND_PROGRAMS = ("trl", "llamafactory-cli", "axolotl", "tune")
 # call -> (what its arguments are called in the tables, positional names); an argument not named
 # here keeps its own name
-_LORA = {
+_LORA_ARGUMENTS = {
     "r": "lora_r",
     "target_modules": "lora_target_modules",
     "modules_to_save": "lora_modules_to_save",
 }
-_MODEL = {
+_MODEL_ARGUMENTS = {
     "0": "model_name_or_path",
     "pretrained_model_name_or_path": "model_name_or_path",
     "model_name": "model_name_or_path",
 }
-_PYTHON_CALLS: dict[str, dict[str, str]] = {
+_CALL_ARGUMENTS: dict[str, dict[str, str]] = {
     "LoraConfig": {
-        **_LORA,
+        **_LORA_ARGUMENTS,
         "0": "lora_r",
         "bias": "lora_bias",
         "inference_mode": "lora_inference_mode",
@@ -53,7 +53,7 @@ _PYTHON_CALLS: dict[str, dict[str, str]] = {
     },
     "BitsAndBytesConfig": {},
     "get_peft_model": {
-        **_LORA,
+        **_LORA_ARGUMENTS,
         "bias": "lora_bias",
         "random_state": "lora_seed",
         "loftq_config": "loftq",
@@ -75,7 +75,7 @@ _PYTHON_CALLS: dict[str, dict[str, str]] = {
     },
     "Trainer": {"model": "model_name_or_path"},
 }
-_ARGUMENTS = re.compile(
+_ARGUMENTS_CLASS = re.compile(
     r"^(?:Seq2Seq|Unsloth)?TrainingArguments$|^(?:SFT|DPO|KTO|ORPO|CPO|Reward)Config$"
 )
 # TRL's preference methods, as classes and as scripts; the method becomes the key `trl_method`
@@ -84,11 +84,11 @@ _METHOD_SCRIPT = re.compile(
     r"^trl (dpo|kto|reward)$|(?:^|/)(?:run_)?(dpo|kto|orpo|cpo|reward)(?:_modeling)?\.py$"
 )
 
-_MODELS = re.compile(
+_MODEL_CLASS = re.compile(
     r"^(?:Auto(?:Liger)?(?:ModelForCausalLM|KernelForCausalLM)|AutoLigerKernelForCausalLM|\w+ForCausalLM|Fast(?:Language|Vision)?Model"
     r"|AutoModelFor(?:SequenceClassification|ImageTextToText|Vision2Seq))$"
 )
-_OBJECTS = (  # handed from one call to another: their own settings are keys, the variables are not
+_PROGRAM_OBJECTS = (  # handed from one call to another: their own settings are keys, the variables are not
     *(
         "model",
         "tokenizer",
@@ -115,25 +115,25 @@ _OBJECTS = (  # handed from one call to another: their own settings are keys, th
 @dataclass
 class Source:
     """calls: names of what a Python file calls; method: the word behind `trl`, `tune run` or the
-    like; all for `refusal`.
+    like; all for `refusal_reason`.
 
     config  the file of settings that a command names: its precision is the training's
     """
 
     file: str
     tool: str | None
-    keys: list[Given] = field(default_factory=list)
-    calls: frozenset[str] = frozenset()
+    keys: list[SourceKey] = field(default_factory=list)
+    called_names: frozenset[str] = frozenset()
     method: str = ""
     config: str = ""
 
     def __post_init__(self) -> None:
-        self.keys = [without_secret(given) for given in self.keys]
+        self.keys = [redact_key(source_key) for source_key in self.keys]
 
     def get(self, name: str) -> object:
-        return next((given.value for given in self.keys if given.name == name), None)
+        return next((source_key.value for source_key in self.keys if source_key.name == name), None)
 
-    def has(self, *prefixes: str) -> Given | None:
+    def has(self, *prefixes: str) -> SourceKey | None:
         """The first key with one of these names, or below one of them."""
         return next(
             (
@@ -145,15 +145,15 @@ class Source:
         )
 
 
-def read(path: Path, asked: str | None = None) -> Source:
+def read_source(path: Path, requested_tool: str | None = None) -> Source:
     """Raises UsageError with file and line for what cannot be read.
 
-    asked  the tool that the user named
+    requested_tool  the tool that the user named
     """
     try:
         if path.is_dir():
             raise UsageError(f"{path}: is a folder; give the configuration file")
-        if path.stat().st_size > LARGEST:
+        if path.stat().st_size > MAX_BYTES:
             raise UsageError(
                 f"{path}: {path.stat().st_size >> 20} MiB, too large for a configuration"
             )
@@ -165,14 +165,14 @@ def read(path: Path, asked: str | None = None) -> Source:
     suffix = path.suffix.lower()
     try:
         if suffix == ".py":
-            return _program(text, path, lambda line: line)
+            return _read_program(text, path, lambda line: line)
         if suffix == ".ipynb":
             code, line_of = read_notebook(text)
-            return _program(code, path, line_of)
+            return _read_program(code, path, line_of)
         if suffix == ".env" and is_config_env(set(shell.read_script(text).variables)):
             return Source(str(path), "simpletuner", simpletuner_keys(text, path))
         if suffix in (".sh", ".bash", ".slurm", ".sbatch", ".env"):
-            return _commands(text, path)
+            return _read_script(text, path)
         if suffix not in (".yaml", ".yml", ".json", ".toml"):
             raise UsageError(
                 f"{path}: isotype import reads YAML, JSON, TOML, Python, notebooks and shell"
@@ -182,15 +182,26 @@ def read(path: Path, asked: str | None = None) -> Source:
     except Unreadable as error:
         raise UsageError(f"{path}:{error.line}: {error}") from None
     tool = identify_tool(tree.data, path.name)
-    if "simpletuner" in (asked, tool):
+    if "simpletuner" in (requested_tool, tool):
         return Source(str(path), "simpletuner", simpletuner_keys(tree, path))
-    if (of_pictures := tool_of_tree(tree, tool)) is not None:
-        found = keys_of(of_pictures, tree, path)
-        named = next((given.value for given in found if given.name == "dataset_config"), None)
-        return Source(str(path), of_pictures, [*found, *kohya_dataset_file(named, path)])
+    if (picture_tool := detect_tree_tool(tree, tool)) is not None:
+        picture_keys = read_picture_keys(picture_tool, tree, path)
+        dataset_file = next(
+            (
+                source_key.value
+                for source_key in picture_keys
+                if source_key.name == "dataset_config"
+            ),
+            None,
+        )
+        return Source(
+            str(path), picture_tool, [*picture_keys, *kohya_dataset_keys(dataset_file, path)]
+        )
     data = tree.data if isinstance(tree.data, dict) else {}
-    keys = list(nested(data, tree, whole=() if tool == "torchtune" else _WHOLE))
-    names = {given.name.partition(".")[0] for given in keys}
+    keys = list(
+        nested_keys(data, tree, mapping_values=() if tool == "torchtune" else _MAPPING_VALUES)
+    )
+    names = {source_key.name.partition(".")[0] for source_key in keys}
     if "base_model" in names and names & {"micro_batch_size", "sequence_len", "sample_packing"}:
         tool = "axolotl"  # also for files in which most keys are Hugging Face's
     if (
@@ -198,86 +209,92 @@ def read(path: Path, asked: str | None = None) -> Source:
         or {"model_class", "model"} <= names
     ):
         tool = "llamafactory"
-    return Source(str(path), _TOOL_OF.get(tool or "", tool), keys)
+    return Source(str(path), _TOOL_ALIASES.get(tool or "", tool), keys)
 
 
 # mappings that are one value; torchtune, whose components nest, has none
-_WHOLE = (
+_MAPPING_VALUES = (
     "lr_scheduler_kwargs", "special_tokens", "fsdp_config", "plugins", "rope_scaling", "chat_template_kwargs", "dataset_columns",
     "deepspeed",
 )  # fmt: skip
 
 
-def _program(text: str, path: Path, line_of: Callable[[int | None], int | None]) -> Source:
+def _read_program(text: str, path: Path, line_of: Callable[[int | None], int | None]) -> Source:
     calls = python_calls.read_calls(text)
-    keys = [Given(g.name, g.value, line_of(g.line), g.written) for g in _from_calls(calls)]
-    named = frozenset(
+    keys = [SourceKey(g.name, g.value, line_of(g.line), g.written) for g in _call_keys(calls)]
+    called_names = frozenset(
         name for call in calls for name in (call.name, call.owner.rpartition(".")[2]) if name
     )
     methods = {
-        found[1].lower(): call for call in calls if (found := _METHOD_CLASS.match(call.name))
+        match[1].lower(): call for call in calls if (match := _METHOD_CLASS.match(call.name))
     }
     keys = [
         *(
-            Given("trl_method", method, line_of(call.line), call.name)
+            SourceKey("trl_method", method, line_of(call.line), call.name)
             for method, call in methods.items()
         ),
         *keys,
     ]
-    arguments = named & {"TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig"}
-    trains = methods or arguments or any(name.endswith("Trainer") for name in named)
+    argument_classes = called_names & {"TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig"}
+    has_training = (
+        methods or argument_classes or any(name.endswith("Trainer") for name in called_names)
+    )
     tool = None
-    if trains and keys:
-        tool = "trl" if methods or named & {"SFTConfig", "SFTTrainer"} else "hf"
-        if named & {"FastLanguageModel", "FastModel", "FastVisionModel"}:
+    if has_training and keys:
+        tool = "trl" if methods or called_names & {"SFTConfig", "SFTTrainer"} else "hf"
+        if called_names & {"FastLanguageModel", "FastModel", "FastVisionModel"}:
             tool = "unsloth"
         else:
             tool = tool
-    return Source(str(path), tool, keys, named)
+    return Source(str(path), tool, keys, called_names)
 
 
-def _commands(text: str, path: Path) -> Source:
+def _read_script(text: str, path: Path) -> Source:
     """The training command of a script: `trl sft --...`, `llamafactory-cli train --...`, `tune run
     RECIPE key=value`, `python x.py ...`.
     """
-    for words, line in shell.read_script(text).commands:
-        first = words[0].rpartition("/")[2]
-        program = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
-        if first not in _COMMANDS and program is None:
+    for arguments, line in shell.read_script(text).commands:
+        first = arguments[0].rpartition("/")[2]
+        program = next(
+            (i for i, argument in enumerate(arguments) if argument.endswith(".py")), None
+        )
+        if first not in _COMMAND_PROGRAMS and program is None:
             continue
-        start = 2 if first in _COMMANDS else (program or 0) + 1
-        given = shell.parse_options(words[start:])
+        start = 2 if first in _COMMAND_PROGRAMS else (program or 0) + 1
+        options = shell.parse_options(arguments[start:])
         if first == "tune":
             pairs = [
-                m for word in words[start:] if (m := re.match(r"^([A-Za-z_][\w.]*)=(.*)$", word))
+                m
+                for argument in arguments[start:]
+                if (m := re.match(r"^([A-Za-z_][\w.]*)=(.*)$", argument))
             ]
-            given = {m[1]: parse_scalar(m[2]) for m in pairs}
-        if not given:
+            options = {m[1]: parse_scalar(m[2]) for m in pairs}
+        if not options:
             continue
         keys = [
-            Given(
+            SourceKey(
                 key,
                 parse_scalar(value) if isinstance(value, str) else value,
                 line,
                 f"--{key}" if first != "tune" else key,
             )
-            for key, value in given.items()
+            for key, value in options.items()
         ]
-        script = words[program] if program is not None else ""
-        if (of_pictures := tool_of_program(script)) is not None:
-            return _picture_script(of_pictures, keys, path, script)
+        script = arguments[program] if program is not None else ""
+        if (picture_tool := detect_program_tool(script)) is not None:
+            return _read_picture_command(picture_tool, keys, path, script)
         tool = {
             "trl": "hf",
             "llamafactory-cli": "llamafactory",
             "axolotl": "axolotl",
             "tune": "torchtune",
-        }.get(first) or identify_tool(given)
-        method = " ".join(words[1 : start + 1])
-        tool = _TOOL_OF.get(tool or "", tool)
+        }.get(first) or identify_tool(options)
+        method = " ".join(arguments[1 : start + 1])
+        tool = _TOOL_ALIASES.get(tool or "", tool)
         if tool in (None, "hf", "trl") and (
-            found := _METHOD_SCRIPT.search(" ".join(words[:2]) if first == "trl" else script)
+            match := _METHOD_SCRIPT.search(" ".join(arguments[:2]) if first == "trl" else script)
         ):
-            return _preference_script(found, keys, path, method)
+            return _read_preference_command(match, keys, path, method)
         return Source(str(path), tool, keys, method=method)
     raise UsageError(
         f"{path}: no training command in it that isotype import knows (trl, llamafactory-cli,"
@@ -285,14 +302,16 @@ def _commands(text: str, path: Path) -> Source:
     )
 
 
-def _preference_script(found: re.Match[str], keys: list[Given], path: Path, method: str) -> Source:
+def _read_preference_command(
+    match: re.Match[str], keys: list[SourceKey], path: Path, method: str
+) -> Source:
     """A command line of TRL's preference scripts, with the file that `--config` names."""
-    said = {given.name: given for given in keys}
-    named = Given(
-        "trl_method", found[1] or found[2], next(iter(said.values())).line, found[0].lstrip("/")
+    options = {source_key.name: source_key for source_key in keys}
+    method_key = SourceKey(
+        "trl_method", match[1] or match[2], next(iter(options.values())).line, match[0].lstrip("/")
     )
-    if (config := said.pop("config", None)) is None:
-        return Source(str(path), "hf", [named, *keys], method=method)
+    if (config := options.pop("config", None)) is None:
+        return Source(str(path), "hf", [method_key, *keys], method=method)
     file = next(
         (
             file
@@ -305,82 +324,88 @@ def _preference_script(found: re.Match[str], keys: list[Given], path: Path, meth
         raise UsageError(
             f"{path}:{config.line}: --config {config.value} is not there; its settings are needed"
         )
-    if own := sorted(
-        said.keys() & {"bf16", "fp16", "dtype", "torch_dtype", "load_in_4bit", "load_in_8bit"}
+    if precision_options := sorted(
+        options.keys() & {"bf16", "fp16", "dtype", "torch_dtype", "load_in_4bit", "load_in_8bit"}
     ):
-        raise UsageError(f"{path}:{config.line}: --{own[0]} beside --config: write it into {file}")
+        raise UsageError(
+            f"{path}:{config.line}: --{precision_options[0]} beside --config: write it into {file}"
+        )
     return Source(
         str(path),
         "hf",
-        [named, *said.values(), *(key for key in read(file).keys if key.name not in said)],
+        [
+            method_key,
+            *options.values(),
+            *(key for key in read_source(file).keys if key.name not in options),
+        ],
         method=method,
         config=str(file),
     )
 
 
-def _picture_script(tool: str, keys: list[Given], path: Path, script: str) -> Source:
+def _read_picture_command(tool: str, keys: list[SourceKey], path: Path, script: str) -> Source:
     """A command line of kohya's or of diffusers' scripts, with the files that it names."""
-    said = {given.name: given.value for given in keys}
+    values = {source_key.name: source_key.value for source_key in keys}
     if tool == "kohya":
-        file = path.parent / str(said.get("config_file"))
+        file = path.parent / str(values.get("config_file"))
         keys = [
             *keys,
             *(
-                given
-                for given in (read(file).keys if file.is_file() else ())
-                if given.name not in said
+                source_key
+                for source_key in (read_source(file).keys if file.is_file() else ())
+                if source_key.name not in values
             ),
         ]
-        keys += kohya_dataset_file(said.get("dataset_config"), path)
+        keys += kohya_dataset_keys(values.get("dataset_config"), path)
     return Source(str(path), tool, keys, method=script)
 
 
-def _from_calls(calls: list[Call]) -> Iterator[Given]:
+def _call_keys(calls: list[Call]) -> Iterator[SourceKey]:
     """Every argument of every call that sets training up."""
     for call in calls:
-        names = _names(call)
+        names = _argument_names(call)
         if names is None:
             continue
         for argument, (value, line) in call.arguments.items():
             name = names.get(argument, argument)
             if argument.isdigit() and argument not in names:
                 continue
-            if name in _OBJECTS or (
+            if name in _PROGRAM_OBJECTS or (
                 name == "model_name_or_path"
                 and call.name.endswith("Trainer")
                 and not isinstance(value, str)
             ):
                 continue
-            yield Given(
+            yield SourceKey(
                 name,
-                _plain(value),
+                _literal_value(value),
                 line,
-                f"{_shown(call)}({argument if not argument.isdigit() else ''})",
+                f"{_call_label(call)}({argument if not argument.isdigit() else ''})",
             )
 
 
-def _names(call: Call) -> dict[str, str] | None:
+def _argument_names(call: Call) -> dict[str, str] | None:
     """How this call's arguments are called here; None for a call that sets nothing."""
     if call.name == "from_pretrained":
-        if _MODELS.match(call.owner.rpartition(".")[2]):
-            return {**_MODEL, "max_seq_length": "max_length"}
+        if _MODEL_CLASS.match(call.owner.rpartition(".")[2]):
+            return {**_MODEL_ARGUMENTS, "max_seq_length": "max_length"}
         return None
     if call.name == "get_peft_model" and not call.owner.endswith(
         ("FastLanguageModel", "FastModel", "FastVisionModel")
     ):
         return None  # PEFT's own: (model, config)
-    if _ARGUMENTS.match(call.name):
+    if _ARGUMENTS_CLASS.match(call.name):
         return {"0": "output_dir", "max_seq_length": "max_length"}
-    return _PYTHON_CALLS.get(call.name)
+    return _CALL_ARGUMENTS.get(call.name)
 
 
-def _shown(call: Call) -> str:
+def _call_label(call: Call) -> str:
     if call.name == "from_pretrained":
         return f"{call.owner.rpartition('.')[2]}.{call.name}"
     return call.name
 
 
-def _plain(value: Any) -> Any:
+def _literal_value(value: Any) -> Any:
     """What is not written in the file is Computed; calls that only give a name
     (`is_bfloat16_supported()`) too.
     """

@@ -6,10 +6,10 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from . import transforms as t
-from .hugging_face import leave_out
+from . import transforms
+from .hugging_face import drop_preference_conflicts
 from .source import Source
-from .transforms import Draft, Given
+from .transforms import Draft, SourceKey
 
 _DATASETS = {  # component -> (hub dataset when `source` is not given, format)
     "alpaca_dataset": ("tatsu-lab/alpaca", "alpaca"),
@@ -24,38 +24,38 @@ _DATASETS = {  # component -> (hub dataset when `source` is not given, format)
     "stack_exchange_paired_dataset": ("lvwerra/stack-exchange-paired", "auto"),
 }
 _STACK_EXCHANGE = {"prompt": "question", "chosen": "response_j", "rejected": "response_k"}
-_DPO = "torchtune.rlhf.loss.DPOLoss"
-_MODULES = {"output_proj": "o_proj"}
-_MLP = ["gate_proj", "up_proj", "down_proj"]
+_DPO_LOSS = "torchtune.rlhf.loss.DPOLoss"
+_MODULE_NAMES = {"output_proj": "o_proj"}
+_MLP_MODULES = ["gate_proj", "up_proj", "down_proj"]
 
 
-def refusal(source: Source) -> str | None:
+def refusal_reason(source: Source) -> str | None:
     """Why this source's method is not offered, or None."""
-    for given in source.keys:
-        word = str(given.value)
+    for source_key in source.keys:
+        value = str(source_key.value)
         if (
-            given.name.endswith("_component_")
-            and word != _DPO
-            and re.search(r"RSO|GRPO|PPO|torchtune\.rlhf", word)
+            source_key.name.endswith("_component_")
+            and value != _DPO_LOSS
+            and re.search(r"RSO|GRPO|PPO|torchtune\.rlhf", value)
         ):
-            where = f"line {given.line}: {given.written or given.name}: {word}"
-            return f"{where} is not offered: of these methods, DPOLoss is"
-        if given.name.startswith(("teacher_model", "teacher_checkpointer", "kd_")):
-            return f"line {given.line}: {given.name}: distillation is not offered"
-        if given.name.startswith("quantizer") or "qat" in source.method:
+            place = f"line {source_key.line}: {source_key.written or source_key.name}: {value}"
+            return f"{place} is not offered: of these methods, DPOLoss is"
+        if source_key.name.startswith(("teacher_model", "teacher_checkpointer", "kd_")):
+            return f"line {source_key.line}: {source_key.name}: distillation is not offered"
+        if source_key.name.startswith("quantizer") or "qat" in source.method:
             return (
-                f"line {given.line}: {given.name}: quantisation-aware training and quantising a"
+                f"line {source_key.line}: {source_key.name}: quantisation-aware training and quantising a"
                 " finished model are not offered"
             )
-        pictures = re.search(r"vision|multimodal|\.clip\.", word) and given.name.endswith(
+        is_vision = re.search(r"vision|multimodal|\.clip\.", value) and source_key.name.endswith(
             "_component_"
         )
-        if pictures or given.name in (
+        if is_vision or source_key.name in (
             "tokenizer.max_num_tiles",
             "model.encoder_trainable",
             "model.fusion_trainable",
         ):
-            return f"line {given.line}: {given.name}: {word}: models with pictures are not offered"
+            return f"line {source_key.line}: {source_key.name}: {value}: models with pictures are not offered"
     if re.search(r"dpo|ppo|grpo", source.method) and not source.has("loss"):
         return (
             f"tune {source.method.split(' --')[0]}: the method's settings are in its configuration:"
@@ -69,91 +69,99 @@ def refusal(source: Source) -> str | None:
     return None
 
 
-def _model(draft: Draft, given: Given) -> None:
-    component = str(given.value).rpartition(".")[2]
+def _convert_model(draft: Draft, source_key: SourceKey) -> None:
+    component = str(source_key.value).rpartition(".")[2]
     if component.startswith(("lora_", "qlora_", "dora_", "qdora_")):
         dora = component.removeprefix("q").startswith("dora_")
-        draft.set(given, "adapter.kind", "lora", "the model itself is model.name")
+        draft.set(source_key, "adapter.kind", "lora", "the model itself is model.name")
         if dora:
             draft.settings["adapter.dora"] = True
     else:
         draft.set(
-            given, "adapter.kind", "none", "every weight is trained; the model itself is model.name"
+            source_key,
+            "adapter.kind",
+            "none",
+            "every weight is trained; the model itself is model.name",
         )
 
 
-def _modules(draft: Draft, given: Given) -> None:
-    names = [_MODULES.get(str(name), str(name)) for name in given.value or []]
-    if t.is_on(draft.keys.get("model.apply_lora_to_mlp", False)):
-        names += _MLP
+def _convert_modules(draft: Draft, source_key: SourceKey) -> None:
+    names = [_MODULE_NAMES.get(str(name), str(name)) for name in source_key.value or []]
+    if transforms.is_enabled(draft.keys.get("model.apply_lora_to_mlp", False)):
+        names += _MLP_MODULES
     draft.set(
-        given,
+        source_key,
         "adapter.targets",
         names,
         "torchtune's names as Hugging Face has them" if "o_proj" in names else "",
     )
 
 
-def _dataset(draft: Draft, given: Given) -> None:
-    at = given.name.partition(".")[0]  # dataset or dataset_val
-    target = "data.train" if at == "dataset" else "data.eval"
-    component = str(given.value).rpartition(".")[2]
-    known = _DATASETS.get(component)
-    if known is None:
-        draft.not_offered(given, "data.train: a file, a folder or hf:NAME")
+def _convert_dataset(draft: Draft, source_key: SourceKey) -> None:
+    section = source_key.name.partition(".")[0]  # dataset or dataset_val
+    target = "data.train" if section == "dataset" else "data.eval"
+    component = str(source_key.value).rpartition(".")[2]
+    defaults = _DATASETS.get(component)
+    if defaults is None:
+        draft.not_offered(source_key, "data.train: a file, a folder or hf:NAME")
         return
-    source = draft.keys.get(f"{at}.source") or known[0]
-    files = draft.keys.get(f"{at}.data_files")
+    source = draft.keys.get(f"{section}.source") or defaults[0]
+    files = draft.keys.get(f"{section}.data_files")
     if files:
         entry: dict[str, Any] = {"name": str(files[0] if isinstance(files, list) else files)}
     elif source:
         entry = {"name": f"hf:{source}"}
     else:
-        draft.not_offered(given, "dataset.source is missing: data.train names a file or hf:NAME")
+        draft.not_offered(
+            source_key, "dataset.source is missing: data.train names a file or hf:NAME"
+        )
         return
-    if known[1] != "auto":
-        entry["format"] = known[1]
-    if not files and draft.keys.get(f"{at}.split") not in (None, "train"):
-        entry["split"] = str(draft.keys[f"{at}.split"])
-    if paired := component == "stack_exchange_paired_dataset":
-        entry["columns"] = draft.keys.get(f"{at}.column_map") or _STACK_EXCHANGE
+    if defaults[1] != "auto":
+        entry["format"] = defaults[1]
+    if not files and draft.keys.get(f"{section}.split") not in (None, "train"):
+        entry["split"] = str(draft.keys[f"{section}.split"])
+    if is_paired := component == "stack_exchange_paired_dataset":
+        entry["columns"] = draft.keys.get(f"{section}.column_map") or _STACK_EXCHANGE
     draft.set(
-        given,
+        source_key,
         target,
         [entry],
-        "of which torchtune reads the folder data/rl alone" if paired and not files else "",
+        "of which torchtune reads the folder data/rl alone" if is_paired and not files else "",
     )
 
 
-def _betas(draft: Draft, given: Given) -> None:
-    first, second = (float(value) for value in given.value)
+def _convert_betas(draft: Draft, source_key: SourceKey) -> None:
+    first, second = (float(value) for value in source_key.value)
     draft.settings["train.beta2"] = second
-    draft.sources["train.beta2"] = given
-    draft.set(given, "train.beta1", first, f"and train.beta2: {second}")
+    draft.sources["train.beta2"] = source_key
+    draft.set(source_key, "train.beta1", first, f"and train.beta2: {second}")
 
 
-def _checkpointing(draft: Draft, given: Given) -> None:
-    offload = t.is_on(draft.keys.get("enable_activation_offloading", False))
+def _convert_checkpointing(draft: Draft, source_key: SourceKey) -> None:
+    offload = transforms.is_enabled(draft.keys.get("enable_activation_offloading", False))
     draft.set(
-        given,
+        source_key,
         "train.gradient_checkpointing",
-        ("layers+offload" if offload else "layers") if t.is_on(given.value) else "none",
+        ("layers+offload" if offload else "layers")
+        if transforms.is_enabled(source_key.value)
+        else "none",
     )
 
 
-def _template(draft: Draft, given: Given) -> None:
+def _convert_template(draft: Draft, source_key: SourceKey) -> None:
     """A class of torchtune by its path; one with the words of each role is not offered."""
-    name = str(given.value).rpartition(".")[2].lower()
-    is_named = isinstance(given.value, str) and given.value not in t.OFF
-    t.template(draft, replace(given, value=name) if is_named else given)
+    name = str(source_key.value).rpartition(".")[2].lower()
+    is_named = isinstance(source_key.value, str) and source_key.value not in transforms.OFF_VALUES
+    transforms.convert_template(draft, replace(source_key, value=name) if is_named else source_key)
 
 
-def _logger(draft: Draft, given: Given) -> None:
-    word = str(given.value).lower()
-    t.trackers(
+def _convert_logger(draft: Draft, source_key: SourceKey) -> None:
+    component = str(source_key.value).lower()
+    transforms.convert_trackers(
         draft,
         replace(
-            given, value=next((name for name in ("wandb", "tensorboard") if name in word), "none")
+            source_key,
+            value=next((name for name in ("wandb", "tensorboard") if name in component), "none"),
         ),
     )
 
@@ -168,7 +176,7 @@ _NO_EFFECT = {
     "part of train.gradient_checkpointing": "enable_activation_offloading",
     "everything lies in run.folder": "metric_logger.log_dir",
     "not a part of the training; isotype doctor trace and benchmarks/ look at programs": "profiler",
-    t.IRRELEVANT: (
+    transforms.IRRELEVANT: (
         "checkpointer._component_ checkpointer.checkpoint_files checkpointer.model_type"
         " ref_checkpointer tokenizer._component_ tokenizer.merges_file tokenizer.vocab_path"
         " tokenizer.merges_path optimizer.fused optimizer.foreach low_cpu_ram"
@@ -188,16 +196,16 @@ _NOT_OFFERED = {
     "one step after backward; adamw8bit or an adapter saves memory": "optimizer_in_bwd",
     "train without it: the fused ops are used by default (model.optimize)": "compile",
     "train.checkpointed_layers: every 2, a number or a list": "ac_mode ac_option",
-    t.GPUS: (
+    transforms.NOT_GPU_COUNT: (
         "tensor_parallel_plan tensor_parallel_dim fsdp data_parallel_shard_dim"
         " data_parallel_replicate_dim memory_efficient_fsdp_wrap custom_sharded_layers"
     ),
     "train.gradient_checkpointing: layers+offload, an adapter, or nf4-lora": "fsdp_cpu_offload",
 }
-KEYS: dict[str, t.Handler] = {
-    **t.table(t.no_effect, _NO_EFFECT),
-    **t.table(t.not_offered, _NOT_OFFERED),
-    **t.carried(
+KEYS: dict[str, transforms.Handler] = {
+    **transforms.rows_by_reason(transforms.no_effect, _NO_EFFECT),
+    **transforms.rows_by_reason(transforms.not_offered, _NOT_OFFERED),
+    **transforms.copy_values(
         data=(
             "columns=dataset.column_map max_length=tokenizer.max_seq_len"
             " max_length=dataset.max_seq_len packing=dataset.packed shuffle"
@@ -219,59 +227,61 @@ KEYS: dict[str, t.Handler] = {
             " log_every=log_every_n_steps"
         ),
     ),
-    "model._component_": _model,
-    "model.lora_attn_modules": _modules,
-    "model.quantize_base": t.Draft.precision,
-    "checkpointer.checkpoint_dir": t.to(
+    "model._component_": _convert_model,
+    "model.lora_attn_modules": _convert_modules,
+    "model.quantize_base": transforms.Draft.defer_precision,
+    "checkpointer.checkpoint_dir": transforms.convert_to(
         "model.name",
         str,
         "a folder in Hugging Face's format is needed (config.json, safetensors, tokenizer)",
     ),
     # data
-    "tokenizer.prompt_template": _template,
-    "dataset._component_": _dataset,
-    "dataset_val._component_": t.when(
-        lambda draft, _: draft.said("run_val_every_n_steps").isdigit(),
-        _dataset,
-        t.no_effect("no evaluation: run_val_every_n_steps is not set"),
+    "tokenizer.prompt_template": _convert_template,
+    "dataset._component_": _convert_dataset,
+    "dataset_val._component_": transforms.choose_handler(
+        lambda draft, _: draft.lowercase_value("run_val_every_n_steps").isdigit(),
+        _convert_dataset,
+        transforms.no_effect("no evaluation: run_val_every_n_steps is not set"),
     ),
-    "dataset.train_on_input": t.either("data.loss_on", "all", "assistant"),
-    "dataset.conversation_column": t.to("data.columns", lambda value: {"messages": str(value)}),
-    "dataset.conversation_style": t.to(
+    "dataset.train_on_input": transforms.convert_switch("data.loss_on", "all", "assistant"),
+    "dataset.conversation_column": transforms.convert_to(
+        "data.columns", lambda value: {"messages": str(value)}
+    ),
+    "dataset.conversation_style": transforms.convert_to(
         "data.format", lambda value: "sharegpt" if value == "sharegpt" else "messages"
     ),
     # preferences
-    "loss._component_": t.when(
-        lambda _, given: given.value == _DPO,
-        t.always("train.objective", "dpo", t.REFERENCE),
-        t.no_effect("the loss is cross-entropy"),
+    "loss._component_": transforms.choose_handler(
+        lambda _, source_key: source_key.value == _DPO_LOSS,
+        transforms.set_constant("train.objective", "dpo", transforms.REFERENCE_NOTE),
+        transforms.no_effect("the loss is cross-entropy"),
     ),
-    "ref_checkpointer.checkpoint_dir": t.when(
-        lambda draft, given: given.value == draft.keys.get("checkpointer.checkpoint_dir"),
-        t.no_effect(t.REFERENCE),
-        t.not_offered(f"another model; {t.REFERENCE}"),
+    "ref_checkpointer.checkpoint_dir": transforms.choose_handler(
+        lambda draft, source_key: source_key.value == draft.keys.get("checkpointer.checkpoint_dir"),
+        transforms.no_effect(transforms.REFERENCE_NOTE),
+        transforms.not_offered(f"another model; {transforms.REFERENCE_NOTE}"),
     ),
     # steps
-    "seed": t.to("train.seed", lambda value: int(t.as_number(value))),
-    "optimizer._component_": t.optimizer,
-    "optimizer.betas": _betas,
-    "lr_scheduler._component_": t.schedule,
-    "dtype": t.Draft.precision,
-    "enable_activation_checkpointing": _checkpointing,
+    "seed": transforms.convert_to("train.seed", lambda value: int(transforms.as_number(value))),
+    "optimizer._component_": transforms.convert_optimizer,
+    "optimizer.betas": _convert_betas,
+    "lr_scheduler._component_": transforms.convert_schedule,
+    "dtype": transforms.Draft.defer_precision,
+    "enable_activation_checkpointing": _convert_checkpointing,
     # machine, saving, logging
-    "device": t.word(
+    "device": transforms.convert_choice(
         "model.device", {"cuda": "cuda", "cpu": "cpu"}, "model.device is auto, cuda or cpu"
     ),
-    "metric_logger._component_": _logger,
+    "metric_logger._component_": _convert_logger,
 }
 
 
-def finish(draft: Draft, source: Source) -> None:
+def add_defaults(draft: Draft, source: Source) -> None:
     """torchtune's defaults where they are not Isotype's."""
-    named = f"{source.method} {draft.keys.get('recipe', '')}"
-    draft.settings.setdefault("adapter.kind", "lora" if "lora" in named else "none")
+    recipe = f"{source.method} {draft.keys.get('recipe', '')}"
+    draft.settings.setdefault("adapter.kind", "lora" if "lora" in recipe else "none")
     draft.default_adapter("lora", 8, 16.0)
     if "train.schedule" not in draft.settings:
         draft.default_all({"train.schedule": "constant", "train.warmup": 0})
     draft.default_all({"train.clip": 0.0, "data.eval_split": 0, "train.weight_decay": 0.01})
-    leave_out(draft)
+    drop_preference_conflicts(draft)

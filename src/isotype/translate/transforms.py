@@ -13,23 +13,31 @@ from typing import Any
 from ..config.keys import takes
 from ..config.yaml_text import write_value
 
-OFF = (None, "", "none", "None", "null", False, "false")  # a key with one of these is switched off
-GPUS = "not set in the file: it says what a step is, not on how many GPUs"
+OFF_VALUES = (
+    None,
+    "",
+    "none",
+    "None",
+    "null",
+    False,
+    "false",
+)  # a key with one of these is switched off
+NOT_GPU_COUNT = "not set in the file: it says what a step is, not on how many GPUs"
 IRRELEVANT = "nothing here depends on it"
-NO_SETTING = "Isotype has no such setting"
-OWN_OPS = "Isotype's own ops are used by default: model.optimize"
-OTHER_OPTIMIZERS = (
+NO_SETTING_NOTE = "Isotype has no such setting"
+OWN_OPS_NOTE = "Isotype's own ops are used by default: model.optimize"
+OTHER_OPTIMIZER_NOTE = (
     "train.optimizer has other ones (docs/optimizers.md); adamw is used, its learning rate may have"
     " to differ"
 )
-REFERENCE = (
+REFERENCE_NOTE = (
     "the reference is the model as the run starts, with its adapter; its log-probabilities are"
     " computed once"
 )
 
 
 class Fate(StrEnum):
-    TAKEN = "taken"  # the same key with the same value
+    UNCHANGED = "taken"  # the same key with the same value
     RENAMED = "renamed"  # the same value under another key
     CHANGED = "changed"  # another value, or another meaning of it: the note says which
     NO_EFFECT = "no effect"  # nothing here depends on it
@@ -37,7 +45,7 @@ class Fate(StrEnum):
 
 
 @dataclass(frozen=True)
-class Given:
+class SourceKey:
     """A key of the other tool; `name` is its name in the tables, `written` the name in the file."""
 
     name: str
@@ -54,16 +62,16 @@ class Computed:
 class Outcome:
     """became: `train.learning_rate: 0.0002`, or "" where nothing came of the key."""
 
-    given: Given
+    source_key: SourceKey
     fate: Fate
     became: str = ""
     note: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            "key": self.given.written or self.given.name,
-            "line": self.given.line,
-            "value": self.given.value,
+            "key": self.source_key.written or self.source_key.name,
+            "line": self.source_key.line,
+            "value": self.source_key.value,
             "fate": str(self.fate),
             "became": self.became or None,
             "note": self.note or None,
@@ -86,9 +94,9 @@ class Draft:
     keys: dict[str, Any] = field(default_factory=dict)
     folder: str = "."
     settings: dict[str, Any] = field(default_factory=dict)
-    sources: dict[str, Given] = field(default_factory=dict)
+    sources: dict[str, SourceKey] = field(default_factory=dict)
     outcomes: list[Outcome] = field(default_factory=list)
-    about_precision: list[Given] = field(default_factory=list)
+    precision_keys: list[SourceKey] = field(default_factory=list)
     defaults: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
 
@@ -125,50 +133,50 @@ class Draft:
             )
         return True
 
-    def said(self, key: str) -> str:
+    def lowercase_value(self, key: str) -> str:
         """The value of another key of the file, in small letters; "" where it is not set."""
         value = self.keys.get(key)
         return "" if value is None else str(value).lower()
 
-    def set(self, given: Given, target: str, value: Any, note: str = "") -> None:
+    def set(self, source_key: SourceKey, target: str, value: Any, note: str = "") -> None:
         """One setting from one key. A note, or a value that is not the given one, makes it
         `changed`.
         """
         self.settings[target] = value
-        self.sources[target] = given
+        self.sources[target] = source_key
         fate = Fate.RENAMED
-        if note or not _same(value, given.value):
+        if note or not _is_same_value(value, source_key.value):
             fate = Fate.CHANGED
-        elif given.name == target.partition(".")[2]:
-            fate = Fate.TAKEN
-        self.outcomes.append(Outcome(given, fate, f"{target}: {write_value(value)}", note))
+        elif source_key.name == target.partition(".")[2]:
+            fate = Fate.UNCHANGED
+        self.outcomes.append(Outcome(source_key, fate, f"{target}: {write_value(value)}", note))
 
-    def changed(self, given: Given, note: str) -> None:
+    def changed(self, source_key: SourceKey, note: str) -> None:
         """Isotype does something else here, for which it has no setting."""
-        self.outcomes.append(Outcome(given, Fate.CHANGED, note=note))
+        self.outcomes.append(Outcome(source_key, Fate.CHANGED, note=note))
 
-    def no_effect(self, given: Given, why: str) -> None:
-        self.outcomes.append(Outcome(given, Fate.NO_EFFECT, note=why))
+    def no_effect(self, source_key: SourceKey, reason: str) -> None:
+        self.outcomes.append(Outcome(source_key, Fate.NO_EFFECT, note=reason))
 
-    def not_offered(self, given: Given, use: str) -> None:
-        self.outcomes.append(Outcome(given, Fate.NOT_OFFERED, note=use))
+    def not_offered(self, source_key: SourceKey, alternative: str) -> None:
+        self.outcomes.append(Outcome(source_key, Fate.NOT_OFFERED, note=alternative))
 
-    def precision(self, given: Given) -> None:
+    def defer_precision(self, source_key: SourceKey) -> None:
         """Keys that decide the precision together are reported when all of them are known."""
-        self.about_precision.append(given)
+        self.precision_keys.append(source_key)
 
 
-def _same(ours: Any, theirs: Any) -> bool:
+def _is_same_value(value: Any, source_value: Any) -> bool:
     """Whether it is one value, written in two ways perhaps (`2e-4` and 0.0002)."""
-    if ours == theirs or str(ours) == str(theirs):
+    if value == source_value or str(value) == str(source_value):
         return True
     try:
-        return float(ours) == float(theirs)
+        return float(value) == float(source_value)
     except (TypeError, ValueError):
         return False
 
 
-Handler = Callable[[Draft, Given], None]
+Handler = Callable[[Draft, SourceKey], None]
 
 
 def as_number(value: Any) -> float | int:
@@ -179,76 +187,83 @@ def as_number(value: Any) -> float | int:
     return parsed
 
 
-def is_on(value: Any) -> bool:
+def is_enabled(value: Any) -> bool:
     return str(value).strip().lower() in ("true", "yes", "on", "1", "auto")
 
 
-def each(handler: Handler, names: str) -> dict[str, Handler]:
+def same_handler(handler: Handler, names: str) -> dict[str, Handler]:
     """Rows of a table for keys of which the same becomes; a name that ends in `*` is a family of
     keys.
     """
     return dict.fromkeys(names.split(), handler)
 
 
-def table(fate: Callable[[str], Handler], rows: Mapping[str, str]) -> dict[str, Handler]:
-    """Rows of one fate: reason -> the keys, as `each` takes them."""
+def rows_by_reason(fate: Callable[[str], Handler], rows: Mapping[str, str]) -> dict[str, Handler]:
+    """Rows of one fate: reason -> the keys, as `same_handler` takes them."""
     return {
         name: handler
-        for why, names in rows.items()
-        for name, handler in each(fate(why), names).items()
+        for reason, names in rows.items()
+        for name, handler in same_handler(fate(reason), names).items()
     }
 
 
-def to(target: str, convert: Callable[[Any], Any] = lambda value: value, note: str = "") -> Handler:
-    return lambda draft, given: draft.set(given, target, convert(given.value), note)
+def convert_to(
+    target: str, convert: Callable[[Any], Any] = lambda value: value, note: str = ""
+) -> Handler:
+    return lambda draft, source_key: draft.set(source_key, target, convert(source_key.value), note)
 
 
-def number(target: str) -> Handler:
-    return to(target, as_number)
+def convert_number(target: str) -> Handler:
+    return convert_to(target, as_number)
 
 
-def carried(**sections: str) -> dict[str, Handler]:
+def copy_values(**sections: str) -> dict[str, Handler]:
     """Rows of keys that keep their value, by section: `train="seed clip=max_grad_norm"`,
     ours=theirs, or one word for both.
     """
     pairs = [
-        (section, *word.partition("="))
-        for section, words in sections.items()
-        for word in words.split()
+        (section, *pair.partition("="))
+        for section, pairs_text in sections.items()
+        for pair in pairs_text.split()
     ]
-    return {theirs or ours: _typed(f"{section}.{ours}") for section, ours, _, theirs in pairs}
+    return {
+        source_name or setting: _convert_by_schema(f"{section}.{setting}")
+        for section, setting, _, source_name in pairs
+    }
 
 
-def _typed(target: str) -> Handler:
+def _convert_by_schema(target: str) -> Handler:
     """The value as the schema types `target`: a whole number from 1 on, a number, a truth, text, or
     as it stands.
     """
 
-    def handler(draft: Draft, given: Given) -> None:
+    def handler(draft: Draft, source_key: SourceKey) -> None:
         if takes(target, "integer"):
-            count(target)(draft, given)
+            convert_count(target)(draft, source_key)
         elif takes(target, "number"):
-            number(target)(draft, given)
+            convert_number(target)(draft, source_key)
         elif takes(target, "boolean"):
-            draft.set(given, target, is_on(given.value))
+            draft.set(source_key, target, is_enabled(source_key.value))
         else:
             as_it_is = (
-                isinstance(given.value, bool) or takes(target, "array") or takes(target, "object")
+                isinstance(source_key.value, bool)
+                or takes(target, "array")
+                or takes(target, "object")
             )
             # a truth is no text: the schema refuses it
-            draft.set(given, target, given.value if as_it_is else str(given.value))
+            draft.set(source_key, target, source_key.value if as_it_is else str(source_key.value))
 
     return handler
 
 
-def either(target: str, yes: Any, no: Any) -> Handler:
+def convert_switch(target: str, enabled_value: Any, disabled_value: Any) -> Handler:
     """One value where the key is on, another where it is off."""
-    return to(target, lambda value: yes if is_on(value) else no)
+    return convert_to(target, lambda value: enabled_value if is_enabled(value) else disabled_value)
 
 
-def names(target: str) -> Handler:
+def convert_list(target: str) -> Handler:
     """A list, or text with commas."""
-    return to(
+    return convert_to(
         target,
         lambda value: (
             [part.strip() for part in value.split(",")] if isinstance(value, str) else value
@@ -256,110 +271,120 @@ def names(target: str) -> Handler:
     )
 
 
-def count(target: str) -> Handler:
+def convert_count(target: str) -> Handler:
     """A whole number from 1 on; 0 and -1 leave the default."""
 
-    def handler(draft: Draft, given: Given) -> None:
-        value = as_number(given.value)
+    def handler(draft: Draft, source_key: SourceKey) -> None:
+        value = as_number(source_key.value)
         if value <= 0:
-            draft.no_effect(given, f"{given.value}: the default")
+            draft.no_effect(source_key, f"{source_key.value}: the default")
         elif value != int(value):
-            draft.not_offered(given, f"a share of the run; {target} is a number of steps")
+            draft.not_offered(source_key, f"a share of the run; {target} is a number of steps")
         else:
-            draft.set(given, target, int(value))
+            draft.set(source_key, target, int(value))
 
     return handler
 
 
-def word(
-    target: str, words: Mapping[str, Any], otherwise: str, *, fate: str = "not_offered"
+def convert_choice(
+    target: str, choices: Mapping[str, Any], otherwise: str, *, fate: str = "not_offered"
 ) -> Handler:
     """The word's counterpart (`value`, or `(value, note)`); where there is none, `otherwise` with
     that fate.
     """
 
-    def handler(draft: Draft, given: Given) -> None:
-        said = re.sub(r"^.*(?:OptimizerNames|SchedulerType)\.", "", str(given.value)).lower()
-        if said not in words:
-            getattr(draft, fate)(given, otherwise)
-        elif isinstance(words[said], tuple):
-            draft.set(given, target, *words[said])
+    def handler(draft: Draft, source_key: SourceKey) -> None:
+        choice = re.sub(r"^.*(?:OptimizerNames|SchedulerType)\.", "", str(source_key.value)).lower()
+        if choice not in choices:
+            getattr(draft, fate)(source_key, otherwise)
+        elif isinstance(choices[choice], tuple):
+            draft.set(source_key, target, *choices[choice])
         else:
-            draft.set(given, target, words[said])
+            draft.set(source_key, target, choices[choice])
 
     return handler
 
 
-def when_on(target: str, value: Any, off: str = "switched off", note: str = "") -> Handler:
+def set_if_enabled(
+    target: str, value: Any, off_note: str = "switched off", note: str = ""
+) -> Handler:
     """Sets `target` where the key is on."""
-    return lambda draft, given: (
-        draft.set(given, target, value, note) if is_on(given.value) else draft.no_effect(given, off)
+    return lambda draft, source_key: (
+        draft.set(source_key, target, value, note)
+        if is_enabled(source_key.value)
+        else draft.no_effect(source_key, off_note)
     )
 
 
-def where(key: str, words: str, then: Handler, otherwise: str) -> Handler:
-    """`then` where another key of the file has one of these words (`on`: is switched on; none: is
+def require_key(key: str, accepted: str, convert: Handler, reason: str) -> Handler:
+    """`convert` where another key of the file has one of these words (`on`: is switched on; none: is
     not set); else no effect.
     """
 
-    def handler(draft: Draft, given: Given) -> None:
-        if words == "on":
-            holds = is_on(draft.keys.get(key))
+    def handler(draft: Draft, source_key: SourceKey) -> None:
+        if accepted == "on":
+            is_accepted = is_enabled(draft.keys.get(key))
         else:
-            holds = draft.said(key) in (words.split() or [""])
-        then(draft, given) if holds else draft.no_effect(given, otherwise)
+            is_accepted = draft.lowercase_value(key) in (accepted.split() or [""])
+        convert(draft, source_key) if is_accepted else draft.no_effect(source_key, reason)
 
     return handler
 
 
-def when(holds: Callable[[Draft, Given], object], then: Handler, otherwise: Handler) -> Handler:
-    """`then` where what the file says `holds`."""
-    return lambda draft, given: (then if holds(draft, given) else otherwise)(draft, given)
+def choose_handler(
+    condition: Callable[[Draft, SourceKey], object], handler: Handler, alternative: Handler
+) -> Handler:
+    """`handler` where what the file says `condition`."""
+    return lambda draft, source_key: (handler if condition(draft, source_key) else alternative)(
+        draft, source_key
+    )
 
 
 # data.chat_template's names -> other tools' names of the same template
-_TEMPLATE_WORDS = {
+_TEMPLATE_ALIASES = {
     "chatml": "chatml chatmltemplate",
     "llama3": "llama3 llama_3",
     "gemma": "gemma gemma2 gemma_2 gemma3 gemma_3",
     "mistral": "mistral mistral_v1 mistralchattemplate",
     "zephyr": "zephyr",
 }
-TEMPLATES = {theirs: ours for ours, words in _TEMPLATE_WORDS.items() for theirs in words.split()}
+TEMPLATES = {theirs: ours for ours, words in _TEMPLATE_ALIASES.items() for theirs in words.split()}
 _TEMPLATES_WITHOUT_TOKENS = ("mistral", "zephyr")
 _TEMPLATE_FILES = (".jinja", ".jinja2", ".j2")
 
 
-def template(draft: Draft, given: Given) -> None:
+def convert_template(draft: Draft, source_key: SourceKey) -> None:
     """A chat template by its name or file; a template's text has no setting."""
-    value = str(given.value)
+    value = str(source_key.value)
     name = re.sub(r"[-. ]", "_", value.lower())
     is_text = "{%" in value or "{{" in value
-    if given.value in OFF or name in ("tokenizer_default", "jinja"):
-        draft.no_effect(given, "the tokenizer's own template, unless data.chat_template is set")
-    elif is_text or not isinstance(given.value, str):
+    if source_key.value in OFF_VALUES or name in ("tokenizer_default", "jinja"):
+        draft.no_effect(
+            source_key, "the tokenizer's own template, unless data.chat_template is set"
+        )
+    elif is_text or not isinstance(source_key.value, str):
         draft.not_offered(
-            given,
+            source_key,
             "data.chat_template: a file with this text; without it the tokenizer's own template is"
             " used",
         )
     elif value.endswith(_TEMPLATE_FILES):
-        draft.set(given, "data.chat_template", value)
+        draft.set(source_key, "data.chat_template", value)
     elif name in TEMPLATES:
-        ours = TEMPLATES[name]
+        template = TEMPLATES[name]
         tokens = "; model.add_tokens, where the tokenizer lacks its tokens"
-        if ours in _TEMPLATES_WITHOUT_TOKENS:
+        if template in _TEMPLATES_WITHOUT_TOKENS:
             tokens = ""
-        draft.set(given, "data.chat_template", ours, f"Isotype's own of this name{tokens}")
+        draft.set(source_key, "data.chat_template", template, f"Isotype's own of this name{tokens}")
     else:
         draft.not_offered(
-            given,
-            f"data.chat_template is {', '.join(_TEMPLATE_WORDS)} or a Jinja file; the tokenizer's"
+            source_key,
+            f"data.chat_template is {', '.join(_TEMPLATE_ALIASES)} or a Jinja file; the tokenizer's"
             f" own template is used, or a plain one where it has none, not {value}",
         )
 
 
-def settle_template(draft: Draft) -> None:
+def resolve_template_conflict(draft: Draft) -> None:
     """Leaves out a chat template where every row is plain text: a run refuses it there."""
     sources = draft.settings.get("data.train")
     formats = {
@@ -371,46 +396,48 @@ def settle_template(draft: Draft) -> None:
         draft.notes.append("data.chat_template is left out: plain text is learnt as it is")
 
 
-def always(target: str, value: Any, note: str = "") -> Handler:
+def set_constant(target: str, value: Any, note: str = "") -> Handler:
     """The same value, whatever the key's is."""
-    return to(target, lambda _: value, note)
+    return convert_to(target, lambda _: value, note)
 
 
-def no_effect(why: str) -> Handler:
-    return lambda draft, given: draft.no_effect(given, why)
+def no_effect(reason: str) -> Handler:
+    return lambda draft, source_key: draft.no_effect(source_key, reason)
 
 
 def changed(note: str) -> Handler:
     """A note, in which {} is the value."""
-    return lambda draft, given: draft.changed(given, note.replace("{}", str(given.value)))
-
-
-def not_offered(use: str) -> Handler:
-    """Only where the key is switched on; off, it changes nothing."""
-    return lambda draft, given: (
-        draft.no_effect(given, "switched off")
-        if given.value in OFF or given.value in ([], {})
-        else draft.not_offered(given, use)
+    return lambda draft, source_key: draft.changed(
+        source_key, note.replace("{}", str(source_key.value))
     )
 
 
-def only(words: str, why: str, use: str) -> Handler:
+def not_offered(alternative: str) -> Handler:
+    """Only where the key is switched on; off, it changes nothing."""
+    return lambda draft, source_key: (
+        draft.no_effect(source_key, "switched off")
+        if source_key.value in OFF_VALUES or source_key.value in ([], {})
+        else draft.not_offered(source_key, alternative)
+    )
+
+
+def accept_only(accepted: str, reason: str, alternative: str) -> Handler:
     """The one way that is offered has no effect; others are not offered: a note, in which {} is the
     value.
     """
 
-    def handler(draft: Draft, given: Given) -> None:
-        if str(given.value) in words.split():
-            draft.no_effect(given, why)
+    def handler(draft: Draft, source_key: SourceKey) -> None:
+        if str(source_key.value) in accepted.split():
+            draft.no_effect(source_key, reason)
         else:
-            draft.not_offered(given, use.replace("{}", str(given.value)))
+            draft.not_offered(source_key, alternative.replace("{}", str(source_key.value)))
 
     return handler
 
 
-_NOT_PAGED = "not paged: states stay on the GPU"
+_NOT_PAGED_NOTE = "not paged: states stay on the GPU"
 # ours -> other tools' words
-_OPTIMIZER_WORDS = {
+_OPTIMIZER_ALIASES = {
     "adamw": (
         "adamw adamw_torch adamw_torch_fused adamw_hf adamw_torch_xla torch.optim.adamw fused_adamw"
         " adamw_apex_fused optimi-adamw bnb-adamw"
@@ -430,33 +457,33 @@ _OPTIMIZER_WORDS = {
     "prodigy": "prodigy",
 }
 OPTIMIZERS = {
-    theirs: ours for ours, words in _OPTIMIZER_WORDS.items() for theirs in words.split()
+    theirs: ours for ours, words in _OPTIMIZER_ALIASES.items() for theirs in words.split()
 } | {
     **dict.fromkeys(
         ("paged_adamw_32bit", "paged_adamw", "bitsandbytes.optim.pagedadamw", "bnb-adamw-paged"),
-        ("adamw", _NOT_PAGED),
+        ("adamw", _NOT_PAGED_NOTE),
     ),
-    **dict.fromkeys(("paged_lion_32bit", "bnb-lion-paged"), ("lion", _NOT_PAGED)),
+    **dict.fromkeys(("paged_lion_32bit", "bnb-lion-paged"), ("lion", _NOT_PAGED_NOTE)),
     **dict.fromkeys(
-        ("paged_lion_8bit", "pagedlion8bit", "bnb-lion8bit-paged"), ("lion8bit", _NOT_PAGED)
+        ("paged_lion_8bit", "pagedlion8bit", "bnb-lion8bit-paged"), ("lion8bit", _NOT_PAGED_NOTE)
     ),
 }
-optimizer = word("train.optimizer", OPTIMIZERS, OTHER_OPTIMIZERS)
+convert_optimizer = convert_choice("train.optimizer", OPTIMIZERS, OTHER_OPTIMIZER_NOTE)
 
 
-def settle_optimizer(draft: Draft) -> None:
+def resolve_optimizer_conflicts(draft: Draft) -> None:
     """Leaves out or replaces what an optimizer refuses beside it, with a note for each."""
     name = draft.settings.get("train.optimizer", "adamw")
     settings = draft.settings
-    asked = draft.sources.get("train.optimizer")
+    optimizer_key = draft.sources.get("train.optimizer")
     if settings.get("precision.preset") == "bf16-pure" and name != "adamw":
         # PR018: the others round to the nearest and take bf16 gradients
         name = settings["train.optimizer"] = "adamw"
-        why = "the others cannot round bf16 weights stochastically"
+        reason = "the others cannot round bf16 weights stochastically"
         draft.outcomes = [
             (
-                Outcome(asked, Fate.CHANGED, "train.optimizer: adamw", why)
-                if asked is not None and outcome.given is asked
+                Outcome(optimizer_key, Fate.CHANGED, "train.optimizer: adamw", reason)
+                if optimizer_key is not None and outcome.source_key is optimizer_key
                 else outcome
             )
             for outcome in draft.outcomes
@@ -497,88 +524,101 @@ SCHEDULES = {
 }
 
 
-def start(draft: Draft, given: Given) -> None:
+def convert_lora_init(draft: Draft, source_key: SourceKey) -> None:
     """PEFT's `init_lora_weights`."""
-    word = str(given.value).lower()
-    if word == "true":
-        draft.no_effect(given, "the default")
-    elif word.partition("_niter_")[0] in ("pissa", "olora", "orthogonal"):
+    method = str(source_key.value).lower()
+    if method == "true":
+        draft.no_effect(source_key, "the default")
+    elif method.partition("_niter_")[0] in ("pissa", "olora", "orthogonal"):
         draft.set(
-            given,
+            source_key,
             "adapter.start",
-            word.partition("_niter_")[0],
-            "its start is an exact SVD" if "_niter_" in word else "",
+            method.partition("_niter_")[0],
+            "its start is an exact SVD" if "_niter_" in method else "",
         )
     else:
-        draft.not_offered(given, "adapter.start is default, orthogonal, pissa or olora")
+        draft.not_offered(source_key, "adapter.start is default, orthogonal, pissa or olora")
 
 
-def schedule_of(words: Mapping[str, Any]) -> Handler:
-    choose = word(
-        "train.schedule", words, "train.schedule is cosine, linear, constant or wsd; cosine is used"
+def schedule_converter(choices: Mapping[str, Any]) -> Handler:
+    convert = convert_choice(
+        "train.schedule",
+        choices,
+        "train.schedule is cosine, linear, constant or wsd; cosine is used",
     )
 
-    def handler(draft: Draft, given: Given) -> None:
-        choose(draft, given)
+    def handler(draft: Draft, source_key: SourceKey) -> None:
+        convert(draft, source_key)
         # this schedule has no warm-up, and ignores warmup_ratio
-        if str(given.value).lower().endswith("constant"):
+        if str(source_key.value).lower().endswith("constant"):
             draft.settings["train.warmup"] = 0
 
     return handler
 
 
-schedule = schedule_of(SCHEDULES)
+convert_schedule = schedule_converter(SCHEDULES)
 
 
-def attention(draft: Draft, given: Given) -> None:
-    words = {
+def convert_attention(draft: Draft, source_key: SourceKey) -> None:
+    choices = {
         **dict.fromkeys(("flash_attention_2", "flash_attention_3", "fa2"), "flash"),
         "sdpa": "sdpa",
         **dict.fromkeys(("eager", "disabled"), "eager"),
         **dict.fromkeys(("flex_attention", "flex"), "flex"),
     }
-    if str(given.value).lower() in ("auto", "none", "null"):
-        draft.no_effect(given, "the default, sdpa")
+    if str(source_key.value).lower() in ("auto", "none", "null"):
+        draft.no_effect(source_key, "the default, sdpa")
     else:
-        word(
-            "model.attention", words, "model.attention is sdpa, eager, flash or flex; sdpa is used"
-        )(draft, given)
+        convert_choice(
+            "model.attention",
+            choices,
+            "model.attention is sdpa, eager, flash or flex; sdpa is used",
+        )(draft, source_key)
 
 
-def trackers(draft: Draft, given: Given) -> None:
-    asked = [
-        str(one).lower()
-        for one in (given.value if isinstance(given.value, list) else [given.value])
+def convert_trackers(draft: Draft, source_key: SourceKey) -> None:
+    requested = [
+        str(name).lower()
+        for name in (source_key.value if isinstance(source_key.value, list) else [source_key.value])
     ]
-    known = [one for one in asked if one in ("tensorboard", "wandb")]
-    other = [one for one in asked if one not in ("tensorboard", "wandb", "none", "[]", "null")]
-    if known:
-        draft.set(given, "run.trackers", known, f"{', '.join(other)}: not offered" if other else "")
-    elif other and other != ["all"]:
+    supported = [name for name in requested if name in ("tensorboard", "wandb")]
+    unsupported = [
+        name for name in requested if name not in ("tensorboard", "wandb", "none", "[]", "null")
+    ]
+    if supported:
+        draft.set(
+            source_key,
+            "run.trackers",
+            supported,
+            f"{', '.join(unsupported)}: not offered" if unsupported else "",
+        )
+    elif unsupported and unsupported != ["all"]:
         draft.not_offered(
-            given, "run.trackers is tensorboard or wandb; metrics.jsonl is always written"
+            source_key, "run.trackers is tensorboard or wandb; metrics.jsonl is always written"
         )
     else:
-        draft.no_effect(given, "metrics.jsonl and report.html are always written")
+        draft.no_effect(source_key, "metrics.jsonl and report.html are always written")
 
 
-def held_out(draft: Draft, given: Given) -> None:
+def convert_eval_split(draft: Draft, source_key: SourceKey) -> None:
     """`val_set_size`, `val_size`: a share of the rows; a number of rows is not offered."""
-    value = as_number(given.value or 0)
+    value = as_number(source_key.value or 0)
     if value >= 1:
-        draft.not_offered(given, "data.eval_split is a share of the rows; data.eval names a file")
+        draft.not_offered(
+            source_key, "data.eval_split is a share of the rows; data.eval names a file"
+        )
     else:
-        draft.set(given, "data.eval_split", value)
+        draft.set(source_key, "data.eval_split", value)
 
 
-def targets(draft: Draft, given: Given) -> None:
-    value = given.value
+def convert_targets(draft: Draft, source_key: SourceKey) -> None:
+    value = source_key.value
     if isinstance(value, str) and "," in value:
         value = [part.strip() for part in value.split(",")]
     if value in ("all", "all-linear", ["all-linear"], ["all"]):
         value = "all-linear"
     draft.set(
-        given,
+        source_key,
         "adapter.targets",
         value.split() if isinstance(value, str) and value != "all-linear" else value,
     )

@@ -29,22 +29,22 @@ from . import (
     simpletuner,
     torchtune,
 )
-from .pictures import hidden
-from .source import Source, read
+from .pictures import redact_text
+from .source import Source, read_source
 from .transforms import (
-    OFF,
+    OFF_VALUES,
     Computed,
     Draft,
     Fate,
-    Given,
     Handler,
     Outcome,
-    settle_optimizer,
-    settle_template,
+    SourceKey,
+    resolve_optimizer_conflicts,
+    resolve_template_conflict,
 )
 
-# name of a tool -> its module: KEYS (what becomes of a key), refusal (why a source cannot be
-# translated), finish (the tool's defaults)
+# name of a tool -> its module: KEYS (what becomes of a key), refusal_reason (why a source cannot be
+# translated), add_defaults (the tool's defaults)
 TOOLS: dict[str, Any] = {
     "axolotl": axolotl,
     "llamafactory": llamafactory,
@@ -59,9 +59,9 @@ TOOLS: dict[str, Any] = {
     "diffusers": diffusers_scripts,
 }
 # their tables decide the preset, not the record of check
-_OWN_PRECISION = (kohya, ai_toolkit, onetrainer, diffusers_scripts)
-_OF_PICTURES = (simpletuner, *_OWN_PRECISION)
-_NAMES = {
+_OWN_PRECISION_TOOLS = (kohya, ai_toolkit, onetrainer, diffusers_scripts)
+_PICTURE_TOOLS = (simpletuner, *_OWN_PRECISION_TOOLS)
+_TOOL_TITLES = {
     "trl": "TRL",
     "hf": "Hugging Face TrainingArguments",
     "llamafactory": "LLaMA-Factory",
@@ -92,8 +92,8 @@ class Translation:
 
     @property
     def counts(self) -> dict[str, int]:
-        found = Counter(outcome.fate for outcome in self.outcomes)
-        return {str(fate): found[fate] for fate in Fate}
+        counter = Counter(outcome.fate for outcome in self.outcomes)
+        return {str(fate): counter[fate] for fate in Fate}
 
 
 def translate(path: Path | str, tool: str | None = None) -> Translation:
@@ -101,32 +101,42 @@ def translate(path: Path | str, tool: str | None = None) -> Translation:
     not offered.
     """
     path = Path(path)
-    source = read(path, tool)
-    if source.tool is None and source.calls and (reason := hugging_face.refusal(source)):
+    source = read_source(path, tool)
+    if (
+        source.tool is None
+        and source.called_names
+        and (reason := hugging_face.refusal_reason(source))
+    ):
         raise UsageError(f"{path}: {reason}")
-    name = _tool(source, tool)
+    name = _choose_tool(source, tool)
     module = TOOLS[name]
-    if reason := module.refusal(source):
+    if reason := module.refusal_reason(source):
         raise UsageError(f"{path}: {reason}")
-    draft = Draft(keys=_resolved(source), folder=str(path.parent))
-    for given in source.keys:
-        _account(draft, replace(given, value=draft.keys[given.name]), module.KEYS, name)
-    module.finish(draft, source)
+    draft = Draft(keys=_resolve_references(source), folder=str(path.parent))
+    for source_key in source.keys:
+        _translate_key(
+            draft, replace(source_key, value=draft.keys[source_key.name]), module.KEYS, name
+        )
+    module.add_defaults(draft, source)
     findings: list[Finding] = []
-    if module not in _OWN_PRECISION:
-        findings, record = _checked(path, module is torchtune, source)
+    if module not in _OWN_PRECISION_TOOLS:
+        findings, record = _check_source(path, module is torchtune, source)
         if module is simpletuner:
-            _stop_at_contradictions(path, findings)
-        _decide(draft, record)
-    settle_optimizer(draft)
-    settle_template(draft)
-    _complete(draft, "images.train" if module in _OF_PICTURES else "data.train")
-    order = {(given.name, given.line): index for index, given in enumerate(source.keys)}
+            _refuse_contradictions(path, findings)
+        _set_precision(draft, record)
+    resolve_optimizer_conflicts(draft)
+    resolve_template_conflict(draft)
+    _add_required_settings(draft, "images.train" if module in _PICTURE_TOOLS else "data.train")
+    order = {
+        (source_key.name, source_key.line): index for index, source_key in enumerate(source.keys)
+    }
     outcomes = sorted(
         draft.outcomes,
-        key=lambda outcome: order.get((outcome.given.name, outcome.given.line), len(order)),
+        key=lambda outcome: order.get(
+            (outcome.source_key.name, outcome.source_key.line), len(order)
+        ),
     )
-    text = _text(draft, source, _NAMES.get(name, name))
+    text = _write_yaml(draft, source, _TOOL_TITLES.get(name, name))
     try:
         config_of(text, "the configuration made of it")
     except UsageError as error:
@@ -134,89 +144,89 @@ def translate(path: Path | str, tool: str | None = None) -> Translation:
     return Translation(name, str(path), text, outcomes, findings, draft.notes)
 
 
-def _tool(source: Source, asked: str | None) -> str:
-    if asked is not None and asked not in TOOLS:
-        near = get_close_matches(asked, TOOLS, n=1)
-        known = f"did you mean {near[0]}?" if near else f"there are {', '.join(TOOLS)}"
-        raise UsageError(f"--from {asked}: not a tool that isotype import reads; {known}")
-    if asked is None and source.tool == "isotype":
+def _choose_tool(source: Source, requested: str | None) -> str:
+    if requested is not None and requested not in TOOLS:
+        near = get_close_matches(requested, TOOLS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(TOOLS)}"
+        raise UsageError(f"--from {requested}: not a tool that isotype import reads; {hint}")
+    if requested is None and source.tool == "isotype":
         raise UsageError(
             f"{source.file}: is a configuration of Isotype: isotype plan {source.file}"
         )
-    if asked is None and source.tool not in TOOLS:
+    if requested is None and source.tool not in TOOLS:
         if source.tool:
-            seen = f"looks like {source.tool}, which"
+            description = f"looks like {source.tool}, which"
         else:
-            seen = "has no key of a tool that"
+            description = "has no key of a tool that"
         raise UsageError(
-            f"{source.file}: {seen} isotype import does not translate",
+            f"{source.file}: {description} isotype import does not translate",
             fix=f"--from names the tool: {', '.join(TOOLS)}",
         )
-    if asked and source.tool in TOOLS and TOOLS[asked] is not TOOLS[source.tool]:
+    if requested and source.tool in TOOLS and TOOLS[requested] is not TOOLS[source.tool]:
         raise UsageError(
-            f"{source.file}: --from {asked}, and the keys are those of {source.tool}",
+            f"{source.file}: --from {requested}, and the keys are those of {source.tool}",
             fix=f"--from {source.tool}",
         )
     if not source.keys:
         raise UsageError(f"{source.file}: no training setting found in it")
-    return asked or str(source.tool)
+    return requested or str(source.tool)
 
 
-def _resolved(source: Source) -> dict[str, Any]:
+def _resolve_references(source: Source) -> dict[str, Any]:
     """Each key's value, with `${output_dir}` replaced by that key's (torchtune, OmegaConf)."""
-    values = {given.name: given.value for given in source.keys}
+    values = {source_key.name: source_key.value for source_key in source.keys}
     for name, value in values.items():
         if isinstance(value, str) and "${" in value:
-            for other, filled in list(values.items()):
-                value = value.replace(f"${{{other}}}", str(filled))
+            for referenced, replacement in list(values.items()):
+                value = value.replace(f"${{{referenced}}}", str(replacement))
             values[name] = value
     return values
 
 
-def _account(draft: Draft, given: Given, table: Mapping[str, Handler], tool: str) -> None:
-    handler = _handler(given.name, table)
+def _translate_key(
+    draft: Draft, source_key: SourceKey, table: Mapping[str, Handler], tool: str
+) -> None:
+    handler = _find_handler(source_key.name, table)
     if handler is None:
-        near = get_close_matches(given.name, table, n=1, cutoff=0.85)
+        near = get_close_matches(source_key.name, table, n=1, cutoff=0.85)
         if near:
             hint = f"did you mean {near[0]}?"
         else:
-            hint = (
-                f"what it does is in {_NAMES.get(tool, tool)}'s documentation; nothing came of it"
-            )
-        draft.not_offered(given, f"isotype import does not know this key: {hint}")
-    elif given.value is None:
-        draft.no_effect(given, "not set")
-    elif given.value is Computed:
-        shown = replace(given, value="computed")
+            hint = f"what it does is in {_TOOL_TITLES.get(tool, tool)}'s documentation; nothing came of it"
+        draft.not_offered(source_key, f"isotype import does not know this key: {hint}")
+    elif source_key.value is None:
+        draft.no_effect(source_key, "not set")
+    elif source_key.value is Computed:
+        computed_key = replace(source_key, value="computed")
         # `bf16=is_bfloat16_supported()`: what `auto` does
-        if given.name in ("bf16", "fp16", "dtype", "torch_dtype"):
+        if source_key.name in ("bf16", "fp16", "dtype", "torch_dtype"):
             draft.no_effect(
-                shown, "known when the program runs; precision.preset decides by the device"
+                computed_key, "known when the program runs; precision.preset decides by the device"
             )
         else:
             draft.not_offered(
-                shown, "its value is only known when the program runs: set it by hand"
+                computed_key, "its value is only known when the program runs: set it by hand"
             )
     else:
         try:
-            handler(draft, given)
+            handler(draft, source_key)
         except (ValueError, TypeError, AttributeError, KeyError, IndexError):
             draft.not_offered(
-                given,
-                f"{_short(given.value)} is not a value that isotype import understands: set it by"
+                source_key,
+                f"{_shorten(source_key.value)} is not a value that isotype import understands: set it by"
                 " hand",
             )
 
 
-def _handler(name: str, table: Mapping[str, Handler]) -> Handler | None:
+def _find_handler(name: str, table: Mapping[str, Handler]) -> Handler | None:
     """Of the key itself, of what it lies below (`profiler.enabled`: `profiler`), or of a family
     (`galore_rank`: `galore_*`).
     """
-    below = name
-    while below:
-        if below in table:
-            return table[below]
-        below = below.rpartition(".")[0]
+    prefix = name
+    while prefix:
+        if prefix in table:
+            return table[prefix]
+        prefix = prefix.rpartition(".")[0]
     return next(
         (
             handler
@@ -227,8 +237,8 @@ def _handler(name: str, table: Mapping[str, Handler]) -> Handler | None:
     )
 
 
-def _checked(
-    path: Path, torchtune_file: bool, source: Source
+def _check_source(
+    path: Path, is_torchtune: bool, source: Source
 ) -> tuple[list[Finding], Record | None]:
     """The findings of `isotype doctor check` for the file, without notes, and its record of the
     precision.
@@ -236,59 +246,61 @@ def _checked(
     checked = check([source.config or str(path)])
     findings = [finding for finding in checked.findings if finding.severity > Severity.NOTE]
     record = checked.records[0] if checked.records else None
-    if record is not None and torchtune_file and "qlora" in str(source.get("model._component_")):
+    if record is not None and is_torchtune and "qlora" in str(source.get("model._component_")):
         record.set("storage", "nf4", "qlora_ components quantise the base")
-    return sort_findings(map(_without_secrets, findings)), record
+    return sort_findings(map(_redact_finding, findings)), record
 
 
-def _without_secrets(finding: Finding) -> Finding:
+def _redact_finding(finding: Finding) -> Finding:
     texts: dict[str, Any] = {
-        f.name: hidden(text)
+        f.name: redact_text(text)
         for f in fields(finding)
         if f.name != "code" and isinstance(text := getattr(finding, f.name), str)
     }
     return replace(
-        finding, **texts, details=tuple((name, hidden(text)) for name, text in finding.details)
+        finding, **texts, details=tuple((name, redact_text(text)) for name, text in finding.details)
     )
 
 
-def _stop_at_contradictions(path: Path, findings: list[Finding]) -> None:
+def _refuse_contradictions(path: Path, findings: list[Finding]) -> None:
     """Raises UsageError for errors of `isotype doctor check`: such a file means two things, and a
     translation would take one.
     """
-    wrong = [
-        f for f in findings if f.severity == Severity.ERROR and f.code not in simpletuner.HARMLESS
+    errors = [
+        finding
+        for finding in findings
+        if finding.severity == Severity.ERROR and finding.code not in simpletuner.HARMLESS_CODES
     ]
-    if wrong:
+    if errors:
         raise UsageError(
             "\n".join(
-                f"{f.place.file or path}:{f.place.line or 1}: {f.code} {f.message}; {f.fix}"
-                for f in wrong
+                f"{finding.place.file or path}:{finding.place.line or 1}: {finding.code} {finding.message}; {finding.fix}"
+                for finding in errors
             ),
             fix=f"mend these, then import again; isotype doctor check {path} explains them",
         )
 
 
-def _decide(draft: Draft, record: Record | None) -> None:
+def _set_precision(draft: Draft, record: Record | None) -> None:
     """The preset that does what the other tool's flags do, by the record of `isotype doctor check`;
     accounts for each key of it.
     """
-    chosen, note = _chosen(draft, record)
+    chosen, note = _choose_precision(draft, record)
     draft.settings.update(chosen)
-    shown = (
+    result = (
         ", ".join(f"{key}: {value}" for key, value in chosen.items()) or "precision.preset: auto"
     )
-    for given in draft.about_precision:
-        if given.value in OFF:
-            draft.outcomes.append(Outcome(given, Fate.NO_EFFECT, note="switched off"))
+    for source_key in draft.precision_keys:
+        if source_key.value in OFF_VALUES:
+            draft.outcomes.append(Outcome(source_key, Fate.NO_EFFECT, note="switched off"))
         else:
             draft.outcomes.append(
-                Outcome(given, Fate.CHANGED, shown, _precision_note(given.name, note))
+                Outcome(source_key, Fate.CHANGED, result, _precision_note(source_key.name, note))
             )
 
 
 def _precision_note(name: str, note: str) -> str:
-    own = {
+    notes = {
         "tf32": (
             "fp32 products use TF32 if PyTorch's setting allows it; Isotype does not change that"
             " setting"
@@ -298,46 +310,46 @@ def _precision_note(name: str, note: str) -> str:
         "load_in_fp8": "fp8 is not offered: products are bf16",
         "bnb_4bit_quant_type": "always nf4",
     }
-    return own.get(name.rpartition(".")[2], note)
+    return notes.get(name.rpartition(".")[2], note)
 
 
-def _chosen(draft: Draft, record: Record | None) -> tuple[dict[str, str], str]:
+def _choose_precision(draft: Draft, record: Record | None) -> tuple[dict[str, str], str]:
     """The settings of precision, and why."""
     if record is None:
-        return {}, _WHY[""]
-    adapter = draft.settings.get("adapter.kind", "lora") == "lora"
+        return {}, _PRESET_REASONS[""]
+    has_adapter = draft.settings.get("adapter.kind", "lora") == "lora"
     storage = record.value("storage") or ""
     compute = record.value("compute")
-    four_bits = "4" in storage and "int8" not in storage
-    if four_bits and not adapter:
+    is_four_bit = "4" in storage and "int8" not in storage
+    if is_four_bit and not has_adapter:
         return {"precision.preset": "bf16-mixed"}, "a 4-bit base is trained through an adapter only"
-    if four_bits and compute == "fp16":
+    if is_four_bit and compute == "fp16":
         roles = {
             "precision.compute": "fp16",
             "precision.loss_scaling": "dynamic",
             "precision.generate": "fp16",
         }
         return {"precision.preset": "nf4-lora", **roles}, "4-bit base, fp16 products"
-    if four_bits:
+    if is_four_bit:
         preset = "nf4-lora"
     else:
-        preset = _preset(
-            compute, record.value("trained"), record.value("parameters"), adapter=adapter
+        preset = _choose_preset(
+            compute, record.value("trained"), record.value("parameters"), has_adapter=has_adapter
         )
-    chosen = {"precision.preset": preset} if preset else {}
-    if "int8" in storage and adapter:
-        chosen["precision.base"] = "int8"
+    settings = {"precision.preset": preset} if preset else {}
+    if "int8" in storage and has_adapter:
+        settings["precision.base"] = "int8"
         return (
-            chosen,
+            settings,
             (
-                f"{_WHY[preset]}; the base is int8 with a scale a channel, which does not round"
+                f"{_PRESET_REASONS[preset]}; the base is int8 with a scale a channel, which does not round"
                 " activations"
             ),
         )
-    return chosen, _WHY[preset]
+    return settings, _PRESET_REASONS[preset]
 
 
-_WHY = {
+_PRESET_REASONS = {
     "": "from the device",
     "nf4-lora": "nf4 base, fp32 adapters, bf16 products",
     "fp16-mixed": "fp32 trained weights, fp16 products, loss scaling",
@@ -348,33 +360,33 @@ _WHY = {
 }
 
 
-def _preset(
-    compute: str | None, trained: str | None, parameters: str | None, *, adapter: bool
+def _choose_preset(
+    compute: str | None, trained: str | None, parameters: str | None, *, has_adapter: bool
 ) -> str:
     """By the dtypes of products, trained weights and loaded ones; "" where the device decides."""
     if compute == "fp16":
         return "fp16-mixed"
-    if adapter and "bf16" in (compute, parameters, trained):
+    if has_adapter and "bf16" in (compute, parameters, trained):
         return "bf16-lora"
-    if not adapter and "bf16" in (trained, compute):
+    if not has_adapter and "bf16" in (trained, compute):
         return "bf16-pure" if trained == "bf16" else "bf16-mixed"
-    if "fp32" in (compute, parameters, *([] if adapter else [trained])):
+    if "fp32" in (compute, parameters, *([] if has_adapter else [trained])):
         return "fp32"
     return ""
 
 
-def _complete(draft: Draft, data: str) -> None:
+def _add_required_settings(draft: Draft, data_key: str) -> None:
     """Settings that Isotype needs beside each other."""
     if "model.name" not in draft.settings:
         draft.settings["model.name"] = "path/to/model"
         draft.notes.append("model.name: the file names no model; put its folder or hub id there")
-    if data not in draft.settings:
-        if data == "data.train":
-            draft.settings[data] = "path/to/data.jsonl"
+    if data_key not in draft.settings:
+        if data_key == "data.train":
+            draft.settings[data_key] = "path/to/data.jsonl"
         else:
-            draft.settings[data] = "path/to/pictures"
-        hub = " or hf:NAME" if data == "data.train" else ""
-        draft.notes.append(f"{data}: the file names no data; put a file, a folder{hub} there")
+            draft.settings[data_key] = "path/to/pictures"
+        hub = " or hf:NAME" if data_key == "data.train" else ""
+        draft.notes.append(f"{data_key}: the file names no data; put a file, a folder{hub} there")
     if draft.settings.get("data.stream") and "train.steps" not in draft.settings:
         draft.settings["train.steps"] = 1000
         draft.notes.append(
@@ -387,7 +399,7 @@ def _complete(draft: Draft, data: str) -> None:
             draft.settings[key] = max(1, int(draft.settings[key]))
 
 
-def _text(draft: Draft, source: Source, tool: str) -> str:
+def _write_yaml(draft: Draft, source: Source, tool: str) -> str:
     """The YAML: sections in Isotype's order, each setting with the line that it came from."""
     lines = [
         f"# From {source.file} ({tool}), by `isotype import`. See what it would do: isotype plan"
@@ -405,23 +417,23 @@ def _text(draft: Draft, source: Source, tool: str) -> str:
         for key, value in settings.items():
             setting = f"  {key.partition('.')[2]}: {write_value(value)}"
             origin = draft.sources.get(key)
-            why = f"{tool}'s default" if key in draft.defaults else ""
+            comment = f"{tool}'s default" if key in draft.defaults else ""
             if origin is not None:
-                why = f"{origin.written or origin.name}{f', line {origin.line}' if origin.line else ''}"
+                comment = f"{origin.written or origin.name}{f', line {origin.line}' if origin.line else ''}"
             elif key.startswith("precision."):
-                why = ", ".join(
+                comment = ", ".join(
                     sorted(
                         {
-                            given.written or given.name
-                            for given in draft.about_precision
-                            if given.value not in OFF
+                            source_key.written or source_key.name
+                            for source_key in draft.precision_keys
+                            if source_key.value not in OFF_VALUES
                         }
                     )
                 )
-            lines.append(f"{setting:<40}  # {' '.join(why.split())}" if why else setting)
+            lines.append(f"{setting:<40}  # {' '.join(comment.split())}" if comment else setting)
     return "\n".join(lines) + "\n"
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = " ".join(str(value).split())
     return text if len(text) <= 40 else text[:37] + "..."
