@@ -39,8 +39,8 @@ from isotype.model.build import resolve_precision
 from isotype.precision.accumulate import GradientAccumulator
 from isotype.tasks.diffusion.batches import Batch
 from isotype.tasks.diffusion.denoiser import built
-from isotype.tasks.diffusion.families import Asked
-from isotype.tasks.diffusion.families.flow import Flux, packed, positions, unpacked
+from isotype.tasks.diffusion.families import Conditioning
+from isotype.tasks.diffusion.families.flow import Flux, pack_latents, position_ids, unpack_latents
 from isotype.tasks.diffusion.loss import FlowMatching, NoiseLevels, picture_losses
 from isotype.training.optimizer import build_optimizer
 from isotype.training.step import Stepper
@@ -102,7 +102,7 @@ def ours(model: Any, preset: str) -> tuple[Callable[[Batch], float], Callable[[B
     def loss_sum(model: Any, batch: Batch, divisor: int = 1) -> Tensor:
         return (
             picture_losses(
-                model, Flux(), objective, batch, Asked(guidance=3.5), dtype=precision.loss
+                model, Flux(), objective, batch, Conditioning(guidance=3.5), dtype=precision.loss
             ).sum()
             / divisor
         )
@@ -137,14 +137,14 @@ def plain(
         height, width = noisy.shape[-2:]
         with torch.autocast("cpu", torch.bfloat16):
             made = trained(
-                hidden_states=packed(noisy.bfloat16()), timestep=batch.sigma, guidance=torch.full((1,), 3.5),
+                hidden_states=pack_latents(noisy.bfloat16()), timestep=batch.sigma, guidance=torch.full((1,), 3.5),
                 pooled_projections=batch.text["pooled"], encoder_hidden_states=batch.text["text"],
-                txt_ids=torch.zeros(batch.text["text"].shape[1], 3), img_ids=positions(height // 2, width // 2, noisy.device),
+                txt_ids=torch.zeros(batch.text["text"].shape[1], 3), img_ids=position_ids(height // 2, width // 2, noisy.device),
                 return_dict=False,
             )[0]  # fmt: skip
         target = batch.noise - batch.latents
         return (
-            ((unpacked(made, height, width).float() - target.float()) ** 2)
+            ((unpack_latents(made, height, width).float() - target.float()) ** 2)
             .reshape(len(target), -1)
             .mean(1)
             .mean()

@@ -37,7 +37,7 @@ from isotype.precision.accumulate import GradientAccumulator
 from isotype.precision.precision import PRESETS, Precision
 from isotype.tasks.diffusion.batches import Batch
 from isotype.tasks.diffusion.denoiser import built, quantise
-from isotype.tasks.diffusion.families import Asked, Family
+from isotype.tasks.diffusion.families import Conditioning, Family
 from isotype.tasks.diffusion.families.flow import SD3, Flux, QwenImage, Sana
 from isotype.tasks.diffusion.families.noise import SDXL, PixArtSigma
 from isotype.tasks.diffusion.families.video import Wan
@@ -174,7 +174,9 @@ def _step(make: Callable[[], Any], family: Family, precision: Precision, config:
 
     def loss_sum(model: Any, batch: Batch, divisor: int = 1) -> torch.Tensor:
         return (
-            picture_losses(model, family, objective, batch, Asked(), dtype=precision.loss).sum()
+            picture_losses(
+                model, family, objective, batch, Conditioning(), dtype=precision.loss
+            ).sum()
             / divisor
         )
 

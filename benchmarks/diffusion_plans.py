@@ -34,7 +34,7 @@ from isotype.model.packed import quantise as pack_layers
 from isotype.precision.precision import Precision
 from isotype.tasks.diffusion.batches import Batch
 from isotype.tasks.diffusion.denoiser import ForwardCost, built, quantised_layers
-from isotype.tasks.diffusion.families import Asked, Family
+from isotype.tasks.diffusion.families import Conditioning, Family
 from isotype.tasks.diffusion.families.flow import SD3, Flux, QwenImage
 from isotype.tasks.diffusion.families.noise import SDXL
 from isotype.tasks.diffusion.loss import picture_losses
@@ -142,11 +142,11 @@ def least(name: str, base: str, offload: str) -> str:
             noise,
             torch.empty(1, device=device),
             text,
-            lengths=(length,) if family.own_lengths else (),
+            lengths=(length,) if family.keeps_text_lengths else (),
         )
 
     def loss_sum(model: torch.nn.Module, batch: Batch, divisor: int = 1) -> torch.Tensor:
-        asked = Asked(1.0, 8, batch.lengths, batch.cut)
+        asked = Conditioning(1.0, 8, batch.lengths, batch.cut)
         return (
             picture_losses(model, family, plain_objective(family), batch, asked, dtype="fp32").sum()
             / divisor
@@ -211,13 +211,15 @@ def write_folder(folder: Path, name: str) -> Path:
         "transformer": ["diffusers", kind.__name__],
         "vae": ["diffusers", "AutoencoderKL"],
     }
-    parts = {part: pooled.get(part, ["transformers", "CLIPTokenizer"]) for part in family.encoders}
+    parts = {
+        part: pooled.get(part, ["transformers", "CLIPTokenizer"]) for part in family.encoder_parts
+    }
     files = {
         "transformer/config.json": {"_class_name": kind.__name__, **settings}, "vae/config.json": _VAE,
         "scheduler/scheduler_config.json": {**_FLOW, "shift": 3.0},
         "model_index.json": {**index, **parts, "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"]},
     }  # fmt: skip
-    for part in family.encoders:
+    for part in family.encoder_parts:
         (folder / part).mkdir(parents=True, exist_ok=True)
     for file, content in files.items():
         (folder / file).parent.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ from diffusers import FluxTransformer2DModel, SD3Transformer2DModel
 from isotype.ops import cpp as ops_cpp
 from isotype.optimize import denoiser, joint_attention, optimize
 from isotype.precision import Precision
-from isotype.tasks.diffusion.families import Asked
+from isotype.tasks.diffusion.families import Conditioning
 from isotype.tasks.diffusion.loss import picture_losses
 from isotype.training.memory.recomputation import LAYERS, Checkpointing, apply_checkpointing
 
@@ -43,7 +43,7 @@ PLACED = {
 
 def loss(model, family, batch):
     return picture_losses(
-        model, family, plain_objective(family), batch, Asked(), dtype="fp32"
+        model, family, plain_objective(family), batch, Conditioning(), dtype="fp32"
     ).sum()
 
 

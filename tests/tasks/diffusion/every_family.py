@@ -72,7 +72,7 @@ def train_pipeline(name: str, studio: Studio, place: Path) -> Outcome:
     model = getattr(studio, PIPELINES[name])
     folder = PipelineFolder.open(str(model))
     assert folder.family.pipeline == name
-    is_pairs = folder.family.pairs
+    is_pairs = folder.family.edits_pictures
     draw = draw_in(studio, place)
     images: dict[str, Any] = {"limit": 2, "eval_split": 0.0, "cache": str(place / "cache")}
     prompt: Any = "a red circle on white"
@@ -133,6 +133,6 @@ def write_for_comfyui(
     try:
         assert write_comfyui(adapter, out, folder.family) == len(modules)
     except UsageError:
-        assert folder.family.not_in_comfyui
-        return f"no: {folder.family.not_in_comfyui}"
+        assert folder.family.comfyui_blocker
+        return f"no: {folder.family.comfyui_blocker}"
     return "yes"

@@ -285,7 +285,7 @@ def test_a_family_learns_as_diffusers_pieces_do(drawn, studio, tmp_path, family)
     loaded, task, model, batch = in_training(drawn, studio, tmp_path, family, "fp32")
     ours = task.loss_sum(model, batch, dtype="fp32") / batch.weight
     ours.backward()
-    unused = task.folder.family.unused(model.get_base_model())
+    unused = task.folder.family.unused_layers(model.get_base_model())
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     without = [name for name, p in trained.items() if p.grad is None or not p.grad.any()]
     assert all(any(part in name for part in unused) for name in without), without

@@ -14,8 +14,8 @@ from diffusers.training_utils import compute_snr
 from isotype.precision import PRESETS, Precision
 from isotype.precision.apply import apply_precision, generating
 from isotype.tasks.diffusion.denoiser import embeddings_of_time, keep_time_exact
-from isotype.tasks.diffusion.families import Asked
-from isotype.tasks.diffusion.families.noise import sizes
+from isotype.tasks.diffusion.families import Conditioning
+from isotype.tasks.diffusion.families.noise import size_conditioning
 from isotype.tasks.diffusion.loss import shift_of
 from isotype.tasks.diffusion.pixels import Window
 from tests.tasks.diffusion.models import built, draw
@@ -141,7 +141,9 @@ def test_sdxl_is_told_where_a_larger_picture_was_cut(drawn, studio, tmp_path, mo
         b for b in (task.collate([placed]) for placed in task.feed().take(16)) if b.cut[0, 3] == 5
     )
     ids = (60, 96, 0, 5, 32, 32)
-    assert sizes(batch.latents, Asked(downscale=task.downscale, cut=batch.cut)).tolist() == [[*ids]]
+    assert size_conditioning(
+        batch.latents, Conditioning(downscale=task.downscale, cut=batch.cut)
+    ).tolist() == [[*ids]]
     with torch.no_grad():
         ours = task.loss_sum(model, batch, dtype="fp32")
         plain = task.folder.denoiser(torch.float32).eval()
@@ -187,7 +189,7 @@ def predicted(model, *, family):
         torch.randn(7, latent_channels(family, model.config), 8, 8),
         time,
         text,
-        Asked(guidance=3.5),
+        Conditioning(guidance=3.5),
     )
 
 

@@ -18,7 +18,7 @@ from isotype.errors import UsageError
 from isotype.report.page import _picture_facts
 from isotype.tasks.choose import train
 from isotype.tasks.diffusion.batches import PictureStream, Row
-from isotype.tasks.diffusion.families import Asked
+from isotype.tasks.diffusion.families import Conditioning
 from isotype.tasks.diffusion.loss import objective_of
 from isotype.tasks.diffusion.picture_files import InFile, Picture
 from isotype.tasks.diffusion.pictures import gather, with_trained_captions
@@ -128,7 +128,7 @@ def test_huber_is_diffusers_smooth_loss_and_an_offset_is_one_number_a_channel(dr
             noisy,
             task.objective.time(batch.sigma),
             batch.text,
-            Asked(downscale=task.downscale),
+            Conditioning(downscale=task.downscale),
         )
     smooth = 2 * 0.2 * (torch.sqrt((predicted - target) ** 2 + 0.2**2) - 0.2)
     torch.testing.assert_close(ours, smooth.flatten(1).mean(1))

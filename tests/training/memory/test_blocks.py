@@ -142,7 +142,7 @@ def test_a_denoisers_gradients_are_those_without_recomputing_and_two_blocks_are_
     from benchmarks.diffusion_matrix import CLASSES, plain_objective, random_batch
 
     from isotype.tasks.diffusion.denoiser import built
-    from isotype.tasks.diffusion.families import Asked
+    from isotype.tasks.diffusion.families import Conditioning
     from isotype.tasks.diffusion.loss import picture_losses
 
     monkeypatch.setattr("isotype.training.memory.blocks.SMALLEST", 1 << 8)  # of tiny weights
@@ -166,7 +166,7 @@ def test_a_denoisers_gradients_are_those_without_recomputing_and_two_blocks_are_
             apply_checkpointing(model, Checkpointing("layers", tuple(range(blocks)), blocks))
         for _ in range(2):
             losses = picture_losses(
-                model.train(), family, plain_objective(family), batch, Asked(), dtype="fp32"
+                model.train(), family, plain_objective(family), batch, Conditioning(), dtype="fp32"
             )
             losses.sum().backward()
         found.append([losses.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])

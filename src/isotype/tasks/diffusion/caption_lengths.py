@@ -33,7 +33,8 @@ class CutCaptions:
     def __str__(self) -> str:
         shown = self.first if len(self.first) <= SHOWN else f"{self.first[:SHOWN]}..."
         return (
-            f"{self.number:,} of {self.total:,} captions are longer than the {self.limit} tokens that"
+            f"{self.number:,} of {self.total:,} captions are longer than the {self.limit} tokens"
+            " that"
             f" are read (up to {self.longest}), and their ends are not learnt: {shown}"
         )
 
@@ -42,7 +43,7 @@ def count_cut_captions(
     captions: Iterable[str], folder: PipelineFolder, text_length: int
 ) -> CutCaptions:
     """text_length  of a family that has a longest caption; 0: the CLIP tokenizer's own"""
-    if folder.family.sees_control:
+    if folder.family.encodes_control:
         return CutCaptions()  # its instructions are never cut
     tokenizer, limit = _furthest_tokenizer(folder, text_length)
     different = list(dict.fromkeys(captions))
@@ -59,7 +60,7 @@ def count_cut_captions(
 def _furthest_tokenizer(folder: PipelineFolder, text_length: int) -> tuple[Any, int]:
     """The tokenizer that reads most tokens of a caption, and how many."""
     furthest: tuple[Any, int] = (None, 0)
-    for part in folder.family.encoders:
+    for part in folder.family.encoder_parts:
         place = folder.path / part
         if not part.startswith("tokenizer") or not place.is_dir():
             continue

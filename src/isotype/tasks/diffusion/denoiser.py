@@ -96,7 +96,7 @@ def put_under(
             f"{type(denoiser).__name__} rounds its noise level to {precision.compute}: this"
             " instance takes it in fp32"
         )
-    if unused := family.unused(denoiser):
+    if unused := family.unused_layers(denoiser):
         manifest.unused = unused
         manifest.notes.append(
             f"{type(denoiser).__name__} drops the result of {', '.join(unused)}: nothing is learnt"
@@ -114,7 +114,7 @@ def targets(denoiser: Any, family: Family, config: RunConfig) -> list[str]:
     if given != "all-linear":
         own = [given] if isinstance(given, str) else list(given)
     else:
-        own = list(block_layers(denoiser, family.blocks_of(denoiser)))
+        own = list(block_layers(denoiser, family.adapted_classes(denoiser)))
     return own + targets_in(denoiser, family)
 
 
@@ -164,7 +164,7 @@ def frozen_outline(folder: PipelineFolder, config: RunConfig, precision: Precisi
 def _with_encoder_outlines(outline: Any, folder: PipelineFolder, config: RunConfig) -> Any:
     if config.adapter.text_encoders:
         put_encoders(
-            outline, folder, dict(zip(folder.family.text_encoders, folder.encoder_outlines()))
+            outline, folder, dict(zip(folder.family.trainable_encoders, folder.encoder_outlines()))
         )
     return outline
 
@@ -186,7 +186,7 @@ def quantised_layers(denoiser: Any, family: Family, precision: Precision) -> dic
     model keeps in fp32.
     """
     in_fp32 = names_kept_in_fp32(denoiser, to_torch(precision.unquantised))
-    layers = block_layers(denoiser, family.blocks_of(denoiser))
+    layers = block_layers(denoiser, family.adapted_classes(denoiser))
     return {name: layer for name, layer in layers.items() if not is_kept_in_fp32(name, in_fp32)}
 
 

@@ -199,14 +199,14 @@ class Encoder:
 
     def said(self, caption: str, control: Content | None) -> Said:
         """`control`: the picture before the edit; None: of a model that does not edit."""
-        return Said(caption, control if self.folder.family.sees_control else None)
+        return Said(caption, control if self.folder.family.encodes_control else None)
 
     def captions(self, said: Sequence[Said]) -> dict[Said, str]:
         """The key of the embeddings of each."""
         wanted = [
             part
-            for part in self.folder.family.encoders
-            if not (self.tokens and part in self.folder.family.text_encoders)
+            for part in self.folder.family.encoder_parts
+            if not (self.tokens and part in self.folder.family.trainable_encoders)
         ]
         parts = [part for part in wanted if (self.folder.path / part).is_dir()]
         shaped = {
@@ -234,7 +234,7 @@ class Encoder:
         pipe = self.folder.pipeline(
             torch.float32,
             vae=None,
-            **dict.fromkeys((self.folder.denoiser_part, *family.text_encoders)),
+            **dict.fromkeys((self.folder.denoiser_part, *family.trainable_encoders)),
         )
         for one in missing:
             self.store.put(
@@ -252,9 +252,9 @@ class Encoder:
         )
         # a pipeline that lacks an encoder asks the denoiser for its widths
         setattr(pipe, self.folder.denoiser_part, self.folder.denoiser_outline())
-        if family.sees_control:
+        if family.encodes_control:
             pipe.processor = self.folder.processor(pipe.tokenizer)
-        for part in family.encoders:
+        for part in family.encoder_parts:
             encoder = getattr(pipe, part, None)
             if isinstance(encoder, torch.nn.Module):
                 encoder.to(self.device).requires_grad_(False)
@@ -263,7 +263,7 @@ class Encoder:
             for start in watched(range(0, len(missing), AT_ONCE), "encoding captions"):
                 some = list(missing[start : start + AT_ONCE])
                 made: Mapping[str, Sequence[Tensor] | Tensor]
-                if family.sees_control:
+                if family.encodes_control:
                     some, pictures = _readable(some)
                     made = family.encode_instructions(pipe, [one.caption for one in some], pictures)
                 else:

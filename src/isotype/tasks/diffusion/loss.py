@@ -22,7 +22,7 @@ from ...dtypes import to_torch
 from ...errors import UsageError
 from ...training.task import Evaluation, eval_mode
 from .batches import Batch, Row, by_size
-from .families import Asked, Family
+from .families import Conditioning, Family
 
 
 @dataclass(frozen=True)
@@ -336,7 +336,7 @@ def picture_losses(
     family: Family,
     objective: Objective,
     batch: Batch,
-    asked: Asked,
+    asked: Conditioning,
     *,
     dtype: str,
     huber: float | None = None,

@@ -109,7 +109,11 @@ class PipelineFolder:
             family.denoiser,
             "vae",
             "scheduler",
-            *(part for part in family.encoders if index.get(part, [None, None])[1] is not None),
+            *(
+                part
+                for part in family.encoder_parts
+                if index.get(part, [None, None])[1] is not None
+            ),
         )
         for part in wanted:
             if index.get(part, [None, None])[1] is None or not (path / part).is_dir():
@@ -159,7 +163,7 @@ class PipelineFolder:
 
     def fetch(self) -> None:
         """All weights, where the pipeline is on the hub. Raises UsageError."""
-        self._fetch(self.denoiser_part, "vae", *self.family.encoders)
+        self._fetch(self.denoiser_part, "vae", *self.family.encoder_parts)
 
     def _fetch(self, *parts: str) -> None:
         if self.on_hub is not None:
@@ -173,7 +177,7 @@ class PipelineFolder:
             else (
                 *([] if self.own or self.file else [self.denoiser_part]),
                 "vae",
-                *self.family.encoders,
+                *self.family.encoder_parts,
             )
         )
         for part in parts:
@@ -332,7 +336,7 @@ class PipelineFolder:
         import transformers
 
         made = []
-        for part in self.family.encoders:
+        for part in self.family.encoder_parts:
             kind = getattr(transformers, str(self.index.get(part, [None, None])[1]), None)
             if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):
                 settings: Any = kind.config_class
@@ -345,7 +349,7 @@ class PipelineFolder:
         pipe = self.pipeline(dtype, vae=None, **{self.denoiser_part: None})
         return {
             part: getattr(pipe, part).eval().requires_grad_(False)
-            for part in self.family.text_encoders
+            for part in self.family.trainable_encoders
         }
 
     def with_random_denoiser(self, own: Mapping[str, Any] | None) -> PipelineFolder:
@@ -404,9 +408,9 @@ class PipelineFolder:
         """
         import diffusers
 
-        self._fetch(*(part for part in self.family.encoders if part not in parts))
+        self._fetch(*(part for part in self.family.encoder_parts if part not in parts))
         parts = {
-            **dict.fromkeys(name for name in self.family.not_needed if name in self.index),
+            **dict.fromkeys(name for name in self.family.unneeded_parts if name in self.index),
             **parts,
         }
         kind = getattr(diffusers, self.family.pipeline)
@@ -420,7 +424,7 @@ class PipelineFolder:
                     **parts,
                 )
                 # diffusers leaves what the file lacks on the meta device
-                for part in self.family.encoders:
+                for part in self.family.encoder_parts:
                     encoder = getattr(made, part, None)
                     for name, tensor in (
                         encoder.named_parameters() if isinstance(encoder, torch.nn.Module) else ()
@@ -442,7 +446,7 @@ class PipelineFolder:
         self, denoiser: Any, vae: Any, encoders: Mapping[str, Any] = MappingProxyType({})
     ) -> Any:
         """The pipeline around a denoiser, without its text encoders but for those that are given."""
-        parts = {**dict.fromkeys(self.family.encoders), **encoders}
+        parts = {**dict.fromkeys(self.family.encoder_parts), **encoders}
         return self.pipeline(torch.float32, **parts, vae=vae, **{self.denoiser_part: denoiser})
 
     def save_others(self, folder: Path) -> None:
@@ -455,7 +459,7 @@ class PipelineFolder:
             return
         dtype = dtype_of(self.file)
         pipe = self.pipeline(dtype, vae=self.vae(dtype), **{self.denoiser_part: None})
-        for part in ("vae", *self.family.encoders):
+        for part in ("vae", *self.family.encoder_parts):
             if isinstance(getattr(pipe, part, None), torch.nn.Module):
                 getattr(pipe, part).save_pretrained(folder / part)
 

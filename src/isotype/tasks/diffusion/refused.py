@@ -67,9 +67,9 @@ def refuse_unfit(
                 fix="remove run.adapter_format",
             )
         refuse_unread(family)
-    if not family.pairs:
+    if not family.edits_pictures:
         _refuse_controls(config, sources, family.pipeline)
-    if family.sees_control and config.images.flip:
+    if family.encodes_control and config.images.flip:
         raise UsageError(
             f"images.flip: the text encoder of {family.pipeline} sees the picture as it is, not its"
             " mirror image",
@@ -80,13 +80,13 @@ def refuse_unfit(
         raise UsageError(
             f"diffusion.max_text_length: {config.diffusion.max_text_length} has no effect:"
             f" {family.pipeline}"
-            f" {'does not cut instructions' if family.sees_control else 'has CLIP encoders only'}",
+            f" {'does not cut instructions' if family.encodes_control else 'has CLIP encoders only'}",
             fix="remove diffusion.max_text_length",
         )
 
 
 TRAINED_ON_PAIRS = "on pairs: " + ", ".join(
-    name for name, family in FAMILIES.items() if family.pairs
+    name for name, family in FAMILIES.items() if family.edits_pictures
 )
 
 
@@ -123,7 +123,7 @@ def _refuse_text_encoders(config: RunConfig, folder: PipelineFolder, precision: 
         return
     why = None
     fix = "adapter.text_encoders: false"
-    if not family.text_encoders:
+    if not family.trainable_encoders:
         why = (
             f"only those of SDXL and Stable Diffusion are trained, and this is a {family.pipeline}"
         )
@@ -134,9 +134,9 @@ def _refuse_text_encoders(config: RunConfig, folder: PipelineFolder, precision: 
         why = "diffusers does not load the lengths of a DoRA into text encoders"
         fix = "adapter.dora: false"
     elif isinstance(rates := adapter.text_encoder_rate, list) and len(rates) != len(
-        family.text_encoders
+        family.trainable_encoders
     ):
-        encoders = pluralise(len(family.text_encoders), "encoder")
+        encoders = pluralise(len(family.trainable_encoders), "encoder")
         why = (
             f"text_encoder_rate has {pluralise(len(rates), 'rate')}, and a {family.pipeline} has"
             f" {encoders}"
@@ -151,7 +151,7 @@ def _refuse_text_encoders(config: RunConfig, folder: PipelineFolder, precision: 
             f" {precision.text_encoder}"
         )
         fix = f"precision.text_encoder: {precision.compute}"
-    for part in family.text_encoders:
+    for part in family.trainable_encoders:
         if why is None and "CLIPTextModel" not in (
             kind := str(folder.index.get(part, [None, None])[1])
         ):
@@ -212,9 +212,9 @@ def _refuse_encoders(given: str | Sequence[str], folder: PipelineFolder) -> None
     encoders = folder.encoder_outlines() if unknown else []
     for name in unknown:
         if _ENCODERS.search(name) or any(_names_a_layer(name, encoder) for encoder in encoders):
-            layers = block_layers(denoiser, folder.family.blocks_of(denoiser))
+            layers = block_layers(denoiser, folder.family.adapted_classes(denoiser))
             ends = dict.fromkeys(re.sub(r".*?([^.]+(\.\d+)?)$", r"\1", layer) for layer in layers)
-            if folder.family.text_encoders:
+            if folder.family.trainable_encoders:
                 trained = "adapter.text_encoders: true adapts the encoders beside it, or "
             else:
                 trained = ""

@@ -322,9 +322,9 @@ def write_comfyui(adapter: Path, out: Path, family: Family) -> int:
 
 def refuse_unread(family: Family) -> None:
     """Raises  UsageError for a family whose adapters ComfyUI does not read"""
-    if family.not_in_comfyui:
+    if family.comfyui_blocker:
         raise UsageError(
-            f"comfyui: {family.pipeline}: {family.not_in_comfyui}",
+            f"comfyui: {family.pipeline}: {family.comfyui_blocker}",
             fix="pytorch_lora_weights.safetensors, in diffusers",
         )
 
@@ -365,11 +365,13 @@ def _of_module(module: str, settings: Mapping[str, Any], patterns: str, default:
 def _in_comfyui(module: str, family: Family) -> str:
     if module.startswith(PREFIX):
         part, own = part_of(module, family)
-        which = family.text_encoders.index(part) + 1 if len(family.text_encoders) > 1 else ""
+        which = (
+            family.trainable_encoders.index(part) + 1 if len(family.trainable_encoders) > 1 else ""
+        )
         return f"lora_te{which}_{own.replace('.', '_')}"
     if family.denoiser == "unet":
         return f"lora_unet_{module.replace('.', '_')}"
-    module = f"{family.in_comfyui}.{module}"
+    module = f"{family.comfyui_prefix}.{module}"
     for part, there in family.comfyui_names.items():
         module = module.replace(part, there)
     return module

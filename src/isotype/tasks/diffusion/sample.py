@@ -21,7 +21,7 @@ from ...precision.precision import Precision
 from ...training.task import eval_mode, preserve_random_state
 from .batches import generator_of
 from .encode import Encoder, Said, release
-from .families import Drawing, Family
+from .families import Family, SampleSettings
 from .picture_files import InFile
 from .pipeline import PipelineFolder
 from .pixels import BadPicture, Size, Window, as_png, open_as_shown, pixels, small
@@ -96,7 +96,7 @@ class Prompt:
             return self.text
         return f"{self.text} ({self.control.name})"
 
-    def drawing(self, how: Drawing) -> Drawing:
+    def drawing(self, how: SampleSettings) -> SampleSettings:
         return replace(how, **self.own)
 
 
@@ -116,7 +116,7 @@ def sample(
     folder: PipelineFolder,
     precision: Precision,
     prompts: Sequence[tuple[Prompt, dict[str, Tensor], dict[str, Tensor]]],
-    how: Drawing,
+    how: SampleSettings,
     device: torch.device,
     *,
     world: World = ALONE,
@@ -171,7 +171,7 @@ def refuse_prompts(prompts: Sequence[Prompt], family: Family) -> None:
     cannot be read, and for one of another
     """
     for prompt in prompts:
-        if prompt.control is None and family.pairs:
+        if prompt.control is None and family.edits_pictures:
             raise UsageError(
                 f"run.samples: {prompt.text!r}: {family.pipeline} edits a picture, and control is"
                 " missing",
@@ -180,7 +180,7 @@ def refuse_prompts(prompts: Sequence[Prompt], family: Family) -> None:
                     " before.png"
                 ),
             )
-        if prompt.control is not None and not family.pairs:
+        if prompt.control is not None and not family.edits_pictures:
             raise UsageError(
                 f"run.samples: control: has no effect: {family.pipeline} draws from captions here"
             )

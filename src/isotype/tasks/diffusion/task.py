@@ -48,7 +48,7 @@ from .denoiser import (
     watch_time,
 )
 from .encode import Encoder, Said, Store, key_of, release
-from .families import Asked, Drawing
+from .families import Conditioning, SampleSettings
 from .loss import Drawn, Objective, evaluate, objective_of, picture_losses
 from .pictures import Gathered, ToDraw, gather, refuse_other, write_missing
 from .pipeline import PipelineFolder
@@ -156,7 +156,7 @@ class DiffusionTask:
 
     def load_data(self) -> None:
         self.gathered = gather(
-            self.config.images, seed=self.config.train.seed, pairs=self.folder.family.pairs
+            self.config.images, seed=self.config.train.seed, pairs=self.folder.family.edits_pictures
         )
         if self.gathered.to_draw and self.config.model.init == "random":
             raise UsageError(
@@ -225,7 +225,7 @@ class DiffusionTask:
         """What is encoded as text: every caption, the empty one, and what is sampled."""
         said = self.encoder.said
         dropped = self.config.images.caption_dropout > 0
-        found = [] if self.folder.family.sees_control else [Said(EMPTY)]
+        found = [] if self.folder.family.encodes_control else [Said(EMPTY)]
         for picture in self.gathered.all:
             found += [said(caption, picture.control) for caption in picture.captions]
             found += [said(EMPTY, picture.control)] if dropped else []
@@ -371,13 +371,13 @@ class DiffusionTask:
             for name, shape in shapes.items()
         }
         if self.config.adapter.text_encoders:
-            encoders = len(self.folder.family.text_encoders)
+            encoders = len(self.folder.family.trainable_encoders)
             words = {
                 "ids": torch.zeros(rows, encoders, length, dtype=torch.long, device=device),
                 "captioned": torch.ones(rows, dtype=torch.bool, device=device),
             }
-        lengths = (length,) * rows if self.folder.family.own_lengths else ()
-        control = torch.empty_like(latents) if self.folder.family.pairs else None
+        lengths = (length,) * rows if self.folder.family.keeps_text_lengths else ()
+        control = torch.empty_like(latents) if self.folder.family.edits_pictures else None
         return Batch(
             latents,
             noise,
@@ -448,7 +448,7 @@ class DiffusionTask:
         batch = stacked(
             drawn,
             dtype=to_torch(self.precision.latents),
-            own_lengths=self.folder.family.own_lengths,
+            own_lengths=self.folder.family.keeps_text_lengths,
         )
         for what in ("latents", "noise", "sigma"):
             self._observed["latents", what] = dtype_name(getattr(batch, what).dtype)
@@ -459,7 +459,7 @@ class DiffusionTask:
             huber = self.config.diffusion.huber_c
         else:
             huber = None
-        asked = Asked(
+        asked = Conditioning(
             self.config.diffusion.guidance, self.downscale, batch.lengths, batch.cut, batch.control
         )
         return picture_losses(
@@ -577,9 +577,9 @@ class DiffusionTask:
     def prompts(self) -> list[Prompt]:
         return [Prompt.of(given) for given in self.config.run.samples]
 
-    def drawing(self) -> Drawing:
+    def drawing(self) -> SampleSettings:
         run = self.config.run
-        return Drawing(
+        return SampleSettings(
             run.sample_size or self.config.images.resolution,
             run.sample_steps,
             run.sample_guidance,
@@ -591,7 +591,7 @@ class DiffusionTask:
         model: nn.Module,
         device: torch.device,
         prompts: Sequence[Prompt],
-        how: Drawing,
+        how: SampleSettings,
         *,
         world: World = ALONE,
     ) -> Iterator[Sample]:

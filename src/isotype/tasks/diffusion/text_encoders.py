@@ -46,7 +46,7 @@ class TextEncoders(nn.Module):
         """ids int64[N P S] of P encoders, captioned bool[N] -> what `Family.encode_text` gives, F[N
         ...] each, in `compute`.
         """
-        text = self.family.text_of(dict(self.named_children()), ids)
+        text = self.family.encode_tokens(dict(self.named_children()), ids)
         if not self.zeros:
             return text
         return {
@@ -102,13 +102,13 @@ def targets_in(denoiser: nn.Module, family: Family) -> list[str]:
     does not take.
     """
     found = []
-    for part in family.text_encoders if hasattr(denoiser, PREFIX[:-1]) else ():
+    for part in family.trainable_encoders if hasattr(denoiser, PREFIX[:-1]) else ():
         names = [
             name
             for name, _ in denoiser.get_submodule(f"{PREFIX}{part}").named_modules()
             if name.endswith(ADAPTED)
         ]
-        if part in family.last_unused:
+        if part in family.unused_last_layers:
             last = max(int(name.split(".layers.")[1].split(".")[0]) for name in names)
         else:
             last = -1
@@ -131,7 +131,7 @@ def tokens_of(pipe: Any, captions: Sequence[str], family: Family) -> dict[str, T
     with its tokenizers.
     """
     each = []
-    for part in family.text_encoders:
+    for part in family.trainable_encoders:
         tokenizer = getattr(pipe, part.replace("text_encoder", "tokenizer"))
         length = tokenizer.model_max_length
         each.append(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .edits import FluxKontext, QwenImageEdit, QwenImageEditPlus
-from .family import REFUSED, Asked, Denoiser, Drawing, Family
+from .family import REFUSED, Conditioning, Denoiser, Family, SampleSettings
 from .flow import (
     SD3,
     AuraFlow,
@@ -46,4 +46,4 @@ FAMILIES: dict[str, type[Family]] = {
     )
 }
 
-__all__ = ["FAMILIES", "REFUSED", "Asked", "Denoiser", "Drawing", "Family"]
+__all__ = ["FAMILIES", "REFUSED", "Conditioning", "Denoiser", "Family", "SampleSettings"]

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from .family import Asked, Drawing, Text, every
-from .flow import Flux, QwenImage, packed, unpacked
+from .family import Conditioning, SampleSettings, Text, full_mask
+from .flow import Flux, QwenImage, pack_latents, unpack_latents
 
 
 class FluxKontext(Flux):
@@ -18,10 +18,10 @@ class FluxKontext(Flux):
     """
 
     pipeline = "FluxKontextPipeline"
-    not_needed = ("image_encoder", "feature_extractor")
-    pairs = True
+    unneeded_parts = ("image_encoder", "feature_extractor")
+    edits_pictures = True
 
-    def also(self, pipe: Any, size: int, control: Tensor | None) -> dict[str, Any]:
+    def extra_arguments(self, pipe: Any, size: int, control: Tensor | None) -> dict[str, Any]:
         return {"image": control, "max_area": size * size}
 
 
@@ -34,10 +34,10 @@ class QwenImageEdit(QwenImage):
 
     pipeline = "QwenImageEditPipeline"
     max_text_length = None
-    encoders = ("text_encoder", "tokenizer", "processor")
-    not_needed = ("processor",)
-    pairs = True
-    sees_control = True
+    encoder_parts = ("text_encoder", "tokenizer", "processor")
+    unneeded_parts = ("processor",)
+    edits_pictures = True
+    encodes_control = True
     tokens: ClassVar[int] = 1369
 
     def text_tokens(self, clip_length: int, max_length: int) -> int:
@@ -46,7 +46,7 @@ class QwenImageEdit(QwenImage):
         """
         return self.tokens + 256
 
-    def seen(self, pipe: Any, picture: Any) -> Any:
+    def prepare_picture(self, pipe: Any, picture: Any) -> Any:
         """A picture as the pipeline gives it to its language model: of about so many pixels as it
         draws.
         """
@@ -61,7 +61,7 @@ class QwenImageEdit(QwenImage):
         texts = []
         for caption, picture in zip(captions, pictures):
             # one at a time: without padding
-            text_1SD, _ = pipe.encode_prompt([caption], image=self.seen(pipe, picture))
+            text_1SD, _ = pipe.encode_prompt([caption], image=self.prepare_picture(pipe, picture))
             texts.append(text_1SD[0])
         return {"text": texts}
 
@@ -70,7 +70,7 @@ class QwenImageEdit(QwenImage):
         pipe: Any,
         text: Text,
         empty: Text,
-        how: Drawing,
+        settings: SampleSettings,
         generator: Any,
         control: Tensor | None = None,
     ) -> Tensor:
@@ -82,44 +82,53 @@ class QwenImageEdit(QwenImage):
             retrieve_timesteps,
         )
 
-        side = how.size // pipe.vae_scale_factor
-        given = text["text"]
+        side = settings.size // pipe.vae_scale_factor
+        text_NSD = text["text"]
         scheduler = pipe.scheduler
         tokens_NTC, _ = pipe.prepare_latents(
-            None, 1, pipe.latent_channels, how.size, how.size, given.dtype, given.device, generator
+            None,
+            1,
+            pipe.latent_channels,
+            settings.size,
+            settings.size,
+            text_NSD.dtype,
+            text_NSD.device,
+            generator,
         )
         bounds = (
             scheduler.config[name]
             for name in ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
         )
-        levels = [1 - i / how.steps for i in range(how.steps)]
+        levels = [1 - i / settings.steps for i in range(settings.steps)]
         mu = calculate_shift(tokens_NTC.shape[1], *bounds)
-        times, _ = retrieve_timesteps(scheduler, how.steps, given.device, sigmas=levels, mu=mu)
+        timesteps, _ = retrieve_timesteps(
+            scheduler, settings.steps, text_NSD.device, sigmas=levels, mu=mu
+        )
         scheduler.set_begin_index(0)
 
-        def predicted(time: Tensor, words: Text) -> Tensor:
-            level_N = (time / 1000).expand(1).to(given.dtype)
-            words = words | {"mask": every(words)}
-            return packed(
+        def predict_velocity(time: Tensor, texts: Text) -> Tensor:
+            level_N = (time / 1000).expand(1).to(text_NSD.dtype)
+            texts = texts | {"mask": full_mask(texts)}
+            return pack_latents(
                 self.predict(
                     pipe.transformer,
-                    unpacked(tokens_NTC, side, side),
+                    unpack_latents(tokens_NTC, side, side),
                     level_N,
-                    words,
-                    Asked(control=control),
+                    texts,
+                    Conditioning(control=control),
                 )
             )
 
-        for time in times:
-            made = predicted(time, text)
-            if how.guidance > 1:
-                away = predicted(time, empty)
-                guided = away + how.guidance * (made - away)
-                made = guided * (
-                    made.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True)
+        for time in timesteps:
+            prediction = predict_velocity(time, text)
+            if settings.guidance > 1:
+                negative = predict_velocity(time, empty)
+                guided = negative + settings.guidance * (prediction - negative)
+                prediction = guided * (
+                    prediction.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True)
                 )
-            tokens_NTC = scheduler.step(made, time, tokens_NTC, return_dict=False)[0]
-        return unpacked(tokens_NTC, side, side)
+            tokens_NTC = scheduler.step(prediction, time, tokens_NTC, return_dict=False)[0]
+        return unpack_latents(tokens_NTC, side, side)
 
 
 class QwenImageEditPlus(QwenImageEdit):
@@ -130,7 +139,7 @@ class QwenImageEditPlus(QwenImageEdit):
     pipeline = "QwenImageEditPlusPipeline"
     tokens = 196
 
-    def seen(self, pipe: Any, picture: Any) -> Any:
+    def prepare_picture(self, pipe: Any, picture: Any) -> Any:
         from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import (
             CONDITION_IMAGE_SIZE,
             calculate_dimensions,

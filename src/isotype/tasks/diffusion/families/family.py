@@ -42,25 +42,25 @@ class Latents:
 
         x_N3HW  pixels in [-1, 1], in the VAE's dtype
         """
-        found = vae.encode(x_N3HW).latent_dist
+        posterior = vae.encode(x_N3HW).latent_dist
         offset = float(vae.config.shift_factor or 0.0)
         factor = float(vae.config.scaling_factor)
-        return (found.mean.float() - offset) * factor, found.std.float() * factor
+        return (posterior.mean.float() - offset) * factor, posterior.std.float() * factor
 
     def decode(self, vae: Any, latents_NCHW: Tensor) -> Tensor:
         """F[N 3 H W] in the VAE's dtype."""
-        return decoded(
+        return decode_pixels(
             vae, latents_NCHW / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
         )
 
 
-def decoded(vae: Any, latents: Tensor, *given: Tensor) -> Tensor:
+def decode_pixels(vae: Any, latents: Tensor, *arguments: Tensor) -> Tensor:
     """A VAE's pixels, in its dtype, of its own latents."""
-    made: Tensor = vae.decode(latents.to(vae.dtype), *given, return_dict=False)[0]
-    return made
+    pixels: Tensor = vae.decode(latents.to(vae.dtype), *arguments, return_dict=False)[0]
+    return pixels
 
 
-class OfAVideo(Latents):
+class VideoLatents(Latents):
     """A video's VAE on one frame, with an offset and a factor for each channel (Qwen-Image)."""
 
     vae = "AutoencoderKLQwenImage"
@@ -80,9 +80,9 @@ class OfAVideo(Latents):
         return mean, deviation
 
     def encode(self, vae: Any, x_N3HW: Tensor) -> tuple[Tensor, Tensor]:
-        found = vae.encode(x_N3HW[:, :, None]).latent_dist
+        posterior = vae.encode(x_N3HW[:, :, None]).latent_dist
         offset, deviation = self.statistics(vae, x_N3HW.device)
-        return (found.mean[:, :, 0].float() - offset) / deviation, found.std[
+        return (posterior.mean[:, :, 0].float() - offset) / deviation, posterior.std[
             :, :, 0
         ].float() / deviation
 
@@ -93,10 +93,10 @@ class OfAVideo(Latents):
             time = [latents_NCHW.new_zeros(len(latents_NCHW), dtype=vae.dtype)]
         else:
             time = []
-        return decoded(vae, (latents_NCHW * deviation + offset)[:, :, None], *time)[:, :, 0]
+        return decode_pixels(vae, (latents_NCHW * deviation + offset)[:, :, None], *time)[:, :, 0]
 
 
-class Deterministic(Latents):
+class DeterministicLatents(Latents):
     """A deep compression autoencoder, which has no posterior (Sana)."""
 
     vae = "AutoencoderDC"
@@ -109,10 +109,10 @@ class Deterministic(Latents):
         return mean, torch.zeros_like(mean)
 
     def decode(self, vae: Any, latents_NCHW: Tensor) -> Tensor:
-        return decoded(vae, latents_NCHW / vae.config.scaling_factor)
+        return decode_pixels(vae, latents_NCHW / vae.config.scaling_factor)
 
 
-class Patched(Latents):
+class PatchedLatents(Latents):
     """2 x 2 latent pixels in one, normalised by the VAE's running statistics (Flux.2)."""
 
     vae = "AutoencoderKLFlux2"
@@ -124,30 +124,30 @@ class Patched(Latents):
         return 4 * super().channels(config)
 
     def encode(self, vae: Any, x_N3HW: Tensor) -> tuple[Tensor, Tensor]:
-        found = vae.encode(x_N3HW).latent_dist
-        _, deviation = _running(vae)
+        posterior = vae.encode(x_N3HW).latent_dist
+        _, deviation = _running_statistics(vae)
         return (
-            self.normalised(vae, patched(found.mean.float())),
-            patched(found.std.float()) / deviation,
+            self.normalise(vae, patchify(posterior.mean.float())),
+            patchify(posterior.std.float()) / deviation,
         )
 
-    def normalised(self, vae: Any, patched_NCHW: Tensor) -> Tensor:
+    def normalise(self, vae: Any, patched_NCHW: Tensor) -> Tensor:
         """fp32[N C H W]: the VAE's latents, patched, as the denoiser sees them."""
-        offset, deviation = _running(vae)
+        offset, deviation = _running_statistics(vae)
         return (patched_NCHW - offset) / deviation
 
     def decode(self, vae: Any, latents_NCHW: Tensor) -> Tensor:
-        offset, deviation = _running(vae)
-        return decoded(vae, unpatched(latents_NCHW * deviation + offset))
+        offset, deviation = _running_statistics(vae)
+        return decode_pixels(vae, unpatchify(latents_NCHW * deviation + offset))
 
 
-def _running(vae: Any) -> tuple[Tensor, Tensor]:
+def _running_statistics(vae: Any) -> tuple[Tensor, Tensor]:
     """fp32[C 1 1] each."""
     deviation = (vae.bn.running_var.float() + vae.config.batch_norm_eps).sqrt()
     return vae.bn.running_mean.float()[:, None, None], deviation[:, None, None]
 
 
-def patched(x_NCHW: Tensor) -> Tensor:
+def patchify(x_NCHW: Tensor) -> Tensor:
     """F[N C H W] -> F[N 4C H/2 W/2], channel first, then row and column in the patch."""
     n, c, h, w = x_NCHW.shape
     return (
@@ -157,7 +157,7 @@ def patched(x_NCHW: Tensor) -> Tensor:
     )
 
 
-def unpatched(x_NCHW: Tensor) -> Tensor:
+def unpatchify(x_NCHW: Tensor) -> Tensor:
     """The inverse of `patched`."""
     n, c, h, w = x_NCHW.shape
     return (
@@ -175,16 +175,16 @@ Denoiser = Callable[..., Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
-class Asked:
+class Conditioning:
     """The inputs of a denoiser besides picture, time and text.
 
-    guidance   the guidance scale of a guidance-distilled model
+    guidance  the guidance scale of a guidance-distilled model
     downscale  pixels in a latent pixel, in each direction: models that are told a picture's size
                get it in pixels
-    lengths    tokens of each caption, of a family with `own_lengths`
+    lengths    tokens of each caption, of a family with `keeps_text_lengths`
     cut        fp32[N 4]  of each picture, as `pixels.cut_of` gives it; None: whole pictures of the
                size of the latents
-    control    F[N C H W]  latents of the pictures before the edit, of a family with `pairs`
+    control    F[N C H W]  latents of the pictures before the edit, of a family with `edits_pictures`
     """
 
     guidance: float = 1.0
@@ -195,7 +195,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Drawing:
+class SampleSettings:
     """How samples are drawn: side in pixels, denoising steps, guidance scale, seed."""
 
     size: int
@@ -205,45 +205,45 @@ class Drawing:
 
 
 class Family:
-    """One family. Latents are what the VAE gives after its own shift and scale, whatever the
+    """One family. Its latents are what the VAE gives after its own shift and scale, whatever the
     denoiser takes.
 
-    pipeline         the `_class_name` in model_index.json, a class of diffusers
-    denoiser         the denoiser's folder and the pipeline's attribute
-    objectives       what such models are trained to predict
-    time_scale       where the denoiser rounds its noise level to the dtype of its hidden states:
-                     what it multiplies the level by before the sinusoidal embedding
-                     (`keep_time_exact`); None where it takes the level as given
-    downscale        of latents: their sides are multiples of it; where the denoiser has tokens, the
-                     side of one
-    max_text_length  longest caption by default, in tokens of the text encoder; None where every
-                     caption has the length of CLIP's
-    own_lengths      a caption keeps its own length; those of a batch are padded to the longest,
-                     with a `mask`
-    encoders         the names of text encoders and tokenizers in the folder
-    not_needed       parts of the pipeline that are never loaded
-    latents          what stands between the VAE and the denoiser
-    encoded          the encoded texts, and where `encode_prompt` returns each: `text` F[N S D],
-                     `pooled` F[N D], `mask` F[N S]
-    width            D, as the denoiser's configuration calls it
-    arguments        what the pipeline calls each text, and after `negative_` that of the text it
-                     guides away from
-    guides_away      it takes one to guide away from; else the guidance is a number that the
-                     denoiser is given
-    loads_lora       whether the pipeline has `load_lora_weights`; else an adapter is a PEFT folder
-                     only
-    not_in_comfyui   why ComfyUI does not read an adapter of this family; empty: it does
-    in_comfyui       what ComfyUI has before the names of a transformer's modules, and
-                     `comfyui_names` parts of names that differ there
-    blocks           classes of the blocks that are recomputed, shared and adapted, where the
-                     denoiser's `_no_split_modules` lacks them
-    adapted          see `blocks_of`; empty: the blocks
-    guidance         the pipeline's argument for the guidance scale
-    pairs            it edits: a row has a picture before the edit, whose latents the denoiser gets
-                     beside the noisy ones
-    sees_control     the text encoder gets that picture too (`encode_instructions`)
-    text_encoders    those that `adapter.text_encoders` trains; of `last_unused` the last layer's
-                     result is not taken
+    pipeline          the `_class_name` in model_index.json, a class of diffusers
+    denoiser          the denoiser's folder and the pipeline's attribute
+    objectives        what such models are trained to predict
+    time_scale        where the denoiser rounds its noise level to the dtype of its hidden states:
+                      the factor of the level before the sinusoidal embedding (`keep_time_exact`);
+                      None where the level is not rounded
+    downscale         of latents: their sides are multiples of it; where the denoiser has tokens,
+                      the side of one
+    max_text_length   longest caption by default, in tokens of the text encoder; None where every
+                      caption has the length of CLIP's
+    keeps_text_lengths  a caption keeps its own length; those of a batch are padded to the longest,
+                      with a `mask`
+    encoder_parts     the folders of text encoders and tokenizers
+    unneeded_parts    parts of the pipeline that are never loaded
+    latents           what stands between the VAE and the denoiser
+    text_outputs      the encoded texts, and the index of each in what `encode_prompt` returns:
+                      `text` F[N S D], `pooled` F[N D], `mask` F[N S]
+    text_width_key    the key of D in the denoiser's configuration
+    text_arguments    argument of the pipeline -> encoded text; `negative_` precedes that of the
+                      negative prompt
+    takes_negative_prompt  the pipeline guides away from a second text; else the guidance is a
+                      number that the denoiser is given
+    loads_lora        whether the pipeline has `load_lora_weights`; else an adapter is a PEFT folder
+                      only
+    comfyui_blocker   why ComfyUI does not read an adapter of this family; empty: it does
+    comfyui_prefix    what precedes the names of a transformer's modules in ComfyUI, and
+                      `comfyui_names` the parts of names that differ there
+    block_classes     classes of the blocks that are recomputed, shared and adapted, where the
+                      denoiser's `_no_split_modules` lacks them
+    adapted_blocks    see `adapted_classes`; empty: the blocks
+    guidance_argument  the pipeline's argument for the guidance scale
+    edits_pictures    a row has a picture before the edit, whose latents the denoiser gets beside
+                      the noisy ones
+    encodes_control   the text encoder gets that picture too (`encode_instructions`)
+    trainable_encoders  those that `adapter.text_encoders` trains; of `unused_last_layers` the last
+                      layer's result is not used
     """
 
     pipeline: ClassVar[str]
@@ -252,29 +252,29 @@ class Family:
     time_scale: ClassVar[float | None] = None
     downscale: ClassVar[int] = 2
     max_text_length: ClassVar[int | None]
-    encoders: ClassVar[tuple[str, ...]] = ("text_encoder", "tokenizer")
-    not_needed: ClassVar[tuple[str, ...]] = ()
+    encoder_parts: ClassVar[tuple[str, ...]] = ("text_encoder", "tokenizer")
+    unneeded_parts: ClassVar[tuple[str, ...]] = ()
     latents: ClassVar[Latents] = Latents()
-    own_lengths: ClassVar[bool] = False
-    encoded: ClassVar[Mapping[str, int]] = {"text": 0}
-    width: ClassVar[str] = "joint_attention_dim"
-    arguments: ClassVar[Mapping[str, str]] = {"prompt_embeds": "text"}
-    guides_away: ClassVar[bool] = True
+    keeps_text_lengths: ClassVar[bool] = False
+    text_outputs: ClassVar[Mapping[str, int]] = {"text": 0}
+    text_width_key: ClassVar[str] = "joint_attention_dim"
+    text_arguments: ClassVar[Mapping[str, str]] = {"prompt_embeds": "text"}
+    takes_negative_prompt: ClassVar[bool] = True
     loads_lora: ClassVar[bool] = True
-    not_in_comfyui: ClassVar[str] = ""
-    in_comfyui: ClassVar[str] = "transformer"
+    comfyui_blocker: ClassVar[str] = ""
+    comfyui_prefix: ClassVar[str] = "transformer"
     comfyui_names: ClassVar[Mapping[str, str]] = {}
-    blocks: ClassVar[tuple[str, ...]] = ()
-    adapted: ClassVar[tuple[str, ...]] = ()
-    guidance: ClassVar[str] = "guidance_scale"
-    pairs: ClassVar[bool] = False
-    sees_control: ClassVar[bool] = False
-    text_encoders: ClassVar[tuple[str, ...]] = ()
-    last_unused: ClassVar[tuple[str, ...]] = ()
+    block_classes: ClassVar[tuple[str, ...]] = ()
+    adapted_blocks: ClassVar[tuple[str, ...]] = ()
+    guidance_argument: ClassVar[str] = "guidance_scale"
+    edits_pictures: ClassVar[bool] = False
+    encodes_control: ClassVar[bool] = False
+    trainable_encoders: ClassVar[tuple[str, ...]] = ()
+    unused_last_layers: ClassVar[tuple[str, ...]] = ()
 
-    def blocks_of(self, denoiser: Any) -> tuple[str, ...]:
+    def adapted_classes(self, denoiser: Any) -> tuple[str, ...]:
         """The classes whose linear layers get an adapter, and are quantised in an nf4 base."""
-        return self.adapted or self.blocks or tuple(denoiser._no_split_modules or ())
+        return self.adapted_blocks or self.block_classes or tuple(denoiser._no_split_modules or ())
 
     def refusal(self, index: Mapping[str, Any]) -> str | None:
         """Why a pipeline of this class is not trained, from its model_index.json; None: it is."""
@@ -284,10 +284,10 @@ class Family:
         """Changes an instance that names no blocks, computes wider than declared, or could not be
         planned (on the meta device).
         """
-        if self.blocks:
-            denoiser._no_split_modules = list(self.blocks)
+        if self.block_classes:
+            denoiser._no_split_modules = list(self.block_classes)
 
-    def unused(self, denoiser: Any) -> tuple[str, ...]:
+    def unused_layers(self, denoiser: Any) -> tuple[str, ...]:
         """Names, or beginnings of names, of layers in the blocks whose result the denoiser drops:
         nothing there gets a gradient.
         """
@@ -302,112 +302,123 @@ class Family:
 
         config  the denoiser's; length: S
         """
-        shapes: dict[str, tuple[int, ...]] = {"text": (length, int(config[self.width]))}
-        if "pooled" in self.encoded:
+        shapes: dict[str, tuple[int, ...]] = {"text": (length, int(config[self.text_width_key]))}
+        if "pooled" in self.text_outputs:
             shapes["pooled"] = (int(config["pooled_projection_dim"]),)
-        if "mask" in self.encoded or self.own_lengths:
+        if "mask" in self.text_outputs or self.keeps_text_lengths:
             shapes["mask"] = (length,)
         return shapes
 
     def encode_text(
         self, pipe: Any, captions: list[str], *, max_length: int, **options: Any
     ) -> Mapping[str, Any]:
-        """The texts that `encoded` names, of the pipeline's own text encoders: a tensor each, or
-        with `own_lengths` a list of F[S D], without mask.
+        """The texts that `text_outputs` names, of the pipeline's own text encoders: a tensor each, or
+        with `keeps_text_lengths` a list of F[S D], without mask.
 
         options  of the pipeline's `encode_prompt`
         """
-        known = inspect.signature(pipe.encode_prompt).parameters
-        given = {"do_classifier_free_guidance": False, "max_sequence_length": max_length}
-        made = pipe.encode_prompt(
-            captions, **{name: value for name, value in given.items() if name in known}, **options
+        accepted = inspect.signature(pipe.encode_prompt).parameters
+        arguments = {"do_classifier_free_guidance": False, "max_sequence_length": max_length}
+        outputs = pipe.encode_prompt(
+            captions,
+            **{name: value for name, value in arguments.items() if name in accepted},
+            **options,
         )
-        found = {what: made[at] for what, at in self.encoded.items()}
-        return found | ({"mask": found["mask"].to(found["text"].dtype)} if "mask" in found else {})
+        texts = {text_name: outputs[index] for text_name, index in self.text_outputs.items()}
+        return texts | ({"mask": texts["mask"].to(texts["text"].dtype)} if "mask" in texts else {})
 
     def encode_instructions(
         self, pipe: Any, captions: list[str], pictures: list[Any]
     ) -> Mapping[str, Sequence[Tensor]]:
         """`encode_text` of captions with the pictures before their edits (PIL), of a family with
-        `sees_control`.
+        `encodes_control`.
         """
         raise NotImplementedError
 
-    def text_of(self, encoders: Mapping[str, nn.Module], ids_NPS: Tensor) -> Text:
-        """`encode_text` of tokens, with gradient, of a family with `text_encoders`; encoders: by
+    def encode_tokens(self, encoders: Mapping[str, nn.Module], ids_NPS: Tensor) -> Text:
+        """`encode_text` of tokens, with gradient, of a family with `trainable_encoders`; encoders: by
         those names, P of them.
         """
         raise NotImplementedError
 
     def predict(
-        self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked
+        self,
+        model: Denoiser,
+        noisy_NCHW: Tensor,
+        time_N: Tensor,
+        text: Text,
+        conditioning: Conditioning,
     ) -> Tensor:
         """What the denoiser predicts for `noisy_NCHW` at `time_N` (`Objective.time`): F[N C H W]."""
         raise NotImplementedError
 
-    def prompts(self, text: Text, empty: Text) -> dict[str, Any]:
+    def text_inputs(self, text: Text, empty: Text) -> dict[str, Any]:
         """What the pipeline is given of the encoded texts, and of the empty one that it guides away
         from.
         """
-        sides = {"": text, "negative_": empty} if self.guides_away else {"": text}
-        whole = {sign: {"mask": every(words)} | words for sign, words in sides.items()}
+        sides = {"": text, "negative_": empty} if self.takes_negative_prompt else {"": text}
+        masked_sides = {sign: {"mask": full_mask(texts)} | texts for sign, texts in sides.items()}
         return {
-            sign + name: words[what]
-            for sign, words in whole.items()
-            for name, what in self.arguments.items()
+            sign + name: texts[text_name]
+            for sign, texts in masked_sides.items()
+            for name, text_name in self.text_arguments.items()
         }
 
-    def also(self, pipe: Any, size: int, control: Tensor | None) -> dict[str, Any]:
+    def extra_arguments(self, pipe: Any, size: int, control: Tensor | None) -> dict[str, Any]:
         """What the pipeline is given besides texts, size, steps, guidance and generator."""
         return {}
 
-    def drawn(self, pipe: Any, made: Tensor, size: int) -> Tensor:
+    def output_latents(self, pipe: Any, output: Tensor, size: int) -> Tensor:
         """Latents F[N C H W], as the denoiser sees them, from what the pipeline gives for pictures
         of `size` pixels.
         """
-        return made
+        return output
 
     def sample(
         self,
         pipe: Any,
         text: Text,
         empty: Text,
-        how: Drawing,
+        settings: SampleSettings,
         generator: Any,
         control: Tensor | None = None,
     ) -> Tensor:
         """Latents F[N C H W] from noise, as the denoiser sees them, through the pipeline's own
         loop. `control`: `Asked.control`.
         """
-        given = {
-            "height": how.size,
-            "width": how.size,
-            "num_inference_steps": how.steps,
-            self.guidance: how.guidance,
+        arguments = {
+            "height": settings.size,
+            "width": settings.size,
+            "num_inference_steps": settings.steps,
+            self.guidance_argument: settings.guidance,
             "generator": generator,
         }
-        given |= self.prompts(text, empty) | self.also(pipe, how.size, control)
-        return self.drawn(pipe, pipe(**given, output_type="latent", return_dict=False)[0], how.size)
+        arguments |= self.text_inputs(text, empty) | self.extra_arguments(
+            pipe, settings.size, control
+        )
+        return self.output_latents(
+            pipe, pipe(**arguments, output_type="latent", return_dict=False)[0], settings.size
+        )
 
 
 MASKED = {"prompt_embeds": "text", "prompt_attention_mask": "mask"}
 POOLED = {"prompt_embeds": "text", "pooled_prompt_embeds": "pooled"}
 
 
-def config_of(model: Any) -> Any:
+def denoiser_config(model: Any) -> Any:
     """The denoiser's configuration, with an adapter or without."""
     return (model.get_base_model() if hasattr(model, "get_base_model") else model).config
 
 
-def every(text: Text) -> Tensor:
+def full_mask(text: Text) -> Tensor:
     """bool[N S]: every token counts, of a caption in its own length."""
     return text["text"].new_ones(text["text"].shape[:2]).bool()
 
 
-def in_rows(tokens_NTC: Tensor, height: int, width: int) -> Tensor:
+def tokens_to_latents(tokens_NTC: Tensor, height: int, width: int) -> Tensor:
     """F[N C H W] of tokens of a latent pixel each."""
-    n, _, c = tokens_NTC.shape
-    return tokens_NTC.transpose(1, 2).reshape(n, c, height, width)
+    count, _, channels = tokens_NTC.shape
+    return tokens_NTC.transpose(1, 2).reshape(count, channels, height, width)
 
 
 # --- pipelines of diffusers that are not trained, and why: an error names the reason

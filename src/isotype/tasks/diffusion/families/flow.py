@@ -16,21 +16,21 @@ from ....instance_method import InstanceMethod
 from .family import (
     MASKED,
     POOLED,
-    Asked,
+    Conditioning,
     Config,
     Denoiser,
-    Deterministic,
+    DeterministicLatents,
     Family,
-    OfAVideo,
-    Patched,
+    PatchedLatents,
     Text,
-    config_of,
-    in_rows,
-    patched,
+    VideoLatents,
+    denoiser_config,
+    patchify,
+    tokens_to_latents,
 )
 
 
-def packed(latents_NCHW: Tensor) -> Tensor:
+def pack_latents(latents_NCHW: Tensor) -> Tensor:
     """F[N C H W] -> F[N HW/4 4C]: each token holds 2 x 2 latent pixels, channel first."""
     n, c, h, w = latents_NCHW.shape
     return (
@@ -40,8 +40,8 @@ def packed(latents_NCHW: Tensor) -> Tensor:
     )
 
 
-def unpacked(tokens_NTC: Tensor, height: int, width: int) -> Tensor:
-    """The inverse of `packed`, to latents of `height` x `width`."""
+def unpack_latents(tokens_NTC: Tensor, height: int, width: int) -> Tensor:
+    """The inverse of `packed`, to latents of `height` x `text_width_key`."""
     n, _, c = tokens_NTC.shape
     return (
         tokens_NTC.reshape(n, height // 2, width // 2, c // 4, 2, 2)
@@ -50,51 +50,61 @@ def unpacked(tokens_NTC: Tensor, height: int, width: int) -> Tensor:
     )
 
 
-class InTokens(Family):
+class PackedTokens(Family):
     """Latents in tokens of 2 x 2; those of a picture before the edit come after the noisy ones."""
 
-    def tokens_of(self, noisy_NCHW: Tensor, asked: Asked) -> Tensor:
-        if asked.control is None:
-            return packed(noisy_NCHW)
-        return torch.cat([packed(noisy_NCHW), packed(asked.control)], 1)
+    def pack_tokens(self, noisy_NCHW: Tensor, conditioning: Conditioning) -> Tensor:
+        if conditioning.control is None:
+            return pack_latents(noisy_NCHW)
+        return torch.cat([pack_latents(noisy_NCHW), pack_latents(conditioning.control)], 1)
 
-    def drawn(self, pipe: Any, made: Tensor, size: int) -> Tensor:
+    def output_latents(self, pipe: Any, output: Tensor, size: int) -> Tensor:
         side = size // pipe.vae_scale_factor
-        return unpacked(made, side, side)
+        return unpack_latents(output, side, side)
 
 
-class Flux(InTokens):
+class Flux(PackedTokens):
     """Flux.1: CLIP's pooled text and T5's sequence, guidance as an input number of the model."""
 
     pipeline = "FluxPipeline"
     time_scale = 1000.0
     max_text_length = 512
-    encoders: ClassVar[tuple[str, ...]] = (
+    encoder_parts: ClassVar[tuple[str, ...]] = (
         "text_encoder",
         "tokenizer",
         "text_encoder_2",
         "tokenizer_2",
     )
-    encoded = {"text": 0, "pooled": 1}
-    arguments = POOLED
-    guides_away = False
+    text_outputs = {"text": 0, "pooled": 1}
+    text_arguments = POOLED
+    takes_negative_prompt = False
 
-    def beside(
-        self, model: Denoiser, tokens_NTC: Tensor, time_N: Tensor, text: Text, asked: Asked
+    def extra_inputs(
+        self,
+        model: Denoiser,
+        tokens_NTC: Tensor,
+        time_N: Tensor,
+        text: Text,
+        conditioning: Conditioning,
     ) -> dict[str, Any]:
         """What the denoiser is given besides tokens, time and sequence."""
         return {
-            "guidance": told_guidance(model, time_N, asked),
+            "guidance": guidance_input(model, time_N, conditioning),
             "pooled_projections": text["pooled"],
         }
 
     def predict(
-        self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked
+        self,
+        model: Denoiser,
+        noisy_NCHW: Tensor,
+        time_N: Tensor,
+        text: Text,
+        conditioning: Conditioning,
     ) -> Tensor:
         height, width = noisy_NCHW.shape[-2:]
-        tokens_NTC = self.tokens_of(noisy_NCHW, asked)
-        ids_T3 = positions(height // 2, width // 2, noisy_NCHW.device)
-        if asked.control is not None:
+        tokens_NTC = self.pack_tokens(noisy_NCHW, conditioning)
+        ids_T3 = position_ids(height // 2, width // 2, noisy_NCHW.device)
+        if conditioning.control is not None:
             ids_T3 = torch.cat([ids_T3, ids_T3 + ids_T3.new_tensor([1, 0, 0])])
         made_NTC = model(
             hidden_states=tokens_NTC,
@@ -103,21 +113,21 @@ class Flux(InTokens):
             img_ids=ids_T3,
             txt_ids=torch.zeros(text["text"].shape[1], 3, device=noisy_NCHW.device),
             return_dict=False,
-            **self.beside(model, tokens_NTC, time_N, text, asked),
+            **self.extra_inputs(model, tokens_NTC, time_N, text, conditioning),
         )[0]
-        return unpacked(made_NTC[:, : height * width // 4], height, width)
+        return unpack_latents(made_NTC[:, : height * width // 4], height, width)
 
 
-def told_guidance(model: Any, time_N: Tensor, asked: Asked) -> Tensor | None:
+def guidance_input(model: Any, time_N: Tensor, conditioning: Conditioning) -> Tensor | None:
     """F[N] for a model that has an input for the guidance scale (Flux.1-dev), None for one without
     (schnell).
     """
-    if config_of(model).guidance_embeds:
-        return torch.full_like(time_N, asked.guidance)
+    if denoiser_config(model).guidance_embeds:
+        return torch.full_like(time_N, conditioning.guidance)
     return None
 
 
-def positions(rows: int, columns: int, device: torch.device, axes: int = 3) -> Tensor:
+def position_ids(rows: int, columns: int, device: torch.device, axes: int = 3) -> Tensor:
     """fp32[rows*columns axes]: 0, row and column of each token, then 0."""
     ids = torch.zeros(rows, columns, axes, device=device)
     ids[..., 1] = torch.arange(rows, device=device)[:, None]
@@ -131,14 +141,19 @@ class Chroma(Flux):
     """
 
     pipeline = "ChromaPipeline"
-    encoders = ("text_encoder", "tokenizer")
-    not_needed = ("image_encoder", "feature_extractor")
-    encoded = {"text": 0, "mask": 2}
-    arguments = MASKED
-    guides_away = True
+    encoder_parts = ("text_encoder", "tokenizer")
+    unneeded_parts = ("image_encoder", "feature_extractor")
+    text_outputs = {"text": 0, "mask": 2}
+    text_arguments = MASKED
+    takes_negative_prompt = True
 
-    def beside(
-        self, model: Denoiser, tokens_NTC: Tensor, time_N: Tensor, text: Text, asked: Asked
+    def extra_inputs(
+        self,
+        model: Denoiser,
+        tokens_NTC: Tensor,
+        time_N: Tensor,
+        text: Text,
+        conditioning: Conditioning,
     ) -> dict[str, Any]:
         # of numbers, which attention adds, as in the pipeline
         mask_NS = text["mask"].to(tokens_NTC.dtype)
@@ -154,55 +169,60 @@ class Flux2(Family):
     time_scale = 1000.0
     downscale = 1
     max_text_length = 512
-    latents = Patched()
-    guides_away = False
+    latents = PatchedLatents()
+    takes_negative_prompt = False
 
     def predict(
-        self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked
+        self,
+        model: Denoiser,
+        noisy_NCHW: Tensor,
+        time_N: Tensor,
+        text: Text,
+        conditioning: Conditioning,
     ) -> Tensor:
         height, width = noisy_NCHW.shape[-2:]
-        words_S4 = torch.zeros(text["text"].shape[1], 4, device=noisy_NCHW.device)
-        words_S4[:, 3] = torch.arange(len(words_S4), device=noisy_NCHW.device)
+        text_ids_S4 = torch.zeros(text["text"].shape[1], 4, device=noisy_NCHW.device)
+        text_ids_S4[:, 3] = torch.arange(len(text_ids_S4), device=noisy_NCHW.device)
         made_NTC = model(
             hidden_states=noisy_NCHW.flatten(2).transpose(1, 2),
             timestep=time_N,
-            guidance=told_guidance(model, time_N, asked),
+            guidance=guidance_input(model, time_N, conditioning),
             encoder_hidden_states=text["text"],
-            txt_ids=words_S4,
-            img_ids=positions(height, width, noisy_NCHW.device, 4),
+            txt_ids=text_ids_S4,
+            img_ids=position_ids(height, width, noisy_NCHW.device, 4),
             return_dict=False,
         )[0]
-        return in_rows(made_NTC, height, width)
+        return tokens_to_latents(made_NTC, height, width)
 
-    def drawn(self, pipe: Any, made: Tensor, size: int) -> Tensor:
+    def output_latents(self, pipe: Any, output: Tensor, size: int) -> Tensor:
         """The pipeline gives tokens, as the denoiser sees them."""
         side = size // self.latents.downscale(pipe.vae.config)
-        return in_rows(made, side, side)
+        return tokens_to_latents(output, side, side)
 
 
 class Flux2Klein(Flux2):
     """Guides away from an empty text, where Flux.2 has the guidance as an input."""
 
     pipeline = "Flux2KleinPipeline"
-    guides_away = True
+    takes_negative_prompt = True
 
-    def drawn(self, pipe: Any, made: Tensor, size: int) -> Tensor:
+    def output_latents(self, pipe: Any, output: Tensor, size: int) -> Tensor:
         """The pipeline gives the VAE's own latents."""
-        return self.latents.normalised(pipe.vae, patched(made))
+        return self.latents.normalise(pipe.vae, patchify(output))
 
 
-class QwenImage(InTokens):
+class QwenImage(PackedTokens):
     """Qwen-Image: the sequence of a vision language model, guidance away from an empty text."""
 
     pipeline = "QwenImagePipeline"
     time_scale = 1.0  # its sinusoidal embedding multiplies by 1000 itself
     max_text_length: ClassVar[int | None] = 1024
-    latents = OfAVideo()
-    own_lengths = True
-    arguments = {"prompt_embeds": "text", "prompt_embeds_mask": "mask"}
-    guidance = "true_cfg_scale"
+    latents = VideoLatents()
+    keeps_text_lengths = True
+    text_arguments = {"prompt_embeds": "text", "prompt_embeds_mask": "mask"}
+    guidance_argument = "true_cfg_scale"
 
-    def unused(self, denoiser: Any) -> tuple[str, ...]:
+    def unused_layers(self, denoiser: Any) -> tuple[str, ...]:
         """What the last block makes of the text, which is not used."""
         last = f"transformer_blocks.{len(denoiser.transformer_blocks) - 1}"
         return (f"{last}.attn.add_q_proj", f"{last}.attn.to_add_out", f"{last}.txt_mlp")
@@ -219,19 +239,24 @@ class QwenImage(InTokens):
         }
 
     def predict(
-        self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked
+        self,
+        model: Denoiser,
+        noisy_NCHW: Tensor,
+        time_N: Tensor,
+        text: Text,
+        conditioning: Conditioning,
     ) -> Tensor:
         height, width = noisy_NCHW.shape[-2:]
-        shapes = [(1, height // 2, width // 2)] * (1 if asked.control is None else 2)
+        shapes = [(1, height // 2, width // 2)] * (1 if conditioning.control is None else 2)
         made_NTC = model(
-            hidden_states=self.tokens_of(noisy_NCHW, asked),
+            hidden_states=self.pack_tokens(noisy_NCHW, conditioning),
             timestep=time_N,
             encoder_hidden_states=text["text"],
             encoder_hidden_states_mask=text["mask"].bool(),
             img_shapes=[shapes] * len(noisy_NCHW),
             return_dict=False,
         )[0]
-        return unpacked(made_NTC[:, : height * width // 4], height, width)
+        return unpack_latents(made_NTC[:, : height * width // 4], height, width)
 
 
 class ZImage(Family):
@@ -241,27 +266,32 @@ class ZImage(Family):
 
     pipeline = "ZImagePipeline"
     max_text_length = 512
-    own_lengths = True
-    width = "cap_feat_dim"
+    keeps_text_lengths = True
+    text_width_key = "cap_feat_dim"
 
     def encode_text(
         self, pipe: Any, captions: list[str], *, max_length: int, **options: Any
     ) -> Mapping[str, list[Tensor]]:
         # the pipeline writes into the list that it is given
-        made = super().encode_text(pipe, list(captions), max_length=max_length)
-        return {"text": list(made["text"])}
+        texts = super().encode_text(pipe, list(captions), max_length=max_length)
+        return {"text": list(texts["text"])}
 
     def predict(
-        self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked
+        self,
+        model: Denoiser,
+        noisy_NCHW: Tensor,
+        time_N: Tensor,
+        text: Text,
+        conditioning: Conditioning,
     ) -> Tensor:
-        texts = [one[:length] for one, length in zip(text["text"], asked.lengths)]
-        made = model(list(noisy_NCHW[:, :, None].unbind(0)), 1 - time_N, texts, return_dict=False)[
-            0
-        ]
-        return -torch.stack([one[:, 0] for one in made])
+        texts = [sequence[:length] for sequence, length in zip(text["text"], conditioning.lengths)]
+        outputs = model(
+            list(noisy_NCHW[:, :, None].unbind(0)), 1 - time_N, texts, return_dict=False
+        )[0]
+        return -torch.stack([sequence[:, 0] for sequence in outputs])
 
-    def prompts(self, text: Text, empty: Text) -> dict[str, Any]:
-        return {name: list(words) for name, words in super().prompts(text, empty).items()}
+    def text_inputs(self, text: Text, empty: Text) -> dict[str, Any]:
+        return {name: list(values) for name, values in super().text_inputs(text, empty).items()}
 
 
 class SD3(Family):
@@ -271,7 +301,7 @@ class SD3(Family):
 
     pipeline = "StableDiffusion3Pipeline"
     max_text_length = 256
-    encoders = (
+    encoder_parts = (
         "text_encoder",
         "tokenizer",
         "text_encoder_2",
@@ -279,10 +309,10 @@ class SD3(Family):
         "text_encoder_3",
         "tokenizer_3",
     )
-    encoded = {"text": 0, "pooled": 2}
-    arguments = POOLED
+    text_outputs = {"text": 0, "pooled": 2}
+    text_arguments = POOLED
 
-    def unused(self, denoiser: Any) -> tuple[str, ...]:
+    def unused_layers(self, denoiser: Any) -> tuple[str, ...]:
         """The text's queries of the last block, whose text is not used."""
         return tuple(
             f"transformer_blocks.{i}.attn.add_q_proj"
@@ -301,7 +331,12 @@ class SD3(Family):
         )
 
     def predict(
-        self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked
+        self,
+        model: Denoiser,
+        noisy_NCHW: Tensor,
+        time_N: Tensor,
+        text: Text,
+        conditioning: Conditioning,
     ) -> Tensor:
         return model(
             hidden_states=noisy_NCHW,
@@ -317,11 +352,16 @@ class AuraFlow(Family):
 
     pipeline = "AuraFlowPipeline"
     max_text_length = 256
-    arguments = MASKED  # of the mask the pipeline checks the shape only
-    adapted = ("AuraFlowJointTransformerBlock", "AuraFlowSingleTransformerBlock")
+    text_arguments = MASKED  # of the mask the pipeline checks the shape only
+    adapted_blocks = ("AuraFlowJointTransformerBlock", "AuraFlowSingleTransformerBlock")
 
     def predict(
-        self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked
+        self,
+        model: Denoiser,
+        noisy_NCHW: Tensor,
+        time_N: Tensor,
+        text: Text,
+        conditioning: Conditioning,
     ) -> Tensor:
         return model(
             noisy_NCHW, encoder_hidden_states=text["text"], timestep=time_N, return_dict=False
@@ -336,12 +376,12 @@ class Sana(Family):
     pipeline = "SanaPipeline"
     downscale = 1
     max_text_length = 300
-    latents = Deterministic()
-    encoded = {"text": 0, "mask": 1}
-    width = "caption_channels"
-    arguments = MASKED
-    not_in_comfyui = "ComfyUI itself has no Sana"
-    adapted = ("SanaTransformerBlock",)
+    latents = DeterministicLatents()
+    text_outputs = {"text": 0, "mask": 1}
+    text_width_key = "caption_channels"
+    text_arguments = MASKED
+    comfyui_blocker = "ComfyUI itself has no Sana"
+    adapted_blocks = ("SanaTransformerBlock",)
 
     def encode_text(
         self, pipe: Any, captions: list[str], *, max_length: int, **options: Any
@@ -349,28 +389,41 @@ class Sana(Family):
         """A caption is encoded behind the instruction that the pipeline draws with; the empty one,
         which is guided away from, alone.
         """
-        own = inspect.signature(type(pipe).__call__).parameters["complex_human_instruction"].default
+        instruction = (
+            inspect.signature(type(pipe).__call__).parameters["complex_human_instruction"].default
+        )
         encode = super().encode_text
-        made = [
+        texts = [
             encode(
-                pipe, [one], max_length=max_length, complex_human_instruction=own if one else None
+                pipe,
+                [item],
+                max_length=max_length,
+                complex_human_instruction=instruction if item else None,
             )
-            for one in captions
+            for item in captions
         ]
-        return {what: torch.cat([one[what] for one in made]) for what in self.encoded}
+        return {
+            text_name: torch.cat([item[text_name] for item in texts])
+            for text_name in self.text_outputs
+        }
 
     def predict(
-        self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked
+        self,
+        model: Denoiser,
+        noisy_NCHW: Tensor,
+        time_N: Tensor,
+        text: Text,
+        conditioning: Conditioning,
     ) -> Tensor:
         return model(
             noisy_NCHW,
             encoder_hidden_states=text["text"],
             encoder_attention_mask=text["mask"],
-            timestep=time_N * 1000 * config_of(model).timestep_scale,
+            timestep=time_N * 1000 * denoiser_config(model).timestep_scale,
             return_dict=False,
         )[0]
 
-    def also(self, pipe: Any, size: int, control: Tensor | None) -> dict[str, Any]:
+    def extra_arguments(self, pipe: Any, size: int, control: Tensor | None) -> dict[str, Any]:
         return {"negative_prompt": None, "use_resolution_binning": False}
 
 
@@ -381,10 +434,10 @@ class Lumina2(Family):
 
     pipeline = "Lumina2Pipeline"
     max_text_length = 256
-    own_lengths = True
-    width = "cap_feat_dim"
-    arguments = MASKED
-    not_in_comfyui = "ComfyUI keeps its queries, keys and values in one matrix of other widths"
+    keeps_text_lengths = True
+    text_width_key = "cap_feat_dim"
+    text_arguments = MASKED
+    comfyui_blocker = "ComfyUI keeps its queries, keys and values in one matrix of other widths"
 
     def prepare(self, denoiser: Any) -> None:
         """Its positions are complex numbers of fp64 halves, which would make queries and keys fp64."""
@@ -400,39 +453,44 @@ class Lumina2(Family):
         texts = []
         for caption in captions:
             # the pipeline puts the system prompt before `prompt` and not before `negative_prompt`
-            text_1SD, mask_1S, away_1SD, away_1S = pipe.encode_prompt(
+            text_1SD, mask_1S, empty_1SD, empty_mask_1S = pipe.encode_prompt(
                 [caption], max_sequence_length=max_length
             )
-            text, mask = (text_1SD, mask_1S) if caption else (away_1SD, away_1S)
+            text, mask = (text_1SD, mask_1S) if caption else (empty_1SD, empty_mask_1S)
             texts.append(text[0][mask[0].bool()])
         return {"text": texts}
 
     def predict(
-        self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked
+        self,
+        model: Denoiser,
+        noisy_NCHW: Tensor,
+        time_N: Tensor,
+        text: Text,
+        conditioning: Conditioning,
     ) -> Tensor:
         return -model(
             noisy_NCHW,
             1 - time_N,
             text["text"],
-            _Mask(text["mask"], asked.lengths),
+            _MaskWithLengths(text["mask"], conditioning.lengths),
             return_dict=False,
         )[0]
 
-    def prompts(self, text: Text, empty: Text) -> dict[str, Any]:
+    def text_inputs(self, text: Text, empty: Text) -> dict[str, Any]:
         """Both of one length, which the pipeline asks for."""
-        longest = max(words["text"].shape[1] for words in (text, empty))
+        longest = max(texts["text"].shape[1] for texts in (text, empty))
 
-        def padded(words: Text) -> Text:
-            missing = longest - words["text"].shape[1]
+        def pad_to_longest(texts: Text) -> Text:
+            padding = longest - texts["text"].shape[1]
             return {
-                "text": pad(words["text"], (0, 0, 0, missing)),
-                "mask": pad(words["text"].new_ones(words["text"].shape[:2]), (0, missing)).long(),
+                "text": pad(texts["text"], (0, 0, 0, padding)),
+                "mask": pad(texts["text"].new_ones(texts["text"].shape[:2]), (0, padding)).long(),
             }
 
-        return super().prompts(padded(text), padded(empty))
+        return super().text_inputs(pad_to_longest(text), pad_to_longest(empty))
 
 
-class _Mask:
+class _MaskWithLengths:
     """A mask [N S] whose rows' sums are known: the denoiser asks for them in each pass, which would
     wait for the device, and cannot be answered by a plan, whose tensors have no data.
     """
@@ -442,7 +500,7 @@ class _Mask:
         self.lengths = lengths
         self.shape = mask_NS.shape
 
-    def sum(self, dim: int) -> _Mask:
+    def sum(self, dim: int) -> _MaskWithLengths:
         return self
 
     def tolist(self) -> list[int]:
@@ -459,8 +517,8 @@ class HiDream(Family):
 
     pipeline = "HiDreamImagePipeline"
     max_text_length = 128
-    blocks = ("HiDreamBlock",)
-    encoders = (
+    block_classes = ("HiDreamBlock",)
+    encoder_parts = (
         "text_encoder",
         "tokenizer",
         "text_encoder_2",
@@ -470,8 +528,8 @@ class HiDream(Family):
         "text_encoder_4",
         "tokenizer_4",
     )
-    encoded = {"text": 0, "layers": 2, "pooled": 4}
-    arguments = {
+    text_outputs = {"text": 0, "layers": 2, "pooled": 4}
+    text_arguments = {
         "prompt_embeds_t5": "text",
         "prompt_embeds_llama3": "layers",
         "pooled_prompt_embeds": "pooled",
@@ -488,14 +546,19 @@ class HiDream(Family):
     def encode_text(
         self, pipe: Any, captions: list[str], *, max_length: int, **options: Any
     ) -> Mapping[str, Tensor]:
-        made = super().encode_text(pipe, captions, max_length=max_length)
-        used = 1 + max(pipe.transformer.config.llama_layers)
-        return {**made, "layers": made["layers"][:used].transpose(0, 1)}
+        texts = super().encode_text(pipe, captions, max_length=max_length)
+        layer_count = 1 + max(pipe.transformer.config.llama_layers)
+        return {**texts, "layers": texts["layers"][:layer_count].transpose(0, 1)}
 
     def predict(
-        self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked
+        self,
+        model: Denoiser,
+        noisy_NCHW: Tensor,
+        time_N: Tensor,
+        text: Text,
+        conditioning: Conditioning,
     ) -> Tensor:
-        made = model(
+        output = model(
             noisy_NCHW,
             timesteps=time_N * 1000,
             encoder_hidden_states_t5=text["text"],
@@ -504,16 +567,16 @@ class HiDream(Family):
             return_dict=False,
         )[0]
         return -(
-            made
-            if made.shape == noisy_NCHW.shape
-            else _as_picture(made, noisy_NCHW, config_of(model).patch_size)
+            output
+            if output.shape == noisy_NCHW.shape
+            else _tokens_to_picture(output, noisy_NCHW, denoiser_config(model).patch_size)
         )
 
-    def prompts(self, text: Text, empty: Text) -> dict[str, Any]:
-        by_layer = (words | {"layers": words["layers"].transpose(0, 1)} for words in (text, empty))
-        return super().prompts(*by_layer)
+    def text_inputs(self, text: Text, empty: Text) -> dict[str, Any]:
+        by_layer = (texts | {"layers": texts["layers"].transpose(0, 1)} for texts in (text, empty))
+        return super().text_inputs(*by_layer)
 
-    def also(self, pipe: Any, size: int, control: Tensor | None) -> dict[str, Any]:
+    def extra_arguments(self, pipe: Any, size: int, control: Tensor | None) -> dict[str, Any]:
         # it scales every size to the area of this one
         pipe.default_sample_size = size // pipe.vae_scale_factor
         return {}
@@ -525,33 +588,33 @@ class HiDream(Family):
             InstanceMethod(_unpatchify, denoiser, "unpatchify").install()
         for module in denoiser.modules():
             if type(module).__name__ == "MOEFeedForwardSwiGLU" and module.gate.weight.is_meta:
-                InstanceMethod(_in_equal_parts, module).install()
+                InstanceMethod(_split_evenly_over_experts, module).install()
 
 
 def _unpatchify(denoiser: Any, x_NTP: Tensor, sizes: Any, is_training: bool) -> Tensor:
-    made: Tensor = type(denoiser).unpatchify(denoiser, x_NTP, sizes, True)
-    return made
+    output: Tensor = type(denoiser).unpatchify(denoiser, x_NTP, sizes, True)
+    return output
 
 
-def _as_picture(made_NCTP: Tensor, like_NCHW: Tensor, side: int) -> Tensor:
+def _tokens_to_picture(tokens_NCTP: Tensor, like_NCHW: Tensor, side: int) -> Tensor:
     """F[N C H W] of the tokens F[N C T side*side] that the denoiser gives in training; those behind
     the picture's are padding.
     """
     height, width = (length // side for length in like_NCHW.shape[-2:])
     tokens: Tensor = (
-        made_NCTP[:, :, : height * width].unflatten(2, (height, width)).unflatten(4, (side, side))
+        tokens_NCTP[:, :, : height * width].unflatten(2, (height, width)).unflatten(4, (side, side))
     )
     return tokens.transpose(3, 4).flatten(4).flatten(2, 3)
 
 
-def _in_equal_parts(moe: Any, x_NSD: Tensor) -> Tensor:
+def _split_evenly_over_experts(moe: Any, x_NSD: Tensor) -> Tensor:
     """The shapes of the layer's own forward where each expert gets equally many tokens: of a plan,
     in which a token has no value.
     """
     tokens_TD = x_NSD.flatten(0, 1).repeat_interleave(moe.num_activated_experts, 0)
     parts = zip(tokens_TD.tensor_split(len(moe.experts)), moe.experts)
-    made_TD = torch.cat([expert(part) for part, expert in parts])
-    made: Tensor = made_TD.unflatten(0, (-1, moe.num_activated_experts)).sum(1).view_as(
+    output_TD = torch.cat([expert(part) for part, expert in parts])
+    output: Tensor = output_TD.unflatten(0, (-1, moe.num_activated_experts)).sum(1).view_as(
         x_NSD
     ) + moe.shared_experts(x_NSD)
-    return made
+    return output

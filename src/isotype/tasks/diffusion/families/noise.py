@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from .family import MASKED, POOLED, Asked, Config, Denoiser, Family, Text, config_of
+from .family import MASKED, POOLED, Conditioning, Config, Denoiser, Family, Text, denoiser_config
 
 
 class StableDiffusion(Family):
@@ -19,10 +19,10 @@ class StableDiffusion(Family):
     objectives = ("epsilon", "v")
     downscale = 8
     max_text_length = None
-    width = "cross_attention_dim"
-    text_encoders: ClassVar[tuple[str, ...]] = ("text_encoder",)
-    not_needed = ("safety_checker", "feature_extractor", "image_encoder")
-    adapted = ("Transformer2DModel",)
+    text_width_key = "cross_attention_dim"
+    trainable_encoders: ClassVar[tuple[str, ...]] = ("text_encoder",)
+    unneeded_parts = ("safety_checker", "feature_extractor", "image_encoder")
+    adapted_blocks = ("Transformer2DModel",)
 
     def text_tokens(self, clip_length: int, max_length: int) -> int:
         return clip_length
@@ -38,11 +38,16 @@ class StableDiffusion(Family):
             num_images_per_prompt=1,
         )
 
-    def text_of(self, encoders: Mapping[str, nn.Module], ids_NPS: Tensor) -> Text:
+    def encode_tokens(self, encoders: Mapping[str, nn.Module], ids_NPS: Tensor) -> Text:
         return {"text": encoders["text_encoder"](ids_NPS[:, 0])[0]}
 
     def predict(
-        self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked
+        self,
+        model: Denoiser,
+        noisy_NCHW: Tensor,
+        time_N: Tensor,
+        text: Text,
+        conditioning: Conditioning,
     ) -> Tensor:
         return model(
             noisy_NCHW, time_N, encoder_hidden_states=text.get("text", text), return_dict=False
@@ -54,44 +59,50 @@ class SDXL(StableDiffusion):
 
     pipeline = "StableDiffusionXLPipeline"
     downscale = 4
-    encoders = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
-    encoded = {"text": 0, "pooled": 2}
-    arguments = POOLED
-    text_encoders = ("text_encoder", "text_encoder_2")
-    last_unused = ("text_encoder",)
+    encoder_parts = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+    text_outputs = {"text": 0, "pooled": 2}
+    text_arguments = POOLED
+    trainable_encoders = ("text_encoder", "text_encoder_2")
+    unused_last_layers = ("text_encoder",)
 
     def text_shapes(self, config: Config, length: int) -> dict[str, tuple[int, ...]]:
         width = int(config["projection_class_embeddings_input_dim"]) - 6 * int(
             config["addition_time_embed_dim"]
         )
-        return {"text": (length, int(config[self.width])), "pooled": (width,)}
+        return {"text": (length, int(config[self.text_width_key])), "pooled": (width,)}
 
     def encode_text(
         self, pipe: Any, captions: list[str], *, max_length: int, **options: Any
     ) -> Mapping[str, Tensor]:
-        made = super().encode_text(pipe, captions, max_length=max_length)
+        texts = super().encode_text(pipe, captions, max_length=max_length)
         if not pipe.config.force_zeros_for_empty_prompt:
-            return made
-        captioned = torch.tensor(
-            [caption != "" for caption in captions], device=made["text"].device
+            return texts
+        has_caption = torch.tensor(
+            [caption != "" for caption in captions], device=texts["text"].device
         )
         # the pipeline guides away from zeros: a dropped caption is the same
         return {
-            what: text * captioned.view(-1, *[1] * (text.ndim - 1)) for what, text in made.items()
+            text_name: text * has_caption.view(-1, *[1] * (text.ndim - 1))
+            for text_name, text in texts.items()
         }
 
-    def text_of(self, encoders: Mapping[str, nn.Module], ids_NPS: Tensor) -> Text:
-        made = [
+    def encode_tokens(self, encoders: Mapping[str, nn.Module], ids_NPS: Tensor) -> Text:
+        outputs = [
             encoder(ids_NPS[:, i], output_hidden_states=True)
             for i, encoder in enumerate(encoders.values())
         ]
         return {
-            "text": torch.cat([one.hidden_states[-2] for one in made], -1),
-            "pooled": made[-1].text_embeds,
+            "text": torch.cat([output.hidden_states[-2] for output in outputs], -1),
+            "pooled": outputs[-1].text_embeds,
         }
 
     def predict(
-        self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked
+        self,
+        model: Denoiser,
+        noisy_NCHW: Tensor,
+        time_N: Tensor,
+        text: Text,
+        conditioning: Conditioning,
     ) -> Tensor:
         return model(
             noisy_NCHW,
@@ -100,27 +111,27 @@ class SDXL(StableDiffusion):
             return_dict=False,
             added_cond_kwargs={
                 "text_embeds": text.get("pooled"),
-                "time_ids": sizes(noisy_NCHW, asked),
+                "time_ids": size_conditioning(noisy_NCHW, conditioning),
             },
         )[0]
 
 
-def sizes(noisy_NCHW: Tensor, asked: Asked) -> Tensor:
+def size_conditioning(noisy_NCHW: Tensor, conditioning: Conditioning) -> Tensor:
     """fp32[N 6]: original height and width, top and left of the crop, target height and width, in
     pixels. Without a cut the picture counts as whole, in its target size: what the pipeline tells
     by default when it draws.
 
     Source  Podell et al. 2023, 2.2, in the order of diffusers' train_text_to_image_lora_sdxl
     """
-    height, width = (side * asked.downscale for side in noisy_NCHW.shape[-2:])
+    height, width = (side * conditioning.downscale for side in noisy_NCHW.shape[-2:])
     target = torch.tensor([height, width], dtype=torch.float32, device=noisy_NCHW.device).repeat(
         len(noisy_NCHW), 1
     )
-    if asked.cut is None:
-        cut = torch.cat([target, torch.zeros_like(target)], 1)
+    if conditioning.cut is None:
+        size_and_crop = torch.cat([target, torch.zeros_like(target)], 1)
     else:
-        cut = asked.cut
-    return torch.cat([cut, target], 1)
+        size_and_crop = conditioning.cut
+    return torch.cat([size_and_crop, target], 1)
 
 
 class PixArtAlpha(Family):
@@ -131,26 +142,31 @@ class PixArtAlpha(Family):
     pipeline = "PixArtAlphaPipeline"
     objectives = ("epsilon", "v")
     max_text_length = 120
-    encoded = {"text": 0, "mask": 1}
-    width = "caption_channels"
-    arguments = MASKED
+    text_outputs = {"text": 0, "mask": 1}
+    text_width_key = "caption_channels"
+    text_arguments = MASKED
     loads_lora = False
-    adapted = ("BasicTransformerBlock",)
+    adapted_blocks = ("BasicTransformerBlock",)
 
     def predict(
-        self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked
+        self,
+        model: Denoiser,
+        noisy_NCHW: Tensor,
+        time_N: Tensor,
+        text: Text,
+        conditioning: Conditioning,
     ) -> Tensor:
-        made = model(
+        output = model(
             noisy_NCHW,
             encoder_hidden_states=text["text"],
             encoder_attention_mask=text["mask"],
             timestep=time_N,
-            added_cond_kwargs=told_size(model, noisy_NCHW, asked.downscale),
+            added_cond_kwargs=size_inputs(model, noisy_NCHW, conditioning.downscale),
             return_dict=False,
         )[0]
-        return made[:, : noisy_NCHW.shape[1]]  # the rest is the variance
+        return output[:, : noisy_NCHW.shape[1]]  # the rest is the variance
 
-    def also(self, pipe: Any, size: int, control: Tensor | None) -> dict[str, Any]:
+    def extra_arguments(self, pipe: Any, size: int, control: Tensor | None) -> dict[str, Any]:
         return {"negative_prompt": None, "use_resolution_binning": False}
 
 
@@ -159,15 +175,15 @@ class PixArtSigma(PixArtAlpha):
     max_text_length = 300
 
 
-def told_size(model: Any, noisy_NCHW: Tensor, downscale: int) -> dict[str, Tensor | None]:
+def size_inputs(model: Any, noisy_NCHW: Tensor, downscale: int) -> dict[str, Tensor | None]:
     """Height and width in pixels and their ratio, fp32[N 2] and fp32[N 1], for a model that takes
     them as inputs (alpha at 1024 pixels).
     """
-    told = config_of(model)
+    config = denoiser_config(model)
     if not (
-        told.sample_size == 128
-        if told.use_additional_conditions is None
-        else told.use_additional_conditions
+        config.sample_size == 128
+        if config.use_additional_conditions is None
+        else config.use_additional_conditions
     ):
         return {"resolution": None, "aspect_ratio": None}
     n, _, height, width = noisy_NCHW.shape

@@ -8,31 +8,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .family import MASKED, Asked, Config, Denoiser, Family, OfAVideo, Text, in_rows
+from .family import (
+    MASKED,
+    Conditioning,
+    Config,
+    Denoiser,
+    Family,
+    Text,
+    VideoLatents,
+    tokens_to_latents,
+)
 
 
-class OfWan(OfAVideo):
+class WanLatents(VideoLatents):
     vae = "AutoencoderKLWan"
 
     def downscale(self, config: Config) -> int:
         return int(config.get("scale_factor_spatial") or 8)
 
 
-class OfAFrame(Family):
+class SingleFrame(Family):
     """A video of one frame."""
 
-    def also(self, pipe: Any, size: int, control: Tensor | None) -> dict[str, Any]:
+    def extra_arguments(self, pipe: Any, size: int, control: Tensor | None) -> dict[str, Any]:
         return {"num_frames": 1}
 
 
-class Wan(OfAFrame):
+class Wan(SingleFrame):
     """Wan 2.1, and of 2.2 the model with one denoiser: UMT5's sequence, zero where it is padded."""
 
     pipeline = "WanPipeline"
     max_text_length = 512
-    latents = OfWan()
-    width = "text_dim"
-    in_comfyui = "diffusion_model"
+    latents = WanLatents()
+    text_width_key = "text_dim"
+    comfyui_prefix = "diffusion_model"
     comfyui_names = {
         ".attn1.": ".self_attn.",
         ".attn2.": ".cross_attn.",
@@ -53,24 +62,29 @@ class Wan(OfAFrame):
         )
 
     def predict(
-        self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked
+        self,
+        model: Denoiser,
+        noisy_NCHW: Tensor,
+        time_N: Tensor,
+        text: Text,
+        conditioning: Conditioning,
     ) -> Tensor:
         return model(noisy_NCHW[:, :, None], time_N * 1000, text["text"], return_dict=False)[0][
             :, :, 0
         ]
 
-    def drawn(self, pipe: Any, made: Tensor, size: int) -> Tensor:
-        return made[:, :, 0]
+    def output_latents(self, pipe: Any, output: Tensor, size: int) -> Tensor:
+        return output[:, :, 0]
 
 
-class OfLTX(OfAVideo):
+class LTXLatents(VideoLatents):
     """Offsets and factors of the channels are in the VAE's own file."""
 
     vae = "AutoencoderKLLTXVideo"
 
     def downscale(self, config: Config) -> int:
-        told = config.get("spatial_compression_ratio")
-        return int(told or config["patch_size"] * 2 ** sum(config["spatio_temporal_scaling"]))
+        ratio = config.get("spatial_compression_ratio")
+        return int(ratio or config["patch_size"] * 2 ** sum(config["spatio_temporal_scaling"]))
 
     def channels(self, config: Config) -> int:
         return int(config["latent_channels"])
@@ -82,21 +96,26 @@ class OfLTX(OfAVideo):
         return offset, deviation / vae.config.scaling_factor
 
 
-class LTX(OfAFrame):
+class LTX(SingleFrame):
     """LTX-Video: a latent pixel is a token, T5's sequence with its mask, positions in pixels."""
 
     pipeline = "LTXPipeline"
     downscale = 1
     max_text_length = 128
-    latents = OfLTX()
-    encoded = {"text": 0, "mask": 1}
-    width = "caption_channels"
-    arguments = MASKED
-    blocks = ("LTXVideoTransformerBlock",)
-    in_comfyui = "diffusion_model"
+    latents = LTXLatents()
+    text_outputs = {"text": 0, "mask": 1}
+    text_width_key = "caption_channels"
+    text_arguments = MASKED
+    block_classes = ("LTXVideoTransformerBlock",)
+    comfyui_prefix = "diffusion_model"
 
     def predict(
-        self, model: Denoiser, noisy_NCHW: Tensor, time_N: Tensor, text: Text, asked: Asked
+        self,
+        model: Denoiser,
+        noisy_NCHW: Tensor,
+        time_N: Tensor,
+        text: Text,
+        conditioning: Conditioning,
     ) -> Tensor:
         height, width = noisy_NCHW.shape[-2:]
         made_NTC = model(
@@ -107,11 +126,11 @@ class LTX(OfAFrame):
             num_frames=1,
             height=height,
             width=width,
-            rope_interpolation_scale=(1.0, asked.downscale, asked.downscale),
+            rope_interpolation_scale=(1.0, conditioning.downscale, conditioning.downscale),
             return_dict=False,
         )[0]
-        return in_rows(made_NTC, height, width)
+        return tokens_to_latents(made_NTC, height, width)
 
-    def drawn(self, pipe: Any, made: Tensor, size: int) -> Tensor:
+    def output_latents(self, pipe: Any, output: Tensor, size: int) -> Tensor:
         side = size // pipe.vae_spatial_compression_ratio
-        return in_rows(made, side, side)
+        return tokens_to_latents(output, side, side)
