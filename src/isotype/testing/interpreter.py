@@ -31,6 +31,9 @@ from triton.runtime import interpreter as stock
 from ..doctor.kernels.signature import require_triton
 
 Array = np.ndarray[Any, Any]
+Operation = Callable[..., Any]
+# (owner, attribute, its replacement)
+Replacement = tuple[Any, str, Any]
 
 
 def widen(bits: Any) -> Array:
@@ -84,25 +87,13 @@ Builder = stock.InterpreterBuilder
 IS_TRITON_3_6 = not hasattr(Builder, "get_bf16")
 
 # Operators whose operands and result share a dtype; comparisons among them give int1.
-ELEMENTWISE = [
-    *("fadd", "fmul", "fdiv", "frem", "fsub", "fneg", "precise_divf", "approx_divf", "clampf"),
-    *("minimumf", "minnumf", "maximumf", "maxnumf"),
-    *(f"fcmp{kind}{order}" for kind in "OU" for order in ("LT", "GT", "LE", "GE", "EQ", "NE")),
-    *(
-        "cos",
-        "sin",
-        "exp",
-        "exp2",
-        "log",
-        "log2",
-        "sqrt",
-        "precise_sqrt",
-        "rsqrt",
-        "erf",
-        "floor",
-        "ceil",
-    ),
-]
+ELEMENTWISE = """
+    fadd fmul fdiv frem fsub fneg precise_divf approx_divf clampf
+    minimumf minnumf maximumf maxnumf
+    fcmpOLT fcmpOGT fcmpOLE fcmpOGE fcmpOEQ fcmpONE
+    fcmpULT fcmpUGT fcmpULE fcmpUGE fcmpUEQ fcmpUNE
+    cos sin exp exp2 log log2 sqrt precise_sqrt rsqrt erf floor ceil
+"""
 CASTS = (
     "cast_impl",
     "create_si_to_fp",
@@ -115,16 +106,20 @@ CASTS = (
 
 
 def is_bf16(handle: Any) -> bool:
+    """Whether a value of the interpreter is bf16."""
     return isinstance(handle, Handle) and handle.dtype.scalar == tl.bfloat16
 
 
 def _wide(handle: Any) -> Any:
+    """The same value in fp32 where it is bf16."""
     if is_bf16(handle):
         return Handle(widen(handle.data), tl.float32)
     return handle
 
 
-def repair_elementwise(original: Callable[..., Any]) -> Callable[..., Any]:
+def repair_elementwise(original: Operation) -> Operation:
+    """bf16 operands are widened to fp32, and the result is rounded once."""
+
     def operator(self: Any, *operands: Any, **options: Any) -> Any:
         if not any(is_bf16(o) for o in operands):
             return original(self, *operands, **options)
@@ -137,7 +132,9 @@ def repair_elementwise(original: Callable[..., Any]) -> Callable[..., Any]:
     return operator
 
 
-def repair_cast(original: Callable[..., Any]) -> Callable[..., Any]:
+def repair_cast(original: Operation) -> Operation:
+    """Casts from and to bf16 convert the value and not its bits."""
+
     def operator(self: Any, src: Any, dst_type: Any) -> Any:
         source = src.dtype.scalar
         target = dst_type.scalar
@@ -153,7 +150,7 @@ def repair_cast(original: Callable[..., Any]) -> Callable[..., Any]:
     return operator
 
 
-def repair_float_cast(original: Callable[..., Any]) -> Callable[..., Any]:
+def repair_float_cast(original: Operation) -> Operation:
     """Casts between floats; those from and to fp8 are the interpreter's own."""
 
     def operator(self: Any, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
@@ -172,7 +169,7 @@ def repair_float_cast(original: Callable[..., Any]) -> Callable[..., Any]:
     return operator
 
 
-def repair_dot(original: Callable[..., Any]) -> Callable[..., Any]:
+def repair_dot(original: Operation) -> Operation:
     """bf16 products accumulate in the accumulator's own dtype."""
 
     def operator(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
@@ -184,7 +181,9 @@ def repair_dot(original: Callable[..., Any]) -> Callable[..., Any]:
     return operator
 
 
-def repair_fma(original: Callable[..., Any]) -> Callable[..., Any]:
+def repair_fma(original: Operation) -> Operation:
+    """One rounding for bf16, fp16 and fp32, as on a GPU."""
+
     def operator(self: Any, x: Any, y: Any, z: Any) -> Any:
         if is_bf16(z):
             # a bf16 product is exact in fp64, and so is the rounding: one, at the end
@@ -204,9 +203,7 @@ def repair_fma(original: Callable[..., Any]) -> Callable[..., Any]:
     return operator
 
 
-def refuse_bf16(
-    operation: str, original: Callable[..., Any], get_operand: Callable[..., Any]
-) -> Callable[..., Any]:
+def refuse_bf16(operation: str, original: Operation, get_operand: Operation) -> Operation:
     """An operator whose bf16 form no kernel that was met has; Triton's own would compute on the
     bits.
     """
@@ -222,16 +219,19 @@ def refuse_bf16(
 
 
 def _sum_by_halves(data: Any, axis: int, add: Callable[[Any, Any], Any]) -> Any:
-    """A sum as a GPU makes it: halves added to halves, rounding every time."""
+    """A sum as a GPU computes it: halves are added to halves, and each sum is rounded."""
     data = np.moveaxis(data, axis, 0)
     while data.shape[0] > 1:
-        half, odd = divmod(data.shape[0], 2)
-        added = add(data[:half], data[half : 2 * half])
-        data = np.concatenate([added, data[2 * half :]]) if odd else added
+        half = data.shape[0] // 2
+        remainder = data[2 * half :]
+        data = add(data[:half], data[half : 2 * half])
+        if len(remainder):
+            data = np.concatenate([data, remainder])
     return data[0]
 
 
 def _add_low(dtype: Any) -> Callable[[Any, Any], Any]:
+    """The addition of two arrays in bf16 or fp16."""
     if dtype == tl.bfloat16:
         return lambda x, y: narrow(widen(x) + widen(y))
     return lambda x, y: np.add(x, y, dtype=np.float16)
@@ -241,7 +241,9 @@ def _is_low(tensor: Any) -> bool:
     return tensor.dtype.scalar in (tl.bfloat16, tl.float16)
 
 
-def repair_sum(original: Callable[..., Any]) -> Callable[..., Any]:
+def repair_sum(original: Operation) -> Operation:
+    """Sums of bf16 and fp16 in their own dtype."""
+
     def operator(self: Any, tensor: Any) -> Any:
         if not _is_low(tensor):
             return original(self, tensor)
@@ -263,26 +265,35 @@ def repair_sum(original: Callable[..., Any]) -> Callable[..., Any]:
     return operator
 
 
-def repair_min_max(original: Callable[..., Any]) -> Callable[..., Any]:
+def repair_min_max(original: Operation) -> Operation:
+    """The extremes of bf16 values, compared in fp32."""
+
     def operator(self: Any, operand: Any, val_reduce_op: Any, idx_reduce_op: Any = None) -> Any:
-        tensor = operand[0] if isinstance(operand, tuple) else operand
+        tensor = operand
+        if isinstance(operand, tuple):
+            tensor = operand[0]
         if tensor.dtype.scalar != tl.bfloat16:
             return original(self, operand, val_reduce_op, idx_reduce_op)
         wide = tl.tensor(Handle(widen(tensor.handle.data), tl.float32), tl.float32)
         result = original(self, wide, val_reduce_op, idx_reduce_op)
         if not val_reduce_op:
             return result
-        value, rest = (result[0], result[1:]) if isinstance(result, tuple) else (result, ())
-        low = self.to_tensor(
-            narrow(value.handle.data.reshape(np.shape(value.handle.data) if value.shape else ())),
-            tensor.dtype,
-        )
-        return (low, *rest) if rest else low
+        value = result
+        indices: list[Any] = []
+        if isinstance(result, tuple):
+            value, *indices = result
+        data = value.handle.data
+        if not value.shape:
+            data = data.reshape(())
+        low = self.to_tensor(narrow(data), tensor.dtype)
+        if indices:
+            return (low, *indices)
+        return low
 
     return operator
 
 
-def wrap_argument(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_argument(original: Operation) -> Operation:
     """A Python float is an fp32 scalar to a compiled kernel, not a bare float."""
 
     def convert(arg: Any) -> Any:
@@ -293,9 +304,9 @@ def wrap_argument(original: Callable[..., Any]) -> Callable[..., Any]:
     return convert
 
 
-def repairs() -> Iterator[tuple[Any, str, Any]]:
+def repairs() -> Iterator[Replacement]:
     """(owner, attribute, its replacement), for each fault."""
-    for name in ELEMENTWISE:
+    for name in ELEMENTWISE.split():
         attribute = f"create_{name}"
         if hasattr(Builder, attribute):
             yield Builder, attribute, repair_elementwise(getattr(Builder, attribute))
@@ -358,31 +369,34 @@ def interpreted_libdevice(name: str, *arguments: Any) -> Any:
         raise NotImplementedError(
             f"libdevice.{name} has no CPU version; known: {', '.join(sorted(FUNCTIONS))}"
         )
-    values = [a.value if isinstance(a, tl.constexpr) else a for a in arguments]
-    types = [a.dtype for a in values if isinstance(a, tl.tensor)]
+    tensors = [a for a in arguments if isinstance(a, tl.tensor)]
+    types = [tensor.dtype for tensor in tensors]
     wrong = [t for t in types if t not in (tl.float32, tl.float64)]
     if wrong:
         raise ValueError(
             f"libdevice.{name}: input arg type does not match. Expect fp32 or fp64, got {wrong[0]}"
         )
-    dtype = tl.float64 if tl.float64 in types else tl.float32
-    wide = torch.float64 if dtype == tl.float64 else torch.float32
-    numbers = [
-        (
-            torch.from_numpy(np.array(a.handle.data))
-            if isinstance(a, tl.tensor)
-            else torch.tensor(a, dtype=wide)
-        )
-        for a in values
-    ]
-    result = FUNCTIONS[name](*(n.to(wide) for n in numbers)).numpy()
-    kind = tl.int1 if result.dtype == np.bool_ else dtype
-    shape = next(
-        (a.type.shape for a in values if isinstance(a, tl.tensor) and a.type.is_block()), None
-    )
-    return tl.tensor(
-        Handle(result, kind), tl.block_type(kind, list(result.shape)) if shape is not None else kind
-    )
+    result_type = tl.float32
+    dtype = torch.float32
+    if tl.float64 in types:
+        result_type = tl.float64
+        dtype = torch.float64
+    values = [_as_torch(argument, dtype) for argument in arguments]
+    result = FUNCTIONS[name](*values).numpy()
+    if result.dtype == np.bool_:
+        result_type = tl.int1
+    handle = Handle(result, result_type)
+    if any(tensor.type.is_block() for tensor in tensors):
+        return tl.tensor(handle, tl.block_type(result_type, list(result.shape)))
+    return tl.tensor(handle, result_type)
+
+
+def _as_torch(argument: Any, dtype: torch.dtype) -> torch.Tensor:
+    if isinstance(argument, tl.tensor):
+        return torch.from_numpy(np.array(argument.handle.data)).to(dtype)
+    if isinstance(argument, tl.constexpr):
+        argument = argument.value
+    return torch.tensor(argument, dtype=dtype)
 
 
 def stubs() -> Iterator[tuple[FunctionType, Any]]:
@@ -431,16 +445,17 @@ def interpreted() -> Iterator[None]:
 
 
 def _set_attribute(undo: ExitStack, owner: Any, attribute: str, value: Any) -> None:
+    """Sets an attribute, and restores it when `undo` is closed."""
     previous = vars(owner).get(attribute, _MISSING)
     setattr(owner, attribute, value)
-    (
+    if previous is _MISSING:
         undo.callback(delattr, owner, attribute)
-        if previous is _MISSING
-        else undo.callback(setattr, owner, attribute, previous)
-    )
+    else:
+        undo.callback(setattr, owner, attribute, previous)
 
 
-def _diversions() -> Iterator[tuple[Any, str, Any]]:
+def _diversions() -> Iterator[Replacement]:
+    """What runs a launch, a device function and an autotuner in the interpreter."""
     call = jit.JITFunction.__call__
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> Any:
@@ -465,6 +480,7 @@ def _diversions() -> Iterator[tuple[Any, str, Any]]:
 
 
 def _rewrite_function(function: Any) -> Any:
+    """The function as the interpreter rewrites it, once for each function."""
     cache = stock.InterpretedFunction.rewritten_fn
     if function not in cache:
         cache[function] = stock.FunctionRewriter(function).rewrite_ast()
@@ -493,27 +509,23 @@ def _run(
 
 
 @functools.cache
-def _language() -> list[tuple[Any, str, Any]]:
+def _language() -> list[Replacement]:
     """What the interpreter puts in place of the language: found once, since finding it takes ten
     times longer than a small kernel.
     """
+    replacements: list[Replacement] = []
     scope = stock._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     try:
-        changed = [
-            (owner, attribute, vars(owner)[attribute]) for owner, attribute, _ in scope._changes
-        ]
+        for owner, attribute, _ in scope._changes:
+            replacements.append((owner, attribute, vars(owner)[attribute]))
     finally:
         scope.restore()
-    # x.sum(1): a JIT function stored on the class is not bound to the instance
-    members = [
-        (name, member)
-        for name, member in vars(tl.tensor).items()
-        if isinstance(member, jit.JITFunction)
-    ]
     # Triton before 3.9 asks NumPy for the int of an array of one element, which NumPy 2.5 refuses
-    index = (tl.tensor, "__index__", lambda self: int(self.handle.data.reshape(())))
-    return [
-        *changed,
-        index,
-        *((tl.tensor, name, functools.partialmethod(member)) for name, member in members),
-    ]
+    replacements.append(
+        (tl.tensor, "__index__", lambda self: int(self.handle.data.reshape(()))),
+    )
+    # x.sum(1): a JIT function stored on the class is not bound to the instance
+    for name, member in vars(tl.tensor).items():
+        if isinstance(member, jit.JITFunction):
+            replacements.append((tl.tensor, name, functools.partialmethod(member)))
+    return replacements

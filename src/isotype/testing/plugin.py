@@ -68,6 +68,8 @@ def pytest_runtest_makereport(
     test_frame = next(
         (entry for entry in reversed(info.traceback) if str(entry.path) == str(item.path)), None
     )
-    line = f"{item.path.name}:{test_frame.lineno + 1}" if test_frame is not None else item.nodeid
+    line = item.nodeid
+    if test_frame is not None:
+        line = f"{item.path.name}:{test_frame.lineno + 1}"
     result.longrepr = f"{line}: ampcheck\n\n{info.value.report.render()}"
     return result

@@ -1,8 +1,8 @@
-"""One run of the function under one setting, as it is, in fp64, or as plain PyTorch, and everything
-that came of it.
+"""One run of the function under one setting (as it is, in fp64, or as plain PyTorch) and its
+outcome.
 
-What hand-written backwards really received and returned is seen before the engine casts it in
-silence. `Fault` is what a rule finds.
+What hand-written backwards receive and return is recorded before the autograd engine casts it
+without a warning. `Fault` is the result of a rule.
 """
 
 from __future__ import annotations
@@ -73,18 +73,18 @@ def record_backward_calls() -> Iterator[list[BackwardCall]]:
 
     def make_recorder(original: Any, boxed: bool) -> Any:
         def apply(ctx: Any, *grads: Any) -> Any:
-            call = BackwardCall(
-                ctx._forward_cls,
-                incoming=[g for g in (grads[0] if boxed else grads) if isinstance(g, Tensor)],
-            )
+            incoming = grads[0] if boxed else grads
+            call = BackwardCall(ctx._forward_cls)
+            call.incoming = [g for g in incoming if isinstance(g, Tensor)]
             for node, index in ctx.next_functions:
                 leaf = getattr(node, "variable", None)
                 call.leaves.append(leaf)
-                if node is not None and leaf is None:
-                    target = node._input_metadata[index]
-                else:
-                    target = leaf
-                call.expected.append(target.dtype if target is not None else None)
+                dtype = None
+                if leaf is not None:
+                    dtype = leaf.dtype
+                elif node is not None:
+                    dtype = node._input_metadata[index].dtype
+                call.expected.append(dtype)
             calls.append(call)
             try:
                 result = original(ctx, *grads)
@@ -92,7 +92,7 @@ def record_backward_calls() -> Iterator[list[BackwardCall]]:
                 call.context = ctx
                 raise
             gradients = result if isinstance(result, (tuple, list)) else (result,)
-            call.returned = [g.dtype if isinstance(g, Tensor) else None for g in gradients]
+            call.returned = [getattr(gradient, "dtype", None) for gradient in gradients]
             return result
 
         return apply
@@ -195,7 +195,7 @@ BACKWARD = "backward"
 
 @dataclass
 class Outcome:
-    """What one run gave.
+    """The results of one run, or its error.
 
     stage  where it failed, with `error`; None when it ran
     grads  name -> gradient as the caller sees it (after the engine's cast), None where there is
@@ -220,13 +220,19 @@ class Outcome:
 
     @property
     def ran(self) -> bool:
+        """Whether the run ended without an error."""
         return self.error is None
 
     def results(self) -> dict[str, Tensor]:
-        """Every number it gave, by name."""
-        single = len(self.outputs) == 1
-        outputs = {"output" if single else f"output {i}": t for i, t in enumerate(self.values)}
-        return outputs | {f"gradient of {n}": g for n, g in self.grads.items() if g is not None}
+        """Outputs and gradients by name."""
+        if len(self.outputs) == 1:
+            results = {"output": self.values[0]}
+        else:
+            results = {f"output {i}": value for i, value in enumerate(self.values)}
+        for argument, gradient in self.grads.items():
+            if gradient is not None:
+                results[f"gradient of {argument}"] = gradient
+        return results
 
 
 def attempt(
@@ -245,14 +251,16 @@ def attempt(
 ) -> Outcome:
     """Runs forward and backward once.
 
-    widen_to      widen everything to this dtype after rounding it to the setting's dtypes; autocast
-                  is then off
-    gradient      another incoming gradient than `incoming_gradient`
-    backward_passes  backward runs this often over one graph
-    forward_only  stop after forward
+    widen_to         cast everything to this dtype after rounding it to the setting's dtypes;
+                     autocast is then off
+    gradient         another incoming gradient than `incoming_gradient`
+    backward_passes  how often backward runs over the graph
+    forward_only     stop after forward
     """
     outcome = Outcome()
-    autocast = setting.autocast if widen_to is None else None
+    autocast = None
+    if widen_to is None:
+        autocast = setting.autocast
     try:
         leaves, tensors = sample.fresh(setting.group_dtypes, widen_to=widen_to, frozen=frozen)
         call, owned = subject.instantiate(setting.group_dtypes, widen_to=widen_to, frozen=frozen)
@@ -261,15 +269,9 @@ def attempt(
     outcome.tensors = tensors | owned
     args, kwargs = sample.call_arguments(leaves)
     if watch_inputs:
-        outcome.watched_inputs = {
-            f"argument {i}": (t, t.detach().clone())
-            for i, t in enumerate(leaves)
-            if isinstance(t, Tensor)
-        }
-        outcome.watched_inputs |= {
-            s.name: outcome.watched_inputs.pop(f"argument {s.index}") for s in sample.slots
-        }
-        outcome.watched_inputs |= {n: (t, t.detach().clone()) for n, t in owned.items()}
+        watched = _name_tensors(leaves, sample) | owned
+        for name, tensor in watched.items():
+            outcome.watched_inputs[name] = (tensor, tensor.detach().clone())
     _seed(seed)
     with warnings.catch_warnings(), context():
         warnings.simplefilter("ignore")
@@ -289,8 +291,8 @@ def attempt(
         outcome.values = [t.detach().clone() for t in outcome.outputs]
         outcome.functions = function_classes([t for t in outcome.outputs if t.requires_grad])
         differentiable = [t for t in outcome.outputs if t.requires_grad]
-        # numbered among all outputs: freezing an input must not hand another output's gradient to
-        # the rest
+        # numbered among all outputs, so that freezing an input does not change the gradients of the
+        # other outputs
         outcome.grad_outputs = [
             (gradient or incoming_gradient)(t, i)
             for i, t in enumerate(outcome.outputs)
@@ -317,6 +319,18 @@ def attempt(
     return outcome
 
 
+def _name_tensors(leaves: list[Any], sample: Sample) -> dict[str, Tensor]:
+    """The tensors among the leaves by name: `argument 3` for those that are no slot."""
+    names = {slot.index: slot.name for slot in sample.slots}
+    tensors = {}
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and i not in names:
+            tensors[f"argument {i}"] = leaf
+    for i, name in names.items():
+        tensors[name] = leaves[i]
+    return tensors
+
+
 def _seed(seed: int) -> None:
     """torch.manual_seed, without the stack trace it keeps for every call on a machine whose GPU is
     not in use.
@@ -339,10 +353,11 @@ def incoming_gradient(output: Tensor, index: int) -> Tensor:
     every run.
     """
     generator = torch.Generator().manual_seed(1000 + index)
-    eighths = torch.randint(3, 17, output.shape, generator=generator) * (
-        torch.randint(0, 4, output.shape, generator=generator).clamp(max=1) * 2 - 1
-    )
-    return (eighths.to(torch.float64) / 8).to(output.device, output.dtype)
+    magnitudes = torch.randint(3, 17, output.shape, generator=generator)
+    quarters = torch.randint(0, 4, output.shape, generator=generator)
+    signs = quarters.clamp(max=1) * 2 - 1
+    gradient = (magnitudes * signs).to(torch.float64) / 8
+    return gradient.to(output.device, output.dtype)
 
 
 Fault = tuple[tuple[object, ...], Finding]
@@ -356,11 +371,15 @@ def fault(
     details: tuple[tuple[str, str], ...] = (),
     **values: Any,
 ) -> Fault:
-    """A finding of the sheet, and what makes it the same fault as another: its code and the key, or
-    else its place and severity.
+    """A finding, and the key by which it equals another fault: its code with `key`, or else with its
+    location and severity.
+
+    values  the names in the text of the code in findings.txt
     """
     finding = format_finding(code, location, details, **values)
-    return (code, *(key or (location.symbol, location.line, finding.severity))), finding
+    if not key:
+        key = (location.symbol, location.line, finding.severity)
+    return (code, *key), finding
 
 
 def faulty_method_location(subject: Subject, outcome: Outcome, stage: str) -> Place:
@@ -383,20 +402,20 @@ def registered(function: type, method: str) -> Any:
         for cell in backward.__closure__ or ()
         if hasattr(cell.cell_contents, "_backward_fn")
     ]
-    if infos:
-        return getattr(infos[0], "_backward_fn" if method == "backward" else "_init_fn", None)
-    return None
+    if not infos:
+        return None
+    if method == BACKWARD:
+        return infos[0]._backward_fn
+    return getattr(infos[0], "_init_fn", None)
 
 
 def method_name(function: type, method: str) -> str:
     """`Class.backward`; the registered function's own name for an operator of torch.library."""
     written = registered(function, method)
-    if written is not None:
-        return (
-            f"{written.__qualname__.split('<locals>.')[-1]} (of"
-            f" {function.__name__.removeprefix('GeneratedBackwardFor_')})"
-        )
-    return f"{function.__qualname__.split('<locals>.')[-1]}.{method}"
+    if written is None:
+        return f"{function.__qualname__.split('<locals>.')[-1]}.{method}"
+    operator = function.__name__.removeprefix("GeneratedBackwardFor_")
+    return f"{written.__qualname__.split('<locals>.')[-1]} (of {operator})"
 
 
 def return_location(function: type, owner: str) -> Place:
@@ -405,13 +424,18 @@ def return_location(function: type, owner: str) -> Place:
 
 
 def method_location(function: type, method: str, owner: str, *, statement: bool = False) -> Place:
+    """Where a method of a Function is defined; its last `return` with `statement`."""
     written: Any = inspect.unwrap(registered(function, method) or getattr(function, method))
     try:
         lines, first = inspect.getsourcelines(written)
         file = inspect.getsourcefile(written)
     except (OSError, TypeError):
         return Place(symbol=owner)
-    line = first + next((i for i, text in enumerate(lines) if text.lstrip().startswith("def ")), 0)
+    line = first
+    for offset, text in enumerate(lines):
+        if text.lstrip().startswith("def "):
+            line = first + offset
+            break
     if statement:
         try:
             tree = ast.parse(textwrap.dedent("".join(lines)))

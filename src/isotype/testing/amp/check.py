@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,6 +70,7 @@ class Report:
         return not self.at_least(Severity.WARNING)
 
     def at_least(self, severity: Severity) -> list[Finding]:
+        """Findings at or above `severity`."""
         return [f for f in self.findings if f.severity >= severity]
 
     def codes(self, severity: Severity = Severity.WARNING) -> list[str]:
@@ -77,31 +78,39 @@ class Report:
         return sorted({f.code for f in self.at_least(severity)})
 
     def render(self) -> str:
+        """The report as text."""
         text = render_findings(self.findings, subject=self.subject)
-        return (
-            f"{text} ({self.tried} combinations"
-            f" run{f', {len(self.refused)} refused' if self.refused else ''})"
-        )
+        counts = f"{self.tried} combinations run"
+        if self.refused:
+            counts += f", {len(self.refused)} refused"
+        return f"{text} ({counts})"
 
 
-def merge_findings(groups: Sequence[tuple[tuple[object, ...], Finding, str]]) -> list[Finding]:
-    """One finding for each fault, however many combinations show it.
+class Occurrence(NamedTuple):
+    """A finding under one setting; occurrences with the same key are the same fault."""
 
-    groups  (what makes two findings the same fault, the finding, the combination it was seen in)
-    """
+    key: tuple[object, ...]
+    finding: Finding
+    setting: str
+
+
+def merge_findings(occurrences: Sequence[Occurrence]) -> list[Finding]:
+    """One finding for each fault, the worst one, with the settings in which it occurred."""
     worst: dict[tuple[object, ...], Finding] = {}
     settings_by_key: dict[tuple[object, ...], dict[str, None]] = {}
-    for key, finding, setting in groups:
+    for key, finding, setting in occurrences:
         if key not in worst or finding.severity > worst[key].severity:
             worst[key] = finding
         settings_by_key.setdefault(key, {})[setting] = None
-    out = []
+    merged = []
     for key, finding in worst.items():
-        first = list(settings_by_key[key])[:3]
-        remaining = len(settings_by_key[key]) - 3
-        examples = "; ".join(first) + (f"; and {remaining} more" if remaining > 0 else "")
-        out.append(replace(finding, details=(*finding.details, ("seen with", examples))))
-    return out
+        labels = list(settings_by_key[key])
+        examples = "; ".join(labels[:3])
+        if len(labels) > 3:
+            examples += f"; and {len(labels) - 3} more"
+        details = (*finding.details, ("seen with", examples))
+        merged.append(replace(finding, details=details))
+    return merged
 
 
 def ampcheck(
@@ -133,21 +142,19 @@ def ampcheck(
                function runs under no combination
     """
     subject = Subject(fn)
-    reference_subject = Subject(reference) if reference is not None else None
+    reference_subject = None
     skipped = []
-    if (
-        reference_subject is not None
-        and subject.module is not None
-        and reference_subject.shares_parameters(subject.module)
-    ):
-        reference_subject = None
-        skipped.append(_OWN_WEIGHTS)
+    if reference is not None:
+        reference_subject = Subject(reference)
+        if subject.module is not None and reference_subject.shares_parameters(subject.module):
+            reference_subject = None
+            skipped.append(_OWN_WEIGHTS)
     if contract:
         names = list(contract.inputs)
     else:
-        names = subject.argument_names or (
-            reference_subject.argument_names if reference_subject else []
-        )
+        names = subject.argument_names
+        if not names and reference_subject:
+            names = reference_subject.argument_names
     samples = read_samples(
         inputs, params, contract=contract, names=names, owns_parameters=bool(subject.groups)
     )
@@ -157,15 +164,16 @@ def ampcheck(
         for check in checks:
             check.run()
     findings = merge_findings([item for check in checks for item in check.occurrences])
-    refused = {k: v for check in checks for k, v in check.refused.items()}
+    refused: dict[str, str] = {}
+    for check in checks:
+        refused |= check.refused
+        skipped += check.skipped
     report = Report(
         subject=subject.label,
         findings=tuple(sort_findings(_drop_repeated_notes(findings))),
         tried=sum(check.tried for check in checks),
         refused=tuple(refused.items()),
-        skipped=tuple(
-            dict.fromkeys(skipped + [text for check in checks for text in check.skipped])
-        ),
+        skipped=tuple(dict.fromkeys(skipped)),
     )
     if raises and report.at_least(fail_on):
         raise ConformanceError(report)
@@ -186,7 +194,7 @@ class _Check:
     reference: Subject | None
     sample: Sample
     contract: OpContract | None
-    occurrences: list[tuple[tuple[object, ...], Finding, str]] = field(default_factory=list)
+    occurrences: list[Occurrence] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
     tried: int = 0
@@ -196,18 +204,17 @@ class _Check:
         self.numerics = Numerics(self.subject, self.reference, self.sample, inside_fp32=inside_fp32)
 
     def run(self) -> None:
-        # an operator that is in place by intention cannot work on a leaf that requires a gradient
-        if "leaf Variable that requires grad" in str(
-            attempt(self.subject, self.sample, Setting(None)).error
-        ):
+        """Runs every setting, and applies the rules."""
+        # an operator that is meant to work in place cannot do so on a leaf that requires a gradient
+        error = attempt(self.subject, self.sample, Setting(None)).error
+        if "leaf Variable that requires grad" in str(error):
             self.sample = replace(self.sample, behind_clone=True)
             self.numerics = self.numerics.with_sample(self.sample)
         outcomes: dict[Setting, Outcome] = {}
         failures: list[tuple[Setting, Outcome]] = []
         groups = tuple(dict.fromkeys((*self.sample.groups, *self.subject.groups)))
-        for setting in settings(
-            self.sample, groups, exhaustive=self.reference is not None or self.contract is not None
-        ):
+        exhaustive = self.reference is not None or self.contract is not None
+        for setting in settings(self.sample, groups, exhaustive=exhaustive):
             outcome = attempt(self.subject, self.sample, setting, watch_inputs=True)
             self.tried += 1
             if outcome.ran:
@@ -218,12 +225,13 @@ class _Check:
         if not outcomes:
             error = failures[0][1].error
             assert error is not None
+            message = first_line(error)
             if failure := find_failure(error):
-                location_text = f"{failure.location.file}:{failure.location.line}: "
-            else:
-                location_text = ""
-            with_what = f"with {self.sample.describe()}: {location_text}{first_line(error)}"
-            raise UsageError(f"{self.subject.label} runs under no dtype combination {with_what}")
+                message = f"{failure.location.file}:{failure.location.line}: {message}"
+            raise UsageError(
+                f"{self.subject.label} runs under no dtype combination with"
+                f" {self.sample.describe()}: {message}"
+            )
         for setting, outcome in failures:
             self._classify_failure(setting, outcome)
         base = next(iter(outcomes))
@@ -234,21 +242,23 @@ class _Check:
             )
         else:
             self._check_numerics(outcomes)
+
+        def precision(setting: Setting) -> tuple[float, bool]:
+            step = torch.finfo(setting.lowest(self.sample)).eps
+            return step, setting.autocast is not None
+
         # rounding differences between two orders of addition are smallest in fp32
-        base = min(
-            outcomes, key=lambda s: (torch.finfo(s.lowest(self.sample)).eps, s.autocast is not None)
-        )
-        self._record(
-            aliasing_faults(
-                self.numerics, base, outcomes[base], stable=self._is_deterministic(base)
-            ),
-            base,
-        )
+        base = min(outcomes, key=precision)
+        stable = self._is_deterministic(base)
+        self._record(aliasing_faults(self.numerics, base, outcomes[base], stable=stable), base)
 
     def _record(self, faults: Sequence[Fault], setting: Setting) -> None:
-        self.occurrences += [(key, finding, setting.describe()) for key, finding in faults]
+        """Keeps the faults of one setting."""
+        label = setting.describe()
+        self.occurrences += [Occurrence(key, finding, label) for key, finding in faults]
 
     def _check_dtypes(self, setting: Setting, outcome: Outcome) -> None:
+        """Applies the rules about dtypes to a run."""
         self._record(gradient_faults(outcome, setting), setting)
         if self.contract is not None:
             self._record(contract_faults(outcome, setting, self.subject, self.contract), setting)
@@ -263,6 +273,7 @@ class _Check:
             )
 
     def _classify_failure(self, setting: Setting, outcome: Outcome) -> None:
+        """Records a run that raised as refused or as a fault."""
         if self.reference is not None:
             plain_runs = attempt(self.reference, self.sample, setting).ran
         else:
@@ -275,32 +286,33 @@ class _Check:
             plain_runs=plain_runs,
             declared=self.contract is not None,
         )
-        if reason is None:
-            unlikely = Severity.NOTE if plain_runs is None else Severity.WARNING
-            if setting.produced or self.contract is not None:
-                severity = Severity.ERROR
-            else:
-                severity = unlikely
-            if setting.inside and outcome.stage == BACKWARD:
-                # trainers run backward outside the region
-                severity = min(severity, Severity.WARNING)
-            self._record(
-                [failure_finding(outcome, setting, self.subject, severity=severity)], setting
-            )
-        else:
+        if reason is not None:
             assert outcome.error is not None
             self.refused[setting.describe()] = f"{reason}: {first_line(outcome.error)}"
+            return
+        if setting.produced or self.contract is not None:
+            severity = Severity.ERROR
+        elif plain_runs is None:
+            severity = Severity.NOTE
+        else:
+            severity = Severity.WARNING
+        if setting.inside and outcome.stage == BACKWARD:
+            # trainers run backward outside the region
+            severity = min(severity, Severity.WARNING)
+        fault = failure_finding(outcome, setting, self.subject, severity=severity)
+        self._record([fault], setting)
 
     def _is_deterministic(self, setting: Setting) -> bool:
         """Whether the function draws no random numbers."""
-        first, second = (
-            attempt(self.subject, self.sample, setting, seed=seed).results() for seed in (0, 1)
-        )
-        return all(n in second and _is_close(second[n], t) for n, t in first.items())
+        first = attempt(self.subject, self.sample, setting, seed=0).results()
+        second = attempt(self.subject, self.sample, setting, seed=1).results()
+        if not set(first) <= set(second):
+            return False
+        return all(_is_close(second[result], value) for result, value in first.items())
 
     def _check_numerics(self, outcomes: dict[Setting, Outcome]) -> None:
-        """Plain code without a reference is its own yardstick: of it only weights that are rounded
-        before their use are told.
+        """Of plain code without a reference, which is its own yardstick, only weights that are
+        rounded before their use are reported.
         """
         settings_to_check = [s for s in outcomes if not s.inside and s.produced]
         has_yardstick = self.reference is not None or any(o.functions for o in outcomes.values())
@@ -310,50 +322,59 @@ class _Check:
                 " a reference"
             )
         if has_yardstick:
-            for setting in sorted(
+            by_precision = sorted(
                 settings_to_check, key=lambda s: -torch.finfo(s.lowest(self.sample)).eps
-            ):
+            )
+            for setting in by_precision:
                 self._record(precision_faults(outcomes[setting], setting, self.numerics), setting)
         if any(finding.code == "AC006" for _, finding, _ in self.occurrences):
-            return  # the longer run would say the same again
-        for setting in [
-            s
-            for s in settings_to_check
-            if len(self.sample.dtypes_in_play(s.group_dtypes)) == 1 and s.autocast is None
-        ][:3]:
+            return  # the longer run would find the same error
+        without_autocast = [s for s in settings_to_check if s.autocast is None]
+        with_autocast = [s for s in settings_to_check if s.autocast is not None]
+        uniform = [
+            s for s in without_autocast if len(self.sample.dtypes_in_play(s.group_dtypes)) == 1
+        ]
+        for setting in uniform[:3]:
             if faults := rounded_weight_faults(self.numerics, setting):
                 self._record(faults, setting)
                 break
         if not has_yardstick:
             return
-        # as built when that is low, else all of it low, else fp32 under autocast
-        low = [s for s in settings_to_check if s.lowest(self.sample) in LOW]
-        lowest = [s for s in low if s.autocast is None][:1] + [
-            s for s in low if s.autocast is not None
-        ][:1]
-        for setting in lowest:
-            faults, reason = long_sum_faults(self.numerics, setting)
-            self._record(faults, setting)
-            self.skipped += [reason] if reason else []
+        # as built when that is low, else all of it low; then one under autocast
+        for candidates in (without_autocast, with_autocast):
+            lowest = [s for s in candidates if s.lowest(self.sample) in LOW]
+            if not lowest:
+                continue
+            faults, reason = long_sum_faults(self.numerics, lowest[0])
+            self._record(faults, lowest[0])
+            if reason:
+                self.skipped.append(reason)
             if faults:
                 return
 
 
 def _is_close(actual: Tensor, expected: Tensor) -> bool:
+    """Whether two runs with different random seeds gave the same result."""
     actual = actual.detach().double()
     expected = expected.detach().double()
     distance = torch.nan_to_num(actual - expected).norm()
-    return actual.shape == expected.shape and bool(
-        distance <= 8 * torch.finfo(expected.dtype).eps ** 0.5 * torch.nan_to_num(expected).norm()
-    )
+    tolerance = 8 * torch.finfo(expected.dtype).eps ** 0.5
+    is_near = bool(distance <= tolerance * torch.nan_to_num(expected).norm())
+    return actual.shape == expected.shape and is_near
 
 
 def _drop_repeated_notes(findings: list[Finding]) -> list[Finding]:
-    """A note for a guessed combination that repeats an error with the same code and function."""
-    worse = {(f.code, f.place.symbol) for f in findings if f.severity > Severity.NOTE}
-    return [
-        f for f in findings if f.severity > Severity.NOTE or (f.code, f.place.symbol) not in worse
-    ]
+    """Without the notes for guessed combinations that repeat a warning or an error with the same
+    code and function.
+    """
+    faults = [finding for finding in findings if finding.severity > Severity.NOTE]
+    reported = {(fault.code, fault.place.symbol) for fault in faults}
+    remaining = []
+    for finding in findings:
+        is_repeated = (finding.code, finding.place.symbol) in reported
+        if finding.severity > Severity.NOTE or not is_repeated:
+            remaining.append(finding)
+    return remaining
 
 
 _OPTIONS = ("reference", "params", "contract")
@@ -361,9 +382,7 @@ _OPTIONS = ("reference", "params", "contract")
 
 @dataclass(frozen=True)
 class Target:
-    """What to check: the function, its inputs, and its `reference`, `params` and `contract` where
-    given.
-    """
+    """What to check: a function, its inputs, and the options `reference`, `params` and `contract`."""
 
     function: Any
     inputs: Any
@@ -371,11 +390,11 @@ class Target:
 
 
 def load_target(text: str) -> Target:
-    """`NAME` is a `build()`: it returns `(callable, inputs)`, or `(callable, inputs, options)`.
+    """The target that a function without parameters returns, as `(callable, inputs)` or
+    `(callable, inputs, options)`.
 
-    options  `reference`, `params` or `contract`
-
-    Raises  UsageError for a file or a name that does not fit, in one line
+    text    FILE or FILE:NAME; the name is `build` by default
+    Raises  UsageError, in one line, for a file or a function that cannot be used
     """
     source, colon, name = text.rpartition(":")
     if not colon or not name.replace(".", "").isidentifier():
@@ -395,7 +414,9 @@ def load_target(text: str) -> Target:
     if not isinstance(result, tuple) or len(result) not in (2, 3) or not callable(result[0]):
         advice = "return (callable, inputs), where inputs is a tuple of arguments"
         raise UsageError(f"{source}:{name}() returned {type(result).__name__}", fix=advice)
-    options = dict(result[2]) if len(result) == 3 else {}
+    options: dict[str, Any] = {}
+    if len(result) == 3:
+        options = dict(result[2])
     unknown = sorted(set(options) - set(_OPTIONS))
     if unknown:
         raise UsageError(

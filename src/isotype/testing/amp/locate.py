@@ -1,5 +1,8 @@
-"""Which line made a result inexact: the run as it is beside the exact run, operator by operator.
-From an exception to the line of the user's own code, with the dtypes of the tensors that it names.
+"""Finds the line of the user's code at which an exception began, or at which a result lost its
+precision.
+
+For an exception, `find_failure` also collects the tensors that the failing expression names. For an
+inexact result, `locate` compares a run with the same run in fp64, operator by operator.
 """
 
 from __future__ import annotations
@@ -16,14 +19,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from ...dtypes import name
 from ...finding import Place
 from ...observe.operators import Operator, split_names
 from ...observe.origin import may_be_at_fault, running_frames
 from ...observe.tape import Tape
-from .attempt import attempt, fp64_arithmetic
+from .attempt import attempt, floating, fp64_arithmetic
 from .samples import Sample, Setting, Subject
 
 
@@ -46,48 +48,55 @@ class Failure:
 
     @property
     def expression(self) -> str:
+        """The source of the failing expression, without its comment."""
         return self.source.split("#")[0].strip()
 
 
 def find_failure(error: BaseException) -> Failure | None:
-    """None when no frame between them is the user's."""
-    frames = list(_frames(error.__traceback__))
-    # a Triton kernel: its own line is in the cause
+    """The failure of an exception; None when no frame of its traceback is the user's."""
+    entries = list(_traceback_entries(error.__traceback__))
+    # the line of a Triton kernel is in the cause
     while type(error).__name__ == "InterpreterError" and error.__cause__ is not None:
         error = error.__cause__
-        frames += list(_frames(error.__traceback__))
-    user_frames = [
-        (tb.tb_frame, tb) for tb in frames if may_be_at_fault(tb.tb_frame.f_code.co_filename)
-    ]
-    if not user_frames:
+        entries += list(_traceback_entries(error.__traceback__))
+    function = None
+    chain = []
+    innermost: TracebackType | None = None
+    for entry in entries:
+        frame = entry.tb_frame
+        file = frame.f_code.co_filename
+        if not may_be_at_fault(file):
+            continue
+        innermost = entry
+        chain.append(f"{file}:{entry.tb_lineno} {qualified_name(frame)}")
+        if _is_function_method(frame):
+            function = qualified_name(frame)
+    if innermost is None:
         return None
-    frame, tb = user_frames[-1]
-    span = _span(tb)
-    source = " ".join(
-        linecache.getline(frame.f_code.co_filename, n).strip() for n in range(span[0], span[1] + 1)
-    ).strip()
+    frame = innermost.tb_frame
+    file = frame.f_code.co_filename
+    span = _span(innermost)
+    lines = [linecache.getline(file, n).strip() for n in range(span[0], span[1] + 1)]
+    source = " ".join(lines).strip()
+    is_raise = re.match(r"(raise|assert)\b", source) is not None
     return Failure(
-        location=Place(file=frame.f_code.co_filename, line=span[0], symbol=qualified_name(frame)),
+        location=Place(file=file, line=span[0], symbol=qualified_name(frame)),
         source=source,
-        function=next(
-            (qualified_name(f) for f, _ in reversed(user_frames) if _is_function_method(f)), None
-        ),
+        function=function,
         operands=_operands(frame, span),
-        chain=tuple(
-            f"{f.f_code.co_filename}:{t.tb_lineno} {qualified_name(f)}" for f, t in user_frames
-        ),
-        raised_by_hand=frames[-1].tb_frame is frame
-        and re.match(r"(raise|assert)\b", source) is not None,
+        chain=tuple(chain),
+        raised_by_hand=is_raise and entries[-1].tb_frame is frame,
     )
 
 
-def _frames(tb: TracebackType | None) -> Iterator[TracebackType]:
+def _traceback_entries(tb: TracebackType | None) -> Iterator[TracebackType]:
     while tb is not None:
         yield tb
         tb = tb.tb_next
 
 
 def qualified_name(frame: FrameType) -> str:
+    """`Class.method`, without the functions around it."""
     return frame.f_code.co_qualname.split("<locals>.")[-1]
 
 
@@ -103,6 +112,7 @@ def function_method(frame: FrameType | None) -> str | None:
 
 
 def _is_function_method(frame: FrameType) -> bool:
+    """Whether the frame is a method of a hand-written autograd Function."""
     first = frame.f_code.co_varnames[:1]
     owner = frame.f_code.co_qualname.rpartition(".")[0]
     return (
@@ -122,8 +132,8 @@ def _span(tb: TracebackType) -> tuple[int, int, int | None, int | None]:
 
 
 def _operands(frame: FrameType, span: tuple[int, int, int | None, int | None]) -> dict[str, Tensor]:
-    """The tensors that the expression names, in order; names of attributes and of keywords are
-    none.
+    """The tensors that the expression names, in order, without names of attributes and of keyword
+    arguments.
     """
     first, last, column, end_column = span
     lines = [
@@ -158,6 +168,8 @@ _ADDITIONS = split_names(
 
 @dataclass(frozen=True)
 class _Step:
+    """One arithmetic operator of a run, with its values in fp64."""
+
     operator: str
     values: tuple[Tensor, ...]
     inputs: tuple[Tensor, ...]
@@ -170,7 +182,7 @@ class _Step:
 class Culprit:
     """The step at which the error of the final result first appeared.
 
-    before, after  relative error of what the step was given and of what it made
+    input_error, output_error  relative errors of the step's inputs and outputs
     """
 
     location: Place
@@ -184,8 +196,8 @@ class Culprit:
 
 
 class _Recorder:
-    """A reader of the tape: keeps what every arithmetic operator was given and made, with the
-    user's line that asked for it.
+    """Records the inputs and outputs of every arithmetic operator, with the line of the user's code
+    that called it.
     """
 
     def __init__(self) -> None:
@@ -193,45 +205,48 @@ class _Recorder:
         self.tape = Tape(self._record)
 
     def _record(self, op: Operator, args: tuple, kwargs: dict) -> Any:
+        """Computes an operator, and appends its step."""
         if op.name in _NO_ARITHMETIC:
             return op(*args, **kwargs)
-        inputs = tuple(t.detach().double().clone() for t in _floats((args, kwargs)))
+        inputs = _copy_floats((args, kwargs))
         result = op(*args, **kwargs)
-        outputs = _floats(result)
-        first = args[0] if args and isinstance(args[0], Tensor) else None
-        target = kwargs.get("out", first if any(op.writes) else None)
-        accumulates = (
-            op.name in _ADDITIONS
-            and bool(outputs)
-            and first is not None
-            and (target is not None or first.shape == outputs[0].shape)
+        outputs = floating(result)
+        dtype = None
+        accumulates = False
+        if outputs:
+            dtype = outputs[0].dtype
+            accumulates = op.name in _ADDITIONS and _adds_to_first(op, args, kwargs, outputs[0])
+        step = _Step(
+            operator=op.name,
+            values=_copy_floats(result),
+            inputs=inputs,
+            dtype=dtype,
+            accumulates=accumulates,
+            location=_user_location(),
         )
-        values = tuple(t.detach().double().clone() for t in outputs)
-        self.steps.append(
-            _Step(
-                op.name,
-                values,
-                inputs,
-                outputs[0].dtype if outputs else None,
-                accumulates,
-                _user_location(),
-            )
-        )
+        self.steps.append(step)
         return result
 
 
-def _floats(tree: Any) -> list[Tensor]:
-    return [
-        t for t in pytree.tree_flatten(tree)[0] if isinstance(t, Tensor) and t.is_floating_point()
-    ]
+def _adds_to_first(op: Operator, args: tuple, kwargs: dict, output: Tensor) -> bool:
+    """Whether an addition adds to its first argument: in place, or in a result of its shape."""
+    if not args or not isinstance(args[0], Tensor):
+        return False
+    is_in_place = any(op.writes) or kwargs.get("out") is not None
+    return is_in_place or args[0].shape == output.shape
+
+
+def _copy_floats(tree: Any) -> tuple[Tensor, ...]:
+    """Copies of the floating tensors, in fp64."""
+    return tuple(tensor.detach().double().clone() for tensor in floating(tree))
 
 
 def _user_location() -> Place | None:
-    """The innermost line of the checked code; frames beyond `attempt` belong to the caller of the
+    """The innermost line of the checked code; frames outside `attempt` belong to the caller of the
     check.
 
-    No frame is kept: its tensors would live on, and autograd copies a gradient that somebody else
-    holds.
+    No frame is stored: it would keep its tensors alive, and autograd copies a gradient that has
+    another reference.
     """
     for frame in running_frames(2):
         if frame.f_code is attempt.__code__:
@@ -248,11 +263,11 @@ def _user_location() -> Place | None:
 def locate(
     subject: Subject, sample: Sample, setting: Setting, *, long_sum: bool = False
 ) -> Culprit | None:
-    """The culprit line, or None where the two runs do not go through the same operators (or the
-    code is not made of operators).
+    """The line at which the result lost its precision; None where the two runs do not call the same
+    operators, or the code is not made of operators.
 
-    long_sum  the error grew with the number of rows: the line that adds most often into a
-              low-precision tensor, if there is one
+    long_sum  whether the error grew with the number of rows: then the line that adds most often
+              to a low-precision tensor, if there is one
     """
     narrow = _Recorder()
     wide = _Recorder()
@@ -266,42 +281,55 @@ def locate(
 
     if not attempt(subject, sample, setting, widen_to=torch.float64, context=exactly).ran:
         return None
-    if [s.operator for s in narrow.steps] != [s.operator for s in wide.steps]:
+    steps = narrow.steps
+    if [step.operator for step in steps] != [step.operator for step in wide.steps]:
         return None
-    errors = [_error(n.values, w.values) for n, w in zip(narrow.steps, wide.steps)]
-    input_errors = [_error(n.inputs, w.inputs) for n, w in zip(narrow.steps, wide.steps)]
-    located = [i for i, step in enumerate(narrow.steps) if step.location is not None]
+    index = None
+    if long_sum:
+        index = _last_of_busiest_sum(steps)
+    errors = [_error(n.values, w.values) for n, w in zip(steps, wide.steps)]
+    input_errors = [_error(n.inputs, w.inputs) for n, w in zip(steps, wide.steps)]
+    if index is None:
+        located = [i for i, step in enumerate(steps) if step.location is not None]
+        index = _first_inexact(located, errors, input_errors)
+    if index is None:
+        return None
+    return _make_culprit(steps, index, input_errors[index], errors[index])
+
+
+def _last_of_busiest_sum(steps: list[_Step]) -> int | None:
+    """The last step at the line that adds most often to a low-precision tensor, if it adds more
+    than once.
+    """
+    counts: Counter[Place] = Counter()
+    last: dict[Place, int] = {}
+    for i, step in enumerate(steps):
+        if not step.accumulates or step.location is None:
+            continue
+        last[step.location] = i
+        if _is_low(step.dtype):
+            counts[step.location] += 1
+    for location, count in counts.most_common(1):
+        if count > 1:
+            return last[location]
+    return None
+
+
+def _first_inexact(
+    located: list[int], errors: list[float], input_errors: list[float]
+) -> int | None:
+    """The first step whose error is much larger than that of its inputs and close to the final one."""
     if not located:
         return None
-    if long_sum:
-        sums = Counter(
-            step.location
-            for step in narrow.steps
-            if step.accumulates and step.location is not None and _is_low(step.dtype)
-        )
-        busiest = next((location for location, count in sums.most_common(1) if count > 1), None)
-        last = max(
-            (
-                i
-                for i in located
-                if narrow.steps[i].location == busiest and narrow.steps[i].accumulates
-            ),
-            default=None,
-        )
-        if last is not None:
-            return _make_culprit(narrow.steps, last, input_errors[last], errors[last])
-    # the step that made its own result much worse than what it was given, and above all the error
-    # that the last steps show
     final = max(errors[i] for i in located)
     if final == float("inf"):
-        endless = next(i for i in located if errors[i] == final)
-        return _make_culprit(narrow.steps, endless, input_errors[endless], final)
-    growth = {i: errors[i] / max(input_errors[i], 1e-9) for i in located if errors[i] > final / 8}
-    grown = [i for i, times in growth.items() if times > 4] or [
-        i for i in located if errors[i] > final / 4
-    ]
-    if grown:
-        return _make_culprit(narrow.steps, grown[0], input_errors[grown[0]], errors[grown[0]])
+        return next(i for i in located if errors[i] == final)
+    for i in located:
+        if errors[i] > final / 8 and errors[i] / max(input_errors[i], 1e-9) > 4:
+            return i
+    for i in located:
+        if errors[i] > final / 4:
+            return i
     return None
 
 
@@ -310,11 +338,10 @@ def _make_culprit(
 ) -> Culprit:
     step = steps[index]
     assert step.location is not None
+    line = linecache.getline(step.location.file or "", step.location.line or 0)
     return Culprit(
         location=step.location,
-        source=linecache.getline(step.location.file or "", step.location.line or 0)
-        .split("#")[0]
-        .strip(),
+        source=line.split("#")[0].strip(),
         operator=step.operator,
         dtype=step.dtype,
         input_error=input_error,
@@ -325,10 +352,12 @@ def _make_culprit(
 
 
 def _is_low(dtype: torch.dtype | None) -> bool:
+    """Whether a dtype has fewer than 32 bits."""
     return dtype is not None and dtype.is_floating_point and torch.finfo(dtype).bits < 32
 
 
 def _error(narrow: tuple[Tensor, ...], wide: tuple[Tensor, ...]) -> float:
+    """The largest relative error of a step, infinite where a value is not finite."""
     worst = 0.0
     for n, w in zip(narrow, wide):
         if n.shape != w.shape or not w.numel():

@@ -1,22 +1,23 @@
-"""AC006 and AC007: results that are further from the truth than their dtypes explain. AC022: a
-value made from a weight that is rounded before it is used, as in `x * (1 + weight)` in bf16 (four
-norms of transformers 5.23).
+"""Rules about numerical errors.
 
-The truth is the reference (or the function itself) in fp64 on the very values the narrow dtypes
-hold. The allowed error is `SLACK` times that of the yardstick at the same dtypes: the reference,
-else the function's plain twin, which is its own forward as ordinary differentiable PyTorch. Where
-there is neither, no error is judged. No tolerance is typed anywhere else.
+AC006, AC007  results that are further from the truth than their dtypes explain
+AC022         a value made from a weight that is rounded before it is used, as in
+              `x * (1 + weight)` in bf16 (four norms of transformers 5.23)
 
-A weight's gradient is a sum over the rows, which may be long. Roundings of activations differ from
-row to row and average out; that of a weight's own expression is the same in every row. So each
-column's result is regressed on its truth over many rows: slopes that differ from column to column
-by more than the rows' noise are a weight's rounding.
+The truth is the reference (or the function itself) in fp64, on the values that the narrow dtypes
+hold. The allowed error is `SLACK` times that of the yardstick at the same dtypes. The yardstick is
+the reference, else the function's plain twin: its own forward as ordinary differentiable PyTorch.
+Where there is neither, errors are not checked. There is no other tolerance.
+
+For AC022 each column's error is regressed on its truth over many rows. Roundings of activations
+differ from row to row and average out; the rounding of a weight is the same in every row. So slopes
+that differ from column to column by more than the rows' noise show that a weight was rounded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -27,6 +28,8 @@ from torch import Tensor
 from ...dtypes import name
 from ...finding import Place
 from .attempt import (
+    BACKWARD,
+    FORWARD,
     Fault,
     Outcome,
     attempt,
@@ -69,45 +72,46 @@ class Numerics:
         return Numerics(self.subject, self.reference, sample, self.inside_fp32)
 
     def truth(self, setting: Setting) -> dict[str, Tensor]:
-        """What the reference, or the subject itself, gives in fp64; in fp32 where it refuses that."""
-        for wide in () if setting.dtypes in self._truths else (torch.float64, torch.float32):
-            context = fp64_arithmetic if wide == torch.float64 else nullcontext
-            outcome = attempt(
-                self.reference or self.subject, self.sample, setting, widen_to=wide, context=context
-            )
-            if outcome.ran:
-                self._truths[setting.dtypes] = {
-                    n: t.detach().double() for n, t in outcome.results().items()
-                }
-            else:
-                self._truths[setting.dtypes] = {}
-            if outcome.ran:
-                break
+        """The results of the reference, or of the subject itself, in fp64; in fp32 where it refuses
+        fp64; none where it refuses both.
+        """
+        if setting.dtypes not in self._truths:
+            self._truths[setting.dtypes] = self._compute_truth(setting)
         return self._truths[setting.dtypes]
+
+    def _compute_truth(self, setting: Setting) -> dict[str, Tensor]:
+        subject = self.reference or self.subject
+        outcome = attempt(
+            subject, self.sample, setting, widen_to=torch.float64, context=fp64_arithmetic
+        )
+        if not outcome.ran:
+            outcome = attempt(subject, self.sample, setting, widen_to=torch.float32)
+        if not outcome.ran:
+            return {}
+        truth = {}
+        for result, value in outcome.results().items():
+            truth[result] = value.detach().double()
+        return truth
 
     @cached_property
     def has_plain_twin(self) -> bool:
         """Whether the subject is made of hand-written Functions whose forward autograd can
         differentiate to the same gradients.
         """
-        wide = torch.float64
-        setting = Setting(None)
-        written = attempt(
-            self.subject, self.sample, setting, widen_to=wide, context=fp64_arithmetic
-        ).results()
-        twin_outcome = attempt(
-            self.subject, self.sample, setting, widen_to=wide, context=_exact_twin
-        )
-        twin = twin_outcome.results()
-        return (
-            twin_outcome.ran
-            and not twin_outcome.functions
-            and set(twin) == set(written)
-            and all(_is_close(twin[n], written[n]) for n in written)
+        written = self._attempt_in_fp64(fp64_arithmetic).results()
+        outcome = self._attempt_in_fp64(_exact_twin)
+        twin = outcome.results()
+        if not outcome.ran or outcome.functions or set(twin) != set(written):
+            return False
+        return all(_is_close(twin[result], written[result]) for result in written)
+
+    def _attempt_in_fp64(self, context: Callable[[], Any]) -> Outcome:
+        return attempt(
+            self.subject, self.sample, Setting(None), widen_to=torch.float64, context=context
         )
 
     def measure(self, outcome: Outcome, setting: Setting) -> tuple[dict[str, float], list[Excess]]:
-        """Relative error of each result, and those in excess."""
+        """The relative error of each result, and the results whose error is larger than allowed."""
         truth = self.truth(setting)
         yardstick, label = self._yardstick(setting)
         unit = torch.finfo(setting.lowest(self.sample)).eps / 2
@@ -117,16 +121,20 @@ class Numerics:
             if result not in truth or truth[result].shape != value.shape:
                 continue
             exact_value = truth[result]
-            size = _norm(truth[result])
+            size = _norm(exact_value)
             distance = _distance(value, exact_value)
-            errors[result] = distance / size if size else float(distance > 0)
-            if result in yardstick:
-                rounding = max(unit, torch.finfo(value.dtype).eps / 2)
-                allowed = SLACK * max(_distance(yardstick[result], exact_value), rounding * size)
-                if distance > allowed:
-                    excesses.append(
-                        Excess(result, errors[result], allowed / size if size else 0.0, label)
-                    )
+            errors[result] = float(distance > 0)
+            if size:
+                errors[result] = distance / size
+            if result not in yardstick:
+                continue
+            rounding = max(unit, torch.finfo(value.dtype).eps / 2)
+            allowed = SLACK * max(_distance(yardstick[result], exact_value), rounding * size)
+            if distance > allowed:
+                relative = 0.0
+                if size:
+                    relative = allowed / size
+                excesses.append(Excess(result, errors[result], relative, label))
         return errors, excesses
 
     def equals_up_to_order(
@@ -136,20 +144,22 @@ class Numerics:
         setting: Setting,
         typical: Tensor | None = None,
     ) -> bool:
-        """Equal but for the order of additions.
+        """Whether two results differ by no more than another order of additions explains.
 
-        typical  the same result where it is of its usual size, should `expected` be nothing but rounding
-               errors
+        typical  the result at its usual size, where `expected` may consist of rounding errors only
         """
         if actual is None or expected is None:
             return (actual is None) == (expected is None)
         if actual.shape != expected.shape:
             return False
-        distance = _distance(actual, expected)
-        size = max(_norm(expected), _norm(typical) if typical is not None else 0.0)
-        return distance <= REORDERING_STEPS * torch.finfo(setting.lowest(self.sample)).eps * size
+        size = _norm(expected)
+        if typical is not None:
+            size = max(size, _norm(typical))
+        step = torch.finfo(setting.lowest(self.sample)).eps
+        return _distance(actual, expected) <= REORDERING_STEPS * step * size
 
     def _yardstick(self, setting: Setting) -> tuple[dict[str, Tensor], str]:
+        """The results to which errors are compared, and how a message names them."""
         if self.reference is not None and self.inside_fp32:
             outcome = attempt(
                 self.reference, self.sample, Setting(setting.dtypes), widen_to=torch.float32
@@ -163,13 +173,15 @@ class Numerics:
             label = "plain PyTorch running the same forward"
         else:
             return {}, ""
-        if outcome.ran and (self.reference is not None or not outcome.functions):
-            return (outcome.results(), label)
-        return ({}, label)
+        is_plain = self.reference is not None or not outcome.functions
+        if outcome.ran and is_plain:
+            return outcome.results(), label
+        return {}, label
 
 
 @contextmanager
 def _exact_twin() -> Iterator[None]:
+    """The plain twin, computed in fp64."""
     with fp64_arithmetic(), plain_functions():
         yield
 
@@ -181,9 +193,10 @@ def _is_close(actual: Tensor, expected: Tensor) -> bool:
     )
 
 
-def _norm(t: Tensor) -> float:
-    finite = t.detach().double()
-    return float(finite[torch.isfinite(finite)].norm())
+def _norm(tensor: Tensor) -> float:
+    """The norm of the finite elements."""
+    values = tensor.detach().double()
+    return float(values[torch.isfinite(values)].norm())
 
 
 def _distance(actual: Tensor, expected: Tensor) -> float:
@@ -198,14 +211,16 @@ def _distance(actual: Tensor, expected: Tensor) -> float:
 
 
 def format_error(value: float) -> str:
-    return "not finite" if value == float("inf") else f"{value:.2g}"
+    if value == float("inf"):
+        return "not finite"
+    return f"{value:.2g}"
 
 
-# rows tried first, and at most
+# the number of rows of the first long run, and the largest number of rows
 SOME_ROWS = 512
 MANY_ROWS = 4096
-MAX_ELEMENTS = 8_000_000  # numbers of a lengthened sample
-# relative error of fp32 sums that orders of addition account for
+MAX_ELEMENTS = 8_000_000  # of a lengthened sample
+# the relative error that another order of additions causes in fp32 sums
 FP32_ORDER_ERROR = 64 * torch.finfo(torch.float32).eps
 
 
@@ -221,202 +236,208 @@ def precision_faults(outcome: Outcome, setting: Setting, numerics: Numerics) -> 
 
 
 def long_sum_faults(numerics: Numerics, setting: Setting) -> tuple[list[Fault], str | None]:
-    """AC007: what only shows at thousands of rows; and why it could not be looked at, if so."""
+    """AC007: errors that appear at thousands of rows only; and why they could not be checked, if
+    so.
+    """
     subject = numerics.subject
     sample = numerics.sample
     short = attempt(subject, sample, setting)
-    lengthened = lengthen(sample, SOME_ROWS)
-    if not short.ran or lengthened is None:
+    grown = lengthen(sample, SOME_ROWS)
+    if not short.ran or grown is None:
         return [], None
-    grown = lengthened
-    outcome = attempt(subject, lengthened, setting)
-    # a result of rows times rows (weights that look like rows, attention) costs too much at
-    # thousands
-    if outcome.ran and _count_results(outcome) * _count_rows(sample) <= 1.5 * _count_results(
-        short
-    ) * _count_rows(lengthened):
-        elements = sum(lengthened.tensor(s).numel() for s in lengthened.slots)
-        grown = (
-            lengthen(
-                sample, max(SOME_ROWS, min(MANY_ROWS, MAX_ELEMENTS * SOME_ROWS // max(1, elements)))
-            )
-            or lengthened
-        )
+    outcome = attempt(subject, grown, setting)
+    if outcome.ran and _grows_linearly(short, outcome, sample, grown):
+        elements = sum(grown.tensor(slot).numel() for slot in grown.slots)
+        rows = min(MANY_ROWS, MAX_ELEMENTS * SOME_ROWS // max(1, elements))
+        grown = lengthen(sample, max(SOME_ROWS, rows)) or grown
         outcome = attempt(subject, grown, setting)
+    rows = _count_rows(grown)
     if not outcome.ran:
-        # a function may well have a fixed number of rows: nothing to say of that
-        return (
-            [],
-            f"long reductions: the function refuses its inputs lengthened to {_count_rows(grown)} rows",
-        )
+        # not a fault: a function may have a fixed number of rows
+        return [], f"long reductions: the function refuses its inputs lengthened to {rows} rows"
     short_errors, short_excesses = numerics.measure(short, setting)
+    reported = {excess.result for excess in short_excesses}
     _, long_excesses = numerics.with_sample(grown).measure(outcome, setting)
-    excesses = [e for e in long_excesses if e.result not in {x.result for x in short_excesses}]
+    excesses = [excess for excess in long_excesses if excess.result not in reported]
     if not excesses:
         return [], None
     worst = _worst(excesses)
     key, finding = _precision_fault("AC007", worst, outcome, setting, subject, grown)
-    length = (
-        f"relative error {format_error(short_errors.get(worst.result, 0.0))} as given, {format_error(worst.error)}"
-        f" at {_count_rows(grown)} rows"
-    )
-    return [(key, replace(finding, details=(("length", length), *finding.details)))], None
+    short_error = format_error(short_errors.get(worst.result, 0.0))
+    length = f"relative error {short_error} as given, {format_error(worst.error)} at {rows} rows"
+    details = (("length", length), *finding.details)
+    return [(key, replace(finding, details=details))], None
+
+
+def _grows_linearly(short: Outcome, outcome: Outcome, sample: Sample, grown: Sample) -> bool:
+    """Whether the results grew with the rows. A result of rows times rows (weights that look like
+    rows, attention) would cost too much at thousands of rows.
+    """
+    growth = _count_rows(grown) * _count_results(short)
+    return _count_results(outcome) * _count_rows(sample) <= 1.5 * growth
 
 
 def _worst(excesses: list[Excess]) -> Excess:
+    """The excess that is the largest multiple of the allowed error."""
     return max(excesses, key=lambda e: e.error / max(e.allowed, 1e-30))
 
 
 def _count_rows(sample: Sample) -> int:
-    return next((sample.tensor(s).shape[0] for s in sample.slots if sample.tensor(s).dim()), 1)
+    """The leading size of the first tensor that has one."""
+    for slot in sample.slots:
+        tensor = sample.tensor(slot)
+        if tensor.dim():
+            return tensor.shape[0]
+    return 1
 
 
 def _count_results(outcome: Outcome) -> int:
-    return sum(t.numel() for t in outcome.values)
+    """The number of elements of all outputs."""
+    return sum(tensor.numel() for tensor in outcome.values)
 
 
 def _precision_fault(
     code: str, excess: Excess, outcome: Outcome, setting: Setting, subject: Subject, sample: Sample
 ) -> Fault:
+    """The finding for one excess, at the line where the precision was lost."""
     culprit = locate(subject, sample, setting, long_sum=code == "AC007")
-    stage = "backward" if excess.result.startswith("gradient") else "forward"
-    location = culprit.location if culprit else faulty_method_location(subject, outcome, stage)
-    if culprit and culprit.dtype is not None:
-        low_dtype = name(str(culprit.dtype))
+    error = format_error(excess.error)
+    allowed = format_error(excess.allowed)
+    details = [("error", f"{error} of its norm; {allowed} is excused by {excess.yardstick}")]
+    low_dtype = setting.lowest(sample)
+    repeats = 0
+    cancels = False
+    sums = False
+    if culprit is None:
+        stage = BACKWARD if excess.result.startswith("gradient") else FORWARD
+        location = faulty_method_location(subject, outcome, stage)
     else:
-        low_dtype = name(str(setting.lowest(sample)))
-    details = [
-        (
-            "error",
-            (
-                f"{format_error(excess.error)} of its norm; {format_error(excess.allowed)} is excused by"
-                f" {excess.yardstick}"
-            ),
+        location = culprit.location
+        low_dtype = culprit.dtype or low_dtype
+        repeats = culprit.repeats
+        cancels = culprit.accumulates and culprit.output_error > 8 * max(culprit.input_error, 1e-9)
+        sums = culprit.accumulates and repeats >= 4
+        input_error = format_error(culprit.input_error)
+        output_error = format_error(culprit.output_error)
+        errors = (
+            f"relative error {input_error} before this operator ({culprit.operator}),"
+            f" {output_error} after"
         )
-    ]
-    if culprit:
-        details.append(("code", culprit.source))
-        details.append(
-            (
-                "there",
-                (
-                    f"relative error {format_error(culprit.input_error)} before this operator"
-                    f" ({culprit.operator}), {format_error(culprit.output_error)} after"
-                ),
-            )
-        )
-    is_long = code == "AC007"
-    accumulates = bool(culprit and culprit.accumulates)
-    if location.file:
-        location = location
-    else:
+        details += [("code", culprit.source), ("there", errors)]
+    if not location.file:
         location = Place(
             file=subject.location.file, line=subject.location.line, symbol=location.symbol
         )
+    times = ""
+    if repeats > 1:
+        times = f" ({repeats} additions)"
     key, finding = fault(
         "AC006",
         location,
         location.symbol,
-        culprit.location.line if culprit else location.line,
+        location.line,
         details=tuple(details),
-        long=is_long,
+        long=code == "AC007",
         result=excess.result,
-        low=low_dtype,
-        times=f" ({culprit.repeats} additions)" if culprit and culprit.repeats > 1 else "",
-        cancels=culprit is not None
-        and accumulates
-        and culprit.output_error > 8 * max(culprit.input_error, 1e-9),
-        sums=culprit is not None and accumulates and culprit.repeats >= 4,
-        repeats=culprit.repeats if culprit else 0,
+        low=name(str(low_dtype)),
+        times=times,
+        cancels=cancels,
+        sums=sums,
+        repeats=repeats,
         setting=setting.describe(),
     )
     return (code, *key[1:]), replace(finding, code=code)
 
 
 ROWS = 1024
-# of a module: in deeper modules the rounding errors of activations no longer average out, for any
-# weights
+# of a module: in deeper modules the rounding errors of activations do not average out
 MAX_PARAMETERS = 16
-MIN_COLUMNS = 8  # fewer tell little
-# of the dtype's step: one rounding of values between 1 and 2 has a deviation of 0.29 steps
+MIN_COLUMNS = 8
+# the least spread of the columns' slopes, in steps of the dtype: one rounding of values between 1
+# and 2 has a deviation of 0.29 steps
 MIN_SPREAD = 0.12
-MIN_CORRELATION = 0.7  # correlation of the columns' slopes between two sets of rows
-NOISE_FACTOR = 5.0  # times the rows' own noise
-OUTLIER_FACTOR = 6.0  # times the median row's error
+MIN_CORRELATION = 0.7  # of the columns' slopes between two sets of rows
+NOISE_FACTOR = 5.0  # by which the spread must exceed the rows' noise
+OUTLIER_FACTOR = 6.0  # times the median row's error: a row with a larger error is left out
 
 
 def rounded_weight_faults(numerics: Numerics, setting: Setting) -> list[Fault]:
-    """Looks at one setting in which everything is one low dtype; nothing where there are no weights
+    """AC022 in a setting whose tensors all have one low dtype; nothing where there are no weights
     or no rows.
     """
     subject = numerics.subject
     sample = numerics.sample
-    if (
-        setting.autocast is not None
-        or len(sample.dtypes_in_play(setting.group_dtypes)) != 1
-        or setting.lowest(sample) not in LOW
-    ):
+    dtypes = sample.dtypes_in_play(setting.group_dtypes)
+    if setting.autocast is not None or len(dtypes) != 1 or setting.lowest(sample) not in LOW:
         return []
-    if subject.module is not None and sum(1 for _ in subject.module.parameters()) > MAX_PARAMETERS:
-        return []
-    if not (subject.groups or any(s.group.startswith(PARAM) for s in sample.slots)):
+    if subject.module is not None:
+        parameters = list(subject.module.parameters())
+        if len(parameters) > MAX_PARAMETERS:
+            return []
+    has_weights = any(slot.group.startswith(PARAM) for slot in sample.slots)
+    if not has_weights and not subject.groups:
         return []
     slopes = _column_slopes(numerics, setting, seed=0)
     for result, (slope, noise, dtype) in slopes.items():
         spread = float(slope.std())
         if spread <= MIN_SPREAD * torch.finfo(dtype).eps or spread <= NOISE_FACTOR * noise:
             continue
-        # other rows: a rounding of statistics of the rows would be another one
-        other_slopes = _column_slopes(numerics, setting, seed=1).get(result)
-        if (
-            other_slopes is not None
-            and other_slopes[0].shape == slope.shape
-            and float(torch.corrcoef(torch.stack([slope, other_slopes[0]]))[0, 1]) > MIN_CORRELATION
-        ):
-            location = subject.location
-            setting_text = setting.describe()
-            values: dict[str, Any] = {
-                "result": result,
-                "low": name(dtype),
-                "spread": spread,
-                "noise": noise,
-                "rows": ROWS,
-                "setting": setting_text,
-            }
-            return [fault("AC022", location, location.symbol, location.line, **values)]
+        # a rounding of a statistic of the rows would differ for other rows
+        repeated = _column_slopes(numerics, setting, seed=1).get(result)
+        if repeated is None or not _are_correlated(slope, repeated[0]):
+            continue
+        location = subject.location
+        values: dict[str, Any] = {
+            "result": result,
+            "low": name(dtype),
+            "spread": spread,
+            "noise": noise,
+            "rows": ROWS,
+            "setting": setting.describe(),
+        }
+        return [fault("AC022", location, location.symbol, location.line, **values)]
     return []
+
+
+def _are_correlated(slopes: Tensor, repeated: Tensor) -> bool:
+    """Whether two sets of rows give similar slopes."""
+    if slopes.shape != repeated.shape:
+        return False
+    coefficients = torch.corrcoef(torch.stack([slopes, repeated]))
+    return float(coefficients[0, 1]) > MIN_CORRELATION
 
 
 def _column_slopes(
     numerics: Numerics, setting: Setting, *, seed: int
 ) -> dict[str, tuple[Tensor, float, torch.dtype]]:
-    """Of each low-precision output: the columns' slopes, the rows' noise in them, and its dtype."""
+    """For each low-precision output: the columns' slopes, the rows' noise in them, and its dtype."""
     varied = _vary_rows(numerics.sample, seed)
     if varied is None:
         return {}
     outcome = attempt(numerics.subject, varied, setting, forward_only=True)
-    truth = numerics.with_sample(varied).truth(setting) if outcome.ran else {}
+    if not outcome.ran:
+        return {}
+    truth = numerics.with_sample(varied).truth(setting)
     slopes_by_result = {}
     for result, value in outcome.results().items():
         exact_value = truth.get(result)
-        if (
-            exact_value is None
-            or exact_value.shape != value.shape
-            or value.dim() < 2
-            or value.dtype not in LOW
-            or value.shape[-1] < MIN_COLUMNS
-        ):
+        if exact_value is None or exact_value.shape != value.shape:
             continue
-        # the last state of a recurrent layer has a row a sequence
+        if value.dtype not in LOW or value.dim() < 2 or value.shape[-1] < MIN_COLUMNS:
+            continue
+        # the last state of a recurrent layer has one row for each sequence
         if value.numel() // value.shape[-1] < ROWS:
             continue
-        if (slopes := _regress_columns(value.detach().double(), exact_value)) is not None:
+        slopes = _regress_columns(value.detach().double(), exact_value)
+        if slopes is not None:
             slopes_by_result[result] = (*slopes, value.dtype)
     return slopes_by_result
 
 
 def _vary_rows(sample: Sample, seed: int) -> Sample | None:
-    """The rows drawn again, each number scaled by its own factor, so that no two rows round alike."""
+    """The rows drawn again, each element scaled by a random factor, so that no two rows round
+    alike.
+    """
     grown = lengthen(sample, ROWS)
     if grown is None:
         return None
@@ -424,27 +445,32 @@ def _vary_rows(sample: Sample, seed: int) -> Sample | None:
     scaled = {}
     for slot in grown.slots:
         tensor = grown.tensor(slot)
-        if not slot.group.startswith(PARAM) and tensor.shape != sample.tensor(slot).shape:
-            factor = 0.5 + torch.rand(tensor.shape, generator=generator)
-            scaled[slot.index] = (tensor.detach().float() * factor.to(tensor.device)).to(
-                tensor.dtype
-            )
+        if slot.group.startswith(PARAM) or tensor.shape == sample.tensor(slot).shape:
+            continue
+        factor = 0.5 + torch.rand(tensor.shape, generator=generator)
+        product = tensor.detach().float() * factor.to(tensor.device)
+        scaled[slot.index] = product.to(tensor.dtype)
     return grown.with_tensors(scaled)
 
 
 def _regress_columns(actual: Tensor, expected: Tensor) -> tuple[Tensor, float] | None:
-    """Each column's error regressed on its truth, and how much of that the rows' noise makes."""
+    """The slope of each column's error on its truth, and the rows' noise in the slopes."""
     truth = expected.flatten(0, -2)  # [rows columns]
     error = actual.flatten(0, -2) - truth
-    # a row that takes another way, as of a router whose two best experts are nearly equal, is off
-    # by no rounding
-    row_errors = error.norm(dim=1) / truth.norm(dim=1).clamp(min=torch.finfo(torch.float64).tiny)
+    # an error larger than rounding explains has another cause, as in a row whose router chose
+    # between two nearly equal experts
+    tiny = torch.finfo(torch.float64).tiny
+    row_sizes = truth.norm(dim=1).clamp(min=tiny)
+    row_errors = error.norm(dim=1) / row_sizes
     is_inlier = row_errors <= OUTLIER_FACTOR * row_errors.median()
     truth = truth[is_inlier]
     error = error[is_inlier]
     weight = truth.square().sum(0)
-    if not (torch.isfinite(error).all() and torch.isfinite(truth).all()) or not (weight > 0).all():
+    if not torch.isfinite(error).all() or not torch.isfinite(truth).all():
+        return None
+    if not (weight > 0).all():
         return None
     slope = (error * truth).sum(0) / weight
     residual = (error - slope * truth) * truth
-    return slope, float((residual.square().sum(0).sqrt() / weight).median())
+    noise = residual.square().sum(0).sqrt() / weight
+    return slope, float(noise.median())

@@ -1,14 +1,20 @@
-"""AC001 to AC004, AC014: what raises, gradients and outputs in the wrong dtype, and an OpContract
-broken. AC008 to AC011: memory that belongs to someone else, written to. AC012: gradients that
-depend on which other inputs are frozen.
+"""Rules about exceptions, dtypes, memory and frozen inputs.
 
-The last five are looked for on one setting that runs, against the same function's own gradients;
-they depend on no tolerance for dtypes.
+AC001, AC002  exceptions in forward and in backward
+AC003, AC004  gradients and outputs in the wrong dtype
+AC008, AC011  writes into the incoming gradient, and into an input
+AC009, AC010  wrong gradients for an expanded incoming gradient, and in a second backward
+AC012         gradients that depend on which other inputs are frozen
+AC014         an OpContract that is not kept
+
+AC008 to AC012 are checked on one setting that runs, against the function's own gradients in that
+setting; they need no tolerance for dtypes.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +26,8 @@ from ...finding import Finding, Place, Severity
 from ...ops.contract import OpContract
 from .attempt import (
     BACKWARD,
+    FORWARD,
+    BackwardCall,
     Fault,
     Outcome,
     attempt,
@@ -40,8 +48,8 @@ _NO_KERNEL = re.compile(
     r" implemented",
     re.IGNORECASE,
 )
-# out= variants and in-place products take no part in autocast
-# the keyword of a call: `out = x @ w` writes nothing into a buffer
+# out= and in-place products take no part in autocast. Only the keyword of a call is matched:
+# `out = x @ w` writes nothing into a buffer
 _OUT = re.compile(r"[(,]\s*out\s*=(?!=)")
 _IN_PLACE_PRODUCT = re.compile(r"\.(addmm|addmv|addbmm|baddbmm|addr|matmul|mm)_\(")
 _SCATTER = re.compile(
@@ -50,10 +58,12 @@ _SCATTER = re.compile(
 
 
 def first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if lines:
-        return f"{type(error).__name__}: {lines[0][:200]}"
-    return type(error).__name__
+    """`RuntimeError: the first line of its message`"""
+    name_of_type = type(error).__name__
+    for line in str(error).splitlines():
+        if line.strip():
+            return f"{name_of_type}: {line.strip()[:200]}"
+    return name_of_type
 
 
 def accepted_failure_reason(
@@ -65,7 +75,7 @@ def accepted_failure_reason(
     plain_runs: bool | None,
     declared: bool,
 ) -> str | None:
-    """Why raising is right here, or None.
+    """Why an exception is accepted under this setting; None where it is a fault.
 
     plain_runs  whether the given reference runs under this setting; None without a reference
     declared    a contract promises that this combination runs
@@ -78,75 +88,102 @@ def accepted_failure_reason(
         return None
     if failure is not None and failure.raised_by_hand:
         return "the function refuses it on purpose"
+    if plain_runs:
+        return None
     if plain_runs is not None:
-        return None if plain_runs else "the reference refuses it too"
+        return "the reference refuses it too"
     if failure is None:
         return "plain PyTorch refuses it"
     if outcome.stage == BACKWARD:
         return None
     if setting.autocast is None:
-        if len(sample.dtypes_in_play(setting.group_dtypes) | subject.captured_dtypes()) > 1:
+        dtypes = sample.dtypes_in_play(setting.group_dtypes) | subject.captured_dtypes()
+        if len(dtypes) > 1:
             return "plain PyTorch refuses mixed dtypes with autocast off"
         return None
-    if (
-        failure.function is None
-        and not _skips_autocast(failure)
-        and not setting.produced_by_any_trainer(sample)
-    ):
-        return "plain PyTorch refuses it"
-    return None
+    if failure.function is not None or _skips_autocast(failure):
+        return None
+    if setting.produced_by_any_trainer(sample):
+        return None
+    return "plain PyTorch refuses it"
 
 
 def failure_finding(
     outcome: Outcome, setting: Setting, subject: Subject, *, severity: Severity
 ) -> tuple[tuple[object, ...], Finding]:
-    """The finding for an outcome that raised, and what makes it the same fault as another."""
+    """The finding for an outcome that raised, and the key by which it equals another fault."""
     assert outcome.error is not None
     failure = find_failure(outcome.error)
-    location = failure.location if failure else subject.location
+    location = subject.location
+    operands: list[str] = []
+    source = ""
+    details = [("raised", first_line(outcome.error))]
+    if failure:
+        location = failure.location
+        operands = _describe_operands(failure, outcome)
+        source = failure.source
+        if source:
+            details.append(("code", failure.expression))
+        if operands:
+            details.append(("met", ", ".join(operands)))
+        if len(failure.chain) > 1:
+            details.append(("called from", "\n".join(failure.chain[-4:-1])))
     if failure and failure.function:
         owner = failure.function
     else:
         owner = location.symbol or subject.label
     stage = outcome.stage or "forward"
-    backward = stage == BACKWARD
-    operands = _describe_operands(failure, outcome) if failure else []
-    details = [("raised", first_line(outcome.error))]
-    if failure and failure.source:
-        details.append(("code", failure.expression))
+    mixed = ""
     if operands:
-        details.append(("met", ", ".join(operands)))
-    if failure and len(failure.chain) > 1:
-        details.append(("called from", "\n".join(failure.chain[-4:-1])))
-    source = failure.source if failure else ""
-    calls = outcome.calls[-1:]
+        mixed = f": {', '.join(operands)}"
+    autocast = ""
+    if setting.autocast:
+        autocast = name(setting.autocast)
+    device = "cuda"
+    for tensor in outcome.tensors.values():
+        device = tensor.device.type
+        break
+    incoming: list[Tensor] = []
+    saved: list[Tensor] = []
+    if outcome.calls:
+        incoming = outcome.calls[-1].incoming
+        saved = outcome.calls[-1].saved()
     _, finding = fault(
         "AC001",
         Place(file=location.file, line=location.line, symbol=owner),
         details=tuple(details),
         severity=str(severity),
-        backward=backward,
+        backward=stage == BACKWARD,
         owner=owner,
         stage=stage,
         error=first_line(outcome.error).split(": ", 1)[-1],
-        mixed=f": {', '.join(operands)}" if operands else "",
-        auto=name(setting.autocast) if setting.autocast else "",
+        mixed=mixed,
+        auto=autocast,
         inside=setting.inside,
         out=_OUT.search(source),
         in_place=_IN_PLACE_PRODUCT.search(source),
         scatter=_SCATTER.search(source),
-        incoming="/".join(sorted({name(t.dtype) for call in calls for t in call.incoming})),
-        saved="/".join(sorted({name(t.dtype) for call in calls for t in call.saved()})),
-        device=next((t.device.type for t in outcome.tensors.values()), "cuda"),
+        incoming=_join_dtypes(incoming),
+        saved=_join_dtypes(saved),
+        device=device,
         observed=setting.describe(),
     )
-    code = "AC002" if backward else "AC001"
+    code = "AC001"
+    if stage == BACKWARD:
+        code = "AC002"
     return (code, location.file, location.line), replace(finding, code=code)
+
+
+def _join_dtypes(tensors: Sequence[Tensor]) -> str:
+    """`bf16/fp32`"""
+    return "/".join(sorted({name(tensor.dtype) for tensor in tensors}))
 
 
 def _describe_operands(failure: Failure, outcome: Outcome) -> list[str]:
     """`d bf16[2 3 4] (the incoming gradient)`, for each tensor that the failing expression names."""
-    call = outcome.calls[-1] if outcome.calls and outcome.stage == BACKWARD else None
+    call = None
+    if outcome.calls and outcome.stage == BACKWARD:
+        call = outcome.calls[-1]
     descriptions = []
     for operand_name, tensor in failure.operands.items():
         if call is not None and _same_storage(tensor, call.incoming):
@@ -154,100 +191,112 @@ def _describe_operands(failure: Failure, outcome: Outcome) -> list[str]:
         elif call is not None and _same_storage(tensor, call.saved()):
             role = " (a saved tensor)"
         else:
-            owner = next(
-                (n for n, t in outcome.tensors.items() if _same_storage(tensor, [t])), None
-            )
-            if owner and owner != operand_name and not owner.startswith("input"):
-                role = f" (input {owner})"
-            else:
-                role = ""
+            role = _input_role(operand_name, tensor, outcome)
         descriptions.append(f"{operand_name} {format_tensor(tensor)}{role}")
     return descriptions
 
 
+def _input_role(operand_name: str, tensor: Tensor, outcome: Outcome) -> str:
+    """` (input weight)` where the tensor is an input that has another name; else ""."""
+    for input_name, candidate in outcome.tensors.items():
+        if _same_storage(tensor, [candidate]):
+            if input_name != operand_name and not input_name.startswith("input"):
+                return f" (input {input_name})"
+            return ""
+    return ""
+
+
 def _same_storage(tensor: Tensor, candidates: list[Tensor]) -> bool:
+    """Whether a candidate has the tensor's memory and dtype; False for tensors without memory."""
     try:
-        return any(
-            o.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
-            and o.dtype == tensor.dtype
-            for o in candidates
-        )
+        address = tensor.untyped_storage().data_ptr()
+        for candidate in candidates:
+            if candidate.dtype != tensor.dtype:
+                continue
+            if candidate.untyped_storage().data_ptr() == address:
+                return True
     except (RuntimeError, NotImplementedError):
         return False
+    return False
 
 
 def _skips_autocast(failure: Failure) -> bool:
+    """Whether the failing line has an out= or in-place product."""
     return bool(_OUT.search(failure.source) or _IN_PLACE_PRODUCT.search(failure.source))
 
 
 def gradient_faults(outcome: Outcome, setting: Setting) -> list[Fault]:
-    """Gradients that the engine had to cast.
+    """Gradients that the autograd engine had to cast.
 
-    Narrower than everything in play: precision is lost, an error. In the autocast dtype, as plain
-    autocast operators return them: right. In the dtype of another tensor of a mixed call: what a
-    cast would have given, right. Wider than its tensor: cast without loss, a note.
+    A gradient narrower than every tensor of the call is an error: precision is lost. One in the
+    autocast dtype is right, as plain operators under autocast return it. One in the dtype of
+    another tensor of a mixed call is right, since a cast would have given it. One wider than its
+    tensor is a note: it is cast without loss.
     """
     faults = []
     for call in outcome.calls:
-        dtypes_in_play = {d for d in call.expected if d is not None} | {
-            t.dtype for t in call.incoming if t.is_floating_point()
-        }
-        for i, (returned, expected) in enumerate(zip(call.returned or [], call.expected)):
-            if (
-                returned is None
-                or expected is None
-                or returned == expected
-                or not returned.is_floating_point
-            ):
+        dtypes_in_play = {dtype for dtype in call.expected if dtype is not None}
+        dtypes_in_play |= {t.dtype for t in call.incoming if t.is_floating_point()}
+        pairs = zip(call.returned or [], call.expected)
+        for i, (returned, expected) in enumerate(pairs):
+            if returned is None or expected is None or returned == expected:
+                continue
+            if not returned.is_floating_point:
                 continue
             if setting.autocast is not None and returned == setting.autocast:
                 continue
             wider = torch.finfo(returned).bits > torch.finfo(expected).bits
-            if not wider and returned in dtypes_in_play:
-                continue
-            owner = method_name(call.function, "backward")
-            argument = _argument_name(call.function, i)
-            values: dict[str, Any] = {
-                "owner": owner,
-                "argument": argument,
-                "wider": wider,
-                "got": name(returned),
-                "expected": name(expected),
-            }
-            auto = name(setting.autocast) if setting.autocast else "off"
-            faults.append(
-                fault(
-                    "AC003",
-                    return_location(call.function, owner),
-                    owner,
-                    argument,
-                    wider,
-                    autocast=auto,
-                    **values,
-                )
-            )
+            if wider or returned not in dtypes_in_play:
+                faults.append(_gradient_fault(call, i, returned, expected, wider, setting))
     return faults
+
+
+def _gradient_fault(
+    call: BackwardCall,
+    index: int,
+    returned: torch.dtype,
+    expected: torch.dtype,
+    wider: bool,
+    setting: Setting,
+) -> Fault:
+    """AC003 for one input of a backward."""
+    owner = method_name(call.function, "backward")
+    argument = _argument_name(call.function, index)
+    autocast = "off"
+    if setting.autocast:
+        autocast = name(setting.autocast)
+    values: dict[str, Any] = {
+        "owner": owner,
+        "argument": argument,
+        "wider": wider,
+        "got": name(returned),
+        "expected": name(expected),
+        "autocast": autocast,
+    }
+    location = return_location(call.function, owner)
+    return fault("AC003", location, owner, argument, wider, **values)
 
 
 def output_faults(
     outcome: Outcome, setting: Setting, sample: Sample, subject: Subject, reference: Outcome | None
 ) -> list[Fault]:
-    """Outputs narrower than anything in play, or not in the dtype in which the reference returns
-    them.
+    """Outputs narrower than every tensor of the call, or not in the dtype in which the reference
+    returns them.
     """
     inputs = sample.dtypes_in_play(setting.group_dtypes)
     classes = outcome.functions
-    max_dims = max((sample.tensor(s).dim() for s in sample.slots), default=0)
+    dims = [sample.tensor(slot).dim() for slot in sample.slots]
+    max_dims = max(dims, default=0)
     faults: list[Fault] = []
     for i, tensor in enumerate(outcome.values):
         dtype = tensor.dtype
+        # the dtype of an input, or of autocast, was chosen; any other may be an accident
         if dtype in inputs or dtype == setting.autocast:
-            continue  # following an input, or autocast, is a decision; a dtype from nowhere is none
+            continue
         if reference is not None:
-            if reference.ran and i < len(reference.values):
-                expected = reference.values[i].dtype
-            else:
-                expected = dtype
+            if not reference.ran or i >= len(reference.values):
+                continue
+            expected = reference.values[i].dtype
             against = "the reference returns"
             wider = torch.finfo(dtype).bits > torch.finfo(expected).bits
             if wider and tensor.dim() < max_dims:
@@ -260,12 +309,15 @@ def output_faults(
             continue
         if expected == dtype:
             continue
-        owner = method_name(classes[0], "forward") if classes else subject.label
-        location = method_location(classes[0], "forward", owner) if classes else subject.location
+        owner = subject.label
+        location = subject.location
+        if classes:
+            owner = method_name(classes[0], "forward")
+            location = method_location(classes[0], "forward", owner)
         values: dict[str, Any] = {
             "owner": owner,
             "wider": wider,
-            "output": "its output" if len(outcome.values) == 1 else f"output {i}",
+            "output": _output_name(i, outcome.values),
             "got": name(dtype),
             "against": against,
             "expected": name(expected),
@@ -275,17 +327,29 @@ def output_faults(
     return faults
 
 
+def _output_name(index: int, outputs: Sequence[Any]) -> str:
+    if len(outputs) == 1:
+        return "its output"
+    return f"output {index}"
+
+
 def _argument_name(function: type[torch.autograd.Function], index: int) -> str:
-    skip = 0 if function.setup_context is not torch.autograd.Function.setup_context else 1
-    names = parameter_names(function.forward, skip=skip)
-    return names[index] if index < len(names) else f"input {index}"
+    """The name of a Function's argument."""
+    names = parameter_names(function.forward)
+    if function.setup_context is torch.autograd.Function.setup_context:
+        # the first parameter is ctx
+        names = names[1:]
+    if index < len(names):
+        return names[index]
+    return f"input {index}"
 
 
 def contract_faults(
     outcome: Outcome, setting: Setting, subject: Subject, contract: OpContract
 ) -> list[Fault]:
-    """What one run did against what was declared."""
-    letters: dict[str, str] = {}  # as this call's inputs bind them, and the named sizes
+    """The dtypes and shapes of one run that differ from the declared ones."""
+    # the dtype of each free letter, and each named size, as this call's inputs bind them
+    letters: dict[str, str] = {}
     sizes: dict[str, Any] = {}
     for argument, spec in contract.inputs.items():
         if (tensor := outcome.tensors.get(argument)) is not None:
@@ -301,16 +365,11 @@ def declared_output(
     spec: TensorSpec, setting: Setting, contract: OpContract, letters: dict[str, str]
 ) -> TensorSpec:
     """The output's spec under this setting: autocast may lower a free letter, or raise it to fp32."""
-    if setting.autocast is not None and spec.is_free and contract.autocast != "ignored":
-        return replace(
-            spec, dtype=name(setting.autocast) if contract.autocast == "follows" else "fp32"
-        )
-    if (
-        setting.autocast is not None
-        and contract.autocast == "fp32"
-        and spec.dtype in ("any", "float")
-    ):
-        return replace(spec, dtype="fp32")
+    if setting.autocast is not None:
+        if contract.autocast == "follows" and spec.is_free:
+            return replace(spec, dtype=name(setting.autocast))
+        if contract.autocast == "fp32" and (spec.is_free or spec.dtype in ("any", "float")):
+            return replace(spec, dtype="fp32")
     if spec.is_free:
         return replace(spec, dtype=letters.get(spec.dtype, spec.dtype))
     return spec
@@ -324,6 +383,7 @@ def _declared_output_faults(
     letters: dict[str, str],
     sizes: dict[str, Any],
 ) -> list[Fault]:
+    """AC014 for outputs whose number, dtypes or shapes differ from the contract."""
     floats = [
         spec
         for spec in contract.outputs
@@ -347,7 +407,7 @@ def _declared_output_faults(
     for i, (output, spec) in enumerate(zip(outcome.outputs, floats)):
         expected = declared_output(spec, setting, contract, letters)
         observed = name(output.dtype)
-        output_name = "its output" if len(floats) == 1 else f"output {i}"
+        output_name = _output_name(i, floats)
         mismatch = expected.dtype_fault(observed, dict(letters))
         if mismatch is not None:
             message = (
@@ -377,18 +437,23 @@ def _declared_output_faults(
 def _declared_gradient_faults(
     outcome: Outcome, setting: Setting, contract: OpContract, letters: dict[str, str]
 ) -> list[Fault]:
-    """Only gradients that reach an argument directly are judged; the op does not decide the result
+    """Only gradients that reach an argument directly are checked; the op does not decide the result
     of a cast in between.
     """
-    by_tensor = {id(t): n for n, t in outcome.tensors.items()}
+    names = {id(tensor): argument for argument, tensor in outcome.tensors.items()}
     faults = []
     for call in outcome.calls:
         for leaf, returned in zip(call.leaves, call.returned or []):
-            argument = by_tensor.get(id(leaf)) if leaf is not None else None
-            if argument is None or argument not in contract.grads or returned is None:
+            if leaf is None or returned is None:
+                continue
+            argument = names.get(id(leaf))
+            if argument is None or argument not in contract.grads:
                 continue
             declared = contract.grads[argument]
-            expected = letters.get(declared) if len(declared) == 1 else parse(declared)
+            if len(declared) == 1:
+                expected = letters.get(declared)
+            else:
+                expected = parse(declared)
             if expected is None or expected == name(returned):
                 continue
             owner = method_name(call.function, "backward")
@@ -418,47 +483,54 @@ def _contract_fault(
 def aliasing_faults(
     numerics: Numerics, setting: Setting, baseline: Outcome, *, stable: bool
 ) -> list[Fault]:
-    """`baseline` is an undisturbed run under the same setting, with its inputs watched; `stable`:
-    two runs of it agree.
+    """AC008 to AC012.
+
+    baseline  an ordinary run under the same setting, with its inputs watched
+    stable    whether two such runs agree
     """
     subject = numerics.subject
     faults = [*_overwritten_inputs(subject, baseline), *_written_gradient(subject, baseline)]
     if baseline.grads:
         faults += _expanded_gradient(numerics, setting, baseline)
         faults += _second_backward(numerics, setting, baseline)
-        faults += _frozen_inputs(numerics, setting, baseline) if stable else []
+        if stable:
+            faults += _frozen_inputs(numerics, setting, baseline)
     return faults
 
 
 def _overwritten_inputs(subject: Subject, baseline: Outcome) -> list[Fault]:
+    """AC011: arguments whose values have changed."""
     faults = []
     for argument, (tensor, original) in baseline.watched_inputs.items():
         if is_bit_identical(tensor.detach(), original):
             continue
-        is_returned = any(_share_storage(tensor, out) for out in baseline.outputs)
-        if is_returned:
-            continue  # an operator that is in place by intention returns what it wrote to
-        # in-place code: autograd raises an error where it matters
+        # an operator that is meant to work in place returns the tensor that it wrote to
+        if any(_share_storage(tensor, output) for output in baseline.outputs):
+            continue
+        # plain in-place code: autograd raises an error where the write matters
         is_autograd_checked = not baseline.calls and bool(tensor._version)
-        location = faulty_method_location(
-            subject, baseline, "forward" if argument in baseline.changed_by_forward else "backward"
-        )
+        stage = BACKWARD
+        if argument in baseline.changed_by_forward:
+            stage = FORWARD
+        location = faulty_method_location(subject, baseline, stage)
         faults.append(fault("AC011", location, name=argument, plain=is_autograd_checked))
     return faults
 
 
 def _written_gradient(subject: Subject, baseline: Outcome) -> list[Fault]:
-    fresh = [incoming_gradient(t, i) for i, t in enumerate(baseline.outputs) if t.requires_grad]
-    if all(
-        is_bit_identical(received, expected)
-        for received, expected in zip(baseline.grad_outputs, fresh)
-    ):
-        return []
-    return [fault("AC008", faulty_method_location(subject, baseline, "backward"))]
+    """AC008: incoming gradients whose values have changed."""
+    expected_gradients = []
+    for i, output in enumerate(baseline.outputs):
+        if output.requires_grad:
+            expected_gradients.append(incoming_gradient(output, i))
+    for received, expected in zip(baseline.grad_outputs, expected_gradients):
+        if not is_bit_identical(received, expected):
+            return [fault("AC008", faulty_method_location(subject, baseline, BACKWARD))]
+    return []
 
 
 def _expanded_gradient(numerics: Numerics, setting: Setting, baseline: Outcome) -> list[Fault]:
-    """`f(x).sum().backward()` hands over one number seen as a whole tensor."""
+    """`f(x).sum().backward()` gives backward one number expanded to the shape of the output."""
     subject = numerics.subject
     sample = numerics.sample
     if all(t.dim() == 0 for t in baseline.outputs):
@@ -474,32 +546,24 @@ def _expanded_gradient(numerics: Numerics, setting: Setting, baseline: Outcome) 
     actual = attempt(subject, sample, setting, gradient=expanded_gradient)
     if not expected.ran:
         return []
-    return _compare_gradients(
-        "AC009",
-        faulty_method_location(subject, expected, "backward"),
-        actual,
-        expected,
-        setting,
-        numerics,
-        baseline,
-    )
+    location = faulty_method_location(subject, expected, BACKWARD)
+    return _compare_gradients("AC009", location, actual, expected, setting, numerics, baseline)
 
 
 def _second_backward(numerics: Numerics, setting: Setting, baseline: Outcome) -> list[Fault]:
+    """AC010: two runs of backward over one graph must give twice the gradients."""
     subject = numerics.subject
     sample = numerics.sample
     twice = attempt(subject, sample, setting, backward_passes=2)
     if twice.error is not None and twice.stage != BACKWARD:
         return []
-    doubled = Outcome(grads={n: None if g is None else g * 2 for n, g in baseline.grads.items()})
-    return _compare_gradients(
-        "AC010",
-        faulty_method_location(subject, baseline, "backward"),
-        twice,
-        doubled,
-        setting,
-        numerics,
-    )
+    doubled = Outcome()
+    for argument, gradient in baseline.grads.items():
+        if gradient is not None:
+            gradient = gradient * 2
+        doubled.grads[argument] = gradient
+    location = faulty_method_location(subject, baseline, BACKWARD)
+    return _compare_gradients("AC010", location, twice, doubled, setting, numerics)
 
 
 def _compare_gradients(
@@ -511,23 +575,26 @@ def _compare_gradients(
     numerics: Numerics,
     typical: Outcome | None = None,
 ) -> list[Fault]:
-    """A fault where a run raises, other than by hand, or gives other gradients than it should."""
+    """A fault where a run raises, other than by a `raise` of the function's own, or gives other
+    gradients than expected.
+    """
     if actual.error is None:
         wrong = _differing_gradients(actual, expected, setting, numerics, typical)
-        return [fault(code, location, wrong=wrong)] if wrong else []
+        if wrong:
+            return [fault(code, location, wrong=wrong)]
+        return []
     failure = find_failure(actual.error)
     if failure is not None and failure.raised_by_hand:
         return []
     if failure:
-        failure_location = Place(
+        location = Place(
             file=failure.location.file, line=failure.location.line, symbol=location.symbol
         )
-    else:
-        failure_location = location
-    return [fault(code, failure_location, raised=first_line(actual.error))]
+    return [fault(code, location, raised=first_line(actual.error))]
 
 
 def _frozen_inputs(numerics: Numerics, setting: Setting, baseline: Outcome) -> list[Fault]:
+    """AC012: the other gradients must not depend on which input is frozen."""
     subject = numerics.subject
     sample = numerics.sample
     faults: list[Fault] = []
@@ -536,7 +603,7 @@ def _frozen_inputs(numerics: Numerics, setting: Setting, baseline: Outcome) -> l
         return []
     for frozen in trainable:
         outcome = attempt(subject, sample, setting, frozen=frozen)
-        location = faulty_method_location(subject, baseline, "backward")
+        location = faulty_method_location(subject, baseline, BACKWARD)
         if outcome.error is not None:
             failure = find_failure(outcome.error)
             if failure is None or failure.raised_by_hand:
@@ -546,21 +613,28 @@ def _frozen_inputs(numerics: Numerics, setting: Setting, baseline: Outcome) -> l
                 line=failure.location.line,
                 symbol=failure.function or location.symbol,
             )
-            values: dict[str, Any] = {"raised": first_line(outcome.error)}
-        else:
-            other_names = [n for n in trainable if n != frozen]
-            wrong = [
-                n
-                for n in other_names
-                if not numerics.equals_up_to_order(outcome.grads.get(n), baseline.grads[n], setting)
-            ]
-            if not wrong:
+            raised = first_line(outcome.error)
+            faults.append(fault("AC012", location, frozen=frozen, raised=raised))
+            continue
+        missing = []
+        wrong = []
+        for argument in trainable:
+            gradient = outcome.grads.get(argument)
+            expected = baseline.grads[argument]
+            if argument == frozen or numerics.equals_up_to_order(gradient, expected, setting):
                 continue
-            values = {
-                "missing": ", ".join(n for n in wrong if outcome.grads.get(n) is None),
-                "wrong": ", ".join(wrong),
-            }
-        faults.append(fault("AC012", location, frozen=frozen, **values))
+            wrong.append(argument)
+            if gradient is None:
+                missing.append(argument)
+        if wrong:
+            finding = fault(
+                "AC012",
+                location,
+                frozen=frozen,
+                missing=", ".join(missing),
+                wrong=", ".join(wrong),
+            )
+            faults.append(finding)
     return faults
 
 
@@ -572,23 +646,25 @@ def _differing_gradients(
     typical: Outcome | None = None,
 ) -> str:
     """Names of the gradients that differ by more than the order of additions explains."""
-    sizes = typical.grads if typical is not None else {}
-    wrong = [
-        n
-        for n, g in expected.grads.items()
-        if not numerics.equals_up_to_order(actual.grads.get(n), g, setting, typical=sizes.get(n))
-    ]
+    typical_grads: dict[str, Tensor | None] = {}
+    if typical is not None:
+        typical_grads = typical.grads
+    wrong = []
+    for argument, gradient in expected.grads.items():
+        if not numerics.equals_up_to_order(
+            actual.grads.get(argument), gradient, setting, typical=typical_grads.get(argument)
+        ):
+            wrong.append(argument)
     return ", ".join(wrong)
 
 
 def is_bit_identical(first: Tensor, second: Tensor) -> bool:
-    """Bit for bit, NaN beside NaN."""
-    return (
-        first.shape == second.shape
-        and first.dtype == second.dtype
-        and bool(torch.equal(torch.nan_to_num(first), torch.nan_to_num(second)))
-    )
+    """Whether shapes, dtypes and all bits are equal; NaN equals NaN."""
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    return torch.equal(torch.nan_to_num(first), torch.nan_to_num(second))
 
 
 def _share_storage(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors have the same memory."""
     return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()

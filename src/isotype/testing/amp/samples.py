@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ...dtypes import TRAINING_FLOATS, name, to_torch
+from ...dtypes import TRAINING_FLOATS, TensorSpec, name, to_torch
 from ...errors import UsageError
 from ...finding import Place
 from ...ops.contract import OpContract
@@ -26,6 +26,10 @@ from ...ops.contract import OpContract
 INPUT = "input"
 PARAM = "param"
 FIXED = "fixed"
+# group -> dtype; None: each group as built
+GroupDtypes = Mapping[str, torch.dtype] | None
+# positional and keyword arguments
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 TRAINED = tuple(to_torch(word) for word in TRAINING_FLOATS)
 
 
@@ -60,13 +64,20 @@ class Sample:
 
     @property
     def device(self) -> str:
-        return next((leaf.device.type for leaf in self.leaves if isinstance(leaf, Tensor)), "cpu")
+        """The device type of the first tensor."""
+        for leaf in self.leaves:
+            if isinstance(leaf, Tensor):
+                return leaf.device.type
+        return "cpu"
 
     @property
     def groups(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(slot.group for slot in self.slots if slot.group != FIXED))
+        """The groups whose dtype may change, each once."""
+        groups = [slot.group for slot in self.slots]
+        return tuple(group for group in dict.fromkeys(groups) if group != FIXED)
 
     def tensor(self, slot: Slot) -> Tensor:
+        """The tensor of a slot, as the caller gave it."""
         leaf: Tensor = self.leaves[slot.index]
         return leaf
 
@@ -77,15 +88,15 @@ class Sample:
             dtypes.setdefault(slot.group, self.tensor(slot).dtype)
         return dtypes
 
-    def dtypes_in_play(self, dtypes: Mapping[str, torch.dtype] | None) -> set[torch.dtype]:
-        """Every floating dtype in play with each group in its dtype (None: as built)."""
+    def dtypes_in_play(self, dtypes: GroupDtypes) -> set[torch.dtype]:
+        """Every floating dtype of a call that has each group in its dtype (None: as built)."""
         if dtypes is not None:
             return set(dtypes.values())
         return {self.tensor(slot).dtype for slot in self.slots} | self.owned
 
     def fresh(
         self,
-        dtypes: Mapping[str, torch.dtype] | None,
+        dtypes: GroupDtypes,
         *,
         widen_to: torch.dtype | None = None,
         frozen: str | None = None,
@@ -93,12 +104,14 @@ class Sample:
         """Copies of the leaves with each group in its dtype (None: as built), and the tensors by
         name.
 
-        widen_to  afterwards widened to this dtype, so that values are those of the narrow dtype
-        frozen  the slot that requires no gradient in this trial
+        widen_to  the dtype to which each tensor is cast afterwards: its values stay those of the
+                  narrow dtype
+        frozen    the name of a slot that requires no gradient in this run
         """
-        leaves = [
-            leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in self.leaves
-        ]
+        leaves = list(self.leaves)
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                leaves[index] = leaf.detach().clone()
         tensors = {}
         for slot in self.slots:
             original = self.tensor(slot)
@@ -107,28 +120,31 @@ class Sample:
             else:
                 dtype = dtypes.get(slot.group, original.dtype)
             tensor = original.detach().to(dtype)
-            tensor = tensor.to(widen_to) if widen_to is not None else tensor
-            tensor = tensor.clone() if tensor.data_ptr() == original.data_ptr() else tensor
+            if widen_to is not None:
+                tensor = tensor.to(widen_to)
+            if tensor.data_ptr() == original.data_ptr():
+                tensor = tensor.clone()
             tensor.requires_grad_(slot.wants_grad and slot.name != frozen)
-            leaves[slot.index], tensors[slot.name] = (
-                (tensor.clone() if self.behind_clone else tensor),
-                tensor,
-            )
+            tensors[slot.name] = tensor
+            leaves[slot.index] = tensor
+            if self.behind_clone:
+                leaves[slot.index] = tensor.clone()
         return leaves, tensors
 
-    def call_arguments(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        call: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(
-            list(leaves), self.tree
-        )
-        return call
+    def call_arguments(self, leaves: Sequence[Any]) -> Arguments:
+        """The arguments of the call whose leaves these are."""
+        arguments: Arguments = pytree.tree_unflatten(list(leaves), self.tree)
+        return arguments
 
     def with_tensors(self, tensors: Mapping[int, Tensor]) -> Sample:
         """The same sample with some leaves exchanged, by index."""
-        return replace(
-            self, leaves=tuple(tensors.get(i, leaf) for i, leaf in enumerate(self.leaves))
-        )
+        leaves = list(self.leaves)
+        for index, tensor in tensors.items():
+            leaves[index] = tensor
+        return replace(self, leaves=tuple(leaves))
 
     def describe(self) -> str:
+        """`x bf16[2 3], weight fp32[3 3]`"""
         return ", ".join(
             f"{s.name} {name(self.tensor(s).dtype)}{list(self.tensor(s).shape)}" for s in self.slots
         )
@@ -145,14 +161,12 @@ def read_samples(
     """What a caller may pass as `inputs`: one tensor, a tuple of arguments, a dict of keyword
     arguments, or a list of such samples.
     """
-    several = (
-        isinstance(inputs, list)
-        and inputs
-        and all(isinstance(item, (tuple, Mapping)) for item in inputs)
-    )
+    calls = [inputs]
+    is_list = isinstance(inputs, list) and bool(inputs)
+    if is_list and all(isinstance(item, (tuple, Mapping)) for item in inputs):
+        calls = inputs
     samples = [
-        _read_sample(item, tuple(params), contract, names, not owns_parameters)
-        for item in (inputs if several else [inputs])
+        _read_sample(call, tuple(params), contract, names, not owns_parameters) for call in calls
     ]
     if not owns_parameters and not any(sample.slots for sample in samples):
         raise UsageError(
@@ -169,45 +183,59 @@ def _read_sample(
     names: Sequence[str],
     grads_by_default: bool,
 ) -> Sample:
+    """The sample of one call."""
     args, kwargs = _split_arguments(item)
     paths, tree = pytree.tree_flatten_with_path(((*args, *params), kwargs))
     leaves = tuple(leaf for _, leaf in paths)
-    first_param = len(args) if params else None
-    tensors = [
-        (i, path, leaf)
-        for i, (path, leaf) in enumerate(paths)
-        if isinstance(leaf, Tensor) and leaf.is_floating_point()
-    ]
-    is_marked = any(leaf.requires_grad for _, _, leaf in tensors) or not grads_by_default
-    declared = list(contract.inputs.items()) if contract else []
+    specs: list[TensorSpec] = []
+    if contract:
+        names = list(contract.inputs)
+        specs = list(contract.inputs.values())
+    tensors = {i: leaf for i, leaf in enumerate(leaves) if _is_floating(leaf)}
+    # where no tensor is marked, every one requires a gradient
+    all_require_grad = grads_by_default and not any(t.requires_grad for t in tensors.values())
+    guessed_groups = _guess_groups(list(tensors.values()))
     slots = []
-    for (i, path, leaf), group in zip(tensors, _guess_groups([leaf for _, _, leaf in tensors])):
-        # -1 for a name
-        indices = [key.idx if isinstance(key, pytree.SequenceKey) else -1 for key in path]
-        position = indices[1] if indices[0] == 0 and len(path) == 2 else None
-        label = _label(path, names if not declared else [n for n, _ in declared])
-        if first_param is not None and indices[0] == 0:
-            group = PARAM if indices[1] >= first_param else INPUT
-        if leaf.dtype not in TRAINED and leaf.dtype != torch.float64:
+    for i, group in zip(tensors, guessed_groups):
+        path, tensor = paths[i]
+        position = _position(path)
+        if params and position is not None:
+            group = PARAM if position >= len(args) else INPUT
+        if tensor.dtype not in TRAINED and tensor.dtype != torch.float64:
             group = FIXED  # fp8 and other storage formats
-        if declared and position is not None and position < len(declared):
-            spec = declared[position][1]
-            if spec.is_free:
-                group = spec.dtype
-            elif spec.dtype not in ("any", "float"):
-                group = FIXED
-            else:
-                group = group
-        slots.append(Slot(label, i, group, leaf.requires_grad if is_marked else True))
-    return Sample(
-        leaves,
-        tree,
-        tuple(slots),
-        guessed=first_param is None and not declared and len({s.group for s in slots}) > 1,
-    )
+        if position is not None and len(path) == 2 and position < len(specs):
+            group = _declared_group(specs[position], group)
+        wants_grad = all_require_grad or tensor.requires_grad
+        slots.append(Slot(_label(path, names), i, group, wants_grad))
+    groups = {slot.group for slot in slots}
+    guessed = not params and not specs and len(groups) > 1
+    return Sample(leaves, tree, tuple(slots), guessed=guessed)
 
 
-def _split_arguments(item: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _is_floating(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
+
+
+def _position(path: Sequence[Any]) -> int | None:
+    """The index of the positional argument that holds a leaf; None for a keyword argument."""
+    root, argument = path[:2]
+    if root.idx != 0:
+        return None
+    position: int = argument.idx
+    return position
+
+
+def _declared_group(spec: TensorSpec, group: str) -> str:
+    """The group of an argument with this spec; `group` where the spec leaves the dtype open."""
+    if spec.is_free:
+        return spec.dtype
+    if spec.dtype in ("any", "float"):
+        return group
+    return FIXED
+
+
+def _split_arguments(item: Any) -> Arguments:
+    """The call that a caller means by one tensor, a tuple, a list or a dict."""
     if isinstance(item, Mapping):
         return (), dict(item)
     if isinstance(item, (tuple, list)):
@@ -216,19 +244,22 @@ def _split_arguments(item: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _label(path: Sequence[Any], names: Sequence[str]) -> str:
-    """`gate`, `input 2`, `batch['mask']`: the argument's name, and the way inside it."""
-    first, *rest = path[1:]
-    key = getattr(first, "idx", None)
-    head = str(
-        getattr(first, "key", None)
-        or (names[key] if key is not None and key < len(names) else f"input {key}")
-    )
-    return head + pytree.keystr(tuple(rest)) if rest else head
+    """`gate`, `input 2`, `batch['mask']`: the argument's name and the keys below it."""
+    argument, *keys = path[1:]
+    index = getattr(argument, "idx", None)
+    label = getattr(argument, "key", None)
+    if not label:
+        if index is not None and index < len(names):
+            label = names[index]
+        else:
+            label = f"input {index}"
+    if not keys:
+        return str(label)
+    return str(label) + pytree.keystr(tuple(keys))
 
 
 def _guess_groups(tensors: Sequence[Tensor]) -> list[str]:
-    """The group of each: which tensors are activations and which are weights, from dtypes and
-    shapes alone.
+    """The group of each tensor, guessed from dtypes and shapes: activations and weights.
 
     Tensors built in different dtypes are grouped by dtype. Built alike, those that share the
     leading size of the first one are activations; the others are weights, which a trainer keeps in
@@ -236,14 +267,18 @@ def _guess_groups(tensors: Sequence[Tensor]) -> list[str]:
     """
     dtypes = list(dict.fromkeys(t.dtype for t in tensors))
     if len(dtypes) > 1:
-        groups = [INPUT, PARAM, *(f"{PARAM} {i}" for i in range(2, len(dtypes)))]
-        return [groups[dtypes.index(t.dtype)] for t in tensors]
-    lead = next((t.shape[0] for t in tensors if t.dim() and not isinstance(t, nn.Parameter)), None)
-    weights = [
-        isinstance(t, nn.Parameter) or bool(t.dim() and lead is not None and t.shape[0] != lead)
-        for t in tensors
-    ]
-    return [PARAM if weight else INPUT for weight in weights]
+        further = [f"{PARAM} {i}" for i in range(2, len(dtypes))]
+        groups_by_dtype = dict(zip(dtypes, [INPUT, PARAM, *further]))
+        return [groups_by_dtype[t.dtype] for t in tensors]
+    activations = [t for t in tensors if not isinstance(t, nn.Parameter)]
+    leading_size = next((t.shape[0] for t in activations if t.dim()), None)
+    groups = []
+    for tensor in tensors:
+        is_weight = isinstance(tensor, nn.Parameter)
+        if tensor.dim() and leading_size is not None and tensor.shape[0] != leading_size:
+            is_weight = True
+        groups.append(PARAM if is_weight else INPUT)
+    return groups
 
 
 def parameter_names(function: Callable[..., Any], *, skip: int = 0) -> list[str]:
@@ -252,7 +287,8 @@ def parameter_names(function: Callable[..., Any], *, skip: int = 0) -> list[str]
         parameters = list(inspect.signature(function).parameters.values())[skip:]
     except (TypeError, ValueError):
         return []
-    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [parameter.name for parameter in parameters if parameter.kind in positional]
 
 
 def lengthen(sample: Sample, rows: int) -> Sample | None:
@@ -263,24 +299,27 @@ def lengthen(sample: Sample, rows: int) -> Sample | None:
     leading size that does not look like a weight is drawn with the same indices, so that labels
     stay with their rows.
     """
-    first = next((s for s in sample.slots if s.group != PARAM and sample.tensor(s).dim()), None)
+    inputs = [sample.tensor(slot) for slot in sample.slots if slot.group != PARAM]
+    first = next((tensor for tensor in inputs if tensor.dim()), None)
     if first is None:
         return None
-    rows_of = sample.tensor(first)
-    lead = rows_of.shape[0]
-    if rows_of.dim() > 1:
-        per_row = max(1, rows_of.numel() // max(1, lead) // max(1, rows_of.shape[-1]))
-    else:
-        per_row = 1
-    draws = -(-rows // per_row)
-    if lead == 0 or draws <= lead:
+    leading_size = first.shape[0]
+    rows_per_index = 1
+    if first.dim() > 1:
+        elements_per_index = first.numel() // max(1, leading_size)
+        rows_per_index = max(1, elements_per_index // max(1, first.shape[-1]))
+    draws = -(-rows // rows_per_index)
+    if leading_size == 0 or draws <= leading_size:
         return None
-    draw = torch.randint(0, lead, (draws,), generator=torch.Generator().manual_seed(0))
-    weights = {s.index for s in sample.slots if s.group == PARAM}
+    generator = torch.Generator().manual_seed(0)
+    indices = torch.randint(0, leading_size, (draws,), generator=generator)
+    weights = {slot.index for slot in sample.slots if slot.group == PARAM}
     drawn = {}
     for i, leaf in enumerate(sample.leaves):
-        if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == lead and i not in weights:
-            drawn[i] = leaf.detach()[draw.to(leaf.device)]
+        if i in weights or not isinstance(leaf, Tensor):
+            continue
+        if leaf.dim() and leaf.shape[0] == leading_size:
+            drawn[i] = leaf.detach()[indices.to(leaf.device)]
     return sample.with_tensors(drawn)
 
 
@@ -289,12 +328,12 @@ LOW = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Setting:
-    """One combination.
+    """One combination of dtypes and autocast.
 
-    dtypes   group -> dtype; None: as built
-    inside   backward runs inside the autocast region (trainers run it outside)
-    produced whether a trainer is sure to produce it; a combination resting on guessed groups is
-    only worth a note
+    dtypes    group -> dtype; None: as built
+    inside    backward runs inside the autocast region (trainers run it outside)
+    produced  whether a trainer is known to produce the combination; one that rests on guessed
+              groups is reported as a note only
     """
 
     dtypes: tuple[tuple[str, torch.dtype], ...] | None
@@ -304,23 +343,33 @@ class Setting:
 
     @property
     def group_dtypes(self) -> dict[str, torch.dtype] | None:
-        return None if self.dtypes is None else dict(self.dtypes)
+        """Group -> dtype; None: as built."""
+        if self.dtypes is None:
+            return None
+        return dict(self.dtypes)
 
     def lowest(self, sample: Sample) -> torch.dtype:
-        """The narrowest dtype in play: what results may be rounded to."""
-        dtypes = sample.dtypes_in_play(self.group_dtypes) | (
-            {self.autocast} if self.autocast else set()
-        )
-        return max(dtypes, key=lambda d: torch.finfo(d).eps, default=torch.float32)
+        """The narrowest dtype of the call, to which results may be rounded."""
+        dtypes = sample.dtypes_in_play(self.group_dtypes)
+        if self.autocast:
+            dtypes |= {self.autocast}
+        return max(dtypes, key=_step, default=torch.float32)
 
     def produced_by_any_trainer(self, sample: Sample) -> bool:
-        """Under autocast: not the combination that torch's own layers refuse (inputs wider than the
-        weights).
+        """Whether no input is wider than a weight, a combination that torch's own layers refuse
+        under autocast.
         """
-        dtypes = dict(self.dtypes) if self.dtypes is not None else sample.built_dtypes()
-        weights = [d for g, d in dtypes.items() if g.startswith(PARAM)]
-        inputs = [d for g, d in dtypes.items() if not g.startswith(PARAM)]
-        return not any(torch.finfo(i).bits > torch.finfo(w).bits for i in inputs for w in weights)
+        dtypes = self.group_dtypes
+        if dtypes is None:
+            dtypes = sample.built_dtypes()
+        input_bits: list[int] = []
+        weight_bits: list[int] = []
+        for group, dtype in dtypes.items():
+            bits = weight_bits if group.startswith(PARAM) else input_bits
+            bits.append(torch.finfo(dtype).bits)
+        if not input_bits or not weight_bits:
+            return True
+        return max(input_bits) <= min(weight_bits)
 
     def describe(self) -> str:
         if self.dtypes is None:
@@ -329,24 +378,32 @@ class Setting:
             dtypes = f"all {name(str(self.dtypes[0][1]))}"
         else:
             dtypes = " ".join(f"{group} {name(str(dtype))}" for group, dtype in self.dtypes)
-        parts = [dtypes, f"autocast {name(str(self.autocast)) if self.autocast else 'off'}"]
-        if self.autocast:
-            parts.append("backward inside" if self.inside else "backward outside")
-        return ", ".join(parts)
+        if not self.autocast:
+            return f"{dtypes}, autocast off"
+        region = "inside" if self.inside else "outside"
+        return f"{dtypes}, autocast {name(str(self.autocast))}, backward {region}"
+
+
+def _step(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps
 
 
 def uniform_setting(
-    sample: Sample, dtype: torch.dtype, groups: tuple[str, ...], autocast: torch.dtype | None = None
+    sample: Sample,
+    dtype: torch.dtype,
+    groups: tuple[str, ...],
+    autocast: torch.dtype | None = None,
 ) -> Setting:
+    """The setting in which every group has one dtype."""
     return Setting(tuple((group, dtype) for group in groups), autocast)
 
 
 def settings(sample: Sample, groups: tuple[str, ...], *, exhaustive: bool) -> Iterator[Setting]:
     """The combinations to try, the likeliest first.
 
-    groups  the sample's groups, and `param` for a module's own parameters
+    groups      the sample's groups, and `param` for a module's own parameters
     exhaustive  also those that only a reference or a contract can judge: every dtype of every group
-            under every autocast
+                under every autocast
     """
     distinct: dict[Any, Setting] = {}
     for setting in _candidate_settings(sample, groups, exhaustive):
@@ -360,6 +417,7 @@ def settings(sample: Sample, groups: tuple[str, ...], *, exhaustive: bool) -> It
 def _candidate_settings(
     sample: Sample, groups: tuple[str, ...], exhaustive: bool
 ) -> Iterator[Setting]:
+    """The combinations in their order; some may be the same."""
     low_as_built = set(LOW) & sample.dtypes_in_play(None)
     for autocast in (None, *LOW):
         # not a realistic combination: a model in one low dtype under autocast to the other, which
@@ -375,38 +433,50 @@ def _candidate_settings(
     if weights and len(weights) < len(groups):
         for low in LOW:
             # activations that an autocast op made, weights kept in fp32
-            yield Setting(tuple((g, torch.float32 if g in weights else low) for g in groups), low)
+            yield _split_setting(groups, inputs=low, weights=torch.float32, autocast=low)
             # a model in the low dtype that meets an fp32 norm's output
-            yield Setting(
-                tuple((g, low if g in weights else torch.float32) for g in groups),
-                low,
-                produced=not sample.guessed,
-            )
+            setting = _split_setting(groups, inputs=torch.float32, weights=low, autocast=low)
+            yield replace(setting, produced=not sample.guessed)
     if exhaustive and 1 < len(groups) <= 3:
         for dtypes in itertools.product(TRAINED, repeat=len(groups)):
             for autocast in (None, *LOW):
                 yield Setting(tuple(zip(groups, dtypes)), autocast, produced=False)
 
 
+def _split_setting(
+    groups: tuple[str, ...],
+    *,
+    inputs: torch.dtype,
+    weights: torch.dtype,
+    autocast: torch.dtype,
+) -> Setting:
+    """The setting in which weights have one dtype and all other groups another."""
+    dtypes = []
+    for group in groups:
+        dtype = weights if group.startswith(PARAM) else inputs
+        dtypes.append((group, dtype))
+    return Setting(tuple(dtypes), autocast)
+
+
 class Subject:
-    """Makes, for every run, a callable and the parameters it owns, in the dtypes asked for."""
+    """The function under test. Makes, for every run, a callable and the parameters it owns, in the
+    requested dtypes.
+    """
 
     def __init__(self, target: Any) -> None:
         self.target = target
         owner = getattr(target, "__self__", None)
-        applied = owner if getattr(target, "__name__", "") == "apply" else target
-        is_function = inspect.isclass(applied) and issubclass(applied, torch.autograd.Function)
-        if is_function:
-            self.function_class: type[torch.autograd.Function] | None = applied
-        else:
-            self.function_class = None
-        self.module = (
-            target
-            if isinstance(target, nn.Module)
-            else owner
-            if isinstance(owner, nn.Module)
-            else None
-        )
+        applied = target
+        if getattr(target, "__name__", "") == "apply":
+            applied = owner
+        self.function_class: type[torch.autograd.Function] | None = None
+        if inspect.isclass(applied) and issubclass(applied, torch.autograd.Function):
+            self.function_class = applied
+        self.module: nn.Module | None = None
+        if isinstance(target, nn.Module):
+            self.module = target
+        elif isinstance(owner, nn.Module):
+            self.module = owner
         if self.function_class is None and not callable(target):
             raise UsageError(
                 f"ampcheck cannot call a {type(target).__name__}",
@@ -419,61 +489,68 @@ class Subject:
             return self.function_class.__qualname__
         if self.module is not None:
             return type(self.module).__qualname__
-        if isinstance(self.target, functools.partial):
-            target = self.target.func
-        else:
-            target = self.target
-        return str(getattr(target, "__qualname__", type(target).__qualname__)).removeprefix(
-            "build.<locals>."
-        )
+        target = self.target
+        if isinstance(target, functools.partial):
+            target = target.func
+        qualified_name = getattr(target, "__qualname__", type(target).__qualname__)
+        return str(qualified_name).removeprefix("build.<locals>.")
 
     @property
     def location(self) -> Place:
         """Where the target is defined, as far as `inspect` can find it."""
-        target = self.function_class or (
-            type(self.module) if self.module is not None else self.target
-        )
+        target = self.target
+        if self.function_class is not None:
+            target = self.function_class
+        elif self.module is not None:
+            target = type(self.module)
+        file: str | None = None
+        line: int | None = None
         try:
             file = inspect.getsourcefile(target)
-            line: int | None = inspect.getsourcelines(target)[1]
+            line = inspect.getsourcelines(target)[1]
         except (TypeError, OSError):
+            file = None
             code = getattr(target, "__code__", None)
-            file, line = (code.co_filename, code.co_firstlineno) if code else (None, None)
+            if code:
+                file = code.co_filename
+                line = code.co_firstlineno
         return Place(file=file, line=line, symbol=self.label)
 
     @property
     def argument_names(self) -> list[str]:
+        """Names of the positional parameters, as far as a signature shows them."""
         if self.function_class is not None:
-            return parameter_names(
-                self.function_class.forward, skip=0 if self.sets_up_context else 1
-            )
-        # of an operator made with torch.library.custom_op
-        written = getattr(self.target, "_init_fn", self.target)
-        return parameter_names(
-            self.target.forward if isinstance(self.target, nn.Module) else written
-        )
+            # without setup_context the first parameter is ctx
+            skip = 0 if self.sets_up_context else 1
+            return parameter_names(self.function_class.forward, skip=skip)
+        if isinstance(self.target, nn.Module):
+            return parameter_names(self.target.forward)
+        # the function from which torch.library.custom_op made an operator
+        return parameter_names(getattr(self.target, "_init_fn", self.target))
 
     @property
     def sets_up_context(self) -> bool:
+        """Whether the Function has a `setup_context`, so that its forward takes no ctx."""
         assert self.function_class is not None
         return self.function_class.setup_context is not torch.autograd.Function.setup_context
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """`param` when it owns parameters of its own."""
-        if self.module is not None and any(p.is_floating_point() for p in self.module.parameters()):
+        """`param` when it owns floating parameters."""
+        if self.owned_dtypes():
             return (PARAM,)
         return ()
 
     def owned_dtypes(self) -> frozenset[torch.dtype]:
         """Dtypes of its own floating parameters, as built."""
-        if self.module is not None:
-            return frozenset(p.dtype for p in self.module.parameters() if p.is_floating_point())
-        return frozenset()
+        if self.module is None:
+            return frozenset()
+        dtypes = {parameter.dtype for parameter in self.module.parameters()}
+        return frozenset(dtype for dtype in dtypes if dtype.is_floating_point)
 
     def instantiate(
         self,
-        dtypes: Mapping[str, torch.dtype] | None,
+        dtypes: GroupDtypes,
         *,
         widen_to: torch.dtype | None = None,
         frozen: str | None = None,
@@ -483,7 +560,7 @@ class Subject:
         """
         if self.function_class is not None:
             function = self.function_class
-            # looked up when called: `twin` exchanges it
+            # `apply` is looked up when it is called, since `plain_functions` replaces it
             return lambda *args, **kwargs: function.apply(*args, **kwargs), {}
         if self.module is None:
             return self.target, {}
@@ -493,9 +570,10 @@ class Subject:
         if widen_to is not None:
             module = module.to(widen_to)
         module.zero_grad(set_to_none=True)
-        parameters: dict[str, Tensor] = {
-            n: p for n, p in module.named_parameters() if p.is_floating_point()
-        }
+        parameters: dict[str, Tensor] = {}
+        for parameter_name, parameter in module.named_parameters():
+            if parameter.is_floating_point():
+                parameters[parameter_name] = parameter
         if frozen in parameters:
             parameters[frozen].requires_grad_(False)
         if isinstance(self.target, nn.Module):
@@ -516,12 +594,14 @@ class Subject:
         return {t.dtype for t in self._captured_tensors() if t.is_floating_point()}
 
     def _captured_tensors(self) -> Iterator[Tensor]:
+        """The tensors that a plain callable refers to; none of a module or a Function."""
         if self.function_class is not None or self.module is not None:
             return iter(())
         return _find_captured_tensors(self.target, depth=3)
 
 
 def _find_captured_tensors(target: Any, depth: int) -> Iterator[Tensor]:
+    """The tensors to which an object refers, through at most `depth` functions."""
     if isinstance(target, Tensor):
         yield target
     elif isinstance(target, nn.Module):
@@ -535,9 +615,8 @@ def _find_captured_tensors(target: Any, depth: int) -> Iterator[Tensor]:
     elif isinstance(target, functools.partial):
         yield from _find_captured_tensors([target.func, target.args, target.keywords], depth)
     elif inspect.ismethod(target) and not inspect.isclass(target.__self__):
-        yield from _find_captured_tensors(
-            [target.__func__, list(getattr(target.__self__, "__dict__", {}).values())], depth
-        )
+        attributes = getattr(target.__self__, "__dict__", {})
+        yield from _find_captured_tensors([target.__func__, attributes], depth)
     elif inspect.isfunction(target) and depth:
         names = target.__code__.co_names
         captured = list(target.__defaults__ or ())
@@ -545,9 +624,6 @@ def _find_captured_tensors(target: Any, depth: int) -> Iterator[Tensor]:
             captured += inspect.getclosurevars(target).nonlocals.values()
         captured += [target.__globals__[n] for n in names if n in target.__globals__]
         for item in captured:
-            if (
-                isinstance(item, (Tensor, nn.Module, list, tuple, functools.partial))
-                or inspect.isfunction(item)
-                or inspect.ismethod(item)
-            ):
+            is_container = isinstance(item, (Tensor, nn.Module, list, tuple, functools.partial))
+            if is_container or inspect.isfunction(item) or inspect.ismethod(item):
                 yield from _find_captured_tensors(item, depth - 1)
