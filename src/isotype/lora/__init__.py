@@ -1,14 +1,13 @@
-"""Fused LoRA over PEFT's own layers: `fuse_lora(model)` attaches it, `unfuse_lora(model)` takes it
-off.
+"""Fused LoRA over PEFT's own layers: `fuse_lora(model)` attaches it, `unfuse_lora(model)` removes it.
 
-attach     which layers the fused code computes exactly as PEFT does, and its forward on each; how
-           siblings of one input share a product
-linear     the op: its dtypes, the base product, the adapter branch, and every gradient
-group      several projections of one input in one product
+attach     which layers the fused code computes exactly as PEFT does, and the forward that it gets;
+           layers of one input share a function
+linear     the op: its dtypes, the base product, the adapter's branch, and every gradient
+group      several projections of one input in one function
 mlp        a gated MLP in one function, and when its layers run so
-quantised  packed weights: widened once per use, and linear layers over them
-products   the adapters' own products, with fp32 sums; A and B cast once for all micro-batches of a
-           step
+dora       DoRA: LoRA's function and a trained scale for each output
+quantised  packed weights, dequantised once for each use, and linear layers over them
+products   the adapters' own products with fp32 sums; A and B in the dtype of the products
 """
 
 from .attach import fuse_lora, unfuse_lora

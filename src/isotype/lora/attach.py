@@ -1,16 +1,16 @@
-"""Puts the fused op on PEFT's own layers, by instance, and takes it off again. No class is patched.
+"""Attaches the fused op to PEFT's own layers, by instance, and detaches it. No class is patched.
 
-It goes where a layer is computed exactly as PEFT computes it; the others run PEFT's code, and the
-manifest has the reason.
+A layer is fused where the op computes exactly what PEFT computes. Other layers run PEFT's code, and
+the manifest has the reason.
 
-What a layer is was decided when it was placed (`Plan`), and is asked again once a step
-(`look_again`). A call asks PEFT's own state alone: whether the adapter is disabled or merged, and
+A `LayerPlan` records what a layer is. It is made when the op is attached and renewed once a step
+(`refresh_plan`). A call reads PEFT's own state alone: whether the adapter is disabled or merged, and
 which one is active. Tensors, scale and dropout are read at the call. The forward is a bound method;
 deepcopy binds it to the copy.
 
-Layers with the same input are a group: the first computes all of them, and each of the others hands
-its own result out if its input is the same tensor, else it computes its own. No attention or MLP
-class is changed.
+Layers with the same input are siblings. The first computes all of them and stores their outputs;
+each sibling returns its stored output if its input is the same tensor, and else computes its own. No
+attention or MLP class is changed.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ _GLOBAL_HOOKS = GLOBAL_FORWARD_HOOKS, GLOBAL_FORWARD_PRE_HOOKS, _, _ = (
     module_globals._global_backward_hooks,
     module_globals._global_backward_pre_hooks,
 )
-# what a fused op computes in place of a plain layer
+# the forward that a fused op computes instead; another one was patched in
 _NN_LINEAR_FORWARD = nn.Linear.forward
-# kinds of a plain nn.Linear's weight
+# types of the weight of a plain nn.Linear
 DENSE_WEIGHT_TYPES = (nn.Parameter, Tensor, FakeTensor)
 
 
@@ -68,7 +68,7 @@ def is_lora(layer: nn.Module) -> bool:
 
 
 def is_expert_stack(layer: Any) -> bool:
-    """Whether this is PEFT's wrapper of one stack of experts, a parameter of three dimensions:
+    """Whether this is PEFT's wrapper of a parameter of three dimensions, one stack of experts:
     `optimize.experts` computes those.
     """
     if not hasattr(layer, "parameter_name") or not is_lora(layer):
@@ -92,8 +92,7 @@ def layer_kind_blocker(layer: Any) -> str | None:
         and type(base_layer) in (nn.Linear, PackedLinear)
         and layer.parameter_name == "weight"
     ):
-        # a linear layer that PEFT adapts by its parameter, where it renames the layer itself: A and
-        # B are those of any other
+        # PEFT adapts this linear layer by its parameter: its A and B are as in any other layer
         return None
     if type(layer) is getattr(lora, "Linear4bit", None) and type(base_layer).__name__ in (
         "Linear4bit",
@@ -104,8 +103,8 @@ def layer_kind_blocker(layer: Any) -> str | None:
             return None
         return "not bitsandbytes' own 4-bit layer"
     if type(base_layer).__name__ == "Linear8bitLt":
-        # on a GPU that layer also rounds activations to 8 bits: a product of the widened weight
-        # would be another result
+        # on a GPU that layer also rounds activations to 8 bits: a product with the dequantised
+        # weight would have another result
         return "an 8-bit layer's product also quantises activations"
     return f"no fused op for {type(layer).__name__} over {type(base_layer).__name__}"
 
@@ -113,7 +112,10 @@ def layer_kind_blocker(layer: Any) -> str | None:
 def active_adapter(layer: Any) -> str | None:
     """The one adapter of this layer that is active."""
     active = [adapter for adapter in layer.active_adapters if adapter in layer.lora_A]
-    return active[0] if len(active) == 1 else None
+    if len(active) != 1:
+        return None
+    name: str = active[0]
+    return name
 
 
 def adapter_parts(layer: Any) -> tuple[str, Any, Any, Any, Any]:
@@ -130,8 +132,9 @@ def adapter_parts(layer: Any) -> tuple[str, Any, Any, Any, Any]:
 
 
 def fusion_blocker(layer: Any, *, allow_dora: bool = False) -> str | None:
-    """Why PEFT's own code runs in a layer of a fused kind as it is now, or None. dora: as of
-    `parts_reason`.
+    """Why a layer of a kind that can be fused runs PEFT's own code now, or None.
+
+    allow_dora  as for `adapter_blocker`
     """
     if layer._disable_adapters:
         return "the adapter is disabled"
@@ -141,14 +144,13 @@ def fusion_blocker(layer: Any, *, allow_dora: bool = False) -> str | None:
 
 
 def adapter_blocker(layer: Any, *, allow_dora: bool = False) -> str | None:
-    """The same, apart from PEFT's two switches, which every call asks.
+    """`fusion_blocker` without PEFT's two switches, which every call reads.
 
-    allow_dora  DoRA's variant is none: `dora.apply_dora` computes it
+    allow_dora  DoRA's variant does not count: `dora.apply_dora` computes it
     """
     adapter = active_adapter(layer)
     if adapter is None:
-        has_several = any(name in layer.lora_A for name in layer.active_adapters)
-        if has_several:
+        if any(name in layer.lora_A for name in layer.active_adapters):
             return "several adapters are active"
         return "no active adapter"
     is_dora = allow_dora and type(layer.lora_variant.get(adapter)).__name__ == "DoraLinearVariant"
@@ -166,19 +168,17 @@ def adapter_blocker(layer: Any, *, allow_dora: bool = False) -> str | None:
     if is_dora and type(dropout) is nn.Dropout and dropout.p:
         return "DoRA with dropout, which needs a base product of its own"
     for part in (base, a, b, dropout):
+        part_name = "the base layer" if part is base else "a part of the adapter"
         if has_hooks(part):
-            return f"a hook on {'the base layer' if part is base else 'a part of the adapter'}"
+            return f"a hook on {part_name}"
         if has_replaced_forward(part):
-            return (
-                "another forward on"
-                f" {'the base layer' if part is base else 'a part of the adapter'}"
-            )
+            return f"another forward on {part_name}"
     return weight_blocker(base)
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a hook waits for the call of this module: its own, or one that is registered for
-    every module of the process.
+    """Whether a call of this module runs a hook: its own, or one registered for every module of the
+    process.
     """
     hook_tables = (
         module._forward_hooks,
@@ -187,17 +187,14 @@ def has_hooks(module: nn.Module) -> bool:
         module._backward_pre_hooks,
         *_GLOBAL_HOOKS,
     )
-    # hooks of the observer change no result: an observed step runs the same code as every other
-    # step
+    # the observer's hooks change no result: an observed step runs the same code as any other step
     return any(hook_tables) and any(
         not getattr(hook, "observes", False) for hooks in hook_tables for hook in hooks.values()
     )
 
 
 def has_replaced_forward(part: nn.Module) -> bool:
-    """Whether another forward runs there than the layer's; ours over a 4-bit layer computes what
-    the layer would.
-    """
+    """Whether another forward than the layer's runs. `forward_4bit` has the result of its layer's."""
     if type(part) is nn.Linear and nn.Linear.forward is not _NN_LINEAR_FORWARD:
         return True
     return (
@@ -207,7 +204,7 @@ def has_replaced_forward(part: nn.Module) -> bool:
 
 
 def unadapted_layer_blocker(layer: nn.Module) -> str | None:
-    """Why a layer without an adapter cannot be a member of a fused function, or None."""
+    """Why a layer without an adapter cannot be part of a fused function, or None."""
     quantised = is_packed(layer)
     if type(layer) is not nn.Linear and not quantised:
         return f"a {type(layer).__name__}"
@@ -219,11 +216,11 @@ def unadapted_layer_blocker(layer: nn.Module) -> str | None:
 
 
 def weight_blocker(base: nn.Module) -> str | None:
-    """Why this base layer's weight, as it is now, has no fused product; or None. The weight may be
-    sharded until its layer is called.
+    """Why this base layer's weight, as it is now, has no fused product; or None. A sharded weight is
+    gathered when its layer is called.
     """
-    # the attribute would make it: each reading of one under `spectral_norm` is a step of its power
-    # iteration
+    # `base.weight` would compute it under a parametrisation: each read of a weight under
+    # `spectral_norm` is one step of its power iteration
     weight = base._parameters.get("weight")
     if weight is None:
         return "the weight is no parameter of the layer"
@@ -234,30 +231,34 @@ def weight_blocker(base: nn.Module) -> str | None:
     return packed_state_blocker(base)
 
 
-FUSED, _PLAN, _SIBLINGS, _SHARED_OUTPUT, _BRANCH_FP32 = (
-    f"_isotype_{word}" for word in ("fused", "plan", "group", "ready", "branch_fp32")
-)
+# attributes of a fused layer: its forward, its LayerPlan, the layers that share its input, the
+# output that another layer computed for it, and whether its branch is requested in fp32
+FUSED = "_isotype_fused"
+_PLAN = "_isotype_plan"
+_SIBLINGS = "_isotype_siblings"
+_SHARED_OUTPUT = "_isotype_shared_output"
+_BRANCH_FP32 = "_isotype_branch_fp32"
 
-# Children of one module that transformers' and diffusers' families call with one tensor, the first
-# of them first.
+# Children of one module that families of transformers and diffusers call with one tensor, in the
+# order of the calls
 GROUPS = (
     ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"),
     ("to_q", "to_k", "to_v"), ("add_q_proj", "add_k_proj", "add_v_proj"),
 )  # fmt: skip
-# the same of cross-attention, whose Q reads another tensor, and how families name it: it is often
-# of the self-attention's own class
+# the same in cross-attention, where Q reads another tensor. Its class is often that of
+# self-attention: the path tells
 CROSS_GROUPS = (("k_proj", "v_proj"), ("to_k", "to_v"), ("add_k_proj", "add_v_proj"))
 _CROSS = re.compile("cross|^encoder_attn|^encoder_decoder", re.IGNORECASE)
 
 
 def fuse_lora(model: nn.Module, *, branch_fp32: bool = False) -> list[Placement]:
-    """Attaches the fused op to every LoRA layer whose kind has one; a line for every LoRA layer but
-    those of experts, in the model's order.
+    """Attaches the fused op to every LoRA layer whose kind has one. Returns a line for every LoRA
+    layer but those of experts, in the model's order.
 
     branch_fp32  computes the adapters' own products in fp32 beside narrow base products
 
-    A layer that must run PEFT's code for now (adapter disabled, merged, several active) is attached
-    too, and fuses when that ends.
+    A layer that runs PEFT's code for now (its adapter is disabled or merged, or several are active)
+    gets the op too, and is fused when that ends.
     """
     placements = []
     for path, layer in lora_layers(model):
@@ -270,11 +271,13 @@ def fuse_lora(model: nn.Module, *, branch_fp32: bool = False) -> list[Placement]
             vars(layer)[FUSED] = InstanceMethod(lora_forward, layer)
             vars(layer)[FUSED].install()
         if reason is None:
-            # past nn.Module's own __setattr__
+            # by vars(): nn.Module's __setattr__ is slow
             vars(layer)[_BRANCH_FP32] = branch_fp32
             refresh_plan(layer)
             reason = fusion_blocker(layer, allow_dora=True)
-        op = None if reason else "lora_dora" if is_dora_layer(layer) else "lora_linear"
+        op = None
+        if not reason:
+            op = "lora_dora" if is_dora_layer(layer) else "lora_linear"
         placements.append(
             Placement("lora", path, type(layer.base_layer).__name__, op, reason or "")
         )
@@ -285,8 +288,8 @@ def fuse_lora(model: nn.Module, *, branch_fp32: bool = False) -> list[Placement]
 
 
 def unfuse_lora(model: nn.Module) -> int:
-    """Undoes `fuse_lora` and returns the number of layers. Other layers, and wrappers that other
-    libraries added since, are unchanged.
+    """Undoes `fuse_lora` and returns the number of layers. Other layers stay as they are, and so do
+    wrappers that other libraries added since.
     """
     fused = [layer for _, layer in lora_layers(model) if FUSED in vars(layer)]
     for layer in fused:
@@ -310,8 +313,10 @@ def is_fused(layer: nn.Module) -> bool:
 
 
 def _link_siblings(parent: nn.Module, path: str) -> None:
-    """Records in the first layer of a group which siblings follow it, where every one is fused.
-    With LoRA dropout a product that is shared in vain draws masks that PEFT's layers do not draw.
+    """Records its siblings in the first layer of a group, where every layer is fused.
+
+    With LoRA dropout, an output that is computed for a sibling and never used draws a mask that
+    PEFT's layers would not draw.
     """
     is_cross_attention = getattr(parent, "is_cross_attention", False) or _CROSS.search(
         path.rpartition(".")[2]
@@ -322,20 +327,20 @@ def _link_siblings(parent: nn.Module, path: str) -> None:
             all(layer is not None and is_fused(layer) for layer in layers)
             and len({layer.in_features for layer in layers}) == 1
         ):
-            # in a tuple they are no children of the first
+            # a tuple: modules in an attribute would become children of the first
             vars(layers[0])[_SIBLINGS] = tuple(layers[1:])
 
 
-# --- what a layer is
+# --- the plan of a layer
 
 
 class LayerPlan(DroppedOnCopy):
-    """What a LoRA layer was found to be.
+    """What a LoRA layer is.
 
-    active  PEFT's names of its active adapters, as they were
-    reason  why PEFT's own code runs while the adapter is on, or None; the parts are known without a
-            reason only
-    dora    whether the reason is DoRA, which has a function of its own, and no other
+    active  PEFT's names of its active adapters, when the plan was made
+    reason  why PEFT's own code runs while the adapter is on, or None. The layer's parts are set where
+            it is None, and for DoRA
+    dora    whether DoRA is the only reason: it has a function of its own
     """
 
     __slots__ = ("a", "active", "adapter", "b", "base", "dora", "dropout", "forward", "reason")
@@ -354,7 +359,7 @@ class LayerPlan(DroppedOnCopy):
 
 
 def refresh_plan(layer: Any) -> LayerPlan:
-    """Decides anew what a fused layer is: when it is placed, once a step, and where PEFT's own
+    """Makes a new plan for a fused layer: when the op is attached, once a step, and where PEFT's own
     state has changed.
     """
     plan = layer.__dict__[_PLAN] = LayerPlan(layer)
@@ -364,10 +369,10 @@ def refresh_plan(layer: Any) -> LayerPlan:
 def read_projection(
     layer: Any, x: Tensor, *, in_graph: bool = False, allow_dora: bool = False
 ) -> Projection | None:
-    """The tensors of a fused layer whose input is x, read now; None where PEFT's own code runs now.
+    """Reads the tensors of a fused layer whose input is x; None where PEFT's own code runs now.
 
-    in_graph  a graph is made, which has guards of its own
-    allow_dora  also of a layer with DoRA, whose magnitudes are none of them
+    in_graph    Dynamo traces the call: the plan is not used, as the graph has guards of its own
+    allow_dora  also reads a layer with DoRA, without its magnitude
     """
     if layer._disable_adapters or layer.merged_adapters:
         return None
@@ -380,13 +385,14 @@ def read_projection(
         if plan is None or layer._active_adapter != plan.active:
             plan = refresh_plan(layer)
         if plan.reason is None or plan.dora:
-            # an adapter may be deleted and added again under the same name; accelerate's forward
-            # loads a weight for each call
+            # an adapter may be deleted and added again under its name; accelerate's forward loads a
+            # weight for each call
             is_current = (
                 layer._modules["lora_A"]._modules.get(plan.adapter) is plan.a
                 and plan.base.__dict__.get("forward") is plan.forward
             )
-            plan = plan if is_current else refresh_plan(layer)
+            if not is_current:
+                plan = refresh_plan(layer)
         if plan.reason is not None and not (allow_dora and plan.dora):
             return None
         adapter = plan.adapter
@@ -415,15 +421,17 @@ def read_projection(
     p = dropout.p if type(dropout) is nn.Dropout and dropout.training else 0.0
     kind = (dtype, state is None, a_RK.dtype, b_OR.dtype, layer.__dict__[_BRANCH_FP32])
     values = (weight, bias, a_RK, b_OR, state, float(layer.scaling[adapter]), p, kind)
-    return Projection(*values) if in_graph else _make_projection(values)
+    if in_graph:
+        return Projection(*values)
+    return _make_projection(values)
 
 
-# Projection(*values), without a call in Python
+# Projection(*values) without a Python call
 _make_projection: Callable[[Any], Projection] = partial(tuple.__new__, Projection)
 
 
 def read_unadapted_projection(layer: Any) -> Projection:
-    """Of a linear layer without an adapter."""
+    """Reads the tensors of a linear layer without an adapter."""
     if type(layer) is nn.Linear:
         state = None
         dtype = layer.weight.dtype
@@ -450,7 +458,7 @@ def lora_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if args or kwargs or not x.dtype.is_floating_point:
         return _run_peft_forward(self, x, *args, **kwargs)
     if torch.compiler.is_dynamo_compiling():
-        # a graph's compiler finds what projections share
+        # each layer for itself: the compiler finds products that layers share
         projection = read_projection(self, x, in_graph=True)
         if projection is None:
             return _run_peft_forward(self, x)
@@ -474,17 +482,17 @@ def lora_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         mark_layer_hooked()
     siblings = self.__dict__.get(_SIBLINGS)
     if siblings is not None:
-        together = _compute_with_siblings(siblings, x, projection)
-        if together is not None:
-            return together
+        y = _compute_with_siblings(siblings, x, projection)
+        if y is not None:
+            return y
     return apply_linear(x, projection, cached_dtypes(projection, x, x.dtype), is_eager=True)
 
 
 def _compute_with_siblings(
     siblings: Sequence[Any], x: Tensor, first_projection: Projection
 ) -> Tensor | None:
-    """Computes a layer and its siblings in one product, and stores their outputs for their calls.
-    None where they cannot share one.
+    """Computes a layer and its siblings in one function, and stores the siblings' outputs for their
+    calls. None where they cannot share a function.
     """
     projections = [first_projection]
     for sibling in siblings:
@@ -504,21 +512,21 @@ def _compute_with_siblings(
     version = 0 if x.is_inference() else x._version
     grad_enabled = torch.is_grad_enabled()
     for sibling, output in zip(siblings, sibling_outputs):
-        # past nn.Module's own __setattr__, which takes 2 us
+        # by __dict__: nn.Module's __setattr__ takes 2 us
         sibling.__dict__[_SHARED_OUTPUT] = _SharedOutput((x, output, version, grad_enabled))
     return y
 
 
 class _SharedOutput(DroppedOnCopy, tuple[Any, ...]):
-    """(x, a layer's output for it, x's version, whether gradients were on)."""
+    """(x, the layer's output for it, x's version, whether gradients were enabled)."""
 
 
-# Decisions that were taken: a model asks for the same few, several times a layer
+# the results of `projection_dtypes`: a model has few, and needs them several times a layer
 _dtypes_cache: dict[tuple[Any, ...], LoraDtypes] = {}
 
 
 def cached_dtypes(projection: Projection, x: Tensor, x_dtype: torch.dtype) -> LoraDtypes:
-    """The dtypes of this projection for an input of `x_dtype` on x's device."""
+    """The dtypes of this projection for an input of `x_dtype` on x's device, from a cache."""
     device = x.device.type
     if device == "meta":
         autocast = autocast_dtype(x)
@@ -535,9 +543,11 @@ def cached_dtypes(projection: Projection, x: Tensor, x_dtype: torch.dtype) -> Lo
 
 
 def projection_dtypes(projection: Projection, x: Tensor, x_dtype: torch.dtype) -> LoraDtypes:
-    """`dtypes_of`, not kept: where a graph is made."""
+    """`cached_dtypes` without the cache: for graphs."""
     weight_dtype, dense, a_dtype, b_dtype, branch_fp32 = projection.dtype_key
-    adapter_dtype = None if projection.a is None else torch.promote_types(a_dtype, b_dtype)
+    adapter_dtype = None
+    if projection.a is not None:
+        adapter_dtype = torch.promote_types(a_dtype, b_dtype)
     return resolve_dtypes(
         x,
         weight_dtype or x_dtype,
@@ -551,8 +561,8 @@ def projection_dtypes(projection: Projection, x: Tensor, x_dtype: torch.dtype) -
 def shared_dtypes(
     x: Tensor, projections: Sequence[Projection], resolve: Callable[..., LoraDtypes] = cached_dtypes
 ) -> LoraDtypes | None:
-    """The dtypes with which these can share the products of x; None where they differ, or one
-    computes its adapter branch in fp32.
+    """The dtypes in which these projections can share a function of x; None where their dtypes
+    differ, or one computes its branch in fp32.
     """
     first = projections[0]
     features = x.shape[-1]
@@ -560,16 +570,19 @@ def shared_dtypes(
     for projection in projections:
         if projection.dtype_key != first.dtype_key and resolve(projection, x, x.dtype) != dtypes:
             return None
-        if features != (
-            projection.a.shape[1] if projection.a is not None else projection.in_features
-        ):
+        # `in_features` would be a Python call in each layer
+        a_RK = projection.a
+        in_features = projection.in_features if a_RK is None else a_RK.shape[1]
+        if features != in_features:
             return None
-    return None if dtypes.fp32_branch else dtypes
+    if dtypes.fp32_branch:
+        return None
+    return dtypes
 
 
 def refuse_packed_adapter(reason: str) -> None:
-    """Raises UsageError for an adapter on a packed parameter: PEFT would add its change to the
-    packed bytes.
+    """Raises UsageError for an adapter on a packed parameter that would run PEFT's code: PEFT adds
+    its update to the packed bytes.
     """
     raise UsageError(
         f"an adapter on packed experts: {reason}: not offered",
@@ -578,8 +591,8 @@ def refuse_packed_adapter(reason: str) -> None:
 
 
 def _run_peft_forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Runs PEFT's code. bitsandbytes must not repack the weight in place: it never undoes that, and
-    later gradients would be wrong.
+    """Runs PEFT's code. bitsandbytes must not repack the weight in place meanwhile: it never undoes
+    that, and later gradients would be wrong.
     """
     base = layer.base_layer
     if (

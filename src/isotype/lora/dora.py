@@ -1,10 +1,11 @@
 """DoRA: each row of W + s B A scaled to a length m that is trained (Liu et al. 2024, "DoRA:
 weight-decomposed low-rank adaptation").
 
-y = (m / n) (x Wᵀ + s x Aᵀ Bᵀ) + bias, where n, the rows' lengths, takes no gradient, as in the
-paper and in PEFT. So the product is that of LoRA, scaled by a number a column; and n² = |W|² + 2 s
-<W Aᵀ, B> + s² <B (A Aᵀ), B> by rows, without W + s B A itself. |W|² is computed once for a weight.
-n is fp32: m / n is near 1 at the start, where bf16's steps are as large as what is learnt.
+y = (m / n) (x Wᵀ + s x Aᵀ Bᵀ) + bias. n, the norms of the rows of W + s B A, takes no gradient, as
+in the paper and in PEFT. So the product is LoRA's, with a scale for each column; and n² = |W|² + 2 s
+<W Aᵀ, B> + s² <B (A Aᵀ), B> by rows, which does not need W + s B A itself. |W|² is computed once for
+a weight. n is fp32: m / n is near 1 at the start, where the spacing of bf16 is as large as the
+learnt change.
 
 T tokens, K in features, O out features, R rank.
 """
@@ -21,14 +22,14 @@ from ..ops.backend import autocast_off
 from .linear import LoraDtypes, Projection, apply_linear, base_weight
 from .products import can_call_kernels_directly, row_blocks, scaled_product
 
-# weight -> (where its values lie, its version, |W|² by rows)
+# weight -> (its data pointer, its version, |W|² by rows)
 _row_squares_cache: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 class ScaleToMagnitude(torch.autograd.Function):
-    """u m / n + bias in u's place, in fp32 a block of rows at a time; only the result is saved.
+    """u m / n + bias, written over u, in fp32 for one block of rows at a time. Saves the result alone.
 
-    u     F[T O]      written
+    u     F[T O]      overwritten
     m, n  fp32[O]
     grads u: F, m: fp32, n: none, bias
     """
@@ -40,11 +41,10 @@ class ScaleToMagnitude(torch.autograd.Function):
             rows_TO = u_TO.view(-1, u_TO.shape[-1])
             for rows in row_blocks(len(rows_TO), len(factor_O), u_TO.device):
                 block = rows_TO[rows]
-                block.copy_(
-                    block * factor_O
-                    if bias is None
-                    else torch.addcmul(bias.to(factor_O.dtype), block, factor_O)
-                )
+                if bias is None:
+                    block.copy_(block * factor_O)
+                else:
+                    block.copy_(torch.addcmul(bias.to(factor_O.dtype), block, factor_O))
         ctx.mark_dirty(u_TO)
         ctx.save_for_backward(u_TO, m_O, factor_O, bias)
         return u_TO
@@ -66,7 +66,9 @@ class ScaleToMagnitude(torch.autograd.Function):
                     dbias_O += block.sum(0)
                 du_TO[rows] = block * factor_O
             # y - bias is u m / n
-            dm = ((dm_O if bias is None else dm_O - dbias_O * bias) / m_O).to(m_O.dtype)
+            if bias is not None:
+                dm_O = dm_O - dbias_O * bias
+            dm = (dm_O / m_O).to(m_O.dtype)
             if bias is not None and ctx.needs_input_grad[3]:
                 dbias = dbias_O.to(bias.dtype)
             else:
@@ -75,7 +77,7 @@ class ScaleToMagnitude(torch.autograd.Function):
 
 
 def adapted_row_norms(projection: Projection, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Lengths of the rows of W + s B A: fp32[O], or fp64 of a fp64 weight.
+    """Norms of the rows of W + s B A: fp32[O], or fp64 of an fp64 weight.
 
     dtype  of the products
     """
@@ -97,7 +99,7 @@ def adapted_row_norms(projection: Projection, x: Tensor, dtype: torch.dtype) -> 
 
 
 def _row_squares(weight: Tensor, w_OK: Tensor, dtype: torch.dtype) -> Tensor:
-    """|W|² by rows; kept for as long as nothing has written to the weight."""
+    """|W|² by rows, from a cache as long as nothing writes to the weight."""
     cached: tuple[int, int, Tensor] | None = _row_squares_cache.get(weight)
     if (
         cached is None

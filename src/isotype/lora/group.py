@@ -1,9 +1,9 @@
 """Several LoRA linears of one input (Q, K and V; gate and up) in one autograd function: x meets
 every A in one product.
 
-Saved for backward: x once (or what x is made from: `ops.recomputable`), x Aᵀ of all projections together,
-the weights, A and B, and a byte an element for each dropout. The input's gradient is one sum. The
-pieces are functions of their own because the gated MLP (`mlp`) puts them together otherwise.
+Saved for backward: x once (or what x is recomputed from: `ops.recomputable`), x Aᵀ of all
+projections together, the weights, A and B, and a byte an element for each dropout. The input's
+gradient is one sum. The gated MLP (`mlp`) combines the same functions in another way.
 
 T tokens, K in features, O out features of a projection, R ranks of all projections together.
 """
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..ops.backend import autocast_off, direct_apply, disable_autocast, refuse_second_derivative
-from ..ops.recomputable import recompute, saved_or_recomputed
+from ..ops.recomputable import find_recipe, recompute
 from .linear import (
     LoraDtypes,
     Projection,
@@ -41,29 +41,32 @@ from .products import (
 )
 from .quantised import bias_gradient
 
-# tensors that are given to autograd for each projection: weight, bias, a, b, and bool[T K], what
-# the dropout before A keeps
+# An autograd function takes the tensors of several projections in one flat list, five for each: at
+# these positions. KEEP: bool[T K], the elements of x that the dropout before A keeps, or None
+WEIGHT, BIAS, A, B, KEEP = range(5)
 FIELDS = 5
 
-
-# x Aᵀ of all projections, and A and B as cast down: of all in one tensor, and of each
-AdapterProducts = tuple[Tensor, Tensor, list[Tensor | None]]
+# (every A in one tensor, each B), in the dtype of the products
 CastAdapters = tuple[Tensor, list[Tensor | None]]
+# (x Aᵀ of all projections, every A in one tensor, each B)
+AdapterProducts = tuple[Tensor, Tensor, list[Tensor | None]]
 
 
 def rank_slices(b_matrices: Sequence[Tensor | None]) -> list[slice]:
-    """The columns of x Aᵀ that belong to each projection: none without an adapter."""
+    """The columns of x Aᵀ that belong to each projection: no column without an adapter."""
     slices = []
     start = 0
     for b in b_matrices:
-        end = start if b is None else start + b.shape[1]
+        end = start
+        if b is not None:
+            end += b.shape[1]
         slices.append(slice(start, end))
         start = end
     return slices
 
 
 def are_all_none(tensors: Sequence[Tensor | None]) -> bool:
-    # asked at every call: no generator
+    # called several times in each layer: a generator would add a call
     for tensor in tensors:  # noqa: SIM110
         if tensor is not None:
             return False
@@ -77,32 +80,19 @@ def adapter_products(
     *,
     direct_kernels: bool = False,
 ) -> AdapterProducts:
-    """The adapters' part of `multiply` that backward needs too."""
+    """x Aᵀ of all projections, with A and B as cast down."""
     if adapters is None:
-        adapters = cast_adapters(
-            flat[2::FIELDS],
-            flat[3::FIELDS],
-            x_TK,
-            x_TK.shape[1],
-            x_TK.dtype,
-        )
+        adapters = cast_adapters(flat[A::FIELDS], flat[B::FIELDS], x_TK, x_TK.shape[1], x_TK.dtype)
     a_RK, b_matrices = adapters
     if not a_RK.shape[0]:
         return x_TK[:, :0], a_RK, b_matrices
-    keeps = flat[4::FIELDS]
+    keeps = flat[KEEP::FIELDS]
     if are_all_none(keeps):
         return scaled_product(x_TK, a_RK.t(), direct_kernels=direct_kernels), a_RK, b_matrices
-    return (
-        torch.cat(
-            [
-                apply_dropout_mask(x_TK, keep) @ a_RK[part].t()
-                for keep, part in zip(keeps, rank_slices(b_matrices))
-            ],
-            1,
-        ),
-        a_RK,
-        b_matrices,
-    )
+    columns = []
+    for keep, ranks in zip(keeps, rank_slices(b_matrices)):
+        columns.append(apply_dropout_mask(x_TK, keep) @ a_RK[ranks].t())
+    return torch.cat(columns, 1), a_RK, b_matrices
 
 
 def compute_projections(
@@ -114,20 +104,22 @@ def compute_projections(
     *,
     direct_kernels: bool = False,
 ) -> tuple[list[Tensor], AdapterProducts]:
-    """Every projection of x, in x's dtype and dimensions, and what backward needs of their
-    adapters.
+    """Every projection of x, in x's dtype and dimensions, and the `AdapterProducts` that backward
+    needs.
 
-    adapters  what `cast_down` gave, for all tiles
-    direct_kernels  what `at_once` says of the adapters' products
+    adapters        the result of `cast_adapters`, where it serves several tiles
+    direct_kernels  the result of `can_call_kernels_directly` for x
     """
-    x_TK = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    x_TK = x
+    if x.dim() != 2:
+        x_TK = x.reshape(-1, x.shape[-1])
     xa_TR, a_RK, b_matrices = adapter_products(x_TK, flat, adapters, direct_kernels=direct_kernels)
     adapter_first = not direct_kernels and should_run_adapter_first(x_TK)
     start = 0
     outputs = []
     for i, b in enumerate(b_matrices):
-        weight = flat[FIELDS * i]
-        bias = flat[FIELDS * i + 1]
+        weight = flat[FIELDS * i + WEIGHT]
+        bias = flat[FIELDS * i + BIAS]
         assert weight is not None
         if b is None:
             outputs.append(base_product(x_TK, weight, bias, states[i]))
@@ -154,21 +146,24 @@ def branch_gradient(
     dys: Sequence[Tensor | None],
     b_matrices: Sequence[Tensor | None],
     scales: Sequence[float],
-    like_TR: Tensor,
+    xa_TR: Tensor,
     *,
     direct_kernels: bool = False,
 ) -> Tensor:
-    """Of x Aᵀ, scaled: scale dy B, zero where an output was not used."""
-    if like_TR.shape[1] == 0:
-        return like_TR
+    """The gradient of x Aᵀ times each branch's scale: scale dy B; zero where an output was not used.
+
+    xa  has the result's shape
+    """
+    if xa_TR.shape[1] == 0:
+        return xa_TR
     columns = []
     for dy, b, scale in zip(dys, b_matrices, scales):
-        if b is not None:
-            columns.append(
-                scaled_product(dy, b, scale, direct_kernels=direct_kernels)
-                if dy is not None
-                else b.new_zeros(like_TR.shape[0], b.shape[1])
-            )
+        if b is None:
+            continue
+        if dy is None:
+            columns.append(b.new_zeros(xa_TR.shape[0], b.shape[1]))
+        else:
+            columns.append(scaled_product(dy, b, scale, direct_kernels=direct_kernels))
     return columns[0] if len(columns) == 1 else torch.cat(columns, 1)
 
 
@@ -184,45 +179,48 @@ def input_gradient(
     *,
     direct_kernels: bool = False,
 ) -> Tensor:
-    """The branches' share and every dy W in one sum, in `dtype`. One weight is dequantised at a
-    time.
+    """The gradient of x in `dtype`: every dy W and the adapters' part dxa A in one sum. One weight
+    is dequantised at a time.
 
-    The small share is rounded to the products' dtype, and each large product is summed onto it
-    inside itself; or, where the kernels run, the share is added to the sum unrounded.
+    The adapters' part is rounded to the products' dtype, and each base product adds to it while it
+    multiplies; where the C++ kernels run, the adapters' part is added last, unrounded.
 
     keeps  None where there is no dropout
     """
-    adapter_dx_TK = None
-    add_adapter_last = False
+    dx_TK: Tensor | None = None
+    add_adapters_last = False
     if keeps is None:
-        add_adapter_last = (
-            direct_kernels and dtype == dxa_TR.dtype and 0 < a_RK.shape[0] <= MAX_KERNEL_RANK
+        adds_directly = direct_kernels and dtype == dxa_TR.dtype
+        add_adapters_last = (
+            adds_directly and 0 < a_RK.shape[0] <= MAX_KERNEL_RANK
         ) or can_add_in_one_pass(dtype, dxa_TR, a_RK)
-        adapter_dx_TK = dxa_TR @ a_RK if a_RK.shape[0] and not add_adapter_last else None
+        if a_RK.shape[0] and not add_adapters_last:
+            dx_TK = dxa_TR @ a_RK
     else:
-        for keep, part in zip(keeps, slices):
-            if part.stop > part.start:
-                projection_dx_TK = apply_dropout_mask(dxa_TR[:, part] @ a_RK[part], keep)
-                adapter_dx_TK = (
-                    projection_dx_TK
-                    if adapter_dx_TK is None
-                    else adapter_dx_TK.add_(projection_dx_TK)
-                )
-    dx_TK = None if adapter_dx_TK is None else adapter_dx_TK.to(dtype)
+        for keep, ranks in zip(keeps, slices):
+            if ranks.stop > ranks.start:
+                projection_dx_TK = apply_dropout_mask(dxa_TR[:, ranks] @ a_RK[ranks], keep)
+                if dx_TK is None:
+                    dx_TK = projection_dx_TK
+                else:
+                    dx_TK.add_(projection_dx_TK)
+    if dx_TK is not None:
+        dx_TK = dx_TK.to(dtype)
     for dy, weight, state in zip(dys, weights, states):
-        if dy is not None:
-            if state is None and weight.dtype == dxa_TR.dtype:
-                w_OK = weight
-            else:
-                w_OK = base_weight(weight, state, dxa_TR.dtype)
-            if dx_TK is None:
-                dx_TK = (dy @ w_OK).to(dtype)
-            elif dtype == dy.dtype:
-                dx_TK.addmm_(dy, w_OK)
-            else:
-                dx_TK.add_(dy @ w_OK)
+        if dy is None:
+            continue
+        if state is None and weight.dtype == dxa_TR.dtype:
+            w_OK = weight
+        else:
+            w_OK = base_weight(weight, state, dxa_TR.dtype)
+        if dx_TK is None:
+            dx_TK = (dy @ w_OK).to(dtype)
+        elif dtype == dy.dtype:
+            dx_TK.addmm_(dy, w_OK)
+        else:
+            dx_TK.add_(dy @ w_OK)
     assert dx_TK is not None
-    if add_adapter_last:
+    if add_adapters_last:
         return add_product_(dx_TK, dxa_TR, a_RK, direct_kernels=direct_kernels)
     return dx_TK
 
@@ -241,20 +239,20 @@ def tensor_gradients(
     *,
     direct_kernels: bool = False,
 ) -> list[Tensor | None]:
-    """Of every tensor that `multiply` was given, in its dtype; x is needed where a weight or an A
-    has one.
+    """The gradient of each tensor of the flat list, in its dtype; None where none is needed. x may
+    be None where no weight and no A needs a gradient.
 
-    dys       in the products' dtype
-    incoming_dys  as they came, for the biases
-    keeps     None where there is no dropout
+    dys           in the products' dtype
+    incoming_dys  as autograd gave them: the biases' gradients are their sums
+    keeps         None where there is no dropout
     """
     grads: list[Tensor | None] = [None] * len(needs)
-    all_da_fp32: Tensor | None = None
+    all_da: Tensor | None = None
     for i, dy in enumerate(dys):
-        weight = FIELDS * i
-        bias = weight + 1
-        a = weight + 2
-        b = weight + 3
+        weight = FIELDS * i + WEIGHT
+        bias = FIELDS * i + BIAS
+        a = FIELDS * i + A
+        b = FIELDS * i + B
         incoming_dy = incoming_dys[i]
         if dy is None or incoming_dy is None:
             continue
@@ -271,36 +269,36 @@ def tensor_gradients(
                 dtypes[b],  # type: ignore[arg-type]  # as above, of B
                 direct_kernels=direct_kernels,
             )
-        if needs[a]:
-            assert x_TK is not None
-            sum_dtype = torch.promote_types(torch.float32, x_TK.dtype)
-            if keeps is None:
-                if all_da_fp32 is None:
-                    all_da_fp32 = gradient_product(
-                        dxa_TR, x_TK, 1.0, sum_dtype, direct_kernels=direct_kernels
-                    )
-                else:
-                    all_da_fp32 = all_da_fp32
-                da = all_da_fp32[slices[i]]
-            else:
-                da = gradient_product(
-                    dxa_TR[:, slices[i]],
-                    apply_dropout_mask(x_TK, keeps[i]),
-                    1.0,
-                    sum_dtype,
-                    direct_kernels=direct_kernels,
+        if not needs[a]:
+            continue
+        assert x_TK is not None
+        sum_dtype = torch.promote_types(torch.float32, x_TK.dtype)
+        if keeps is not None:
+            da = gradient_product(
+                dxa_TR[:, slices[i]],
+                apply_dropout_mask(x_TK, keeps[i]),
+                1.0,
+                sum_dtype,
+                direct_kernels=direct_kernels,
+            )
+        else:
+            if all_da is None:
+                # without dropout one product has the gradients of every A
+                all_da = gradient_product(
+                    dxa_TR, x_TK, 1.0, sum_dtype, direct_kernels=direct_kernels
                 )
-            grads[a] = da.to(dtypes[a])
+            da = all_da[slices[i]]
+        grads[a] = da.to(dtypes[a])
     return grads
 
 
 def needs_input(needs: Sequence[bool]) -> bool:
-    """Whether backward reads the projections' input: for a weight's or an A's gradient."""
-    return any(needs[0::FIELDS]) or any(needs[2::FIELDS])
+    """Whether backward reads the projections' input: for the gradient of a weight or of an A."""
+    return any(needs[WEIGHT::FIELDS]) or any(needs[A::FIELDS])
 
 
 class LoraGroup(torch.autograd.Function):
-    """`lora_group` with its dtypes decided; tensors come flat, TENSORS a projection."""
+    """`lora_group` in given dtypes; `flat` has FIELDS tensors a projection."""
 
     @staticmethod
     def forward(
@@ -312,7 +310,7 @@ class LoraGroup(torch.autograd.Function):
         *flat: Tensor | None,
     ) -> tuple[Tensor, ...]:
         compute, output_dtype, _ = dtypes
-        direct_kernels = can_call_kernels_directly(compute, x)
+        ctx.direct_kernels = direct_kernels = can_call_kernels_directly(compute, x)
         with disable_autocast() if direct_kernels else autocast_off(x):
             x_compute = x if x.dtype == compute else x.to(compute)
             outputs, (xa_TR, a_RK, b_matrices) = compute_projections(
@@ -320,23 +318,29 @@ class LoraGroup(torch.autograd.Function):
             )
         if output_dtype != compute:
             outputs = [y.to(output_dtype) for y in outputs]
-        ctx.make_x, kept_x = saved_or_recomputed(
-            x, x_compute.reshape(-1, x.shape[-1]) if needs_input(ctx.needs_input_grad[4:]) else None
-        )
+        ctx.recipe = None
+        saved_x: tuple[Tensor | None, ...] = (None,)
+        if needs_input(ctx.needs_input_grad[4:]):
+            ctx.recipe = find_recipe(x)
+            if ctx.recipe is None:
+                saved_x = (x_compute.reshape(-1, x.shape[-1]),)
+            else:
+                saved_x = ctx.recipe.tensors
         ctx.recasts_adapters = should_recast_adapters(x)
-        adapters = (
-            (*flat[2::FIELDS], *flat[3::FIELDS]) if ctx.recasts_adapters else (a_RK, *b_matrices)
-        )
+        if ctx.recasts_adapters:
+            adapters = (*flat[A::FIELDS], *flat[B::FIELDS])
+        else:
+            adapters = (a_RK, *b_matrices)
         ctx.save_for_backward(
-            xa_TR,
-            *flat[0::FIELDS],
-            *flat[4::FIELDS],
-            *adapters,
-            *kept_x,
+            xa_TR, *flat[WEIGHT::FIELDS], *flat[KEEP::FIELDS], *adapters, *saved_x
         )
-        ctx.settings = scales, states, compute, x.shape, x.dtype, direct_kernels
+        ctx.scales = scales
+        ctx.states = states
+        ctx.compute = compute
+        ctx.x_shape = x.shape
+        ctx.x_dtype = x.dtype
         ctx.leaf_dtypes = [None if t is None else t.dtype for t in flat]
-        # an output nobody used has no gradient, and costs no product
+        # an output that nobody used gets None as its gradient, and costs no product
         ctx.set_materialize_grads(False)
         return tuple(outputs)
 
@@ -347,41 +351,53 @@ class LoraGroup(torch.autograd.Function):
         n = len(dys)
         needs = ctx.needs_input_grad[4:]
         xa_TR, *saved = ctx.saved_tensors
+        if are_all_none(dys):
+            return (None,) * (4 + len(needs))
         weights = saved[:n]
         keeps = saved[n : 2 * n]
         saved = saved[2 * n :]
-        if are_all_none(dys):
-            return (None,) * (4 + len(needs))
-        scales, states, compute, x_shape, x_dtype, direct_kernels = ctx.settings
+        compute = ctx.compute
         if ctx.recasts_adapters:
-            (a_RK, b_matrices), kept_x = (
-                cast_adapters(saved[:n], saved[n : 2 * n], xa_TR, x_shape[-1], compute),
-                saved[2 * n :],
+            a_matrices = saved[:n]
+            b_matrices = saved[n : 2 * n]
+            saved_x = saved[2 * n :]
+            a_RK, b_matrices = cast_adapters(
+                a_matrices, b_matrices, xa_TR, ctx.x_shape[-1], compute
             )
         else:
             a_RK = saved[0]
             b_matrices = saved[1 : n + 1]
-            kept_x = saved[n + 1 :]
-        keeps = None if are_all_none(keeps) else keeps
+            saved_x = saved[n + 1 :]
+        if are_all_none(keeps):
+            keeps = None
         slices = rank_slices(b_matrices)
-        direct_kernels = direct_kernels and not torch._C._len_torch_dispatch_stack()
+        direct_kernels = ctx.direct_kernels and not torch._C._len_torch_dispatch_stack()
         with disable_autocast() if direct_kernels else autocast_off(xa_TR):
-            incoming_dys = [None if dy is None else dy.reshape(-1, dy.shape[-1]) for dy in dys]
-            compute_dys = [None if dy is None else dy.to(compute) for dy in incoming_dys]
+            incoming_dys: list[Tensor | None] = []
+            compute_dys: list[Tensor | None] = []
+            for dy in dys:
+                if dy is None:
+                    incoming_dys.append(None)
+                    compute_dys.append(None)
+                else:
+                    dy_TO = dy.reshape(-1, dy.shape[-1])
+                    incoming_dys.append(dy_TO)
+                    compute_dys.append(dy_TO.to(compute))
             dxa_TR = branch_gradient(
-                compute_dys, b_matrices, scales, xa_TR, direct_kernels=direct_kernels
+                compute_dys, b_matrices, ctx.scales, xa_TR, direct_kernels=direct_kernels
             )
-            if ctx.make_x is None:
-                x_TK = kept_x[0]
+            if ctx.recipe is None:
+                (x_TK,) = saved_x
             else:
-                x_TK = recompute(ctx.make_x, kept_x).reshape(-1, a_RK.shape[1]).to(compute)
+                x_TK = recompute(ctx.recipe.compute, saved_x).reshape(-1, a_RK.shape[1])
+                x_TK = x_TK.to(compute)
             grads = tensor_gradients(
                 x_TK,
                 xa_TR,
                 dxa_TR,
                 compute_dys,
                 incoming_dys,
-                scales,
+                ctx.scales,
                 keeps,
                 slices,
                 needs,
@@ -395,12 +411,12 @@ class LoraGroup(torch.autograd.Function):
                     a_RK,
                     compute_dys,
                     weights,
-                    states,
+                    ctx.states,
                     keeps,
                     slices,
-                    x_dtype,
+                    ctx.x_dtype,
                     direct_kernels=direct_kernels,
-                ).view(x_shape)
+                ).view(ctx.x_shape)
         return dx, None, None, None, *grads
 
 
@@ -410,19 +426,22 @@ _apply = direct_apply(LoraGroup)
 def flatten_projections(
     x: Tensor, projections: Sequence[Projection]
 ) -> tuple[list[Tensor | None], tuple[float, ...], tuple[Any, ...]]:
-    """(the tensors of projections of x, TENSORS each, their branches' scales, states of 4-bit
-    weights): what an autograd function takes.
+    """(the flat list of the projections' tensors, the scales of their branches, the states of their
+    packed weights): what an autograd function takes.
 
-    Dropouts are drawn in the order in which PEFT's layers would draw them, and their factor goes
-    into the scale.
+    Dropout masks are drawn in the order in which PEFT's layers would draw them, and their factor
+    goes into the scale.
     """
     flat: list[Tensor | None] = []
     scales = []
     states = []
     for weight, bias, a, b, state, scale, dropout, _ in projections:
-        keep = draw_dropout_mask(x, dropout).reshape(-1, x.shape[-1]) if dropout else None
+        keep = None
+        if dropout:
+            keep = draw_dropout_mask(x, dropout).reshape(-1, x.shape[-1])
+            scale = scale_with_dropout(scale, dropout)
         flat += (weight, bias, a, b, keep)
-        scales.append(scale_with_dropout(scale, dropout) if dropout else scale)
+        scales.append(scale)
         states.append(state)
     return flat, tuple(scales), tuple(states)
 
@@ -430,8 +449,8 @@ def flatten_projections(
 def lora_group(
     x: Tensor, projections: Sequence[Projection], dtypes: LoraDtypes
 ) -> tuple[Tensor, ...]:
-    """What `lora_linear` gives for each projection, for one decision of dtypes (no wide branch).
-    Not under torch.func or in a graph.
+    """`lora_linear` of each projection, in one set of dtypes without a branch in fp32. Not under
+    torch.func or in a graph.
     """
     assert not dtypes.fp32_branch
     flat, scales, states = flatten_projections(x, projections)

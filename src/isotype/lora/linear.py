@@ -1,8 +1,8 @@
 """`lora_linear`: x Wᵀ + bias + scale (x Aᵀ) Bᵀ in one autograd function, and the pieces that groups
 of projections share with it.
 
-Saved for backward: x (or what x is made from: `ops.recomputable`), x Aᵀ (tokens x rank), the weight
-itself, A and B, and a byte per element where there is dropout.
+Saved for backward: x (or what x is recomputed from: `ops.recomputable`), x Aᵀ (tokens x rank), the
+weight itself, A and B, and a byte per element where there is dropout.
 Adapter gradients come from products summed in fp32. The scale multiplies sums, not rounded values.
 
 T tokens, K in features, O out features, R rank.
@@ -29,7 +29,7 @@ from ..ops.backend import (
     unsafe_view,
 )
 from ..ops.contract import OpContract
-from ..ops.recomputable import recompute, saved_or_recomputed
+from ..ops.recomputable import Recipe, find_recipe, recompute
 from ..ops.recomputed_layer import is_output_unused, layers_running, placeholder_tensor
 from .products import (
     MAX_KERNEL_RANK,
@@ -53,10 +53,12 @@ LORA_LINEAR = OpContract(
 
 
 class LoraDtypes(NamedTuple):
-    """compute  both operands of the base product
-    output   what the caller gets: always PEFT's
-    fp32_branch  whether the adapter branch is computed in fp32, row block by row block, instead of in
-             `compute`
+    """The dtypes of one call.
+
+    compute      of both operands of the base product
+    output       of the result: always PEFT's
+    fp32_branch  the adapter branch is computed in fp32, one block of rows at a time, instead of in
+                 `compute`
     """
 
     compute: torch.dtype
@@ -127,12 +129,16 @@ def draw_dropout_mask(like: Tensor, p: float) -> Tensor:
 
 def scale_with_dropout(scale: float, p: float) -> float:
     """The branch's scale with the dropout's own factor: 0 where everything is dropped."""
-    return scale / (1.0 - p) if p < 1.0 else 0.0
+    if p >= 1.0:
+        return 0.0
+    return scale / (1.0 - p)
 
 
 def apply_dropout_mask(x_TK: Tensor, keep_TK: Tensor | None) -> Tensor:
     """x where dropout kept it, zero elsewhere; the factor 1/(1-p) belongs to the branch's scale."""
-    return x_TK if keep_TK is None else x_TK * keep_TK
+    if keep_TK is None:
+        return x_TK
+    return x_TK * keep_TK
 
 
 # --- the base product
@@ -149,7 +155,9 @@ def base_product(x_TK: Tensor, weight: Tensor, bias: Tensor | None, quant_state:
 
 
 def out_features(weight: Tensor, quant_state: Any) -> int:
-    return int((weight if quant_state is None else quant_state).shape[0])
+    if quant_state is None:
+        return weight.shape[0]
+    return int(quant_state.shape[0])
 
 
 def base_weight(weight: Tensor, quant_state: Any, dtype: torch.dtype) -> Tensor:
@@ -158,12 +166,14 @@ def base_weight(weight: Tensor, quant_state: Any, dtype: torch.dtype) -> Tensor:
     return dequantise_weight(weight, quant_state, dtype)
 
 
-def should_run_adapter_first(x_TK: Tensor) -> bool:
-    """Whether the adapter's product of x is made before the large one: on a GPU, for more than a
-    generated token's row, which has a product of its own over the packed weight.
+def should_run_adapter_first(x: Tensor) -> bool:
+    """Whether the adapter's product of x runs before the base product: on a GPU, for more than one
+    row. The single row of a generated token has a product of its own over a packed weight.
     """
-    gpu = not x_TK.is_cpu and planned_device_type(x_TK.device) != "cpu" and x_TK.shape[0] > 1
-    return gpu and not torch.compiler.is_compiling()
+    if x.is_cpu or planned_device_type(x.device) == "cpu":
+        return False
+    has_several_rows = x.numel() > x.shape[-1]
+    return has_several_rows and not torch.compiler.is_compiling()
 
 
 def adapted_product(
@@ -180,25 +190,23 @@ def adapted_product(
 ) -> Tensor:
     """x Wᵀ + bias + scale xa Bᵀ in x's dtype, fresh memory in x's dimensions.
 
-    On a GPU the adapter's product is made first and the large one is summed onto it inside itself,
-    which reads it while it multiplies: 2 bytes an element of the output, where a sum after the
-    product takes 4.
+    On a GPU the adapter's product runs first, and the base product adds to it while it multiplies:
+    that moves 2 bytes an element of the output, where a sum after the product moves 4.
 
-    adapter_first  what `adapter_first` says of x
-    direct_kernels  what `at_once` says of the adapter's product
+    adapter_first   the result of `should_run_adapter_first(x)`
+    direct_kernels  the result of `can_call_kernels_directly` for x
     """
     dtype = x.dtype
     if not adapter_first and quant_state is None and bias is None and weight.dtype == dtype:
         y: Tensor = F.linear(x, weight)
-        add_product_(
-            y if y.dim() == 2 else y.view(-1, y.shape[-1]),
-            xa_TR,
-            b_OR.t(),
-            scale,
-            direct_kernels=direct_kernels,
-        )
+        y_TO = y
+        if y.dim() != 2:
+            y_TO = y.view(-1, y.shape[-1])
+        add_product_(y_TO, xa_TR, b_OR.t(), scale, direct_kernels=direct_kernels)
         return y
-    x_TK = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    x_TK = x
+    if x.dim() != 2:
+        x_TK = x.reshape(-1, x.shape[-1])
     if not adapter_first:
         y_TO = add_product_(
             base_product(x_TK, weight, bias, quant_state),
@@ -245,7 +253,9 @@ def add_branch_fp32(
 
 def _read_block_fp32(x_TK: Tensor, keep_TK: Tensor | None, rows: slice) -> Tensor:
     block = x_TK[rows].float()
-    return block if keep_TK is None else block * keep_TK[rows]
+    if keep_TK is None:
+        return block
+    return block * keep_TK[rows]
 
 
 def branch_gradients_fp32(
@@ -266,8 +276,11 @@ def branch_gradients_fp32(
     dy      any float [T O]
     dx      any float [T K]   written: the caller's own, fresh
     """
-    da = torch.zeros_like(a_RK) if needs_a else None
-    db = torch.zeros_like(b_OR) if needs_b else None
+    da = db = None
+    if needs_a:
+        da = torch.zeros_like(a_RK)
+    if needs_b:
+        db = torch.zeros_like(b_OR)
     for rows in row_blocks(dy_TO.shape[0], dy_TO.shape[1] + a_RK.shape[1], dy_TO.device):
         dy_fp32 = dy_TO[rows].float()
         if db is not None:
@@ -288,17 +301,17 @@ def branch_gradients_fp32(
     return da, db
 
 
-# --- the op
+# --- a projection
 
 
 class Projection(NamedTuple):
     """A linear layer with its adapter: weight [O K] or packed with its state, bias [O] or None, a
     [r K] and b [O r], or None without an adapter.
 
-    dropout  of the branch's input: the part that is dropped
-    dtype_key  what its dtypes depend on, apart from its input and autocast: the weight's dtype or a
-             packed layer's for its products, whether the weight is dense, A's dtype, B's, and
-             whether the branch is asked for in fp32
+    dropout    the part of the branch's input that is dropped
+    dtype_key  everything that decides its dtypes beside its input and autocast: the weight's dtype
+               (of a packed layer its compute dtype), whether the weight is dense, A's dtype, B's
+               dtype, whether the branch is requested in fp32
     """
 
     weight: Tensor
@@ -312,14 +325,83 @@ class Projection(NamedTuple):
 
     @property
     def in_features(self) -> int:
-        """In features, of the layer as autograd sees it."""
+        """Of the layer's weight as it multiplies, also where it is packed."""
         if self.a is not None:
             return self.a.shape[1]
-        return int((self.weight if self.quant_state is None else self.quant_state).shape[1])
+        if self.quant_state is not None:
+            return int(self.quant_state.shape[1])
+        return self.weight.shape[1]
+
+
+# --- reference
+
+
+def lora_linear_reference(
+    x: Tensor,
+    weight: Tensor,
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    keep: Tensor | None = None,
+) -> Tensor:
+    """In plain PyTorch, right at fp64. keep: the elements of x that dropout keeps for the branch."""
+    branch_input = x
+    if keep is not None:
+        branch_input = x * keep
+    xa = F.linear(branch_input, a)
+    branch = F.linear(xa, b)
+    return F.linear(x, weight, bias) + scale * branch
+
+
+# --- the op
+
+
+class LinearChoices(NamedTuple):
+    """How one call is computed. `choose_linear` decides all of it at the start of forward, and
+    backward follows it.
+
+    dtypes          of the products and the output, and whether the branch is computed in fp32
+    scale           of the branch, with dropout's factor 1 / (1 - p)
+    quant_state     of a packed weight; None for a dense one
+    skip_output     this is a recompute whose output nobody reads: backward needs x Aᵀ alone
+    recipe          how backward recomputes x; None where x itself is saved
+    direct_kernels  the C++ kernels are called past PyTorch's dispatcher
+    adapter_first   the adapter's product runs first, and the base product adds to it
+    """
+
+    dtypes: LoraDtypes
+    scale: float
+    quant_state: Any
+    skip_output: bool
+    recipe: Recipe | None
+    direct_kernels: bool
+    adapter_first: bool
+
+
+def choose_linear(
+    ctx: Any, x: Tensor, scale: float, quant_state: Any, dtypes: LoraDtypes
+) -> LinearChoices:
+    """Called once for each forward: `is_output_unused` counts the products of a layer."""
+    _, needs_weight, _, needs_a, _ = ctx.needs_input_grad[:5]
+    is_unused = bool(layers_running) and is_output_unused(ctx)
+    recipe = find_recipe(x) if needs_weight or needs_a else None
+    if dtypes.fp32_branch:
+        return LinearChoices(dtypes, scale, quant_state, False, recipe, False, False)
+    direct_kernels = can_call_kernels_directly(dtypes.compute, x)
+    adapter_first = not direct_kernels and should_run_adapter_first(x)
+    return LinearChoices(
+        dtypes, scale, quant_state, is_unused, recipe, direct_kernels, adapter_first
+    )
 
 
 class LoraLinear(torch.autograd.Function):
-    """`lora_linear` with its dtypes decided."""
+    """`lora_linear_reference` in the dtypes of `LoraDtypes`, and its gradients:
+
+    dx = dy W + scale (dy B A) * keep      dA = scale (dy B)ᵀ (x * keep)
+    dW = dyᵀ x    dbias = sum of dy        dB = scale dyᵀ ((x * keep) Aᵀ)
+    """
 
     @staticmethod
     def forward(
@@ -330,92 +412,99 @@ class LoraLinear(torch.autograd.Function):
         a_RK: Tensor,
         b_OR: Tensor,
         keep: Tensor | None,
-        branch_scale: float,
+        scale: float,
         quant_state: Any,
         dtypes: LoraDtypes,
     ) -> Tensor:
-        needs_x, needs_weight, _, needs_a, needs_b = ctx.needs_input_grad[:5]
-        compute, out, wide = dtypes
-        x_TK = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        choices = choose_linear(ctx, x, scale, quant_state, dtypes)
+        direct_kernels = choices.direct_kernels
+        compute = dtypes.compute
+        x_TK = x
+        if x.dim() != 2:
+            x_TK = x.reshape(-1, x.shape[-1])
         keep_TK = None if keep is None else keep.reshape(x_TK.shape)
-        unused = bool(layers_running) and is_output_unused(ctx)
-        now = not wide and can_call_kernels_directly(compute, x)
-        with disable_autocast() if now else autocast_off(x):
-            narrow_TK = x_TK if x_TK.dtype == compute else x_TK.to(compute)
-            low = narrow_TK.view(x.shape)
-            if wide:
-                y_TO = base_product(narrow_TK, weight, bias, quant_state).to(out)
+        with disable_autocast() if direct_kernels else autocast_off(x):
+            x_compute_TK = x_TK if x_TK.dtype == compute else x_TK.to(compute)
+            if dtypes.fp32_branch:
                 branch_TK = x_TK
                 a = a_RK.float()
                 b = b_OR.float()
-                xa_TR = add_branch_fp32(y_TO, branch_TK, keep_TK, a, b, branch_scale)
+                y_TO = base_product(x_compute_TK, weight, bias, quant_state).to(dtypes.output)
+                xa_TR = add_branch_fp32(y_TO, branch_TK, keep_TK, a, b, scale)
                 y = unsafe_view(y_TO, (*x.shape[:-1], y_TO.shape[-1]))
             else:
-                branch_TK = narrow_TK
+                branch_TK = x_compute_TK
                 a = a_RK.to(compute)
                 b = b_OR.to(compute)
                 xa_TR = scaled_product(
-                    branch_TK if keep_TK is None else branch_TK * keep_TK, a.t(), direct_kernels=now
+                    apply_dropout_mask(branch_TK, keep_TK), a.t(), direct_kernels=direct_kernels
                 )
-                if unused:
-                    # a recompute: backward needs x's product with A and nothing else
-                    y = placeholder_tensor(
-                        (*x.shape[:-1], out_features(weight, quant_state)), low, out
-                    )
+                if choices.skip_output:
+                    y_shape = (*x.shape[:-1], out_features(weight, quant_state))
+                    y = placeholder_tensor(y_shape, x_compute_TK, dtypes.output)
                 else:
-                    before = not now and should_run_adapter_first(narrow_TK)
                     y = adapted_product(
-                        low,
+                        x_compute_TK.view(x.shape),
                         weight,
                         bias,
                         quant_state,
                         xa_TR,
                         b,
-                        branch_scale,
-                        adapter_first=before,
-                        direct_kernels=now,
+                        scale,
+                        adapter_first=choices.adapter_first,
+                        direct_kernels=direct_kernels,
                     )
-        ctx.make_x, kept_x = saved_or_recomputed(x, branch_TK if needs_a or needs_weight else None)
+        needs_x, needs_weight, _, needs_a, needs_b = ctx.needs_input_grad[:5]
+        saved_x: tuple[Tensor | None, ...] = (None,)
+        if choices.recipe is not None:
+            saved_x = choices.recipe.tensors
+        elif needs_a or needs_weight:
+            saved_x = (branch_TK,)
         ctx.save_for_backward(
             weight if needs_x else None,
             *((a_RK, b_OR) if should_recast_adapters(x) else (a, b)),
             xa_TR if needs_b else None,
             keep_TK if needs_x or needs_a else None,
-            *kept_x,
+            *saved_x,
         )
-        ctx.settings = branch_scale, quant_state, dtypes, x.shape, x.dtype, now
+        ctx.choices = choices
+        ctx.x_shape = x.shape
+        ctx.x_dtype = x.dtype
         ctx.leaf_dtypes = weight.dtype, None if bias is None else bias.dtype, a_RK.dtype, b_OR.dtype
-        return y if y.dtype == out else y.to(out)
+        return y if y.dtype == dtypes.output else y.to(dtypes.output)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             refuse_second_derivative("lora_linear")
-        weight, a, b, xa_TR, keep_TK, *kept_x = ctx.saved_tensors
+        choices: LinearChoices = ctx.choices
+        compute, _, fp32_branch = choices.dtypes
+        branch_dtype = torch.float32 if fp32_branch else compute
+        scale = choices.scale
+        direct_kernels = choices.direct_kernels and not torch._C._len_torch_dispatch_stack()
         needs_x, needs_weight, needs_bias, needs_a, needs_b = ctx.needs_input_grad[:5]
         weight_dtype, bias_dtype, a_dtype, b_dtype = ctx.leaf_dtypes
-        scale, quant_state, (compute, _, wide), x_shape, x_dtype, now = ctx.settings
-        now = now and not torch._C._len_torch_dispatch_stack()
-        dx_TK = dweight = dbias = da = db = None
-        with disable_autocast() if now else autocast_off(dy):
+        weight, a, b, xa_TR, keep_TK, *saved_x = ctx.saved_tensors
+        dx = dx_TK = dweight = dbias = da = db = None
+        with disable_autocast() if direct_kernels else autocast_off(dy):
             dy_TO = dy.reshape(-1, dy.shape[-1])
-            narrow_TO = dy_TO.to(compute)
-            branch = torch.float32 if wide else compute
-            a = a.to(branch)
-            b = b.to(branch)
-            if ctx.make_x is None:
-                x_TK = kept_x[0]
+            dy_compute_TO = dy_TO.to(compute)
+            a = a.to(branch_dtype)
+            b = b.to(branch_dtype)
+            if choices.recipe is None:
+                (x_TK,) = saved_x
             else:
-                x_TK = recompute(ctx.make_x, kept_x).reshape(-1, a.shape[1])
-            if ctx.make_x is not None and not wide:
-                x_TK = x_TK.to(compute)
+                x_TK = recompute(choices.recipe.compute, saved_x).reshape(-1, a.shape[1])
+                if not fp32_branch:
+                    x_TK = x_TK.to(compute)
             if needs_weight:
-                dweight = (narrow_TO.t() @ x_TK.to(compute)).to(weight_dtype)
+                dweight = (dy_compute_TO.t() @ x_TK.to(compute)).to(weight_dtype)
             if needs_bias:
                 dbias = bias_gradient(dy_TO, bias_dtype)
-            if wide:
+            if fp32_branch:
                 if needs_x:
-                    dx_TK = (narrow_TO @ base_weight(weight, quant_state, compute)).to(x_dtype)
+                    dx_TK = dy_compute_TO @ base_weight(weight, choices.quant_state, compute)
+                    dx_TK = dx_TK.to(ctx.x_dtype)
                 da, db = branch_gradients_fp32(
                     dy_TO,
                     x_TK,
@@ -428,43 +517,73 @@ class LoraLinear(torch.autograd.Function):
                     needs_a=needs_a,
                     needs_b=needs_b,
                 )
+                if da is not None:
+                    da = da.to(a_dtype)
+                if db is not None:
+                    db = db.to(b_dtype)
             else:
                 if needs_x or needs_a:
-                    dxa_TR = scaled_product(narrow_TO, b, direct_kernels=now)
+                    dxa_TR = scaled_product(dy_compute_TO, b, direct_kernels=direct_kernels)
                 if needs_b:
-                    db = gradient_product(narrow_TO, xa_TR, scale, b_dtype, direct_kernels=now)
+                    db = gradient_product(
+                        dy_compute_TO, xa_TR, scale, b_dtype, direct_kernels=direct_kernels
+                    )
                 if needs_a:
                     da = gradient_product(
                         dxa_TR,
-                        x_TK if keep_TK is None else x_TK * keep_TK,
+                        apply_dropout_mask(x_TK, keep_TK),
                         scale,
                         a_dtype,
-                        direct_kernels=now,
+                        direct_kernels=direct_kernels,
                     )
-                # before its gradient is made
+                # frees a recomputed x before its gradient is allocated
                 del x_TK
                 if needs_x:
-                    if quant_state is None and weight.dtype == compute:
-                        w_OK = weight
-                    else:
-                        w_OK = base_weight(weight, quant_state, compute)
-                    if keep_TK is None and (
-                        (now and x_dtype == compute and a.shape[0] <= MAX_KERNEL_RANK)
-                        or can_add_in_one_pass(x_dtype, dxa_TR, a)
-                    ):
-                        dx_TK = add_product_(narrow_TO @ w_OK, dxa_TR, a, scale, direct_kernels=now)
-                    else:
-                        # the small addend is rounded to the products' dtype, the large one is
-                        # summed onto it inside the product
-                        dx_TK = apply_dropout_mask(dxa_TR @ a, keep_TK)
-                        if x_dtype == compute:
-                            dx_TK.addmm_(narrow_TO, w_OK, beta=scale)
-                        else:
-                            dx_TK = (narrow_TO @ w_OK).to(x_dtype).add_(dx_TK, alpha=scale)
-            da = None if da is None else da.to(a_dtype)
-            db = None if db is None else db.to(b_dtype)
-            dx = None if dx_TK is None else dx_TK.to(x_dtype).view(x_shape)
+                    dx_TK = _input_gradient(
+                        dy_compute_TO,
+                        dxa_TR,
+                        weight,
+                        a,
+                        keep_TK,
+                        choices,
+                        ctx.x_dtype,
+                        direct_kernels=direct_kernels,
+                    )
+            if dx_TK is not None:
+                dx = dx_TK.to(ctx.x_dtype).view(ctx.x_shape)
         return dx, dweight, dbias, da, db, None, None, None, None
+
+
+def _input_gradient(
+    dy_TO: Tensor,
+    dxa_TR: Tensor,
+    weight: Tensor,
+    a_RK: Tensor,
+    keep_TK: Tensor | None,
+    choices: LinearChoices,
+    x_dtype: torch.dtype,
+    *,
+    direct_kernels: bool,
+) -> Tensor:
+    """dy W + scale dxa A, where dropout kept x, in x's dtype.
+
+    dy, dxa, a  in the products' dtype
+    """
+    compute = choices.dtypes.compute
+    scale = choices.scale
+    if choices.quant_state is None and weight.dtype == compute:
+        w_OK = weight
+    else:
+        w_OK = base_weight(weight, choices.quant_state, compute)
+    if keep_TK is None:
+        adds_directly = direct_kernels and x_dtype == compute and a_RK.shape[0] <= MAX_KERNEL_RANK
+        if adds_directly or can_add_in_one_pass(x_dtype, dxa_TR, a_RK):
+            return add_product_(dy_TO @ w_OK, dxa_TR, a_RK, scale, direct_kernels=direct_kernels)
+    # the adapter's small product is rounded to the products' dtype; the base product adds to it
+    branch_dx_TK = apply_dropout_mask(dxa_TR @ a_RK, keep_TK)
+    if x_dtype == compute:
+        return branch_dx_TK.addmm_(dy_TO, w_OK, beta=scale)
+    return (dy_TO @ w_OK).to(x_dtype).add_(branch_dx_TK, alpha=scale)
 
 
 _apply = direct_apply(LoraLinear)
@@ -473,11 +592,11 @@ _apply = direct_apply(LoraLinear)
 def apply_linear(
     x: Tensor, projection: Projection, dtypes: LoraDtypes, *, is_eager: bool = False
 ) -> Tensor:
-    """A projection with an adapter, in these dtypes.
+    """x through one projection with an adapter, in these dtypes.
 
-    is_eager  it is neither under torch.func nor in a graph
+    is_eager  the call is neither under torch.func nor in a graph
     """
-    weight, bias, a, b, state, scale, dropout, _ = projection
+    weight, bias, a, b, quant_state, scale, dropout, _ = projection
     assert a is not None
     assert b is not None
     if x.shape[-1] != a.shape[1] or b.shape[-1] != a.shape[0]:
@@ -490,7 +609,7 @@ def apply_linear(
     if dropout:
         keep = draw_dropout_mask(x, dropout)
         scale = scale_with_dropout(scale, dropout)
-    args = (x, weight, bias, a, b, keep, scale, state, dtypes)
+    args = (x, weight, bias, a, b, keep, scale, quant_state, dtypes)
     output: Tensor = _apply(*args) if is_eager else apply_function(LoraLinear, *args)
     return output
 
@@ -522,7 +641,9 @@ def lora_linear(
     grads    each in its tensor's dtype; none for a packed weight
     Raises   DtypeError DT001 when autocast is off and X is not W; ShapeError SH001
     """
-    weight_dtype = weight.dtype if quant_state is None else compute_dtype or x.dtype
+    weight_dtype = weight.dtype
+    if quant_state is not None:
+        weight_dtype = compute_dtype or x.dtype
     adapter_dtype = torch.promote_types(a.dtype, b.dtype)
     dtypes = resolve_dtypes(
         x, weight_dtype, adapter_dtype, quantised=quant_state is not None, branch_fp32=branch_fp32

@@ -1,17 +1,17 @@
 """`lora_mlp`: down(activation(gate(x)) * up(x)) with LoRA on any of the three, in one autograd
 function.
 
-Saved for backward: x, gate's and up's outputs, and tokens x rank; not the activation and not the
-product, which one pass in backward computes again together with their gradients. Gate and up may be
-one layer of twice the width.
+Saved for backward: x, the outputs of gate and up, and tokens x rank. The activation and its product
+with up are not saved: one pass in backward computes them again together with their gradients. Gate
+and up may be one layer of twice the width.
 
-In a layer that is recomputed, backward owns gate's and up's outputs: on a GPU their gradients are
-written over them, and the product and its gradient exist for one tile of tokens at a time, so that
-two tensors of tokens x inner features are alive instead of six. The recompute leaves down's base
-product out where nothing reads the layer's output again: backward needs its input's product with A
-and nothing else.
+In a layer that is recomputed, backward owns the outputs of gate and up. On a GPU it writes their
+gradients over them, and computes the product and its gradient for one tile of tokens at a time: two
+tensors of tokens x inner features are alive instead of six. Where nothing reads the layer's output
+again, the recompute leaves out down's base product: backward needs the product of down's input with
+A alone.
 
-T tokens, K in features, I inner features, R ranks.
+T tokens, K in features, I inner features, R ranks. h is activation(gate) * up.
 """
 
 from __future__ import annotations
@@ -54,8 +54,13 @@ from .attach import (
     unadapted_layer_blocker,
 )
 from .group import (
+    BIAS,
     FIELDS,
+    KEEP,
+    WEIGHT,
+    A,
     AdapterProducts,
+    B,
     CastAdapters,
     adapter_products,
     are_all_none,
@@ -77,15 +82,17 @@ from .linear import (
 )
 from .products import can_call_kernels_directly, cast_adapters, product_fp32, scaled_product
 
-# Tokens of a tile: a product of 2,048 x 4,096 x 14,336 is 0.3 ms on an H200, 50 launches, and 896
-# tiles of 128 x 256 for its 132 multiprocessors. Gate, up and the gradient of their product are 56
-# MB each then
+# Tokens of a tile. A product of 2,048 x 4,096 x 14,336 takes 0.3 ms on an H200, as long as 50
+# launches, and is 896 tiles of 128 x 256 for its 132 multiprocessors. Gate, up and the gradient of
+# their product are 56 MB each then
 TILE_TOKENS = 2048
 
 
 def split_gate_up(outputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """(gate, up) of two layers' outputs, or of one layer's."""
-    gate, up = outputs if len(outputs) == 2 else outputs[0].chunk(2, dim=-1)
+    """(gate, up) from the outputs of two layers, or from the halves of one."""
+    if len(outputs) == 1:
+        outputs = outputs[0].chunk(2, dim=-1)
+    gate, up = outputs
     return gate, up
 
 
@@ -107,10 +114,10 @@ def _compute_mlp(
     adapters: tuple[CastAdapters | None, CastAdapters | None] = (None, None),
     direct_kernels: bool = False,
 ) -> tuple[list[Tensor], AdapterProducts, AdapterProducts, Tensor]:
-    """(gate and up, what backward needs of them and of down, the output, or no values where it is
-    unused).
+    """(outputs of gate and up, adapter products of gate and up, adapter products of down, output).
 
-    adapters  `_adapters`, where they are cast for all tiles
+    skip_output  the output gets no values: nobody reads it
+    adapters     the result of `_cast_mlp_adapters`, where it serves several tiles
     """
     gate_up, inner = compute_projections(
         x_TK,
@@ -121,21 +128,16 @@ def _compute_mlp(
         direct_kernels=direct_kernels,
     )
     gate, up = split_gate_up(gate_up)
+    down = flat[-FIELDS:]
     if skip_output:
-        weight = flat[-FIELDS]
+        weight = down[WEIGHT]
         assert weight is not None
-        output = placeholder_tensor(
-            (x_TK.shape[0], out_features(weight, states[-1])), x_TK, x_TK.dtype
-        )
-        return (
-            gate_up,
-            inner,
-            _down_adapter_products(gated_op, gate, up, flat[-FIELDS:]),
-            output,
-        )
+        output_shape = (x_TK.shape[0], out_features(weight, states[-1]))
+        output = placeholder_tensor(output_shape, x_TK, x_TK.dtype)
+        return gate_up, inner, _down_adapter_products(gated_op, gate, up, down), output
     (output,), outer = compute_projections(
         gated_product(gated_op, gate, up),
-        flat[-FIELDS:],
+        down,
         scales[-1:],
         states[-1:],
         adapters[1],
@@ -151,15 +153,15 @@ def _compute_mlp_in_tiles(
     scales: Sequence[float],
     states: Sequence[Any],
 ) -> tuple[list[Tensor], AdapterProducts, AdapterProducts, Tensor]:
-    """As `_forward`, a tile of tokens at a time; gate and up are given as tensors that hold
-    nothing.
+    """`_compute_mlp` for one tile of tokens at a time. The outputs of gate and up are placeholders
+    without values.
     """
-    # once for all tiles
+    # adapters are cast and weights dequantised once for all tiles
     adapters = _cast_mlp_adapters(x_TK, flat, states)
     dense_flat = list(flat)
-    dense_flat[0::FIELDS] = [
+    dense_flat[WEIGHT::FIELDS] = [
         base_weight(weight, state, x_TK.dtype)
-        for weight, state in zip(flat[0::FIELDS], states)
+        for weight, state in zip(flat[WEIGHT::FIELDS], states)
         if weight is not None
     ]
     no_states = (None,) * len(states)
@@ -167,7 +169,6 @@ def _compute_mlp_in_tiles(
     outer_xas = list[Tensor]()
     outputs = list[Tensor]()
     for rows in _token_tiles(x_TK.shape[0]):
-        # gate and up of one tile at a time: what this gives is dropped with it
         gate_up, inner, outer, y_TO = _compute_mlp(
             gated_op, x_TK[rows], dense_flat, scales, no_states, adapters=adapters
         )
@@ -175,10 +176,11 @@ def _compute_mlp_in_tiles(
         inner_xas.append(inner[0])
         outer_xas.append(outer[0])
         outputs.append(y_TO)
+        # frees this tile's before the next tile's are computed
         del gate_up, y_TO
-    unwritten_gate_up = [placeholder_tensor((x_TK.shape[0], n), x_TK, x_TK.dtype) for n in widths]
+    placeholders = [placeholder_tensor((x_TK.shape[0], n), x_TK, x_TK.dtype) for n in widths]
     return (
-        unwritten_gate_up,
+        placeholders,
         (torch.cat(inner_xas), *inner[1:]),
         (torch.cat(outer_xas), *outer[1:]),
         torch.cat(outputs),
@@ -188,30 +190,35 @@ def _compute_mlp_in_tiles(
 def _cast_mlp_adapters(
     x_TK: Tensor, flat: Sequence[Tensor | None], states: Sequence[Any]
 ) -> tuple[CastAdapters, CastAdapters]:
-    """A and B as cast down, of gate and up and of down."""
-    widths = [out_features(w, s) for w, s in zip(flat[0::FIELDS], states) if w is not None]
-    features = widths[0] if len(widths) == 3 else widths[0] // 2
+    """(A and B of gate and up, A and B of down), as cast down."""
+    widths = _output_widths(flat, states)
+    inner_features = widths[0] if len(widths) == 3 else widths[0] // 2
     dtype = x_TK.dtype
-    n = -FIELDS
+    inner = flat[:-FIELDS]
+    down = flat[-FIELDS:]
     return (
-        cast_adapters(
-            flat[2:n:FIELDS],
-            flat[3:n:FIELDS],
-            x_TK,
-            x_TK.shape[1],
-            dtype,
-        ),
-        cast_adapters(flat[n + 2 : n + 3], flat[n + 3 : n + 4], x_TK, features, dtype),
+        cast_adapters(inner[A::FIELDS], inner[B::FIELDS], x_TK, x_TK.shape[1], dtype),
+        cast_adapters(down[A::FIELDS], down[B::FIELDS], x_TK, inner_features, dtype),
     )
+
+
+def _output_widths(flat: Sequence[Tensor | None], states: Sequence[Any]) -> list[int]:
+    """Out features of each projection."""
+    return [
+        out_features(weight, state)
+        for weight, state in zip(flat[WEIGHT::FIELDS], states)
+        if weight is not None
+    ]
 
 
 def _down_adapter_products(
     gated_op: Gated, gate_TI: Tensor, up_TI: Tensor, flat: Sequence[Tensor | None]
 ) -> AdapterProducts:
-    """What backward needs of down: its input's product with A, made tile by tile on a GPU, where
-    each tile fills the device.
+    """h Aᵀ, with A and B as cast down; on a GPU one tile at a time, as each tile fills the device.
+
+    flat  the tensors of down
     """
-    if flat[4] is not None or not uses_fused_kernel(gate_TI) or gate_TI.shape[0] <= TILE_TOKENS:
+    if flat[KEEP] is not None or not uses_fused_kernel(gate_TI) or gate_TI.shape[0] <= TILE_TOKENS:
         return adapter_products(gated_product(gated_op, gate_TI, up_TI), flat)
     tiles = [
         adapter_products(gated_product(gated_op, gate_TI[rows], up_TI[rows]), flat)
@@ -239,23 +246,19 @@ def _down_gradients(
     tiled: bool,
     direct_kernels: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-    """(gradient of gate's output, of up's, whose product down's input is, those of down's tensors).
+    """(gradient of gate's output, gradient of up's output, gradients of down's tensors).
 
-    tiled   gate and up are the caller's to overwrite
+    ha     h Aᵀ
+    tiled  the gradients of gate and up may be written over them, a tile of tokens at a time
     """
     compute_dy_TK = dy_TK.to(compute)
     slices = rank_slices([b])
     keeps = None if keep is None else [keep]
     dha_TR = branch_gradient([compute_dy_TK], [b], [scale], ha_TR, direct_kernels=direct_kernels)
-    if (
-        not (
-            tiled
-            and uses_fused_kernel(gate_TI)
-            and gate_TI.is_contiguous()
-            and up_TI.is_contiguous()
-        )
-        or needs[0]
-    ):
+    can_overwrite = (
+        tiled and uses_fused_kernel(gate_TI) and gate_TI.is_contiguous() and up_TI.is_contiguous()
+    )
+    if needs[WEIGHT] or not can_overwrite:
         dh_TI = input_gradient(
             dha_TR,
             a_RI,
@@ -283,7 +286,7 @@ def _down_gradients(
             direct_kernels=direct_kernels,
         )
         return dgate_TI, dup_TI, grads
-    # widened once for all tiles; a kept copy of a recompute is this one
+    # dequantised once for all tiles; the copy that a recompute shares serves here
     dense_weight = base_weight(weight, state, compute)
     da_fp32: Tensor | None = None
     for rows in _token_tiles(gate_TI.shape[0]):
@@ -299,13 +302,17 @@ def _down_gradients(
             direct_kernels=direct_kernels,
         )
         _, _, h_TI = gated_gradients_(gated_op, gate_TI[rows], up_TI[rows], dh_TI)
-        if needs[2]:
+        if needs[A]:
             tile_da_fp32 = product_fp32(dha_TR[rows], h_TI)
-            da_fp32 = tile_da_fp32 if da_fp32 is None else da_fp32.add_(tile_da_fp32)
-        # before the next tile's are made
+            if da_fp32 is None:
+                da_fp32 = tile_da_fp32
+            else:
+                da_fp32.add_(tile_da_fp32)
+        # frees this tile's before the next tile's are computed
         del dh_TI, h_TI
-    # bias and B read dy and x Aᵀ alone
-    needs_small = (needs[0], needs[1], False, needs[3], needs[4])
+    # the gradients of the bias and of B read dy and h Aᵀ alone
+    needs_small = list(needs)
+    needs_small[A] = False
     grads = tensor_gradients(
         None,
         ha_TR,
@@ -320,31 +327,31 @@ def _down_gradients(
         direct_kernels=direct_kernels,
     )
     if da_fp32 is not None:
-        assert leaf_dtypes[2] is not None
-        grads[2] = da_fp32.to(leaf_dtypes[2])
+        a_dtype = leaf_dtypes[A]
+        assert a_dtype is not None
+        grads[A] = da_fp32.to(a_dtype)
     return gate_TI, up_TI, grads
 
 
 def _can_recompute_from_x(flat: Sequence[Tensor | None], needs: Sequence[bool]) -> bool:
-    """Whether `_gradients_from_x` computes all that is wanted: of x, and of fp32 adapters, whose
-    sums over tiles are rounded once.
+    """Whether `_gradients_from_x` computes every gradient that is needed: of x and of the adapters.
+    The adapters are fp32, so that the sums over tiles are rounded once.
     """
-    adapters = [t for t in (*flat[2::FIELDS], *flat[3::FIELDS]) if t is not None]
-    frozen = not any(needs[0::FIELDS]) and all(bias is None for bias in flat[1::FIELDS])
-    return (
-        frozen and needs_input(needs[:-FIELDS]) and all(t.dtype == torch.float32 for t in adapters)
-    )
+    if any(needs[WEIGHT::FIELDS]) or not are_all_none(flat[BIAS::FIELDS]):
+        return False
+    adapters = [t for t in (*flat[A::FIELDS], *flat[B::FIELDS]) if t is not None]
+    return needs_input(needs[:-FIELDS]) and all(t.dtype == torch.float32 for t in adapters)
 
 
 def _save_adapters_only(
     x_TK: Tensor, flat: Sequence[Tensor | None], states: Sequence[Any]
 ) -> tuple[list[Tensor], AdapterProducts, AdapterProducts, Tensor]:
-    """What a recompute saves for a backward that starts at x: only A and B as cast down. Backward
-    computes every tensor of token size.
+    """What a recompute saves for `_gradients_from_x`, in the form of `_compute_mlp`'s result: A and
+    B as cast down. All tensors of token size are placeholders without values.
     """
     tokens = x_TK.shape[0]
     dtype = x_TK.dtype
-    widths = [out_features(w, s) for w, s in zip(flat[0::FIELDS], states) if w is not None]
+    widths = _output_widths(flat, states)
     (a_RK, inner_b), (a_RI, outer_b) = _cast_mlp_adapters(x_TK, flat, states)
     gate_up = [placeholder_tensor((tokens, width), x_TK, dtype) for width in widths[:-1]]
     xa_TR, ha_TR = (placeholder_tensor((tokens, a.shape[0]), x_TK, dtype) for a in (a_RK, a_RI))
@@ -369,16 +376,18 @@ def _gradients_from_x(
     leaf_dtypes: Sequence[torch.dtype | None],
     x_dtype: torch.dtype | None,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """(gradient of x, or None where it has no dtype; those of every tensor): the backward of the
-    three layers from x on, where gate, up, their gradients and the product exist for one tile of
-    tokens at a time. wide: weights in the products' dtype.
+    """(gradient of x, gradients of the flat list's tensors): the backward of the three layers from
+    x on. Gate, up, their gradients and h exist for one tile of tokens at a time.
+
+    dense_weights  the weights, dequantised, in the dtype of the products
+    x_dtype        of x's gradient; None where none is needed
     """
     n = len(b_matrices) - 1
     slices = rank_slices(b_matrices[:-1])
     down_slices = rank_slices(b_matrices[-1:])
     flat: list[Tensor | None] = []
-    for weight, b, part in zip(dense_weights, b_matrices[:-1], slices):
-        flat += [weight, None, None if b is None else a_RK[part], b, None]
+    for weight, b, ranks in zip(dense_weights, b_matrices[:-1], slices):
+        flat += [weight, None, None if b is None else a_RK[ranks], b, None]
     no_states: tuple[None, ...] = (None,) * n
     totals: list[Tensor | None] = [None] * len(needs)
     if x_dtype is None:
@@ -396,7 +405,10 @@ def _gradients_from_x(
         )
         dh = input_gradient(dha, a_RI, [dy], dense_weights[-1:], [None], None, down_slices, x.dtype)
         dgate, dup, h = gated_gradients_(gated_op, *split_gate_up(gate_up), dh)
-        ha = scaled_product(h, a_RI.t()) if a_RI.shape[0] else h[:, :0]
+        if a_RI.shape[0]:
+            ha = scaled_product(h, a_RI.t())
+        else:
+            ha = h[:, :0]
         down_grads = tensor_gradients(
             h,
             ha,
@@ -409,7 +421,9 @@ def _gradients_from_x(
             needs[-FIELDS:],
             leaf_dtypes[-FIELDS:],
         )
-        dys = [dgate, dup] if n == 2 else [torch.cat((dgate, dup), -1)]
+        dys = [dgate, dup]
+        if n == 1:
+            dys = [torch.cat(dys, -1)]
         dxa = branch_gradient(dys, b_matrices[:-1], scales[:-1], xa)
         inner_grads = tensor_gradients(
             x,
@@ -430,13 +444,13 @@ def _gradients_from_x(
             dx_TK[rows] = input_gradient(
                 dxa, a_RK, dys, dense_weights[:-1], no_states, None, slices, dx_TK.dtype
             )
-        # before the next tile's are made
+        # frees this tile's before the next tile's are computed
         del gate_up, dh, dgate, dup, h, dys
     return dx_TK, totals
 
 
 class LoraMlp(torch.autograd.Function):
-    """`lora_mlp`; tensors come flat, TENSORS a projection, down's last."""
+    """`lora_mlp` in given dtypes; `flat` has FIELDS tensors a projection, down's last."""
 
     @staticmethod
     def forward(
@@ -449,7 +463,9 @@ class LoraMlp(torch.autograd.Function):
         *flat: Tensor | None,
     ) -> Tensor:
         needs = ctx.needs_input_grad[5:]
-        x_TK = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        x_TK = x
+        if x.dim() != 2:
+            x_TK = x.reshape(-1, x.shape[-1])
         ctx.owns_gate_up = False
         skip_output = False
         compute = dtypes.compute
@@ -459,16 +475,15 @@ class LoraMlp(torch.autograd.Function):
         direct_kernels = can_call_kernels_directly(compute, x)
         with disable_autocast() if direct_kernels else autocast_off(x):
             x_TK = x_TK if x_TK.dtype == compute else x_TK.to(compute)
-            # the layer will run again, so that what is saved now is dropped: gate, up and product
-            # exist for one tile at a time
-            tiled = (
+            can_tile = (
                 x_TK.shape[0] > TILE_TOKENS
                 and uses_fused_kernel(x_TK)
-                and are_all_none(flat[4::FIELDS])
+                and are_all_none(flat[KEEP::FIELDS])
             )
-            if tiled and skip_output and _can_recompute_from_x(flat, needs):
+            if can_tile and skip_output and _can_recompute_from_x(flat, needs):
                 gate_up, inner, outer, y_TO = _save_adapters_only(x_TK, flat, states)
-            elif tiled and ctx.owns_gate_up:
+            elif can_tile and ctx.owns_gate_up:
+                # the layer will run again, and what is saved now is dropped
                 gate_up, inner, outer, y_TO = _compute_mlp_in_tiles(
                     gated_op, x_TK, flat, scales, states
                 )
@@ -493,10 +508,16 @@ class LoraMlp(torch.autograd.Function):
             *gate_up,
             *inner_b,
             *outer_b,
-            *flat[0::FIELDS],
-            *flat[4::FIELDS],
+            *flat[WEIGHT::FIELDS],
+            *flat[KEEP::FIELDS],
         )
-        ctx.settings = gated_op, scales, states, compute, x.shape, x.dtype, direct_kernels
+        ctx.gated_op = gated_op
+        ctx.scales = scales
+        ctx.states = states
+        ctx.compute = compute
+        ctx.x_shape = x.shape
+        ctx.x_dtype = x.dtype
+        ctx.direct_kernels = direct_kernels
         ctx.leaf_dtypes = [None if t is None else t.dtype for t in flat]
         if x.dim() == 2:
             return y_TO
@@ -506,25 +527,29 @@ class LoraMlp(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             refuse_second_derivative("lora_mlp")
-        gated_op, scales, states, compute, x_shape, x_dtype, direct_kernels = ctx.settings
+        gated_op = ctx.gated_op
+        scales = ctx.scales
+        states = ctx.states
+        compute = ctx.compute
+        needs_x = ctx.needs_input_grad[0]
         needs = ctx.needs_input_grad[5:]
         leaf_dtypes = ctx.leaf_dtypes
-        direct_kernels = direct_kernels and not torch._C._len_torch_dispatch_stack()
-        x_TK, xa_TR, a_RK, ha_TR, a_RI, *rest = ctx.saved_tensors
+        direct_kernels = ctx.direct_kernels and not torch._C._len_torch_dispatch_stack()
+        x_TK, xa_TR, a_RK, ha_TR, a_RI, *saved = ctx.saved_tensors
         n = len(scales) - 1
-        gate_up = rest[:n]
-        b_matrices = rest[n : 2 * n + 1]
-        weights = rest[2 * n + 1 : 3 * n + 2]
-        keeps = rest[3 * n + 2 :]
+        gate_up = saved[:n]
+        b_matrices = saved[n : 2 * n + 1]
+        weights = saved[2 * n + 1 : 3 * n + 2]
+        keeps = saved[3 * n + 2 :]
         inner_keeps = None if are_all_none(keeps[:-1]) else keeps[:-1]
         with disable_autocast() if direct_kernels else autocast_off(dy):
+            dx = None
             dy_TK = dy.reshape(-1, dy.shape[-1])
             if x_TK is not None and x_TK.shape[0] > 0 and gate_up[0].stride(-1) == 0:
-                # the recompute has left gate and up out
+                # placeholders: the recompute left gate and up out
                 dense_weights = [
                     base_weight(weight, state, compute) for weight, state in zip(weights, states)
                 ]
-                x_dtype = x_dtype if ctx.needs_input_grad[0] else None
                 dx_TK, grads = _gradients_from_x(
                     gated_op,
                     x_TK,
@@ -536,16 +561,11 @@ class LoraMlp(torch.autograd.Function):
                     scales,
                     needs,
                     leaf_dtypes,
-                    x_dtype,
+                    ctx.x_dtype if needs_x else None,
                 )
-                return (
-                    None if dx_TK is None else dx_TK.view(x_shape),
-                    None,
-                    None,
-                    None,
-                    None,
-                    *grads,
-                )
+                if dx_TK is not None:
+                    dx = dx_TK.view(ctx.x_shape)
+                return dx, None, None, None, None, *grads
             dgate_TI, dup_TI, down_grads = _down_gradients(
                 gated_op,
                 *split_gate_up(gate_up),
@@ -563,7 +583,9 @@ class LoraMlp(torch.autograd.Function):
                 tiled=ctx.owns_gate_up and keeps[-1] is None and n == 2,
                 direct_kernels=direct_kernels,
             )
-            dys = [dgate_TI, dup_TI] if n == 2 else [torch.cat((dgate_TI, dup_TI), -1)]
+            dys = [dgate_TI, dup_TI]
+            if n == 1:
+                dys = [torch.cat(dys, -1)]
             slices = rank_slices(b_matrices[:-1])
             dxa_TR = branch_gradient(
                 dys, b_matrices[:-1], scales[:-1], xa_TR, direct_kernels=direct_kernels
@@ -581,8 +603,7 @@ class LoraMlp(torch.autograd.Function):
                 leaf_dtypes[:-FIELDS],
                 direct_kernels=direct_kernels,
             )
-            dx = None
-            if ctx.needs_input_grad[0]:
+            if needs_x:
                 dx = input_gradient(
                     dxa_TR,
                     a_RK,
@@ -591,9 +612,9 @@ class LoraMlp(torch.autograd.Function):
                     states[:-1],
                     inner_keeps,
                     slices,
-                    x_dtype,
+                    ctx.x_dtype,
                     direct_kernels=direct_kernels,
-                ).view(x_shape)
+                ).view(ctx.x_shape)
         return dx, None, None, None, None, *inner_grads, *down_grads
 
 
@@ -616,7 +637,7 @@ def lora_mlp(
     ->      Y[*n K]   the one dtype that all three layers compute and answer in
     grads   each in its tensor's dtype; adapter gradients are summed in fp32
 
-    is_eager  it is neither under torch.func nor in a graph
+    is_eager  the call is neither under torch.func nor in a graph
     """
     assert not dtypes.fp32_branch
     assert dtypes.output == dtypes.compute
@@ -624,8 +645,7 @@ def lora_mlp(
     keep = None
     scale = down.scale
     if down.dropout:
-        # the product that is dropped from is not made yet: of it only the shape and the device
-        # count
+        # h is not computed yet: its mask needs the shape and the device alone
         keep = draw_dropout_mask(
             torch.empty((*x.shape[:-1], down.in_features), dtype=torch.bool, device=x.device),
             down.dropout,
@@ -642,10 +662,10 @@ def lora_mlp(
 
 
 def mlp_fusion_blocker(layers: Sequence[Any]) -> str | None:
-    """Why these layers (gate, up, down; or gate and up in one, down) do not run as one function, or
-    None.
+    """Why these layers (gate, up, down; or gate and up in one, down) do not run as one function;
+    None where they do.
     """
-    adapted_layers = 0
+    has_adapter = False
     for layer in layers:
         if has_hooks(layer):
             return "a hook on a layer"
@@ -653,17 +673,19 @@ def mlp_fusion_blocker(layers: Sequence[Any]) -> str | None:
             if not is_fused(layer):
                 return "a LoRA layer that is not fused"
             reason = fusion_blocker(layer)
-            adapted_layers += 1
+            has_adapter = True
         else:
             reason = unadapted_layer_blocker(layer)
         if reason is not None:
             return reason
-    return None if adapted_layers else "no LoRA layer"
+    if not has_adapter:
+        return "no LoRA layer"
+    return None
 
 
 def run_gated_mlp(layers: Sequence[Any], x: Tensor, gated_op: Gated) -> Tensor | None:
-    """down(activation(gate(x)) * up(x)) in one function, or None where the layers have to be
-    called: always PEFT's result.
+    """down(activation(gate(x)) * up(x)) in one function, with PEFT's result; None where the layers
+    have to be called one by one.
     """
     in_graph = torch.compiler.is_dynamo_compiling()
     if not x.dtype.is_floating_point:
@@ -682,15 +704,15 @@ def run_gated_mlp(layers: Sequence[Any], x: Tensor, gated_op: Gated) -> Tensor |
         attributes = layer.__dict__
         # `fuse_lora` puts its forward on LoRA layers only
         if FUSED in attributes and attributes.get("forward") is attributes[FUSED]:
-            projection_ = read_projection(layer, x, in_graph=in_graph)
+            projection = read_projection(layer, x, in_graph=in_graph)
             has_adapter = True
-            if projection_ is None:
+            if projection is None:
                 return None
         elif is_lora(layer) or unadapted_layer_blocker(layer) is not None:
             return None
         else:
-            projection_ = read_unadapted_projection(layer)
-        projections.append(projection_)
+            projection = read_unadapted_projection(layer)
+        projections.append(projection)
     if not has_adapter:
         return None
     *inner, down = projections

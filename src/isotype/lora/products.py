@@ -1,10 +1,10 @@
-"""The adapters' own products, one of whose dimensions is a rank: by C++ kernels for bf16 on a CPU
-that multiplies it, else PyTorch's.
+"""The adapters' own products, in which one dimension is a rank: by C++ kernels for bf16 on a CPU
+with instructions for it, else by PyTorch.
 
-A kernel reads each large operand once, sums in fp32 and rounds a result once. An adapter's gradient
-is summed and returned in fp32 though its operands are narrow. On a CPU PyTorch has no such product;
-without the kernels it is made of two (bf16) or in blocks of rows (fp16), so that no activation is
-widened whole.
+A kernel reads each large operand once, sums in fp32 and rounds the result once. The gradient of an
+adapter is summed and returned in fp32 while its operands are narrow. PyTorch has no such product on
+a CPU: without the kernels it takes two products (bf16) or works in blocks of rows (fp16), so that
+no activation is widened whole.
 
 T tokens, M and N features, R ranks.
 """
@@ -22,17 +22,17 @@ from ..ops.backend import PLAIN_TENSOR_TYPES, arithmetic_dtype, forced_path, has
 from ..ops.cpp import CppKernels, fallbacks
 from ..ops.library import library_op
 
-# Elements of one block of rows once widened: 1 MiB in fp32, which a core's own cache holds;
-# elsewhere 256 MiB, one block for most layers, since each is a launch.
+# Elements of one widened block of rows. On a CPU 1 MiB in fp32, which fits a core's own cache; on a
+# GPU 256 MiB, one block for most layers, since each block is a launch
 BLOCK_ELEMENTS_CPU = 2**18
 BLOCK_ELEMENTS_GPU = 2**26
 
-# Below this many elements the call overhead of a bf16 product dominates: 128 x (256 + 16) widened
-# take 25 us, in two terms 46; 256 x (512 + 16) take 94 and 78.
+# Below this many elements the overhead of a bf16 product's call dominates: 128 x (256 + 16) take 25
+# us widened and 46 us in two terms; 256 x (512 + 16) take 94 and 78
 SMALL_ELEMENTS = 2**16
 
-# Up to this rank a kernel is no slower than PyTorch's product: 2048 x 768 at rank 64 0.52 and 0.53
-# ms, at 256 2.4 and 2.0.
+# Up to this rank a kernel is no slower than PyTorch's product: 2048 x 768 take 0.52 and 0.53 ms at
+# rank 64, 2.4 and 2.0 ms at rank 256
 MAX_KERNEL_RANK = 64
 
 
@@ -48,14 +48,14 @@ KERNELS = CppKernels(
     gradient="pppiiiiiiif",
 )
 
-# the answer of `native`, for graphs: Dynamo cannot trace the question
+# the result of `kernels_available` for graphs: Dynamo cannot trace its calls
 _availability_for_graphs: dict[str, bool] = {}
 
 
 @cache
 def kernels_available() -> bool:
-    """Whether the kernels can run: they are built, this processor multiplies bf16, and the compiler
-    supports its instructions.
+    """Whether the kernels can run here: they are built, the processor has AVX512-BF16, and the
+    compiler supports it.
     """
     if KERNELS.loaded():
         _availability_for_graphs["native"] = KERNELS.native()
@@ -63,28 +63,25 @@ def kernels_available() -> bool:
 
 
 def kernels_unavailable_reason() -> str:
-    """Why PyTorch's products run on this CPU instead, or ""."""
+    """Why PyTorch's products run on this CPU instead of the kernels, or ""."""
     if kernels_available():
         return ""
     return fallbacks().get(KERNELS.op, "no AVX512-BF16 in this processor, or in its compiler")
 
 
 def can_run_kernels(x: Tensor) -> bool:
-    """Whether the kernels take bf16 operands on x's device: a CPU with AVX512-BF16, for which a
-    compiler has built them.
-    """
+    """Whether the kernels compute products of x: bf16 on a CPU where they are available."""
     if x.dtype is not torch.bfloat16 or not x.is_cpu:
         return False
     if torch.compiler.is_dynamo_compiling():
         return _availability_for_graphs.get("native", False)
-    # a graph cannot read which path is asked for
+    # a graph cannot read which path is forced
     return kernels_available() and (torch.compiler.is_compiling() or forced_path() in (None, "cpp"))
 
 
 def can_call_kernels_directly(dtype: torch.dtype, x: Tensor) -> bool:
-    """Whether the products of x in `dtype` call the kernels past PyTorch's dispatcher: where
-    nothing looks at operators, as an observer, a plan or a compiler does. Asked once for all
-    products of a function.
+    """Whether products of x in `dtype` may call the kernels past PyTorch's dispatcher: where no
+    observer, plan or compiler watches operators. A function calls this once for all its products.
     """
     if dtype is not torch.bfloat16 or not x.is_cpu or torch.compiler.is_dynamo_compiling():
         return False
@@ -119,14 +116,14 @@ def _gradient(left_TM: Tensor, right_TN: Tensor, scale: float) -> Tensor:
     return gradient_product(left_TM, right_TN, scale, torch.float32, direct_kernels=True)
 
 
-# --- products. now: what `at_once` says of them; the kernels' operands have adjacent rows or, of a
-# rank's matrix, columns
+# --- products. direct_kernels: the result of `can_call_kernels_directly`. The kernels need adjacent
+# elements in each row of an operand; of a matrix with ranks, in each row or column
 
 
 def scaled_product(
     left: Tensor, right: Tensor, scale: float = 1.0, *, direct_kernels: bool = False
 ) -> Tensor:
-    """scale * left @ right in their dtype, where right has a rank's columns; the sum is scaled
+    """scale * left @ right in their dtype, where right has ranks as its columns. The sum is scaled
     before it is rounded.
 
     left    F[T N]
@@ -134,8 +131,10 @@ def scaled_product(
     """
     features, ranks = right.shape
     if direct_kernels and ranks <= MAX_KERNEL_RANK:
-        left = left if left.stride(1) == 1 else left.contiguous()
-        right = right if 1 in right.stride() else right.contiguous()
+        if left.stride(1) != 1:
+            left = left.contiguous()
+        if 1 not in right.stride():
+            right = right.contiguous()
         out = left.new_empty((left.shape[0], ranks))
         threads = torch.get_num_threads()
         KERNELS.calls["shrink"](
@@ -161,7 +160,7 @@ def scaled_product(
 
 
 def can_add_in_one_pass(dtype: torch.dtype, left_TR: Tensor, right_RN: Tensor) -> bool:
-    """Whether `add_product_` onto a sum of this dtype adds left @ right unrounded, in one pass."""
+    """Whether `add_product_` onto a sum of this dtype adds left @ right unrounded, by a kernel."""
     return (
         dtype == left_TR.dtype
         and 0 < right_RN.shape[0] <= MAX_KERNEL_RANK
@@ -177,11 +176,13 @@ def add_product_(
     *,
     direct_kernels: bool = False,
 ) -> Tensor:
-    """y + scale * left @ right in place, in their one dtype: the sum is rounded once."""
+    """y + scale * left @ right in place, in their common dtype. The sum is rounded once."""
     ranks = right_RN.shape[0]
     if direct_kernels and 0 < ranks <= MAX_KERNEL_RANK:
-        left_TR = left_TR if left_TR.stride(1) == 1 else left_TR.contiguous()
-        right_RN = right_RN if 1 in right_RN.stride() else right_RN.contiguous()
+        if left_TR.stride(1) != 1:
+            left_TR = left_TR.contiguous()
+        if 1 not in right_RN.stride():
+            right_RN = right_RN.contiguous()
         rows, columns = y_TN.shape
         assert y_TN.stride(1) == 1
         KERNELS.calls["expand"](
@@ -199,9 +200,9 @@ def add_product_(
             torch.get_num_threads(),
         )
         return y_TN
-    # A graph's y is a product's result. Dynamo cannot answer for strides in a backward: it traces
-    # that again, and the autocast that was switched off around it stays off for what follows (torch
-    # 2.13)
+    # In a graph y is always the result of a product, so its strides need no check. Dynamo cannot
+    # read strides in a backward: it traces that backward again, and autocast stays off afterwards
+    # (torch 2.13)
     if can_add_in_one_pass(y_TN.dtype, left_TR, right_RN) and (
         torch.compiler.is_dynamo_compiling() or y_TN.stride(-1) == 1
     ):
@@ -218,19 +219,21 @@ def gradient_product(
     *,
     direct_kernels: bool = False,
 ) -> Tensor:
-    """scale * leftᵀ @ right in `dtype`, rounded once: through fp32 only where `dtype` can hold more
-    than the operands' own.
+    """scale * leftᵀ @ right in `dtype`, rounded once: by an fp32 product where `dtype` is wider than
+    the operands.
     """
     if dtype == left_TM.dtype and scale == 1.0:
         return left_TM.t() @ right_TN
     if not direct_kernels:
         return product_fp32(left_TM, right_TN, scale).to(dtype)
-    left_TM = left_TM if left_TM.stride(1) == 1 else left_TM.contiguous()
-    right_TN = right_TN if right_TN.stride(1) == 1 else right_TN.contiguous()
+    if left_TM.stride(1) != 1:
+        left_TM = left_TM.contiguous()
+    if right_TN.stride(1) != 1:
+        right_TN = right_TN.contiguous()
     tokens, left_features = left_TM.shape
     right_features = right_TN.shape[1]
     out_MN = left_TM.new_empty((left_features, right_features), dtype=torch.float32)
-    # the kernel's ranks are the narrower side
+    # the kernel takes the narrower side as its ranks
     if left_features <= right_features:
         large = right_TN
         small = left_TM
@@ -252,12 +255,14 @@ def gradient_product(
         scale,
         torch.get_num_threads(),
     )
-    return out_MN if dtype is torch.float32 else out_MN.to(dtype)
+    if dtype is torch.float32:
+        return out_MN
+    return out_MN.to(dtype)
 
 
 def product_fp32(left_TM: Tensor, right_TN: Tensor, scale: float = 1.0) -> Tensor:
-    """scale * leftᵀ @ right, summed and returned in fp32 (fp64 for fp64): an adapter's gradient
-    without a rounding to 8 bits.
+    """scale * leftᵀ @ right, summed and returned in fp32 (fp64 for fp64): the gradient of an adapter
+    without rounding to bf16.
 
     Relative error of bf16 operands (2048 tokens, rank 16): 1e-7 on a GPU, 4e-7 by the kernels,
     2.5e-6 in two terms, 1.7e-3 for a bf16 result.
@@ -270,7 +275,9 @@ def product_fp32(left_TM: Tensor, right_TN: Tensor, scale: float = 1.0) -> Tenso
     if can_run_kernels(left_TM):
         return _gradient(left_TM, right_TN, scale)
     product_MN = _product_fp32(left_TM, right_TN)
-    return product_MN if scale == 1.0 else product_MN.mul_(scale)
+    if scale != 1.0:
+        product_MN.mul_(scale)
+    return product_MN
 
 
 def _product_fp32(left_TM: Tensor, right_TN: Tensor) -> Tensor:
@@ -307,21 +314,25 @@ def row_blocks(rows: int, width: int, device: torch.device) -> Iterator[slice]:
     """Slices over `rows`, each of about BLOCK_ELEMENTS elements at `width` elements a row; one
     slice inside a compiled graph.
     """
-    elements = BLOCK_ELEMENTS_CPU if planned_device_type(device) == "cpu" else BLOCK_ELEMENTS_GPU
-    step = rows if torch.compiler.is_compiling() else max(elements // max(width, 1), 16)
+    if torch.compiler.is_compiling():
+        step = rows
+    elif planned_device_type(device) == "cpu":
+        step = max(BLOCK_ELEMENTS_CPU // max(width, 1), 16)
+    else:
+        step = max(BLOCK_ELEMENTS_GPU // max(width, 1), 16)
     # at least one step, so that an empty batch takes the same path
     return (slice(start, start + step) for start in range(0, max(rows, 1), max(step, 1)))
 
 
-# --- A and B in the dtype of the products. Autograd does not see the cast: the fused functions are
-# given the matrices themselves, and return gradients in their dtype
+# --- A and B in the dtype of the products. Autograd does not see the cast: the fused functions take
+# the matrices themselves and return gradients in their dtype
 
 
 def should_recast_adapters(x: Tensor) -> bool:
-    """Whether backward gets A and B themselves, and casts them again: on a GPU each cast is a
-    launch, and they are kept as cast.
+    """Whether backward gets A and B themselves and casts them again. On a GPU each cast is a launch:
+    there backward gets the casts.
     """
-    return planned_device_type(x.device) == "cpu"
+    return x.is_cpu or planned_device_type(x.device) == "cpu"
 
 
 def cast_adapters(
@@ -331,7 +342,7 @@ def cast_adapters(
     features: int,
     dtype: torch.dtype,
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Every A in one tensor, and each B, in the products' dtype; no rows where there is no A: then
+    """(every A in one tensor, each B), in `dtype`. The tensor has no rows where there is no A, and is
     on the device of `like`.
     """
     low_a: list[Tensor] = []
@@ -342,4 +353,6 @@ def cast_adapters(
         low_b.append(None if b is None else b.to(dtype))
     if not low_a:
         return torch.empty(0, features, dtype=dtype, device=like.device), low_b
-    return low_a[0] if len(low_a) == 1 else torch.cat(low_a), low_b
+    if len(low_a) == 1:
+        return low_a[0], low_b
+    return torch.cat(low_a), low_b

@@ -1,13 +1,15 @@
-"""A packed weight: its product, the copy that backward needs, and linear layers over both.
+"""Packed weights: their product, the dequantised copy that backward needs, and linear layers over
+both.
 
-A packed weight is a tensor with a state that has its shape and can widen it (`ops.packed`):
-bitsandbytes' 4 bits, and whatever a checkpoint was published in. Nothing here knows a format.
+A packed weight is a tensor with a state that has its shape and can dequantise it (`ops.packed`):
+bitsandbytes' 4 bits, or the format in which a checkpoint was published. Nothing here depends on a
+format.
 
-A weight is widened once for forward's product and once for backward's. Under gradient checkpointing
-on a CPU the recompute's copy is kept for the backward that follows it, and goes with it: three
-copies become two, for one layer's weights held wide while that layer is worked on. On a GPU
-widening is one launch at 85% of the bandwidth, 1% of a step of Llama-3.1-8B's for 318 MB held: it
-is done again.
+A weight is dequantised once for the product of forward and once for that of backward. Under gradient
+checkpointing on a CPU the recompute's copy serves the backward that follows it, and is freed with
+it: a step makes two copies instead of three, and one layer's weights are held dequantised
+meanwhile. On a GPU dequantising is one launch at 85% of the bandwidth, 1% of a step of
+Llama-3.1-8B; a copy would hold 318 MB, so backward dequantises again.
 
 T tokens, K in features, O out features.
 """
@@ -28,7 +30,7 @@ _SHARED_COPY = "_isotype_wide"
 
 
 class DroppedOnCopy:
-    """Belongs to one layer, and is None in a copy or a pickle of it."""
+    """A value that belongs to one layer: copies and pickles of the layer have None in its place."""
 
     __slots__ = ()
 
@@ -40,7 +42,7 @@ class DroppedOnCopy:
 
 
 class SharedCopy(DroppedOnCopy):
-    """A widened weight that is stored for `remaining_uses` backward products."""
+    """A dequantised weight, kept for `remaining_uses` products of backward."""
 
     def __init__(self, weight: Tensor, packed: Tensor) -> None:
         self.weight = weight
@@ -56,9 +58,11 @@ class SharedCopy(DroppedOnCopy):
 
 
 def packed_product(x_TK: Tensor, packed: Tensor, state: Any, bias: Tensor | None) -> Tensor:
-    """x @ Wᵀ + bias in x's dtype: with a copy that backward will use too in a recompute, else with
-    the weight widened for it. bitsandbytes' 4 bits have kernels of their own on a CPU, and for the
-    single row of a generated token, which need no copy of the weight.
+    """x @ Wᵀ + bias in x's dtype, with the weight dequantised; in a recompute on a CPU with the copy
+    that backward uses too.
+
+    bitsandbytes has kernels for its 4 bits that need no copy: on a CPU, and for the single row of a
+    generated token.
     """
     if is_recomputing() and not uses_fused_kernel(packed):
         return F.linear(x_TK, _use_shared_copy(packed, state, x_TK.dtype), bias)
@@ -73,7 +77,7 @@ def packed_product(x_TK: Tensor, packed: Tensor, state: Any, bias: Tensor | None
 
 
 def dequantise_weight(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
-    """W in `dtype`, as the forward product used it; a copy that a recompute has left is taken.
+    """W in `dtype`, as the forward product used it: the recompute's copy where there is one.
 
     packed  uint8[...]
     ->      dtype[O K]
@@ -93,8 +97,8 @@ def bias_gradient(dy_TO: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def is_recomputing() -> bool:
-    """Whether a forward runs inside a backward: then it is a checkpoint's, and its backward
-    follows.
+    """Whether this forward runs inside a backward: then it is a checkpoint's recompute, and its own
+    backward follows.
     """
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
@@ -105,12 +109,12 @@ def _use_shared_copy(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
         copy = SharedCopy(widen(packed, state, dtype), packed)
         setattr(state, _SHARED_COPY, copy)
 
-        # the engine holds the callback until the whole backward has ended, and with it every
-        # layer's copy if it named one
+        # weak: the engine holds the callback until the whole backward ends, and would hold every
+        # layer's copy until then
         copy_reference = weakref.ref(copy)
 
         def drop_copy() -> None:
-            # an output that nobody used has no backward
+            # the backward of an unused output never runs
             if (
                 copy_reference() is not None
                 and getattr(state, _SHARED_COPY, None) is copy_reference()
@@ -129,9 +133,12 @@ class LinearPacked(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, packed: Tensor, bias: Tensor | None, state: Any) -> Tensor:
         ctx.save_for_backward(packed if ctx.needs_input_grad[0] else None)
         ctx.state = state
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.bias_dtype = None
+        if bias is not None:
+            ctx.bias_dtype = bias.dtype
+            bias = bias.to(x.dtype)
         with autocast_off(x):
-            return packed_product(x, packed, state, None if bias is None else bias.to(x.dtype))
+            return packed_product(x, packed, state, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -147,9 +154,9 @@ class LinearPacked(torch.autograd.Function):
 
 
 def forward_4bit(self: Any, x: Tensor) -> Tensor:
-    """In place of the forward of bitsandbytes' 4-bit layer, with its result. That one repacks the
-    weight on a CPU's first forward without gradients and never unpacks it, rewrites a bias to the
-    compute dtype, and widens the weight once more in backward.
+    """Replaces the forward of bitsandbytes' 4-bit layer, with the same result. That forward repacks
+    the weight on a CPU in its first call without gradients and never unpacks it, casts the stored
+    bias to the compute dtype, and dequantises the weight once more in backward.
     """
     if packed_state_blocker(self) is not None:
         output: Tensor = type(self).forward(self, x)
@@ -163,15 +170,16 @@ def forward_4bit(self: Any, x: Tensor) -> Tensor:
 
 
 def fix_compute_dtype(layer: Any, x: Tensor) -> None:
-    """bitsandbytes' layer adopts the first input's dtype permanently if it was given none."""
+    """Fixes the compute dtype as bitsandbytes' layer does: that of its first input, where none was
+    set.
+    """
     layer.set_compute_type(x)
     layer.compute_type_is_set = True
 
 
 class PackedWeight(nn.Parameter):
-    """The bytes of a packed weight, uint8[n], frozen, with `quant_state`. As bytes no cast to
-    another float reaches them, and no program takes an fp8 weight for one that may be cast or added
-    to.
+    """The bytes of a packed weight, uint8[n], frozen, with its `quant_state`. As bytes they are safe
+    from casts of floating tensors, and no program adds to an fp8 weight.
     """
 
     quant_state: PackedState
@@ -185,8 +193,8 @@ class PackedWeight(nn.Parameter):
 
     @property
     def ds_shape(self) -> torch.Size:
-        """The weight's own shape, by the name under which PEFT looks for it where a parameter has
-        another one, as DeepSpeed's parts do.
+        """The shape of the weight. PEFT reads it under this name where a parameter has another shape,
+        as with DeepSpeed.
         """
         return self.quant_state.shape
 
@@ -203,11 +211,11 @@ class PackedWeight(nn.Parameter):
 
 
 class PackedLinear(nn.Linear):
-    """A frozen linear layer over a packed weight. It is an nn.Linear, so that PEFT and what looks
-    for linear layers find it.
+    """A frozen linear layer over a packed weight. It is an nn.Linear: PEFT and others that look for
+    linear layers find it.
 
-    compute_dtype  of its product; None for its input's. It answers in its input's dtype, as
-                   bitsandbytes' layers do
+    compute_dtype  of its product; None for its input's dtype. The result has its input's dtype, as
+                   with bitsandbytes' layers
     """
 
     weight: PackedWeight
@@ -228,7 +236,7 @@ class PackedLinear(nn.Linear):
             "bias", None if bias is None else nn.Parameter(bias, requires_grad=False)
         )
         self.compute_dtype: torch.dtype | None = None
-        # as bitsandbytes' layers say it: no input decides the dtype for good
+        # the flag of bitsandbytes' layers: no input decides the compute dtype
         self.compute_type_is_set = True
 
     def forward(self, x: Tensor) -> Tensor:
@@ -241,7 +249,7 @@ class PackedLinear(nn.Linear):
     def _apply(self, fn: Any, recurse: bool = True) -> PackedLinear:
         state = self.weight.quant_state
         super()._apply(fn, recurse)
-        # a move to or from the meta device makes another Parameter
+        # a move to or from the meta device creates another Parameter
         self.weight.quant_state = state.to_device(self.weight.device)
         return self
 
@@ -250,8 +258,8 @@ class PackedLinear(nn.Linear):
 
 
 def is_4bit(module: nn.Module) -> bool:
-    """Whether this is bitsandbytes' own 4-bit layer; exact types, since a subclass may compute
-    something else.
+    """Whether this is bitsandbytes' own 4-bit layer. Exact types: a subclass may compute something
+    else.
     """
     layer_type = type(module)
     return layer_type.__name__ in (
