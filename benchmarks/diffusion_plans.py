@@ -30,7 +30,7 @@ from isotype.config.load import load
 from isotype.config.schema import RunConfig
 from isotype.environment.hardware import detect, lookup_hardware
 from isotype.model.build import resolve_precision
-from isotype.model.packed import quantise as pack_layers
+from isotype.model.packed import quantise_layers as pack_layers
 from isotype.precision.precision import Precision
 from isotype.tasks.diffusion.batches import Batch
 from isotype.tasks.diffusion.denoiser import ForwardCost, built, quantised_layers

@@ -162,7 +162,7 @@ def trl_run(folder: Path, steps: int, clock: Clock) -> None:
 
     from isotype.config.schema import DataSection, ModelSection
     from isotype.model.load import load_tokenizer
-    from isotype.model.processor import pictures_of
+    from isotype.model.processor import build_picture_reader
 
     class Steps(TrainerCallback):
         def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
@@ -170,7 +170,9 @@ def trl_run(folder: Path, steps: int, clock: Clock) -> None:
                 clock.tick(logs["loss"])
 
     section = ModelSection(name=str(folder / "base"))
-    pictures = pictures_of(section, DataSection(train="", cache="none"), load_tokenizer(section))
+    pictures = build_picture_reader(
+        section, DataSection(train="", cache="none"), load_tokenizer(section)
+    )
     assert pictures is not None
     processor = copy.copy(pictures.processor)  # the pixels of both contenders are the same
     processor.chat_template = (
@@ -255,7 +257,7 @@ def row_tokens(folder: Path) -> int:
     from isotype.config.schema import DataSection, ModelSection
     from isotype.data.load import load_data
     from isotype.model.load import load_tokenizer
-    from isotype.model.processor import pictures_of
+    from isotype.model.processor import build_picture_reader
 
     section, data = (
         ModelSection(name=str(folder / "base")),
@@ -263,7 +265,7 @@ def row_tokens(folder: Path) -> int:
     )
     tokenizer = load_tokenizer(section)
     return len(
-        load_data(data, tokenizer, seed=0, pictures=pictures_of(section, data, tokenizer))
+        load_data(data, tokenizer, seed=0, pictures=build_picture_reader(section, data, tokenizer))
         .train[0]
         .input_ids
     )

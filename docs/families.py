@@ -23,7 +23,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from isotype import optimize
 from isotype.config.schema import AdapterSection
 from isotype.model.adapter import attach_adapter
-from isotype.model.targets import notes_of_targets
+from isotype.model.targets import target_notes
 
 PAGE = Path(__file__).with_name("families.md")
 DENSE = (
@@ -74,7 +74,7 @@ def tiny(family: str) -> Any:
 def row(family: str) -> dict[str, str]:
     """column -> its ops, or the reason why there is none"""
     model = attach_adapter(tiny(family), AdapterSection(r=4), seed=0)
-    notes = notes_of_targets(model, AdapterSection())
+    notes = target_notes(model, AdapterSection())
     manifest = optimize(model, "bf16-lora")
     cells = {}
     for column, parts in COLUMNS.items():

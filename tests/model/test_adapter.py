@@ -14,7 +14,7 @@ from isotype.errors import UsageError
 from isotype.inference.loaded import load_run
 from isotype.inference.merge import merge
 from isotype.lora.attach import lora_layers, read_projection
-from isotype.model.adapter import attach_adapter, check_branch, load_adapter, save_adapter
+from isotype.model.adapter import attach_adapter, check_lora_branch, load_adapter, save_adapter
 from isotype.model.build import resolve_precision
 from isotype.model.export import trained_tensors
 from isotype.tasks.choose import train
@@ -29,7 +29,7 @@ def resolved(*settings, preset="bf16-lora"):
 
 def test_every_adapter_of_a_run_has_its_branch_in_fp32():
     config, precision = resolved("model.lora_branch=fp32")
-    check_branch(config, precision)
+    check_lora_branch(config, precision)
     made = outline(tiny("llama").config, config, precision, device_type="cpu")
     layers = [layer for _, layer in lora_layers(made.model)]
     assert [read_projection(layer, layer.weight).dtype_key[-1] for layer in layers] == [True] * 14

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from isotype.config.schema import RunConfig
 from isotype.errors import UsageError
 from isotype.model.adapter import save_adapter
-from isotype.model.architecture import attention_line, attention_of
+from isotype.model.architecture import attention_setting, describe_attention
 from isotype.model.build import build_model
 from isotype.model.load import Source, load_base, load_tokenizer
 from isotype.precision import PRESETS
@@ -105,9 +105,9 @@ def test_a_model_that_cannot_be_loaded_is_explained_in_a_line(tmp_path, subtests
 def test_a_family_without_sdpa_trains_by_default_and_the_header_says_so(tmp_path):
     tiny("gemma2", head_dim=8).save_pretrained(tmp_path)
     model = load(Source(str(tmp_path)), "fp32", trainable=True, attention="auto")
-    assert attention_of(model) == "eager"
-    assert attention_line(model, "auto").startswith("eager (auto: ")
-    assert attention_line(tiny(), "auto").startswith("sdpa (auto: ")
+    assert attention_setting(model) == "eager"
+    assert describe_attention(model, "auto").startswith("eager (auto: ")
+    assert describe_attention(tiny(), "auto").startswith("sdpa (auto: ")
     batch_loss_sum(model, collate(rows(2), pad_id=0), dtype="fp32").backward()
     with pytest.raises(UsageError, match="does not have it") as caught:
         load(Source(str(tmp_path)), attention="sdpa")

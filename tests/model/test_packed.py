@@ -18,9 +18,9 @@ from isotype.errors import UsageError
 from isotype.inference.loaded import load_run
 from isotype.inference.merge import merge, merged_state
 from isotype.lora import PackedLinear
-from isotype.model.adapter import attach_adapter, refuse_without_ops, save_adapter
+from isotype.model.adapter import attach_adapter, refuse_packed_experts_without_ops, save_adapter
 from isotype.model.load import Source, load_base
-from isotype.model.targets import notes_of_targets, refuse_unknown
+from isotype.model.targets import refuse_unknown_parameters, target_notes
 from isotype.ops.packed import widen
 from isotype.precision import PRESETS
 from isotype.precision.apply import apply_precision
@@ -361,7 +361,7 @@ def test_adapters_on_packed_experts_are_right_and_load_with_peft(name, tmp_path)
     experts = model.model.layers[1].mlp.experts
     assert experts.down_proj.quant_state.dtype_name == word
     exact = dense(model, torch.float64)
-    refuse_unknown(model, ["experts.down_proj"])
+    refuse_unknown_parameters(model, ["experts.down_proj"])
     assert detect_quantisation(model) == Quantisation("", word, is_loaded=True)
     ids = torch.arange(3, 51).view(2, 24)
     exact.set_experts_implementation("eager")
@@ -371,14 +371,14 @@ def test_adapters_on_packed_experts_are_right_and_load_with_peft(name, tmp_path)
         "a token is sent to two experts, packed or not"
     )
     packed = attach_adapter(model, AdapterSection(r=4), seed=0)
-    assert notes_of_targets(packed, AdapterSection(r=4)) == []
+    assert target_notes(packed, AdapterSection(r=4)) == []
     for n, p in sorted(packed.named_parameters()):
         if "lora_" in n:
             p.data = torch.randn(p.shape, generator=torch.Generator().manual_seed(len(n))) * 0.05
     with pytest.raises(
         UsageError, match=r"model.optimize: false: .*\.mlp\.\S* is an adapter on packed experts"
     ):
-        refuse_without_ops(packed)
+        refuse_packed_experts_without_ops(packed)
     manifest = optimize(packed, precision)
     fused = [e.reason for e in manifest.entries if e.part == "experts"]
     assert set(fused) == {"with LoRA on down_proj and gate_up_proj"}

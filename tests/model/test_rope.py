@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from isotype.errors import UsageError
 from isotype.inference.loaded import load_run
-from isotype.model.build import put_embedding_noise
+from isotype.model.build import add_embedding_noise
 from isotype.tasks.choose import train
 from tests.models import tiny
 from tests.results import same_tensors
@@ -24,7 +24,7 @@ def test_noise_is_of_training_alone_and_within_its_bound():
     model = tiny()
     embedding, ids = model.get_input_embeddings(), torch.arange(3, 23).view(2, 10)
     plain = embedding(ids)
-    put_embedding_noise(model, 5.0)
+    add_embedding_noise(model, 5.0)
     assert torch.equal(model.eval().get_input_embeddings()(ids), plain)
     noise = (model.train().get_input_embeddings()(ids) - plain).detach()
     most = 5.0 / (10 * plain.shape[-1]) ** 0.5

@@ -11,7 +11,7 @@ from peft import PeftModel
 from isotype.config.schema import AdapterSection
 from isotype.errors import UsageError
 from isotype.model.adapter import attach_adapter, load_adapter, save_adapter
-from isotype.model.targets import notes_of_targets
+from isotype.model.targets import target_notes
 from isotype.optimize import optimize, restore
 from isotype.precision.precision import PRESETS
 from isotype.training.memory.recomputation import Checkpointing, apply_checkpointing
@@ -47,7 +47,7 @@ def experts_alone(family, tmp_path):
     assert any(".experts.lora_A" in name for name in names)
     assert any(".experts.base_layer.lora_A" in name for name in names)
     assert not any(".gate.lora" in name or ".router.lora" in name for name in names)
-    assert notes_of_targets(model, AdapterSection()) == []
+    assert target_notes(model, AdapterSection()) == []
     plain, want = trained(copy.deepcopy(model))
     manifest = optimize(model)
     assert manifest.left == []
@@ -93,7 +93,7 @@ def test_a_router_that_is_named_is_adapted_and_said_to_be():
     ):
         section = AdapterSection(r=2, **named)
         model = attach_adapter(tiny(family), section, seed=0)
-        (note,) = notes_of_targets(model, section)
+        (note,) = target_notes(model, section)
         assert note.startswith("adapter.targets: model.layers.0.mlp."), note
         assert "a router that is adapted" in note
 

@@ -167,7 +167,7 @@ def sample(
     from ..data.load import load_data
     from ..data.prompts import prompts_from
     from ..inference.loaded import load_run
-    from ..model.processor import pictures_of
+    from ..model.processor import build_picture_reader
     from ..runs.folder import detect_model_folder
     from ..tasks.language.sample import sample as answer
 
@@ -185,7 +185,7 @@ def sample(
     if prompts_to_answer:
         rendered = prompts_from(prompts_to_answer, loaded.tokenizer, chat_template=template)
     else:
-        pictures = pictures_of(loaded.config.model, loaded.config.data, loaded.tokenizer)
+        pictures = build_picture_reader(loaded.config.model, loaded.config.data, loaded.tokenizer)
         rendered = list(
             load_data(
                 loaded.config.data,
@@ -340,7 +340,7 @@ def evaluate(
     from ..data.bad_rows import FIX
     from ..data.load import load_data
     from ..inference.loaded import load_run
-    from ..model.processor import pictures_of
+    from ..model.processor import build_picture_reader
     from ..tasks.language.objective import NextToken
     from ..tasks.language.result import evaluate as measure
 
@@ -366,7 +366,7 @@ def evaluate(
         overrides["on_bad_row"] = on_bad_row
     section = DataSection(**{**loaded.config.data.model_dump(), **overrides})
     try:
-        pictures = pictures_of(loaded.config.model, section, loaded.tokenizer)
+        pictures = build_picture_reader(loaded.config.model, section, loaded.tokenizer)
         read = load_data(
             section, loaded.tokenizer, seed=loaded.config.train.seed, pictures=pictures
         )

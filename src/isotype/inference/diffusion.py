@@ -22,7 +22,7 @@ from ..dtypes import to_torch
 from ..environment.hardware import detect
 from ..errors import UsageError
 from ..model.build import resolve_precision
-from ..model.export import digests, refuse_difference
+from ..model.export import digest_tensors, refuse_difference
 from ..precision.precision import Precision
 from ..runs.checkpoint.atomic_folder import find_damage, write_folder
 from ..runs.checkpoint.snapshot import average_weights, restore_model
@@ -111,7 +111,7 @@ def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> Merged:
     def compare(folder: Path) -> None:
         nonlocal merged_loss
         merged = _load_merged(folder, task, precision, dtype, device)
-        refuse_difference(out, digests(state, to_torch(dtype)), merged, to_torch(dtype))
+        refuse_difference(out, digest_tensors(state, to_torch(dtype)), merged, to_torch(dtype))
         merged_loss = _loss(task, merged, batch, precision)
         refuse_other_loss(out, merged_loss, adapter_loss)
 

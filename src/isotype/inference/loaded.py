@@ -27,7 +27,7 @@ from ..environment.hardware import detect
 from ..errors import RunError, UsageError
 from ..model.build import build_model, resolve_precision
 from ..model.load import Source, load_architecture, load_base, load_tokenizer
-from ..model.processor import pictures_of
+from ..model.processor import build_picture_reader
 from ..optimize import optimize
 from ..precision.apply import apply_precision, generating
 from ..precision.precision import Precision
@@ -307,7 +307,7 @@ class Conversation:
             top_p=top_p,
         )
         self.messages: list[dict[str, Any]] = []
-        self.pictures = pictures_of(run.config.model, run.config.data, run.tokenizer)
+        self.pictures = build_picture_reader(run.config.model, run.config.data, run.tokenizer)
         self.picture_references: list[str] = []  # references of the pictures of all turns
 
     def clear(self) -> None:

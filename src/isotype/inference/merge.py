@@ -23,16 +23,16 @@ from ..dtypes import to_torch
 from ..errors import RunError, UsageError
 from ..model.architecture import auto_class
 from ..model.export import (
-    apart,
-    digests,
+    digest_tensors,
     embedding_and_head,
     refuse_difference,
-    refuse_untrue_config,
+    refuse_wrong_tying,
+    unshare_memory,
     write_config,
 )
 from ..model.gguf import read_architecture
 from ..model.load import Source
-from ..model.processor import copy_files, pictures_of
+from ..model.processor import build_picture_reader, copy_files
 from ..model.tokens import align_special_tokens
 from ..ops.packed import widen
 from ..precision.precision import Precision
@@ -91,7 +91,7 @@ def merge(run: LoadedRun, out: Path, *, dtype: str | None = None) -> Merged:
         trust = run.source.trust_remote_code
         config = read_architecture(run.source.name, run.source.revision, trust_remote_code=trust)
         with torch.device("meta"):
-            plain = auto_class(config, of_text=vision_parts(base) is None).from_config(
+            plain = auto_class(config, text_only=vision_parts(base) is None).from_config(
                 config, dtype=to_torch(dtype), trust_remote_code=trust
             )
         if hasattr(plain.config, "quantization_config"):
@@ -108,10 +108,12 @@ def merge(run: LoadedRun, out: Path, *, dtype: str | None = None) -> Merged:
         )
         # where the head is not the embedding nothing is tied again when the folder is loaded, not
         # the head's bias either
-        plain.save_pretrained(folder, state_dict=apart(state) if tied is False else dict(state))
+        plain.save_pretrained(
+            folder, state_dict=unshare_memory(state) if tied is False else dict(state)
+        )
         write_config(folder, to_torch(dtype), tied=tied)
         if names:
-            refuse_untrue_config(folder, *names)
+            refuse_wrong_tying(folder, *names)
         run.tokenizer.save_pretrained(str(folder))
         if vision_parts(base) is not None:
             copy_files(run.source.name, run.source.revision, folder)
@@ -128,7 +130,9 @@ def merge(run: LoadedRun, out: Path, *, dtype: str | None = None) -> Merged:
     def compare(folder: Path) -> None:
         nonlocal merged_loss
         merged_model = _load_merged(folder, run, dtype)
-        refuse_difference(out, digests(state, to_torch(dtype)), merged_model, to_torch(dtype))
+        refuse_difference(
+            out, digest_tensors(state, to_torch(dtype)), merged_model, to_torch(dtype)
+        )
         merged_loss = _loss(merged_model, run, rows)
         refuse_other_loss(out, merged_loss, adapter_loss)
 
@@ -329,7 +333,7 @@ def _load_rows(run: LoadedRun) -> tuple[list, Pictures | None]:
         run.tokenizer,
         seed=run.config.train.seed,
         only=FORMATS.get(run.config.train.objective),
-        pictures=pictures_of(run.config.model, section, run.tokenizer),
+        pictures=build_picture_reader(run.config.model, section, run.tokenizer),
     )
     return list((loaded.eval or loaded.train)[:CHECKED_ROWS]), loaded.pictures
 

@@ -34,22 +34,22 @@ from ..precision.precision import Precision
 from ..precision.vision import vision_parts
 from ..wording import first_line, pluralise
 from .architecture import SCORE
-from .starts import as_ordinary, begin_at, describe_as_ordinary
+from .starts import describe_ordinary_adapter, initialise_adapter, to_ordinary_adapter
 from .targets import (
     PEFT_PREFIX,
     adapted_parts,
-    last_two,
-    layers_of_pictures,
+    choose_targets,
+    find_lost_layers,
+    find_lost_stacks,
+    find_other_products,
+    last_two_names,
     linear_layers,
     linear_names,
-    lost_stacks,
-    lost_when_loaded,
-    other_products,
-    parts_with,
-    refuse_on_parameters,
+    picture_layers,
     refuse_other_parts,
-    refuse_unknown,
-    targets_of,
+    refuse_settings_on_parameters,
+    refuse_unknown_parameters,
+    vision_modules,
 )
 from .tokens import token_modules
 
@@ -66,13 +66,13 @@ def attach_adapter(
     new_tokens: bool = False,
     task_type: str | None = "CAUSAL_LM",
     targets: list[str] | None = None,
-    pictures: bool = False,
+    has_pictures: bool = False,
     token_ids: Sequence[int] = (),
 ) -> PeftModel:
     """A PeftModel over `model` with one trainable adapter, new or continued from `start_from`.
 
     new_tokens  also train embedding and head in full; tied ones stay tied
-    pictures    rows have some: without, layers that read only pictures get no adapter
+    has_pictures  rows have some: without, layers that read only pictures get no adapter
     token_ids   those of `train_tokens`
     task_type   PEFT's; None for a model that is called as it is
     targets     in place of the section's, for models whose linear layers PEFT cannot choose by
@@ -91,24 +91,24 @@ def attach_adapter(
             )
         folder = Path(section.start_from)
         if next(model.parameters()).device.type == "meta":
-            return _outlined(model, folder)
-        return load_adapter(model, folder, what="adapter.start_from")
+            return _attach_outline(model, folder)
+        return load_adapter(model, folder, setting="adapter.start_from")
     if section.kind == "lokr":
-        return _with_lokr(model, section, targets or [])
-    in_full = list(section.modules_to_save)
+        return _attach_lokr(model, section, targets or [])
+    full_modules = list(section.modules_to_save)
     tied = False
-    if token_ids and (new_tokens or set(token_modules(model)[0]) & set(in_full)):
+    if token_ids and (new_tokens or set(token_modules(model)[0]) & set(full_modules)):
         raise UsageError(
             "adapter.train_tokens: the embedding is trained in full",
             fix="remove adapter.train_tokens",
         )
     if new_tokens:
         names, tied = token_modules(model)
-        in_full += [name for name in names if name not in in_full]
+        full_modules += [name for name in names if name not in full_modules]
     parts = vision_parts(model)
     if parts is not None:
-        in_full += parts_with(model, section, "full")
-    refuse_quantised(model, in_full, "adapter.modules_to_save")
+        full_modules += vision_modules(model, section, "full")
+    refuse_packed_modules(model, full_modules, "adapter.modules_to_save")
     if section.dora and (
         packed := next((name for name, m in model.named_modules() if type(m) is PackedLinear), None)
     ):
@@ -117,9 +117,9 @@ def attach_adapter(
             " weights",
             fix="adapter.dora: false",
         )
-    modules, parameters = targets_of(model, section) if targets is None else (targets, [])
-    refuse_on_parameters(section, parameters)
-    refuse_unknown(model, section.parameters)
+    modules, parameters = choose_targets(model, section) if targets is None else (targets, [])
+    refuse_settings_on_parameters(section, parameters)
+    refuse_unknown_parameters(model, section.parameters)
     config = LoraConfig(
         task_type=task_type,
         r=section.r,
@@ -131,7 +131,7 @@ def attach_adapter(
         use_dora=section.dora,
         rank_pattern=dict(section.rank_pattern),
         alpha_pattern=dict(section.alpha_pattern),
-        modules_to_save=in_full or None,
+        modules_to_save=full_modules or None,
         trainable_token_indices=(
             {token_modules(model)[0][0]: list(token_ids)} if token_ids else None
         ),
@@ -139,37 +139,43 @@ def attach_adapter(
     )
     linear = linear_names(model)  # before PEFT puts its own layers in
     adaptable = [name for name, _ in linear_layers(model, section)]
-    lost = lost_when_loaded(
+    lost_layers = find_lost_layers(
         model, config, (name for name, m in model.named_modules() if isinstance(m, nn.Linear))
     )
     if parts is not None:
-        lost = [name for name in lost if name in adaptable]
+        lost_layers = [name for name in lost_layers if name in adaptable]
     if section.targets == "all-linear":
-        if parts is not None and not pictures:
-            unseen = layers_of_pictures(model, parts)
+        if parts is not None and not has_pictures:
+            excluded = picture_layers(model, parts)
         else:
-            unseen = []
+            excluded = []
         # the pattern of last names also matches a tower's patch embedding, a convolution named as a
         # linear layer is
         if parts is not None:
-            last = {name.rpartition(".")[2] for name in adaptable}
-            unseen += [
+            last_names = {name.rpartition(".")[2] for name in adaptable}
+            excluded += [
                 n
                 for n, m in model.named_modules()
-                if n.rpartition(".")[2] in last and not isinstance(m, nn.Linear)
+                if n.rpartition(".")[2] in last_names and not isinstance(m, nn.Linear)
             ]
-        config.exclude_modules = other_products(model) + lost + unseen or None
-        gone = {f"{last_two(name)}.weight" for name in lost} | lost_stacks(model, config)
-        config.target_parameters = [name for name in parameters if name not in gone] or None
+        config.exclude_modules = find_other_products(model) + lost_layers + excluded or None
+        lost_parameters = {
+            f"{last_two_names(name)}.weight" for name in lost_layers
+        } | find_lost_stacks(model, config)
+        config.target_parameters = [
+            name for name in parameters if name not in lost_parameters
+        ] or None
     try:
         adapted = get_peft_model(model, config)
         if parts is not None:
             refuse_other_parts(adapted, parts, section)
-        if named := [name for name in lost if hasattr(model.get_submodule(name), "lora_A")]:
+        if lost_targets := [
+            name for name in lost_layers if hasattr(model.get_submodule(name), "lora_A")
+        ]:
             raise UsageError(
                 f"adapter.targets: {section.targets}: PEFT {version('peft')} does not find the"
-                f" saved adapter of {named[0]} again ({len(named)} such): it renames it as a"
-                " checkpoint's",
+                f" saved adapter of {lost_targets[0]} again ({len(lost_targets)} such): it renames it"
+                " as a checkpoint's",
                 fix="adapter.targets: all-linear leaves these layers out",
             )
     except ValueError as error:
@@ -182,15 +188,15 @@ def attach_adapter(
         raise UsageError(
             f"adapter.targets: {section.targets}: {first_line(error)}", fix=fix
         ) from error
-    refuse_unmatched(adapted, section)
+    refuse_unmatched_patterns(adapted, section)
     if section.start != "default":
-        begin_at(adapted, section.start)
+        initialise_adapter(adapted, section.start)
     if section.dora:
-        _exact_magnitudes(adapted)
+        _compute_dora_magnitudes(adapted)
     return adapted
 
 
-def _with_lokr(model: Any, section: AdapterSection, targets: list[str]) -> PeftModel:
+def _attach_lokr(model: Any, section: AdapterSection, targets: list[str]) -> PeftModel:
     from peft import LoKrConfig, get_peft_model
 
     config = LoKrConfig(
@@ -208,7 +214,7 @@ def _with_lokr(model: Any, section: AdapterSection, targets: list[str]) -> PeftM
     return adapted
 
 
-def refuse_unmatched(adapted: nn.Module, section: AdapterSection) -> None:
+def refuse_unmatched_patterns(adapted: nn.Module, section: AdapterSection) -> None:
     """Raises  UsageError for a pattern that no adapted module has; PEFT ignores it."""
     names = [
         f"{name}.{layer.parameter_name}" if hasattr(layer, "parameter_name") else name
@@ -220,14 +226,14 @@ def refuse_unmatched(adapted: nn.Module, section: AdapterSection) -> None:
     ):
         for pattern in patterns:
             if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in names):
-                known = ", ".join(sorted({name.rpartition(".")[2] for name in names})[:8])
+                example_names = ", ".join(sorted({name.rpartition(".")[2] for name in names})[:8])
                 raise UsageError(
                     f"adapter.{key}: {pattern}: no adapted module has that name",
-                    fix=f"the end of one: {known}",
+                    fix=f"the end of one: {example_names}",
                 )
 
 
-def _exact_magnitudes(adapted: nn.Module) -> None:
+def _compute_dora_magnitudes(adapted: nn.Module) -> None:
     """DoRA's lengths in fp32. PEFT's have the base's dtype: rounded to bf16 they begin up to 2^-9
     off the base, which is as much as is learnt.
     """
@@ -243,17 +249,17 @@ def _exact_magnitudes(adapted: nn.Module) -> None:
             layer.lora_A["default"].weight.data.float(),
             layer.lora_B["default"].weight.data.float(),
         )
-        whole = torch.addmm(dense, matrices[1], matrices[0], alpha=float(layer.scaling["default"]))
-        layer.lora_magnitude_vector["default"].weight.data = whole.norm(dim=1)
+        merged = torch.addmm(dense, matrices[1], matrices[0], alpha=float(layer.scaling["default"]))
+        layer.lora_magnitude_vector["default"].weight.data = merged.norm(dim=1)
 
 
-def _outlined(model: PreTrainedModel, folder: Path) -> PeftModel:
+def _attach_outline(model: PreTrainedModel, folder: Path) -> PeftModel:
     """A model on the meta device with an adapter of the folder's settings. Raises UsageError."""
     from peft import PeftConfig, get_peft_model
 
     try:
         settings = PeftConfig.from_pretrained(str(folder))
-        refuse_quantised(model, saved_in_full(folder), f"adapter.start_from: {folder}")
+        refuse_packed_modules(model, read_modules_to_save(folder), f"adapter.start_from: {folder}")
         # a saved adapter says that it is not trained; a run goes on with it
         settings.inference_mode = False
         wrapped: PeftModel = get_peft_model(model, settings)
@@ -290,28 +296,28 @@ def freeze_vision(model: Any, section: AdapterSection, precision: Precision) -> 
     return []
 
 
-def check_vision(model: Any, section: AdapterSection, *, pictures: bool) -> None:
+def check_vision(model: Any, section: AdapterSection, *, has_pictures: bool) -> None:
     """Raises  UsageError for `adapter.vision` or `adapter.projector` without effect"""
-    for key, how in (("adapter.vision", section.vision), ("adapter.projector", section.projector)):
-        if how == "none":
+    for key, mode in (("adapter.vision", section.vision), ("adapter.projector", section.projector)):
+        if mode == "none":
             continue
         parts = vision_parts(model)
-        why = None
+        reason = None
         if parts is None:
-            why = f"{type(model).__name__} has no vision tower"
+            reason = f"{type(model).__name__} has no vision tower"
         elif key == "adapter.projector" and not parts.projectors(model):
-            why = f"the projector of {type(model).__name__} is part of its tower"
-        elif not pictures:
-            why = "no row has a picture, and the tower does not run"
+            reason = f"the projector of {type(model).__name__} is part of its tower"
+        elif not has_pictures:
+            reason = "no row has a picture, and the tower does not run"
         elif section.start_from is not None:
-            why = "the layers of adapter.start_from go on"
-        elif how == "lora" and section.kind == "none":
+            reason = "the layers of adapter.start_from go on"
+        elif mode == "lora" and section.kind == "none":
             raise UsageError(f"{key}: lora needs adapter.kind: lora", fix=f"{key}: full")
-        if why is not None:
-            raise UsageError(f"{key}: {how} has no effect: {why}", fix=f"{key}: none")
+        if reason is not None:
+            raise UsageError(f"{key}: {mode} has no effect: {reason}", fix=f"{key}: none")
 
 
-def check_branch(config: RunConfig, precision: Precision) -> None:
+def check_lora_branch(config: RunConfig, precision: Precision) -> None:
     """Raises  UsageError for a `model.lora_branch: fp32` that would have no effect, before anything
     is loaded.
     """
@@ -321,15 +327,15 @@ def check_branch(config: RunConfig, precision: Precision) -> None:
         "model.optimize: false, which leaves the adapter to PEFT": not config.model.optimize,
         "precision.compute: fp32, which the adapter has already": precision.compute == "fp32",
     }
-    for why, given in reasons.items():
-        if given and config.model.lora_branch != "compute":
+    for reason, applies in reasons.items():
+        if applies and config.model.lora_branch != "compute":
             raise UsageError(
-                f"model.lora_branch: fp32 has no effect with {why}",
+                f"model.lora_branch: fp32 has no effect with {reason}",
                 fix="model.lora_branch: compute",
             )
 
 
-def refuse_without_ops(model: nn.Module) -> None:
+def refuse_packed_experts_without_ops(model: nn.Module) -> None:
     """For `model.optimize: false`. Raises  UsageError for adapters on packed experts, which PEFT's
     code cannot compute
     """
@@ -342,7 +348,7 @@ def refuse_without_ops(model: nn.Module) -> None:
             )
 
 
-def load_adapter(model: PreTrainedModel, folder: Path, *, what: str = "adapter") -> PeftModel:
+def load_adapter(model: PreTrainedModel, folder: Path, *, setting: str = "adapter") -> PeftModel:
     """Loads a saved PEFT adapter on `model`, trainable. Accepts only safetensors, since a pickle
     can run code.
 
@@ -352,14 +358,14 @@ def load_adapter(model: PreTrainedModel, folder: Path, *, what: str = "adapter")
     from peft import PeftConfig, PeftModel, get_peft_model_state_dict
     from safetensors import safe_open
 
-    where = f"{what}: {folder}"
+    label = f"{setting}: {folder}"
     weights = folder / "adapter_model.safetensors"
     if not (folder / "adapter_config.json").is_file():
-        raise UsageError(f"{where} has no adapter_config.json: not a PEFT folder")
+        raise UsageError(f"{label} has no adapter_config.json: not a PEFT folder")
     if not weights.is_file():
         pickled = (folder / "adapter_model.bin").is_file()
         raise UsageError(
-            f"{where} has no adapter_model.safetensors"
+            f"{label} has no adapter_model.safetensors"
             + (": adapter_model.bin is a pickle, which can run code" if pickled else ""),
             fix=(
                 "convert it where you trust it:"
@@ -368,22 +374,22 @@ def load_adapter(model: PreTrainedModel, folder: Path, *, what: str = "adapter")
                 else None
             ),
         )
-    again = "get the adapter again from where it came"
+    fetch_again = "get the adapter again from where it came"
     try:
         with safe_open(weights, framework="pt") as file:
             saved = set(file.keys())
         settings = PeftConfig.from_pretrained(str(folder))
     except Exception as error:  # a config.json of any shape is read here
         raise UsageError(
-            f"{where} cannot be read: {type(error).__name__}: {first_line(error)}", fix=again
+            f"{label} cannot be read: {type(error).__name__}: {first_line(error)}", fix=fetch_again
         ) from error
     base = settings.base_model_name_or_path
     if base is not None and not isinstance(base, str):
         raise UsageError(
-            f"{where} cannot be read: base_model_name_or_path is {str(base)[:60]}, not a name",
-            fix=again,
+            f"{label} cannot be read: base_model_name_or_path is {str(base)[:60]}, not a name",
+            fix=fetch_again,
         )
-    refuse_quantised(model, saved_in_full(folder), where)
+    refuse_packed_modules(model, read_modules_to_save(folder), label)
     if base:
         fix = f"take the base model it was trained on ({base})"
     else:
@@ -395,20 +401,20 @@ def load_adapter(model: PreTrainedModel, folder: Path, *, what: str = "adapter")
         if out_of_memory(error) is not None:
             raise
         raise UsageError(
-            f"{where} does not fit this model: {first_line(error)}", fix=fix
+            f"{label} does not fit this model: {first_line(error)}", fix=fix
         ) from error
-    own = set(get_peft_model_state_dict(loaded))
-    if saved != own:
-        name = sorted(saved ^ own)[0]
-        how = f"{name} is only in the {'adapter' if name in saved else 'model'}"
+    expected = set(get_peft_model_state_dict(loaded))
+    if saved != expected:
+        name = sorted(saved ^ expected)[0]
+        difference = f"{name} is only in the {'adapter' if name in saved else 'model'}"
         raise UsageError(
-            f"{where} does not fit this model: {how} ({len(saved ^ own)} such)", fix=fix
+            f"{label} does not fit this model: {difference} ({len(saved ^ expected)} such)", fix=fix
         )
-    _take_wider_values(loaded, weights)
+    _restore_wider_values(loaded, weights)
     return loaded
 
 
-def is_of_text_class(folder: Path) -> bool:
+def is_trained_on_text_class(folder: Path) -> bool:
     """Whether a saved adapter names the layers of a family's class for text alone (`model.layers`),
     which the released class of a vision-language model has elsewhere
     (`model.language_model.layers`).
@@ -422,7 +428,7 @@ def is_of_text_class(folder: Path) -> bool:
         return False  # `load_adapter` says what is wrong with it
 
 
-def _take_wider_values(model: PeftModel, weights: Path) -> None:
+def _restore_wider_values(model: PeftModel, weights: Path) -> None:
     """Modules trained in full, in the file's dtype where that is wider.
 
     PEFT makes their copies in the base's dtype and rounds the file's values into it: fp32 weights
@@ -450,7 +456,7 @@ def save_adapter(model: PeftModel, folder: Path, precision: Precision) -> None:
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     state = {
         name: t.to(dtype) if name in trained else t
-        for name, t in as_ordinary(model, model.state_dict()).items()
+        for name, t in to_ordinary_adapter(model, model.state_dict()).items()
     }
     for config in model.peft_config.values():
         for key, value in vars(config).items():
@@ -458,7 +464,7 @@ def save_adapter(model: PeftModel, folder: Path, precision: Precision) -> None:
             if isinstance(value, set):
                 setattr(config, key, sorted(value))
     model.save_pretrained(str(folder), state_dict=state)
-    describe_as_ordinary(model, folder)
+    describe_ordinary_adapter(model, folder)
 
 
 def trainable_share(model: nn.Module) -> tuple[int, int]:
@@ -474,16 +480,16 @@ def trainable_share(model: nn.Module) -> tuple[int, int]:
     return trainable, total
 
 
-def trained_in_full(section: AdapterSection) -> list[str]:
+def modules_trained_in_full(section: AdapterSection) -> list[str]:
     """Names, as `modules_to_save` has them, of what the run's adapter trains in full."""
     if section.kind == "none":
         return []
     if section.start_from is None:
         return list(section.modules_to_save)
-    return saved_in_full(Path(section.start_from))
+    return read_modules_to_save(Path(section.start_from))
 
 
-def saved_in_full(folder: Path) -> list[str]:
+def read_modules_to_save(folder: Path) -> list[str]:
     """The same of a saved adapter. A folder that cannot be read has none: `load_adapter` refuses
     it.
     """
@@ -497,29 +503,29 @@ def saved_in_full(folder: Path) -> list[str]:
     return []
 
 
-def modules_in_full(model: nn.Module, names: Collection[str]) -> dict[str, nn.Module]:
+def find_modules(model: nn.Module, names: Collection[str]) -> dict[str, nn.Module]:
     """Full name -> each module that PEFT trains in full for these names."""
     return {
-        full: module
-        for full, module in model.named_modules(remove_duplicate=False)
-        if full.endswith(tuple(names))
+        path: module
+        for path, module in model.named_modules(remove_duplicate=False)
+        if path.endswith(tuple(names))
     }
 
 
-def kept_whole(model: PreTrainedModel, names: Collection[str]) -> list[str]:
+def unquantised_patterns(model: PreTrainedModel, names: Collection[str]) -> list[str]:
     """Patterns, as `llm_int8_skip_modules` takes them, of the layers that keep their dtype when
     `model` is quantised: tower and projector too, a small share of a large model to which 4 bits do
     more harm.
 
     model  not yet quantised; on the meta device for example
-    names  `trained_in_full`
+    names  `modules_trained_in_full`
     """
-    vision = parts_with(model, AdapterSection(vision="full", projector="full"), "full")
-    return sorted({*get_keys_to_not_convert(model), *modules_in_full(model, names), *vision})
+    vision = vision_modules(model, AdapterSection(vision="full", projector="full"), "full")
+    return sorted({*get_keys_to_not_convert(model), *find_modules(model, names), *vision})
 
 
-def layers_to_quantise(model: PreTrainedModel, kept: Sequence[str]) -> set[nn.Module]:
-    patterns = [*kept, *(model._keep_in_fp32_modules or ())]
+def layers_to_quantise(model: PreTrainedModel, skip_modules: Sequence[str]) -> set[nn.Module]:
+    patterns = [*skip_modules, *(model._keep_in_fp32_modules or ())]
     return {
         m
         for full, m in model.named_modules()
@@ -527,25 +533,25 @@ def layers_to_quantise(model: PreTrainedModel, kept: Sequence[str]) -> set[nn.Mo
     }
 
 
-def kept_by_config(config: Any) -> list[str] | None:
+def skip_modules_from_config(config: Any) -> list[str] | None:
     """`llm_int8_skip_modules` of a base that was saved quantised; None where it has none."""
-    given = config.quantization_config
-    if isinstance(given, dict):
-        kept = given.get("llm_int8_skip_modules")
+    quantisation = config.quantization_config
+    if isinstance(quantisation, dict):
+        skip_modules = quantisation.get("llm_int8_skip_modules")
     else:
-        kept = getattr(given, "llm_int8_skip_modules", None)
-    return None if kept is None else list(kept)
+        skip_modules = getattr(quantisation, "llm_int8_skip_modules", None)
+    return None if skip_modules is None else list(skip_modules)
 
 
-def refuse_quantised(model: nn.Module, names: Collection[str], what: str) -> None:
+def refuse_packed_modules(model: nn.Module, names: Collection[str], setting: str) -> None:
     """Raises  UsageError where a base that was saved quantised has packed weights in what is to be
     trained in full
     """
-    for full, module in modules_in_full(model, names).items():
+    for path, module in find_modules(model, names).items():
         packed = next((name for name, p in module.named_parameters() if is_quantised(p)), None)
         if packed is not None:
             raise UsageError(
-                f"{what}: {full}.{packed} was saved quantised, and packed weights cannot be"
+                f"{setting}: {path}.{packed} was saved quantised, and packed weights cannot be"
                 " trained",
                 fix=(
                     "leave it out, or give the model it was quantised from: nf4-lora leaves"

@@ -33,7 +33,7 @@ IMPLEMENTATIONS = {
     "flash": "flash_attention_2",
     "flex": "flex_attention",
 }
-_WORDS = {name: word for word, name in IMPLEMENTATIONS.items()}
+_SETTINGS_BY_NAME = {name: word for word, name in IMPLEMENTATIONS.items()}
 _REFUSED = re.compile(
     r"attn_implementation|scaled_dot_product_attention|flex_attention|Flash ?Attention",
     re.IGNORECASE,
@@ -60,29 +60,29 @@ def has_attention(model: Any) -> bool:
     return hasattr(getattr(model, "config", None), "_attn_implementation")
 
 
-def attention_of(model: Any) -> str:
+def attention_setting(model: Any) -> str:
     """The word for what `model` runs with, as `model.attention` takes it; another library's name as
     it is.
     """
     name = getattr(model.config, "_attn_implementation", None) or "eager"
-    return _WORDS.get(name) or str(name)
+    return _SETTINGS_BY_NAME.get(name) or str(name)
 
 
-def attention_line(model: Any, asked: str) -> str:
+def describe_attention(model: Any, requested: str) -> str:
     """A header line: the implementation, and the reason if it is not the requested one; "" for a
     model that is not from transformers.
     """
     if not has_attention(model):
         return ""
-    word = attention_of(model)
-    if asked != AUTO:
-        return word
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if word == "eager":
-        why = f"{type(inner).__name__} has no sdpa"
+    implementation = attention_setting(model)
+    if requested != AUTO:
+        return implementation
+    base_model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if implementation == "eager":
+        reason = f"{type(base_model).__name__} has no sdpa"
     else:
-        why = "the best this family has"
-    return f"{word} (auto: {why})"
+        reason = "the best this family has"
+    return f"{implementation} (auto: {reason})"
 
 
 def explain_attention(model: str, attention: str, error: BaseException) -> UsageError | None:
@@ -99,9 +99,9 @@ def explain_attention(model: str, attention: str, error: BaseException) -> Usage
             fix="pip install flash-attn, or model.attention: auto",
         )
     family = re.match(r"(\w+) does not support", text.strip())
-    who = family[1] if family else model
+    family_name = family[1] if family else model
     return UsageError(
-        f"model.attention: {attention}: {who} does not have it in transformers",
+        f"model.attention: {attention}: {family_name} does not have it in transformers",
         fix="model.attention: auto",
     )
 
@@ -109,14 +109,14 @@ def explain_attention(model: str, attention: str, error: BaseException) -> Usage
 SCORE = "score"  # the head of transformers' sequence classifiers
 
 
-def auto_class(architecture: Any, *, of_text: bool = False, scored: bool = False) -> Any:
+def auto_class(architecture: Any, *, text_only: bool = False, has_score_head: bool = False) -> Any:
     """transformers' class that loads this configuration as the class that it was released as.
 
     A vision-language model is loaded as one for text too: an adapter then has the names that
     servers of the released model expect.
 
-    of_text  the family's class for text alone, where it has one
-    scored   the family's sequence classifier; of one label
+    text_only  the family's class for text alone, where it has one
+    has_score_head  the family's sequence classifier; of one label
     Raises   UsageError for a family without one
     """
     from transformers import (
@@ -125,7 +125,7 @@ def auto_class(architecture: Any, *, of_text: bool = False, scored: bool = False
         AutoModelForSequenceClassification,
     )
 
-    if scored:
+    if has_score_head:
         family = getattr(architecture, "model_type", None) or "this model"
         if (
             is_vision_language(architecture)
@@ -138,7 +138,7 @@ def auto_class(architecture: Any, *, of_text: bool = False, scored: bool = False
             )
         architecture.num_labels = 1
         return AutoModelForSequenceClassification
-    if is_vision_language(architecture) and not of_text:
+    if is_vision_language(architecture) and not text_only:
         return AutoModelForImageTextToText
     return AutoModelForCausalLM
 
@@ -146,12 +146,12 @@ def auto_class(architecture: Any, *, of_text: bool = False, scored: bool = False
 def is_vision_language(architecture: Any) -> bool:
     """Whether the configuration is of a class that takes pictures and text, and answers with text."""
     family = getattr(architecture, "model_type", None) or ""
-    released = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(family)
-    of_text = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family)
-    if not str(released).endswith("ForConditionalGeneration"):
+    multimodal_class = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(family)
+    text_class = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family)
+    if not str(multimodal_class).endswith("ForConditionalGeneration"):
         return False
-    named = (getattr(architecture, "architectures", None) or [released])[0]
-    return bool(of_text == released or named != of_text)
+    class_name = (getattr(architecture, "architectures", None) or [multimodal_class])[0]
+    return bool(text_class == multimodal_class or class_name != text_class)
 
 
 DECODERS = "a decoder-only language model (Llama, Qwen, Gemma, ...)"
@@ -162,27 +162,27 @@ _NO_NEXT_TOKEN = {
 }  # fmt: skip
 
 
-def refuse_other_objectives(architecture: Any, name: str, *, scored: bool = False) -> None:
+def refuse_other_objectives(architecture: Any, name: str, *, has_score_head: bool = False) -> None:
     """Raises  UsageError for a model in which a position sees later ones, which needs an encoder's
                input, or whose head gives classes.
 
-    scored  a classifier of one label is what is trained
+    has_score_head  a classifier of one label is what is trained
     """
     family = getattr(architecture, "model_type", "") or "this model"
     classes = getattr(architecture, "architectures", None) or []
     with_head = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family)
     fix = DECODERS
-    why = ""
+    reason = ""
     answers = next(
         (
-            what
-            for end, what in _NO_NEXT_TOKEN.items()
-            if any(named.endswith(end) for named in classes)
+            output
+            for end, output in _NO_NEXT_TOKEN.items()
+            if any(class_name.endswith(end) for class_name in classes)
         ),
         None,
     )
-    if answers is not None and not scored:
-        why = (
+    if answers is not None and not has_score_head:
+        reason = (
             f"{classes[0]} answers with {answers}: as a language model it would train without its"
             " head, which is dropped"
         )
@@ -195,25 +195,25 @@ def refuse_other_objectives(architecture: Any, name: str, *, scored: bool = Fals
         and with_head
         and classes[0] != with_head
         and classes[0] == MODEL_MAPPING_NAMES.get(family)
-        and not scored
+        and not has_score_head
     ):
         # with tied embeddings its weights would make a language model
-        why = f"{classes[0]} is a model without a head for tokens, as embedding models are saved"
+        reason = f"{classes[0]} is a model without a head for tokens, as embedding models are saved"
         fix = (
             "the base that it was made from; a language model that was saved so: "
             "name its class with a head under architectures in config.json"
         )
     elif getattr(architecture, "is_encoder_decoder", False):
-        why = (
+        reason = (
             f"{family} is an encoder-decoder (seq2seq) model, which is not offered yet: "
             "missing are batches with an input for the encoder and labels for the decoder"
         )
     elif family in ("xlnet", "cpmant"):
-        why = f"{family} does not predict the next token from those before it alone"
+        reason = f"{family} does not predict the next token from those before it alone"
     elif family in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not (
         getattr(architecture, "is_decoder", False) or getattr(architecture, "causal", False)
     ):
-        why = (
+        reason = (
             f"{family} is an encoder: every position sees the later ones, so next-token training"
             " would teach it to copy"
         )
@@ -225,9 +225,11 @@ def refuse_other_objectives(architecture: Any, name: str, *, scored: bool = Fals
         with_head or getattr(architecture, "auto_map", None) or is_vision_language(architecture)
     ):
         kinds = ", ".join(classes) or "config.json names no architecture"
-        why = f"{family} is no language model ({kinds}): transformers has no next-token head for it"
-    if why:
-        raise UsageError(f"model {name}: {why}", fix=fix)
+        reason = (
+            f"{family} is no language model ({kinds}): transformers has no next-token head for it"
+        )
+    if reason:
+        raise UsageError(f"model {name}: {reason}", fix=fix)
 
 
 def layer_settings(config: Any) -> list[Any]:
@@ -244,7 +246,7 @@ def layer_settings(config: Any) -> list[Any]:
 ROPE = "model.rope_parameters"
 
 
-def change_rope(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+def apply_rope_parameters(config: Any, parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Changes a configuration, and returns the settings that changed: all rotary parameters, and
     the positions that a factor adds.
 
@@ -253,45 +255,55 @@ def change_rope(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
-    own = getattr(config, "rope_parameters", None)
-    if not isinstance(own, dict) or not own or config.get_text_config() is not config:
+    rope_parameters = getattr(config, "rope_parameters", None)
+    if (
+        not isinstance(rope_parameters, dict)
+        or not rope_parameters
+        or config.get_text_config() is not config
+    ):
         raise UsageError(
             f"{ROPE}: {config.model_type} has no rotary parameters of its own", fix=f"remove {ROPE}"
         )
-    if any(isinstance(part, dict) for part in own.values()):
+    if any(isinstance(part, dict) for part in rope_parameters.values()):
         raise UsageError(
-            f"{ROPE}: {config.model_type} has several, {', '.join(own)}",
+            f"{ROPE}: {config.model_type} has several, {', '.join(rope_parameters)}",
             fix="change the config.json in the model's folder",
         )
-    if unknown := sorted(given.keys() - RopeParameters.__annotations__.keys() - own.keys()):
+    if unknown := sorted(
+        parameters.keys() - RopeParameters.__annotations__.keys() - rope_parameters.keys()
+    ):
         raise UsageError(
             f"{ROPE}: {unknown[0]}: unknown",
             fix=f"one of {', '.join(RopeParameters.__annotations__)}",
         )
     types = ("default", *ROPE_INIT_FUNCTIONS)
-    if (asked := given.get("rope_type", own.get("rope_type", "default"))) not in types:
-        raise UsageError(f"{ROPE}: rope_type: {asked}: unknown", fix=f"one of {', '.join(types)}")
-    if asked == own.get("rope_type", "default") and all(
-        own.get(key) == value for key, value in given.items()
+    if (
+        rope_type := parameters.get("rope_type", rope_parameters.get("rope_type", "default"))
+    ) not in types:
+        raise UsageError(
+            f"{ROPE}: rope_type: {rope_type}: unknown", fix=f"one of {', '.join(types)}"
+        )
+    if rope_type == rope_parameters.get("rope_type", "default") and all(
+        rope_parameters.get(key) == value for key, value in parameters.items()
     ):
         raise UsageError(
             f"{ROPE}: has no effect: the model has these already", fix=f"remove {ROPE}"
         )
     positions = int(
-        given.get("original_max_position_embeddings")
+        parameters.get("original_max_position_embeddings")
         or getattr(config, "max_position_embeddings", 0)
         or 0
     )
-    config.rope_parameters = {**own, **given}
+    config.rope_parameters = {**rope_parameters, **parameters}
     try:
         config.standardize_rope_params()
         config.validate_rope()
     except (KeyError, ValueError, TypeError) as error:
         raise UsageError(f"{ROPE}: {first_line(error).strip(chr(34))}") from error
     changed: dict[str, Any] = {"rope_parameters": config.rope_parameters}
-    if positions and given.get("factor"):
+    if positions and parameters.get("factor"):
         changed["max_position_embeddings"] = max(
-            config.max_position_embeddings, int(positions * float(given["factor"]))
+            config.max_position_embeddings, int(positions * float(parameters["factor"]))
         )
         config.max_position_embeddings = changed["max_position_embeddings"]
     return changed

@@ -28,30 +28,30 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def unfilled_memory_shows() -> Iterator[None]:
+def mark_unfilled_memory() -> Iterator[None]:
     """Within it, new memory that nobody fills holds NaN, the largest integer, or True:
     `torch.utils.deterministic` fills it by default.
     """
-    before = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
+    was_warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before, warn_only=warn_only)
+        torch.use_deterministic_algorithms(was_deterministic, warn_only=was_warn_only)
 
 
 def fill_buffers(model: PreTrainedModel, name: str) -> list[str]:
     """Fills what the loader left unfilled, with the values that the model's own constructor gives;
     returns the names of these buffers.
 
-    model   loaded within `unfilled_memory_shows`
+    model   loaded within `mark_unfilled_memory`
     name    of the model, for the error
     Raises  UsageError where the constructor does not give them
     """
     unfilled = {
-        full: buffer
-        for full, buffer in model.named_non_persistent_buffers()
+        buffer_name: buffer
+        for buffer_name, buffer in model.named_non_persistent_buffers()
         if _is_unfilled(buffer)
     }
     if not unfilled:
@@ -61,10 +61,10 @@ def fill_buffers(model: PreTrainedModel, name: str) -> list[str]:
     try:
         # weights take no memory, buffers get their values
         with init_empty_weights(include_buffers=False):
-            made: nn.Module = type(model)(copy.deepcopy(model.config))
+            fresh: nn.Module = type(model)(copy.deepcopy(model.config))
         with torch.no_grad():
-            for full, buffer in unfilled.items():
-                buffer.copy_(made.get_buffer(full))
+            for buffer_name, buffer in unfilled.items():
+                buffer.copy_(fresh.get_buffer(buffer_name))
     except Exception as error:  # the model's own code, which may raise anything
         raise UsageError(
             f"model {name}: its buffer {next(iter(unfilled))} is in no file and uninitialised:"
@@ -79,7 +79,7 @@ def fill_buffers(model: PreTrainedModel, name: str) -> list[str]:
 
 
 def _is_unfilled(buffer: Tensor) -> bool:
-    """Whether all elements are what `unfilled_memory_shows` puts there. A buffer meant to be all
+    """Whether all elements are what `mark_unfilled_memory` puts there. A buffer meant to be all
     True is filled again, the same.
     """
     if not buffer.numel() or buffer.is_meta:
@@ -91,16 +91,16 @@ def _is_unfilled(buffer: Tensor) -> bool:
     return bool((buffer == torch.iinfo(buffer.dtype).max).all())
 
 
-def forget_longer_batches(model: nn.Module) -> None:
+def reset_dynamic_rope_tables(model: nn.Module) -> None:
     """Lets every forward of a dynamic rotary embedding begin with the first table. A batch has the
     values that a fresh model gives it.
     """
     for module in model.modules():
         if getattr(module, "rope_type", None) == "dynamic" and hasattr(module, "original_inv_freq"):
-            module.register_forward_pre_hook(_first_table)
+            module.register_forward_pre_hook(_restore_first_table)
 
 
-def _first_table(module: Any, _: object) -> None:
+def _restore_first_table(module: Any, _: object) -> None:
     if module.max_seq_len_cached > module.original_max_seq_len:
         module.register_buffer(
             "inv_freq", module.original_inv_freq.to(module.inv_freq.device), persistent=False

@@ -30,13 +30,13 @@ from .adapter import (
     attach_adapter,
     check_vision,
     freeze_vision,
-    refuse_without_ops,
-    trained_in_full,
+    modules_trained_in_full,
+    refuse_packed_experts_without_ops,
 )
 from .gguf import read_architecture
 from .load import Source, load_base
-from .targets import notes_of_targets
-from .tokens import align_special_tokens, check_vocabulary, ids_of
+from .targets import target_notes
+from .tokens import align_special_tokens, check_vocabulary, trained_token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,46 +49,46 @@ def build_model(
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device,
     part: Part | None = None,
-    pictures: bool = False,
+    has_pictures: bool = False,
 ) -> tuple[nn.Module, Manifest]:
     """Returns the model and the manifest of the replaced modules.
 
     device  of the run: a model that several processes share is made for it, and its weights lie on
             the CPU until they are cut
     part    what this process will keep of that model
-    pictures  rows have some
+    has_pictures  rows have some
     """
-    every_weight = config.adapter.kind == "none"
+    trains_every_weight = config.adapter.kind == "none"
     # an adapter begins with values that depend on the base's: rounded to its dtype, and copies of
     # it in `modules_to_save`
-    mapped = part is not None and every_weight
+    keeps_file_dtype = part is not None and trains_every_weight
     notes: list[str] = []
-    if source.scored:
+    if source.has_score_head:
         torch.manual_seed(config.train.seed)  # its head is drawn
     base = load_base(
         source,
         precision,
         attention=config.model.attention,
         device=device,
-        trainable=every_weight,
-        mapped=mapped,
+        trainable=trains_every_weight,
+        keeps_file_dtype=keeps_file_dtype,
         part=part,
         notes=notes,
-        in_full=trained_in_full(config.adapter),
+        full_modules=modules_trained_in_full(config.adapter),
         offload=config.model.offload,
     )
     check_vocabulary(base, tokenizer)
     align_special_tokens(base, tokenizer)
     base.config.use_cache = False
-    if pictures and part is not None:
+    if has_pictures and part is not None:
         raise UsageError(
             "parallel.kind: shard: a process without a picture in its batch would not run the"
             " tower",
             fix="parallel.kind: replicate",
         )
-    token_ids = ids_of(tokenizer, config.adapter.train_tokens)
-    model = with_trained_parts(
-        base, config, precision, pictures=pictures, token_ids=token_ids, notes=notes
+    token_ids = trained_token_ids(tokenizer, config.adapter.train_tokens)
+    model = attach_trained_parts(
+        base, config, precision, has_pictures=has_pictures, token_ids=token_ids, notes=notes
     )
     if precision.base == "nf4":
         check_share(base, consent=config.model.allow_unquantised, kept_in=precision.unquantised)
@@ -102,16 +102,16 @@ def build_model(
     manifest.notes += notes
     apply_precision(model, precision, device_type=device.type, part=part)
     if config.train.embedding_noise is not None:
-        put_embedding_noise(model, config.train.embedding_noise)
+        add_embedding_noise(model, config.train.embedding_noise)
     return model, manifest
 
 
-def with_trained_parts(
+def attach_trained_parts(
     base: Any,
     config: RunConfig,
     precision: Precision,
     *,
-    pictures: bool,
+    has_pictures: bool,
     token_ids: Sequence[int],
     notes: list[str],
 ) -> nn.Module:
@@ -120,30 +120,30 @@ def with_trained_parts(
 
     notes  gets header lines
     """
-    check_vision(base, config.adapter, pictures=pictures)
-    if not pictures and vision_parts(base) is not None:
+    check_vision(base, config.adapter, has_pictures=has_pictures)
+    if not has_pictures and vision_parts(base) is not None:
         notes.append(
             f"{type(base).__name__} is trained on text: its vision tower is frozen and does not run"
         )
     if config.adapter.kind == "none":
         notes += freeze_vision(base, config.adapter, precision)
-        found: nn.Module = base
-        return found
+        model: nn.Module = base
+        return model
     adapted = attach_adapter(
         base,
         config.adapter,
         seed=config.train.seed,
         new_tokens=bool(config.model.add_tokens),
-        pictures=pictures,
+        has_pictures=has_pictures,
         token_ids=token_ids,
     )
-    notes += notes_of_targets(adapted, config.adapter)
+    notes += target_notes(adapted, config.adapter)
     if not config.model.optimize:
-        refuse_without_ops(adapted)
+        refuse_packed_experts_without_ops(adapted)
     return adapted
 
 
-def put_embedding_noise(model: Any, alpha: float) -> None:
+def add_embedding_noise(model: Any, alpha: float) -> None:
     """NEFTune (Jain et al. 2023): while the model trains, its input embeddings get uniform noise
     from -m to m, m = alpha / sqrt(tokens of a row x width).
     """
@@ -177,13 +177,13 @@ def resolve_precision(
         optimizer=config.train.optimizer,
         sources=sources,
         task_roles=task_roles,
-        checkpoint=published_word(
+        checkpoint=published_quantisation(
             config.model, ("transformer", "unet") if kind_of(config) == DIFFUSION else ("",)
         ),
     )
 
 
-def published_word(section: ModelSection, parts: Sequence[str]) -> tuple[str, str] | None:
+def published_quantisation(section: ModelSection, parts: Sequence[str]) -> tuple[str, str] | None:
     """(word, description) of a base that was published quantised; None for others, and where no
     configuration can be read, which loading the model explains.
 
@@ -192,23 +192,27 @@ def published_word(section: ModelSection, parts: Sequence[str]) -> tuple[str, st
     """
     if section.name is None or section.init == "random":
         return None
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if gguf_file(section.name) is not None:
-        found = read_architecture(section.name).to_dict()
+        settings = read_architecture(section.name).to_dict()
     elif Path(section.name).expanduser().is_file():  # a checkpoint in one file
         return None
     for part in parts:
         with suppress(OSError, ValueError):
-            found = (
-                found
+            settings = (
+                settings
                 or PretrainedConfig.get_config_dict(
                     section.name, revision=section.revision, subfolder=part
                 )[0]
             )
-    given = found.get("quantization_config") or (found.get("text_config") or {}).get(
-        "quantization_config"
+    quantisation_settings = settings.get("quantization_config") or (
+        settings.get("text_config") or {}
+    ).get("quantization_config")
+    quantisation = (
+        quantisation_from_settings(quantisation_settings)
+        if isinstance(quantisation_settings, dict)
+        else None
     )
-    how = quantisation_from_settings(given) if isinstance(given, dict) else None
-    if how is None or how.unread_reason or how.kind == "fp4":
+    if quantisation is None or quantisation.unread_reason or quantisation.kind == "fp4":
         return None
-    return (how.kind, str(how))
+    return (quantisation.kind, str(quantisation))

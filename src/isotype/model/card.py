@@ -24,38 +24,40 @@ def write_card(
     step: int,
     precision: Precision,
     observed: Mapping[str, Mapping[str, int]],
-    adapter: bool,
-    scored: bool,
+    is_adapter: bool,
+    has_score_head: bool,
 ) -> None:
     """Replaces the card that PEFT writes, whose fields are empty.
 
     data      the counts of the rows, in words
     observed  role -> dtype -> how many things of that role had it when the run was last observed
-    scored    a sequence classifier of one label
+    has_score_head  a sequence classifier of one label
     """
     inner: Any = inner_model(model)
-    kind = auto_class(inner.config, of_text=vision_parts(inner) is None, scored=scored).__name__
-    labels = ", num_labels=1" if scored else ""
-    what, library = ("A PEFT adapter", "peft") if adapter else ("A model", "transformers")
+    class_name = auto_class(
+        inner.config, text_only=vision_parts(inner) is None, has_score_head=has_score_head
+    ).__name__
+    labels = ", num_labels=1" if has_score_head else ""
+    title, library = ("A PEFT adapter", "peft") if is_adapter else ("A model", "transformers")
     name = json.dumps(base)
-    saved = precision.save_adapter if adapter else precision.save_model
+    saved = precision.save_adapter if is_adapter else precision.save_model
     # transformers would widen it, and leave Llama 3's scaling of positions out
-    packed = gguf_file(base) is not None
-    if adapter:
-        load = [
+    is_gguf = gguf_file(base) is not None
+    if is_adapter:
+        load_lines = [
             (
                 f"model = isotype.load_packed({name})"
-                if packed
-                else f"model = {kind}.from_pretrained({name}{labels}, dtype='auto')"
+                if is_gguf
+                else f"model = {class_name}.from_pretrained({name}{labels}, dtype='auto')"
             ),
             "model = PeftModel.from_pretrained(model, FOLDER)",
         ]
     else:
-        load = [f"model = {kind}.from_pretrained(FOLDER{labels}, dtype='auto')"]
+        load_lines = [f"model = {class_name}.from_pretrained(FOLDER{labels}, dtype='auto')"]
     lines = [
-        *_facts(
+        *_card_header(
             base,
-            what,
+            title,
             data,
             f"{step}, in {saved}",
             {role: getattr(precision, role) for role in ROLES},
@@ -65,27 +67,27 @@ def write_card(
         "FOLDER is this folder:",
         "",
         "```python",
-        *(["import isotype"] if adapter and packed else []),
-        *(["from peft import PeftModel"] if adapter else []),
-        f"from transformers import {kind}, AutoTokenizer",
+        *(["import isotype"] if is_adapter and is_gguf else []),
+        *(["from peft import PeftModel"] if is_adapter else []),
+        f"from transformers import {class_name}, AutoTokenizer",
         "",
-        *load,
+        *load_lines,
         "tokenizer = AutoTokenizer.from_pretrained(FOLDER)",
         "```",
         "",
     ]
-    if not scored:
+    if not has_score_head:
         lines += [
             "`isotype chat FOLDER` talks with it.",
-            *(["`isotype merge FOLDER` adds it to its base."] if adapter else []),
+            *(["`isotype merge FOLDER` adds it to its base."] if is_adapter else []),
             "",
         ]
     (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
 
 
-def _facts(
+def _card_header(
     base: str,
-    what: str,
+    title: str,
     data: str,
     step: str,
     declared: Mapping[str, Any],
@@ -96,15 +98,15 @@ def _facts(
     # the hub refuses a card whose base_model is a path
     on_hub = not is_folder_name(base) and not Path(base).exists()
     fields = {"base_model": base if on_hub else "", "library_name": library}
-    named = [f"{key}: {json.dumps(value)}" for key, value in fields.items() if value]
+    metadata = [f"{key}: {json.dumps(value)}" for key, value in fields.items() if value]
     roles = [
         f"| {role} | {declared[role]} | {', '.join(observed.get(role, {})) or 'not observed'} |"
         for role in ROLES
         if role in declared
     ]
     return [
-        *(["---", *named, "---", ""] if named else []),
-        f"# {what}, trained by Isotype",
+        *(["---", *metadata, "---", ""] if metadata else []),
+        f"# {title}, trained by Isotype",
         "",
         f"* base: `{base}`",
         f"* data: {data}",
@@ -159,10 +161,10 @@ def plain_card(
         or "not counted"
     )
     declared = {
-        role: said.get("value")
-        for role, said in precision.get("declared", {}).items()
-        if isinstance(said, dict)
+        role: entry.get("value")
+        for role, entry in precision.get("declared", {}).items()
+        if isinstance(entry, dict)
     }
     return "\n".join(
-        _facts(base, "A result", counts, str(step), declared, precision.get("observed", {}))
+        _card_header(base, "A result", counts, str(step), declared, precision.get("observed", {}))
     )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import RunError
-from .packed import parts_of_files
+from .packed import read_tensor_parts
 
 Digests = Mapping[str, str]
 
@@ -39,18 +39,18 @@ def cast_once(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Te
     return result
 
 
-def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def unshare_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The same tensors, of which none shares memory with another, so that each is stored under its
     own name.
     """
-    seen: set[int] = set()
+    pointers: set[int] = set()
     result = {}
     for name, tensor in tensors.items():
-        if tensor.numel() and tensor.data_ptr() in seen:
+        if tensor.numel() and tensor.data_ptr() in pointers:
             result[name] = tensor.clone()
         else:
             result[name] = tensor
-        seen.add(tensor.data_ptr())
+        pointers.add(tensor.data_ptr())
     return result
 
 
@@ -83,7 +83,7 @@ def write_config(folder: Path, dtype: torch.dtype, *, tied: bool | None) -> None
     file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def refuse_untrue_config(folder: Path, embedding: str, head: str) -> None:
+def refuse_wrong_tying(folder: Path, embedding: str, head: str) -> None:
     """Raises  RunError SV001 when the file holds a head that its config hides, or lacks one that
                its config promises.
 
@@ -93,24 +93,25 @@ def refuse_untrue_config(folder: Path, embedding: str, head: str) -> None:
     tied = json.loads((folder / "config.json").read_text(encoding="utf-8")).get(
         "tie_word_embeddings"
     )
-    names = parts_of_files(folder.glob("*.safetensors"))
+    names = read_tensor_parts(folder.glob("*.safetensors"))
     # of the head: "" where it is the model's own
     owner = head.rpartition(".")[0].rpartition(".")[0]
-    beside = {
+    head_names = {
         name
         for name in names
         if name.startswith(owner) and "." not in name.removeprefix(owner).removesuffix(".weight")
     }
-    if embedding not in names or tied is None or (head not in names and beside):
+    if embedding not in names or tied is None or (head not in names and head_names):
         return
     if tied == (head in names):
-        how = "and has" if tied else "and lacks"
-        raise _different(
-            folder, f"config.json says tie_word_embeddings: {str(tied).lower()}, {how} {head}"
+        contradiction = "and has" if tied else "and lacks"
+        raise _difference_error(
+            folder,
+            f"config.json says tie_word_embeddings: {str(tied).lower()}, {contradiction} {head}",
         )
 
 
-def digests(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Digests:
+def digest_tensors(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Digests:
     """name -> SHA-256 of the floating-point tensor's bytes in `dtype`."""
     return {
         name: _digest(tensor, dtype)
@@ -132,17 +133,19 @@ def refuse_difference(
     """Compares a model loaded from `folder` with what should have been saved in `dtype`. Raises
     RunError SV001 naming the first tensor.
     """
-    found = dict(loaded.named_parameters(remove_duplicate=False)) | dict(
+    loaded_tensors = dict(loaded.named_parameters(remove_duplicate=False)) | dict(
         loaded.named_buffers(remove_duplicate=False)
     )
-    missing = [name for name in expected if name not in found]
+    missing = [name for name in expected if name not in loaded_tensors]
     if missing:
-        raise _different(
+        raise _difference_error(
             folder, f"{missing[0]} is not there when it is loaded ({len(missing)} such)"
         )
-    different = [name for name, digest in expected.items() if _digest(found[name], dtype) != digest]
+    different = [
+        name for name, digest in expected.items() if _digest(loaded_tensors[name], dtype) != digest
+    ]
     if different:
-        raise _different(
+        raise _difference_error(
             folder,
             f"{different[0]} is not the trained one when it is loaded ({len(different)} of"
             f" {len(expected)} such)",
@@ -154,9 +157,9 @@ def _digest(tensor: Tensor, dtype: torch.dtype) -> str:
     return hashlib.sha256(value.view(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
-def _different(folder: Path, what: str) -> RunError:
+def _difference_error(folder: Path, message: str) -> RunError:
     return RunError(
-        f"{folder}: {what}",
+        f"{folder}: {message}",
         code="SV001",
         fix="the checkpoints are untouched; report this with env.json",
     )

@@ -35,32 +35,32 @@ from ..precision.precision import Precision
 from ..precision.quantised_base import check_base, quantisation_from_config
 from ..runs.checkpoint.atomic_folder import find_damage, write_folder
 from ..wording import first_line, pluralise
-from .adapter import kept_whole, layers_to_quantise
+from .adapter import layers_to_quantise, unquantised_patterns
 from .architecture import (
     AUTO,
     ROPE,
     SCORE,
+    apply_rope_parameters,
     attention_options,
     auto_class,
-    change_rope,
     explain_attention,
     is_vision_language,
     refuse_other_objectives,
 )
-from .buffers import fill_buffers, forget_longer_batches, unfilled_memory_shows
-from .gguf import parts as gguf_parts
-from .gguf import read_architecture, tokenizer_in
+from .buffers import fill_buffers, mark_unfilled_memory, reset_dynamic_rope_tables
+from .gguf import load_gguf_tokenizer, read_architecture
+from .gguf import tensor_parts as gguf_parts
 from .packed import (
-    dtype_of_files,
-    files_of,
+    detect_file_dtype,
     from_pretrained,
-    pack,
-    parts_of_files,
-    quantise,
-    reading_packed,
-    wait_for_packed,
+    pack_waiting_layers,
+    packed_load_options,
+    place_waiting_layers,
+    quantise_layers,
+    read_tensor_parts,
+    weight_files,
 )
-from .processor import template_beside
+from .processor import load_processor_template
 from .tokens import add_tokens, align_special_tokens, grow_embeddings, grown_config
 
 if TYPE_CHECKING:
@@ -73,17 +73,18 @@ if TYPE_CHECKING:
 class Source:
     """Where a base model comes from: a folder or hub id that can be loaded again, and the revision.
 
-    of_text  as the family's class for text alone, where an adapter was trained on it (Qwen3.5,
-             Llama 3.2 Vision, Llama 4)
-    scored   as a sequence classifier of one label, whose head is drawn where the files have none
-    rope     `model.rope_parameters`
+    text_only       as the family's class for text alone, where an adapter was trained on it
+                    (Qwen3.5, Llama 3.2 Vision, Llama 4)
+    has_score_head  as a sequence classifier of one label; its head is initialised at random where
+                    the files have none
+    rope            `model.rope_parameters`
     """
 
     name: str
     revision: str | None = None
     trust_remote_code: bool = False
-    of_text: bool = False
-    scored: bool = False
+    text_only: bool = False
+    has_score_head: bool = False
     rope: Mapping[str, Any] | None = None
 
 
@@ -100,24 +101,26 @@ def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
             " hub id)"
         )
     revision = section.revision if section.tokenizer is None else None
-    with explained(name, "tokenizer", revision):
+    with explain_loading_errors(name, "tokenizer", revision):
         if (file := gguf_file(name)) is not None:
-            tokenizer: PreTrainedTokenizerBase = tokenizer_in(file)
+            tokenizer: PreTrainedTokenizerBase = load_gguf_tokenizer(file)
         else:
             tokenizer = AutoTokenizer.from_pretrained(
                 name, revision=revision, trust_remote_code=section.trust_remote_code
             )
-            tokenizer.chat_template = tokenizer.chat_template or template_beside(name, revision)
+            tokenizer.chat_template = tokenizer.chat_template or load_processor_template(
+                name, revision
+            )
     if section.add_tokens:
         add_tokens(tokenizer, section.add_tokens)
     if tokenizer.pad_token_id is None:
-        other = (
+        pad_token = (
             tokenizer.eos_token
             or tokenizer.unk_token
             or tokenizer.bos_token
             or tokenizer.convert_ids_to_tokens(0)
         )
-        tokenizer.pad_token = other
+        tokenizer.pad_token = pad_token
     return tokenizer
 
 
@@ -160,25 +163,29 @@ def base_source(
 
 
 def load_architecture(
-    section: ModelSection, tokenizer: PreTrainedTokenizerBase | None, *, scored: bool = False
+    section: ModelSection,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    has_score_head: bool = False,
 ) -> PretrainedConfig:
-    """The configuration of the model that a run would load or build, without its weights. `scored`:
-    as `Source` has it.
+    """The configuration of the model that a run would load or build, without its weights.
+
+    has_score_head  as `Source` has it
     """
     if section.init == "random":
         assert tokenizer is not None, "a random model takes its vocabulary from the tokenizer"
         return _random_config(section, tokenizer)
     assert section.name is not None, "the command line asks for a model before anything is loaded"
-    with explained(section.name, "model", section.revision):
-        found = read_architecture(
+    with explain_loading_errors(section.name, "model", section.revision):
+        architecture = read_architecture(
             section.name, section.revision, trust_remote_code=section.trust_remote_code
         )
-    refuse_other_objectives(found, section.name, scored=scored)
+    refuse_other_objectives(architecture, section.name, has_score_head=has_score_head)
     if section.rope_parameters is not None:
-        change_rope(found, section.rope_parameters)
+        apply_rope_parameters(architecture, section.rope_parameters)
     if section.add_tokens and tokenizer is not None:
-        return grown_config(found, tokenizer)
-    return found
+        return grown_config(architecture, tokenizer)
+    return architecture
 
 
 def _with_added_tokens(
@@ -198,7 +205,7 @@ def _with_added_tokens(
                     " is loaded"
                 ),
             )
-        with explained(source.name, "model", source.revision):
+        with explain_loading_errors(source.name, "model", source.revision):
             model = auto_class(architecture).from_pretrained(
                 source.name,
                 revision=source.revision,
@@ -223,57 +230,63 @@ def load_base(
     attention: str,
     device: torch.device,
     trainable: bool,
-    mapped: bool = False,
+    keeps_file_dtype: bool = False,
     part: Part | None = None,
     notes: list[str] | None = None,
-    in_full: Sequence[str] = (),
+    full_modules: Sequence[str] = (),
     offload: str = "none",
 ) -> PreTrainedModel:
     """The base model for `device`; every weight in `trainable`'s dtype when all are trained, else
     in the base's, quantised for nf4.
 
-    mapped  weights may keep the dtype of their file: they are then read when they are used, and the
-            caller casts them
+    keeps_file_dtype  weights may keep the dtype of their file: they are then read when they are
+                      used, and the caller casts them
     part    what this process will keep of the model, where several share it: the weights stay on
-            the CPU (`loaded_on`)
+            the CPU (`loading_device`)
     notes   gets header lines about a base that was saved quantised, and about buffers that plain
             transformers would leave uninitialised
-    in_full  `trained_in_full`: quantising leaves these modules as they are
+    full_modules  `modules_trained_in_full`: quantising leaves these modules as they are
     offload  `model.offload`: blocks stay on the CPU too
     Raises  UsageError for a base that the precision does not declare, and for an architecture that
             does not predict the next token
     """
-    where = loading_device(device, part, offload)
+    loading_on = loading_device(device, part, offload)
     options = attention_options(attention, device)
     dtype = to_torch(precision.trainable if trainable else precision.unquantised)
     # transformers would load it unchanged, and ignore the requested dtype
     architecture = _architecture(source)
-    refuse_other_objectives(architecture, source.name, scored=source.scored)
-    said = check_base(quantisation_from_config(architecture), precision, source.name)
-    quantised_before = bool(said)
+    refuse_other_objectives(architecture, source.name, has_score_head=source.has_score_head)
+    quantisation_notes = check_base(quantisation_from_config(architecture), precision, source.name)
+    is_saved_quantised = bool(quantisation_notes)
     notes = [] if notes is None else notes
-    notes += said
+    notes += quantisation_notes
     options["dtype"] = dtype
-    if quantised_before and precision.base != "nf4":
-        with explained(source.name, "model", source.revision):
-            options |= reading_packed(architecture, source.name, dtype) | {
-                "device_map": {"": where}
+    if is_saved_quantised and precision.base != "nf4":
+        with explain_loading_errors(source.name, "model", source.revision):
+            options |= packed_load_options(architecture, source.name, dtype) | {
+                "device_map": {"": loading_on}
             }
     quantises = precision.base == "nf4" and not trainable
-    packs = precision.base in DTYPES_ON_LOAD and not trainable and not quantised_before
-    if mapped and not (quantises or packs or quantised_before):
-        in_files = _as_in_files(source, architecture, attention, options, notes)
-        if in_files is not None:
-            return in_files
+    packs = precision.base in DTYPES_ON_LOAD and not trainable and not is_saved_quantised
+    if keeps_file_dtype and not (quantises or packs or is_saved_quantised):
+        unconverted = _load_in_file_dtype(source, architecture, attention, options, notes)
+        if unconverted is not None:
+            return unconverted
     if quantises:
-        if not quantised_before:
-            options["quantization_config"] = _nf4(source, architecture, precision, in_full)
-        options["device_map"] = {"": where}
-    model = _load(source, architecture, attention, options, notes)
+        if not is_saved_quantised:
+            options["quantization_config"] = _nf4_config(
+                source, architecture, precision, full_modules
+            )
+        options["device_map"] = {"": loading_on}
+    model = _load_pretrained(source, architecture, attention, options, notes)
     if packs:
-        quantise(model, layers_to_quantise(model, kept_whole(model, in_full)), precision.base)
+        quantise_layers(
+            model,
+            layers_to_quantise(model, unquantised_patterns(model, full_modules)),
+            precision.base,
+        )
     if "device_map" not in options:
-        model.to(where)  # type: ignore[arg-type]  # transformers wraps Module.to in a way that hides its first argument from mypy
+        model.to(loading_on)  # type: ignore[arg-type]  # transformers wraps Module.to in a way that hides its first argument from mypy
     # a rotary table in half precision is wrong from position 256 on; it is a buffer, and buffers
     # stay as transformers made them
     return model
@@ -282,7 +295,7 @@ def load_base(
 _ALWAYS_FP32 = ("inv_freq", "original_inv_freq")  # buffers of rotary embeddings
 
 
-def _as_in_files(
+def _load_in_file_dtype(
     source: Source,
     architecture: PretrainedConfig,
     attention: str,
@@ -293,11 +306,11 @@ def _as_in_files(
     configuration; None where that would be another model than the one that is loaded in
     `options["dtype"]`.
     """
-    with explained(source.name, "model", source.revision, attention):
-        dtype = dtype_of_files(source.name, source.revision)
+    with explain_loading_errors(source.name, "model", source.revision, attention):
+        dtype = detect_file_dtype(source.name, source.revision)
     if dtype is None or dtype == options["dtype"]:
         return None
-    model = _load(source, architecture, attention, options | {"dtype": dtype}, notes)
+    model = _load_pretrained(source, architecture, attention, options | {"dtype": dtype}, notes)
     # buffers may have been computed in the dtype that the model was loaded in: a later cast of the
     # weights would leave them so
     if any(
@@ -314,7 +327,7 @@ def _as_in_files(
     return model
 
 
-def _load(
+def _load_pretrained(
     source: Source,
     architecture: PretrainedConfig,
     attention: str,
@@ -322,13 +335,18 @@ def _load(
     notes: list[str],
 ) -> PreTrainedModel:
     """Raises  UsageError where the files lack a weight of the model"""
-    with explained(source.name, "model", source.revision, attention), unfilled_memory_shows():
-        of_it = auto_class(architecture, of_text=source.of_text, scored=source.scored)
-        options = options | {"num_labels": 1} if source.scored else options
+    with (
+        explain_loading_errors(source.name, "model", source.revision, attention),
+        mark_unfilled_memory(),
+    ):
+        model_class = auto_class(
+            architecture, text_only=source.text_only, has_score_head=source.has_score_head
+        )
+        options = options | {"num_labels": 1} if source.has_score_head else options
         if source.rope is not None:
-            options = options | change_rope(_architecture(source), source.rope)
-        made = from_pretrained(
-            of_it,
+            options = options | apply_rope_parameters(_architecture(source), source.rope)
+        loaded_pair = from_pretrained(
+            model_class,
             source.name,
             revision=source.revision,
             trust_remote_code=source.trust_remote_code,
@@ -336,18 +354,22 @@ def _load(
             **options,
         )
     model: PreTrainedModel
-    model, loaded = made
-    if scales := sorted(
-        name for name in loaded["unexpected_keys"] if name.rpartition(".")[2] in PACKED_PARTS
+    model, loading_info = loaded_pair
+    if scale_names := sorted(
+        name for name in loading_info["unexpected_keys"] if name.rpartition(".")[2] in PACKED_PARTS
     ):
         # transformers would take the numbers without them
-        what = f"{scales[0]} belongs to a packed weight, and config.json has no quantization_config"
-        raise UsageError(
-            f"model {source.name}: {what}", fix="take config.json again from where the files came"
+        problem = (
+            f"{scale_names[0]} belongs to a packed weight, and config.json has no"
+            " quantization_config"
         )
-    mismatched = {str(k[0] if isinstance(k, tuple) else k) for k in loaded["mismatched_keys"]}
-    absent = sorted({*loaded["missing_keys"], *mismatched})
-    if source.scored:
+        raise UsageError(
+            f"model {source.name}: {problem}",
+            fix="take config.json again from where the files came",
+        )
+    mismatched = {str(k[0] if isinstance(k, tuple) else k) for k in loading_info["mismatched_keys"]}
+    absent = sorted({*loading_info["missing_keys"], *mismatched})
+    if source.has_score_head:
         if not isinstance(getattr(model, SCORE, None), torch.nn.Linear):
             raise UsageError(
                 f"train.objective: reward: {type(model).__name__} has no linear {SCORE}",
@@ -356,13 +378,16 @@ def _load(
         absent = [name for name in absent if name != f"{SCORE}.weight" or name in mismatched]
     if absent:
         # transformers fills these with random numbers and a warning
-        what = (
+        problem = (
             f"{pluralise(len(absent), 'weight is missing or has', 'weights are missing or have')}"
             f" another shape, {absent[0]} first"
         )
-        made_as = ", ".join(getattr(architecture, "architectures", None) or []) or "no class named"
+        class_names = (
+            ", ".join(getattr(architecture, "architectures", None) or []) or "no class named"
+        )
         raise UsageError(
-            f"model {source.name}: {what}: not a whole language model (config.json: {made_as})"
+            f"model {source.name}: {problem}: not a whole language model (config.json:"
+            f" {class_names})"
         )
     if filled := fill_buffers(model, source.name):
         notes.append(
@@ -370,41 +395,45 @@ def _load(
             " model's constructor: plain transformers leaves them uninitialised, unless its code"
             " fills them in _init_weights"
         )
-    forget_longer_batches(model)
+    reset_dynamic_rope_tables(model)
     return model
 
 
 def _architecture(source: Source) -> PretrainedConfig:
-    with explained(source.name, "model", source.revision):
+    with explain_loading_errors(source.name, "model", source.revision):
         return read_architecture(
             source.name, source.revision, trust_remote_code=source.trust_remote_code
         )
 
 
-def outline_packed(
+def pack_outline(
     model: PreTrainedModel,
     architecture: PretrainedConfig,
     section: ModelSection,
     precision: Precision,
-    in_full: Sequence[str],
+    full_modules: Sequence[str],
 ) -> None:
     """Packs the layers of a model on the meta device as the checkpoint has them, from the headers
     of its files, or as they are quantised when they are loaded. Raises UsageError.
     """
-    found = quantisation_from_config(architecture)
-    if found is None:
-        quantise(model, layers_to_quantise(model, kept_whole(model, in_full)), precision.base)
+    quantisation = quantisation_from_config(architecture)
+    if quantisation is None:
+        quantise_layers(
+            model,
+            layers_to_quantise(model, unquantised_patterns(model, full_modules)),
+            precision.base,
+        )
         return
     assert section.name is not None
-    assert found.packing is not None
-    with explained(section.name, "model", section.revision):
+    assert quantisation.packing is not None
+    with explain_loading_errors(section.name, "model", section.revision):
         file = gguf_file(section.name)
         if file is None:
-            parts = parts_of_files(files_of(section.name, section.revision))
+            parts = read_tensor_parts(weight_files(section.name, section.revision))
         else:
             parts = gguf_parts(file)
-        wait_for_packed(model, parts, found.packing, section.name)
-        pack(model, found.packing)
+        place_waiting_layers(model, parts, quantisation.packing, section.name)
+        pack_waiting_layers(model, quantisation.packing)
 
 
 def require_bitsandbytes() -> None:
@@ -417,18 +446,22 @@ def require_bitsandbytes() -> None:
         ) from None
 
 
-def _nf4(
-    source: Source, architecture: PretrainedConfig, precision: Precision, in_full: Sequence[str]
+def _nf4_config(
+    source: Source,
+    architecture: PretrainedConfig,
+    precision: Precision,
+    full_modules: Sequence[str],
 ) -> Any:
     require_bitsandbytes()
     from transformers import BitsAndBytesConfig
 
-    kept = None  # what transformers keeps
-    if in_full or is_vision_language(architecture):
-        of_it = auto_class(architecture, scored=source.scored)
-        with explained(source.name, "model", source.revision), torch.device("meta"):
-            kept = kept_whole(
-                of_it.from_config(architecture, trust_remote_code=source.trust_remote_code), in_full
+    skip_modules = None  # what transformers keeps
+    if full_modules or is_vision_language(architecture):
+        model_class = auto_class(architecture, has_score_head=source.has_score_head)
+        with explain_loading_errors(source.name, "model", source.revision), torch.device("meta"):
+            skip_modules = unquantised_patterns(
+                model_class.from_config(architecture, trust_remote_code=source.trust_remote_code),
+                full_modules,
             )
     return BitsAndBytesConfig(
         load_in_4bit=True,
@@ -436,56 +469,56 @@ def _nf4(
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=to_torch(precision.compute),
         bnb_4bit_quant_storage=torch.uint8,
-        llm_int8_skip_modules=kept,
+        llm_int8_skip_modules=skip_modules,
     )
 
 
-def read_config(given: dict[str, Any] | str | None) -> dict[str, Any] | None:
+def read_config(value: dict[str, Any] | str | None) -> dict[str, Any] | None:
     """`model.config` as an object, which may be in a file. Raises UsageError."""
-    if not isinstance(given, str):
-        return given
+    if not isinstance(value, str):
+        return value
     try:
-        found = loads(config_file(given).read_text(encoding="utf-8"))
+        content = loads(config_file(value).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UsageError(f"model.config: {given}: {error}") from None
-    if not isinstance(found, dict):
-        raise UsageError(f"model.config: {given}: expected an object")
-    return found
+        raise UsageError(f"model.config: {value}: {error}") from None
+    if not isinstance(content, dict):
+        raise UsageError(f"model.config: {value}: expected an object")
+    return content
 
 
 def _random_config(section: ModelSection, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
-    given = read_config(section.config)
-    if given is None:
+    settings = read_config(section.config)
+    if settings is None:
         if section.name is None:
             raise UsageError(
                 "model.init: random needs model.config (or model.name, whose architecture is taken)"
             )
-        with explained(section.name, "model", section.revision):
-            found = AutoConfig.from_pretrained(
+        with explain_loading_errors(section.name, "model", section.revision):
+            config = AutoConfig.from_pretrained(
                 section.name, revision=section.revision, trust_remote_code=section.trust_remote_code
             )
-        refuse_other_objectives(found, section.name)
-        architecture: PretrainedConfig = found
+        refuse_other_objectives(config, section.name)
+        architecture: PretrainedConfig = config
         return architecture
-    given = dict(given)
-    kind = given.pop("model_type", None)
+    settings = dict(settings)
+    kind = settings.pop("model_type", None)
     if kind is None:
         raise UsageError("model.config: model_type is missing (llama, qwen2, gemma2, ...)")
-    text = given
-    if isinstance(given.get("text_config"), dict):
-        text = given["text_config"] = dict(given["text_config"])
+    text = settings
+    if isinstance(settings.get("text_config"), dict):
+        text = settings["text_config"] = dict(settings["text_config"])
     text.setdefault("vocab_size", len(tokenizer))
     for role in ("pad_token_id", "bos_token_id", "eos_token_id"):
         text.setdefault(role, getattr(tokenizer, role))
     try:
-        found = AutoConfig.for_model(kind, **given)
+        config = AutoConfig.for_model(kind, **settings)
     except (ValueError, TypeError) as error:
         raise UsageError(f"model.config: {first_line(error)}") from None
-    refuse_other_objectives(found, "model.config")
-    return found
+    refuse_other_objectives(config, "model.config")
+    return config
 
 
-def _reach(name: str, revision: str | None) -> None:
+def _reach_hub(name: str, revision: str | None) -> None:
     """Prints that a model is being downloaded, which may take minutes. If the hub does not answer,
     earlier downloads are used at once.
 
@@ -508,12 +541,14 @@ def _reach(name: str, revision: str | None) -> None:
 
 
 @contextmanager
-def explained(name: str, what: str, revision: str | None, attention: str = AUTO) -> Iterator[None]:
+def explain_loading_errors(
+    name: str, source_kind: str, revision: str | None, attention: str = AUTO
+) -> Iterator[None]:
     """Turns what transformers and the hub raise into one line with a fix; the original stays
     attached.
     """
     try:
-        _reach(name, revision)
+        _reach_hub(name, revision)
         yield
     except UsageError:
         raise
@@ -522,8 +557,8 @@ def explained(name: str, what: str, revision: str | None, attention: str = AUTO)
     except Exception as error:
         if out_of_memory(error) is not None:
             raise
-        raise explain_attention(f"{what} {name}", attention, error) or loading_error(
-            name, what, error
+        raise explain_attention(f"{source_kind} {name}", attention, error) or loading_error(
+            name, source_kind, error
         ) from error
 
 
@@ -536,49 +571,51 @@ _UNREACHED = {
 }
 
 
-def loading_error(name: str, what: str, error: BaseException) -> UsageError:
-    named = f"{what} {name}"
+def loading_error(name: str, source_kind: str, error: BaseException) -> UsageError:
+    label = f"{source_kind} {name}"
     causes = [error]
-    while (at := causes[-1].__cause__ or causes[-1].__context__) is not None and at not in causes:
-        causes.append(at)
+    while (
+        cause := causes[-1].__cause__ or causes[-1].__context__
+    ) is not None and cause not in causes:
+        causes.append(cause)
     kinds = {type(c).__name__ for c in causes}
     text = " ".join(str(c) for c in causes)
     absent = "backend tokenizer" in text or "does not appear to have a file named" in text
     if Path(name).exists() and not (Path(name) / "config.json").is_file():
-        there = _names_in(name) or "an empty folder"
+        folder_content = _list_names(name) or "an empty folder"
         return UsageError(
-            f"{named}: no config.json there ({there})",
+            f"{label}: no config.json there ({folder_content})",
             fix="give the folder of a saved Hugging Face model",
         )
     if Path(name).exists() or "custom code" in text:
-        return _damaged(name, what, error)
+        return _damaged_folder_error(name, source_kind, error)
     if is_folder_name(name):
-        return UsageError(f"{named}: no such folder{near_model(name) or where_looked(name)}")
+        return UsageError(f"{label}: no such folder{near_model(name) or where_looked(name)}")
     # the error for a repository that is not there speaks of gated ones too
     if "GatedRepoError" in kinds or (
         "gated" in text.lower() and "RepositoryNotFoundError" not in kinds
     ):
         return UsageError(
-            f"{named}: access is gated on the hub",
+            f"{label}: access is gated on the hub",
             fix=f"accept its terms at huggingface.co/{name}, then: hf auth login",
         )
     if "RepositoryNotFoundError" in kinds:
-        said = f"{named}: neither a folder here nor a model on the hub{near_model(name)}"
-        return UsageError(said, fix="check the spelling; for a private one: hf auth login")
+        message = f"{label}: neither a folder here nor a model on the hub{near_model(name)}"
+        return UsageError(message, fix="check the spelling; for a private one: hf auth login")
     if kinds & _UNREACHED or "couldn't connect" in text.lower():
-        return not_in_cache(named, f"a local folder{near_model(name)}")
+        return not_in_cache(label, f"a local folder{near_model(name)}")
     if absent and constants.HF_HUB_OFFLINE:
-        return not_in_cache(named, "a local folder", is_partial=True)
+        return not_in_cache(label, "a local folder", is_partial=True)
     if "backend tokenizer" in text:
         return UsageError(
-            f"{named}: it has no tokenizer.json",
+            f"{label}: it has no tokenizer.json",
             fix="model.tokenizer: a folder or hub id that has it",
         )
-    return UsageError(f"{named}: {first_line(error)}")
+    return UsageError(f"{label}: {first_line(error)}")
 
 
 _GENERATION_SETTINGS = os.path.join("transformers", "generation", "configuration_utils.py")
-_AGAIN = "get the folder again from where it came, or save it anew with save_pretrained"
+_FETCH_AGAIN = "get the folder again from where it came, or save it anew with save_pretrained"
 # what an error's kind or text has in it, the message, and the fix. {said}: the error's first line;
 # {there}: names in the folder
 _FAULTS = (
@@ -592,57 +629,63 @@ _FAULTS = (
         "its weights are a pickle with more in it than tensors: not opened",
         "a copy with model.safetensors",
     ),
-    ("ignore_mismatched_sizes", "config.json and the weights do not have the same sizes", _AGAIN),
-    ("Error no file named", "it has no weights (model.safetensors)", _AGAIN),
+    (
+        "ignore_mismatched_sizes",
+        "config.json and the weights do not have the same sizes",
+        _FETCH_AGAIN,
+    ),
+    ("Error no file named", "it has no weights (model.safetensors)", _FETCH_AGAIN),
     (
         "backend tokenizer",
         "it has no tokenizer.json ({there})",
         "model.tokenizer: the folder that has it",
     ),
-    ("SafetensorError", "its weights are damaged: {said}", _AGAIN),
+    ("SafetensorError", "its weights are damaged: {said}", _FETCH_AGAIN),
     (
         "Transformers does not recognize this architecture",
         "{said}",
         "a newer transformers may know it: pip install -U transformers",
     ),
-    ("Should have a `model_type` key", "{said}", _AGAIN),
+    ("Should have a `model_type` key", "{said}", _FETCH_AGAIN),
 )
 
 
-def _damaged(name: str, what: str, error: BaseException) -> UsageError:
+def _damaged_folder_error(name: str, source_kind: str, error: BaseException) -> UsageError:
     """The error for an existing folder that does not load: names the damaged file and a fix."""
     text = f"{type(error).__name__}: {error}"
-    said = first_line(error)
+    first_message = first_line(error)
     if any(
         frame.f_code.co_filename.endswith(_GENERATION_SETTINGS)
         for frame, _ in traceback.walk_tb(error.__traceback__)
     ):
         return UsageError(
-            f"{what} {name}: its generation_config.json: {said}",
+            f"{source_kind} {name}: its generation_config.json: {first_message}",
             fix="correct that file, or remove it: it is not needed to train",
         )
     for sign, message, fix in _FAULTS:
         if sign in text:
             return UsageError(
-                f"{what} {name}: {message.format(said=said, there=_names_in(name))}", fix=fix
+                f"{source_kind} {name}: {message.format(said=first_message, there=_list_names(name))}",
+                fix=fix,
             )
     if isinstance(error, ImportError):
         return UsageError(
-            f"{what} {name}: {said}", fix=f"pip install {error.name}" if error.name else None
+            f"{source_kind} {name}: {first_message}",
+            fix=f"pip install {error.name}" if error.name else None,
         )
     if isinstance(error, ValueError | RuntimeError) and not isinstance(
         error, json.JSONDecodeError | UnicodeDecodeError
     ):
         # of the model's kind or of a setting, which another copy of the folder has too
-        return UsageError(f"{what} {name}: {said}")
+        return UsageError(f"{source_kind} {name}: {first_message}")
     return UsageError(
-        f"{what} {name}:"
-        f" {said if isinstance(error, OSError) else f'{type(error).__name__}: {said}'}",
-        fix=_AGAIN,
+        f"{source_kind} {name}:"
+        f" {first_message if isinstance(error, OSError) else f'{type(error).__name__}: {first_message}'}",
+        fix=_FETCH_AGAIN,
     )
 
 
-def _names_in(name: str) -> str:
+def _list_names(name: str) -> str:
     if Path(name).is_dir():
         return ", ".join(sorted(p.name for p in Path(name).iterdir())[:6])
     return "a file"

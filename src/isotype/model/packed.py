@@ -52,23 +52,29 @@ METHOD = "isotype"
 _DTYPES = str_to_torch_dtype | {"F8_E8M0": torch.float8_e8m0fnu}  # by safetensors' names
 
 
-def reading_packed(config: Any, name: str, dtype: torch.dtype) -> dict[str, Any]:
+def packed_load_options(config: Any, name: str, dtype: torch.dtype) -> dict[str, Any]:
     """Arguments of `from_pretrained` with which it loads this checkpoint packed; with a
     `state_dict` it takes no name.
 
-    config  of a model that `of_config` finds packed
+    config  of a model that `quantisation_from_config` finds packed
     dtype   of what the file does not pack
     """
-    found = quantisation_from_config(config)
-    assert found is not None
-    assert found.packing is not None
-    AUTO_QUANTIZER_MAPPING[METHOD] = _Reader
-    reads = _Reads(found.packing, name)
+    quantisation = quantisation_from_config(config)
+    assert quantisation is not None
+    assert quantisation.packing is not None
+    AUTO_QUANTIZER_MAPPING[METHOD] = _PackedQuantizer
+    packed_config = _PackedConfig(quantisation.packing, name)
     file = gguf_file(name)
-    beside = {} if file is None else {"state_dict": gguf.tensors(file, dtype)}
+    state_dict_option = {} if file is None else {"state_dict": gguf.load_tensors(file, dtype)}
     if file is not None:
-        reads.parts = {of: Part(t.dtype, tuple(t.shape)) for of, t in beside["state_dict"].items()}
-    return {"config": plain_config(config), "quantization_config": reads} | beside
+        packed_config.parts = {
+            tensor_name: Part(tensor.dtype, tuple(tensor.shape))
+            for tensor_name, tensor in state_dict_option["state_dict"].items()
+        }
+    return {
+        "config": plain_config(config),
+        "quantization_config": packed_config,
+    } | state_dict_option
 
 
 def plain_config(config: Any) -> Any:
@@ -80,7 +86,7 @@ def plain_config(config: Any) -> Any:
     return plain
 
 
-class _Reads(QuantizationConfigMixin):
+class _PackedConfig(QuantizationConfigMixin):
     """What transformers hands to the reader."""
 
     parts: Mapping[str, Part] | None = None  # of tensors that are in no safetensors file
@@ -89,7 +95,7 @@ class _Reads(QuantizationConfigMixin):
         self.quant_method, self.packing, self.name = METHOD, packing, name  # type: ignore[assignment]  # a word of ours beside its enumeration
 
 
-class _Waiting(nn.Module):
+class _WaitingLayer(nn.Module):
     """A packed layer until its tensors are there: each is a parameter in the dtype and shape of the
     file, so that nothing is cast.
     """
@@ -102,7 +108,7 @@ class _Waiting(nn.Module):
         self.out_features = like.out_features
         self.layout = layout
         for name, part in parts.items():
-            _wait(self, name, part)
+            _register_waiting(self, name, part)
         self.register_parameter("bias", like.bias)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -113,7 +119,7 @@ class _Waiting(nn.Module):
         }
 
 
-class _Reader(HfQuantizer):
+class _PackedQuantizer(HfQuantizer):
     """Has the calls of transformers' quantisers around the loading of weights."""
 
     quantization_config: Any
@@ -131,30 +137,30 @@ class _Reader(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: Iterable[str] = (), **kwargs: Any
     ) -> Any:
-        how = self.quantization_config
-        if how.parts is not None:
-            parts = how.parts
+        packed_config = self.quantization_config
+        if packed_config.parts is not None:
+            parts = packed_config.parts
         else:
-            parts = parts_of_files(checkpoint_files or ())
-        wait_for_packed(model, parts, how.packing, how.name)
+            parts = read_tensor_parts(checkpoint_files or ())
+        place_waiting_layers(model, parts, packed_config.packing, packed_config.name)
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         absent = [
             f"{full}.{name}"
-            for full, m in _waiting(model)
+            for full, m in _waiting_layers(model)
             for name, p in m.named_parameters()
             if p.is_meta
         ]
         if not absent:
-            pack(model, self.quantization_config.packing)
+            pack_waiting_layers(model, self.quantization_config.packing)
         self.remove_quantization_config(model)
         return model
 
 
-def parts_of_files(files: Iterable[str | Path]) -> dict[str, Part]:
+def read_tensor_parts(files: Iterable[str | Path]) -> dict[str, Part]:
     """Name -> dtype and shape of every tensor, from the headers of safetensors files."""
-    found = {}
+    parts = {}
     for file in files:
         if not str(file).endswith(".safetensors"):
             raise UsageError(
@@ -164,34 +170,34 @@ def parts_of_files(files: Iterable[str | Path]) -> dict[str, Part]:
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  # not a mapping
                 header = tensors.get_slice(name)
-                found[name] = Part(
+                parts[name] = Part(
                     _DTYPES.get(header.get_dtype(), torch.uint8), tuple(header.get_shape())
                 )
-    return found
+    return parts
 
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 
-def dtype_of_files(name: str, revision: str | None) -> torch.dtype | None:
+def detect_file_dtype(name: str, revision: str | None) -> torch.dtype | None:
     """fp32, bf16 or fp16 where all floating-point tensors in the model's safetensors files have it;
     None where they do not.
 
     name  a folder or hub id; files of the hub are fetched as `from_pretrained` would
     """
-    found = {
+    dtypes = {
         part.dtype
-        for part in parts_of_files(files_of(name, revision)).values()
+        for part in read_tensor_parts(weight_files(name, revision)).values()
         if part.dtype.is_floating_point
     }
     return next(
-        (dtype for dtype in (torch.float32, torch.bfloat16, torch.float16) if found == {dtype}),
+        (dtype for dtype in (torch.float32, torch.bfloat16, torch.float16) if dtypes == {dtype}),
         None,
     )
 
 
-def files_of(name: str, revision: str | None) -> list[str]:
+def weight_files(name: str, revision: str | None) -> list[str]:
     options: dict[str, Any] = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
     index = cached_file(name, INDEX, **options)
     if index is None:
@@ -204,112 +210,114 @@ def files_of(name: str, revision: str | None) -> list[str]:
     return [file for file in files if file is not None]
 
 
-def wait_for_packed(model: Any, names: Mapping[str, Part], packing: Packing, where: str) -> None:
+def place_waiting_layers(
+    model: Any, names: Mapping[str, Part], packing: Packing, model_name: str
+) -> None:
     """Puts a layer that waits for its tensors in the place of each linear layer that the file has
     packed.
 
     Raises  UsageError for packed tensors that no linear layer has, and as `recognise` does
     """
-    packed = packed_owners(names)
-    of_experts = wait_for_experts(model, packed, names, packing, where)
-    if not packed and not of_experts:
+    packed = group_packed_tensors(names)
+    expert_owners = place_waiting_experts(model, packed, names, packing, model_name)
+    if not packed and not expert_owners:
         raise UsageError(
-            f"model {where}: config.json says that its weights are {packing}, and its files have no"
-            " packed tensor",
+            f"model {model_name}: config.json says that its weights are {packing}, and its files"
+            " have no packed tensor",
             fix="remove quantization_config from config.json if these are plain weights",
         )
     mapping = get_model_conversion_mapping(model)
-    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
-    converters = [one for one in mapping if isinstance(one, WeightConverter)]
-    there = model.state_dict()
+    renamings = [conversion for conversion in mapping if isinstance(conversion, WeightRenaming)]
+    converters = [conversion for conversion in mapping if isinstance(conversion, WeightConverter)]
+    model_state = model.state_dict()
     tied = set(model.all_tied_weights_keys)
     for owner, parts in packed.items():
-        if owner in of_experts:
+        if owner in expert_owners:
             continue
         renamed, pattern = rename_source_key(
-            f"{owner}.weight", renamings, converters, model.base_model_prefix, there
+            f"{owner}.weight", renamings, converters, model.base_model_prefix, model_state
         )
         path = renamed.removesuffix(".weight")
-        layer = _submodule(model, path)
+        layer = _find_submodule(model, path)
         if pattern is not None or not isinstance(layer, nn.Linear):
             if pattern is not None:
-                what = "transformers joins or cuts this weight"
+                reason = "transformers joins or cuts this weight"
             else:
-                what = f"a {type(layer).__name__}, not a linear layer"
+                reason = f"a {type(layer).__name__}, not a linear layer"
             raise UsageError(
-                f"model {where}: {owner} is packed ({', '.join(sorted(parts))}): {what}: not"
+                f"model {model_name}: {owner} is packed ({', '.join(sorted(parts))}): {reason}: not"
                 " offered",
-                fix=_DENSE,
+                fix=_DENSE_FIX,
             )
         if f"{path}.weight" in tied:
             raise UsageError(
-                f"model {where}: {owner} is packed, and config.json ties it to another weight",
+                f"model {model_name}: {owner} is packed, and config.json ties it to another weight",
                 fix="tie_word_embeddings: false there",
             )
-        wait_at(model, path, layer, parts, packing, f"model {where}: {owner}")
-    beside = rf"\.({'|'.join(SERVING_TENSORS)})$"
+        place_waiting_layer(model, path, layer, parts, packing, f"model {model_name}: {owner}")
+    activation_keys = rf"\.({'|'.join(SERVING_TENSORS)})$"
     model._keys_to_ignore_on_load_unexpected = {
         *(model._keys_to_ignore_on_load_unexpected or ()),
-        beside,
+        activation_keys,
     }
 
 
-def packed_owners(names: Mapping[str, Part]) -> dict[str, dict[str, Part]]:
+def group_packed_tensors(names: Mapping[str, Part]) -> dict[str, dict[str, Part]]:
     """Path of a layer -> its tensors, for each whose weight is packed."""
     owners: dict[str, dict[str, Part]] = {}
-    for full, part in names.items():
-        owner, _, last = full.rpartition(".")
+    for tensor_name, part in names.items():
+        owner, _, last = tensor_name.rpartition(".")
         owners.setdefault(owner, {})[last] = part
     return {owner: parts for owner, parts in owners.items() if is_packed(parts)}
 
 
-def wait_at(
+def place_waiting_layer(
     model: nn.Module,
     path: str,
     layer: nn.Linear,
     parts: Mapping[str, Part],
     packing: Packing,
-    where: str,
+    label: str,
 ) -> None:
     """Puts a layer that waits for these tensors in the place of `layer`. Raises UsageError as
     `recognise` does.
     """
-    own = {
+    weight_parts = {
         name: part for name, part in parts.items() if name != "bias" and name not in SERVING_TENSORS
     }
-    layout = recognise(where, own, packing, (layer.out_features, layer.in_features))
+    layout = recognise(label, weight_parts, packing, (layer.out_features, layer.in_features))
     parent, _, last = path.rpartition(".")
-    setattr(model.get_submodule(parent), last, _Waiting(layer, layout, own))
+    setattr(model.get_submodule(parent), last, _WaitingLayer(layer, layout, weight_parts))
 
 
-_DENSE = "a base that is not quantised, or precision.preset: nf4-lora on it"
+_DENSE_FIX = "a base that is not quantised, or precision.preset: nf4-lora on it"
 
 
-def pack(model: nn.Module, packing: Packing) -> None:
+def pack_waiting_layers(model: nn.Module, packing: Packing) -> None:
     """Puts a `PackedLinear` in the place of each layer whose tensors are there, also on the meta
     device.
     """
-    for full, waiting in list(_waiting(model)):
+    for path, waiting in list(_waiting_layers(model)):
         tensors = waiting.tensors()
-        state = build_state(full, waiting.layout, packing.dtype_name, tensors)
+        state = build_state(path, waiting.layout, packing.dtype_name, tensors)
         weight, state = pack_along_rows(tensors[waiting.layout.main[0]], state)
         bias = None if waiting.bias is None else waiting.bias.data
         layer = PackedLinear(waiting.in_features, waiting.out_features, weight, state, bias)
-        parent, _, last = full.rpartition(".")
+        parent, _, last = path.rpartition(".")
         setattr(model.get_submodule(parent), last, layer)
         del tensors, weight
     pack_experts(model, packing)
 
 
-def quantise(model: nn.Module, layers: Collection[nn.Module], word: str) -> None:
+def quantise_layers(model: nn.Module, layers: Collection[nn.Module], dtype_name: str) -> None:
     """Packs these plain linear layers as fp8 or int8, one at a time, where they are; also on the
     meta device. Raises UsageError.
     """
-    refuse_unquantisable(word, "the model")
+    refuse_unquantisable(dtype_name, "the model")
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear) and child in layers:
-                weight, state = pack_weight(child.weight.data, word)
+                weight, state = pack_weight(child.weight.data, dtype_name)
                 setattr(
                     parent,
                     name,
@@ -336,52 +344,54 @@ def load_packed(
     config = gguf.read_architecture(
         name, **{key: options[key] for key in ("revision", "trust_remote_code") if key in options}
     )
-    found = quantisation_from_config(config)
-    if found is None or found.packing is None:
-        if found is None:
-            what = "is not quantised"
+    quantisation = quantisation_from_config(config)
+    if quantisation is None or quantisation.packing is None:
+        if quantisation is None:
+            reason = "is not quantised"
         else:
-            what = (
-                found.unread_reason
-                or f"is {found.kind}, which transformers loads with bitsandbytes"
+            reason = (
+                quantisation.unread_reason
+                or f"is {quantisation.kind}, which transformers loads with bitsandbytes"
             )
         raise UsageError(
-            f"model {name}: {what}", fix="transformers.AutoModelForCausalLM.from_pretrained"
+            f"model {name}: {reason}", fix="transformers.AutoModelForCausalLM.from_pretrained"
         )
     arguments = (
         {"dtype": dtype, "device_map": {"": torch.device(device)}}
-        | reading_packed(config, name, dtype)
+        | packed_load_options(config, name, dtype)
         | options
     )
     return from_pretrained(auto_class(config), name, **arguments).requires_grad_(False)
 
 
-def from_pretrained(of: Any, name: str, **options: Any) -> Any:
+def from_pretrained(model_class: Any, name: str, **options: Any) -> Any:
     """transformers' own, for `reading_packed` too."""
     if "state_dict" not in options:
-        return of.from_pretrained(name, **options)
+        return model_class.from_pretrained(name, **options)
     options["config"].name_or_path = name
     # an automatic class needs a name
-    made = of._model_mapping[type(options["config"])].from_pretrained(None, **options)
-    model = made[0] if isinstance(made, tuple) else made
+    loaded = model_class._model_mapping[type(options["config"])].from_pretrained(None, **options)
+    model = loaded[0] if isinstance(loaded, tuple) else loaded
     model.name_or_path = model.config.name_or_path = name
-    return made
+    return loaded
 
 
-def _waiting(model: nn.Module) -> list[tuple[str, _Waiting]]:
+def _waiting_layers(model: nn.Module) -> list[tuple[str, _WaitingLayer]]:
     return [
-        (full, module) for full, module in model.named_modules() if isinstance(module, _Waiting)
+        (path, module)
+        for path, module in model.named_modules()
+        if isinstance(module, _WaitingLayer)
     ]
 
 
-def _submodule(model: nn.Module, path: str) -> nn.Module | None:
+def _find_submodule(model: nn.Module, path: str) -> nn.Module | None:
     try:
         return model.get_submodule(path)
     except AttributeError:
         return None
 
 
-def _wait(module: nn.Module, name: str, part: Part) -> None:
+def _register_waiting(module: nn.Module, name: str, part: Part) -> None:
     module.register_parameter(
         name,
         nn.Parameter(torch.empty(part.shape, dtype=part.dtype, device="meta"), requires_grad=False),
@@ -392,18 +402,18 @@ def _wait(module: nn.Module, name: str, part: Part) -> None:
 # transformers' code has stacks of them, [E O K]; here a stack stays packed: the tensors of every
 # expert, one behind the other
 
-_SEPARATE = re.compile(r"(?P<experts>.*\.experts)\.\d+\.(gate_proj|up_proj|down_proj)$")
+_SEPARATE_EXPERT = re.compile(r"(?P<experts>.*\.experts)\.\d+\.(gate_proj|up_proj|down_proj)$")
 _STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-_PLAN = "_isotype_packed"
-_BLOCKS = ".gate_up_proj_blocks"
+_PLAN_ATTRIBUTE = "_isotype_packed"
+_BLOCKS_SUFFIX = ".gate_up_proj_blocks"
 
 
-def wait_for_experts(
+def place_waiting_experts(
     model: Any,
     packed: Mapping[str, Mapping[str, Part]],
     names: Mapping[str, Part],
     packing: Packing,
-    where: str,
+    model_name: str,
 ) -> set[str]:
     """Gives each mixture's experts parameters that wait for the file's packed tensors, in the place
     of their stacks.
@@ -414,42 +424,50 @@ def wait_for_experts(
     Raises  UsageError for a mixture whose code is not transformers' stacked experts
     """
     plans: dict[str, dict[str, Layout]] = {}
-    for path in [name.removesuffix(_BLOCKS) for name in sorted(names) if name.endswith(_BLOCKS)]:
-        plans[path] = _wait_for_blocks(_experts(model, path, where), path, names, where)
-    separate = {owner: found["experts"] for owner in packed if (found := _SEPARATE.match(owner))}
+    for path in [
+        name.removesuffix(_BLOCKS_SUFFIX) for name in sorted(names) if name.endswith(_BLOCKS_SUFFIX)
+    ]:
+        plans[path] = _place_expert_blocks(
+            _find_stacked_experts(model, path, model_name), path, names, model_name
+        )
+    separate = {
+        owner: match["experts"] for owner in packed if (match := _SEPARATE_EXPERT.match(owner))
+    }
     for path in dict.fromkeys(separate.values()):
-        plans[path] = _wait_for_layers(_experts(model, path, where), path, packed, packing, where)
+        plans[path] = _place_expert_layers(
+            _find_stacked_experts(model, path, model_name), path, packed, packing, model_name
+        )
     for path, plan in plans.items():
         module: Any = model.get_submodule(path)
         for stack in plan:
             delattr(module, stack)
         # transformers initialises what lacks a tensor, by the names that are gone
-        vars(module)[_PLAN], module._is_hf_initialized = plan, True
+        vars(module)[_PLAN_ATTRIBUTE], module._is_hf_initialized = plan, True
     return {*plans, *separate}
 
 
-def _experts(model: nn.Module, path: str, where: str) -> Any:
-    module = _submodule(model, path)
-    stacked = all(
+def _find_stacked_experts(model: nn.Module, path: str, model_name: str) -> Any:
+    module = _find_submodule(model, path)
+    is_stacked = all(
         hasattr(module, flag)
         for flag in ("num_experts", "_apply_gate", "is_transposed", "gate_up_proj", "down_proj")
     )
     if (
-        not stacked
+        not is_stacked
         or not getattr(module, "has_gate", False)
         or getattr(module, "has_post_expert_norm", False)
     ):
-        what = "no such module" if module is None else type(module).__name__
+        class_name = "no such module" if module is None else type(module).__name__
         raise UsageError(
-            f"model {where}: {path} are packed experts, and the model's code has other ones there"
-            f" ({what})",
-            fix=_DENSE,
+            f"model {model_name}: {path} are packed experts, and the model's code has other ones"
+            f" there ({class_name})",
+            fix=_DENSE_FIX,
         )
     return module
 
 
-def _wait_for_blocks(
-    module: Any, path: str, names: Mapping[str, Part], where: str
+def _place_expert_blocks(
+    module: Any, path: str, names: Mapping[str, Part], model_name: str
 ) -> dict[str, Layout]:
     """gpt-oss: `_blocks` uint8[E O K/32 16] and `_scales` uint8[E O K/32] of a stack that its code
     has as [E K O].
@@ -462,25 +480,29 @@ def _wait_for_blocks(
             f"{stack}_scales": (experts, rows, columns // 32),
         }
         for name, shape in shapes.items():
-            found = names.get(f"{path}.{name}")
-            if found is None or tuple(found.shape) != shape:
-                if found is None:
-                    said = "is missing"
+            part = names.get(f"{path}.{name}")
+            if part is None or tuple(part.shape) != shape:
+                if part is None:
+                    problem = "is missing"
                 else:
-                    said = f"is {list(found.shape)}, expected {list(shape)}"
+                    problem = f"is {list(part.shape)}, expected {list(shape)}"
                 raise UsageError(
-                    f"model {where}: {path}.{name} {said}",
+                    f"model {model_name}: {path}.{name} {problem}",
                     fix="get the files again from where they came",
                 )
-            _wait(module, name, found)
+            _register_waiting(module, name, part)
         plan[stack] = Layout(
             "mxfp4", (rows, columns), ("weight_packed", torch.uint8, (rows, columns // 2)), (1, 32)
         )
     return plan
 
 
-def _wait_for_layers(
-    module: Any, path: str, packed: Mapping[str, Mapping[str, Part]], packing: Packing, where: str
+def _place_expert_layers(
+    module: Any,
+    path: str,
+    packed: Mapping[str, Mapping[str, Part]],
+    packing: Packing,
+    model_name: str,
 ) -> dict[str, Layout]:
     """A linear layer an expert, under its own name in the file, which transformers then does not
     join.
@@ -488,8 +510,9 @@ def _wait_for_layers(
     plan: dict[str, Layout] = {}
     if module.is_transposed or not module.is_concatenated:
         raise UsageError(
-            f"model {where}: {path} are packed one by one, and the model's code interleaves them",
-            fix=_DENSE,
+            f"model {model_name}: {path} are packed one by one, and the model's code interleaves"
+            " them",
+            fix=_DENSE_FIX,
         )
     for stack, layers in _STACKS.items():
         _, rows, columns = getattr(module, stack).shape
@@ -502,15 +525,16 @@ def _wait_for_layers(
                     for name, part in packed.get(owner, {}).items()
                     if name not in SERVING_TENSORS
                 }
-                layout = recognise(f"model {where}: {owner}", parts, packing, shape)
+                layout = recognise(f"model {model_name}: {owner}", parts, packing, shape)
                 if plan.setdefault(stack, layout) != layout:
                     raise UsageError(
-                        f"model {where}: {owner} is packed in another way than expert 0", fix=_DENSE
+                        f"model {model_name}: {owner} is packed in another way than expert 0",
+                        fix=_DENSE_FIX,
                     )
                 holder = module._modules.setdefault(str(expert), nn.Module())
                 holder.add_module(layer, nn.Module())
                 for name, part in parts.items():
-                    _wait(holder.get_submodule(layer), name, part)
+                    _register_waiting(holder.get_submodule(layer), name, part)
     return plan
 
 
@@ -519,20 +543,32 @@ def pack_experts(model: nn.Module, packing: Packing) -> None:
     stacks; also on the meta device.
     """
     for path, module in list(model.named_modules()):
-        plan: dict[str, Layout] | None = vars(module).pop(_PLAN, None)
+        plan: dict[str, Layout] | None = vars(module).pop(_PLAN_ATTRIBUTE, None)
         for stack, layout in (plan or {}).items():
-            own = list(_pieces(module, path, stack))
+            expert_tensors = list(_expert_pieces(module, path, stack))
             pieces = [
-                [build_state(of, layout, packing.dtype_name, t) for of, t in one] for one in own
+                [
+                    build_state(piece_name, layout, packing.dtype_name, t)
+                    for piece_name, t in named_tensors
+                ]
+                for named_tensors in expert_tensors
             ]
             tensors = {
                 name: torch.stack(
-                    [torch.stack([piece.tensors[name] for piece in one]) for one in pieces]
+                    [
+                        torch.stack([piece.tensors[name] for piece in named_tensors])
+                        for named_tensors in pieces
+                    ]
                 )
                 for name in pieces[0][0].tensors
             }
-            main = torch.stack([torch.stack([t[layout.main[0]] for _, t in one]) for one in own])
-            del own, pieces
+            main = torch.stack(
+                [
+                    torch.stack([t[layout.main[0]] for _, t in named_tensors])
+                    for named_tensors in expert_tensors
+                ]
+            )
+            del expert_tensors, pieces
             for name in (f"{stack}_blocks", f"{stack}_scales"):
                 module._parameters.pop(name, None)
             for expert in module._modules.values():
@@ -553,9 +589,13 @@ def pack_experts(model: nn.Module, packing: Packing) -> None:
             InstanceMethod(packed_forward, module).install()
 
 
-def _pieces(module: Any, path: str, stack: str) -> Iterator[list[tuple[str, dict[str, Tensor]]]]:
+def _expert_pieces(
+    module: Any, path: str, stack: str
+) -> Iterator[list[tuple[str, dict[str, Tensor]]]]:
     """Of every expert, what lies one below the other in its matrix: (name, tensors)."""
-    blocks, scales = (module._parameters.get(f"{stack}_{word}") for word in ("blocks", "scales"))
+    blocks, scales = (
+        module._parameters.get(f"{stack}_{suffix}") for suffix in ("blocks", "scales")
+    )
     for expert in range(module.num_experts):
         if blocks is not None:
             yield [

@@ -25,48 +25,50 @@ FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocesso
 _TEMPLATE = "chat_template.json"
 
 
-def _file(name: str, file: str, revision: str | None) -> str | None:
+def _find_file(name: str, file_name: str, revision: str | None) -> str | None:
     """Its path, fetched from the hub where `name` is no folder; None where there is none."""
     from transformers.utils import cached_file
 
-    found: str | None = cached_file(
+    path: str | None = cached_file(
         name,
-        file,
+        file_name,
         revision=revision,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )
-    return found
+    return path
 
 
 def copy_files(name: str, revision: str | None, folder: Path) -> None:
     """Puts the processor's files of the base beside a saved model or adapter, so that a server
     finds them there.
     """
-    for file in FILES:
-        found = _file(name, file, revision)
-        if found is not None and not (folder / file).exists():
-            shutil.copyfile(found, folder / file)
+    for file_name in FILES:
+        path = _find_file(name, file_name, revision)
+        if path is not None and not (folder / file_name).exists():
+            shutil.copyfile(path, folder / file_name)
 
 
-def pictures_of(section: ModelSection, data: DataSection, tokenizer: Any) -> Pictures | None:
+def build_picture_reader(
+    section: ModelSection, data: DataSection, tokenizer: Any
+) -> Pictures | None:
     """Reads the pictures of a run's rows for this model; None for a model without a vision tower."""
     architecture = _architecture(section) if has_vision(section) else None
     if architecture is None:
         return None
     name = str(section.name)
-    token = next(
+    token_id = next(
         (
-            at
+            token_value
             for key in ("image_token_id", "image_token_index")
-            if (at := getattr(architecture, key, None)) is not None
+            if (token_value := getattr(architecture, key, None)) is not None
         ),
         None,
     )
     folder = cache_folder(data.cache)
     return Pictures(
         lambda: load_processor(name, section.revision, architecture, tokenizer),
-        token_id=token,
+        token_id=token_id,
         min_pixels=data.min_pixels,
         max_pixels=data.max_pixels,
         kept=None if folder is None else folder / PICTURES,
@@ -102,39 +104,44 @@ def load_processor(name: str, revision: str | None, architecture: Any, tokenizer
     import transformers
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-    where = f"model {name}: rows have pictures, and its processor"
+    label = f"model {name}: rows have pictures, and its processor"
     if not hasattr(transformers.ProcessorMixin, "get_text_with_replacements"):
         raise UsageError(
-            f"{where} does not say what it writes for them: transformers {transformers.__version__}"
+            f"{label} does not say what it writes for them: transformers {transformers.__version__}"
             " is too old for pictures"
         )
-    said = [_content(name, file, revision) for file in FILES[:2]]
-    if not any(said):
+    contents = [_read_json_file(name, file, revision) for file in FILES[:2]]
+    if not any(contents):
         raise UsageError(
-            f"{where} is missing: no {FILES[0]} there",
+            f"{label} is missing: no {FILES[0]} there",
             fix="put the files of the released model's processor beside it",
         )
     family = getattr(architecture, "model_type", "")
-    kind = next(
-        (one["processor_class"] for one in said if one.get("processor_class")),
+    class_name = next(
+        (content["processor_class"] for content in contents if content.get("processor_class")),
         PROCESSOR_MAPPING_NAMES.get(family),
     )
-    of_class = getattr(transformers, str(kind), None)
-    if of_class is None:
+    processor_class = getattr(transformers, str(class_name), None)
+    if processor_class is None:
         raise UsageError(
-            f"{where} is a {kind}, which transformers {transformers.__version__} does not have"
+            f"{label} is a {class_name}, which transformers {transformers.__version__} does not"
+            " have"
         )
     try:
-        images = transformers.AutoImageProcessor.from_pretrained(
+        image_processor = transformers.AutoImageProcessor.from_pretrained(
             name, revision=revision, backend="pil"
         )
-        without_video: Any = type(of_class.__name__, (_WithoutVideo, of_class), {})
-        parts = {"image_processor": images, "tokenizer": tokenizer}
-        given = [parts.get(part) for part in of_class.get_attributes()]
-        return without_video.from_args_and_dict(given, {**said[1], "chat_template": None})
+        class_without_video: Any = type(
+            processor_class.__name__, (_WithoutVideo, processor_class), {}
+        )
+        parts = {"image_processor": image_processor, "tokenizer": tokenizer}
+        arguments = [parts.get(part) for part in processor_class.get_attributes()]
+        return class_without_video.from_args_and_dict(
+            arguments, {**contents[1], "chat_template": None}
+        )
     # files of strangers, and libraries that a family asks for (num2words)
     except Exception as error:
-        raise UsageError(f"{where} cannot be loaded: {first_line(error)}") from error
+        raise UsageError(f"{label} cannot be loaded: {first_line(error)}") from error
 
 
 class _WithoutVideo:
@@ -146,16 +153,16 @@ class _WithoutVideo:
         return super().check_argument_for_proper_class(argument_name, argument)  # type: ignore[misc]  # of the class it is mixed with
 
 
-def _content(name: str, file: str, revision: str | None) -> dict[str, Any]:
-    found = _file(name, file, revision)
-    if found is not None:
-        content: Any = json.loads(Path(found).read_text(encoding="utf-8"))
+def _read_json_file(name: str, file: str, revision: str | None) -> dict[str, Any]:
+    path = _find_file(name, file, revision)
+    if path is not None:
+        content: Any = json.loads(Path(path).read_text(encoding="utf-8"))
     else:
         content = {}
     return content if isinstance(content, dict) else {}
 
 
-def template_beside(name: str, revision: str | None) -> str | None:
+def load_processor_template(name: str, revision: str | None) -> str | None:
     """The chat template of an older repository's processor."""
-    template = _content(name, _TEMPLATE, revision).get("chat_template")
+    template = _read_json_file(name, _TEMPLATE, revision).get("chat_template")
     return template if isinstance(template, str) else None

@@ -25,10 +25,10 @@ from ..precision.apply import is_quantised
 # buffers of PEFT's layer
 A0 = "start_A"
 B0 = "start_B"
-OFF_THE_BASE = ("pissa", "olora")
+SUBTRACTED_STARTS = ("pissa", "olora")
 
 
-def begin_at(model: nn.Module, start: str) -> None:
+def initialise_adapter(model: nn.Module, start: str) -> None:
     """Sets A and B of every linear layer's adapter, and takes their product off the base where that
     is the method.
 
@@ -61,15 +61,15 @@ def begin_at(model: nn.Module, start: str) -> None:
                 fix="an even adapter.r",
             )
         if a.is_meta:  # the outline of a memory plan
-            first = a.detach().clone(), b.detach().clone()
+            initial = a.detach().clone(), b.detach().clone()
         else:
             if start == "orthogonal":
-                first = _orthogonal(len(a), a.shape[1], len(b))
+                initial = _draw_orthogonal(len(a), a.shape[1], len(b))
             else:
-                first = _off(base.weight, len(a), scale, start)
+                initial = _factorise_base(base.weight, len(a), scale, start)
             # LAPACK's results lie column by column, and a restored optimizer's states would not
-            a.data, b.data = (t.contiguous().to(a.device) for t in first)
-        if start in OFF_THE_BASE:
+            a.data, b.data = (t.contiguous().to(a.device) for t in initial)
+        if start in SUBTRACTED_STARTS:
             layer.register_buffer(A0, a.detach().clone())
             layer.register_buffer(B0, b.detach().clone())
             if not a.is_meta:
@@ -81,7 +81,7 @@ def begin_at(model: nn.Module, start: str) -> None:
 _FIX = "adapter.start: default"
 
 
-def _orthogonal(rank: int, features: int, out: int) -> tuple[Tensor, Tensor]:
+def _draw_orthogonal(rank: int, features: int, out: int) -> tuple[Tensor, Tensor]:
     """A and B of which B A = 0: combinations of the odd and the even rows of one orthogonal matrix;
     a tenth of a normal draw, as PEFT's.
     """
@@ -92,7 +92,7 @@ def _orthogonal(rank: int, features: int, out: int) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def _off(weight: Tensor, rank: int, scale: float, start: str) -> tuple[Tensor, Tensor]:
+def _factorise_base(weight: Tensor, rank: int, scale: float, start: str) -> tuple[Tensor, Tensor]:
     """A [R K] and B [O R] in fp32 of which s B A is the nearest matrix of that rank (Meng et al.
     2024, "PiSSA"), or B A the first rows of a QR (Büyükakyüz 2024, "OLoRA").
     """
@@ -105,30 +105,30 @@ def _off(weight: Tensor, rank: int, scale: float, start: str) -> tuple[Tensor, T
     return root[:, None] * v[:rank], u[:, :rank] * root
 
 
-def _begun(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def _layers_with_start(model: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((name, layer) for name, layer in model.named_modules() if A0 in layer._buffers)
 
 
-def as_ordinary(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def to_ordinary_adapter(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a state dict with the matrices of an ordinary adapter for the untouched base:
     of twice the rank, where A and B were taken off the base.
     """
-    made = dict(tensors)
-    for name, layer in _begun(model):
+    result = dict(tensors)
+    for name, layer in _layers_with_start(model):
         a = f"{name}.lora_A.default.weight"
         b = f"{name}.lora_B.default.weight"
-        made[a] = torch.cat([made[a].detach(), layer._buffers[A0].to(made[a])])
-        made[b] = torch.cat([made[b].detach(), -layer._buffers[B0].to(made[b])], 1)
+        result[a] = torch.cat([result[a].detach(), layer._buffers[A0].to(result[a])])
+        result[b] = torch.cat([result[b].detach(), -layer._buffers[B0].to(result[b])], 1)
         for key in (f"{name}.{A0}", f"{name}.{B0}"):
-            made.pop(key, None)
-    return made
+            result.pop(key, None)
+    return result
 
 
-def describe_as_ordinary(model: nn.Module, folder: Path) -> None:
+def describe_ordinary_adapter(model: nn.Module, folder: Path) -> None:
     """Makes a saved adapter_config.json that of an ordinary adapter: twice the rank, and an alpha
     with which the scale stays the same.
     """
-    if next(_begun(model), None) is None:
+    if next(_layers_with_start(model), None) is None:
         return
     file = folder / "adapter_config.json"
     settings = json.loads(file.read_text(encoding="utf-8"))

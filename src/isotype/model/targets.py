@@ -56,34 +56,34 @@ def linear_layers(
         head = None
     head = getattr(model, SCORE, head)
     parts = vision_parts(model)
-    of = adapted_parts(section)
+    part_kinds = adapted_parts(section)
     return (
         (name, m)
         for name, m in model.named_modules()
         if isinstance(m, nn.Linear)
         and m is not head
-        and (parts is None or parts.part_kind(name) in of)
+        and (parts is None or parts.part_kind(name) in part_kinds)
     )
 
 
-def adapted_parts(section: AdapterSection, how: str = "lora") -> set[str]:
+def adapted_parts(section: AdapterSection, mode: str = "lora") -> set[str]:
     """The parts of a vision-language model that get an adapter, or are trained in full."""
     return {LANGUAGE} | {
         part
-        for part, asked in ((TOWER, section.vision), (PROJECTOR, section.projector))
-        if asked == how
+        for part, requested in ((TOWER, section.vision), (PROJECTOR, section.projector))
+        if requested == mode
     }
 
 
-def parts_with(model: nn.Module, section: AdapterSection, how: str) -> list[str]:
+def vision_modules(model: nn.Module, section: AdapterSection, mode: str) -> list[str]:
     """Paths of the towers and projectors among `adapted_parts`."""
     parts = vision_parts(model)
-    of = adapted_parts(section, how)
+    part_kinds = adapted_parts(section, mode)
     if parts is None:
         return []
     return [
-        *(parts.towers if TOWER in of else ()),
-        *(parts.projectors(model) if PROJECTOR in of else ()),
+        *(parts.towers if TOWER in part_kinds else ()),
+        *(parts.projectors(model) if PROJECTOR in part_kinds else ()),
     ]
 
 
@@ -101,29 +101,29 @@ def refuse_other_parts(adapted: PeftModel, parts: VisionParts, section: AdapterS
             )
 
 
-def layers_of_pictures(model: Any, parts: VisionParts) -> list[str]:
+def picture_layers(model: Any, parts: VisionParts) -> list[str]:
     """Linear layers of the language part that text alone never reaches: the cross-attention layers
     of Llama 3.2 Vision.
     """
     indices = getattr(model.config.get_text_config(), "cross_attention_layers", None) or ()
-    within = tuple(f"{parts.language}.layers.{i}." for i in indices)
-    if within:
+    prefixes = tuple(f"{parts.language}.layers.{i}." for i in indices)
+    if prefixes:
         return [
             name
             for name, m in model.named_modules()
-            if isinstance(m, nn.Linear) and name.startswith(within)
+            if isinstance(m, nn.Linear) and name.startswith(prefixes)
         ]
     return []
 
 
-def notes_of_targets(model: PeftModel, section: AdapterSection) -> list[str]:
+def target_notes(model: PeftModel, section: AdapterSection) -> list[str]:
     """Notes on routers that have an adapter, and on the linear layers to which `all-linear` gave
     none.
     """
-    adapted = [name for name, m in _routers(model.get_base_model()) if hasattr(m, "lora_A")]
+    adapted = [name for name, m in _find_routers(model.get_base_model()) if hasattr(m, "lora_A")]
     if adapted:
         notes = [
-            f"adapter.targets: {_first_of(adapted)}: a router that is adapted: all-linear leaves"
+            f"adapter.targets: {_abbreviate(adapted)}: a router that is adapted: all-linear leaves"
             " routers as they are"
         ]
     else:
@@ -140,32 +140,35 @@ def notes_of_targets(model: PeftModel, section: AdapterSection) -> list[str]:
         for m in modules
         if hasattr(m, "parameter_name") and isinstance(m, BaseTunerLayer)
     }
-    of_peft = {
+    peft_modules = {
         id(part)
         for m in modules
         if isinstance(m, BaseTunerLayer | AuxiliaryTrainingWrapper)
         for part in m.modules()
     }
-    routers = {id(m) for _, m in _routers(base)}
+    routers = {id(m) for _, m in _find_routers(base)}
     parts = vision_parts(base)
-    apart = set() if parts is None else set(layers_of_pictures(base, parts))
-    bare = [
+    picture_layer_names = set() if parts is None else set(picture_layers(base, parts))
+    unadapted = [
         n
         for n, m in linear_layers(base, section)
-        if id(m) not in of_peft and id(m) not in routers and n not in apart
+        if id(m) not in peft_modules and id(m) not in routers and n not in picture_layer_names
     ]
-    bare += [
+    unadapted += [
         name
-        for name in stacks(base)
+        for name in find_stacks(base)
         if (name.rpartition(".")[2], base.get_submodule(name.rpartition(".")[0])) not in wrapped
     ]
-    why = "one there could not be used, or not found again in its saved file"
-    if bare:
-        return [*notes, f"adapter.targets: all-linear gives {_first_of(bare)} no adapter: {why}"]
+    reason = "one there could not be used, or not found again in its saved file"
+    if unadapted:
+        return [
+            *notes,
+            f"adapter.targets: all-linear gives {_abbreviate(unadapted)} no adapter: {reason}",
+        ]
     return notes
 
 
-def _first_of(names: Sequence[str]) -> str:
+def _abbreviate(names: Sequence[str]) -> str:
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
@@ -173,7 +176,7 @@ def _never_called(model: PreTrainedModel) -> frozenset[str]:
     return _NEVER_CALLED.get(getattr(model.config, "model_type", ""), frozenset())
 
 
-def other_products(model: nn.Module) -> list[str]:
+def find_other_products(model: nn.Module) -> list[str]:
     """Last names of linear layers of a family's own kind that are no matrix product of rows: the
     routers of Llama 4 and Phi-MoE give several tensors, DeepSeek V4's grouped output projection has
     a matrix for each group.
@@ -181,19 +184,21 @@ def other_products(model: nn.Module) -> list[str]:
     PEFT's layer adds a product of its matrices to the result of the linear layer that it wraps, and
     fails.
     """
-    own = {
+    family_layers = {
         name: m
         for name, m in model.named_modules()
         if isinstance(m, nn.Linear)
         and type(m).__module__.startswith("transformers.models.")
         and type(m).forward is not nn.Linear.forward
     }
-    one_of_each = {type(m): m for m in own.values()}
-    others = {kind for kind, m in one_of_each.items() if not _gives_rows(m)}
-    return sorted({name.rpartition(".")[2] for name, m in own.items() if type(m) in others})
+    layer_by_type = {type(m): m for m in family_layers.values()}
+    other_types = {kind for kind, m in layer_by_type.items() if not _is_matrix_product(m)}
+    return sorted(
+        {name.rpartition(".")[2] for name, m in family_layers.items() if type(m) in other_types}
+    )
 
 
-def _gives_rows(linear: nn.Linear) -> bool:
+def _is_matrix_product(linear: nn.Linear) -> bool:
     weight = linear.weight
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         try:
@@ -205,7 +210,7 @@ def _gives_rows(linear: nn.Linear) -> bool:
     return isinstance(rows, torch.Tensor) and rows.shape == (2, linear.out_features)
 
 
-def targets_of(
+def choose_targets(
     model: PreTrainedModel, section: AdapterSection
 ) -> tuple[str | list[str], list[str]]:
     """(target modules, target parameters) for PEFT.
@@ -219,76 +224,99 @@ def targets_of(
     3's), which names alone would choose.
     """
     parts = vision_parts(model)
-    named = list(section.parameters)
+    parameters = list(section.parameters)
     if section.targets != "all-linear":
         if isinstance(section.targets, str):
             modules = [section.targets]
         else:
             modules = list(section.targets)
-        as_parameters = {name: found for name in modules if (found := _as_parameters(model, name))}
-        kept = [name for name in modules if name not in as_parameters]
-        named += [name for found in as_parameters.values() for name in found if name not in named]
+        as_parameters = {
+            name: stack_names
+            for name in modules
+            if (stack_names := _parameters_of_module(model, name))
+        }
+        module_names = [name for name in modules if name not in as_parameters]
+        parameters += [
+            name
+            for stack_names in as_parameters.values()
+            for name in stack_names
+            if name not in parameters
+        ]
         if isinstance(section.targets, str) and not as_parameters:
-            return section.targets, named
-        return kept if parts is None else _pattern(model, parts, section, kept), named
+            return section.targets, parameters
+        return module_names if parts is None else _module_pattern(
+            model, parts, section, module_names
+        ), parameters
     if _never_called(model):
-        return linear_names(model), named
-    stacked = stacks(model)
+        return linear_names(model), parameters
+    stacked = find_stacks(model)
     if not stacked and parts is None:
-        return "all-linear", named
-    routers = {name for name, _ in _routers(model)}
+        return "all-linear", parameters
+    routers = {name for name, _ in _find_routers(model)}
     layers = {name: m for name, m in linear_layers(model, section) if name not in routers}
-    renamed = _renamed(model, layers)
+    renamed = _names_renamed_by_peft(model, layers)
     # PEFT finds no shape in bitsandbytes' weights
-    taken = [
-        f"{last_two(name)}.weight"
+    parameter_names = [
+        f"{last_two_names(name)}.weight"
         for name in sorted(renamed)
         if not is_quantised(w := layers[name].weight) or hasattr(w, "ds_shape")
     ]
-    named += [
+    parameters += [
         name
-        for name in sorted({last_two(name) for name in stacked} | set(taken))
-        if name not in named
+        for name in sorted({last_two_names(name) for name in stacked} | set(parameter_names))
+        if name not in parameters
     ]
     chosen = layers.keys() - renamed
     if parts is not None:
         return (
-            _pattern(model, parts, section, sorted({name.rpartition(".")[2] for name in chosen})),
-            named,
+            _module_pattern(
+                model, parts, section, sorted({name.rpartition(".")[2] for name in chosen})
+            ),
+            parameters,
         )
-    return _short(model, chosen), named
+    return _shorten_names(model, chosen), parameters
 
 
-def _pattern(
+def _module_pattern(
     model: nn.Module, parts: VisionParts, section: AdapterSection, names: Sequence[str]
 ) -> str:
     """Modules of these names in the parts that get an adapter."""
-    within = [parts.language, *parts_with(model, section, "lora")]
-    whole = [
-        name for name in (*within, parts.head) if name in names or name.rpartition(".")[2] in names
+    part_paths = [parts.language, *vision_modules(model, section, "lora")]
+    whole_names = [
+        name
+        for name in (*part_paths, parts.head)
+        if name in names or name.rpartition(".")[2] in names
     ]
     return "|".join(
-        [rf"(?:{_either(within)})\.(?:.*\.)?(?:{_either(names)})", *map(re.escape, whole)]
+        [
+            rf"(?:{_join_alternatives(part_paths)})\.(?:.*\.)?(?:{_join_alternatives(names)})",
+            *map(re.escape, whole_names),
+        ]
     )
 
 
-def _either(names: Iterable[str]) -> str:
+def _join_alternatives(names: Iterable[str]) -> str:
     return "|".join(map(re.escape, names))
 
 
-def _short(model: nn.Module, names: Collection[str]) -> list[str]:
+def _shorten_names(model: nn.Module, names: Collection[str]) -> list[str]:
     """Last names, where every module of that name is among `names`, else the names themselves."""
-    others = {name.rpartition(".")[2] for name, _ in model.named_modules() if name not in names}
+    other_names = {
+        name.rpartition(".")[2] for name, _ in model.named_modules() if name not in names
+    }
     return sorted(
-        {last if (last := name.rpartition(".")[2]) not in others else name for name in names}
+        {
+            last_name if (last_name := name.rpartition(".")[2]) not in other_names else name
+            for name in names
+        }
     )
 
 
-def last_two(name: str) -> str:
+def last_two_names(name: str) -> str:
     return ".".join(name.split(".")[-2:])
 
 
-def stacks(model: nn.Module) -> list[str]:
+def find_stacks(model: nn.Module) -> list[str]:
     """Names of the parameters that hold one matrix of every expert of a mixture."""
     return [
         f"{path}.{name}"
@@ -299,22 +327,22 @@ def stacks(model: nn.Module) -> list[str]:
     ]
 
 
-def _routers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _find_routers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules that choose among a mixture's experts: beside them in the model, with a row of
     weights for each.
     """
     for path, block in model.named_modules():
-        experts = [m for m in map(_without_adapter, block.children()) if has_stack(m)]
+        experts = [m for m in map(_base_module, block.children()) if has_stack(m)]
         for name, child in block.named_children() if experts else ():
-            weight = _without_adapter(child)._parameters.get("weight")
+            weight = _base_module(child)._parameters.get("weight")
             if _is_matrix(weight) and len(weight) == experts[0].num_experts:
                 yield f"{path}.{name}", child
 
 
 def has_stack(module: nn.Module) -> bool:
     """Whether this module holds the matrices of a mixture's experts in one parameter each."""
-    own = module.parameters(recurse=False) if hasattr(module, "num_experts") else ()
-    return any(map(is_stack, own))
+    parameters = module.parameters(recurse=False) if hasattr(module, "num_experts") else ()
+    return any(map(is_stack, parameters))
 
 
 def is_stack(parameter: nn.Parameter) -> bool:
@@ -324,13 +352,13 @@ def is_stack(parameter: nn.Parameter) -> bool:
     )
 
 
-def _without_adapter(module: Any) -> Any:
+def _base_module(module: Any) -> Any:
     if hasattr(module, "lora_A"):
         return module.get_base_layer()
     return module
 
 
-def _renamed(model: nn.Module, layers: Iterable[str]) -> set[str]:
+def _names_renamed_by_peft(model: nn.Module, layers: Iterable[str]) -> set[str]:
     """Those of `layers` that PEFT would take for names of experts in an older checkpoint, and
     replace by the stacks.
     """
@@ -344,52 +372,58 @@ def _renamed(model: nn.Module, layers: Iterable[str]) -> set[str]:
     return set(layers) - set(config.target_modules or ())
 
 
-def _as_parameters(model: nn.Module, name: str) -> list[str]:
+def _parameters_of_module(model: nn.Module, name: str) -> list[str]:
     """The parameters that a name of `adapter.targets` means where PEFT has no layer for it: a
     router's weight, or stacks of experts.
     """
-    named = [m for full, m in model.named_modules() if full == name or full.endswith(f".{name}")]
-    own = [
+    modules = [m for path, m in model.named_modules() if path == name or path.endswith(f".{name}")]
+    family_modules = [
         m
-        for m in named
+        for m in modules
         if type(m).__module__.startswith("transformers.models.")
         and not isinstance(m, nn.Linear | nn.Embedding)
     ]
-    if named:
-        if len(own) == len(named) and all(_is_matrix(m._parameters.get("weight")) for m in own):
+    if modules:
+        if len(family_modules) == len(modules) and all(
+            _is_matrix(m._parameters.get("weight")) for m in family_modules
+        ):
             return [f"{name}.weight"]
         return []
-    return sorted({last_two(full) for full in stacks(model) if full.endswith(f".{name}")})
+    return sorted(
+        {last_two_names(path) for path in find_stacks(model) if path.endswith(f".{name}")}
+    )
 
 
 def _is_matrix(weight: Any) -> bool:
     return weight is not None and weight.dim() == 2
 
 
-def refuse_unknown(model: nn.Module, parameters: Sequence[str]) -> None:
+def refuse_unknown_parameters(model: nn.Module, parameters: Sequence[str]) -> None:
     """Raises  UsageError for a name of `adapter.parameters` that no matrix and no stack of the
     model has
     """
-    of_model = [full for full, p in model.named_parameters() if p.dim() in (2, 3) or is_stack(p)]
+    parameter_names = [
+        path for path, p in model.named_parameters() if p.dim() in (2, 3) or is_stack(p)
+    ]
     for name in parameters:
-        if not any(full == name or full.endswith(f".{name}") for full in of_model):
-            known = sorted({last_two(full) for full in stacks(model)}) or sorted(
-                {last_two(full) for full in of_model}
+        if not any(path == name or path.endswith(f".{name}") for path in parameter_names):
+            example_names = sorted({last_two_names(path) for path in find_stacks(model)}) or sorted(
+                {last_two_names(path) for path in parameter_names}
             )
             raise UsageError(
                 f"adapter.parameters: {name}: the model has no such matrix or stack",
-                fix=f"one of {', '.join(known[:8])}",
+                fix=f"one of {', '.join(example_names[:8])}",
             )
 
 
-def refuse_on_parameters(section: AdapterSection, parameters: Sequence[str]) -> None:
+def refuse_settings_on_parameters(section: AdapterSection, parameters: Sequence[str]) -> None:
     """Raises  UsageError for a setting that PEFT has not for adapters on parameters."""
-    for key, value, given in (
+    for key, value, is_set in (
         ("dora", "true", section.dora),
         ("start", section.start, section.start != "default"),
         ("dropout", section.dropout, section.dropout),
     ):
-        if parameters and given:
+        if parameters and is_set:
             raise UsageError(
                 f"adapter.{key}: {value}: {parameters[0]} is adapted as a parameter, for which PEFT"
                 f" has no {key}",
@@ -401,31 +435,31 @@ PEFT_PREFIX = "base_model.model."
 _LORA_SUFFIX = ".lora_A.weight"
 
 
-def lost_when_loaded(model: nn.Module, config: LoraConfig, layers: Iterable[str]) -> list[str]:
+def find_lost_layers(model: nn.Module, config: LoraConfig, layers: Iterable[str]) -> list[str]:
     """Those of `layers`, names in `model`, whose adapters PEFT loads under another name."""
     from peft.utils.transformers_weight_conversion import (
         convert_peft_adapter_state_dict_for_transformers as converted,
     )
 
     names = {f"{PEFT_PREFIX}{layer}{_LORA_SUFFIX}": layer for layer in layers}
-    found: set[Any] = set()
+    loaded_names: set[Any] = set()
     # one at a time: some of these conversions stack or cut what belongs together
     for name in names:
         try:
-            found |= set(converted(model, config, {name: torch.empty(1, 1)}))
+            loaded_names |= set(converted(model, config, {name: torch.empty(1, 1)}))
         except (RuntimeError, ValueError, IndexError, KeyError):
-            found.add(name)
-    return [layer for name, layer in names.items() if name not in found]
+            loaded_names.add(name)
+    return [layer for name, layer in names.items() if name not in loaded_names]
 
 
-def lost_stacks(model: nn.Module, config: LoraConfig) -> set[str]:
+def find_lost_stacks(model: nn.Module, config: LoraConfig) -> set[str]:
     """The same of stacked experts, as `adapter.parameters` names them: PEFT wraps a module once for
     each of its stacks.
     """
-    stacked = stacks(model)
+    stacked = find_stacks(model)
     paths = {name.rpartition(".")[0] for name in stacked}
-    lost = lost_when_loaded(
+    lost = find_lost_layers(
         model, config, [layer for path in sorted(paths) for layer in (path, f"{path}.base_layer")]
     )
-    gone = {layer.removesuffix(".base_layer") for layer in lost}
-    return {last_two(name) for name in stacked if name.rpartition(".")[0] in gone}
+    lost_paths = {layer.removesuffix(".base_layer") for layer in lost}
+    return {last_two_names(name) for name in stacked if name.rpartition(".")[0] in lost_paths}

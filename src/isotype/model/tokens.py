@@ -39,7 +39,7 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: list[str]) -> None:
     )
 
 
-def ids_of(tokenizer: PreTrainedTokenizerBase, tokens: list[str]) -> list[int]:
+def trained_token_ids(tokenizer: PreTrainedTokenizerBase, tokens: list[str]) -> list[int]:
     """Of `adapter.train_tokens`, sorted. Raises UsageError for one that the vocabulary does not
     have.
     """
@@ -62,17 +62,21 @@ def align_special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerB
     beside it.
     """
     generation = getattr(model, "generation_config", None)
-    for config, several in ((model.config.get_text_config(), False), (generation, True)):
+    for config, allows_list in ((model.config.get_text_config(), False), (generation, True)):
         for role in ("eos_token_id", "bos_token_id", "pad_token_id"):
             token = getattr(tokenizer, role)
-            named = getattr(config, role, None)
+            current = getattr(config, role, None)
             if config is None or token is None:
                 continue
-            others = [
-                n for n in (named if isinstance(named, list) else [named]) if n not in (None, token)
+            other_ids = [
+                n
+                for n in (current if isinstance(current, list) else [current])
+                if n not in (None, token)
             ]
-            keeps = role == "eos_token_id" and others and (several or isinstance(named, list))
-            setattr(config, role, [token, *others] if keeps else token)
+            keeps = (
+                role == "eos_token_id" and other_ids and (allows_list or isinstance(current, list))
+            )
+            setattr(config, role, [token, *other_ids] if keeps else token)
 
 
 def grown_config(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
@@ -107,9 +111,9 @@ def grow_embeddings(model: Any, tokenizer: PreTrainedTokenizerBase, added: int) 
     if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
         model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     for layer in {
-        id(one): one
-        for one in (model.get_input_embeddings(), model.get_output_embeddings())
-        if one is not None
+        id(module): module
+        for module in (model.get_input_embeddings(), model.get_output_embeddings())
+        if module is not None
     }.values():
         for values in (layer.weight, getattr(layer, "bias", None)):
             if values is not None:
@@ -123,6 +127,6 @@ def token_modules(model: Any) -> tuple[list[str], bool]:
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
-    wanted = [embedding] if tied or head is None else [embedding, head]
+    modules = [embedding] if tied or head is None else [embedding, head]
     names = {id(module): name.rpartition(".")[2] for name, module in model.named_modules()}
-    return [names[id(module)] for module in wanted], tied
+    return [names[id(module)] for module in modules], tied

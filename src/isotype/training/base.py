@@ -20,7 +20,7 @@ from ..config.schema import AdapterSection
 from ..distributed.agree import SAMPLED_ELEMENTS, version_lines
 from ..dtypes import to_torch
 from ..errors import UsageError
-from ..model.starts import OFF_THE_BASE
+from ..model.starts import SUBTRACTED_STARTS
 from ..precision.apply import declared_dtype, inner_model, is_quantised
 from ..precision.precision import Precision
 
@@ -35,7 +35,7 @@ def fingerprint_of_base(model: nn.Module, precision: Precision, adapter: Adapter
     """A hash of some elements of every frozen weight, in the dtype that the run gives it: the same
     before and after it is cast. "" where `adapter.start` changes them.
     """
-    if adapter.start in OFF_THE_BASE:
+    if adapter.start in SUBTRACTED_STARTS:
         return ""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():

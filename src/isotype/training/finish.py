@@ -16,8 +16,8 @@ from ..distributed.shard import Sharding, keep_part, local_part_of_mesh
 from ..distributed.world import ALONE, World
 from ..dtypes import eps, to_torch
 from ..errors import RunError
-from ..model.export import Digests, digests, refuse_difference
-from ..model.starts import OFF_THE_BASE
+from ..model.export import Digests, digest_tensors, refuse_difference
+from ..model.starts import SUBTRACTED_STARTS
 from ..observe import Observation
 from ..precision.precision import Precision
 from ..runs.checkpoint.snapshot import local_rows_by_name, restore_model, restore_optimizer
@@ -160,7 +160,7 @@ def _save_result(loop: Loop, target: Path, world: World) -> _SavedResult:
             most=CHECKED_ROWS,
             world=world,
         )
-    return _SavedResult(target, dtype, evaluation, digests(tensors, dtype))
+    return _SavedResult(target, dtype, evaluation, digest_tensors(tensors, dtype))
 
 
 def _load_best_weights(loop: Loop, world: World) -> int:
@@ -244,7 +244,7 @@ def _verify_result(
     is_exact = saved.dtype in (torch.float32, to_torch(precision.trainable))
     tolerance = 1e-6 if is_exact else torch.finfo(saved.dtype).eps
     adapter = task.config.adapter
-    if adapter.kind != "none" and adapter.start in OFF_THE_BASE and precision.base != "fp32":
+    if adapter.kind != "none" and adapter.start in SUBTRACTED_STARTS and precision.base != "fp32":
         tolerance = max(eps(precision.base), torch.finfo(saved.dtype).eps)
     trained_loss = saved.evaluation.loss
     if not abs(reloaded.loss - trained_loss) <= tolerance * max(1.0, abs(trained_loss)):

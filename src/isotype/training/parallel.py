@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..config.schema import RunConfig
 from ..distributed.world import World
 from ..errors import UsageError
-from ..model.starts import OFF_THE_BASE
+from ..model.starts import SUBTRACTED_STARTS
 from ..precision.precision import EIGHT_BIT_OPTIMIZERS
 from ..wording import format_binary_bytes
 from .device_setup import DeviceSetup
@@ -107,7 +107,7 @@ def sharing_blocker(config: RunConfig) -> str | None:
             f"train.optimizer: {optimizer}: {_WHOLE_WEIGHT_OPTIMIZERS.get(optimizer)}",
         ),
         (
-            adapter.start in OFF_THE_BASE,
+            adapter.start in SUBTRACTED_STARTS,
             f"adapter.start: {adapter.start}: it is taken off whole weights",
         ),
         (adapter.text_encoders, "adapter.text_encoders: shares of them were never tried"),

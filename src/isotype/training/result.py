@@ -15,7 +15,7 @@ from ..distributed.world import ALONE, World
 from ..dtypes import to_torch
 from ..model.card import write_card
 from ..model.export import trained_tensors
-from ..model.starts import as_ordinary
+from ..model.starts import to_ordinary_adapter
 from ..precision.precision import Precision
 from ..precision.resolution import Resolved
 from ..runs.checkpoint.atomic_folder import write_folder
@@ -57,7 +57,7 @@ class ResultWriter:
         """
         sharding = self.sharding
         if sharding is None:
-            tensors = as_ordinary(self.model, trained_tensors(self.model))
+            tensors = to_ordinary_adapter(self.model, trained_tensors(self.model))
             gathered = {}
             model_world = ALONE
         else:
@@ -85,8 +85,8 @@ class ResultWriter:
             step=step,
             precision=self.resolved.precision,
             observed=self.record.observed,
-            adapter=config.adapter.kind != "none",
-            scored=config.train.objective == "reward",
+            is_adapter=config.adapter.kind != "none",
+            has_score_head=config.train.objective == "reward",
         )
 
     def write_adapter(self, folder: RunFolder, *, step: int) -> None:

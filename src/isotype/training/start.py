@@ -26,8 +26,8 @@ from ..environment.hardware import detect
 from ..environment.versions import environment
 from ..errors import UsageError
 from ..model.adapter import trainable_share
-from ..model.architecture import AUTO, attention_of, has_attention
-from ..model.architecture import attention_line as attention_of_transformers
+from ..model.architecture import AUTO, attention_setting, has_attention
+from ..model.architecture import describe_attention as attention_of_transformers
 from ..model.build import resolve_precision
 from ..optimize import joint_attention
 from ..precision.parts import local_part
@@ -384,7 +384,7 @@ def _resolved_text(
     if base := resolved.from_checkpoint:
         loaded = _replace_setting(loaded, "precision", "base", base, resolved.reasons["base"])
     if loaded.config.model.attention == AUTO and has_attention(model):
-        values["model.attention"] = attention_of(model)
+        values["model.attention"] = attention_setting(model)
         reasons["model.attention"] = attention_of_transformers(model, AUTO)
     if loaded.config.train.gradient_checkpointing == AUTO:
         settings = prepared.checkpointing.to_settings()

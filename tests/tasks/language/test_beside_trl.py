@@ -15,7 +15,7 @@ from isotype.data.load import load_data
 from isotype.model.adapter import attach_adapter
 from isotype.model.build import build_model
 from isotype.model.load import Source, load_tokenizer
-from isotype.model.processor import pictures_of
+from isotype.model.processor import build_picture_reader
 from isotype.precision import PRESETS
 from isotype.tasks.language.batches import collate
 from isotype.tasks.language.objective import batch_loss_sum
@@ -55,7 +55,9 @@ def batch_of(base, file):
         DataSection(train=str(file), eval_split=0, cache="none"),
     )
     tokenizer = load_tokenizer(section)
-    loaded = load_data(data, tokenizer, seed=0, pictures=pictures_of(section, data, tokenizer))
+    loaded = load_data(
+        data, tokenizer, seed=0, pictures=build_picture_reader(section, data, tokenizer)
+    )
     return collate(
         list(loaded.train), pad_id=tokenizer.pad_token_id, pictures=loaded.pictures
     ), loaded.pictures
@@ -107,7 +109,7 @@ def marked(template):
 
 
 def adapted(base):
-    model = attach_adapter(base, AdapterSection(r=2), seed=0, pictures=True)
+    model = attach_adapter(base, AdapterSection(r=2), seed=0, has_pictures=True)
     fill(model)
     return model
 
@@ -143,7 +145,12 @@ def trained(base, preset):
     config = RunConfig(model={"name": str(base)}, adapter={"r": 2}, train={"seed": 0})
     tokenizer = load_tokenizer(config.model)
     model, manifest = build_model(
-        config, PRESETS[preset], Source(str(base)), tokenizer, torch.device("cpu"), pictures=True
+        config,
+        PRESETS[preset],
+        Source(str(base)),
+        tokenizer,
+        torch.device("cpu"),
+        has_pictures=True,
     )
     assert manifest.replaced
     return model

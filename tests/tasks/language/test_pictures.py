@@ -15,7 +15,7 @@ from isotype.data.load import load_data
 from isotype.errors import UsageError
 from isotype.model.adapter import attach_adapter
 from isotype.model.load import load_tokenizer
-from isotype.model.processor import pictures_of
+from isotype.model.processor import build_picture_reader
 from isotype.tasks.language.batches import collate
 from isotype.tasks.language.objective import batch_loss_sum
 from tests.commands import ask
@@ -63,7 +63,7 @@ def read(folder, file, **section):
         data,
         tokenizer,
         seed=0,
-        pictures=pictures_of(ModelSection(name=str(folder)), data, tokenizer),
+        pictures=build_picture_reader(ModelSection(name=str(folder)), data, tokenizer),
     ), tokenizer
 
 
@@ -329,7 +329,7 @@ def test_tower_and_projector_are_trained_as_asked(family, section, trained, vlm,
     data, tokenizer = read(vlm(family), seen(turns(asked(0)), turns(asked(1, 2))))
     batch = collate(list(data.train), pad_id=tokenizer.pad_token_id, pictures=data.pictures)
     base = AutoModelForImageTextToText.from_pretrained(vlm(family), dtype=torch.float32)
-    model = attach_adapter(base, AdapterSection(r=2, **section), seed=0, pictures=True)
+    model = attach_adapter(base, AdapterSection(r=2, **section), seed=0, has_pictures=True)
     parts = vision_parts(model.get_base_model())
     found = {}
     for name, parameter in model.named_parameters():

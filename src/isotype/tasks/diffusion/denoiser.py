@@ -29,8 +29,13 @@ from ...errors import UsageError
 from ...instance_method import InstanceMethod
 from ...model.adapter import attach_adapter
 from ...model.load import require_bitsandbytes
-from ...model.packed import pack, packed_owners, parts_of_files, wait_at
-from ...model.packed import quantise as pack_layers
+from ...model.packed import (
+    group_packed_tensors,
+    pack_waiting_layers,
+    place_waiting_layer,
+    read_tensor_parts,
+)
+from ...model.packed import quantise_layers as pack_layers
 from ...ops.packed.recognise import SERVING_TENSORS
 from ...optimize import Manifest, optimize
 from ...precision.apply import apply_precision, denoiser_blocks, is_kept_in_fp32, names_kept_in_fp32
@@ -247,7 +252,7 @@ def _published_outline(folder: PipelineFolder, found: Quantisation, precision: P
             double_quant=double,
         )
     else:
-        pack(denoiser, found.packing)
+        pack_waiting_layers(denoiser, found.packing)
     return denoiser
 
 
@@ -295,7 +300,7 @@ def _published(
         what = f"{absent[0]} is missing" if absent else f"{unread[0]} belongs to no layer"
         raise UsageError(f"model.name: {folder.path / folder.denoiser_part}: {what}", fix=_AGAIN)
     if found.packing is not None:
-        pack(denoiser, found.packing)
+        pack_waiting_layers(denoiser, found.packing)
     return denoiser.to(device).requires_grad_(False).eval()
 
 
@@ -304,8 +309,8 @@ def _wait(denoiser: nn.Module, folder: PipelineFolder, found: Quantisation) -> d
     tensors take their places.
     """
     where = f"model.name: {folder.path / folder.denoiser_part}"
-    parts = parts_of_files(folder.denoiser_files())
-    owners = packed_owners(parts) if found.packing is not None else {}
+    parts = read_tensor_parts(folder.denoiser_files())
+    owners = group_packed_tensors(parts) if found.packing is not None else {}
     names = list(owners) or [
         name.removesuffix(f".weight{_NF4}") for name in parts if name.endswith(_NF4)
     ]
@@ -320,7 +325,9 @@ def _wait(denoiser: nn.Module, folder: PipelineFolder, found: Quantisation) -> d
             )
         layers[name] = layer
         if found.packing is not None:
-            wait_at(denoiser, name, layer, owners[name], found.packing, f"{where}: {name}")
+            place_waiting_layer(
+                denoiser, name, layer, owners[name], found.packing, f"{where}: {name}"
+            )
     if not layers:
         raise UsageError(
             f"{where}: config.json says that it is quantised ({found}), and its files have no"

@@ -13,7 +13,7 @@ from torch import nn
 from ...config.schema import RunConfig
 from ...config.sources import PictureSource
 from ...errors import UsageError
-from ...model.adapter import check_branch
+from ...model.adapter import check_lora_branch
 from ...precision.precision import Precision
 from ...precision.quantised_base import check_base
 from ...wording import pluralise
@@ -42,7 +42,7 @@ def refuse_unfit(
     """Raises  UsageError. folder: with the denoiser of the run."""
     family = folder.family
     adapter = config.adapter
-    check_branch(config, precision)
+    check_lora_branch(config, precision)
     if config.train.ema is None and config.precision.ema is not None:
         raise UsageError(
             f"precision.ema: {config.precision.ema} has no effect without train.ema",

@@ -20,7 +20,7 @@ from ...data.rows import IGNORED, LoadedData
 from ...dtypes import to_torch
 from ...errors import UsageError
 from ...model.architecture import auto_class
-from ...model.load import Source, explained, load_base
+from ...model.load import Source, explain_loading_errors, load_base
 from ...ops import linear_cross_entropy, linear_divergence
 from ...ops.cross_entropy.op import apply_rule
 from ...ops.cross_entropy.rule import LossRule
@@ -80,7 +80,7 @@ class Distil(NextToken):
         assert self.settings.teacher is not None, "checked before anything is loaded"
         name = self.settings.teacher
         revision = self.settings.revision
-        with explained(name, "tokenizer", revision):
+        with explain_loading_errors(name, "tokenizer", revision):
             vocabulary = tokenizer.get_vocab()
             teacher_vocabulary = AutoTokenizer.from_pretrained(name, revision=revision).get_vocab()
         if difference_count := len(vocabulary.items() ^ teacher_vocabulary.items()):
@@ -90,7 +90,7 @@ class Distil(NextToken):
                 f" differ ({len(teacher_vocabulary):,} tokens there, {len(vocabulary):,} here)",
                 fix="a teacher of the same family",
             )
-        with explained(name, "model", revision), torch.device("meta"):
+        with explain_loading_errors(name, "model", revision), torch.device("meta"):
             architecture = AutoConfig.from_pretrained(name, revision=revision)
             if quantisation_from_config(architecture) is not None:
                 raise UsageError(

@@ -13,10 +13,15 @@ from torch import Tensor, nn
 from ...config.schema import RunConfig
 from ...data.rows import LoadedData, SamplePrompt, row_lengths
 from ...dtypes import to_torch
-from ...model.adapter import kept_by_config, kept_whole, layers_to_quantise, trained_in_full
+from ...model.adapter import (
+    layers_to_quantise,
+    modules_trained_in_full,
+    skip_modules_from_config,
+    unquantised_patterns,
+)
 from ...model.architecture import AUTO, SCORE, attention_options, auto_class, explain_attention
-from ...model.build import with_trained_parts
-from ...model.load import outline_packed, require_bitsandbytes
+from ...model.build import attach_trained_parts
+from ...model.load import pack_outline, require_bitsandbytes
 from ...ops.attention import Documents
 from ...optimize import optimize
 from ...precision.apply import apply_precision, generating
@@ -54,7 +59,9 @@ def outline(
     )
     with torch.device("meta"), silence_library_warnings():
         try:
-            base = auto_class(architecture, scored=config.train.objective == "reward").from_config(
+            base = auto_class(
+                architecture, has_score_head=config.train.objective == "reward"
+            ).from_config(
                 architecture,
                 dtype=to_torch(dtype),
                 trust_remote_code=config.model.trust_remote_code,
@@ -73,10 +80,13 @@ def outline(
         if precision.base == "nf4" and not trains_every_weight:
             require_bitsandbytes()
             base_quantisation = quantisation_from_config(architecture)
-            unquantised = None if base_quantisation is None else kept_by_config(architecture)
+            unquantised = (
+                None if base_quantisation is None else skip_modules_from_config(architecture)
+            )
             if unquantised is None:
-                unquantised = kept_whole(
-                    base, trained_in_full(config.adapter) if base_quantisation is None else ()
+                unquantised = unquantised_patterns(
+                    base,
+                    modules_trained_in_full(config.adapter) if base_quantisation is None else (),
                 )
             quantise_outline(
                 base,
@@ -85,12 +95,12 @@ def outline(
                 layers=layers_to_quantise(base, unquantised),
             )
         elif precision.packed and not trains_every_weight:
-            outline_packed(
-                base, architecture, config.model, precision, trained_in_full(config.adapter)
+            pack_outline(
+                base, architecture, config.model, precision, modules_trained_in_full(config.adapter)
             )
         token_ids = range(len(config.adapter.train_tokens))
-        model = with_trained_parts(
-            base, config, precision, pictures=has_pictures, token_ids=token_ids, notes=[]
+        model = attach_trained_parts(
+            base, config, precision, has_pictures=has_pictures, token_ids=token_ids, notes=[]
         )
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     if config.model.optimize:

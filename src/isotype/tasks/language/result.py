@@ -14,8 +14,13 @@ from ...config.schema import AdapterSection, ModelSection, RunConfig
 from ...data.rows import row_lengths
 from ...distributed.world import ALONE, World
 from ...dtypes import to_torch
-from ...model.adapter import freeze_vision, is_of_text_class, load_adapter, saved_in_full
-from ...model.export import cast_once, embedding_and_head, refuse_untrue_config, write_config
+from ...model.adapter import (
+    freeze_vision,
+    is_trained_on_text_class,
+    load_adapter,
+    read_modules_to_save,
+)
+from ...model.export import cast_once, embedding_and_head, refuse_wrong_tying, write_config
 from ...model.load import Source, load_base
 from ...optimize import optimize
 from ...precision.apply import apply_precision
@@ -36,7 +41,7 @@ def save_model(model: Any, folder: Path, precision: Precision) -> None:
     model.save_pretrained(folder, state_dict=cast_once(state, dtype))
     write_config(folder, dtype, tied=tied)
     if names:
-        refuse_untrue_config(folder, *names)
+        refuse_wrong_tying(folder, *names)
 
 
 def load_result(
@@ -58,22 +63,24 @@ def load_result(
     adapter  the run's, which says what of a vision-language model stayed frozen
     """
     if (folder / "adapter_config.json").is_file():
-        source = replace(source, of_text=is_of_text_class(folder))
+        source = replace(source, text_only=is_trained_on_text_class(folder))
         base = load_base(
             source,
             precision,
             attention=config.attention,
             device=device,
             trainable=False,
-            mapped=part is not None,
+            keeps_file_dtype=part is not None,
             part=part,
-            in_full=saved_in_full(folder),
+            full_modules=read_modules_to_save(folder),
             offload=config.offload,
         )
         model: nn.Module = load_adapter(base, folder)
     else:
         saved = Source(
-            str(folder), trust_remote_code=source.trust_remote_code, scored=source.scored
+            str(folder),
+            trust_remote_code=source.trust_remote_code,
+            has_score_head=source.has_score_head,
         )
         model = load_base(
             saved,
@@ -81,7 +88,7 @@ def load_result(
             attention=config.attention,
             device=device,
             trainable=True,
-            mapped=part is not None,
+            keeps_file_dtype=part is not None,
             part=part,
         )
         freeze_vision(model, adapter or AdapterSection(), precision)

@@ -20,11 +20,11 @@ from ...data.rows import LoadedData, SamplePrompt, examples, row_lengths
 from ...distributed.world import ALONE, World
 from ...dtypes import to_torch
 from ...errors import UsageError
-from ...model.adapter import check_branch, save_adapter
+from ...model.adapter import check_lora_branch, save_adapter
 from ...model.architecture import SCORE
 from ...model.build import build_model
 from ...model.load import Source, base_source, load_architecture, load_tokenizer
-from ...model.processor import copy_files, has_vision, pictures_of
+from ...model.processor import build_picture_reader, copy_files, has_vision
 from ...model.targets import has_stack, is_stack
 from ...model.tokens import check_vocabulary
 from ...optimize import Manifest
@@ -110,7 +110,7 @@ class LanguageTask:
     # before step 1
 
     def check(self, precision: Precision) -> None:
-        check_branch(self.config, precision)
+        check_lora_branch(self.config, precision)
         if self.config.precision.vision is not None and not self.roles:
             raise UsageError(
                 "precision.vision has no effect: the model has no vision tower", fix="leave it out"
@@ -120,7 +120,7 @@ class LanguageTask:
     def load_data(self) -> None:
         config = self.config
         self.tokenizer = load_tokenizer(config.model)
-        pictures = pictures_of(config.model, config.data, self.tokenizer)
+        pictures = build_picture_reader(config.model, config.data, self.tokenizer)
         self.data = data = load_data(
             config.data,
             self.tokenizer,
@@ -155,7 +155,7 @@ class LanguageTask:
         source = base_source(
             config.model, self.tokenizer, folder=folder, seed=config.train.seed, dtype=dtype
         )
-        self.source = replace(source, scored=self.objective.has_score_head)
+        self.source = replace(source, has_score_head=self.objective.has_score_head)
         if self.data.pictures is not None:
             self.data.pictures.dtype = to_torch(precision.vision)
         model, manifest = build_model(
@@ -165,7 +165,7 @@ class LanguageTask:
             self.tokenizer,
             device,
             part,
-            pictures=self.data.pictures is not None,
+            has_pictures=self.data.pictures is not None,
         )
         self.objective.check_model(model)
         manifest.notes += self.objective.load_other_models(self.tokenizer, precision, device).notes
@@ -184,7 +184,9 @@ class LanguageTask:
 
     def architecture(self) -> PretrainedConfig:
         return load_architecture(
-            self.config.model, self.tokenizer, scored=self.config.train.objective == "reward"
+            self.config.model,
+            self.tokenizer,
+            has_score_head=self.config.train.objective == "reward",
         )
 
     def outline(self, precision: Precision, *, device_type: str) -> Outline:
