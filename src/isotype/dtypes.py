@@ -1,4 +1,4 @@
-"""Dtypes as words: `fp32 bf16 fp16 nf4`, the same in configuration, code, messages and documents.
+"""Names of dtypes: `fp32 bf16 fp16 nf4`, the same in configuration, code, messages and documents.
 Imports no torch.
 
 Legend of a tensor spec: `bf16[T D]`, `F[*n d]` (F a free float dtype), `int[T]`, `any[...]`.
@@ -55,7 +55,7 @@ def parse(text: str) -> str:
     """The canonical name of a dtype in any common spelling (`torch.bfloat16`, `BFloat16`,
     `c10::Half`, `f32`).
 
-    Raises  ValueError naming the known words.
+    Raises  ValueError naming the known names.
     """
     dtype_name = (
         str(text)
@@ -72,7 +72,7 @@ def parse(text: str) -> str:
 
 
 def name(dtype: torch.dtype | str) -> str:
-    """`torch.bfloat16` -> `bf16`; unknown dtypes keep torch's own word."""
+    """`torch.bfloat16` -> `bf16`; unknown dtypes keep torch's own name."""
     try:
         return parse(str(dtype))
     except ValueError:
@@ -82,7 +82,7 @@ def name(dtype: torch.dtype | str) -> str:
 def to_torch(dtype: str) -> torch.dtype:
     """`bf16` -> `torch.bfloat16`.
 
-    Raises  ValueError for words that are no tensor dtype (`nf4`, `tf32`).
+    Raises  ValueError for names that are no tensor dtype (`nf4`, `tf32`).
     """
     import torch
 
@@ -94,7 +94,7 @@ def to_torch(dtype: str) -> torch.dtype:
 
 
 def torch_dtype_name(dtype: str) -> str:
-    """`bf16` -> `bfloat16`, as torch and the configurations of others spell it; an unknown word is
+    """`bf16` -> `bfloat16`, as torch and the configurations of other tools spell it; an unknown name is
     returned unchanged.
     """
     return _TABLE.get(dtype, (None,))[0] or dtype
@@ -124,10 +124,10 @@ _SPEC = re.compile(r"^\s*(?P<dtype>[A-Za-z_][A-Za-z0-9_|]*)\s*\[(?P<dims>[^\]]*)
 class TensorSpec:
     """A declared dtype and shape: `bf16[T D]`.
 
-    dtype  one word, several joined by `|`, `any`, `float`, `int`, or a capital letter that binds to
-           the first dtype met
-    dims   a name binds to the first size met, a number must match, `*name` and `...` stand for any
-           run of dimensions
+    dtype  one name, several joined by `|`, `any`, `float`, `int`, or a capital letter that is bound
+           to the first dtype observed
+    dims   a name is bound to the first size observed, a number must match, `*name` and `...` match
+           any number of dimensions
     """
 
     dtype: str

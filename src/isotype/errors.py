@@ -1,7 +1,6 @@
-"""Errors a user meets, each with a code, the exit status of the command line, and a page.
+"""Errors that a user sees, each with a code, the exit status of the command line, and a page.
 
-`UsageError` and its children are the caller's mistake: the command line prints one line and exits
-2.
+`UsageError` is the caller's mistake: the command line prints one line and exits with 2.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class UsageError(IsotypeError, ValueError):
 
 
 def refuse_where(*cases: tuple[object, str, str]) -> None:
-    """Raises  UsageError for the first of the cases that is so: (whether it is so, message, fix)."""
+    """Raises  UsageError for the first case that is refused: (whether it is refused, message, fix)."""
     for is_refused, message, fix in cases:
         if is_refused:
             raise UsageError(message, fix=fix)

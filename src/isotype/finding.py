@@ -2,8 +2,8 @@
 preflight.
 
 A `Finding` answers five questions: what (code, message), where (place), why (cause), what was
-declared, what to do (fix). Every command of the doctor answers with `answer`: the worst first on
-one screen, or one JSON object; the exit status says whether it is bad.
+declared, what to do (fix). Every command of the doctor prints its findings with `print_findings`:
+the worst first on one screen, or one JSON object; the exit status says whether one is severe.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Severity(IntEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where a finding stands: a file and line, a symbol (function, setting, module path), or both."""
+    """The place of a finding: a file and line, a symbol (function, setting, module path), or both."""
 
     file: str | None = None
     line: int | None = None

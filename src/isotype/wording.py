@@ -1,4 +1,4 @@
-"""Numbers and text as people read them; the first line of an error. Imports no torch."""
+"""Formats numbers and text for people; the first line of an error. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from pathlib import Path
 
 def pluralise(number: int, singular: str, plural: str | None = None) -> str:
     """`1 row`, `1,234 rows`; `plural` where the plural is not `singular` with an s."""
-    return f"{number:,} {singular if number == 1 else plural or singular + 's'}"
+    if number == 1:
+        return f"1 {singular}"
+    return f"{number:,} {plural or singular + 's'}"
 
 
 def align_columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
-    """A line for each row, its cells in columns; those in the columns `right` stand at their right."""
+    """A line for each row, with its cells in columns; the columns `right` are aligned at their right."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     columns = [str.rjust if i in right else str.ljust for i in range(len(widths))]
     return [
@@ -32,12 +34,17 @@ def format_number(value: float) -> str:
     absolute = abs(value)
     if 1000 <= absolute < 1e7:
         return f"{value:,.0f}"
-    digits = 4 if 1 <= absolute < 1e7 else 3 if 1e-3 <= absolute < 1 else 2
+    if 1 <= absolute < 1000:
+        digits = 4
+    elif 1e-3 <= absolute < 1:
+        digits = 3
+    else:
+        digits = 2
     return f"{value:.{digits}g}"
 
 
 def format_percent(value: float) -> str:
-    """Three digits: those of a share of 98 to 99% are the ticks of an axis."""
+    """Two or three significant digits: the ticks of an axis from 98 to 99% need three."""
     if abs(value) >= 0.1:
         return f"{100 * value:.3g}%"
     return f"{100 * value:.2g}%"
@@ -82,14 +89,16 @@ def format_compact(value: float) -> str:
     """`874`, `12.3k`, `4.26M`."""
     for unit in ("", "k", "M", "B"):
         if abs(value) < 1000:
-            return f"{value:.3g}{unit}" if unit else f"{value:.0f}"
+            if unit:
+                return f"{value:.3g}{unit}"
+            return f"{value:.0f}"
         value /= 1000
     return f"{value:.3g}T"
 
 
 def first_line(error: BaseException) -> str:
-    """Of the error's message, else its kind. A line that only announces a list, as torch's does,
-    gives the next one.
+    """The first line of the error's message, else its class. A line that only announces a list, as
+    torch's does, is skipped.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if lines:
@@ -102,15 +111,15 @@ _TRANSLATION = dict.fromkeys(_CONTROL_CODES, "�") | {ord("\r"): None}
 
 
 def remove_control_characters(text: str) -> str:
-    """Without the control characters that move a terminal's cursor, ring, or start a sequence that
-    changes its colours or title.
+    """The text without control characters, which could move a terminal's cursor, ring its bell, or
+    change its colours or title.
     """
     return text.translate(_TRANSLATION)
 
 
 def closest_file_name(name: str, candidates: Iterable[str]) -> str | None:
-    """The name most like `name`, if the two are alike without their endings: `a.jsonl` is not like
-    `b.jsonl`.
+    """The candidate most similar to `name`, if they are similar without their endings: `a.jsonl` is
+    not similar to `b.jsonl`.
     """
     requested = name.casefold()
     stems = {candidate: _file_stem(candidate.casefold()) for candidate in candidates}

@@ -364,7 +364,7 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-SHARED_LOAD = 0.5  # processes that want to run, for each core, from which on threads sleep
+SHARED_LOAD = 0.5  # runnable processes for each core from which on waiting threads sleep
 _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 
@@ -409,8 +409,8 @@ _MEMORY_MESSAGES = ("std::bad_alloc", "Cannot allocate memory")
 
 
 def out_of_memory(error: BaseException) -> str | None:
-    """What was asked for, in a line, if memory was missing; else None. On a CPU PyTorch raises a
-    plain RuntimeError for it.
+    """The line of an error that says how much memory could not be allocated; None for other errors. On
+    a CPU PyTorch raises a plain RuntimeError.
     """
     import torch
 

@@ -14,10 +14,10 @@ from huggingface_hub.utils import get_session
 
 from ..errors import UsageError
 
-# seconds to answer in, and between the tries; the second has HF_HUB_ETAG_TIMEOUT
+# seconds of the first try and of the pause after it; the second try has HF_HUB_ETAG_TIMEOUT
 FIRST_TRY = 5.0
 PAUSE = 1.0
-_unreachable: dict[str, bool] = {}  # by endpoint, as first found
+_unreachable: dict[str, bool] = {}  # by endpoint, as at the first check
 
 
 def is_unreachable() -> bool:

@@ -1,8 +1,8 @@
-"""Running code without data for a device that is not here: tensors on the meta device stand for
-tensors there.
+"""Runs code without data for a device that this machine does not have: tensors on the meta device
+represent tensors of that device.
 
 PyTorch's fake tensors of a CUDA device need CUDA: autograd asks for the device's guard and ends the
-interpreter. Meta tensors need nothing and have no autocast: inside `planned_for` autocast is a
+interpreter. Meta tensors need nothing and have no autocast: inside `plan_device` autocast is a
 value of this module, which the ops read and which plain products follow.
 """
 
@@ -59,7 +59,7 @@ def plan_device(device_type: str) -> Iterator[None]:
 
 
 def autocast(device_type: str, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """torch.autocast in `dtype`, or off for None; inside `planned_for` the same for meta tensors,
+    """torch.autocast in `dtype`, or off for None; inside `plan_device` the same for meta tensors,
     which have none outside it.
     """
     if _State.device_type is None:
@@ -70,7 +70,7 @@ def autocast(device_type: str, dtype: torch.dtype | None) -> AbstractContextMana
 
 
 def autocast_dtype() -> torch.dtype | None:
-    """Of meta tensors inside `planned_for`."""
+    """The autocast dtype of meta tensors inside `plan_device`."""
     return _State.cast
 
 
@@ -91,8 +91,8 @@ def autocast_off() -> AbstractContextManager[Any]:
 
 
 def keep_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, under this moment's planned autocast whenever it is called; itself outside
-    `planned_for`.
+    """`function` that always runs under the planned autocast of this moment; outside `plan_device`,
+    `function` itself.
     """
     if _State.device_type is None:
         return function

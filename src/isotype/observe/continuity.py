@@ -1,14 +1,14 @@
-"""Continuity: what an update leaves behind is what the next step finds, whoever ran between: a
-scheduler, a callback, an evaluation.
+"""Continuity: the next step must start from the values that the last update left, whatever ran in
+between: a scheduler, a callback, an evaluation.
 
 After an update some elements of some trained weights, of their optimizer states, of averages and of
-buffers are kept as bytes; before the next step they are compared. Which tensors are kept changes
-with each update, and those that PyTorch counts a write of come first. No step waits for its device
-for this: the answer is one number there, which the step reads with its loss.
+buffers are kept as bytes. Before the next step they are compared. Other tensors are sampled at each
+update; those come first that PyTorch counts a write of. No step waits for its device: the result is
+a number on the device, which the step reads together with its loss.
 
-Values have few bits where every sampled one that is not zero ends in the zero bits that a narrower
-dtype leaves. After an update only elements that it moved are judged, as weights of a bf16
-checkpoint are trained in fp32.
+Values have few bits if every sampled value that is not zero ends in the zero bits that a narrower
+dtype leaves. After an update only the elements that it changed are checked, since weights of a bf16
+checkpoint may be trained in fp32.
 """
 
 from __future__ import annotations
@@ -43,8 +43,10 @@ Key = tuple[str, ...]  # kind, name of the parameter or buffer, key of the state
 
 @dataclass(frozen=True)
 class Difference:
-    """narrower: the dtype to which it was narrowed, in its storage or in its values, else empty;
-    how: what became of it, in words.
+    """A tensor that differs from its sample.
+
+    narrower  the dtype to which it was narrowed, in its storage or in its values, else empty
+    change    what changed, as text
     """
 
     kind: str
@@ -107,13 +109,13 @@ class Sample:
 
 
 class Continuity:
-    """Of one model and its optimizer: `take_sample` after an update and `compare` before the next step;
-    `differences` says what differs.
+    """Compares samples of one model and its optimizer: `take_sample` after an update, `compare`
+    before the next step. `differences` lists what differs.
 
-    flags     0-d fp32, one for each device and dtype: above 0 where a sampled byte differed at
+    flags     0-d fp32, one for each device and dtype: above 0 if a sampled byte differed in
               `compare`
     averages  name -> an average of a weight, kept beside the model
-    kinds     which tensors are kept
+    kinds     which tensors are sampled
     """
 
     def __init__(
@@ -138,8 +140,8 @@ class Continuity:
         self._written: list[Key] = []
 
     def take_sample(self, moment: str) -> None:
-        """Keeps a sample of the tensors as they are now. `moment`: in words, as in `the update of
-        step 3`.
+        """Keeps a sample of the tensors as they are now. `moment` describes it: `the update of step
+        3`.
         """
         tensors = dict(self._tensors())
         self.moment = moment
@@ -149,8 +151,8 @@ class Continuity:
         self._samples_taken += 1
 
     def compare(self) -> None:
-        """At the beginning of a step: compares, and reads nothing from a device. `flags` has the
-        answer.
+        """Compares the sample at the beginning of a step. Sets `flags`, and reads nothing from a
+        device.
         """
         self.flags = []
         if not self._sample.tensors:
@@ -171,12 +173,13 @@ class Continuity:
             ]
 
     def differences(self) -> list[Difference]:
-        """What differs from the last `take`. Reads the sample from its devices."""
+        """What differs from the last sample. Reads it from its devices."""
         return _compare_samples(self._sample, self._resample())
 
     def compare_tensors(self, read_tensor: Callable[[Key], Tensor | None]) -> list[Difference]:
-        """What differs, at the last `take`, from what a file holds under each key; None where it
-        holds nothing of it.
+        """What differs between the last sample and the tensors that a file has for its keys.
+
+        read_tensor  returns None where the file has no such tensor
         """
         tensors = {
             key: tensor for key in self._sample.tensors if (tensor := read_tensor(key)) is not None
@@ -185,8 +188,8 @@ class Continuity:
 
     def find_narrow_updates(self) -> list[Difference]:
         """Trained weights, averages of gradients and of weights in fp32 of which each sampled
-        element that changed since the last `take` has the bits of a narrower dtype: to call after
-        an update.
+        element that changed since the last sample has the bits of a narrower dtype. To be called
+        after an update.
         """
         new_values = {key: values for key, _, values in self._resample().on_host()}
         differences = []
@@ -355,7 +358,7 @@ def report_narrow_values(
 
 
 def _group_differences(differences: list[Difference]) -> dict[tuple[str, str], list[Difference]]:
-    """(kind, what became of them) -> these."""
+    """(kind, change) -> the differences of this kind."""
     groups: dict[tuple[str, str], list[Difference]] = {}
     for difference in differences:
         groups.setdefault(

@@ -1,17 +1,17 @@
-"""What breaks the declared precision, and what is only counted: the reader of an observed step's
-tape.
+"""Checks the operators of an observed step against the declared precision. Some deviations are
+violations, others are only counted.
 
-Of what operators do, these are violations: matrix products outside `compute` (in adapters: outside
-the dtype of their branch), a loss narrower than `loss`, sums narrower than their role (accumulation
-in backward, in an update or in a buffer; norms of gradients; a norm's own sums), narrow numbers by
-which the loss is divided or gradients are clipped, fp64, and numbers and tables that are made in a
-narrow dtype. What is stored is looked at by `observer`, what lies between steps by `continuity`.
-Other arithmetic outside `compute` is counted.
+These are violations: matrix products outside `compute` (in adapters: outside the dtype of their
+branch), a loss narrower than `loss`, sums narrower than their role (accumulation in backward, in an
+update or in a buffer; norms of gradients; the sums inside a norm), narrow numbers by which the loss
+is divided or gradients are clipped, fp64, and numbers and tables that are made in a narrow dtype.
+`observer` checks what is stored, `continuity` what happens between steps. Other arithmetic outside
+`compute` is counted.
 
 Common practice is not reported: fp32 products of a router, recognised by their later use (top-k),
 fp32 products of tables, which depend on no activation, and those for which a family of transformers
-switches autocast off. PyTorch's own backward follows the forward that was judged; Python code in
-backward is judged.
+switches autocast off. PyTorch's own backward follows the forward, which was checked; Python code in
+backward is checked itself.
 """
 
 from __future__ import annotations
@@ -148,12 +148,12 @@ def _is_accumulation(call: Call) -> bool:
 
 
 class ContractChecker:
-    """Judges every operator while it is active.
+    """Checks every operator while its `modes` are active.
 
     role         compute, or generate while tokens are made
     lora_branch  the dtype of the adapters' own products: fp32 beside narrower base products, or
                  None for either
-    paused       whether code runs that is not of the step
+    paused       whether code runs that is not part of the step
     """
 
     def __init__(
@@ -192,11 +192,11 @@ class ContractChecker:
                     self._buffers[storage_address(buffer)] = full
 
     def register_inputs(self, inputs: Any) -> None:
-        """Registers what a module is called with from outside any other."""
+        """Registers the arguments of a module that no other module calls."""
         for tensor in collect_tensors(inputs, []):
             previous = self.lineages.get(tensor)
-            # floats made in the step of nothing that the model has, as noised latents are, are
-            # inputs too
+            # floats that the step makes without the model, such as noised latents, are inputs
+            # too
             if previous is None or not previous.sources or not tensor.is_floating_point():
                 lineage = previous or EMPTY_LINEAGE
                 self.lineages.set(
@@ -239,8 +239,8 @@ class ContractChecker:
 
     def _run_operator(self, op: Operator, args: tuple, kwargs: dict) -> Any:
         output = op(*args, **kwargs)
-        # beside the model, while tokens are made, runs a sampler's choice of a token, a pipeline's
-        # scheduler and VAE
+        # while tokens are generated, a sampler, or the scheduler and VAE of a pipeline, run outside
+        # the model
         if not self.paused and (self.role != "generate" or self.step.stack):
             with torch._C.DisableTorchFunction():
                 call = Call(
@@ -253,8 +253,8 @@ class ContractChecker:
                 )
                 try:
                     self._check(call)
-                # such as a tensor whose kind lacks an operator that the look needs; the program
-                # goes on
+                # such as a tensor whose class lacks an operator that the check needs; the
+                # program goes on
                 except Exception as error:
                     self._note_failure(f"{op.base_name} in {call.location}", error)
         return output
@@ -337,8 +337,8 @@ class ContractChecker:
             )
 
     def _check_fp64(self, call: Call, dtype: str, lineage: Lineage) -> None:
-        """A single number that a cast leaves in fp64 is harmless; a value that activations or
-        weights become is not. Isotype adds up an evaluation in fp64.
+        """Reports fp64 in arithmetic and in casts of several numbers. A cast of a single number is
+        harmless, and Isotype itself adds up an evaluation in fp64.
         """
         if dtype != "fp64" and not any(
             t.dtype in (torch.float64, torch.complex128) for t in call.outputs
@@ -462,7 +462,7 @@ class ContractChecker:
     def _report_product(
         self, call: Call, dtype_name: str, *, cause: str = "", **overrides: str
     ) -> None:
-        """branch: what differs where an adapter's branch is declared."""
+        """overrides: fields of the report that differ for the branch of an adapter."""
         symbol = f"{call.op.foreign_name or call.op.base_name} in {call.location}"
         fields = {
             "declared": self.compute,
@@ -541,7 +541,7 @@ class ContractChecker:
             self._report_narrow(call, role, dtype)
 
     def _check_count(self, call: Call, dtype: str, lineage: Lineage) -> None:
-        """A sum of whole numbers, as of a mask, that its dtype does not hold."""
+        """Reports a sum of whole numbers, as of a mask, that its dtype cannot represent."""
         if (
             call.op.kind == SUM
             and call.caller.kind == USER
@@ -551,7 +551,7 @@ class ContractChecker:
             self._report_narrow(call, "loss", dtype)
 
     def _check_divisor(self, call: Call, lineage: Lineage) -> None:
-        """A number by which the loss is divided: one of few bits may be a count that was rounded."""
+        """Reports a narrow number by which the loss is divided: it may be a count that was rounded."""
         divisor = call.args[1] if len(call.args) > 1 else None
         if (
             not isinstance(divisor, Tensor)
@@ -602,8 +602,8 @@ class ContractChecker:
         )
 
     def _check_buffers_and_tables(self, call: Call, dtype: str, lineage: Lineage) -> None:
-        """In forward: an addition into a narrow buffer, as of a running mean; functions of
-        positions and constants in a narrow dtype.
+        """Reports, in forward, an addition into a narrow buffer, as of a running mean, and functions
+        of positions and constants in a narrow dtype.
         """
         for target in call.written_tensors:
             full = self._buffers.get(storage_address(target))
@@ -637,7 +637,7 @@ class ContractChecker:
             )
 
     def _check_accumulation(self, call: Call, dtype: str) -> None:
-        """Gradients that are added into a narrower tensor, which no cast shows."""
+        """Reports gradients that are added in place into a narrower tensor; no cast shows this."""
         for target in call.written_tensors:
             dtype_name = float_dtype_name(target.dtype)
             if (
@@ -657,10 +657,10 @@ class ContractChecker:
     def _is_undeclared_dtype(
         self, region: str, dtype: torch.dtype, *, is_table: bool = False
     ) -> bool:
-        """Whether a dtype is narrower than fp32, and not the one of what is computed in this
-        region.
+        """Whether a dtype is narrower than fp32 and none of those declared for this part of the
+        step.
 
-        is_table  it holds different numbers: such a table is fp32 whatever `compute` is
+        is_is_table  whether it holds different numbers: a table is fp32 whatever `compute` is
         """
         precision = self.precision
         dtype_name = float_dtype_name(dtype)
@@ -678,8 +678,8 @@ class ContractChecker:
         )
 
     def _check_numbers(self, call: Call) -> None:
-        """Numbers that an operator writes, as fills and ramps, and rounds. What the dtype holds
-        exactly, as 0.5 and -inf, loses nothing.
+        """Reports numbers that an operator writes, as fills and ramps do, and rounds. Numbers that
+        the dtype represents exactly, such as 0.5 and -inf, are not reported.
         """
         if not call.outputs:
             return
@@ -697,8 +697,8 @@ class ContractChecker:
     def _check_python_numbers(
         self, function_name: str, args: tuple, kwargs: dict, tensor: Tensor
     ) -> None:
-        """A tensor that `torch.tensor` and its relatives made of Python's numbers, or into which
-        such a number was written.
+        """Reports a tensor that `torch.tensor` or a similar function made of Python numbers, or
+        into which such a number was written, if a number was rounded.
         """
         position = _NUMBER_ARGUMENTS[function_name]
         value = args[position] if len(args) > position else kwargs.get("data", kwargs.get("obj"))
@@ -711,7 +711,7 @@ class ContractChecker:
         if source.is_library:
             return
         with torch._C.DisableTorchFunction():
-            self.paused = True  # the look's own operators
+            self.paused = True  # the operators of this check
             try:
                 exact = torch.tensor(value, dtype=torch.float32)
                 rounded = (
@@ -725,7 +725,7 @@ class ContractChecker:
                         function_name.strip("_"),
                         tensor,
                     )
-            # such as data that is no number of fp32; the program goes on
+            # such as data that is not a number of fp32; the program goes on
             except Exception as error:
                 self._note_failure(
                     f"{function_name} in {self.step.module or self.step.current_region()}", error
@@ -744,7 +744,7 @@ class ContractChecker:
         )
 
     def _check_cast(self, call: Call, lineage: Lineage) -> None:
-        """Positions, tables, counts and norms of gradients that a cast rounds."""
+        """Reports positions, tables, counts and norms of gradients that a cast rounds."""
         if call.op.base_name == "copy" and len(call.args) > 1:
             target = call.args[0]
             source = call.args[1]
@@ -786,8 +786,8 @@ class ContractChecker:
     def _check_cast_values(
         self, call: Call, values: Tensor, target: Tensor, dtype_name: str
     ) -> None:
-        """Whole numbers beyond what the dtype counts (bf16: 256); of tables any number, in a dtype
-        that no role has there.
+        """Reports whole numbers that the dtype cannot represent (bf16: above 256), and of tables any
+        number in a dtype that no role has there.
         """
         values = values[values.isfinite() & (values.abs() < MASK_BOUND * 100)]
         is_whole = not values.is_floating_point() or bool((values == values.round()).all())

@@ -107,8 +107,8 @@ States = Callable[[nn.Parameter], Mapping[str, Any]]
 # below so many elements bitsandbytes keeps a state in fp32 (`min_8bit_size` of its optimizers)
 MIN_8BIT_ELEMENTS = 4096
 _FIRST_OBSERVATION_CAUSE = (
-    "it was so at the first look: a .to() cast it, or its class makes it in that dtype or in the"
-    " one in which the model is loaded"
+    "it had this dtype at the first observation: a .to() cast it, or its class makes it in that"
+    " dtype or in the one in which the model is loaded"
 )
 _SCALES_REASON = "scales and code tables of 8-bit states"
 _STEP_COUNTS_REASON = "step counts of the optimizer, which no precision declares"
@@ -278,7 +278,7 @@ class Observer:
         observation.note("loss", "the loss", name(dtype), self.precision.loss)
 
     def observe_sums(self, observation: Observation, dtypes: Sequence[torch.dtype]) -> None:
-        """What was summed across processes, by bucket."""
+        """Records what was summed across processes, by bucket."""
         for number, dtype in enumerate(dtypes):
             observation.note(
                 "reduce",
@@ -290,7 +290,7 @@ class Observer:
     def observe_task_tensors(
         self, observation: Observation, tensors: Iterable[tuple[str, str, str]]
     ) -> None:
-        """(role, tensor, dtype) of the roles that only the run's task has."""
+        """Records (role, tensor, dtype) of the roles that only the run's task has."""
         for role, tensor, dtype in tensors:
             observation.note(role, tensor, dtype, getattr(self.precision, role))
 
@@ -302,8 +302,8 @@ class Observer:
         *,
         allowed: tuple[str, ...] = (),
     ) -> None:
-        """The floating tensors of a saved result, as its files have them; integers are packed 4-bit
-        weights or ids.
+        """Records the floating tensors of a saved result, as its files have them; integers are
+        packed weights or ids.
         """
         from safetensors import safe_open
 
@@ -329,11 +329,11 @@ class Observer:
         optimizer: torch.optim.Optimizer | None = None,
         gradient: Gradient | None = None,
     ) -> Iterator[Observation]:
-        """Judges every operator and notes every module's output within this block; `role` is
+        """Checks every operator and the output of every module within this block; `role` is
         `generate` while tokens are generated.
 
-        optimizer, gradient  where given, gradients are looked at just before the update and states
-                             after the block
+        optimizer, gradient  if given, gradients are recorded just before the update, and states after
+                             the block
         """
         observation = Observation(step)
         inner = inner_model(self.model)
@@ -347,10 +347,10 @@ class Observer:
         tracker.on_inputs = checker.register_inputs
 
         def before_update(*_: Any) -> None:
-            # the gradients are gone after the step: their dtypes are taken just before the
+            # the gradients are gone after the step: their dtypes are recorded just before the
             # optimizer reads them
             if "grads" not in observation.total:
-                checker.paused = True  # the look's own operators are not the update's
+                checker.paused = True  # these operators are not part of the update
                 try:
                     self.observe_tensors(observation, gradient=gradient)
                 finally:
@@ -389,8 +389,8 @@ class Observer:
             )
 
     def _observe_product_setting(self, observation: Observation, role: str) -> None:
-        """PyTorch may be told to multiply fp32 tensors in fewer bits, which no operator's dtype
-        shows.
+        """Reports settings of PyTorch by which products of fp32 tensors are computed in fewer bits,
+        which the dtype of no operator shows.
         """
         on_gpu = any(p.device.type == "cuda" for p in self.model.parameters())
         backend = torch.backends.cuda if on_gpu else torch.backends.mkldnn

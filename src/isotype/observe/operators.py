@@ -1,5 +1,5 @@
-"""What PyTorch's operators do to dtypes: ATen names, without overload and without a trailing
-underscore, by their effect.
+"""The effect of PyTorch's operators on dtypes, by their ATen names without overload and trailing
+underscore.
 
 An operator in none of the sets is elementwise arithmetic.
 """
@@ -49,8 +49,8 @@ _PRODUCTS = split_names("""
     _efficient_attention_forward _efficient_attention_backward _native_multi_head_attention _transformer_encoder_layer_fwd lstm gru
     rnn_tanh rnn_relu _thnn_fused_lstm_cell _cdist_forward einsum
     """)
-# sums whose result has the dtype they were asked in: accumulating inside a kernel is wide, what
-# leaves it is not
+# sums whose result has the requested dtype: a kernel accumulates in a wide dtype, but its result is
+# narrow
 _SUMS = split_names("""
     sum nansum mean prod var std var_mean std_mean norm linalg_vector_norm logsumexp cumsum cumprod logcumsumexp _logcumsumexp trace
     _softmax _log_softmax _safe_softmax _softmax_backward_data _log_softmax_backward_data nll_loss_forward nll_loss2d_forward
@@ -62,11 +62,11 @@ LOSSES = split_names("""
     _log_softmax binary_cross_entropy binary_cross_entropy_with_logits huber_loss kl_div logsumexp mse_loss nll_loss2d_forward
     nll_loss_forward smooth_l1_loss
     """)
-# of these, what is a loss only where the loss is computed: in a layer they are what a softmax is
+# those that belong to a loss only where the loss is computed: in a layer they are part of a softmax
 LOG_SUMS = split_names("_log_softmax logsumexp")
-# what a norm does to the values that it divides by
+# operators by which a norm computes its divisor
 NORM_SUMS = split_names("linalg_vector_norm mean norm pow rsqrt sqrt std std_mean sum var var_mean")
-# functions whose values a table holds
+# functions whose values are stored in tables
 NONLINEAR = split_names("""
     acos asin atan cos cosh erf exp exp2 expm1 log log10 log1p log2 polar pow reciprocal rsqrt sigmoid sin sinh softplus sqrt tan tanh
     """)
@@ -97,8 +97,7 @@ ADDITIONS = split_names(
 DIVISIONS = split_names("div true_divide reciprocal")
 RAMPS = split_names("arange range linspace logspace")
 CHOICES = split_names("topk argmax sort argsort max")
-# an op on memory that is handed in from outside the dispatcher: its result is as good as created
-# here
+# operators on memory from outside the dispatcher: their result counts as created by them
 _LIFTS = split_names("lift lift_fresh lift_fresh_copy")
 
 _KINDS = {
@@ -130,8 +129,8 @@ class Operator:
     product       a product, and not the backward of one
     factory       takes no tensor; `lift` takes memory from outside
     view          its result shares memory with its input
-    on_call       a reader's own: called with (op, args, kwargs) first; what it returns goes to
-                  `on_return`
+    on_call       a reader's hook: called with (op, args, kwargs) before the operator; its result
+                  is given to `on_return`
     """
 
     __slots__ = (

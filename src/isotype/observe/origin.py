@@ -1,5 +1,5 @@
-"""Who asked for an operator: the first frame of the Python stack that is neither PyTorch's nor an
-observer's, and whose code it is; and whose code an update runs.
+"""Whose code called an operator: the first frame of the Python stack that belongs neither to PyTorch
+nor to an observer. And whose code an update of an optimizer runs.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from ..finding import Place
 
 TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 _ISOTYPE_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-# rooms whose frames stand between an operator and the code that asked for it, or around a program
-# that they run
+# packages whose frames lie between an operator and the code that called it, or around a program that
+# they run
 OBSERVER_FOLDERS = tuple(
     os.path.join(_ISOTYPE_FOLDER, room) + os.sep for room in ("observe", "doctor", "testing", "cli")
 )
 _STDLIB_FOLDER = sysconfig.get_paths()["stdlib"] + os.sep
 _PACKAGE_FOLDERS = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-# libraries whose models and layers are what plain practice means here; models of the Hub lie in a
-# folder of transformers' cache
+# libraries whose models and layers are common practice; models of the Hub lie in a folder of
+# transformers' cache
 _HUGGING_FACE_FOLDERS = tuple(
     mark + name + os.sep
     for mark in _PACKAGE_FOLDERS
@@ -48,7 +48,7 @@ _GENERATED_FILES = (
 _TOOL_PACKAGES = frozenset(("torch", "triton", "numpy", "functorch", "_pytest", "pluggy"))
 # compute an adapter's own products where `lora_branch` is fp32
 _LORA_BRANCH_FUNCTIONS = ("add_branch_fp32", "branch_gradients_fp32")
-# methods of a deferred tensor that run an operator of others on its values
+# methods of a deferred tensor that run the operators of other code on its values
 _DEFERRED_METHODS = ("_with_real_tensors", "__torch_function__", "__torch_dispatch__")
 
 USER = "user"
@@ -106,8 +106,8 @@ class Caller(NamedTuple):
 def find_caller(*, skip_deferred: bool = False) -> Caller:
     """The caller of the operator that is being dispatched.
 
-    skip_deferred  whether to pass by a deferred tensor that became real for it, to the code that asked for
-                   the operator
+    skip_deferred  whether to skip the frames of a deferred tensor that was computed for the
+                   operator
     """
     frame: FrameType | None = sys._getframe(1)
     kind = file = function = ""
@@ -282,9 +282,7 @@ def running_frames(depth: int = 1) -> Iterator[FrameType]:
 
 
 def site_place(site: Site | None, symbol: str | None = None) -> Place:
-    """Where a finding points to: the line, under `symbol`, or under its function where there is
-    none.
-    """
+    """The place of a finding: the line, with `symbol`, or with the name of its function."""
     if site is None:
         return Place(symbol=symbol or None)
     return Place(file=site.file, line=site.line, symbol=symbol or site.function)
@@ -307,8 +305,8 @@ def is_library_file(file: str) -> bool:
 
 
 def may_be_at_fault(file: str) -> bool:
-    """Whether code in this file may have a fault that a check finds: not torch, Triton, NumPy, the
-    standard library or a checker.
+    """Whether a check reports faults of this file: not those of torch, Triton, NumPy, the standard
+    library and test runners.
     """
     for mark in _PACKAGE_FOLDERS:
         if mark in file:

@@ -1,6 +1,6 @@
-"""`Observation`: the dtypes found in one observation of a run, the ones that could not be observed
-and why, and the violations; and the part of `precision.json` that is made of them: the last
-observed state of each role, and every place that cannot be observed.
+"""`Observation`: the dtypes that one observation of a run found, what could not be observed and why,
+and the violations. And the part of `precision.json` that is made of observations: the last observed
+state of each role, and every place that cannot be observed.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ DEFAULT_FIX = (
     " section"
 )
 TABLES_RULE = "buffers and tables are fp32, whatever precision.compute is"
-# role -> what gives such a thing another dtype; parameters of any other role had the declared one
-# at first
+# role -> the usual cause of another dtype. Parameters, which the other roles have, had the declared
+# dtype at the start
 CHANGED_CAUSE = (
     "something changed it after the precision was put on the model: a .to(), a hook, a callback or"
     " a library"
@@ -161,14 +161,14 @@ class Observation:
         )
 
 
-# what a preflight rehearses
+# the phases that a preflight rehearses
 LONGEST = "a step on the longest rows"
 EVALUATION = "an evaluation batch"
 GENERATION = "a generation"
 
 
 def list_unwatched(record: Mapping[str, Any]) -> list[str]:
-    """What no observation of the run looked at, in words."""
+    """Descriptions of what no observation of the run covered."""
     steps = ", ".join(map(str, record.get("observed_at", []))) or "none"
     locations = record.get("places", {})
     watched = record.get("watched", [])
@@ -206,8 +206,8 @@ def list_unwatched(record: Mapping[str, Any]) -> list[str]:
 
 
 def merge_observation(record: Mapping[str, Any], observation: Observation) -> dict[str, Any]:
-    """The record after one more observation. For each role that it counted, its counts replace
-    those before.
+    """The record after one more observation, whose counts replace the earlier ones of each role that
+    it counted.
     """
     is_step = bool(observation.total.get("compute"))
 

@@ -1,9 +1,9 @@
-"""The tape: one dispatch mode and one function mode that show what runs to a reader, and the stack
-of modules that run.
+"""The tape: a dispatch mode and a function mode that hand what runs to a reader, and the stack of
+running modules.
 
-Readers: the contract of an observed step (`contract`), `isotype doctor trace` and `isotype doctor
-conform`. A reader gets each operator as a call that it has to make itself, so that it can look
-before, after and at an error, or compute otherwise.
+Readers are the contract of an observed step (`contract`), `isotype doctor trace` and `isotype
+doctor conform`. A reader gets each operator as a call that it makes itself, so that it can act
+before and after the call and at an error, or compute something else.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ RunOperator = Callable[[Operator, tuple, dict], Any]
 
 
 def observing(hook: Any) -> Any:
-    """Marks a hook that changes nothing. Fused layers fall back to PEFT's code for other hooks, and
-    must not do so in an observed step.
+    """Marks a hook that changes nothing. For other hooks fused layers fall back to PEFT's code, which
+    they must not do in an observed step.
     """
     hook.observes = True
     return hook
@@ -47,7 +47,7 @@ def observing(hook: Any) -> Any:
 class Tape(TorchDispatchMode):
     """Hands each operator that runs to `run(op, args, kwargs)`, which returns its result.
 
-    on_new_operator  called with each operator when it is met first
+    on_new_operator  called with each operator at its first call
     """
 
     supports_higher_order_operators = True
@@ -109,8 +109,8 @@ class FunctionTape(TorchFunctionMode):
 
 @dataclass
 class ModuleCall:
-    """A running call of a module, with the dtypes of the sums, powers and roots in it and who first
-    computed so.
+    """A running call of a module, with the dtypes of the sums, powers and roots in it and the first
+    caller of each.
 
     autocast  whether autocast was on when it began
     """
@@ -146,12 +146,12 @@ class ModuleStack:
 
 
 class StepTracker(ModuleStack):
-    """The modules of one model that run, and the part of its step that runs.
+    """The running modules of one model, and the part of its step that runs.
 
     A recomputation is a forward inside backward: its module is on the stack, so it counts as
     forward.
 
-    on_inputs  called with what a module is called with from outside any other
+    on_inputs  called with the arguments of a module that no other module calls
     on_exit    called with each call that ends
     """
 

@@ -1,5 +1,5 @@
-"""What an observed step computes with: tensors in nested values, their memory, what each was
-computed from, and one call of an operator.
+"""The values of an observed step: tensors in nested arguments, their storage, the lineage of each,
+and one call of an operator.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ INPUT = 1
 WEIGHT = 2
 BUFFER = 4
 FLOAT_INPUT = 8
-MASK_BOUND = 1e4  # numbers beyond it fill masks
+MASK_BOUND = 1e4  # larger numbers fill masks
 MAX_RECOMPUTED_ELEMENTS = (
     1 << 20
-)  # most elements of a tensor that is computed again to check it for loss
+)  # of a tensor that is computed again to check whether it was rounded
 
 _REAL_DTYPES = {
     torch.complex32: torch.float16,
@@ -37,7 +37,7 @@ _REAL_DTYPES = {
 
 
 def float_dtype_name(dtype: torch.dtype) -> str | None:
-    """The word of a floating dtype, or of the parts of a complex one; else None."""
+    """The name of a floating dtype, or of the parts of a complex one; else None."""
     real = _REAL_DTYPES.get(dtype, dtype)
     return name(real) if real.is_floating_point else None
 
@@ -84,9 +84,7 @@ def is_wrapper(tensor: Tensor) -> bool:
 
 
 def dense_values(tensor: Tensor) -> Tensor | None:
-    """Its values as a dense tensor, to look at them. None for the meta device, rows of several
-    lengths and oneDNN's layout.
-    """
+    """Its values as a dense tensor. None for the meta device, nested tensors and oneDNN's layout."""
     values = storage_tensor(tensor)
     if values is None or values.is_nested or values.device.type == "meta":
         return None
@@ -94,22 +92,22 @@ def dense_values(tensor: Tensor) -> Tensor | None:
 
 
 def storage_address(tensor: Tensor) -> int:
-    """Of its storage; 0 where it has none."""
+    """The address of its storage; 0 if it has none."""
     try:
         values = storage_tensor(tensor)
         if values is None:
             return 0
         return int(values.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):
-        return 0  # a subclass that stands for something else has no storage
+        return 0  # a subclass that represents another tensor has no storage
 
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """What is known of a value.
+    """What a value was computed from.
 
-    sources    what it was made of: bits
-    additions  how many narrow additions in Python code of backward it is the end of
+    sources    what it was computed from: bits
+    additions  how many narrow additions of Python code in backward led to it
     products   products outside `compute` that it depends on and whose use is not known yet
     """
 
@@ -176,8 +174,8 @@ class Lineages:
         )
 
     def set_weights(self, model: nn.Module) -> None:
-        """Of weights, their gradients, and a quantised weight's scales, which may be quantised
-        themselves.
+        """Sets the lineage of weights, their gradients, and the scales of quantised weights, which
+        may be quantised themselves.
         """
         tensors = [*gathered_weights(model)]
         for parameter in model.parameters():
@@ -257,13 +255,11 @@ class Call:
         for tensor in shaped[1:]:
             if self.op.kind != PRODUCT:
                 dtype = torch.promote_types(dtype, tensor.dtype)
-            else:
-                dtype = dtype
         return float_dtype_name(dtype)
 
     def written_numbers(self) -> list[Any]:
-        """The numbers that an operator writes: its arguments of the type Scalar, and single numbers
-        in a wider tensor.
+        """The numbers that an operator writes: its arguments of the type Scalar, and wider tensors
+        of a single number.
         """
         schema = getattr(self.op.func, "_schema", None)
         arguments = schema.arguments if schema is not None else []
@@ -286,7 +282,7 @@ class Call:
         return scalars + [float(t) for t in wider if output.dim()]
 
     def contains_number(self, number: complex) -> bool:
-        """Whether the number is in the result: the bound of a clamp may be in none."""
+        """Whether the result contains the number. The bound of a clamp may not occur in it."""
         output = self.outputs[0]
         return self.op.kind == CREATE or bool((output == torch.tensor(number).to(output)).any())
 
@@ -335,7 +331,7 @@ class Call:
         return not torch.equal(wide.float().nan_to_num(), values.float().nan_to_num())
 
     def operand_dtype_reason(self, dtype_name: str) -> str:
-        """Why a product's operands have that dtype: to ask while it runs."""
+        """Why the operands of a product have that dtype. To be called while the product runs."""
         device = self.outputs[0].device.type
         if not torch.is_autocast_enabled(device):
             return "its operands have that dtype, and no autocast is on there"

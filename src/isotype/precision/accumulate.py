@@ -33,7 +33,7 @@ MAX_IN_FLIGHT = 4
 
 
 class Processes(Protocol):
-    """What is needed of the processes that train together."""
+    """The processes that train together."""
 
     size: int
 
@@ -44,7 +44,7 @@ class Processes(Protocol):
 
 
 class BucketSums:
-    """The sums of one step after the other.
+    """Sums the gradients of each step over the processes.
 
     A parameter without a gradient in this process adds zeros, and gets the sum of the others.
 
@@ -158,7 +158,9 @@ class BucketSums:
 def split_buckets(
     parameters: Sequence[nn.Parameter], dtype: torch.dtype
 ) -> Iterator[list[nn.Parameter]]:
-    """Neighbours of one device, together at most BUCKET bytes in `dtype`, or a single one."""
+    """Neighbouring parameters of one device, together at most `BUCKET_BYTES` in `dtype`, or a single
+    parameter.
+    """
     bucket: list[nn.Parameter] = []
     size = 0
     for p in parameters:
@@ -174,20 +176,20 @@ def split_buckets(
 
 
 class ShardedGradients(Protocol):
-    """Where gradients come from that are summed over the processes in every backward: each process
-    holds its rows of a weight.
+    """The source of gradients that are summed over the processes in every backward, where each
+    process holds some rows of a weight.
     """
 
     def take(self, parameter: nn.Parameter) -> Tensor:
-        """The gradient that has just arrived, in the dtype of the sum: the own rows."""
+        """The gradient that has just arrived, in the dtype of the sum: the rows of this process."""
 
     def sent(self) -> list[torch.dtype]:
         """The dtypes of what was summed since the last call."""
 
 
 def _dense(gradient: Tensor) -> Tensor:
-    """Of an embedding with `sparse=True`, whose gradient has the rows that were looked up: neither
-    clipping nor AdamW takes it.
+    """The dense form of a sparse gradient, which an embedding with `sparse=True` has: neither
+    clipping nor AdamW accepts a sparse one.
     """
     return gradient.to_dense() if gradient.is_sparse else gradient
 
@@ -218,7 +220,7 @@ class GradientAccumulator:
         self.parameters = [p for p in parameters if p.requires_grad]
         self.dtype = to_torch(dtype)
         self.reduce_dtype = to_torch(reduce)
-        # of each bucket that the last step summed across processes, for whoever observes
+        # dtypes of the buckets that the last step summed across processes, for the observer
         self.sent: list[torch.dtype] = []
         self._buffers: dict[int, Tensor] = {}
         self._hooks = [

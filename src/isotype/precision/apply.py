@@ -62,13 +62,15 @@ def names_kept_in_fp32(model: Any, dtype: torch.dtype) -> frozenset[str]:
 
 
 def is_kept_in_fp32(full: str, in_fp32: frozenset[str]) -> bool:
-    """Whether a module or parameter of this path is among them; an adapter's own weights are not."""
+    """Whether a module or parameter of this path belongs to the names that stay fp32; weights of an
+    adapter do not.
+    """
     path = f".{full}."
     return ".lora_" not in path and any(f".{name}." in path for name in in_fp32)
 
 
 def modules_kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> set[nn.Module]:
-    """Every such module, and every module below one."""
+    """The modules that stay fp32 in a model of `dtype`, and every module below one."""
     in_fp32 = names_kept_in_fp32(model, dtype)
     if in_fp32:
         return {module for full, module in model.named_modules() if is_kept_in_fp32(full, in_fp32)}
@@ -76,8 +78,8 @@ def modules_kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> set[nn.Module]
 
 
 class _GradientJoin:
-    """Forward hook of a block, before it runs: each tensor that needs a gradient gets a view, where
-    the gradients of its uses meet.
+    """Hook before the forward of a block: replaces each tensor that needs a gradient by a view, at
+    which the gradients of its uses are summed.
     """
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -87,9 +89,7 @@ class _GradientJoin:
 
 
 def _view_gradients(value: Any) -> Any:
-    """The same with views in the place of tensors that need a gradient, inside tuples, lists and
-    dictionaries too.
-    """
+    """Replaces tensors that need a gradient by views, also inside tuples, lists and dictionaries."""
     if isinstance(value, Tensor):
         return value.view_as(value) if value.requires_grad else value
     if type(value) in (tuple, list):
@@ -103,10 +103,10 @@ _STATE = "_isotype_precision"
 
 
 class _PrecisionState:
-    """The settings of a model's wrapped forwards. Each module that has one keeps them, so that
-    deepcopy copies them too, with the forward that the instance had, or None for its class's.
+    """The settings of a model's wrapped forwards. Each module with such a forward keeps them, so
+    that deepcopy copies them too, together with the previous forward of the instance, or None.
 
-    methods   the forwards that were put in the place of others
+    methods   the forwards that were installed
     settings  (module, attribute, value before) of each attribute that was changed
     """
 
@@ -151,7 +151,7 @@ def is_quantised(parameter: Tensor) -> bool:
 
 
 def quantised_dtype_name(parameter: Tensor) -> str:
-    """The word of a quantised weight, as `precision.base` has it: nf4, fp8 and so on."""
+    """The dtype of a quantised weight as `precision.base` names it: nf4, fp8 and so on."""
     state = getattr(parameter, "quant_state", None)
     return str(getattr(state, "dtype_name", None) or getattr(state, "quant_type", "int8"))
 
@@ -296,9 +296,9 @@ def remove_precision(model: nn.Module) -> None:
 
 
 def _separately_called_parts(inner: nn.Module) -> list[nn.Module]:
-    """Parts of a transformers model whose forward is called past the whole model's: the model
-    without its head, by some losses; the encoder of an encoder-decoder model and a vision tower, by
-    `generate`.
+    """Parts of a transformers model whose forward may be called without the forward of the whole
+    model: some losses call the model without its head, `generate` calls the encoder of an
+    encoder-decoder model and a vision tower.
     """
     parts = [getattr(inner, "base_model", None)]
     encoder = getattr(inner, "get_encoder", None)
@@ -311,18 +311,18 @@ def _separately_called_parts(inner: nn.Module) -> list[nn.Module]:
 
 
 def is_narrowed(module: nn.Module, in_fp32: set[nn.Module]) -> bool:
-    """Whether a module's output must leave in `compute`: norms and embeddings. A norm among those
-    that the model keeps in fp32, and diffusers' FP32LayerNorm, answer in their input's dtype, which
-    the model chose: some modulate the fp32 output and narrow the result themselves.
+    """Whether the output of a module is cast to `compute`: that of norms and embeddings. A norm that
+    the model keeps in fp32, and diffusers' FP32LayerNorm, return the dtype of their input, which the
+    model chose: some models modulate the fp32 output and narrow the result themselves.
     """
-    answers_as_asked = module in in_fp32 or type(module).__name__ == "FP32LayerNorm"
-    return (is_norm(module) and not answers_as_asked) or isinstance(
+    keeps_input_dtype = module in in_fp32 or type(module).__name__ == "FP32LayerNorm"
+    return (is_norm(module) and not keeps_input_dtype) or isinstance(
         module, nn.Embedding | nn.EmbeddingBag
     )
 
 
 def _run_in_precision(class_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `class_forward`, a model's forward, in the autocast of the model's precision."""
+    """Wraps a model's forward in the autocast of the model's precision."""
 
     @functools.wraps(class_forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -375,8 +375,8 @@ class _CastAllOutputs(_CastOutput):
 
 
 def is_block(module: nn.Module) -> bool:
-    """Whether a module of a list is a decoder layer, which passes on the residual stream:
-    transformers' own, with weight matrices.
+    """Whether a module of a list is a decoder layer, which returns the residual stream: a class of
+    transformers with weight matrices.
     """
     return type(module).__module__.startswith("transformers.") and any(
         p.dim() > 1 for p in module.parameters()

@@ -1,8 +1,8 @@
-"""What config.json says of a checkpoint whose weights are packed: by which library, in which word
+"""Reads from config.json how the weights of a checkpoint are packed: by which library, in which dtype
 of `precision.base`, in which blocks.
 
-Which layers are packed, and how, is read off the file's tensors (`ops.packed.recognise`), not off
-the lists of ignored layers here. Imports no torch.
+Which layers are packed, and how, is read from the tensors of the file (`ops.packed.recognise`), not
+from the lists of ignored layers in config.json. Imports no torch.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 PACKED_DTYPES = ("fp8", "int8", "int4", "nvfp4", "mxfp4", "gguf")
-"""Words of packed bases, besides nf4, which bitsandbytes makes when a model is loaded. GGUF files
+"""Dtypes of packed bases, besides nf4, which bitsandbytes makes when a model is loaded. GGUF files
 mix blocks of several sizes.
 """
 DTYPES_ON_LOAD = ("fp8", "int8")
-"""Those that a base that is not quantised may become when it is loaded, with a scale a channel."""
+"""Dtypes to which a base can be quantised when it is loaded, with a scale a channel."""
 READ_LIBRARIES = (
     "fp8, fbgemm_fp8, compressed-tensors, bitsandbytes, gptq, awq, modelopt, mxfp4, torchao and"
     " GGUF files"
@@ -25,15 +25,17 @@ READ_LIBRARIES = (
 
 @dataclass(frozen=True)
 class Packing:
-    """library      as `quant_method` names it
+    """How the weights of a checkpoint are packed.
+
+    library            as `quant_method` names it
     dtype_name         of `precision.base`
-    layout             what shares a scale, in words
+    layout             which numbers share a scale, as text
     blocks             (rows, columns) that may share a scale; -1 columns are all of them
     bits               of integers
-    zero_point_offset  what GPTQ's stored zero points lack
+    zero_point_offset  what is added to the stored zero points of GPTQ
     activations        whether the file also asks for rounded activations
-    needs              a tensor that every packed weight has by the settings, and some files of the same
-                       library have not
+    needs              a tensor that every packed weight has by these settings; some files of the
+                       library lack it
     """
 
     library: str
@@ -163,8 +165,8 @@ def _read_compressed_tensors(config: Mapping[str, Any]) -> Packing:
     )
 
 
-# those whose files hold a number in a byte, with its scales beside it; the words of
-# Int4WeightOnlyConfig lie as one kernel wants them
+# those whose files hold a number in a byte, with its scales beside it; Int4WeightOnlyConfig stores
+# its numbers in the order of one kernel
 _TORCHAO_DTYPES = {
     "Int8WeightOnlyConfig": "int8", "Float8WeightOnlyConfig": "fp8", "IntxWeightOnlyConfig": "int8",
     "Int8DynamicActivationInt8WeightConfig": "int8", "Int8DynamicActivationIntxWeightConfig": "int8",
@@ -267,15 +269,17 @@ def _parse_block(block: Any) -> tuple[int, int]:
 
 _READERS: dict[str, Callable[[Mapping[str, Any]], Packing]] = {
     "fp8": _read_fp8,
-    "fbgemm_fp8": lambda found: Packing("fbgemm_fp8", "fp8", "a scale a channel", activations=True),
-    "bitsandbytes": lambda found: Packing(
+    "fbgemm_fp8": lambda config: Packing(
+        "fbgemm_fp8", "fp8", "a scale a channel", activations=True
+    ),
+    "bitsandbytes": lambda config: Packing(
         "bitsandbytes", "int8", "a scale a channel", activations=True
     ),
     "gptq": _read_gptq,
     "awq": _read_awq,
-    "mxfp4": lambda found: Packing("mxfp4", "mxfp4", _group_description(32), ((1, 32),), 4),
+    "mxfp4": lambda config: Packing("mxfp4", "mxfp4", _group_description(32), ((1, 32),), 4),
     "modelopt": _read_modelopt,
     "compressed-tensors": _read_compressed_tensors,
-    "gguf": lambda found: Packing("gguf", "gguf", f"blocks {', '.join(found['kinds'])}"),
+    "gguf": lambda config: Packing("gguf", "gguf", f"blocks {', '.join(config['kinds'])}"),
     "torchao": _read_torchao,
 }

@@ -52,7 +52,7 @@ def gather_tensor(tensor: Tensor) -> Tensor:
 
 
 def local_rows(tensor: Tensor) -> range:
-    """Their indices in the first dimension of the whole tensor."""
+    """The indices of the local rows in the first dimension of the whole tensor."""
     if not is_sharded(tensor):
         return range(tensor.shape[0] if tensor.dim() else 0)
     sharded: Any = tensor
@@ -100,9 +100,9 @@ def _fsdp_units(model: nn.Module) -> list[Any]:
 
 
 def loading_device(device: torch.device, part: Part | None, offload: str = "none") -> torch.device:
-    """Where a model's weights are loaded: on the run's device, or on the CPU: where several
-    processes share the model, and each unit's part goes from there to the device, and where its
-    blocks stay there (`model.offload`).
+    """Where a model's weights are loaded: on the device of the run, or on the CPU. On the CPU if
+    several processes share the model, since each unit's part is moved from there to the device, and
+    if its blocks stay there (`model.offload`).
     """
     if part is None and offload == "none":
         return device
@@ -123,7 +123,7 @@ def _unwritten_tensor(shape: torch.Size, dtype: torch.dtype) -> Tensor:
 class Part:
     """Process `rank` of `parts` that share each weight by rows.
 
-    on_loaded  called once with the model as it was loaded, while every weight still has all its rows
+    on_loaded  called once with the model as it was loaded, while every weight has all its rows
     """
 
     rank: int
@@ -131,8 +131,8 @@ class Part:
     on_loaded: Callable[[nn.Module], None] = lambda model: None
 
     def cast_rows(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """The weight in `dtype`, in its whole shape, on the CPU. Only the own rows have values,
-        except of vectors, which are small.
+        """The weight in `dtype`, in its whole shape, on the CPU. Only the rows of this process have
+        values; vectors, which are small, have all.
 
         weight  any dtype [rows ...]
         ->      dtype     [rows ...]

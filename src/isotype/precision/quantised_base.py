@@ -27,9 +27,14 @@ MOST_UNQUANTISED = 0.10
 
 @dataclass(frozen=True)
 class Quantisation:
-    """library: as transformers names it; kind: nf4, fp4, a word of packed bases, or the library's
-    name; compute, storage: words, None where unknown; packing: of a base whose own files are read;
-    unread: why it is not; held: whether a loaded model holds it packed.
+    """How a base is quantised.
+
+    library           as transformers names it
+    kind              nf4, fp4, a dtype of packed bases, or the name of the library
+    compute, storage  dtypes, None if unknown
+    packing           of a base whose own files are read
+    unread_reason     why they are not read
+    is_loaded         whether it was read from a loaded model that holds it packed
     """
 
     library: str
@@ -57,7 +62,7 @@ class Quantisation:
 
 
 def quantisation_from_config(config: Any) -> Quantisation | None:
-    """From a transformers configuration; None for a model that is not quantised."""
+    """Reads a transformers configuration; None for a model that is not quantised."""
     text_config = config.get_text_config() if hasattr(config, "get_text_config") else None
     settings = getattr(config, "quantization_config", None) or getattr(
         text_config, "quantization_config", None
@@ -70,7 +75,7 @@ def quantisation_from_config(config: Any) -> Quantisation | None:
 
 
 def quantisation_from_settings(settings: Mapping[str, Any]) -> Quantisation:
-    """The same from `quantization_config`."""
+    """Reads `quantization_config`."""
     method = settings.get("quant_method", "unknown")
     library = str(getattr(method, "value", method)).lower()
     if library != "bitsandbytes" or settings.get("load_in_8bit"):
@@ -89,7 +94,7 @@ def quantisation_from_settings(settings: Mapping[str, Any]) -> Quantisation:
 
 
 def detect_quantisation(model: nn.Module) -> Quantisation | None:
-    """From the layers of a loaded model: the format of the majority."""
+    """Reads the layers of a loaded model: the format that most of them have."""
     counts: Counter[Quantisation] = Counter()
     for module in model.modules():
         weight = module._parameters.get("weight")

@@ -1,4 +1,4 @@
-"""The parts of a vision-language model: the decoder of the text, the towers that see pixels, and
+"""The parts of a vision-language model: the decoder of the text, the towers that encode pictures, and
 the projectors between them.
 
 Imports no transformers: the parts are what a model's `get_decoder` and `get_encoder` give.
@@ -22,7 +22,7 @@ class VisionParts:
     """Paths in a vision-language model.
 
     language  of the text's decoder
-    towers    of what sees pixels (or hears), whole: Qwen's merger lies inside its tower
+    towers    of the encoders of pictures (or sound), whole: Qwen's merger lies inside its tower
     head      of the output embeddings; "" where there are none
     """
 
@@ -64,8 +64,8 @@ def vision_parts(model: Any) -> VisionParts | None:
     """The parts of a transformers model that has a vision configuration, and a decoder of its own
     for the text; None for other models.
 
-    model  not PEFT's wrapper of one. It is looked through once: later changes, as adapters are, do
-           not move its parts
+    model  not PEFT's wrapper of one. Its parts are searched once: later changes, such as adapters,
+           do not move them
     """
     if model not in _PARTS_CACHE:
         _PARTS_CACHE[model] = _find_parts(model)
