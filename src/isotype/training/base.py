@@ -1,7 +1,7 @@
-"""What a run starts from besides its configuration: the frozen weights and the model's own settings,
-so that a resume with another base is refused.
+"""Fingerprints of what a run starts from besides its configuration: the frozen weights and the
+model's own settings. A resume with another base is refused.
 
-`plan.json` keeps them. Weights that are packed, or that `adapter.start` has changed, are left out:
+`plan.json` records them. Weights that are packed, or that `adapter.start` has changed, are left out:
 another device may pack or decompose them to other bits.
 """
 
@@ -64,7 +64,7 @@ def setting_lines(settings: Mapping[str, Any]) -> str:
 
 
 def describe_base(fingerprint: str, model: nn.Module, precision: Precision) -> dict[str, Any]:
-    """For plan.json."""
+    """The record of a base model in plan.json."""
     return {
         "weights": fingerprint,
         "precision": precision.base,

@@ -66,8 +66,8 @@ class Callback:
 
 
 def check_callbacks(callbacks: Sequence[object]) -> None:
-    """Raises UsageError for what `run_callbacks` could not call: a class, no Callback, a method that
-    does not take one Moment.
+    """Raises UsageError for a callback that `run_callbacks` could not call: a class, an object that
+    is no Callback, or a method that does not take one Moment.
     """
     for callback in callbacks:
         if isinstance(callback, type):
@@ -94,11 +94,10 @@ def check_callbacks(callbacks: Sequence[object]) -> None:
 def run_callbacks(
     callbacks: Sequence[Callback], name: str, moment: Moment, optimizer: torch.optim.Optimizer
 ) -> bool:
-    """Calls `on_NAME` of each callback; returns whether one asked to stop. Gradients that a
-    callback leaves are the caller's to free.
+    """Calls `on_NAME` of each callback; returns whether one asked to stop. The caller frees
+    gradients that a callback leaves.
 
-    Raises RunError CB001 when one changed a weight, whether it is trained, or a state of the
-    optimizer.
+    Raises RunError CB001 when one changed a weight, a `requires_grad`, or an optimizer state.
     """
     dtype = torch.get_default_dtype()
     for callback in callbacks:
@@ -133,8 +132,9 @@ def _find_change(
     current: dict[str, tuple[int, ...]],
     continuity: Continuity,
 ) -> str | None:
-    """The first parameter, whether it is trained, or state of the optimizer that was written or
-    exchanged; of buffers, which a generation may write, the first that was rounded.
+    """The name of the first tensor that a callback changed: a parameter or optimizer state that was
+    written, replaced, frozen or unfrozen; or a buffer that was rounded. (A generation may write
+    buffers otherwise.)
     """
     changed_name = next(
         (key for key in previous.keys() | current.keys() if previous.get(key) != current.get(key)),
@@ -142,7 +142,7 @@ def _find_change(
     )
     if changed_name is not None:
         return changed_name
-    # what PyTorch does not count as a write: `p.data`, NumPy
+    # writes through `p.data` or NumPy, which PyTorch does not count
     differences = (
         difference
         for difference in continuity.differences()
@@ -162,8 +162,8 @@ def _find_change(
 def _tensor_versions(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, tuple[int, ...]]:
-    """(identity, PyTorch's count of writes in place) of every parameter and of every tensor among
-    the optimizer's states; of parameters whether they are trained too.
+    """The identity and PyTorch's version counter of every parameter and optimizer state; for
+    parameters also `requires_grad`.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     versions: dict[str, tuple[int, ...]] = {

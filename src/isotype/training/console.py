@@ -1,6 +1,6 @@
 """The terminal of a run: a header, one live line, evaluations and samples; plain lines if the
-output is not a terminal. And what ends a run from there: Ctrl-C, SIGTERM and a terminal that is
-closed; and what libraries may not print there.
+output is not a terminal. Handles the signals that end a run (Ctrl-C, SIGTERM, a closed terminal),
+and silences libraries that would print between the lines.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ def format_progress(
 
 
 class _PipeSafeConsole(Console):
-    """A console whose reader may go away (`| head`): the run goes on without it, as its files have
-    what would be printed.
+    """A console that goes silent when its reader ends (`| head`). The run continues; its files have
+    everything that would be printed.
 
-    rich's own console ends the process with status 1 and without a word.
+    rich's own console would end the process with status 1 and without a message.
     """
 
     def on_broken_pipe(self) -> None:
@@ -98,7 +98,7 @@ def _redirect_to_null(*streams: int) -> None:
 class RunConsole:
     """Prints to stdout, or to stderr when stdout belongs to `--json`.
 
-    result  how the run ended: its status, its folder and more; empty until `report_result`
+    result  the run's status, folder and more; empty until `report_result`
     """
 
     def __init__(self, *, json_output: bool = False) -> None:
@@ -114,7 +114,7 @@ class RunConsole:
         self._unlogged_lines: list[str] = []  # lines from before the run had a log
 
     def silence(self) -> None:
-        """Prints nothing from here on: another process of the run has the terminal."""
+        """Stops printing: another process of the run has the terminal."""
         self._silent = self.console.quiet = True
 
     def start_log(self, file: Path) -> None:
@@ -136,7 +136,7 @@ class RunConsole:
                 self._log = Path(os.devnull)
 
     def report_result(self, result: Mapping[str, Any]) -> None:
-        """Stores the result, and prints it as one JSON object on stdout where that was asked for."""
+        """Stores the result, and prints it as one JSON object on stdout under `--json`."""
         self.result = result
         if self._json and not self._silent:
             print(json.dumps(result))
@@ -222,8 +222,8 @@ class Interrupt:
             signal.signal(number, handler)
 
     def begin(self) -> None:
-        """Marks the start of training. Raises KeyboardInterrupt if an earlier one was swallowed, by
-        a `__del__` or a library.
+        """Marks the start of training. Raises KeyboardInterrupt if a library or a `__del__` swallowed
+        an earlier one.
         """
         if self.requested:
             raise KeyboardInterrupt

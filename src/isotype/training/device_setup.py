@@ -63,7 +63,7 @@ def prepare_data(
 
 
 def check_adapters(config: RunConfig) -> None:
-    """Raises  UsageError for adapters on the way that would not be written."""
+    """Raises UsageError for adapter settings that would have no effect."""
     run = config.run
     adapter = config.adapter
     no_effect = "has no effect with adapter.kind: none"

@@ -31,11 +31,11 @@ from .task import Evaluation, Task, fix_random_state
 
 
 def finish(loop: Loop, prepared: Prepared) -> dict[str, Any]:
-    """Returns the content of result.json. Raises RunError SV001 when the saved result is not the
-    trained one.
+    """Saves the result, loads it again and compares; returns the content of result.json. Raises
+    RunError SV001 when the saved result is not the trained one.
 
-    The first process saves and checks; the others wait, for as long as it lives. Processes that
-    share the model do both together: none of them could hold it.
+    The first process does this while the others wait. Processes that share the model do it
+    together, since none of them could hold the whole model.
     """
     loop.world.at(loop.progress.step, "the result")
     if prepared.sharding is not None:
@@ -48,7 +48,7 @@ def finish(loop: Loop, prepared: Prepared) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _SavedResult:
-    """A written result, and what it must give when it is loaded."""
+    """A written result, with the loss and the digests that it must have when it is loaded."""
 
     folder: Path
     dtype: torch.dtype
@@ -115,7 +115,7 @@ def saves_best(config: RunConfig) -> bool:
 
 
 def evaluation_set(config: RunConfig) -> str:
-    """The rows by which the best step is chosen, as the last lines of a run name them."""
+    """The name of the rows that choose the best step, for the last lines of a run."""
     if config.train.stop_on is not None:
         return config.train.stop_on
     section = config.data if config.images.train is None else config.images
@@ -187,7 +187,7 @@ def _load_best_weights(loop: Loop, world: World) -> int:
 
 
 def _free_model(loop: Loop, prepared: Prepared) -> None:
-    """Frees the trained model, so that the memory suffices for the reloaded one."""
+    """Frees the trained model, to make room for the reloaded one."""
     loop.stepper.accumulator.close()
     loop.mapped_files.close()
     # nothing reads these again
@@ -216,8 +216,8 @@ def _verify_result(
     """Returns the loss of the reloaded result. Raises RunError SV001 when this loss or one of the
     trained weights differs.
 
-    sharding  how the trained model was distributed over the processes of `world`, which all call
-              this: the reloaded one is too
+    sharding  how the processes of `world` share the trained model; the reloaded one is shared in
+              the same way, and all call this together
     """
     mesh = None if sharding is None else sharding.mesh
 
@@ -239,8 +239,8 @@ def _verify_result(
         reloaded = task.evaluate(
             model, device, dtype=precision.loss, most=CHECKED_ROWS, world=world
         )
-    # what rounding to the saved dtype changes; a start that was taken off the base stands beside a
-    # residual, which the base's dtype rounded
+    # the tolerance is the error of rounding to the saved dtype; where `adapter.start` subtracted the
+    # adapter from the base, also that of rounding the base
     is_exact = saved.dtype in (torch.float32, to_torch(precision.trainable))
     tolerance = 1e-6 if is_exact else torch.finfo(saved.dtype).eps
     adapter = task.config.adapter

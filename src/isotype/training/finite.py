@@ -92,7 +92,7 @@ _WIDER_RANGE_ADVICE = ", or precision.compute: bf16, whose range is fp32's"
 
 
 def smaller_update_advice(learning_rate: float, clip: float | None) -> str:
-    """Advice for smaller updates that the settings do not follow yet."""
+    """Advice that makes updates smaller, without settings that are in force already."""
     return f"lower train.learning_rate (it is {learning_rate:g})" + (
         "" if clip else ", or set train.clip"
     )
@@ -109,14 +109,15 @@ def non_finite_error(
     clip: float | None,
     compute: str,
 ) -> RunError:
-    """NF001 with the step, the module, and advice that the settings do not follow yet.
+    """RunError NF001 that names the step, the module with the first non-finite number, and a fix.
 
-    passes  the forward pass of each micro-batch, to be run again
-    step    0 in the preflight: nothing was trained, so that smaller updates cannot help
+    passes    the forward pass of each micro-batch, which is run again
+    step      0 in the preflight, where smaller updates cannot help
+    quantity  for the message: `the loss`, `the gradient`
     """
     bad_parameters = non_finite_parameters(model)
-    # all of them, whatever the first one shows: the forward of a sharded model is one of all
-    # processes
+    # runs every pass even if the first shows the module: the processes that share a model must run
+    # the same number of forwards
     modules = [first_non_finite_module(model, forward) for forward in passes]
     module = next(filter(None, modules), None)
     bad_gradients = non_finite_gradients(model, gradient)

@@ -1,8 +1,7 @@
-"""The loop: steps, and between them evaluation, samples and checkpoints. Plain PyTorch; precision
-has one owner.
+"""The loop of a run: optimizer steps, and between them evaluation, samples and checkpoints.
 
-`Loop` holds what changes from step to step; everything it needs was made by `training.run`. Its
-state is in the checkpoint, so that a resumed run goes on bit for bit.
+`training.setup` prepares everything that it needs. `RunState` is what a checkpoint holds of it, so
+that a resumed run continues bit for bit.
 """
 
 from __future__ import annotations
@@ -41,9 +40,7 @@ from .trackers import Trackers
 
 
 class Loop:
-    """The parts of a run. `run()` returns True at the end of the run, False when it was interrupted
-    and saved.
-    """
+    """A run while it trains."""
 
     def __init__(
         self,
@@ -106,14 +103,16 @@ class Loop:
 
     @property
     def is_stopped_early(self) -> bool:
-        """Whether early stopping ends the run here: also true of the checkpoint of a run that it
-        has ended.
+        """Whether early stopping ends the run at this step; also true after a resume of a run that
+        early stopping has ended.
         """
         patience = self.config.train.patience
         return patience is not None and self.progress.without_gain >= patience
 
     def run(self, interrupt: Interrupt) -> bool:
-        """Raises  RunError naming the last good checkpoint when a step fails."""
+        """Trains until the last step. Returns True at the end of the run, False when it was
+        interrupted and saved. Raises RunError that names the last good checkpoint when a step fails.
+        """
         interrupt.begin()
         self.continuity.take_sample(
             f"the load of step {self.progress.step}"
@@ -146,8 +145,8 @@ class Loop:
                 with self._explain_errors():
                     self.save_adapter()
             if stopping or stopped:
-                # one that a callback ended is sampled there, as at its planned end; it is not
-                # evaluated, so that the metrics of a resumed run are those of the run left alone
+                # a run that a callback ends is sampled at its last step, but not evaluated: a resumed
+                # run then has the metrics of a run that was not stopped
                 sampling = (
                     not stopping
                     and bool(self.schedule.sample_every)
@@ -163,7 +162,7 @@ class Loop:
 
     @contextmanager
     def _explain_errors(self) -> Iterator[None]:
-        """An error names the process that is lost, and the last good checkpoint."""
+        """Adds to errors in this block the process that was lost and the last good checkpoint."""
         try:
             with self.world.exchanging():
                 yield
@@ -172,7 +171,7 @@ class Loop:
 
     @property
     def model_world(self) -> World:
-        """The processes that share the model, whose forward is one of all."""
+        """The processes that share the model, and so run each forward together."""
         if self.stepper.sharding is not None:
             return self.world
         return ALONE
@@ -198,7 +197,7 @@ class Loop:
                 self.model, batches, self.world, dtype=self.resolved.precision.loss
             )
         )
-        # the share that an update changes is known one step later
+        # the share of weights that an update changes is read with the next step's loss
         is_logged = self._is_logged(step)
         watches_changes = self._is_logged(step + 1)
         rate = learning_rate(train, step, self.schedule.total)
@@ -403,8 +402,8 @@ class Loop:
         return is_best and progress.step > 0, should_stop
 
     def _sample(self) -> None:
-        # the first samples of a run are watched; a step's number decides, so that a resumed run
-        # does as an uninterrupted one
+        # only the samples before step 1 are observed, so that a resumed run observes the same as an
+        # uninterrupted one
         watching = (
             self.observer.watch(0, role="generate") if self.progress.step == 0 else nullcontext()
         )

@@ -218,8 +218,8 @@ def _split_experts_b(experts: int, b: Tensor) -> Sequence[Tensor]:
 
 
 def check_optimizer(config: RunConfig, sources: Mapping[str, str], *, device_type: str) -> None:
-    """Raises  UsageError for an optimizer whose package is missing, or one beside which a setting
-    would do nothing.
+    """Raises UsageError for an optimizer whose package is missing, and for settings that have no
+    effect with it.
     """
     train, name = config.train, config.train.optimizer
     package, _, extra = _EXTERNAL.get(name, ("", "", ""))
@@ -427,8 +427,8 @@ def state_bytes(model: nn.Module, train: TrainSection, precision: Precision) -> 
 
 @contextmanager
 def use_averages(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """The model has the averages of a schedule-free optimizer within this block; another optimizer
-    leaves it as it is.
+    """Within this block the model has the averages of a schedule-free optimizer; with another
+    optimizer its weights are unchanged.
 
     `train()` of such an optimizer restores the weights to rounding; a copy restores their bits.
     """
@@ -491,7 +491,7 @@ class Ema:
 
     @contextmanager
     def use_averages(self) -> Iterator[None]:
-        """The model has the averages within this block, in its weights' own dtype."""
+        """Within this block the model has the averages, in the dtypes of its weights."""
         with preserve_weights(self.parameters.values()):
             for name, p in self.parameters.items():
                 p.copy_(self.averages[name])
@@ -515,8 +515,8 @@ class Ema:
 
 
 def group_counters(optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
-    """What an optimizer counts of each of its groups, for a checkpoint: Prodigy's rate, the weights
-    of schedule-free averages.
+    """The counters that an optimizer keeps in each of its groups, for a checkpoint: Prodigy's rate,
+    the weights of schedule-free averages.
     """
     counted = ("k", "weight_sum", "lr_max", "scheduled_lr", "d", "d_max", "d_numerator")
     return [
@@ -527,8 +527,8 @@ def group_counters(optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
 def convert_states(
     optimizer: torch.optim.Optimizer, counters: Sequence[Mapping[str, float]]
 ) -> None:
-    """Makes restored states those that this optimizer keeps: its dtype of the moments, its kind of
-    step count, its paged memory. A resume may change the first two with consent.
+    """Converts restored states to the form of this optimizer: the dtype of its moments, the type of
+    its step count, its paged memory. A resume may change the first two with consent.
 
     counters  `group_counters` of the checkpoint
     """

@@ -1,5 +1,5 @@
-"""`plan_run`: what `isotype train` would do, without weights and without a folder: precision,
-parameters, data, memory, schedule.
+"""`isotype plan`: what a run would do (precision, parameters, data, memory, schedule), worked out
+without weights and without a run folder.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ RETAINED_MEMORY = "up to 340 MiB"  # measured beyond the plan where nothing is g
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The plan of a run. `process`: bytes of this process without a model, which use the same
-    memory on a CPU; 0 on a GPU.
+    """The plan of a run.
+
+    process  bytes that this process takes without a model, on a CPU; 0 on a GPU
+    row      the task's name for a row of its data
     """
 
     config: RunConfig
@@ -100,7 +102,7 @@ class Plan:
 
     def to_text(self) -> str:
         schedule = self.schedule
-        # a reason that is the preset's own is said once, above the roles
+        # the preset's reason is printed once, above the roles
         preset_reason = self.resolved.preset_reason
         roles = [
             (role, value, "" if preset_reason.startswith(reason) else reason)
@@ -297,9 +299,13 @@ GPUS_PER_MACHINE = 8
 
 @dataclass(frozen=True)
 class ProcessesPlan:
-    """processes  one a GPU;  nodes  machines;  micro_batches  of each process in a step, of `rows`
-                  rows;  kinds  the ways to share the
-    work, with the plan of one process;  taken  what `auto` takes
+    """The plan of several processes.
+
+    processes      one for each GPU
+    nodes          machines
+    micro_batches  of one process in a step, of `rows` rows each
+    kinds          kind of parallelism -> recomputation and memory of one process
+    parallel       the kind that `auto` chooses
     """
 
     processes: int

@@ -150,7 +150,7 @@ _CHECKPOINT_PREFIX = {WEIGHT: "model", STATE: "optimizer", AVERAGE: "ema", BUFFE
 
 
 def checkpoint_key(key: Key) -> str:
-    """The name in a checkpoint of what `Continuity` samples under this key."""
+    """The name in a checkpoint of a tensor that `Continuity` samples under this key."""
     kind, *path = key
     return ".".join((_CHECKPOINT_PREFIX[kind], *path))
 

@@ -125,7 +125,7 @@ class Pace:
 
     @contextmanager
     def pause(self, kind: PauseKind) -> Iterator[None]:
-        """Measures what is done between steps."""
+        """Measures the time of this block, which runs between steps."""
         begin = time.perf_counter()
         try:
             yield

@@ -140,7 +140,7 @@ class BuiltModel:
 
 @dataclass(frozen=True)
 class _LocalModel:
-    """What this process has of a model. `units`: of which the processes share each."""
+    """The model of this process; if it is shared, `units` are its FSDP units."""
 
     model: nn.Module
     manifest: Manifest
@@ -235,7 +235,7 @@ def build_stepper(task: Task, precision: Precision, built: BuiltModel, world: Wo
 
 
 def seed_process(train: TrainSection, world: World) -> None:
-    """Seeds the generators of this process: the first one's as with one process."""
+    """Seeds the generators of this process; each process but the first adds its rank."""
     seed_everything(train.seed, deterministic=train.deterministic)
     if not world.first:
         seed_rank(train.seed, 0, world.rank)
@@ -243,14 +243,14 @@ def seed_process(train: TrainSection, world: World) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A prepared run. `resuming`: it continues from a checkpoint, so that some of its files already
-    exist.
+    """The prepared run that the preflight checks. `resuming`: it continues from a checkpoint, and
+    some of its files exist already.
 
-    task         a `training.task.Task`; of an attached trainer what the checks ask of one
-    prepared     of an attached trainer the parts that the checks use
-    micro_batch  rows of a forward pass; by default train.batch_size
-    observer     watches each rehearsal; `observations` has what it saw, and `violation_severity` is how severe a
-                 violation is
+    task                a `training.task.Task`; of an attached trainer the parts that checks use
+    prepared            of an attached trainer the parts that checks use
+    micro_batch         rows of a forward pass; by default train.batch_size
+    observer            observes each rehearsal; `observations` has its results
+    violation_severity  the severity of a violation
     """
 
     config: RunConfig
@@ -266,7 +266,7 @@ class Subject:
 
     @contextmanager
     def watch(self, name: str, role: str = "compute") -> Iterator[None]:
-        """Judges what runs in this block. One that raises was not watched."""
+        """Observes this block under `name`; a block that raises leaves no observation."""
         if self.observer is None:
             yield
             return

@@ -1,9 +1,9 @@
-"""The start of a run, and of each part that goes on with it: the files that describe it, what has
-changed since the last start, the header.
+"""The start and the resume of a run: the files that describe it, the changes since its last start,
+and the header.
 
-`plan.json` has what the run was last started with. `resumes.json` has the steps after which it was
-resumed, and what has been different since; it is written before the other files of the run folder,
-which describe the part that was started last.
+`plan.json` has the settings, data and objective of the last start. `resumes.json` has the steps after
+which the run was resumed, with the changes of each resume; it is written before the other files of
+the run folder, which describe the last start.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class RunChange:
 def compare_settings(
     loaded: LoadedConfig, task: Task, folder: RunFolder, console: RunConsole
 ) -> list[RunChange]:
-    """The differences from the configuration that the run was started with, printed too. Refuses
-    those that would make it another run.
+    """Prints and returns the differences from the configuration of the last start. Raises UsageError
+    for differences that would make it another run.
     """
     resolved = resolve_precision(
         loaded.config, loaded.sources, detect(loaded.config.model.device), task.roles
@@ -105,8 +105,8 @@ def compare_settings(
 def compare_objectives(
     loaded: LoadedConfig, objective: str | None, folder: RunFolder, console: RunConsole
 ) -> list[RunChange]:
-    """The change of a user's objective, printed too; refuses another kind of loss. Only the
-    objective's name is compared.
+    """Prints and returns a change of the user's objective, which is compared by name. Raises
+    UsageError for another kind of loss.
 
     objective  the objective's name; None for the task's own loss
     """
@@ -133,10 +133,10 @@ def compare_objectives(
 def compare_data(
     task: Task, folder: RunFolder, console: RunConsole, settings: Sequence[RunChange] = ()
 ) -> list[RunChange]:
-    """What has changed since the run was last started, printed too. A run from before this was
-    recorded is not compared.
+    """Prints and returns the changes of the data since the last start. A run that did not record its
+    data is not compared.
 
-    settings  those that this start changes
+    settings  the changed settings of this start
     """
     previous_fingerprints = folder.read_json("plan.json").get(DATA)
     recorded = folder.read_json("data.json")
@@ -179,7 +179,7 @@ def compare_data(
 def compare_base(
     loaded: LoadedConfig, prepared: Prepared, folder: RunFolder, console: RunConsole
 ) -> list[RunChange]:
-    """The change of the base model, printed too; refuses another one."""
+    """Prints and returns a change of the base model. Raises UsageError for another base."""
     precision = prepared.resolved.precision
     current = describe_base(prepared.base, prepared.model, precision)
     message = compare_bases(folder.read_json("plan.json").get(BASE), current, loaded)
@@ -192,9 +192,7 @@ def _report_change(console: RunConsole, kind: str, description: str) -> RunChang
 
 
 def _changed_files(old: dict[str, Any], new: dict[str, Any], *, evaluation: bool) -> list[str]:
-    """The files of the evaluation, or the others, that data.json names with another checksum than
-    before.
-    """
+    """The files in data.json whose checksum has changed: those of the evaluation, or the others."""
     previous, current = (
         dict(
             _checksums(
@@ -214,7 +212,7 @@ def _rows(facts: dict[str, Any]) -> Any:
 
 
 def _checksums(facts: Any) -> Iterator[tuple[str, str]]:
-    """(path, checksum) of each file that data.json names, wherever it does."""
+    """(path, checksum) of each file in data.json, at any depth."""
     if isinstance(facts, dict):
         if isinstance(facts.get("path"), str) and isinstance(facts.get("sha256"), str):
             yield facts["path"], facts["sha256"]
@@ -224,8 +222,8 @@ def _checksums(facts: Any) -> Iterator[tuple[str, str]]:
 
 
 def read_previous_settings(folder: RunFolder) -> RunConfig:
-    """The settings with which the run was last started, from plan.json; a run from before they were
-    kept there has resolved.yaml alone.
+    """The settings of the last start, from plan.json; from resolved.yaml for a run that did not
+    record them there.
     """
     try:
         return RunConfig.model_validate(folder.read_json("plan.json")[SETTINGS])
@@ -234,14 +232,14 @@ def read_previous_settings(folder: RunFolder) -> RunConfig:
 
 
 def record_resume(folder: RunFolder, step: int | None, run_changes: Sequence[RunChange]) -> None:
-    """Records a resume after this step, with what it changes; None where the run begins again, so
-    that nothing before it counts.
+    """Records a resume after this step with its changes. None: the run begins again, and earlier
+    records are removed.
     """
     if step is None:
         (folder.path / RESUMES).unlink(missing_ok=True)
         return
     steps, changes = _read_resumes(folder)
-    # steps that are done again, since their checkpoint was damaged, have the later settings
+    # steps that are repeated, since their checkpoint was damaged, have the newer settings
     changes = [change | {"after_step": min(change["after_step"], step)} for change in changes]
     new_changes = (
         {"after_step": step, "of": change.kind, "what": change.description}
@@ -257,7 +255,7 @@ def record_resume(folder: RunFolder, step: int | None, run_changes: Sequence[Run
 
 
 def _read_resumes(folder: RunFolder) -> tuple[list[int], list[dict[str, Any]]]:
-    """(steps, changes) as far as the file has them in the form that this module writes."""
+    """(steps, changes) of resumes.json; entries of another form are ignored."""
     record = folder.read_json(RESUMES)
     steps = record.get("steps")
     changes = record.get("changes")
@@ -272,9 +270,7 @@ def _read_resumes(folder: RunFolder) -> tuple[list[int], list[dict[str, Any]]]:
 
 
 def refuse_fewer_steps(loop: Loop, finished_steps: int | None) -> None:
-    """Raises UsageError where the run has made more steps than it is to have: its settings would be
-    untrue.
-    """
+    """Raises UsageError where the run has made more steps than `train.steps` allows."""
     if finished_steps is not None and finished_steps > loop.schedule.total:
         raise UsageError(
             f"train.steps: {loop.schedule.total}, and the run has made {pluralise(finished_steps, 'step')}",
@@ -283,8 +279,8 @@ def refuse_fewer_steps(loop: Loop, finished_steps: int | None) -> None:
 
 
 def restore_checkpoint(loop: Loop, step: int | None, console: RunConsole) -> None:
-    """Restores the checkpoint of this step, the newest whole one, or begins at step 1 where there
-    is none. Says which.
+    """Restores the newest whole checkpoint, that of `step`, or begins at step 1 if there is none;
+    prints which.
     """
     world = loop.world
     if step is None:
@@ -327,14 +323,14 @@ def write_start(
     *,
     resuming: bool,
 ) -> None:
-    """Writes a new run's `resolved.yaml` last, since it marks the folder as a run. `objective`: the
-    name of a user's own.
+    """Writes the files that describe the run. `resolved.yaml` of a new run is written last, since it
+    marks the folder as a run. `objective`: the name of the user's objective.
     """
-    # of the part that a resumed run goes on from
+    # the result of the last start
     (folder.path / "result.json").unlink(missing_ok=True)
     if not resuming:
         folder.metrics.unlink(missing_ok=True)
-        # as given at first; a resumed run reads resolved.yaml
+        # the user's own text; a resumed run reads resolved.yaml
         folder.write_text("config.yaml", loaded.text)
     folder.write_json("env.json", environment())
     folder.write_json("manifest.json", prepared.manifest.to_dict())
@@ -372,7 +368,9 @@ def write_start(
 def _resolved_text(
     loaded: LoadedConfig, prepared: Prepared, folder: RunFolder, *, resuming: bool
 ) -> str:
-    """`resolved.yaml`: each setting with its source, and what the run chose for those left open."""
+    """The text of `resolved.yaml`: each setting with its source, and the value that the run chose for
+    settings that were left to it.
+    """
     resolved = prepared.resolved
     model = prepared.model
     reasons = {f"precision.{role}": reason for role, reason in resolved.reasons.items()} | {
@@ -406,7 +404,7 @@ def _resolved_text(
 def _replace_setting(
     loaded: LoadedConfig, section: str, key: str, value: str, source: str
 ) -> LoadedConfig:
-    """The same with another value of one setting."""
+    """The configuration with another value of one setting."""
     part = getattr(loaded.config, section).model_copy(update={key: value})
     config = loaded.config.model_copy(update={section: part})
     return replace(loaded, config=config, sources={**loaded.sources, f"{section}.{key}": source})
@@ -415,7 +413,7 @@ def _replace_setting(
 def header_rows(
     task: Task, prepared: Prepared, schedule: RunSchedule, folder: RunFolder, world: World
 ) -> list[tuple[str, str]]:
-    """Environment, model, precision, data, memory and schedule: what will happen, on one screen."""
+    """The rows of a run's header: environment, model, precision, data, memory and schedule."""
     config = task.config
     hardware = prepared.hardware
     resolved = prepared.resolved
@@ -490,8 +488,8 @@ def _processes_row(world: World, prepared: Prepared, kind: str) -> list[tuple[st
 def attention_line(
     model: nn.Module, implementation: str, precision: Precision, *, device_type: str
 ) -> str:
-    """The implementation and why it is that one; of diffusers' models the back ends of their
-    layers; "" where neither is known.
+    """The attention implementation and the reason for it; for diffusers' models the back ends of
+    their layers; "" where neither is known.
 
     implementation  `model.attention`
     """

@@ -124,7 +124,7 @@ class Stepper:
         sharding: Sharding | None = None,
     ) -> None:
         """
-        loss_sum  a task's own, in the dtype of `precision.loss`
+        loss_sum  the task's, in the dtype of `precision.loss`
         world     the processes that share a step: each computes its own micro-batches, and all make
                   the same update
         sharding  how the model is distributed over them; None: each has the whole model
@@ -152,12 +152,11 @@ class Stepper:
     def accumulate(
         self, batches: Sequence[Batch], weight: int | None = None, *, for_all: bool = False
     ) -> Tensor:
-        """Forward and backward of every micro-batch; returns their losses, summed, over `weight`:
-        by default their own weights. What a task measures beside its loss is kept in `measured`,
+        """Runs forward and backward of every micro-batch; returns the sum of their losses divided by
+        `weight`, by default the sum of their weights. `measured` gets the task's other measures,
         summed and divided in the same way.
 
-        for_all  every process does the same now: gradients are sent while the last backward
-                 computes the rest
+        for_all  all processes call this together: gradients are sent during the last backward
         """
         weight = max(1, sum(b.weight for b in batches) if weight is None else weight)
         total: Tensor | None = None
@@ -299,10 +298,11 @@ class Stepper:
     def explain_non_finite(
         self, batches: Sequence[Batch], *, step: int, quantity: str, local_loss: float | None = None
     ) -> RunError:
-        """NF001 with the module where a non-finite number appears first.
+        """RunError NF001 that names the module where a non-finite number appears first. Of several
+        processes, the first with a non-finite weight writes the message, else the first with a
+        non-finite loss.
 
-        local_loss  with several processes, this one's loss: the message is that of the first process that
-             holds such a weight, else of the first whose loss is not finite
+        local_loss  the loss of this process
         """
         weights = bool(non_finite_parameters(self.model))
         passes = [partial(self._loss_sum, batch, 1) for batch in batches]
@@ -368,8 +368,8 @@ def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
 def choose_sampled_elements(
     parameters: Sequence[nn.Parameter],
 ) -> list[tuple[nn.Parameter, Tensor]]:
-    """Elements at fixed positions, the same in every run: of some of the model's parameters, and
-    spread evenly over each of these, of which a sharded one has only some here.
+    """Fixed positions in some of the model's parameters, the same in every run: evenly spaced over
+    each parameter, or over this process's part of a sharded one.
     """
     return [
         (p, torch.linspace(0, n - 1, min(SAMPLED_ELEMENTS, n), device=p.device).long())
@@ -379,10 +379,10 @@ def choose_sampled_elements(
 
 
 def sample_items(items: Sequence[T], count: int) -> list[T]:
-    """At most `count` of them, in their order, drawn with a fixed seed.
+    """At most `count` items, in their order, drawn with a fixed seed.
 
-    Trained tensors repeat from layer to layer, and LoRA's A and B alternate: at a fixed distance
-    all of the sample can be of one kind.
+    Trained tensors repeat from layer to layer, and LoRA's A and B alternate: evenly spaced items
+    could all be of one kind.
     """
     return [
         items[i] for i in sorted(random.Random(0).sample(range(len(items)), min(count, len(items))))

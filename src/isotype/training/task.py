@@ -30,7 +30,7 @@ Row = TypeVar("Row", covariant=True)
 
 @dataclass(frozen=True)
 class MetricNames:
-    """The words in which the output describes the task: `units` are counted for the speed, losses
+    """The names of a task's metrics and rows in the output: `units` are counted for the speed, losses
     are divided by `weight`.
 
     Both are also the keys of metrics.jsonl: `tokens`, `tokens_per_second`, `supervised`.
@@ -83,7 +83,9 @@ class Batch(Protocol):
 
 @dataclass(frozen=True)
 class Idle:
-    """A batch that is computed since another process computes one now. It counts nothing."""
+    """A batch whose loss counts nothing. A process computes it only because another process, with
+    which it shares the model, computes a real one.
+    """
 
     batch: Batch
     rows: int = field(init=False, default=0)
@@ -95,9 +97,7 @@ class Idle:
 
 
 class Feed(Protocol[Row]):
-    """An endless feed of training rows. `state` is all that is needed to continue at the same
-    position.
-    """
+    """An endless feed of training rows. `state` is its position, which `restore` continues from."""
 
     def take(self, count: int) -> Sequence[Row]: ...
 
@@ -114,7 +114,7 @@ class Sample(Protocol):
 
     @property
     def file(self) -> tuple[str, bytes] | None:
-        """The suffix and the bytes of a file that holds it; None where words say it all."""
+        """The suffix and the bytes of a file that holds the sample; None for a text."""
 
     def to_dict(self) -> dict[str, Any]: ...
 
@@ -124,8 +124,8 @@ class Sample(Protocol):
 
 @dataclass(frozen=True)
 class AveragedSample:
-    """A sample that was made with the averages of the weights in the model's place; a round has it
-    beside the trained weights' own.
+    """A sample that the averaged weights made; a round has it in addition to the sample of the
+    trained weights.
     """
 
     sample: Sample
@@ -254,7 +254,7 @@ class Task(Protocol):
         """
 
     def observed_dtypes(self) -> Iterable[tuple[str, str, str]]:
-        """(role, tensor, dtype) of these roles as the last step had them."""
+        """(role, tensor, dtype) of these roles in the last step."""
 
     @property
     def base_name(self) -> str:
@@ -271,20 +271,19 @@ class Task(Protocol):
         """Everything but the model: tokenizer, rows, prompts. Raises UsageError."""
 
     def encode(self, device: torch.device) -> None:
-        """What other models make of the data (latents, text embeddings), computed once; these
-        models are freed. Nothing where there are none. Raises UsageError.
+        """Computes once what other models make of the data (latents, text embeddings), and frees these
+        models. Does nothing for a task without such models. Raises UsageError.
         """
 
     def build_model(
         self, precision: Precision, device: torch.device, folder: Path, part: Part | None = None
     ) -> tuple[nn.Module, Manifest]:
-        """The model as it will be trained, and what Isotype replaced in it.
+        """The model that will be trained, and the manifest of the parts that Isotype replaced.
 
         device  of the run; with `part` the weights are on the CPU
-        folder  where a model that is made here (`model.init: random`) is kept, so that a resumed
-                run starts from the same one
-        part    what this process will keep of the model, where several share it: other rows need no
-                values
+        folder  where a random model (`model.init: random`) is kept, so that a resumed run starts
+                from the same one
+        part    the rows that this process keeps of a shared model; other rows need no values
         """
 
     @property
@@ -313,7 +312,7 @@ class Task(Protocol):
     def step_outline(self, precision: Precision) -> StepOutline: ...
 
     def max_step_bytes(self, model: nn.Module, precision: Precision) -> int:
-        """A cheap bound: more bytes than a step can take with any recomputation."""
+        """An upper bound of a step's bytes, with any recomputation; cheap to compute."""
 
     def checks(self) -> Mapping[str, tuple[Check, ...]]:
         """Checks of the preflight that only this kind of run has, by phase."""
@@ -328,20 +327,20 @@ class Task(Protocol):
         """
 
     def split_by_shape(self, rows: Sequence[Any]) -> Sequence[Sequence[Any]]:
-        """The rows, in parts that `collate` can make one batch of."""
+        """Splits rows into parts that `collate` can each make into one batch."""
 
     def collate(self, rows: Sequence[Any]) -> Batch: ...
 
     def prepare_step(
         self, model: nn.Module, batches: Iterable[Batch], world: World, *, dtype: str
     ) -> Iterable[Batch]:
-        """Gives the batches of a whole step what they share, without gradient. Every process calls
-        it with its own.
+        """Computes, without gradient, what the batches of a whole step share, and adds it to them.
+        Every process calls it with its own batches.
         """
 
     def loss_sum(self, model: nn.Module, batch: Batch, divisor: int = 1, *, dtype: str) -> Tensor:
         """The losses of a batch, summed: float[] in `dtype`, `precision.loss`; or, with
-        `words.measures`, float[1 + measures]: their sums follow, without gradient.
+        `metric_names.measures`, float[1 + measures]: their sums follow, without gradient.
 
         divisor  the sums are divided by it, inside an op where there is one, so that a gradient is
                  rounded once
@@ -431,10 +430,10 @@ def micro_batch(train: TrainSection) -> int:
 def load_local_batches(
     task: Task, stream: Feed[object], batching: Batching, *, is_shared: bool
 ) -> list[Batch]:
-    """Takes the rows of a step and collates those of this process; those of others are skipped.
+    """Takes the rows of a step from the stream, and collates those of this process.
 
-    is_shared  the processes share a model, whose forward is one of all: each makes as many passes as
-              the one that has most
+    is_shared  the processes share the model and run each forward together: all make as many passes
+               as the process with the most batches
     """
     micro_batches: list[Sequence[Sequence[object]]] = [
         task.split_by_shape(stream.take(batching.rows)) for _ in range(batching.total)
@@ -457,7 +456,7 @@ def load_local_batches(
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode and no gradients; afterwards every module has the mode it had."""
+    """Evaluation mode without gradients within this block; the modules' modes are restored."""
     with preserve_modes(model), torch.no_grad():
         model.eval()
         try:
@@ -468,7 +467,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def preserve_modes(model: nn.Module) -> Iterator[None]:
-    """Puts every module back into training or evaluation mode on exit, as it was."""
+    """Restores the training or evaluation mode of every module on exit."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         yield
@@ -479,8 +478,8 @@ def preserve_modes(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def fix_random_state() -> Iterator[None]:
-    """Every block under it draws the same numbers, so that two evaluations of a model that draws in
-    its forward can be compared.
+    """Fixes all random numbers within this block, so that two evaluations of a model that draws
+    random numbers in its forward can be compared.
     """
     with preserve_random_state():
         seed_generators(0)

@@ -1,14 +1,14 @@
-"""`model.offload: blocks`: the frozen weights of a model's blocks wait in host memory, and are on
-the device while their block works.
+"""`model.offload: blocks`: the frozen weights of a model's blocks lie in host memory, and are copied
+to the device while their block computes.
 
-A block that begins, in a forward or in its recompute inside backward, has its weights copied unless
-that has begun already; those of every other block are given up, and the copy of the block that will
-follow begins: the next in a forward, the one before in a backward. So at most two blocks are on the
-device. What trains, buffers and weights below 16 KiB stay there.
+When a block begins, in forward or in its recompute during backward, its weights are copied unless
+their copy has begun already. The weights of all other blocks are evicted, and the copy for the
+following block begins: the next block in forward, the previous one in backward. So at most two
+blocks are on the device. Trained weights, buffers and weights below 16 KiB always stay there.
 
-Every block recomputes: a block's saved tensors would hold its weights until backward. A weight that
-is away is the host's tensor, so that what reads weights between steps finds them. Autograd and a
-packed weight's state hold the model's own tensors, whose `.data` is exchanged.
+Every block recomputes, since its saved tensors would hold its weights until backward. The `.data` of
+a parameter is exchanged between a host and a device tensor, so that code that reads weights between
+steps finds them, and autograd and the states of packed weights keep the model's own tensors.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ _MATMUL_EFFICIENCY = 0.80
 
 
 class Block:
-    """The frozen weights of one block, which begin one behind the other in one piece of memory.
+    """The frozen weights of one block, contiguous in one piece of host memory.
 
-    tensors  the model's parameters and the scales of packed ones, whose `.data` this exchanges
-    device   meta in a plan, which counts them and moves nothing
+    tensors  parameters of the model and scales of packed ones, whose `.data` is exchanged
+    device   meta in a memory plan, which counts bytes and copies nothing
     """
 
     def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
@@ -96,14 +96,14 @@ class Block:
                 tensor.data = part
 
     def wait_for_copy(self) -> None:
-        """Makes later work wait for the copy."""
+        """Makes later work of the device wait for the copy."""
         if self.pending_copy is not None:
             self.pending_copy.wait()
             self.pending_copy = None
 
     def evict(self) -> None:
         if self.device_memory is not None:
-            # also where nobody came: the copy may still be writing what the next tensor would get
+            # a copy that was not waited for may still write into memory that the next tensor gets
             self.wait_for_copy()
             for tensor, host in zip(self.tensors, self.host_tensors):
                 tensor.data = host
@@ -118,8 +118,9 @@ class Block:
 
 
 def allocate_pinned(size: int, device: torch.device) -> Tensor:
-    """uint8[size] of pages of its own, pinned where the device is a GPU: PyTorch's pinned memory is
-    rounded up to a power of two, half as much again for a block of Flux. Raises UsageError.
+    """uint8[size] of whole pages, pinned where the device is a GPU. PyTorch's own pinned memory is
+    rounded up to a power of two, which takes half as much again for a block of Flux. Raises
+    UsageError.
     """
     memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
     if device.type == "cuda" and int(
@@ -147,7 +148,7 @@ class FrozenBlocks:
         )
 
     def prepare(self, block: Block, *_: Any) -> None:
-        """Brings the weights of a block; also as its forward pre-hook."""
+        """Brings the weights of a block to the device; also its forward pre-hook."""
         if block not in self.order:
             self.order.append(block)
         position = self.order.index(block) + (-1 if torch._C._current_graph_task_id() != -1 else 1)
@@ -209,8 +210,8 @@ def offload_blocks(
 
 
 def apply_offload(model: nn.Module, offload: str, device: torch.device) -> nn.Module:
-    """The model with its blocks in host memory where `model.offload` says so and `device` is a GPU,
-    or stands for one.
+    """Offloads the model's blocks under `model.offload: blocks`, unless `device` is a CPU; returns
+    the model.
     """
     if offload == BLOCKS and device.type != "cpu":
         return offload_blocks(model, device)
@@ -218,13 +219,13 @@ def apply_offload(model: nn.Module, offload: str, device: torch.device) -> nn.Mo
 
 
 def get_frozen_blocks(model: nn.Module) -> FrozenBlocks | None:
-    """What `offload_blocks` made of this model."""
+    """The offloaded blocks of a model; None if it has none."""
     frozen_blocks: FrozenBlocks | None = inner_model(model).__dict__.get(_BLOCKS_ATTRIBUTE)
     return frozen_blocks
 
 
 def offloaded_tensors(model: nn.Module) -> list[Tensor]:
-    """Its tensors that wait in host memory."""
+    """The tensors of a model that lie in host memory."""
     frozen_blocks = get_frozen_blocks(model)
     if frozen_blocks is None:
         return []
@@ -265,7 +266,7 @@ def check_offload(config: RunConfig, *, device_type: str) -> None:
 
 
 def effective_train_settings(config: RunConfig) -> TrainSection:
-    """The settings of training, whose `auto` recomputes all layers where blocks are in host memory."""
+    """The settings of training: with offloaded blocks `auto` recomputes all layers."""
     if config.model.offload == BLOCKS and config.train.gradient_checkpointing == AUTO:
         return config.train.model_copy(update={"gradient_checkpointing": LAYERS})
     return config.train
@@ -292,13 +293,13 @@ def refuse_without_host_memory(block_bytes: int, available_bytes: int, processes
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadPlan:
-    """What a step with blocks in host memory moves; bytes, counted.
+    """The cost of a step with offloaded blocks, in bytes.
 
     host    of the blocks, in host memory
-    held    the most of them on the device at a time
-    share   of all frozen weights, what of them is on the device at most
-    moved   from the host to the device in a step
-    time    of a step beside the same with every weight on the device, counted; None where the
+    held    of blocks that are on the device at the same time, at most
+    share   of the frozen weights that are on the device at the same time, at most
+    moved   copied from the host to the device in a step
+    time    of a step relative to one with all weights on the device, estimated; None where the
             device's speed is not published
     """
 
@@ -328,13 +329,13 @@ def plan_offload(
     compute: str,
     flops: Callable[[nn.Module], Sequence[float]],
 ) -> OffloadPlan | None:
-    """Of an outline, for one process; None where its weights stay on the device.
+    """The cost of an outline's offloaded blocks in one process; None where it has none.
 
-    flops  of each block's forward on a micro-batch; its backward takes twice as many, with the
-           recompute
-    A block's copy runs beside the work of the block before it, and the longer of the two counts.
-    Norms and what is outside of blocks are counted as no time: they are the same in both, and would
-    hide more of the copies.
+    flops  of each block's forward on a micro-batch; its backward, with the recompute, takes twice
+           as many
+    The copy of a block overlaps with the work of the previous block, and the longer of the two
+    counts. Norms and layers outside of blocks count as no time: they take the same with and without
+    offloading, and would hide more of the copies.
     """
     frozen_blocks = get_frozen_blocks(model)
     if frozen_blocks is None:
@@ -374,7 +375,7 @@ def plan_offload(
 
 
 def resident_bytes(model: nn.Module) -> int:
-    """Bytes of the two largest blocks of a model whose blocks are in host memory; 0 of others."""
+    """Bytes of the two largest offloaded blocks of a model; 0 if it has none."""
     frozen_blocks = get_frozen_blocks(model)
     if frozen_blocks is None:
         return 0

@@ -80,10 +80,11 @@ def planned_checkpointing(
     overhead: int,
     parts: int = 1,
 ) -> tuple[Checkpointing, MemoryPlan]:
-    """The choice of recomputation on a device with `available` bytes, of which `overhead` are in use, and
-    the memory plan of its step.
+    """The choice of recomputation, and the memory plan of a step with it.
 
-    parts  how many processes share the model
+    available  bytes of the device
+    overhead   bytes of them that other things than the step use
+    parts      how many processes share the model
     """
     train = effective_train_settings(task.config)
     precision = device_setup.resolved.precision

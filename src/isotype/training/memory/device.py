@@ -62,8 +62,8 @@ def return_freed_blocks() -> bool:
 
 
 def trim_freed_blocks() -> None:
-    """Gives the system what malloc retains of freed blocks (glibc only): what an observed step
-    leaves between the others' blocks.
+    """Returns to the system the freed blocks that malloc retains (glibc only), such as those that
+    an observed step leaves.
     """
     with contextlib.suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
@@ -107,8 +107,8 @@ def choose_checkpointing_by_plan(
 
     simulate  the plan of a step under a choice
     layers    how many can recompute
-    available  bytes of the device, 0 where unknown; `overhead` of them go to something else than the
-              step
+    available  bytes of the device, 0 where unknown
+    overhead   bytes of them that other things than the step use
     target    bytes that the step's plan shall stay below, `train.memory`
     """
     # the target is of the plan, which needs no margin; a device's end is where a run fails
@@ -175,7 +175,7 @@ def choose_checkpointing_by_plan(
 
 
 def memory_saving_advice(config: RunConfig, checkpointing: str) -> str:
-    """Ways to take less memory that the settings do not have already.
+    """Settings that would take less memory, without those that are in force already.
 
     checkpointing  what the run recomputes, or `train.gradient_checkpointing` where that was not
                    decided yet

@@ -1,10 +1,10 @@
-"""Moves what recomputed layers keep to host memory and back, two calls at a time.
+"""Offloads the tensors that recomputed layers save to host memory, and copies them back.
 
-A call keeps its input, and attention's output where that is kept. Copies run while forward and
-backward run. To the host: a separate CUDA stream copies into pinned memory. What the last two calls
-keep stays on the device until their copies are done. The compute stream, not the host, waits for
-those copies, so that memory is freed in stream order even if the host runs ahead. To the device:
-while one call is recomputed, what the call before it has kept is copied.
+A layer's call saves its input, and attention's output where that is kept. Copies run while forward
+and backward run. To the host: a separate CUDA stream copies into pinned memory. The tensors of the
+last two calls stay on the device until their copies are done. The compute stream, not the host,
+waits for those copies, so that memory is freed in stream order even if the host runs ahead. To the
+device: while one call is recomputed, the tensors of the previous call are copied back.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class CopyEvent:
 
 
 class SavedCall:
-    """What one call keeps, in the order in which it was put away; weak, since a step's graph owns
-    its own. `previous`: the call before it.
+    """The tensors that one call of a layer saved, in their order; weak references, since the
+    autograd graph owns them. `previous`: the call before it.
     """
 
     def __init__(self, previous: SavedCall | None) -> None:
@@ -87,9 +87,7 @@ class SavedCall:
 
 
 def dense_strides(tensor: Tensor) -> tuple[int, ...]:
-    """Of a copy that takes no more memory than its elements: the tensor's own, where it takes no
-    more, else contiguous.
-    """
+    """The strides of a copy without gaps: the tensor's own if it has none, else contiguous ones."""
     step = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
         if size != 1 and stride != step:
@@ -118,7 +116,7 @@ class HostTensor:
             self.host = torch.empty_strided(
                 self.shape, self.strides, dtype=tensor.dtype, pin_memory=tensor.is_cuda
             )
-        # the graph would hold what it needs anyway, and more
+        # detached: autograd's graph would hold more than the tensor
         self.on_device: Tensor | None = tensor.detach()
         self.pending_copy: Any = None
         self.is_consumed = False

@@ -66,8 +66,8 @@ class _Inputs(torch.autograd.Function):
 
 
 class _SavedSlot:
-    """Of one saved tensor. It belongs to the graph: once the graph frees it, nothing is kept for
-    it.
+    """The place of one saved tensor. Autograd's graph owns it: once the graph frees it, the
+    recompute keeps no tensor for it.
     """
 
     __slots__ = ("__weakref__", "device", "dtype", "shape", "tensor")
@@ -78,7 +78,7 @@ class _SavedSlot:
 
 
 class _AllSlotsFilled(Exception):
-    """The last place is filled: what the layer would compute now nobody reads."""
+    """The last slot is filled: backward needs nothing that the layer would compute from here on."""
 
 
 class _CheckpointedCall:

@@ -186,7 +186,9 @@ def rehearse_samples(subject: Subject) -> Iterator[Finding]:
 def _rehearse(
     subject: Subject, code: str, description: str, observation_name: str, role: str = "compute"
 ) -> Iterator[list[Finding]]:
-    """Undoes what runs in this block; gives its violations, or the finding about its failure."""
+    """Restores all state after this block; yields a list that gets its violations, or a finding if
+    it fails.
+    """
     findings: list[Finding] = []
     with preserve_state(subject.prepared):
         try:
