@@ -1,11 +1,10 @@
-"""`isotype doctor PATH_OR_LOG`: looks at what it is given and runs the parts of the doctor that
-apply.
+"""`isotype doctor PATH_OR_LOG`: chooses the parts of the doctor that apply to a path or a log.
 
-check    configurations, and the settings of programs
-explain  logs
+check    runs on configurations, and on the settings of programs
+explain  runs on logs
 
-kernels, conform and trace import or run code, which their user must choose: Triton kernels,
-autograd functions and training scripts are named with the command.
+kernels, conform and trace import or run code; for Triton kernels, autograd functions and training
+scripts the command is only suggested.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ _TOP_LEVEL_STATEMENT = re.compile(r"^(?:if __name__|for |with |while |\w[\w.]*\(
 
 @dataclass
 class Examination:
-    """One part's visit: what it looked at, in words, and what it found; or, where it did not look,
-    why, or the command that would.
+    """The result of one part of the doctor, or the reason or command where it did not run.
 
-    table  what is printed above the findings
+    subject  what was examined, in words
+    table    printed above the findings
     """
 
     part: str
@@ -46,7 +45,10 @@ class Examination:
 
 
 def examine_path(path: Path) -> list[Examination]:
-    """Raises  UsageError for a path that does not exist."""
+    """Runs or suggests each part that applies to a file or folder.
+
+    Raises  UsageError for a path that does not exist
+    """
     if not path.exists():
         raise UsageError(f"{path}: no such file or folder")
     files = list(_list_files(path))
@@ -75,14 +77,14 @@ def examine_path(path: Path) -> list[Examination]:
 
 
 def examine_log(lines: Iterable[str]) -> Examination:
-    """A log that is no file."""
+    """Explains a log that comes from standard input or an argument."""
     from .explain import explain
 
     return Examination("explain", "1 log", explain(lines))
 
 
 def _list_files(path: Path) -> Iterator[Path]:
-    """Regular files: no pipe, no link to nowhere."""
+    """Regular files only: no pipes and no broken links."""
     if path.is_file():
         yield path
         return
@@ -148,7 +150,7 @@ def _explain_logs(logs: list[Path]) -> Examination:
 
 
 def _suggest_commands(sources: dict[Path, str]) -> Iterator[Examination]:
-    """What only its user can run, with the command."""
+    """The commands for code that only the user may decide to run."""
     kernels = [
         file for file, text in sources.items() if "triton" in text and _TRITON_KERNEL.search(text)
     ]

@@ -17,9 +17,10 @@ from ..errors import IsotypeError, UsageError
 
 
 def load_module(target: str, *, as_package_member: bool = False) -> ModuleType:
-    """The module behind a path or a dotted name. What the module raises is let through.
+    """The module of a path or a dotted name. Exceptions of the module's code propagate.
 
-    as_package_member  imports a file of a package as the package does, so that it finds its neighbours
+    as_package_member  imports a file of a package under its dotted name, so that its relative
+                       imports work
     """
     path = Path(target)
     if path.suffix != ".py" and not path.is_file():
@@ -47,9 +48,7 @@ def load_module(target: str, *, as_package_member: bool = False) -> ModuleType:
 
 @contextmanager
 def convert_import_errors(target: str) -> Iterator[None]:
-    """Within it a failed import becomes a UsageError: no such module, a syntax error, what the
-    module raised and where.
-    """
+    """Converts a failed import inside the block to a UsageError that says what failed and where."""
     try:
         yield
     except IsotypeError:
@@ -75,9 +74,9 @@ def describe_exception(error: Exception) -> str:
 
 
 def get_member(module: ModuleType, name: str, target: str) -> Any:
-    """What `NAME` or `Class.method` is.
+    """The object behind `NAME` or `Class.method`.
 
-    Raises  UsageError with what the module defines
+    Raises  UsageError that lists what the module defines
     """
     value: Any = module
     for part in name.split("."):
@@ -98,7 +97,7 @@ def get_member(module: ModuleType, name: str, target: str) -> Any:
 
 
 def required_parameters(function: Callable[..., Any]) -> list[str]:
-    """The parameters without which it cannot be called."""
+    """The parameters that have no default."""
     kinds = (
         inspect.Parameter.POSITIONAL_ONLY,
         inspect.Parameter.POSITIONAL_OR_KEYWORD,

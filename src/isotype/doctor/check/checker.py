@@ -1,5 +1,5 @@
-"""Checks configurations: reads every file that may be one, joins them into runs, compiles each into
-its record, asks every rule.
+"""Checks configurations: reads every file that may be one, groups them into runs, compiles each run
+into its record, and applies every rule to it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,11 @@ from .tools import identify_tool
 
 @dataclass
 class Checked:
-    """records: one a run of another tool; files: how many were looked at."""
+    """What a check found.
+
+    records  one for each run of another tool
+    files    how many files were read
+    """
 
     findings: list[Finding]
     records: list[Record]
@@ -86,7 +90,7 @@ def _make_finding(
 
 
 def nothing_recognised_finding(checked: Checked, paths: Iterable[str]) -> Finding | None:
-    """A note when nothing was recognised: silence would look like a clean bill."""
+    """A note when no file was recognised, since an empty report would look like a clean result."""
     if checked.records or checked.findings:
         return None
     message = f"no configuration found in {pluralise(checked.files, 'file')}"
@@ -96,7 +100,7 @@ def nothing_recognised_finding(checked: Checked, paths: Iterable[str]) -> Findin
 
 
 def format_record(record: Record) -> str:
-    """What the run will really do: role, value, why, and the line that decided."""
+    """The record as a table: role, value, reason, and the line of the setting that decided."""
     rows = []
     for role in ROLES:
         if role in record.roles:
@@ -172,8 +176,8 @@ def group_runs(collection: Collection, device: str | None) -> list[Facts]:
 
 
 def _documents_of_run(folder: Path, main: Document, collection: Collection) -> list[Document]:
-    """What belongs to a main document: its launcher, the files that it names, and of each tool the
-    documents beside it.
+    """The documents that belong to a main document: its launcher, the files that it names, and for
+    each tool the documents near it.
     """
     launchers = [d for _, d in collection.documents if _launches_main(d, main)]
     referenced = _referenced_files(main, *launchers)
@@ -205,7 +209,7 @@ def _documents_of_run(folder: Path, main: Document, collection: Collection) -> l
 
 
 def _launches_main(document: Document, main: Document) -> bool:
-    """Whether it holds the options of the launcher in the command that gave `main` its arguments."""
+    """Whether the document holds the launcher's options of the command that runs `main`."""
     if not document.attributes.get("launcher") or document.file != main.file:
         return False
     return _first_line(document) == _first_line(main)
@@ -216,7 +220,7 @@ def _first_line(document: Document) -> int:
 
 
 def _referenced_files(*documents: Document) -> set[str]:
-    """The names of the JSON and YAML files that values of these documents name."""
+    """The names of the JSON and YAML files that are values in these documents."""
     values = [s.value for document in documents for s in document.settings.values()]
     return {
         os.path.basename(value)
@@ -237,8 +241,8 @@ def _may_be_several(tool: str, documents: list[Document]) -> bool:
 
 
 def _runs_without_main(documents: list[Document], device: str | None) -> list[Facts]:
-    """A folder's documents without a trainer's arguments: one run, and one more for each of several
-    files of the same tool.
+    """Runs of a folder that has no trainer's arguments: one for all its documents, and one for each
+    of several files of the same tool.
     """
     counts = Counter(document.tool for document in documents)
     repeated = {tool for tool in ("deepspeed", "accelerate", "model") if counts[tool] > 1}
@@ -294,7 +298,11 @@ _SUFFIXES = {
 
 @dataclass
 class Collection:
-    """documents: folder-tagged; trouble: files that look like configurations and cannot be read."""
+    """The documents of all files, each with its folder.
+
+    findings    files that look like configurations and cannot be read
+    file_count  how many files were read
+    """
 
     documents: list[tuple[Path, Document]] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
@@ -342,7 +350,7 @@ def _walk_configurations(folder: Path) -> Iterator[Path]:
 
 
 def may_be_configuration(name: str) -> bool:
-    """By the name of the file alone."""
+    """Decided by the name of the file alone."""
     return Path(name).suffix.lower() in _SUFFIXES or name == ".env"
 
 
@@ -407,7 +415,7 @@ def _read_file(path: Path, collection: Collection, *, is_named: bool) -> None:
 
 
 def _parse_file(path: Path, text: str, display_path: str) -> Sequence[Document | None]:
-    """By the file's ending. None for a tree of settings that is no tool's."""
+    """Reads a file by its suffix; None stands for a tree of settings that belongs to no known tool."""
     match path.suffix.lower():
         case ".safetensors":
             return [_document_from_safetensors(path, display_path)]
@@ -493,7 +501,10 @@ MAX_HEADER_BYTES = 100 << 20
 
 
 def read_safetensors_header(path: Path) -> Counter[str]:
-    """dtype word of the file (`BF16`, `F32`, `U8`) -> number of elements. Raises Unreadable."""
+    """The number of elements of each dtype (`BF16`, `F32`, `U8`, as the file spells it).
+
+    Raises  Unreadable
+    """
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         if not 2 <= size <= MAX_HEADER_BYTES:

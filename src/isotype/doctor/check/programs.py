@@ -1,5 +1,5 @@
-"""What programs decide: calls in Python files, commands and exports in scripts, env files; each as
-documents of their tools.
+"""Reads what programs set: calls in Python files, commands and exports in scripts, env files. Each
+becomes a document of its tool.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def is_config_env(names: set[str]) -> bool:
 
 
 def _flatten_argument(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The known values of an argument, nested ones under dotted keys."""
+    """The values of an argument that can be read; nested ones get dotted keys."""
     if isinstance(value, dict):
         for inner, item in value.items():
             if inner != "__call__":
@@ -129,7 +129,9 @@ class _ProgramReader:
         return self.documents
 
     def _document(self, tool: str, **attributes: Any) -> Document:
-        """The tool's document; of a trainer's arguments each call makes one of its own."""
+        """The tool's document. Each call that makes a trainer's arguments gets a document of its
+        own.
+        """
         document = None
         if tool not in ("hf", "lightning"):
             document = next((d for d in self.documents if d.tool == tool), None)
@@ -144,7 +146,7 @@ class _ProgramReader:
     ) -> None:
         """Adds a call's named arguments as settings.
 
-        replaces  whether another value than an earlier call's is the one that counts
+        replaces  whether a value that differs from an earlier call's takes its place
         """
         may_change = replaces or document.tool in ("accelerate", "code")
         for key, (value, line) in call.arguments.items():
@@ -215,7 +217,7 @@ class _ProgramReader:
             document.add(key, value, line)
 
     def _read_phase(self, call: Call) -> None:
-        """`trainer.train()`, `model.generate()`: the first of each counts."""
+        """`trainer.train()`, `model.generate()`: the first call of each is kept."""
         if not call.owner:
             return
         setting = Setting(True, f"{call.owner}.{call.name}()", self.display_path, call.line)
@@ -256,7 +258,7 @@ _CALL_READERS: dict[str, Callable[[_ProgramReader, Call], None]] = {
 
 
 def _loaded_cast_dtype(call: Call) -> str | None:
-    """The dtype of `Model.from_pretrained(...).half()` and its like."""
+    """The dtype of `Model.from_pretrained(...).half()` and the like."""
     owner, _, method = call.owner.rpartition(".")
     if method == "from_pretrained" and re.search(_MODEL_CLASS, owner):
         return _cast_dtype(call)
@@ -264,7 +266,7 @@ def _loaded_cast_dtype(call: Call) -> str | None:
 
 
 def _cast_dtype(call: Call) -> str | None:
-    """Of `.to(torch.bfloat16)`, `.half()` and its like; None for another call."""
+    """The dtype of `.to(torch.bfloat16)`, `.half()` and the like; None for another call."""
     if call.name == "to":
         dtype = call.arguments.get("dtype", call.arguments.get("0", (None, 0)))[0]
     else:
@@ -281,8 +283,8 @@ _CAST_METHODS = {"half": "torch.float16", "bfloat16": "torch.bfloat16", "float":
 def _casts_before_training(
     calls: list[Call],
 ) -> Iterator[tuple[Call, str]]:
-    """`model = Net().half()` or `model.half()` above an optimizer over `model.parameters()`: a
-    model of the program's own.
+    """Casts of the program's own models: `model = Net().half()` or `model.half()` above an
+    optimizer over `model.parameters()`.
     """
     trained = {c.owner: c.line for c in reversed(calls) if c.name == "parameters"}
     for call in calls:
@@ -305,7 +307,7 @@ _SIMPLETUNER = re.compile(r"(?:^|/)simpletuner$|simpletuner/train\.py|SimpleTune
 
 
 def documents_from_script(text: str, display_path: str) -> list[Document]:
-    """The environment a script exports, the launcher's own arguments, and those of the program."""
+    """The environment that a script exports, and the options of its launchers and programs."""
     script = shell.read_script(text)
     documents: list[Document] = []
     environment = Document("env", display_path)
@@ -370,7 +372,7 @@ def _documents_from_command(argv: list[str], line: int, display_path: str) -> li
 
 
 def _command_tool(executable: str, program: str, options: dict[str, str | bool]) -> str | None:
-    """Of a command with these options, which begins with `executable` and runs the program `program`."""
+    """The tool of a command, from its executable, its program and its options."""
     if (
         _KOHYA_SCRIPT.search(program)
         or {"full_bf16", "full_fp16", "network_module"} & options.keys()

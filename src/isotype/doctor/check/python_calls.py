@@ -1,5 +1,5 @@
-"""Calls and their plain arguments in a Python file or a notebook, found in its syntax tree; nothing
-is executed.
+"""Finds calls and their literal arguments in the syntax tree of a Python file or a notebook.
+Nothing is executed.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from .text_files import Unreadable
 
 
 class Unknown:
-    """A value that only running the program would tell."""
+    """Stands for a value that can be known only by running the program."""
 
 
 class Name(str):
-    """A dotted name in the code (`torch.bfloat16`), as against a text that reads the same."""
+    """A dotted name in the code (`torch.bfloat16`), as opposed to a string with the same text."""
 
     __slots__ = ()
 
@@ -100,7 +100,7 @@ def read_calls(text: str) -> list[Call]:
 
 
 def _conditional_nodes(tree: ast.Module) -> set[int]:
-    """Statements that only run under a condition."""
+    """The nodes inside branches and loops, which do not always run."""
     branches = (ast.If, ast.Try, ast.While, ast.For, ast.Match, ast.IfExp)
     return {
         id(inner)
@@ -120,7 +120,7 @@ def _dotted_name(node: ast.expr) -> str:
 
 
 def _single_assignments(tree: ast.Module) -> dict[str, ast.expr]:
-    """Names assigned exactly once in the file, so that their value is known wherever they are used."""
+    """Names that are assigned exactly once in the file, so that each use has that value."""
     values: dict[str, ast.expr | None] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign):
@@ -202,8 +202,10 @@ def _code_cells(data: Any) -> Iterator[list[str]]:
 
 
 def read_notebook(text: str) -> tuple[str, Callable[[int | None], int | None]]:
-    """-> the code, and the function from its lines to the notebook's. Shell and magic lines become
-    comments. Raises Unreadable.
+    """Returns the code of a notebook, and a function from a line of that code to its line in the
+    file. Shell and magic lines become comments.
+
+    Raises  Unreadable
     """
     try:
         data = json.loads(text)

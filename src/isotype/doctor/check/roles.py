@@ -1,6 +1,4 @@
-"""The precision of each role of a run, from its settings: what a run of each tool really does, and
-what all tools have in common.
-"""
+"""The precision of each role of a run, resolved from the settings of its tools."""
 
 from __future__ import annotations
 
@@ -91,7 +89,7 @@ def set_hf_roles(record: Record) -> None:
 
 
 def _resolve_hf_mixed_precision(facts: Facts) -> MixedPrecision:
-    """The trainer's flag wins over the launcher's mode, that over a default, that over DeepSpeed."""
+    """Precedence: the trainer's flag, the launcher's mode, the default of TRL's configs, DeepSpeed."""
     section = _enabled_deepspeed_section(facts)
     flag = mixed_flag(facts)
     if flag is not None:
@@ -121,7 +119,7 @@ def _enabled_deepspeed_section(facts: Facts) -> Setting | None:
 
 
 def _hf_arguments_class(facts: Facts) -> str:
-    """`TrainingArguments`, `SFTConfig`, ...: the class that a program calls; "" for a file."""
+    """The class that a program calls (`TrainingArguments`, `SFTConfig`, ...); "" for a file."""
     document = facts.first_document("hf")
     if document is None:
         return ""
@@ -129,7 +127,7 @@ def _hf_arguments_class(facts: Facts) -> str:
 
 
 def _is_hf_half_computed(facts: Facts) -> bool:
-    """Whether the program computes the value of bf16 or fp16, so that only running it would tell."""
+    """Whether the program computes bf16 or fp16, so that their values are not known."""
     document = facts.first_document("hf")
     if document is None:
         return False
@@ -502,7 +500,7 @@ def set_kohya_roles(record: Record) -> None:
 
 
 def set_script_roles(record: Record) -> None:
-    """A training script with diffusers' or accelerate's arguments."""
+    """For a training script with the arguments of diffusers' or accelerate's examples."""
     mixed = record.facts.get("script.mixed_precision")
     record.set("compute", _dtype_or(mixed, None), "the script's argument", mixed)
 
@@ -532,7 +530,7 @@ def _find_target_device(facts: Facts) -> Device | None:
 
 
 def _set_derived_roles(record: Record) -> None:
-    """Roles that follow from others."""
+    """Sets the roles that follow from other roles, for all tools."""
     trained = record.value("trained")
     if trained:
         setting = record.deciding_setting("gradients") or record.deciding_setting("trained")

@@ -1,10 +1,10 @@
-"""A setting with the line that made it, a document of settings, what is known about one run, and
-its effective precision record.
+"""Settings with the line that made them, documents of settings, the facts of one run, and its
+effective precision record.
 
 The record says what each role of a run will really be, with the setting that decided it. Each
-tool's settings are compiled into the same record (`tools.py`), so that a rule about precision is
-written once. The functions at the end read what several tools have, wherever each keeps it: the
-model's dtype, half precision, quantisation, adapters, DeepSpeed and FSDP.
+tool's settings are compiled into the same record (`roles.py`), so that a rule about precision is
+written once. The functions at the end read settings that several tools have in different places:
+the model's dtype, half precision, quantisation, adapters, DeepSpeed and FSDP.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from ...finding import Place
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """architecture: CUDA's compute capability (`9.0`) or AMD's gfx; bf16, tf32, fp8: whether it has
-    them.
+    """What a run's device supports.
+
+    architecture     CUDA's compute capability (`9.0`), or AMD's gfx name
+    bf16, tf32, fp8  whether the device has them
     """
 
     name: str
@@ -64,8 +66,10 @@ def find_device(name: str) -> Device | None:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """value as its reader understands it (Python bool, number, str, None, list); key as written in
-    the file.
+    """One value with its place.
+
+    value  as its reader parsed it (Python bool, number, str, None, list)
+    key    as it is written in the file
     """
 
     value: Any
@@ -99,8 +103,8 @@ class Setting:
 
 @dataclass(slots=True)
 class Document:
-    """One file's settings for one tool: `tool` is the namespace its keys are asked under (`hf`,
-    `deepspeed`, ...).
+    """One file's settings for one tool; `tool` is the namespace of its keys (`hf`, `deepspeed`,
+    ...).
     """
 
     tool: str
@@ -117,9 +121,7 @@ FALSE_WORDS = ("false", "no", "off", "0", "none", "null", "")
 
 
 def parse_boolean(value: Any) -> bool | None:
-    """What a trainer's own boolean parsing makes of a value; None for words that are no booleans
-    (`auto`).
-    """
+    """How a trainer parses a boolean; None for a value that is none (`auto`)."""
     if isinstance(value, bool) or value is None:
         return value
     if isinstance(value, int | float):
@@ -131,7 +133,7 @@ def parse_boolean(value: Any) -> bool | None:
 
 
 def parse_dtype(value: Any) -> str | None:
-    """`torch.bfloat16`, `bfloat16`, `BF16` -> `bf16`; None for what is no dtype (`auto`)."""
+    """`torch.bfloat16`, `bfloat16`, `BF16` -> `bf16`; None for a value that is no dtype (`auto`)."""
     try:
         return parse(str(value))
     except ValueError:
@@ -140,7 +142,7 @@ def parse_dtype(value: Any) -> str | None:
 
 @dataclass
 class Facts:
-    """All documents of one run, asked as `facts.get("hf.bf16")`."""
+    """All documents of one run; `facts.get("hf.bf16")` looks a setting up."""
 
     documents: list[Document] = field(default_factory=list)
     device: str | None = None
@@ -165,7 +167,7 @@ class Facts:
         return None
 
     def get_written(self, name: str) -> Setting | None:
-        """As `get`, null included: somebody wrote the key."""
+        """The setting if its key is written, even with null as its value."""
         tool, _, key = name.partition(".")
         return next(
             (d.settings[key] for d in self.documents if d.tool == tool and key in d.settings), None
@@ -236,8 +238,11 @@ ROLES = (
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """value: a dtype word or a phrase; by: the setting that decided, None for the tool's default;
-    why: in a few words.
+    """What one role will be.
+
+    value    a dtype, or a phrase
+    reason   in a few words
+    setting  the one that decided; None for the tool's default
     """
 
     value: str
@@ -247,8 +252,10 @@ class Decision:
 
 @dataclass
 class Record:
-    """adapter, quantised: None where no setting gives them; autocast: None when off; scaler:
-    whether a GradScaler will run.
+    """The effective precision of a run: a decision for each role.
+
+    adapter         None where no setting says whether adapters are trained
+    quantised_bits  None for a base that is not quantised
     """
 
     tool: str
@@ -274,7 +281,7 @@ class Record:
 
     @property
     def trains_every_weight(self) -> bool:
-        """Every weight is trained, as far as the settings say."""
+        """Whether every weight is trained, as far as the settings say."""
         return self.adapter is not True and self.quantised_bits is None
 
     @property
@@ -340,7 +347,7 @@ QUANTIZATION_SECTION = "quantization_config"
 
 
 def model_dtype(facts: Facts) -> tuple[str | None, Setting | None]:
-    """The dtype the weights are loaded in: as asked, or the checkpoint's own."""
+    """The dtype that the weights are loaded in: the requested one, or the checkpoint's own."""
     requested = facts.get(*MODEL_DTYPE_KEYS)
     if requested is not None and parse_dtype(requested.value):
         return parse_dtype(requested.value), requested
@@ -351,12 +358,12 @@ def model_dtype(facts: Facts) -> tuple[str | None, Setting | None]:
 
 
 def mixed_flag(facts: Facts, tool: str = "hf") -> Setting | None:
-    """The trainer's own flag for half precision that is on, bf16 first."""
+    """The trainer's flag for half precision that is on; bf16 comes first."""
     return facts.first_enabled(f"{tool}.bf16", f"{tool}.fp16")
 
 
 def launcher_mode(facts: Facts) -> Setting | None:
-    """What accelerate's configuration, launcher or environment says."""
+    """The mixed precision mode of accelerate's configuration, launcher or environment."""
     return facts.get("env.ACCELERATE_MIXED_PRECISION", "accelerate.mixed_precision")
 
 
@@ -381,7 +388,7 @@ def detect_quantisation(record: Record, *prefixes: str) -> None:
 
 
 def detect_adapter(record: Record, *names: str) -> None:
-    """By the first of these settings that somebody wrote, else by calls of PEFT."""
+    """Decides by the first of these settings that is written, else by calls of PEFT."""
     facts = record.facts
     if setting := next(filter(None, map(facts.get_written, names)), None):
         record.adapter = str(setting.value).lower() not in (
@@ -424,7 +431,7 @@ def find_deepspeed(facts: Facts) -> Setting | None:
 
 
 def deepspeed_half(record: Record) -> str | None:
-    """The half precision that DeepSpeed's file switches on, itself or by "auto"."""
+    """The half precision that DeepSpeed's file switches on, by itself or by "auto"."""
     for half in ("bf16", "fp16"):
         section = deepspeed_setting(record.facts, f"{half}.enabled")
         if section is not None and (
@@ -436,7 +443,7 @@ def deepspeed_half(record: Record) -> str | None:
 
 
 def zero_stage(facts: Facts) -> tuple[int | None, Setting | None]:
-    """By DeepSpeed's settings, else by a digit in the name of its file (`zero3.json`,
+    """The stage in DeepSpeed's settings, else a digit in the name of its file (`zero3.json`,
     `ds_z2_config.json`).
     """
     if stage := deepspeed_setting(facts, "zero_optimization.stage") or facts.get(
@@ -505,8 +512,8 @@ def find_fsdp(facts: Facts) -> Setting | None:
 
 
 def fsdp_version(facts: Facts) -> tuple[int | None, Setting | None]:
-    """As set; transformers' arguments without a version are FSDP2 since 5.10, while accelerate's
-    own file without one stays FSDP1.
+    """The version that is set. Without one, transformers' arguments mean FSDP2 since 5.10, and
+    accelerate's own file means FSDP1.
     """
     if version := facts.get(*_FSDP_VERSION_KEYS):
         return _parse_int(version), version

@@ -1,7 +1,7 @@
-"""Assignments and commands of a shell script or an env file: as a shell reads them.
+"""Assignments and commands of a shell script or an env file.
 
-No shell is run: quotes, `export`, `+=`, `${NAME}`, `${NAME:-default}` and continued lines are read;
-`$(...)` is left as it stands.
+No shell is run: quotes, `export`, `+=`, `${NAME}`, `${NAME:-default}` and continued lines are
+interpreted; `$(...)` is left as it is written.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ class Assignment:
 
 @dataclass(slots=True)
 class Script:
-    """variables: the last value of each; commands: (words, line), the environment written before a
-    command included in `prefixed`.
+    """What a script assigns and runs.
+
+    variables  the last value of each
+    commands   the arguments and the line of each
+    prefixed   assignments written before a command, which hold only for it
     """
 
     variables: dict[str, Assignment] = field(default_factory=dict)
@@ -44,7 +47,7 @@ _COMPOUND = {"if", "then", "else", "fi", "for", "do", "done", "while", "function
 
 
 def read_script(text: str) -> Script:
-    """As a shell would: `;`, `&&`, `|` and line breaks part commands."""
+    """Parses a script as a shell does: `;`, `&&`, `|` and line breaks separate commands."""
     script = Script()
     # a word without quotes, whether single quotes kept it from expansion
     argv: list[tuple[str, bool]] = []

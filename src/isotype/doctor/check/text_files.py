@@ -1,8 +1,8 @@
-"""JSON, YAML and TOML with the line of every key. Nothing read is ever executed.
+"""JSON, YAML and TOML with the line of every key. Nothing that is read is executed.
 
-JSON may have comments and trailing commas, as several trainers' files have them. Plain words of
-YAML are resolved as YAML 1.1 does (PyYAML, as the trainers): an unquoted `no` is False. TOML's
-values come from `tomllib`, its lines from a scan of its plain syntax.
+JSON may have comments and trailing commas, which several trainers allow. Plain scalars of YAML are
+resolved by YAML 1.1, as PyYAML and the trainers do: an unquoted `no` is False. Values of TOML come
+from `tomllib`, their lines from a scan of its plain syntax.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ KeyPath = tuple[str | int, ...]
 
 
 class Unreadable(ValueError):
-    """line: where it stopped making sense; None in a binary file."""
+    """A file that cannot be parsed.
+
+    line  where parsing stopped; None in a binary file
+    """
 
     def __init__(self, message: str, line: int | None = None) -> None:
         super().__init__(message)
@@ -65,14 +68,14 @@ def read_json(text: str) -> Tree:
 
 
 def _blank_match(match: re.Match[str]) -> str:
-    """A string as it stands; blanks for a comment or a comma, whose line breaks stay."""
+    """Keeps a string, and replaces a comment or a comma by blanks without losing line breaks."""
     if match[0].startswith('"'):
         return match[0]
     return re.sub(r"[^\n]", " ", match[0])
 
 
 def _json_lines(text: str) -> dict[KeyPath, int]:
-    """The line of every key and of every entry of a list, in a text that is JSON."""
+    """The line of every key and of every list entry of a JSON text."""
     lines: dict[KeyPath, int] = {}
     path: list[str | int] = []  # the key, or the position, in each of the containers around
     line = 1
@@ -128,7 +131,7 @@ def read_yaml(text: str) -> Tree:
 
 
 def parse_scalar(text: str) -> Any:
-    """A plain (unquoted) word as YAML 1.1 reads it: `1e-5` without a dot stays a string."""
+    """Resolves a plain (unquoted) scalar by YAML 1.1: `1e-5` without a dot stays a string."""
     lower = text.lower()
     if lower in ("", "~", "null"):
         return None

@@ -1,10 +1,10 @@
-"""Explains the errors of a text: recognised, placed in their situation, causes ranked, the last
-error first in rank.
+"""Explains the errors of a text: recognises each, reads its situation, and ranks its causes. The last
+error comes first.
 
-The families of errors are sheets (`families/*.txt`, read by `pages.sheets`). The header of a section
-has the operators that refused, with `;` between them, and its head a `message`. A rank is the score
-of a cause, whose fields are `cause`, `fix` and `evidence`. `+ outside autocast -2 if TEST` includes
-causes of `shared.txt`.
+The families of errors are sheets (`families/*.txt`, read by `pages.sheets`). The header of a
+section lists the operators that refused, separated by `;`, and its head has a `message`. A rank is
+the score of a cause, whose fields are `cause`, `fix` and `evidence`. `+ outside autocast -2 if
+TEST` includes causes of `shared.txt`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ from .situation import RecognisedError, find_report_flags, read_situation
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
-    """name: in a few words; score: higher is likelier; because: the evidence seen, empty when it is
-    only the usual cause.
+    """A possible cause of an error.
+
+    name      in a few words
+    score     higher is likelier
+    evidence  what in the text supports it; empty when it is only the usual cause
     """
 
     name: str
@@ -93,7 +96,7 @@ def _collect_causes(
 
 
 def diagnose_error(error: RecognisedError) -> tuple[str, Severity, list[Cause]]:
-    """The message, the severity and the causes of what an incident showed, the likeliest first."""
+    """The message, the severity and the causes of an error, the likeliest cause first."""
     facts = ErrorFacts(error)
     section = FAMILIES[error.operator]
     section.define_variables(facts)
@@ -193,7 +196,9 @@ class _ErrorCollector:
         return None if is_prose and not complains else error
 
     def _add_error(self, error: RecognisedError, incident: Incident) -> None:
-        """A repeated error takes its last position and, without a traceback, keeps its first line."""
+        """Adds an error, or counts it again: it then takes its last position, and keeps its first
+        line where it has no traceback.
+        """
         finding = _build_finding(error, incident, self._source)
         place = str(finding.place) if incident.frames else ""
         key = (finding.code, finding.message, place)
@@ -205,7 +210,7 @@ class _ErrorCollector:
         self._errors[key] = (finding, count + 1)
 
     def findings(self) -> list[Finding]:
-        """The last error first."""
+        """One finding for each distinct error, the last error first."""
         if not self._errors:
             return [_no_dtype_error_finding(self._other_error, self._source)]
         traced = {key[:2] for key in self._errors if key[2]}
@@ -226,7 +231,7 @@ class _ErrorCollector:
 
 
 def _error_text(incident: Incident) -> str:
-    """The exception's text; for an assertion without a message, the asserted expression."""
+    """The exception's text; the asserted expression for an assertion without a message."""
     code = incident.frames[-1].code if incident.frames else ""
     if incident.text == "AssertionError" and code.startswith("assert "):
         return f"{incident.text}: {code}"
@@ -301,7 +306,7 @@ def _format_alternative(cause: Cause) -> str:
 
 
 def _recognised_line(text: str, error: RecognisedError) -> str:
-    """The line of a message that recognition rests on."""
+    """The line of a message by which the error is recognised."""
     lines = text.splitlines()
     line = lines[0]
     if len(lines) > 1:
@@ -311,7 +316,7 @@ def _recognised_line(text: str, error: RecognisedError) -> str:
 
 
 def _log_line(incident: Incident, error: RecognisedError) -> int:
-    """The log's line that a passage was recognised by; a traceback's first line."""
+    """The line of the log by which a passage is recognised; the first line of a traceback."""
     if incident.exception is None:
         for offset, line in enumerate(incident.text.splitlines()):
             if recognise_error(line, error.situation):

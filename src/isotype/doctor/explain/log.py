@@ -1,9 +1,9 @@
-"""A log of any length as a stream of incidents: an exception with its frames, or a passage that
-speaks of one without a traceback.
+"""Reads a log of any length as a stream of incidents: exceptions with their frames, and passages
+that mention an error without a traceback.
 
-Memory does not grow with the log: one open traceback a process (ranks interleave their lines), and
-one passage of loose text. Tracebacks as rich and pytest print them are first rewritten as CPython
-prints one.
+Memory does not grow with the log: at most one open traceback for each process (lines of ranks are
+interleaved) and one passage are held. Tracebacks printed by rich and pytest are first rewritten as
+CPython prints them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ _PATH = re.compile(r"^(?:[/~.]|[A-Za-z]:\\|<)\S*(?: in)?$")
 
 @dataclass(slots=True)
 class _RichBox:
-    """head: what stands before the box on its lines (a rank); message: the exception's text so far,
-    which follows the box.
+    """A traceback that rich prints in a box.
+
+    head     the text before the box on its lines (a rank)
+    message  the exception's text so far, which follows the box
     """
 
     head: str
@@ -85,8 +87,8 @@ def _convert_box_line(box: _RichBox, line: str) -> list[str]:
 
 
 def _continues_message(box: _RichBox, line: str) -> bool:
-    """rich breaks a line where the next word would not have fitted; the message's own line ends are
-    shorter.
+    """Whether a line continues the previous one: rich breaks a line only where the next word does
+    not fit, so a shorter line ends where the message has a line break.
     """
     text = line[len(box.head) :]
     if not line.startswith(box.head) or not text.strip() or text[0].isspace():
@@ -103,7 +105,9 @@ _PYTEST_LOCATION = re.compile(
 
 @dataclass(slots=True)
 class _PytestFailure:
-    """One failed test: pytest prints a frame's code before its place, or (short) the place first."""
+    """One failed test. pytest prints the code of a frame before its location; its short form prints
+    the location first.
+    """
 
     function: str
     start: int
@@ -219,10 +223,10 @@ class Frame:
 class Incident:
     """An exception, or a passage without one.
 
-    line     where in the log
-    message  the exception's own lines, or the passage's
+    line     its first line in the log
+    message  the lines of the exception's text, or of the passage
     frames   outermost first
-    chained  raised on account of the one before
+    chained  whether the exception before it is its cause or context
     """
 
     line: int
@@ -251,7 +255,7 @@ def read_incidents(lines: Iterable[str]) -> Iterator[Incident]:
     prefixes: dict[str, re.Pattern[str]] = {}
 
     def close_incidents(*ended: Incident | None) -> Iterator[Incident]:
-        """Those that hold a message."""
+        """The incidents that have a message."""
         yield from (incident for incident in ended if incident is not None and incident.message)
 
     def flush_passage() -> Iterator[Incident]:
@@ -301,15 +305,15 @@ def read_incidents(lines: Iterable[str]) -> Iterator[Incident]:
 
 
 def _clean_lines(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
-    """Lines with their numbers, without colours and line ends, cut where they are absurdly long."""
+    """Numbered lines without colours and line ends; very long lines are cut."""
     for number, raw in _unfold_json_lines(lines):
         line = _ANSI.sub("", raw[:MAX_LINE_LENGTH]) if "\x1b" in raw else raw[:MAX_LINE_LENGTH]
         yield number, line.rstrip("\r\n")
 
 
 def _learn_prefix(head: str, prefixes: dict[str, re.Pattern[str]]) -> None:
-    """A stamp, a level, a module and line, a container's stream: any text, in which numbers may
-    change from line to line.
+    """Remembers the text before a traceback (a timestamp, a level, a container's stream), in which
+    numbers may change from line to line.
     """
     if not head.strip() or "Group" in head or len(prefixes) >= MAX_PREFIXES:
         return
@@ -318,8 +322,8 @@ def _learn_prefix(head: str, prefixes: dict[str, re.Pattern[str]]) -> None:
 
 
 def _unfold_json_lines(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
-    """Lines with their numbers; a traceback inside a JSON string, its line ends written as two
-    characters, becomes lines again.
+    """Numbered lines. A traceback inside a JSON string, with its line breaks escaped, becomes lines
+    again.
     """
     for number, raw in enumerate(lines, 1):
         if "\\n" in raw and "Traceback" in raw:

@@ -1,8 +1,8 @@
-"""From an error's text to the operator that refused and the dtypes it met. Imports no torch.
+"""Recognises from an error's text which operator refused and which dtypes it got. Imports no torch.
 
 Each form is a template of `forms.tsv`: `<name>` stands for a dtype in any of the spellings below.
-What no form fits, but which names two dtypes and a disagreement, is still recognised, with the
-operator taken from the traceback.
+A text that fits no form, but names two dtypes and a disagreement, is recognised too; its operator
+is then taken from the traceback.
 """
 
 from __future__ import annotations
@@ -168,8 +168,8 @@ _DISAGREEMENT = re.compile(
 
 @cache
 def _compile_forms() -> tuple[tuple[str, re.Pattern[str]], ...]:
-    """Each form's pattern. A blank stands for a line break as well: messages are folded where they
-    are long.
+    """The pattern of each form. A blank matches a line break as well, since long messages are
+    wrapped.
     """
     folded = [(op, form.replace(" ", r"\s") if "[" not in form else form) for op, form in FORMS]
     return tuple(
@@ -179,8 +179,8 @@ def _compile_forms() -> tuple[tuple[str, re.Pattern[str]], ...]:
 
 
 def recognise_error(text: str, situation: Situation) -> RecognisedError | None:
-    """What refused and which dtypes it met, or None when the text does not speak of a disagreement
-    between dtypes.
+    """The refusing operator and its dtypes, or None when the text is about no disagreement between
+    dtypes.
     """
     if not _mentions_dtypes(text):
         return None
@@ -227,7 +227,7 @@ def recognise_error(text: str, situation: Situation) -> RecognisedError | None:
 def _refine_operator(
     operator: str, captures: dict[str, str], dtypes: dict[str, str], situation: Situation
 ) -> str:
-    """A few texts are shared by several operators: the traceback tells which."""
+    """Decides by the traceback where several operators have the same message."""
     if operator == "old type check":
         names = " ".join(captures.values())
         convolution = (
@@ -258,7 +258,7 @@ _PATTERNED_FUNCTIONS = r"norm|attention|flash_attn|conv|index_|scatter|linear|ls
 
 
 def infer_operator(situation: Situation) -> str:
-    """The operator from the innermost frames, for texts that do not say."""
+    """The operator in the innermost frames, for messages that do not name it."""
     if "optimizer" in situation:
         return "optimizer update"
     if (
@@ -286,7 +286,7 @@ def infer_operator(situation: Situation) -> str:
 
 
 def _recognise_unknown_wording(text: str, situation: Situation) -> RecognisedError | None:
-    """Two different dtypes and a disagreement in one line: a dtype error whose wording is new."""
+    """A dtype error in a new wording: two different dtypes and a disagreement in one line."""
     lines = text.splitlines()
     captures = {"operator": infer_operator(situation) if situation.frames else ""}
     for number, line in enumerate(lines):
@@ -346,8 +346,8 @@ def _recognise_unknown_wording(text: str, situation: Situation) -> RecognisedErr
 
 
 def find_half_dtypes(text: str) -> list[str]:
-    """The half-precision dtypes (and fp8) that a text names, in its order; those in paths and flags
-    are none.
+    """The half-precision dtypes (and fp8) that a text names, in order, without those in paths and
+    flags.
     """
     dtype_names = dict.fromkeys(
         name
@@ -358,8 +358,8 @@ def find_half_dtypes(text: str) -> list[str]:
 
 
 def _find_refused_dtype(line: str) -> dict[str, str] | None:
-    """The half-precision dtype, or none but the word, that is refused in a line that names the
-    exception; None for another line.
+    """The half-precision dtype that a line with an exception refuses: empty where the refusal names
+    no dtype, None where the line refuses nothing.
     """
     if (
         not re.match(r"[\w.]*(?:Error|Exception|error)\b", line.strip())

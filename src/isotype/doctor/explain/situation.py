@@ -1,6 +1,6 @@
-"""What a traceback says besides its message: whose frame failed, what the program was doing
-(generate, backward, callback, ...), and which function was called with which tensors on the user's
-own line. `Seen` adds the message's operator and dtypes.
+"""What a traceback tells besides its message: whose frame failed, what the program was doing
+(generate, backward, callback, ...), and which function was called with which tensors on the
+user's own line. `RecognisedError` adds the operator and the dtypes of the message.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Situation:
     """Facts of one traceback; each flag's evidence is a frame, kept under the flag's name in
     `evidence`.
 
-    report_flags  what the lines around the traceback say: autocast, resumed, sharded, features (of images
-                  or audio), adapters, muon, grouped product, cpu, mps, compiled only, kv cache, unfrozen,
-                  structured input, hard-coded
+    report_flags  what the lines around the traceback say: autocast, resumed, sharded, features (of
+                  images or audio), adapters, muon, grouped product, cpu, mps, compiled only,
+                  kv cache, unfrozen, structured input, hard-coded
     quoted_frame  without a traceback, the line of code that the text quotes, as a frame without a file
     """
 
@@ -180,7 +180,7 @@ _QUOTED_CODE = re.compile(
 
 
 def find_report_flags(text: str) -> frozenset[str]:
-    """The facts that a report states in words."""
+    """The flags that a report states in words."""
     return frozenset(
         flag for flag, pattern in _TEXT_PATTERNS.items() if re.search(pattern, text, re.IGNORECASE)
     )
@@ -188,7 +188,7 @@ def find_report_flags(text: str) -> frozenset[str]:
 
 def find_quoted_code(text: str) -> Frame | None:
     """The code that a text without a traceback quotes: the line that an arrow marks, or the last
-    call of an operation.
+    call of an operator.
     """
     match = next(iter([*_QUOTED_CODE.finditer(text)][-1:]), None)
     if match:
@@ -199,9 +199,7 @@ def find_quoted_code(text: str) -> Frame | None:
 def read_situation(
     frames: Sequence[Frame], report_flags: frozenset[str] = frozenset(), text: str = ""
 ) -> Situation:
-    """The situation of a traceback; `text`, the error's passage, is looked through for code where
-    there is no traceback.
-    """
+    """The situation of a traceback. Without one, code is looked for in `text`, the error's passage."""
     evidence: dict[str, Frame] = {}
     for frame in frames:
         for flag in _frame_flags(frame):
@@ -238,8 +236,11 @@ _METHODS_WITHOUT_TENSORS = frozenset(
 
 @dataclass(frozen=True)
 class Call:
-    """function: `einsum`, `grid_sample`, `@`; tensors: the arguments that can be tensors, as
-    written; in_place: writes into the first.
+    """A call on the line that failed.
+
+    function  `einsum`, `grid_sample`, `@`
+    tensors   the arguments that can be tensors, as they are written
+    in_place  whether it writes into the first of them
     """
 
     function: str
@@ -249,7 +250,7 @@ class Call:
 
     @property
     def place(self) -> str:
-        """The call's line of code, and where it stands."""
+        """The call's line of code and its location."""
         if self.frame.file:
             return f"{self.frame.code} at {self.frame.file}:{self.frame.line}"
         return f"the text quotes {self.frame.code}"
@@ -260,10 +261,8 @@ class Call:
 
 
 def failing_call(situation: Situation) -> Call | None:
-    """The call on the user's innermost line, where it goes straight into torch; None behind a layer
-    or another library.
-
-    Without a traceback: the call that the text quotes.
+    """The call on the user's innermost line where it goes straight into torch; None where a layer
+    or another library lies between. Without a traceback: the call that the text quotes.
     """
     if situation.quoted_frame is not None:
         return _parse_call(situation.quoted_frame)
@@ -333,8 +332,8 @@ class RecognisedError:
     """What an incident showed.
 
     operator  what refused: `matrix product`, `convolution`, ...
-    dtypes    role -> dtype word, in the order of the text (`left`, `right`; `expected`, `got`;
-              `query`, `key`, `value`; ...)
+    dtypes    role -> dtype, in the order of the text (`left`, `right`; `expected`, `got`; `query`,
+              `key`, `value`; ...)
     captures  other facts of the text: a variable, an operator's internal name
     """
 
@@ -346,7 +345,7 @@ class RecognisedError:
 
     @property
     def half(self) -> str:
-        """The 16-bit float that takes part, bf16 when none was named."""
+        """The 16-bit float that is involved, bf16 when none is named."""
         return next((d for d in self.dtypes.values() if d in ("bf16", "fp16")), "bf16")
 
     @property

@@ -1,8 +1,8 @@
-"""A wrapper called with CPU tensors of every input dtype: the kernels it reaches, with the
-signatures that Triton's launcher would compile.
+"""Calls a wrapper with CPU tensors of every input dtype, and checks the kernels that it launches,
+with the signatures that Triton's launcher would compile.
 
-Launches are caught instead of run (`trap_launches`). `compile_matrix` is the same as an assertion,
-for a test of one's own.
+Launches are recorded and not run (`trap_launches`). `compile_matrix` is the same as an assertion,
+for tests.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ MAX_CONFIGURATIONS = 8
 
 @dataclass
 class Launch:
-    """One `kernel[grid](...)`: the function, its arguments as given, and the configuration chosen
-    by autotuning.
+    """One `kernel[grid](...)`: the function, its arguments, and the configuration chosen by
+    autotuning.
     """
 
     function: Any
@@ -96,7 +96,9 @@ def _mock_tensor(value: Any) -> Any:
 
 
 class _SkippedLaunch:
-    """What a trapped launch returns: code that reads a compiled kernel's figures gets modest ones."""
+    """What a trapped launch returns; it has small figures for code that reads a compiled kernel's
+    resources.
+    """
 
     n_regs = 32
     n_spills = 0
@@ -115,7 +117,7 @@ class _SkippedLaunch:
 
 @dataclass
 class LaunchTrap:
-    """The launches caught so far, and notes on what could not be followed."""
+    """The recorded launches, and remarks on what could not be followed."""
 
     launches: list[Launch] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
@@ -123,7 +125,7 @@ class LaunchTrap:
 
 @contextlib.contextmanager
 def trap_launches() -> Iterator[LaunchTrap]:
-    """No kernel runs inside; every launch, for every autotuning configuration, is kept."""
+    """No kernel runs inside; every launch is recorded, with each autotuning configuration."""
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import JITFunction
 
@@ -163,8 +165,8 @@ def trap_launches() -> Iterator[LaunchTrap]:
 class WrapperCalls:
     """What calling a wrapper showed.
 
-    reached  by identity of a kernel: the kernel, and the combinations in which calls launched it
-    refused  label -> the wrapper's own error: it refuses that combination, which is its right
+    reached  id of a kernel -> the kernel, and the combinations in which calls launched it
+    refused  label -> the wrapper's own error, by which it refuses that combination
     """
 
     reached: dict[int, tuple[Any, list[Combination]]] = field(default_factory=dict)
@@ -174,8 +176,8 @@ class WrapperCalls:
 
     @contextlib.contextmanager
     def record(self, target: Any, label: str, reach: Reach = Reach.CONFIRMED) -> Iterator[None]:
-        """Inside, launches are trapped on a pretended GPU; an error is a refusal; on leaving,
-        `reached` holds the combinations.
+        """Traps launches on a pretended GPU. An error counts as a refusal; on exit, `reached` holds
+        the combinations.
         """
         import torch._dynamo  # noqa: F401  its table of torch's functions must hold the real ones, not the pretended ones
 
@@ -202,7 +204,7 @@ class WrapperCalls:
             )
 
     def report(self, targets: Sequence[str | int], *, binary: bool = False) -> Report:
-        """The check of everything that was reached."""
+        """Checks every kernel that was reached."""
         result = Report(
             launches=self.launches, refused=self.refused, remarks=list(dict.fromkeys(self.remarks))
         )
@@ -216,8 +218,8 @@ def _float_tensors(tree: Any) -> list[Tensor]:
 
 
 def _cast_inputs(inputs: Any, dtype_names: Sequence[str]) -> Any:
-    """The inputs with float tensors, in order of appearance, in these dtypes; a tensor given twice
-    stays one tensor.
+    """The inputs with their float tensors cast to these dtypes, in order of appearance; a tensor
+    that is given twice stays one tensor.
     """
     queue = iter(dtype_names)
     cast_tensors = dict[int, Tensor]()
@@ -238,8 +240,8 @@ def _cast_inputs(inputs: Any, dtype_names: Sequence[str]) -> Any:
 
 
 def _dtype_variants(inputs: Any) -> Iterator[tuple[str, Reach, list[str]]]:
-    """First the dtypes as given, then all float tensors in one dtype, then each tensor alone in
-    another dtype than bf16.
+    """First the dtypes as given, then all float tensors in one dtype, then bf16 with one tensor in
+    another dtype.
     """
     given_dtypes = [dtype_name(t.dtype) for t in _float_tensors(inputs)]
     yield "inputs as given", Reach.CONFIRMED, given_dtypes
@@ -258,8 +260,8 @@ def _dtype_variants(inputs: Any) -> Iterator[tuple[str, Reach, list[str]]]:
 
 
 def split_calls(inputs: Any) -> list[Any]:
-    """The calls that `inputs` stands for: a list whose items are tuples or dicts is several,
-    anything else is one.
+    """The calls that `inputs` describes: a list of tuples or dicts is several calls, anything else
+    is one.
     """
     if isinstance(inputs, list) and inputs and all(isinstance(i, (tuple, dict)) for i in inputs):
         return inputs

@@ -1,5 +1,5 @@
-"""`check`: a kernel's dtype matrix through Triton's front end, and what fails in it as findings.
-Needs no GPU.
+"""`check`: compiles a kernel's dtype matrix with Triton's front end, and reports what fails as
+findings. Needs no GPU.
 
 With `binary` kernels are compiled to machine code as well: registers, spills and shared memory
 (KN010).
@@ -52,11 +52,11 @@ class FaultGroup:
 
 @dataclass
 class Report:
-    """What was checked: findings, which kernels, how many compilations, and what a reader should
-    know about the rest.
+    """What was checked: findings, kernels, the number of compilations, and remarks on the rest.
 
-    usages    with `binary`: a line for each program made
-    launches  of a wrapper; refused: label -> why the wrapper itself refuses that combination
+    usages    with `binary`: a line for each compiled program
+    launches  how many a wrapper made
+    refused   label -> why the wrapper itself refuses that combination
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -116,9 +116,9 @@ def check(
 def _explicit_combination(
     unwrapped: UnwrappedKernel, label: str, types: Mapping[str, str], constexprs: Mapping[str, Any]
 ) -> Combination:
-    """One entry of an author's matrix.
+    """A combination from one entry of an author's matrix.
 
-    Raises  UsageError naming parameters that the kernel has not, or that were forgotten.
+    Raises  UsageError that names unknown or missing parameters
     """
     function, names = unwrapped.function, list(unwrapped.function.arg_names)
     unknown = [name for name in [*types, *constexprs] if name not in names]
@@ -152,7 +152,7 @@ def check_combinations(
     *,
     binary: bool = False,
 ) -> Report:
-    """Every combination for every target."""
+    """Checks every combination for every target."""
     parsed, combinations = [parse_target(t) for t in targets], remove_duplicates(bases)
     if not parsed:
         raise UsageError("no target architecture: name at least one, such as sm_90")
@@ -173,7 +173,7 @@ def check_combinations(
 
 
 def build_findings(function: Any, observations: Sequence[Observation]) -> list[Finding]:
-    """One finding a fault, over all the combinations and targets that show it."""
+    """One finding for each fault, over all the combinations and targets that show it."""
     groups: dict[tuple, FaultGroup] = {}
     for observation in sorted(observations, key=lambda o: -o.combination.reach):
         name = function.__name__
@@ -193,8 +193,8 @@ def build_findings(function: Any, observations: Sequence[Observation]) -> list[F
 
 
 def _is_due_to_guess(group: FaultGroup, observations: Sequence[Observation]) -> bool:
-    """Whether a failure is due to guessed arguments and not to the kernel: no dtype error, in a
-    combination that no caller gave.
+    """Whether guessed arguments, and not the kernel, explain a failure: it is no dtype error, and
+    no caller gave the combination.
     """
     some_compile = any(not o.failed for o in observations)
     return (
@@ -222,11 +222,11 @@ def _decide_severity(
 
 
 def _one_pointer_in_fp32_compiles(function: Any, group: FaultGroup) -> bool:
-    """Whether one pointer in fp32 beside the others in bf16 cures it.
+    """Whether the kernel compiles with one pointer in fp32 and the others in bf16.
 
     Operands of two pointers need not share a dtype: gates, decays and intermediate gradients are
     fp32 by design in many libraries (`chunk_gla_bwd_kernel_intra` of flash-linear-attention, whose
-    dA is), so that "all alike" is our guess and not a caller's choice.
+    dA is), so that one dtype for all of them is our guess and not a caller's choice.
     """
     observation = group.observations[0]
     types = {
@@ -308,8 +308,8 @@ class Usage:
 def check_machine_code(
     function: Any, observations: Sequence[Observation], targets: Sequence[Any]
 ) -> tuple[list[Finding], list[str]]:
-    """One signature a dtype and target: the first combination of each. Returns findings, and a line
-    of usage for each program made.
+    """Compiles the first combination of each signature dtype and target to machine code. Returns
+    findings, and a line of usage for each program.
     """
     findings: list[Finding] = []
     usages: list[str] = []
@@ -398,8 +398,8 @@ def _check_program(
 
 
 def measure_usage(function: Any, combination: Any, target: Any) -> Usage:
-    """Compiles all the way and reads what the program takes; Triton's own cache makes a second time
-    quick.
+    """Compiles to machine code and reads the program's resources; Triton's cache makes a second
+    call quick.
     """
     import triton
     from triton.compiler import ASTSource

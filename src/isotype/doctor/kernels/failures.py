@@ -1,9 +1,10 @@
-"""A failed compilation as a fault: which variable, which two dtypes, why, and what to change.
+"""Explains a failed compilation as a fault: which variable, which two dtypes, why, and what to
+change.
 
 Each function recognises one kind of refusal in Triton's message: mathematics (KN004) and `tl.dot`
 (KN003). One name with two dtypes is KN001 (a run-time branch) and KN002 (a loop). Anything else is
-KN009: Triton's words, with the dtypes at that expression. Of what compiles, sums in low precision
-are a fault (KN020).
+KN009, which quotes Triton's message with the dtypes at that expression. In kernels that compile,
+sums in low precision are a fault (KN020).
 """
 
 from __future__ import annotations
@@ -331,7 +332,7 @@ def _find_assignments(
 
 
 def _entry_origin(frame: Frame, name: str, node: ast.AST, dtype: str) -> Origin | None:
-    """Where the value that enters a branch or a loop was made."""
+    """The origin of the value that enters a branch or a loop."""
     probe = ast.Name(id=name, ctx=ast.Load(), lineno=getattr(node, "lineno", 1) - 1, col_offset=0)
     frame.dtypes[probe] = dtype
     return find_origin(frame, probe)
@@ -354,7 +355,7 @@ def _suggest_widening(
 
 
 def _wider_dtype(first: str, second: str) -> str:
-    """The dtype that both should be cast to; fp64 is rarely intended, so fp32 takes its place."""
+    """The dtype to cast both to; fp32 in place of fp64, which is rarely intended."""
     order = ["bool", "int8", "int16", "int32", "int64", "fp16", "bf16", "fp32"]
     ordered = [dtype for dtype in (first, second) if dtype in order]
     if "fp64" in (first, second):
@@ -371,8 +372,9 @@ RECOGNISERS: tuple[Callable[[Scene], Fault | None], ...] = (
 
 
 def diagnose(kernel_name: str, file: str, line: int, observation: Observation) -> Fault:
-    """The fault behind a failed observation; `file` and `line` are the kernel's own, for failures
-    outside any expression.
+    """The fault behind a failed observation.
+
+    file, line  those of the kernel, for failures outside any expression
     """
     assert observation.failed, "only failures are diagnosed"
     # the innermost function of the user's
@@ -418,9 +420,7 @@ def _unrecognised_fault(scene: Scene) -> Fault:
 
 
 def find_low_precision_sums(kernel: str, observation: Observation) -> list[Fault]:
-    """KN020 of one combination that compiled: its typed tree tells that `acc` is bf16, rather than
-    a guess.
-    """
+    """KN020 for one combination that compiled, from the dtypes of its syntax tree."""
     frames = [
         frame
         for frame in observation.frames
@@ -525,7 +525,7 @@ def _accumulator_name(statement: ast.AST) -> str | None:
 
 
 def _lives_across(frame: Frame, name: str, loop: ast.AST) -> bool:
-    """Whether the name holds a value from before the loop, and is not started anew in it."""
+    """Whether the name holds a value from before the loop and is not initialised again inside it."""
     inside = set(ast.walk(loop))
     is_restarted = any(
         isinstance(n, ast.Assign) and is_assignment_to(n, name) and name not in find_names(n.value)

@@ -1,10 +1,10 @@
-"""A signature for a kernel that comes without one, from how its parameters are used and from the
-launches written beside it.
+"""Infers a signature for a kernel that has none, from how its parameters are used and from the
+launches in its file.
 
-A parameter that ends up as the base of an address is a pointer; one that is compared with indices
-or multiplies them is an integer; what is left is a float scalar. In the launches of the kernel's
-own file, a buffer made with a dtype of its own (`torch.empty(..., dtype=torch.float32)`) has it
-whatever the caller passes. It stays a guess, and findings say so.
+A parameter that is the base of an address is a pointer; one that is compared with indices or
+multiplies them is an integer; the rest are float scalars. In the launches of the kernel's own file,
+a buffer with an explicit dtype (`torch.empty(..., dtype=torch.float32)`) keeps it whatever the
+caller passes. The result is a guess, and findings say so.
 """
 
 from __future__ import annotations
@@ -104,9 +104,7 @@ def _parse_source(function: Any) -> ast.AST | None:
 
 
 def _created_dtypes(scope: ast.AST) -> dict[str, str | None]:
-    """Local tensors and the dtype the function itself gives them; None where two assignments
-    disagree.
-    """
+    """The dtypes that a function gives to its local tensors; None where two assignments disagree."""
     dtypes: dict[str, str | None] = {}
     for node in ast.walk(scope):
         if (
@@ -180,7 +178,7 @@ class ParameterUses:
 
 
 class _UseReader(ast.NodeVisitor):
-    """One pass over a kernel's source."""
+    """Visits a kernel's source and records how its parameters are used."""
 
     def __init__(self, function: Any, depth: int = 0) -> None:
         self.use = ParameterUses()
@@ -371,8 +369,8 @@ def _is_float_cast(value: ast.AST) -> bool:
 def infer_combinations(
     unwrapped: UnwrappedKernel, constexprs: Mapping[str, Any]
 ) -> list[Combination]:
-    """All float pointers alike in fp32, bf16 and fp16, with flags on and off; pointers whose dtype
-    the launch sites fix keep it.
+    """All float pointers in fp32, bf16 and fp16, with flags on and off. Pointers whose dtype the
+    launches fix keep it.
     """
     function = unwrapped.function
     use = _UseReader(function).use
@@ -411,7 +409,7 @@ def infer_combinations(
 
 
 def _guess_constexpr(parameter: Any, use: ParameterUses, flags: bool) -> Any:
-    """A value for a constexpr: what its uses allow, in a size that compiles fast and satisfies
+    """A value for a constexpr that suits its uses, in a size that compiles fast and satisfies
     tl.dot.
     """
     import triton.language as tl
@@ -465,8 +463,8 @@ def _infer_type(
 
 
 def returns_value(function: Any) -> bool:
-    """Whether it is no kernel by itself: functions that return a value are called from kernels, and
-    seen with them.
+    """Whether it returns a value: such a function is no kernel itself, and is checked with the
+    kernels that call it.
     """
     values = [node.value for node in ast.walk(function.parse()) if isinstance(node, ast.Return)]
     return any(

@@ -1,12 +1,11 @@
-"""Runs Triton's front end on one combination and keeps the dtype of every expression it visited,
-and where a value's dtype came from.
+"""Runs Triton's front end on one combination, and records the dtype of every expression and the
+origin of a value's dtype.
 
 Triton compiles a kernel by visiting its syntax tree; each visit of an expression returns a typed
-value. Recording these types gives the whole kernel typed, for this signature, for the price of
-compiling it; a failure is then explained from the tree rather than from the text of the message: a
-load through a pointer, a scalar that promoted a block, a cast. Types come as Triton's scalar words:
-`fp32`, `int32`, `*bf16`. A failed compilation (`Scene`) and what is found wrong with it (`Fault`)
-are described in these words.
+value. Recording these types costs one compilation. A failure is then explained from the tree rather
+than from the text of the message: a load through a pointer, a scalar that promoted a block, a cast.
+Types are Triton's scalar names: `fp32`, `int32`, `*bf16`. `Scene` describes a failed compilation
+and `Fault` what is wrong with it.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from .signature import FLOATS, Combination, target_name
 
 @dataclass
 class Binding:
-    """A name given a value: `name = expression`, with the value's dtype at that moment."""
+    """An assignment `name = expression`, with the dtype of the value."""
 
     name: str
     dtype: str
@@ -38,7 +37,7 @@ class Binding:
 
 @dataclass(eq=False)
 class Frame:
-    """One `@triton.jit` function as visited for one set of argument types."""
+    """One `@triton.jit` function, visited for one set of argument types."""
 
     name: str
     file: str
@@ -72,8 +71,10 @@ class Frame:
 
 @dataclass
 class Observation:
-    """What one compilation showed. `frames[0]` is the kernel; `failures` hold the node at which
-    each frame stopped, innermost first.
+    """What one compilation showed.
+
+    frames    the first is the kernel
+    failures  the node at which each frame stopped, innermost first
     """
 
     combination: Combination
@@ -89,7 +90,7 @@ class Observation:
 
 
 def _get_attribute(value: Any, name: str) -> Any:
-    """An attribute or None; Triton's own tuples raise ValueError for one they have not (up to 3.6)."""
+    """An attribute or None. Triton's tuples raise ValueError for a missing one (up to 3.6)."""
     try:
         return getattr(value, name, None)
     except ValueError:
@@ -118,7 +119,7 @@ def _value_shape(value: Any) -> tuple[int, ...]:
 
 
 def _root_error(error: BaseException) -> BaseException:
-    """The exception at the bottom of Triton's chain of CompilationErrors."""
+    """The exception at the end of Triton's chain of CompilationErrors."""
     visited: set[int] = set()
     while id(error) not in visited:
         visited.add(id(error))
@@ -136,7 +137,7 @@ def _root_error(error: BaseException) -> BaseException:
 
 
 def _error_message(error: BaseException) -> str:
-    """The last words of a failure, without the source excerpt that Triton puts before them."""
+    """The message of a failure, without the source excerpt that Triton puts before it."""
     text = str(getattr(error, "error_message", None) or error)
     with contextlib.suppress(SyntaxError, ValueError):
         # Triton keeps repr(exception) of Python's own assertions: AssertionError('initial value
@@ -212,8 +213,8 @@ def _record_visits(observation: Observation) -> Iterator[None]:
 
 
 def observe(kernel: Any, combination: Combination, target: Any) -> Observation:
-    """The front end (syntax tree to TTIR) of one combination for one target: every dtype error is
-    raised here. 10 to 60 ms.
+    """Runs the front end (syntax tree to TTIR), which raises every dtype error, on one combination
+    for one target. Takes 10 to 60 ms.
     """
     from triton._C.libtriton import ir
     from triton.compiler import ASTSource
@@ -258,7 +259,7 @@ class Origin:
 
     kind  load, scalar (a float scalar promoted a block), promotion (two blocks), cast, call,
           parameter, constant
-    text  a sentence's end: `loaded through x_ptr (*bf16)`
+    text  the end of a sentence: `loaded through x_ptr (*bf16)`
     """
 
     kind: str
@@ -287,8 +288,8 @@ def find_names(node: ast.AST) -> list[str]:
 
 
 def variable_name(node: ast.AST) -> str:
-    """The name a reader would look for in an expression: `x` of `-x`, `x[:, None]` or `x.to(...)`;
-    else the expression itself.
+    """The variable in an expression: `x` of `-x`, `x[:, None]` or `x.to(...)`; else the expression
+    itself.
     """
     while True:
         if isinstance(node, ast.Name):
@@ -460,7 +461,7 @@ def _call_origin(frame: Frame, node: ast.Call, last_line: int | None, depth: int
 
 @dataclass(frozen=True)
 class Fault:
-    """What `check` turns into a Finding, once for all the combinations that show it."""
+    """A fault of a kernel; it becomes one Finding for all the combinations that show it."""
 
     code: str
     file: str
@@ -479,9 +480,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Scene:
-    """A failure as the recognisers see it: the innermost function of the user's, the node at which
-    it stopped, the message.
-    """
+    """Where a compilation failed: the innermost function of the user's, the node, and the message."""
 
     frame: Frame
     node: ast.AST

@@ -1,10 +1,9 @@
 """Pretends that the machine has a GPU, so that code that asks for `x.is_cuda`, device properties or
 `.cuda()` runs on the CPU.
 
-Inside `pretend_gpu(target)` tensors live on the CPU and say `cuda:0`; a request for a CUDA device
-makes a CPU tensor; fresh memory is zeroed, so that what a kernel would have written is a plausible
-value; Triton's active driver answers for `target`. Nothing runs on any GPU, also where there is
-one.
+Inside `pretend_gpu(target)` tensors are on the CPU and report `cuda:0`; a CUDA device in a call
+makes a CPU tensor; new memory is zeroed, so that outputs of kernels that do not run have plausible
+values; Triton's active driver reports `target`. Nothing runs on a GPU, even where there is one.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ def _replace_device(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 class _CpuMode(TorchFunctionMode):
-    """Every call of torch's, also under `with torch.device("cuda")`."""
+    """Intercepts every call of torch, also under `with torch.device("cuda")`."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -101,7 +100,7 @@ class _CpuMode(TorchFunctionMode):
 
 
 def _patch_function(func: Any) -> Any:
-    """`torch.empty` and the like themselves, for code that a function mode does not reach:
+    """A replacement of `torch.empty` and the like, for code that a function mode does not reach:
     backward, and the inside of custom operators.
     """
 
@@ -113,7 +112,7 @@ def _patch_function(func: Any) -> Any:
 
 
 class _Stream:
-    """Stands for any CUDA stream or event."""
+    """Replaces any CUDA stream or event."""
 
     cuda_stream = 0
     device = _CUDA
@@ -156,7 +155,7 @@ def _device_properties(target: Any) -> SimpleNamespace:
 
 
 def _pretend_driver(target: Any) -> SimpleNamespace:
-    """What Triton asks of a driver, answered for a GPU that is not there."""
+    """A Triton driver that reports a GPU of this target."""
     properties = _device_properties(target)
     limits = {
         "max_shared_mem": shared_bytes(target),
@@ -189,7 +188,7 @@ _WITHOUT_EFFECT = (
 
 
 def _cuda_answers(target: Any) -> dict[str, Any]:
-    """`torch.cuda`'s questions and their answers."""
+    """Replacements of functions of `torch.cuda`."""
     properties = _device_properties(target)
     answers: dict[str, Any] = {
         "is_available": lambda: True,
@@ -229,7 +228,7 @@ def _make_noop(name: str) -> Any:
 
 @contextlib.contextmanager
 def pretend_gpu(target: Any) -> Iterator[None]:
-    """Everything inside believes in a GPU of this target; afterwards everything is as it was."""
+    """Code inside sees a GPU of this target; everything is restored on exit."""
     from triton.runtime.driver import driver
 
     with contextlib.ExitStack() as stack:
@@ -271,9 +270,7 @@ def pretend_gpu(target: Any) -> Iterator[None]:
 
 
 def _restore_driver(driver: Any, previous_driver: Any) -> None:
-    """Back to the driver that was active, or to none chosen yet: it is found, or missed with
-    Triton's own message, when asked for.
-    """
+    """Restores the driver that was active, or none: Triton then looks for one when it is asked."""
     if hasattr(driver, "_active"):
         driver._active = previous_driver
     else:  # Triton 3.4

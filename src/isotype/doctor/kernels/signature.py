@@ -1,5 +1,5 @@
-"""What one compilation is given: a kernel out of its decorators, a target, each parameter's type,
-the constexprs, and how sure it is that a caller produces them.
+"""What one compilation gets: a kernel without its decorators, a target, each parameter's type, the
+constexprs, and how likely a caller produces them.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _AMD_SHARED_KIB = {"gfx950": 160}
 
 
 def parse_target(text: str | int) -> GPUTarget:
-    """`sm_90`, `sm90`, `90` or `gfx942` as Triton's own target.
+    """`sm_90`, `sm90`, `90` or `gfx942` as a Triton target.
 
-    Raises  UsageError for anything else.
+    Raises  UsageError for anything else
     """
     require_triton()
     from triton.backends.compiler import GPUTarget
@@ -81,9 +81,9 @@ def shared_bytes(target: GPUTarget) -> int:
 
 
 def require_triton() -> str:
-    """The installed Triton's version.
+    """The version of the installed Triton.
 
-    Raises  UsageError when there is none, or one that this has not been tried with.
+    Raises  UsageError when there is none, or an untested version
     """
     try:
         installed = version("triton")
@@ -105,7 +105,7 @@ OPTION_NAMES = ("num_warps", "num_stages", "num_ctas", "maxnreg")
 
 @dataclass(frozen=True)
 class Configuration:
-    """What one `triton.Config` fixes."""
+    """What one `triton.Config` sets."""
 
     constexprs: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
@@ -118,7 +118,7 @@ class UnwrappedKernel:
     heuristics: dict[str, Any]
 
     def with_defaults(self, constexprs: Mapping[str, Any]) -> dict[str, Any]:
-        """The given constexprs, and the defaults of `tl.constexpr` parameters that were left out."""
+        """The constexprs, completed by the defaults of `tl.constexpr` parameters."""
         defaults = {
             p.name: p.default for p in self.function.params if p.is_constexpr and p.has_default
         }
@@ -151,7 +151,10 @@ def read_configuration(config: Any) -> Configuration:
 
 
 def unwrap_kernel(kernel: Any) -> UnwrappedKernel:
-    """Raises  UsageError when it is no kernel, or Triton's interpreter has taken its place."""
+    """Removes the decorators of a kernel.
+
+    Raises  UsageError when it is no kernel, or runs in Triton's interpreter
+    """
     from triton.runtime.jit import JITFunction, KernelInterface
 
     configs: list[Configuration] = []
@@ -182,7 +185,7 @@ FLOATS = ("fp64", "fp32", "bf16", "fp16")
 
 
 class Reach(IntEnum):
-    """How a combination came about; ordered by how much a failure of it matters."""
+    """Where a combination comes from, in the order in which its failures matter."""
 
     INFERRED = 1  # plausible from the kernel's source or its launch sites alone
     MIXED = 2  # a caller's call with one tensor in another dtype reached the launch
@@ -226,7 +229,7 @@ class Combination:
 
     @property
     def type_summary(self) -> str:
-        """The types a reader needs: `logits_ptr *bf16, scale fp32`."""
+        """The types without the constexprs: `logits_ptr *bf16, scale fp32`."""
         return ", ".join(
             f"{name} {type_name}"
             for name, type_name in self.types.items()
@@ -243,7 +246,7 @@ def is_float_pointer(type_name: Any) -> bool:
 
 
 def remove_duplicates(combinations: Sequence[Combination]) -> list[Combination]:
-    """Without repetitions; of equal ones the most reachable stays, in its first place."""
+    """Keeps, of equal combinations, the most reachable one at the first position."""
     unique: dict[str, Combination] = {}
     for combination in combinations:
         unique[combination.key] = max(

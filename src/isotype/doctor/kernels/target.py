@@ -1,4 +1,4 @@
-"""TARGET of the command line: a file, a module, a kernel, or a `build()`; loaded and checked."""
+"""Loads and checks the TARGET of the command line: a file, a module, a kernel, or a `build()`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .signature import DEFAULT_TARGET, is_kernel, parse_target, require_triton, 
 
 
 def check_target(text: str, targets: Sequence[str] | None = None) -> Report:
-    """Checks what `text` names.
+    """Checks the kernels that `text` names.
 
     targets  architectures; None takes the module's TARGETS, or sm_90
     Raises   UsageError when it cannot be loaded, or holds no kernel
@@ -46,10 +46,10 @@ def check_target(text: str, targets: Sequence[str] | None = None) -> Report:
 
 
 def load_modules(location: str) -> list[ModuleType]:
-    """The module behind a path or a dotted name; a package also brings its submodules. What its own
-    code launches is not run.
+    """The module of a path or a dotted name, with the submodules of a package. Kernels that it
+    launches when it is imported are not run.
 
-    Raises  UsageError in one line: no such file, a syntax error, an import that fails.
+    Raises  UsageError in one line: no such file, a syntax error, an import that fails
     """
     with convert_import_errors(location), trap_launches():
         try:
@@ -91,8 +91,8 @@ def _submodules(module: ModuleType) -> Iterator[ModuleType]:
 
 
 def find_kernels(module: ModuleType) -> dict[str, Any]:
-    """Name -> kernel, of those written in this module; functions that only kernels call are seen
-    with them.
+    """Name -> kernel, for those defined in this module. Functions that only kernels call are
+    checked with their callers.
     """
     kernels = {
         name: value
@@ -136,7 +136,7 @@ def _check_name(
 def _check_kernel(
     module: ModuleType, kernel: Any, matrix: Any, targets: Sequence[str], report: Report
 ) -> None:
-    """A kernel with its module's MATRIX and CONSTEXPRS, or with inferred signatures."""
+    """Checks a kernel with its module's MATRIX and CONSTEXPRS, or with inferred signatures."""
     signatures = (
         matrix if isinstance(matrix, Mapping) and matrix else getattr(module, "MATRIX", None)
     )

@@ -1,5 +1,5 @@
 """What the parts of a trace share: its state (`Context`), the names of modules and parameters, and
-the events that a watcher may want.
+the events that a watcher may handle.
 
 The tracer is the `Context`; no file that uses it imports the tracer.
 """
@@ -45,19 +45,19 @@ say = load_findings(Path(__file__).with_name("findings.txt"))
 
 
 def site_detail(label: str, site: Site | None) -> tuple[tuple[str, str], ...]:
-    """A finding's detail that shows a line with its text."""
+    """A detail of a finding that shows a line of code with its location."""
     if site is not None:
         return ((label, f"{site}: {site.text}"),)
     return ()
 
 
 def clean_path(path: str) -> str:
-    """A path without the names that wrappers put in."""
+    """A module path without the names that wrappers insert."""
     return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
 
 
 class ModuleNames:
-    """Module paths and the owner and name of every parameter and buffer of the modules seen."""
+    """The paths of all modules that ran, and the names of their parameters and buffers."""
 
     def __init__(self) -> None:
         # its path, "" for a root
@@ -65,9 +65,7 @@ class ModuleNames:
         self._roots: list[weakref.ref[torch.nn.Module]] = []
 
     def register(self, root: torch.nn.Module) -> None:
-        """Names everything below a module that nothing named before; a larger tree replaces what
-        its parts were called.
-        """
+        """Names every module below a root. A larger tree replaces the names of its parts."""
         paths = {module: clean_path(path) for path, module in root.named_modules()}
         self.modules.update(paths)
         self._roots = [ref for ref in self._roots if ref() not in paths]
@@ -81,15 +79,15 @@ class ModuleNames:
         return [root for ref in self._roots if (root := ref()) is not None]
 
     def find_root(self, module: torch.nn.Module) -> torch.nn.Module:
-        """The root that holds the module, or the module itself where none does."""
+        """The root that contains the module, or the module itself where there is none."""
         return next(
             (root for root in self.roots() if any(inner is module for inner in root.modules())),
             module,
         )
 
     def register_live_modules(self) -> None:
-        """Learns the models that exist but have not run yet (for an error while wrapping or
-        preparing one).
+        """Registers the models that exist but have not run yet (for an error while one is wrapped
+        or prepared).
         """
         modules = [
             candidate
@@ -125,15 +123,15 @@ class ModuleNames:
 
 
 def is_due(count: int, first: int) -> bool:
-    """Whether something that costs is looked at for the count-th time: the `first` times, then
-    where the count is a power of two.
+    """Whether an expensive check runs for the count-th time: the first `first` times, then where
+    the count is a power of two.
     """
     return count <= first or not count & (count - 1)
 
 
 class Context:
     """The state of a trace: what runs now, the names and origins of tensors, and the other parts of
-    the trace, by their names.
+    the trace.
     """
 
     suspend: Any
@@ -168,8 +166,8 @@ class Context:
         return self.modules.stack
 
     def locate_op(self) -> tuple[Site | None, str, str]:
-        """Line, module path and (in backward) autograd node of the running op; a backward op stands
-        where its forward stood.
+        """Line, module path and (in backward) autograd node of the running op. A backward op has
+        the line of its forward.
         """
         node = torch._C._current_autograd_node()
         site = innermost_site()
@@ -186,7 +184,7 @@ class Context:
         return ""
 
     def uses_default_dtype(self, site: Site | None, dtype: torch.dtype, op: Operator) -> bool:
-        """Whether a factory call took the default dtype because it names none."""
+        """Whether a factory call got the default dtype because it has no dtype argument."""
         if dtype != torch.get_default_dtype() or self.factory_dtype is not None:
             return False
         if op.lift and (
@@ -199,8 +197,8 @@ class Context:
         return True
 
     def is_engine_cast(self) -> bool:
-        """Whether autograd itself cast what a custom Function's backward returned: no Python frame
-        of that backward is left.
+        """Whether autograd casts what a custom Function's backward returned: no Python frame of
+        that backward is left.
         """
         if not isinstance(
             torch._C._current_autograd_node(), torch.autograd.function.BackwardCFunction
@@ -213,14 +211,14 @@ class Context:
         return above is not None and above.f_code.co_name == "_engine_run_backward"
 
     def is_autocast_cast(self) -> bool:
-        """Whether autocast put the running cast in: it is on, and what the program called is no
+        """Whether autocast inserted the running cast: autocast is on, and the program called no
         cast.
         """
         return self.autocast_around and self.call_name() not in _CAST_FUNCTIONS
 
     def infer_origin(self, tensor: torch.Tensor) -> Origin:
-        """An origin for a tensor that no traced op made: a parameter under a new dtype or not yet
-        named, or something from outside.
+        """The origin of a tensor that no traced op made: a parameter that is not yet named or has a
+        new dtype, or a tensor from outside.
         """
         mark = tensor.__dict__.get(MARK)
         if mark is not None and mark[0].kind in ("parameter", "buffer"):
@@ -250,8 +248,8 @@ class Context:
         return self._census
 
     def failure_census(self) -> Counter[torch.dtype]:
-        """The same of the whole model that is running, or that ran last (in a loss, or between two
-        forwards); of all before any has run.
+        """As `census`, of the whole model that is running, or that ran last (in a loss, or between
+        two forwards); of all models before any has run.
         """
         running = self.stack[0].module if self.stack else None
         if running is None or next(running.parameters(), None) is None:
@@ -275,16 +273,16 @@ EVENTS = (
 
 
 class Watcher:
-    """One way in which a program goes wrong without an error.
+    """Detects one kind of silent fault.
 
-    reports  what it reports, each under a key of its own
+    reports  findings by a key of the watcher's own
     """
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self.reports: dict[Any, Finding] = {}
 
-    def running(self) -> AbstractContextManager[Any]:
+    def activate(self) -> AbstractContextManager[Any]:
         """Entered for the length of the trace."""
         return nullcontext()
 
@@ -298,8 +296,8 @@ class Watcher:
         """A module's forward has ended; `context.stack` holds the modules around it."""
 
     def op_hooks(self) -> dict[str, tuple[BeforeHook, AfterHook | None]]:
-        """By name of an op: what is called with (op, args, kwargs) before it runs, and with what
-        that returned (not None) after it.
+        """Name of an op -> the hook before it, called with (op, args, kwargs), and the hook after
+        it, called with what the first returned unless that was None.
         """
         return {}
 

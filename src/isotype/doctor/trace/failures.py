@@ -1,6 +1,6 @@
-"""A dtype error explained: from the operands that the op really got, or, for checks made in Python
+"""Explains a dtype error: from the operands that the op got, or, for checks made in Python
 (GradScaler, FSDP, checkpoint, an attention backend), from the tensors in the failing frames. The
-exception stays what it is: the explanation is a note on it.
+exception is not replaced; the explanation is added as a note.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _FINDING_ATTRIBUTE = "_isotype_finding"
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """What an op was given."""
+    """One argument of an op."""
 
     label: str
     dtype: torch.dtype
@@ -81,7 +81,7 @@ class Operand:
         return dtype_name(self.dtype)
 
     def describe_chain(self) -> tuple[str, str]:
-        """A finding's detail: dtype, shape, and how it came to them."""
+        """A detail of a finding: dtype, shape, and the chain of origins."""
         written = f"   last written by {self.writer}" if self.writer else ""
         return self.label, "\n".join(
             [
@@ -96,8 +96,8 @@ def _is_writing(op: str) -> bool:
 
 
 def find_odd_operand(operands: Sequence[Operand], census: Counter[torch.dtype], op: str) -> Operand:
-    """The operand whose dtype is not what the model is made of; for a write, the source; else the
-    widest.
+    """The operand whose dtype differs from the model's usual one. For a write it is the source;
+    without a usual dtype, the widest.
     """
     strays = [operand for operand in operands[1:] if operand.dtype != operands[0].dtype]
     if strays and _is_writing(op):
@@ -131,7 +131,7 @@ _DECISION_TEMPLATES = {
 def describe_cause(
     odd_operand: Operand, op: str, census: Counter[torch.dtype], autocast: str
 ) -> str:
-    """Who decided, and how it travelled to the op that failed."""
+    """Where the dtype was decided, and how it reached the op that failed."""
     decider = odd_operand.origin.decider()
     location = decider.location()
     decided_dtype = dtype_name(decider.dtype)
@@ -171,9 +171,9 @@ def describe_fix(
     device: str,
     autocast_call: str | None,
 ) -> str:
-    """The ways out, the likeliest first.
+    """The possible fixes, the likeliest first.
 
-    autocast_call  the call that autocast was on around before, and is not now; empty where autocast is on,
+    autocast_call  the call that autocast covered before and does not now; "" where autocast is on,
                    None where it never was
     """
     decider = odd_operand.origin.decider()
@@ -264,8 +264,8 @@ def _mentions_dtype(error: BaseException) -> bool:
 
 
 class Failures:
-    """Explains each failing op once, where it fails first. An error that the program catches is its
-    own business.
+    """Explains each failing op once, where it first fails. Errors that the program catches are not
+    reported.
     """
 
     def __init__(self, context: Context) -> None:
@@ -274,11 +274,11 @@ class Failures:
         self.explained_origins: set[Any] = set()
 
     def op_failed(self, error: Exception, op: Operator, args: tuple, kwargs: dict) -> None:
-        """Called below the dispatcher, with what the op itself got."""
+        """Called below the dispatcher, with the arguments that the op itself got."""
         self._explain(error, op.name, list(op.operands(args, kwargs)))
 
     def call_failed(self, error: Exception, func: Any, args: tuple, kwargs: dict) -> None:
-        """Called above the dispatcher: a check made in a composite op or in Python."""
+        """Called above the dispatcher, for a check made in a composite op or in Python."""
         name = getattr(func, "__name__", str(func))
         if name in ("backward", "grad"):
             return  # what failed is inside: an op has explained it, or the program's end will
@@ -290,7 +290,7 @@ class Failures:
     def rerun_forward(
         self, error: Exception, module: torch.nn.Module, args: tuple, kwargs: dict
     ) -> None:
-        """Runs a failed forward that was not watched once more, to find the operands."""
+        """Runs a failed, unwatched forward once more to find the operands."""
         if hasattr(error, _FINDING_ATTRIBUTE) or not _mentions_dtype(error):
             return
         context = self._context
@@ -306,8 +306,8 @@ class Failures:
             context.modules.stack = outer
 
     def explain_exception(self, error: BaseException) -> Finding | None:
-        """The explanation of an exception that ended the program, or of what led to it; made now if
-        no op failed (a check in Python).
+        """The explanation of an exception that ended the program, or of its cause. It is made now
+        where no op failed (a check in Python).
         """
         chain: list[BaseException] = []
         link: BaseException | None = error
@@ -427,9 +427,7 @@ class Failures:
         )
 
     def _describe_earlier_cast(self, operands: Sequence[Operand]) -> str:
-        """In words, where the model was cast after something (an optimizer state, a cache) was made
-        from it.
-        """
+        """Where the model was cast after something (an optimizer state, a cache) was made from it."""
         context = self._context
         current_dtypes = {name: tensor.dtype for _, name, tensor in context.names.tensors()}
         steps = [
@@ -449,7 +447,7 @@ class Failures:
 
 
 def _parameter_names(func: Any) -> list[str]:
-    """Names of a torch function's positional arguments: from its signature, or for a builtin from
+    """Names of a torch function's positional arguments, from its signature, or for a builtin from
     the first line of its documentation.
     """
     try:
@@ -492,7 +490,7 @@ def _find_tensors(value: Any, label: str, depth: int = 2) -> Iterator[tuple[str,
 
 
 def gather_evidence(context: Context, error: BaseException) -> Evidence:
-    """The tensors that the failing frames held, innermost first, until a frame has some."""
+    """The tensors of the innermost frame that holds any."""
     frames = list(traceback.walk_tb(error.__traceback__))[::-1]
     evidence = Evidence([Site(frame.f_code, line) for frame, line in frames])
     parameter_names = {
@@ -521,7 +519,9 @@ def gather_evidence(context: Context, error: BaseException) -> Evidence:
 
 
 def explain_refusal(context: Context, error: BaseException) -> Finding | None:
-    """A finding for a Python-level refusal, or None when the frames hold nothing to explain it by."""
+    """A finding for a check in Python that refused, or None when the frames hold no tensors to
+    explain it by.
+    """
     context.names.register_live_modules()
     evidence = gather_evidence(context, error)
     is_own_assertion = evidence.stack and not is_library_file(evidence.stack[0].file)
@@ -670,7 +670,7 @@ _REFUSALS: tuple[tuple[str, Callable[[Context, BaseException, Evidence], Finding
 def _explain_by_tensors(
     context: Context, error: BaseException, evidence: Evidence
 ) -> Finding | None:
-    """Any other check: the tensors of the failing frame with their chains."""
+    """For any other check: the tensors of the failing frame with their chains of origins."""
     operands = [
         Operand.from_tensor(context, label, tensor) for label, tensor in evidence.tensors[:12]
     ]

@@ -1,9 +1,9 @@
-"""Origin: what made a tensor its dtype. Ops that keep a dtype pass the origin on, so that a chain
+"""Origin: what gave a tensor its dtype. Ops that keep a dtype pass the origin on, so that a chain
 of origins leads back to the decision.
 
-An origin is kept on its tensor and, for the copies that autograd unpacks, on its storage.
-torch.save and pickle write none of it; without that they would write everything that a tensor
-refers to.
+An origin is stored on its tensor and, for the copies that autograd unpacks, on its storage.
+torch.save and pickle do not write it; otherwise they would write everything that a tensor refers
+to.
 """
 
 from __future__ import annotations
@@ -26,13 +26,11 @@ from ...observe.origin import Site
 _FOLLOWING_CAST = re.compile(
     r"\.to\([^()]*(?:\w\.dtype|_dtype|\bdtype\s*=\s*\w+\.dtype)|\.type_as\("
 )
-# a state that is cast back and forth every step would otherwise grow its chain for ever
+# without a limit, a state that is cast back and forth in every step has an ever longer chain
 MAX_CHAIN = 8
 
 UNWATCHED_NOTE = "or made by a step like those before it, which was not watched"
-# kind -> in words: named in a module, from outside, a factory call, an explicit cast, a cast that
-# autocast put in, mixed operands of which the wider one won, an op whose rule gives another dtype,
-# a gradient that autograd cast
+# kind -> its description
 _KIND_TEMPLATES = {
     "parameter": "parameter {what}",
     "buffer": "buffer {what}",
@@ -79,18 +77,18 @@ class Origin:
         return self  # a copied tensor came to its dtype as the first did
 
     def chain(self) -> Iterator[Origin]:
-        """This origin, then upstream."""
+        """This origin and those upstream of it."""
         origin: Origin | None = self
         while origin is not None:
             yield origin
             origin = origin.upstream
 
     def decider(self) -> Origin:
-        """The origin that decided: upstream of promotions, of ops that only followed, and of casts
-        that autocast put in.
+        """The origin that decided the dtype: upstream of promotions, of ops that kept it, and of
+        casts that autocast inserted.
 
-        A cast to the dtype of another tensor only brings a value back to what something upstream
-        had departed to: then the first departure of that round trip decided.
+        A cast to the dtype of another tensor only undoes an earlier change of dtype; then the first
+        such change decided.
         """
         decision = self._nearest_decision()
         while decision.kind == "cast" and decision.follows_tensor and decision.upstream is not None:
@@ -112,11 +110,11 @@ class Origin:
 
     @property
     def follows_tensor(self) -> bool:
-        """Whether a cast is written to follow another tensor: `.to(x.dtype)`, `.type_as(x)`."""
+        """Whether a cast follows another tensor: `.to(x.dtype)`, `.type_as(x)`."""
         return self.site is not None and bool(_FOLLOWING_CAST.search(self.site.text or ""))
 
     def describe(self) -> str:
-        """One sentence without its place."""
+        """A sentence without the location."""
         return f"{dtype_name(self.dtype)}: {_KIND_TEMPLATES[self.kind].format(what=self.maker)}"
 
     def location(self) -> str:
@@ -129,7 +127,7 @@ class Origin:
         return ", ".join(part for part in parts if part)
 
     def explain(self) -> list[str]:
-        """The first five of the chain as lines: what, where, and the source text."""
+        """The first five origins of the chain as lines: what, where, and the source text."""
         lines = []
         for number, origin in enumerate(islice(self.chain(), 5)):
             line = origin.describe()
@@ -147,14 +145,14 @@ MARK = "_isotype_origin"
 
 
 class Provenance:
-    """Looks origins up and passes them on. Each is stored on its tensor and freed with it, so that
+    """Finds origins and passes them on. Each is stored on its tensor and freed with it, so that
     memory does not grow.
     """
 
     def __init__(self, context: Any) -> None:
         self._context = context
 
-    def running(self) -> AbstractContextManager[Any]:
+    def activate(self) -> AbstractContextManager[Any]:
         """Entered for the length of the trace: torch.save and pickle write no marks."""
         original: Callable[[Any], Any] = torch._utils._get_obj_state
 
@@ -176,14 +174,17 @@ class Provenance:
     def set(
         self, tensor: torch.Tensor, origin: Origin, writer: tuple[str, str] | None = None
     ) -> None:
-        """writer: the op and the path of the module that wrote the values last."""
+        """Stores an origin.
+
+        writer  the op that wrote the values last, and the path of its module
+        """
         tensor.__dict__[MARK] = (origin, writer)
         # no memory of its own (fake, sparse, functional)
         with suppress(RuntimeError, NotImplementedError):
             tensor.untyped_storage().__dict__[MARK] = origin
 
     def get(self, tensor: torch.Tensor) -> Origin:
-        """The tensor's origin; where none was recorded, an origin that states what is known."""
+        """The tensor's origin; an inferred one where none was recorded."""
         mark: tuple[Origin, Any] | None = tensor.__dict__.get(MARK)
         if mark is not None and mark[0].dtype == tensor.dtype:
             return mark[0]
@@ -209,8 +210,8 @@ class Provenance:
         return f"{op} in {module}" if module else op
 
     def record(self, op: Operator, inputs: list[torch.Tensor], out: torch.Tensor) -> None:
-        """Gives an op's floating result its origin: handed on when the dtype is kept, new when it
-        changed.
+        """Gives an op's floating result its origin: the operand's where the dtype is kept, a new
+        one where it changed.
         """
         context = self._context
         if op.view and inputs:

@@ -1,8 +1,8 @@
-"""Parameters and buffers that change dtype while the program runs: a cast down and back has rounded
-the values for good.
+"""Parameters and buffers that change dtype while the program runs: a cast down and back rounds the
+values for good.
 
-Beside them frozen layers of quantised checkpoints: those that pass no gradient on, and those that
-are packed no longer.
+Also frozen layers of quantised checkpoints: those that block gradients, and those that were
+dequantised.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Change:
     """One tensor's change of dtype.
 
     rounded  share of the sampled values that the new dtype cannot hold
-    calls    of the owning module up to then; stepped: optimizer steps up to then
+    calls    forward calls of the owning module before it
+    steps    optimizer steps before it
     """
 
     name: str
@@ -64,7 +65,7 @@ class Change:
 
     @property
     def evaluation_site(self) -> Site | None:
-        """The line of a function named for evaluation that made the cast."""
+        """The line of the cast in a function named after evaluation."""
         near = [site for site in self.stack if not site.file.startswith(TORCH_FOLDER)][
             :_MAX_CALLERS
         ]
@@ -90,7 +91,7 @@ class Change:
 
 @dataclass(slots=True)
 class Fault:
-    """A change that harmed: which tensors, when it was cast down, and what showed it."""
+    """A harmful change: which tensors, when they were cast down, and what showed the harm."""
 
     kind: str  # round trip | between steps | before training
     down: Change
@@ -99,7 +100,7 @@ class Fault:
 
 
 class Parameters(Watcher):
-    """Follows `module.to(dtype)`."""
+    """Watches `module.to(dtype)`."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -114,7 +115,7 @@ class Parameters(Watcher):
         # module, its calls, parameter: cast down, used, and cast back
         self._round_trips: list[tuple[int, int, int, Change, Change]] = []
 
-    def running(self) -> AbstractContextManager[Any]:
+    def activate(self) -> AbstractContextManager[Any]:
         original: Callable[..., Any] = torch.nn.Module._apply
 
         def _apply(module: torch.nn.Module, fn: Any, *args: Any, **kwargs: Any) -> Any:
@@ -141,8 +142,8 @@ class Parameters(Watcher):
             self._evaluated[id(module)] = self._calls[id(module)]
 
     def on_step_end(self, optimizer: torch.optim.Optimizer) -> None:
-        """After an optimizer's step: a parameter that was stepped in a wider dtype or cast down by
-        an evaluation trains rounded.
+        """Finds parameters that train rounded: they had a wider dtype in earlier steps, or an
+        evaluation cast them down.
         """
         parameters = [
             p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
@@ -172,14 +173,14 @@ class Parameters(Watcher):
         self._dirty = False
 
     def describe_change(self, tensor: torch.Tensor) -> str:
-        """The last change of a parameter, in words."""
+        """The last change of a parameter as a sentence."""
         for key, parameter in self._root_tensors():
             if parameter is tensor and self._history.get(key):
                 return str(self._history[key][-1])
         return ""
 
     def describe_first_change(self, names: set[str]) -> str:
-        """The last change of the first of these parameters that changed, in words."""
+        """The last change of the first of these parameters that changed, as a sentence."""
         changes = (
             history[-1]
             for history in self._history.values()
@@ -247,8 +248,8 @@ class Parameters(Watcher):
             fault.names.append(down.name)
 
     def _is_copy(self, module: int) -> bool:
-        """Whether a module seems to belong to a copy of another model. Rounding a copy that is not
-        trained later is no fault.
+        """Whether a module belongs to a copy of another model. Rounding a copy that is not trained
+        later does no harm.
         """
         roots = self._context.names.roots()
         own_root = next(
@@ -316,8 +317,8 @@ _PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class GradientCuts(Watcher):
-    """Looks at the graph of each frozen linear layer as it leaves: whether a gradient of its output
-    reaches its input.
+    """Checks the graph of each frozen linear layer: whether the gradient of its output reaches its
+    input.
 
     transformers' W8A8 models of compressed-tensors round activations under no_grad, torchao's by
     `round`: LoRA gradients are 97% off.
@@ -370,8 +371,8 @@ class GradientCuts(Watcher):
 
 
 class DequantisedLayers(Watcher):
-    """Looks at the layers of a model whose configuration says that it is quantised, after a forward
-    that trains.
+    """Checks, after a forward that trains, whether a model whose configuration is quantised has
+    only plain weights.
     """
 
     def on_module_exit(self, module: torch.nn.Module, args: tuple, output: Any) -> None:
@@ -413,7 +414,7 @@ def _is_frozen_linear(module: torch.nn.Module) -> bool:
 
 
 def _gradient_reaches(output: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether a gradient of `output` reaches `source` by nodes whose derivative is not zero."""
+    """Whether a gradient of `output` reaches `source` through nodes whose derivative is not zero."""
     if output.grad_fn is None:
         return output is source
     target_node = torch.autograd.graph.get_gradient_edge(source).node

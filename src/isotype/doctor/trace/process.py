@@ -1,8 +1,8 @@
 """What a program sets for the whole process: autocast, the default dtype, and torch.compile.
 
-How each module ran under autocast, recomputations that ran otherwise, and stale copies of weights;
-who set the default dtype, and whether a function left it changed. Compiled regions are run eagerly
-so that they can be seen.
+Watches how each module ran under autocast, recomputations that ran otherwise, and stale copies of
+weights; who set the default dtype, and whether a function failed to restore it. Compiled regions
+run eagerly, so that they can be watched.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from .origin import Origin
 
 @dataclass(slots=True)
 class DefaultDtypeChange:
-    """A default dtype that was set.
+    """A call of `torch.set_default_dtype`.
 
     setter        the line that decided: the user's own, else the library's outside torch
-    tensor_count  tensors that took it while its setter ran
-    late_sites    lines that made tensors with it after its setter had ended
+    tensor_count  tensors created with it while its setter ran
+    late_sites    lines that created tensors with it after its setter had ended
     """
 
     old_dtype: torch.dtype
@@ -54,8 +54,8 @@ class DefaultDtypeChange:
 
 
 class DefaultDtype(Watcher):
-    """Follows `torch.set_default_dtype`; a function that means to put the old dtype back and has
-    ended without doing so has leaked it.
+    """Watches `torch.set_default_dtype`. A function that restores the old dtype in its code, and
+    ended without doing so, has leaked the new one.
     """
 
     def __init__(self, context: Context) -> None:
@@ -67,7 +67,7 @@ class DefaultDtype(Watcher):
         self._unrestored: dict[CodeType, DefaultDtypeChange] = {}
 
     @contextmanager
-    def running(self) -> Iterator[None]:
+    def activate(self) -> Iterator[None]:
         with mock.patch.object(torch, "set_default_dtype", self._set):
             yield
             self.find_leak()
@@ -93,8 +93,8 @@ class DefaultDtype(Watcher):
         self.find_leak()
 
     def find_leak(self) -> DefaultDtypeChange | None:
-        """The change that is in force although the function that made it, meaning to undo it, is
-        gone.
+        """The change that is still in force although the function that made it, and should have
+        undone it, has ended.
         """
         change = self._current_change
         if change is None or torch.get_default_dtype() != change.new_dtype:
@@ -106,7 +106,7 @@ class DefaultDtype(Watcher):
         return change
 
     def record_creation(self, site: Site | None) -> None:
-        """A tensor was created without dtype= while a change is in force."""
+        """Called when a tensor is created without dtype= while a change is in force."""
         change = self._current_change
         if change is None or change.new_dtype not in NARROW_FLOATS or len(change.late_sites) > 2:
             return
@@ -158,7 +158,7 @@ def _is_running(code: CodeType) -> bool:
 
 
 def _restores_dtype(code: CodeType) -> bool:
-    """Whether a function means to put the default dtype back: it reads the old one, or sets it more
+    """Whether a function's code restores the default dtype: it reads the old one, or sets it more
     than once.
     """
     calls = [i.argval for i in dis.get_instructions(code) if isinstance(i.argval, str)]
@@ -174,7 +174,7 @@ class CompiledRegions(Watcher):
         self._eager = ExitStack()
 
     @contextmanager
-    def running(self) -> Iterator[None]:
+    def activate(self) -> Iterator[None]:
         if "torch._dynamo" in sys.modules:
             self._eager.enter_context(torch.compiler.set_stance("force_eager"))
         with mock.patch.object(torch, "compile", self._compiling), self._eager:
@@ -189,7 +189,9 @@ class CompiledRegions(Watcher):
 
 
 class Autocast(Watcher):
-    """Remembers, per module, the last state in forward and whether it ever ran with autocast on."""
+    """Remembers, for each module, the autocast dtype of its last forward, and whether it ever ran
+    with autocast on.
+    """
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -231,14 +233,16 @@ class Autocast(Watcher):
                 )
 
     def on_cast(self, origin: Origin, source: torch.Tensor, out: torch.Tensor) -> None:
-        """Autocast keeps its copy of a trainable weight until the outermost autocast ends."""
+        """Records autocast's copy of a trainable weight, which it keeps until the outermost
+        autocast ends.
+        """
         if origin.kind == "autocast" and isinstance(source, torch.nn.Parameter):
             storage = out.untyped_storage()
             self._copies[storage._cdata] = (StorageWeakRef(storage), weakref.ref(source), origin)
 
     def on_update(self, parameter: torch.Tensor) -> None:
-        """A tensor was updated in place while autocast is on: autocast's cached copy of it is stale
-        from now on.
+        """Called when a tensor is updated in place while autocast is on: from then on autocast's
+        cached copy of it is stale.
         """
         if not torch.is_autocast_cache_enabled():
             return
@@ -247,7 +251,7 @@ class Autocast(Watcher):
                 self.stale[key] = (storage, origin, innermost_site())
 
     def on_use(self, inputs: list[torch.Tensor]) -> None:
-        """Whether an op in forward reads a stale copy."""
+        """Detects an op in forward that reads a stale copy."""
         for tensor in inputs:
             key = tensor.untyped_storage()._cdata
             storage, origin, updated = self.stale.get(key, (None, None, None))
@@ -263,7 +267,7 @@ class Autocast(Watcher):
         self.stale = {key: entry for key, entry in self.stale.items() if not entry[0].expired()}
 
     def describe_state(self) -> tuple[str, bool]:
-        """In words, and whether the running module ran with autocast on before."""
+        """The autocast state as text, and whether the running module ran with autocast on before."""
         device = self._context.device
         ran_with_autocast = (
             bool(self._context.stack) and id(self._context.stack[-1].module) in self._ever_on
@@ -275,8 +279,9 @@ class Autocast(Watcher):
         return "off here", False
 
     def recomputation_finding(self, error: str = "") -> Finding | None:
-        """Autocast differed between a module's forward and its recomputation, which ended in this
-        error, if in one.
+        """The finding where autocast differed between a module's forward and its recomputation.
+
+        error  the error that the recomputation raised, if any
         """
         if not self._differing:
             return None

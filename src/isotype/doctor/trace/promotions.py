@@ -1,4 +1,4 @@
-"""Promotions that spread (a wide tensor widens the activations and what follows from them), and
+"""Promotions that spread (a wide tensor widens the activations and what is computed from them), and
 gradients that autograd casts.
 """
 
@@ -22,9 +22,9 @@ from .origin import MARK, Origin
 
 @dataclass(slots=True)
 class Promotion:
-    """One op at one line that widened an activation.
+    """Widenings of an activation by one op at one line.
 
-    spread  where the widened tensor went before anything cast it back
+    spread  where the widened tensor was used before anything cast it back
     """
 
     origin: Origin
@@ -40,7 +40,7 @@ class Promotion:
 
 
 class Promotions(Watcher):
-    """Counts promotions in forward, and keeps those whose result spreads: into another module, a
+    """Counts promotions in forward, and reports those whose result spreads: into another module, a
     product, or the model's output.
     """
 
@@ -79,7 +79,7 @@ class Promotions(Watcher):
         origin.event = promotion
 
     def record_spread(self, tensor: Any, destination: str) -> None:
-        """A tensor goes into a product or another module, or leaves the model."""
+        """Called when a tensor enters a product or another module, or leaves the model."""
         if type(tensor) is torch.Tensor:
             mark = tensor.__dict__.get(MARK)
             if mark is not None and mark[0].event is not None:
@@ -162,7 +162,7 @@ def _build_finding(group: list[Promotion]) -> Finding:
 
 
 def format_bytes(count: float) -> str:
-    """Bytes in words."""
+    """`3 bytes`, `1.5 MiB`."""
     for unit in ("bytes", "KiB", "MiB"):
         if count < 1024:
             if unit == "bytes":

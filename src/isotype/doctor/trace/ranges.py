@@ -1,7 +1,7 @@
-"""Values that a low-precision dtype does not hold: positions, timesteps and rotary angles,
-log-probabilities, and what overflows in fp16.
+"""Values that a low-precision dtype cannot hold: positions, timesteps and rotary angles, log-
+probabilities, and what overflows in fp16.
 
-Whole numbers above 256 are not exact in bf16, and the sine of a rounded angle is noise. A
+Integers above 256 are not exact in bf16, and the sine of a rounded angle is noise. A
 log-probability of -8 in bf16 has steps of 0.03 to 0.06; a sum of 128 of them was off by 1.7 nats.
 """
 
@@ -31,7 +31,7 @@ _FULL_CHECKS = (
 
 @dataclass(slots=True)
 class Rounded:
-    """What was rounded at one line: the largest value, and who decided the dtype."""
+    """What was rounded at one line: the largest value, and the origin of the dtype."""
 
     quantity: str
     dtype: torch.dtype
@@ -57,7 +57,7 @@ class Positions(Watcher):
         return dict.fromkeys(("cos", "sin", "arange", "_to_copy"), (self.check_op, None))
 
     def check_op(self, op: Operator, args: tuple, kwargs: dict) -> None:
-        """Looks at what cos and sin get, and at whole numbers on their way into low precision."""
+        """Checks the angles of cos and sin, and integers that are cast to low precision."""
         dtype = kwargs.get("dtype")
         if op.name == "_to_copy":
             source = args[0]
@@ -126,8 +126,8 @@ class Positions(Watcher):
             self._record(quantity, low, largest, angle)
 
     def _check_earlier_rounding(self, angle: torch.Tensor) -> None:
-        """Angles in fp32 that come from whole numbers once cast down (a timestep in the model's
-        dtype).
+        """Checks fp32 angles that were computed from integers rounded by an earlier cast (a
+        timestep in the model's dtype).
         """
         origin = next(
             (
@@ -146,8 +146,8 @@ class Positions(Watcher):
             )
 
     def _low_precision_table(self, angle: torch.Tensor) -> torch.dtype | None:
-        """The low dtype of a float buffer of the running module (inv_freq), when the angles are
-        multiples of it.
+        """The dtype of a low-precision buffer of the running module (inv_freq) whose multiples the
+        angles are.
         """
         if not self._context.stack or angle.ndim == 0:
             return None
@@ -189,7 +189,7 @@ class Positions(Watcher):
 
 
 def _is_range(values: torch.Tensor) -> bool:
-    """Whether the numbers of a float tensor go up in ones, as positions do."""
+    """Whether the numbers of a float tensor increase by one, as positions do."""
     steps = values.diff(dim=-1)
     if values.ndim == 1:
         return bool((steps.abs() <= 1).all())
@@ -197,8 +197,8 @@ def _is_range(values: torch.Tensor) -> bool:
 
 
 def _are_multiples(angle: torch.Tensor, table: torch.Tensor) -> bool:
-    """Whether each of the last rows of angles is one position times the table, the table perhaps
-    twice, side by side or interleaved.
+    """Whether each of the last rows of angles is one position times the table. The table may be
+    there twice, side by side or interleaved.
     """
     count = table.numel()
     width = angle.shape[-1]
@@ -245,7 +245,7 @@ def _build_finding(rounded: Rounded) -> Finding:
 
 
 class Overflows(Watcher):
-    """Looks at the fp16 outputs of modules, until one is not finite."""
+    """Checks the fp16 outputs of modules until one is not finite."""
 
     def on_module_exit(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if self.reports or not self._context.pace.checks_values:
@@ -303,7 +303,7 @@ class LogProbs(Watcher):
         self._logits = logits.detach() if plain else None
 
     def on_gather(self, op: Operator, args: tuple, kwargs: dict) -> None:
-        """Compares what is gathered with the same of the logits in fp32."""
+        """Compares the gathered log-probabilities with those computed from the logits in fp32."""
         log_probs, dim, index = args[:3]
         logits = self._logits
         key = innermost_site()

@@ -1,6 +1,4 @@
-"""`with isotype.trace(model):`, and a program run under it: `SCRIPT.py [args]` or
-`FILE.py:FUNCTION`, as it would run by itself.
-"""
+"""`with isotype.trace(model):`, and `SCRIPT.py [args]` or `FILE.py:FUNCTION` run under a trace."""
 
 from __future__ import annotations
 
@@ -118,7 +116,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a traced program left: the trace, and the exception that ended it."""
+    """The result of a traced program: the trace, and the exception that ended it."""
 
     session: trace
     error: BaseException | None
@@ -158,7 +156,7 @@ class Outcome:
 
 
 def run_traced(target: Target, arguments: Sequence[str] = ()) -> Outcome:
-    """Runs it under a trace; its exceptions end it, not us.
+    """Runs a program under a trace; an exception of the program is part of the outcome.
 
     Raises  UsageError when the file has no such function
     """
@@ -179,9 +177,7 @@ def run_traced(target: Target, arguments: Sequence[str] = ()) -> Outcome:
 
 
 def plain_traceback(error: BaseException) -> str:
-    """The traceback as it would be without the trace: without Isotype's frames, and without a note,
-    as the finding replaces it.
-    """
+    """The traceback without Isotype's frames and without its note, which the finding replaces."""
     formatted = traceback.TracebackException.from_exception(error)
     link: traceback.TracebackException | None = formatted
     while link is not None:
@@ -195,7 +191,7 @@ def plain_traceback(error: BaseException) -> str:
 
 @contextmanager
 def run_as_main(target: Target, arguments: Sequence[str]) -> Iterator[None]:
-    """sys.argv and sys.path as `python SCRIPT.py args` would have them."""
+    """Sets sys.argv and sys.path as `python SCRIPT.py args` does."""
     argv = sys.argv
     path = list(sys.path)
     sys.argv = [str(target.path), *arguments]
@@ -208,8 +204,8 @@ def run_as_main(target: Target, arguments: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def stdout_to_stderr() -> Iterator[None]:
-    """What the program prints goes to stderr, at the level of file descriptors too, so that stdout
-    holds our answer only.
+    """Redirects the program's output to stderr, also at the level of file descriptors, so that
+    stdout holds only the report.
     """
     sys.stdout.flush()
     saved_stdout = os.dup(1)

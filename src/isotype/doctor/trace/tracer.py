@@ -1,9 +1,8 @@
-"""The tracer: a reader of the tape (what every op really got), of the calls above it, and of module
-hooks (where it was).
+"""The tracer observes every op, the calls of torch functions above it, and the hooks of modules.
 
-The modes only observe: each op runs once, unchanged, and its result is returned unchanged. While
-the program repeats itself they are switched off (`Pace`). The tracer calls the watchers, which
-share its state as their `Context`.
+Each op runs once, unchanged, and its result is returned unchanged. While the program repeats
+itself, PyTorch's modes are switched off (`Pace`). The tracer calls the watchers, which share its
+state as their `Context`.
 """
 
 from __future__ import annotations
@@ -55,12 +54,12 @@ _WATCHERS: tuple[type[Watcher], ...] = (
 # autograd nodes whose forward place is remembered; a step makes a few thousand
 _MAX_SITES = 20_000
 
-# forwards of a kind, and steps of an optimizer, that are watched; then those whose number is a
-# power of two,
+# The first forwards of a kind, and steps of an optimizer, are watched; later those whose number is a
+# power of two or a multiple of the period, for faults that come up late.
 FIRST_WATCHED = 8
-SAMPLE_PERIOD = 64  # and every so-manieth, for what comes up late
+SAMPLE_PERIOD = 64
 _NEW_SIZE_FORWARDS = 2  # forwards that are watched when only the sizes of the inputs are new
-# of containers among the inputs: how deep, and how many items are told apart
+# depth and items up to which containers among the inputs are distinguished
 _MAX_DEPTH = 3
 _MAX_ITEMS = 16
 
@@ -68,12 +67,11 @@ _MAX_ITEMS = 16
 class Pace:
     """Counts forwards and steps by kind, and switches the tracer off for those that repeat.
 
-    PyTorch's modes cost a Python call for every op, which is most of what a trace costs. A forward
-    like eight before it has nothing new to tell: its ops run without the modes and hooks, and so do
-    its backward and the optimizer's step. What the program does elsewhere (losses, metrics,
-    averages, assignments, casts) is always watched, and so is a forward while something it sums in
-    low precision grows. A dtype error in an unwatched forward is explained by running that forward
-    again, watched.
+    PyTorch's modes cost a Python call for every op, which is most of the cost of a trace. After
+    eight forwards of a kind, further ones run without the modes and hooks, and so do their
+    backwards and the optimizer's steps. What the program does elsewhere (losses, metrics, averages,
+    assignments, casts) is always watched, and so is a forward while a sum in low precision grows. A
+    dtype error in an unwatched forward is explained by running that forward again, watched.
     """
 
     def __init__(self, context: Context) -> None:
@@ -89,16 +87,16 @@ class Pace:
 
     @property
     def is_sampled(self) -> bool:
-        """Whether the running forward is one of the later ones that are watched now and then."""
+        """Whether the running forward is one of the later ones that are still watched."""
         return self._forward_number > FIRST_WATCHED and _is_sampled(self._forward_number)
 
     @property
     def checks_values(self) -> bool:
-        """Whether the values of the running forward are looked at, which costs more than dtypes."""
+        """Whether values are checked in the running forward, which costs more than checking dtypes."""
         return self._forward_number <= FIRST_WATCHED // 2 or self.is_sampled
 
     def reset(self) -> None:
-        """Parameters changed their dtype, or something failed: nothing counts as known."""
+        """Forgets all counts: parameters changed their dtype, or something failed."""
         self._counts.clear()
 
     # ---- forwards
@@ -157,7 +155,7 @@ class Pace:
             self._finished_hooks.pop().remove()
 
     def _forward_key(self, module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[Any, Any]:
-        """What makes one forward like another, and the sizes of its inputs."""
+        """What identifies the kind of a forward, and the sizes of its inputs."""
         device = self._context.device
         sizes = []
 
@@ -191,15 +189,17 @@ class Pace:
 
     # ---- backwards, and steps of an optimizer
     def backward_unwatched(self) -> bool:
-        """Called as a backward begins. Returns whether it is not watched: tensors of an unwatched
-        forward have no origins.
+        """Called when a backward begins. Returns whether it is not watched, since tensors of an
+        unwatched forward have no origins.
         """
         unwatched = self._unwatched_since_backward
         self._unwatched_since_backward = False
         return unwatched
 
     def step_unwatched(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> bool:
-        """Called as a step begins. One with a closure runs forwards."""
+        """Called when a step begins. A step with a closure is watched, because the closure runs
+        forwards.
+        """
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         kind = (
             id(optimizer),
@@ -217,9 +217,7 @@ def _is_sampled(number: int) -> bool:
 
 
 class Tracer(Context):
-    """Gives every floating tensor an origin while it is entered, and tells the watchers what
-    happened.
-    """
+    """Gives every floating tensor an origin, and notifies the watchers of events."""
 
     def __init__(self, model: torch.nn.Module | None = None) -> None:
         super().__init__()
@@ -261,7 +259,7 @@ class Tracer(Context):
             register_optimizer_step_post_hook(self._after_step),
         ]
         for part in (self.provenance, *self._watchers.values()):
-            self._running.enter_context(part.running())
+            self._running.enter_context(part.activate())
         self._calls.__enter__()
         self._tape.__enter__()
         return self
@@ -283,8 +281,8 @@ class Tracer(Context):
         ]
 
     def suspend(self, *, hooks: bool) -> bool:
-        """Takes the modes off until `resume`, and the hooks of modules with them; not when the
-        program put a mode of its own above ours.
+        """Removes the modes, and with `hooks` the hooks of modules, until `resume`. Returns False
+        where the program has a mode of its own above them.
         """
         if self._suspended is not None or _get_current_dispatch_mode() is not self._tape:
             return False
@@ -311,7 +309,7 @@ class Tracer(Context):
         self._tape.__enter__()
 
     def register_model(self, root: torch.nn.Module) -> None:
-        """Names a model, and gives its parameters and buffers their origins."""
+        """Names a model's modules, and gives its parameters and buffers their origins."""
         self.names.register(root)
         parameter = next(root.parameters(), None)
         if parameter is not None:
@@ -357,8 +355,8 @@ class Tracer(Context):
 
     # ---- the modes
     def _run_call(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """What the program called, above the dispatcher: names casts and factories, and sees the
-        checks that are made there.
+        """Runs a function that the program called, above the dispatcher: its name describes casts
+        and factory calls, and its checks may fail.
         """
         name = func.__name__
         outer = self.current_call
@@ -415,8 +413,8 @@ class Tracer(Context):
         return out
 
     def _report_inputs(self, op: Operator, args: tuple) -> None:
-        """What goes into a product matters to promotions; while copies are stale, what goes into
-        anything matters.
+        """Reports tensors that enter a product to the promotions, and any inputs while copies are
+        stale.
         """
         if torch._C._current_autograd_node() is not None:
             return
@@ -431,7 +429,7 @@ class Tracer(Context):
             self.autocast.on_use(inputs)
 
     def findings(self) -> list[Finding]:
-        """What failed silently, as far as seen until now."""
+        """The silent faults that were found so far."""
         return [finding for watcher in self._watchers.values() for finding in watcher.findings()]
 
     # ---- events

@@ -1,12 +1,11 @@
-"""Updates that round away: an in-place op on a low-precision tensor is repeated in fp32 on a
-sample, and the two movements are compared. And sums in low precision that grow over many steps,
-against the same sums in fp32: there each addition loses little and the sum much.
+"""Updates that are rounded away: an in-place op on a low-precision tensor is repeated in fp32 on a
+sample, and the two movements are compared. Also sums in low precision over many steps, compared
+with the same sums in fp32: each addition loses little, the sum loses much.
 
-One mechanism for optimizers (single, foreach and fused), optimizer states, weight decay, averaged
-weights and accumulators: whatever is updated in place. Stochastic rounding writes values that are
-exact in the low precision, so its movement agrees with the fp32 one. A sum is whatever `add_` or
-`sub_` writes again and again with nothing else in between: `.grad` over micro-batches, buffers,
-totals of a metric.
+The same mechanism covers optimizers (single, foreach and fused), optimizer states, weight decay,
+averaged weights and accumulators: everything that is updated in place. Stochastic rounding writes
+values that are exact in the low precision, so its movement agrees with the fp32 one. A sum is a
+tensor that only `add_` or `sub_` writes: `.grad` over micro-batches, buffers, totals of a metric.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ class _Sample:
 
 
 class Updates(Watcher):
-    """Watches the in-place ops, and knows which optimizer is stepping."""
+    """Watches in-place ops, and knows which optimizer is stepping."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -96,7 +95,7 @@ class Updates(Watcher):
         return dict.fromkeys(UPDATE_OPS, (self.before_update, self.after_update))
 
     def before_update(self, op: Operator, args: tuple, kwargs: dict) -> list[_Sample] | None:
-        """The fp32 movement of those of the op's destinations that are due for a comparison."""
+        """Computes the fp32 movement of the op's destinations that are due for a comparison."""
         is_list = not isinstance(args[0], torch.Tensor)
         targets = args[0] if is_list else args[:1]
         if self._context.autocast_around:
@@ -122,7 +121,7 @@ class Updates(Watcher):
         return samples or None
 
     def after_update(self, samples: Sequence[_Sample]) -> None:
-        """Compares what happened with what was meant."""
+        """Compares the movement that happened with the expected one."""
         for sample in samples:
             real = _sampled_part(sample.tensor, sample.tensor).float() - sample.old_values
             expected = sample.expected - sample.old_values
@@ -138,8 +137,8 @@ class Updates(Watcher):
                 self._remainders.append((watched, sample.tensor, sample.operand, expected - real))
 
     def _look_for_remainders(self) -> None:
-        """Whether what the additions of a step lost is in their operands now: the next step adds it
-        again.
+        """Detects compensated sums: what the additions of a step lost is in their operands now, and
+        the next step adds it again.
         """
         for watched, tensor, operand, remainder in self._remainders:
             stored = _sampled_part(operand, tensor).float()
@@ -250,7 +249,7 @@ class Updates(Watcher):
         return _Sample(watched, target, old_values, expected, operand if adds else None)
 
     def _archive(self, key: tuple[int, str]) -> None:
-        """Before an entry of a tensor that is gone is replaced: what it showed stays."""
+        """Keeps what an entry showed before the entry is dropped."""
         old = self._watched.pop(key, None)
         if old is not None and self._is_lost(old):
             archived = self._archived[(old.role, old.op, str(old.site))]
@@ -356,16 +355,14 @@ def _loss_facts(lost: list[UpdatedTensor]) -> dict[str, Any]:
 
 
 def _list_item(value: Any, index: int | None) -> Any:
-    """What belongs to one of the tensors of a foreach op; the value itself, where it belongs to
-    all.
-    """
+    """The argument for one tensor of a foreach op; the value itself where it is the same for all."""
     if index is not None and isinstance(value, (list, tuple)) and len(value) > index:
         return value[index]
     return value
 
 
 def _sampled_part(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The sampled elements of an operand: those that belong to the first elements of the target."""
+    """The elements of an operand that belong to the sampled elements of the target."""
     if target.numel() <= SAMPLE or value.numel() == 1:
         return value.detach()
     return value.detach().expand_as(target).reshape(-1)[:SAMPLE]
@@ -406,8 +403,8 @@ class Sums(Watcher):
         self._reported: dict[tuple[bool, Any], list[_Sum]] = {}
 
     def record_addition(self, op: Operator, args: tuple, kwargs: dict) -> None:
-        """Before an in-place addition to a low-precision tensor that is no parameter, outside an
-        optimizer's step.
+        """Called before an in-place addition to a low-precision tensor that is no parameter,
+        outside an optimizer's step.
         """
         target = args[0]
         addend = args[1]
@@ -443,8 +440,8 @@ class Sums(Watcher):
         running_sum.forwards.add(running_sum.last_forward)
 
     def mark_compensation(self, tensor: torch.Tensor) -> None:
-        """Marks a tensor that stores the rounding errors of additions to a weight: its own rounding
-        is harmless.
+        """Marks a tensor that stores the rounding errors of additions to a weight, so that its own
+        rounding is harmless.
         """
         if (running_sum := self._sums.get(_storage_key(tensor))) is not None:
             running_sum.is_compensation = True
@@ -491,7 +488,7 @@ class Sums(Watcher):
             running_sum.measured_at = running_sum.additions
 
     def measure_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Before an optimizer's step: the gradients as they are used."""
+        """Called before an optimizer's step: measures the gradients as they are used."""
         gradients = [
             p.grad
             for group in optimizer.param_groups

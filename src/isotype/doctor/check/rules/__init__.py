@@ -1,5 +1,5 @@
-"""The rules: each registers itself under its code when its module is imported; and the pages of
-check's codes.
+"""The rules, each registered under its code when its module is imported, and the pages of these
+codes.
 """
 
 from ....pages import docstring_page

@@ -1,4 +1,4 @@
-"""CF018: what does not belong inside an autocast region, found in a program's syntax tree."""
+"""CF018: calls that do not belong inside an autocast region, found in a program's syntax tree."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def autocast_around_backward(text: str, display_path: str) -> Iterator[Finding]:
 
 
 def _regions(tree: ast.Module, names: set[str]) -> Iterator[tuple[ast.With | ast.FunctionDef, str]]:
-    """`with` statements and decorated functions that switch autocast on, each with the name of the
-    function around it.
+    """`with` statements and decorated functions that switch autocast on, each with the qualified
+    name of the function or class that holds it.
     """
 
     def enables_autocast(node: ast.AST) -> bool:
@@ -114,8 +114,8 @@ def _regions(tree: ast.Module, names: set[str]) -> Iterator[tuple[ast.With | ast
 
 
 def _method_calls(region: ast.AST, is_disabled: bool = False) -> Iterator[tuple[ast.Call, bool]]:
-    """Method calls of a region, not those of functions defined inside it, and whether
-    `autocast(enabled=False)` stands between.
+    """The method calls of a region, each with whether `autocast(enabled=False)` surrounds it.
+    Functions defined inside the region are left out.
     """
     for child in ast.iter_child_nodes(region):
         if isinstance(child, _OTHER_SCOPES):
@@ -134,7 +134,7 @@ def _method_calls(region: ast.AST, is_disabled: bool = False) -> Iterator[tuple[
 
 
 def _classify_call(call: ast.Call) -> tuple[str, str, Severity] | None:
-    """What the call is, why it does not belong in the region, how bad that is."""
+    """The name of a call that does not belong in the region, the cause and the severity."""
     assert isinstance(call.func, ast.Attribute)
     receiver = _last_name(call.func.value)
     first_argument = _last_name(call.args[0]) if call.args else ""
@@ -157,8 +157,8 @@ def _classify_call(call: ast.Call) -> tuple[str, str, Severity] | None:
 
 
 def _has_zero_factor(call: ast.Call) -> bool:
-    """`(logits * 0).sum().backward()`: a pass for its side effects, whose gradients are zero in
-    every dtype.
+    """Whether a loss is multiplied by 0, as `(logits * 0).sum().backward()`: its gradients are zero
+    in every dtype.
     """
     products = [
         n for n in ast.walk(call.func) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mult)
@@ -171,13 +171,13 @@ def _has_zero_factor(call: ast.Call) -> bool:
 
 
 def _is_disabled(call: ast.Call) -> bool:
-    """`autocast("cuda", enabled=False)`, with a literal."""
+    """Whether a literal switches autocast off: `autocast("cuda", enabled=False)`."""
     enabled_values = [k.value for k in call.keywords if k.arg == "enabled"] + call.args[:1]
     return any(isinstance(v, ast.Constant) and v.value is False for v in enabled_values)
 
 
 def _last_name(node: ast.AST) -> str:
-    """`a.b.c` -> c; `c` -> c; a call answers for its function; anything else is ""."""
+    """`a.b.c` -> c; `c` -> c; for a call the name of its function; "" for anything else."""
     if isinstance(node, ast.Call):
         return _last_name(node.func)
     if isinstance(node, ast.Attribute):
