@@ -38,65 +38,73 @@ def read_calls(text: str) -> list[Call]:
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError) as error:
-        raise Unreadable(
-            getattr(error, "msg", None) or str(error), getattr(error, "lineno", None) or 1
-        ) from error
+        message = getattr(error, "msg", None) or str(error)
+        raise Unreadable(message, getattr(error, "lineno", None) or 1) from error
     constants = _single_assignments(tree)
     conditional = _conditional_nodes(tree)
-    targets = {
-        id(node.value): node.targets[0].id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign)
-        and len(node.targets) == 1
-        and isinstance(node.targets[0], ast.Name)
-    }
+    targets = _call_targets(tree)
     calls = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
-            owner = _dotted_name(node.targets[0].value)
-            if owner in ("os.environ", "environ"):
-                key = _evaluate(node.targets[0].slice, constants)
-                value = _evaluate(node.value, constants)
-                calls.append(Call("environ", "os", node.lineno, {str(key): (value, node.lineno)}))
-        if (
-            isinstance(node, ast.Assign)
-            and isinstance(target := node.targets[0], ast.Attribute)
-            and isinstance(target.value, ast.Name)
-            and id(node) not in conditional
-        ):
-            calls.append(
-                Call(
-                    "setattr",
-                    target.value.id,
-                    node.lineno,
-                    {target.attr: (_evaluate(node.value, constants), node.lineno)},
-                )
-            )
-        if not isinstance(node, ast.Call):
-            continue
-        owner, _, name = _dotted_name(node.func).rpartition(".")
-        call = Call(
-            name,
-            owner,
-            node.lineno,
-            target=targets.get(id(node), ""),
-            conditional=id(node) in conditional,
-        )
-        for index, argument in enumerate(node.args):
-            if not isinstance(argument, ast.Starred):
-                call.arguments[str(index)] = (_evaluate(argument, constants), argument.lineno)
-        for keyword in node.keywords:
-            if keyword.arg is not None:
-                call.arguments[keyword.arg] = (
-                    _evaluate(keyword.value, constants),
-                    keyword.value.lineno,
-                )
-            elif isinstance(spread := _evaluate(keyword.value, constants), dict):
-                call.arguments.update(
-                    {str(k): (v, keyword.value.lineno) for k, v in spread.items()}
-                )
-        calls.append(call)
-    return sorted(calls, key=lambda c: c.line)
+        if isinstance(node, ast.Call):
+            call = _read_call(node, constants)
+            call.target = targets.get(id(node), "")
+            call.conditional = id(node) in conditional
+            calls.append(call)
+        elif isinstance(node, ast.Assign):
+            target = node.targets[0]
+            if isinstance(target, ast.Subscript):
+                calls += _read_environment(node, target, constants)
+            elif isinstance(target, ast.Attribute) and id(node) not in conditional:
+                calls += _read_attribute(node, target, constants)
+    return sorted(calls, key=lambda call: call.line)
+
+
+def _call_targets(tree: ast.Module) -> dict[int, str]:
+    """id of a node -> the one variable that it is assigned to."""
+    targets = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and len(node.targets) == 1:
+            target = node.targets[0]
+            if isinstance(target, ast.Name):
+                targets[id(node.value)] = target.id
+    return targets
+
+
+def _read_environment(
+    node: ast.Assign, target: ast.Subscript, constants: dict[str, ast.expr]
+) -> Iterator[Call]:
+    """`os.environ["NAME"] = value` as a call named `environ`."""
+    if _dotted_name(target.value) in ("os.environ", "environ"):
+        name = str(_evaluate(target.slice, constants))
+        value = _evaluate(node.value, constants)
+        yield Call("environ", "os", node.lineno, {name: (value, node.lineno)})
+
+
+def _read_attribute(
+    node: ast.Assign, target: ast.Attribute, constants: dict[str, ast.expr]
+) -> Iterator[Call]:
+    """`args.bf16 = True` as a call named `setattr`."""
+    if isinstance(target.value, ast.Name):
+        value = _evaluate(node.value, constants)
+        arguments = {target.attr: (value, node.lineno)}
+        yield Call("setattr", target.value.id, node.lineno, arguments)
+
+
+def _read_call(node: ast.Call, constants: dict[str, ast.expr]) -> Call:
+    owner, _, name = _dotted_name(node.func).rpartition(".")
+    call = Call(name, owner, node.lineno)
+    for index, argument in enumerate(node.args):
+        if not isinstance(argument, ast.Starred):
+            call.arguments[str(index)] = (_evaluate(argument, constants), argument.lineno)
+    for keyword in node.keywords:
+        value = _evaluate(keyword.value, constants)
+        line = keyword.value.lineno
+        if keyword.arg is not None:
+            call.arguments[keyword.arg] = (value, line)
+        elif isinstance(value, dict):  # **{"bf16": True}
+            for key, item in value.items():
+                call.arguments[str(key)] = (item, line)
+    return call
 
 
 def _conditional_nodes(tree: ast.Module) -> set[int]:

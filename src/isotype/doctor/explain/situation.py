@@ -105,23 +105,38 @@ class Situation:
 
 # flag -> what shows it in a frame: a function's whole name, a line of code, a file's path
 _FLAG_PATTERNS: dict[str, tuple[str, str, str]] = {
-    "generate": ("_?generate|_?sample|_greedy_search|beam_search", r"\bgenerate\(|\.chat\(|pipeline\(", ""),
-    "backward": ("backward", r"\.backward\(|_engine_run_backward|autograd\.grad\(", r"autograd/graph\.py"),
+    "generate": (
+        "_?generate|_?sample|_greedy_search|beam_search",
+        r"\bgenerate\(|\.chat\(|pipeline\(",
+        "",
+    ),
+    "backward": (
+        "backward",
+        r"\.backward\(|_engine_run_backward|autograd\.grad\(",
+        r"autograd/graph\.py",
+    ),
     "callback": ("on_..+", "", ""),
     "trainer": (
-        "_inner_training_loop|training_step|fit", "", r"(?:^|/)(?:trainer|training_loop|loop)\w*\.py$|_trainer\.py$",
+        "_inner_training_loop|training_step|fit",
+        "",
+        r"(?:^|/)(?:trainer|training_loop|loop)\w*\.py$|_trainer\.py$",
     ),
-    "averaging": (r"(?i)(?:.*_)?(?:ema|swa|average)(?:_.*)?", "", r"swa_utils\.py$|(?:^|/)ema\w*\.py$"),
+    "averaging": (
+        r"(?i)(?:.*_)?(?:ema|swa|average)(?:_.*)?",
+        "",
+        r"swa_utils\.py$|(?:^|/)ema\w*\.py$",
+    ),
     "optimizer": ("", r"optim\w*\.step\(", r"/optim/|/optimi|optimizer\w*\.py$"),
     "evaluation": (
         "evaluate|evaluation(?:_loop)?|predict|prediction_step|validate|(?:log|run)_validation|validation_step",
-        r"\bevaluate\(|validation", "",
+        r"\bevaluate\(|validation",
+        "",
     ),
     "autocast": ("", "", r"amp/autocast_mode\.py"),
     "recompute": ("recompute_fn|unpack_hook", "", r"utils/checkpoint\.py"),
     "clip": (".*(?:clip_grad|unscale_).*", "clip_grad|unscale_", ""),
     "compile": ("", "", "_dynamo|_inductor|torchinductor|eval_frame"),
-}  # fmt: skip
+}
 
 
 def _frame_flags(frame: Frame) -> set[str]:

@@ -186,25 +186,24 @@ class _UseReader(ast.NodeVisitor):
         self.scope = dict(function.__globals__)
         self.parameters = list(function.arg_names)
         self.tree = function.parse()
-        self.values: dict[str, list[ast.expr]] = {}
+        self.values: dict[str, list[ast.expr]] = {}  # name -> what is assigned to it
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Assign):
                 for target in node.targets:
-                    if isinstance(target, ast.Name):
-                        self.values.setdefault(target.id, []).append(node.value)
-                    elif isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
-                        for element, value in zip(target.elts, node.value.elts):
-                            if isinstance(element, ast.Name):
-                                self.values.setdefault(element.id, []).append(value)
-            elif (
-                isinstance(node, (ast.AugAssign, ast.AnnAssign))
-                and isinstance(node.target, ast.Name)
-                and node.value is not None
-            ):
-                self.values.setdefault(node.target.id, []).append(node.value)
+                    self._record_assignment(target, node.value)
+            elif isinstance(node, (ast.AugAssign, ast.AnnAssign)) and node.value is not None:
+                self._record_assignment(node.target, node.value)
         self.visit(self.tree)
         self.use.integer_pointers &= self.use.pointers
         self.use.integers -= self.use.pointers
+
+    def _record_assignment(self, target: ast.expr, value: ast.expr) -> None:
+        if isinstance(target, ast.Name):
+            self.values.setdefault(target.id, []).append(value)
+        elif isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+            for element, item in zip(target.elts, value.elts):
+                if isinstance(element, ast.Name):
+                    self.values.setdefault(element.id, []).append(item)
 
     def base_parameter(
         self, node: ast.AST | None, visited: frozenset[str] = frozenset()
@@ -287,12 +286,12 @@ class _UseReader(ast.NodeVisitor):
                 if keyword.arg == "mask":
                     self.use.integers |= self.find_parameters(keyword.value)
         elif name in ("range", "arange", "static_range", "cdiv"):
-            self.use.integers |= {p for a in node.args for p in self.find_parameters(a)}
-            self.use.integer_pointers |= {
-                p for a in node.args for p in self.find_loaded_pointers(a)
-            }
-            if name == "arange":
-                self.use.sizes |= {p for a in node.args for p in self.find_parameters(a)}
+            for argument in node.args:
+                parameters = self.find_parameters(argument)
+                self.use.integers |= parameters
+                self.use.integer_pointers |= self.find_loaded_pointers(argument)
+                if name == "arange":
+                    self.use.sizes |= parameters
         elif name in _DTYPE_METHODS:
             dtypes = [k.value for k in node.keywords if k.arg == "dtype"]
             for value in [*node.args[-1:], *dtypes]:
@@ -301,19 +300,23 @@ class _UseReader(ast.NodeVisitor):
             if name in ("zeros", "full") and node.args:
                 self.use.sizes |= self.find_parameters(node.args[0])
         else:
-            self._called_function(node)
+            self._read_called_function(node)
         self.generic_visit(node)
 
-    def _called_function(self, node: ast.Call) -> None:
-        callee = self.scope.get(node.func.id) if isinstance(node.func, ast.Name) else None
+    def _read_called_function(self, node: ast.Call) -> None:
+        """Takes over how a called `@triton.jit` function uses the parameters that it is given."""
+        if not isinstance(node.func, ast.Name):
+            return
+        callee = self.scope.get(node.func.id)
         if callee is None or self.depth > 3 or not is_kernel(callee):
             return
         function = unwrap_kernel(callee).function
         inner = _UseReader(function, self.depth + 1).use
-        passed = dict(zip(function.arg_names, node.args)) | {
-            k.arg: k.value for k in node.keywords if k.arg
-        }
-        for name, value in passed.items():
+        arguments: dict[str, ast.expr] = dict(zip(function.arg_names, node.args))
+        for keyword in node.keywords:
+            if keyword.arg:
+                arguments[keyword.arg] = keyword.value
+        for name, value in arguments.items():
             if name in inner.pointers and (pointer := self.base_parameter(value)) is not None:
                 self.use.pointers.add(pointer)
                 if name in inner.integer_pointers:
@@ -326,10 +329,9 @@ class _UseReader(ast.NodeVisitor):
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
         if isinstance(node.op, (ast.FloorDiv, ast.Mod)):
-            self.use.integers |= self.find_parameters(node.left) | self.find_parameters(node.right)
-            self.use.integer_pointers |= self.find_loaded_pointers(
-                node.left
-            ) | self.find_loaded_pointers(node.right)
+            for operand in (node.left, node.right):
+                self.use.integers |= self.find_parameters(operand)
+                self.use.integer_pointers |= self.find_loaded_pointers(operand)
         self.generic_visit(node)
 
     def visit_Compare(self, node: ast.Compare) -> None:
@@ -338,9 +340,8 @@ class _UseReader(ast.NodeVisitor):
             isinstance(operand, ast.Constant) and type(operand.value) is int and operand.value < 0
             for operand in sides
         ):
-            self.use.integer_pointers |= {
-                p for operand in sides for p in self.find_loaded_pointers(operand)
-            }
+            for operand in sides:
+                self.use.integer_pointers |= self.find_loaded_pointers(operand)
         self.generic_visit(node)
 
     def visit_If(self, node: ast.If | ast.IfExp) -> None:
