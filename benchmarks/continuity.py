@@ -69,7 +69,8 @@ def measured(
     how many tensors are trained.
     """
     stepper = stepper_of(preset, hidden, layers)
-    stepper.carried = carried = Continuity(stepper.model, stepper.optimizer)
+    continuity = Continuity(stepper.model, stepper.optimizer)
+    stepper.continuity = continuity
     ids = tuple(
         torch.randint(3, 8192, (tokens,), generator=torch.Generator().manual_seed(0)).tolist()
     )
@@ -77,11 +78,11 @@ def measured(
     compared, whole = [], []
     for step in range(1, steps + 2):
         started = time.process_time()
-        carried.compare()
+        continuity.compare()
         begun = time.process_time()
         stepper([batch], step=step, learning_rate=1e-4, watch_changes=False)
         updated = time.process_time()
-        carried.take_sample(f"the update of step {step}")
+        continuity.take_sample(f"the update of step {step}")
         ended = time.process_time()
         compared.append(begun - started + ended - updated)
         whole.append(ended - started)
