@@ -11,7 +11,8 @@ from isotype.doctor.check.tools import TOOL_KEYS
 from isotype.doctor.explain.explainer import FAMILIES, load_families, load_shared_causes
 from isotype.doctor.explain.recognition import OPERATORS
 from isotype.finding import Place
-from isotype.pages.sheets import SheetError, load_findings
+from isotype.pages.finding_sheet import load_findings
+from isotype.pages.sheets import SheetError
 from isotype.precision.contradictions import load_rules
 
 SOURCES = Path(isotype.__file__).parent

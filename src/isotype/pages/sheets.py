@@ -40,7 +40,6 @@ from string import Formatter
 from typing import Any, ClassVar, NamedTuple
 
 from ..dtypes import itemsize
-from ..finding import Finding, Place, Severity
 
 
 class SheetError(ValueError):
@@ -60,7 +59,7 @@ class Term(NamedTuple):
 
 
 _SIGNS = (" ~ ", " == ", " = ", " narrower than ", " wider than ", " < ", " >= ")
-_NAME_SIGNS = ("==", "narrower than", "wider than")  # a name is on their right, too
+NAME_SIGNS = ("==", "narrower than", "wider than")  # a name is on their right, too
 
 
 @cache
@@ -155,11 +154,21 @@ class Facts:
                 return cls.find_variables(argument, variables)
             return set() if argument in arguments else None
         special_variables = cls.find_special_variables(name, variables)
-        if special_variables is None:
-            owner, *attributes = re.split(r"[.\[]", name)
-            if attributes and all(a in cls.attributes or a.endswith("]") for a in attributes):
-                return cls.find_variables(owner, variables)
-        return special_variables
+        if special_variables is not None:
+            return special_variables
+        return cls._find_owner_variables(name, variables)
+
+    @classmethod
+    def _find_owner_variables(cls, name: str, variables: Collection[str]) -> set[str] | None:
+        """The same for a name with attributes, as `device.kind` or `call.tensors[0]`."""
+        owner, *attributes = re.split(r"[.\[]", name)
+        if not attributes:
+            return None
+        for attribute in attributes:
+            is_index = attribute.endswith("]")
+            if not is_index and attribute not in cls.attributes:
+                return None
+        return cls.find_variables(owner, variables)
 
     def find(self, name: str) -> Any:
         """The value of a name that is in no table."""
@@ -318,216 +327,57 @@ class Section:
                 facts.variables[name] = head.text(line.name, facts)
 
 
-def sections(path: Path, *, ranks: str, fields: str) -> Iterator[Section]:
+def read_sections(path: Path, *, ranks: str, fields: str) -> Iterator[Section]:
     """The sections of one sheet, in order. `ranks` and `fields` are regular expressions.
 
     Raises  SheetError for a line that no sheet has
     """
-    field_line = re.compile(
-        rf"(?P<name>let [\w ]+?|set \w+|parameters|{fields})(?: if (?P<test>.+?))?: (?P<text>.*)"
+    patterns = _LinePatterns(
+        re.compile(
+            rf"(?P<name>let [\w ]+?|set \w+|parameters|{fields})"
+            r"(?: if (?P<test>.+?))?: (?P<text>.*)"
+        ),
+        re.compile(rf"(?P<rank>{ranks})(?: if (?P<test>.+))?"),
     )
-    rank_line = re.compile(rf"(?P<rank>{ranks})(?: if (?P<test>.+))?")
     section: Section | None = None
     code = ""
     page: list[str] = []
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if text.startswith(("# ", "=")) and section is not None:
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if line.startswith(("# ", "=")) and section is not None:
             yield section
             section = None
-        if text.startswith("# "):
-            code, _, title = text[2:].partition(" ")
+        if line.startswith("# "):
+            code, _, title = line[2:].partition(" ")
             page = [title]
-        elif not code:
-            continue
-        elif text.startswith("="):
-            page_text = "\n".join(page).strip()
-            section = Section(
-                path.name, number, code, page_text, text[1:].strip(), [Entry("", number)]
-            )
+        elif line.startswith("=") and code:
+            header = line[1:].strip()
+            head = Entry("", number)
+            section = Section(path.name, number, code, "\n".join(page).strip(), header, [head])
         elif section is None:
-            page.append(text)
-        elif line := text.strip():
-            if line.startswith("- "):
-                section.entries.append(Entry(line.removeprefix("- "), number))
-            elif include := _INCLUDE.fullmatch(line):
-                offset = float(include["offset"] or 0)
-                section.entries.append(
-                    Entry(
-                        include["name"], number, includes=True, offset=offset, test=include["test"]
-                    )
-                )
-            elif match := field_line.fullmatch(line):
-                section.entries[-1].fields.append(
-                    Field(match["name"], match["test"], match["text"], number)
-                )
-            elif match := rank_line.fullmatch(line):
-                section.entries[-1].ranks.append(Field("", match["test"], match["rank"], number))
-            else:
-                raise SheetError(path.name, number, f"{line!r} is no line of a sheet")
+            page.append(line)
+        elif line.strip():
+            _add_line(section, line.strip(), number, patterns)
     if section is not None:
         yield section
 
 
-class _SectionCheck:
-    """Checks one section.
-
-    available       variables that may be used
-    used_variables  variables that are used
-    """
-
-    def __init__(self, section: Section, facts: type[Facts], variables: Collection[str]) -> None:
-        self.section = section
-        self.facts = facts
-        self.available = set(variables)
-        self.used_variables: set[str] = set()
-
-    def refuse(self, line: int, message: str) -> None:
-        raise SheetError(self.section.sheet, line, f"{self.section.code}: {message}")
-
-    def check_name(self, name: str, line: int) -> None:
-        variables = self.facts.find_variables(name, self.available)
-        if variables is None:
-            self.refuse(line, f"unknown name {name!r}")
-        else:
-            self.used_variables |= variables
-
-    def check_text(self, text: str, line: int) -> None:
-        for name in names_in_text(text):
-            self.check_name(name, line)
-
-    def check_test(self, test: str | None, line: int) -> None:
-        if test is None:
-            return
-        for term in (term for alternative in parse_test(test) for term in alternative):
-            self.check_name(term.name, line)
-            if term.sign in _NAME_SIGNS:
-                self.check_name(term.value, line)
-            values = self.facts.values.get(term.name)
-            if term.sign == "=" and values is not None and term.name not in self.available:
-                for value in term.value.split(", "):
-                    if value not in values:
-                        self.refuse(line, f"{term.name} is never {value!r}")
-
-    def check_names(self, text: str, line: int) -> None:
-        """A list of names, in which `one|another` is the first that is known."""
-        self.check_text(text, line)
-        for name in re.split(r", |\|", text):
-            if name and "{" not in name:
-                self.check_name(name, line)
+class _LinePatterns(NamedTuple):
+    field: re.Pattern[str]
+    rank: re.Pattern[str]
 
 
-def check_section(
-    section: Section,
-    facts: type[Facts],
-    *,
-    row_variables: Mapping[str, str] | None = None,
-    lists: Collection[str] = (),
-    shared: Collection[str] = (),
-) -> None:
-    """Refuses names that the section's reader does not know, and variables that are not used.
-
-    row_variables  a row of the header
-    lists          fields whose text is a list of names
-    shared         the sections that `+` may name
-    Raises         SheetError
-    """
-    row = row_variables or {}
-    check = _SectionCheck(section, facts, [*row, *section.parameters])
-    head, *entries = section.entries
-    defined = dict.fromkeys(check.available, section.line)
-    lets: dict[str, set[str]] = {}  # variable -> those that are defined above its first line
-    for line in head.fields:
-        kind, _, variable = line.name.partition(" ")
-        if kind == "let":
-            check.available = lets.setdefault(variable, set(check.available))
-        if kind in ("let", "set"):
-            check.check_test(line.test, line.line)
-            if kind == "set":
-                _check_assignment(check, line, row)
-            else:
-                check.check_text(line.text, line.line)
-            defined.setdefault(variable, line.line)
-        check.available = set(defined)
-    for line in head.fields:
-        if line.name.partition(" ")[0] not in ("let", "set", "parameters"):
-            check.check_test(line.test, line.line)
-            check.check_text(line.text, line.line)
-    for entry in entries:
-        _check_entry(check, entry, lists, shared)
-    unused = [variable for variable in defined if variable not in check.used_variables]
-    if unused:
-        check.refuse(defined[unused[0]], f"the variable {unused[0]!r} is not used")
-
-
-def _check_assignment(check: _SectionCheck, line: Field, row: Mapping[str, str]) -> None:
-    """The fact of a `set` line, in which `{name}` stands for a variable of the row or for a fact."""
-    check.check_text(line.text, line.line)
-    fact = line.text
-    for variable, value in row.items():
-        fact = fact.replace(f"{{{variable}}}", value)
-    check.check_name(fact, line.line)
-
-
-def _check_entry(
-    check: _SectionCheck, entry: Entry, lists: Collection[str], shared: Collection[str]
-) -> None:
-    if entry.includes:
-        check.check_test(entry.test, entry.line)
-        if entry.title not in shared:
-            check.refuse(entry.line, f"no shared section {entry.title!r}")
-        return
-    check.check_text(entry.title, entry.line)
-    for line in (*entry.ranks, *entry.fields):
-        check.check_test(line.test, line.line)
-        if line.name in lists:
-            check.check_names(line.text, line.line)
-        elif line.name:
-            check.check_text(line.text, line.line)
-
-
-class FindingFacts(Facts):
-    """Of a finding that a program reports: its variables, and `symbol`, that of its place."""
-
-    facts = {"symbol": lambda self: self.location.symbol}
-
-    def __init__(self, variables: Mapping[str, Any], location: Place) -> None:
-        super().__init__(variables)
-        self.location = location
-
-
-_FINDING_FIELDS = ("cause", "fix", "declared", "observed")
-
-
-def load_findings(path: Path) -> Callable[..., Finding]:
-    """The findings of a sheet whose sections are codes. `report(code, place, details, **variables)`
-    makes the first entry that has a rank.
-
-    Raises  SheetError
-    """
-    by_code: dict[str, Section] = {}
-    for section in sections(path, ranks="error|warning|note", fields="|".join(_FINDING_FIELDS)):
-        check_section(section, FindingFacts)
-        by_code[section.code] = section
-
-    def report(
-        code: str, location: Place, details: tuple[tuple[str, str], ...] = (), /, **values: Any
-    ) -> Finding:
-        section = by_code[code]
-        if unknown := values.keys() - set(section.parameters):
-            raise SheetError(
-                section.sheet, section.line, f"{code} has no parameter {min(unknown)!r}"
-            )
-        facts = FindingFacts(values, location)
-        section.define_variables(facts)
-        entry = next(entry for entry in section.entries[1:] if entry.rank(facts))
-        texts: dict[str, Any] = {name: entry.text(name, facts) or None for name in _FINDING_FIELDS}
-        return Finding(
-            code=code,
-            severity=Severity.parse(entry.rank(facts)),
-            message=facts.format(entry.title),
-            place=location,
-            details=details,
-            **texts,
-        )
-
-    return report
+def _add_line(section: Section, line: str, number: int, patterns: _LinePatterns) -> None:
+    """Adds one line below the header of a section."""
+    entry = section.entries[-1]
+    if line.startswith("- "):
+        section.entries.append(Entry(line.removeprefix("- "), number))
+    elif match := _INCLUDE.fullmatch(line):
+        include = Entry(match["name"], number, includes=True, test=match["test"])
+        include.offset = float(match["offset"] or 0)
+        section.entries.append(include)
+    elif match := patterns.field.fullmatch(line):
+        entry.fields.append(Field(match["name"], match["test"], match["text"], number))
+    elif match := patterns.rank.fullmatch(line):
+        entry.ranks.append(Field("", match["test"], match["rank"], number))
+    else:
+        raise SheetError(section.sheet, number, f"{line!r} is no line of a sheet")

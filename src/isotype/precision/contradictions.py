@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..finding import Finding, Place, Severity
 from ..pages import sheets
+from ..pages.sheet_check import check_section
 from .packing import PACKED_DTYPES
 from .precision import ALL_ROLES, ALLOWED_DTYPES, EIGHT_BIT_OPTIMIZERS, PRESETS
 
@@ -116,8 +117,8 @@ class SettingFacts(sheets.Facts):
 def load_rules(path: Path) -> dict[str, sheets.Section]:
     """The sections of a sheet by code. Raises SheetError."""
     rules = {}
-    for section in sheets.sections(path, ranks="error|warning", fields="settings|cause|fix"):
-        sheets.check_section(section, SettingFacts, lists=("settings",))
+    for section in sheets.read_sections(path, ranks="error|warning", fields="settings|cause|fix"):
+        check_section(section, SettingFacts, lists=("settings",))
         rules[section.code] = section
     return dict(sorted(rules.items()))
 

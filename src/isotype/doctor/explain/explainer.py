@@ -16,7 +16,8 @@ from itertools import chain, islice
 from pathlib import Path
 
 from ...finding import Finding, Place, Severity
-from ...pages.sheets import Entry, Section, SheetError, check_section, sections
+from ...pages.sheet_check import check_section
+from ...pages.sheets import Entry, Section, SheetError, read_sections
 from .facts import ErrorFacts
 from .log import MAX_PASSAGE_LINES, Incident, read_incidents
 from .recognition import OPERATORS, find_half_dtypes, recognise_error
@@ -47,7 +48,7 @@ _SHARED_SHEET = "shared.txt"
 def load_shared_causes(path: Path) -> dict[str, list[Entry]]:
     """Name -> causes that several families include. Raises SheetError."""
     causes = {}
-    for section in sections(path, ranks=r"[\d.]+", fields=_CAUSE_FIELDS):
+    for section in read_sections(path, ranks=r"[\d.]+", fields=_CAUSE_FIELDS):
         check_section(section, ErrorFacts)
         causes[section.header] = section.entries[1:]
     return causes
@@ -63,7 +64,7 @@ def load_families(path: Path, shared: Collection[str]) -> dict[str, Section]:
     Raises  SheetError
     """
     families: dict[str, Section] = {}
-    for section in sections(path, ranks=r"[\d.]+", fields=f"message|severity|{_CAUSE_FIELDS}"):
+    for section in read_sections(path, ranks=r"[\d.]+", fields=f"message|severity|{_CAUSE_FIELDS}"):
         check_section(section, ErrorFacts, shared=shared)
         for operator in section.header.split("; "):
             if operator not in OPERATORS:

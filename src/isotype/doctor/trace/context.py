@@ -20,7 +20,7 @@ from ...finding import Finding
 from ...observe.operators import Operator
 from ...observe.origin import OBSERVER_FOLDERS, Site, innermost_site, read_statement, running_frames
 from ...observe.tape import ModuleCall, ModuleStack
-from ...pages.sheets import load_findings
+from ...pages.finding_sheet import load_findings
 from .origin import MARK, UNWATCHED_NOTE, Origin
 
 _CAST_FUNCTIONS = frozenset(

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from ...finding import Finding, Place
 from ...observe.operators import Operator
 from ...observe.tape import Tape
-from ...pages.sheets import load_findings
+from ...pages.finding_sheet import load_findings
 from .samples import Sample, Setting, Subject
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from ....finding import Finding, Place, Severity
 from ....pages import registered
-from ....pages.sheets import Section, check_section, sections
+from ....pages.sheet_check import check_section
+from ....pages.sheets import Section, read_sections
 from ..settings import Record, Setting
 from .facts import RuleFacts
 
@@ -97,7 +98,7 @@ def _find_section(section: Section, record: Record) -> Iterator[Finding]:
 def load_sheet(path: Path) -> dict[str, list[Section]]:
     """The sections of a sheet by code. Raises SheetError."""
     by_code: dict[str, list[Section]] = {}
-    for section in sections(
+    for section in read_sections(
         path, ranks="error|warning|note", fields="settings|cause|fix|today|holds"
     ):
         for row in _parse_rows(section):

@@ -1,0 +1,61 @@
+"""Sheets of findings that a program reports: the texts of `isotype doctor trace` and of `ampcheck`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..finding import Finding, Place, Severity
+from .sheet_check import check_section
+from .sheets import Facts, Section, SheetError, read_sections
+
+
+class FindingFacts(Facts):
+    """Of a finding that a program reports: its variables, and `symbol`, that of its place."""
+
+    facts = {"symbol": lambda self: self.location.symbol}
+
+    def __init__(self, variables: Mapping[str, Any], location: Place) -> None:
+        super().__init__(variables)
+        self.location = location
+
+
+_FINDING_FIELDS = ("cause", "fix", "declared", "observed")
+
+
+def load_findings(path: Path) -> Callable[..., Finding]:
+    """The findings of a sheet whose sections are codes. `report(code, place, details, **variables)`
+    makes the first entry that has a rank.
+
+    Raises  SheetError
+    """
+    by_code: dict[str, Section] = {}
+    for section in read_sections(
+        path, ranks="error|warning|note", fields="|".join(_FINDING_FIELDS)
+    ):
+        check_section(section, FindingFacts)
+        by_code[section.code] = section
+
+    def report(
+        code: str, location: Place, details: tuple[tuple[str, str], ...] = (), /, **values: Any
+    ) -> Finding:
+        section = by_code[code]
+        if unknown := values.keys() - set(section.parameters):
+            raise SheetError(
+                section.sheet, section.line, f"{code} has no parameter {min(unknown)!r}"
+            )
+        facts = FindingFacts(values, location)
+        section.define_variables(facts)
+        entry = next(entry for entry in section.entries[1:] if entry.rank(facts))
+        texts: dict[str, Any] = {name: entry.text(name, facts) or None for name in _FINDING_FIELDS}
+        return Finding(
+            code=code,
+            severity=Severity.parse(entry.rank(facts)),
+            message=facts.format(entry.title),
+            place=location,
+            details=details,
+            **texts,
+        )
+
+    return report
