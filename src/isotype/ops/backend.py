@@ -1,9 +1,9 @@
-"""How an op runs: in autocast's dtype, which it reads before it switches autocast off, and on one
-of its paths.
+"""The dtype in which an op computes, and the path on which it runs.
 
-The paths: Triton kernels on a GPU, C++ ones on a CPU, else plain PyTorch. An op has one derivative:
-`torch.func`, forward-mode AD and `create_graph=True` are refused, and its reference, which is plain
-PyTorch, has derivatives of any order.
+An op reads autocast's dtype, and then switches autocast off. The paths are Triton kernels on a GPU,
+C++ kernels on a CPU, and plain PyTorch elsewhere. An op has first derivatives only: `torch.func`,
+forward-mode AD and `create_graph=True` are refused. Its reference, in plain PyTorch, has derivatives
+of any order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..environment.planned import is_planned, planned_device_type
 from ..errors import UsageError
 from .cpp import DTYPES, CppKernels
 
-# looked up once: three lookups take 2 us, ten times a layer
+# looked up once, since the three attribute lookups take 2 us, ten times a layer
 _UNSAFE_VIEW_OP = torch.ops.aten._unsafe_view.default
 
 
@@ -36,7 +36,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype autocast would use on `x`'s device, or None where it is off."""
     device_type = x.device.type
     if device_type == "meta":
-        # it has no autocast, and raises when it is asked
+        # PyTorch raises when it is asked about autocast of the meta device
         if planned.is_planned(x.device):
             return planned.autocast_dtype()
         return None
@@ -55,19 +55,20 @@ def autocast_off(x: Tensor) -> AbstractContextManager[object]:
         return nullcontext()
     if not torch.is_autocast_enabled(device_type):
         return nullcontext()
-    # a graph knows torch's own; that one takes 5 us, and is entered six times a layer
+    # torch.autocast is known to compiled graphs, and takes 5 us; it is entered six times a layer
     if torch.compiler.is_compiling():
         return torch.autocast(device_type, enabled=False)
     return _AutocastOff(device_type)
 
 
-# Outside graphs and plans, for code that does not ask whether autocast is on (`autocast_dtype`
-# still answers as outside): a context manager in C++, which PyTorch's own compiled graphs use too
+# A context manager in C++, which PyTorch's compiled graphs use too. It is for code outside graphs
+# and plans that does not read whether autocast is on: inside it `autocast_dtype` returns the same
+# as outside
 disable_autocast = torch._C._DisableAutocast
 
 
 class _AutocastOff:
-    """Autocast of one kind of device, switched off within the block; it was on."""
+    """Switches autocast of one device type off within the block, and on again after it."""
 
     __slots__ = ("device_type",)
 
@@ -83,33 +84,37 @@ class _AutocastOff:
 
 def arithmetic_dtype(*dtypes: torch.dtype) -> torch.dtype:
     """The dtype of an op's arithmetic: fp32, or fp64 when any input is fp64."""
-    return torch.float64 if torch.float64 in dtypes else torch.float32
+    if torch.float64 in dtypes:
+        return torch.float64
+    return torch.float32
 
 
 def cast_output(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x` in `dtype`, and `x` itself where that is its own: how a result leaves an autograd
-    function's forward.
+    """`x` in `dtype`; `x` itself where it has that dtype. An autograd function's forward casts its
+    result by it.
 
-    In a graph of torch 2.11 an output that comes from a `.to` that changes nothing, or goes into
-    one, has no gradient: its share of every input's is zero, without an error.
+    In a compiled graph of torch 2.11 an output of a `.to` that changes nothing, or an input of one,
+    gets a gradient of zero, without an error.
     """
-    return x if x.dtype == dtype else x.to(dtype)
+    if x.dtype == dtype:
+        return x
+    return x.to(dtype)
 
 
 def unsafe_view(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """`x` in another shape, on its own memory: how an autograd function's forward shapes its
-    result.
+    """`x` in another shape, in the same memory. An autograd function's forward reshapes its result
+    by it.
 
-    A view made there cannot be written to in place, as models do (OLMo clamps its queries); this is
-    what `F.linear` itself returns.
+    PyTorch refuses in-place writes to an ordinary view that forward returns, and models do them
+    (OLMo clamps its queries). `F.linear` returns an unsafe view too.
     """
     reshaped: Tensor = _UNSAFE_VIEW_OP(x, list(shape))
     return reshaped
 
 
 def empty_rows_like(x_BNSD: Tensor) -> Tensor:
-    """In the order of x in memory: a projection's [B S N D], seen as [B N S D], needs no copy on
-    its way back.
+    """An empty tensor whose dimensions lie in memory in the order of x's: a projection's [B S N D],
+    seen as [B N S D], then needs no copy before the output projection.
     """
     y_BNSD = torch.empty_like(x_BNSD)
     if y_BNSD.stride(-1) == 1:
@@ -118,24 +123,26 @@ def empty_rows_like(x_BNSD: Tensor) -> Tensor:
 
 
 def product_dtype(x: Tensor, *operands: Tensor) -> torch.dtype:
-    """The dtype a matrix product of these tensors has, decided once: autocast's where it is on
-    (fp64 is exempt), else the promoted one.
+    """The dtype of a matrix product of these tensors: autocast's where it is on (fp64 is exempt),
+    else the promoted one.
     """
     dtype = x.dtype
     for operand in operands:
         dtype = torch.promote_types(dtype, operand.dtype)
     autocast = autocast_dtype(x)
-    return dtype if autocast is None or dtype == torch.float64 else autocast
+    if autocast is None or dtype == torch.float64:
+        return dtype
+    return autocast
 
 
-# graph: plain PyTorch that is traced
+# "graph" is plain PyTorch that is traced
 Path = Literal["triton", "cpp", "plain", "graph"]
 BACKENDS = ("triton", "cpp", "eager")
 
 _forced: ContextVar[str | None] = ContextVar("isotype_ops_backend", default=None)
-# the path that `using` asks for, or None
+# the backend of `force_backend`, or None
 forced_path = _forced.get
-# tensors whose memory a kernel may be given past PyTorch's dispatcher
+# types of the tensors whose memory is passed to a kernel directly, without PyTorch's dispatcher
 PLAIN_TENSOR_TYPES = (Tensor, torch.nn.Parameter)
 
 
@@ -153,16 +160,16 @@ def force_backend(backend: str) -> Iterator[None]:
         _forced.reset(token)
 
 
-# what the probe found out about each device for good
+# the permanent results of `kernel_unavailable_reason`
 _unavailable_reasons: dict[torch.device, str] = {}
 
 
 def kernel_unavailable_reason(device: torch.device) -> str:
-    """Why the ops' Triton kernels do not run on this CUDA device, or "". The first question
-    compiles and launches a tiny kernel: a Triton that imports may lack a C compiler or a driver.
+    """Why the ops' Triton kernels do not run on this CUDA device, or "".
 
-    A failure is kept if it will come again: a missing package or compiler. Any other, such as a
-    lack of memory, is of this moment.
+    The first call compiles and launches a tiny kernel, since Triton may be installed without a C
+    compiler or a driver. A reason is cached if it is permanent, as a missing package or compiler
+    is. Any other, such as a lack of memory, may be gone at the next call.
     """
     if device in _unavailable_reasons:
         return _unavailable_reasons[device]
@@ -182,23 +189,26 @@ def kernel_unavailable_reason(device: torch.device) -> str:
 
 
 def _run_probe(device: torch.device) -> tuple[str, bool]:
-    """(why no kernel runs or "", whether that is so for good)"""
+    """(why no kernel runs or "", whether that is permanent)"""
     try:
         from .launch import probe
 
-        # a mode would be asked to run the probe: a fake one computes nothing
+        # a dispatch mode would get the probe's operators, and a fake mode computes nothing
         with _disable_current_modes():
             probe(device)
     # whatever fails (the compiler, the driver, a missing header), the kernels do not run
     except Exception as error:
-        first_line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-        is_permanent = isinstance(error, ImportError | OSError | SubprocessError) or type(
-            error
-        ).__module__.startswith("triton")
-        return (
-            f"Triton cannot run a kernel: {type(error).__name__}: {first_line}"[:200],
-            is_permanent or "compiler" in first_line,
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        first_line = ""
+        if lines:
+            first_line = lines[0]
+        is_permanent = (
+            isinstance(error, ImportError | OSError | SubprocessError)
+            or type(error).__module__.startswith("triton")
+            or "compiler" in first_line
         )
+        reason = f"Triton cannot run a kernel: {type(error).__name__}: {first_line}"
+        return reason[:200], is_permanent
     return "", True
 
 
@@ -210,11 +220,12 @@ def _warn_once(reason: str) -> None:
 def choose_path(
     kernels: CppKernels, *tensors: Tensor, out_dtype: torch.dtype | None = None
 ) -> Path:
-    """How an op runs on these tensors; `out_dtype` is its result's where it is another. Asked once
-    a call, also for its backward.
+    """The path on which an op runs on these tensors, for its forward and its backward.
 
-    fp64 runs as plain PyTorch, since the kernels compute in fp32. In a graph Inductor fuses the
-    formula, which is plain PyTorch too.
+    fp64 runs as plain PyTorch, since the kernels compute in fp32. In a compiled graph the op is its
+    formula in plain PyTorch, which Inductor fuses.
+
+    out_dtype  of the op's result, where it differs from the tensors'
     """
     if torch.compiler.is_dynamo_compiling():
         return "graph"
@@ -231,16 +242,18 @@ def choose_path(
         return "plain"
     if out_dtype is torch.float64 or any(t.dtype is torch.float64 for t in tensors):
         return "plain"
-    if forced == "triton" or (
-        forced is None and x.is_cuda and not kernel_unavailable_reason(x.device)
-    ):
+    if forced == "triton":
         return "triton"
-    return "cpp" if uses_cpp(kernels, *tensors) else "plain"
+    if forced is None and x.is_cuda and not kernel_unavailable_reason(x.device):
+        return "triton"
+    if uses_cpp(kernels, *tensors):
+        return "cpp"
+    return "plain"
 
 
 def uses_triton(x: Tensor) -> bool:
-    """Whether the op's kernels run on `x`: not for fp64, as they compute in fp32, and not in a
-    graph, where Inductor fuses the formula.
+    """Whether the op's Triton kernels run on `x`: not for fp64, since they compute in fp32, and not
+    in a compiled graph, where Inductor fuses the formula.
     """
     if torch.compiler.is_compiling():
         return False
@@ -251,12 +264,14 @@ def uses_triton(x: Tensor) -> bool:
 
 
 def uses_fused_kernel(x: Tensor) -> bool:
-    """`uses_triton`, or a plan for a device where it will be so: for ops whose kernel is one
-    library op with its own fake results.
+    """Whether Triton kernels run on `x`, or will run where a plan's tensors stand for a GPU's. For
+    ops whose kernel is one library op with its own fake results.
     """
-    return uses_triton(x) or (
-        is_planned(x.device) and planned_device_type(x.device) != "cpu" and x.dtype != torch.float64
-    )
+    if uses_triton(x):
+        return True
+    if not is_planned(x.device) or x.dtype == torch.float64:
+        return False
+    return planned_device_type(x.device) != "cpu"
 
 
 @cache
@@ -267,31 +282,30 @@ def _device_has_fp32_output(operand: torch.dtype, device_type: str, index: int |
     if device_type != "cuda" or operand not in (torch.bfloat16, torch.float16):
         return False
     if operand == torch.float16 or not torch.cuda.is_available():
-        # without a GPU this is asked for a plan, whose device is a recent one
+        # without a GPU the question is about a plan, whose device is a recent one
         return True
     return torch.cuda.get_device_capability(index)[0] >= 8
 
 
 def has_fp32_output(operand: torch.dtype, device: torch.device) -> bool:
-    # Dynamo traces a cached function's body, and warns of the cache
-    check = (
-        _device_has_fp32_output.__wrapped__
-        if torch.compiler.is_compiling()
-        else _device_has_fp32_output
-    )
+    """Whether a matrix product of this dtype can return its fp32 sums on this device."""
+    check: Callable[..., bool] = _device_has_fp32_output
+    if torch.compiler.is_compiling():
+        # Dynamo traces the body of a cached function, and warns about the cache
+        check = _device_has_fp32_output.__wrapped__
     return check(operand, planned_device_type(device), device.index)
 
 
 def can_count_rows(x: Tensor) -> bool:
-    """Whether asking how many elements of `x` fulfil a condition costs nothing: on any device but a
-    CPU the host would wait for it.
+    """Whether the host can count the elements of `x` that fulfil a condition without waiting for a
+    device: on a CPU only.
     """
     return planned_device_type(x.device) == "cpu"
 
 
 def uses_cpp(kernels: CppKernels, *tensors: Tensor) -> bool:
-    """Whether the op's C++ kernels run on these tensors: not for fp64, in a graph only some, and
-    only where a compiler built them.
+    """Whether the op's C++ kernels run on these tensors: not for fp64, in a compiled graph only
+    those that allow it, and only where a compiler built them.
     """
     if torch.compiler.is_compiling():
         return (
@@ -304,7 +318,7 @@ def uses_cpp(kernels: CppKernels, *tensors: Tensor) -> bool:
     if forced not in (None, "cpp"):
         return False
     if not x.is_cpu and (isinstance(x, FakeTensor) or is_planned(x.device)):
-        # a plan for another device: its kernels also allocate their results only
+        # a plan for another device, whose kernels too allocate only their outputs
         return forced == "cpp" and all(t.dtype in DTYPES for t in tensors)
     for t in tensors:
         if not t.is_cpu or t.dtype not in DTYPES:
@@ -313,8 +327,8 @@ def uses_cpp(kernels: CppKernels, *tensors: Tensor) -> bool:
 
 
 def direct_apply(function: type[Function]) -> Callable[..., Any]:
-    """`applied` of this function, for calls that are neither under torch.func nor in a graph: no
-    call in Python.
+    """`apply_function` of this function without a call in Python, for calls that are neither under
+    torch.func nor in a compiled graph.
     """
     function_class: Any = function
     dispatcher: Any = super(Function, function_class)
@@ -323,11 +337,11 @@ def direct_apply(function: type[Function]) -> Callable[..., Any]:
 
 
 def apply_function(function: type[Function], *args: Any) -> Any:
-    """`function.apply(*args)`, for a function without `setup_context`.
+    """`function.apply(*args)` in less time, for a function without `setup_context`.
 
-    Outside torch.func and compiled graphs `apply` looks into every argument for a tensor that a
-    transform has left behind, which PyTorch's dispatcher does again: 150 calls a decoder layer with
-    adapters, of 20 arguments 28 us instead of 15.
+    Outside torch.func and compiled graphs `Function.apply` searches every argument for tensors of a
+    torch.func transform, and the dispatcher searches them again. That is 150 calls in a decoder
+    layer with adapters; a call with 20 arguments takes 28 us instead of 15.
     """
     if torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active():
         return function.apply(*args)
@@ -337,9 +351,9 @@ def apply_function(function: type[Function], *args: Any) -> Any:
 
 
 def refuse_second_derivative(op: str) -> None:
-    """In a backward whose result has no graph of its own: refuses `create_graph=True`. PyTorch's
-    `once_differentiable` refuses it only where a later `backward` meets its node;
-    `torch.autograd.grad` takes the missing part for zero.
+    """Refuses `create_graph=True` in a backward whose result has no graph. PyTorch's
+    `once_differentiable` refuses it only where a later `backward` reaches its node, and
+    `torch.autograd.grad` treats the missing derivative as zero.
     """
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise UsageError(

@@ -1,5 +1,5 @@
-"""Launching Triton kernels: on the device that holds the tensors, with as many warps as the tile
-fills; and a kernel that shows whether any runs.
+"""Launches Triton kernels on the device of their tensors; and a kernel that shows whether Triton
+works there.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ DEFAULT_MULTIPROCESSORS = 32
 
 
 def on_tensor_device(function: Callable[P, T]) -> Callable[P, T]:
-    """Triton launches on the current device; a model spread over several has its tensors on others.
-    The first argument says which.
+    """Runs `function` with the device of its first argument as the current device. Triton launches
+    on the current device, and a model that is spread over several devices has tensors on others.
     """
 
     @functools.wraps(function)
@@ -43,18 +43,23 @@ def on_tensor_device(function: Callable[P, T]) -> Callable[P, T]:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    return (
-        torch.cuda.get_device_properties(device).multi_processor_count
-        if device.type == "cuda"
-        else DEFAULT_MULTIPROCESSORS
-    )
+    """The number of multiprocessors of a device."""
+    if device.type != "cuda":
+        return DEFAULT_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def warps(elements: int) -> int:
-    """For a tile of this many elements: 16 a thread, which is two loads of 16 bytes in bf16, up to
-    16,384 of them.
+    """The number of warps for a tile of this many elements: 16 elements a thread, which are two
+    loads of 16 bytes in bf16, up to 16,384 elements.
     """
-    return 4 if elements <= 2048 else 8 if elements <= 8192 else 16 if elements <= 16384 else 32
+    if elements <= 2048:
+        return 4
+    if elements <= 8192:
+        return 8
+    if elements <= 16384:
+        return 16
+    return 32
 
 
 @triton.jit

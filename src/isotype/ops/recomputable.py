@@ -1,10 +1,10 @@
-"""Tensors that backward makes again instead of keeping them: an op notes how its output follows
-from what is saved anyway.
+"""Tensors that backward recomputes instead of saving them.
 
-gelu(x) of an MLP is four times as wide as the stream, and the layer that reads it needs it in
-backward for its adapter's gradient. x is saved in any case. So that layer saves x, and computes
-gelu(x) again. `remember` puts the note on the tensor itself: a reader that was given another tensor
-(a view, a copy) finds none, and saves what it was given.
+gelu(x) of an MLP is four times as wide as the residual stream, and the layer that reads it needs it
+in backward for its adapter's gradient. x is saved in any case. So the layer saves x, and backward
+computes gelu(x) again. The op that returns a tensor stores the recipe on the tensor itself
+(`mark_recomputable`). A layer that gets another tensor, such as a view or a copy, finds no recipe
+and saves the tensor.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_RECIPE_ATTRIBUTE = "_isotype_way"
+# the function that recomputes a tensor, or None where the tensor itself is saved; and how many
+# saved tensors it takes
+InputRecipe = tuple[Callable[..., Tensor] | None, int]
+_RECIPE_ATTRIBUTE = "_isotype_recipe"
 
 
 class Recipe(NamedTuple):
-    """How a tensor is made again: `make(*tensors)`, which is differentiable, gives the same bits.
+    """How a tensor is recomputed: `compute(*tensors)`, which is differentiable, gives the same bits.
 
-    version  how often the tensor had been written to in place when this was noted
+    version  of the tensor (the number of in-place writes) when the recipe was stored
     """
 
     compute: Callable[..., Tensor]
@@ -30,17 +33,9 @@ class Recipe(NamedTuple):
 
 
 class _Chain:
-    """`make` of inputs some of which are made again first.
+    """`compute`, some of whose inputs are recomputed first."""
 
-    input_recipes  for each input the function that makes it, or None for one that is kept, and of how many
-          tensors
-    """
-
-    def __init__(
-        self,
-        compute: Callable[..., Tensor],
-        input_recipes: list[tuple[Callable[..., Tensor] | None, int]],
-    ) -> None:
+    def __init__(self, compute: Callable[..., Tensor], input_recipes: list[InputRecipe]) -> None:
         self.compute = compute
         self.input_recipes = input_recipes
 
@@ -49,47 +44,43 @@ class _Chain:
         start = 0
         for compute, count in self.input_recipes:
             arguments = tensors[start : start + count]
-            inputs.append(arguments[0] if compute is None else compute(*arguments))
+            if compute is None:
+                inputs.append(arguments[0])
+            else:
+                inputs.append(compute(*arguments))
             start += count
         return self.compute(*inputs)
 
 
 def mark_recomputable(output: Tensor, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """Notes on `output` that it is `make(*tensors)`, and returns it.
+    """Stores on `output` that it is `compute(*tensors)`, and returns it.
 
-    tensors  those that its own backward saves, or that can be made again themselves
+    tensors  those that its own backward saves, or that can be recomputed themselves
     """
     if not output.requires_grad or torch.compiler.is_compiling():
         return output
-    recipes = [
-        None
-        if (recipe := getattr(t, _RECIPE_ATTRIBUTE, None)) is None or recipe.version != t._version
-        else recipe
-        for t in tensors
-    ]
-    if any(recipes):
-        compute = _Chain(
-            compute,
-            [
-                (None, 1) if recipe is None else (recipe.compute, len(recipe.tensors))
-                for recipe in recipes
-            ],
-        )
-        tensors = tuple(
-            saved
-            for t, recipe in zip(tensors, recipes)
-            for saved in ((t,) if recipe is None else recipe.tensors)
-        )
-    setattr(output, _RECIPE_ATTRIBUTE, Recipe(compute, tensors, output._version))
+    recipes: list[InputRecipe] = []
+    saved: list[Tensor] = []
+    has_recipe = False
+    for tensor in tensors:
+        recipe: Recipe | None = getattr(tensor, _RECIPE_ATTRIBUTE, None)
+        if recipe is None or recipe.version != tensor._version:
+            recipes.append((None, 1))
+            saved.append(tensor)
+        else:
+            has_recipe = True
+            recipes.append((recipe.compute, len(recipe.tensors)))
+            saved.extend(recipe.tensors)
+    if has_recipe:
+        compute = _Chain(compute, recipes)
+    setattr(output, _RECIPE_ATTRIBUTE, Recipe(compute, tuple(saved), output._version))
     return output
 
 
 def find_recipe(x: Tensor) -> Recipe | None:
-    """How `x` can be made again; None where nobody has noted it, or someone has written to `x`
-    since.
-    """
+    """How `x` can be recomputed; None where no recipe is stored, or `x` was written to since."""
     if torch.compiler.is_compiling():
-        # a graph's own partitioner decides what is computed again
+        # the partitioner of a compiled graph decides what is recomputed
         return None
     recipe: Recipe | None = getattr(x, _RECIPE_ATTRIBUTE, None)
     if recipe is not None and recipe.version == x._version:
@@ -100,7 +91,9 @@ def find_recipe(x: Tensor) -> Recipe | None:
 def propagate_recomputable(
     output: Tensor, compute: Callable[..., Tensor], *tensors: Tensor
 ) -> Tensor:
-    """As `remember`, where one of the tensors can be made again; else `output` is what is best saved."""
+    """`mark_recomputable` where one of the tensors can be recomputed; else `output` is returned
+    without a recipe, since saving it takes the least memory.
+    """
     if any(find_recipe(t) is not None for t in tensors):
         return mark_recomputable(output, compute, *tensors)
     return output
@@ -109,30 +102,30 @@ def propagate_recomputable(
 def saved_or_recomputed(
     x: Tensor, saved: Tensor | None
 ) -> tuple[Callable[..., Tensor] | None, tuple[Tensor | None, ...]]:
-    """(how x is made in backward or None, what is saved for it): `saved`, which is x in the shape
-    and dtype that backward reads, or what x is made from. Nothing is made again where backward
-    reads nothing (`saved` is None).
+    """(the function that recomputes x in backward or None, the tensors to save for it).
+
+    saved  x in the shape and dtype that backward reads, which is saved where x cannot be
+           recomputed; None where backward does not read x
     """
-    recipe = None if saved is None else find_recipe(x)
+    if saved is None:
+        return None, (None,)
+    recipe = find_recipe(x)
     if recipe is None:
-        return (None, (saved,))
-    return (recipe.compute, recipe.tensors)
+        return None, (saved,)
+    return recipe.compute, recipe.tensors
 
 
-def saved_or_recomputed_each(
-    *tensors: Tensor,
-) -> tuple[list[tuple[Callable[..., Tensor] | None, int]], list[Tensor]]:
-    """`kept_for` several tensors: for each (how it is made in backward or None, of how many saved
-    tensors), and all saved tensors.
-    """
-    recipes: list[tuple[Callable[..., Tensor] | None, int]] = []
+def saved_or_recomputed_each(*tensors: Tensor) -> tuple[list[InputRecipe], list[Tensor]]:
+    """`saved_or_recomputed` for several tensors: the recipe of each, and all tensors to save."""
+    if torch.compiler.is_compiling():
+        return [(None, 1)] * len(tensors), list(tensors)
+    recipes: list[InputRecipe] = []
     saved: list[Tensor] = []
-    is_compiling = torch.compiler.is_compiling()
-    for t in tensors:
-        recipe: Recipe | None = None if is_compiling else getattr(t, _RECIPE_ATTRIBUTE, None)
-        if recipe is None or recipe.version != t._version:
+    for tensor in tensors:
+        recipe: Recipe | None = getattr(tensor, _RECIPE_ATTRIBUTE, None)
+        if recipe is None or recipe.version != tensor._version:
             recipes.append((None, 1))
-            saved.append(t)
+            saved.append(tensor)
         else:
             recipes.append((recipe.compute, len(recipe.tensors)))
             saved.extend(recipe.tensors)
@@ -140,6 +133,6 @@ def saved_or_recomputed_each(
 
 
 def recompute(compute: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
-    """The tensor, in backward: without a graph."""
+    """Recomputes a tensor in backward, without a graph."""
     with torch.no_grad():
         return compute(*tensors)

@@ -1,9 +1,9 @@
-"""What a recomputed layer leaves out: results that backward does not need, or that were kept.
+"""What the recompute of a layer skips: results that backward does not read, or that were kept.
 
-A layer under checkpointing runs twice: for its output, and again inside backward for what its
-gradients need. Ops ask here which run it is. Nothing is left out where a hook reads what a layer
-gives: it would read values that were never computed. Nor in a compiled graph, which is the same for
-both runs.
+A layer under gradient checkpointing runs twice: once for its output, and again inside backward for
+the tensors that its gradients need. Ops ask here which of the two runs it is. Nothing is skipped
+where a hook reads a result of the layer, since its values would not exist, nor in a compiled graph,
+which is the same for both runs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# the layer that runs now, innermost last
+# the layers that run now, the innermost last
 layers_running: list[RecomputedLayer] = []
 
 
@@ -23,11 +23,13 @@ def _identity(x: Any) -> Any:
 
 
 class RecomputedLayer:
-    """One call of one layer. `run` it first for the forward, then for every recompute.
+    """One call of one layer. Call `run` first for the forward, then for every recompute.
 
-    attention_results  of the attentions in the forward, in order, where they are kept: output and logsumexp,
-             8 KiB and 128 bytes a token with 32 heads of 128 in bf16; `offload` takes each away and
-             `restore` brings it back
+    keep_attention     whether the results of attentions are kept from the forward to the recompute:
+                       output and logsumexp, 8 KiB and 128 bytes a token with 32 heads of 128 in
+                       bf16
+    offload, restore   move each of these results away and back
+    attention_results  these results, in the order of the attentions
     """
 
     def __init__(
@@ -41,10 +43,11 @@ class RecomputedLayer:
         self.offload = offload
         self.restore = restore
         self.attention_results = list[tuple[Any, ...]]()
-        self.has_run = self.is_hooked = False
-        # products whose output can be left out, by the autograd node that each made; the position
-        # of the one that is not needed again
+        self.has_run = False
+        self.is_hooked = False
+        # the ids of the autograd nodes of the products whose output can be skipped
         self.product_nodes = list[int]()
+        # the position among them of the product whose output no recompute needs; -1: none
         self.unused_product = -1
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -58,17 +61,20 @@ class RecomputedLayer:
         finally:
             layers_running.pop()
         if not self.recomputing:
-            node = None if self.is_hooked else _output_product_node(output)
-            self.unused_product = max(
-                (
-                    i
-                    for i, product_node in enumerate(self.product_nodes)
-                    if node is not None and product_node == id(node)
-                ),
-                default=-1,
-            )
+            self.unused_product = self._find_unused_product(output)
             self.product_nodes = []
         return output
+
+    def _find_unused_product(self, output: Any) -> int:
+        if self.is_hooked:
+            return -1
+        node = _output_product_node(output)
+        position = -1
+        if node is not None:
+            for i, product_node in enumerate(self.product_nodes):
+                if product_node == id(node):
+                    position = i
+        return position
 
 
 def current_layer() -> RecomputedLayer | None:
@@ -79,18 +85,18 @@ def current_layer() -> RecomputedLayer | None:
 
 
 def is_recomputed() -> bool:
-    """Whether what runs now is a layer's forward that will be run again: what it saves for backward
-    is dropped.
+    """Whether this is the forward of a layer that will be recomputed: the tensors that it saves for
+    backward are dropped.
     """
     layer = current_layer()
     return layer is not None and not layer.recomputing
 
 
 def is_output_unused(node: Any) -> bool:
-    """Asked once by each product whose output can be left out: whether this is a recompute in which
-    nobody will look at it.
+    """Whether this is a recompute that does not read the output of this product. Each product whose
+    output can be skipped calls it once a run.
 
-    node  the autograd function's own context, which becomes the output's `grad_fn`
+    node  the context of the product's autograd function, which becomes the output's `grad_fn`
     """
     layer = current_layer()
     if layer is None:
@@ -104,14 +110,14 @@ def is_output_unused(node: Any) -> bool:
 
 
 def mark_layer_hooked() -> None:
-    """Tells the layer that runs now that a hook reads a result inside it."""
+    """Notes that a hook reads a result inside the layer that runs now."""
     layer = current_layer()
     if layer is not None:
         layer.is_hooked = True
 
 
 def compute_or_restore_attention(compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """`compute()`, or what it gave in the forward that is recomputed now."""
+    """`compute()`; in a recompute the results that it returned in the forward."""
     layer = current_layer()
     if layer is None or not layer.keep_attention:
         return compute()
@@ -120,27 +126,34 @@ def compute_or_restore_attention(compute: Callable[[], tuple[Tensor, ...]]) -> t
         # aliases: autograd writes the graph onto the very tensors that a function returns
         layer.attention_results.append(tuple(layer.offload(t.detach()) for t in results))
         return results
-    # a recompute calls what the forward called, in its order
+    # a recompute calls the same attentions in the same order as the forward
     offloaded = layer.attention_results[layer.next_result]
     layer.next_result = layer.next_result + 1
     return tuple(layer.restore(t).detach() for t in offloaded)
 
 
-# views of a term, which save nothing
+# autograd nodes of views, which save no tensor
 _VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
 
 
 def _output_product_node(output: Any) -> Any:
-    """The node of the product that the layer's output, a sum, has as one of its terms, as it came:
-    a sum saves nothing for backward.
+    """The autograd node of the product that is a term of the layer's output, where that is a sum: a
+    sum saves no tensor, so a recompute need not compute the term.
 
-    Gemma's form, a norm of the MLP's output, is none: the norm saves its input.
+    In Gemma the term is a norm of the MLP's output; the norm saves its input, so there is no such
+    product.
     """
-    first, *other_outputs = output if isinstance(output, tuple) else (output,)
-    if any(isinstance(t, Tensor) and t.requires_grad for t in other_outputs):
-        # something else is made of what the layer computes
+    outputs = output
+    if not isinstance(output, tuple):
+        outputs = (output,)
+    first, *other_outputs = outputs
+    for tensor in other_outputs:
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            # another output may depend on the product
+            return None
+    if not isinstance(first, Tensor):
         return None
-    node = first.grad_fn if isinstance(first, Tensor) else None
+    node = first.grad_fn
     if node is None or type(node).__name__ != "AddBackward0":
         return None
     products = [
@@ -148,7 +161,9 @@ def _output_product_node(output: Any) -> Any:
         for term in map(_skip_views, node.next_functions)
         if type(term).__name__ in _SKIPPABLE_PRODUCTS
     ]
-    return products[0] if len(products) == 1 else None
+    if len(products) != 1:
+        return None
+    return products[0]
 
 
 _SKIPPABLE_PRODUCTS = ("LoraMlpBackward", "LoraLinearBackward", "ExpertsBackward")
@@ -166,13 +181,14 @@ _zeros: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
 
 def placeholder_tensor(shape: tuple[int, ...], like: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor of this shape whose values nobody reads, in the memory of one element: its metadata
-    is what checkpointing compares.
+    """A tensor of this shape in the memory of one element, for values that nobody reads.
+    Checkpointing compares its metadata.
 
-    That element is made once: filling it is a launch, 416 in a step of 32 layers.
+    The element is created once for each device and dtype: filling it is a kernel launch, of which
+    there would be 416 in a step of 32 layers.
     """
     if like.is_meta or type(like) not in (Tensor, torch.nn.Parameter):
-        # without data, or of a mode that keeps account of its tensors
+        # a tensor without data, or of a mode that tracks its tensors
         return like.new_zeros((), dtype=dtype).expand(shape)
     zero = _zeros.get((like.device, dtype))
     if zero is None:

@@ -5,7 +5,7 @@ queries, T keys, D head size.
 from __future__ import annotations
 
 import ctypes
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -48,6 +48,18 @@ def mask_outside_window(allowed_ST: Tensor, window: int) -> Tensor:
     return allowed_ST.triu(1 - window)
 
 
+def _allowed_pairs(
+    queries: int, keys: int, causal: bool, window: int | None, device: torch.device
+) -> Tensor:
+    """bool[S T], true where a query attends to a key."""
+    allowed_ST = torch.ones(queries, keys, dtype=torch.bool, device=device)
+    if causal:
+        allowed_ST = allowed_ST.tril()
+    if window is not None:
+        allowed_ST = mask_outside_window(allowed_ST, window)
+    return allowed_ST
+
+
 def attention_reference(
     query_BNSD: Tensor,
     key_BMTD: Tensor,
@@ -59,23 +71,22 @@ def attention_reference(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
+    """What `attention` computes, in plain PyTorch, right at fp64."""
     with autocast_off(query_BNSD):
         dtype = arithmetic_dtype(query_BNSD.dtype)
         heads_per_key = query_BNSD.shape[1] // key_BMTD.shape[1]
         key_BNTD, value_BNTD = (
             t.to(dtype).repeat_interleave(heads_per_key, 1) for t in (key_BMTD, value_BMTD)
         )
-        score_BNST = (
-            query_BNSD.to(dtype)
-            @ key_BNTD.transpose(-1, -2)
-            * (query_BNSD.shape[-1] ** -0.5 if scale is None else scale)
-        )
+        if scale is None:
+            scale = query_BNSD.shape[-1] ** -0.5
+        score_BNST = query_BNSD.to(dtype) @ key_BNTD.transpose(-1, -2) * scale
         if softcap is not None:
             score_BNST = softcap * torch.tanh(score_BNST / softcap)
-        allowed = torch.ones(score_BNST.shape[-2:], dtype=torch.bool, device=query_BNSD.device)
-        allowed = allowed.tril() if causal else allowed
-        allowed = allowed if window is None else mask_outside_window(allowed, window)
-        allowed = allowed if mask is None else allowed & mask
+        queries, keys = score_BNST.shape[-2:]
+        allowed = _allowed_pairs(queries, keys, causal, window, query_BNSD.device)
+        if mask is not None:
+            allowed = allowed & mask
         probability_BNST = score_BNST.masked_fill(~allowed, -torch.inf).softmax(-1)
         # a query without any key gets zeros
         probability_BNST = probability_BNST.masked_fill(~allowed.any(-1, keepdim=True), 0.0)
@@ -87,22 +98,25 @@ def attention_reference(
 KERNELS = CppKernels(__file__, in_graphs=True, forward="apppppppf", backward="appppppppppif")
 # queries and keys of a block in cpu.cpp
 BLOCK = 64
-# Work is shared among threads by key heads where there are as many as this, else by query heads. A
-# constant, and not the number of threads, so that a sum's order never depends on the machine.
+# Threads share the key heads where there are at least so many of them, else the query heads. It is
+# a constant, and not the number of threads, so that the order of a sum never depends on the machine
 _KEY_HEADS = 16
 
 
 def _make_rows_contiguous(*tensors: Tensor) -> list[Tensor]:
     contiguous: list[Tensor] = []
-    for t in tensors:
-        contiguous.append(t if t.stride(-1) == 1 else t.contiguous())
+    for tensor in tensors:
+        if tensor.stride(-1) != 1:
+            tensor = tensor.contiguous()
+        contiguous.append(tensor)
     return contiguous
 
 
 def _mask_bytes(mask: Tensor, batch: int, queries: int, keys: int) -> Tensor:
-    """[B T S'] bytes, S' whole blocks: the queries of one key lie side by side, as the scores do."""
-    transposed = mask[:, 0].expand(mask.shape[0], queries, keys).transpose(1, 2).view(torch.uint8)
-    return F.pad(transposed, (0, -queries % BLOCK)).contiguous()
+    """[B T S'] bytes, S' whole blocks: the queries of one key are adjacent, as the scores are."""
+    mask_BST = mask[:, 0].expand(mask.shape[0], queries, keys)
+    bytes_BTS = mask_BST.transpose(1, 2).view(torch.uint8)
+    return F.pad(bytes_BTS, (0, -queries % BLOCK)).contiguous()
 
 
 def _pack_shape(
@@ -110,10 +124,13 @@ def _pack_shape(
 ) -> Any:
     """struct Shape of cpu.cpp."""
     batch, heads, queries, depth = q.shape
-    if mask is None:
-        mask_strides = (0, 0)
-    else:
-        mask_strides = (mask.stride(0) if mask.shape[0] > 1 else 0, mask.stride(1))
+    mask_strides = (0, 0)
+    if mask is not None:
+        row_stride = mask.stride(0)
+        if mask.shape[0] == 1:
+            # all rows of the batch have one mask
+            row_stride = 0
+        mask_strides = (row_stride, mask.stride(1))
     sizes = (batch, heads, k.shape[1], queries, k.shape[2], depth, int(causal), *mask_strides)
     strides = (
         *q.stride()[:3],
@@ -129,11 +146,10 @@ def _fake_forward(
     q_BNSD: Tensor, k_BMTD: Tensor, v_BMTD: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     batch, heads, queries, depth = q_BNSD.shape
-    # positions before heads, as the output projection wants them
+    # positions before heads in memory, the layout that the output projection reads
     out_BSND = torch.empty((batch, queries, heads, depth), dtype=q_BNSD.dtype, device=q_BNSD.device)
-    return out_BSND.transpose(1, 2), torch.empty(
-        (batch, heads, queries), dtype=torch.float32, device=q_BNSD.device
-    )
+    lse_BNS = torch.empty((batch, heads, queries), dtype=torch.float32, device=q_BNSD.device)
+    return out_BSND.transpose(1, 2), lse_BNS
 
 
 @library_op(
@@ -148,7 +164,9 @@ def attention_forward(
     out_BNSD, lse_BNS = _fake_forward(q_BNSD, k_BMTD, v_BMTD, mask, causal, scale)
     q, k, v = _make_rows_contiguous(q_BNSD, k_BMTD, v_BMTD)
     batch, key_heads, keys, depth = k.shape
-    mask_bytes = None if mask is None else _mask_bytes(mask, batch, q.shape[2], keys)
+    mask_bytes = None
+    if mask is not None:
+        mask_bytes = _mask_bytes(mask, batch, q.shape[2], keys)
     v_transposed = torch.empty((batch, key_heads, depth, keys + -keys % BLOCK), dtype=v.dtype)
     KERNELS(
         "forward",
@@ -201,10 +219,14 @@ def attention_backward(
     q, k, v, dy = _make_rows_contiguous(q_BNSD, k_BMTD, v_BMTD, dy)
     dq, dk, dv = _fake_backward(q, k, v, mask, out, lse, dy, causal, scale)
     batch, heads, queries, _ = q.shape
-    mask_bytes = None if mask is None else _mask_bytes(mask, batch, queries, k.shape[2])
-    query_head_parts = heads // k.shape[1] if batch * k.shape[1] < _KEY_HEADS else 1
-    # of the query heads that read a key head, each has its own share of the gradients: summed here,
-    # in fp32, and narrowed once
+    mask_bytes = None
+    if mask is not None:
+        mask_bytes = _mask_bytes(mask, batch, queries, k.shape[2])
+    query_head_parts = 1
+    if batch * k.shape[1] < _KEY_HEADS:
+        query_head_parts = heads // k.shape[1]
+    # each query head that reads a key head has its own part of the key head's gradient: the parts
+    # are summed here, in fp32, and narrowed once
     if query_head_parts > 1:
         partial_grads = torch.empty(
             (2, *k.shape[:2], query_head_parts, *k.shape[2:]), dtype=torch.float32
@@ -283,9 +305,10 @@ class Attention(torch.autograd.Function):
         for recompute_input, count in ctx.makes:
             tensors = saved[:count]
             saved = saved[count:]
-            inputs.append(
-                tensors[0] if recompute_input is None else recompute(recompute_input, tensors)
-            )
+            if recompute_input is None:
+                inputs.append(tensors[0])
+            else:
+                inputs.append(recompute(recompute_input, tensors))
         q_BNSD, k_BMTD, v_BMTD = inputs
         no_grads = (None,) * 7
         arguments = (dy_BNSD, q_BNSD, k_BMTD, v_BMTD, out_BNSD, tuple(saved))
@@ -314,9 +337,11 @@ def choose_backend(
     softcap: float | None = None,
     packed: bool = False,
 ) -> Backend:
-    """What computes attention of these in `dtype`: see `gpu`."""
+    """The back end that computes attention of these tensors in `dtype`; `gpu` lists them."""
+    if key.shape != value.shape and softcap is None:
+        return "sdpa"
     if key.shape != value.shape:
-        return "sdpa" if softcap is None else "plain"
+        return "plain"
     if planned_device_type(query.device) == "cuda" and not torch.compiler.is_compiling():
         return choose_gpu_backend(
             dtype,
@@ -347,19 +372,18 @@ def uses_cpp_kernels(
 def _cpp_supports(
     dtype: torch.dtype, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> bool:
-    (batch, _, queries, depth), keys = query.shape, key.shape[2]
-    return (
-        dtype == torch.bfloat16
-        and key.shape == value.shape
-        and depth % 16 == 0
-        and min(batch, queries, keys, depth) > 0
-        and (
-            mask is None
-            or (
-                mask.dtype == torch.bool
-                and mask.shape in ((batch, 1, queries, keys), (1, 1, queries, keys))
-            )
-        )
+    """Whether the C++ kernels compute attention of these shapes and dtypes."""
+    batch, _, queries, depth = query.shape
+    keys = key.shape[2]
+    if dtype != torch.bfloat16 or key.shape != value.shape:
+        return False
+    if depth % 16 or min(batch, queries, keys, depth) == 0:
+        return False
+    if mask is None:
+        return True
+    return mask.dtype == torch.bool and mask.shape in (
+        (batch, 1, queries, keys),
+        (1, 1, queries, keys),
     )
 
 
@@ -414,16 +438,15 @@ def attention(
             code="DT001",
         )
     given_scale = scale
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
     path = choose_path(KERNELS, query, key, value)
-    is_packed = documents is not None
+    has_option = documents is not None or window is not None or softcap is not None
     backend: Backend
     if (
         path == "cpp"
         and query.is_cpu
-        and not is_packed
-        and window is None
-        and softcap is None
+        and not has_option
         and _cpp_supports(query.dtype, query, key, value, mask)
     ):
         backend = "cpp"
@@ -437,7 +460,7 @@ def attention(
             causal=causal,
             window=window,
             softcap=softcap,
-            packed=is_packed,
+            packed=documents is not None,
         )
     if backend == "flex" and is_planned(query.device):
         # a plan runs no compiler: FlashAttention has the operands and results of flex_attention's
@@ -458,21 +481,38 @@ def attention(
         return attention_reference(
             query, key, value, mask=mask, causal=causal, scale=scale, window=window, softcap=softcap
         )
+    return _torch_attention(query, key, value, mask, causal, given_scale, window)
+
+
+def _torch_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    window: int | None,
+) -> Tensor:
+    """PyTorch's scaled_dot_product_attention, which takes a mask or `is_causal`, and no window."""
     if (mask is not None and causal) or window is not None:
-        allowed = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
-        allowed = allowed.tril() if causal else allowed
-        allowed = allowed if window is None else mask_outside_window(allowed, window)
-        mask = allowed if mask is None else mask & allowed
+        allowed = _allowed_pairs(query.shape[2], key.shape[2], causal, window, query.device)
+        if mask is None:
+            mask = allowed
+        else:
+            mask = mask & allowed
         causal = False
-    compiling = torch.compiler.is_compiling()
-    with nullcontext() if compiling else disable_cudnn_with_mask(mask):
+    if torch.compiler.is_compiling():
+        context: AbstractContextManager[None] = nullcontext()
+    else:
+        context = disable_cudnn_with_mask(mask)
+    with context:
         return F.scaled_dot_product_attention(
             query,
             key,
             value,
             attn_mask=mask,
             is_causal=causal,
-            scale=given_scale,
+            scale=scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
 
@@ -486,7 +526,7 @@ def kernel_attention(
     causal: bool,
     scale: float | None,
 ) -> Tensor | None:
-    """`attention` where a kernel computes it; None where PyTorch's own would."""
+    """`attention` where a kernel computes it; None where PyTorch's own attention would be called."""
     autocast = autocast_dtype(query)
     if autocast is not None and query.dtype != torch.float64:
         query = query.to(autocast)
@@ -503,7 +543,8 @@ def kernel_attention(
         if backend not in ("cpp", "flash", "cudnn"):
             return None
     _check_inputs(query, key, value)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
     out: Tensor = apply_function(
         Attention, query, key, value, mask, causal, scale, backend, None, None, path
     )
@@ -516,7 +557,9 @@ def _add_document_mask(
     if documents is None:
         return mask
     document_mask = documents.mask(query.shape[0], query.shape[2])
-    return document_mask if mask is None else mask & document_mask
+    if mask is None:
+        return document_mask
+    return mask & document_mask
 
 
 def _check_inputs(query: Tensor, key: Tensor, value: Tensor) -> None:

@@ -108,17 +108,18 @@ def experts_reference(
                 (down, down_bias, down_adapter, False),
             ):
                 matrix = weight[expert].to(dtype)
-                output = h @ (matrix if transposed else matrix.t())
+                if not transposed:
+                    matrix = matrix.t()
+                output = h @ matrix
                 if adapter is not None:
-                    output = (
-                        output
-                        + adapter.scale
-                        * (h @ adapter.a[expert].to(dtype).t())
-                        @ adapter.b[expert].to(dtype).t()
-                    )
+                    a = adapter.a[expert].to(dtype)
+                    b = adapter.b[expert].to(dtype)
+                    output = output + adapter.scale * (h @ a.t()) @ b.t()
                 if bias is not None:
                     output = output + bias[expert].to(dtype)
-                h = activation_reference(output, activation) if is_first else output
+                h = output
+                if is_first:
+                    h = activation_reference(output, activation)
             y = y.index_add(0, token, h.to(y.dtype) * weights[token, choice, None].to(y.dtype))
         return y.to(x.dtype)
 
@@ -136,25 +137,31 @@ def _product(
     transpose: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """x by the matrix of each row's expert, or with `transpose` by its transpose: the one place where a
-    stack is read. Weights of another dtype are cast for the experts of a part, packed ones are
-    widened for a few experts at a time.
+    """x by the matrix of each row's expert, or by its transpose. Stacks are read only here: weights
+    of another dtype are cast for the experts of a part, packed ones are widened for a few experts at
+    a time.
     """
     state = options.states[layer_index]
     if state is None:
         weight = stack[part.experts]
         if weight.dtype != x.dtype:
             weight = weight.to(x.dtype)
-        return part.multiply(
-            x, weight if options.transposed != transpose else weight.transpose(1, 2), out=out
-        )
+        if options.transposed == transpose:
+            weight = weight.transpose(1, 2)
+        return part.multiply(x, weight, out=out)
 
     def read(experts: slice) -> Tensor:
         widened = state.widen_experts(stack, experts, x.dtype)
-        return widened if transpose else widened.transpose(1, 2)
+        if transpose:
+            return widened
+        return widened.transpose(1, 2)
 
     if out is None:
-        out = x.new_empty(len(x), state.shape[1 if options.transposed == transpose else 2])
+        _, rows, columns = state.shape
+        features = columns
+        if options.transposed == transpose:
+            features = rows
+        out = x.new_empty(len(x), features)
     return part.multiply_packed(x, read, out)
 
 
@@ -191,27 +198,28 @@ class Experts(torch.autograd.Function):
                 groups.narrow(down_a, down_b, dtype),
             )
             rows = groups.order.shape[0]
-            width = shape[2 if options.transposed else 1]
             # what backward reads of every row: the first layer's output, and both layers' products
             # with A
-            g_SG, xa_SR, ha_SR = (
-                low_TH.new_empty(rows, n) if needs_gradients and n else None
-                for n in (width, *(0 if a is None else a.shape[1] for a in (a1, a2)))
-            )
+            g_SG = xa_SR = ha_SR = None
+            if needs_gradients:
+                _, outer, inner = shape
+                if options.transposed:
+                    outer = inner
+                g_SG = low_TH.new_empty(rows, outer)
+                if a1 is not None:
+                    xa_SR = low_TH.new_empty(rows, a1.shape[1])
+                if a2 is not None:
+                    ha_SR = low_TH.new_empty(rows, a2.shape[1])
             if is_unused:
                 total = None
             else:
                 total = torch.zeros(x_TH.shape, dtype=arithmetic_dtype(dtype), device=x_TH.device)
             for part in groups.parts():
                 xs = part.gather_rows(low_TH)
-                g, xa = _forward_layer(
-                    part,
-                    xs,
-                    (up, up_bias, a1, b1),
-                    options,
-                    0,
-                    out=None if g_SG is None else g_SG[part.rows],
-                )
+                out = None
+                if g_SG is not None:
+                    out = g_SG[part.rows]
+                g, xa = _forward_layer(part, xs, (up, up_bias, a1, b1), options, 0, out=out)
                 if total is not None or a2 is not None:
                     h = apply_activation(g, options.activation)
                 else:
@@ -304,31 +312,23 @@ class Experts(torch.autograd.Function):
                 down_gradients.add(part, h, d, w, ha_SR, dha, options.scales[1])
                 del h
                 dxs, dxa = _input_gradient(part, dg, up, a1, b1, options, 0, needs_input=needs_x)
-                xs = part.gather_rows(x_TH) if needs_up or needs_ua else None
+                xs = None
+                if needs_up or needs_ua:
+                    xs = part.gather_rows(x_TH)
                 up_gradients.add(part, xs, dg, None, xa_SR, dxa, options.scales[0])
                 if dx_TH is not None:
                     assert dxs is not None
                     part.scatter_add_(dx_TH, dxs, None)
-                # before the next part's are made
+                # freed before the next part's are computed
                 del d, dg, xs, dxs
+            dweights = None
             if needs_w:
-                dweights = (
-                    torch.empty_like(dw_S)
-                    .index_put_((groups.order,), dw_S)
-                    .view(w_shape)
-                    .to(w_dtype)
-                )
-            else:
-                dweights = None
-        return (
-            None if dx_TH is None else dx_TH.to(x_dtype),
-            None,
-            dweights,
-            None,
-            None,
-            *up_gradients.results(),
-            *down_gradients.results(),
-        )
+                ordered = torch.empty_like(dw_S).index_put_((groups.order,), dw_S)
+                dweights = ordered.view(w_shape).to(w_dtype)
+            if dx_TH is not None:
+                dx_TH = dx_TH.to(x_dtype)
+        layer_gradients = (*up_gradients.results(), *down_gradients.results())
+        return dx_TH, None, dweights, None, None, *layer_gradients
 
 
 Layer = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
@@ -365,12 +365,14 @@ def _input_gradient(
     *,
     needs_input: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """(gradient of the layer's input, or None where it is not wanted, gradient of its product with
+    """(gradient of the layer's input, or None where it is not needed; gradient of its product with
     A, not yet scaled).
     """
-    dxa = None if b is None else part.shrink(dy, b.transpose(1, 2))
+    dxa = None
+    if b is not None:
+        dxa = part.shrink(dy, b.transpose(1, 2))
     if not needs_input:
-        return None, dxa  # type: ignore[return-value]  # a caller that does not want it does not read it
+        return None, dxa  # type: ignore[return-value]  # a caller that does not need it does not read it
     dx = _product(part, dy, weight, options, layer_index, transpose=True)
     if dxa is not None:
         part.expand_(dx, dxa, a.transpose(1, 2), options.scales[layer_index])  # type: ignore[union-attr]  # an adapter has both
@@ -378,24 +380,27 @@ def _input_gradient(
 
 
 class _Gradients:
-    """Those of one layer's weight, bias, A and B, filled a few experts at a time; an expert without
-    rows has zeros.
+    """The gradients of one layer's weight, bias, A and B. `add` fills those of a few experts at a
+    time; those of an expert without rows are zeros.
     """
 
     def __init__(self, layer: Layer, needs: Sequence[bool], transposed: bool) -> None:
         self.transposed = transposed
-        self.needs = needs
-        self.dtypes = [None if t is None else t.dtype for t in layer]
+        self.layer = layer
         weight, bias, a, b = layer
-        self.weight = torch.zeros_like(weight) if needs[0] else None
-        self.bias = torch.zeros_like(bias) if needs[1] and bias is not None else None
-        # summed in fp32; B's lie as PEFT's parameter does, the expert last
-        self.a = _wide_zeros(a, a.shape) if needs[2] and a is not None else None
-        self.b = (
-            _wide_zeros(b, (b.shape[1], b.shape[2], b.shape[0])).permute(2, 0, 1)
-            if needs[3] and b is not None
-            else None
-        )
+        needs_weight, needs_bias, needs_a, needs_b = needs
+        self.weight = self.bias = self.a = self.b = None
+        if needs_weight:
+            self.weight = torch.zeros_like(weight)
+        if needs_bias and bias is not None:
+            self.bias = torch.zeros_like(bias)
+        # the gradients of A and B are summed in fp32
+        if needs_a and a is not None:
+            self.a = _wide_zeros(a, a.shape)
+        if needs_b and b is not None:
+            # in memory B's gradient has the layout of PEFT's parameter, the expert last
+            experts, features, rank = b.shape
+            self.b = _wide_zeros(b, (features, rank, experts)).permute(2, 0, 1)
 
     def add(
         self,
@@ -414,22 +419,33 @@ class _Gradients:
         if self.weight is not None:
             assert x is not None
             lhs = dy
-            rhs = x if w is None else scale_rows(x, w)
-            part.outer(*((rhs, lhs) if self.transposed else (lhs, rhs)), self.weight[experts])
+            rhs = x
+            if w is not None:
+                rhs = scale_rows(x, w)
+            if self.transposed:
+                lhs, rhs = rhs, lhs
+            part.outer(lhs, rhs, self.weight[experts])
         if self.a is not None:
             assert dxa is not None
             assert x is not None
-            part.gradient(dxa if w is None else scale_rows(dxa, w), x, scale, self.a[experts])
+            if w is not None:
+                dxa = scale_rows(dxa, w)
+            part.gradient(dxa, x, scale, self.a[experts])
         if self.b is not None:
             assert xa_SR is not None
             xa = xa_SR[part.rows]
-            part.gradient(dy, xa if w is None else scale_rows(xa, w), scale, self.b[experts])
+            if w is not None:
+                xa = scale_rows(xa, w)
+            part.gradient(dy, xa, scale, self.b[experts])
 
     def results(self) -> list[Tensor | None]:
-        return [
-            None if t is None or dtype is None else t.to(dtype)
-            for t, dtype in zip((self.weight, self.bias, self.a, self.b), self.dtypes)
-        ]
+        """The gradients in their tensors' dtypes; None where one is not needed."""
+        results: list[Tensor | None] = []
+        for gradient, tensor in zip((self.weight, self.bias, self.a, self.b), self.layer):
+            if gradient is not None and tensor is not None:
+                gradient = gradient.to(tensor.dtype)
+            results.append(gradient)
+        return results
 
 
 def _wide_zeros(like: Tensor, shape: Sequence[int]) -> Tensor:
@@ -476,12 +492,15 @@ def experts(
         x, index, weights, _stack_shape(up, up_state), _stack_shape(down, down_state), transposed
     )
     layers: list[Tensor | None] = []
+    scales: list[float] = []
     for stack, bias, adapter in ((up, up_bias, up_adapter), (down, down_bias, down_adapter)):
-        layers += [stack, bias, *((None, None) if adapter is None else adapter[:2])]
-    scales = tuple(
-        1.0 if adapter is None else adapter.scale for adapter in (up_adapter, down_adapter)
-    )
-    options = ExpertsOptions(activation, transposed, scales, states)  # type: ignore[arg-type]  # one scale a layer
+        if adapter is None:
+            layers += [stack, bias, None, None]
+            scales.append(1.0)
+        else:
+            layers += [stack, bias, adapter.a, adapter.b]
+            scales.append(adapter.scale)
+    options = ExpertsOptions(activation, transposed, (scales[0], scales[1]), states)
     dense = [stack for stack, state in zip((up, down), states) if state is None]
     output: Tensor = apply_function(
         Experts, x, index, weights, options, product_dtype(x, *dense), *layers
@@ -490,7 +509,9 @@ def experts(
 
 
 def _stack_shape(stack: Tensor, state: StackState | None) -> torch.Size:
-    return stack.shape if state is None else state.shape
+    if state is None:
+        return stack.shape
+    return state.shape
 
 
 def _check_arguments(

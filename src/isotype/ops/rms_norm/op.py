@@ -49,14 +49,17 @@ def rms_norm_reference(
 ) -> Tensor:
     """In plain PyTorch, right at fp64."""
     h = x.to(arithmetic_dtype(x.dtype, weight.dtype))
-    w = weight.to(h.dtype) + 1.0 if unit_offset else weight.to(h.dtype)
+    w = weight.to(h.dtype)
+    if unit_offset:
+        w = w + 1.0
     return (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps) * w).to(out_dtype or x.dtype)
 
 
 # --- the C++ kernels of cpu.cpp
 
 KERNELS = CppKernels(__file__, forward="ddppppppiiiif", backward="ddpppppppiiiiii")
-# most partial sums of the weight's gradient, and the fewest rows that are worth a partial sum
+# the largest number of partial sums of the weight's gradient, and the smallest number of rows that
+# a partial sum has
 _PARTIAL_SUMS = 64
 _ROWS = 16
 
@@ -89,14 +92,20 @@ def _cpp_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(y, 1 / rms of each row, x + residual, empty where there is none)"""
     y, scale, total = _fake_forward(x, residual, weight_H, eps, unit_offset, out_dtype)
-    # rows of adjacent values; the weight in fp32
+    # the kernel reads rows of adjacent values, and the weight in fp32
     x_TH = x.reshape(-1, x.shape[-1])
+    if x_TH.stride(1) != 1:
+        x_TH = x_TH.contiguous()
     w_H = weight_H.to(torch.float32).contiguous()
-    x_TH = x_TH if x_TH.stride(1) == 1 else x_TH.contiguous()
-    w_H = w_H + 1.0 if unit_offset else w_H
-    residual_TH = None if residual is None else residual.reshape(-1, residual.shape[-1])
-    if residual_TH is not None and residual_TH.stride(1) != 1:
-        residual_TH = residual_TH.contiguous()
+    if unit_offset:
+        w_H = w_H + 1.0
+    residual_TH = None
+    residual_stride = 0
+    if residual is not None:
+        residual_TH = residual.reshape(-1, residual.shape[-1])
+        if residual_TH.stride(1) != 1:
+            residual_TH = residual_TH.contiguous()
+        residual_stride = residual_TH.stride(0)
     KERNELS(
         "forward",
         x.dtype,
@@ -109,7 +118,7 @@ def _cpp_forward(
         total,
         *x_TH.shape,
         x_TH.stride(0),
-        0 if residual_TH is None else residual_TH.stride(0),
+        residual_stride,
         eps,
     )
     return y, scale, total
@@ -146,14 +155,21 @@ def _cpp_backward(
     dx = torch.empty(x.shape, dtype=x.dtype)
     columns = x.shape[-1]
     w_H = weight_H.to(torch.float32).contiguous()
+    if unit_offset:
+        w_H = w_H + 1.0
     x_TH = x.reshape(-1, columns)
+    if x_TH.stride(1) != 1:
+        x_TH = x_TH.contiguous()
     dy_TH = dy.reshape(-1, columns)
-    w_H = w_H + 1.0 if unit_offset else w_H
-    x_TH = x_TH if x_TH.stride(1) == 1 else x_TH.contiguous()
-    dy_TH = dy_TH if dy_TH.stride(1) == 1 else dy_TH.contiguous()
-    added_grad_TH = None if added_grad is None else added_grad.reshape(-1, columns)
-    if added_grad_TH is not None and added_grad_TH.stride(1) != 1:
-        added_grad_TH = added_grad_TH.contiguous()
+    if dy_TH.stride(1) != 1:
+        dy_TH = dy_TH.contiguous()
+    added_grad_TH = None
+    added_grad_stride = 0
+    if added_grad is not None:
+        added_grad_TH = added_grad.reshape(-1, columns)
+        if added_grad_TH.stride(1) != 1:
+            added_grad_TH = added_grad_TH.contiguous()
+        added_grad_stride = added_grad_TH.stride(0)
     rows = x_TH.shape[0]
     block = max(_ROWS, -(-rows // _PARTIAL_SUMS))
     if want_dweight:
@@ -175,11 +191,13 @@ def _cpp_backward(
         columns,
         x_TH.stride(0),
         dy_TH.stride(0),
-        0 if added_grad_TH is None else added_grad_TH.stride(0),
+        added_grad_stride,
         block,
     )
+    if partial_BH is None:
+        return dx, weight_H.new_empty(0)
     # summed in fp32, and narrowed once
-    return dx, weight_H.new_empty(0) if partial_BH is None else partial_BH.sum(0).to(weight_H.dtype)
+    return dx, partial_BH.sum(0).to(weight_H.dtype)
 
 
 # --- the op
@@ -197,17 +215,25 @@ def _forward(
     """(y, 1 / rms of each row, x + residual or None)"""
     if path == "cpp":
         y, scale, summed = _cpp_forward(x, residual, weight_H, eps, unit_offset, out_dtype)
-        return y, scale, None if residual is None else summed
+        if residual is None:
+            return y, scale, None
+        return y, scale, summed
     if path == "triton":
         from . import triton
 
-        # a longer row runs as plain PyTorch: no model has one, and a kernel with a loop would read
-        # it twice
+        # longer rows run as plain PyTorch: no model has them, and a kernel with a loop would read
+        # them twice
         if triton.fits_in_registers(x):
             return triton.rms_norm_forward(x, residual, weight_H, eps, unit_offset, out_dtype)
-    total = None if residual is None else x + residual
-    h = cast_output(x if total is None else total, arithmetic_dtype(x.dtype, weight_H.dtype))
-    w = weight_H.to(h.dtype) + 1.0 if unit_offset else weight_H.to(h.dtype)
+    normed = x
+    total = None
+    if residual is not None:
+        total = x + residual
+        normed = total
+    h = cast_output(normed, arithmetic_dtype(x.dtype, weight_H.dtype))
+    w = weight_H.to(h.dtype)
+    if unit_offset:
+        w = w + 1.0
     scale = torch.rsqrt((h * h).mean(-1, keepdim=True) + eps)
     return cast_output(h * scale * w, out_dtype), scale, total
 
@@ -225,7 +251,9 @@ def _backward(
     """Gradients of x and weight; `added_grad` is added to that of x."""
     if path == "cpp":
         dx, dweight_H = _cpp_backward(x, weight_H, scale, dy, added_grad, unit_offset, want_dweight)
-        return dx, dweight_H if want_dweight else None
+        if not want_dweight:
+            return dx, None
+        return dx, dweight_H
     if path == "triton":
         from . import triton
 
@@ -234,18 +262,21 @@ def _backward(
                 x, weight_H, scale, dy, added_grad, unit_offset, want_dweight
             )
     dtype = scale.dtype
-    w = weight_H.to(dtype) + 1.0 if unit_offset else weight_H.to(dtype)
+    w = weight_H.to(dtype)
+    if unit_offset:
+        w = w + 1.0
     normed = x.to(dtype) * scale
     dy_wide = dy.to(dtype)
     g = dy_wide * w
     dx = scale * (g - normed * (g * normed).mean(-1, keepdim=True))
-    dx = (dx if added_grad is None else dx + added_grad.to(dtype)).to(x.dtype)
+    if added_grad is not None:
+        dx = dx + added_grad.to(dtype)
+    dx = dx.to(x.dtype)
+    if not want_dweight:
+        return dx, None
     # summed in the wide dtype, and narrowed once
-    return dx, (
-        (dy_wide * normed).reshape(-1, x.shape[-1]).sum(0).to(weight_H.dtype)
-        if want_dweight
-        else None
-    )
+    dweight_H = (dy_wide * normed).reshape(-1, x.shape[-1]).sum(0)
+    return dx, dweight_H.to(weight_H.dtype)
 
 
 class RmsNorm(torch.autograd.Function):
@@ -328,12 +359,14 @@ class AddRmsNorm(torch.autograd.Function):
         path: Path,
     ) -> tuple[Tensor, Tensor]:
         y, scale, summed = _forward(path, x, residual, weight_H, eps, unit_offset, out_dtype)
-        total = x if summed is None else summed
+        total = x
+        if summed is not None:
+            total = summed
         ctx.save_for_backward(total, weight_H, scale)
         ctx.path = path
         ctx.unit_offset = unit_offset
-        # PyTorch lets leaves keep what they are given through a view: of one tensor, each would
-        # accumulate into the other's .grad
+        # PyTorch lets a leaf keep the gradient tensor that backward returns: two leaves that got one
+        # tensor would each accumulate into the other's .grad
         ctx.copies_gradient = (
             residual is not None
             and x.is_leaf
@@ -357,16 +390,14 @@ class AddRmsNorm(torch.autograd.Function):
             dx, dweight_H = _backward(
                 ctx.path, total, weight_H, scale, dy, dtotal, ctx.unit_offset, needs_weight
             )
-        dresidual = dx.clone() if ctx.copies_gradient and dx is not None else dx
-        return (
-            dx if needs_x else None,
-            dresidual if needs_residual else None,
-            dweight_H,
-            None,
-            None,
-            None,
-            None,
-        )
+        dresidual = dx
+        if ctx.copies_gradient and dx is not None:
+            dresidual = dx.clone()
+        if not needs_x:
+            dx = None
+        if not needs_residual:
+            dresidual = None
+        return dx, dresidual, dweight_H, None, None, None, None
 
 
 def add_rms_norm(
