@@ -170,6 +170,16 @@ def test_a_learning_rate_of_zero_is_refused_unless_skipped(models, tmp_path):
     } in skipped
 
 
+def test_the_record_of_a_refusal_names_the_trainers_arguments(models, tmp_path):
+    trainer = attached(plain(Setting(models, rate=0.0, more={"output_dir": str(tmp_path)})), "fp32")
+    with pytest.raises(PreflightError):
+        trainer.train()
+    record = json.loads((tmp_path / "isotype" / "preflight.json").read_text())
+    finding = next(f for f in record["findings"] if f["code"] == "PF003")
+    assert finding["place"]["symbol"] == "learning_rate"
+    assert finding["fix"] == "learning_rate above 0"
+
+
 def test_settings_without_effect_are_refused(models, subtests):
     for given, words in (
         ({"skip": {"PF999": "x"}}, "no such check"),

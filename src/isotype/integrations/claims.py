@@ -2,8 +2,8 @@
 checkpoint, PEFT and TRL.
 
 `check_trainer` refuses trainers that `attach` cannot handle, before anything is changed, each with
-a fix. `claims` lists the owners with their values; `resolve_for` turns what the caller asked for
-into one `Precision`, or refuses a contradiction.
+a fix. `resolve_trainer_precision` makes one `Precision` from what the caller requested, or refuses a
+contradiction. `collect_claims` lists the owners with their values.
 """
 
 from __future__ import annotations
@@ -63,26 +63,28 @@ def requested_dtype(trainer: Any) -> str | None:
 def _choose_precision(
     trainer: Any, adapter: str, *, quantised: Quantisation | None
 ) -> tuple[str, dict[str, str], str]:
-    """What the arguments and the model make of `auto`: preset, what differs from it, and why.
-    Without them the device decides.
+    """(preset, roles that differ from it, why) for `auto`, from the arguments and the model. Where
+    neither decides, the device does.
     """
     requested = requested_dtype(trainer)
-    # TRL's configurations mean bf16 by default: False was typed; transformers' own False may be the
-    # default
+    # TRL's default is None, which means bf16: there False was requested. In transformers' own
+    # arguments False may be the default
     is_fp32_requested = (
         requested is None and type(trainer.args).__dataclass_fields__["bf16"].default is None
     )
     fp32_reason = "bf16=False in the trainer's arguments"
     if quantised is not None:
-        is_own_format = quantised.is_loaded or quantised.kind == "int8"
-        preset, base = (
-            ("bf16-lora", {"base": quantised.kind}) if is_own_format else ("nf4-lora", {})
-        )
-        return (
-            preset,
-            base | ({"compute": "fp32"} if is_fp32_requested else {}),
-            "auto: the model's base is quantised" + f", and {fp32_reason}" * is_fp32_requested,
-        )
+        if quantised.is_loaded or quantised.kind == "int8":
+            preset = "bf16-lora"
+            overrides = {"base": quantised.kind}
+        else:
+            preset = "nf4-lora"
+            overrides = {}
+        reason = "auto: the model's base is quantised"
+        if is_fp32_requested:
+            overrides["compute"] = "fp32"
+            reason += f", and {fp32_reason}"
+        return preset, overrides, reason
     if requested is not None:
         if requested == "fp16":
             preset = "fp16-mixed"
@@ -209,80 +211,105 @@ def _check_precision_claims(trainer: Any, precision: Precision, preset: str) -> 
         check_low_precision_training(trainer, precision, preset)
 
 
-def collect_claims(trainer: Any, precision: Precision) -> Iterator[Claim]:
-    """Every owner with its value and what becomes of it; read before anything is changed."""
-    model = trainer.model
-    args = trainer.args
-    here = f"{precision.compute}, on the inner model"
-    given = requested_dtype(trainer)
+def collect_claims(trainer: Any, precision: Precision) -> list[Claim]:
+    """Every owner with its value and what becomes of it. Called before anything is changed."""
+    return [
+        *_autocast_claims(trainer, precision),
+        *_trained_model_claims(trainer, precision),
+        *_optimizer_claims(trainer, precision),
+        *_read_only_model_claims(trainer, precision),
+        *_trl_claims(trainer, precision),
+        *_evaluation_claims(trainer),
+    ]
+
+
+def _autocast_claims(trainer: Any, precision: Precision) -> Iterator[Claim]:
+    requested = requested_dtype(trainer)
     yield Claim(
         "training arguments",
-        f"{given}=True" if given else "bf16=False, fp16=False",
-        f"compute {here}",
+        f"{requested}=True" if requested else "bf16=False, fp16=False",
+        f"compute {precision.compute}, on the inner model",
     )
-    if variable := os.environ.get("ACCELERATE_MIXED_PRECISION"):
+    variable = os.environ.get("ACCELERATE_MIXED_PRECISION")
+    if variable:
         yield Claim(
             "environment",
             f"ACCELERATE_MIXED_PRECISION={variable}",
-            "agrees" if given else "overridden",
+            "agrees" if requested else "overridden",
         )
-    now = "had no autocast"
+    outcome = "had no autocast"
     if trainer.accelerator.native_amp:
-        scaled = precision.loss_scaling != "none"
-        if scaled:
-            now = "keeps its wrapper: the gradient scaler needs it"
+        outcome = "wraps no forward"
+        if precision.loss_scaling != "none":
+            outcome = "keeps its wrapper: the gradient scaler needs it"
+    yield Claim("accelerate", f"mixed_precision {trainer.accelerator.mixed_precision}", outcome)
+
+
+def _trained_model_claims(trainer: Any, precision: Precision) -> Iterator[Claim]:
+    """The frozen weights, the trained weights and the adapters of the trained model."""
+    model = trainer.model
+    frozen = []
+    adapters = []
+    other_trained = []
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            frozen.append(parameter)
+        elif is_adapter(name):
+            adapters.append(parameter)
         else:
-            now = "wraps no forward"
-    yield Claim("accelerate", f"mixed_precision {trainer.accelerator.mixed_precision}", now)
-    named = list(model.named_parameters())
-    trained = [(n, p) for n, p in named if p.requires_grad]
-    if len(trained) < len(named):
-        yield Claim(
-            "checkpoint, frozen",
-            count_dtypes(p for _, p in named if not p.requires_grad),
-            f"base {precision.unquantised}",
-        )
-    adapters = [p for n, p in trained if is_adapter(n)]
-    rest = [p for n, p in trained if not is_adapter(n)]
-    if rest:
+            other_trained.append(parameter)
+    if frozen:
+        yield Claim("checkpoint, frozen", count_dtypes(frozen), f"base {precision.unquantised}")
+    if other_trained:
         rounding = " rounded stochastically" if precision.rounding == "stochastic" else ""
         yield Claim(
             "checkpoint, trained",
-            count_dtypes(rest),
+            count_dtypes(other_trained),
             f"trainable {precision.trainable}{rounding}"
-            + _describe_vanishing_updates(trainer, rest),
+            + _describe_vanishing_updates(trainer, other_trained),
         )
-    if adapters:
-        # TRL casts the adapters of quantised models
-        if is_trl_trainer(trainer) and any(dtype_name(p.dtype) == "bf16" for p in adapters):
-            by = "TRL's cast"
-        else:
-            by = "PEFT"
+    if not adapters:
+        return
+    owner = "PEFT"
+    # TRL casts the adapters of quantised models
+    if is_trl_trainer(trainer) and any(dtype_name(p.dtype) == "bf16" for p in adapters):
+        owner = "TRL's cast"
+    yield Claim(
+        f"{owner}, adapters",
+        count_dtypes(adapters),
+        f"{precision.trainable} masters" + _describe_vanishing_updates(trainer, adapters),
+    )
+    if any(getattr(m, "cast_input_dtype_enabled", False) for m in model.modules()):
         yield Claim(
-            f"{by}, adapters",
-            count_dtypes(adapters),
-            f"{precision.trainable} masters" + _describe_vanishing_updates(trainer, adapters),
+            "PEFT's casts",
+            "activations widened to the adapter's dtype",
+            "off: A and B are cast down instead",
         )
-        if any(getattr(m, "cast_input_dtype_enabled", False) for m in model.modules()):
-            yield Claim(
-                "PEFT's casts",
-                "activations widened to the adapter's dtype",
-                "off: A and B are cast down instead",
-            )
+
+
+def _optimizer_claims(trainer: Any, precision: Precision) -> Iterator[Claim]:
     if precision.trainable != "fp32":
-        optim = getattr(args.optim, "value", args.optim)
+        optim = getattr(trainer.args.optim, "value", trainer.args.optim)
         yield Claim(
             "training arguments", f"optim={optim}", "Isotype's AdamW, which rounds stochastically"
         )
-    for name, other in collect_models(trainer).items():
-        if name != "model":
-            now = f"base {precision.unquantised}"
-            if precision.trainable != precision.unquantised and trained_names(trainer, name):
-                now = (
-                    f"{precision.trainable} as trained, {precision.unquantised} where that is exact"
-                )
-            yield Claim(f"checkpoint, {name}", count_dtypes(other.parameters()), now)
-    if getattr(args, "cast_lm_head_to_fp32", False):
+
+
+def _read_only_model_claims(trainer: Any, precision: Precision) -> Iterator[Claim]:
+    """The reference and the teacher."""
+    for name, model in collect_models(trainer).items():
+        if name == "model":
+            continue
+        outcome = f"base {precision.unquantised}"
+        if precision.trainable != precision.unquantised and trained_names(trainer, name):
+            outcome = (
+                f"{precision.trainable} as trained, {precision.unquantised} where that is exact"
+            )
+        yield Claim(f"checkpoint, {name}", count_dtypes(model.parameters()), outcome)
+
+
+def _trl_claims(trainer: Any, precision: Precision) -> Iterator[Claim]:
+    if getattr(trainer.args, "cast_lm_head_to_fp32", False):
         yield Claim("TRL's cast", "cast_lm_head_to_fp32=True", "kept: the head's product is fp32")
     if getattr(trainer, "precompute_ref_logps", False) and precision.compute != "fp32":
         yield Claim(
@@ -290,8 +317,11 @@ def collect_claims(trainer: Any, precision: Precision) -> Iterator[Claim]:
             "precompute_ref_log_probs=True",
             "computed before attach(), in the trainer's own precision",
         )
+
+
+def _evaluation_claims(trainer: Any) -> Iterator[Claim]:
     for flag in ("bf16_full_eval", "fp16_full_eval"):
-        if getattr(args, flag, False):
+        if getattr(trainer.args, flag, False):
             yield Claim(
                 "training arguments",
                 f"{flag}=True",

@@ -74,7 +74,7 @@ def attach(
             )
     skips = check_preflight(skip or {}, preflight=preflight, record=record)
     resolved = resolve_trainer_precision(trainer, precision)
-    claims = list(collect_claims(trainer, resolved.precision))
+    claims = collect_claims(trainer, resolved.precision)
     attachment = Attachment(
         trainer, resolved, claims, optimizers=(trainer.optimizer, trainer.lr_scheduler)
     )

@@ -1,8 +1,9 @@
-"""What is watched of an attached trainer: the steps of `isotype train`'s schedule, the calls of the
-first one, and between all of them that weights, states and buffers are what the last update left.
+"""Observes an attached trainer: dtypes in the steps of `isotype train`'s schedule, calls of fused
+code in the first step, and between all steps whether weights, states and buffers are as the last
+update left them.
 
-Hooks of the trainer's own optimizer tell when an update begins and ends, and whether it is this
-optimizer that runs.
+Hooks of the trainer's own optimizer mark the begin and the end of an update, and show whether this
+optimizer runs.
 """
 
 from __future__ import annotations
@@ -39,14 +40,18 @@ from ..observe.continuity import (
     report_differences,
     report_narrow_values,
 )
-from ..observe.record import merge_observation, to_file_record
+from ..observe.record import DEFAULT_FIX, merge_observation, to_file_record
 from ..optimize.deferred import materialised
 from ..optimize.deferred_values import answered
 from ..optimize.trl_head import fused_head_of
 from .attachment import Attachment
-from .preflight import use_argument_names
 
 _NO_STEP = "no step of this training ended"
+# in place of `DEFAULT_FIX`, which names the configuration's section
+_DECLARE_FIX = (
+    "find the cast (isotype doctor trace shows it), or declare what you meant in attach(trainer,"
+    " precision=...)"
+)
 # roles that a run of Isotype's own observes and an attached trainer does not, or not always
 _TRAINER_ROLES = {
     "loss": (
@@ -63,16 +68,15 @@ _NOT_WATCHED = (
 _COUNTED_PARTS = ("norm", "gated mlp", "rotary", "attention", "4-bit")
 
 
-# hooks of PyTorch's own that a DDP may send its buckets with -> the dtype in which these are
-# summed; None: that of the gradients
+# DDP's communication hooks in PyTorch -> the dtype in which they sum; None: the gradients' dtype
 _HOOK_DTYPES = {
     default_hooks.allreduce_hook: None, default_hooks.fp16_compress_hook: torch.float16, default_hooks.bf16_compress_hook: torch.bfloat16,
 }  # fmt: skip
 
 
 def read_reduce_dtypes(model: nn.Module) -> tuple[list[torch.dtype], str]:
-    """The dtypes in which a wrapped model sums its gradients across processes; none and why, where
-    that cannot be read.
+    """(the dtypes in which a wrapped model sums its gradients across processes, why they cannot be
+    read or "").
     """
     if isinstance(model, DistributedDataParallel):
         policy: Any = model.mixed_precision
@@ -270,7 +274,7 @@ class StepMonitor:
     def _add_observation(self, observation: Observation) -> None:
         """Adds to the record, and warns of what is new in it."""
         observation.violations = [
-            replace(finding, fix=use_argument_names(finding.fix or ""))
+            replace(finding, fix=_DECLARE_FIX) if finding.fix == DEFAULT_FIX else finding
             for finding in observation.violations
         ]
         earlier = self.record.get("violations", [])

@@ -1,9 +1,11 @@
 """The preflight of an attached trainer: Isotype's own checks on the trainer's model, arguments and
 rows, before step 1.
 
-A trainer is presented to them as a run: its arguments, its step, its rows. Checks that need a run
-file are left out, and those that the trainer cannot be rehearsed for, each with its reason. It
-draws, updates and logs nothing: a run with the preflight is bit-identical to one without.
+The checks see the trainer as a run: `TrainerTask` has its rows, `TrainerStepper` its step,
+`TrainerRun` its model and precision, and `ARGUMENT_NAMES` the names of its settings. Checks that
+need a run file are skipped, and so are those for which this trainer cannot be rehearsed, each with
+its reason. The preflight leaves random state, weights and logs as they were: a run with it is
+bit-identical to one without.
 """
 
 from __future__ import annotations
@@ -11,11 +13,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -32,8 +33,10 @@ from ..finding import Finding, Place, Severity
 from ..model.architecture import is_vision_language
 from ..observe import Observation, Observer
 from ..observe.origin import find_custom_gradient_hook
+from ..optimize import Manifest
 from ..precision.accumulate import GradientAccumulator
 from ..precision.apply import inner_model
+from ..precision.resolution import Resolved
 from ..precision.vision import vision_parts
 from ..tasks.language.checks import (
     ids_beyond_embeddings,
@@ -47,48 +50,49 @@ from ..training.preflight.check import Outcome, preflight
 from ..training.preflight.rehearsal import rehearse_evaluation, rehearse_samples, rehearse_step
 from ..training.preflight.static import check_update_sizes
 from ..training.schedule import RunSchedule
-from ..training.setup import Prepared, Subject
+from ..training.setting_names import SettingNames
+from ..training.setup import Subject
 from ..training.step import LossScale, gradient_norm
 from ..training.task import Check, Evaluation, eval_mode, preserve_random_state
 from ..wording import pluralise
 from .attachment import Attachment, MethodWrappers
 
-_ARGUMENTS = {
-    "run.sample_every: 0 trains without samples; ": "",
-    "train.learning_rate": "learning_rate",
-    "train.clip": "max_grad_norm",
-    "train.batch_size": "per_device_train_batch_size",
-    "train.accumulate": "gradient_accumulation_steps",
-    "train.gradient_checkpointing: layers": "gradient_checkpointing=True",
-    "precision.compute: ": "",
-    "precision.trainable: fp32": "precision='bf16-mixed'",
-    "precision.preset": "precision",
-    "in the precision section": "in attach(trainer, precision=...)",
-    "data.eval": "eval_dataset",
-    "data.train": "train_dataset",
-    "data.max_length": "max_length",
-}
+# the settings as arguments of the trainer and of `attach`
+ARGUMENT_NAMES = SettingNames(
+    learning_rate="learning_rate",
+    clip="max_grad_norm",
+    batch_size="per_device_train_batch_size",
+    accumulate="gradient_accumulation_steps",
+    checkpoint_layers="gradient_checkpointing=True",
+    preset="precision",
+    compute_bf16="bf16",
+    fp32_weights="precision='bf16-mixed'",
+    rounded_weights="precision='bf16-pure'",
+    weight_dtype="precision",
+    train_data="train_dataset",
+    eval_data="eval_dataset",
+    max_length="max_length",
+    chat_template="the tokenizer's chat template",
+    without_samples="",
+)
 
-
-def use_argument_names(text: str) -> str:
-    for setting, argument in _ARGUMENTS.items():
-        text = text.replace(setting, argument)
-    return text
-
-
-# rows looked at: the first ones. Each of a dataset's pictures is decoded when its row is read
+# how many of the first rows are checked. A picture is decoded when its row is read
 MAX_ROWS = 4096
 MAX_PICTURE_ROWS = 32
 _ID_COLUMNS = ("input_ids", "prompt_ids", "chosen_ids", "rejected_ids", "completion_ids")
 
 
 def _read_first_rows(dataset: Any) -> tuple[list[Any], str]:
-    """The first rows; a stream is not read, as that would take rows from it."""
+    """(the first rows, why there are none or ""). A stream is not read: that would take rows from
+    it.
+    """
     if dataset is None:
         return [], "no dataset"
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         return [], "the dataset is a stream"
-    limit = MAX_PICTURE_ROWS if len(dataset) and _has_pictures(dataset[0]) else MAX_ROWS
+    limit = MAX_ROWS
+    if len(dataset) and _has_pictures(dataset[0]):
+        limit = MAX_PICTURE_ROWS
     return [dataset[i] for i in range(min(limit, len(dataset)))], ""
 
 
@@ -104,40 +108,43 @@ def _to_ids(value: Any) -> tuple[int, ...] | None:
 
 
 def _token_rows(rows: list[Any]) -> list[Row]:
-    """Rows with input_ids; labels from their column, or every token where only ids are given.
-    Padding of masked positions is left out.
-    """
+    """The rows as tokens with labels, without padding; none where one of them has another form."""
     token_rows = []
     for row in rows:
-        ids = _to_ids(row.get("input_ids")) if isinstance(row, dict) else None
-        if ids is None:
+        token_row = _token_row(row) if isinstance(row, dict) else None
+        if token_row is None:
             return []
-        labels = _to_ids(row["labels"]) if row.get("labels") is not None else None
-        if row.get("completion_mask") is not None:
-            mask = _to_ids(row["completion_mask"])
-        else:
-            mask = None
-        if labels is None:
-            if mask is None:
-                labels = ids
-            else:
-                labels = tuple(i if m else IGNORED for i, m in zip(ids, mask))
-        if len(labels) != len(ids):  # an encoder-decoder's
-            return []
-        if row.get("attention_mask") is not None:
-            mask = _to_ids(row["attention_mask"])
-        else:
-            mask = None
-        if mask is not None:
-            kept_positions = [k for k, is_kept in enumerate(mask) if is_kept]
-            ids = tuple(ids[k] for k in kept_positions)
-            labels = tuple(labels[k] for k in kept_positions)
-        prompt = next((k for k, label in enumerate(labels) if label != IGNORED), len(labels))
-        token_rows.append(Row(ids, labels, prompt))
+        token_rows.append(token_row)
     return token_rows
 
 
+def _token_row(row: dict[str, Any]) -> Row | None:
+    """Labels are those of their column, else the ids where `completion_mask` is set, else all ids.
+    Tokens outside `attention_mask` are padding.
+    """
+    ids = _to_ids(row.get("input_ids"))
+    if ids is None:
+        return None
+    labels = _to_ids(row.get("labels"))
+    completion_mask = _to_ids(row.get("completion_mask"))
+    attention_mask = _to_ids(row.get("attention_mask"))
+    if labels is None:
+        labels = ids
+        if completion_mask is not None:
+            labels = tuple(i if is_set else IGNORED for i, is_set in zip(ids, completion_mask))
+    if len(labels) != len(ids):  # an encoder-decoder's
+        return None
+    if attention_mask is not None:
+        positions = [k for k, is_set in enumerate(attention_mask) if is_set]
+        ids = tuple(ids[k] for k in positions)
+        labels = tuple(labels[k] for k in positions)
+    prompt_length = next((k for k, label in enumerate(labels) if label != IGNORED), len(labels))
+    return Row(ids, labels, prompt_length)
+
+
 def _longest_rows(rows: list[Any], count: int) -> list[Any]:
+    """`count` rows with the most tokens; none where lengths cannot be read."""
+
     def length(row: Any) -> int:
         if isinstance(row, dict):
             return sum(
@@ -147,14 +154,14 @@ def _longest_rows(rows: list[Any], count: int) -> list[Any]:
             )
         return 0
 
-    if rows and _has_pictures(rows[0]):  # tokens are made by the collator
+    if rows and _has_pictures(rows[0]):  # the collator makes the tokens
         return rows[:count]
     if any(length(row) for row in rows):
         return sorted(rows, key=length, reverse=True)[:count]
     return []
 
 
-NEW_TOKENS = 8  # of the rehearsed generation: the cache is used from the second on
+NEW_TOKENS = 8  # of the rehearsed generation. The cache is used from the second token on
 
 
 class TrainerBatch:
@@ -163,10 +170,14 @@ class TrainerBatch:
     def __init__(self, inputs: dict[str, Any]) -> None:
         self.inputs = inputs
         ids = next((v for v in inputs.values() if isinstance(v, Tensor) and v.dim() == 2), None)
-        self.rows: int = ids.shape[0] if ids is not None else 1
-        self.length: int = ids.shape[1] if ids is not None else 0
+        self.rows = 1
+        self.length = 0
+        if ids is not None:
+            self.rows, self.length = ids.shape
         labels = inputs.get("labels")
-        self.weight = int((labels != IGNORED).sum()) if isinstance(labels, Tensor) else 1
+        self.weight = 1
+        if isinstance(labels, Tensor):
+            self.weight = int((labels != IGNORED).sum())
         self.units = self.rows * self.length
 
     def to(self, device: torch.device) -> TrainerBatch:
@@ -177,7 +188,7 @@ class TrainerBatch:
 
 
 class TrainerStepper:
-    """A step as the trainer makes it: its own compute_loss, its own optimizer."""
+    """A step as the trainer runs it, with its own compute_loss and its own optimizer."""
 
     def __init__(self, attachment: Attachment) -> None:
         self.trainer = attachment.trainer
@@ -188,7 +199,7 @@ class TrainerStepper:
         self.sharding: Sharding | None = None  # one process has the whole model
         self.world = ALONE
         dtype = attachment.precision.trainable
-        # of weights in their gradients' dtype: those stay in .grad
+        # gradients in the weights' own dtype stay in .grad
         self.accumulator = attachment.accumulator or GradientAccumulator(
             self.model.parameters(), dtype=dtype
         )
@@ -230,7 +241,19 @@ class TrainerStepper:
             learning_rate=args.learning_rate,
             clip=args.max_grad_norm or None,
             compute=self.compute,
+            names=ARGUMENT_NAMES,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerRun:
+    """The run of an attached trainer as the checks read it (`training.setup.CheckedRun`)."""
+
+    model: nn.Module
+    resolved: Resolved
+    device: torch.device
+    manifest: Manifest
+    stepper: TrainerStepper
 
 
 class TrainerTask:
@@ -243,33 +266,26 @@ class TrainerTask:
     """
 
     def __init__(self, attachment: Attachment) -> None:
-        self.trainer, self.model, args = (
-            attachment.trainer,
-            attachment.trainer.model,
-            attachment.trainer.args,
-        )
+        self.trainer = attachment.trainer
+        self.model = self.trainer.model
         self.tokenizer = find_tokenizer(self.trainer)
+        args = self.trainer.args
         rows, no_rows_reason = _read_first_rows(self.trainer.train_dataset)
         eval_dataset = self.trainer.eval_dataset
-        eval_rows, _ = _read_first_rows(
-            next(iter(eval_dataset.values()), None)
-            if isinstance(eval_dataset, dict)
-            else eval_dataset
-        )
+        if isinstance(eval_dataset, dict):
+            eval_dataset = next(iter(eval_dataset.values()), None)
+        eval_rows, _ = _read_first_rows(eval_dataset)
         token_rows = _token_rows(rows)
         eval_token_rows = _token_rows(eval_rows) if token_rows else []
-        if token_rows:
-            self.no_tokens_reason = ""
-        else:
+        self.no_tokens_reason = ""
+        if not token_rows:
             self.no_tokens_reason = no_rows_reason or "the rows are no plain tokens with labels"
         self.longest_train_rows = _longest_rows(rows, args.per_device_train_batch_size)
         self.longest_eval_rows = _longest_rows(eval_rows, args.per_device_eval_batch_size)
-        # else every token is learnt: no answers that should end
+        # without a masked token every token is learnt: there are no answers that should end
         has_masked_tokens = any(IGNORED in row.labels for row in token_rows)
-        longest, longest_eval = (
-            max((len(row.input_ids) for row in side), default=0)
-            for side in (token_rows, eval_token_rows)
-        )
+        longest = max((len(row.input_ids) for row in token_rows), default=0)
+        longest_eval = max((len(row.input_ids) for row in eval_token_rows), default=0)
         facts = {
             "train": {
                 "dropped": [],
@@ -318,9 +334,8 @@ class TrainerTask:
         self, model: Any, device: torch.device, *, shortened: bool = False, world: World = ALONE
     ) -> Sequence[Any]:
         row = self.data.train[0]
-        ids = torch.tensor(
-            [row.input_ids[: max(1, row.prompt_length or len(row.input_ids) // 2)]], device=device
-        )
+        prompt_length = row.prompt_length or len(row.input_ids) // 2
+        ids = torch.tensor([row.input_ids[: max(1, prompt_length)]], device=device)
         with eval_mode(model), preserve_random_state():
             model.generate(input_ids=ids, max_new_tokens=NEW_TOKENS, do_sample=False)
         return []
@@ -334,10 +349,12 @@ def find_tokenizer(trainer: Any) -> Any | None:
 
 
 def build_subject(attachment: Attachment, folder: Path, *, resuming: bool) -> Subject:
-    """The trainer's own arguments under the names of a run file. Only those that the checks read
-    are translated.
+    """The trainer as the checks see a run. Its configuration has those of the trainer's arguments
+    that the checks read.
     """
-    trainer, args, task = attachment.trainer, attachment.trainer.args, TrainerTask(attachment)
+    trainer = attachment.trainer
+    args = trainer.args
+    task = TrainerTask(attachment)
     config = RunConfig(
         model=ModelSection(name="the trainer's model"),
         data=DataSection(
@@ -350,20 +367,20 @@ def build_subject(attachment: Attachment, folder: Path, *, resuming: bool) -> Su
             eval_batch_size=args.per_device_eval_batch_size,
         ),
     )
-    # the parts of a prepared run that the checks use
-    prepared = SimpleNamespace(
+    prepared = TrainerRun(
         model=trainer.model,
         resolved=attachment.resolved,
         device=args.device,
-        stepper=TrainerStepper(attachment),
         manifest=attachment.manifest,
+        stepper=TrainerStepper(attachment),
     )
     return Subject(
         config=config,
         task=task,
         folder=folder,
         resuming=resuming,
-        prepared=cast(Prepared, prepared),
+        prepared=prepared,
+        names=ARGUMENT_NAMES,
         schedule=RunSchedule(trainer.state.max_steps, eval_every=1, save_every=0, sample_every=1),
     )
 
@@ -376,11 +393,12 @@ def run_preflight(
     *,
     resuming: bool,
 ) -> dict[str, Observation]:
-    """Returns what the observer saw of each rehearsal. Raises PreflightError with every error
-    found; `attach(..., skip={"PF003": "why"})` leaves a check out.
+    """Runs the checks, and returns the observation of each rehearsal. `attach(..., skip={"PF003":
+    "why"})` leaves a check out.
+
+    Raises  PreflightError with every error
     """
-    trainer = attachment.trainer
-    with _trainer_restored(trainer):
+    with _preserve_trainer(attachment.trainer):
         subject = replace(
             build_subject(attachment, folder, resuming=resuming),
             observer=observer,
@@ -392,59 +410,64 @@ def run_preflight(
 
 def _run(attachment: Attachment, subject: Subject, skip: Mapping[str, str]) -> Outcome:
     trainer = attachment.trainer
-    task = cast(TrainerTask, subject.task)
-    checks: dict[str, tuple[Check, ...]] = {"static": (Check(("PF003",), check_update_sizes),)}
-    why_not = _rehearsal_blocker(task)
-    unmeasured = f", which does not run: {why_not}" if why_not else ""
-    skipped = {
-        "PF011": (
-            "a trainer's memory is not planned; the rehearsed step of its longest batch is the"
-            f" check{unmeasured}"
-        ),
-        **skip,
-    }
-    no_rows = task.no_tokens_reason
-    without = no_rows or ("" if task.tokenizer else "the trainer has no processing_class")
-    if hasattr(inner_model(trainer.model), "config"):
-        unknown = ""
-    else:
-        unknown = "the model is none of transformers: its tables are not known"
-    if str(trainer.args.eval_strategy.value) == "no":
-        unplanned = "eval_strategy is no"
-    else:
-        unplanned = ""
-    if vision_parts(inner_model(trainer.model)) is not None:
-        blind = ""
-    else:
-        blind = "the model sees no pictures"
-    for phase, codes, run, why in (
-        ("data", ("PF005",), rows_without_learnt_tokens, no_rows),
-        ("data", ("PF020",), rows_beyond_positions, unknown or no_rows),
-        ("data", ("PF007",), unlearnt_end_token, without),
-        ("data", ("PF008",), ids_beyond_embeddings, unknown or without),
-        ("data", ("PF009",), untrained_new_tokens, unknown or without),
-        ("data", ("PF023",), find_learnt_picture_tokens, unknown or blind),
-        ("static", ("PF024",), find_unloadable_names, unknown),
-        ("real", ("PF012", "PF013", "PF014", "PF015"), rehearse_step, why_not),
-        ("real", ("PF017",), rehearse_samples, why_not),
-        ("real", ("PF016",), rehearse_evaluation, why_not or unplanned),
-    ):
-        if why:
-            skipped |= dict.fromkeys(codes, why)
-        else:
-            checks[phase] = (*checks.get(phase, ()), Check(codes, run))
+    checks, reasons = _select_checks(cast(TrainerTask, subject.task))
+    memory = (
+        "a trainer's memory is not planned; the rehearsed step of its longest batch is the check"
+    )
+    if "PF012" in reasons:
+        memory += f", which does not run: {reasons['PF012']}"
+    skipped = {"PF011": memory, **skip, **reasons}
     world = World()  # each process checks for itself, and the first one writes
     world.rank = trainer.args.process_index
     try:
         return preflight(subject, skipped, checks=checks, world=world)
     except PreflightError as error:
-        attachment.restore_optimizers()  # their rates may be what was refused
-        first = error.message.partition(": ")[2].split("\n")[0].split(", ")[0]
-        fix = f'mend it, or attach(..., skip={{"{first}": "why it does not matter here"}})'
-        raise PreflightError(use_argument_names(error.message), fix=fix) from None
+        attachment.restore_optimizers()  # their learning rates may be what was refused
+        first_code = error.message.partition(": ")[2].split("\n")[0].split(", ")[0]
+        fix = f'mend it, or attach(..., skip={{"{first_code}": "why it does not matter here"}})'
+        raise PreflightError(error.message, fix=fix) from None
+
+
+def _select_checks(task: TrainerTask) -> tuple[dict[str, tuple[Check, ...]], dict[str, str]]:
+    """(the checks of each phase that can run on this trainer, code of another check -> why it
+    cannot).
+    """
+    trainer = task.trainer
+    inner = inner_model(trainer.model)
+    rehearsal = _rehearsal_blocker(task)
+    tokens = task.no_tokens_reason
+    tokenizer = "" if task.tokenizer else "the trainer has no processing_class"
+    tables = "the model is none of transformers: its tables are not known"
+    if hasattr(inner, "config"):
+        tables = ""
+    evaluation = "eval_strategy is no" if trainer.args.eval_strategy.value == "no" else ""
+    vision = "" if vision_parts(inner) is not None else "the model sees no pictures"
+    # phase, codes, check, and why it cannot run: the first reason that is not empty
+    candidates: tuple[tuple[str, tuple[str, ...], Callable[..., Any], str], ...] = (
+        ("static", ("PF003",), check_update_sizes, ""),
+        ("data", ("PF005",), rows_without_learnt_tokens, tokens),
+        ("data", ("PF020",), rows_beyond_positions, tables or tokens),
+        ("data", ("PF007",), unlearnt_end_token, tokens or tokenizer),
+        ("data", ("PF008",), ids_beyond_embeddings, tables or tokens or tokenizer),
+        ("data", ("PF009",), untrained_new_tokens, tables or tokens or tokenizer),
+        ("data", ("PF023",), find_learnt_picture_tokens, tables or vision),
+        ("static", ("PF024",), find_unloadable_names, tables),
+        ("real", ("PF012", "PF013", "PF014", "PF015"), rehearse_step, rehearsal),
+        ("real", ("PF017",), rehearse_samples, rehearsal),
+        ("real", ("PF016",), rehearse_evaluation, rehearsal or evaluation),
+    )
+    checks: dict[str, tuple[Check, ...]] = {}
+    reasons: dict[str, str] = {}
+    for phase, codes, run, reason in candidates:
+        if reason:
+            reasons |= dict.fromkeys(codes, reason)
+        else:
+            checks[phase] = (*checks.get(phase, ()), Check(codes, run))
+    return checks, reasons
 
 
 def _rehearsal_blocker(task: TrainerTask) -> str:
+    """Why no step of this trainer can be rehearsed, or ""."""
     trainer = task.trainer
     if trainer.args.world_size > 1:
         return "several processes: a rehearsed backward would meet DDP's hooks"
@@ -457,13 +480,15 @@ def _rehearsal_blocker(task: TrainerTask) -> str:
             f"{hook} runs in backward: what it does there, as an update of the weights, could not"
             " be put back"
         )
-    return "" if task.longest_train_rows else task.no_tokens_reason
+    if not task.longest_train_rows:
+        return task.no_tokens_reason
+    return ""
 
 
 @contextmanager
-def _trainer_restored(trainer: Any) -> Iterator[None]:
-    """Restores on exit random state, and what a trainer, its state and its collator count and draw:
-    TRL's metrics, the generator of a collator with a seed. Nothing is logged.
+def _preserve_trainer(trainer: Any) -> Iterator[None]:
+    """Restores on exit the random state, and the counters and generators of a trainer, its state and
+    its collator: TRL's metrics, the generator of a collator with a seed. Nothing is logged.
     """
     undo: list[Callable[[], object]] = []
     for owner in (trainer, trainer.state, trainer.control, trainer.data_collator):
@@ -474,15 +499,11 @@ def _trainer_restored(trainer: Any) -> Iterator[None]:
                 undo.append(
                     partial(setattr, value.bit_generator, "state", value.bit_generator.state)
                 )
-            elif not _is_plain(value):
+            elif _is_plain(value):
+                value = copy.deepcopy(value)
+            else:
                 continue
-            undo.append(
-                partial(
-                    vars(owner).__setitem__,
-                    name,
-                    copy.deepcopy(value) if _is_plain(value) else value,
-                )
-            )
+            undo.append(partial(vars(owner).__setitem__, name, value))
     methods = MethodWrappers(trainer)
     with preserve_random_state():
         methods.wrap("log", lambda *_, **__: None)
@@ -495,7 +516,7 @@ def _trainer_restored(trainer: Any) -> Iterator[None]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Numbers, text and containers of them."""
+    """Whether this is a number, a text, or a container of them."""
     if isinstance(value, dict):
         return all(_is_plain(item) for item in (*value.keys(), *value.values()))
     if isinstance(value, list | tuple | set):
@@ -503,11 +524,11 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-# --- of a vision-language model: what it learns of a picture, and where its adapter will load
+# --- vision-language models: whether they learn the tokens of pictures, and where an adapter loads
 
 
 def find_learnt_picture_tokens(subject: Subject) -> Iterator[Finding]:
-    """PF023: labels on the places of pictures, as trainers that learn every token have them."""
+    """PF023: labels on the tokens of pictures, as trainers that learn every token have them."""
     trainer: Any = subject.task.trainer
     config = inner_model(trainer.model).config
     picture_token = next(
@@ -519,8 +540,10 @@ def find_learnt_picture_tokens(subject: Subject) -> Iterator[Finding]:
         None,
     )
     rows = list(islice(iter(trainer.train_dataset), 4))
-    batch = trainer.data_collator(rows) if rows and picture_token is not None else None
-    # a trainer of policies makes its rows itself
+    if not rows or picture_token is None:
+        return
+    batch = trainer.data_collator(rows)
+    # a trainer of policies makes its rows itself: its batch has no labels
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if labels is None:
         return
@@ -544,7 +567,7 @@ def find_learnt_picture_tokens(subject: Subject) -> Iterator[Finding]:
 
 
 def find_unloadable_names(subject: Subject) -> Iterator[Finding]:
-    """PF024: an adapter on a family's class for text, whose names the released class does not have."""
+    """PF024: an adapter on a family's class for text, with names that the released class lacks."""
     from transformers import AutoConfig
 
     model: Any = inner_model(subject.task.trainer.model)

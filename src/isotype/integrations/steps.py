@@ -30,7 +30,7 @@ from ..precision.apply import inner_model
 from ..training.finite import non_finite_error
 from ..training.step import choose_sampled_elements, share_changed
 from .attachment import Attachment, MethodWrappers, running_trainers
-from .preflight import use_argument_names
+from .preflight import ARGUMENT_NAMES
 
 
 class Guards(TrainerCallback):
@@ -183,21 +183,22 @@ class Guards(TrainerCallback):
         """
         last_inputs = self._last_inputs
         model = inner_model(self.trainer.model)
-        passes = (
-            [lambda: model(*last_inputs[0], **last_inputs[1])] if last_inputs is not None else []
-        )
-        args = self.trainer.args
-        error = non_finite_error(
+        passes: list[Callable[[], object]] = []
+        if last_inputs is not None:
+            args, kwargs = last_inputs
+            passes = [lambda: model(*args, **kwargs)]
+        settings = self.trainer.args
+        return non_finite_error(
             self.trainer.model,
             passes,
             step=self.trainer.state.global_step + 1,
             quantity=quantity,
             gradient=self.attachment.gradient,
-            learning_rate=args.learning_rate,
-            clip=args.max_grad_norm or None,
+            learning_rate=settings.learning_rate,
+            clip=settings.max_grad_norm or None,
             compute=self.attachment.precision.compute,
+            names=ARGUMENT_NAMES,
         )
-        return RunError(error.message, code="NF001", fix=use_argument_names(error.fix or ""))
 
 
 # --- TRL's distillation: DistillationTrainer, which compares two heads in tiles, and GKD, which

@@ -13,6 +13,7 @@ from ..errors import RunError
 from ..observe import floating_tensors
 from ..precision.apply import inner_model
 from ..precision.parts import local_part, reshard_units
+from .setting_names import RUN_FILE_NAMES, SettingNames
 
 
 def first_non_finite_module(model: nn.Module, forward: Callable[[], object]) -> str | None:
@@ -88,14 +89,14 @@ def non_finite_gradients(
     return bad[::-1]
 
 
-_WIDER_RANGE_ADVICE = ", or precision.compute: bf16, whose range is fp32's"
-
-
-def smaller_update_advice(learning_rate: float, clip: float | None) -> str:
+def smaller_update_advice(
+    learning_rate: float, clip: float | None, names: SettingNames = RUN_FILE_NAMES
+) -> str:
     """Advice that makes updates smaller, without settings that are in force already."""
-    return f"lower train.learning_rate (it is {learning_rate:g})" + (
-        "" if clip else ", or set train.clip"
-    )
+    advice = f"lower {names.learning_rate} (it is {learning_rate:g})"
+    if not clip:
+        advice += f", or set {names.clip}"
+    return advice
 
 
 def non_finite_error(
@@ -108,6 +109,7 @@ def non_finite_error(
     learning_rate: float,
     clip: float | None,
     compute: str,
+    names: SettingNames = RUN_FILE_NAMES,
 ) -> RunError:
     """RunError NF001 that names the step, the module with the first non-finite number, and a fix.
 
@@ -115,6 +117,10 @@ def non_finite_error(
     step      0 in the preflight, where smaller updates cannot help
     quantity  for the message: `the loss`, `the gradient`
     """
+    smaller_updates = smaller_update_advice(learning_rate, clip, names)
+    wider_range = ""
+    if compute == "fp16":
+        wider_range = f", or {names.compute_bf16}, whose range is fp32's"
     bad_parameters = non_finite_parameters(model)
     # runs every pass even if the first shows the module: the processes that share a model must run
     # the same number of forwards
@@ -126,7 +132,7 @@ def non_finite_error(
         if step:
             fix = (
                 "it was so before this step: resume from an earlier checkpoint, and"
-                f" {smaller_update_advice(learning_rate, clip)}"
+                f" {smaller_updates}"
             )
         else:
             fix = "it was so in the base: fetch its files again, or take another base"
@@ -142,15 +148,12 @@ def non_finite_error(
     elif module:
         location = f"first in the output of {module}"
         if step:
-            fix = (
-                "activations overflow:"
-                f" {smaller_update_advice(learning_rate, clip)}{_WIDER_RANGE_ADVICE * (compute == 'fp16')}"
-            )
+            fix = f"activations overflow: {smaller_updates}{wider_range}"
         else:
-            fix = f"look at that module with this base, without Isotype{_WIDER_RANGE_ADVICE * (compute == 'fp16')}"
+            fix = f"look at that module with this base, without Isotype{wider_range}"
     elif bad_gradients:
         if step:
-            advice = f"{smaller_update_advice(learning_rate, clip)}, or look at this step's rows"
+            advice = f"{smaller_updates}, or look at this step's rows"
         else:
             advice = "look at the longest rows"
         location = f"first in the gradient of {bad_gradients[0]}"

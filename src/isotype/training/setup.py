@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ..config.schema import AdapterSection, RunConfig, TrainSection
 from ..distributed.agree import fingerprint_of_weights
@@ -19,11 +20,13 @@ from ..distributed.rank import Batching
 from ..distributed.shard import Sharding, create_mesh, keep_part, local_part_of_mesh
 from ..distributed.world import ALONE, World
 from ..environment.hardware import detect
+from ..errors import RunError
 from ..finding import Finding, Severity
 from ..observe import Observation, Observer
 from ..optimize import Manifest
 from ..precision.accumulate import GradientAccumulator
 from ..precision.precision import Precision
+from ..precision.resolution import Resolved
 from ..runs.checkpoint.snapshot import seed_rank
 from .base import fingerprint_of_base
 from .device_setup import DeviceSetup, prepare_data, seed_everything
@@ -33,7 +36,8 @@ from .memory.recomputation import Checkpointing, apply_checkpointing
 from .optimizer import build_optimizer
 from .parallel import ONE_PROCESS, Parallel, choose_parallel
 from .schedule import RunSchedule
-from .step import Stepper
+from .setting_names import RUN_FILE_NAMES, SettingNames
+from .step import LossScale, Stepper
 from .task import Batch, Task
 
 
@@ -241,13 +245,49 @@ def seed_process(train: TrainSection, world: World) -> None:
         seed_rank(train.seed, 0, world.rank)
 
 
+class CheckedStepper(Protocol):
+    """What the checks before step 1 use of a stepper."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+    @property
+    def accumulator(self) -> GradientAccumulator: ...
+    @property
+    def loss_scale(self) -> LossScale | None: ...
+    @property
+    def world(self) -> World: ...
+    @property
+    def sharding(self) -> Sharding | None: ...
+    def accumulate(self, batches: Sequence[Any], /) -> Tensor: ...
+    def norm(self) -> float: ...
+    def explain_non_finite(
+        self, batches: Sequence[Any], *, step: int, quantity: str
+    ) -> RunError: ...
+
+
+class CheckedRun(Protocol):
+    """What the checks before step 1 read of a run: `Prepared`, or an attached trainer's."""
+
+    @property
+    def model(self) -> nn.Module: ...
+    @property
+    def resolved(self) -> Resolved: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def manifest(self) -> Manifest: ...
+    @property
+    def stepper(self) -> CheckedStepper: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Subject:
     """The prepared run that the preflight checks. `resuming`: it continues from a checkpoint, and
     some of its files exist already.
 
     task                a `training.task.Task`; of an attached trainer the parts that checks use
-    prepared            of an attached trainer the parts that checks use
+    prepared            a `Prepared`, or the run of an attached trainer
+    names               of the settings, as the user knows them
     micro_batch         rows of a forward pass; by default train.batch_size
     observer            observes each rehearsal; `observations` has its results
     violation_severity  the severity of a violation
@@ -255,7 +295,7 @@ class Subject:
 
     config: RunConfig
     task: Any
-    prepared: Prepared
+    prepared: CheckedRun
     schedule: RunSchedule
     folder: Path
     resuming: bool = False
@@ -263,6 +303,7 @@ class Subject:
     observer: Observer | None = None
     violation_severity: Severity = Severity.ERROR
     observations: dict[str, Observation] = field(default_factory=dict)
+    names: SettingNames = RUN_FILE_NAMES
 
     @contextmanager
     def watch(self, name: str, role: str = "compute") -> Iterator[None]:

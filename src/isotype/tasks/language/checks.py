@@ -15,6 +15,7 @@ from ...finding import Finding, Place, Severity
 from ...precision.apply import inner_model
 from ...precision.parts import gather_tensor
 from ...training.preflight.rehearsal import STEP_ERRORS, preserve_state
+from ...training.setting_names import SettingNames
 from ...training.setup import Subject
 from ...training.task import Check
 from ...wording import pluralise
@@ -53,23 +54,24 @@ def rows_without_learnt_tokens(subject: Subject) -> Iterator[Finding]:
         if not total or (masked + dropped) / total < MIN_UNLEARNT_SHARE:
             continue
         side = "training" if name == "train" else "evaluation"
+        place = subject.names.train_data if name == "train" else subject.names.eval_data
         reasons = "; ".join(
             f"{d['rows']} dropped: {d['why']} (first: {d['first']})" for d in facts["dropped"]
         )
         yield Finding(
             code="PF005",
             severity=Severity.ERROR if masked and masked == len(rows) else Severity.WARNING,
-            place=Place(symbol=f"data.{name}"),
+            place=Place(symbol=place),
             message=(
                 f"{masked + dropped} of {pluralise(total, f'{side} row')}"
                 f" {'has' if masked + dropped == 1 else 'have'} no token to learn"
             ),
             cause=reasons or "every label of these rows is masked",
-            fix=_fix_for_unlearnt_rows({d["why"] for d in facts["dropped"]}, masked),
+            fix=_fix_for_unlearnt_rows({d["why"] for d in facts["dropped"]}, masked, subject.names),
         )
 
 
-def _fix_for_unlearnt_rows(drop_reasons: set[str], masked: int) -> str:
+def _fix_for_unlearnt_rows(drop_reasons: set[str], masked: int, names: SettingNames) -> str:
     """Advice that fits the reasons: a larger max_length does not help a row without an answer."""
     if drop_reasons == {EMPTY} and not masked:
         return (
@@ -77,8 +79,8 @@ def _fix_for_unlearnt_rows(drop_reasons: set[str], masked: int) -> str:
             " without them"
         )
     return (
-        "a larger data.max_length when rows are cut, else look at their answers and at"
-        " data.chat_template"
+        f"a larger {names.max_length} when rows are cut, else look at their answers and at"
+        f" {names.chat_template}"
     )
 
 
@@ -125,7 +127,7 @@ def unlearnt_end_token(subject: Subject) -> Iterator[Finding]:
     masked = [row for row in data.documents if _has_masked_end(row, end_ids)]
     fix = (
         "a chat template that ends an answer with the tokenizer's eos_token, a padding token of its"
-        " own, or a larger data.max_length"
+        f" own, or a larger {subject.names.max_length}"
     )
     pad_is_end = tokenizer.pad_token_id in end_ids
     end_tokens = " ".join(repr(tokenizer.decode([i])) for i in sorted(end_ids))
@@ -140,7 +142,7 @@ def unlearnt_end_token(subject: Subject) -> Iterator[Finding]:
             ", as the padding token is the same" if pad_is_end else ""
         )
     elif data.facts["train"]["truncated"] == len(data.documents):
-        cause = f"every row is cut at data.max_length {data.facts['max_length']}"
+        cause = f"every row is cut at {subject.names.max_length} {data.facts['max_length']}"
     elif other_tokens:
         cause = (
             f"the template closes a turn with {other_tokens[0]!r}, at which generation does not"
@@ -157,7 +159,7 @@ def unlearnt_end_token(subject: Subject) -> Iterator[Finding]:
     yield Finding(
         code="PF007",
         severity=Severity.ERROR if masked else Severity.WARNING,
-        place=Place(symbol="tokenizer, data.chat_template"),
+        place=Place(symbol=f"tokenizer, {subject.names.chat_template}"),
         message=f"no training row teaches where to stop: {end_tokens} is never learnt",
         cause=cause,
         fix=fix,
@@ -304,7 +306,7 @@ def rows_beyond_positions(subject: Subject) -> Iterator[Finding]:
     yield Finding(
         code="PF020",
         severity=Severity.ERROR if table else Severity.WARNING,
-        place=Place(symbol="data.max_length"),
+        place=Place(symbol=subject.names.max_length),
         message=(
             f"the longest row has {longest} tokens, and the model has {position_count} positions"
         ),
@@ -314,8 +316,8 @@ def rows_beyond_positions(subject: Subject) -> Iterator[Finding]:
             else "rotary positions continue, at angles that the model has never seen"
         ),
         declared=f"max_position_embeddings {position_count}",
-        observed=f"data.max_length {subject.config.data.max_length}",
-        fix=f"data.max_length: {position_count}"
+        observed=f"{subject.names.max_length} {subject.config.data.max_length}",
+        fix=f"{subject.names.max_length}: {position_count}"
         + ("" if table else "; or leave it, where the model is meant to learn longer texts"),
     )
 

@@ -32,7 +32,8 @@ from ...observe.origin import find_custom_update
 from ...observe.record import EVALUATION, GENERATION, LONGEST
 from ...precision.parts import local_part, reshard_units
 from ...wording import first_line, pluralise
-from ..setup import Prepared, Subject
+from ..setting_names import SettingNames
+from ..setup import CheckedRun, Subject
 from ..task import preserve_modes, preserve_random_state
 
 # what a model's code raises for its inputs; RuntimeError is torch's, OutOfMemoryError and
@@ -55,7 +56,7 @@ _LIBRARY_FOLDERS = (
 
 
 @contextmanager
-def preserve_state(prepared: Prepared) -> Iterator[None]:
+def preserve_state(prepared: CheckedRun) -> Iterator[None]:
     """Restores, on exit, all state that forward, backward, an evaluation or a generation changes.
     Weights of a shared model are parts again.
     """
@@ -120,7 +121,7 @@ def rehearse_step(subject: Subject) -> Iterator[Finding]:
                 loss = float(stepper.accumulate([batch]))
                 norm = stepper.norm()
         except STEP_ERRORS as error:
-            yield _failure_finding("PF012", description, error)
+            yield _failure_finding("PF012", description, error, subject.names)
             return
         if not math.isfinite(loss) or (not math.isfinite(norm) and stepper.loss_scale is None):
             yield _non_finite_finding(
@@ -140,7 +141,7 @@ def rehearse_step(subject: Subject) -> Iterator[Finding]:
             with _preserve_optimizer(stepper.optimizer):
                 stepper.optimizer.step()
         except STEP_ERRORS as error:
-            yield _failure_finding("PF012", f"the update after {description}", error)
+            yield _failure_finding("PF012", f"the update after {description}", error, subject.names)
 
 
 def rehearse_evaluation(subject: Subject) -> Iterator[Finding]:
@@ -152,18 +153,20 @@ def rehearse_evaluation(subject: Subject) -> Iterator[Finding]:
             prepared.model, prepared.device, dtype=prepared.resolved.precision.loss
         )
     yield from findings
-    if result is not None and not math.isfinite(result.loss):
-        yield Finding(
-            code="PF016",
-            severity=Severity.ERROR,
-            place=Place(symbol="data.eval"),
-            message=f"the evaluation loss before training is {result.loss}",
-            fix=(
-                "another precision.preset: fp16 overflows at 65504, where bf16 and fp32 do not"
-                if prepared.resolved.precision.compute == "fp16"
-                else "another base, or another data.eval: nothing was trained yet"
-            ),
-        )
+    if result is None or math.isfinite(result.loss):
+        return
+    names = subject.names
+    if prepared.resolved.precision.compute == "fp16":
+        fix = f"another {names.preset}: fp16 overflows at 65504, where bf16 and fp32 do not"
+    else:
+        fix = f"another base, or another {names.eval_data}: nothing was trained yet"
+    yield Finding(
+        code="PF016",
+        severity=Severity.ERROR,
+        place=Place(symbol=names.eval_data),
+        message=f"the evaluation loss before training is {result.loss}",
+        fix=fix,
+    )
 
 
 def rehearse_samples(subject: Subject) -> Iterator[Finding]:
@@ -175,11 +178,10 @@ def rehearse_samples(subject: Subject) -> Iterator[Finding]:
     with _rehearse(subject, "PF017", "a small sample", GENERATION, "generate") as findings:
         subject.task.sample(prepared.model, prepared.device, shortened=True, world=world)
     for finding in findings:
-        yield (
-            replace(finding, fix=f"run.sample_every: 0 trains without samples; {finding.fix}")
-            if finding.code == "PF017"
-            else finding
-        )
+        if finding.code == "PF017" and subject.names.without_samples:
+            yield replace(finding, fix=f"{subject.names.without_samples}; {finding.fix}")
+        else:
+            yield finding
 
 
 @contextmanager
@@ -195,7 +197,7 @@ def _rehearse(
             with subject.watch(observation_name, role):
                 yield findings
         except STEP_ERRORS as error:
-            findings.append(_failure_finding(code, description, error))
+            findings.append(_failure_finding(code, description, error, subject.names))
     findings += subject.violations(observation_name)
 
 
@@ -340,13 +342,13 @@ def _unrehearsed_finding(custom_code: str) -> Finding:
     )
 
 
-def _failure_finding(code: str, description: str, error: Exception) -> Finding:
+def _failure_finding(code: str, description: str, error: Exception, names: SettingNames) -> Finding:
     text = first_line(error)
     if (missing_memory := out_of_memory(error)) is not None:
         text = f"out of memory: {missing_memory}"
         fix = (
-            "a smaller train.batch_size with more train.accumulate gives the same result;"
-            " train.gradient_checkpointing: layers"
+            f"a smaller {names.batch_size} with more {names.accumulate} gives the same result;"
+            f" {names.checkpoint_layers}"
         )
     elif isinstance(error, IsotypeError) and error.fix:
         fix = error.fix

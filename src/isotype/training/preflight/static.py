@@ -20,6 +20,7 @@ from ...precision.parts import local_part
 from ...wording import format_binary_bytes, format_bytes, pluralise
 from ..memory.device import PLAN_TOLERANCE, available_memory, memory_saving_advice, overhead_memory
 from ..memory.plan import held_memory, plan_process_memory
+from ..setting_names import SettingNames
 from ..setup import Prepared, Subject
 
 TYPICAL_UPDATE = 0.2  # of the learning rate: what AdamW moves a weight by
@@ -97,25 +98,26 @@ def check_update_sizes(subject: Subject) -> Iterator[Finding]:
     train = subject.config.train
     precision = subject.prepared.resolved.precision
     learning_rate = train.learning_rate
+    names = subject.names
     if learning_rate == 0:
         yield Finding(
             code="PF003",
             severity=Severity.ERROR,
-            place=Place(symbol="train.learning_rate"),
+            place=Place(symbol=names.learning_rate),
             message="the learning rate is 0: nothing would be learnt",
-            fix="train.learning_rate above 0",
+            fix=f"{names.learning_rate} above 0",
         )
         return
     if learning_rate >= 1 and train.optimizer != "prodigy":
         yield Finding(
             code="PF003",
             severity=Severity.WARNING,
-            place=Place(symbol="train.learning_rate"),
+            place=Place(symbol=names.learning_rate),
             message=(
                 f"the learning rate is {learning_rate:g}: AdamW moves each weight by about that much in a"
                 " step, and weights are below 1"
             ),
-            fix="train.learning_rate: 2e-4 for an adapter, 1e-5 to 5e-5 for every weight",
+            fix=f"{names.learning_rate}: 2e-4 for an adapter, 1e-5 to 5e-5 for every weight",
         )
     rounds_stochastically = precision.rounding == "stochastic" and train.optimizer == "adamw"
     if rounds_stochastically and precision.trainable != "fp32":
@@ -141,7 +143,7 @@ def check_update_sizes(subject: Subject) -> Iterator[Finding]:
     yield Finding(
         code="PF003",
         severity=Severity.ERROR if share >= ERROR_SHARE else Severity.WARNING,
-        place=Place(symbol="train.learning_rate, precision.trainable, precision.rounding"),
+        place=Place(symbol=f"{names.learning_rate}, {names.weight_dtype}"),
         message=f"a typical update is lost in {share:.0%} of the trained weights",
         declared=f"learning rate {learning_rate:g}, {precision.trainable} weights, rounded to nearest",
         cause=(
@@ -149,7 +151,7 @@ def check_update_sizes(subject: Subject) -> Iterator[Finding]:
             f" {-int(math.log2(torch.finfo(to_torch(precision.trainable)).eps)) + 1} bits: a change"
             " below half of the last one rounds away"
         ),
-        fix=_update_advice(precision.trainable, train.optimizer, learning_rate),
+        fix=_update_advice(precision.trainable, train.optimizer, learning_rate, names),
         details=(
             (
                 (
@@ -163,13 +165,15 @@ def check_update_sizes(subject: Subject) -> Iterator[Finding]:
     )
 
 
-def _update_advice(trainable: str, optimizer: str, rate: float) -> str:
-    """Nothing that the settings have already."""
-    larger = f"a train.learning_rate above {rate:g}"
+def _update_advice(trainable: str, optimizer: str, rate: float, names: SettingNames) -> str:
+    """Advice that the settings do not follow yet."""
+    larger_rate = f"a {names.learning_rate} above {rate:g}"
     if trainable == "fp32":
-        return larger
-    stochastic = "precision.rounding: stochastic, " if optimizer == "adamw" else ""
-    return f"{stochastic}precision.trainable: fp32, or {larger}"
+        return larger_rate
+    advice = f"{names.fp32_weights}, or {larger_rate}"
+    if optimizer == "adamw":
+        return f"{names.rounded_weights}, {advice}"
+    return advice
 
 
 def stuck_share(weight: nn.Parameter | Tensor, update: float) -> float:
