@@ -36,16 +36,19 @@ from .cross_entropy.rule import (
 from .library import library_op
 from .linear_cross_entropy.chunked import (
     Chunks,
+    cast_gradients,
     cast_head,
     check_head,
     default_chunk,
     empty_gradients,
     gradient_factors,
     gradients_by_vocabulary,
+    head_dtypes,
     largest_gradient,
     required_gradients,
     rows_to_compute,
     scale_to_dtype,
+    shape_if,
     stored_gradient_dtype,
 )
 from .linear_cross_entropy.op import reference_logits
@@ -94,9 +97,11 @@ def linear_log_probs_reference(
 
 
 class Forward(NamedTuple):
-    """`dhidden_TH` is the gradient of one value of each row by its hidden row; empty where it was
-    not asked for. `recomputed` are the logits that the C++ kernels made again; empty where they made
-    none.
+    """The results of forward.
+
+    dhidden_TH  the gradient of one value of each row by its hidden row; empty where it is not
+                needed
+    recomputed  the logits that the C++ kernels recomputed in fp32; empty where they recompute none
     """
 
     values: RowValues
@@ -105,8 +110,8 @@ class Forward(NamedTuple):
 
 
 def loses_fp32_sums(hidden_TH: Tensor) -> bool:
-    """Whether a product of these rows loses its fp32 sums, and C++ kernels may make some logits
-    again.
+    """Whether a product of these rows rounds its fp32 sums, so that C++ kernels may recompute some
+    logits.
     """
     return hidden_TH.dtype == torch.bfloat16 and planned_device_type(hidden_TH.device) == "cpu"
 
@@ -114,16 +119,19 @@ def loses_fp32_sums(hidden_TH: Tensor) -> bool:
 def empty_outputs(
     hidden_TH: Tensor, requested: RequestedValues, gradient_of: str, has_recomputed: bool
 ) -> Forward:
-    """Outputs of the right shapes and dtypes; ignored rows stay 0."""
+    """Outputs of the right shapes and dtypes, zeroed since ignored rows stay 0."""
     stored = stored_gradient_dtype(hidden_TH.dtype, hidden_TH.device)
+    tokens = hidden_TH.shape[0]
+    gradient_shape = shape_if(bool(gradient_of), hidden_TH.shape)
+    recomputed_rows = 0
+    if has_recomputed:
+        recomputed_rows = tokens
     return Forward(
         allocate_row_values(
             hidden_TH.shape[0], arithmetic_dtype(hidden_TH.dtype), hidden_TH.device, requested
         ),
-        torch.zeros(
-            hidden_TH.shape if gradient_of else (0,), dtype=stored, device=hidden_TH.device
-        ),
-        RecomputedLogits.allocate(hidden_TH.shape[0] if has_recomputed else 0, hidden_TH.device),
+        torch.zeros(gradient_shape, dtype=stored, device=hidden_TH.device),
+        RecomputedLogits.allocate(recomputed_rows, hidden_TH.device),
     )
 
 
@@ -131,7 +139,7 @@ OUTPUTS = ("log_probs", "entropy", "logsumexp", "log_sum_sq_probs", "mean_logits
 
 
 class TokenLogProbs(NamedTuple):
-    """One value a token, 0 where ignored (top1: -1); None for what was not asked for.
+    """One value a token, 0 where ignored (top1: -1); None for an output that was not requested.
 
     log_probs         fp32[*n]   of the target; has a gradient
     entropy           fp32[*n]   nats; has a gradient
@@ -198,8 +206,12 @@ def _forward(
             source_argument = {}
         values = kernels.row_values(z_NV, targets_N, rule, requested, **source_argument)
         for output, part in zip(out.values, values):
+            if output is out.values.top1:
+                fill = -1
+            else:
+                fill = 0
             if output.numel():
-                output[rows] = part.masked_fill(ignored, -1 if output is out.values.top1 else 0)
+                output[rows] = part.masked_fill(ignored, fill)
         source = source_argument.get("source")
         recomputed_argument: dict[str, Any] = {}
         if source and source.recomputed:
@@ -253,20 +265,26 @@ def _backward(
     ignored = targets_T[rows] == rule.ignore_index
     targets_N = targets_T[rows].masked_fill(ignored, 0)
     lse_N = lse_T[rows].masked_fill(ignored, torch.inf)
-    entropy_N = None if entropy_T is None else entropy_T[rows]
+    entropy_N = None
+    if entropy_T is not None:
+        entropy_N = entropy_T[rows]
     if at_T9.numel():
         recomputed_N = RecomputedLogits(at_T9[rows].contiguous(), exact_T9[rows].contiguous())
     else:
         recomputed_N = None
-    upstream_gradients = [
-        None if u is None else u[rows].to(fp32).masked_fill(ignored, 0)
-        for u in (dlog_probs_T, dlse_T, dentropy_T)
-    ]
+    upstream_gradients: list[Tensor | None] = []
+    for upstream_T in (dlog_probs_T, dlse_T, dentropy_T):
+        if upstream_T is None:
+            upstream_gradients.append(None)
+        else:
+            upstream_gradients.append(upstream_T[rows].to(fp32).masked_fill(ignored, 0))
 
     def write_gradient(z: Tensor, out: Tensor, first: int, factor: Tensor | None) -> None:
-        scaled_gradients = [
-            u if u is None or factor is None else u * factor for u in upstream_gradients
-        ]
+        scaled_gradients = list(upstream_gradients)
+        if factor is not None:
+            for i, upstream_N in enumerate(upstream_gradients):
+                if upstream_N is not None:
+                    scaled_gradients[i] = upstream_N * factor
         kernels = choose_row_kernels(z)
         recomputed_argument: dict[str, Any] = (
             {"recomputed": recomputed_N} if kernels is CppRowKernels and recomputed_N else {}
@@ -296,8 +314,8 @@ def _backward(
 
 
 class LinearLogProbs(torch.autograd.Function):
-    """Decides the dtype of the product once and switches autocast off. Outputs without an upstream
-    gradient cost nothing in backward.
+    """`linear_log_probs` with its dtype decided. Outputs without an upstream gradient cost nothing
+    in backward.
     """
 
     @staticmethod
@@ -316,7 +334,9 @@ class LinearLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         """first: the output whose gradient is made at once where the head is frozen"""
         ctx.set_materialize_grads(False)
-        gradient_of = first_output if needs[0] and not (needs[1] or needs[2]) else ""
+        gradient_of = ""
+        if needs == (True, False, False):
+            gradient_of = first_output
         with autocast_off(hidden_TH):
             outputs = _forward(
                 *cast_head(dtype, hidden_TH, weight_VH, bias_V),
@@ -331,21 +351,16 @@ class LinearLogProbs(torch.autograd.Function):
         ctx.dtype = dtype
         ctx.needs = needs
         ctx.gradient_of = gradient_of
-        ctx.dtypes = hidden_TH.dtype, weight_VH.dtype, None if bias_V is None else bias_V.dtype
+        ctx.dtypes = head_dtypes(hidden_TH, weight_VH, bias_V)
         _, lse_T, entropy_T, *without_gradient = values
-        entropy = entropy_T if requested.entropy else None
-        stored_dhidden_TH = dhidden_TH if gradient_of else None
-        ctx.save_for_backward(
-            hidden_TH,
-            weight_VH,
-            bias_V,
-            targets_T,
-            lse_T,
-            entropy,
-            stored_dhidden_TH,
-            at_T9,
-            exact_T9,
-        )
+        head = (hidden_TH, weight_VH, bias_V)
+        entropy = None
+        if requested.entropy:
+            entropy = entropy_T
+        stored_dhidden_TH = None
+        if gradient_of:
+            stored_dhidden_TH = dhidden_TH
+        ctx.save_for_backward(*head, targets_T, lse_T, entropy, stored_dhidden_TH, at_T9, exact_T9)
         ctx.mark_non_differentiable(*without_gradient)
         return tuple(values)
 
@@ -397,10 +412,7 @@ class LinearLogProbs(torch.autograd.Function):
                     *ctx.rule,
                     *ctx.needs[:2],
                 )
-                grads = [
-                    grad.to(dtype) if is_needed else None
-                    for grad, dtype, is_needed in zip(raw_grads, ctx.dtypes, ctx.needs)
-                ]
+                grads = cast_gradients(raw_grads, ctx.dtypes, ctx.needs)
         return (*grads, None, None, None, None, None, None, None)
 
 
@@ -449,7 +461,8 @@ def linear_log_probs(
     check_targets(targets, tuple(hidden.shape[:-1]), weight.shape[0], rule)
     dtype = product_dtype(hidden, weight)
     needs = required_gradients(hidden, weight, bias)
-    chunk = default_chunk(targets.numel(), weight, (dtype,), False) if chunk is None else chunk
+    if chunk is None:
+        chunk = default_chunk(targets.numel(), weight, (dtype,), False)
     # c tanh(s x / c) / T is (c / T) tanh((s / T) x / (c / T))
     rule = replace(
         rule, logit_scale=rule.logit_scale / temperature, softcap=rule.softcap / temperature

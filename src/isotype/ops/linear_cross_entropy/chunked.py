@@ -1,12 +1,14 @@
-"""The two ways to a gradient without tokens x vocabulary logits. T tokens, N tokens not ignored, H
-hidden, V vocabulary.
+"""Gradients of a head and its inputs without tokens x vocabulary logits, computed in one of two
+ways. T tokens, N tokens not ignored, H hidden, V vocabulary.
 
-`Chunks`, `HeadGradient`   chunks of rows; logits are overwritten by their gradient at once, and the
-                           head's is accumulated in fp32: three products for a trainable head, two
-                           for a frozen one. For one upstream gradient in every row.
-`gradients_by_vocabulary`  blocks of the vocabulary, from the logsumexp that forward kept: one
-                           product more, no fp32 V x H accumulator, any upstream gradient a row. For
-                           a trainable head with reduction="none".
+`Chunks`, `HeadGradient`   chunks of rows, in forward. Logits are overwritten by their gradient at
+                           once, and the head's gradient is accumulated in fp32: three products for
+                           a trainable head, two for a frozen one. All rows have one upstream
+                           gradient.
+`gradients_by_vocabulary`  blocks of the vocabulary, in backward, from the logsumexp that forward
+                           saved: one product more and no fp32 V x H accumulator. Rows may have
+                           different upstream gradients. For a trainable head with
+                           reduction="none".
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ from ...errors import ShapeError, UsageError
 from ..backend import arithmetic_dtype, can_count_rows, has_fp32_output
 from ..cross_entropy.rule import LossRule
 
-# Bytes of logits. On a CPU more rows only cost memory once a product is past 256 rows, and a new
-# buffer's pages cost 0.3 ms a MiB; a head's gradient is summed once a chunk in V x H of fp32, which
-# fewer chunks save.
+# Bytes of logits that exist at once. On a CPU a product of more than 256 rows is no faster, and the
+# pages of a new buffer take 0.3 ms a MiB; but the head's gradient, V x H in fp32, is added once for
+# each chunk, so with it chunks are larger.
 # A GPU's product of N rows does 2 N H V operations on 2 H V bytes of weight and 4 N V of logits:
 # 523 rows (256 MiB at V 128,256) are 416 operations a byte at H 4096, past the ridge of an H200
 # (184 measured: 788 TFLOP/s over 4.3 TB/s) and an H100 (about 260). The head's own gradient is read
@@ -38,6 +40,7 @@ _MULTIPLE = 64
 
 
 def logits_budget(device: torch.device, head: bool) -> int:
+    """The bytes of logits that may exist at once."""
     if head:
         return _BUDGET_WITH_HEAD.get(planned_device_type(device), _DEFAULT_BUDGET_WITH_HEAD)
     return _BUDGET.get(planned_device_type(device), _DEFAULT_BUDGET)
@@ -46,8 +49,10 @@ def logits_budget(device: torch.device, head: bool) -> int:
 def fitting_block_size(
     count: int, other_count: int, itemsize: int, device: torch.device, head: bool
 ) -> int:
-    """How many of the first fit the budget beside all of the second, in equal parts; `head` where
-    the head's gradient is wanted.
+    """The size of blocks of `count` rows or classes, such that a block by `other_count` fits the
+    budget and the blocks are equal.
+
+    head  whether the head's gradient is computed too
     """
     largest_block = max(_MULTIPLE, logits_budget(device, head) // max(1, other_count * itemsize))
     parts = max(1, -(-count // largest_block))
@@ -56,7 +61,7 @@ def fitting_block_size(
 
 
 def operand_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype in which operands meet, for a product declared as `dtype`."""
+    """The dtype of a product's operands on this device, for a product declared as `dtype`."""
     if dtype == torch.float16 and planned_device_type(device) != "cuda":
         return torch.float32
     return dtype
@@ -70,12 +75,12 @@ def result_dtype(operand: torch.dtype, device: torch.device) -> torch.dtype:
 
 
 def gradient_factors(operand: torch.dtype, upstream: Tensor) -> tuple[Tensor, Tensor | None]:
-    """(into, back): what a softmax is multiplied by before it is narrowed to `operand`, and its
-    products after, where not by 1.
+    """(pre_scale, post_scale): the factor of a softmax before it is narrowed to `operand`, and the
+    factor of its products afterwards, None for 1. Together they are `upstream`.
 
-    The two make `upstream`. It goes in before the narrowing, so that the gradient is rounded as
-    often as a plain product's; in fp16, where 1/128k is subnormal, the softmax is narrowed 1024
-    times as large as it is instead, and its products, in fp32, take what is left.
+    The upstream gradient is multiplied in before the softmax is narrowed, so that the gradient is
+    rounded as often as that of a plain product. In fp16, where 1/128k is subnormal, the softmax is
+    multiplied by 1024 before it is narrowed, and its products, in fp32, by the rest.
     """
     if operand != torch.float16:
         return upstream, None
@@ -83,26 +88,28 @@ def gradient_factors(operand: torch.dtype, upstream: Tensor) -> tuple[Tensor, Te
 
 
 def allocate_logits(rows: int, classes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Room for logits or their gradient. On a GPU rows start at multiples of 64 values: cuBLAS's
-    fast kernels want 16 bytes of alignment, and a vocabulary with a few added tokens (32,001) has
-    it in no row but one of eight.
+    """Memory for logits or their gradient. On a GPU rows start at multiples of 64 values: cuBLAS's
+    fast kernels need an alignment of 16 bytes, which only one row of eight has in a vocabulary with
+    a few added tokens (32,001).
     """
-    row_stride = -(-classes // 64) * 64 if planned_device_type(device) == "cuda" else classes
+    row_stride = classes
+    if planned_device_type(device) == "cuda":
+        row_stride = -(-classes // 64) * 64
     return torch.empty(rows, row_stride, dtype=dtype, device=device)[:, :classes]
 
 
 def product(lhs: Tensor, rhs: Tensor, out: Tensor) -> Tensor:
-    """`left @ right` into `out`, whose dtype is `result_dtype`'s."""
+    """`lhs @ rhs` into `out`, whose dtype is `result_dtype`'s."""
     if out.dtype == lhs.dtype:
-        # every operand and the result have the one dtype decided by the caller, and autocast is off
+        # the caller has decided one dtype for operands and result, and autocast is off
         return torch.mm(lhs, rhs, out=out)
-    # straight into `out`: a result of its own would be as large as a chunk of logits, and be
+    # written to `out` directly: another result would be as large as a chunk of logits, and would be
     # written and read once more
     return torch.mm(lhs, rhs, out_dtype=out.dtype, out=out)
 
 
 def add_product_(lhs: Tensor, rhs: Tensor, total: Tensor) -> Tensor:
-    """`total += left @ right` in the product's own epilogue: `total`, of `result_dtype`, is read
+    """`total += lhs @ rhs` in the product's own epilogue: `total`, of `result_dtype`, is read
     and written once, and nothing else is.
     """
     if total.dtype == lhs.dtype:
@@ -111,8 +118,8 @@ def add_product_(lhs: Tensor, rhs: Tensor, total: Tensor) -> Tensor:
 
 
 def product_over_classes(dlogits_NV: Tensor, weight_VH: Tensor, out_NH: Tensor) -> Tensor:
-    """`dlogits @ weight` into `out`. On a CPU its transpose is made and turned over: 12% faster at
-    1024 x 32,000 x 2048 in bf16.
+    """`dlogits @ weight` into `out`. On a CPU the transposed product is computed and copied, which
+    is 12% faster at 1024 x 32,000 x 2048 in bf16.
     """
     device = dlogits_NV.device
     if planned_device_type(device) == "cpu" and out_NH.dtype == dlogits_NV.dtype:
@@ -135,31 +142,31 @@ _TILE = (128, 256)  # rows and columns of the result that a program of cuBLAS's 
 
 
 def count_vocabulary_parts(rows: int, columns: int, classes: int, processors: int) -> int:
-    """Into how many parts of the vocabulary the hidden gradient's product is cut, so that its tiles
-    fill the multiprocessors: 512 x 4,096 are 64 tiles, which leave half of 132 idle; two parts are
-    128. A part has at least 4,096 classes, beside which the sum costs nothing.
+    """The number of parts of the vocabulary into which the product of the hidden states' gradient is
+    split, so that its tiles fill the multiprocessors: 512 x 4,096 are 64 tiles, which leave half of
+    132 idle; two parts are 128 tiles. A part has at least 4,096 classes, so that adding the parts
+    takes little time beside it.
     """
     tiles = -(-rows // _TILE[0]) * -(-columns // _TILE[1])
     return max(1, min(processors // tiles, classes // 4096))
 
 
 def product_in_parts(lhs_NV: Tensor, rhs_VH: Tensor, out_NH: Tensor, parts: int) -> Tensor:
-    """`left @ right` into `out`, of fp32: equal parts of V are one batch, whose results are added;
-    then what is left of V.
+    """`lhs @ rhs` into `out`, in fp32. Equal parts of V are one batched product, whose results are
+    added; the remainder of V is added last.
     """
     size = lhs_NV.shape[1] // parts // _MULTIPLE * _MULTIPLE
     lhs_PNV = lhs_NV[:, : parts * size].unflatten(1, (parts, size)).transpose(0, 1)
     rhs_PVH = rhs_VH[: parts * size].unflatten(0, (parts, size))
-    has_same_dtype = lhs_NV.dtype == out_NH.dtype
-    if has_same_dtype:
+    if lhs_NV.dtype == out_NH.dtype:
         partial_PNH = torch.bmm(lhs_PNV, rhs_PVH)
     else:
         partial_PNH = torch.bmm(lhs_PNV, rhs_PVH, out_dtype=out_NH.dtype)
     torch.sum(partial_PNH, 0, out=out_NH)
+    if parts * size == lhs_NV.shape[1]:
+        return out_NH
     remainder = slice(parts * size, None)
-    if parts * size < lhs_NV.shape[1]:
-        return add_product_(lhs_NV[:, remainder], rhs_VH[remainder], out_NH)
-    return out_NH
+    return add_product_(lhs_NV[:, remainder], rhs_VH[remainder], out_NH)
 
 
 def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk: int | None) -> None:
@@ -190,13 +197,38 @@ def default_chunk(tokens: int, weight: Tensor, dtypes: Sequence[torch.dtype], he
 def cast_head(
     dtype: torch.dtype, hidden: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    """The tensors of a head in the dtype of its product."""
+    if bias is not None:
+        bias = bias.to(dtype)
+    return hidden.to(dtype), weight.to(dtype), bias
+
+
+def head_dtypes(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[torch.dtype, torch.dtype, torch.dtype | None]:
+    """The dtypes in which the gradients of a head's tensors are returned."""
+    if bias is None:
+        return hidden.dtype, weight.dtype, None
+    return hidden.dtype, weight.dtype, bias.dtype
+
+
+def cast_gradients(
+    gradients: Sequence[Tensor], dtypes: Sequence[torch.dtype | None], needs: Sequence[bool]
+) -> list[Tensor | None]:
+    """Each gradient in its dtype; None where it is not needed."""
+    results: list[Tensor | None] = []
+    for gradient, dtype, is_needed in zip(gradients, dtypes, needs):
+        if is_needed and dtype is not None:
+            results.append(gradient.to(dtype))
+        else:
+            results.append(None)
+    return results
 
 
 def required_gradients(
     hidden: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[bool, bool, bool]:
-    """Whether autograd will ask for the gradient of each."""
+    """Whether autograd needs the gradient of each tensor."""
     is_enabled = torch.is_grad_enabled()
     return (
         is_enabled and hidden.requires_grad,
@@ -205,25 +237,32 @@ def required_gradients(
     )
 
 
+def shape_if(is_needed: bool, shape: Sequence[int]) -> Sequence[int]:
+    """`shape`, or that of an empty tensor where the tensor is not needed."""
+    if is_needed:
+        return shape
+    return (0,)
+
+
 def empty_gradients(
     hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_T: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Empty gradients of hidden, weight and bias; the last two of `rest` say whether those of
-    hidden and weight are wanted.
+    hidden and weight are needed.
     """
+    want_dhidden, want_dweight = rest[-2:]
     fp32 = arithmetic_dtype(hidden_TH.dtype)
+    stored = stored_gradient_dtype(hidden_TH.dtype, hidden_TH.device)
+    classes = weight_VH.shape[:1]
     return (
-        hidden_TH.new_empty(hidden_TH.shape if rest[-2] else (0,), dtype=fp32),
-        weight_VH.new_empty(
-            weight_VH.shape if rest[-1] else (0,),
-            dtype=stored_gradient_dtype(hidden_TH.dtype, hidden_TH.device),
-        ),
-        weight_VH.new_empty(weight_VH.shape[0] if bias_V is not None else 0, dtype=fp32),
+        hidden_TH.new_empty(shape_if(want_dhidden, hidden_TH.shape), dtype=fp32),
+        weight_VH.new_empty(shape_if(want_dweight, weight_VH.shape), dtype=stored),
+        weight_VH.new_empty(shape_if(bias_V is not None, classes), dtype=fp32),
     )
 
 
 class Forward(NamedTuple):
-    """What forward made; a tensor that was not asked for is empty."""
+    """The results of forward; a tensor that is not needed is empty."""
 
     loss_T: Tensor
     lse_T: Tensor
@@ -234,7 +273,7 @@ class Forward(NamedTuple):
 
 def stored_gradient_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """The dtype of a gradient that is computed in forward and stored until backward: fp32 for fp16
-    inputs, since fp16 could not hold it before its scale is known.
+    inputs, since fp16 cannot hold it before it is scaled.
     """
     if dtype == torch.float16:
         return torch.float32
@@ -249,33 +288,34 @@ def empty_outputs(
     want_dbias: bool,
     chunk: int,
 ) -> Forward:
-    """Outputs of the right shapes and dtypes, zeroed where ignored rows stay zero. The first chunk
-    writes the whole head's gradient.
+    """Outputs of the right shapes and dtypes. They are zeroed, since ignored rows stay zero, except
+    the head's gradient, which the first chunk writes.
     """
     tokens = hidden_TH.shape[0]
-    classes = weight_VH.shape[0]
+    classes = weight_VH.shape[:1]
     fp32 = arithmetic_dtype(hidden_TH.dtype)
     stored = stored_gradient_dtype(hidden_TH.dtype, hidden_TH.device)
+    head_dtype = fp32
+    if tokens <= chunk:
+        # one chunk needs no accumulator: the fp32 sum inside the product is rounded once
+        head_dtype = stored
     loss_T = hidden_TH.new_zeros(tokens, dtype=fp32)
     return Forward(
         loss_T,
         torch.zeros_like(loss_T),
-        hidden_TH.new_zeros(hidden_TH.shape if want_dhidden else (0,), dtype=stored),
-        # one chunk needs no accumulator: the product's own fp32 sum is rounded once
-        hidden_TH.new_empty(
-            weight_VH.shape if want_dweight else (0,), dtype=stored if tokens <= chunk else fp32
-        ),
-        hidden_TH.new_zeros(classes if want_dbias else 0, dtype=fp32),
+        hidden_TH.new_zeros(shape_if(want_dhidden, hidden_TH.shape), dtype=stored),
+        hidden_TH.new_empty(shape_if(want_dweight, weight_VH.shape), dtype=head_dtype),
+        hidden_TH.new_zeros(shape_if(want_dbias, classes), dtype=fp32),
     )
 
 
 class HeadGradient:
-    """`into += dlogits^T x (times back)`, chunk after chunk of rows; the first writes, so `into`
-    may be fresh memory.
+    """The sum over chunks of rows of `post_scale * dlogits^T x`, in `total_VH`. The first chunk
+    writes, so `total_VH` may be uninitialised.
 
-    Where the product's result is not what `into` holds, it is made in blocks of the vocabulary, in
-    room that every block uses again: fresh pages for each cost as much as the product (1,024 rows,
-    8,192 x 2,048 of the head, one thread: 204 ms against 98).
+    Where the product's dtype is not that of `total_VH`, or its result is scaled, it is computed in
+    blocks of the vocabulary, which share one buffer: fresh pages for each block take as long as the
+    product (1,024 rows, 8,192 x 2,048 of the head, one thread: 204 ms against 98).
     """
 
     def __init__(self, total_VH: Tensor, post_scale: Tensor | None) -> None:
@@ -286,42 +326,46 @@ class HeadGradient:
         self.wide_buffer: Tensor | None = None
 
     def add(self, dlogits_NV: Tensor, x_NH: Tensor) -> None:
-        total, is_first, self.is_first = self.total_VH, self.is_first, False
+        """Adds one chunk."""
+        total = self.total_VH
+        is_first = self.is_first
+        self.is_first = False
         result = result_dtype(x_NH.dtype, x_NH.device)
         if total.dtype == result and self.post_scale is None:
-            (product if is_first else add_product_)(dlogits_NV.t(), x_NH, total)
+            if is_first:
+                product(dlogits_NV.t(), x_NH, total)
+            else:
+                add_product_(dlogits_NV.t(), x_NH, total)
             return
-        size = min(
-            total.shape[0],
-            fitting_block_size(total.shape[0], total.shape[1], 4 * 4, x_NH.device, head=True),
-        )
+        classes, hidden = total.shape
+        size = fitting_block_size(classes, hidden, 4 * 4, x_NH.device, head=True)
+        size = min(classes, size)
         if self.buffer is None:
-            self.buffer = torch.empty(size, total.shape[1], dtype=result, device=total.device)
-        for start in range(0, total.shape[0], size):
-            part = total[start : start + size]
-            partial = product(
-                dlogits_NV[:, start : start + size].t(), x_NH, self.buffer[: part.shape[0]]
-            )
-            if self.post_scale is not None:
-                torch.mul(partial, self.post_scale, out=part) if is_first else part.addcmul_(
-                    partial, self.post_scale
-                )
+            self.buffer = torch.empty(size, hidden, dtype=result, device=total.device)
+        for start in range(0, classes, size):
+            block = slice(start, start + size)
+            part = total[block]
+            partial = product(dlogits_NV[:, block].t(), x_NH, self.buffer[: part.shape[0]])
+            if self.post_scale is not None and is_first:
+                torch.mul(partial, self.post_scale, out=part)
+            elif self.post_scale is not None:
+                part.addcmul_(partial, self.post_scale)
             elif is_first:
                 part.copy_(partial)
             else:
-                # a sum of two dtypes takes 39 ms here on a CPU where widening takes 3
+                # adding a narrower dtype takes 39 ms on a CPU, where widening it first takes 3
                 if self.wide_buffer is None:
                     self.wide_buffer = torch.empty_like(self.buffer, dtype=total.dtype)
                 part.add_(self.wide_buffer[: part.shape[0]].copy_(partial))
 
 
 class Chunks:
-    """The logits of the rows that are not ignored, `chunk` rows at a time, in buffers that every
-    chunk uses again.
+    """The logits of the rows that are not ignored, `chunk` rows at a time, in buffers that all
+    chunks share.
 
-    Iterating gives (rows, x_NH, logits_NV, dlogits_NV): which rows, their hidden states as the
-    product's operand, their logits, and room for the gradient of these, which is the logits' own
-    where the product's result has its operands' dtype.
+    Iterating gives (rows, x_NH, logits_NV, dlogits_NV): the rows, their hidden states as the
+    product's operand, their logits, and the memory for the gradient of the logits. That is the
+    logits' memory where the product's result has its operands' dtype.
     """
 
     def __init__(
@@ -340,7 +384,9 @@ class Chunks:
         self.hidden_TH = hidden_TH
         self.weight_VH = weight_VH.to(self.operand)
         self.chunk = chunk
-        self.bias_V = None if bias_V is None else bias_V.to(self.result)
+        self.bias_V: Tensor | None = None
+        if bias_V is not None:
+            self.bias_V = bias_V.to(self.result)
         self.rows = rows_to_compute(targets_T, rule)
         if isinstance(self.rows, slice):
             self.count = targets_T.numel()
@@ -349,13 +395,12 @@ class Chunks:
         chunk_rows = min(chunk, self.count)
         classes = weight_VH.shape[0]
         self.logits = allocate_logits(chunk_rows, classes, self.result, device)
-        shares_memory = self.result == self.operand
-        if shares_memory:
+        if self.result == self.operand:
             self.dlogits = self.logits
         else:
-            self.dlogits = allocate_logits(
-                chunk_rows if gradients else 0, classes, self.operand, device
-            )
+            if not gradients:
+                chunk_rows = 0
+            self.dlogits = allocate_logits(chunk_rows, classes, self.operand, device)
 
     def __iter__(self) -> Iterator[tuple[slice | Tensor, Tensor, Tensor, Tensor]]:
         for start in range(0, self.count, self.chunk):
@@ -388,15 +433,15 @@ class Chunks:
             device=dlogits_NV.device,
         )
         product_over_classes(dlogits_NV, self.weight_VH, dx_NH)
-        dhidden_TH[rows] = (dx_NH if post_scale is None else dx_NH * post_scale).to(
-            dhidden_TH.dtype
-        )
+        if post_scale is not None:
+            dx_NH = dx_NH * post_scale
+        dhidden_TH[rows] = dx_NH.to(dhidden_TH.dtype)
 
 
 def rows_to_compute(targets_T: Tensor, rule: LossRule) -> Tensor | slice:
-    """int[N], the rows that are not ignored, or a slice of all: where counting them would make the
-    host wait for the device, ignored rows are computed and masked. A caller that knows its labels
-    on the host selects the rows before the op.
+    """int[N], the rows that are not ignored, or a slice of all rows. Where the host would have to
+    wait for the device to count them, ignored rows are computed and masked; a caller that has its
+    labels on the host selects the rows before the op.
     """
     if not can_count_rows(targets_T):
         return slice(None)
@@ -407,15 +452,17 @@ def rows_to_compute(targets_T: Tensor, rule: LossRule) -> Tensor | slice:
 
 
 def largest_gradient(*upstream_N: Tensor) -> Tensor:
-    """The largest upstream gradient of any row: the range of a narrow gradient of the logits must
-    hold it.
+    """The largest upstream gradient of any row, which a narrow gradient of the logits must be able
+    to hold.
     """
     tiny = torch.finfo(upstream_N[0].dtype).tiny
-    return (
-        torch.stack([u.abs().amax() if u.numel() else u.new_ones(()) for u in upstream_N])
-        .amax()
-        .clamp_min(tiny)
-    )
+    maxima = []
+    for gradient in upstream_N:
+        if gradient.numel():
+            maxima.append(gradient.abs().amax())
+        else:
+            maxima.append(gradient.new_ones(()))
+    return torch.stack(maxima).amax().clamp_min(tiny)
 
 
 def gradients_by_vocabulary(
@@ -431,29 +478,31 @@ def gradients_by_vocabulary(
     """Gradients of hidden, weight and bias from those of the logits, which are computed again, a
     block of the vocabulary at a time.
 
-    rows      what `rows_to_compute` gave
-    upstream_size  the size of their upstream gradients
-    write_gradient  (z, out, first, factor): writes the gradient of the block's logits `z` to `out`;
-              `first` is the class of column 0, and every upstream gradient is multiplied by
-              `factor` where there is one
+    rows            the result of `rows_to_compute`
+    upstream_size   the largest of the rows' upstream gradients
+    write_gradient  (z, out, first_class, factor): writes the gradient of the block's logits `z` to
+                    `out`; `first_class` is the class of column 0; every upstream gradient is
+                    multiplied by `factor`, unless it is None
     """
-    device, operand = hidden_TH.device, operand_dtype(hidden_TH.dtype, hidden_TH.device)
+    device = hidden_TH.device
+    operand = operand_dtype(hidden_TH.dtype, device)
     result = result_dtype(operand, device)
     fp32 = arithmetic_dtype(hidden_TH.dtype)
     x_NH = hidden_TH[rows].to(operand)
     pre_scale, post_scale = gradient_factors(operand, upstream_size)
-    factor = None if post_scale is None else pre_scale / upstream_size
+    factor = None
+    if post_scale is not None:
+        factor = pre_scale / upstream_size
     classes = weight_VH.shape[0]
     block_classes = fitting_block_size(
         weight_VH.shape[0], x_NH.shape[0], result.itemsize, device, head=True
     )
     dx_NH = torch.zeros(x_NH.shape, dtype=fp32, device=device)
-    dweight_VH = torch.empty(
-        weight_VH.shape if want_dweight else (0,),
-        dtype=stored_gradient_dtype(hidden_TH.dtype, device),
-        device=device,
-    )
-    dbias_V = torch.zeros(classes if bias_V is not None else 0, dtype=fp32, device=device)
+    stored = stored_gradient_dtype(hidden_TH.dtype, device)
+    weight_shape = shape_if(want_dweight, weight_VH.shape)
+    bias_shape = shape_if(bias_V is not None, (classes,))
+    dweight_VH = torch.empty(weight_shape, dtype=stored, device=device)
+    dbias_V = torch.zeros(bias_shape, dtype=fp32, device=device)
     for start in range(0, classes, block_classes):
         block = slice(start, min(start + block_classes, classes))
         w = weight_VH[block].to(operand)
@@ -462,19 +511,27 @@ def gradients_by_vocabulary(
         )
         if bias_V is not None:
             z.add_(bias_V[block].to(z.dtype))
-        g = z if result == operand else torch.empty(z.shape, dtype=operand, device=device)
+        g = z
+        if result != operand:
+            g = torch.empty(z.shape, dtype=operand, device=device)
         write_gradient(z, g, start, factor)
         if want_dweight:
             HeadGradient(dweight_VH[block], post_scale).add(g, x_NH)
         if bias_V is not None:
-            dbias_V[block] = g.sum(0, dtype=fp32) * (1.0 if post_scale is None else post_scale)
+            dbias_N = g.sum(0, dtype=fp32)
+            if post_scale is not None:
+                dbias_N = dbias_N * post_scale
+            dbias_V[block] = dbias_N
         if want_dhidden:
             dx_NH += product_over_classes(
                 g, w, torch.empty(x_NH.shape, dtype=result, device=device)
             )
-    dhidden_TH = torch.zeros(hidden_TH.shape if want_dhidden else (0,), dtype=fp32, device=device)
+    hidden_shape = shape_if(want_dhidden, hidden_TH.shape)
+    dhidden_TH = torch.zeros(hidden_shape, dtype=fp32, device=device)
     if want_dhidden:
-        dhidden_TH[rows] = dx_NH if post_scale is None else dx_NH.mul_(post_scale)
+        if post_scale is not None:
+            dx_NH.mul_(post_scale)
+        dhidden_TH[rows] = dx_NH
     return dhidden_TH, dweight_VH, dbias_V
 
 
@@ -484,11 +541,14 @@ def scale_to_dtype(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         return (x * factor).to(dtype)
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     if planned_device_type(x.device) == "cuda":
-        # one kernel, which widens and narrows value by value; the parts below would be 1,500
-        # launches for a head of 128k x 4,096
+        # one kernel, which widens and narrows each value; the loop below would make 1,500 launches
+        # for a head of 128k x 4,096
         return torch.mul(x, factor, out=out)
     step = max(1, 2**20 // max(1, x[0].numel()))
     for start in range(0, x.shape[0], step):
         part = slice(start, start + step)
-        out[part] = x[part].to(factor.dtype) * (factor if factor.dim() == 0 else factor[part])
+        row_factor = factor
+        if factor.dim():
+            row_factor = factor[part]
+        out[part] = x[part].to(factor.dtype) * row_factor
     return out

@@ -34,6 +34,7 @@ from .chunked import (
     Chunks,
     Forward,
     HeadGradient,
+    cast_gradients,
     cast_head,
     check_head,
     default_chunk,
@@ -41,6 +42,7 @@ from .chunked import (
     empty_outputs,
     gradient_factors,
     gradients_by_vocabulary,
+    head_dtypes,
     largest_gradient,
     operand_dtype,
     required_gradients,
@@ -61,9 +63,7 @@ def reference_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Ten
     """All logits, in the dtype that the op's product has."""
     dtype = product_dtype(hidden, weight)
     with autocast_off(hidden):
-        return F.linear(
-            hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-        )
+        return F.linear(*cast_head(dtype, hidden, weight, bias))
 
 
 def linear_cross_entropy_reference(
@@ -100,8 +100,10 @@ def _forward(
     want_dbias: bool,
     exact: bool,
 ) -> tuple[Tensor, ...]:
-    """Losses a row, and the gradients asked for as if every row's upstream gradient were
-    `upstream`. Ignored rows are not computed.
+    """The loss of each row, and the needed gradients for an upstream gradient of `upstream` in every
+    row. Ignored rows are not computed.
+
+    exact  whether the largest bf16 logits of the C++ path are recomputed in fp32
     """
     rule = LossRule.from_arguments(ignore_index, factors)
     out = empty_outputs(hidden_TH, weight_VH, want_dhidden, want_dweight, want_dbias, chunk)
@@ -114,25 +116,29 @@ def _forward(
     kernels = choose_row_kernels(chunks.logits)
     for rows, x_NH, z_NV, g_NV in chunks:
         targets_N = targets_T[rows]
-        # only the C++ kernels are given bf16 logits of an fp32 sum
+        # only the C++ kernels get logits that were rounded from fp32 sums to bf16
         if exact and kernels is CppRowKernels:
             source_argument = {
                 "source": LogitsSource.from_product(z_NV, x_NH, chunks.weight_VH, chunks.bias_V)
             }
         else:
             source_argument = {}
-        gradient_arguments = (g_NV, pre_scale) if wants_gradient else ()
+        gradient_arguments: tuple[Tensor, ...] = ()
+        if wants_gradient:
+            gradient_arguments = (g_NV, pre_scale)
         out.loss_T[rows], out.lse_T[rows] = kernels.cross_entropy_forward(
             z_NV, targets_N, rule, *gradient_arguments, **source_argument
         )
         if want_dbias:
             dbias_V = g_NV.sum(0, dtype=out.dbias_V.dtype)
-            out.dbias_V.add_(dbias_V if post_scale is None else dbias_V * post_scale)
+            if post_scale is not None:
+                dbias_V = dbias_V * post_scale
+            out.dbias_V.add_(dbias_V)
         if want_dhidden:
             chunks.write_dhidden(out.dhidden_TH, rows, g_NV, post_scale)
         if want_dweight:
             head.add(g_NV, x_NH)
-    # a plain tuple, as the schema says
+    # the schema has a plain tuple
     return tuple(out)
 
 
@@ -168,7 +174,9 @@ def _backward(
     )
 
     def write_gradient(z: Tensor, out: Tensor, first: int, factor: Tensor | None) -> None:
-        dloss = dloss_N if factor is None else dloss_N * factor
+        dloss = dloss_N
+        if factor is not None:
+            dloss = dloss_N * factor
         choose_row_kernels(z).cross_entropy_backward(
             z, targets_N, lse_N, dloss, rule, out, weight_VH.shape[0], first
         )
@@ -186,14 +194,13 @@ def _backward(
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """The mean over `items`, the sum, or the losses a row (no items); decides the product's dtype
-    once and switches autocast off.
+    """The mean over `items`, the sum, or the loss of each row (without items).
 
-    Row gradients of hidden are linear in the row's upstream gradient, and the head's in a scalar
-    one: both are made in forward for an upstream gradient of 1, while the logits exist, and scaled
-    in backward. Loss scaling and repeated backward calls give correct gradients. They are divided
-    by `items` before they are narrowed, also for a sum, which callers divide by the number of
-    items: where backward then multiplies by 1 or by a power of two, no value is rounded a second
+    The gradient of a hidden row is linear in the row's upstream gradient, and the head's in a scalar
+    one. So both are computed in forward, while the logits exist, for an upstream gradient of 1, and
+    scaled in backward. Loss scaling and repeated backward calls give correct gradients. They are
+    divided by `items` before they are narrowed, also for a sum, which callers divide by the number
+    of items: where backward then multiplies by 1 or by a power of two, no value is rounded a second
     time. With a trainable head and a loss per row, the gradients are computed in backward.
     """
 
@@ -213,21 +220,19 @@ class LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         trains_head = needs[1] or needs[2]
         ctx.is_deferred = trains_head and items is None
-        needed_now = (False, False, False) if ctx.is_deferred else needs
-        # the op has switched autocast off
+        needed_now = needs
+        if ctx.is_deferred:
+            needed_now = (False, False, False)
+        if items is None:
+            upstream = hidden_TH.new_ones((), dtype=arithmetic_dtype(dtype))
+        else:
+            upstream = items.reciprocal()
+        # where backward computes plain logits, their softmax needs the logsumexp of plain logits
+        exact = not ctx.is_deferred
+        # `linear_cross_entropy` has switched autocast off
+        operands = cast_head(dtype, hidden_TH, weight_VH, bias_V)
         results = Forward(
-            *_forward(
-                *cast_head(dtype, hidden_TH, weight_VH, bias_V),
-                targets_T,
-                hidden_TH.new_ones((), dtype=arithmetic_dtype(dtype))
-                if items is None
-                else items.reciprocal(),
-                *rule,
-                chunk,
-                *needed_now,
-                # backward then makes plain logits, whose softmax needs their own logsumexp
-                not ctx.is_deferred,
-            )
+            *_forward(*operands, targets_T, upstream, *rule, chunk, *needed_now, exact)
         )
         if items is None:
             loss = results.loss_T
@@ -238,13 +243,14 @@ class LinearCrossEntropy(torch.autograd.Function):
         ctx.rule = rule
         ctx.dtype = dtype
         ctx.needs = needs
-        ctx.dtypes = hidden_TH.dtype, weight_VH.dtype, None if bias_V is None else bias_V.dtype
+        ctx.dtypes = head_dtypes(hidden_TH, weight_VH, bias_V)
         if ctx.is_deferred:
             ctx.save_for_backward(hidden_TH, weight_VH, bias_V, targets_T, results.lse_T)
-        else:
-            ctx.save_for_backward(
-                results.dhidden_TH, results.dweight_VH, results.dbias_V, None if is_mean else items
-            )
+            return loss
+        divisor = items
+        if is_mean:
+            divisor = None
+        ctx.save_for_backward(results.dhidden_TH, results.dweight_VH, results.dbias_V, divisor)
         return loss
 
     @staticmethod
@@ -257,18 +263,18 @@ class LinearCrossEntropy(torch.autograd.Function):
                 raw_grads = _backward(
                     *operands, targets_T, lse_T, dloss.contiguous(), *ctx.rule, *ctx.needs[:2]
                 )
-                grads = [
-                    grad.to(dtype) if is_needed else None
-                    for grad, dtype, is_needed in zip(raw_grads, ctx.dtypes, ctx.needs)
-                ]
+                grads = cast_gradients(raw_grads, ctx.dtypes, ctx.needs)
             else:
                 *raw_grads, items = ctx.saved_tensors
-                factor = dloss if items is None else dloss * items
-                factor = factor if factor.dim() == 0 else factor.unsqueeze(-1)
-                grads = [
-                    scale_to_dtype(grad, factor, dtype) if is_needed else None
-                    for grad, dtype, is_needed in zip(raw_grads, ctx.dtypes, ctx.needs)
-                ]
+                factor = dloss
+                if items is not None:
+                    factor = dloss * items
+                if factor.dim():
+                    factor = factor.unsqueeze(-1)
+                grads = [None, None, None]
+                for i, grad in enumerate(raw_grads):
+                    if ctx.needs[i]:
+                        grads[i] = scale_to_dtype(grad, factor, ctx.dtypes[i])
         return *grads, None, None, None, None, None, None, None
 
 
@@ -305,7 +311,11 @@ def linear_cross_entropy(
              UsageError
     """
     check_head(hidden, weight, bias, chunk)
-    check_reduction(reduction, None if reduction == "sum" else num_items)
+    if reduction == "sum":
+        # num_items has an effect on a sum here: see above
+        check_reduction(reduction, None)
+    else:
+        check_reduction(reduction, num_items)
     rule = LossRule.from_options(
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
@@ -318,7 +328,8 @@ def linear_cross_entropy(
     hidden_TH = hidden.reshape(-1, hidden.shape[-1])
     targets_T = targets.reshape(-1)
     needs = required_gradients(hidden, weight, bias)
-    chunk = default_chunk(targets.numel(), weight, (dtype,), needs[1]) if chunk is None else chunk
+    if chunk is None:
+        chunk = default_chunk(targets.numel(), weight, (dtype,), needs[1])
     with autocast_off(hidden):
         if reduction == "none":
             items = None
@@ -360,7 +371,9 @@ def loss_divisor(
         divisor = torch.full((), num_items, dtype=dtype, device=targets_T.device)
     else:
         divisor = (targets_T != ignore_index).sum().to(dtype)
-    return divisor if reduction == "mean" else divisor.clamp_min(1.0)
+    if reduction == "mean":
+        return divisor
+    return divisor.clamp_min(1.0)
 
 
 def scratch_estimators() -> dict[Any, Callable[..., int]]:
@@ -379,7 +392,11 @@ def _forward_scratch_bytes(
     operand = operand_dtype(hidden_TH.dtype, hidden_TH.device)
     result = result_dtype(operand, hidden_TH.device)
     logits = rows * classes * result.itemsize
-    gradient = rows * classes * operand.itemsize if result != operand and any(want) else 0
-    # the head as the product's operand, where it is another dtype
-    head = weight_VH.numel() * operand.itemsize if weight_VH.dtype != operand else 0
+    gradient = 0
+    if result != operand and any(want):
+        gradient = rows * classes * operand.itemsize
+    head = 0
+    if weight_VH.dtype != operand:
+        # the head in the dtype of the product's operands
+        head = weight_VH.numel() * operand.itemsize
     return logits + gradient + head + 2 * rows * hidden_TH.shape[1] * result.itemsize

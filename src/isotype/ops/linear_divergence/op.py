@@ -34,13 +34,16 @@ from ..library import library_op
 from ..linear_cross_entropy.chunked import (
     Chunks,
     HeadGradient,
+    cast_gradients,
     cast_head,
     check_head,
     default_chunk,
     gradient_factors,
+    head_dtypes,
     largest_gradient,
     required_gradients,
     scale_to_dtype,
+    shape_if,
     stored_gradient_dtype,
 )
 from ..linear_cross_entropy.op import reference_logits
@@ -102,7 +105,7 @@ def divergence(s: Tensor, t: Tensor, beta: float) -> Tensor:
 
 
 def _choose_kernel(z: Tensor, teacher: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
-    """What computes on these logits."""
+    """The function that computes the divergences of these logits."""
     if uses_triton(z):
         from . import triton
 
@@ -145,9 +148,9 @@ class Heads(NamedTuple):
     def __iter__(
         self,
     ) -> Iterator[tuple[Any, Tensor, Tensor, Callable[..., tuple[Tensor, Tensor]]]]:
-        """(rows, x_NH, dlogits_NV, made): as `Chunks` has them; `made(upstream_N, want_entropy)`
-        gives divergences and entropies of the rows, fp32[N] each (empty where not wanted), and with
-        an upstream gradient writes dlogits_NV.
+        """(rows, x_NH, dlogits_NV, compute): the first three as `Chunks` has them.
+        `compute(upstream_N, want_entropy)` returns divergences and entropies of the rows, fp32[N]
+        each (empty where not needed), and with an upstream gradient writes dlogits_NV.
         """
         for (rows, x_NH, z_NV, g_NV), (_, y_NG, teacher_NV, _) in zip(self.student, self.teacher):
             sources: dict[str, Any] = {}
@@ -168,32 +171,33 @@ class Heads(NamedTuple):
 def empty_outputs(
     hidden_TH: Tensor, want_gradient: bool, want_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for divergences and entropies, and for the gradient of the hidden rows where it is made
-    in forward.
+    """Empty divergences and entropies, and the gradient of the hidden rows where forward computes
+    it.
     """
     stored = stored_gradient_dtype(hidden_TH.dtype, hidden_TH.device)
+    fp32 = arithmetic_dtype(hidden_TH.dtype)
+    tokens = hidden_TH.shape[:1]
     return (
-        hidden_TH.new_empty(hidden_TH.shape[0], dtype=arithmetic_dtype(hidden_TH.dtype)),
-        hidden_TH.new_empty(
-            hidden_TH.shape[0] if want_entropy else 0, dtype=arithmetic_dtype(hidden_TH.dtype)
-        ),
-        hidden_TH.new_empty(hidden_TH.shape if want_gradient else (0,), dtype=stored),
+        hidden_TH.new_empty(tokens, dtype=fp32),
+        hidden_TH.new_empty(shape_if(want_entropy, tokens), dtype=fp32),
+        hidden_TH.new_empty(shape_if(want_gradient, hidden_TH.shape), dtype=stored),
     )
 
 
 def empty_gradients(
     hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Empty gradients of hidden, weight and bias; the last two of `rest` say whether those of
+    hidden and weight are needed.
+    """
     want_dhidden, want_dweight = rest[-2:]
     stored = stored_gradient_dtype(hidden_TH.dtype, hidden_TH.device)
+    fp32 = arithmetic_dtype(hidden_TH.dtype)
+    classes = weight_VH.shape[:1]
     return (
-        hidden_TH.new_empty(hidden_TH.shape if want_dhidden else (0,), dtype=stored),
-        weight_VH.new_empty(
-            weight_VH.shape if want_dweight else (0,), dtype=arithmetic_dtype(hidden_TH.dtype)
-        ),
-        weight_VH.new_empty(
-            weight_VH.shape[0] if bias_V is not None else 0, dtype=arithmetic_dtype(hidden_TH.dtype)
-        ),
+        hidden_TH.new_empty(shape_if(want_dhidden, hidden_TH.shape), dtype=stored),
+        weight_VH.new_empty(shape_if(want_dweight, weight_VH.shape), dtype=fp32),
+        weight_VH.new_empty(shape_if(bias_V is not None, classes), dtype=fp32),
     )
 
 
@@ -231,9 +235,10 @@ def _forward(
         heads.student.operand, hidden_TH.new_ones((), dtype=arithmetic_dtype(hidden_TH.dtype))
     )
     for rows, x_NH, g_NV, compute in heads:
-        divergence_T[rows], entropy_N = compute(
-            pre_scale.expand(x_NH.shape[0]) if want_gradient else None, want_entropy
-        )
+        upstream_N = None
+        if want_gradient:
+            upstream_N = pre_scale.expand(x_NH.shape[0])
+        divergence_T[rows], entropy_N = compute(upstream_N, want_entropy)
         if want_entropy:
             entropy_T[rows] = entropy_N
         if want_gradient:
@@ -267,7 +272,9 @@ def _backward(
     )
     upstream_size = largest_gradient(upstream_T)
     pre_scale, post_scale = gradient_factors(heads.student.operand, upstream_size)
-    factor = 1.0 if post_scale is None else pre_scale / upstream_size
+    factor: Tensor | float = 1.0
+    if post_scale is not None:
+        factor = pre_scale / upstream_size
     head = HeadGradient(dweight_VH, post_scale)
     if not heads.student.count:
         dweight_VH.zero_()
@@ -275,9 +282,10 @@ def _backward(
     for rows, x_NH, g_NV, compute in heads:
         compute(upstream_T[rows] * factor, False)
         if bias_V is not None:
-            dbias_V += g_NV.sum(0, dtype=dbias_V.dtype) * (
-                1.0 if post_scale is None else post_scale
-            )
+            chunk_dbias_V = g_NV.sum(0, dtype=dbias_V.dtype)
+            if post_scale is not None:
+                chunk_dbias_V = chunk_dbias_V * post_scale
+            dbias_V += chunk_dbias_V
         if want_dhidden:
             heads.student.write_dhidden(dhidden_TH, rows, g_NV, post_scale)
         if want_dweight:
@@ -315,11 +323,11 @@ class LinearDivergence(torch.autograd.Function):
         ctx.chunk = chunk
         ctx.needs = needs
         ctx.gradient_in_forward = gradient_in_forward
-        ctx.dtypes = hidden_TH.dtype, weight_VH.dtype, None if bias_V is None else bias_V.dtype
-        # a frozen head needs the gradient alone
-        ctx.save_for_backward(
-            *((dhidden_TH,) if gradient_in_forward else (hidden_TH, weight_VH, bias_V, *teacher))
-        )
+        ctx.dtypes = head_dtypes(hidden_TH, weight_VH, bias_V)
+        if gradient_in_forward:
+            ctx.save_for_backward(dhidden_TH)
+        else:
+            ctx.save_for_backward(hidden_TH, weight_VH, bias_V, *teacher)
         ctx.mark_non_differentiable(entropy_T)
         return divergence_T, entropy_T
 
@@ -338,10 +346,7 @@ class LinearDivergence(torch.autograd.Function):
                     *cast_head(ctx.product_dtypes[1], *saved[3:]),
                 )
                 raw_grads = _backward(*operands, ctx.rules, ctx.chunk, upstream_T, *ctx.needs[:2])
-                grads = [
-                    grad.to(dtype) if is_needed else None
-                    for grad, dtype, is_needed in zip(raw_grads, ctx.dtypes, ctx.needs)
-                ]
+                grads = cast_gradients(raw_grads, ctx.dtypes, ctx.needs)
         return (*grads, None, None, None, None, None, None)
 
 
@@ -381,19 +386,16 @@ def divergence_and_entropy(
     dtypes = product_dtype(hidden, weight), product_dtype(teacher_hidden, teacher_weight)
     if chunk is None:
         chunk = default_chunk(hidden.shape[:-1].numel(), weight, dtypes, False)
-    else:
-        chunk = chunk
     # c tanh(s x / c) / T is (c / T) tanh((s / T) x / (c / T))
     rules = [
         LossRule.from_options(ignore_index=-100, logit_scale=scale, softcap=cap)
         for scale, cap in ((logit_scale, softcap), (teacher_logit_scale, teacher_softcap))
     ]
     values = [value / temperature for rule in rules for value in (rule.logit_scale, rule.softcap)]
-    teacher = (
-        teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1]),
-        teacher_weight.detach(),
-        None if teacher_bias is None else teacher_bias.detach(),
-    )
+    if teacher_bias is not None:
+        teacher_bias = teacher_bias.detach()
+    teacher_TG = teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1])
+    teacher = (teacher_TG, teacher_weight.detach(), teacher_bias)
     divergence_T, entropy = apply_function(
         LinearDivergence,
         hidden.reshape(-1, hidden.shape[-1]),
@@ -406,9 +408,9 @@ def divergence_and_entropy(
         required_gradients(hidden, weight, bias),
         want_entropy,
     )
-    return divergence_T.reshape(hidden.shape[:-1]), (
-        entropy.reshape(hidden.shape[:-1]) if want_entropy else entropy
-    )
+    if want_entropy:
+        entropy = entropy.reshape(hidden.shape[:-1])
+    return divergence_T.reshape(hidden.shape[:-1]), entropy
 
 
 def linear_divergence(
