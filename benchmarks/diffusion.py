@@ -38,7 +38,7 @@ from isotype.environment.hardware import detect
 from isotype.model.build import resolve_precision
 from isotype.precision.accumulate import GradientAccumulator
 from isotype.tasks.diffusion.batches import Batch
-from isotype.tasks.diffusion.denoiser import built
+from isotype.tasks.diffusion.denoiser import build_denoiser
 from isotype.tasks.diffusion.families import Conditioning
 from isotype.tasks.diffusion.families.flow import Flux, pack_latents, position_ids, unpack_latents
 from isotype.tasks.diffusion.loss import FlowMatching, NoiseLevels, picture_losses
@@ -91,7 +91,7 @@ def ours(model: Any, preset: str) -> tuple[Callable[[Batch], float], Callable[[B
     precision = resolve_precision(
         loaded.config, loaded.sources, detect("cpu"), {"timesteps": "fp32", "latents": "fp32"}
     ).precision
-    trained, manifest = built(model, Flux(), loaded.config, precision, device_type="cpu")
+    trained, manifest = build_denoiser(model, Flux(), loaded.config, precision, device_type="cpu")
     print(manifest, file=sys.stderr)  # stdout has the JSON alone
     accumulator = GradientAccumulator(
         trained.parameters(), dtype=precision.grads, reduce=precision.reduce

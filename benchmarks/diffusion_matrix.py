@@ -36,7 +36,7 @@ from isotype.observe import Observer
 from isotype.precision.accumulate import GradientAccumulator
 from isotype.precision.precision import PRESETS, Precision
 from isotype.tasks.diffusion.batches import Batch
-from isotype.tasks.diffusion.denoiser import built, quantise
+from isotype.tasks.diffusion.denoiser import build_denoiser, quantise
 from isotype.tasks.diffusion.families import Conditioning, Family
 from isotype.tasks.diffusion.families.flow import SD3, Flux, QwenImage, Sana
 from isotype.tasks.diffusion.families.noise import SDXL, PixArtSigma
@@ -164,7 +164,7 @@ def _step(make: Callable[[], Any], family: Family, precision: Precision, config:
         )
     if precision.base == "nf4":
         quantise(denoiser.requires_grad_(False), family, precision, device)
-    model, _ = built(denoiser, family, config, precision, device_type="cpu")
+    model, _ = build_denoiser(denoiser, family, config, precision, device_type="cpu")
     model.train()
     accumulator = GradientAccumulator(
         model.parameters(), dtype=precision.grads, reduce=precision.reduce

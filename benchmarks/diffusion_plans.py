@@ -33,7 +33,7 @@ from isotype.model.build import resolve_precision
 from isotype.model.packed import quantise_layers as pack_layers
 from isotype.precision.precision import Precision
 from isotype.tasks.diffusion.batches import Batch
-from isotype.tasks.diffusion.denoiser import ForwardCost, built, quantised_layers
+from isotype.tasks.diffusion.denoiser import ForwardCost, build_denoiser, quantised_layers
 from isotype.tasks.diffusion.families import Conditioning, Family
 from isotype.tasks.diffusion.families.flow import SD3, Flux, QwenImage
 from isotype.tasks.diffusion.families.noise import SDXL
@@ -93,7 +93,7 @@ def outlined(name: str, *settings: str) -> tuple[torch.nn.Module, int, RunConfig
             quantise_outline(denoiser, torch.bfloat16, layers=layers)
         elif precision.packed:
             pack_layers(denoiser, layers, precision.base)
-        model, _ = built(denoiser, family, loaded.config, precision, device_type="cuda")
+        model, _ = build_denoiser(denoiser, family, loaded.config, precision, device_type="cuda")
     return (
         apply_offload(model, loaded.config.model.offload, torch.device("meta")),
         total,
@@ -146,7 +146,7 @@ def least(name: str, base: str, offload: str) -> str:
         )
 
     def loss_sum(model: torch.nn.Module, batch: Batch, divisor: int = 1) -> torch.Tensor:
-        asked = Conditioning(1.0, 8, batch.lengths, batch.cut)
+        asked = Conditioning(1.0, 8, batch.lengths, batch.crop)
         return (
             picture_losses(model, family, plain_objective(family), batch, asked, dtype="fp32").sum()
             / divisor
@@ -162,7 +162,7 @@ def least(name: str, base: str, offload: str) -> str:
         plain = kind(**architecture)
     whole = batch(torch.device("meta"))
     whole = replace(whole, text={word: tensor.float() for word, tensor in whole.text.items()})
-    cost = ForwardCost.of(plain, lambda: loss_sum(plain, whole))
+    cost = ForwardCost.measure(plain, lambda: loss_sum(plain, whole))
     cells = [f"{plan.peak / 2**30:.1f}"]
     for pictures in BATCHES:
         work = [pictures * one for one in cost.blocks]

@@ -28,10 +28,10 @@ from ..runs.checkpoint.atomic_folder import find_damage, write_folder
 from ..runs.checkpoint.snapshot import average_weights, restore_model
 from ..runs.folder import RESOLVED, RunFolder, refuse_filled, require_run, split_run_and_adapter
 from ..tasks.diffusion.batches import Batch
-from ..tasks.diffusion.encode import Said
+from ..tasks.diffusion.encode import TextInput
 from ..tasks.diffusion.pipeline import PipelineFolder
 from ..tasks.diffusion.result import MODEL_FILE, load_result, write_comfyui
-from ..tasks.diffusion.sample import Sample, texts_of
+from ..tasks.diffusion.sample import Sample, prompt_text_inputs
 from ..tasks.diffusion.single_file import write_with_unet
 from ..tasks.diffusion.task import DiffusionTask
 from ..tasks.diffusion.text_encoders import PREFIX
@@ -56,7 +56,7 @@ def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> Merged:
     precision = task.precision
     adapter = _find_adapter(run, intermediate, config, f"{run / 'model'} is merged already")
     refuse_filled(out)
-    task.take_base(RunFolder(run).base)
+    task.draw_base(RunFolder(run).base)
     task.folder.fetch()
     reason = "as asked"
     if dtype is None:
@@ -79,7 +79,7 @@ def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> Merged:
     def fill(folder: Path) -> None:
         base = task.folder.path
         part = task.folder.denoiser_part
-        weights = ".safetensors" if task.folder.whole else "/"
+        weights = ".safetensors" if task.folder.has_all_parts else "/"
         shutil.copytree(
             base,
             folder,
@@ -135,8 +135,8 @@ def random_batch(task: DiffusionTask, device: torch.device) -> Batch:
             for name, tensor in empty.text.items()
         }
     else:
-        encoder = task.new_encoder(device)
-        keys = encoder.captions([Said(caption) for caption in CAPTIONS])
+        encoder = task.make_encoder(device)
+        keys = encoder.encode_captions([TextInput(caption) for caption in CAPTIONS])
         text = {
             name: torch.stack([encoder.store.get(key)[name] for key in keys.values()])
             for name in empty.text
@@ -232,11 +232,11 @@ def draw_pictures(
                 f"{folder}: the run has no prompts of its own (run.samples)",
                 fix=f'isotype sample {folder} "a picture of ..."',
             )
-        task.encoder = task.new_encoder(device)
-        task.text = task.encoder.captions(texts_of(task.prompts, task.encoder))
+        task.encoder = task.make_encoder(device)
+        task.text = task.encoder.encode_captions(prompt_text_inputs(task.prompts, task.encoder))
 
     task, model, device, weights_name = _load_run(folder, encode, with_these)
-    drawing = task.drawing()
+    drawing = task.sample_settings()
     return weights_name, list(
         task.draw(
             model, device, task.prompts, drawing if seed is None else replace(drawing, seed=seed)
@@ -311,14 +311,14 @@ def _load_run(
     )
     precision = task.precision
     encode(task, device)
-    task.take_base(RunFolder(folder).base)
+    task.draw_base(RunFolder(folder).base)
     model: nn.Module
     if result is not None:
         model = task.reload(result, precision, device)
         weights_name = result_name(folder, result)
     else:
         checkpoint = load_newest(folder)
-        model, _ = task.denoiser(precision, device)
+        model, _ = task.load_model(precision, device)
         restore_model(model, average_weights(checkpoint.tensors, task.config.train.beta1))
         weights_name = f"checkpoint step_{checkpoint.step}"
     return task, model.eval(), device, weights_name

@@ -351,7 +351,7 @@ def plain_loss(pipe, batch):
         )
         shown = batch.text["captioned"].to(batch.latents)[:, None]
         text = torch.cat([one.hidden_states[-2], two.hidden_states[-2]], -1) * shown[..., None]
-        sizes = torch.cat([batch.cut, torch.tensor([[32.0, 32.0]]).expand(len(batch.cut), 2)], 1)
+        sizes = torch.cat([batch.crop, torch.tensor([[32.0, 32.0]]).expand(len(batch.crop), 2)], 1)
         given = {"added_cond_kwargs": {"text_embeds": two[0] * shown, "time_ids": sizes}}
     else:
         text = pipe.text_encoder(ids[:, 0])[0]

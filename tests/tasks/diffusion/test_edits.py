@@ -11,8 +11,8 @@ from PIL import Image
 
 from isotype.errors import UsageError
 from isotype.tasks.choose import train
-from isotype.tasks.diffusion.batches import generator_of
-from isotype.tasks.diffusion.pixels import as_png
+from isotype.tasks.diffusion.batches import row_generator
+from isotype.tasks.diffusion.pixels import encode_png
 from tests.commands import ask
 from tests.tasks.diffusion.models import built, encoded, refused
 from tests.tasks.diffusion.test_families import edits
@@ -190,10 +190,10 @@ def test_an_edit_is_drawn_as_the_pipeline_draws_it(drawn, studio, tmp_path):
     (theirs,) = pipe(
         image=Image.open(prompt["control"]).convert("RGB").resize((1024, 1024), Image.Resampling.LANCZOS), prompt="green on white",
         negative_prompt="", true_cfg_scale=3.0, height=1024, width=1024, num_inference_steps=2, output_type="pt",
-        generator=generator_of("sample", 3, 0),
+        generator=row_generator("sample", 3, 0),
     ).images  # fmt: skip
     first, second = (
         torch.tensor(list(Image.open(BytesIO(png)).getdata())).float()
-        for png in (ours.png, as_png(theirs * 2 - 1))
+        for png in (ours.png, encode_png(theirs * 2 - 1))
     )
     assert (first - second).abs().max() <= 1

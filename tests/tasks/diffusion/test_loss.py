@@ -13,10 +13,10 @@ from diffusers.training_utils import compute_snr
 
 from isotype.precision import PRESETS, Precision
 from isotype.precision.apply import apply_precision, generating
-from isotype.tasks.diffusion.denoiser import embeddings_of_time, keep_time_exact
+from isotype.tasks.diffusion.denoiser import keep_time_exact, time_embeddings
 from isotype.tasks.diffusion.families import Conditioning
 from isotype.tasks.diffusion.families.noise import size_conditioning
-from isotype.tasks.diffusion.loss import shift_of
+from isotype.tasks.diffusion.loss import resolve_shift
 from isotype.tasks.diffusion.pixels import Window
 from tests.tasks.diffusion.models import built, draw
 from tests.tasks.diffusion.test_families import flow, squared_error
@@ -122,8 +122,8 @@ def test_sdxl_is_told_where_a_larger_picture_was_cut(drawn, studio, tmp_path, mo
     at 0.75, before it in a mirror.
     """
     monkeypatch.setattr(
-        "isotype.tasks.diffusion.encode.windows",
-        lambda size, crop, **_: [Window(size, left=0.75, top=0.1)],
+        "isotype.tasks.diffusion.encode.crop_windows",
+        lambda size, crop, **_: [Window(size, x_share=0.75, y_share=0.1)],
     )
     data = tmp_path / "large"
     data.mkdir()
@@ -138,11 +138,11 @@ def test_sdxl_is_told_where_a_larger_picture_was_cut(drawn, studio, tmp_path, mo
     loaded = drawn(model=studio.sdxl, adapter={"kind": "none"}, images=images)
     task, model = built(loaded, studio.sdxl)
     batch = next(
-        b for b in (task.collate([placed]) for placed in task.feed().take(16)) if b.cut[0, 3] == 5
+        b for b in (task.collate([placed]) for placed in task.feed().take(16)) if b.crop[0, 3] == 5
     )
     ids = (60, 96, 0, 5, 32, 32)
     assert size_conditioning(
-        batch.latents, Conditioning(downscale=task.downscale, cut=batch.cut)
+        batch.latents, Conditioning(downscale=task.downscale, crop=batch.crop)
     ).tolist() == [[*ids]]
     with torch.no_grad():
         ours = task.loss_sum(model, batch, dtype="fp32")
@@ -165,7 +165,7 @@ def test_a_shift_by_resolution_is_the_pipelines(drawn):
     from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
     mu = calculate_shift(1024, 256, 4096, 0.5, 1.15)
-    ours = shift_of(section, scheduler.config, tokens=1024)
+    ours = resolve_shift(section, scheduler.config, tokens=1024)
     theirs = float(scheduler.time_shift(mu, 1.0, torch.tensor(0.3, dtype=torch.float64)))
     assert ours * 0.3 / (1 + (ours - 1) * 0.3) == pytest.approx(theirs, rel=1e-9)
 
@@ -202,7 +202,7 @@ MODELS = {
 
 def embedded(model, call, *, sampling=False):
     seen = []
-    for module in embeddings_of_time(model):
+    for module in time_embeddings(model):
         module.register_forward_hook(lambda module, args, output: seen.append(output.clone()))
     with torch.no_grad():
         if sampling:

@@ -14,13 +14,13 @@ from PIL import Image
 from isotype.config.schema import ImagesSection
 from isotype.data.pictures import readable_phone_kinds
 from isotype.errors import UsageError
-from isotype.tasks.diffusion.pictures import gather
+from isotype.tasks.diffusion.pictures import collect_pictures
 from isotype.tasks.diffusion.pixels import Size, Window, pixels
 from tests.tasks.diffusion.models import draw
 
 
 def gathered(**settings):
-    return gather(ImagesSection(**{"eval_split": 0.0} | settings), seed=0)
+    return collect_pictures(ImagesSection(**{"eval_split": 0.0} | settings), seed=0)
 
 
 def refusal(**settings) -> str:
@@ -107,7 +107,7 @@ def test_no_picture_of_a_phone_vanishes_wherever_captions_come_from(tmp_path, wa
     made = gathered(**settings)
     assert len(made.train) == 5
     assert all(
-        pixels(p.content.read(), Window(Size(32, 32))).shape == (3, 32, 32) for p in made.all
+        pixels(p.content.read(), Window(Size(32, 32))).shape == (3, 32, 32) for p in made.all_pictures
     )
     (line,) = made.other_file_lines()
     assert line == f"not read in {tmp_path}: 1 .mov, 1 .mp4, 1 .pdf"
@@ -170,7 +170,7 @@ def test_pairs_of_a_folder_and_of_rows_are_the_same(studio):
         {"train": str(studio.pairs / "rows.jsonl")},
     )
     folder, rows = (
-        gather(ImagesSection(eval_split=0.0, **images), seed=0, pairs=True).train
+        collect_pictures(ImagesSection(eval_split=0.0, **images), seed=0, pairs=True).train
         for images in sections
     )
     assert [(p.content, p.captions, p.control) for p in folder] == [
@@ -281,7 +281,7 @@ def test_masks_belong_to_pictures_by_name(tmp_path):
     picture(tmp_path / "mine/b.png", "a red circle")
     picture(tmp_path / "masks/sub/a.jpg")
     found = gathered(train=str(tmp_path / "mine"), masks=str(tmp_path / "masks"))
-    assert {p.where.rsplit("/")[-1]: p.mask is not None for p in found.train} == {
+    assert {p.origin.rsplit("/")[-1]: p.mask is not None for p in found.train} == {
         "a.png": True,
         "b.png": False,
     }

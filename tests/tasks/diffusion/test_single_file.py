@@ -15,9 +15,9 @@ from isotype.errors import UsageError
 from isotype.inference.diffusion import draw_pictures, merge_denoiser
 from isotype.tasks.choose import choose_task, plan_run, train
 from isotype.tasks.diffusion import pipeline
-from isotype.tasks.diffusion.denoiser import frozen_denoiser
+from isotype.tasks.diffusion.denoiser import load_frozen_denoiser
 from isotype.tasks.diffusion.pipeline import PipelineFolder
-from isotype.tasks.diffusion.single_file import dtype_of
+from isotype.tasks.diffusion.single_file import widest_dtype
 from isotype.training.device_setup import prepare_data
 from tests.published import FORMATS, element, packed
 from tests.training.interrupted import cut_back
@@ -189,7 +189,7 @@ def test_a_file_with_zero_terminal_snr_trains_and_draws_and_is_merged_so(
     drawn, studio, tmp_path, capsys
 ):
     file = marked(studio, tmp_path, tensors=["v_pred", "ztsnr"])
-    assert dtype_of(file) is torch.float16, "an empty tensor in fp32 is no weight"
+    assert widest_dtype(file) is torch.float16, "an empty tensor in fp32 is no weight"
     loaded = drawn(model=file, run={"samples": ["a red circle"]})
     assert train(loaded) == 0
     assert "v_prediction with zero terminal SNR: tensor v_pred, tensor ztsnr" in (
@@ -251,13 +251,15 @@ def test_a_file_of_stable_diffusion_2_without_a_marker_asks_for_the_objective(
     """The hub has the settings of one of its two kinds."""
     file = marked(studio, tmp_path)
     monkeypatch.setattr(pipeline, "PIPELINE_FILE", "absent.json")
-    monkeypatch.setattr(pipeline, "repository_of", lambda file: "someone/stable-diffusion-2-1")
+    monkeypatch.setattr(
+        pipeline, "find_settings_repository", lambda file: "someone/stable-diffusion-2-1"
+    )
 
     def settings(name, revision):
         monkeypatch.setattr(pipeline, "PIPELINE_FILE", "model_index.json")
         return tmp_path / "noob"
 
-    monkeypatch.setattr(pipeline, "settings_of", settings)
+    monkeypatch.setattr(pipeline, "fetch_settings", settings)
     assert "whether it learns epsilon (512 pixels) or v (768)" in refused(drawn(model=file))
 
 
@@ -467,7 +469,9 @@ def test_tables_of_positions_stay_in_fp32(drawn, studio, tmp_path):
     loaded = drawn(model=tmp_path / "sd3", precision={"preset": "auto"})
     task = choose_task(loaded.config)
     basis = prepare_data(task, loaded.sources)
-    table = frozen_denoiser(task.folder, basis.resolved.precision, basis.device).pos_embed.pos_embed
+    table = load_frozen_denoiser(
+        task.folder, basis.resolved.precision, basis.device
+    ).pos_embed.pos_embed
     assert table.dtype == torch.float32
     assert torch.equal(table, kept.float())
 

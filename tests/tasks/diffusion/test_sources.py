@@ -13,7 +13,7 @@ from isotype.environment import hub as hub_of_isotype
 from isotype.errors import UsageError
 from isotype.inference.diffusion import draw_pictures
 from isotype.tasks.choose import choose_task, plan_run, train
-from isotype.tasks.diffusion.loss import shift_of
+from isotype.tasks.diffusion.loss import resolve_shift
 from isotype.tasks.diffusion.pipeline import PipelineFolder
 from isotype.training.device_setup import prepare_data
 from tests.hub import hub
@@ -142,7 +142,7 @@ def test_class_pictures_are_drawn_once_by_the_base_and_mixed_one_to_one(drawn, s
     loaded = drawn("second", images=images, **settings)
     task = choose_task(loaded.config)
     prepare_data(task, loaded.sources)
-    assert len(task.gathered.to_draw) == 1
+    assert len(task.pictures.to_draw) == 1
     task.encode(torch.device("cpu"))
     assert {path.name: path.read_bytes() for path in folder.glob("*.png")} == files, (
         "the missing one, as it was"
@@ -179,9 +179,9 @@ def test_a_picture_comes_in_each_resolution_with_its_own_shift(drawn, studio, tm
     task, _ = built(loaded, studio.flux)
     sizes = [row.size for row in task.train_rows]
     assert [sizes.count(size) for size in dict.fromkeys(sizes)] == [9, 9]
-    assert len(task.evaluated) == 6, "held out at both"
+    assert len(task.evaluation_rows) == 6, "held out at both"
     section, scheduler = loaded.config.diffusion, task.folder.config("scheduler")
-    by_size = {side: shift_of(section, scheduler, tokens=(side // 2) ** 2) for side in (8, 16)}
+    by_size = {side: resolve_shift(section, scheduler, tokens=(side // 2) ** 2) for side in (8, 16)}
     assert by_size[8] < by_size[16]
     for tokens, side in ((16, 8), (64, 16)):
         drawn_levels = [

@@ -19,24 +19,24 @@ from isotype.report.page import _picture_facts
 from isotype.tasks.choose import train
 from isotype.tasks.diffusion.batches import PictureStream, Row
 from isotype.tasks.diffusion.families import Conditioning
-from isotype.tasks.diffusion.loss import objective_of
-from isotype.tasks.diffusion.picture_files import InFile, Picture
-from isotype.tasks.diffusion.pictures import gather, with_trained_captions
+from isotype.tasks.diffusion.loss import build_objective
+from isotype.tasks.diffusion.picture_files import FileContent, Picture
+from isotype.tasks.diffusion.pictures import apply_caption_settings, collect_pictures
 from isotype.tasks.diffusion.pixels import (
     BadPicture,
     Size,
     Window,
-    buckets,
+    bucket_sizes,
+    displayed_size,
     mask_pixels,
     pixels,
-    shown_size,
 )
 from tests.tasks.diffusion.models import built, draw, encoded, refused
 
 
 def captioned(*captions, **images):
-    picture = Picture(InFile(None), captions, "here")
-    (made,) = with_trained_captions([picture], ImagesSection(train="x", **images), seed=3)
+    picture = Picture(FileContent(None), captions, "here")
+    (made,) = apply_caption_settings([picture], ImagesSection(train="x", **images), seed=3)
     return made.captions
 
 
@@ -65,7 +65,7 @@ def test_captions_come_from_names_and_pictures_without_one_are_a_choice(studio, 
         text.unlink()
 
     def captions(**images):
-        found = gather(
+        found = collect_pictures(
             ImagesSection(train=str(tmp_path / "mine"), eval_split=0.0, **images), seed=0
         ).train
         return [picture.captions for picture in found]
@@ -80,7 +80,7 @@ def test_captions_come_from_names_and_pictures_without_one_are_a_choice(studio, 
 
 
 def drawn_levels(count=4000, **section):
-    levels = objective_of(
+    levels = build_objective(
         DiffusionSection(**section),
         {"_class_name": "FlowMatchEulerDiscreteScheduler"},
         offered=("flow_matching",),
@@ -122,7 +122,7 @@ def test_huber_is_diffusers_smooth_loss_and_an_offset_is_one_number_a_channel(dr
     task, model, batch = made(loss="huber", huber_c=0.2)
     with torch.no_grad():
         ours = task.losses(model, batch, dtype="fp32")
-        noisy, target = task.objective.mixed(batch.latents, batch.noise, batch.sigma)
+        noisy, target = task.objective.mix(batch.latents, batch.noise, batch.sigma)
         predicted = task.folder.family.predict(
             model,
             noisy,
@@ -452,8 +452,8 @@ def test_colours_are_those_of_the_pictures_profile(tmp_path, mode):
 
 
 def test_buckets_have_about_the_squares_area():
-    assert buckets(1024, max_aspect=1.0, multiple=16) == [Size(1024, 1024)]
-    found = buckets(1024, max_aspect=2.0, multiple=16)
+    assert bucket_sizes(1024, max_aspect=1.0, multiple=16) == [Size(1024, 1024)]
+    found = bucket_sizes(1024, max_aspect=2.0, multiple=16)
     assert found[0] == Size(1024, 1024)
     assert Size(832, 1216) in found
     assert {Size(size.width, size.height) for size in found} == set(found)
@@ -467,12 +467,12 @@ def test_a_window_is_cut_where_it_says(tmp_path):
     wide = draw("circle", "red").resize((64, 32)).crop((0, 0, 64, 32))
     wide.paste((0, 0, 0), (0, 0, 32, 32))
     content = saved(wide, tmp_path)
-    assert shown_size(content) == (64, 32)
+    assert displayed_size(content) == (64, 32)
     size = Size(16, 16)
-    assert float(pixels(content, Window(size, left=0.0)).max()) < -0.8
-    assert float(pixels(content, Window(size, left=1.0))[:, 0, 0].min()) > 0.8
+    assert float(pixels(content, Window(size, x_share=0.0)).max()) < -0.8
+    assert float(pixels(content, Window(size, x_share=1.0))[:, 0, 0].min()) > 0.8
     assert pixels(content, Window(Size(16, 32))).shape == (3, 16, 32)
-    assert float(mask_pixels(content, Window(size, left=1.0))[0, 0, 0]) > 0.8
+    assert float(mask_pixels(content, Window(size, x_share=1.0))[0, 0, 0]) > 0.8
     with pytest.raises(BadPicture, match="black all over"):
         mask_pixels(saved(Image.new("RGB", (8, 8)), tmp_path), Window(size))
 
@@ -483,13 +483,13 @@ def rows(*sizes: int) -> list[Row]:
 
 def test_a_steps_rows_have_one_size_and_every_row_comes_once_an_epoch():
     data = rows(*[8] * 9, *[16] * 7)
-    stream = PictureStream(data, seed=0, shuffle=True, together=4)
+    stream = PictureStream(data, seed=0, shuffle=True, step_rows=4)
     steps = [[placed.row for placed in stream.take(4)] for _ in range(4)]
     assert [len({row.size for row in step}) for step in steps] == [1, 1, 1, 2]
     assert sorted(row.latents for step in steps for row in step) == sorted(
         row.latents for row in data
     )
-    by_two = PictureStream(data, seed=0, shuffle=True, together=4)
+    by_two = PictureStream(data, seed=0, shuffle=True, step_rows=4)
     assert [placed.row for _ in range(8) for placed in by_two.take(2)] == [
         row for step in steps for row in step
     ]

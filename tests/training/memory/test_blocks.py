@@ -141,7 +141,7 @@ def test_a_denoisers_gradients_are_those_without_recomputing_and_two_blocks_are_
     pytest.importorskip("diffusers")
     from benchmarks.diffusion_matrix import CLASSES, plain_objective, random_batch
 
-    from isotype.tasks.diffusion.denoiser import built
+    from isotype.tasks.diffusion.denoiser import build_denoiser
     from isotype.tasks.diffusion.families import Conditioning
     from isotype.tasks.diffusion.loss import picture_losses
 
@@ -156,7 +156,7 @@ def test_a_denoisers_gradients_are_those_without_recomputing_and_two_blocks_are_
         torch.manual_seed(0)
         denoiser = make()
         batch = random_batch(family, denoiser.config, precision)
-        model, _ = built(
+        model, _ = build_denoiser(
             denoiser, family, load(None, ["adapter.r=4"]).config, precision, device_type="cpu"
         )
         if away:

@@ -36,7 +36,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedRow:
     """A row with its position in the stream."""
 
     row: Row
@@ -52,7 +52,7 @@ class Batch:
     text            tensors of the family, [N ...] each
     mask            F[N 1 H W]   where the loss of a picture counts; None: everywhere
     weights         F[N]         of each picture's loss; None: 1
-    cut             fp32[N 4]    of `pixels.cut_of`; None: whole pictures of the size of the latents
+    crop            fp32[N 4]    of `pixels.size_and_crop`; None: whole pictures of the size of the latents
     lengths                      tokens of each caption, where they differ
     control         F[N C H W]   latents of the pictures before the edit; None: of a model that does
                     not edit
@@ -64,7 +64,7 @@ class Batch:
     text: dict[str, Tensor]
     mask: Tensor | None = None
     weights: Tensor | None = None
-    cut: Tensor | None = None
+    crop: Tensor | None = None
     lengths: tuple[int, ...] = ()
     control: Tensor | None = None
 
@@ -87,59 +87,61 @@ class Batch:
         )
 
     def to(self, device: torch.device) -> Batch:
-        def moved(value: Any) -> Any:
+        def move(value: Any) -> Any:
             if isinstance(value, Tensor):
                 return value.to(device, non_blocking=True)
             return value
 
-        text = {name: moved(tensor) for name, tensor in self.text.items()}
+        text = {name: move(tensor) for name, tensor in self.text.items()}
         return Batch(
-            **{one.name: moved(getattr(self, one.name)) for one in fields(self)} | {"text": text}
+            **{item.name: move(getattr(self, item.name)) for item in fields(self)} | {"text": text}
         )
 
 
-Thing = TypeVar("Thing")
+Item = TypeVar("Item")
 
 
-def by_size(things: Iterable[Thing], size_of: Callable[[Thing], Size]) -> dict[Size, list[Thing]]:
+def group_by_size(items: Iterable[Item], size_of: Callable[[Item], Size]) -> dict[Size, list[Item]]:
     """The things of each size, in the order of the first ones."""
-    found: dict[Size, list[Thing]] = {}
-    for one in things:
-        found.setdefault(size_of(one), []).append(one)
-    return found
+    groups: dict[Size, list[Item]] = {}
+    for item in items:
+        groups.setdefault(size_of(item), []).append(item)
+    return groups
 
 
 class PictureStream(RowStream[Row]):
     """Rows with their positions; the position is the whole state, as in any stream of rows.
 
-    together  number of rows of a step. So many consecutive rows have the same size while there are
+    step_rows  number of rows of a step. So many consecutive rows have the same size while there are
               enough; the others come last
     """
 
-    def __init__(self, rows: Sequence[Row], *, seed: int, shuffle: bool, together: int = 1) -> None:
+    def __init__(
+        self, rows: Sequence[Row], *, seed: int, shuffle: bool, step_rows: int = 1
+    ) -> None:
         super().__init__(rows, seed=seed, shuffle=shuffle)
-        self.together = together
+        self.step_rows = step_rows
 
     def _order_of(self, epoch: int) -> list[int]:
         order = super()._order_of(epoch)
-        sizes = by_size(order, lambda index: self.rows[index].size)
+        sizes = group_by_size(order, lambda index: self.rows[index].size)
         if len(sizes) == 1:
             return order
         groups = []
         rest = list[int]()
-        for some in sizes.values():
-            whole = len(some) // self.together * self.together
-            groups += [some[i : i + self.together] for i in range(0, whole, self.together)]
-            rest += some[whole:]
+        for indices in sizes.values():
+            full = len(indices) // self.step_rows * self.step_rows
+            groups += [indices[i : i + self.step_rows] for i in range(0, full, self.step_rows)]
+            rest += indices[full:]
         turns = epoch_order(len(groups), seed=self.seed + 1, epoch=epoch, shuffle=self.shuffle)
         return [*(index for turn in turns for index in groups[turn]), *rest]
 
-    def take(self, count: int) -> list[Placed]:  # type: ignore[override]  # rows with their position
+    def take(self, count: int) -> list[PlacedRow]:  # type: ignore[override]  # rows with their position
         first = self.position
-        return [Placed(row, first + i) for i, row in enumerate(super().take(count))]
+        return [PlacedRow(row, first + i) for i, row in enumerate(super().take(count))]
 
 
-def generator_of(purpose: str, seed: int, position: int) -> torch.Generator:
+def row_generator(purpose: str, seed: int, position: int) -> torch.Generator:
     """The generator of one row."""
     digest = hashlib.sha256(f"{purpose}:{seed}:{position}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
@@ -154,14 +156,16 @@ class DrawnRow(NamedTuple):
     noise: Tensor
     sigma: float
     text: dict[str, Tensor]
-    cut: Tensor
+    crop: Tensor
     mask: Tensor | None = None
     weight: float = 1.0
     control: Tensor | None = None
 
 
-def stacked(rows: Sequence[DrawnRow], *, dtype: torch.dtype, own_lengths: bool = False) -> Batch:
-    """Rows of one size as a batch. `own_lengths`: texts are padded to the longest, and get a mask."""
+def stack_rows(
+    rows: Sequence[DrawnRow], *, dtype: torch.dtype, keeps_text_lengths: bool = False
+) -> Batch:
+    """Rows of one size as a batch. `keeps_text_lengths`: texts are padded to the longest, and get a mask."""
     masked = any(row.mask is not None for row in rows)
     weighted = any(row.weight != 1.0 for row in rows)
     masks = [torch.ones_like(row.latents[:1]) if row.mask is None else row.mask for row in rows]
@@ -171,19 +175,19 @@ def stacked(rows: Sequence[DrawnRow], *, dtype: torch.dtype, own_lengths: bool =
         torch.stack([row.noise for row in rows]).to(dtype),
         torch.tensor([row.sigma for row in rows], dtype=torch.float64).to(dtype),
         (
-            _padded([row.text["text"] for row in rows])
-            if own_lengths
+            _pad_texts([row.text["text"] for row in rows])
+            if keeps_text_lengths
             else {name: torch.stack([row.text[name] for row in rows]) for name in rows[0].text}
         ),
         torch.stack(masks).to(dtype) if masked else None,
         torch.tensor([row.weight for row in rows], dtype=dtype) if weighted else None,
-        torch.stack([row.cut for row in rows]),
-        tuple(len(row.text["text"]) for row in rows) if own_lengths else (),
+        torch.stack([row.crop for row in rows]),
+        tuple(len(row.text["text"]) for row in rows) if keeps_text_lengths else (),
         torch.stack(controls).to(dtype) if controls else None,
     )
 
 
-def _padded(texts: Sequence[Tensor]) -> dict[str, Tensor]:
+def _pad_texts(texts: Sequence[Tensor]) -> dict[str, Tensor]:
     """`text` F[N S D] of texts F[S D], zero behind a shorter one, and `mask` F[N S], 1 where there
     is a token.
     """

@@ -13,7 +13,7 @@ from typing import Any
 
 from .pipeline import PipelineFolder
 
-SHOWN = 60  # characters of a caption
+SHOWN_CHARACTERS = 60  # characters of a caption
 UNBOUNDED = 10**6  # tokenizers without a limit have a far larger one
 
 
@@ -31,11 +31,15 @@ class CutCaptions:
     longest: int = 0
 
     def __str__(self) -> str:
-        shown = self.first if len(self.first) <= SHOWN else f"{self.first[:SHOWN]}..."
+        caption = (
+            self.first
+            if len(self.first) <= SHOWN_CHARACTERS
+            else f"{self.first[:SHOWN_CHARACTERS]}..."
+        )
         return (
             f"{self.number:,} of {self.total:,} captions are longer than the {self.limit} tokens"
             " that"
-            f" are read (up to {self.longest}), and their ends are not learnt: {shown}"
+            f" are read (up to {self.longest}), and their ends are not learnt: {caption}"
         )
 
 
@@ -45,7 +49,7 @@ def count_cut_captions(
     """text_length  of a family that has a longest caption; 0: the CLIP tokenizer's own"""
     if folder.family.encodes_control:
         return CutCaptions()  # its instructions are never cut
-    tokenizer, limit = _furthest_tokenizer(folder, text_length)
+    tokenizer, limit = _longest_tokenizer(folder, text_length)
     different = list(dict.fromkeys(captions))
     if tokenizer is None or not different:
         return CutCaptions()
@@ -57,29 +61,29 @@ def count_cut_captions(
     return CutCaptions(len(cut), len(different), limit, cut[0][0], longest)
 
 
-def _furthest_tokenizer(folder: PipelineFolder, text_length: int) -> tuple[Any, int]:
+def _longest_tokenizer(folder: PipelineFolder, text_length: int) -> tuple[Any, int]:
     """The tokenizer that reads most tokens of a caption, and how many."""
     furthest: tuple[Any, int] = (None, 0)
     for part in folder.family.encoder_parts:
-        place = folder.path / part
-        if not part.startswith("tokenizer") or not place.is_dir():
+        path = folder.path / part
+        if not part.startswith("tokenizer") or not path.is_dir():
             continue
-        tokenizer = _load_tokenizer(place)
+        tokenizer = _load_tokenizer(path)
         if tokenizer is None:
             continue
-        own = int(getattr(tokenizer, "model_max_length", UNBOUNDED))
+        tokenizer_limit = int(getattr(tokenizer, "model_max_length", UNBOUNDED))
         is_clip = "CLIP" in type(tokenizer).__name__ or not text_length
-        limit = own if is_clip else text_length
+        limit = tokenizer_limit if is_clip else text_length
         if limit > furthest[1]:
             furthest = (tokenizer, limit)
     return furthest if furthest[1] < UNBOUNDED else (None, 0)
 
 
-def _load_tokenizer(place: Path) -> Any:
+def _load_tokenizer(path: Path) -> Any:
     """None where transformers cannot read it alone: loading the pipeline says why."""
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(place, local_files_only=True)
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception:  # whatever a tokenizer's file leads to
         return None

@@ -45,10 +45,10 @@ from ...precision.quantised_base import Quantisation
 from ...training.memory.outline import quantise_outline
 from .families import Family
 from .pipeline import PipelineFolder
-from .text_encoders import put_encoders, targets_in
+from .text_encoders import attach_encoders, encoder_targets
 
 
-def built(
+def build_denoiser(
     denoiser: Any,
     family: Family,
     config: RunConfig,
@@ -69,14 +69,14 @@ def built(
             config.adapter,
             seed=config.train.seed,
             task_type=None,
-            targets=targets(denoiser, family, config),
+            targets=adapter_targets(denoiser, family, config),
         )
-    return model, put_under(
+    return model, install_ops_and_precision(
         model, denoiser, family, config, precision, device_type=device_type, part=part
     )
 
 
-def put_under(
+def install_ops_and_precision(
     model: nn.Module,
     denoiser: nn.Module,
     family: Family,
@@ -111,51 +111,55 @@ def put_under(
     return manifest
 
 
-def targets(denoiser: Any, family: Family, config: RunConfig) -> list[str]:
+def adapter_targets(denoiser: Any, family: Family, config: RunConfig) -> list[str]:
     """The modules that get an adapter: with `all-linear` every linear layer of the denoiser's
     blocks; and of its text encoders, where they are trained.
     """
-    given = config.adapter.targets
-    if given != "all-linear":
-        own = [given] if isinstance(given, str) else list(given)
+    configured = config.adapter.targets
+    if configured != "all-linear":
+        denoiser_targets = [configured] if isinstance(configured, str) else list(configured)
     else:
-        own = list(block_layers(denoiser, family.adapted_classes(denoiser)))
-    return own + targets_in(denoiser, family)
+        denoiser_targets = list(block_layers(denoiser, family.adapted_classes(denoiser)))
+    return denoiser_targets + encoder_targets(denoiser, family)
 
 
-def frozen_denoiser(folder: PipelineFolder, precision: Precision, device: torch.device) -> Any:
+def load_frozen_denoiser(folder: PipelineFolder, precision: Precision, device: torch.device) -> Any:
     """The folder's denoiser on `device`, without gradients. Raises UsageError."""
-    if (found := folder.published) is not None:
-        return _published(folder, found, precision, device)
-    loaded = folder.denoiser(to_torch(precision.unquantised)).requires_grad_(False)
+    if (quantisation := folder.published) is not None:
+        return _load_published(folder, quantisation, precision, device)
+    denoiser = folder.denoiser(to_torch(precision.unquantised)).requires_grad_(False)
     if precision.base == "nf4":
-        quantise(loaded, folder.family, precision, device)
+        quantise(denoiser, folder.family, precision, device)
     elif precision.packed:
         pack_layers(
-            loaded, set(quantised_layers(loaded, folder.family, precision).values()), precision.base
+            denoiser,
+            set(quantised_layers(denoiser, folder.family, precision).values()),
+            precision.base,
         )
-    return loaded.to(device)
+    return denoiser.to(device)
 
 
-def frozen_base(
+def load_frozen_base(
     folder: PipelineFolder, config: RunConfig, precision: Precision, device: torch.device
 ) -> Any:
     """`frozen_denoiser`, with the text encoders in it where the run trains them."""
-    loaded = frozen_denoiser(folder, precision, device)
+    denoiser = load_frozen_denoiser(folder, precision, device)
     if config.adapter.text_encoders:
-        put_encoders(loaded, folder, folder.text_encoders(to_torch(precision.text_encoder)))
-    return loaded.to(device)
+        attach_encoders(denoiser, folder, folder.text_encoders(to_torch(precision.text_encoder)))
+    return denoiser.to(device)
 
 
-def base_outline(folder: PipelineFolder, config: RunConfig) -> Any:
+def outline_base(folder: PipelineFolder, config: RunConfig) -> Any:
     """The same without weights: on the meta device, and not quantised."""
     return _with_encoder_outlines(folder.denoiser_outline(), folder, config)
 
 
-def frozen_outline(folder: PipelineFolder, config: RunConfig, precision: Precision) -> Any:
+def outline_frozen_base(folder: PipelineFolder, config: RunConfig, precision: Precision) -> Any:
     """The same without weights: on the meta device, packed as it will be. Raises UsageError."""
-    if (found := folder.published) is not None:
-        return _with_encoder_outlines(_published_outline(folder, found, precision), folder, config)
+    if (quantisation := folder.published) is not None:
+        return _with_encoder_outlines(
+            _outline_published(folder, quantisation, precision), folder, config
+        )
     outline = folder.denoiser_outline()
     if precision.packed:
         layers = quantised_layers(outline, folder.family, precision).values()
@@ -168,7 +172,7 @@ def frozen_outline(folder: PipelineFolder, config: RunConfig, precision: Precisi
 
 def _with_encoder_outlines(outline: Any, folder: PipelineFolder, config: RunConfig) -> Any:
     if config.adapter.text_encoders:
-        put_encoders(
+        attach_encoders(
             outline, folder, dict(zip(folder.family.trainable_encoders, folder.encoder_outlines()))
         )
     return outline
@@ -233,18 +237,20 @@ def _put_nf4(denoiser: Any, name: str, like: nn.Linear, precision: Precision) ->
 # quantisers need a GPU for bitsandbytes, and a package for each of the others.
 # `quantization_config` in its config.json says the library, the files which layers are packed
 
-_NF4 = ".quant_state.bitsandbytes__nf4"
-_AGAIN = "get the folder again, or give the pipeline that it was quantised from"
+_NF4_SUFFIX = ".quant_state.bitsandbytes__nf4"
+_DOWNLOAD_AGAIN = "get the folder again, or give the pipeline that it was quantised from"
 
 
-def _published_outline(folder: PipelineFolder, found: Quantisation, precision: Precision) -> Any:
+def _outline_published(
+    folder: PipelineFolder, quantisation: Quantisation, precision: Precision
+) -> Any:
     """The denoiser on the meta device, packed as the headers of its files have it. Raises
     UsageError.
     """
     denoiser = folder.denoiser_outline()
-    layers = _wait(denoiser, folder, found)
-    if found.packing is None:
-        double = bool(found.double)
+    layers = _place_waiting_layers(denoiser, folder, quantisation)
+    if quantisation.packing is None:
+        double = bool(quantisation.double)
         quantise_outline(
             denoiser,
             to_torch(precision.compute),
@@ -252,12 +258,12 @@ def _published_outline(folder: PipelineFolder, found: Quantisation, precision: P
             double_quant=double,
         )
     else:
-        pack_waiting_layers(denoiser, found.packing)
+        pack_waiting_layers(denoiser, quantisation.packing)
     return denoiser
 
 
-def _published(
-    folder: PipelineFolder, found: Quantisation, precision: Precision, device: torch.device
+def _load_published(
+    folder: PipelineFolder, quantisation: Quantisation, precision: Precision, device: torch.device
 ) -> Any:
     """The denoiser on `device`, frozen, its packed layers with the bytes of their files. Raises
     UsageError.
@@ -266,20 +272,20 @@ def _published(
 
     with init_empty_weights(include_buffers=False):
         denoiser = folder.denoiser_class().from_config(folder.dense_config())
-    layers = _wait(denoiser, folder, found)
+    layers = _place_waiting_layers(denoiser, folder, quantisation)
     tensors: dict[str, Tensor] = {}
     for file in folder.denoiser_files():
         with safe_open(file, framework="pt", device=str(device)) as opened:
             tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  # not a mapping
-    if found.packing is None:
+    if quantisation.packing is None:
         for name, layer in layers.items():
             packed, nf4 = _put_nf4(denoiser, name, layer, precision)
             weight = f"{name}.weight"
-            beside = {
+            quant_state = {
                 key: tensors.pop(key) for key in list(tensors) if key.startswith(f"{weight}.")
             }
             packed.weight = tensors[weight] = nf4.from_prequantized(
-                tensors[weight], beside, device=device, module=packed
+                tensors[weight], quant_state, device=device, module=packed
             )
     tensors = {name: t for name, t in tensors.items() if not name.endswith(SERVING_TENSORS)}
     for name, buffer in denoiser.named_buffers():
@@ -289,30 +295,34 @@ def _published(
     dtype = to_torch(precision.unquantised)
     in_fp32 = names_kept_in_fp32(denoiser, dtype)
     for name, parameter in denoiser.named_parameters():
-        waits = name.rpartition(".")[0] in layers and not name.endswith(".bias")
-        if not waits and parameter.is_floating_point() and name in tensors:
+        is_packed = name.rpartition(".")[0] in layers and not name.endswith(".bias")
+        if not is_packed and parameter.is_floating_point() and name in tensors:
             tensors[name] = tensors[name].to(
                 torch.float32 if is_kept_in_fp32(name, in_fp32) else dtype
             )
     unread = denoiser.load_state_dict(tensors, strict=False, assign=True).unexpected_keys
     absent = [name for name, p in denoiser.named_parameters() if p.is_meta]
     if absent or unread:
-        what = f"{absent[0]} is missing" if absent else f"{unread[0]} belongs to no layer"
-        raise UsageError(f"model.name: {folder.path / folder.denoiser_part}: {what}", fix=_AGAIN)
-    if found.packing is not None:
-        pack_waiting_layers(denoiser, found.packing)
+        problem = f"{absent[0]} is missing" if absent else f"{unread[0]} belongs to no layer"
+        raise UsageError(
+            f"model.name: {folder.path / folder.denoiser_part}: {problem}", fix=_DOWNLOAD_AGAIN
+        )
+    if quantisation.packing is not None:
+        pack_waiting_layers(denoiser, quantisation.packing)
     return denoiser.to(device).requires_grad_(False).eval()
 
 
-def _wait(denoiser: nn.Module, folder: PipelineFolder, found: Quantisation) -> dict[str, nn.Linear]:
+def _place_waiting_layers(
+    denoiser: nn.Module, folder: PipelineFolder, quantisation: Quantisation
+) -> dict[str, nn.Linear]:
     """Each packed layer by its name; where the packing is read here, layers that wait for their
     tensors take their places.
     """
-    where = f"model.name: {folder.path / folder.denoiser_part}"
+    label = f"model.name: {folder.path / folder.denoiser_part}"
     parts = read_tensor_parts(folder.denoiser_files())
-    owners = group_packed_tensors(parts) if found.packing is not None else {}
+    owners = group_packed_tensors(parts) if quantisation.packing is not None else {}
     names = list(owners) or [
-        name.removesuffix(f".weight{_NF4}") for name in parts if name.endswith(_NF4)
+        name.removesuffix(f".weight{_NF4_SUFFIX}") for name in parts if name.endswith(_NF4_SUFFIX)
     ]
     layers = dict[str, nn.Linear]()
     modules = dict(denoiser.named_modules())
@@ -320,41 +330,42 @@ def _wait(denoiser: nn.Module, folder: PipelineFolder, found: Quantisation) -> d
         layer = modules.get(name)
         if not isinstance(layer, nn.Linear):
             raise UsageError(
-                f"{where}: {name} is packed, and is no linear layer of a {type(denoiser).__name__}",
-                fix=_AGAIN,
+                f"{label}: {name} is packed, and is no linear layer of a {type(denoiser).__name__}",
+                fix=_DOWNLOAD_AGAIN,
             )
         layers[name] = layer
-        if found.packing is not None:
+        if quantisation.packing is not None:
             place_waiting_layer(
-                denoiser, name, layer, owners[name], found.packing, f"{where}: {name}"
+                denoiser, name, layer, owners[name], quantisation.packing, f"{label}: {name}"
             )
     if not layers:
         raise UsageError(
-            f"{where}: config.json says that it is quantised ({found}), and its files have no"
+            f"{label}: config.json says that it is quantised ({quantisation}), and its files have"
+            " no"
             " packed tensor",
-            fix=_AGAIN,
+            fix=_DOWNLOAD_AGAIN,
         )
     return layers
 
 
-_LEVELS = "_isotype_noise_levels"
+_LEVELS_ATTRIBUTE = "_isotype_noise_levels"
 
 
 class _ExactLevels:
     """Forward pre-hook of sinusoidal embeddings. An object, so that deepcopy and pickling keep it.
 
-    given  what one forward pass was given, in the order in which a denoiser embeds it; empty
+    pending  what one forward pass was given, in the order in which a denoiser embeds it; empty
            between passes
     """
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
-        self.given = list[Tensor]()
+        self.pending = list[Tensor]()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        if not self.given:
+        if not self.pending:
             return None
-        level = self.given.pop(0)
+        level = self.pending.pop(0)
         # Qwen-Image-Edit 2511 (`zero_cond_t`): of the picture before the edit it is 0
         if len(args[0]) == 2 * len(level):
             level = torch.cat([level, level * 0])
@@ -366,71 +377,79 @@ def keep_time_exact(denoiser: nn.Module, scale: float) -> None:
     times `scale`. Before `apply_precision`.
     """
     levels = _ExactLevels(scale)
-    denoiser.__dict__[_LEVELS] = levels
+    denoiser.__dict__[_LEVELS_ATTRIBUTE] = levels
     InstanceMethod(_exact_forward, denoiser).install()
-    for module in embeddings_of_time(denoiser):
+    for module in time_embeddings(denoiser):
         module.register_forward_pre_hook(levels)
 
 
-def embeddings_of_time(model: nn.Module) -> list[nn.Module]:
+def time_embeddings(model: nn.Module) -> list[nn.Module]:
     """The sinusoidal embeddings of a denoiser."""
     from diffusers.models.embeddings import Timesteps
 
     return [module for module in model.modules() if isinstance(module, Timesteps)]
 
 
-def watch_time(model: nn.Module, observed: dict[tuple[str, str], str]) -> None:
+def record_time_dtypes(model: nn.Module, observed: dict[tuple[str, str], str]) -> None:
     """Notes the dtype of every noise level that is embedded, and of its embedding."""
 
-    def note(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+    def record(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         if args[0].is_floating_point():
             observed["timesteps", "noise level"] = dtype_name(args[0].dtype)
         observed["timesteps", "sinusoidal embedding"] = dtype_name(output.dtype)
 
-    for module in embeddings_of_time(model):
-        module.register_forward_hook(note)
+    for module in time_embeddings(model):
+        module.register_forward_hook(record)
 
 
 def _exact_forward(denoiser: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    levels: _ExactLevels = getattr(denoiser, _LEVELS)
-    levels.given = [
+    levels: _ExactLevels = getattr(denoiser, _LEVELS_ATTRIBUTE)
+    levels.pending = [
         kwargs[name] for name in ("timestep", "guidance") if kwargs.get(name) is not None
     ]
     try:
         return type(denoiser).forward(denoiser, *args, **kwargs)
     finally:
-        levels.given = []
+        levels.pending = []
 
 
 @dataclass(frozen=True)
 class ForwardCost:
-    """made: bytes of everything that its operators make, views included; blocks: FLOPs of each
+    """output_bytes: bytes of everything that its operators make, views included; blocks: FLOPs of each
     block, in products, convolutions and attention
     """
 
-    made: int
+    output_bytes: int
     blocks: Sequence[float] = ()
 
     @classmethod
-    def of(cls, denoiser: nn.Module, run: Callable[[], Any]) -> ForwardCost:
+    def measure(cls, denoiser: nn.Module, run: Callable[[], Any]) -> ForwardCost:
         """run  a forward pass of `denoiser` on the meta device"""
         blocks = set(denoiser_blocks(denoiser))
-        with torch.no_grad(), _Made() as seen, FlopCounterMode(display=False) as counted:
+        with (
+            torch.no_grad(),
+            _OutputBytes() as output_counter,
+            FlopCounterMode(display=False) as flop_counter,
+        ):
             run()
-        each = counted.get_flop_counts()
+        flops = flop_counter.get_flop_counts()
         root = type(denoiser).__name__
         names = [name for name, module in denoiser.named_modules() if module in blocks]
-        return cls(seen.made, [sum(each.get(f"{root}.{name}", {}).values()) for name in names])
+        return cls(
+            output_counter.total, [sum(flops.get(f"{root}.{name}", {}).values()) for name in names]
+        )
 
 
-class _Made(TorchDispatchMode):
+class _OutputBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.made = 0
+        self.total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        self.made += sum(
-            t.numel() * t.element_size() for t in tree_leaves(made) if isinstance(t, torch.Tensor)
+        outputs = func(*args, **(kwargs or {}))
+        self.total += sum(
+            t.numel() * t.element_size()
+            for t in tree_leaves(outputs)
+            if isinstance(t, torch.Tensor)
         )
-        return made
+        return outputs

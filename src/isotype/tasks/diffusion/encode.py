@@ -38,20 +38,20 @@ from .pixels import (
     BadPicture,
     RunSizes,
     Window,
-    bucket_of,
-    cut_of,
+    crop_windows,
+    displayed_size,
+    label_control_errors,
     mask_pixels,
-    of_control,
-    open_as_shown,
+    nearest_bucket,
+    open_displayed,
     pixels,
     refuse_other_shape,
-    shown_size,
-    windows,
+    size_and_crop,
 )
-from .text_encoders import tokens_of
+from .text_encoders import tokenize_captions
 
 
-class Said(NamedTuple):
+class TextInput(NamedTuple):
     """What a text encoder is given: a caption, and the picture before the edit where the family's
     encoder sees it.
     """
@@ -63,7 +63,7 @@ class Said(NamedTuple):
 VERSION = 4  # raise it whenever the same picture or caption gives other tensors
 
 
-def key_of(parts: Any) -> str:
+def entry_key(parts: Any) -> str:
     """The name of an entry: a hash of what shaped it."""
     return hashlib.sha256(
         json.dumps([VERSION, parts], sort_keys=True, default=str).encode()
@@ -79,7 +79,7 @@ class Store:
         self._used: set[str] = set()
 
     @classmethod
-    def of(cls, setting: str) -> Store:
+    def open(cls, setting: str) -> Store:
         """The store of `images.cache`. In `auto` it lies beside the cache of tokens."""
         folder = cache_folder(setting)
         return cls(
@@ -102,25 +102,25 @@ class Store:
         self._used.add(key)
         return True
 
-    def put(self, key: str, tensors: Mapping[str, Tensor]) -> None:
+    def write(self, key: str, tensors: Mapping[str, Tensor]) -> None:
         """Raises  UsageError where the disk refuses."""
         stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         if self.folder is None:
             self._memory[key] = stored
             return
         path = self._path(key)
-        aside = path.with_name(f".{key}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+        temporary = path.with_name(f".{key}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            aside.write_bytes(save(stored))
-            os.replace(aside, path)
+            temporary.write_bytes(save(stored))
+            os.replace(temporary, path)
         except OSError as error:
             raise UsageError(
                 f"images.cache: {self.folder}: {error.strerror or error}",
                 fix="free space, images.cache: FOLDER, or images.cache: none",
             ) from None
         finally:
-            aside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         self._used.add(key)
 
     def get(self, key: str) -> dict[str, Tensor]:
@@ -135,7 +135,7 @@ class Store:
                 fix="resume: what is missing is made again",
             ) from None
 
-    def hold_to_bound(self) -> None:
+    def enforce_bound(self) -> None:
         """Removes entries of other runs until the folder is within its bound. Raises UsageError
         where this run alone takes more.
         """
@@ -155,7 +155,7 @@ class Store:
         return self.folder / f"{key}.safetensors"
 
 
-def libraries() -> dict[str, str]:
+def library_versions() -> dict[str, str]:
     """The versions that shape what an encoder gives."""
     import diffusers
     import PIL
@@ -166,11 +166,11 @@ def libraries() -> dict[str, str]:
     }
 
 
-Key = TypeVar("Key", str, Said)
-AT_ONCE = 8  # captions in one pass of the text encoders
+Key = TypeVar("Key", str, TextInput)
+CAPTIONS_PER_PASS = 8  # captions in one pass of the text encoders
 
 
-class _Todo(NamedTuple):
+class _StoredWindow(NamedTuple):
     picture: Picture
     window: Window
     mirrored: bool
@@ -181,9 +181,9 @@ class Encoder:
     """One run's encoding.
 
     text_length  longest caption in T5 tokens
-    tokens       captions are kept as the tokens of encoders that are trained
+    keeps_tokens  captions are kept as the tokens of encoders that are trained
                  (`text_encoders.tokens_of`)
-    observed     (role, tensor) -> dtype, of what ran; `made` and `found` count the entries made now
+    observed     (role, tensor) -> dtype, of what ran; `encoded_count` and `cached_count` count the entries made now
                  and those found in the store
     """
 
@@ -192,60 +192,64 @@ class Encoder:
     device: torch.device
     store: Store
     text_length: int
-    tokens: bool = False
+    keeps_tokens: bool = False
     observed: dict[tuple[str, str], str] = field(default_factory=dict)
-    made: int = 0
-    found: int = 0
+    encoded_count: int = 0
+    cached_count: int = 0
 
-    def said(self, caption: str, control: Content | None) -> Said:
+    def text_input(self, caption: str, control: Content | None) -> TextInput:
         """`control`: the picture before the edit; None: of a model that does not edit."""
-        return Said(caption, control if self.folder.family.encodes_control else None)
+        return TextInput(caption, control if self.folder.family.encodes_control else None)
 
-    def captions(self, said: Sequence[Said]) -> dict[Said, str]:
+    def encode_captions(self, inputs: Sequence[TextInput]) -> dict[TextInput, str]:
         """The key of the embeddings of each."""
-        wanted = [
+        part_names = [
             part
             for part in self.folder.family.encoder_parts
-            if not (self.tokens and part in self.folder.family.trainable_encoders)
+            if not (self.keeps_tokens and part in self.folder.family.trainable_encoders)
         ]
-        parts = [part for part in wanted if (self.folder.path / part).is_dir()]
-        shaped = {
-            "what": "tokens" if self.tokens else "text",
+        parts = [part for part in part_names if (self.folder.path / part).is_dir()]
+        key_parts = {
+            "what": "tokens" if self.keeps_tokens else "text",
             "pipeline": self.folder.family.pipeline,
             "length": self.text_length,
             "dtype": self.precision.text_encoder,
             "device": self.device.type,
             "parts": {part: fingerprint(self.folder.files(part)) for part in parts},
-            **libraries(),
+            **library_versions(),
         }
         keys = {
-            one: key_of(
-                [shaped, one.caption, *([one.control.fingerprint()] if one.control else [])]
+            item: entry_key(
+                [key_parts, item.caption, *([item.control.fingerprint()] if item.control else [])]
             )
-            for one in said
+            for item in inputs
         }
         missing = self._missing(keys)
         if missing:
-            (self._keep_tokens if self.tokens else self._encode_captions)(missing, keys)
+            (self._store_tokens if self.keeps_tokens else self._encode_missing_captions)(
+                missing, keys
+            )
         return keys
 
-    def _keep_tokens(self, missing: Sequence[Said], keys: Mapping[Said, str]) -> None:
+    def _store_tokens(self, missing: Sequence[TextInput], keys: Mapping[TextInput, str]) -> None:
         family = self.folder.family
         pipe = self.folder.pipeline(
             torch.float32,
             vae=None,
             **dict.fromkeys((self.folder.denoiser_part, *family.trainable_encoders)),
         )
-        for one in missing:
-            self.store.put(
-                keys[one],
+        for item in missing:
+            self.store.write(
+                keys[item],
                 {
-                    what: tensor[0]
-                    for what, tensor in tokens_of(pipe, [one.caption], family).items()
+                    name: tensor[0]
+                    for name, tensor in tokenize_captions(pipe, [item.caption], family).items()
                 },
             )
 
-    def _encode_captions(self, missing: Sequence[Said], keys: Mapping[Said, str]) -> None:
+    def _encode_missing_captions(
+        self, missing: Sequence[TextInput], keys: Mapping[TextInput, str]
+    ) -> None:
         family = self.folder.family
         pipe = self.folder.pipeline(
             to_torch(self.precision.text_encoder), vae=None, **{self.folder.denoiser_part: None}
@@ -258,29 +262,35 @@ class Encoder:
             encoder = getattr(pipe, part, None)
             if isinstance(encoder, torch.nn.Module):
                 encoder.to(self.device).requires_grad_(False)
-                self._note("text_encoder", f"weights of {part}", next(encoder.parameters()).dtype)
+                self._record_dtype(
+                    "text_encoder", f"weights of {part}", next(encoder.parameters()).dtype
+                )
         with torch.no_grad():
-            for start in watched(range(0, len(missing), AT_ONCE), "encoding captions"):
-                some = list(missing[start : start + AT_ONCE])
-                made: Mapping[str, Sequence[Tensor] | Tensor]
+            for start in watched(range(0, len(missing), CAPTIONS_PER_PASS), "encoding captions"):
+                chunk = list(missing[start : start + CAPTIONS_PER_PASS])
+                texts: Mapping[str, Sequence[Tensor] | Tensor]
                 if family.encodes_control:
-                    some, pictures = _readable(some)
-                    made = family.encode_instructions(pipe, [one.caption for one in some], pictures)
-                else:
-                    made = family.encode_text(
-                        pipe, [one.caption for one in some], max_length=self.text_length
+                    chunk, pictures = _open_controls(chunk)
+                    texts = family.encode_instructions(
+                        pipe, [item.caption for item in chunk], pictures
                     )
-                for what, tensor in made.items() if some else ():
-                    self._note("text_encoder", f"{what} embeddings", tensor[0].dtype)
-                for i, one in enumerate(some):
-                    self.store.put(keys[one], {what: tensor[i] for what, tensor in made.items()})
+                else:
+                    texts = family.encode_text(
+                        pipe, [item.caption for item in chunk], max_length=self.text_length
+                    )
+                for text_name, tensor in texts.items() if chunk else ():
+                    self._record_dtype("text_encoder", f"{text_name} embeddings", tensor[0].dtype)
+                for i, item in enumerate(chunk):
+                    self.store.write(
+                        keys[item], {text_name: tensor[i] for text_name, tensor in texts.items()}
+                    )
         del pipe, encoder
-        release(self.device)
+        free_memory(self.device)
 
-    def pictures(
+    def encode_pictures(
         self,
         pictures: Sequence[Picture],
-        text: Mapping[Said, str],
+        text: Mapping[TextInput, str],
         sizes: RunSizes,
         bad: BadPictures,
         *,
@@ -289,48 +299,51 @@ class Encoder:
         """The rows of each picture, one for each repeat; none for a bad one, which is added to
         `bad`.
         """
-        shaped = {
+        key_parts = {
             "what": "latents",
             "dtype": self.precision.vae,
             "device": self.device.type,
             "vae": fingerprint(self.folder.files("vae")),
-            **libraries(),
+            **library_versions(),
         }
         rows: list[list[Row]] = []
-        todo = dict[str, _Todo]()
+        pending = dict[str, _StoredWindow]()
         for picture in watched(pictures, "reading pictures"):
             try:
-                windows = self._windows(picture, shaped, sizes, seed)
+                windows = self._windows(picture, key_parts, sizes, seed)
             except (BadPicture, OSError) as error:
-                bad.add(picture.where, _reason(error))
+                bad.add(picture.origin, _error_reason(error))
                 rows.append([])
                 continue
             plain, mirrored = (
-                [key for key, one in windows.items() if one.mirrored is side]
+                [key for key, item in windows.items() if item.mirrored is side]
                 for side in (False, True)
             )
-            todo |= windows
+            pending |= windows
             row = Row(
                 tuple(plain),
                 tuple(mirrored),
-                tuple(text[self.said(caption, picture.control)] for caption in picture.captions),
+                tuple(
+                    text[self.text_input(caption, picture.control)] for caption in picture.captions
+                ),
                 next(iter(windows.values())).window.size,
                 picture.weight,
-                text.get(self.said("", picture.control), ""),
+                text.get(self.text_input("", picture.control), ""),
             )
             rows.append([row] * picture.repeats)
-        missing = self._missing({key: key for key in todo})
+        missing = self._missing({key: key for key in pending})
         if missing:
-            refused = self._encode_pictures({key: todo[key] for key in missing}, bad)
+            refused = self._encode_missing_pictures({key: pending[key] for key in missing}, bad)
         else:
             refused = set()
         return [
-            [row for row in some if refused.isdisjoint(row.latents + row.mirrored)] for some in rows
+            [row for row in picture_rows if refused.isdisjoint(row.latents + row.mirrored)]
+            for picture_rows in rows
         ]
 
     def _windows(
-        self, picture: Picture, shaped: Mapping[str, Any], run: RunSizes, seed: int
-    ) -> dict[str, _Todo]:
+        self, picture: Picture, key_parts: Mapping[str, Any], run: RunSizes, seed: int
+    ) -> dict[str, _StoredWindow]:
         """Key -> what is stored under it: every window of a picture, and its mirror image. Raises
         BadPicture, OSError.
         """
@@ -341,20 +354,22 @@ class Encoder:
             refuse_other_shape(picture.content.read(), picture.control.read())
             control = [picture.control.fingerprint()]
         images = run.images
-        sizes = run.at[next(iter(picture.resolutions), images.resolution)]
+        sizes = run.buckets[next(iter(picture.resolutions), images.resolution)]
         if len(sizes) == 1:
             size = sizes[0]
         else:
-            size = bucket_of(*shown_size(picture.content.read()), sizes)
+            size = nearest_bucket(*displayed_size(picture.content.read()), sizes)
         return {
-            key_of([shaped, content, mask, astuple(window), mirrored, *control]): _Todo(
-                picture, window, mirrored
-            )
+            entry_key(
+                [key_parts, content, mask, astuple(window), mirrored, *control]
+            ): _StoredWindow(picture, window, mirrored)
             for mirrored in ((False, True) if images.flip else (False,))
-            for window in windows(size, images.crop, seed=seed, content=content)
+            for window in crop_windows(size, images.crop, seed=seed, content=content)
         }
 
-    def _encode_pictures(self, todo: Mapping[str, _Todo], bad: BadPictures) -> set[str]:
+    def _encode_missing_pictures(
+        self, pending: Mapping[str, _StoredWindow], bad: BadPictures
+    ) -> set[str]:
         """Returns the keys of those that cannot be used."""
         vae = (
             self.folder.vae(to_torch(self.precision.vae))
@@ -362,75 +377,77 @@ class Encoder:
             .eval()
             .requires_grad_(False)
         )
-        self._note("vae", "weights", next(vae.parameters()).dtype)
+        self._record_dtype("vae", "weights", next(vae.parameters()).dtype)
         refused = set()
         with torch.no_grad():
-            for key, (picture, window, mirrored) in watched(todo.items(), "encoding pictures"):
+            for key, (picture, window, mirrored) in watched(pending.items(), "encoding pictures"):
                 try:
                     content = picture.content.read()
                     x_1CHW = pixels(content, window)[None].to(self.device, vae.dtype)
-                    cut_4 = cut_of(*shown_size(content), window, mirrored=mirrored)
+                    crop_4 = size_and_crop(*displayed_size(content), window, mirrored=mirrored)
                     if picture.mask is not None:
                         mask_1HW = mask_pixels(picture.mask.read(), window)
                     else:
                         mask_1HW = None
-                    with of_control():
+                    with label_control_errors():
                         if picture.control is not None:
-                            before_CHW = pixels(picture.control.read(), window)
+                            control_CHW = pixels(picture.control.read(), window)
                         else:
-                            before_CHW = None
+                            control_CHW = None
                 except (BadPicture, OSError) as error:
-                    bad.add(picture.where, _reason(error))
+                    bad.add(picture.origin, _error_reason(error))
                     refused.add(key)
                     continue
                 mean_1CHW, std_1CHW = self.folder.family.latents.encode(
                     vae, x_1CHW.flip(-1) if mirrored else x_1CHW
                 )
-                self._note("vae", "pixels", x_1CHW.dtype)
-                entry = {"mean": mean_1CHW[0], "std": std_1CHW[0], "cut": cut_4}
-                if before_CHW is not None:
-                    before_1CHW = (before_CHW.flip(-1) if mirrored else before_CHW)[None].to(x_1CHW)
-                    entry["control"] = self.folder.family.latents.encode(vae, before_1CHW)[0][0]
+                self._record_dtype("vae", "pixels", x_1CHW.dtype)
+                entry = {"mean": mean_1CHW[0], "std": std_1CHW[0], "cut": crop_4}
+                if control_CHW is not None:
+                    control_1CHW = (control_CHW.flip(-1) if mirrored else control_CHW)[None].to(
+                        x_1CHW
+                    )
+                    entry["control"] = self.folder.family.latents.encode(vae, control_1CHW)[0][0]
                 if mask_1HW is not None:
-                    small_1HW = adaptive_avg_pool2d(
+                    latent_mask_1HW = adaptive_avg_pool2d(
                         mask_1HW, (mean_1CHW.shape[-2], mean_1CHW.shape[-1])
                     )
-                    entry["mask"] = small_1HW.flip(-1) if mirrored else small_1HW
-                self.store.put(key, entry)
+                    entry["mask"] = latent_mask_1HW.flip(-1) if mirrored else latent_mask_1HW
+                self.store.write(key, entry)
         del vae
-        release(self.device)
+        free_memory(self.device)
         return refused
 
     def _missing(self, keys: Mapping[Key, str]) -> list[Key]:
-        missing = [what for what, key in keys.items() if not self.store.has(key)]
-        self.made = self.made + len(missing)
-        self.found = self.found + len(keys) - len(missing)
+        missing = [item for item, key in keys.items() if not self.store.has(key)]
+        self.encoded_count = self.encoded_count + len(missing)
+        self.cached_count = self.cached_count + len(keys) - len(missing)
         return missing
 
-    def _note(self, role: str, tensor: str, dtype: torch.dtype) -> None:
+    def _record_dtype(self, role: str, tensor: str, dtype: torch.dtype) -> None:
         self.observed[role, tensor] = name(dtype)
 
 
-def _readable(some: Sequence[Said]) -> tuple[list[Said], list[Any]]:
+def _open_controls(inputs: Sequence[TextInput]) -> tuple[list[TextInput], list[Any]]:
     """Captions whose pictures can be opened, and these (PIL). The row of another one is found bad
     when its picture is encoded.
     """
-    found = []
-    for one in some:
+    readable = []
+    for item in inputs:
         with suppress(BadPicture, OSError):
-            found.append(
-                (one, open_as_shown(one.control.read() if one.control is not None else b""))
+            readable.append(
+                (item, open_displayed(item.control.read() if item.control is not None else b""))
             )
-    return [one for one, _ in found], [picture for _, picture in found]
+    return [item for item, _ in readable], [picture for _, picture in readable]
 
 
-def _reason(error: Exception) -> str:
+def _error_reason(error: Exception) -> str:
     if isinstance(error, OSError):
         return f"cannot be read: {error.strerror or error}"
     return str(error)
 
 
-def release(device: torch.device) -> None:
+def free_memory(device: torch.device) -> None:
     """Returns freed memory to the system before the denoiser is loaded."""
     gc.collect()
     if device.type == "cuda":

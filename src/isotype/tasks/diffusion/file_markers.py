@@ -87,13 +87,13 @@ def _predictions(file: Path, names: set[str], metadata: Mapping[str, str]) -> di
         predictions[f"tensor {V_TENSOR}"] = "v_prediction"
     for key in PREDICTION_KEYS:
         if text := metadata.get(key):
-            word = text.lower().replace("-", "_").replace(" ", "_")
-            if word not in PREDICTIONS:
+            spelling = text.lower().replace("-", "_").replace(" ", "_")
+            if spelling not in PREDICTIONS:
                 raise UsageError(
                     f"model.name: {file}: its metadata says {key}: {text}, which is not offered",
                     fix=f"a checkpoint of {', '.join(sorted(set(PREDICTIONS.values())))}",
                 )
-            predictions[key] = PREDICTIONS[word]
+            predictions[key] = PREDICTIONS[spelling]
     if text := metadata.get("ss_v_parameterization"):
         is_v = text.lower() in TRUE
         predictions["ss_v_parameterization"] = "v_prediction" if is_v else "epsilon"
@@ -155,13 +155,15 @@ def scheduler_changes(
     if learns_velocity(scheduler):
         _refuse_other_shift(markers, scheduler, file, shift=shift)
         return {}
-    asked = {"epsilon": "epsilon", "v": "v_prediction"}.get(objective)
-    kinds = {asked} if asked else set(markers.prediction.values())
+    requested = {"epsilon": "epsilon", "v": "v_prediction"}.get(objective)
+    kinds = {requested} if requested else set(markers.prediction.values())
     if len(kinds) > 1 or "flow_prediction" in kinds:
-        said = ", ".join(f"{marker} ({kind})" for marker, kind in markers.prediction.items())
+        descriptions = ", ".join(
+            f"{marker} ({kind})" for marker, kind in markers.prediction.items()
+        )
         raise UsageError(
             f"model.name: {file}: its markers do not agree, or name what its family is not trained"
-            f" with: {said}",
+            f" with: {descriptions}",
             fix="diffusion.objective: epsilon, or v",
         )
     changes: dict[str, Any] = {}
@@ -211,12 +213,13 @@ def _refuse_other_shift(
     if shift != "auto":
         return
     usual = scheduler.get("shift", scheduler.get("flow_shift", 1.0))
-    by_size = bool(scheduler.get("use_dynamic_shifting"))
+    is_dynamic = bool(scheduler.get("use_dynamic_shifting"))
     for marker, number in markers.shift.items():
-        if by_size or number != float(usual):
-            own = "one by the picture's size" if by_size else f"{float(usual):g}"
+        if is_dynamic or number != float(usual):
+            scheduler_shift = "one by the picture's size" if is_dynamic else f"{float(usual):g}"
             raise UsageError(
-                f"model.name: {file}: {marker} says shift {number:g}, and its scheduler has {own}",
+                f"model.name: {file}: {marker} says shift {number:g}, and its scheduler has"
+                f" {scheduler_shift}",
                 fix=f"diffusion.shift: {number:g}, or the number that you mean",
             )
 
@@ -233,15 +236,17 @@ def describe_markers(
     """What the file says, for the header and the plan."""
     lines = []
     if learns_velocity(scheduler):
-        of_noise = [marker for marker, kind in markers.prediction.items() if kind == "epsilon"]
+        epsilon_markers = [
+            marker for marker, kind in markers.prediction.items() if kind == "epsilon"
+        ]
         lines += [
             f"{file.name}: {marker} belongs to a model that learns noise: its family learns by flow"
             " matching, and it is trained so"
-            for marker in (*of_noise, *markers.zero_snr)
+            for marker in (*epsilon_markers, *markers.zero_snr)
         ]
     elif changes:
-        words = [str(changes.get("prediction_type", ""))]
-        words += ["zero terminal SNR"] if "rescale_betas_zero_snr" in changes else []
-        told = [*markers.prediction, *markers.zero_snr] or ["diffusion.objective"]
-        lines.append(f"{file.name} is {' with '.join(filter(None, words))}: {', '.join(told)}")
+        traits = [str(changes.get("prediction_type", ""))]
+        traits += ["zero terminal SNR"] if "rescale_betas_zero_snr" in changes else []
+        sources = [*markers.prediction, *markers.zero_snr] or ["diffusion.objective"]
+        lines.append(f"{file.name} is {' with '.join(filter(None, traits))}: {', '.join(sources)}")
     return [*lines, *(f"{file.name}: {note}" for note in markers.notes)]

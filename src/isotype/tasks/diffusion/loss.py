@@ -21,7 +21,7 @@ from ...distributed.world import ALONE, World
 from ...dtypes import to_torch
 from ...errors import UsageError
 from ...training.task import Evaluation, eval_mode
-from .batches import Batch, Row, by_size
+from .batches import Batch, Row, group_by_size
 from .families import Conditioning, Family
 
 
@@ -59,7 +59,7 @@ class NoiseLevels:
         return self.least + (self.most - self.least) * shifted
 
 
-def shift_of(section: DiffusionSection, scheduler: Mapping[str, Any], *, tokens: int) -> float:
+def resolve_shift(section: DiffusionSection, scheduler: Mapping[str, Any], *, tokens: int) -> float:
     """The shift of a run with flow matching.
 
     scheduler  the content of scheduler_config.json: `shift` (`flow_shift` of DPMSolver), or with
@@ -83,8 +83,12 @@ def shift_of(section: DiffusionSection, scheduler: Mapping[str, Any], *, tokens:
 
 FLOW_MATCHING = "flow_matching"
 EPSILON = "epsilon"
-V = "v"
-_DECLARED = {"epsilon": EPSILON, "v_prediction": V, "flow_prediction": FLOW_MATCHING}
+V_PREDICTION = "v"
+_OBJECTIVE_BY_PREDICTION = {
+    "epsilon": EPSILON,
+    "v_prediction": V_PREDICTION,
+    "flow_prediction": FLOW_MATCHING,
+}
 
 
 class Objective(ABC):
@@ -105,7 +109,7 @@ class Objective(ABC):
         return self.levels.draw(generator, self.levels.shift)
 
     @abstractmethod
-    def mixed(
+    def mix(
         self, latents_NCHW: Tensor, noise_NCHW: Tensor, level_N: Tensor
     ) -> tuple[Tensor, Tensor]:
         """(noisy latents, target), both F[N C H W] in the latents' dtype"""
@@ -155,10 +159,10 @@ class FlowMatching(Objective):
             self.levels.shift if tokens is None or self.shift_at is None else self.shift_at(tokens),
         )
 
-    def mixed(
+    def mix(
         self, latents_NCHW: Tensor, noise_NCHW: Tensor, level_N: Tensor
     ) -> tuple[Tensor, Tensor]:
-        sigma = _by_picture(level_N, latents_NCHW)
+        sigma = _per_picture(level_N, latents_NCHW)
         return (1 - sigma) * latents_NCHW + sigma * noise_NCHW, noise_NCHW - latents_NCHW
 
     def time(self, level_N: Tensor) -> Tensor:
@@ -189,13 +193,13 @@ class Ddpm(Objective):
         steps = len(self.signal)
         return min(steps - 1, int(super().draw(generator) * steps)) / steps
 
-    def mixed(
+    def mix(
         self, latents_NCHW: Tensor, noise_NCHW: Tensor, level_N: Tensor
     ) -> tuple[Tensor, Tensor]:
         parts = (
             self._at(level_N, table).to(latents_NCHW.dtype) for table in (self.signal, self.spread)
         )
-        signal, spread = (_by_picture(part, latents_NCHW) for part in parts)
+        signal, spread = (_per_picture(part, latents_NCHW) for part in parts)
         noisy = signal * latents_NCHW + spread * noise_NCHW
         return noisy, (
             noise_NCHW if self.kind == EPSILON else signal * noise_NCHW - spread * latents_NCHW
@@ -229,14 +233,14 @@ def min_snr(snr_T: Tensor, gamma: float, *, kind: str) -> Tensor:
     return snr_T.clamp(max=gamma) / (snr_T + 1)
 
 
-def declared(scheduler: Mapping[str, Any]) -> str | None:
+def declared_objective(scheduler: Mapping[str, Any]) -> str | None:
     """The objective that scheduler_config.json declares; None for an unknown one."""
     if "FlowMatch" in str(scheduler.get("_class_name")):
         return FLOW_MATCHING
-    return _DECLARED.get(str(scheduler.get("prediction_type", "epsilon")))
+    return _OBJECTIVE_BY_PREDICTION.get(str(scheduler.get("prediction_type", "epsilon")))
 
 
-def objective_of(
+def build_objective(
     section: DiffusionSection,
     scheduler: Mapping[str, Any],
     *,
@@ -251,38 +255,38 @@ def objective_of(
     Raises     UsageError where the file declares another objective than the configuration, or a key
                would have no effect
     """
-    found = declared(scheduler)
-    if found not in offered:
-        told = scheduler.get("prediction_type", scheduler.get("_class_name"))
+    kind = declared_objective(scheduler)
+    if kind not in offered:
+        declaration = scheduler.get("prediction_type", scheduler.get("_class_name"))
         raise UsageError(
-            f"scheduler_config.json declares {told}, and this model family is trained with"
+            f"scheduler_config.json declares {declaration}, and this model family is trained with"
             f" {' or '.join(offered)}"
         )
-    if section.objective not in ("auto", found):
+    if section.objective not in ("auto", kind):
         raise UsageError(
-            f"diffusion.objective: {section.objective}, but scheduler_config.json declares {found}:"
+            f"diffusion.objective: {section.objective}, but scheduler_config.json declares {kind}:"
             " samples would be drawn with that",
             fix="diffusion.objective: auto, or change prediction_type in the scheduler's file",
         )
-    flow = found == FLOW_MATCHING
-    if flow and section.weighting != "none":
+    is_flow = kind == FLOW_MATCHING
+    if is_flow and section.weighting != "none":
         raise UsageError(
             f"diffusion.weighting: {section.weighting} is not defined for flow matching",
             fix="diffusion.timesteps: logit_normal",
         )
-    if not flow and section.shift != "auto":
+    if not is_flow and section.shift != "auto":
         raise UsageError(
-            f"diffusion.shift: {section.shift} has no effect with {found}",
+            f"diffusion.shift: {section.shift} has no effect with {kind}",
             fix="remove diffusion.shift",
         )
     if section.timesteps != "auto":
         timesteps = section.timesteps
-    elif flow:
+    elif is_flow:
         timesteps = "logit_normal"
     else:
         timesteps = "uniform"
-    _refuse_without_effect(section, timesteps, flow=flow)
-    shift = shift_of(section, scheduler, tokens=tokens) if flow else 1.0
+    _refuse_without_effect(section, timesteps, is_flow=is_flow)
+    shift = resolve_shift(section, scheduler, tokens=tokens) if is_flow else 1.0
     levels = NoiseLevels(
         timesteps,
         shift,
@@ -292,33 +296,34 @@ def objective_of(
         section.least_noise,
         section.most_noise,
     )
-    if flow:
-        return FlowMatching(levels, lambda tokens: shift_of(section, scheduler, tokens=tokens))
+    if is_flow:
+        return FlowMatching(levels, lambda tokens: resolve_shift(section, scheduler, tokens=tokens))
     from diffusers import DDPMScheduler
 
-    made: Any = DDPMScheduler.from_config(dict(scheduler))
-    alphas_T: Tensor = made.alphas_cumprod.double()
-    weighted = section.weighting == "min_snr"
-    if weighted:
-        factors = min_snr(alphas_T / (1 - alphas_T), section.snr_gamma, kind=found).float()
+    schedule: Any = DDPMScheduler.from_config(dict(scheduler))
+    alphas_T: Tensor = schedule.alphas_cumprod.double()
+    is_weighted = section.weighting == "min_snr"
+    if is_weighted:
+        factors = min_snr(alphas_T / (1 - alphas_T), section.snr_gamma, kind=kind).float()
     else:
         factors = None
-    return Ddpm(found, levels, alphas_T.sqrt().float(), (1 - alphas_T).sqrt().float(), factors)
+    return Ddpm(kind, levels, alphas_T.sqrt().float(), (1 - alphas_T).sqrt().float(), factors)
 
 
-def _refuse_without_effect(section: DiffusionSection, timesteps: str, *, flow: bool) -> None:
+def _refuse_without_effect(section: DiffusionSection, timesteps: str, *, is_flow: bool) -> None:
     """Raises  UsageError for keys that change nothing beside the others"""
     default = DiffusionSection()
-    for key, needed, given in (
+    for key, requirement, is_met in (
         ("logit_mean", "timesteps: logit_normal", timesteps == "logit_normal"),
         ("logit_std", "timesteps: logit_normal", timesteps == "logit_normal"),
         ("mode_scale", "timesteps: mode", timesteps == "mode"),
         ("huber_c", "loss: huber", section.loss == "huber"),
-        ("noise_offset", "epsilon or v as the objective", not flow),
+        ("noise_offset", "epsilon or v as the objective", not is_flow),
     ):
-        if getattr(section, key) != getattr(default, key) and not given:
+        if getattr(section, key) != getattr(default, key) and not is_met:
             raise UsageError(
-                f"diffusion.{key}: has no effect without {needed}", fix=f"remove diffusion.{key}"
+                f"diffusion.{key}: has no effect without {requirement}",
+                fix=f"remove diffusion.{key}",
             )
     if section.least_noise >= section.most_noise:
         raise UsageError(
@@ -327,7 +332,7 @@ def _refuse_without_effect(section: DiffusionSection, timesteps: str, *, flow: b
         )
 
 
-def _by_picture(values_N: Tensor, like: Tensor) -> Tensor:
+def _per_picture(values_N: Tensor, like: Tensor) -> Tensor:
     return values_N.reshape(-1, *[1] * (like.ndim - 1))
 
 
@@ -336,7 +341,7 @@ def picture_losses(
     family: Family,
     objective: Objective,
     batch: Batch,
-    asked: Conditioning,
+    conditioning: Conditioning,
     *,
     dtype: str,
     huber: float | None = None,
@@ -349,15 +354,15 @@ def picture_losses(
     inside  the denoiser under the model's precision; the difference, its square and the mean in
             `dtype`
     """
-    noisy, target = objective.mixed(batch.latents, batch.noise, batch.sigma)
-    predicted = family.predict(model, noisy, objective.time(batch.sigma), batch.text, asked)
-    wide = to_torch(dtype)
-    errors = (predicted.to(wide) - target.to(wide)).square()
+    noisy, target = objective.mix(batch.latents, batch.noise, batch.sigma)
+    predicted = family.predict(model, noisy, objective.time(batch.sigma), batch.text, conditioning)
+    loss_dtype = to_torch(dtype)
+    errors = (predicted.to(loss_dtype) - target.to(loss_dtype)).square()
     if huber is not None:
         errors = 2 * huber * ((errors + huber**2).sqrt() - huber)
     losses_N = mean_of_pictures(errors, batch.mask)
     for weights_N in (objective.weights(batch.sigma), batch.weights):
-        losses_N = losses_N if weights_N is None else losses_N * weights_N.to(wide)
+        losses_N = losses_N if weights_N is None else losses_N * weights_N.to(loss_dtype)
     return losses_N
 
 
@@ -369,7 +374,7 @@ def mean_of_pictures(errors_NCHW: Tensor, mask_N1HW: Tensor | None) -> Tensor:
     return (errors_NCHW * mask).flatten(1).sum(1) / mask.flatten(1).sum(1)
 
 
-Drawn = tuple[int, Row, float]
+EvaluationDraw = tuple[int, Row, float]
 
 
 def evaluate(
@@ -379,14 +384,14 @@ def evaluate(
     draws: int,
     batch_size: int,
     device: torch.device,
-    batch_of: Callable[[Sequence[Drawn]], Batch],
+    build_batch: Callable[[Sequence[EvaluationDraw]], Batch],
     losses: Callable[[nn.Module, Batch], Tensor],
     world: World = ALONE,
 ) -> Evaluation:
     """Mean loss over `draws` noise levels of each row, in the middle of equal parts of [0, 1], and
     by part (`t250_500`); sums are in fp64.
 
-    batch_of  makes a batch of (number of the draw, row, noise level), rows of one size
+    build_batch  makes a batch of (number of the draw, row, noise level), rows of one size
     losses    float[N] of a batch, in its rows' order
     world     its processes take the batches in turn, and all return the same. All make as many
               passes, since the forward of a shared model is one of all processes: where the batches
@@ -394,19 +399,23 @@ def evaluate(
               nothing
     """
     parts = [f"t{round(1000 * k / draws)}_{round(1000 * (k + 1) / draws)}" for k in range(draws)]
-    drawn = [
+    all_draws = [
         (i * draws + k, row, (k + 0.5) / draws) for i, row in enumerate(rows) for k in range(draws)
     ]
-    sizes = sorted(by_size(drawn, lambda one: one[1].size).items())
+    sizes = sorted(group_by_size(all_draws, lambda draw: draw[1].size).items())
     passes = [
-        same[i : i + batch_size] for _, same in sizes for i in range(0, len(same), batch_size)
+        group[i : i + batch_size] for _, group in sizes for i in range(0, len(group), batch_size)
     ]
     sums = dict.fromkeys(parts, 0.0)
     with eval_mode(model):
         for turn in range(0, len(passes), world.size):
-            some = passes[turn + world.rank] if turn + world.rank < len(passes) else []
-            found = losses(model, batch_of(some or drawn[:1]).to(device)).double().tolist()
-            for (number, *_), loss in zip(some, found):
+            local_draws = passes[turn + world.rank] if turn + world.rank < len(passes) else []
+            batch_losses = (
+                losses(model, build_batch(local_draws or all_draws[:1]).to(device))
+                .double()
+                .tolist()
+            )
+            for (number, *_), loss in zip(local_draws, batch_losses):
                 sums[parts[number % draws]] += loss
     sums = dict(zip(sums, world.sum(list(sums.values()))))
     count = max(1, len(rows))

@@ -41,7 +41,7 @@ def _hashed(path: Path, size: int, time: int) -> str:
 
 
 @dataclass(frozen=True)
-class InFile:
+class FileContent:
     path: Path
 
     def read(self) -> bytes:
@@ -52,7 +52,7 @@ class InFile:
 
 
 @dataclass(frozen=True)
-class InParquet:
+class ParquetContent:
     """A cell that holds a picture: bytes, or a struct with `bytes` as `datasets` writes it. `row`
     from 0 within the row group.
     """
@@ -64,8 +64,8 @@ class InParquet:
 
     def read(self) -> bytes:
         cell = _cells(self.path, self.column, self.group)[self.row].as_py()
-        found = cell.get("bytes") if isinstance(cell, dict) else cell
-        return found if isinstance(found, bytes) else b""
+        data = cell.get("bytes") if isinstance(cell, dict) else cell
+        return data if isinstance(data, bytes) else b""
 
     def fingerprint(self) -> str:
         return hashlib.sha256(self.read()).hexdigest()
@@ -82,7 +82,7 @@ def _cells(path: Path, column: str, group: int) -> Any:
         raise OSError(f"broken Parquet: {str(error).splitlines()[0]}") from None
 
 
-Content = InFile | InParquet
+Content = FileContent | ParquetContent
 """The bytes of one picture; `read` and `fingerprint`, a hash of them, raise OSError."""
 
 
@@ -90,7 +90,7 @@ Content = InFile | InParquet
 class Picture:
     """A picture with its captions, of which one is drawn each time.
 
-    where        its file, or the row that names it
+    origin       its file, or the row that names it
     mask         where its loss counts; None: everywhere
     control      the picture before the edit, of a model that edits
     repeats      how often it comes in an epoch
@@ -100,7 +100,7 @@ class Picture:
 
     content: Content
     captions: tuple[str, ...]
-    where: str
+    origin: str
     mask: Content | None = None
     control: Content | None = None
     repeats: int = 1
@@ -108,49 +108,51 @@ class Picture:
     resolutions: tuple[int, ...] = ()
 
 
-CAPTIONS = (".txt", ".caption")
-METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
-Complain = Callable[[str, str], None]
+CAPTION_SUFFIXES = (".txt", ".caption")
+METADATA_FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
+ReportBad = Callable[[str, str], None]
 """Takes the place of a bad row and the reason."""
 
 
-def pictures_beside_captions(
-    files: list[Path], complain: Complain, *, uncaptioned: str = "error"
+def read_captioned_pictures(
+    files: list[Path], report_bad: ReportBad, *, uncaptioned: str = "error"
 ) -> Iterator[Picture]:
     """Each picture with the captions of its text file, a caption a line. `uncaptioned`:
     `images.uncaptioned`.
     """
     stems: dict[Path, Path] = {}
-    for path in pictures_among(files):
-        other = stems.setdefault(path.with_suffix(""), path)
-        if other is not path:
-            complain(str(path), f"{other.name} has the same caption file: rename one")
+    for path in readable_pictures(files):
+        same_stem = stems.setdefault(path.with_suffix(""), path)
+        if same_stem is not path:
+            report_bad(str(path), f"{same_stem.name} has the same caption file: rename one")
             continue
         if uncaptioned != "error" and not any(
-            path.with_suffix(suffix).is_file() for suffix in CAPTIONS
+            path.with_suffix(suffix).is_file() for suffix in CAPTION_SUFFIXES
         ):
             if uncaptioned == "empty":
-                yield Picture(InFile(path), ("",), str(path))
+                yield Picture(FileContent(path), ("",), str(path))
             continue
         try:
-            captions = captions_beside(path)
+            captions = read_captions(path)
         except BadPicture as error:
-            complain(str(path), str(error))
+            report_bad(str(path), str(error))
         else:
-            yield Picture(InFile(path), captions, str(path))
-    for path in unreadable_among(files, complain):
+            yield Picture(FileContent(path), captions, str(path))
+    for path in report_unreadable(files, report_bad):
         stems.setdefault(path.with_suffix(""), path)
     for path in files:
-        if path.suffix in CAPTIONS and path.with_suffix("") not in stems:
-            complain(str(path), "a caption without a picture")
+        if path.suffix in CAPTION_SUFFIXES and path.with_suffix("") not in stems:
+            report_bad(str(path), "a caption without a picture")
 
 
-def captions_beside(picture: Path) -> tuple[str, ...]:
+def read_captions(picture: Path) -> tuple[str, ...]:
     """The captions of a picture's text file, a line each; an empty file holds the empty caption.
     Raises BadPicture.
     """
-    read: dict[str, tuple[str, ...]] = {}
-    for text in (text for suffix in CAPTIONS if (text := picture.with_suffix(suffix)).is_file()):
+    captions_by_file: dict[str, tuple[str, ...]] = {}
+    for text in (
+        text for suffix in CAPTION_SUFFIXES if (text := picture.with_suffix(suffix)).is_file()
+    ):
         try:
             lines = [
                 " ".join(line.split())
@@ -158,34 +160,34 @@ def captions_beside(picture: Path) -> tuple[str, ...]:
             ]
         except UnicodeDecodeError:
             raise BadPicture(f"{text.name} is not text (UTF-8)") from None
-        read[text.name] = tuple(dict.fromkeys(line for line in lines if line)) or ("",)
-    if not read:
+        captions_by_file[text.name] = tuple(dict.fromkeys(line for line in lines if line)) or ("",)
+    if not captions_by_file:
         raise BadPicture(
             f"no caption: {picture.stem}.txt is missing (images.uncaptioned: empty or skip)"
         )
-    if len(set(read.values())) > 1:
-        raise BadPicture(f"{' and '.join(read)} disagree: remove one")
-    return next(iter(read.values()))
+    if len(set(captions_by_file.values())) > 1:
+        raise BadPicture(f"{' and '.join(captions_by_file)} disagree: remove one")
+    return next(iter(captions_by_file.values()))
 
 
-def files_of(folder: Path) -> list[Path]:
+def list_files(folder: Path) -> list[Path]:
     """The files of a folder and below, without those of runs: their samples are pictures too."""
     files = sorted(p for p in folder.rglob("*") if p.is_file() and not p.name.startswith("."))
     return without_runs(files, folder)[0]
 
 
-def pictures_among(files: list[Path]) -> list[Path]:
+def readable_pictures(files: list[Path]) -> list[Path]:
     """Those that are pictures, and of a kind that is read here."""
     return [path for path in files if is_picture(path) and unreadable_kind(path.suffix) is None]
 
 
-def unreadable_among(files: list[Path], complain: Complain) -> list[Path]:
+def report_unreadable(files: list[Path], report_bad: ReportBad) -> list[Path]:
     """Pictures of a kind that is not read here. Each is a bad row."""
     unreadable = []
     for path in files:
         reason = unreadable_kind(path.suffix)
         if reason is not None:
-            complain(str(path), reason)
+            report_bad(str(path), reason)
             unreadable.append(path)
     return unreadable
 
@@ -194,25 +196,25 @@ def is_picture(path: Path) -> bool:
     return path.suffix.lower() in PICTURE_SUFFIXES
 
 
-def count_other_files(files: list[Path], taken: Iterable[Path]) -> Counter[str]:
-    """Ending -> the number of files that are neither pictures nor among `taken`."""
-    known = set(taken)
-    others = [path for path in files if not is_picture(path) and path not in known]
-    return Counter(path.suffix.lower() or "no ending" for path in others)
+def count_other_files(files: list[Path], read_files: Iterable[Path]) -> Counter[str]:
+    """Ending -> the number of files that are neither pictures nor among `read_files`."""
+    read_paths = set(read_files)
+    other_files = [path for path in files if not is_picture(path) and path not in read_paths]
+    return Counter(path.suffix.lower() or "no ending" for path in other_files)
 
 
-def metadata_of(folder: Path) -> Path | None:
+def find_metadata(folder: Path) -> Path | None:
     """The file that holds the captions of the folder's pictures."""
-    return next((folder / name for name in METADATA if (folder / name).is_file()), None)
+    return next((folder / name for name in METADATA_FILES if (folder / name).is_file()), None)
 
 
-def named_in(folder: Path) -> dict[str, Path]:
+def pictures_by_name(folder: Path) -> dict[str, Path]:
     """Name without suffix, relative to the folder -> picture: the masks or controls of pictures of
     that name.
     """
     return {
         p.relative_to(folder).with_suffix("").as_posix(): p
-        for p in pictures_among(files_of(folder))
+        for p in readable_pictures(list_files(folder))
     }
 
 
@@ -233,14 +235,14 @@ PAIR_NAMES: Mapping[str, tuple[str, ...]] = {
     "text": ("instruction", "edit_prompt", "edit", *NAMES["text"]),
     "mask": NAMES["mask"],
 }  # fmt: skip
-ROW_ENDINGS = (*JSON_ENDINGS, ".csv", ".tsv", ".parquet")
+TABLE_ENDINGS = (*JSON_ENDINGS, ".csv", ".tsv", ".parquet")
 
 
-def pictures_of_rows(
+def read_table_pictures(
     file: Path,
     columns: Mapping[str, str] | None,
     key: str,
-    complain: Complain,
+    report_bad: ReportBad,
     *,
     pairs: bool = False,
 ) -> Iterator[Picture]:
@@ -252,36 +254,36 @@ def pictures_of_rows(
     pairs    whether rows are edits
     Raises   UsageError for a file that has no such columns, or is no table
     """
-    found: dict[Any, Picture] = {}
+    pictures: dict[Any, Picture] = {}
     names: dict[str, str] | None = None
-    for record, cells in _rows_of(file):
+    for record, cells in _read_rows(file):
         if record.wrong or not isinstance(record.value, dict):
-            complain(record.place, record.wrong or "expected an object")
+            report_bad(record.place, record.wrong or "expected an object")
             continue
         if names is None:
-            names = _names(file, record.value, columns, key, PAIR_NAMES if pairs else NAMES)
+            names = _match_columns(file, record.value, columns, key, PAIR_NAMES if pairs else NAMES)
         try:
-            name, picture = _picture(record, names, file, cells)
+            name, picture = _row_picture(record, names, file, cells)
         except BadPicture as error:
-            complain(record.place, str(error))
+            report_bad(record.place, str(error))
             continue
-        before = found.get(name)
-        if before is None:
-            found[name] = picture
+        previous = pictures.get(name)
+        if previous is None:
+            pictures[name] = picture
         else:
-            found[name] = replace(
-                before, captions=tuple(dict.fromkeys(before.captions + picture.captions))
+            pictures[name] = replace(
+                previous, captions=tuple(dict.fromkeys(previous.captions + picture.captions))
             )
-    yield from found.values()
+    yield from pictures.values()
 
 
-def _rows_of(file: Path) -> Iterator[tuple[Record, tuple[int, int]]]:
+def _read_rows(file: Path) -> Iterator[tuple[Record, tuple[int, int]]]:
     """Rows, and in Parquet their row group and their position in it."""
-    places = _places(file) if ending(file) == ".parquet" else repeat((0, 0))
-    return zip(read_records(file, str(file)), places)
+    positions = _parquet_positions(file) if ending(file) == ".parquet" else repeat((0, 0))
+    return zip(read_records(file, str(file)), positions)
 
 
-def _places(file: Path) -> Iterator[tuple[int, int]]:
+def _parquet_positions(file: Path) -> Iterator[tuple[int, int]]:
     import pyarrow.parquet as pq
 
     metadata = pq.read_metadata(file)
@@ -290,7 +292,7 @@ def _places(file: Path) -> Iterator[tuple[int, int]]:
             yield group, row
 
 
-def _names(
+def _match_columns(
     file: Path,
     row: Mapping[str, Any],
     columns: Mapping[str, str] | None,
@@ -306,10 +308,12 @@ def _names(
                 f" {', '.join(map(str, row))}"
             )
     names = dict(columns)
-    for ours, tried in common.items():
-        found = next((name for name in tried if name in row and name not in names.values()), None)
-        if ours not in names and found is not None:
-            names[ours] = found
+    for ours, candidates in common.items():
+        column = next(
+            (name for name in candidates if name in row and name not in names.values()), None
+        )
+        if ours not in names and column is not None:
+            names[ours] = column
     for ours in ("image", "text"):
         if ours not in names:
             raise UsageError(
@@ -320,48 +324,46 @@ def _names(
     return names
 
 
-def _picture(
-    record: Record, names: Mapping[str, str], file: Path, cells: tuple[int, int]
+def _row_picture(
+    record: Record, names: Mapping[str, str], file: Path, position: tuple[int, int]
 ) -> tuple[Any, Picture]:
     """What names the picture (with the one before the edit), and the picture. Raises BadPicture."""
     row = record.value
     key = names["text"]
     texts = [row.get(key)] if isinstance(row.get(key), str) else row.get(key)
-    if not isinstance(texts, list) or not texts or not all(isinstance(one, str) for one in texts):
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
         raise BadPicture(f"{key}: expected a caption or a list of them, got {row.get(key)!r:.60}")
-    captions = tuple(dict.fromkeys(" ".join(one.split()) for one in texts))
-    content = _content(row.get(names["image"]), names["image"], file, cells)
+    captions = tuple(dict.fromkeys(" ".join(text.split()) for text in texts))
+    content = _cell_content(row.get(names["image"]), names["image"], file, position)
     mask, control = (
         (
-            _content(row[names[ours]], names[ours], file, cells)
+            _cell_content(row[names[ours]], names[ours], file, position)
             if ours in names and row.get(names[ours]) not in (None, "")
             else None
         )
         for ours in ("mask", "control")
     )
-    name = str(content.path) if isinstance(content, InFile) else record.place
+    name = str(content.path) if isinstance(content, FileContent) else record.place
     return (name, control), Picture(content, captions, record.place, mask=mask, control=control)
 
 
-def _content(given: Any, column: str, file: Path, cells: tuple[int, int]) -> Content:
+def _cell_content(cell: Any, column: str, file: Path, position: tuple[int, int]) -> Content:
     """A cell's picture. Raises BadPicture."""
-    if isinstance(given, dict) and isinstance(given.get("path"), str) and not given.get("bytes"):
-        given = given["path"]
-    if isinstance(given, bytes) or (
-        isinstance(given, dict) and isinstance(given.get("bytes"), bytes)
-    ):
-        return InParquet(file, column, *cells)
-    if isinstance(given, list):
+    if isinstance(cell, dict) and isinstance(cell.get("path"), str) and not cell.get("bytes"):
+        cell = cell["path"]
+    if isinstance(cell, bytes) or (isinstance(cell, dict) and isinstance(cell.get("bytes"), bytes)):
+        return ParquetContent(file, column, *position)
+    if isinstance(cell, list):
         raise BadPicture(
-            f"{column}: {len(given)} pictures in a row: an edit with several pictures before it is"
+            f"{column}: {len(cell)} pictures in a row: an edit with several pictures before it is"
             " not offered; keep one"
         )
-    if not isinstance(given, str) or not given.strip():
-        raise BadPicture(f"{column}: expected a picture's file, got {given!r:.60}")
-    found = content_of(given, file.parent)
-    if isinstance(found, bytes):
+    if not isinstance(cell, str) or not cell.strip():
+        raise BadPicture(f"{column}: expected a picture's file, got {cell!r:.60}")
+    content = content_of(cell, file.parent)
+    if isinstance(content, bytes):
         raise BadPicture(
             f"{column}: a data: URL, which is not read here: write it to a file, or the rows to"
             " Parquet"
         )
-    return InFile(found)
+    return FileContent(content)

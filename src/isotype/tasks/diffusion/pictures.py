@@ -25,27 +25,27 @@ from ...data.progress import watched
 from ...data.read import ending
 from ...errors import UsageError
 from .picture_files import (
-    CAPTIONS,
-    ROW_ENDINGS,
-    Complain,
-    InFile,
+    CAPTION_SUFFIXES,
+    TABLE_ENDINGS,
+    FileContent,
     Picture,
+    ReportBad,
     count_other_files,
-    files_of,
-    metadata_of,
-    named_in,
-    pictures_among,
-    pictures_beside_captions,
-    pictures_of_rows,
-    unreadable_among,
+    find_metadata,
+    list_files,
+    pictures_by_name,
+    read_captioned_pictures,
+    read_table_pictures,
+    readable_pictures,
+    report_unreadable,
 )
-from .pixels import BadPicture, small
+from .pixels import BadPicture, thumbnail_url
 
-EXAMPLES = 6  # pictures in the report
+EXAMPLE_COUNT = 6  # pictures in the report
 
 
 @dataclass
-class Gathered:
+class RunPictures:
     """The pictures of a run. Those of regularisation are at the end of `train`, `regularisation` of
     them; `to_draw` are not there yet. `pairs`: each has a control. `other_files`: folder -> ending
     -> the number of its files that are no pictures and were not read.
@@ -56,26 +56,28 @@ class Gathered:
     bad: BadPictures
     regularisation: int = 0
     pairs: bool = False
-    to_draw: list[ToDraw] = field(default_factory=list)
+    to_draw: list[MissingPicture] = field(default_factory=list)
     other_files: dict[str, Counter[str]] = field(default_factory=dict)
     _captions_of: dict[Any, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
 
     @property
-    def all(self) -> list[Picture]:
+    def all_pictures(self) -> list[Picture]:
         return [*self.train, *self.eval]
 
-    def unmasked(self) -> list[Picture]:
+    def unmasked_pictures(self) -> list[Picture]:
         """Training pictures without a mask, where others have one: they are learnt whole."""
-        own = self.train[: len(self.train) - self.regularisation]
-        without = [picture for picture in own if picture.mask is None]
-        return without if len(without) < len(own) else []
+        subject_pictures = self.train[: len(self.train) - self.regularisation]
+        unmasked = [picture for picture in subject_pictures if picture.mask is None]
+        return unmasked if len(unmasked) < len(subject_pictures) else []
 
     def unmasked_lines(self) -> list[str]:
-        without = self.unmasked()
-        if not without:
+        unmasked = self.unmasked_pictures()
+        if not unmasked:
             return []
-        first = Path(without[0].where).name
-        return [f"{len(without)} training pictures have no mask and are learnt whole: {first}, ..."]
+        first = Path(unmasked[0].origin).name
+        return [
+            f"{len(unmasked)} training pictures have no mask and are learnt whole: {first}, ..."
+        ]
 
     def other_file_lines(self) -> list[str]:
         """What each folder holds besides, for the header and the plan."""
@@ -87,63 +89,66 @@ class Gathered:
 
     def examples(self) -> list[dict[str, Any]]:
         """The first training pictures with their captions, small, for the report."""
-        shown = []
-        for picture in self.train[:EXAMPLES]:
+        examples = []
+        for picture in self.train[:EXAMPLE_COUNT]:
             with suppress(BadPicture, OSError):
                 pictures = [
-                    small(half.read())
+                    thumbnail_url(half.read())
                     for half in (picture.control, picture.content)
                     if half is not None
                 ]
                 parts = [
                     {"text": caption + "\n", "learnt": False}
-                    for caption in picture.captions[:EXAMPLES]
+                    for caption in picture.captions[:EXAMPLE_COUNT]
                 ]
                 times = f", {picture.repeats} times an epoch" if picture.repeats > 1 else ""
-                shown.append(
+                examples.append(
                     {
-                        "which": f"{Path(picture.where).name}{times}",
+                        "which": f"{Path(picture.origin).name}{times}",
                         "parts": parts,
                         "pictures": pictures,
                     }
                 )
-        return shown
+        return examples
 
 
-def gather(images: ImagesSection, *, seed: int, pairs: bool = False) -> Gathered:
+def collect_pictures(images: ImagesSection, *, seed: int, pairs: bool = False) -> RunPictures:
     """Training and evaluation pictures. `pairs`: each with the picture before the edit. Raises
     UsageError naming every one that cannot be paired.
     """
     from ...data.rows import epoch_order
 
-    made = Gathered([], [], BadPictures(skip=images.on_bad_row == "skip"), pairs=pairs)
-    train = with_trained_captions(
-        _masked(_found(images, "train", made)[: images.limit], images, made), images, seed=seed
+    result = RunPictures([], [], BadPictures(skip=images.on_bad_row == "skip"), pairs=pairs)
+    train = apply_caption_settings(
+        _attach_masks(_read_sources(images, "train", result)[: images.limit], images, result),
+        images,
+        seed=seed,
     )
-    regularisation = _found(images, "regularisation", made)
-    given = _found(images, "eval", made) if images.eval is not None else None
-    made.bad.settle(len(train) + len(regularisation) + len(given or ()))
-    if given is None:
-        held = min(
+    regularisation = _read_sources(images, "regularisation", result)
+    evaluation = _read_sources(images, "eval", result) if images.eval is not None else None
+    result.bad.settle(len(train) + len(regularisation) + len(evaluation or ()))
+    if evaluation is None:
+        held_out_count = min(
             len(train) - 1, round(images.eval_split * len(train)) or (1 if images.eval_split else 0)
         )
-        chosen = set(epoch_order(len(train), seed=seed, epoch=0, shuffle=True)[:held])
-        train, given = (
-            [p for i, p in enumerate(train) if i not in chosen],
-            [p for i, p in enumerate(train) if i in chosen],
+        held_out = set(epoch_order(len(train), seed=seed, epoch=0, shuffle=True)[:held_out_count])
+        train, evaluation = (
+            [p for i, p in enumerate(train) if i not in held_out],
+            [p for i, p in enumerate(train) if i in held_out],
         )
     train, regularisation, evaluated = map(
-        _at_each, (train, regularisation, [replace(picture, repeats=1) for picture in given])
+        _split_by_resolution,
+        (train, regularisation, [replace(picture, repeats=1) for picture in evaluation]),
     )
     if any(source.draw is not None for source in picture_sources(images, "regularisation")):
-        train, regularisation = one_to_one(train, regularisation)
-    made.train = [*train, *regularisation]
-    made.eval = evaluated
-    made.regularisation = len(regularisation)
-    return made
+        train, regularisation = balance_repeats(train, regularisation)
+    result.train = [*train, *regularisation]
+    result.eval = evaluated
+    result.regularisation = len(regularisation)
+    return result
 
 
-def _at_each(pictures: Iterable[Picture]) -> list[Picture]:
+def _split_by_resolution(pictures: Iterable[Picture]) -> list[Picture]:
     """Each once for each of its resolutions."""
     return [
         replace(picture, resolutions=picture.resolutions[i : i + 1])
@@ -152,32 +157,34 @@ def _at_each(pictures: Iterable[Picture]) -> list[Picture]:
     ]
 
 
-def _found(images: ImagesSection, side: str, made: Gathered) -> list[Picture]:
-    found: list[Picture] = []
+def _read_sources(images: ImagesSection, side: str, result: RunPictures) -> list[Picture]:
+    pictures: list[Picture] = []
     for source in picture_sources(images, side):
-        bad = len(made.bad.rows)
+        bad = len(result.bad.rows)
         if source.draw is not None:
-            here, missing = class_pictures(source, pairs=made.pairs)
-            made.to_draw += missing
+            source_pictures, missing = read_class_pictures(source, pairs=result.pairs)
+            result.to_draw += missing
         else:
-            here = list(_of_source(source, images, made))
-        if made.pairs:
-            here = _paired(here, source, made.bad.add)
-        if not here and len(made.bad.rows) == bad and images.uncaptioned != "skip":
+            source_pictures = list(_read_source(source, images, result))
+        if result.pairs:
+            source_pictures = _attach_controls(source_pictures, source, result.bad.add)
+        if not source_pictures and len(result.bad.rows) == bad and images.uncaptioned != "skip":
             raise UsageError(
                 f"{source.key}: {source.name}: no pictures there ({' '.join(PICTURE_SUFFIXES)})"
             )
-        _note_disagreeing(here, made)
+        _report_disagreeing(source_pictures, result)
         settings = {
             "repeats": source.repeats,
             "weight": source.weight,
             "resolutions": source.resolution,
         }
-        found += [replace(picture, **settings) for picture in here]  # type: ignore[arg-type]  # each is of its field's type
-    return found
+        pictures += [replace(picture, **settings) for picture in source_pictures]  # type: ignore[arg-type]  # each is of its field's type
+    return pictures
 
 
-def _of_source(source: PictureSource, images: ImagesSection, made: Gathered) -> Iterable[Picture]:
+def _read_source(
+    source: PictureSource, images: ImagesSection, result: RunPictures
+) -> Iterable[Picture]:
     path = Path(source.name).expanduser()
     if not path.exists():
         raise UsageError(f"{source.key}: {source.name}: no such file or folder")
@@ -187,37 +194,39 @@ def _of_source(source: PictureSource, images: ImagesSection, made: Gathered) -> 
                 f"{source.key}.caption: has no effect: {source.name} has captions of its own; only"
                 " a folder takes one"
             )
-        if ending(path) not in ROW_ENDINGS:
+        if ending(path) not in TABLE_ENDINGS:
             raise UsageError(
                 f"{source.key}: {source.name}: expected a folder of pictures, or a file that ends"
-                f" in {' '.join(ROW_ENDINGS)}"
+                f" in {' '.join(TABLE_ENDINGS)}"
             )
-        return pictures_of_rows(path, source.columns, source.key, made.bad.add, pairs=made.pairs)
+        return read_table_pictures(
+            path, source.columns, source.key, result.bad.add, pairs=result.pairs
+        )
     files = _files_of_source(path, images)
     has_own_caption = source.caption is not None or images.captions == "names"
-    metadata = None if has_own_caption else metadata_of(path)
-    captions = [file for file in files if file.suffix in CAPTIONS]
-    taken = [] if has_own_caption else [*captions, *([metadata] if metadata else [])]
-    if others := count_other_files(files, taken):
-        made.other_files[source.name] = others
+    metadata = None if has_own_caption else find_metadata(path)
+    captions = [file for file in files if file.suffix in CAPTION_SUFFIXES]
+    read_files = [] if has_own_caption else [*captions, *([metadata] if metadata else [])]
+    if other_files := count_other_files(files, read_files):
+        result.other_files[source.name] = other_files
     if has_own_caption:
-        unreadable_among(files, made.bad.add)
+        report_unreadable(files, result.bad.add)
         return [
             Picture(
-                InFile(file),
+                FileContent(file),
                 (caption_of_name(file) if source.caption is None else source.caption,),
                 str(file),
             )
-            for file in pictures_among(files)
+            for file in readable_pictures(files)
         ]
     if metadata is not None:
-        return _by_metadata(files, metadata, source, made)
-    return pictures_beside_captions(files, made.bad.add, uncaptioned=images.uncaptioned)
+        return _read_with_metadata(files, metadata, source, result)
+    return read_captioned_pictures(files, result.bad.add, uncaptioned=images.uncaptioned)
 
 
 def _files_of_source(folder: Path, images: ImagesSection) -> list[Path]:
     """The files of a folder and below, but for those of `images.masks` where that lies in it."""
-    files = files_of(folder)
+    files = list_files(folder)
     if images.masks is None:
         return files
     masks = Path(images.masks).expanduser().resolve()
@@ -226,86 +235,93 @@ def _files_of_source(folder: Path, images: ImagesSection) -> list[Path]:
     return [path for path in files if not path.resolve().is_relative_to(masks)]
 
 
-def _by_metadata(
-    files: list[Path], file: Path, source: PictureSource, made: Gathered
+def _read_with_metadata(
+    files: list[Path], file: Path, source: PictureSource, result: RunPictures
 ) -> Iterable[Picture]:
     """The pictures that the folder's metadata file names; of pairs, whose controls lie among them,
     the rows as they are. A picture that it does not name has no caption.
     """
-    rows = list(pictures_of_rows(file, source.columns, source.key, made.bad.add, pairs=made.pairs))
-    named = {
+    rows = list(
+        read_table_pictures(file, source.columns, source.key, result.bad.add, pairs=result.pairs)
+    )
+    row_by_path = {
         content.path: row
         for row in rows
         for content in (row.content, row.control)
-        if isinstance(content, InFile)
+        if isinstance(content, FileContent)
     }
-    unreadable_among(files, made.bad.add)
-    for path in pictures_among(files):
-        beside = path.with_suffix(".txt")
-        if path not in named:
-            made.bad.add(str(path), f"no caption: {file.name} does not name it")
-        elif made.pairs:
+    report_unreadable(files, result.bad.add)
+    for path in readable_pictures(files):
+        caption_file = path.with_suffix(".txt")
+        if path not in row_by_path:
+            result.bad.add(str(path), f"no caption: {file.name} does not name it")
+        elif result.pairs:
             continue
         elif (
-            beside.is_file()
-            and beside.read_bytes().decode("utf-8", "replace").split()
-            != " ".join(named[path].captions).split()
+            caption_file.is_file()
+            and caption_file.read_bytes().decode("utf-8", "replace").split()
+            != " ".join(row_by_path[path].captions).split()
         ):
-            made.bad.add(str(path), f"{file.name} and {beside.name} disagree: remove one")
+            result.bad.add(str(path), f"{file.name} and {caption_file.name} disagree: remove one")
         else:
-            yield named[path]
-    if made.pairs:
+            yield row_by_path[path]
+    if result.pairs:
         yield from rows
 
 
-def _note_disagreeing(pictures: Iterable[Picture], made: Gathered) -> None:
+def _report_disagreeing(pictures: Iterable[Picture], result: RunPictures) -> None:
     """Pictures that another source gives other captions are bad."""
     for picture in pictures:
-        if not isinstance(picture.content, InFile):
+        if not isinstance(picture.content, FileContent):
             continue
         name = (str(picture.content.path.resolve()), picture.control)
-        where, captions = made._captions_of.setdefault(name, (picture.where, picture.captions))
+        first_origin, captions = result._captions_of.setdefault(
+            name, (picture.origin, picture.captions)
+        )
         if captions != picture.captions:
-            made.bad.add(
-                picture.where,
-                f"{where} gives {picture.content.path.name} another caption ({captions[0]!r:.60})",
+            result.bad.add(
+                picture.origin,
+                f"{first_origin} gives {picture.content.path.name} another caption"
+                f" ({captions[0]!r:.60})",
             )
 
 
-def _masked(pictures: list[Picture], images: ImagesSection, made: Gathered) -> list[Picture]:
+def _attach_masks(
+    pictures: list[Picture], images: ImagesSection, result: RunPictures
+) -> list[Picture]:
     """Pictures with the masks of `images.masks`."""
     if images.masks is None:
         return pictures
     folder = Path(images.masks).expanduser()
     if not folder.is_dir():
         raise UsageError(f"images.masks: {images.masks}: no such folder")
-    masks = named_in(folder)
+    masks = pictures_by_name(folder)
     roots = [Path(source.name).expanduser() for source in picture_sources(images, "train")]
-    taken = set()
-    out = []
+    used_names = set()
+    masked_pictures = []
     for picture in pictures:
-        name = _name_of(picture, roots)
-        taken.add(name)
-        out.append(
-            replace(picture, mask=InFile(masks[name]))
+        name = _relative_name(picture, roots)
+        used_names.add(name)
+        masked_pictures.append(
+            replace(picture, mask=FileContent(masks[name]))
             if name in masks and picture.mask is None
             else picture
         )
     for name, path in masks.items() if not images.limit else ():
-        if name not in taken:
-            made.bad.add(str(path), "a mask without a picture")
-    return out
+        if name not in used_names:
+            result.bad.add(str(path), "a mask without a picture")
+    return masked_pictures
 
 
-def _paired(
-    pictures: Sequence[Picture], source: PictureSource, complain: Complain
+def _attach_controls(
+    pictures: Sequence[Picture], source: PictureSource, report_bad: ReportBad
 ) -> list[Picture]:
     """The edited pictures that have one before the edit: their row's, or the one of the same name
     in the source's `controls`.
     """
     root = Path(source.name).expanduser()
     controls = dict[str, Path]()
-    there = "a row names it (control), or images.controls its folder"
+    hint = "a row names it (control), or images.controls its folder"
     if source.controls is not None:
         folder = Path(source.controls).expanduser()
         if not folder.is_dir():
@@ -316,22 +332,22 @@ def _paired(
                 " edited ones",
                 fix="move it",
             )
-        controls, there = named_in(folder), f"{source.controls} has none of its name"
+        controls, hint = pictures_by_name(folder), f"{source.controls} has none of its name"
     paired = []
     for picture in pictures:
-        name = _name_of(picture, [root])
+        name = _relative_name(picture, [root])
         if picture.control is None and name in controls:
-            picture = replace(picture, control=InFile(controls[name]))
+            picture = replace(picture, control=FileContent(controls[name]))
         if picture.control is None:
-            complain(picture.where, f"no picture before the edit: {there}")
+            report_bad(picture.origin, f"no picture before the edit: {hint}")
         else:
             paired.append(picture)
     return paired
 
 
-def _name_of(picture: Picture, roots: Sequence[Path]) -> str:
+def _relative_name(picture: Picture, roots: Sequence[Path]) -> str:
     """The picture's path without suffix, relative to its source's folder."""
-    if not isinstance(picture.content, InFile):
+    if not isinstance(picture.content, FileContent):
         return ""
     path = picture.content.path
     for root in roots:
@@ -341,7 +357,7 @@ def _name_of(picture: Picture, roots: Sequence[Path]) -> str:
     return path.stem
 
 
-MOST_SKIPPED = 0.05  # of the pictures; more means that the data as a whole is wrong
+MAX_SKIPPED_SHARE = 0.05  # of the pictures; more means that the data as a whole is wrong
 
 
 class BadPictures:
@@ -354,8 +370,8 @@ class BadPictures:
         self.skip = skip
         self.rows: dict[str, BadRow] = {}
 
-    def add(self, place: str, reason: str) -> None:
-        self.rows.setdefault(place, BadRow(place, reason))
+    def add(self, origin: str, reason: str) -> None:
+        self.rows.setdefault(origin, BadRow(origin, reason))
 
     def settle(self, good: int, *, fix: str | None = None) -> None:
         """Raises UsageError naming them, unless they may be left out.
@@ -366,7 +382,7 @@ class BadPictures:
         if not self.rows:
             return
         share = len(self.rows) / (len(self.rows) + good)
-        if self.skip and share <= MOST_SKIPPED:
+        if self.skip and share <= MAX_SKIPPED_SHARE:
             return
         rows = list(self.rows.values())
         lines = [f"{row.place}: {row.reason}" for row in rows[:PLACES]]
@@ -375,11 +391,12 @@ class BadPictures:
         if self.skip:
             lines.insert(
                 0,
-                f"images.on_bad_row: skip leaves out at most {MOST_SKIPPED:.0%} of the pictures,"
+                f"images.on_bad_row: skip leaves out at most {MAX_SKIPPED_SHARE:.0%} of the"
+                " pictures,"
                 f" and these are {share:.0%}",
             )
         offered = [fix] if fix else []
-        if not self.skip and share <= MOST_SKIPPED:
+        if not self.skip and share <= MAX_SKIPPED_SHARE:
             offered.append(
                 f"images.on_bad_row: skip leaves them out and lists them in the run's {FILE}"
             )
@@ -393,7 +410,7 @@ class BadPictures:
 SEPARATOR = ","
 
 
-def with_trained_captions(
+def apply_caption_settings(
     pictures: Sequence[Picture], images: ImagesSection, *, seed: int
 ) -> list[Picture]:
     """The pictures with the captions that are learnt. Raises UsageError for tags that no caption
@@ -401,8 +418,8 @@ def with_trained_captions(
     """
     wants_tags = images.tag_orders is not None
     if not wants_tags:
-        for key, given in (("keep_tags", images.keep_tags), ("tag_dropout", images.tag_dropout)):
-            if given:
+        for key, value in (("keep_tags", images.keep_tags), ("tag_dropout", images.tag_dropout)):
+            if value:
                 raise UsageError(
                     f"images.{key}: has no effect without images.tag_orders",
                     fix="images.tag_orders: 8",
@@ -413,38 +430,40 @@ def with_trained_captions(
             fix="separate tags by commas, or remove images.tag_orders",
         )
     return [
-        replace(picture, captions=_forms(picture.captions, images, seed=seed))
+        replace(picture, captions=_caption_forms(picture.captions, images, seed=seed))
         for picture in pictures
     ]
 
 
-def _forms(captions: Sequence[str], images: ImagesSection, *, seed: int) -> tuple[str, ...]:
-    made = [
+def _caption_forms(captions: Sequence[str], images: ImagesSection, *, seed: int) -> tuple[str, ...]:
+    forms = [
         form
         for caption in captions
         for form in (
-            [caption] if images.tag_orders is None else _orders(caption, images, seed=seed)
+            [caption] if images.tag_orders is None else _shuffle_tags(caption, images, seed=seed)
         )
     ]
     if images.trigger:
-        made = [f"{images.trigger}{SEPARATOR} {form}" if form else images.trigger for form in made]
-    return tuple(made)
+        forms = [
+            f"{images.trigger}{SEPARATOR} {form}" if form else images.trigger for form in forms
+        ]
+    return tuple(forms)
 
 
-def _orders(caption: str, images: ImagesSection, *, seed: int) -> list[str]:
+def _shuffle_tags(caption: str, images: ImagesSection, *, seed: int) -> list[str]:
     """`images.tag_orders` forms of a caption; the same form may come twice, as it would when drawn
     anew each time.
     """
     tags = [tag.strip() for tag in caption.split(SEPARATOR) if tag.strip()]
-    kept = tags[: images.keep_tags]
+    first_tags = tags[: images.keep_tags]
     rest = tags[images.keep_tags :]
     digest = hashlib.sha256(f"tags:{seed}:{caption}".encode()).digest()
     draw = random.Random(int.from_bytes(digest[:8], "big"))
     forms = []
     for _ in range(images.tag_orders or 1):
-        some = [tag for tag in rest if draw.random() >= images.tag_dropout]
-        draw.shuffle(some)
-        forms.append(f"{SEPARATOR} ".join([*kept, *some]))
+        other_tags = [tag for tag in rest if draw.random() >= images.tag_dropout]
+        draw.shuffle(other_tags)
+        forms.append(f"{SEPARATOR} ".join([*first_tags, *other_tags]))
     return forms
 
 
@@ -457,11 +476,11 @@ def caption_of_name(path: Path) -> str:
 # trained on beside the subject's pictures, so that the class stays what it was (Ruiz et al. 2023,
 # "DreamBooth"). They are drawn once, before training, into a folder that later runs find
 
-RECORD = "drawn.json"
+RECORD_FILE = "drawn.json"
 
 
 @dataclass(frozen=True)
-class ToDraw:
+class MissingPicture:
     """number  from 1 in its folder; with the run's seed it decides the noise
     size    its side in pixels; None: the run's
     """
@@ -472,9 +491,9 @@ class ToDraw:
     size: int | None
 
 
-def class_pictures(
+def read_class_pictures(
     source: PictureSource, *, pairs: bool = False
-) -> tuple[list[Picture], list[ToDraw]]:
+) -> tuple[list[Picture], list[MissingPicture]]:
     """The pictures of a source with `draw`, the first of those in its folder and the missing ones;
     and the missing ones alone.
 
@@ -492,81 +511,87 @@ def class_pictures(
         raise UsageError(
             f"{source.key}: {source.name}: a file; class pictures are drawn into a folder"
         )
-    there = pictures_among(files_of(folder))[: source.draw] if folder.is_dir() else []
+    existing = readable_pictures(list_files(folder))[: source.draw] if folder.is_dir() else []
     free = (
         (number, path)
         for number in count(1)
-        if (path := folder / f"drawn_{number:04}.png") not in there
+        if (path := folder / f"drawn_{number:04}.png") not in existing
     )
     size = max(source.resolution, default=None)
     missing = [
-        ToDraw(path, caption, number, size)
-        for (number, path), _ in zip(free, range((source.draw or 0) - len(there)))
+        MissingPicture(path, caption, number, size)
+        for (number, path), _ in zip(free, range((source.draw or 0) - len(existing)))
     ]
     # the order that the next run finds them in
-    paths = sorted([*there, *(one.path for one in missing)])
-    return [Picture(InFile(path), (caption,), str(path)) for path in paths], missing
+    paths = sorted([*existing, *(picture.path for picture in missing)])
+    return [Picture(FileContent(path), (caption,), str(path)) for path in paths], missing
 
 
-def one_to_one(
+def balance_repeats(
     train: Sequence[Picture], classes: Sequence[Picture]
 ) -> tuple[list[Picture], list[Picture]]:
     """Both with as many rows in an epoch as the one that has more; the pictures of the other come
     again in turn.
     """
-    most = max(sum(picture.repeats for picture in some) for some in (train, classes))
-    return _cycled(train, most), _cycled(classes, most)
+    longest = max(sum(picture.repeats for picture in pictures) for pictures in (train, classes))
+    return _repeat_in_turn(train, longest), _repeat_in_turn(classes, longest)
 
 
-def _cycled(pictures: Sequence[Picture], rows: int) -> list[Picture]:
-    each = [i for i, picture in enumerate(pictures) for _ in range(picture.repeats)]
-    times = Counter(each[k % len(each)] for k in range(rows)) if each else Counter[int]()
+def _repeat_in_turn(pictures: Sequence[Picture], rows: int) -> list[Picture]:
+    row_indices = [i for i, picture in enumerate(pictures) for _ in range(picture.repeats)]
+    times = (
+        Counter(row_indices[k % len(row_indices)] for k in range(rows))
+        if row_indices
+        else Counter[int]()
+    )
     return [replace(picture, repeats=times[i]) for i, picture in enumerate(pictures)]
 
 
-def refuse_other(
-    sources: Sequence[PictureSource], todo: Sequence[ToDraw], facts: dict[str, Any]
+def refuse_other_class_pictures(
+    sources: Sequence[PictureSource], missing: Sequence[MissingPicture], facts: dict[str, Any]
 ) -> None:
     """Raises  UsageError for a folder whose pictures were drawn from another caption or by another
                model; where some of them are still to
     be drawn, also for one with others of the `facts`
     """
-    lacking = {one.path.parent for one in todo}
+    incomplete = {picture.path.parent for picture in missing}
     for source in sources:
         folder = Path(source.name).expanduser()
         if source.draw is None:
             continue
         try:
-            before = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+            recorded = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             continue
-        for key, now in {"caption": source.caption, **facts}.items():
-            compared = (
-                isinstance(before, dict)
-                and key in before
-                and (folder in lacking or key in ("caption", "model"))
+        for key, value in {"caption": source.caption, **facts}.items():
+            is_compared = (
+                isinstance(recorded, dict)
+                and key in recorded
+                and (folder in incomplete or key in ("caption", "model"))
             )
-            if compared and before[key] != now:
+            if is_compared and recorded[key] != value:
                 raise UsageError(
                     f"images.regularisation: {folder}: its class pictures were drawn with {key}"
-                    f" {before[key]!r}, not {now!r}",
-                    fix=f"another folder; to go on with both: remove {RECORD} there",
+                    f" {recorded[key]!r}, not {value!r}",
+                    fix=f"another folder; to go on with both: remove {RECORD_FILE} there",
                 )
 
 
-def write_missing(todo: Sequence[ToDraw], facts: dict[str, Any], drawn: Iterator[bytes]) -> None:
+def write_class_pictures(
+    missing: Sequence[MissingPicture], facts: dict[str, Any], drawn: Iterator[bytes]
+) -> None:
     """Writes the pictures that are not there, a whole file each, so that a run that is stopped
     meanwhile goes on with the next one.
 
     facts  what they were drawn with, kept beside them
     drawn  the PNG of each, in order, as it is drawn
     """
-    for folder, caption in {one.path.parent: one.caption for one in todo}.items():
+    for folder, caption in {picture.path.parent: picture.caption for picture in missing}.items():
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / RECORD).write_text(
+        (folder / RECORD_FILE).write_text(
             json.dumps({"caption": caption, **facts}, indent=1) + "\n", encoding="utf-8"
         )
-    for one, png in zip(watched(todo, "drawing class pictures"), drawn):
-        unfinished = one.path.with_suffix(".part")
+    for picture, png in zip(watched(missing, "drawing class pictures"), drawn):
+        unfinished = picture.path.with_suffix(".part")
         unfinished.write_bytes(png)
-        os.replace(unfinished, one.path)
+        os.replace(unfinished, picture.path)

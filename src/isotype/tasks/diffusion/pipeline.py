@@ -35,10 +35,10 @@ from .file_markers import (
     refuse_unknown_prediction,
     scheduler_changes,
 )
-from .single_file import dtype_of, read_model, refuse_other_family, repository_of
+from .single_file import find_settings_repository, read_model, refuse_other_family, widest_dtype
 
-WEIGHTS = "diffusion_pytorch_model.safetensors"
-_AGAIN = "get the folder again from where it came, or save it anew with save_pretrained"
+WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
+_DOWNLOAD_AGAIN = "get the folder again from where it came, or save it anew with save_pretrained"
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ class PipelineFolder:
     """index      the content of model_index.json
     on_hub     the pipeline's name on the hub, where `path` is its copy here: weights are fetched
                when they are needed
-    own        the denoiser's configuration, where it is not the folder's (`model.init: random`);
-               then `fresh` is where its weights are
-    file       a checkpoint in one file that has the denoiser, and with `whole` the other parts too;
-               `path` has settings and tokenizers
+    denoiser_settings  the denoiser's configuration, where it is not the folder's (`model.init:
+               random`); then its weights are in `random_weights`
+    file       a checkpoint in one file that has the denoiser, and with `has_all_parts` the other
+               parts too; `path` has settings and tokenizers
     markers    what the file says about its training; `changes` is what that, or the run, changes in
                the settings of the scheduler
     settings_repository  the name on the hub of the settings of a file without a folder beside it
@@ -59,10 +59,10 @@ class PipelineFolder:
     family: Family
     index: dict[str, Any]
     on_hub: str | None = None
-    own: Mapping[str, Any] | None = None
-    fresh: Path | None = None
+    denoiser_settings: Mapping[str, Any] | None = None
+    random_weights: Path | None = None
     file: Path | None = None
-    whole: bool = False
+    has_all_parts: bool = False
     markers: FileMarkers = field(default_factory=FileMarkers)
     changes: Mapping[str, Any] = field(default_factory=dict)
     settings_repository: str | None = None
@@ -76,36 +76,41 @@ class PipelineFolder:
         require_diffusers()
         on_hub = None
         file = None
-        whole = False
+        has_all_parts = False
         repository = None
         if path.is_file():
             file = path
-            beside = path.with_suffix("")
-            if (beside / PIPELINE_FILE).is_file():
-                path = beside
+            companion = path.with_suffix("")
+            if (companion / PIPELINE_FILE).is_file():
+                path = companion
             else:
-                repository = repository_of(file)
-                path = settings_of(repository, None)
-            whole = path != beside or not any((path / "vae").glob("*.safetensors"))
+                repository = find_settings_repository(file)
+                path = fetch_settings(repository, None)
+            has_all_parts = path != companion or not any((path / "vae").glob("*.safetensors"))
         elif not path.is_dir():
-            path = settings_of(name, revision)
+            path = fetch_settings(name, revision)
             on_hub = name
         try:
             index = json.loads((path / PIPELINE_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise UsageError(f"model.name: {path / PIPELINE_FILE}: {error}", fix=_AGAIN) from None
-        kind = index.get("_class_name") if isinstance(index, dict) else None
-        if kind in REFUSED:
-            raise UsageError(f"model.name: {path}: {kind} is not trained: {REFUSED[kind]}")
-        if kind not in FAMILIES:
             raise UsageError(
-                f"model.name: {path}: {kind} is not supported: expected one of {' '.join(FAMILIES)}"
+                f"model.name: {path / PIPELINE_FILE}: {error}", fix=_DOWNLOAD_AGAIN
+            ) from None
+        class_name = index.get("_class_name") if isinstance(index, dict) else None
+        if class_name in REFUSED:
+            raise UsageError(
+                f"model.name: {path}: {class_name} is not trained: {REFUSED[class_name]}"
             )
-        family = FAMILIES[kind]()
-        if (why := family.refusal(index)) is not None:
-            raise UsageError(f"model.name: {path}: {kind} is not trained here: {why}")
-        folder = cls(path, family, index, on_hub, file=file, whole=whole)
-        wanted = (
+        if class_name not in FAMILIES:
+            raise UsageError(
+                f"model.name: {path}: {class_name} is not supported: expected one of"
+                f" {' '.join(FAMILIES)}"
+            )
+        family = FAMILIES[class_name]()
+        if (reason := family.refusal(index)) is not None:
+            raise UsageError(f"model.name: {path}: {class_name} is not trained here: {reason}")
+        folder = cls(path, family, index, on_hub, file=file, has_all_parts=has_all_parts)
+        required = (
             family.denoiser,
             "vae",
             "scheduler",
@@ -115,16 +120,18 @@ class PipelineFolder:
                 if index.get(part, [None, None])[1] is not None
             ),
         )
-        for part in wanted:
+        for part in required:
             if index.get(part, [None, None])[1] is None or not (path / part).is_dir():
-                raise UsageError(f"model.name: {path}: the pipeline has no {part}", fix=_AGAIN)
+                raise UsageError(
+                    f"model.name: {path}: the pipeline has no {part}", fix=_DOWNLOAD_AGAIN
+                )
         if file is not None:
-            dtype_of(file)
+            widest_dtype(file)
             markers = read_markers(file)
             folder = replace(folder, markers=markers, settings_repository=repository)
             kinds = {
                 family.denoiser: folder.denoiser_class(),
-                **({"vae": folder.vae_class()} if whole else {}),
+                **({"vae": folder.vae_class()} if has_all_parts else {}),
             }
             refuse_other_family(file, kinds, path, family.pipeline)
         return folder
@@ -136,10 +143,10 @@ class PipelineFolder:
 
     def files(self, part: str) -> list[Path]:
         self._fetch(part)
-        own = [p for p in (self.path / part).rglob("*") if p.is_file()]
-        if self.file is not None and self.whole:
-            return [*own, self.file]
-        return own
+        part_files = [p for p in (self.path / part).rglob("*") if p.is_file()]
+        if self.file is not None and self.has_all_parts:
+            return [*part_files, self.file]
+        return part_files
 
     def with_markers(self, *, objective: str, shift: Any) -> PipelineFolder:
         """This pipeline with the schedule that its single file was trained on; objective and shift:
@@ -169,57 +176,56 @@ class PipelineFolder:
         if self.on_hub is not None:
             fetch_weights(self.on_hub, self.path, parts)
 
-    def refuse_lacking_weights(self) -> None:
+    def refuse_missing_weights(self) -> None:
         """Raises  UsageError for a folder on this disk in which a part has no weights that are read"""
         parts = (
             ()
-            if self.on_hub or self.whole
+            if self.on_hub or self.has_all_parts
             else (
-                *([] if self.own or self.file else [self.denoiser_part]),
+                *([] if self.denoiser_settings or self.file else [self.denoiser_part]),
                 "vae",
                 *self.family.encoder_parts,
             )
         )
         for part in parts:
-            here = self.path / part
+            folder = self.path / part
             is_model = (
-                here.is_dir()
-                and (here / "config.json").is_file()
+                folder.is_dir()
+                and (folder / "config.json").is_file()
                 and self.index.get(part, [None, None])[1] is not None
             )
-            if is_model and not any(here.glob("*.safetensors")):
-                packed = any(here.glob("*.gguf"))
-                others = sorted(here.glob("*.bin"))
-                if packed:
-                    why = NO_GGUF
+            if is_model and not any(folder.glob("*.safetensors")):
+                is_gguf = any(folder.glob("*.gguf"))
+                pickles = sorted(folder.glob("*.bin"))
+                if is_gguf:
+                    reason = NO_GGUF
                 else:
-                    why = (
-                        f"no .safetensors{f', and {others[0].name} can run code' if others else ''}"
-                    )
+                    reason = f"no .safetensors{f', and {pickles[0].name} can run code' if pickles else ''}"
                 raise UsageError(
-                    f"model.name: {here}: {why}", fix=INSTEAD_OF_GGUF if packed else _AGAIN
+                    f"model.name: {folder}: {reason}",
+                    fix=INSTEAD_OF_GGUF if is_gguf else _DOWNLOAD_AGAIN,
                 )
 
     def config(self, part: str) -> dict[str, Any]:
         """The part's own configuration. Raises UsageError."""
-        if self.own is not None and part == self.denoiser_part:
-            return dict(self.own)
+        if self.denoiser_settings is not None and part == self.denoiser_part:
+            return dict(self.denoiser_settings)
         file = (
             self.path / part / ("scheduler_config.json" if part == "scheduler" else "config.json")
         )
         try:
             settings: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise UsageError(f"model.name: {file}: {error}", fix=_AGAIN) from None
+            raise UsageError(f"model.name: {file}: {error}", fix=_DOWNLOAD_AGAIN) from None
         return {**settings, **self.changes} if part == "scheduler" else settings
 
     def clip_length(self) -> int:
         """Tokens that the CLIP tokenizer pads a caption to."""
         try:
-            told = json.loads(
+            settings = json.loads(
                 (self.path / "tokenizer" / "tokenizer_config.json").read_text(encoding="utf-8")
             )
-            return int(told["model_max_length"])
+            return int(settings["model_max_length"])
         except (OSError, ValueError, LookupError, TypeError):
             return 77  # CLIP's own
 
@@ -239,27 +245,27 @@ class PipelineFolder:
     @property
     def published(self) -> Quantisation | None:
         """How the denoiser's own files are quantised; None where they are not."""
-        plain = self.own is not None or self.file is not None
-        if plain:
-            found = None
+        is_plain = self.denoiser_settings is not None or self.file is not None
+        if is_plain:
+            settings = None
         else:
-            found = self.config(self.denoiser_part).get("quantization_config")
-        if isinstance(found, Mapping):
-            return quantisation_from_settings(found)
+            settings = self.config(self.denoiser_part).get("quantization_config")
+        if isinstance(settings, Mapping):
+            return quantisation_from_settings(settings)
         return None
 
     def denoiser_files(self) -> list[Path]:
         """The denoiser's safetensors files. Raises UsageError."""
         self._fetch(self.denoiser_part)
         folder = self.path / self.denoiser_part
-        index = folder / f"{WEIGHTS}.index.json"
-        with self._explained(self.denoiser_part):
+        index = folder / f"{WEIGHTS_FILE}.index.json"
+        with self._explain_errors(self.denoiser_part):
             if index.is_file():
                 names = set(json.loads(index.read_text())["weight_map"].values())
             else:
-                names = {WEIGHTS}
+                names = {WEIGHTS_FILE}
         if lacking := [name for name in sorted(names) if not (folder / name).is_file()]:
-            raise UsageError(f"model.name: {folder} has no {lacking[0]}", fix=_AGAIN)
+            raise UsageError(f"model.name: {folder} has no {lacking[0]}", fix=_DOWNLOAD_AGAIN)
         return [folder / name for name in sorted(names)]
 
     def denoiser_class(self) -> Any:
@@ -274,8 +280,8 @@ class PipelineFolder:
 
     def denoiser(self, dtype: torch.dtype) -> Any:
         """The denoiser with its weights. Raises UsageError."""
-        with self._explained(self.denoiser_part):
-            if self.own is None and self.file is not None:
+        with self._explain_errors(self.denoiser_part):
+            if self.denoiser_settings is None and self.file is not None:
                 return read_model(
                     self.file, self.denoiser_class(), self.path, self.denoiser_part, dtype
                 )
@@ -286,11 +292,11 @@ class PipelineFolder:
             return loaded
 
     def _weights_of_denoiser(self) -> Path:
-        if self.own is None:
+        if self.denoiser_settings is None:
             self._fetch(self.denoiser_part)
             return self.path / self.denoiser_part
-        assert self.fresh is not None, "its weights are drawn when the model is built"
-        return self.fresh
+        assert self.random_weights is not None, "its weights are drawn when the model is built"
+        return self.random_weights
 
     def widen_buffers(self, denoiser: torch.nn.Module) -> None:
         """Puts floating buffers back in fp32, with the numbers of the files: loading in a narrower
@@ -303,9 +309,9 @@ class PipelineFolder:
         }
         if not narrow:
             return
-        if self.own is None and self.file is not None:
+        if self.denoiser_settings is None and self.file is not None:
             # fp32, whatever the weights are
-            exact = dict(self.denoiser(dtype_of(self.file)).named_buffers())
+            exact = dict(self.denoiser(widest_dtype(self.file)).named_buffers())
         else:
             exact = {}
             for file in self._weights_of_denoiser().glob("*.safetensors"):
@@ -320,7 +326,7 @@ class PipelineFolder:
 
     def denoiser_outline(self) -> Any:
         """The denoiser without weights: on the meta device."""
-        with self._explained(self.denoiser_part), torch.device("meta"):
+        with self._explain_errors(self.denoiser_part), torch.device("meta"):
             return self.denoiser_class().from_config(self.dense_config())
 
     def dense_config(self) -> dict[str, Any]:
@@ -335,14 +341,16 @@ class PipelineFolder:
         """The text encoders without weights: on the meta device."""
         import transformers
 
-        made = []
+        outlines = []
         for part in self.family.encoder_parts:
-            kind = getattr(transformers, str(self.index.get(part, [None, None])[1]), None)
-            if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):
-                settings: Any = kind.config_class
-                with self._explained(part), torch.device("meta"):
-                    made.append(kind(settings.from_pretrained(self.path / part)))
-        return made
+            encoder_class = getattr(transformers, str(self.index.get(part, [None, None])[1]), None)
+            if isinstance(encoder_class, type) and issubclass(
+                encoder_class, transformers.PreTrainedModel
+            ):
+                settings: Any = encoder_class.config_class
+                with self._explain_errors(part), torch.device("meta"):
+                    outlines.append(encoder_class(settings.from_pretrained(self.path / part)))
+        return outlines
 
     def text_encoders(self, dtype: torch.dtype) -> dict[str, Any]:
         """Part -> each encoder that can be trained, with its weights, frozen. Raises UsageError."""
@@ -352,35 +360,36 @@ class PipelineFolder:
             for part in self.family.trainable_encoders
         }
 
-    def with_random_denoiser(self, own: Mapping[str, Any] | None) -> PipelineFolder:
-        """This pipeline with a denoiser of fresh weights: of the configuration `own`, or of the
+    def with_random_denoiser(self, settings: Mapping[str, Any] | None) -> PipelineFolder:
+        """This pipeline with a denoiser of fresh weights: of the configuration `settings`, or of the
         folder's.
 
         Raises  UsageError for a configuration of another class, with a key that the class does not
                 have, or that it does not take
         """
-        if own is None:
-            return replace(self, own=self.dense_config())
+        if settings is None:
+            return replace(self, denoiser_settings=self.dense_config())
         kind = self.denoiser_class()
-        if own.get("_class_name") != kind.__name__:
+        if settings.get("_class_name") != kind.__name__:
             raise UsageError(
-                f"model.config: _class_name: {own.get('_class_name')}, but the {self.denoiser_part}"
+                f"model.config: _class_name: {settings.get('_class_name')}, but the"
+                f" {self.denoiser_part}"
                 f" of {self.path} is a {kind.__name__}",
                 fix=f"_class_name: {kind.__name__}, or model.name: a pipeline of that class",
             )
-        known = [name for name in inspect.signature(kind.__init__).parameters if name != "self"]
-        for key in own:
-            if not key.startswith("_") and key not in known:
-                raise unknown_key("model.config", key, known)
+        accepted = [name for name in inspect.signature(kind.__init__).parameters if name != "self"]
+        for key in settings:
+            if not key.startswith("_") and key not in accepted:
+                raise unknown_key("model.config", key, accepted)
         try:
             with torch.device("meta"):
-                kind.from_config(dict(own))
+                kind.from_config(dict(settings))
         except Exception as error:  # whatever a class raises for values that do not fit
             raise UsageError(
                 f"model.config: {kind.__name__}:"
                 f" {str(error).splitlines()[0] or type(error).__name__}"
             ) from error
-        return replace(self, own=own)
+        return replace(self, denoiser_settings=settings)
 
     def draw_denoiser(self, folder: Path, *, seed: int) -> PipelineFolder:
         """This pipeline with its fresh denoiser in `folder`, where its weights are drawn unless
@@ -388,15 +397,15 @@ class PipelineFolder:
         """
         if find_damage(folder) is not None:
             torch.manual_seed(seed)
-            with self._explained(self.denoiser_part):
-                made = self.denoiser_class().from_config(self.config(self.denoiser_part))
-            write_folder(folder, made.save_pretrained)
-        return replace(self, fresh=folder)
+            with self._explain_errors(self.denoiser_part):
+                denoiser = self.denoiser_class().from_config(self.config(self.denoiser_part))
+            write_folder(folder, denoiser.save_pretrained)
+        return replace(self, random_weights=folder)
 
     def vae(self, dtype: torch.dtype) -> Any:
         self._fetch("vae")
-        with self._explained("vae"):
-            if self.file is not None and self.whole:
+        with self._explain_errors("vae"):
+            if self.file is not None and self.has_all_parts:
                 return read_model(self.file, self.vae_class(), self.path, "vae", dtype)
             return self.vae_class().from_pretrained(
                 self.path, subfolder="vae", dtype=dtype, use_safetensors=True
@@ -414,9 +423,9 @@ class PipelineFolder:
             **parts,
         }
         kind = getattr(diffusers, self.family.pipeline)
-        with self._explained("pipeline"):
-            if self.whole:
-                made = kind.from_single_file(
+        with self._explain_errors("pipeline"):
+            if self.has_all_parts:
+                pipe = kind.from_single_file(
                     str(self.file),
                     config=str(self.path),
                     local_files_only=True,
@@ -425,22 +434,22 @@ class PipelineFolder:
                 )
                 # diffusers leaves what the file lacks on the meta device
                 for part in self.family.encoder_parts:
-                    encoder = getattr(made, part, None)
+                    encoder = getattr(pipe, part, None)
                     for name, tensor in (
                         encoder.named_parameters() if isinstance(encoder, torch.nn.Module) else ()
                     ):
                         if tensor.is_meta:
                             raise UsageError(
                                 f"model.name: {self.file}: it does not have {name} of the {part}",
-                                fix=_AGAIN,
+                                fix=_DOWNLOAD_AGAIN,
                             )
             else:
-                made = kind.from_pretrained(self.path, dtype=dtype, use_safetensors=True, **parts)
+                pipe = kind.from_pretrained(self.path, dtype=dtype, use_safetensors=True, **parts)
         if self.changes:
             settings = self.config("scheduler")
-            made.scheduler = getattr(diffusers, settings["_class_name"]).from_config(settings)
-        made.set_progress_bar_config(disable=True)
-        return made
+            pipe.scheduler = getattr(diffusers, settings["_class_name"]).from_config(settings)
+        pipe.set_progress_bar_config(disable=True)
+        return pipe
 
     def pipeline_for_sampling(
         self, denoiser: Any, vae: Any, encoders: Mapping[str, Any] = MappingProxyType({})
@@ -455,9 +464,9 @@ class PipelineFolder:
         """
         if self.changes:
             self._save_scheduler(folder)
-        if self.file is None or not self.whole:
+        if self.file is None or not self.has_all_parts:
             return
-        dtype = dtype_of(self.file)
+        dtype = widest_dtype(self.file)
         pipe = self.pipeline(dtype, vae=self.vae(dtype), **{self.denoiser_part: None})
         for part in ("vae", *self.family.encoder_parts):
             if isinstance(getattr(pipe, part, None), torch.nn.Module):
@@ -472,7 +481,7 @@ class PipelineFolder:
         (folder / PIPELINE_FILE).write_text(text, encoding="utf-8")
 
     @contextmanager
-    def _explained(self, part: str) -> Iterator[None]:
+    def _explain_errors(self, part: str) -> Iterator[None]:
         from ...training.console import silence_library_warnings
 
         try:
@@ -483,12 +492,13 @@ class PipelineFolder:
         except Exception as error:  # a damaged or malicious file can raise any exception
             if out_of_memory(error) is not None:
                 raise
-            said = next(
+            message = next(
                 (line.strip() for line in str(error).splitlines() if line.strip()),
                 type(error).__name__,
             )
             raise UsageError(
-                f"model.name: {self.file or self.path}: {part}: {said[:300]}", fix=_AGAIN
+                f"model.name: {self.file or self.path}: {part}: {message[:300]}",
+                fix=_DOWNLOAD_AGAIN,
             ) from error
 
 
@@ -505,12 +515,12 @@ def require_diffusers() -> None:
     diffusers.utils.logging.disable_progress_bar()
 
 
-SETTINGS = ["*.json", "*/*.json", "*/*.txt", "*/*.model", "*/*.jinja"]
+SETTINGS_PATTERNS = ["*.json", "*/*.json", "*/*.txt", "*/*.model", "*/*.jinja"]
 # the same weights in another dtype or form, beside the main file
-VARIANTS = ["*.fp16*", "*.bf16*", "*.non_ema*", "*.ema*"]
+VARIANT_PATTERNS = ["*.fp16*", "*.bf16*", "*.non_ema*", "*.ema*"]
 
 
-def settings_of(name: str, revision: str | None) -> Path:
+def fetch_settings(name: str, revision: str | None) -> Path:
     """The folder of the local cache that holds the pipeline's settings and tokenizers. Raises
     UsageError.
     """
@@ -520,7 +530,9 @@ def settings_of(name: str, revision: str | None) -> Path:
     is_unreachable()
     try:
         hf_hub_download(name, PIPELINE_FILE, revision=revision)
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(SETTINGS)))
+        return Path(
+            snapshot_download(name, revision=revision, allow_patterns=list(SETTINGS_PATTERNS))
+        )
     except Exception as error:  # whatever the hub's library raises
         if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
             raise UsageError(
@@ -551,7 +563,7 @@ def fetch_weights(name: str, folder: Path, parts: Sequence[str]) -> None:
             name,
             revision=folder.name,
             allow_patterns=[f"{part}/*.safetensors" for part in parts],
-            ignore_patterns=VARIANTS,
+            ignore_patterns=VARIANT_PATTERNS,
         )
     except Exception as error:  # whatever the hub's library raises
         raise loading_error(name, "model.name:", error) from error

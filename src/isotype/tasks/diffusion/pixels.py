@@ -25,11 +25,11 @@ from ...config.sources import PictureSource
 from ...data.pictures import BadPicture, opened, readable_phone_kinds, why_bad
 from ...errors import UsageError
 
-LEAST = 16  # pixels of a training picture's side
-SMALL = 192  # pixels of the longer side in the report
+MIN_SIDE = 16  # pixels of a training picture's side
+THUMBNAIL_SIDE = 192  # pixels of the longer side in the report
 # a bucket's sides are multiples of a 16th of the resolution, as far as the model's own multiple
 # allows
-_STEPS = 16
+_STEPS_PER_SIDE = 16
 
 
 @dataclass(frozen=True, order=True)
@@ -54,25 +54,25 @@ class Window:
     """
 
     size: Size
-    left: float = 0.5
-    top: float = 0.5
+    x_share: float = 0.5
+    y_share: float = 0.5
 
 
-def buckets(resolution: int, *, max_aspect: float, multiple: int) -> list[Size]:
+def bucket_sizes(resolution: int, *, max_aspect: float, multiple: int) -> list[Size]:
     """The shapes of pictures, the square first: sides are multiples of `multiple`, areas at most
     `resolution` squared.
 
     multiple  pixels in a token of the model, in each direction
     """
-    step = max(multiple, resolution // _STEPS // multiple * multiple)
+    step = max(multiple, resolution // _STEPS_PER_SIDE // multiple * multiple)
     square = Size(resolution, resolution)
-    found = {square}
+    sizes = {square}
     for width in range(step, int(resolution * math.sqrt(max_aspect)) + 1, step):
         height = int(resolution**2 / width) // step * step
         if height and max(width, height) / min(width, height) <= max_aspect:
-            found.add(Size(height, width))
-            found.add(Size(width, height))
-    return [square, *sorted(found - {square})]
+            sizes.add(Size(height, width))
+            sizes.add(Size(width, height))
+    return [square, *sorted(sizes - {square})]
 
 
 @dataclass(frozen=True)
@@ -86,13 +86,13 @@ class RunSizes:
     @cached_property
     def resolutions(self) -> list[tuple[str, int]]:
         """Those of training and evaluation pictures, each with the key that it comes from."""
-        found = dict[int, str]()
+        key_by_side = dict[int, str]()
         for source in self.sources:
             for size in source.resolution or (self.images.resolution,):
-                found.setdefault(
+                key_by_side.setdefault(
                     size, f"{source.key}.resolution" if source.resolution else "images.resolution"
                 )
-        return [(key, size) for size, key in sorted(found.items())]
+        return [(key, size) for size, key in sorted(key_by_side.items())]
 
     @property
     def largest_side(self) -> int:
@@ -102,55 +102,60 @@ class RunSizes:
     @property
     def tokens(self) -> int:
         """Latent tokens of the largest training picture."""
-        return self.tokens_of(Size(self.largest_side, self.largest_side))
+        return self.count_tokens(Size(self.largest_side, self.largest_side))
 
-    def tokens_of(self, size: Size) -> int:
+    def count_tokens(self, size: Size) -> int:
         return (size.height // self.multiple) * (size.width // self.multiple)
 
     @cached_property
-    def at(self) -> dict[int, list[Size]]:
+    def buckets(self) -> dict[int, list[Size]]:
         """The shapes of training pictures at each resolution, the square first: it has the most
         tokens.
         """
         return {
-            side: buckets(side, max_aspect=self.images.max_aspect, multiple=self.multiple)
+            side: bucket_sizes(side, max_aspect=self.images.max_aspect, multiple=self.multiple)
             for _, side in self.resolutions
         }
 
     @property
-    def all(self) -> set[Size]:
-        return {size for sizes in self.at.values() for size in sizes}
+    def all_sizes(self) -> set[Size]:
+        return {size for sizes in self.buckets.values() for size in sizes}
 
-    def refuse(self, beside: Iterable[tuple[str, int]], most: int | None) -> None:
+    def refuse(self, sample_sizes: Iterable[tuple[str, int]], max_side_tokens: int | None) -> None:
         """Raises  UsageError for a size that the model cannot have
 
-        beside  sizes of samples, each with its key
-        most    tokens of a side that the model has positions for; None: any number
+        sample_sizes  sizes of samples, each with its key
+        max_side_tokens  tokens of a side that the model has positions for; None: any number
         """
         multiple = self.multiple
-        for key, size in (*self.resolutions, *beside):
+        for key, size in (*self.resolutions, *sample_sizes):
             if size % multiple:
                 raise UsageError(
                     f"{key}: {size} is not a multiple of {multiple}",
                     fix=f"{key}: {max(multiple, size - size % multiple)}",
                 )
-        if most is None:
+        if max_side_tokens is None:
             return
         for key, size in self.resolutions:
-            if size // multiple > most:
+            if size // multiple > max_side_tokens:
                 raise UsageError(
                     f"{key}: {size} is more than this model has positions for",
-                    fix=f"at most {most * multiple}",
+                    fix=f"at most {max_side_tokens * multiple}",
                 )
-        if (longest := max(max(s.height, s.width) for s in self.all)) // multiple > most:
+        if (
+            longest := max(max(s.height, s.width) for s in self.all_sizes)
+        ) // multiple > max_side_tokens:
             raise UsageError(
                 f"images.max_aspect: {self.images.max_aspect:g}: a side of {longest} is more than"
                 " this model has positions for",
-                fix=f"sides of at most {most * multiple}: a smaller max_aspect or resolution",
+                fix=(
+                    f"sides of at most {max_side_tokens * multiple}: a smaller max_aspect or"
+                    " resolution"
+                ),
             )
 
 
-def bucket_of(width: int, height: int, sizes: Sequence[Size]) -> Size:
+def nearest_bucket(width: int, height: int, sizes: Sequence[Size]) -> Size:
     """The shape nearest to a picture's, by the logarithm of width over height; of two equally near
     ones the larger.
     """
@@ -161,7 +166,9 @@ def bucket_of(width: int, height: int, sizes: Sequence[Size]) -> Size:
     )
 
 
-def windows(size: Size, crop: Literal["center"] | int, *, seed: int, content: str) -> list[Window]:
+def crop_windows(
+    size: Size, crop: Literal["center"] | int, *, seed: int, content: str
+) -> list[Window]:
     """The windows of a picture that are trained on. Those at random depend on the seed and the
     picture's content only.
     """
@@ -175,15 +182,15 @@ def windows(size: Size, crop: Literal["center"] | int, *, seed: int, content: st
 _ORIENTATION = 0x0112  # EXIF; from 5 on width and height are exchanged
 
 
-def shown_size(content: bytes) -> tuple[int, int]:
+def displayed_size(content: bytes) -> tuple[int, int]:
     """Width and height as a viewer shows the picture, from its header. Raises BadPicture."""
     from PIL import Image
 
     readable_phone_kinds()
     try:
         with Image.open(io.BytesIO(content)) as image:
-            turned = image.getexif().get(_ORIENTATION, 1) >= 5
-            if turned:
+            is_rotated = image.getexif().get(_ORIENTATION, 1) >= 5
+            if is_rotated:
                 return (image.height, image.width)
             return (image.width, image.height)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
@@ -191,7 +198,7 @@ def shown_size(content: bytes) -> tuple[int, int]:
 
 
 @contextmanager
-def of_control() -> Iterator[None]:
+def label_control_errors() -> Iterator[None]:
     """Says of a BadPicture that it is about the picture before the edit."""
     try:
         yield
@@ -199,13 +206,13 @@ def of_control() -> Iterator[None]:
         raise BadPicture(f"the picture before the edit: {error}") from None
 
 
-def refuse_other_shape(after: bytes, before: bytes) -> None:
+def refuse_other_shape(edited: bytes, original: bytes) -> None:
     """Raises  BadPicture where the halves of an edit differ in shape by more than a pixel: both are
     scaled to the same window
     """
-    width, height = shown_size(after)
-    with of_control():
-        other_width, other_height = shown_size(before)
+    width, height = displayed_size(edited)
+    with label_control_errors():
+        other_width, other_height = displayed_size(original)
     if abs(width * other_height - other_width * height) > max(width, height):
         raise BadPicture(
             f"{width} x {height} pixels, and the picture before the edit has {other_width} x"
@@ -213,7 +220,7 @@ def refuse_other_shape(after: bytes, before: bytes) -> None:
         )
 
 
-def open_as_shown(content: bytes) -> Any:
+def open_displayed(content: bytes) -> Any:
     """A PIL image in RGB as a viewer shows it, its colours in sRGB. Raises BadPicture."""
     return opened(content, to_srgb=True)
 
@@ -222,31 +229,36 @@ def pixels(content: bytes, window: Window) -> Tensor:
     """fp32[3 H W] in [-1, 1]: scaled to cover the window's size, what is over is cut off. Raises
     BadPicture.
     """
-    image = open_as_shown(content)
-    if min(image.size) < LEAST:
+    image = open_displayed(content)
+    if min(image.size) < MIN_SIDE:
         raise BadPicture(
-            f"{image.width} x {image.height} pixels: too small to learn from, at least {LEAST} a"
+            f"{image.width} x {image.height} pixels: too small to learn from, at least {MIN_SIDE} a"
             " side"
         )
-    levels_HWC = np.array(_fitted(image, window))
+    levels_HWC = np.array(_fit_to_window(image, window))
     return torch.from_numpy(levels_HWC).permute(2, 0, 1).to(torch.float32) / 127.5 - 1.0
 
 
-def cut_of(width: int, height: int, window: Window, *, mirrored: bool) -> Tensor:
+def size_and_crop(width: int, height: int, window: Window, *, mirrored: bool) -> Tensor:
     """fp32[4]: the picture's own height and width, and top and left of its window in the scaled
     picture, mirrored or not, in pixels.
     """
     size = window.size
     # scaled to the window's height: what is over lies beside it
     if width * size.height >= height * size.width:
-        room_above = 0
-        room_beside = width * size.height // height - size.width
+        vertical_room = 0
+        horizontal_room = width * size.height // height - size.width
     else:
-        room_above = height * size.width // width - size.height
-        room_beside = 0
-    left = round(room_beside * window.left)
+        vertical_room = height * size.width // width - size.height
+        horizontal_room = 0
+    left_offset = round(horizontal_room * window.x_share)
     return torch.tensor(
-        [height, width, round(room_above * window.top), room_beside - left if mirrored else left],
+        [
+            height,
+            width,
+            round(vertical_room * window.y_share),
+            horizontal_room - left_offset if mirrored else left_offset,
+        ],
         dtype=torch.float32,
     )
 
@@ -255,22 +267,22 @@ def mask_pixels(content: bytes, window: Window) -> Tensor:
     """fp32[1 H W] in [0, 1], of a grey picture: 1 where it is white. Raises BadPicture, also where
     nothing is white.
     """
-    mask = np.array(_fitted(opened(content).convert("L"), window), dtype=np.float32) / 255.0
+    mask = np.array(_fit_to_window(opened(content).convert("L"), window), dtype=np.float32) / 255.0
     if not mask.any():
         raise BadPicture("the mask is black all over: nothing would be learnt")
     return torch.from_numpy(mask)[None]
 
 
-def _fitted(image: Any, window: Window) -> Any:
+def _fit_to_window(image: Any, window: Window) -> Any:
     from PIL import Image, ImageOps
 
     size = (window.size.width, window.size.height)
     return ImageOps.fit(
-        image, size, method=Image.Resampling.LANCZOS, centering=(window.left, window.top)
+        image, size, method=Image.Resampling.LANCZOS, centering=(window.x_share, window.y_share)
     )
 
 
-def as_png(picture_CHW: Tensor) -> bytes:
+def encode_png(picture_CHW: Tensor) -> bytes:
     """The PNG of fp32[3 H W] in [-1, 1]."""
     from PIL import Image
 
@@ -282,17 +294,17 @@ def as_png(picture_CHW: Tensor) -> bytes:
         .cpu()
         .numpy()
     )
-    out = io.BytesIO()
-    Image.fromarray(levels).save(out, format="PNG")
-    return out.getvalue()
+    buffer = io.BytesIO()
+    Image.fromarray(levels).save(buffer, format="PNG")
+    return buffer.getvalue()
 
 
-def small(content: bytes) -> str:
+def thumbnail_url(content: bytes) -> str:
     """A picture's file as a data: URL, scaled down to `SMALL` pixels of its longer side. Raises
     BadPicture.
     """
-    image = open_as_shown(content)
-    image.thumbnail((SMALL, SMALL))
-    out = io.BytesIO()
-    image.save(out, format="WEBP", quality=85)
-    return f"data:image/webp;base64,{base64.b64encode(out.getvalue()).decode()}"
+    image = open_displayed(content)
+    image.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
+    buffer = io.BytesIO()
+    image.save(buffer, format="WEBP", quality=85)
+    return f"data:image/webp;base64,{base64.b64encode(buffer.getvalue()).decode()}"

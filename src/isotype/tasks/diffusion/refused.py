@@ -17,16 +17,16 @@ from ...model.adapter import check_lora_branch
 from ...precision.precision import Precision
 from ...precision.quantised_base import check_base
 from ...wording import pluralise
-from .denoiser import base_outline, block_layers
+from .denoiser import block_layers, outline_base
 from .families import FAMILIES
 from .pipeline import PipelineFolder
 from .result import (
     NO_DORA,
     is_lokr,
+    read_adapter_settings,
+    read_shapes,
     refuse_adapter_of_another_model,
     refuse_unread,
-    settings_of,
-    shapes_of,
 )
 from .sample import Prompt, refuse_prompts
 from .text_encoders import PREFIX
@@ -48,7 +48,7 @@ def refuse_unfit(
             f"precision.ema: {config.precision.ema} has no effect without train.ema",
             fix="train.ema: 0.999",
         )
-    folder.refuse_lacking_weights()
+    folder.refuse_missing_weights()
     check_base(folder.published, precision, str(config.model.name))
     _refuse_text_encoders(config, folder, precision)
     _refuse_start(config, folder)
@@ -121,45 +121,45 @@ def _refuse_text_encoders(config: RunConfig, folder: PipelineFolder, precision: 
                 fix="adapter.text_encoders: true",
             )
         return
-    why = None
+    reason = None
     fix = "adapter.text_encoders: false"
     if not family.trainable_encoders:
-        why = (
+        reason = (
             f"only those of SDXL and Stable Diffusion are trained, and this is a {family.pipeline}"
         )
     elif adapter.kind != "lora":
-        why = f"adapter.kind: {adapter.kind} has none for text encoders"
+        reason = f"adapter.kind: {adapter.kind} has none for text encoders"
         fix = "adapter.kind: lora"
     elif adapter.dora:
-        why = "diffusers does not load the lengths of a DoRA into text encoders"
+        reason = "diffusers does not load the lengths of a DoRA into text encoders"
         fix = "adapter.dora: false"
     elif isinstance(rates := adapter.text_encoder_rate, list) and len(rates) != len(
         family.trainable_encoders
     ):
         encoders = pluralise(len(family.trainable_encoders), "encoder")
-        why = (
+        reason = (
             f"text_encoder_rate has {pluralise(len(rates), 'rate')}, and a {family.pipeline} has"
             f" {encoders}"
         )
         fix = "adapter.text_encoder_rate: one rate for all"
     elif config.model.offload != "none":
-        why = f"model.offload: {config.model.offload} is not offered with it"
+        reason = f"model.offload: {config.model.offload} is not offered with it"
         fix = "model.offload: none"
     elif precision.text_encoder != precision.compute:
-        why = (
+        reason = (
             f"encoders that are trained work in precision.compute ({precision.compute}), not in"
             f" {precision.text_encoder}"
         )
         fix = f"precision.text_encoder: {precision.compute}"
     for part in family.trainable_encoders:
-        if why is None and "CLIPTextModel" not in (
+        if reason is None and "CLIPTextModel" not in (
             kind := str(folder.index.get(part, [None, None])[1])
         ):
-            why = f"{part} is a {kind}, and only CLIP's encoders are trained"
-        elif why is None and folder.config(part).get("use_attention_mask"):
-            why = f"{part} takes a mask (use_attention_mask), which is not offered"
-    if why is not None:
-        raise UsageError(f"adapter.text_encoders: {why}", fix=fix)
+            reason = f"{part} is a {kind}, and only CLIP's encoders are trained"
+        elif reason is None and folder.config(part).get("use_attention_mask"):
+            reason = f"{part} takes a mask (use_attention_mask), which is not offered"
+    if reason is not None:
+        raise UsageError(f"adapter.text_encoders: {reason}", fix=fix)
 
 
 def _refuse_start(config: RunConfig, folder: PipelineFolder) -> None:
@@ -167,30 +167,33 @@ def _refuse_start(config: RunConfig, folder: PipelineFolder) -> None:
     not what the run is to write
     """
     adapter = config.adapter
-    what = "adapter.start_from"
+    setting = "adapter.start_from"
     if adapter.start_from is None:
         return
     start = Path(adapter.start_from)
-    has = any(f".{PREFIX}" in name for name in shapes_of(start / "adapter_model.safetensors", what))
-    if has != adapter.text_encoders:
-        if has:
+    has_encoders = any(
+        f".{PREFIX}" in name for name in read_shapes(start / "adapter_model.safetensors", setting)
+    )
+    if has_encoders != adapter.text_encoders:
+        if has_encoders:
             of_encoders = "has matrices of text encoders"
         else:
             of_encoders = "has none of text encoders"
         raise UsageError(
-            f"{what}: {start} {of_encoders}", fix=f"adapter.text_encoders: {str(has).lower()}"
+            f"{setting}: {start} {of_encoders}",
+            fix=f"adapter.text_encoders: {str(has_encoders).lower()}",
         )
-    refuse_adapter_of_another_model(base_outline(folder, config), start, what)
-    settings = settings_of(start, what)
+    refuse_adapter_of_another_model(outline_base(folder, config), start, setting)
+    settings = read_adapter_settings(start, setting)
     if adapter.kind != "none" and is_lokr(start) != (adapter.kind == "lokr"):
-        own = str(settings.get("peft_type")).lower()
+        start_kind = str(settings.get("peft_type")).lower()
         raise UsageError(
-            f"{what}: {start} is a {own}, and adapter.kind is {adapter.kind}",
-            fix=f"adapter.kind: {own}",
+            f"{setting}: {start} is a {start_kind}, and adapter.kind is {adapter.kind}",
+            fix=f"adapter.kind: {start_kind}",
         )
     if config.run.adapter_format == "comfyui" and settings.get("use_dora"):
         raise UsageError(
-            f"run.adapter_format: comfyui: {what}: {start}: {NO_DORA}",
+            f"run.adapter_format: comfyui: {setting}: {start}: {NO_DORA}",
             fix="remove run.adapter_format",
         )
 
@@ -199,14 +202,14 @@ def _refuse_start(config: RunConfig, folder: PipelineFolder) -> None:
 _ENCODERS = re.compile(r"text_?encoder|text_model|(^|[._])te[123]?($|[._])")
 
 
-def _refuse_encoders(given: str | Sequence[str], folder: PipelineFolder) -> None:
+def _refuse_encoders(targets: str | Sequence[str], folder: PipelineFolder) -> None:
     """Raises  UsageError for a name of `adapter.targets` that the denoiser does not have, and that
     means a text encoder or its layers
     """
     denoiser = folder.denoiser_outline()
     unknown = [
         name
-        for name in ([given] if isinstance(given, str) else given)
+        for name in ([targets] if isinstance(targets, str) else targets)
         if not _names_a_layer(name, denoiser)
     ]
     encoders = folder.encoder_outlines() if unknown else []

@@ -24,10 +24,10 @@ from ...model.adapter import load_adapter, save_adapter
 from ...precision.parts import Part, loading_device
 from ...precision.precision import Precision
 from ...training.memory.blocks import apply_offload
-from .denoiser import frozen_denoiser, put_under
+from .denoiser import install_ops_and_precision, load_frozen_denoiser
 from .families import Family
 from .pipeline import PipelineFolder
-from .text_encoders import PREFIX, part_of, put_encoders
+from .text_encoders import PREFIX, attach_encoders, split_part
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 MODEL_FILE = "diffusion_pytorch_model.safetensors"
@@ -57,9 +57,9 @@ def save_lora(
     settings = PeftConfig.from_pretrained(str(folder)).to_dict() | {"inference_mode": False}
     parts: dict[str, dict[str, Tensor]] = {}
     for name, tensor in load_file(folder / "adapter_model.safetensors").items():
-        part, own = part_of(name.removeprefix(_PEFT_PREFIX), pipeline.family)
-        parts.setdefault(part, {})[own] = tensor
-    given: dict[str, Any] = {}
+        part, inner_name = split_part(name.removeprefix(_PEFT_PREFIX), pipeline.family)
+        parts.setdefault(part, {})[inner_name] = tensor
+    arguments: dict[str, Any] = {}
     for part, tensors in parts.items():
         # of an encoder without `text_model`, whose flat names diffusers makes of the file's, the
         # ends of names fit too
@@ -67,26 +67,26 @@ def save_lora(
             {name.rpartition(".lora_")[0].removeprefix("text_model.") for name in tensors}
         )
         own_settings = settings if len(parts) == 1 else settings | {"target_modules": names}
-        given |= {f"{part}_lora_layers": tensors, f"{part}_lora_adapter_metadata": own_settings}
-    pipeline_class(pipeline).save_lora_weights(folder, **given)
+        arguments |= {f"{part}_lora_layers": tensors, f"{part}_lora_adapter_metadata": own_settings}
+    pipeline_class(pipeline).save_lora_weights(folder, **arguments)
 
 
-def settings_of(adapter: Path, what: str = "adapter") -> dict[str, Any]:
+def read_adapter_settings(adapter: Path, setting: str = "adapter") -> dict[str, Any]:
     """Those of a PEFT folder. Raises UsageError."""
     file = adapter / "adapter_config.json"
     try:
-        found: dict[str, Any] = dict(json.loads(file.read_text(encoding="utf-8")))
-        return found
+        settings: dict[str, Any] = dict(json.loads(file.read_text(encoding="utf-8")))
+        return settings
     except (OSError, ValueError, TypeError) as error:
         raise UsageError(
-            f"{what}: {file}: {str(error).splitlines()[0]}",
+            f"{setting}: {file}: {str(error).splitlines()[0]}",
             fix="a PEFT folder, as runs/NAME/adapter",
         ) from None
 
 
 def is_lokr(adapter: Path) -> bool:
     """Of a PEFT folder. Most pipelines of diffusers read no such file: it is loaded by PEFT."""
-    return settings_of(adapter).get("peft_type") == "LOKR"
+    return read_adapter_settings(adapter).get("peft_type") == "LOKR"
 
 
 def save_denoiser(model: Any, folder: Path, precision: Precision) -> None:
@@ -120,11 +120,11 @@ def load_result(
     else:
         encoders = {}
     if (folder / "adapter_config.json").is_file():
-        denoiser = frozen_denoiser(
+        denoiser = load_frozen_denoiser(
             pipeline, precision, loading_device(device, part, config.model.offload)
         )
         if pipeline.family.loads_lora and not is_lokr(folder):
-            put_adapter(denoiser, folder, pipeline, encoders)
+            load_adapter_as_diffusers(denoiser, folder, pipeline, encoders)
             model = NamedAsPeft(denoiser)
         else:
             model = load_adapter(denoiser, folder)
@@ -135,9 +135,9 @@ def load_result(
         pipeline.widen_buffers(denoiser)
         model = denoiser
     if encoders:
-        put_encoders(denoiser, pipeline, encoders)
+        attach_encoders(denoiser, pipeline, encoders)
     model.to(loading_device(device, part, config.model.offload))
-    put_under(
+    install_ops_and_precision(
         model, denoiser, pipeline.family, config, precision, device_type=device.type, part=part
     )
     return apply_offload(model, config.model.offload, device).eval()
@@ -162,8 +162,8 @@ class NamedAsPeft(nn.Module):
         return self.get_base_model()(*args, **kwargs)
 
 
-def _shape_of(
-    ask: Callable[..., torch.Size],
+def _layer_shape(
+    calculate_shape: Callable[..., torch.Size],
     model: nn.Module,
     base_module: nn.Module | None = None,
     base_weight_param_name: str | None = None,
@@ -174,10 +174,12 @@ def _shape_of(
     layer = base_module or model.get_submodule(str(base_weight_param_name).rpartition(".")[0])
     if isinstance(layer, PackedLinear):
         return layer.weight.quant_state.shape
-    return ask(model=model, base_module=base_module, base_weight_param_name=base_weight_param_name)
+    return calculate_shape(
+        model=model, base_module=base_module, base_weight_param_name=base_weight_param_name
+    )
 
 
-def put_adapter(
+def load_adapter_as_diffusers(
     denoiser: Any, folder: Path, pipeline: PipelineFolder, encoders: Mapping[str, nn.Module]
 ) -> None:
     """Loads the adapter as diffusers does, and checks it: diffusers leaves tensors that the file
@@ -191,25 +193,29 @@ def put_adapter(
         refuse_adapter_of_another_model(denoiser, folder)
     pipe = pipeline.pipeline_for_sampling(denoiser, None, encoders)
     if hasattr(pipe, "_calculate_module_shape"):
-        kind = type(pipe)
+        pipeline_kind = type(pipe)
         pipe.__class__ = type(
-            kind.__name__,
-            (kind,),
-            {"_calculate_module_shape": partial(_shape_of, kind._calculate_module_shape)},
+            pipeline_kind.__name__,
+            (pipeline_kind,),
+            {
+                "_calculate_module_shape": partial(
+                    _layer_shape, pipeline_kind._calculate_module_shape
+                )
+            },
         )
     pipe.load_lora_weights(folder, weight_name=LORA_FILE, adapter_name="default")
     saved = load_file(folder / LORA_FILE)
     loaded = {
-        f"{pipeline.denoiser_part}.{_in_a_file(name)}": p
+        f"{pipeline.denoiser_part}.{_saved_name(name)}": p
         for name, p in denoiser.named_parameters()
         if ".lora_" in name
     }
     for part, encoder in encoders.items():
-        found = (
-            (".".join(part_of(f"{PREFIX}{part}.{_in_a_file(n)}", pipeline.family)), p)
+        named_parameters = (
+            (".".join(split_part(f"{PREFIX}{part}.{_saved_name(n)}", pipeline.family)), p)
             for n, p in encoder.named_parameters()
         )
-        loaded |= {name: p for name, p in found if ".lora_" in name}
+        loaded |= {name: p for name, p in named_parameters if ".lora_" in name}
     _compare(
         saved,
         {name: p.detach() for name, p in loaded.items()},
@@ -217,7 +223,7 @@ def put_adapter(
     )
     stored = load_file(folder / "adapter_model.safetensors")
     peft = {
-        ".".join(part_of(name.removeprefix(_PEFT_PREFIX), pipeline.family)): t
+        ".".join(split_part(name.removeprefix(_PEFT_PREFIX), pipeline.family)): t
         for name, t in stored.items()
     }
     _compare(saved, peft, f"{folder}: the PEFT file")
@@ -227,7 +233,7 @@ def put_adapter(
 
 
 def refuse_adapter_of_another_model(
-    denoiser: nn.Module, folder: Path, what: str = "adapter"
+    denoiser: nn.Module, folder: Path, setting: str = "adapter"
 ) -> None:
     """Raises UsageError where a matrix of a PEFT folder belongs to no module of this denoiser, or
     to one of another size.
@@ -235,7 +241,7 @@ def refuse_adapter_of_another_model(
     denoiser  with its weights, or on the meta device
     """
     modules = dict(denoiser.named_modules())
-    for name, shape in shapes_of(folder / "adapter_model.safetensors", what).items():
+    for name, shape in read_shapes(folder / "adapter_model.safetensors", setting).items():
         path, _, side = name.removesuffix(".weight").rpartition(".")
         path = path.removeprefix(_PEFT_PREFIX)
         module = modules.get(path)
@@ -244,34 +250,34 @@ def refuse_adapter_of_another_model(
         ):
             continue
         if module is None:
-            why = "no such module"
+            reason = "no such module"
         elif side == "lora_A" and module.in_features != shape[1]:
-            why = f"{module.in_features} inputs, the adapter takes {shape[1]}"
+            reason = f"{module.in_features} inputs, the adapter takes {shape[1]}"
         elif side == "lora_B" and module.out_features != shape[0]:
-            why = f"{module.out_features} outputs, the adapter gives {shape[0]}"
+            reason = f"{module.out_features} outputs, the adapter gives {shape[0]}"
         else:
             continue
         raise UsageError(
-            f"{what}: {folder}: an adapter of another model than this {type(denoiser).__name__}:"
-            f" {path}: {why}",
+            f"{setting}: {folder}: an adapter of another model than this {type(denoiser).__name__}:"
+            f" {path}: {reason}",
             fix="take the base it was trained on",
         )
 
 
-def shapes_of(file: Path, what: str) -> dict[str, list[int]]:
+def read_shapes(file: Path, setting: str) -> dict[str, list[int]]:
     """name -> shape of a file's tensors. Raises UsageError."""
     try:
         with safe_open(file, framework="pt") as opened:
             return {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118  # not a mapping
     except FileNotFoundError:
         raise UsageError(
-            f"{what}: {file}: no such file", fix="a PEFT folder, as runs/NAME/adapter"
+            f"{setting}: {file}: no such file", fix="a PEFT folder, as runs/NAME/adapter"
         ) from None
     except (OSError, SafetensorError) as error:
-        raise UsageError(f"{what}: {file}: {str(error).splitlines()[0]}") from None
+        raise UsageError(f"{setting}: {file}: {str(error).splitlines()[0]}") from None
 
 
-def _in_a_file(name: str) -> str:
+def _saved_name(name: str) -> str:
     """The name of an adapter's parameter as PEFT writes it: without the adapter's own name, and
     DoRA's lengths as a bare tensor.
     """
@@ -280,13 +286,13 @@ def _in_a_file(name: str) -> str:
     )
 
 
-def _compare(saved: dict[str, Tensor], loaded: dict[str, Tensor], what: str) -> None:
-    apart = sorted(set(saved) ^ set(loaded)) or [
+def _compare(saved: dict[str, Tensor], loaded: dict[str, Tensor], source: str) -> None:
+    different = sorted(set(saved) ^ set(loaded)) or [
         n for n in saved if not torch.equal(saved[n].to(loaded[n].dtype), loaded[n].cpu())
     ]
-    if apart:
+    if different:
         raise RunError(
-            f"{what} does not agree with what was saved: {apart[0]} ({len(apart)} such)",
+            f"{source} does not agree with what was saved: {different[0]} ({len(different)} such)",
             code="SV001",
             fix="the checkpoints are untouched; report this with env.json",
         )
@@ -333,47 +339,49 @@ def comfyui_tensors(adapter: Path, family: Family) -> dict[str, Tensor]:
     """name -> F[r in], F[out r] of each module, F the dtype of the adapter, and its alpha, fp32[]:
     a program multiplies by alpha / r, and bf16 would round the 313.53 of rsLoRA to 314.
     """
-    settings = settings_of(adapter)
+    settings = read_adapter_settings(adapter)
     if settings.get("use_dora"):
         raise UsageError(f"comfyui: {adapter}: {NO_DORA}", fix=f"{LORA_FILE}, in diffusers")
     if is_lokr(adapter):
         return _lokr_tensors(adapter, settings, family)
-    made: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, tensor in load_file(adapter / "adapter_model.safetensors").items():
         module, _, side = name.removeprefix(_PEFT_PREFIX).removesuffix(".weight").rpartition(".")
-        named = _in_comfyui(module, family)
+        comfyui_name = _comfyui_name(module, family)
         side = _UNET[side] if family.denoiser == "unet" else side
-        made[f"{named}.{side}.weight"] = tensor
+        tensors[f"{comfyui_name}.{side}.weight"] = tensor
         if side in ("lora_A", "lora_down"):
             rank = len(tensor)
-            alpha = _of_module(module, settings, "alpha_pattern", "lora_alpha")
-            made[f"{named}.alpha"] = torch.tensor(
+            alpha = _module_setting(module, settings, "alpha_pattern", "lora_alpha")
+            tensors[f"{comfyui_name}.alpha"] = torch.tensor(
                 alpha * (math.sqrt(rank) if settings.get("use_rslora") else 1.0),
                 dtype=torch.float32,
             )
-    return made
+    return tensors
 
 
-def _of_module(module: str, settings: Mapping[str, Any], patterns: str, default: str) -> float:
+def _module_setting(module: str, settings: Mapping[str, Any], patterns: str, default: str) -> float:
     """A module's alpha or rank, by the pattern that PEFT takes."""
     from peft.utils.other import get_pattern_key
 
-    own: dict[str, float] = settings.get(patterns) or {}
-    return float(own.get(get_pattern_key(list(own), module), settings[default]))
+    value_by_pattern: dict[str, float] = settings.get(patterns) or {}
+    return float(
+        value_by_pattern.get(get_pattern_key(list(value_by_pattern), module), settings[default])
+    )
 
 
-def _in_comfyui(module: str, family: Family) -> str:
+def _comfyui_name(module: str, family: Family) -> str:
     if module.startswith(PREFIX):
-        part, own = part_of(module, family)
-        which = (
+        part, inner_name = split_part(module, family)
+        number = (
             family.trainable_encoders.index(part) + 1 if len(family.trainable_encoders) > 1 else ""
         )
-        return f"lora_te{which}_{own.replace('.', '_')}"
+        return f"lora_te{number}_{inner_name.replace('.', '_')}"
     if family.denoiser == "unet":
         return f"lora_unet_{module.replace('.', '_')}"
     module = f"{family.comfyui_prefix}.{module}"
-    for part, there in family.comfyui_names.items():
-        module = module.replace(part, there)
+    for part, comfyui_part in family.comfyui_names.items():
+        module = module.replace(part, comfyui_part)
     return module
 
 
@@ -381,14 +389,14 @@ def _lokr_tensors(adapter: Path, settings: dict[str, Any], family: Family) -> di
     """The factors with PEFT's scale, alpha / r, in the small one and no alpha: ComfyUI divides an
     alpha by the rank of a factor that is kept as two matrices, and ignores it where both are whole.
     """
-    made: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, tensor in load_file(adapter / "adapter_model.safetensors").items():
         module, _, side = name.removeprefix(_PEFT_PREFIX).rpartition(".")
         alpha, rank = (
-            _of_module(module, settings, f"{what}_pattern", key)
-            for what, key in (("alpha", "alpha"), ("rank", "r"))
+            _module_setting(module, settings, f"{quantity}_pattern", key)
+            for quantity, key in (("alpha", "alpha"), ("rank", "r"))
         )
-        made[f"{_in_comfyui(module, family)}.{side}"] = tensor * (
+        tensors[f"{_comfyui_name(module, family)}.{side}"] = tensor * (
             alpha / rank if side in ("lokr_w1", "lokr_w1_a") else 1.0
         )
-    return made
+    return tensors

@@ -19,12 +19,12 @@ from ...errors import UsageError
 from ...precision.apply import generating, inner_model
 from ...precision.precision import Precision
 from ...training.task import eval_mode, preserve_random_state
-from .batches import generator_of
-from .encode import Encoder, Said, release
+from .batches import row_generator
+from .encode import Encoder, TextInput, free_memory
 from .families import Family, SampleSettings
-from .picture_files import InFile
+from .picture_files import FileContent
 from .pipeline import PipelineFolder
-from .pixels import BadPicture, Size, Window, as_png, open_as_shown, pixels, small
+from .pixels import BadPicture, Size, Window, encode_png, open_displayed, pixels, thumbnail_url
 
 
 @dataclass(frozen=True)
@@ -60,47 +60,49 @@ class Prompt:
 
     text: str
     negative: str = ""
-    own: Mapping[str, Any] = field(default_factory=dict)
+    overrides: Mapping[str, Any] = field(default_factory=dict)
     control: Path | None = None
 
     @classmethod
-    def of(cls, given: str | Mapping[str, Any], where: str = "run.samples") -> Prompt:
+    def parse(cls, entry: str | Mapping[str, Any], setting: str = "run.samples") -> Prompt:
         """Raises  UsageError for a mapping with other keys or values"""
-        if isinstance(given, str):
-            return cls(given)
-        for key in given:
-            if key not in _KINDS:
-                raise unknown_key(where, str(key), list(_KINDS))
-        if "prompt" not in given:
+        if isinstance(entry, str):
+            return cls(entry)
+        for key in entry:
+            if key not in _VALUE_TYPES:
+                raise unknown_key(setting, str(key), list(_VALUE_TYPES))
+        if "prompt" not in entry:
             raise UsageError(
-                f"{where}: {dict(given)}: prompt is missing",
+                f"{setting}: {dict(entry)}: prompt is missing",
                 fix="{prompt: a photo of a dog, seed: 7}",
             )
-        for key, value in given.items():
+        for key, value in entry.items():
             if (
-                not isinstance(value, _KINDS[key])
+                not isinstance(value, _VALUE_TYPES[key])
                 or isinstance(value, bool)
                 or (key in ("size", "steps") and value < 1)
             ):
                 raise UsageError(
-                    f"{where}: {key}: {value!r}: expected"
-                    f" {'text' if _KINDS[key] is str else 'a number'}"
+                    f"{setting}: {key}: {value!r}: expected"
+                    f" {'text' if _VALUE_TYPES[key] is str else 'a number'}"
                 )
-        own = {key: given[key] for key in ("size", "steps", "guidance", "seed") if key in given}
-        control = Path(given["control"]).expanduser() if "control" in given else None
-        return cls(given["prompt"], given.get("negative", ""), own, control)
+        overrides = {
+            key: entry[key] for key in ("size", "steps", "guidance", "seed") if key in entry
+        }
+        control = Path(entry["control"]).expanduser() if "control" in entry else None
+        return cls(entry["prompt"], entry.get("negative", ""), overrides, control)
 
     @property
-    def shown(self) -> str:
+    def label(self) -> str:
         if self.control is None:
             return self.text
         return f"{self.text} ({self.control.name})"
 
-    def drawing(self, how: SampleSettings) -> SampleSettings:
-        return replace(how, **self.own)
+    def settings(self, defaults: SampleSettings) -> SampleSettings:
+        return replace(defaults, **self.overrides)
 
 
-_KINDS: dict[str, Any] = {
+_VALUE_TYPES: dict[str, Any] = {
     "prompt": str,
     "control": str,
     "negative": str,
@@ -116,7 +118,7 @@ def sample(
     folder: PipelineFolder,
     precision: Precision,
     prompts: Sequence[tuple[Prompt, dict[str, Tensor], dict[str, Tensor]]],
-    how: SampleSettings,
+    settings: SampleSettings,
     device: torch.device,
     *,
     world: World = ALONE,
@@ -132,38 +134,43 @@ def sample(
         vae = folder.vae(to_torch(precision.vae)).to(device).eval()
         pipe = folder.pipeline_for_sampling(inner_model(model), vae)
         for i, (prompt, text, negative) in enumerate(prompts):
-            words = [
-                {name: tensor[None].to(device) for name, tensor in one.items()}
-                for one in (text, negative)
+            texts = [
+                {name: tensor[None].to(device) for name, tensor in tensors.items()}
+                for tensors in (text, negative)
             ]
             if "ids" in text:
-                words = [inner_model(model)(None, None, one) for one in words]
+                texts = [inner_model(model)(None, None, tensors) for tensors in texts]
             # the pipeline takes its latents' dtype from the text's
-            given, none = (
-                {name: tensor.to(dtype) for name, tensor in one.items()} for one in words
+            prompt_text, negative_text = (
+                {name: tensor.to(dtype) for name, tensor in tensors.items()} for tensors in texts
             )
-            own = prompt.drawing(how)
-            generator = generator_of("sample", own.seed, 0 if "seed" in prompt.own else i)
-            before = None
+            prompt_settings = prompt.settings(settings)
+            generator = row_generator(
+                "sample", prompt_settings.seed, 0 if "seed" in prompt.overrides else i
+            )
+            control = None
             if prompt.control is not None:
-                x_1CHW = pixels(prompt.control.read_bytes(), Window(Size(own.size, own.size)))[
-                    None
-                ].to(device, vae.dtype)
-                before = folder.family.latents.encode(vae, x_1CHW)[0].to(dtype)
-            latents_1CHW = folder.family.sample(pipe, given, none, own, generator, before)
+                x_1CHW = pixels(
+                    prompt.control.read_bytes(),
+                    Window(Size(prompt_settings.size, prompt_settings.size)),
+                )[None].to(device, vae.dtype)
+                control = folder.family.latents.encode(vae, x_1CHW)[0].to(dtype)
+            latents_1CHW = folder.family.sample(
+                pipe, prompt_text, negative_text, prompt_settings, generator, control
+            )
             picture_CHW = folder.family.latents.decode(vae, latents_1CHW)[0]
-            yield Sample(prompt.shown, picture_CHW.shape[-1], as_png(picture_CHW.float()))
+            yield Sample(prompt.label, picture_CHW.shape[-1], encode_png(picture_CHW.float()))
         del pipe, vae
-    release(device)
+    free_memory(device)
 
 
-def texts_of(prompts: Sequence[Prompt], encoder: Encoder) -> list[Said]:
+def prompt_text_inputs(prompts: Sequence[Prompt], encoder: Encoder) -> list[TextInput]:
     """What is encoded for them: of each its text, and what is guided away from."""
-    found = []
+    inputs = []
     for prompt in prompts:
-        control = None if prompt.control is None else InFile(prompt.control)
-        found += [encoder.said(text, control) for text in (prompt.text, prompt.negative)]
-    return found
+        control = None if prompt.control is None else FileContent(prompt.control)
+        inputs += [encoder.text_input(text, control) for text in (prompt.text, prompt.negative)]
+    return inputs
 
 
 def refuse_prompts(prompts: Sequence[Prompt], family: Family) -> None:
@@ -186,16 +193,16 @@ def refuse_prompts(prompts: Sequence[Prompt], family: Family) -> None:
             )
         if prompt.control is not None:
             try:
-                open_as_shown(prompt.control.read_bytes())
+                open_displayed(prompt.control.read_bytes())
             except (OSError, BadPicture) as error:
                 reason = error.strerror if isinstance(error, OSError) else error
                 raise UsageError(f"run.samples: control: {prompt.control}: {reason}") from None
 
 
-def before_edits(prompts: Sequence[Prompt]) -> dict[str, str]:
+def control_thumbnails(prompts: Sequence[Prompt]) -> dict[str, str]:
     """Prompt as the report shows it -> the picture that it edits, small."""
     return {
-        prompt.shown: small(prompt.control.read_bytes())
+        prompt.label: thumbnail_url(prompt.control.read_bytes())
         for prompt in prompts
         if prompt.control is not None
     }

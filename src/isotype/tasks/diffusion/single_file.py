@@ -21,36 +21,38 @@ from ...config.kind import PIPELINE_FILE
 from ...errors import UsageError
 from ...precision.apply import is_kept_in_fp32, names_kept_in_fp32
 
-_FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
-def read_model(file: Path, kind: Any, settings: Path, part: str, dtype: torch.dtype) -> Any:
+def read_model(file: Path, model_class: Any, settings: Path, part: str, dtype: torch.dtype) -> Any:
     """A part (denoiser or VAE) with the file's weights in `dtype`; its buffers, and what its class
     keeps in fp32, are the file's numbers in fp32. Raises whatever diffusers does, ValueError for a
     file without some of its weights.
     """
     try:
-        made = kind.from_single_file(
+        model = model_class.from_single_file(
             str(file),
             config=str(settings),
             subfolder=part,
             local_files_only=True,
-            dtype=dtype_of(file),
+            dtype=widest_dtype(file),
         )
     except NotImplementedError:  # a weight that stayed on the meta device
         raise ValueError(f"{file.name} does not have all weights of the {part}") from None
-    kept = names_kept_in_fp32(made, dtype)
-    for name, parameter in made.named_parameters():
-        parameter.data = parameter.data.to(torch.float32 if is_kept_in_fp32(name, kept) else dtype)
-    for name, buffer in made.named_buffers():
+    fp32_names = names_kept_in_fp32(model, dtype)
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(
+            torch.float32 if is_kept_in_fp32(name, fp32_names) else dtype
+        )
+    for name, buffer in model.named_buffers():
         if buffer.is_floating_point():
             module, _, last = name.rpartition(".")
-            made.get_submodule(module)._buffers[last] = buffer.float()
+            model.get_submodule(module)._buffers[last] = buffer.float()
     # the file's weights are plain, also beside the settings of a packed denoiser
-    made._internal_dict = type(made.config)(
-        {key: value for key, value in made.config.items() if key != "quantization_config"}
+    model._internal_dict = type(model.config)(
+        {key: value for key, value in model.config.items() if key != "quantization_config"}
     )
-    return made
+    return model
 
 
 def refuse_other_family(
@@ -64,7 +66,7 @@ def refuse_other_family(
     from ...training.console import silence_library_warnings
 
     tensors = {
-        name: torch.empty(shape, device="meta") for name, (_, shape) in _headers(file).items()
+        name: torch.empty(shape, device="meta") for name, (_, shape) in _read_headers(file).items()
     }
     for part, kind in kinds.items():
         try:
@@ -77,13 +79,13 @@ def refuse_other_family(
                     device="meta",
                 )
         except Exception as error:  # a file of another family raises whatever its tensors lead to
-            said = next(
+            message = next(
                 (line.strip() for line in str(error).splitlines() if line.strip()),
                 type(error).__name__,
             )
             raise UsageError(
                 f"model.name: {file}: diffusers does not read it as the {part} of a {pipeline}:"
-                f" {said[:200]}",
+                f" {message[:200]}",
                 fix=(
                     f"the settings of its own family in {file.with_suffix('')}; of a file without"
                     " VAE and text encoders their weights too"
@@ -91,7 +93,7 @@ def refuse_other_family(
             ) from error
 
 
-def repository_of(file: Path) -> str:
+def find_settings_repository(file: Path) -> str:
     """The hub's repository whose settings the file has, by the names of its tensors. Raises
     UsageError for an unknown family.
     """
@@ -100,22 +102,22 @@ def repository_of(file: Path) -> str:
         infer_diffusers_model_type,
     )
 
-    headers = _headers(file)
+    headers = _read_headers(file)
     try:
         kind = infer_diffusers_model_type(
             {name: torch.empty(shape, device="meta") for name, (_, shape) in headers.items()}
         )
     except Exception as error:  # it looks into tensors, which this file may not have
-        raise _unknown(file) from error
-    known: Any = DIFFUSERS_DEFAULT_PIPELINE_PATHS.get(kind, {})
-    if "pretrained_model_name_or_path" not in known or (
+        raise _unknown_family_error(file) from error
+    defaults: Any = DIFFUSERS_DEFAULT_PIPELINE_PATHS.get(kind, {})
+    if "pretrained_model_name_or_path" not in defaults or (
         kind == "v1" and not any(".input_blocks." in name for name in headers)
     ):
-        raise _unknown(file)
-    return str(known["pretrained_model_name_or_path"])
+        raise _unknown_family_error(file)
+    return str(defaults["pretrained_model_name_or_path"])
 
 
-def _unknown(file: Path) -> UsageError:
+def _unknown_family_error(file: Path) -> UsageError:
     return UsageError(
         f"model.name: {file}: diffusers does not know this file's family by its tensors",
         fix=(
@@ -125,37 +127,48 @@ def _unknown(file: Path) -> UsageError:
     )
 
 
-def _headers(file: Path) -> dict[str, tuple[str, list[int]]]:
+def _read_headers(file: Path) -> dict[str, tuple[str, list[int]]]:
     """name -> dtype as the file names it, and shape. Raises UsageError."""
     if file.suffix != ".safetensors":
         if file.suffix in (".ckpt", ".pt", ".pth", ".bin"):
-            why = "a pickle can run code"
+            reason = "a pickle can run code"
         else:
-            why = "expected one, or a pipeline's folder"
+            reason = "expected one, or a pipeline's folder"
         raise UsageError(
-            f"model.name: {file}: not a .safetensors file: {why}",
+            f"model.name: {file}: not a .safetensors file: {reason}",
             fix="the same checkpoint as .safetensors",
         )
     try:
         with safe_open(file, framework="pt") as opened:
-            each = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # not a mapping
-            return {name: (header.get_dtype(), header.get_shape()) for name, header in each.items()}
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # not a mapping
+            return {
+                name: (header.get_dtype(), header.get_shape()) for name, header in slices.items()
+            }
     except (OSError, SafetensorError) as error:
         raise UsageError(f"model.name: {file}: {str(error).splitlines()[0]}") from None
 
 
-def dtype_of(file: Path) -> torch.dtype:
+def widest_dtype(file: Path) -> torch.dtype:
     """Of its weights, the widest. Raises UsageError for fp8, and for packed weights (whole numbers
     of 8 bits).
     """
     # a tensor without elements is a marker, in fp32 whatever the weights are
-    found = {word for word, shape in _headers(file).values() if 0 not in shape}
-    if narrow := sorted(word for word in found if word.startswith("F8") or word in ("U8", "I8")):
+    dtype_names = {
+        dtype_name for dtype_name, shape in _read_headers(file).values() if 0 not in shape
+    }
+    if unread := sorted(
+        dtype_name
+        for dtype_name in dtype_names
+        if dtype_name.startswith("F8") or dtype_name in ("U8", "I8")
+    ):
         raise UsageError(
-            f"model.name: {file}: {narrow[0]} weights in a single file are not read",
+            f"model.name: {file}: {unread[0]} weights in a single file are not read",
             fix="the bf16 or fp16 file, and precision.base: fp8 or nf4",
         )
-    return next((dtype for word, dtype in _FLOATS.items() if word in found), torch.float32)
+    return next(
+        (dtype for dtype_name, dtype in _FLOAT_DTYPES.items() if dtype_name in dtype_names),
+        torch.float32,
+    )
 
 
 UNET_PREFIX = "model.diffusion_model."
@@ -178,11 +191,11 @@ def write_with_unet(
         tensors = {name: opened.get_tensor(name) for name in names}
     if not any(name.startswith(UNET_PREFIX) for name in tensors):
         return False
-    read = convert_ldm_unet_checkpoint(tensors, dict(config))
-    places = {id(tensor): name for name, tensor in tensors.items()}
+    unet_tensors = convert_ldm_unet_checkpoint(tensors, dict(config))
+    name_by_id = {id(tensor): name for name, tensor in tensors.items()}
     changed = {
-        places[id(tensor)]: unet[name].reshape(tensor.shape).contiguous()
-        for name, tensor in read.items()
+        name_by_id[id(tensor)]: unet[name].reshape(tensor.shape).contiguous()
+        for name, tensor in unet_tensors.items()
     }
     save_file({**tensors, **changed}, out, metadata=metadata)
     return True

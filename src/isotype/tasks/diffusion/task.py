@@ -36,26 +36,41 @@ from ...training.task import (
     eval_mode,
     micro_batch,
 )
-from .batches import Batch, DrawnRow, PictureStream, Placed, Row, by_size, generator_of, stacked
+from .batches import (
+    Batch,
+    DrawnRow,
+    PictureStream,
+    PlacedRow,
+    Row,
+    group_by_size,
+    row_generator,
+    stack_rows,
+)
 from .caption_lengths import CutCaptions, count_cut_captions
 from .denoiser import (
     ForwardCost,
-    base_outline,
-    built,
-    frozen_base,
-    frozen_outline,
-    put_under,
-    watch_time,
+    build_denoiser,
+    install_ops_and_precision,
+    load_frozen_base,
+    outline_base,
+    outline_frozen_base,
+    record_time_dtypes,
 )
-from .encode import Encoder, Said, Store, key_of, release
+from .encode import Encoder, Store, TextInput, entry_key, free_memory
 from .families import Conditioning, SampleSettings
-from .loss import Drawn, Objective, evaluate, objective_of, picture_losses
-from .pictures import Gathered, ToDraw, gather, refuse_other, write_missing
+from .loss import EvaluationDraw, Objective, build_objective, evaluate, picture_losses
+from .pictures import (
+    MissingPicture,
+    RunPictures,
+    collect_pictures,
+    refuse_other_class_pictures,
+    write_class_pictures,
+)
 from .pipeline import PipelineFolder
 from .pixels import RunSizes
 from .refused import refuse_unfit
 from .result import load_result, save_denoiser, save_lora
-from .sample import Prompt, Sample, before_edits, sample, texts_of
+from .sample import Prompt, Sample, control_thumbnails, prompt_text_inputs, sample
 
 EMPTY = ""
 REHEARSED_STEPS = 2  # of a shortened sample
@@ -73,11 +88,11 @@ class DiffusionTask:
     sizes: RunSizes
     precision: Precision
     objective: Objective
-    gathered: Gathered
+    pictures: RunPictures
     encoder: Encoder
     train_rows: list[Row] | None = None
-    evaluated: list[Row]
-    text: dict[Said, str]
+    evaluation_rows: list[Row]
+    text: dict[TextInput, str]
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
@@ -103,8 +118,8 @@ class DiffusionTask:
     def check(self, precision: Precision) -> None:
         config = self.config
         self.precision = precision
-        opened = PipelineFolder.open(self.base_name, revision=config.model.revision)
-        self.folder = opened.with_markers(
+        pipeline = PipelineFolder.open(self.base_name, revision=config.model.revision)
+        self.folder = pipeline.with_markers(
             objective=config.diffusion.objective, shift=config.diffusion.shift
         )
         if config.model.init == "random":
@@ -116,20 +131,21 @@ class DiffusionTask:
         refuse_unfit(config, self.folder, precision, self.sources, self.prompts)
         family = self.folder.family
         self.sizes = RunSizes(config.images, self.sources, self.downscale * family.downscale)
-        self.objective = objective_of(
+        self.objective = build_objective(
             config.diffusion,
             self.folder.config("scheduler"),
             offered=family.objectives,
             tokens=self.sizes.tokens,
         )
-        asked = [
-            ("run.samples: size", int(prompt.own["size"]))
+        sample_sizes = [
+            ("run.samples: size", int(prompt.overrides["size"]))
             for prompt in self.prompts
-            if "size" in prompt.own
+            if "size" in prompt.overrides
         ]
-        most: Any = self.folder.config(self.folder.denoiser_part).get("pos_embed_max_size")
+        max_positions: Any = self.folder.config(self.folder.denoiser_part).get("pos_embed_max_size")
         self.sizes.refuse(
-            [("run.sample_size", self.drawing().size), *asked], None if most is None else int(most)
+            [("run.sample_size", self.sample_settings().size), *sample_sizes],
+            None if max_positions is None else int(max_positions),
         )
 
     @property
@@ -151,129 +167,147 @@ class DiffusionTask:
 
     @cached_property
     def cut_captions(self) -> CutCaptions:
-        captions = (caption for picture in self.gathered.all for caption in picture.captions)
+        captions = (
+            caption for picture in self.pictures.all_pictures for caption in picture.captions
+        )
         return count_cut_captions(captions, self.folder, self.text_length)
 
     def load_data(self) -> None:
-        self.gathered = gather(
+        self.pictures = collect_pictures(
             self.config.images, seed=self.config.train.seed, pairs=self.folder.family.edits_pictures
         )
-        if self.gathered.to_draw and self.config.model.init == "random":
+        if self.pictures.to_draw and self.config.model.init == "random":
             raise UsageError(
                 "images.regularisation: draw: a model of fresh weights draws noise",
                 fix="a folder of pictures, or model.init: pretrained",
             )
-        refuse_other(
+        refuse_other_class_pictures(
             picture_sources(self.config.images, "regularisation"),
-            self.gathered.to_draw,
-            self._drawn_with(),
+            self.pictures.to_draw,
+            self._class_picture_facts(),
         )
 
     def encode(self, device: torch.device) -> None:
         """Writes latents and text embeddings of the run into its store and frees the encoders.
         Raises UsageError.
         """
-        gathered = self.gathered
-        self.encoder = encoder = self.new_encoder(device)
-        self.text = encoder.captions(self._said())
+        pictures = self.pictures
+        self.encoder = encoder = self.make_encoder(device)
+        self.text = encoder.encode_captions(self._text_inputs())
         # none where another process has drawn them
-        if missing := [one for one in gathered.to_draw if not one.path.is_file()]:
+        if missing := [picture for picture in pictures.to_draw if not picture.path.is_file()]:
             self._draw_class_pictures(missing, device)
-            release(device)
-        rows = encoder.pictures(
-            gathered.all, self.text, self.sizes, gathered.bad, seed=self.config.train.seed
+            free_memory(device)
+        rows = encoder.encode_pictures(
+            pictures.all_pictures, self.text, self.sizes, pictures.bad, seed=self.config.train.seed
         )
-        gathered.bad.settle(
+        pictures.bad.settle(
             sum(map(bool, rows)),
             fix="replace or remove these files; the others are encoded already",
         )
-        encoder.store.hold_to_bound()
-        split = len(gathered.train)
-        self.train_rows, self.evaluated = (
-            [row for some in part for row in some] for part in (rows[:split], rows[split:])
+        encoder.store.enforce_bound()
+        split = len(pictures.train)
+        self.train_rows, self.evaluation_rows = (
+            [row for picture_rows in part for row in picture_rows]
+            for part in (rows[:split], rows[split:])
         )
         self._observed |= encoder.observed
 
-    def _drawn_with(self) -> dict[str, Any]:
+    def _class_picture_facts(self) -> dict[str, Any]:
         """What shapes class pictures beside their caption; a model on this disk by its whole path."""
-        how = self.drawing()
+        settings = self.sample_settings()
         path = Path(self.base_name).expanduser()
         model = str(path.resolve()) if path.exists() else self.base_name
-        return {"model": model, "steps": how.steps, "guidance": how.guidance, "seed": how.seed}
+        return {
+            "model": model,
+            "steps": settings.steps,
+            "guidance": settings.guidance,
+            "seed": settings.seed,
+        }
 
-    def _draw_class_pictures(self, todo: Sequence[ToDraw], device: torch.device) -> None:
+    def _draw_class_pictures(self, missing: Sequence[MissingPicture], device: torch.device) -> None:
         """With the base model and the run's settings of samples, under the run's precision; it is
         freed before the pictures are encoded.
         """
         config = self.config
-        how = self.drawing()
-        model = frozen_base(
+        settings = self.sample_settings()
+        model = load_frozen_base(
             self.folder, config, self.precision, loading_device(device, None, config.model.offload)
         )
-        put_under(model, model, self.folder.family, config, self.precision, device_type=device.type)
+        install_ops_and_precision(
+            model, model, self.folder.family, config, self.precision, device_type=device.type
+        )
         model = apply_offload(model, config.model.offload, device)
-        own = [
-            {"seed": how.seed + one.number, "size": one.size or config.images.resolution}
-            for one in todo
+        overrides = [
+            {
+                "seed": settings.seed + picture.number,
+                "size": picture.size or config.images.resolution,
+            }
+            for picture in missing
         ]
-        prompts = [Prompt(one.caption, own=its) for one, its in zip(todo, own)]
-        write_missing(
-            todo, self._drawn_with(), (made.png for made in self.draw(model, device, prompts, how))
+        prompts = [
+            Prompt(picture.caption, overrides=override)
+            for picture, override in zip(missing, overrides)
+        ]
+        write_class_pictures(
+            missing,
+            self._class_picture_facts(),
+            (sample.png for sample in self.draw(model, device, prompts, settings)),
         )
 
-    def _said(self) -> list[Said]:
+    def _text_inputs(self) -> list[TextInput]:
         """What is encoded as text: every caption, the empty one, and what is sampled."""
-        said = self.encoder.said
-        dropped = self.config.images.caption_dropout > 0
-        found = [] if self.folder.family.encodes_control else [Said(EMPTY)]
-        for picture in self.gathered.all:
-            found += [said(caption, picture.control) for caption in picture.captions]
-            found += [said(EMPTY, picture.control)] if dropped else []
-        return list(dict.fromkeys([*found, *texts_of(self.prompts, self.encoder)]))
+        text_input = self.encoder.text_input
+        drops_captions = self.config.images.caption_dropout > 0
+        inputs = [] if self.folder.family.encodes_control else [TextInput(EMPTY)]
+        for picture in self.pictures.all_pictures:
+            inputs += [text_input(caption, picture.control) for caption in picture.captions]
+            inputs += [text_input(EMPTY, picture.control)] if drops_captions else []
+        return list(dict.fromkeys([*inputs, *prompt_text_inputs(self.prompts, self.encoder)]))
 
-    def new_encoder(self, device: torch.device) -> Encoder:
+    def make_encoder(self, device: torch.device) -> Encoder:
         return Encoder(
             self.folder,
             self.precision,
             device,
-            Store.of(self.config.images.cache),
+            Store.open(self.config.images.cache),
             self.text_length,
-            tokens=self.config.adapter.text_encoders,
+            keeps_tokens=self.config.adapter.text_encoders,
         )
 
     def build_model(
         self, precision: Precision, device: torch.device, folder: Path, part: Part | None = None
     ) -> tuple[nn.Module, Manifest]:
-        self.take_base(folder)
-        return self.denoiser(precision, device, part)
+        self.draw_base(folder)
+        return self.load_model(precision, device, part)
 
-    def take_base(self, folder: Path) -> None:
+    def draw_base(self, folder: Path) -> None:
         """With `model.init: random`: takes the denoiser in `folder`, where its weights are drawn
         unless they are there already.
         """
         if self.config.model.init == "random":
             self.folder = self.folder.draw_denoiser(folder, seed=self.config.train.seed)
 
-    def denoiser(
+    def load_model(
         self, precision: Precision, device: torch.device, part: Part | None = None
     ) -> tuple[nn.Module, Manifest]:
         """The model that is trained, with the folder's weights."""
         if self.config.adapter.kind == "none":
-            loaded = self.folder.denoiser(to_torch(precision.trainable)).to(
+            denoiser = self.folder.denoiser(to_torch(precision.trainable)).to(
                 loading_device(device, part)
             )
         else:
-            loaded = frozen_base(
+            denoiser = load_frozen_base(
                 self.folder,
                 self.config,
                 precision,
                 loading_device(device, part, self.config.model.offload),
             )
-        model, manifest = built(
-            loaded, self.folder.family, self.config, precision, device_type=device.type, part=part
+        model, manifest = build_denoiser(
+            denoiser, self.folder.family, self.config, precision, device_type=device.type, part=part
         )
         manifest.notes += check_base(self.folder.published, precision, self.base_name)
-        watch_time(model, self._observed)
+        record_time_dtypes(model, self._observed)
         return apply_offload(model, self.config.model.offload, device), manifest
 
     def observed_dtypes(self) -> Iterable[tuple[str, str, str]]:
@@ -286,13 +320,13 @@ class DiffusionTask:
         """
         if self.train_rows is not None:
             return len(self.train_rows)
-        return sum(picture.repeats for picture in self.gathered.train)
+        return sum(picture.repeats for picture in self.pictures.train)
 
     @property
     def eval_rows(self) -> int:
         if self.train_rows is None:
-            return len(self.gathered.eval)
-        return len(self.evaluated)
+            return len(self.pictures.eval)
+        return len(self.evaluation_rows)
 
     def feed(self) -> PictureStream:
         train = self.config.train
@@ -300,28 +334,28 @@ class DiffusionTask:
             self._encoded(),
             seed=train.seed,
             shuffle=self.config.images.shuffle,
-            together=train.batch_size * train.accumulate,
+            step_rows=train.batch_size * train.accumulate,
         )
 
     def _encoded(self) -> list[Row]:
         assert self.train_rows is not None, "pictures are encoded before the model is built"
         return self.train_rows
 
-    def largest_rows(self, count: int) -> list[Placed]:
+    def largest_rows(self, count: int) -> list[PlacedRow]:
         most = max(self._encoded(), key=lambda row: row.size.area).size
         rows = [row for row in self._encoded() if row.size == most]
-        return [Placed(row, i) for i, row in enumerate((rows * count)[:count])]
+        return [PlacedRow(row, i) for i, row in enumerate((rows * count)[:count])]
 
     def outline(self, precision: Precision, *, device_type: str) -> Outline:
-        full = self.config.adapter.kind == "none"
+        trains_every_weight = self.config.adapter.kind == "none"
         total = sum(p.numel() for p in self.folder.denoiser_outline().parameters())
-        packs = not full or self.folder.published is not None
-        if packs:
-            denoiser = frozen_outline(self.folder, self.config, precision)
+        is_frozen_or_published = not trains_every_weight or self.folder.published is not None
+        if is_frozen_or_published:
+            denoiser = outline_frozen_base(self.folder, self.config, precision)
         else:
-            denoiser = base_outline(self.folder, self.config)
+            denoiser = outline_base(self.folder, self.config)
         with torch.device("meta"):
-            model, _ = built(
+            model, _ = build_denoiser(
                 denoiser, self.folder.family, self.config, precision, device_type=device_type
             )
             apply_offload(
@@ -330,13 +364,13 @@ class DiffusionTask:
                 torch.device("cpu" if device_type == "cpu" else "meta"),
             )
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        return Outline(model, trainable, total + (0 if full else trainable))
+        return Outline(model, trainable, total + (0 if trains_every_weight else trainable))
 
     def step_outline(self, precision: Precision) -> StepOutline:
         rows = self.config.train.batch_size
         draws = min(
             micro_batch(self.config.train),
-            len(self.gathered.eval) * self.config.diffusion.eval_draws,
+            len(self.pictures.eval) * self.config.diffusion.eval_draws,
         )
 
         def evaluation(model: nn.Module, device: torch.device) -> None:
@@ -349,7 +383,7 @@ class DiffusionTask:
             batch=lambda device: self.empty_batch(rows, device),
             loss_sum=partial(self.loss_sum, dtype=precision.loss),
             evaluation=evaluation if draws else None,
-            block_flops=lambda _: [rows * one for one in self.forward_cost.blocks],
+            block_flops=lambda _: [rows * flops for flops in self.forward_cost.blocks],
         )
 
     def empty_batch(self, rows: int, device: torch.device) -> Batch:
@@ -360,19 +394,19 @@ class DiffusionTask:
         )
         sides = (self.sizes.largest_side // self.downscale,) * 2
         dtype = to_torch(self.precision.latents)
-        text = to_torch(self.precision.text_encoder)
+        text_dtype = to_torch(self.precision.text_encoder)
         length = self.folder.family.text_tokens(self.folder.clip_length(), self.text_length)
         latents, noise = (
             torch.empty(rows, channels, *sides, dtype=dtype, device=device) for _ in range(2)
         )
         shapes = self.folder.family.text_shapes(config, length)
-        words = {
-            name: torch.empty(rows, *shape, dtype=text, device=device)
+        texts = {
+            name: torch.empty(rows, *shape, dtype=text_dtype, device=device)
             for name, shape in shapes.items()
         }
         if self.config.adapter.text_encoders:
             encoders = len(self.folder.family.trainable_encoders)
-            words = {
+            texts = {
                 "ids": torch.zeros(rows, encoders, length, dtype=torch.long, device=device),
                 "captioned": torch.ones(rows, dtype=torch.bool, device=device),
             }
@@ -382,7 +416,7 @@ class DiffusionTask:
             latents,
             noise,
             torch.empty(rows, dtype=dtype, device=device),
-            words,
+            texts,
             lengths=lengths,
             control=control,
         )
@@ -391,7 +425,7 @@ class DiffusionTask:
         train = self.config.train
         return (
             held_memory(model, train, precision).held
-            + 3 * train.batch_size * self.forward_cost.made
+            + 3 * train.batch_size * self.forward_cost.output_bytes
         )
 
     def checks(self) -> Mapping[str, tuple[Check, ...]]:
@@ -404,16 +438,16 @@ class DiffusionTask:
     ) -> list[tuple[str, str]]:
         return []
 
-    def split_by_shape(self, rows: Sequence[Placed]) -> list[list[Placed]]:
-        return list(by_size(rows, lambda placed: placed.row.size).values())
+    def split_by_shape(self, rows: Sequence[PlacedRow]) -> list[list[PlacedRow]]:
+        return list(group_by_size(rows, lambda placed: placed.row.size).values())
 
-    def collate(self, rows: Sequence[Placed]) -> Batch:
+    def collate(self, rows: Sequence[PlacedRow]) -> Batch:
         config = self.config
         drawn = []
         for placed in rows:
-            generator = generator_of("train", config.train.seed, placed.position)
+            generator = row_generator("train", config.train.seed, placed.position)
             row = placed.row
-            sigma = self.objective.draw(generator, self.sizes.tokens_of(row.size))
+            sigma = self.objective.draw(generator, self.sizes.count_tokens(row.size))
             dropped, mirrored, window, caption = torch.rand(4, generator=generator).tolist()
             keys = row.mirrored if row.mirrored and mirrored < 0.5 else row.latents
             entry = self.encoder.store.get(keys[int(window * len(keys))])
@@ -424,10 +458,10 @@ class DiffusionTask:
                 text = row.empty
             else:
                 text = row.text[int(caption * len(row.text))]
-            drawn.append(self._drawn(row, entry, noise, sigma, text, eps=eps))
-        return self._stacked(drawn)
+            drawn.append(self._draw_row(row, entry, noise, sigma, text, eps=eps))
+        return self._stack(drawn)
 
-    def _drawn(
+    def _draw_row(
         self,
         row: Row,
         entry: dict[str, Tensor],
@@ -439,19 +473,19 @@ class DiffusionTask:
     ) -> DrawnRow:
         """eps: standard deviations of the posterior beside its mean; None: the mean"""
         x_CHW = entry["mean"] if eps is None else entry["mean"] + entry["std"] * eps
-        words = self.encoder.store.get(text)
+        texts = self.encoder.store.get(text)
         mask = entry.get("mask")
         control = entry.get("control")
-        return DrawnRow(x_CHW, noise, sigma, words, entry["cut"], mask, row.weight, control)
+        return DrawnRow(x_CHW, noise, sigma, texts, entry["cut"], mask, row.weight, control)
 
-    def _stacked(self, drawn: Sequence[DrawnRow]) -> Batch:
-        batch = stacked(
+    def _stack(self, drawn: Sequence[DrawnRow]) -> Batch:
+        batch = stack_rows(
             drawn,
             dtype=to_torch(self.precision.latents),
-            own_lengths=self.folder.family.keeps_text_lengths,
+            keeps_text_lengths=self.folder.family.keeps_text_lengths,
         )
-        for what in ("latents", "noise", "sigma"):
-            self._observed["latents", what] = dtype_name(getattr(batch, what).dtype)
+        for name in ("latents", "noise", "sigma"):
+            self._observed["latents", name] = dtype_name(getattr(batch, name).dtype)
         return batch
 
     def losses(self, model: nn.Module, batch: Batch, *, dtype: str) -> Tensor:
@@ -459,11 +493,11 @@ class DiffusionTask:
             huber = self.config.diffusion.huber_c
         else:
             huber = None
-        asked = Conditioning(
-            self.config.diffusion.guidance, self.downscale, batch.lengths, batch.cut, batch.control
+        conditioning = Conditioning(
+            self.config.diffusion.guidance, self.downscale, batch.lengths, batch.crop, batch.control
         )
         return picture_losses(
-            model, self.folder.family, self.objective, batch, asked, dtype=dtype, huber=huber
+            model, self.folder.family, self.objective, batch, conditioning, dtype=dtype, huber=huber
         )
 
     def loss_sum(self, model: nn.Module, batch: Any, divisor: int = 1, *, dtype: str) -> Tensor:
@@ -477,7 +511,7 @@ class DiffusionTask:
     @cached_property
     def forward_cost(self) -> ForwardCost:
         """Of one training picture in the denoiser without adapter, in fp32."""
-        denoiser = base_outline(self.folder, self.config)
+        denoiser = outline_base(self.folder, self.config)
         batch = self.empty_batch(1, torch.device("meta"))
         self.folder.family.prepare(denoiser)
         batch = replace(
@@ -486,18 +520,18 @@ class DiffusionTask:
                 name: t.float() if t.is_floating_point() else t for name, t in batch.text.items()
             },
         )
-        return ForwardCost.of(denoiser, lambda: self.losses(denoiser, batch, dtype="fp32"))
+        return ForwardCost.measure(denoiser, lambda: self.losses(denoiser, batch, dtype="fp32"))
 
     def fingerprints(self) -> dict[str, str]:
         def key(rows: Sequence[Row]) -> str:
-            return key_of(
+            return entry_key(
                 [
                     [[row.latents, row.mirrored, row.text, row.weight] for row in rows],
                     str(self.objective),
                 ]
             )
 
-        return {"training": key(self._encoded()), "evaluation": key(self.evaluated)}
+        return {"training": key(self._encoded()), "evaluation": key(self.evaluation_rows)}
 
     def evaluate(
         self,
@@ -509,15 +543,15 @@ class DiffusionTask:
         world: World = ALONE,
     ) -> Evaluation:
         return self._evaluate(
-            model, (self.evaluated or self._encoded())[:most], device, dtype, world
+            model, (self.evaluation_rows or self._encoded())[:most], device, dtype, world
         )
 
     def rehearse_evaluation(
         self, model: nn.Module, device: torch.device, *, dtype: str
     ) -> Evaluation | None:
-        if self.evaluated:
+        if self.evaluation_rows:
             return self._evaluate(
-                model, self.evaluated[: micro_batch(self.config.train)], device, dtype
+                model, self.evaluation_rows[: micro_batch(self.config.train)], device, dtype
             )
         return None
 
@@ -535,24 +569,24 @@ class DiffusionTask:
             draws=self.config.diffusion.eval_draws,
             batch_size=micro_batch(self.config.train),
             device=device,
-            batch_of=self._fixed,
+            build_batch=self._fixed_batch,
             losses=lambda model, batch: self.losses(model, batch, dtype=dtype),
             world=world,
         )
 
-    def _fixed(self, some: Sequence[Drawn]) -> Batch:
+    def _fixed_batch(self, draws: Sequence[EvaluationDraw]) -> Batch:
         """The batch of fixed draws: the posterior's mean of the first window, noise by the draw's
         number, the row's first caption.
         """
         drawn = []
-        for number, row, level in some:
+        for number, row, level in draws:
             entry = self.encoder.store.get(row.latents[0])
             noise = torch.randn(
                 entry["mean"].shape,
-                generator=generator_of("evaluation", self.config.train.seed, number),
+                generator=row_generator("evaluation", self.config.train.seed, number),
             )
-            drawn.append(self._drawn(row, entry, noise, level, row.text[0], eps=None))
-        return self._stacked(drawn)
+            drawn.append(self._draw_row(row, entry, noise, level, row.text[0], eps=None))
+        return self._stack(drawn)
 
     @property
     def samples(self) -> int:
@@ -569,15 +603,16 @@ class DiffusionTask:
         prompts = self.prompts[:1] if shortened else self.prompts
         if shortened:
             prompts = [
-                replace(prompt, own={**prompt.own, "steps": REHEARSED_STEPS}) for prompt in prompts
+                replace(prompt, overrides={**prompt.overrides, "steps": REHEARSED_STEPS})
+                for prompt in prompts
             ]
-        return list(self.draw(model, device, prompts, self.drawing(), world=world))
+        return list(self.draw(model, device, prompts, self.sample_settings(), world=world))
 
     @cached_property
     def prompts(self) -> list[Prompt]:
-        return [Prompt.of(given) for given in self.config.run.samples]
+        return [Prompt.parse(entry) for entry in self.config.run.samples]
 
-    def drawing(self) -> SampleSettings:
+    def sample_settings(self) -> SampleSettings:
         run = self.config.run
         return SampleSettings(
             run.sample_size or self.config.images.resolution,
@@ -591,18 +626,25 @@ class DiffusionTask:
         model: nn.Module,
         device: torch.device,
         prompts: Sequence[Prompt],
-        how: SampleSettings,
+        settings: SampleSettings,
         *,
         world: World = ALONE,
     ) -> Iterator[Sample]:
         """A picture for each prompt, whose embeddings are in the store, each as it is drawn."""
         get = self.encoder.store.get
-        words = [
-            [get(self.text[said]) for said in texts_of([prompt], self.encoder)]
+        texts = [
+            [
+                get(self.text[text_input])
+                for text_input in prompt_text_inputs([prompt], self.encoder)
+            ]
             for prompt in prompts
         ]
-        asked = [(prompt, text, negative) for prompt, (text, negative) in zip(prompts, words)]
-        return sample(model, self.folder, self.precision, asked, how, device, world=world)
+        encoded_prompts = [
+            (prompt, text, negative) for prompt, (text, negative) in zip(prompts, texts)
+        ]
+        return sample(
+            model, self.folder, self.precision, encoded_prompts, settings, device, world=world
+        )
 
     # the result
 
@@ -626,58 +668,60 @@ class DiffusionTask:
     # what is told
 
     def header(self) -> list[tuple[str, str]]:
-        made = self.encoder.made
-        found = self.encoder.found
+        encoded_count = self.encoder.encoded_count
+        cached_count = self.encoder.cached_count
         if self.encoder.store.folder:
-            where = f" in {self.encoder.store.folder}"
+            location = f" in {self.encoder.store.folder}"
         else:
-            where = " in memory"
+            location = " in memory"
         first, levels, *more = self.plan_lines()
-        cached = f"{made} latents and embeddings made, {found} found{where}"
+        cached = f"{encoded_count} latents and embeddings made, {cached_count} found{location}"
         return [("data", first), *(("", line) for line in (*more, cached, levels))]
 
     def records(self) -> Mapping[str, Any]:
-        by_size = {
+        count_by_size = {
             str(size): count
             for size, count in sorted(Counter(row.size for row in self._encoded()).items())
         }
         return {
             "data.json": {
                 **self.plan_facts(),
-                "train_pictures_by_size": by_size,
-                "files_not_read": self.gathered.other_files,
+                "train_pictures_by_size": count_by_size,
+                "files_not_read": self.pictures.other_files,
                 "cut_captions": self.cut_captions.number,
                 "first_cut_caption": self.cut_captions.first or None,
-                "unmasked_pictures": len(self.gathered.unmasked()),
-                "made": self.encoder.made,
-                "found": self.encoder.found,
+                "unmasked_pictures": len(self.pictures.unmasked_pictures()),
+                "made": self.encoder.encoded_count,
+                "found": self.encoder.cached_count,
             },
             "examples.json": {
-                "examples": self.gathered.examples(),
-                "before": before_edits(self.prompts),
+                "examples": self.pictures.examples(),
+                "before": control_thumbnails(self.prompts),
             },
         }
 
     def begin(self, folder: Path, *, resuming: bool) -> None:
-        BadRowFile(folder / FILE, resuming=resuming).write(self.gathered.bad.rows.values())
+        BadRowFile(folder / FILE, resuming=resuming).write(self.pictures.bad.rows.values())
 
-    def model_notes(self, made: Outline, precision: Precision) -> tuple[str, list[str]]:
-        return type(inner_model(made.model)).__name__, check_base(
+    def model_notes(self, outline: Outline, precision: Precision) -> tuple[str, list[str]]:
+        return type(inner_model(outline.model)).__name__, check_base(
             self.folder.published, precision, self.base_name
         )
 
     def plan_facts(self) -> dict[str, Any]:
-        gathered = self.gathered
+        pictures = self.pictures
         sizes = self.sizes
         objective = self.objective
         return {
             "train_pictures": self.rows,
             "eval_pictures": self.eval_rows,
-            "regularisation_pictures": gathered.regularisation,
-            "masked_pictures": sum(picture.mask is not None for picture in gathered.train),
-            "bad_pictures": len(gathered.bad.rows),
-            "captions": len({caption for picture in gathered.all for caption in picture.captions}),
-            "buckets": len(sizes.all),
+            "regularisation_pictures": pictures.regularisation,
+            "masked_pictures": sum(picture.mask is not None for picture in pictures.train),
+            "bad_pictures": len(pictures.bad.rows),
+            "captions": len(
+                {caption for picture in pictures.all_pictures for caption in picture.captions}
+            ),
+            "buckets": len(sizes.all_sizes),
             "resolutions": [side for _, side in sizes.resolutions],
             "latent_tokens": sizes.tokens,
             "objective": objective.kind,
@@ -706,13 +750,13 @@ class DiffusionTask:
         lines += self.folder.marker_lines()
         if self.cut_captions.number:
             lines.append(str(self.cut_captions))
-        lines += self.gathered.unmasked_lines()
-        lines += self.gathered.other_file_lines()
+        lines += self.pictures.unmasked_lines()
+        lines += self.pictures.other_file_lines()
         if facts["buckets"] > len(sizes.resolutions):
-            lines.append(f"aspect buckets: {', '.join(map(str, sorted(sizes.all)))}")
-        if self.gathered.to_draw:
+            lines.append(f"aspect buckets: {', '.join(map(str, sorted(sizes.all_sizes)))}")
+        if self.pictures.to_draw:
             lines.append(
-                f"{len(self.gathered.to_draw)} class pictures are drawn by the base model, once"
+                f"{len(self.pictures.to_draw)} class pictures are drawn by the base model, once"
             )
         if facts["bad_pictures"]:
             lines.append(f"{facts['bad_pictures']} bad pictures are left out (images.on_bad_row)")

@@ -19,7 +19,7 @@ from .families import Family
 from .pipeline import PipelineFolder
 
 PREFIX = "text_encoders."
-ADAPTED = (
+ADAPTED_LAYERS = (
     "self_attn.q_proj",
     "self_attn.k_proj",
     "self_attn.v_proj",
@@ -50,11 +50,12 @@ class TextEncoders(nn.Module):
         if not self.zeros:
             return text
         return {
-            name: made * captioned.view(-1, *[1] * (made.ndim - 1)) for name, made in text.items()
+            name: tensor * captioned.view(-1, *[1] * (tensor.ndim - 1))
+            for name, tensor in text.items()
         }
 
 
-def put_encoders(
+def attach_encoders(
     denoiser: nn.Module, folder: PipelineFolder, encoders: Mapping[str, nn.Module]
 ) -> None:
     """Makes frozen encoders a part of the denoiser. Before its adapter is attached, and before
@@ -97,44 +98,44 @@ def _forward(
     )
 
 
-def targets_in(denoiser: nn.Module, family: Family) -> list[str]:
+def encoder_targets(denoiser: nn.Module, family: Family) -> list[str]:
     """Attention and MLP of every layer of the encoders, but for a last one whose result the family
     does not take.
     """
-    found = []
+    targets = []
     for part in family.trainable_encoders if hasattr(denoiser, PREFIX[:-1]) else ():
         names = [
             name
             for name, _ in denoiser.get_submodule(f"{PREFIX}{part}").named_modules()
-            if name.endswith(ADAPTED)
+            if name.endswith(ADAPTED_LAYERS)
         ]
         if part in family.unused_last_layers:
             last = max(int(name.split(".layers.")[1].split(".")[0]) for name in names)
         else:
             last = -1
-        found += [f"{PREFIX}{part}.{name}" for name in names if f".layers.{last}." not in name]
-    return found
+        targets += [f"{PREFIX}{part}.{name}" for name in names if f".layers.{last}." not in name]
+    return targets
 
 
-def part_of(name: str, family: Family) -> tuple[str, str]:
+def split_part(name: str, family: Family) -> tuple[str, str]:
     """The pipeline's part of an adapter's module or tensor, and its name there as published files
     have it (`text_model.encoder...`).
     """
     if not name.startswith(PREFIX):
         return family.denoiser, name
-    part, _, own = name.removeprefix(PREFIX).partition(".")
-    return part, own if own.startswith("text_model.") else f"text_model.{own}"
+    part, _, inner_name = name.removeprefix(PREFIX).partition(".")
+    return part, inner_name if inner_name.startswith("text_model.") else f"text_model.{inner_name}"
 
 
-def tokens_of(pipe: Any, captions: Sequence[str], family: Family) -> dict[str, Tensor]:
+def tokenize_captions(pipe: Any, captions: Sequence[str], family: Family) -> dict[str, Tensor]:
     """`ids` int64[N P S] as the pipeline's own tokenizers give them, `captioned` bool[N]. pipe:
     with its tokenizers.
     """
-    each = []
+    ids_by_encoder = []
     for part in family.trainable_encoders:
         tokenizer = getattr(pipe, part.replace("text_encoder", "tokenizer"))
         length = tokenizer.model_max_length
-        each.append(
+        ids_by_encoder.append(
             tokenizer(
                 list(captions),
                 padding="max_length",
@@ -144,6 +145,6 @@ def tokens_of(pipe: Any, captions: Sequence[str], family: Family) -> dict[str, T
             ).input_ids
         )
     return {
-        "ids": torch.stack(each, 1),
+        "ids": torch.stack(ids_by_encoder, 1),
         "captioned": torch.tensor([caption != "" for caption in captions]),
     }

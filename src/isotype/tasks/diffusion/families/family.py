@@ -182,7 +182,7 @@ class Conditioning:
     downscale  pixels in a latent pixel, in each direction: models that are told a picture's size
                get it in pixels
     lengths    tokens of each caption, of a family with `keeps_text_lengths`
-    cut        fp32[N 4]  of each picture, as `pixels.cut_of` gives it; None: whole pictures of the
+    crop       fp32[N 4]  of each picture, as `pixels.size_and_crop` gives it; None: whole pictures of the
                size of the latents
     control    F[N C H W]  latents of the pictures before the edit, of a family with `edits_pictures`
     """
@@ -190,7 +190,7 @@ class Conditioning:
     guidance: float = 1.0
     downscale: int = 8
     lengths: tuple[int, ...] = ()
-    cut: Tensor | None = None
+    crop: Tensor | None = None
     control: Tensor | None = None
 
 

@@ -118,7 +118,7 @@ class SDXL(StableDiffusion):
 
 def size_conditioning(noisy_NCHW: Tensor, conditioning: Conditioning) -> Tensor:
     """fp32[N 6]: original height and width, top and left of the crop, target height and width, in
-    pixels. Without a cut the picture counts as whole, in its target size: what the pipeline tells
+    pixels. Without a crop the picture counts as whole, in its target size: what the pipeline tells
     by default when it draws.
 
     Source  Podell et al. 2023, 2.2, in the order of diffusers' train_text_to_image_lora_sdxl
@@ -127,10 +127,10 @@ def size_conditioning(noisy_NCHW: Tensor, conditioning: Conditioning) -> Tensor:
     target = torch.tensor([height, width], dtype=torch.float32, device=noisy_NCHW.device).repeat(
         len(noisy_NCHW), 1
     )
-    if conditioning.cut is None:
+    if conditioning.crop is None:
         size_and_crop = torch.cat([target, torch.zeros_like(target)], 1)
     else:
-        size_and_crop = conditioning.cut
+        size_and_crop = conditioning.crop
     return torch.cat([size_and_crop, target], 1)
 
 
