@@ -107,7 +107,8 @@ def test_no_picture_of_a_phone_vanishes_wherever_captions_come_from(tmp_path, wa
     made = gathered(**settings)
     assert len(made.train) == 5
     assert all(
-        pixels(p.content.read(), Window(Size(32, 32))).shape == (3, 32, 32) for p in made.all_pictures
+        pixels(p.content.read(), Window(Size(32, 32))).shape == (3, 32, 32)
+        for p in made.all_pictures
     )
     (line,) = made.other_file_lines()
     assert line == f"not read in {tmp_path}: 1 .mov, 1 .mp4, 1 .pdf"
