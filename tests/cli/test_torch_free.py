@@ -148,5 +148,6 @@ def test_a_missing_extra_is_named(arguments, tmp_path):
         cwd=tmp_path,
     )
     assert done.returncode == 2, done.stderr
-    assert "pip install 'isotype[train]'" in done.stderr
+    assert "pip install -e '" in done.stderr
+    assert "[train]'" in done.stderr
     assert "Traceback" not in done.stderr

@@ -17,6 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from ..environment.hardware import wait_passively
+from ..environment.install import install_command
 from ..errors import IsotypeError, UsageError
 from ..version import __version__
 from .merge import FORMATS
@@ -202,8 +203,8 @@ def main() -> None:
         if extra is None or os.environ.get("ISOTYPE_TRACEBACK"):
             raise
         print(
-            f"isotype: this command needs {error.name}, which is not installed\n  fix       pip"
-            f" install 'isotype[{extra}]'",
+            f"isotype: this command needs {error.name}, which is not installed\n"
+            f"  fix       {install_command(extra)}",
             file=sys.stderr,
         )
         sys.exit(2)

@@ -650,8 +650,8 @@ class RunSection(Section):
     report: bool = True
     """Write report.html."""
     trackers: list[Literal["tensorboard", "wandb"]] = []
-    """Where the metrics go besides metrics.jsonl; each needs its extra (`pip install
-    'isotype[wandb]'`). wandb is offline without a key.
+    """Where the metrics go besides metrics.jsonl; each needs the extra of its name
+    (`pip install '.[wandb]'` in the checkout). wandb is offline without a key.
     """
     push_to_hub: str | None = None
     """Repository of the hub that gets the result after the run: `ORG/NAME`, or a name of your own.

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..config.load import LoadedConfig, load
 from ..config.schema import RunConfig, Section
+from ..environment.install import install_command
 from ..errors import UsageError
 from ..runs.folder import RunFolder
 
@@ -547,7 +548,7 @@ def missing_trackers(trackers: Sequence[str]) -> list[str]:
     """
     missing = [name for name in dict.fromkeys(trackers) if find_spec(name) is None]
     return [
-        f"run.trackers: {name} is not installed: pip install 'isotype[{name}]', or leave it out of"
+        f"run.trackers: {name} is not installed: {install_command(name)}, or leave it out of"
         " run.trackers"
         for name in missing
     ]

@@ -19,6 +19,7 @@ from ..errors import IsotypeError
 from ..finding import Finding, Place, Severity
 from ..version import __version__
 from .hardware import detect
+from .install import install_command
 
 KEY_PACKAGES = (
     "torch", "transformers", "peft", "bitsandbytes", "accelerate", "triton", "trl", "liger-kernel", "datasets", "tokenizers", "safetensors",
@@ -234,7 +235,7 @@ def _device_findings(environment: Mapping[str, Any]) -> Iterator[Finding]:
             place=Place(symbol="torch"),
             message="torch is not installed, or does not load",
             cause="training needs it; check, lint and explain do not",
-            fix="pip install 'isotype[train]'",
+            fix=install_command("train"),
         )
     elif (torch["cuda"] or torch["hip"]) and not gpus:
         build = f"CUDA {torch['cuda']}" if torch["cuda"] else f"ROCm {torch['hip']}"

@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ..config.sources import gguf_file
+from ..environment.install import install_command
 from ..errors import UsageError
 from ..ops.packed import PackedState
 from ..ops.packed.ggml import BLOCKS
@@ -116,7 +117,7 @@ def _read(file: Path, _changed: int) -> _File:
         import gguf
     except ImportError:
         raise UsageError(
-            f"model {file}: reading it needs the package gguf", fix="pip install 'isotype[gguf]'"
+            f"model {file}: reading it needs the package gguf", fix=install_command("gguf")
         ) from None
     try:
         opened = gguf.GGUFReader(file, "c")

@@ -27,6 +27,7 @@ from ..data.records import loads
 from ..dtypes import to_torch
 from ..environment.hardware import out_of_memory
 from ..environment.hub import is_unreachable, not_in_cache, print_status
+from ..environment.install import install_command
 from ..errors import UsageError
 from ..ops.packed.recognise import PACKED_PARTS
 from ..precision.packing import DTYPES_ON_LOAD
@@ -442,7 +443,7 @@ def require_bitsandbytes() -> None:
         import bitsandbytes  # noqa: F401
     except ImportError:
         raise UsageError(
-            "precision.base: nf4 needs bitsandbytes", fix="pip install 'isotype[quant]'"
+            "precision.base: nf4 needs bitsandbytes", fix=install_command("quant")
         ) from None
 
 

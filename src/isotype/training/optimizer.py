@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from ..config.schema import RunConfig, TrainSection
 from ..dtypes import name as dtype_name
 from ..dtypes import to_torch
+from ..environment.install import install_command
 from ..errors import RunError, UsageError, refuse_where
 from ..ops.adamw import AdamwHyperparameters, adamw_
 from ..precision.parts import first_element, local_part
@@ -234,7 +235,7 @@ def check_optimizer(config: RunConfig, sources: Mapping[str, str], *, device_typ
         (
             package and find_spec(package) is None,
             f"{key} needs {package}",
-            f"pip install 'isotype[{extra}]'",
+            install_command(extra),
         ),
         *(
             (True, f"{setting} has no effect with {key}", f"remove {setting}")

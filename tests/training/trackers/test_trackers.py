@@ -78,7 +78,7 @@ def test_wandb_works_without_a_network_or_a_key(configured, tmp_path, offline, c
 def test_a_missing_package_is_reported_before_loading(configured, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(settings, "find_spec", lambda name: None)
     with pytest.raises(
-        UsageError, match=r"run.trackers: wandb is not installed: pip install 'isotype\[wandb\]'"
+        UsageError, match=r"run.trackers: wandb is not installed: pip install -e '.*\[wandb\]'"
     ):
         settings.refuse_incomplete(configured(run={"trackers": ["wandb", "tensorboard"]}))
     assert not (tmp_path / "run").exists()

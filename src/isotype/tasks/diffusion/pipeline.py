@@ -23,6 +23,7 @@ from ...config.kind import INSTEAD_OF_GGUF, NO_GGUF, PIPELINE_FILE
 from ...config.sources import unknown_key
 from ...environment.hardware import out_of_memory
 from ...environment.hub import is_unreachable, print_status
+from ...environment.install import install_command
 from ...errors import UsageError
 from ...model.load import loading_error
 from ...precision.quantised_base import Quantisation, quantisation_from_settings
@@ -509,7 +510,7 @@ def require_diffusers() -> None:
         import PIL  # noqa: F401
     except ImportError:
         raise UsageError(
-            "a diffusion run needs diffusers and Pillow", fix="pip install 'isotype[diffusion]'"
+            "a diffusion run needs diffusers and Pillow", fix=install_command("diffusion")
         ) from None
     diffusers.utils.logging.set_verbosity_error()
     diffusers.utils.logging.disable_progress_bar()
