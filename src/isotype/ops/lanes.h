@@ -30,7 +30,7 @@ struct fp16 {
   uint16_t bits;
 };
 
-inline f32 all(float x) { return f32{} + x; }
+inline f32 broadcast(float x) { return f32{} + x; }
 inline u32 bits_of(f32 x) { return (u32)x; }
 inline f32 float_of(u32 x) { return (f32)x; }
 
@@ -184,11 +184,11 @@ inline float max(f32 x) {
 // Relative error below 1.5e-7; 0 where the result is below 2.4e-38 (also for -inf), inf above fp32's range, nan for nan.
 // exp(x) = 2^n exp(r), |r| <= ln(2) / 2, with 1 + r + r^2 q(r) fitted to exp(r) (minimax, relative error 3.5e-9 before rounding).
 inline f32 exp(f32 x) {
-  const f32 clamped = x < -86.6f ? all(-86.6f) : x > 89.0f ? all(89.0f) : x;
+  const f32 clamped = x < -86.6f ? broadcast(-86.6f) : x > 89.0f ? broadcast(89.0f) : x;
   // adding 1.5 x 2^23 leaves the nearest integer in the low bits
   const f32 shifted = clamped * 1.44269504f + 12582912.0f, n = shifted - 12582912.0f;
   const f32 r = (clamped - n * 0.693145752f) - n * 1.42860677e-6f;
-  f32 q = all(1.3811663e-3f);
+  f32 q = broadcast(1.3811663e-3f);
   q = q * r + 8.3701350e-3f;
   q = q * r + 4.1668527e-2f;
   q = q * r + 1.6666509e-1f;
@@ -204,7 +204,7 @@ inline f32 sigmoid(f32 x) { return 1.0f / (1.0f + exp(-x)); }
 // Relative error below 3e-7: an odd polynomial near 0, where 1 - 2 / (e^2x + 1) would cancel (minimax, 4.4e-9 before rounding).
 inline f32 tanh(f32 x) {
   const f32 s = x * x;
-  f32 q = all(-5.7049221e-3f);
+  f32 q = broadcast(-5.7049221e-3f);
   q = q * s + 2.0639032e-2f;
   q = q * s - 5.3739700e-2f;
   q = q * s + 1.3331442e-1f;
@@ -219,7 +219,7 @@ inline f32 log(f32 x) {
   // the bits of sqrt(1/2) taken off leave the exponent of 1 + f above the mantissa
   const i32 e = (i32)(bits_of(x) - 0x3f3504f3) >> 23;
   const f32 n = __builtin_convertvector(e, f32), f = float_of(bits_of(x) - ((u32)e << 23)) - 1.0f;
-  f32 q = all(-7.6344810e-2f);
+  f32 q = broadcast(-7.6344810e-2f);
   q = q * f + 1.2761571e-1f;
   q = q * f - 1.3160185e-1f;
   q = q * f + 1.4201759e-1f;
@@ -236,7 +236,7 @@ inline f32 log(f32 x) {
 inline f32 normal_cdf(f32 x, f32& density) {
   const f32 magnitude = x < 0.0f ? -x : x, e = exp(-0.5f * x * x);
   const f32 t = 1.0f / (1.0f + 0.212132034f * magnitude);
-  f32 q = all(-1.2952207e-1f);
+  f32 q = broadcast(-1.2952207e-1f);
   q = q * t + 4.8555928e-1f;
   q = q * t - 5.1227021e-1f;
   q = q * t + 5.4771125e-1f;

@@ -1,4 +1,4 @@
-// What becomes of a head's product before its softmax: scale and softcap, and the largest logits of a row made again in fp32.
+// What is done to the logits of a head before their softmax: scale, softcap, and the largest logits of a row recomputed in fp32.
 #pragma once
 #include <algorithm>
 
@@ -11,9 +11,9 @@ struct Rule {
   float smoothing, scale, softcap, z_loss;
 };
 
-// what a loss does to a logit before its softmax; CAPPED: there is a softcap
+// a logit after scale and softcap; CAPPED: there is a softcap
 template <bool CAPPED>
-inline f32 rule_logits(f32 x, const Rule& rule) {
+inline f32 apply_rule(f32 x, const Rule& rule) {
   const f32 z = x * rule.scale;
   return CAPPED ? rule.softcap * tanh(z / rule.softcap) : z;
 }
@@ -21,12 +21,12 @@ inline f32 rule_logits(f32 x, const Rule& rule) {
 // d z / d x of the above
 template <bool CAPPED>
 inline f32 slope(f32 x, const Rule& rule) {
-  if (!CAPPED) return all(rule.scale);
+  if (!CAPPED) return broadcast(rule.scale);
   const f32 t = tanh(x * (rule.scale / rule.softcap));
   return rule.scale * (1.0f - t * t);
 }
 
-// What bf16 logits were made of: x[rows size] W[classes size]^T + bias[classes] (or null), each row's elements adjacent. Null x: unknown.
+// The operands of bf16 logits: x[rows size] W[classes size]^T + bias[classes] (or null), each row's elements adjacent. Null x: unknown.
 struct Source {
   const void* x;
   int64_t x_stride;
@@ -36,70 +36,71 @@ struct Source {
 };
 
 // A bf16 product loses its fp32 sum where the logit is largest, and there the softmax weighs most: the target's and the LARGEST logits of
-// a row are made again in fp32. Of 9 logits of 32,000 that is 0.03% of the product.
-constexpr int LARGEST = 8, MADE_AGAIN = LARGEST + 1;
+// a row are recomputed in fp32. Of 9 logits of 32,000 that is 0.03% of the product.
+constexpr int LARGEST = 8, RECOMPUTED = LARGEST + 1;
 
-// after the rule: what a logit was, and what it is in fp32; at -1: fewer classes than MADE_AGAIN, or none was made again
-struct Exact {
+// The recomputed logits of a row, after scale and softcap: their columns, their values as rounded to bf16, and their values in fp32.
+struct RecomputedLogits {
   int count = 0;
-  int64_t at[MADE_AGAIN];
-  float was[MADE_AGAIN], is[MADE_AGAIN];
+  int64_t columns[RECOMPUTED];
+  float rounded[RECOMPUTED], values[RECOMPUTED];
 
-  int of(int64_t column) const {
+  // the position of a column, or -1
+  int find(int64_t column) const {
     for (int k = 0; k < count; ++k)
-      if (at[k] == column) return k;
+      if (columns[k] == column) return k;
     return -1;
   }
 };
 
 // the logit of one class in fp32, after the rule
 template <bool CAPPED, class T>
-float logit_again(const Rule& rule, const Source& source, int64_t r, int64_t column) {
+float recompute_logit(const Rule& rule, const Source& source, int64_t r, int64_t column) {
   const T *x = (const T*)source.x + r * source.x_stride, *w = (const T*)source.weight + column * source.weight_stride;
   f32 total = {};
   each_vector(source.size, [&](int64_t j, auto left) { total += load(x + j, left, 0.0f) * load(w + j, left, 0.0f); });
-  return rule_logits<CAPPED>(all(sum(total) + (source.bias ? load_one((const T*)source.bias + column) : 0.0f)), rule)[0];
+  return apply_rule<CAPPED>(broadcast(sum(total) + (source.bias ? load_one((const T*)source.bias + column) : 0.0f)), rule)[0];
 }
 
-// the largest logits of a row as they are: `at` and `was`
+// the largest logits of a row: `columns` and `rounded`
 template <bool CAPPED, class T>
-Exact largest(const T* logits, int64_t columns, const Rule& rule) {
+RecomputedLogits find_largest(const T* logits, int64_t columns, const Rule& rule) {
   constexpr int UNROLLED = 4;
-  Exact exact;
+  RecomputedLogits exact;
   float least = -INFINITY;
-  const auto offer = [&](f32 z, int64_t i, int64_t here) {
-    for (int64_t k = 0; k < here; ++k) {
+  const auto offer = [&](f32 z, int64_t i, int64_t count) {
+    for (int64_t k = 0; k < count; ++k) {
       if (!(z[k] > least)) continue;
       int into = exact.count;
       if (into < LARGEST) ++exact.count;
-      else into = std::min_element(exact.was, exact.was + LARGEST) - exact.was;
-      exact.was[into] = z[k], exact.at[into] = i + k;
-      if (exact.count == LARGEST) least = *std::min_element(exact.was, exact.was + LARGEST);
+      else into = std::min_element(exact.rounded, exact.rounded + LARGEST) - exact.rounded;
+      exact.rounded[into] = z[k], exact.columns[into] = i + k;
+      if (exact.count == LARGEST) least = *std::min_element(exact.rounded, exact.rounded + LARGEST);
     }
   };
   int64_t i = 0;
   for (; i + UNROLLED * LANES <= columns; i += UNROLLED * LANES) {
-    f32 z[UNROLLED], top = all(-INFINITY);
+    f32 z[UNROLLED], top = broadcast(-INFINITY);
     for (int k = 0; k < UNROLLED; ++k) {
-      z[k] = rule_logits<CAPPED>(load(logits + i + k * LANES), rule);
+      z[k] = apply_rule<CAPPED>(load(logits + i + k * LANES), rule);
       top = z[k] > top ? z[k] : top;
     }
     if (max(top) > least)
       for (int k = 0; k < UNROLLED; ++k) offer(z[k], i + k * LANES, LANES);
   }
-  for (; i < columns; i += LANES) offer(rule_logits<CAPPED>(load(logits + i, columns - i, 0.0f), rule), i, std::min<int64_t>(LANES, columns - i));
+  for (; i < columns; i += LANES) offer(apply_rule<CAPPED>(load(logits + i, columns - i, 0.0f), rule), i, std::min<int64_t>(LANES, columns - i));
   return exact;
 }
 
 template <bool CAPPED, class T>
-Exact made_again(const T* logits, int64_t columns, int64_t target, const Rule& rule, const Source& source, int64_t r) {
+RecomputedLogits recompute_logits(const T* logits, int64_t columns, int64_t target, const Rule& rule, const Source& source, int64_t r) {
   if (!source.x) return {};
-  Exact exact = largest<CAPPED>(logits, columns, rule);
-  if (exact.of(target) < 0) {
-    exact.was[exact.count] = rule_logits<CAPPED>(all(load_one(logits + target)), rule)[0];
-    exact.at[exact.count++] = target;
+  RecomputedLogits exact = find_largest<CAPPED>(logits, columns, rule);
+  if (exact.find(target) < 0) {
+    exact.rounded[exact.count] = apply_rule<CAPPED>(broadcast(load_one(logits + target)), rule)[0];
+    exact.columns[exact.count++] = target;
   }
-  for (int k = 0; k < exact.count; ++k) exact.is[k] = logit_again<CAPPED, T>(rule, source, r, exact.at[k]);
+  for (int k = 0; k < exact.count; ++k) exact.values[k] = recompute_logit<CAPPED, T>(rule, source, r, exact.columns[k]);
   return exact;
 }
 

@@ -35,8 +35,8 @@ struct Scratch {
   std::vector<char> bytes;
   template <class T>
   T* take(int64_t count) {
-    const size_t wanted = count * sizeof(T) + 64;
-    if (bytes.size() < wanted) bytes.resize(wanted);
+    const size_t required = count * sizeof(T) + 64;
+    if (bytes.size() < required) bytes.resize(required);
     return (T*)(((uintptr_t)bytes.data() + 63) & ~(uintptr_t)63);
   }
 };
@@ -102,9 +102,9 @@ inline void pack(const uint16_t* from, int64_t count, int64_t step, int64_t lane
     const __mmask16 mask = first16(lanes - l);
     for (int64_t p = 0; p < pairs; ++p) {
       const uint16_t* low = from + 2 * p * step;
-      __m512i made = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, low + l));
-      if (2 * p + 1 < count) made = _mm512_or_si512(made, _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, low + step + l)), 16));
-      _mm512_storeu_si512(out + p * width + l, made);
+      __m512i pair_lanes = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, low + l));
+      if (2 * p + 1 < count) pair_lanes = _mm512_or_si512(pair_lanes, _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, low + step + l)), 16));
+      _mm512_storeu_si512(out + p * width + l, pair_lanes);
     }
   }
 }

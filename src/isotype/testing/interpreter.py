@@ -381,7 +381,7 @@ def interpreted_libdevice(name: str, *arguments: Any) -> Any:
     if tl.float64 in types:
         result_type = tl.float64
         dtype = torch.float64
-    values = [_as_torch(argument, dtype) for argument in arguments]
+    values = [_to_torch(argument, dtype) for argument in arguments]
     result = FUNCTIONS[name](*values).numpy()
     if result.dtype == np.bool_:
         result_type = tl.int1
@@ -391,7 +391,7 @@ def interpreted_libdevice(name: str, *arguments: Any) -> Any:
     return tl.tensor(handle, result_type)
 
 
-def _as_torch(argument: Any, dtype: torch.dtype) -> torch.Tensor:
+def _to_torch(argument: Any, dtype: torch.dtype) -> torch.Tensor:
     if isinstance(argument, tl.tensor):
         return torch.from_numpy(np.array(argument.handle.data)).to(dtype)
     if isinstance(argument, tl.constexpr):

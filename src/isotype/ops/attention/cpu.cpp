@@ -174,12 +174,12 @@ struct Mask {
     if (causal) {
       i32 query;
       for (int i = 0; i < LANES; ++i) query[i] = (int32_t)m + i;
-      score = query >= (int32_t)n ? score : all(-INFINITY);
+      score = query >= (int32_t)n ? score : broadcast(-INFINITY);
     }
     if (allowed) {
       uint8_t __attribute__((vector_size(LANES))) bytes;
       std::memcpy(&bytes, allowed + n * stride + m, sizeof bytes);
-      score = __builtin_convertvector(bytes, i32) != 0 ? score : all(-INFINITY);
+      score = __builtin_convertvector(bytes, i32) != 0 ? score : broadcast(-INFINITY);
     }
     return score;
   }
@@ -222,7 +222,7 @@ void softmax(float* score, int64_t keys, float scale, Softmax& state, Pairs* sha
       top = x > top ? x : top;
     }
     // a query that has met no key yet has -inf: exp(-inf - 0) is 0
-    const f32 base = top == all(-INFINITY) ? f32{} : top * scale, shrink = exp(before * scale - base);
+    const f32 base = top == broadcast(-INFINITY) ? f32{} : top * scale, shrink = exp(before * scale - base);
     f32 added = {};
     for (int64_t n = 0; n < KEYS; n += 2) {
       const f32 first = n < keys ? exp(load(score + n * QUERIES + m) * scale - base) : f32{};
@@ -290,7 +290,7 @@ extern "C" void backward(const void* shape, const void* q, const void* k, const 
   const Shape s = *(const Shape*)shape;
   const int64_t depth = s.depth, padded = s.padded_keys(), blocks = s.query_blocks(), heads = s.shared() / parts;
   // one head's gradients are finished key block by key block; those of several are kept until the last head
-  const int64_t kept = heads > 1 ? padded : KEYS;
+  const int64_t kept_rows = heads > 1 ? padded : KEYS;
   const int64_t lanes_block = depth / 2 * QUERIES, pairs_block = QUERIES / 2 * depth;
   const std::vector<float> ones(QUERIES, 1.0f);
 #pragma omp parallel num_threads(threads)
@@ -298,7 +298,7 @@ extern "C" void backward(const void* shape, const void* q, const void* k, const 
     std::vector<Pairs> q_lanes(blocks * lanes_block), dy_lanes(blocks * lanes_block), q_pairs(blocks * pairs_block), dy_pairs(blocks * pairs_block);
     std::vector<Pairs> slope_pairs(KEYS / 2 * QUERIES);
     std::vector<bf16> turned(depth * padded), share(KEYS * QUERIES), slope(KEYS * QUERIES);
-    std::vector<float> score(KEYS * QUERIES), dshare(KEYS * QUERIES), dq_sum(blocks * depth * QUERIES), dk_sum(kept * depth), dv_sum(kept * depth);
+    std::vector<float> score(KEYS * QUERIES), dshare(KEYS * QUERIES), dq_sum(blocks * depth * QUERIES), dk_sum(kept_rows * depth), dv_sum(kept_rows * depth);
     std::vector<float> delta(blocks * QUERIES), logs(blocks * QUERIES);
 #pragma omp for schedule(dynamic, 1)
     for (int64_t item = 0; item < s.batch * s.key_heads * parts; ++item) {
@@ -326,8 +326,8 @@ extern "C" void backward(const void* shape, const void* q, const void* k, const 
         std::fill(dq_sum.begin(), dq_sum.end(), 0.0f);
         for (int64_t n0 = 0; n0 < s.keys; n0 += KEYS) {
           const int64_t count = std::min(KEYS, s.keys - n0);
-          float* dk_block = dk_sum.data() + (kept > KEYS ? n0 * depth : 0);
-          float* dv_block = dv_sum.data() + (kept > KEYS ? n0 * depth : 0);
+          float* dk_block = dk_sum.data() + (kept_rows > KEYS ? n0 * depth : 0);
+          float* dv_block = dv_sum.data() + (kept_rows > KEYS ? n0 * depth : 0);
           if (head == 0) std::fill_n(dk_block, KEYS * depth, 0.0f), std::fill_n(dv_block, KEYS * depth, 0.0f);
           for (int64_t i = 0; i < blocks; ++i) {
             const int64_t m0 = i * QUERIES;

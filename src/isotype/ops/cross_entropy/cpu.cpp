@@ -19,12 +19,12 @@ struct Row {
 
 constexpr int64_t BLOCK = 8192;
 
-// The row's loss and logsumexp; exp(z - top) of every element into `kept` where it is wanted.
+// The loss and logsumexp of a row; writes exp(z - top) of every element to `exps`, unless it is null.
 template <bool CAPPED, class T>
-Row row_loss(const T* logits, int64_t columns, int64_t target, const Rule& rule, const Exact& exact, float* kept) {
+Row row_loss(const T* logits, int64_t columns, int64_t target, const Rule& rule, const RecomputedLogits& exact, float* exps) {
   constexpr int UNROLLED = 4;
   f32 top[UNROLLED];
-  for (auto& m : top) m = all(-INFINITY);
+  for (auto& m : top) m = broadcast(-INFINITY);
   double mean = 0;
   for (int64_t start = 0; start < columns; start += BLOCK) {
     const int64_t stop = start + BLOCK < columns ? start + BLOCK : columns;
@@ -32,12 +32,12 @@ Row row_loss(const T* logits, int64_t columns, int64_t target, const Rule& rule,
     int64_t i = start;
     for (; i + UNROLLED * LANES <= stop; i += UNROLLED * LANES)
       for (int k = 0; k < UNROLLED; ++k) {
-        const f32 z = rule_logits<CAPPED>(load(logits + i + k * LANES), rule);
+        const f32 z = apply_rule<CAPPED>(load(logits + i + k * LANES), rule);
         top[k] = z > top[k] ? z : top[k];
         if (rule.smoothing != 0) total += z;
       }
     for (; i < stop; i += LANES) {
-      const f32 z = rule_logits<CAPPED>(load(logits + i, stop - i, 0.0f), rule);
+      const f32 z = apply_rule<CAPPED>(load(logits + i, stop - i, 0.0f), rule);
       for (int64_t k = 0; k < LANES && i + k < stop; ++k) top[0][k] = z[k] > top[0][k] ? z[k] : top[0][k];
       if (rule.smoothing != 0) total += z;
     }
@@ -54,27 +54,27 @@ Row row_loss(const T* logits, int64_t columns, int64_t target, const Rule& rule,
     f32 total = {};
     int64_t i = start;
     for (; i + LANES <= stop; i += LANES) {
-      const f32 e = exp(rule_logits<CAPPED>(load(logits + i), rule) - shift);
-      if (kept) store(kept + i, e);
+      const f32 e = exp(apply_rule<CAPPED>(load(logits + i), rule) - shift);
+      if (exps) store(exps + i, e);
       total += e;
     }
     if (i < stop) {
-      f32 e = exp(rule_logits<CAPPED>(load(logits + i, stop - i, 0.0f), rule) - shift);
+      f32 e = exp(apply_rule<CAPPED>(load(logits + i, stop - i, 0.0f), rule) - shift);
       for (int64_t k = stop - i; k < LANES; ++k) e[k] = 0;
-      if (kept) store(kept + i, e, stop - i);
+      if (exps) store(exps + i, e, stop - i);
       total += e;
     }
     sum_of_exp += sum(total);
   }
   for (int k = 0; k < exact.count; ++k) {
-    const float e = std::exp(exact.is[k] - shift);
-    sum_of_exp += (double)e - std::exp(exact.was[k] - shift);
-    if (kept) kept[exact.at[k]] = e;
+    const float e = std::exp(exact.values[k] - shift);
+    sum_of_exp += (double)e - std::exp(exact.rounded[k] - shift);
+    if (exps) exps[exact.columns[k]] = e;
   }
   row.total = (float)sum_of_exp;
   row.lse = (float)std::log(sum_of_exp) + row.top;
-  const int k = exact.of(target);
-  const float picked = k < 0 ? rule_logits<CAPPED>(all(load_one(logits + target)), rule)[0] : exact.is[k];
+  const int k = exact.find(target);
+  const float picked = k < 0 ? apply_rule<CAPPED>(broadcast(load_one(logits + target)), rule)[0] : exact.values[k];
   row.loss = (1 - rule.smoothing) * (row.lse - picked) + rule.z_loss * row.lse * row.lse;
   if (rule.smoothing != 0) row.loss += rule.smoothing * (row.lse - (float)(mean / columns));
   return row;
@@ -90,7 +90,7 @@ void losses(const T* logits, Shape s, const int64_t* targets, float* loss, float
             float dloss, int threads) {
 #pragma omp parallel num_threads(team(s.rows * s.columns, threads))
   {
-    std::vector<float> kept(out ? s.columns : 0);
+    std::vector<float> exps(out ? s.columns : 0);
 #pragma omp for schedule(dynamic, share(s.columns))
     for (int64_t r = 0; r < s.rows; ++r) {
       const T* x = logits + r * s.row_stride;
@@ -101,17 +101,17 @@ void losses(const T* logits, Shape s, const int64_t* targets, float* loss, float
         if (out) zero(g, s.columns);
         continue;
       }
-      const Row row = row_loss<CAPPED>(x, s.columns, target, rule, made_again<CAPPED>(x, s.columns, target, rule, source, r), kept.data());
+      const Row row = row_loss<CAPPED>(x, s.columns, target, rule, recompute_logits<CAPPED>(x, s.columns, target, rule, source, r), exps.data());
       loss[r] = row.loss, lse[r] = row.lse;
       if (!out) continue;
       const float factor = dloss * (1 + 2 * rule.z_loss * row.lse) / row.total, uniform = dloss * rule.smoothing / s.columns;
       // the target's own element from fp32, before its logit may be overwritten
       const float at_target =
-          (kept[target] * factor - uniform - (1 - rule.smoothing) * dloss) * slope<CAPPED>(all(load_one(x + target)), rule)[0];
+          (exps[target] * factor - uniform - (1 - rule.smoothing) * dloss) * slope<CAPPED>(broadcast(load_one(x + target)), rule)[0];
       each_vector(s.columns, [&](int64_t i, auto left) {
-        store(g + i, (load(kept.data() + i, left, 0.0f) * factor - uniform) * slope<CAPPED>(load(x + i, left, 0.0f), rule), left);
+        store(g + i, (load(exps.data() + i, left, 0.0f) * factor - uniform) * slope<CAPPED>(load(x + i, left, 0.0f), rule), left);
       });
-      store(g + target, all(at_target), 1);
+      store(g + target, broadcast(at_target), 1);
     }
   }
 }
@@ -128,28 +128,28 @@ void gradients(const T* logits, Shape s, const int64_t* targets, const float* ls
       continue;
     }
     const float factor = dloss[r] * (1 + 2 * rule.z_loss * lse[r]), uniform = dloss[r] * rule.smoothing / classes;
-    const auto gradient = [&](f32 v) { return (exp(rule_logits<CAPPED>(v, rule) - lse[r]) * factor - uniform) * slope<CAPPED>(v, rule); };
+    const auto gradient = [&](f32 v) { return (exp(apply_rule<CAPPED>(v, rule) - lse[r]) * factor - uniform) * slope<CAPPED>(v, rule); };
     const int64_t target = targets[r] - first;
-    const bool here = target >= 0 && target < s.columns;
+    const bool has_target = target >= 0 && target < s.columns;
     float at_target = 0;
-    if (here) {
-      const f32 v = all(load_one(x + target));
+    if (has_target) {
+      const f32 v = broadcast(load_one(x + target));
       at_target = gradient(v)[0] - (1 - rule.smoothing) * dloss[r] * slope<CAPPED>(v, rule)[0];
     }
     each_vector(s.columns, [&](int64_t i, auto left) { store(g + i, gradient(load(x + i, left, 0.0f)), left); });
-    if (here) store(g + target, all(at_target), 1);
+    if (has_target) store(g + target, broadcast(at_target), 1);
   }
 }
 
 // --- per-token values
 
-// what is null was not asked for
+// a null pointer: not requested
 struct RowValues {
   float *log_probs, *lse, *entropy, *log_sum_sq, *mean;
   int64_t* top1;
-  // [rows MADE_AGAIN], for the gradients
-  int64_t* at;
-  float* is;
+  // [rows RECOMPUTED], for the gradients
+  int64_t* recomputed_columns;
+  float* recomputed_logits;
 };
 
 struct Upstream {
@@ -163,19 +163,19 @@ inline void by_block(int64_t columns, F&& f) {
 }
 
 template <bool CAPPED, class T>
-void values_of_row(const T* x, int64_t columns, int64_t target, const Rule& rule, const Exact& exact, int64_t r, const RowValues& values) {
-  f32 highest = all(-INFINITY);
+void values_of_row(const T* x, int64_t columns, int64_t target, const Rule& rule, const RecomputedLogits& exact, int64_t r, const RowValues& values) {
+  f32 highest = broadcast(-INFINITY);
   double mean = 0;
   by_block(columns, [&](int64_t start, int64_t stop) {
     f32 total = {};
     int64_t i = start;
     for (; i + LANES <= stop; i += LANES) {
-      const f32 z = rule_logits<CAPPED>(load(x + i), rule);
+      const f32 z = apply_rule<CAPPED>(load(x + i), rule);
       highest = z > highest ? z : highest;
       total += z;
     }
     if (i < stop) {
-      const f32 z = rule_logits<CAPPED>(load(x + i, stop - i, 0.0f), rule);
+      const f32 z = apply_rule<CAPPED>(load(x + i, stop - i, 0.0f), rule);
       for (int64_t k = 0; i + k < stop; ++k) {
         highest[k] = z[k] > highest[k] ? z[k] : highest[k];
         total[k] += z[k];
@@ -194,31 +194,31 @@ void values_of_row(const T* x, int64_t columns, int64_t target, const Rule& rule
       for (int64_t k = count; k < LANES; ++k) e[k] = 0;
       total += e;
       // a masked class has e = 0 and d = -inf
-      products += e * (d > -1e30f ? d : all(-1e30f));
+      products += e * (d > -1e30f ? d : broadcast(-1e30f));
       squares += e * e;
     };
     int64_t i = start;
-    for (; i + LANES <= stop; i += LANES) add(rule_logits<CAPPED>(load(x + i), rule) - shift, LANES);
-    if (i < stop) add(rule_logits<CAPPED>(load(x + i, stop - i, 0.0f), rule) - shift, stop - i);
+    for (; i + LANES <= stop; i += LANES) add(apply_rule<CAPPED>(load(x + i), rule) - shift, LANES);
+    if (i < stop) add(apply_rule<CAPPED>(load(x + i, stop - i, 0.0f), rule) - shift, stop - i);
     sum_of_exp += sum(total), weighted += sum(products), squared += sum(squares);
   });
   for (int k = 0; k < exact.count; ++k) {
-    const double was = exact.was[k] - shift, is = exact.is[k] - shift;
-    const double before = std::exp(was), now = std::exp(is);
-    sum_of_exp += now - before;
-    weighted += now * is - (before > 0 ? before * was : 0);
-    squared += now * now - before * before;
+    const double old_z = exact.rounded[k] - shift, new_z = exact.values[k] - shift;
+    const double old_exp = std::exp(old_z), new_exp = std::exp(new_z);
+    sum_of_exp += new_exp - old_exp;
+    weighted += new_exp * new_z - (old_exp > 0 ? old_exp * old_z : 0);
+    squared += new_exp * new_exp - old_exp * old_exp;
   }
-  if (values.at)
-    for (int k = 0; k < MADE_AGAIN; ++k) {
-      values.at[r * MADE_AGAIN + k] = k < exact.count ? exact.at[k] : -1;
-      values.is[r * MADE_AGAIN + k] = k < exact.count ? exact.is[k] : 0;
+  if (values.recomputed_columns)
+    for (int k = 0; k < RECOMPUTED; ++k) {
+      values.recomputed_columns[r * RECOMPUTED + k] = k < exact.count ? exact.columns[k] : -1;
+      values.recomputed_logits[r * RECOMPUTED + k] = k < exact.count ? exact.values[k] : 0;
     }
   const double log_total = std::log(sum_of_exp);
   const float lse = (float)log_total + shift;
   values.lse[r] = lse;
-  const int here = exact.of(target);
-  values.log_probs[r] = (here < 0 ? rule_logits<CAPPED>(all(load_one(x + target)), rule)[0] : exact.is[here]) - lse;
+  const int position = exact.find(target);
+  values.log_probs[r] = (position < 0 ? apply_rule<CAPPED>(broadcast(load_one(x + target)), rule)[0] : exact.values[position]) - lse;
   if (values.entropy) values.entropy[r] = (float)(log_total - weighted / sum_of_exp);
   if (values.log_sum_sq) values.log_sum_sq[r] = (float)(std::log(squared) - 2 * log_total);
   if (values.mean) values.mean[r] = (float)(mean / columns);
@@ -227,17 +227,17 @@ void values_of_row(const T* x, int64_t columns, int64_t target, const Rule& rule
   if (exact.count) {
     int best = 0;
     for (int k = 1; k < exact.count; ++k)
-      if (exact.is[k] > exact.is[best] || (exact.is[k] == exact.is[best] && exact.at[k] < exact.at[best])) best = k;
-    values.top1[r] = exact.at[best];
+      if (exact.values[k] > exact.values[best] || (exact.values[k] == exact.values[best] && exact.columns[k] < exact.columns[best])) best = k;
+    values.top1[r] = exact.columns[best];
     return;
   }
-  bool found = false;
-  for (int64_t i = 0; i < columns && !found; i += LANES) {
+  bool is_found = false;
+  for (int64_t i = 0; i < columns && !is_found; i += LANES) {
     const int64_t left = columns - i < LANES ? columns - i : LANES;
-    const f32 z = rule_logits<CAPPED>(left == LANES ? load(x + i) : load(x + i, left, 0.0f), rule);
+    const f32 z = apply_rule<CAPPED>(left == LANES ? load(x + i) : load(x + i, left, 0.0f), rule);
     if (max(z) < top) continue;
-    for (int64_t k = 0; k < left && !found; ++k)
-      if (z[k] == top) values.top1[r] = i + k, found = true;
+    for (int64_t k = 0; k < left && !is_found; ++k)
+      if (z[k] == top) values.top1[r] = i + k, is_found = true;
   }
 }
 
@@ -246,12 +246,12 @@ void values(const T* logits, Shape s, const int64_t* targets, Rule rule, Source 
 #pragma omp parallel for schedule(dynamic, share(s.columns)) num_threads(team(s.rows * s.columns, threads))
   for (int64_t r = 0; r < s.rows; ++r) {
     const T* x = logits + r * s.row_stride;
-    values_of_row<CAPPED>(x, s.columns, targets[r], rule, made_again<CAPPED>(x, s.columns, targets[r], rule, source, r), r, into);
+    values_of_row<CAPPED>(x, s.columns, targets[r], rule, recompute_logits<CAPPED>(x, s.columns, targets[r], rule, source, r), r, into);
   }
 }
 
 template <bool CAPPED, class T>
-void value_gradients(const T* logits, Shape s, const int64_t* targets, const float* lse, Upstream up, const int64_t* again, const float* is,
+void value_gradients(const T* logits, Shape s, const int64_t* targets, const float* lse, Upstream up, const int64_t* recomputed_columns, const float* recomputed_logits,
                      Rule rule, T* out, int64_t out_stride, int64_t first, int threads) {
 #pragma omp parallel for schedule(dynamic, share(s.columns)) num_threads(team(s.rows * s.columns, threads))
   for (int64_t r = 0; r < s.rows; ++r) {
@@ -260,35 +260,35 @@ void value_gradients(const T* logits, Shape s, const int64_t* targets, const flo
     const float at = up.dlog_probs ? up.dlog_probs[r] : 0.0f;
     const float constant = (up.dlse ? up.dlse[r] : 0.0f) - at;
     const float dentropy = up.dentropy ? up.dentropy[r] : 0.0f, entropy = up.entropy ? up.entropy[r] : 0.0f;
-    const auto of_z = [&](f32 z) {
+    const auto gradient_of_z = [&](f32 z) {
       const f32 log_p = z - lse[r];
-      f32 factor = all(constant);
-      if (dentropy != 0) factor -= dentropy * ((log_p > -1e30f ? log_p : all(-1e30f)) + entropy);
+      f32 factor = broadcast(constant);
+      if (dentropy != 0) factor -= dentropy * ((log_p > -1e30f ? log_p : broadcast(-1e30f)) + entropy);
       return exp(log_p) * factor;
     };
-    const auto gradient = [&](f32 v) { return of_z(rule_logits<CAPPED>(v, rule)); };
+    const auto gradient = [&](f32 v) { return gradient_of_z(apply_rule<CAPPED>(v, rule)); };
     const int64_t target = targets[r] - first;
-    const bool here = up.dlog_probs && target >= 0 && target < s.columns;
+    const bool has_target = up.dlog_probs && target >= 0 && target < s.columns;
     float at_target = 0;
-    if (here) {
+    if (has_target) {
       // in fp32, before its logit may be overwritten
-      const f32 v = all(load_one(x + target));
+      const f32 v = broadcast(load_one(x + target));
       at_target = ((gradient(v) + at) * slope<CAPPED>(v, rule))[0];
     }
-    float made[MADE_AGAIN];
-    for (int k = 0; again && k < MADE_AGAIN; ++k) {
-      const int64_t column = again[r * MADE_AGAIN + k] - first;
+    float gradients[RECOMPUTED];
+    for (int k = 0; recomputed_columns && k < RECOMPUTED; ++k) {
+      const int64_t column = recomputed_columns[r * RECOMPUTED + k] - first;
       if (column < 0 || column >= s.columns) continue;
-      const f32 v = all(load_one(x + column));
-      made[k] = ((of_z(all(is[r * MADE_AGAIN + k])) + (here && column == target ? at : 0.0f)) * slope<CAPPED>(v, rule))[0];
+      const f32 v = broadcast(load_one(x + column));
+      gradients[k] = ((gradient_of_z(broadcast(recomputed_logits[r * RECOMPUTED + k])) + (has_target && column == target ? at : 0.0f)) * slope<CAPPED>(v, rule))[0];
     }
     each_vector(s.columns, [&](int64_t i, auto left) {
       const f32 v = load(x + i, left, 0.0f);
       store(g + i, gradient(v) * slope<CAPPED>(v, rule), left);
     });
-    if (here) store(g + target, all(at_target), 1);
-    for (int k = 0; again && k < MADE_AGAIN; ++k)
-      if (const int64_t column = again[r * MADE_AGAIN + k] - first; column >= 0 && column < s.columns) store(g + column, all(made[k]), 1);
+    if (has_target) store(g + target, broadcast(at_target), 1);
+    for (int k = 0; recomputed_columns && k < RECOMPUTED; ++k)
+      if (const int64_t column = recomputed_columns[r * RECOMPUTED + k] - first; column >= 0 && column < s.columns) store(g + column, broadcast(gradients[k]), 1);
   }
 }
 
@@ -324,24 +324,24 @@ extern "C" void gradients_from_lse(int64_t dtype, const void* logits, int64_t ro
 extern "C" void row_values(int64_t dtype, const void* logits, int64_t rows, int64_t columns, int64_t row_stride, const int64_t* targets,
                              float scale, float softcap, float* log_probs, float* lse, float* entropy, float* log_sum_sq, float* mean,
                            int64_t* top1, const void* x, int64_t x_stride, const void* weight, int64_t weight_stride, int64_t size,
-                           const void* bias, int64_t* at, float* is, int threads) {
+                           const void* bias, int64_t* recomputed_columns, float* recomputed_logits, int threads) {
   with_dtype(dtype, [&](auto t) {
     using T = decltype(t);
     (softcap != 0 ? values<true, T> : values<false, T>)((const T*)logits, {rows, columns, row_stride}, targets, Rule{0, 0, scale, softcap, 0},
                                                         {x, x_stride, weight, weight_stride, size, bias},
-                                                        {log_probs, lse, entropy, log_sum_sq, mean, top1, at, is}, threads);
+                                                        {log_probs, lse, entropy, log_sum_sq, mean, top1, recomputed_columns, recomputed_logits}, threads);
   });
 }
 
 // the logits' columns are the classes from `first` on; out may be the logits themselves
 extern "C" void row_value_gradients(int64_t dtype, const void* logits, int64_t rows, int64_t columns, int64_t row_stride,
                                   const int64_t* targets, const float* lse, const float* dlog_probs, const float* dlse,
-                                    const float* dentropy, const float* entropy, const int64_t* at, const float* is, float scale,
+                                    const float* dentropy, const float* entropy, const int64_t* recomputed_columns, const float* recomputed_logits, float scale,
                                     float softcap, void* out, int64_t out_stride, int64_t first, int threads) {
   with_dtype(dtype, [&](auto t) {
     using T = decltype(t);
     (softcap != 0 ? value_gradients<true, T> : value_gradients<false, T>)((const T*)logits, {rows, columns, row_stride}, targets, lse,
-                                                            {dlog_probs, dlse, dentropy, entropy}, at, is,
+                                                            {dlog_probs, dlse, dentropy, entropy}, recomputed_columns, recomputed_logits,
                                                                       Rule{0, 0, scale, softcap, 0}, (T*)out, out_stride, first, threads);
   });
 }

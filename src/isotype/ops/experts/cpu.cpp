@@ -8,7 +8,7 @@ using namespace isotype;
 // `ends`: where each expert's rows end. Strides are in elements.
 
 // x [rows, n] by the matrix of each row's expert, [n, columns] with strides (w_step, w_column_step), one of which is 1: one call, in which a
-// matrix is turned over once.
+// matrix is transposed once.
 extern "C" void multiply(const uint16_t* x, const uint16_t* w, uint16_t* out, const int64_t* ends, int64_t experts, int64_t n,
                          int64_t columns, int64_t x_step, int64_t w_expert_step, int64_t w_step, int64_t w_column_step, int64_t out_step,
                          int threads) {
@@ -70,14 +70,14 @@ struct Gate {
 
 template <class A>
 inline Gate gated(A, f32 gate, f32 up, float, float) {
-  const Activated made = activated<A::value>(gate);
-  return {made.value * up, made.slope * up, made.value};
+  const Activated result = activated<A::value>(gate);
+  return {result.value * up, result.slope * up, result.value};
 }
 
 struct Clamped {};
 
 inline Gate gated(Clamped, f32 gate, f32 up, float alpha, float limit) {
-  const f32 g = gate > limit ? all(limit) : gate, u = up > limit ? all(limit) : up < -limit ? all(-limit) : up;
+  const f32 g = gate > limit ? broadcast(limit) : gate, u = up > limit ? broadcast(limit) : up < -limit ? broadcast(-limit) : up;
   const f32 s = sigmoid(alpha * g), value = g * s;
   const f32 slope = s * (1.0f + alpha * g * (1.0f - s)) * (u + 1.0f);
   return {(u + 1.0f) * value, gate > limit ? f32{} : slope, up > limit || up < -limit ? f32{} : value};
@@ -147,7 +147,7 @@ extern "C" void activate(int64_t dtype, const void* g, void* h, int64_t rows, in
   });
 }
 
-// dg of dh times each row's weight; h again, where it is wanted; and the inner product of h and dh, before the weight is multiplied in.
+// dg of dh times each row's weight; h, recomputed, where it is needed; and the inner product of h and dh, before the weight is multiplied in.
 extern "C" void backward(int64_t dtype, const void* g, const void* dh, const float* weights, void* dg, void* h, float* products,
                          int64_t rows, int64_t inner, int64_t kind, float alpha, float limit, int threads) {
   with_gate(dtype, kind, [&](auto t, auto a) {
@@ -160,10 +160,10 @@ extern "C" void backward(int64_t dtype, const void* g, const void* dh, const flo
         f32 gate, up;
         load_pair(a, (const T*)g + row * 2 * inner, inner, i, inner - i, gate, up);
         const f32 d = load((const T*)dh + row * inner + i, inner - i, 0.0f);
-        const Gate made = gated(a, gate, up, alpha, limit);
-        product += made.value * d;
-        store_pair(a, (T*)dg + row * 2 * inner, inner, i, inner - i, d * w * made.by_gate, d * w * made.by_up);
-        if (h) store((T*)h + row * inner + i, made.value, inner - i);
+        const Gate result = gated(a, gate, up, alpha, limit);
+        product += result.value * d;
+        store_pair(a, (T*)dg + row * 2 * inner, inner, i, inner - i, d * w * result.by_gate, d * w * result.by_up);
+        if (h) store((T*)h + row * inner + i, result.value, inner - i);
       }
       products[row] = sum(product);
     }

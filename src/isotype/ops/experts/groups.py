@@ -64,7 +64,7 @@ def _max_rows_per_expert() -> int:
     return 0 if torch.cpu._is_amx_tile_supported() else 1024
 
 
-def _as_c_array(ends: list[int]) -> tuple[array[int], int]:
+def _make_c_array(ends: list[int]) -> tuple[array[int], int]:
     # the array is returned so that it lives as long as the call
     values = array("q", ends)
     return values, values.buffer_info()[0]
@@ -76,7 +76,7 @@ def _as_c_array(ends: list[int]) -> tuple[array[int], int]:
 )
 def _cpp_multiply_(x_SN: Tensor, matrices_ENM: Tensor, out_SM: Tensor, ends: list[int]) -> None:
     """out = x by the matrix of each row's expert; one of a matrix's two strides is 1."""
-    c_ends, address = _as_c_array(ends)
+    c_ends, address = _make_c_array(ends)
     KERNELS(
         "multiply",
         x_SN,
@@ -100,7 +100,7 @@ def _cpp_shrink(x_SN: Tensor, a_ERN: Tensor, ends: list[int]) -> Tensor:
     """x Aᵀ of each row's expert; one of A's last two strides is 1."""
     _, ranks, features = a_ERN.shape
     out = x_SN.new_empty(x_SN.shape[0], ranks)
-    c_ends, address = _as_c_array(ends)
+    c_ends, address = _make_c_array(ends)
     KERNELS(
         "shrink",
         x_SN,
@@ -122,7 +122,7 @@ def _cpp_shrink(x_SN: Tensor, a_ERN: Tensor, ends: list[int]) -> Tensor:
 )
 def _cpp_expand_(y_SM: Tensor, xa_SR: Tensor, b_EMR: Tensor, ends: list[int], scale: float) -> None:
     """y += scale xa Bᵀ of each row's expert; one of B's last two strides is 1."""
-    c_ends, address = _as_c_array(ends)
+    c_ends, address = _make_c_array(ends)
     expert_step, step, rank_step = b_EMR.stride()
     KERNELS(
         "expand",
@@ -150,7 +150,7 @@ def _cpp_gradient_(
     lhs_SM: Tensor, rhs_SN: Tensor, out_EMN: Tensor, ends: list[int], scale: float
 ) -> None:
     """into = scale leftᵀ right of each expert with rows, in fp32, of any strides."""
-    c_ends, address = _as_c_array(ends)
+    c_ends, address = _make_c_array(ends)
     expert_step, m_step, n_step = out_EMN.stride()
     # the kernel's ranks are the narrower side
     if lhs_SM.shape[1] <= rhs_SN.shape[1]:

@@ -52,10 +52,10 @@ extern "C" void backward(int64_t dtype, const void* x, const void* up, const voi
         const Activated y = activated<decltype(a)::value>(load(g + i, left, 0.0f));
         const f32 slopes = load(d + i, left, 0.0f);
         if constexpr (decltype(gated)::value) {
-          const f32 other = load(u + i, left, 0.0f);
-          store(dg + i, slopes * other * y.slope, left);
+          const f32 up_value = load(u + i, left, 0.0f);
+          store(dg + i, slopes * up_value * y.slope, left);
           store(du + i, slopes * y.value, left);
-          if (out) store(out + i, y.value * other, left);
+          if (out) store(out + i, y.value * up_value, left);
         } else {
           store(dg + i, slopes * y.slope, left);
           if (out) store(out + i, y.value, left);

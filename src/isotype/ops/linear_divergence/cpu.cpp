@@ -1,4 +1,4 @@
-// Divergences of two rows of logits that stay in a core's cache: each row is widened once, and its largest logits are made again in fp32.
+// Divergences of two rows of logits that stay in a core's cache: each row is widened once, and its largest logits are recomputed in fp32.
 // fp32 inside whatever the logits' dtypes; block sums are added in double, so that the error does not grow with the vocabulary.
 #include <type_traits>
 #include <vector>
@@ -31,21 +31,21 @@ void with_side(const Side& side, F&& f) {
 void widen(const Side& side, int64_t r, int64_t columns, float* z) {
   with_side(side, [&](auto capped, auto v) {
     const auto* x = (const decltype(v)*)side.logits + r * side.stride;
-    each_vector(columns, [&](int64_t i, auto left) { store(z + i, rule_logits<capped>(load(x + i, left, 0.0f), side.rule), left); });
+    each_vector(columns, [&](int64_t i, auto left) { store(z + i, apply_rule<capped>(load(x + i, left, 0.0f), side.rule), left); });
   });
 }
 
-// the classes `exact.at`, made again
-void again(const Side& side, int64_t r, const Exact& exact, float* z) {
+// replaces the logits of the classes `exact.columns` by recomputed ones
+void replace_logits(const Side& side, int64_t r, const RecomputedLogits& exact, float* z) {
   if (!side.source.x) return;
   with_side(side, [&](auto capped, auto v) {
-    for (int k = 0; k < exact.count; ++k) z[exact.at[k]] = logit_again<capped, decltype(v)>(side.rule, side.source, r, exact.at[k]);
+    for (int k = 0; k < exact.count; ++k) z[exact.columns[k]] = recompute_logit<capped, decltype(v)>(side.rule, side.source, r, exact.columns[k]);
   });
 }
 
 // f(first, count) gives a vector whose lanes past `count` are 0: their sum
 template <class F>
-double total_of(int64_t columns, F&& f) {
+double sum_columns(int64_t columns, F&& f) {
   constexpr int64_t BLOCK = 8192;
   double total = 0;
   for (int64_t start = 0; start < columns; start += BLOCK) {
@@ -59,13 +59,13 @@ double total_of(int64_t columns, F&& f) {
 
 // z becomes log-probabilities; exp(z - top) goes to e
 void log_softmax(float* z, float* e, int64_t columns) {
-  f32 highest = all(-INFINITY);
+  f32 highest = broadcast(-INFINITY);
   each_vector(columns, [&](int64_t i, auto left) {
     const f32 x = load(z + i, left, -INFINITY);
     highest = x > highest ? x : highest;
   });
   const float top = max(highest);
-  const double total = total_of(columns, [&](int64_t i, auto left) {
+  const double total = sum_columns(columns, [&](int64_t i, auto left) {
     const f32 x = exp(load(z + i, left, -INFINITY) - top);
     store(e + i, x, left);
     return x;
@@ -74,41 +74,41 @@ void log_softmax(float* z, float* e, int64_t columns) {
   each_vector(columns, [&](int64_t i, auto left) {
     // a masked class: p ln p is 0 where p is
     const f32 x = load(z + i, left, 0.0f) - lse;
-    store(z + i, x > -1e30f ? x : all(-1e30f), left);
+    store(z + i, x > -1e30f ? x : broadcast(-1e30f), left);
     store(e + i, load(e + i, left, 0.0f) * scale, left);
   });
 }
 
 // the student's entropy, -sum of p s
-double entropy_of(const float* s, const float* p, int64_t columns) {
-  return -total_of(columns, [&](int64_t i, auto left) { return load(p + i, left, 0.0f) * load(s + i, left, 0.0f); });
+double row_entropy(const float* s, const float* p, int64_t columns) {
+  return -sum_columns(columns, [&](int64_t i, auto left) { return load(p + i, left, 0.0f) * load(s + i, left, 0.0f); });
 }
 
 // The divergence of a row. s, t: log-probabilities. p, q: probabilities. t becomes ln(p / m) of the mixture m (ln(p / q) for beta 1),
-// which the gradient needs, and stays what it is for beta 0. `mine`: sum of p ln(p / m).
-double divergence(const float* s, float* t, const float* p, const float* q, int64_t columns, float beta, double& mine) {
+// which the gradient needs, and stays what it is for beta 0. `student_sum`: sum of p ln(p / m).
+double divergence(const float* s, float* t, const float* p, const float* q, int64_t columns, float beta, double& student_sum) {
   if (beta == 0)
-    return total_of(columns, [&](int64_t i, auto left) {
+    return sum_columns(columns, [&](int64_t i, auto left) {
       return load(q + i, left, 0.0f) * (load(t + i, left, 0.0f) - load(s + i, left, 0.0f));
     });
-  mine = total_of(columns, [&](int64_t i, auto left) {
+  student_sum = sum_columns(columns, [&](int64_t i, auto left) {
     const f32 ratio = load(s + i, left, 0.0f) - load(t + i, left, 0.0f);
     store(t + i, ratio, left);
     return load(p + i, left, 0.0f) * ratio;
   });
-  if (beta == 1) return mine;
+  if (beta == 1) return student_sum;
   // ln(p / m) = -ln(1 - beta + beta q / p), without the cancellation of two large logarithms; past e^80 one of p and q is nothing
   const auto to_mixture = [&](f32 ratio) {
-    const f32 up = -ratio, held = up > 80.0f ? all(80.0f) : up < -80.0f ? all(-80.0f) : up;
-    return -log(1.0f + beta * (exp(held) - 1.0f));
+    const f32 up = -ratio, clamped = up > 80.0f ? broadcast(80.0f) : up < -80.0f ? broadcast(-80.0f) : up;
+    return -log(1.0f + beta * (exp(clamped) - 1.0f));
   };
-  const double theirs = total_of(columns, [&](int64_t i, auto left) {
+  const double teacher_sum = sum_columns(columns, [&](int64_t i, auto left) {
     const f32 ratio = load(t + i, left, 0.0f), to_m = to_mixture(ratio), up = -ratio;
     store(t + i, to_m, left);
-    return load(q + i, left, 0.0f) * ((up > 80.0f ? all(80.0f) : up) + to_m);
+    return load(q + i, left, 0.0f) * ((up > 80.0f ? broadcast(80.0f) : up) + to_m);
   });
-  mine = total_of(columns, [&](int64_t i, auto left) { return load(p + i, left, 0.0f) * load(t + i, left, 0.0f); });
-  return beta * theirs + (1 - beta) * mine;
+  student_sum = sum_columns(columns, [&](int64_t i, auto left) { return load(p + i, left, 0.0f) * load(t + i, left, 0.0f); });
+  return beta * teacher_sum + (1 - beta) * student_sum;
 }
 
 }  // namespace
@@ -118,38 +118,38 @@ extern "C" void divergences(int64_t dtype, const void* logits, int64_t rows, int
                             const void* x, int64_t x_stride, const void* weight, int64_t weight_stride, int64_t size, const void* bias,
                             int64_t teacher_dtype, const void* teacher_logits, int64_t teacher_stride, float teacher_scale,
                             float teacher_softcap, const void* teacher_x, int64_t teacher_x_stride, const void* teacher_weight,
-                            int64_t teacher_weight_stride, int64_t teacher_size, const void* teacher_bias, float beta, float* found,
+                            int64_t teacher_weight_stride, int64_t teacher_size, const void* teacher_bias, float beta, float* out_divergence,
                             float* entropy, const float* upstream, void* out, int64_t out_stride, int threads) {
   const Side student{dtype, logits, stride, {0, 0, scale, softcap, 0}, {x, x_stride, weight, weight_stride, size, bias}};
   const Side teacher{teacher_dtype, teacher_logits, teacher_stride, {0, 0, teacher_scale, teacher_softcap, 0},
                      {teacher_x, teacher_x_stride, teacher_weight, teacher_weight_stride, teacher_size, teacher_bias}};
 #pragma omp parallel num_threads(team(rows * columns, threads))
   {
-    std::vector<float> room(4 * columns);
-    float *s = room.data(), *t = s + columns, *p = t + columns, *q = p + columns;
+    std::vector<float> buffer(4 * columns);
+    float *s = buffer.data(), *t = s + columns, *p = t + columns, *q = p + columns;
 #pragma omp for schedule(dynamic, share(columns))
     for (int64_t r = 0; r < rows; ++r) {
       widen(student, r, columns, s), widen(teacher, r, columns, t);
       if (student.source.x || teacher.source.x) {
-        const Rule as_they_are{0, 0, 1, 0, 0};
-        const Exact both[] = {largest<false>(s, columns, as_they_are), largest<false>(t, columns, as_they_are)};
-        for (const auto& exact : both) again(student, r, exact, s), again(teacher, r, exact, t);
+        const Rule no_rule{0, 0, 1, 0, 0};
+        const RecomputedLogits of_each_side[] = {find_largest<false>(s, columns, no_rule), find_largest<false>(t, columns, no_rule)};
+        for (const auto& exact : of_each_side) replace_logits(student, r, exact, s), replace_logits(teacher, r, exact, t);
       }
       log_softmax(s, p, columns), log_softmax(t, q, columns);
-      if (entropy) entropy[r] = (float)entropy_of(s, p, columns);
-      double mine = 0;
-      found[r] = (float)divergence(s, t, p, q, columns, beta, mine);
+      if (entropy) entropy[r] = (float)row_entropy(s, p, columns);
+      double student_sum = 0;
+      out_divergence[r] = (float)divergence(s, t, p, q, columns, beta, student_sum);
       if (!upstream) continue;
-      const float factor = upstream[r] * (beta == 0 || beta == 1 ? 1 : 1 - beta), kl = (float)mine;
+      const float factor = upstream[r] * (beta == 0 || beta == 1 ? 1 : 1 - beta), kl = (float)student_sum;
       with_side(student, [&](auto capped, auto v) {
         using T = decltype(v);
         const T* from = (const T*)logits + r * stride;
         T* g = (T*)out + r * out_stride;
         each_vector(columns, [&](int64_t i, auto left) {
-          const f32 mine_p = load(p + i, left, 0.0f);
+          const f32 probability = load(p + i, left, 0.0f);
           // through the mixture the derivatives cancel
-          const f32 by_z = beta == 0 ? mine_p - load(q + i, left, 0.0f) : mine_p * (load(t + i, left, 0.0f) - kl);
-          store(g + i, by_z * factor * slope<capped>(load(from + i, left, 0.0f), student.rule), left);
+          const f32 gradient = beta == 0 ? probability - load(q + i, left, 0.0f) : probability * (load(t + i, left, 0.0f) - kl);
+          store(g + i, gradient * factor * slope<capped>(load(from + i, left, 0.0f), student.rule), left);
         });
       });
     }

@@ -5,17 +5,17 @@ using namespace isotype;
 
 namespace {
 
-// other may be null; else the rows normed are x + other, rounded to X and written to total
+// residual may be null; else the norm is of x + residual, rounded to X and written to total
 template <class X, class Y>
-void norm(const X* x, const X* other, const float* weight, Y* y, float* scale, X* total, int64_t rows, int64_t columns, int64_t x_stride,
-          int64_t other_stride, float eps, int threads) {
+void norm(const X* x, const X* residual, const float* weight, Y* y, float* scale, X* total, int64_t rows, int64_t columns, int64_t x_stride,
+          int64_t residual_stride, float eps, int threads) {
 #pragma omp parallel for schedule(dynamic, share(columns)) num_threads(team(rows * columns, threads))
   for (int64_t r = 0; r < rows; ++r) {
     const X* row = x + r * x_stride;
-    if (other) {
+    if (residual) {
       X* sums = total + r * columns;
       each_vector(columns, [=](int64_t i, auto left) {
-        store(sums + i, load(row + i, left, 0.0f) + load(other + r * other_stride + i, left, 0.0f), left);
+        store(sums + i, load(row + i, left, 0.0f) + load(residual + r * residual_stride + i, left, 0.0f), left);
       });
       row = sums;
     }
@@ -39,10 +39,10 @@ void norm(const X* x, const X* other, const float* weight, Y* y, float* scale, X
 }
 
 // partial[block]: the weight's gradient, summed over a block of rows; blocks follow from the shape, not from the threads, so that a run
-// repeats on any number of them. more may be null; else it is added to dx: the gradient of x by another way
+// repeats on any number of them. added_grad may be null; else it is added to dx: another gradient of x
 template <class X, class Y>
-void gradients(const X* x, const float* weight, const float* scale, const Y* dy, const X* more, X* dx, float* partial, int64_t rows,
-               int64_t columns, int64_t x_stride, int64_t dy_stride, int64_t more_stride, int64_t block_rows, int threads) {
+void gradients(const X* x, const float* weight, const float* scale, const Y* dy, const X* added_grad, X* dx, float* partial, int64_t rows,
+               int64_t columns, int64_t x_stride, int64_t dy_stride, int64_t added_grad_stride, int64_t block_rows, int threads) {
   const int64_t blocks = (rows + block_rows - 1) / block_rows;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(team(rows * columns, threads))
   for (int64_t block = 0; block < blocks; ++block) {
@@ -62,8 +62,8 @@ void gradients(const X* x, const float* weight, const float* scale, const Y* dy,
       const float mean = sum(products) / columns;
       each_vector(columns, [=](int64_t i, auto left) {
         const f32 normed = load(row + i, left, 0.0f) * s, g = load(slopes + i, left, 0.0f) * load(weight + i, left, 0.0f);
-        const f32 own = s * (g - normed * mean);
-        store(dx + r * columns + i, more ? own + load(more + r * more_stride + i, left, 0.0f) : own, left);
+        const f32 gradient = s * (g - normed * mean);
+        store(dx + r * columns + i, added_grad ? gradient + load(added_grad + r * added_grad_stride + i, left, 0.0f) : gradient, left);
       });
     }
   }
@@ -71,26 +71,26 @@ void gradients(const X* x, const float* weight, const float* scale, const Y* dy,
 
 }  // namespace
 
-extern "C" void forward(int64_t x_dtype, int64_t y_dtype, const void* x, const void* other, const float* weight, void* y, float* scale,
-                        void* total, int64_t rows, int64_t columns, int64_t x_stride, int64_t other_stride, float eps, int threads) {
+extern "C" void forward(int64_t x_dtype, int64_t y_dtype, const void* x, const void* residual, const float* weight, void* y, float* scale,
+                        void* total, int64_t rows, int64_t columns, int64_t x_stride, int64_t residual_stride, float eps, int threads) {
   with_dtype(x_dtype, [&](auto a) {
     with_dtype(y_dtype, [&](auto b) {
       using X = decltype(a);
       using Y = decltype(b);
-      norm((const X*)x, (const X*)other, weight, (Y*)y, scale, (X*)total, rows, columns, x_stride, other_stride, eps, threads);
+      norm((const X*)x, (const X*)residual, weight, (Y*)y, scale, (X*)total, rows, columns, x_stride, residual_stride, eps, threads);
     });
   });
 }
 
 // partial may be null: no gradient of the weight
 extern "C" void backward(int64_t x_dtype, int64_t dy_dtype, const void* x, const float* weight, const float* scale, const void* dy,
-                         const void* more, void* dx, float* partial, int64_t rows, int64_t columns, int64_t x_stride, int64_t dy_stride,
-                         int64_t more_stride, int64_t block_rows, int threads) {
+                         const void* added_grad, void* dx, float* partial, int64_t rows, int64_t columns, int64_t x_stride, int64_t dy_stride,
+                         int64_t added_grad_stride, int64_t block_rows, int threads) {
   with_dtype(x_dtype, [&](auto a) {
     with_dtype(dy_dtype, [&](auto b) {
       using X = decltype(a);
       using Y = decltype(b);
-      gradients((const X*)x, weight, scale, (const Y*)dy, (const X*)more, (X*)dx, partial, rows, columns, x_stride, dy_stride, more_stride,
+      gradients((const X*)x, weight, scale, (const Y*)dy, (const X*)added_grad, (X*)dx, partial, rows, columns, x_stride, dy_stride, added_grad_stride,
                 block_rows, threads);
     });
   });
