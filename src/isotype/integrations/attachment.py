@@ -50,8 +50,8 @@ class Attachment:
     manifests  model ("model", "ref_model", ...) -> what `optimize` replaced there
     notes      further lines to print
     undo       functions that undo the changes, called in reverse order
-    accumulator  where low-precision weights are trained: holds their gradients
-    optimizers   the trainer's optimizer and scheduler before
+    accumulator  holds the gradients where low-precision weights are trained
+    optimizers   the trainer's own optimizer and scheduler, from before `attach`
     """
 
     trainer: Any
@@ -68,20 +68,20 @@ class Attachment:
         return self.resolved.precision
 
     def install(self, part: Any) -> Any:
-        """Installs a part, and removes it where the trainer is detached, or a later part fails."""
+        """Installs a part. It is removed when the trainer is detached, or when a later part fails."""
         self.undo.append(part.remove)
         part.install()
         return part
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """A parameter's summed gradient, wherever it is."""
+        """A parameter's summed gradient, from the accumulator or from `.grad`."""
         if self.accumulator is None:
             return parameter.grad
         return self.accumulator.gradient(parameter)
 
     def restore_optimizers(self) -> None:
-        """After a `train` that raised: the next one makes its optimizer and scheduler from the
-        arguments as they are then.
+        """Restores the trainer's optimizer and scheduler after a `train` that raised. The next
+        `train` builds them from its arguments.
         """
         self.trainer.optimizer, self.trainer.lr_scheduler = self.optimizers
         self.trainer.accelerator._optimizers.clear()
@@ -122,7 +122,7 @@ class Attachment:
 
 
 def running_trainers() -> list[Any]:
-    """The trainers whose `train` runs now, the innermost first."""
+    """The trainers whose `train` is on the stack, the innermost first."""
     trainers: list[Any] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -135,15 +135,15 @@ def running_trainers() -> list[Any]:
 
 
 def is_running(trainer: Any) -> bool:
-    """Whether the trainer's `train` runs now. Its `is_in_train` alone does not tell, as it stays
-    true after a `train` that raised.
+    """Whether the trainer's `train` runs now. `is_in_train` alone stays true after a `train` that
+    raised.
     """
     return bool(trainer.is_in_train) and any(running is trainer for running in running_trainers())
 
 
 def remove_accelerate_wrappers(trainer: Any) -> None:
-    """Takes off the wrappers that accelerate put around the model in an earlier `train` or
-    `evaluate`; the next one wraps it anew.
+    """Removes the wrappers that accelerate put around the model in an earlier `train` or `evaluate`.
+    The next one wraps it again.
     """
     accelerator = trainer.accelerator
     model = trainer.model
@@ -158,8 +158,8 @@ def remove_accelerate_wrappers(trainer: Any) -> None:
 
 
 def unwrap_forward(model: nn.Module) -> dict[str, Any]:
-    """Gives a model the forward from before accelerate's autocast; returns the attributes that
-    bring it back.
+    """Restores the forward that a model had before accelerate's autocast. Returns the attributes
+    with which `vars(model).update` puts the wrapper back.
     """
     if "_original_forward" not in model.__dict__ or "forward" not in model.__dict__:
         return {}
@@ -179,8 +179,8 @@ def collect_models(trainer: Any) -> dict[str, nn.Module]:
 
 
 def trained_names(trainer: Any, name: str) -> set[str]:
-    """Names of the parameters of one of `models_of` that are trained, or that a reference has from
-    the trained model. A teacher is another model.
+    """Names of the trained parameters in one of `collect_models`. A reference has those of the
+    trained model; a teacher is another model and has none.
     """
     if name == "teacher_model":
         return set()
@@ -201,10 +201,11 @@ class MethodWrappers:
         self.originals: list[tuple[str, Any]] = []
 
     def wrap(self, name: str, wrapper: Callable[..., Any]) -> None:
-        """`around(original, *args, **kwargs)` is called instead of `trainer.name`; `original` is
-        the bound method that was there.
+        """Calls to `trainer.name` become `wrapper(original, *args, **kwargs)`, where `original` is
+        the bound method.
         """
-        trainer, original = self.trainer, getattr(self.trainer, name)
+        trainer = self.trainer
+        original = getattr(trainer, name)
         self.originals.append((name, trainer.__dict__.get(name, _ABSENT)))
 
         @functools.wraps(original)
@@ -223,8 +224,8 @@ class MethodWrappers:
 
 
 def user_override(trainer: Any, method: str) -> str | None:
-    """`Class.method at file:line` where a user's own class, not transformers' or TRL's, defines
-    this method.
+    """`Class.method at file:line` where a user's own class defines this method; None where the
+    method is that of transformers or TRL.
     """
     for cls in type(trainer).__mro__:
         if method in cls.__dict__:

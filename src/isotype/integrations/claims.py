@@ -31,12 +31,8 @@ from ..training.preflight.static import TYPICAL_UPDATE, stuck_share
 from .attachment import Claim, collect_models, is_running, trained_names
 from .weights import check_low_precision_training
 
-_ACCELERATE_DTYPES = {
-    "bf16": "bf16",
-    "fp16": "fp16",
-    "fp8": "fp8",
-    "no": "fp32",
-}  # accelerate's names
+# accelerate's `mixed_precision` -> dtype
+_ACCELERATE_DTYPES = {"bf16": "bf16", "fp16": "fp16", "fp8": "fp8", "no": "fp32"}
 
 
 def is_adapter(parameter_name: str) -> bool:
@@ -44,7 +40,7 @@ def is_adapter(parameter_name: str) -> bool:
 
 
 def count_dtypes(parameters: Iterable[nn.Parameter]) -> str:
-    """`bf16 x 12, fp32 x 3`: floating parameters that are not quantised, by dtype."""
+    """`bf16 x 12, fp32 x 3`: the dtypes of the floating parameters that are not quantised."""
     counts = Counter(
         dtype_name(p.dtype) for p in parameters if p.is_floating_point() and not is_quantised(p)
     )
@@ -52,7 +48,7 @@ def count_dtypes(parameters: Iterable[nn.Parameter]) -> str:
 
 
 def requested_dtype(trainer: Any) -> str | None:
-    """The dtype that TrainingArguments ask for, or None where they ask for none."""
+    """The dtype that TrainingArguments request, or None."""
     if trainer.args.bf16:
         return "bf16"
     if trainer.args.fp16:
@@ -99,7 +95,10 @@ def _choose_precision(
 
 
 def resolve_trainer_precision(trainer: Any, precision: Any) -> Resolved:
-    """One precision for this trainer. Raises UsageError with both values for a contradiction."""
+    """One precision for this trainer.
+
+    Raises  UsageError with both values of a contradiction
+    """
     model = trainer.model
     device = trainer.args.device.type
     hardware = detect("cpu" if device == "cpu" else "auto")
@@ -166,7 +165,7 @@ def resolve_trainer_precision(trainer: Any, precision: Any) -> Resolved:
 
 
 def _check_precision_claims(trainer: Any, precision: Precision, preset: str) -> None:
-    """The arguments and accelerate against the precision."""
+    """Raises UsageError where the arguments or accelerate contradict the precision."""
     requested = requested_dtype(trainer)
     accelerate_dtype = _ACCELERATE_DTYPES.get(
         trainer.accelerator.mixed_precision, trainer.accelerator.mixed_precision
@@ -334,8 +333,8 @@ def is_trl_trainer(trainer: Any) -> bool:
 
 
 def _describe_vanishing_updates(trainer: Any, parameters: list[nn.Parameter]) -> str:
-    """The updates that training bf16 weights directly would lose. They are reported because the
-    trainer does not report them.
+    """How many updates are lost where weights below fp32 are trained directly, or "". No trainer
+    reports that.
     """
     narrow = [p for p in parameters if dtype_name(p.dtype) in ("bf16", "fp16")]
     update = trainer.args.learning_rate * TYPICAL_UPDATE
@@ -350,7 +349,7 @@ def _describe_vanishing_updates(trainer: Any, parameters: list[nn.Parameter]) ->
 
 
 ATTACHED = "_isotype_attachment"
-# package -> (first version, first version that is not tested any more)
+# package -> (first tested version, first version that is not tested)
 TESTED_VERSIONS = {
     "transformers": ("5.17", "6"),
     "accelerate": ("1.10", "2"),
@@ -361,7 +360,7 @@ TESTED_VERSIONS = {
 
 def check_trainer(trainer: Any) -> None:
     """Raises UsageError for an object that is not a Trainer, and for a trainer that is attached
-    already, is training, is wrapped, or has a version that was never tested.
+    already, is training, is wrapped, or has an untested version.
     """
     if not isinstance(trainer, Trainer):
         if isinstance(trainer, type):

@@ -63,7 +63,7 @@ def attach(
     """
     check_trainer(trainer)
     for name, model in collect_models(trainer).items():
-        if get_precision(model) is not None:  # a failed attach() would take it off
+        if get_precision(model) is not None:  # a failed attach() would remove it
             raise UsageError(
                 f"{type(trainer).__name__}.{name} has a precision already, from another attached"
                 " trainer or isotype.optimize()",
@@ -102,7 +102,7 @@ def detach(trainer: Any) -> list[str]:
         raise UsageError("this trainer is not attached", fix="attach(trainer) before")
     if is_running(trainer):
         raise UsageError("this trainer is training", fix="detach(trainer) after trainer.train()")
-    if trainer.is_in_train:  # its train() raised: what that made goes too
+    if trainer.is_in_train:  # its train() raised: the optimizer that it built goes too
         attachment.restore_optimizers()
     remove_accelerate_wrappers(trainer)
     del trainer.__dict__[ATTACHED]

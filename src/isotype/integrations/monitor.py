@@ -86,13 +86,8 @@ def read_reduce_dtypes(model: nn.Module) -> tuple[list[torch.dtype], str]:
         for hook in hooks:
             if hook not in _HOOK_DTYPES:
                 name = getattr(hook, "__qualname__", str(hook))
-                return (
-                    [],
-                    (
-                        f"the communication hook {name} sums the gradients, and its dtype cannot be"
-                        " read"
-                    ),
-                )
+                reason = f"the communication hook {name} sums the gradients, and its dtype cannot be read"
+                return [], reason
             if (narrow := _HOOK_DTYPES[hook]) is not None:
                 return [narrow], ""
     elif isinstance(model, FullyShardedDataParallel):
@@ -100,27 +95,29 @@ def read_reduce_dtypes(model: nn.Module) -> tuple[list[torch.dtype], str]:
     elif isinstance(model, FSDPModule):
         policy = model._get_fsdp_state()._mp_policy
     else:
-        return (
-            [],
-            (
-                f"neither DDP nor FSDP wraps the model ({type(model).__name__}): what sums the"
-                " gradients is not known"
-            ),
+        reason = (
+            f"neither DDP nor FSDP wraps the model ({type(model).__name__}): what sums the gradients is"
+            " not known"
         )
+        return [], reason
     declared = getattr(policy, "reduce_dtype", None) or getattr(policy, "param_dtype", None)
+    if declared:
+        return [declared], ""
     gradient_dtypes = dict.fromkeys(p.dtype for p in model.parameters() if p.requires_grad)
-    return ([declared] if declared else list(gradient_dtypes)), ""
+    return list(gradient_dtypes), ""
 
 
 class StepMonitor:
-    """Counts calls in the first step of a training. Observes dtypes in the first, in those of the
-    schedule of `isotype train` and in the one after a change of the model; every other step costs a
-    comparison of hooks and dtypes, and of samples (`observe.continuity`).
+    """Counts calls in the first step of a training. Observes dtypes in the first step, in the steps
+    of `isotype train`'s schedule, and in the step after a change of the model. Any other step costs
+    a comparison of hooks, dtypes and samples (`observe.continuity`).
     """
 
     def __init__(self, attachment: Attachment, write: Callable[[dict[str, Any]], None]) -> None:
-        """write  gets the record whenever it changes, in the first process"""
-        self.attachment, self.model, self.write = attachment, attachment.trainer.model, write
+        """write  called with the record whenever it changes, in the first process"""
+        self.attachment = attachment
+        self.model = attachment.trainer.model
+        self.write = write
         read_only = [
             getattr(attachment.trainer, name) for name in attachment.manifests if name != "model"
         ]
@@ -149,7 +146,9 @@ class StepMonitor:
         return int(self.attachment.trainer.state.global_step) + 1
 
     def start(self) -> None:
-        """After the preflight, whose rehearsed update is none of the training's."""
+        """Begins to monitor. Called after the preflight: its rehearsed update is not a training
+        step.
+        """
         has_hooks = hasattr(self.optimizer, "_optimizer_step_pre_hooks")
         if has_hooks:
             register_before = self.optimizer.register_step_pre_hook
@@ -178,7 +177,7 @@ class StepMonitor:
         self.buffers.take_sample(moment)
 
     def check_buffers(self) -> None:
-        """Compares buffers at the beginning of a step: its forwards may change them."""
+        """Compares buffers before the first forward of a step: forwards may change them."""
         if not self._buffers_compared:
             self._buffers_compared = True
             self._compare(self.buffers, "")
@@ -197,8 +196,8 @@ class StepMonitor:
             self._add_observation(observation)
 
     def _drop_reported(self, differences: list[Difference], topic: str = "") -> list[Difference]:
-        """Those of a sort that was not said before: what a callback does after each step is said
-        once.
+        """The differences of a kind that was not reported yet: a callback that acts after each step
+        is reported once.
         """
         new = [
             difference
@@ -217,7 +216,9 @@ class StepMonitor:
         self._buffers_compared = False
 
     def check_gradients(self) -> None:
-        """Before the first update: whether there is one that could move a weight."""
+        """Records, until an update moved weights, whether a gradient and a learning rate above zero
+        could.
+        """
         if not self._has_moved:
             rates = any(float(group["lr"]) > 0 for group in self.optimizer.param_groups)
             gradients = (
@@ -228,8 +229,10 @@ class StepMonitor:
             self._has_gradient = rates and any(bool(g.any()) for g in gradients)
 
     def check_update(self, share_changed: float) -> None:
-        """After each update until one moved weights. Raises UsageError where Isotype's optimizer is
-        not the one that runs, and RunError where gradients moved no weight.
+        """Checks each update until one moved weights.
+
+        Raises  UsageError where another optimizer than Isotype's runs; RunError where gradients moved
+                no weight
         """
         if self._has_moved:
             return
@@ -256,7 +259,7 @@ class StepMonitor:
         self._has_moved = share_changed > 0
 
     def observe_checkpoint(self, folder: Path) -> None:
-        """Looks at the weights' files of the first checkpoint."""
+        """Observes the weights' files of the first checkpoint."""
         if "save" in self.record.get("observed", {}) or not any(folder.glob("*.safetensors")):
             return
         observation = Observation(self.step - 1)
@@ -266,13 +269,13 @@ class StepMonitor:
         self._add_observation(observation)
 
     def add_rehearsals(self, observations: Mapping[str, Observation]) -> None:
-        """What the preflight ran under the observer, by what it was."""
+        """Adds the observations of the preflight's rehearsals, name -> observation."""
         for observation in observations.values():
             self._add_observation(observation)
         self.record["watched"] = list(observations)
 
     def _add_observation(self, observation: Observation) -> None:
-        """Adds to the record, and warns of what is new in it."""
+        """Adds an observation to the record, and warns of new violations."""
         observation.violations = [
             replace(finding, fix=_DECLARE_FIX) if finding.fix == DEFAULT_FIX else finding
             for finding in observation.violations
@@ -287,14 +290,14 @@ class StepMonitor:
             self.write(self.precision_json())
 
     def close(self) -> None:
-        """At the end of a training, also of one that raised."""
+        """Removes every hook at the end of a training, also of one that raised."""
         self.stop()
         for hook in self._update_hooks:
             hook.remove()
         self._update_hooks.clear()
 
     def begin(self, step: int) -> None:
-        """At the beginning of a step, whose number is `step`."""
+        """Begins step `step`, and observes it if it is scheduled or the model has changed."""
         trainer = self.attachment.trainer
         self.steps += 1
         first = self.steps == 1
@@ -325,7 +328,7 @@ class StepMonitor:
         )
 
     def end(self) -> Observation | None:
-        """After the update of a step: what was observed in it."""
+        """Ends a step after its update. Returns its observation, or None."""
         observation = self._observation
         if observation is None:
             return None
@@ -343,7 +346,7 @@ class StepMonitor:
         return observation
 
     def stop(self) -> None:
-        """Removes every hook."""
+        """Removes the hooks of the observed step."""
         self._observation = None
         for hook in self._hooks:
             hook.remove()
@@ -358,16 +361,13 @@ class StepMonitor:
 
     def _count_lora(self, layer: nn.Module, args: Any) -> None:
         reason = fusion_blocker(layer, allow_dora=True)
-        self.calls[
-            "lora",
-            (
-                f"PEFT's own code: {reason}"
-                if reason
-                else "lora_dora"
-                if is_dora_layer(layer)
-                else "lora_linear"
-            ),
-        ] += 1
+        if reason:
+            op = f"PEFT's own code: {reason}"
+        elif is_dora_layer(layer):
+            op = "lora_dora"
+        else:
+            op = "lora_linear"
+        self.calls["lora", op] += 1
 
     def _count_head_calls(self) -> Counter[str]:
         calls = Counter(answered)
@@ -384,7 +384,7 @@ class StepMonitor:
         return calls
 
     def precision_json(self) -> dict[str, Any]:
-        """precision.json, as a run of Isotype's own writes it."""
+        """The content of precision.json, in the form of an Isotype run's."""
         resolved = self.attachment.resolved
         record = self.record or {"places": {"every role": _NO_STEP}}
         return {
@@ -400,9 +400,7 @@ class StepMonitor:
         }
 
     def _unobserved_reasons(self) -> dict[str, str]:
-        """The reason for each role, and each model beside the trained one, of which nothing is
-        counted.
-        """
+        """Role, or model beside the trained one, of which nothing is counted -> the reason."""
         reasons = dict(_TRAINER_ROLES)
         if not self.record:
             reasons["generate"] = _NO_STEP

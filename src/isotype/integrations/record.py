@@ -1,5 +1,5 @@
-"""`output_dir/isotype/`: the files that an attached run writes, in the form of an Isotype run's
-files, so that the same report shows them.
+"""`output_dir/isotype/`: the files that an attached run writes. They have the form of an Isotype
+run's files, so that the same report shows them.
 
 manifest.json   owners, ops, notes, and what ran in the first step      precision.json   declared
                 and observed dtypes
@@ -9,10 +9,10 @@ metrics.jsonl   the trainer's own log                                   result.j
                 ended
 report.html     all of it on one page
 
-In the first step of a training fused calls are counted, and others with their reason. Dtypes are
-observed in that step, in those of the schedule of `isotype train`, and in the one after a change of
-the model. Neither changes what is computed: their hooks are marked as observing, so that fused code
-runs as in every other step.
+The first step of a training counts fused calls, and calls of other code with the reason. Dtypes are
+observed in that step, in the steps of `isotype train`'s schedule, and in the step after a change of
+the model. Neither changes results: the hooks are marked as observing, so that fused code runs as in
+every other step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FOLDER = "isotype"
 
 
 class Record(TrainerCallback):
-    """One trainer's record; also where the preflight and the watched steps are called from."""
+    """One trainer's record. It also calls the preflight and the `StepMonitor`."""
 
     def __init__(
         self, attachment: Attachment, guards: Guards, *, preflight: bool, skip: dict[str, str]
@@ -65,7 +65,7 @@ class Record(TrainerCallback):
         try:
             return original(*args, **kwargs)
         finally:
-            if self.monitor is not None:  # a step that raised ends the watch too
+            if self.monitor is not None:  # also after a step that raised
                 self.monitor.close()
 
     def _run_micro_batch(self, original: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,12 +1,12 @@
 """The steps, losses and evaluations of an attached trainer.
 
-A non-finite loss or gradient stops the run, before any weight moves; Trainer's own filter, which
-logs 0.0 instead, is switched off. Logits of a trainer's own loss are deferred, whether or not its
-forward has labels: `compute_loss` of ORPO, of CPO, of a user. TRL's distillation is answered by
-`linear_divergence`.
+A non-finite loss or gradient stops the run before any weight moves. Trainer's own filter, which logs
+0.0 instead, is switched off. Logits of a trainer's own loss are deferred, with or without labels in
+its forward: in `compute_loss` of ORPO, of CPO, of a user. `linear_divergence` computes TRL's
+distillation.
 
-A full evaluation in bf16 or fp16 would cast the weights: here they stay, and the evaluation
-computes in the precision.
+A full evaluation in bf16 or fp16 would cast the weights. Here they keep their dtype, and the
+evaluation computes in the precision.
 """
 
 from __future__ import annotations
@@ -34,18 +34,16 @@ from .preflight import ARGUMENT_NAMES
 
 
 class Guards(TrainerCallback):
-    """Wraps the methods of one trainer that make a step. `install` wraps them, `remove` gives them
-    back.
+    """Wraps the methods that make a step of one trainer. `install` wraps them, `remove` unwraps
+    them.
 
     extra  metrics for the trainer's next training log
     """
 
     def __init__(self, attachment: Attachment) -> None:
-        self.attachment, self.trainer, self.methods = (
-            attachment,
-            attachment.trainer,
-            MethodWrappers(attachment.trainer),
-        )
+        self.attachment = attachment
+        self.trainer = attachment.trainer
+        self.methods = MethodWrappers(attachment.trainer)
         self.extra: dict[str, float] = {}
         self._sampled: list[tuple[nn.Parameter, Tensor]] = []
         self._samples_before_update: list[Tensor] = []
@@ -88,9 +86,10 @@ class Guards(TrainerCallback):
     def _record_inputs(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Keeps the inputs, to find the module in which a value became non-finite. Raises
-        UsageError where another trainer trains the model: it would have this one's precision, and
-        neither its guards nor its record.
+        """Stores the inputs, from which `_non_finite_error` finds the module.
+
+        Raises  UsageError where another trainer trains the model: it would have this trainer's
+                precision without its guards and its record
         """
         if not module.training:
             return
@@ -104,20 +103,20 @@ class Guards(TrainerCallback):
         self._last_inputs = args, kwargs
 
     def _compute_loss(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Logits are deferred: a gather, a logsumexp and a cross-entropy do without all of them.
-        For any other operation they are computed, and counted with the line that needed them.
+        """Defers logits: a gather, a logsumexp and a cross-entropy do not need all of them. Any
+        other operation computes them, and they are counted with the line that needed them.
         """
         with deferring(with_gradients=True):
             return original(*args, **kwargs)
 
     def _clip_grad_norm(self, original: Callable[..., Any], model: nn.Module) -> Any:
-        """torch's two functions for clipping, with a check of the norm between them: clipping by
-        nan would make every gradient nan.
+        """Clips with torch's two functions and checks the norm between them: clipping by nan makes
+        every gradient nan.
         """
         trainer = self.trainer
         if self._has_loss_scaling or type(trainer)._clip_grad_norm is not Trainer._clip_grad_norm:
             return original(model)
-        # gradients are not in `.grad`: the object that holds them clips them
+        # the gradients are in the accumulator, not in `.grad`: `original` clips them there
         if self.attachment.accumulator is not None:
             norm = original(model)
             self._check_norm(norm)
@@ -134,7 +133,9 @@ class Guards(TrainerCallback):
 
     @property
     def _has_loss_scaling(self) -> bool:
-        """Under loss scaling an overflow is expected occasionally: the scaler skips that update."""
+        """Whether the loss is scaled. Then an overflow is normal now and then: the scaler skips that
+        update.
+        """
         return getattr(self.trainer.accelerator, "scaler", None) is not None
 
     def _check_norm(self, norm: Any) -> None:
@@ -178,9 +179,7 @@ class Guards(TrainerCallback):
         return [p.detach().flatten()[index] for p, index in self._sampled]
 
     def _non_finite_error(self, quantity: str) -> RunError:
-        """NF001 with the step and where the first such number is; the fix names the trainer's own
-        arguments.
-        """
+        """NF001 with the step and the place of the first non-finite number."""
         last_inputs = self._last_inputs
         model = inner_model(self.trainer.model)
         passes: list[Callable[[], object]] = []
@@ -201,25 +200,24 @@ class Guards(TrainerCallback):
         )
 
 
-# --- TRL's distillation: DistillationTrainer, which compares two heads in tiles, and GKD, which
-# compares logits. Where either has another form (a subclass's own loss, another release), TRL's
-# code runs
+# --- TRL's distillation: DistillationTrainer compares two heads in tiles, GKD compares logits. Where
+# one of them has another form (a subclass's own loss, another release), TRL's code runs
 
 OP = "linear_divergence"
-# the function of TRL's module that DistillationTrainer's loss calls
+# the function in TRL's module that the loss of DistillationTrainer calls
 _TRL_TILED_LOSS = "_chunked_divergence_loss"
 _GKD_MODULE = "trl.experimental.gkd.gkd_trainer"
 
 
 def defer_teacher_logits(trainer: Any, methods: MethodWrappers) -> None:
-    """Wraps the methods of a trainer in which two heads are compared."""
+    """Wraps the methods in which a trainer compares the student's head with the teacher's."""
     loss = getattr(type(trainer), "_compute_loss", None)
     if (
         isinstance(loss, FunctionType)
         and _TRL_TILED_LOSS in loss.__code__.co_names
         and loss.__module__.startswith("trl.")
     ):
-        # TRL's own method with one name that means another function; its module stays as it is
+        # TRL's own method over globals in which one name means our function; its module is unchanged
         names = {**loss.__globals__, _TRL_TILED_LOSS: divergence_from_hidden_states}
         bound = MethodType(
             FunctionType(loss.__code__, names, loss.__name__, loss.__defaults__, loss.__closure__),
@@ -252,8 +250,8 @@ def divergence_from_hidden_states(
     teacher_final_logit_softcapping: float | None = None,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, summed entropies of the student, tokens), in place of TRL's function, whose arguments
-    and results these are.
+    """(loss, summed entropies of the student, tokens): TRL's function with its arguments and
+    results, computed by `linear_divergence`.
     """
     answered[OP] += 1
     valid = completion_mask.reshape(-1) != 0
@@ -281,7 +279,7 @@ def divergence_from_hidden_states(
 def _compute_loss_with_deferred_teacher(
     original: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """The teacher's logits too, which are made without gradients."""
+    """Defers the teacher's logits too: they are computed without gradients."""
     with deferring():
         return original(*args, **kwargs)
 
@@ -296,7 +294,7 @@ def divergence_from_logits(
     reduction: str = "batchmean",
     num_items_in_batch: Tensor | int | None = None,
 ) -> Tensor:
-    """In place of GKD's function, whose arguments and result these are."""
+    """GKD's function with its arguments and result, computed by `linear_divergence`."""
     logits = student_logits, teacher_logits
     is_supported = labels is not None and (
         reduction == "batchmean" or num_items_in_batch is not None
@@ -337,11 +335,9 @@ def divergence_from_logits(
 
 
 def _reduce_divergence(divergence: Tensor, tokens: Tensor, items: Tensor | int | None) -> Tensor:
-    """TRL's: the sum over the step's items, or the mean over these tokens."""
-    return divergence.sum() / (
-        tokens.clamp(min=1)
-        if items is None
-        else items.to(divergence.device)
-        if isinstance(items, Tensor)
-        else items
-    )
+    """As TRL reduces it: the sum over the step's items, or the mean over these tokens."""
+    if items is None:
+        items = tokens.clamp(min=1)
+    elif isinstance(items, Tensor):
+        items = items.to(divergence.device)
+    return divergence.sum() / items

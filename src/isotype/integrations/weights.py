@@ -1,13 +1,13 @@
-"""A trainer's weights in the dtypes of a precision, and autocast on its inner model; both can be
-undone.
+"""Casts a trainer's weights to the dtypes of a precision, and moves autocast to its inner model. Both
+can be undone.
 
-`bf16-pure` trains bf16 weights: a trainer sums gradients in `.grad`, in the weights' dtype. Here a
-hook adds each gradient to an fp32 buffer; clipping and an AdamW that rounds stochastically use the
-buffers. The trainer gets it through its own `optimizer_cls_and_kwargs`.
+`bf16-pure` trains bf16 weights, whose gradients a trainer would sum in `.grad`, in bf16. Here a hook
+adds each gradient to an fp32 buffer, and clipping and an AdamW that rounds stochastically read the
+buffers. The trainer gets this AdamW through its own `optimizer_cls_and_kwargs`.
 
-accelerate puts autocast on the forward of one object, and `generate` bypasses that wrapper. Which
-wrapper accelerate would build is decided by `Accelerator.native_amp`, an attribute of this
-trainer's accelerator. fp16 keeps it: the gradient scaler asks for the same attribute.
+accelerate puts autocast on the forward of one object, and `generate` bypasses that wrapper. The
+attribute `native_amp` of the trainer's accelerator decides whether accelerate wraps. fp16 keeps the
+wrapper: the gradient scaler reads the same attribute.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from .attachment import MethodWrappers, unwrap_forward, user_override
 
 @dataclass
 class CastWeights:
-    """What `cast` changed.
+    """Casts weights, and restores them.
 
-    dtypes     parameter -> its dtype before
-    originals  id of a narrowed parameter -> what the rounding lost, or the wide tensor, in host
-               memory
-    rounded_count  how many were narrowed without keeping it
+    dtypes         each cast parameter and its original dtype
+    originals      id of a narrowed parameter -> what the rounding lost, or the original tensor, in
+                   host memory
+    rounded_count  parameters that were narrowed and whose loss is not stored
     """
 
     dtypes: list[tuple[nn.Parameter, torch.dtype]] = field(default_factory=list)
@@ -54,14 +54,14 @@ class CastWeights:
         read_only: bool,
         keep: bool,
     ) -> None:
-        """Floating parameters become `trainable` where they are trained, else `base`; quantised
-        ones and buffers stay as they are.
+        """Casts trained floating parameters to `trainable` and others to `base`. Quantised parameters
+        and buffers stay as they are.
 
-        trained    names of the trained parameters. A reference's of the same name is rounded no
-                   further than the trained one: both models compute the same before step 1. It
-                   becomes `base` where that loses nothing
+        trained    names of the trained parameters. A reference's parameter of the same name is
+                   rounded no further than the trained one, so that both models compute the same
+                   before step 1; it becomes `base` where that loses nothing
         read_only  the model is a reference or a teacher
-        keep       keeps what narrowing would lose
+        keep       stores what narrowing loses
         """
         base = to_torch(precision.unquantised)
         trainable = to_torch(precision.trainable)
@@ -90,8 +90,8 @@ class CastWeights:
         return sum(original.nbytes for original in self.originals.values())
 
     def restore(self) -> list[str]:
-        """Gives every parameter its dtype back, and its value where nothing changed it since;
-        returns a line for each thing that was not restored.
+        """Restores the dtype of every parameter, and its value where nothing changed it since.
+        Returns a line for each thing that was not restored.
         """
         for parameter, dtype in reversed(self.dtypes):
             original = self.originals.get(id(parameter))
@@ -117,12 +117,12 @@ class CastWeights:
 @dataclass(frozen=True)
 class RoundingLoss:
     """What rounding to bf16 took from an fp32 tensor: the difference of their bits, from -2^15 to
-    2^15. With the bf16 tensor it needs the memory of the fp32 one, where the whole original beside
-    it would take half as much again.
+    2^15. Together with the bf16 tensor it takes the memory of the fp32 tensor; the whole original
+    beside the bf16 tensor would take half as much again.
 
-    differences  int16[...]: the difference, in which 2^15 is written as -2^15
-    largest  int64[N]: where it is 2^15, in the flattened tensor
-    narrow_sum  sum of the bf16 tensor's bits: whether it still is what it was
+    differences  int16[...]: the difference, with 2^15 written as -2^15
+    largest      int64[N]: the positions of 2^15 in the flattened tensor
+    narrow_sum   the sum of the bf16 tensor's bits, which tells whether it has changed
     """
 
     differences: Tensor
@@ -131,7 +131,7 @@ class RoundingLoss:
 
     @classmethod
     def from_cast(cls, wide: Tensor, narrow: Tensor) -> RoundingLoss | None:
-        """None for other dtypes, and where a NaN has other bits in bf16."""
+        """None for other dtypes, and where a NaN has different bits in bf16."""
         if (
             wide.dtype != torch.float32
             or narrow.dtype != torch.bfloat16
@@ -152,7 +152,7 @@ class RoundingLoss:
         return self.differences.nbytes + self.largest.nbytes
 
     def restore(self, narrow: Tensor) -> Tensor | None:
-        """The fp32 tensor, on the CPU; None where the bf16 one is another now."""
+        """The fp32 tensor, on the CPU; None where the bf16 tensor has changed."""
         if narrow.dtype != torch.bfloat16 or _sum_bits(narrow) != self.narrow_sum:
             return None
         bits = _widen_bits(narrow).add_(self.differences)
@@ -161,11 +161,11 @@ class RoundingLoss:
 
 
 _HALF_STEP = 1 << 15
-_SUM_CHUNK = 1 << 22  # elements: a sum in another dtype copies what it adds up
+_SUM_CHUNK = 1 << 22  # elements: a sum in another dtype copies its operand
 
 
 def _widen_bits(narrow: Tensor) -> Tensor:
-    """int32[...]: the bits of the fp32 number."""
+    """int32[...]: the bits of each number in fp32."""
     return narrow.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
 
 
@@ -182,8 +182,8 @@ def _is_exact(parameter: nn.Parameter, dtype: torch.dtype) -> bool:
 
 
 class ResumableAdamW(MixedAdamW):
-    """Keeps the moments' dtype when a checkpoint is loaded; torch would cast them to the weights'
-    dtype.
+    """`MixedAdamW` whose moments keep their dtype when a checkpoint is loaded. torch would cast them
+    to the weights' dtype.
     """
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -204,8 +204,9 @@ class ResumableAdamW(MixedAdamW):
 
 
 def check_low_precision_training(trainer: Any, precision: Precision, preset: str) -> None:
-    """Raises  UsageError where a trainer cannot train such weights"""
-    args, optim = trainer.args, getattr(trainer.args.optim, "value", trainer.args.optim)
+    """Raises UsageError where a trainer cannot train low-precision weights."""
+    args = trainer.args
+    optim = getattr(args.optim, "value", args.optim)
     reason = ""
     fix = "precision='bf16-mixed' (fp32 weights), or isotype train with bf16-pure"
     if precision.grads != "fp32" or precision.rounding != "stochastic":
@@ -228,10 +229,12 @@ def check_low_precision_training(trainer: Any, precision: Precision, preset: str
 
 
 class LowPrecisionWeights(TrainerCallback):
-    """One trainer's buffers and optimizer."""
+    """The gradient buffers and the optimizer of a trainer whose weights are below fp32."""
 
     def __init__(self, trainer: Any, precision: Precision) -> None:
-        self.trainer, self.precision, self.methods = trainer, precision, MethodWrappers(trainer)
+        self.trainer = trainer
+        self.precision = precision
+        self.methods = MethodWrappers(trainer)
         self.accumulator = GradientAccumulator(trainer.model.parameters(), dtype=precision.grads)
 
     def install(self) -> None:
@@ -241,7 +244,7 @@ class LowPrecisionWeights(TrainerCallback):
         self.trainer.add_callback(self)
 
     def _create_optimizer(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """By the arguments as they are when a training begins."""
+        """Builds the optimizer from the arguments, when a training begins."""
         trainer = self.trainer
         _, settings = type(trainer).get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
         trainer.optimizer_cls_and_kwargs = (
@@ -259,8 +262,8 @@ class LowPrecisionWeights(TrainerCallback):
         return original(*args, **kwargs)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Raises UsageError where the trainer runs another optimizer: it would find no gradient,
-        and train nothing.
+        """Raises UsageError where the trainer runs another optimizer: it would find no gradient and
+        train nothing.
         """
         # accelerate wraps it
         optimizer = getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)
@@ -279,10 +282,10 @@ class LowPrecisionWeights(TrainerCallback):
         self.accumulator.close()
 
     def _clip_grad_norm(self, original: Callable[..., Any], model: nn.Module) -> Tensor:
-        """The same as torch's clipping, on the buffers."""
+        """torch's clipping, on the buffers."""
         gradients = self.accumulator.gradients()
         norm = get_total_norm(gradients)
-        if bool(norm.isfinite()):  # the guards stop the run otherwise, and name what was not finite
+        if bool(norm.isfinite()):  # else the guards stop the run and name the parameter
             torch._foreach_mul_(
                 gradients, (self.trainer.args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
             )
@@ -312,9 +315,9 @@ def widen_logits(module: nn.Module, args: Any, output: Any) -> Any:
 def take_autocast(
     accelerator: Any, models: list[nn.Module], precision: Precision, undo: list[Any]
 ) -> None:
-    """Takes autocast from the accelerator; `undo` gets what gives it back.
+    """Switches accelerate's autocast off, and appends to `undo` what restores it.
 
-    Reference models were prepared when the trainer was built: their forward is unwrapped.
+    The trainer prepared its reference models when it was built: their forward is unwrapped.
     """
     undo.append(partial(setattr, accelerator, "native_amp", accelerator.native_amp))
     if precision.loss_scaling == "none":
