@@ -218,7 +218,8 @@ def in_fp64(batch):
         return value.double() if torch.is_tensor(value) and value.is_floating_point() else value
 
     widened = {
-        name: wide(getattr(batch, name)) for name in ("latents", "noise", "sigma", "crop", "control")
+        name: wide(getattr(batch, name))
+        for name in ("latents", "noise", "sigma", "crop", "control")
     }
     return replace(
         batch, **widened, text={name: wide(tensor) for name, tensor in batch.text.items()}
