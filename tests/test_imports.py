@@ -153,3 +153,21 @@ def test_arrows_between_rooms_point_downwards(arrows):
         if kinds[name] != kinds[other]
     ]
     assert sorted(upwards + forbidden) == []
+
+
+def hidden_modules(package: Path) -> set[str]:
+    """Modules of this package that its `__init__` hides behind a function or class of their name."""
+    modules = {path.stem for path in package.iterdir()}
+    tree = ast.parse((package / "__init__.py").read_text(encoding="utf-8"))
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module]
+    return {alias.asname or alias.name for node in imports for alias in node.names} & modules
+
+
+def test_no_package_hides_a_module_behind_a_function_of_its_name(tmp_path):
+    packages = [path.parent for path in PACKAGE.rglob("__init__.py")]
+    assert {
+        package: hidden_modules(package) for package in packages if hidden_modules(package)
+    } == {}
+    (tmp_path / "attach.py").touch()
+    (tmp_path / "__init__.py").write_text("from .attach import attach\n")
+    assert hidden_modules(tmp_path) == {"attach"}
