@@ -1,7 +1,7 @@
 """Everything there is to run on a GPU, part by part, and resumed where it stopped. One command does all in the order of its worth:
 
-    python benchmarks/gpu.py visit --minutes 25 --out gpu    # then gpu/visit.md is one table of all that was found
-    python benchmarks/gpu.py visit --out /tmp/tiny --device cpu --tiny    # the same at sizes of a test, without a GPU
+    python benchmarks/gpu.py all --minutes 25 --out gpu    # then gpu/results.md is one table of all that was found
+    python benchmarks/gpu.py all --out /tmp/tiny --device cpu --tiny    # the same at sizes of a test, without a GPU
 
 or, one kind at a time:
 
@@ -17,7 +17,7 @@ or, one kind at a time:
 
 Every part is a process of its own: what crashes, hangs or breaks the device ends that part alone. Its command, exit code, seconds, output
 and rows are one line of OUT/COMMAND.jsonl, written as soon as it ends; a part that has a line with exit code 0 is not run again. A part
-that misses a package (bitsandbytes, Unsloth) ends with 4: it is named, fails nothing, and runs again the next time. `visit` goes on with
+that misses a package (bitsandbytes, Unsloth) ends with 4: it is named, fails nothing, and runs again the next time. `all` goes on with
 the parts of the other commands, and their lines, and writes its table after each part. While a part
 runs, its output is in OUT/running.log, which stays where this command is killed. A part is begun only if it should fit in what is left of
 --minutes. Exit code: 0 all done, 1 a part failed, 2 nothing could be run, with the reason in a line, 3 some parts are left, 4 all done
@@ -446,7 +446,7 @@ COMMANDS = {
     "ops": ops,
     "benchmarks": benchmarks,
 }
-# What a visit does, best first: parts whose names begin so. What is right comes before what is
+# What `all` does, best first: parts whose names begin so. What is right comes before what is
 # fast, and the ratios that are published before details; runs, the longest tests, come where there
 # is time.
 VISIT = (
@@ -508,7 +508,7 @@ def run_parts(a: argparse.Namespace, queue: list[tuple[str, Part]], end: float) 
             else outcome.done
         )
         ended.append(part.name)
-        if a.what == "visit":
+        if a.what == "all":
             write_table(a)
     return outcome
 
@@ -520,10 +520,10 @@ def finished(a: argparse.Namespace, command: str) -> set[str]:
 def write_table(a: argparse.Namespace) -> None:
     from gpu_table import table
 
-    (a.out / "visit.md").write_text(table([a.out, *a.before]), encoding="utf-8")
+    (a.out / "results.md").write_text(table([a.out, *a.before]), encoding="utf-8")
 
 
-def visit(a: argparse.Namespace) -> list[tuple[str, Part]]:
+def every_part(a: argparse.Namespace) -> list[tuple[str, Part]]:
     made = {command: make(a) for command, make in COMMANDS.items()}
     return [
         (command, part)
@@ -540,7 +540,7 @@ def why_nothing_runs(a: argparse.Namespace) -> str:
     needed = (
         ("torch",)
         if a.what == "probe"
-        else NEEDED + (NEEDED_BY_TESTS if a.what in ("tests", "visit") else ())
+        else NEEDED + (NEEDED_BY_TESTS if a.what in ("tests", "all") else ())
     )
     if absent := [name for name in needed if not installed(name)]:
         return f"not installed: {' '.join(absent)} (python -m pip install {' '.join(absent)})"
@@ -581,7 +581,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("visit", *COMMANDS))
+    parser.add_argument("what", choices=("all", *COMMANDS))
     parser.add_argument(
         "--out", type=Path, required=True, help="a folder; what it already holds is not run again"
     )
@@ -595,7 +595,7 @@ def main() -> int:
     )
     parser.add_argument("--again", action="store_true", help="also what was done before")
     parser.add_argument(
-        "--minutes", type=float, help="default: 25 of a visit, 9 of another command"
+        "--minutes", type=float, help="default: 25 of all, 9 of another command"
     )
     parser.add_argument("--device", default="cuda")
     parser.add_argument(
@@ -603,15 +603,15 @@ def main() -> int:
     )
     parser.add_argument("--list", action="store_true", help="only say what there is")
     a = parser.parse_args()
-    a.minutes = a.minutes or (25.0 if a.what == "visit" else 9.0)
+    a.minutes = a.minutes or (25.0 if a.what == "all" else 9.0)
     if not a.list and (reason := why_nothing_runs(a)):
         print(f"gpu.py {a.what}: {reason}", file=sys.stderr)
         return 2
     end = time.monotonic() + 60 * a.minutes
-    if a.what == "visit" and a.device == "cpu":
+    if a.what == "all" and a.device == "cpu":
         os.environ.setdefault("ISOTYPE_GPU_TESTS_ON", "cpu")
     try:
-        queue = visit(a) if a.what == "visit" else [(a.what, part) for part in COMMANDS[a.what](a)]
+        queue = every_part(a) if a.what == "all" else [(a.what, part) for part in COMMANDS[a.what](a)]
     except RuntimeError as error:  # no test was collected
         print(error, file=sys.stderr)
         return 2
@@ -630,7 +630,7 @@ def main() -> int:
     a.out.mkdir(parents=True, exist_ok=True)
     outcome = run_parts(a, queue, end)
     print(
-        f"{a.what}: {outcome}; {a.out / ('visit.md' if a.what == 'visit' else f'{a.what}.jsonl')}"
+        f"{a.what}: {outcome}; {a.out / ('results.md' if a.what == 'all' else f'{a.what}.jsonl')}"
     )
     return outcome.exit_code()
 

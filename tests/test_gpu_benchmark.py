@@ -67,7 +67,7 @@ def test_parts_end_alone_and_only_what_is_left_runs_again(gpu, monkeypatch, tmp_
 
 
 @pytest.mark.parametrize(
-    "what", ["visit", "probe", "tests", "profile", "goal", "ops", "benchmarks"]
+    "what", ["all", "probe", "tests", "profile", "goal", "ops", "benchmarks"]
 )
 def test_without_a_gpu_every_command_says_so_in_one_line(gpu, monkeypatch, tmp_path, capsys, what):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -84,7 +84,7 @@ def test_without_a_gpu_every_command_says_so_in_one_line(gpu, monkeypatch, tmp_p
     assert not (tmp_path / "out").exists()
 
 
-def test_a_visit_does_every_part_once_and_writes_a_table_of_what_it_found(
+def test_all_runs_every_part_once_and_writes_one_table(
     gpu, monkeypatch, tmp_path, capsys
 ):
     def op(peer, seconds):
@@ -120,7 +120,7 @@ def test_a_visit_does_every_part_once_and_writes_a_table_of_what_it_found(
     for name, found in made.items():
         monkeypatch.setitem(gpu.COMMANDS, name, lambda a, found=found: parts(found))
     monkeypatch.syspath_prepend(SCRIPT.parent)
-    assert started(gpu, monkeypatch, "visit", "--out", str(tmp_path)) == 1
+    assert started(gpu, monkeypatch, "all", "--out", str(tmp_path)) == 1
     ran = re.findall(r"^--- ([\w-]+)$", capsys.readouterr().out, re.M)
     assert ran == [
         "probe",
@@ -132,14 +132,14 @@ def test_a_visit_does_every_part_once_and_writes_a_table_of_what_it_found(
         "runs",
         "train",
     ]
-    page = (tmp_path / "visit.md").read_text()
+    page = (tmp_path / "results.md").read_text()
     for row in (
         "| kernels-1 | 3 passed, 1 skipped | 0 |", "| tiny nf4 | 32 | isotype, layers | 100 | 1.50 | 1.00 | 1.00 |",
         "| profile-none | 32 | 9 | 7.5 | 6 |", "| rope | Liger | 2.000 | 2.00 |", "| tests | runs | 1 |",
     ):  # fmt: skip
         assert row in page
     # only what failed runs again
-    assert started(gpu, monkeypatch, "visit", "--out", str(tmp_path)) == 1
+    assert started(gpu, monkeypatch, "all", "--out", str(tmp_path)) == 1
     assert re.findall(r"^--- ([\w-]+)$", capsys.readouterr().out, re.M) == ["runs"]
 
 
