@@ -594,9 +594,7 @@ def main() -> int:
         help="a folder with results of earlier times; may be repeated",
     )
     parser.add_argument("--again", action="store_true", help="also what was done before")
-    parser.add_argument(
-        "--minutes", type=float, help="default: 25 of all, 9 of another command"
-    )
+    parser.add_argument("--minutes", type=float, help="default: 25 of all, 9 of another command")
     parser.add_argument("--device", default="cuda")
     parser.add_argument(
         "--tiny", action="store_true", help="sizes of a test: the figures then mean nothing"
@@ -611,7 +609,9 @@ def main() -> int:
     if a.what == "all" and a.device == "cpu":
         os.environ.setdefault("ISOTYPE_GPU_TESTS_ON", "cpu")
     try:
-        queue = every_part(a) if a.what == "all" else [(a.what, part) for part in COMMANDS[a.what](a)]
+        queue = (
+            every_part(a) if a.what == "all" else [(a.what, part) for part in COMMANDS[a.what](a)]
+        )
     except RuntimeError as error:  # no test was collected
         print(error, file=sys.stderr)
         return 2

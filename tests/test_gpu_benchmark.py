@@ -66,9 +66,7 @@ def test_parts_end_alone_and_only_what_is_left_runs_again(gpu, monkeypatch, tmp_
     assert "1 done, 1 before; failed: none" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "what", ["all", "probe", "tests", "profile", "goal", "ops", "benchmarks"]
-)
+@pytest.mark.parametrize("what", ["all", "probe", "tests", "profile", "goal", "ops", "benchmarks"])
 def test_without_a_gpu_every_command_says_so_in_one_line(gpu, monkeypatch, tmp_path, capsys, what):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(gpu, "installed", lambda name: True)
@@ -84,9 +82,7 @@ def test_without_a_gpu_every_command_says_so_in_one_line(gpu, monkeypatch, tmp_p
     assert not (tmp_path / "out").exists()
 
 
-def test_all_runs_every_part_once_and_writes_one_table(
-    gpu, monkeypatch, tmp_path, capsys
-):
+def test_all_runs_every_part_once_and_writes_one_table(gpu, monkeypatch, tmp_path, capsys):
     def op(peer, seconds):
         return {"case": "rope", "peer": peer, "times": [seconds], "peak": None, "failed": ""}
 
