@@ -509,7 +509,7 @@ def place_block(model: nn.Module) -> None:
 
     for path, module in model.named_modules():
         if gated.is_candidate(module):
-            gated.place(path, module)
+            gated.place_gated_mlp(path, module)
     fuse_lora(model)
 
 

@@ -12,7 +12,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from isotype.errors import PreflightError, UsageError
 from isotype.integrations import attach, detach
 from isotype.integrations.claims import TESTED_VERSIONS
-from isotype.optimize.trl_head import fused_head_of
+from isotype.optimize.trl_head import find_fused_head
 from tests.integrations.trainers import TRAINERS, Encoded, Setting, attached, curve, plain
 
 pytest.importorskip("trl")
@@ -40,7 +40,7 @@ def test_curves_in_fp32_are_the_unmodified_trainers(name, form, models):
     attached = attach(trainer, "fp32", quiet=True)
     assert {"head", "norm"} <= {e.part for e in attached.manifest.replaced}
     assert curve(trainer) == pytest.approx(want, rel=1e-5, abs=1e-5)
-    answered = [head.calls for m in trainer.model.modules() if (head := fused_head_of(m))]
+    answered = [head.calls for m in trainer.model.modules() if (head := find_fused_head(m))]
     if name != "Trainer":
         assert [set(calls) for calls in answered] == [{"linear_log_probs"}]
 

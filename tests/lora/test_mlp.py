@@ -46,7 +46,7 @@ def optimized(model):
     """A copy, its MLP placed by structure, and what the manifest says of it."""
     made = copy.deepcopy(model)
     fuse_lora(made)
-    placed = placing.place("", made.base_model.model)
+    placed = placing.place_gated_mlp("", made.base_model.model)
     return made, (placed.op, placed.reason)
 
 

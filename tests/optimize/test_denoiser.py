@@ -172,5 +172,7 @@ def test_a_line_says_what_computes_attention():
     ):  # fmt: skip
         model = MODELS[name][0]()
         optimize(model)
-        assert joint_attention.said(model, "bf16", device_type="cpu") in on_cpu
-        assert joint_attention.said(model, "bf16", device_type="cuda") in (on_gpu or on_cpu)
+        assert joint_attention.describe_backends(model, "bf16", device_type="cpu") in on_cpu
+        assert joint_attention.describe_backends(model, "bf16", device_type="cuda") in (
+            on_gpu or on_cpu
+        )

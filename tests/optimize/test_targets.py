@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from isotype import optimize, restore
-from isotype.optimize.head import Targets, loss_of, takes_targets
+from isotype.optimize.head import Targets, compute_loss, takes_targets
 from isotype.precision import PRESETS
 from isotype.precision.apply import apply_precision
 from isotype.tasks.language.batches import collate, next_tokens
@@ -43,8 +43,8 @@ def test_the_heads_loss_is_that_of_the_logits(monkeypatch, subtests):
 def as_of_the_logits(family, each, patch):
     model = tiny(family, **({"logits_scaling": 3.0} if family == "granite" else {}))
     targets = next_tokens(BATCH, every_row=not each)
-    targets = Targets(targets.classes, targets.rows, divisor=None if each else 7, each=each)
-    wanted = targets.of_logits(model(**INPUTS).logits)
+    targets = Targets(targets.classes, targets.rows, divisor=None if each else 7, per_row=each)
+    wanted = targets.loss_from_logits(model(**INPUTS).logits)
     theirs = gradients(model, wanted)
     optimize(model)
     assert takes_targets(model)
@@ -68,14 +68,14 @@ def test_another_forward_gets_logits_and_the_manifest_says_why():
     }
     model = Shifted(LlamaConfig(**sizes, pad_token_id=0))
     targets = next_tokens(BATCH, every_row=True)
-    wanted = loss_of(model, INPUTS, targets)
+    wanted = compute_loss(model, INPUTS, targets)
     (entry,) = [entry for entry in optimize(model).entries if entry.part == "head"]
     assert not takes_targets(model)
     assert (
         entry.reason
         == "deferred logits; takes no targets: its forward does more to the logits than a scale and a softcap"
     )
-    torch.testing.assert_close(loss_of(model, INPUTS, targets), wanted)
+    torch.testing.assert_close(compute_loss(model, INPUTS, targets), wanted)
 
 
 def test_wrappers_of_adapter_and_precision_hand_targets_on():
@@ -83,10 +83,10 @@ def test_wrappers_of_adapter_and_precision_hand_targets_on():
     optimize(model, PRESETS["bf16-lora"])
     apply_precision(model, PRESETS["bf16-lora"], device_type="cpu")
     targets = Targets(next_tokens(BATCH, every_row=True).classes, divisor=5)
-    loss = loss_of(model, INPUTS, targets)
+    loss = compute_loss(model, INPUTS, targets)
     assert (loss.dtype, takes_targets(model)) == (torch.float32, True)
     found = copy.deepcopy(model)
-    assert torch.equal(loss_of(found, INPUTS, targets), loss)
+    assert torch.equal(compute_loss(found, INPUTS, targets), loss)
     torch.testing.assert_close(
-        targets.of_logits(model(**INPUTS).logits.float()), loss, rtol=1e-2, atol=0.0
+        targets.loss_from_logits(model(**INPUTS).logits.float()), loss, rtol=1e-2, atol=0.0
     )

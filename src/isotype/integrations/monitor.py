@@ -41,9 +41,9 @@ from ..observe.continuity import (
     report_narrow_values,
 )
 from ..observe.record import DEFAULT_FIX, merge_observation, to_file_record
-from ..optimize.deferred import materialised
-from ..optimize.deferred_values import answered
-from ..optimize.trl_head import fused_head_of
+from ..optimize.deferred import materialisations
+from ..optimize.deferred_values import op_counts
+from ..optimize.trl_head import find_fused_head
 from .attachment import Attachment
 
 _NO_STEP = "no step of this training ended"
@@ -321,7 +321,7 @@ class StepMonitor:
                 self._hooks.append(
                     layer.register_forward_pre_hook(observing(partial(self._count_lora)))
                 )
-            self._materialised = Counter(materialised)
+            self._materialised = Counter(materialisations)
             self._head_calls_at_start = self._count_head_calls()
         self._observation = self._stack.enter_context(
             self.observer.watch(step, optimizer=self.optimizer, gradient=self.attachment.gradient)
@@ -336,7 +336,7 @@ class StepMonitor:
         if self.steps == 1:
             for op, count in (self._count_head_calls() - self._head_calls_at_start).items():
                 self.calls["head", op] += count
-            for location, count in (Counter(materialised) - self._materialised).items():
+            for location, count in (Counter(materialisations) - self._materialised).items():
                 self.calls["head", f"logits computed: {location}"] += count
         trainer = self.attachment.trainer
         if trainer.args.world_size > 1:
@@ -370,9 +370,9 @@ class StepMonitor:
         self.calls["lora", op] += 1
 
     def _count_head_calls(self) -> Counter[str]:
-        calls = Counter(answered)
+        calls = Counter(op_counts)
         for module in self.model.modules():
-            head = fused_head_of(module)
+            head = find_fused_head(module)
             calls += Counter(
                 {
                     op if op == "linear_log_probs" else f"TRL's own code: {op}": n

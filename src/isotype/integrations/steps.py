@@ -24,8 +24,8 @@ from ..errors import RunError, UsageError
 from ..ops.linear_divergence.op import divergence_and_entropy, linear_divergence
 from ..optimize import check_placed, deferring
 from ..optimize.deferred import DeferredLogits
-from ..optimize.deferred_values import answered
-from ..optimize.generation import from_training
+from ..optimize.deferred_values import op_counts
+from ..optimize.generation import sample_from_training_state
 from ..precision.apply import inner_model
 from ..training.finite import non_finite_error
 from ..training.step import choose_sampled_elements, share_changed
@@ -76,7 +76,7 @@ class Guards(TrainerCallback):
     def _training_step(self, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         check_placed(self.trainer.model)
         # samples that a step trains on (GRPO, OnlineDPO) are drawn as in an unattached trainer
-        with from_training():
+        with sample_from_training_state():
             loss = original(*args, **kwargs)
         if not math.isfinite(float(loss)):
             raise self._non_finite_error("the loss")
@@ -253,7 +253,7 @@ def divergence_from_hidden_states(
     """(loss, summed entropies of the student, tokens): TRL's function with its arguments and
     results, computed by `linear_divergence`.
     """
-    answered[OP] += 1
+    op_counts[OP] += 1
     valid = completion_mask.reshape(-1) != 0
     heads = [
         x.reshape(-1, x.shape[-1])[valid] for x in (student_hidden_states, teacher_hidden_states)
@@ -308,7 +308,7 @@ def divergence_from_logits(
             student_logits, teacher_logits, labels, beta, temperature, reduction, num_items_in_batch
         )
     assert labels is not None
-    answered[OP] += 1
+    op_counts[OP] += 1
     mask = labels != -100
     student, teacher = (z[mask].recipe for z in logits)  # type: ignore[attr-defined]  # deferred logits, of which a mask's rows are deferred
     (scale, cap), (teacher_scale, teacher_cap) = (
@@ -316,7 +316,7 @@ def divergence_from_logits(
         teacher.scale_and_softcap,
     )
     teacher.check()
-    with student.as_then():
+    with student.head_context():
         divergence = linear_divergence(
             student.hidden,
             student.weight,

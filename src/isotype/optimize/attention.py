@@ -28,31 +28,31 @@ from ..ops.attention.gpu import choose_gpu_backend, disable_cudnn_with_mask
 from ..ops.attention.op import kernel_attention
 from ..precision.apply import inner_model
 from ..precision.vision import get_language_part
-from .instances import Replacement, placement, taken, why_not_rebuilt
+from .instances import Replacement, make_placement, rebuild_blocker, replacement_blocker
 
 PART = "attention"
-TABLE = "ALL_ATTENTION_FUNCTIONS"
+FUNCTION_TABLE = "ALL_ATTENTION_FUNCTIONS"
 # below so many queries PyTorch's forward is as fast: most lanes of a block of 64 would be empty
-FEW = 32
+MIN_QUERIES = 32
 # arguments that change the result, where they are given, and that the op does not take
-BEYOND = ("position_bias", "cache", "s_aux", "output_attentions")
+UNSUPPORTED_ARGUMENTS = ("position_bias", "cache", "s_aux", "output_attentions")
 
 
-def implementation_of(module: nn.Module) -> str | None:
+def attention_implementation(module: nn.Module) -> str | None:
     """Under which name the module's forward looks its attention function up in transformers' table;
     None where it does not.
     """
     forward = inspect.unwrap(type(module).forward)
-    if not isinstance(forward, FunctionType) or TABLE not in forward.__code__.co_names:
+    if not isinstance(forward, FunctionType) or FUNCTION_TABLE not in forward.__code__.co_names:
         return None
-    table = forward.__globals__.get(TABLE)
+    table = forward.__globals__.get(FUNCTION_TABLE)
     config = getattr(module, "config", None)
     if hasattr(table, "get_interface"):
         return getattr(config, "_attn_implementation", None)
     return None
 
 
-def softcap_of(module: nn.Module) -> float | None:
+def attention_softcap(module: nn.Module) -> float | None:
     return getattr(getattr(module, "config", None), "attn_logit_softcapping", None)
 
 
@@ -60,28 +60,28 @@ def is_candidate(module: nn.Module, device_type: str) -> bool:
     """Whether the module's attention function is "sdpa", or on a GPU the only other one that
     computes its softcap.
     """
-    found = implementation_of(module)
-    return found == "sdpa" or (
-        found == "eager" and device_type != "cpu" and softcap_of(module) is not None
+    implementation = attention_implementation(module)
+    return implementation == "sdpa" or (
+        implementation == "eager" and device_type != "cpu" and attention_softcap(module) is not None
     )
 
 
-def place(
+def place_attention(
     path: str, module: nn.Module, device_type: str, replacements: list[Replacement]
 ) -> Placement:
     """Adds a replacement of the table to those with which the module's forward will be rebuilt; the
     reason names a GPU's back ends.
     """
-    reason = taken(module) or why_not_rebuilt(type(module).forward)
+    reason = replacement_blocker(module) or rebuild_blocker(type(module).forward)
     if reason is not None:
-        return placement(PART, path, module, None, reason)
-    replacements.append(Replacement(TABLE, Functions))
-    return placement(
-        PART, path, module, "attention", "" if device_type == "cpu" else back_ends(module)
+        return make_placement(PART, path, module, None, reason)
+    replacements.append(Replacement(FUNCTION_TABLE, AttentionFunctions))
+    return make_placement(
+        PART, path, module, "attention", "" if device_type == "cpu" else describe_backends(module)
     )
 
 
-def back_ends(module: nn.Module) -> str:
+def describe_backends(module: nn.Module) -> str:
     """The back ends of a training step in bf16 on the device of the module's weights."""
     device = next((p.device for p in module.parameters()), torch.device("meta"))
     device = device if device.type == "cuda" else torch.device("meta")
@@ -99,7 +99,7 @@ def back_ends(module: nn.Module) -> str:
         "causal": True,
         "masked": False,
         "window": getattr(module, "sliding_window", None),
-        "softcap": softcap_of(module),
+        "softcap": attention_softcap(module),
     }
     with nullcontext() if device.type == "cuda" else plan_device("cuda"):
         row, packed = (
@@ -115,7 +115,7 @@ def _no_default(*_: Any, **__: Any) -> Any:
     raise LookupError("transformers has no function for sdpa")
 
 
-class Functions:
+class AttentionFunctions:
     """transformers' table of attention functions, with another one for "sdpa", and for "eager"
     where that is asked for with a softcap.
     """
@@ -123,34 +123,39 @@ class Functions:
     def __init__(self, table: Any) -> None:
         self.table = table
         # one function for each original, so that Dynamo does not compile again for every call
-        self.made: dict[Any, Callable[..., Any]] = {}
+        self.wrappers: dict[Any, Callable[..., Any]] = {}
         # made ahead: a graph of the first call would otherwise hold for an empty table only
         self.get_interface("sdpa", _no_default)
 
     def get_interface(self, implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
         original: Callable[..., Any] = self.table.get_interface(implementation, default)
         # a user may have registered another function under that name
-        own = (
+        expected_module = (
             "transformers.integrations.sdpa_attention"
             if implementation == "sdpa"
             else getattr(default, "__module__", None)
         )
-        known = implementation in ("sdpa", "eager") and getattr(original, "__module__", None) == own
-        if not known:
+        is_transformers_own = (
+            implementation in ("sdpa", "eager")
+            and getattr(original, "__module__", None) == expected_module
+        )
+        if not is_transformers_own:
             return original
-        if original not in self.made:
-            self.made[original] = by_the_op(original, eager=implementation == "eager")
-        return self.made[original]
+        if original not in self.wrappers:
+            self.wrappers[original] = wrap_attention(original, is_eager=implementation == "eager")
+        return self.wrappers[original]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.table, name)
 
 
-def by_the_op(original: Callable[..., tuple[Tensor, None]], *, eager: bool) -> Callable[..., Any]:
+def wrap_attention(
+    original: Callable[..., tuple[Tensor, None]], *, is_eager: bool
+) -> Callable[..., Any]:
     """transformers' attention function (module, query, key, value, mask) -> ([B S N D], None), by
     `attention` where it serves.
 
-    eager  the original is the model's own function, which is used by default or because only it
+    is_eager  the original is the model's own function, which is used by default or because only it
            computes softcaps
     """
 
@@ -163,66 +168,66 @@ def by_the_op(original: Callable[..., tuple[Tensor, None]], *, eager: bool) -> C
         dropout: float = 0.0,
         scaling: float | None = None,
         is_causal: bool | None = None,
-        **others: Any,
+        **extra: Any,
     ) -> tuple[Tensor, None]:
         options = (
             {"dropout": dropout, "scaling": scaling}
-            | ({} if eager else {"is_causal": is_causal})
-            | others
+            | ({} if is_eager else {"is_causal": is_causal})
+            | extra
         )
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        beyond = dropout or query.shape[2] < FEW
-        for name in BEYOND:
-            beyond = beyond or (
-                name in others and others[name] is not None and others[name] is not False
+        is_unsupported = dropout or query.shape[2] < MIN_QUERIES
+        for name in UNSUPPORTED_ARGUMENTS:
+            is_unsupported = is_unsupported or (
+                name in extra and extra[name] is not None and extra[name] is not False
             )
         if isinstance(attention_mask, DocumentMask):
-            if beyond or not causal:
+            if is_unsupported or not causal:
                 raise UsageError(
                     "a mask of documents reached an attention that cannot read it",
                     fix="model.attention: flash, or no packing",
                 )
-            window = others.get("sliding_window")
+            window = extra.get("sliding_window")
             window = None if window is None or window >= query.shape[2] else window
             if attention_mask.documents.whole_rows and window is None:
                 documents = None
             else:
                 documents = attention_mask.documents
-            made = attention(
+            output = attention(
                 query,
                 key,
                 value,
                 causal=True,
                 scale=scaling,
                 window=window,
-                softcap=others.get("softcap"),
+                softcap=extra.get("softcap"),
                 documents=documents,
             )
-            return made.transpose(1, 2).contiguous(), None
+            return output.transpose(1, 2).contiguous(), None
 
-        def by_the_model() -> tuple[Tensor, None]:
+        def run_original() -> tuple[Tensor, None]:
             none_to_keep = (
                 attention_mask is None or attention_mask.is_cpu or torch.compiler.is_compiling()
             )
             with nullcontext() if none_to_keep else disable_cudnn_with_mask(attention_mask):
                 return original(module, query, key, value, attention_mask, **options)
 
-        if beyond or eager or others.get("softcap") is not None:
-            return by_the_model()
+        if is_unsupported or is_eager or extra.get("softcap") is not None:
+            return run_original()
         causal = causal and attention_mask is None
         if attention_mask is not None and attention_mask.dtype != torch.bool:
-            return by_the_model()
-        fast = kernel_attention(
+            return run_original()
+        kernel_output = kernel_attention(
             query, key, value, mask=attention_mask, causal=causal, scale=scaling
         )
-        if fast is None:
-            return by_the_model()
-        return (fast.transpose(1, 2).contiguous(), None)
+        if kernel_output is None:
+            return run_original()
+        return (kernel_output.transpose(1, 2).contiguous(), None)
 
     return forward
 
 
-def why_no_document_mask(model: nn.Module) -> str | None:
+def document_mask_blocker(model: nn.Module) -> str | None:
     """Why bounds alone cannot keep documents apart in this model, or None: all its attention runs
     the op, and nothing else reads a mask.
     """
@@ -230,21 +235,23 @@ def why_no_document_mask(model: nn.Module) -> str | None:
     layers = [
         (name, module)
         for name, module in language.named_modules()
-        if implementation_of(module) is not None
+        if attention_implementation(module) is not None
     ]
     for name, module in layers:
         forward = vars(module).get("forward")
-        table = getattr(getattr(forward, "__func__", forward), "__globals__", {}).get(TABLE)
-        if not isinstance(table, Functions):
+        table = getattr(getattr(forward, "__func__", forward), "__globals__", {}).get(
+            FUNCTION_TABLE
+        )
+        if not isinstance(table, AttentionFunctions):
             return f"{name} runs its own attention"
-        if implementation_of(module) not in ("sdpa", "eager"):
-            return f"{name} runs {implementation_of(module)}"
+        if attention_implementation(module) not in ("sdpa", "eager"):
+            return f"{name} runs {attention_implementation(module)}"
         if getattr(module, "attention_dropout", 0.0) and module.training:
             return f"{name} has dropout"
-        if implementation_of(module) == "eager" and softcap_of(module) is None:
+        if attention_implementation(module) == "eager" and attention_softcap(module) is None:
             return f"{name} runs eager"
     if layers:
-        return why_mask_is_read(model)
+        return padding_mask_reason(model)
     return "it has no attention layer that is known"
 
 
@@ -255,9 +262,9 @@ class DocumentMask(Tensor):
 
     @staticmethod
     def __new__(cls, documents: Documents) -> DocumentMask:
-        made = torch.Tensor._make_subclass(cls, documents.bounds.view(1, 1, 1, -1))
-        made.documents = documents
-        return made
+        mask = torch.Tensor._make_subclass(cls, documents.bounds.view(1, 1, 1, -1))
+        mask.documents = documents
+        return mask
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # a C function, where Tensor has a class method
 
@@ -265,7 +272,7 @@ class DocumentMask(Tensor):
 PLAIN_LAYERS = {"full_attention", "sliding_attention"}
 
 
-def why_mask_is_read(model: Any) -> str | None:
+def padding_mask_reason(model: Any) -> str | None:
     """What in this model reads a mask of padding besides a causal attention, or None.
 
     With None, padding on the right needs no mask: no real token attends to a later position.
@@ -279,9 +286,9 @@ def why_mask_is_read(model: Any) -> str | None:
         return "its attention is bidirectional"
     if getattr(text, "output_router_logits", False):
         return "its routers' balancing loss leaves padding out"
-    others = sorted(set(getattr(text, "layer_types", None) or []) - PLAIN_LAYERS)
-    if others:
-        return f"it has layers of {', '.join(others)}"
+    other_types = sorted(set(getattr(text, "layer_types", None) or []) - PLAIN_LAYERS)
+    if other_types:
+        return f"it has layers of {', '.join(other_types)}"
     for name, module in get_language_part(
         model
     ).named_modules():  # a tower has no mask of the text's
@@ -299,11 +306,11 @@ class MaskNeeds(NamedTuple):
     does not and where it does.
     """
 
-    why_read: str | None
-    why_no_documents: str | None
+    padding_mask_reason: str | None
+    document_mask_blocker: str | None
 
 
-NEEDS = "_isotype_mask_needs"
+MASK_NEEDS_KEY = "_isotype_mask_needs"
 
 
 def mask_needs(model: nn.Module) -> MaskNeeds:
@@ -311,7 +318,9 @@ def mask_needs(model: nn.Module) -> MaskNeeds:
     forget it.
     """
     # past nn.Module's own __setattr__
-    known: dict[bool, MaskNeeds] = vars(model).setdefault(NEEDS, {})
-    if model.training not in known:
-        known[model.training] = MaskNeeds(why_mask_is_read(model), why_no_document_mask(model))
-    return known[model.training]
+    needs_by_mode: dict[bool, MaskNeeds] = vars(model).setdefault(MASK_NEEDS_KEY, {})
+    if model.training not in needs_by_mode:
+        needs_by_mode[model.training] = MaskNeeds(
+            padding_mask_reason(model), document_mask_blocker(model)
+        )
+    return needs_by_mode[model.training]

@@ -28,11 +28,19 @@ from ..environment import planned
 from ..errors import IsotypeError
 from ..ops import linear_cross_entropy
 from ..ops.backend import autocast_dtype, autocast_off, product_dtype
-from .deferred_tensor import DeferredTensor, change_count, in_graph
-from .deferred_values import answered, argmax, gather, log_softmax, logsumexp, loses_nothing, mean
+from .deferred_tensor import DeferredTensor, attach_to_graph, count_changes
+from .deferred_values import (
+    argmax,
+    gather,
+    is_lossless_cast,
+    log_softmax,
+    logsumexp,
+    mean,
+    op_counts,
+)
 
 # Where a training step turned deferred logits into real ones: place -> times
-materialised: Counter[str] = Counter()
+materialisations: Counter[str] = Counter()
 
 
 # besides names that end in one underscore: what needs the memory or the graph of the tensor itself
@@ -69,7 +77,7 @@ class Recipe:
     changes: tuple[int, int]  # of `source`, when the head was called
     grad: bool  # whether gradients were on then
     cast: torch.dtype | None  # autocast's dtype then
-    product: torch.dtype  # in which the head's product leaves
+    head_dtype: torch.dtype  # in which the head's product leaves
     dtype: torch.dtype  # of the logits as seen now
     pre: float = 1.0
     post: float | None = None  # None before a tanh
@@ -77,7 +85,7 @@ class Recipe:
     items: int | Tensor | None = None
     # FSDP's hooks, called when backward reaches the logits or their loss; the same for all that is
     # made of these logits
-    reached: OrderedDict[int, Callable[[Any], Any]] = field(default_factory=OrderedDict)
+    backward_hooks: OrderedDict[int, Callable[[Any], Any]] = field(default_factory=OrderedDict)
 
     def scaled(self, factor: float) -> Recipe:
         if self.post is None:
@@ -94,7 +102,7 @@ class Recipe:
     def sources(self) -> list[Tensor | None]:
         return [self.hidden, self.weight, self.bias]
 
-    def of(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Recipe:
+    def with_sources(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Recipe:
         """The same logits of other sources."""
         return replace(self, hidden=hidden, weight=weight, bias=bias)
 
@@ -112,7 +120,7 @@ class Recipe:
                     " head"
                 ),
             )
-        if change_count(self.source) != self.changes:
+        if count_changes(self.source) != self.changes:
             raise IsotypeError(
                 "these logits were not computed before the head's weight changed, and now"
                 " cannot be",
@@ -124,7 +132,7 @@ class Recipe:
             )
 
     @contextmanager
-    def as_then(self) -> Iterator[None]:
+    def head_context(self) -> Iterator[None]:
         """Once checked: autocast and gradients as they were when the head was called."""
         self.check()
         with (
@@ -138,7 +146,7 @@ class Recipe:
         if the model would have made one.
         """
         with torch.inference_mode(self.hidden.is_inference()), torch.set_grad_enabled(self.grad):
-            with self.as_then():
+            with self.head_context():
                 x = F.linear(self.hidden, self.weight, self.bias)
             with autocast_off(x):
                 if torch.finfo(self.dtype).bits > torch.finfo(x.dtype).bits:
@@ -146,15 +154,15 @@ class Recipe:
                 else:
                     x = x
                 x = x if self.pre == 1.0 else x * self.pre
-                return self._watched(
+                return self._add_backward_hooks(
                     (x if self.post is None else self.post * torch.tanh(x)).to(self.dtype)
                 )
 
     def loss(self, targets: Tensor, **options: Any) -> Tensor:
         """`options` are `cross_entropy`'s, but for a scale and a softcap, which are the recipe's."""
         scale, cap = self.scale_and_softcap
-        with self.as_then():
-            answered["linear_cross_entropy"] += 1
+        with self.head_context():
+            op_counts["linear_cross_entropy"] += 1
             loss: Tensor = linear_cross_entropy(
                 self.hidden,
                 self.weight,
@@ -165,17 +173,17 @@ class Recipe:
                 num_items=self.items if options.get("reduction") == "sum" else None,
                 **options,
             )
-            return self._watched(loss)
+            return self._add_backward_hooks(loss)
 
-    def _watched(self, made: Tensor) -> Tensor:
-        """`made` of the logits, with the hooks that wait for its backward."""
-        if made.requires_grad:
-            for hook in self.reached.values():
-                made.register_hook(partial(_call, hook))
-        return made
+    def _add_backward_hooks(self, result: Tensor) -> Tensor:
+        """`result` of the logits, with the hooks that wait for its backward."""
+        if result.requires_grad:
+            for hook in self.backward_hooks.values():
+                result.register_hook(partial(_call_hook, hook))
+        return result
 
 
-def _call(hook: Callable[[Any], Any], gradient: Tensor) -> None:
+def _call_hook(hook: Callable[[Any], Any], gradient: Tensor) -> None:
     """What FSDP's hook returns is the gradient that it was given."""
     hook(gradient)
 
@@ -193,25 +201,28 @@ class DeferredLogits(DeferredTensor):
         shape = (*recipe.hidden.shape[:-1], recipe.weight.shape[0])
 
         def make() -> DeferredLogits:
-            made: DeferredLogits = Tensor._make_wrapper_subclass(
+            wrapper: DeferredLogits = Tensor._make_wrapper_subclass(
                 cls, shape, dtype=recipe.dtype, device=recipe.hidden.device
             )
-            return made
+            return wrapper
 
-        made = in_graph(
-            make, recipe.sources(), lambda *sources: recipe.of(*sources).compute(), grad=recipe.grad
+        logits = attach_to_graph(
+            make,
+            recipe.sources(),
+            lambda *sources: recipe.with_sources(*sources).compute(),
+            grad=recipe.grad,
         )
-        made.recipe = recipe
-        made.computed = None
-        made.memory = []
-        return made
+        logits.recipe = recipe
+        logits.computed = None
+        logits.memory = []
+        return logits
 
-    def materialise(self, asked_by: str = "materialise") -> Tensor:
+    def materialise(self, function_name: str = "materialise") -> Tensor:
         """The real tensor, computed once; a training step's is counted with its line."""
         if self.computed is None:
             self.check()
             if torch.is_grad_enabled() and self.recipe.hidden.requires_grad:
-                materialised[f"{asked_by} at {_caller()}"] += 1
+                materialisations[f"{function_name} at {_calling_line()}"] += 1
             self.computed = self.recipe.compute()
         return self.computed
 
@@ -227,18 +238,20 @@ class DeferredLogits(DeferredTensor):
             )
 
     @classmethod
-    def answered(cls, func: Any, args: Any, kwargs: Any) -> Any | None:
+    def compute_without_values(cls, func: Any, args: Any, kwargs: Any) -> Any | None:
         rule = _RULES.get(func)
         first = args[0] if args else kwargs.get("input")
         if rule is not None and isinstance(first, DeferredLogits):
             first.check()
-            known = rule(*args, **kwargs)
-            if isinstance(known, DeferredLogits) and known is not first and func in _VIEWS:
-                known.memory = first.memory
-            if known is not None:
-                return known
-        if _needs_the_memory(func, kwargs):
-            _give_memory(getattr(func, "__name__", str(func)), (*args, *kwargs.values()))
+            result = rule(*args, **kwargs)
+            if isinstance(result, DeferredLogits) and result is not first and func in _VIEWS:
+                result.memory = first.memory
+            if result is not None:
+                return result
+        if _needs_memory(func, kwargs):
+            _materialise_before_write(
+                getattr(func, "__name__", str(func)), (*args, *kwargs.values())
+            )
         return None
 
     @classmethod
@@ -246,7 +259,7 @@ class DeferredLogits(DeferredTensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func._schema.is_mutable:
-            _give_memory(str(func), (*args, *(kwargs or {}).values()))
+            _materialise_before_write(str(func), (*args, *(kwargs or {}).values()))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
@@ -265,7 +278,7 @@ def defer(
             weight,
             bias,
             weight,
-            change_count(weight),
+            count_changes(weight),
             grad,
             cast,
             product,
@@ -275,7 +288,7 @@ def defer(
     )
 
 
-def _needs_the_memory(func: Any, kwargs: dict[str, Any]) -> bool:
+def _needs_memory(func: Any, kwargs: dict[str, Any]) -> bool:
     name = getattr(func, "__name__", "")
     return (
         (name.endswith("_") and not name.endswith("__"))
@@ -285,7 +298,7 @@ def _needs_the_memory(func: Any, kwargs: dict[str, Any]) -> bool:
     )
 
 
-def _give_memory(name: str, arguments: tuple[Any, ...]) -> None:
+def _materialise_before_write(name: str, arguments: tuple[Any, ...]) -> None:
     """Before a write in place: these become real, and others that would share their memory are
     refused from then on. A hook is refused.
     """
@@ -300,7 +313,7 @@ def _give_memory(name: str, arguments: tuple[Any, ...]) -> None:
             x.memory.append(name)
 
 
-def _caller() -> str:
+def _calling_line() -> str:
     """The innermost line outside torch, this package and the observer, which makes each call
     itself.
     """
@@ -316,22 +329,22 @@ def _caller() -> str:
 # --- what stays deferred: a rule answers, or gives None for "compute it"
 
 
-def _with(x: DeferredLogits, **changes: Any) -> DeferredLogits | None:
+def _replace_recipe(x: DeferredLogits, **changes: Any) -> DeferredLogits | None:
     # once real, the real tensor is what everything else should build on
     if x.computed is not None:
         return None
     return DeferredLogits(replace(x.recipe, **changes))
 
 
-def _times(x: Any, other: Any, **rest: Any) -> DeferredLogits | None:
+def _scale(x: Any, factor: Any, **rest: Any) -> DeferredLogits | None:
     if (
         rest
-        or isinstance(other, bool)
-        or not isinstance(other, (int, float))
+        or isinstance(factor, bool)
+        or not isinstance(factor, (int, float))
         or x.computed is not None
     ):
         return None
-    return DeferredLogits(x.recipe.scaled(float(other)))
+    return DeferredLogits(x.recipe.scaled(float(factor)))
 
 
 def _cast(dtype: torch.dtype) -> Callable[..., DeferredLogits | None]:
@@ -340,8 +353,8 @@ def _cast(dtype: torch.dtype) -> Callable[..., DeferredLogits | None]:
         if rest
         else x
         if x.dtype == dtype
-        else _with(x, dtype=dtype)
-        if loses_nothing(x, dtype)
+        else _replace_recipe(x, dtype=dtype)
+        if is_lossless_cast(x, dtype)
         else None
     )
 
@@ -360,7 +373,7 @@ def _to(x: DeferredLogits, *args: Any, **kwargs: Any) -> DeferredLogits | None:
 
 def _detach(x: DeferredLogits) -> DeferredLogits | None:
     r = x.recipe
-    return _with(
+    return _replace_recipe(
         x,
         hidden=r.hidden.detach(),
         weight=r.weight.detach(),
@@ -381,12 +394,14 @@ def _view(x: DeferredLogits, *shape: Any, **rest: Any) -> DeferredLogits | None:
         or sizes[-1] != vocabulary
     ):
         return None
-    return _with(x, hidden=x.recipe.hidden.reshape(*sizes[:-1], x.recipe.hidden.shape[-1]))
+    return _replace_recipe(
+        x, hidden=x.recipe.hidden.reshape(*sizes[:-1], x.recipe.hidden.shape[-1])
+    )
 
 
-def _rows(x: DeferredLogits, index: Any) -> DeferredLogits | None:
+def _select_rows(x: DeferredLogits, index: Any) -> DeferredLogits | None:
     if isinstance(index, Tensor):
-        return _selected(x, index)
+        return _select_by_tensor(x, index)
     parts = index if isinstance(index, tuple) else (index,)
     if not all(p is Ellipsis or type(p) in (slice, int) for p in parts):
         return None
@@ -401,10 +416,10 @@ def _rows(x: DeferredLogits, index: Any) -> DeferredLogits | None:
         or sum(type(p) is int for p in parts) > dims - 2
     ):
         return None
-    return _with(x, hidden=x.recipe.hidden[parts])
+    return _replace_recipe(x, hidden=x.recipe.hidden[parts])
 
 
-def _selected(x: DeferredLogits, index: Tensor) -> DeferredLogits | None:
+def _select_by_tensor(x: DeferredLogits, index: Tensor) -> DeferredLogits | None:
     """Rows chosen by a mask of the leading dimensions, or by numbers along the first one."""
     leading = x.recipe.hidden.dim() - 1
     plain = type(index) is Tensor and (
@@ -413,7 +428,7 @@ def _selected(x: DeferredLogits, index: Tensor) -> DeferredLogits | None:
         else index.dtype == torch.int64 and index.dim()
     )
     if plain and leading:
-        return _with(x, hidden=x.recipe.hidden[index])
+        return _replace_recipe(x, hidden=x.recipe.hidden[index])
     return None
 
 
@@ -431,7 +446,7 @@ def _flatten(
     start, end = (d + dims if d < 0 else d for d in (start_dim, end_dim))
     if rest or not 0 <= start <= end < dims - 1:
         return None
-    return _with(x, hidden=x.recipe.hidden.flatten(start, end))
+    return _replace_recipe(x, hidden=x.recipe.hidden.flatten(start, end))
 
 
 def _index_select(
@@ -439,7 +454,7 @@ def _index_select(
 ) -> DeferredLogits | None:
     plain = not rest and dim == 0 and isinstance(index, Tensor) and x.recipe.hidden.dim() == 2
     if plain:
-        return _with(x, hidden=x.recipe.hidden.index_select(0, index))
+        return _replace_recipe(x, hidden=x.recipe.hidden.index_select(0, index))
     return None
 
 
@@ -484,8 +499,8 @@ def _register_hook(x: DeferredLogits, hook: Any) -> RemovableHandle | None:
     of_fsdp = type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp.")
     if x.computed is not None or not of_fsdp:
         return None
-    handle = RemovableHandle(x.recipe.reached)
-    x.recipe.reached[handle.id] = hook
+    handle = RemovableHandle(x.recipe.backward_hooks)
+    x.recipe.backward_hooks[handle.id] = hook
     return handle
 
 
@@ -497,16 +512,17 @@ def _requires_grad(x: DeferredLogits) -> bool:
 
 _RULES: dict[Any, Callable[..., Any]] = {
     F.cross_entropy: _cross_entropy,
-    **dict.fromkeys((Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul), _times),
+    **dict.fromkeys((Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul), _scale),
     **dict.fromkeys(
         (Tensor.div, Tensor.__truediv__, torch.div),
         lambda x, other, **rest: (
-            _times(x, 1.0 / other, **rest) if isinstance(other, int | float) and other else None
+            _scale(x, 1.0 / other, **rest) if isinstance(other, int | float) and other else None
         ),
     ),
     # the sign of a softcap is the op's to refuse; a second tanh is not of this form
     **dict.fromkeys(
-        (Tensor.tanh, torch.tanh), lambda x: _with(x, post=1.0) if x.recipe.post is None else None
+        (Tensor.tanh, torch.tanh),
+        lambda x: _replace_recipe(x, post=1.0) if x.recipe.post is None else None,
     ),
     Tensor.float: _cast(torch.float32),
     Tensor.bfloat16: _cast(torch.bfloat16),
@@ -515,12 +531,12 @@ _RULES: dict[Any, Callable[..., Any]] = {
     # DDP clones what a forward returns; a copy without a graph is one to keep
     **dict.fromkeys(
         (Tensor.clone, torch.clone),
-        lambda x, **rest: None if rest or not _requires_grad(x) else _with(x),
+        lambda x, **rest: None if rest or not _requires_grad(x) else _replace_recipe(x),
     ),
-    Tensor.contiguous: lambda x, **rest: None if rest else _with(x),
+    Tensor.contiguous: lambda x, **rest: None if rest else _replace_recipe(x),
     **dict.fromkeys((Tensor.detach, torch.detach), _detach),
     **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), _view),
-    Tensor.__getitem__: _rows,
+    Tensor.__getitem__: _select_rows,
     **dict.fromkeys((Tensor.unbind, torch.unbind), _unbind),
     **dict.fromkeys((Tensor.flatten, torch.flatten), _flatten),
     **dict.fromkeys((Tensor.gather, torch.gather), gather),

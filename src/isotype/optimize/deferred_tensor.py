@@ -80,40 +80,40 @@ class Graph(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         refuse_second_derivative("what is made of deferred logits")
-        needed = ctx.needs_input_grad[3:]
+        needs_grad = ctx.needs_input_grad[3:]
         leaves = [
             x if x is None else x.detach().requires_grad_(need)
-            for x, need in zip(ctx.sources, needed, strict=True)
+            for x, need in zip(ctx.sources, needs_grad, strict=True)
         ]
         with torch.enable_grad():
-            made = ctx.remake(*leaves)
-        wanted: list[Any] = [x for x, need in zip(leaves, needed, strict=True) if need]
-        found = iter(torch.autograd.grad(made, wanted, gradient, allow_unused=True))
-        return None, None, None, *(next(found) if need else None for need in needed)
+            result = ctx.remake(*leaves)
+        inputs: list[Any] = [x for x, need in zip(leaves, needs_grad, strict=True) if need]
+        gradients = iter(torch.autograd.grad(result, inputs, gradient, allow_unused=True))
+        return None, None, None, *(next(gradients) if need else None for need in needs_grad)
 
 
-def in_graph(
+def attach_to_graph(
     make: Callable[[], T], sources: list[Any], remake: Callable[..., Tensor], *, grad: bool
 ) -> T:
     """`make()`, with gradients for its sources where `grad` and the sources ask for them. See
     `Graph`.
     """
-    wanted = (
+    needs_graph = (
         grad and torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in sources)
     )
     # a transform refuses this form of an autograd function, and gives what it differentiates to
     # __torch_function__
     if (
-        not wanted
+        not needs_graph
         or torch.is_inference_mode_enabled()
         or torch._C._are_functorch_transforms_active()
     ):
         return make()
-    made: T = Graph.apply(make, sources, remake, *sources)
-    return made
+    result: T = Graph.apply(make, sources, remake, *sources)
+    return result
 
 
-def _in_an_autograd_function() -> bool:
+def _is_inside_autograd_function() -> bool:
     """Whether the forward of an autograd function runs. What it computes of its inputs has to be
     real: a deferred tensor has a graph of its own, past the function's backward.
     """
@@ -142,12 +142,12 @@ class DeferredTensor(Tensor):
 
     computed: Tensor | None
 
-    def materialise(self, asked_by: str = "materialise") -> Tensor:
-        """The real tensor, computed once. `asked_by`: the function that needs it."""
+    def materialise(self, function_name: str = "materialise") -> Tensor:
+        """The real tensor, computed once. `function_name`: the function that needs it."""
         raise NotImplementedError
 
     @classmethod
-    def answered(cls, func: Any, args: Any, kwargs: Any) -> Any | None:
+    def compute_without_values(cls, func: Any, args: Any, kwargs: Any) -> Any | None:
         """What `func` gives without the values; None where it needs them."""
         raise NotImplementedError
 
@@ -157,15 +157,15 @@ class DeferredTensor(Tensor):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        hidden = (
+        needs_values = (
             not torch.is_grad_enabled()
             and any(_has_graph(x) for x in args)
-            and _in_an_autograd_function()
+            and _is_inside_autograd_function()
         )
-        known = None if hidden else cls.answered(func, args, kwargs)
-        if known is None:
+        result = None if needs_values else cls.compute_without_values(func, args, kwargs)
+        if result is None:
             return cls._with_real_tensors(func, getattr(func, "__name__", str(func)), args, kwargs)
-        return known
+        return result
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares it as the C function that stands in its place, without cls
@@ -188,22 +188,22 @@ class DeferredTensor(Tensor):
 _steps: dict[int, int] = {}
 
 
-def change_count(weight: Tensor) -> tuple[int, int]:
+def count_changes(weight: Tensor) -> tuple[int, int]:
     """(version, optimizer steps since the first question)."""
     trained = weight.requires_grad and weight.is_leaf
     if trained:
-        _watch()
+        _register_step_hook()
     return 0 if weight.is_inference() else weight._version, (
         _steps.setdefault(id(weight), 0) if trained else 0
     )
 
 
 @cache
-def _watch() -> None:
-    register_optimizer_step_post_hook(_after_step)
+def _register_step_hook() -> None:
+    register_optimizer_step_post_hook(_count_step)
 
 
-def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _count_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for group in optimizer.param_groups:
         for weight in group["params"]:
             if id(weight) in _steps:

@@ -24,10 +24,10 @@ from ..ops.backend import (
     product_dtype,
     refuse_second_derivative,
 )
-from .deferred_tensor import DeferredTensor, in_graph
+from .deferred_tensor import DeferredTensor, attach_to_graph
 
 # how often each op computed a value of deferred logits
-answered: Counter[str] = Counter()
+op_counts: Counter[str] = Counter()
 # never a valid target: a class that is out of range is an error, as in PyTorch's gather
 NEVER_IGNORED = -(2**31)
 
@@ -83,14 +83,14 @@ class HeadMean(torch.autograd.Function):
         return each_H.expand(ctx.shape)
 
 
-def is_last(x: Any, dim: Any) -> bool:
+def is_last_dimension(x: Any, dim: Any) -> bool:
     return isinstance(dim, int) and not isinstance(dim, bool) and dim in (-1, x.dim() - 1)
 
 
-def one_class_a_row(x: Any, dim: Any, index: Any) -> Tensor | None:
+def classes_per_row(x: Any, dim: Any, index: Any) -> Tensor | None:
     """index[*n 1] as classes[*n], where `gather` takes one logit of each row; None otherwise."""
     plain = (
-        is_last(x, dim)
+        is_last_dimension(x, dim)
         and isinstance(index, Tensor)
         and index.dtype == torch.int64
         and index.dim() == x.dim()
@@ -99,12 +99,12 @@ def one_class_a_row(x: Any, dim: Any, index: Any) -> Tensor | None:
 
 
 def gather(x: Any, dim: Any = None, index: Any = None, **rest: Any) -> Tensor | None:
-    classes = one_class_a_row(x, dim, index)
+    classes = classes_per_row(x, dim, index)
     if rest or classes is None or x.computed is not None:
         return None
     r = x.recipe
-    with r.as_then():
-        answered["selected_logits"] += 1
+    with r.head_context():
+        op_counts["selected_logits"] += 1
         dtype = product_dtype(r.hidden, r.weight)
         with autocast_off(r.hidden):
             flat = classes.reshape(-1)
@@ -118,15 +118,15 @@ def gather(x: Any, dim: Any = None, index: Any = None, **rest: Any) -> Tensor | 
             return z.to(x.dtype).reshape(index.shape)  # type: ignore[no-any-return]  # z is an autograd function's result
 
 
-def per_row(x: Any, output: str, classes: Tensor | None = None) -> Tensor:
+def compute_per_row(x: Any, output: str, classes: Tensor | None = None) -> Tensor:
     """One of `linear_log_probs`'s outputs, for each row: [*n]; for any class where none is named."""
     r = x.recipe
     if classes is None:
         classes = torch.zeros(x.shape[:-1], dtype=torch.int64, device=x.device)
     else:
         classes = classes
-    with r.as_then():
-        answered["linear_log_probs"] += 1
+    with r.head_context():
+        op_counts["linear_log_probs"] += 1
         scale, cap = r.scale_and_softcap
         values = linear_log_probs(
             r.hidden,
@@ -138,25 +138,25 @@ def per_row(x: Any, output: str, classes: Tensor | None = None) -> Tensor:
             logit_scale=scale,
             softcap=cap,
         )
-        made: Tensor = getattr(values, output)
-        return made
+        row_values: Tensor = getattr(values, output)
+        return row_values
 
 
-def loses_nothing(x: Any, dtype: torch.dtype) -> bool:
+def is_lossless_cast(x: Any, dtype: torch.dtype) -> bool:
     """Whether an op's fp32 arithmetic stands for deferred logits cast to `dtype`: to fp32, or back
     to the product's own dtype where nothing was done in between. Any other cast is made: a
     program's own fp16 logits have another loss, and an observer must see fp64 ones too.
     """
-    as_made = x.recipe.pre == 1.0 and x.recipe.post is None
-    return dtype == torch.float32 or (as_made and dtype == x.recipe.product)
+    is_unscaled = x.recipe.pre == 1.0 and x.recipe.post is None
+    return dtype == torch.float32 or (is_unscaled and dtype == x.recipe.head_dtype)
 
 
 def logsumexp(x: Any, dim: Any = None, keepdim: bool = False, **rest: Any) -> Tensor | None:
     dim = dim[0] if isinstance(dim, tuple | list) and len(dim) == 1 else dim
-    if rest or not is_last(x, dim) or x.computed is not None:
+    if rest or not is_last_dimension(x, dim) or x.computed is not None:
         return None
-    made = per_row(x, "logsumexp").to(x.dtype)
-    return made.unsqueeze(-1) if keepdim else made
+    values = compute_per_row(x, "logsumexp").to(x.dtype)
+    return values.unsqueeze(-1) if keepdim else values
 
 
 def row_means(x: Any) -> Tensor | None:
@@ -165,32 +165,36 @@ def row_means(x: Any) -> Tensor | None:
     if r.post is not None:
         if x.requires_grad and torch.is_grad_enabled():
             return None
-        return per_row(x, "mean_logits")
-    with r.as_then():
+        return compute_per_row(x, "mean_logits")
+    with r.head_context():
         dtype = product_dtype(r.hidden, r.weight)
         fp32 = arithmetic_dtype(dtype)
         with autocast_off(r.hidden):
-            made: Tensor = r.hidden.to(dtype).to(fp32) @ HeadMean.apply(r.weight).to(fp32)
-            made = made if r.bias is None else made + r.bias.to(fp32).mean()
-            return made * float(r.pre)
+            means: Tensor = r.hidden.to(dtype).to(fp32) @ HeadMean.apply(r.weight).to(fp32)
+            means = means if r.bias is None else means + r.bias.to(fp32).mean()
+            return means * float(r.pre)
 
 
 def mean(x: Any, dim: Any = None, keepdim: bool = False, **rest: Any) -> Tensor | None:
     """Of all logits, or of each row."""
-    if rest or x.computed is not None or not (is_last(x, dim) or (dim is None and not keepdim)):
+    if (
+        rest
+        or x.computed is not None
+        or not (is_last_dimension(x, dim) or (dim is None and not keepdim))
+    ):
         return None
     rows = row_means(x)
     if rows is None:
         return None
-    made = (rows.mean() if dim is None else rows).to(x.dtype)
-    return made.unsqueeze(-1) if keepdim else made
+    values = (rows.mean() if dim is None else rows).to(x.dtype)
+    return values.unsqueeze(-1) if keepdim else values
 
 
 def argmax(x: Any, dim: Any = None, keepdim: bool = False, **rest: Any) -> Tensor | None:
-    if rest or not is_last(x, dim) or x.computed is not None:
+    if rest or not is_last_dimension(x, dim) or x.computed is not None:
         return None
-    made = per_row(x, "top1")
-    return made.unsqueeze(-1) if keepdim else made
+    classes = compute_per_row(x, "top1")
+    return classes.unsqueeze(-1) if keepdim else classes
 
 
 # --- deferred log-probabilities: `factor * log_softmax(logits)`, not yet computed. Losses of users'
@@ -215,33 +219,36 @@ class DeferredLogProbs(DeferredTensor):
         recipe = logits.recipe
 
         def make() -> DeferredLogProbs:
-            made: DeferredLogProbs = Tensor._make_wrapper_subclass(
+            wrapper: DeferredLogProbs = Tensor._make_wrapper_subclass(
                 cls, logits.shape, dtype=dtype, device=logits.device
             )
-            return made
+            return wrapper
 
         def remake(*sources: Any) -> Tensor:
-            return F.log_softmax(recipe.of(*sources).compute(), -1, dtype=cast).to(dtype) * factor
+            return (
+                F.log_softmax(recipe.with_sources(*sources).compute(), -1, dtype=cast).to(dtype)
+                * factor
+            )
 
-        made = in_graph(make, recipe.sources(), remake, grad=recipe.grad)
-        made.logits = logits
-        made.factor = factor
-        made.cast = cast
-        made.computed = None
-        return made
+        log_probs = attach_to_graph(make, recipe.sources(), remake, grad=recipe.grad)
+        log_probs.logits = logits
+        log_probs.factor = factor
+        log_probs.cast = cast
+        log_probs.computed = None
+        return log_probs
 
-    def materialise(self, asked_by: str = "materialise") -> Tensor:
+    def materialise(self, function_name: str = "materialise") -> Tensor:
         """The real log-probabilities, computed once, with the graph that the logits have."""
         if self.computed is None:
             with torch.set_grad_enabled(self.logits.recipe.grad):
-                made = F.log_softmax(self.logits.materialise(asked_by), -1, dtype=self.cast).to(
-                    self.dtype
-                )
-                self.computed = made if self.factor == 1.0 else made * self.factor
+                log_probs = F.log_softmax(
+                    self.logits.materialise(function_name), -1, dtype=self.cast
+                ).to(self.dtype)
+                self.computed = log_probs if self.factor == 1.0 else log_probs * self.factor
         return self.computed
 
     @classmethod
-    def answered(cls, func: Any, args: Any, kwargs: Any) -> Any | None:
+    def compute_without_values(cls, func: Any, args: Any, kwargs: Any) -> Any | None:
         rule = _RULES.get(func)
         first = args[0] if args else kwargs.get("input")
         if (
@@ -260,9 +267,14 @@ def log_softmax(
     """F.log_softmax's third positional argument is a stack level without a meaning here; Tensor's
     is a dtype.
     """
-    if args or set(rest) - {"_stacklevel"} or not is_last(x, dim) or x.computed is not None:
+    if (
+        args
+        or set(rest) - {"_stacklevel"}
+        or not is_last_dimension(x, dim)
+        or x.computed is not None
+    ):
         return None
-    if dtype is not None and not loses_nothing(x, dtype):
+    if dtype is not None and not is_lossless_cast(x, dtype):
         return None
     # PyTorch's own: autocast computes it in fp32
     narrow = (
@@ -274,17 +286,17 @@ def log_softmax(
     )
 
 
-def _times(x: DeferredLogProbs, by: Any, **rest: Any) -> DeferredLogProbs | None:
-    if rest or isinstance(by, bool) or not isinstance(by, int | float):
+def _scale(x: DeferredLogProbs, factor: Any, **rest: Any) -> DeferredLogProbs | None:
+    if rest or isinstance(factor, bool) or not isinstance(factor, int | float):
         return None
-    return DeferredLogProbs(x.logits, x.factor * by, x.cast, x.dtype)
+    return DeferredLogProbs(x.logits, x.factor * factor, x.cast, x.dtype)
 
 
 def _gather(x: DeferredLogProbs, dim: Any = None, index: Any = None, **rest: Any) -> Tensor | None:
-    classes = one_class_a_row(x.logits, dim, index)
+    classes = classes_per_row(x.logits, dim, index)
     if rest or classes is None:
         return None
-    return (per_row(x.logits, "log_probs", classes) * x.factor).to(x.dtype).unsqueeze(-1)
+    return (compute_per_row(x.logits, "log_probs", classes) * x.factor).to(x.dtype).unsqueeze(-1)
 
 
 def _sum(
@@ -296,21 +308,21 @@ def _sum(
     **rest: Any,
 ) -> Tensor | None:
     """Of each row: V (mean of the logits - logsumexp)."""
-    means = None if rest or not is_last(x, dim) else row_means(x.logits)
+    means = None if rest or not is_last_dimension(x, dim) else row_means(x.logits)
     if means is None:
         return None
-    made = x.factor * x.shape[-1] * (means - per_row(x.logits, "logsumexp"))
-    made = made.to(dtype or x.dtype)
-    return made.unsqueeze(-1) if keepdim else made
+    sums = x.factor * x.shape[-1] * (means - compute_per_row(x.logits, "logsumexp"))
+    sums = sums.to(dtype or x.dtype)
+    return sums.unsqueeze(-1) if keepdim else sums
 
 
-def _rows(function: Callable[..., Any]) -> Callable[..., DeferredLogProbs | None]:
+def _select_rows(function: Callable[..., Any]) -> Callable[..., DeferredLogProbs | None]:
     """Rows sliced or reshaped, as the logits' own rule gives them."""
 
     def rule(x: DeferredLogProbs, *args: Any, **kwargs: Any) -> DeferredLogProbs | None:
         logits = function(x.logits, *args, **kwargs)
-        still = type(logits) is type(x.logits) and logits.shape[-1] == x.shape[-1]
-        if still:
+        keeps_classes = type(logits) is type(x.logits) and logits.shape[-1] == x.shape[-1]
+        if keeps_classes:
             return DeferredLogProbs(logits, x.factor, x.cast, x.dtype)
         return None
 
@@ -340,10 +352,10 @@ def _nll_loss(
 _RULES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((Tensor.gather, torch.gather), _gather),
     **dict.fromkeys((Tensor.sum, torch.sum), _sum),
-    **dict.fromkeys((Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul), _times),
-    **dict.fromkeys((Tensor.neg, Tensor.__neg__, torch.neg), lambda x: _times(x, -1.0)),
-    **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), _rows(Tensor.reshape)),
-    Tensor.__getitem__: _rows(Tensor.__getitem__),
+    **dict.fromkeys((Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul), _scale),
+    **dict.fromkeys((Tensor.neg, Tensor.__neg__, torch.neg), lambda x: _scale(x, -1.0)),
+    **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), _select_rows(Tensor.reshape)),
+    Tensor.__getitem__: _select_rows(Tensor.__getitem__),
     F.nll_loss: _nll_loss,
     Tensor.requires_grad.__get__: lambda x: x.logits.requires_grad,  # type: ignore[attr-defined]  # a property to Python, an attribute to its annotation
 }

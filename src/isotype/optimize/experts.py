@@ -20,7 +20,13 @@ from ..lora.attach import active_adapter, has_hooks, is_expert_stack, refuse_pac
 from ..ops.experts import Adapter, Clamped, experts
 from ..ops.experts.activation import Activation
 from ..ops.packed import StackState
-from .instances import once_a_kind, placement, same_in_both_modes, stand_in, taken
+from .instances import (
+    cache_by_kind,
+    computes_same_in_both_modes,
+    make_placement,
+    make_twin,
+    replacement_blocker,
+)
 
 PART = "experts"
 # sizes of a probe: experts, hidden and inner features
@@ -47,7 +53,7 @@ class ExpertsSettings:
     activation: Activation | None
 
 
-def unwrapped(module: Any) -> tuple[dict[str, Any], Any]:
+def unwrap_experts(module: Any) -> tuple[dict[str, Any], Any]:
     """(PEFT's wrappers by the name of their stack, the experts)."""
     wrappers = {}
     while is_expert_stack(module):
@@ -57,33 +63,33 @@ def unwrapped(module: Any) -> tuple[dict[str, Any], Any]:
 
 
 def has_stacks(module: nn.Module) -> bool:
-    own = module._parameters.values() if hasattr(module, "num_experts") else ()
-    return any(p is not None and (p.dim() == 3 or _state(p) is not None) for p in own)
+    parameters = module._parameters.values() if hasattr(module, "num_experts") else ()
+    return any(p is not None and (p.dim() == 3 or _packed_state(p) is not None) for p in parameters)
 
 
-def _state(stack: Tensor) -> StackState | None:
+def _packed_state(stack: Tensor) -> StackState | None:
     """Of a packed stack."""
     state = getattr(stack, "quant_state", None)
     return state if isinstance(state, StackState) else None
 
 
-def _state_there(stack: Any) -> StackState | None:
+def _packed_state_on_device(stack: Any) -> StackState | None:
     """The same on the stack's device: a module that is moved takes the packed bytes along, and not
     what belongs to them.
     """
-    if _state(stack) is not None:
+    if _packed_state(stack) is not None:
         stack.quant_state = stack.quant_state.to_device(stack.device)
-    return _state(stack)
+    return _packed_state(stack)
 
 
 def is_candidate(module: nn.Module) -> bool:
     """Whether this is a mixture's stacked experts, or the outermost wrapper of them: a caller meets
     the inner ones too.
     """
-    return has_stacks(unwrapped(module)[1])
+    return has_stacks(unwrap_experts(module)[1])
 
 
-@once_a_kind
+@cache_by_kind
 def recognise(module: Any) -> ExpertsSettings | str:
     """The settings with which the op gives these experts' output on a probe, or why there are none."""
     if not all(hasattr(module, flag) for flag in ("has_gate", "has_bias", "is_transposed")):
@@ -94,7 +100,7 @@ def recognise(module: Any) -> ExpertsSettings | str:
     transposed = module.is_transposed
     biased = module.has_bias
     if any(
-        not p.is_floating_point() and _state(p) is None
+        not p.is_floating_point() and _packed_state(p) is None
         for p in module._parameters.values()
         if p is not None
     ):
@@ -112,28 +118,28 @@ def recognise(module: Any) -> ExpertsSettings | str:
     if shapes.keys() != {name for name, p in module._parameters.items() if p is not None}:
         return "it has other weights than two stacks"
     generator = torch.Generator().manual_seed(0)
-    tiny = {
+    probe_parameters = {
         name: nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64))
         for name, shape in shapes.items()
     }
-    twin: Any = stand_in(module, {}, tiny)
+    twin: Any = make_twin(module, {}, probe_parameters)
     for name, size in _SIZES.items():
         if hasattr(twin, name):
             setattr(twin, name, size)
     x = torch.randn(7, _HIDDEN, generator=generator, dtype=torch.float64)
     index = torch.stack([torch.randperm(_EXPERTS, generator=generator)[:2] for _ in range(7)])
     weights = torch.rand(7, 2, generator=generator, dtype=torch.float64)
-    own = inspect.unwrap(type(module).forward)
+    original_forward = inspect.unwrap(type(module).forward)
     for activation in _activations(module):
-        found = ExpertsSettings(up, biased, transposed, activation)
-        if same_in_both_modes(
+        settings = ExpertsSettings(up, biased, transposed, activation)
+        if computes_same_in_both_modes(
             twin,
-            lambda: own(twin, x, index, weights),
-            partial(compute, twin, {}, x, index, weights, found),
+            lambda: original_forward(twin, x, index, weights),
+            partial(compute_experts, twin, {}, x, index, weights, settings),
             x,
             weights,
         ):
-            return found
+            return settings
     return "its output is not that of stacked experts on a probe"
 
 
@@ -145,18 +151,18 @@ def _activations(module: Any) -> list[Activation | None]:
     return ["silu", "gelu", "gelu_tanh", None]
 
 
-def compute(
+def compute_experts(
     module: Any,
     adapters: dict[str, Adapter],
     x: Tensor,
     index: Tensor,
     weights: Tensor,
-    s: ExpertsSettings,
+    settings: ExpertsSettings,
 ) -> Tensor:
     """The op over this module's own weights."""
     parameters = module._parameters
-    if s.activation is not None:
-        activation = s.activation
+    if settings.activation is not None:
+        activation = settings.activation
     elif module.has_gate:
         activation = module._apply_gate
     else:
@@ -165,20 +171,20 @@ def compute(
         x,
         index,
         weights,
-        parameters[s.up],
+        parameters[settings.up],
         parameters["down_proj"],
-        up_bias=parameters[f"{s.up}_bias"] if s.biased else None,
-        down_bias=parameters["down_proj_bias"] if s.biased else None,
-        up_adapter=adapters.get(s.up),
+        up_bias=parameters[f"{settings.up}_bias"] if settings.biased else None,
+        down_bias=parameters["down_proj_bias"] if settings.biased else None,
+        up_adapter=adapters.get(settings.up),
         down_adapter=adapters.get("down_proj"),
-        up_state=_state_there(parameters[s.up]),
-        down_state=_state_there(parameters["down_proj"]),
+        up_state=_packed_state_on_device(parameters[settings.up]),
+        down_state=_packed_state_on_device(parameters["down_proj"]),
         activation=activation,
-        transposed=s.transposed,
+        transposed=settings.transposed,
     )
 
 
-def adapter_of(wrapper: Any) -> Adapter:
+def read_adapter(wrapper: Any) -> Adapter:
     """A [(E R) N] and B [O (R E)], as PEFT keeps them: the expert is A's slow index and B's fast
     one.
     """
@@ -193,7 +199,7 @@ def adapter_of(wrapper: Any) -> Adapter:
     )
 
 
-def why_not(wrappers: dict[str, Any], module: Any, settings: ExpertsSettings) -> str | None:
+def experts_blocker(wrappers: dict[str, Any], module: Any, settings: ExpertsSettings) -> str | None:
     """Why PEFT's or transformers' own code runs as these experts are now, or None."""
     if getattr(module, "_is_expert_parallel", False):
         return "its experts are divided over several processes"
@@ -220,19 +226,19 @@ def experts_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any)
         and hidden_states.dim() == 2
         and not torch.compiler.is_dynamo_compiling()
     )
-    wrappers, module = unwrapped(self)
-    why = why_not(wrappers, module, settings)
-    if why is not None and wrappers and _state(module.down_proj) is not None:
-        refuse_packed_adapter(why)
-    if not fits or why is not None:
-        own: Tensor = type(self).forward(self, hidden_states, *args, **kwargs)
-        return own
+    wrappers, module = unwrap_experts(self)
+    blocker = experts_blocker(wrappers, module, settings)
+    if blocker is not None and wrappers and _packed_state(module.down_proj) is not None:
+        refuse_packed_adapter(blocker)
+    if not fits or blocker is not None:
+        output: Tensor = type(self).forward(self, hidden_states, *args, **kwargs)
+        return output
     adapters = {
-        name: adapter_of(wrapper)
+        name: read_adapter(wrapper)
         for name, wrapper in wrappers.items()
         if not wrapper._disable_adapters
     }
-    return compute(module, adapters, hidden_states, args[0], args[1], settings)
+    return compute_experts(module, adapters, hidden_states, args[0], args[1], settings)
 
 
 def packed_forward(self: Any, hidden_states: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -246,35 +252,38 @@ def packed_forward(self: Any, hidden_states: Tensor, index: Tensor, weights: Ten
     """
     x_TK = hidden_states.reshape(-1, hidden_states.shape[-1])
     settings = ExpertsSettings("gate_up_proj", self.has_bias, self.is_transposed, None)
-    total = compute(
+    total = compute_experts(
         self, {}, x_TK, index.reshape(len(x_TK), -1), weights.reshape(len(x_TK), -1), settings
     )
     return total.view(hidden_states.shape)
 
 
-def place(path: str, module: Any, *, branch_fp32: bool) -> Placement:
+def place_experts(path: str, module: Any, *, branch_fp32: bool) -> Placement:
     """Puts the op on the experts at this path of the model, or on their outermost wrapper, where it
     gives their output.
     """
-    wrappers, base = unwrapped(module)
-    others = [  # `packed_forward` is no other library's
+    wrappers, base = unwrap_experts(module)
+    replaceable = [  # `packed_forward` is no other library's
         m
         for m in (*wrappers.values(), base)
         if SETTINGS_KEY in vars(m)
         or getattr(vars(m).get("forward"), "function", None) is not packed_forward
     ]
-    found = next((why for part in others if (why := taken(part)) is not None), None) or recognise(
-        base
-    )
-    if not isinstance(found, str):
-        found = why_not(wrappers, base, found) or found
-    if isinstance(found, str):
-        return placement(PART, path, base, None, found)
-    install_forward(module, experts_forward, found)
-    said = [f"with LoRA on {' and '.join(sorted(wrappers))}"] if wrappers else []
+    settings_or_reason = next(
+        (blocker for part in replaceable if (blocker := replacement_blocker(part)) is not None),
+        None,
+    ) or recognise(base)
+    if not isinstance(settings_or_reason, str):
+        settings_or_reason = (
+            experts_blocker(wrappers, base, settings_or_reason) or settings_or_reason
+        )
+    if isinstance(settings_or_reason, str):
+        return make_placement(PART, path, base, None, settings_or_reason)
+    install_forward(module, experts_forward, settings_or_reason)
+    notes = [f"with LoRA on {' and '.join(sorted(wrappers))}"] if wrappers else []
     if wrappers and branch_fp32:
-        said.append(
+        notes.append(
             "lora_branch: fp32 does not reach adapters on experts: they have the products' dtype,"
             " as in PEFT"
         )
-    return placement(PART, path, base, "experts", "; ".join(said))
+    return make_placement(PART, path, base, "experts", "; ".join(notes))

@@ -33,7 +33,7 @@ from ..ops.gated import Gated
 from ..ops.recomputable import mark_recomputable
 from ..ops.recomputed_layer import layers_running, mark_layer_hooked
 
-PLACED = "_isotype_placed"
+PLACED_KEY = "_isotype_placed"
 CACHES = ("past_key_values", "layer_past")
 logger = logging.get_logger(__name__)
 
@@ -46,7 +46,7 @@ def check_placed(model: nn.Module) -> None:
     fused code again.
     Raises  UsageError where a class was given another forward since
     """
-    for module in vars(model).get(PLACED, ()):
+    for module in vars(model).get(PLACED_KEY, ()):
         method = get_method(module)
         if method is not None and not method.is_current:
             raise UsageError(
@@ -70,68 +70,81 @@ USUAL_EPSILON = 1e-6
 class NormSettings:
     """eps     the attribute that has it, read at every call: it may be changed afterwards; None
                where it is written in the class's code
-    remade  a LoRA layer or an attention that reads the output saves the norm's input in its place
+    saves_input  a LoRA layer or an attention that reads the output saves the norm's input in its place
     """
 
     eps: str | None
     unit_offset: bool
     out_dtype: torch.dtype | None
-    remade: bool = False
+    saves_input: bool = False
 
 
 def norm_forward(
     self: Any,
     hidden_states: Tensor,
     *args: Any,
-    beside: list[Tensor | None] | None = None,
+    residual_slot: list[Tensor | None] | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """beside  one tensor that is added to the input first, or None: the call leaves the sum there,
+    """residual_slot  one tensor that is added to the input first, or None: the call leaves the sum there,
     whose gradient comes back too
     """
     if args or kwargs:
-        own: Tensor = type(self).forward(self, hidden_states, *args, **kwargs)
-        return own
-    s: NormSettings = self.__dict__[SETTINGS_KEY][0]
-    eps = USUAL_EPSILON if s.eps is None else self.__dict__[s.eps]
+        normed: Tensor = type(self).forward(self, hidden_states, *args, **kwargs)
+        return normed
+    settings: NormSettings = self.__dict__[SETTINGS_KEY][0]
+    eps = USUAL_EPSILON if settings.eps is None else self.__dict__[settings.eps]
     # read once: `torch.nn.utils.parametrize` makes it anew at every reading
-    weight: Tensor = self._parameters["weight"] if beside is not None else self.weight
-    if beside is not None:
-        made, beside[0] = add_rms_norm(
-            hidden_states, beside[0], weight, eps, unit_offset=s.unit_offset, out_dtype=s.out_dtype
+    weight: Tensor = self._parameters["weight"] if residual_slot is not None else self.weight
+    if residual_slot is not None:
+        normed, residual_slot[0] = add_rms_norm(
+            hidden_states,
+            residual_slot[0],
+            weight,
+            eps,
+            unit_offset=settings.unit_offset,
+            out_dtype=settings.out_dtype,
         )
-        return made
-    if not s.remade:
+        return normed
+    if not settings.saves_input:
         return rms_norm(
-            hidden_states, weight, eps, unit_offset=s.unit_offset, out_dtype=s.out_dtype
+            hidden_states,
+            weight,
+            eps,
+            unit_offset=settings.unit_offset,
+            out_dtype=settings.out_dtype,
         )
-    norm = partial(rms_norm, eps=eps, unit_offset=s.unit_offset, out_dtype=s.out_dtype)
+    norm = partial(
+        rms_norm, eps=eps, unit_offset=settings.unit_offset, out_dtype=settings.out_dtype
+    )
     return mark_recomputable(norm(hidden_states, weight), norm, hidden_states, weight)
 
 
-def with_residual(norm: nn.Module, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+def norm_with_residual(
+    norm: nn.Module, x: Tensor, residual: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """(norm(x + residual), x + residual) by a call of the module, so that whoever observes it sees
     the call.
     """
     method = norm.__dict__.get("forward")
-    ours = (
+    is_norm_op = (
         type(method) is InstanceMethod
         and method.function is norm_forward
         and not torch.compiler.is_dynamo_compiling()
     )
     hooks = norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks
-    if not ours or "weight" not in norm._parameters or (hooks and changed_before(norm)):
+    if not is_norm_op or "weight" not in norm._parameters or (hooks and hooks_change_input(norm)):
         # no wrapper around it, on a weight that is its parameter and not made from others; a hook
         # may change what the norm is given
         total = x if residual is None else residual + x
         return norm(total), total
-    beside = [residual]
-    normed: Tensor = norm(x, beside=beside)
-    (made,) = beside
-    return normed, x if made is None else made
+    residual_slot = [residual]
+    normed: Tensor = norm(x, residual_slot=residual_slot)
+    (total_sum,) = residual_slot
+    return normed, x if total_sum is None else total_sum
 
 
-def changed_before(norm: nn.Module) -> bool:
+def hooks_change_input(norm: nn.Module) -> bool:
     """Whether a hook may change what the norm is given, or its gradients."""
     changing = (norm._forward_pre_hooks, norm._backward_hooks, norm._backward_pre_hooks)
     return any(
@@ -146,13 +159,15 @@ def changed_before(norm: nn.Module) -> bool:
 class Half:
     """Names of children: x + scale * after(part(before(x))), where either norm may be missing."""
 
-    before: str | None
+    norm_before: str | None
     part: str
-    after: str | None
+    norm_after: str | None
 
     @property
     def children(self) -> tuple[str, ...]:
-        return tuple(name for name in (self.before, self.part, self.after) if name is not None)
+        return tuple(
+            name for name in (self.norm_before, self.part, self.norm_after) if name is not None
+        )
 
 
 @dataclass(frozen=True)
@@ -175,19 +190,23 @@ def layer_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -
     """The form, with gradient checkpointing as the class's forward has it; that one, where it was
     called in another way.
     """
-    s: LayerSettings = get_settings(self)
-    recomputed = self.training and not _call_recomputes() and bool(self.gradient_checkpointing)
-    if len(args) > len(s.names) or (recomputed and self._can_checkpoint_with_cache):
+    settings: LayerSettings = get_settings(self)
+    is_recomputed = (
+        self.training and not _is_checkpointed_by_call() and bool(self.gradient_checkpointing)
+    )
+    if len(args) > len(settings.names) or (is_recomputed and self._can_checkpoint_with_cache):
         return type(self).forward(self, hidden_states, *args, **kwargs)
-    given = {**dict(s.defaults), **dict(zip(s.names, args)), **kwargs}
-    if not recomputed:
-        return whole(self, s, given, hidden_states)
-    without_cache(given)
-    return self._gradient_checkpointing_func(partial(whole, self, s, given), hidden_states)
+    arguments = {**dict(settings.defaults), **dict(zip(settings.names, args)), **kwargs}
+    if not is_recomputed:
+        return run_layer(self, settings, arguments, hidden_states)
+    drop_cache(arguments)
+    return self._gradient_checkpointing_func(
+        partial(run_layer, self, settings, arguments), hidden_states
+    )
 
 
 @cache
-def _call_recomputes() -> bool:
+def _is_checkpointed_by_call() -> bool:
     """Whether transformers puts checkpointing around a layer's call, as 5.17 does, and not around
     its `forward`.
     """
@@ -196,61 +215,63 @@ def _call_recomputes() -> bool:
     return "__call__" in vars(GradientCheckpointingLayer)
 
 
-def without_cache(given: dict[str, Any]) -> None:
+def drop_cache(arguments: dict[str, Any]) -> None:
     """A recompute would fill the cache a second time. transformers' layers take it away too, and
     say so once.
     """
-    taken = [name for name in CACHES if given.get(name) is not None] + (
-        ["use_cache"] if given.get("use_cache") else []
+    removed = [name for name in CACHES if arguments.get(name) is not None] + (
+        ["use_cache"] if arguments.get("use_cache") else []
     )
-    if taken:
-        given.update({name: False if name == "use_cache" else None for name in taken})
+    if removed:
+        arguments.update({name: False if name == "use_cache" else None for name in removed})
         logger.warning_once(
             "Caching is incompatible with gradient checkpointing: training goes on without"
-            f" {', '.join(taken)}."
+            f" {', '.join(removed)}."
         )
 
 
-def whole(self: nn.Module, s: LayerSettings, given: dict[str, Any], x: Tensor) -> Tensor:
-    half = s.attention
+def run_layer(
+    self: nn.Module, settings: LayerSettings, arguments: dict[str, Any], x: Tensor
+) -> Tensor:
+    half = settings.attention
     children = cast(Any, self._modules)
     attention = children[half.part]
-    mlp = children[s.mlp.part]
+    mlp = children[settings.mlp.part]
     residual: Tensor | None
-    if half.before is None:
+    if half.norm_before is None:
         normed = x
         residual = x
     else:
-        normed, residual = with_residual(children[half.before], x, None)
+        normed, residual = norm_with_residual(children[half.norm_before], x, None)
     if layers_running and has_hooks(attention):
         mark_layer_hooked()
-    x = attention(hidden_states=normed, **given)[0]
+    x = attention(hidden_states=normed, **arguments)[0]
     del normed
-    x = x if half.after is None else children[half.after](x)
-    half = s.mlp
-    if half.before is None or s.scale is not None:
+    x = x if half.norm_after is None else children[half.norm_after](x)
+    half = settings.mlp
+    if half.norm_before is None or settings.scale is not None:
         # no norm reads this sum, or its terms are not added as they are
-        x = _sum(self, s, residual, x)
+        x = _add_scaled(self, settings, residual, x)
         residual = None
-    if half.before is None:
+    if half.norm_before is None:
         normed = x
         total = x
     else:
-        normed, total = with_residual(children[half.before], x, residual)
+        normed, total = norm_with_residual(children[half.norm_before], x, residual)
     if layers_running and has_hooks(mlp):
         mark_layer_hooked()
-    made = mlp(normed)[0] if s.mlp_first else mlp(normed)
-    made = made if half.after is None else children[half.after](made)
-    return _sum(self, s, total, made)
+    output = mlp(normed)[0] if settings.mlp_first else mlp(normed)
+    output = output if half.norm_after is None else children[half.norm_after](output)
+    return _add_scaled(self, settings, total, output)
 
 
-def _sum(self: nn.Module, s: LayerSettings, residual: Tensor, term: Tensor) -> Tensor:
+def _add_scaled(self: nn.Module, settings: LayerSettings, residual: Tensor, term: Tensor) -> Tensor:
     """residual + scale * term, rounded once: the class's own code rounds the product too."""
-    if s.scale is None:
-        made: Tensor = residual + term
+    if settings.scale is None:
+        total: Tensor = residual + term
     else:
-        made = torch.add(residual, term, alpha=getattr(self, s.scale))
-    return made
+        total = torch.add(residual, term, alpha=getattr(self, settings.scale))
+    return total
 
 
 # --- gated MLPs
@@ -281,42 +302,42 @@ class GatedSettings:
 
 
 def gated_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    s: GatedSettings = self.__dict__[SETTINGS_KEY][0]
+    settings: GatedSettings = self.__dict__[SETTINGS_KEY][0]
     children = self._modules
     # an activation that was exchanged, or has hooks that the op would not call
-    activation: Any = children.get(s.activation) or self.__dict__.get(s.activation)
-    another = activation is not s.function
+    activation: Any = children.get(settings.activation) or self.__dict__.get(settings.activation)
+    is_other_activation = activation is not settings.function
     if (
-        not another
+        not is_other_activation
         and isinstance(activation, nn.Module)
         and (activation._forward_hooks or GLOBAL_FORWARD_HOOKS or GLOBAL_FORWARD_PRE_HOOKS)
     ):
-        another = has_hooks(activation)
-    if args or kwargs or another:
-        own: Tensor = type(self).forward(self, hidden_states, *args, **kwargs)
-        return own
+        is_other_activation = has_hooks(activation)
+    if args or kwargs or is_other_activation:
+        output: Tensor = type(self).forward(self, hidden_states, *args, **kwargs)
+        return output
     layers = (
-        (children[s.gate], children[s.down])
-        if s.up is None
-        else (children[s.gate], children[s.up], children[s.down])
+        (children[settings.gate], children[settings.down])
+        if settings.up is None
+        else (children[settings.gate], children[settings.up], children[settings.down])
     )
-    together = run_gated_mlp(layers, hidden_states, s.op)
-    if together is None:
-        return compute_gated(self, hidden_states, s)
-    return together
+    fused_output = run_gated_mlp(layers, hidden_states, settings.op)
+    if fused_output is None:
+        return compute_gated(self, hidden_states, settings)
+    return fused_output
 
 
-def compute_gated(module: nn.Module, x: Tensor, s: GatedSettings) -> Tensor:
-    if s.up is None:
-        gate, up = getattr(module, s.gate)(x).chunk(2, dim=-1)
+def compute_gated(module: nn.Module, x: Tensor, settings: GatedSettings) -> Tensor:
+    if settings.up is None:
+        gate, up = getattr(module, settings.gate)(x).chunk(2, dim=-1)
     else:
-        gate = getattr(module, s.gate)(x)
-        up = getattr(module, s.up)(x)
-    down: Callable[[Tensor], Tensor] = getattr(module, s.down)
+        gate = getattr(module, settings.gate)(x)
+        up = getattr(module, settings.up)(x)
+    down: Callable[[Tensor], Tensor] = getattr(module, settings.down)
     if gate.dtype != up.dtype:
         # an adapter on one of the two may widen it: the module's own product promotes
-        return down(getattr(module, s.activation)(gate) * up)
-    return down(ACTIVATIONS[s.op][1](gate, up))
+        return down(getattr(module, settings.activation)(gate) * up)
+    return down(ACTIVATIONS[settings.op][1](gate, up))
 
 
 # --- rotary functions
@@ -328,7 +349,7 @@ Form = Literal["runs", "values", "once"]
 Pairs = Literal["halves", "neighbours", "neighbours to halves"]
 
 
-def narrow(table: Tensor, form: Form) -> Tensor:
+def narrow_table(table: Tensor, form: Form) -> Tensor:
     """One value a pair."""
     if form == "once":
         return table
@@ -337,16 +358,18 @@ def narrow(table: Tensor, form: Form) -> Tensor:
     return table[..., : table.shape[-1] // 2]
 
 
-def rotated(
+def rotate(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs, form: Form
 ) -> tuple[Tensor, Tensor]:
     if pairs == "neighbours to halves":
         # DeepSeek-V3's: one copy into the order of halves
         q, k = (x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (q, k))
-    return rope(q, k, narrow(cos, form), narrow(sin, form), interleaved=pairs == "neighbours")
+    return rope(
+        q, k, narrow_table(cos, form), narrow_table(sin, form), interleaved=pairs == "neighbours"
+    )
 
 
-def replacement(original: Callable[..., Any], pairs: Pairs, form: Form) -> Callable[..., Any]:
+def wrap_rotary(original: Callable[..., Any], pairs: Pairs, form: Form) -> Callable[..., Any]:
     names = tuple(inspect.signature(original).parameters)[:4]
 
     def apply_rotary_pos_emb(*args: Any, **kwargs: Any) -> Any:
@@ -359,7 +382,7 @@ def replacement(original: Callable[..., Any], pairs: Pairs, form: Form) -> Calla
         q, k, cos, sin = args
         if k is None or cos.dim() != 3 or q.dim() != 4 or cos.requires_grad or sin.requires_grad:
             return original(q, k, cos, sin)
-        return rotated(q, k, cos, sin, pairs, form)
+        return rotate(q, k, cos, sin, pairs, form)
 
     return apply_rotary_pos_emb
 
@@ -367,7 +390,7 @@ def replacement(original: Callable[..., Any], pairs: Pairs, form: Form) -> Calla
 # --- input embeddings
 
 
-class SeesTraining:
+class TrainingStateHook:
     """Forward hook of the input embeddings, which every forward calls (TRL's fused loss never calls
     the head). An object, for deepcopy.
     """
@@ -379,4 +402,4 @@ class SeesTraining:
         # reading the generator would break a compiled graph; a compiled model's samples then come
         # from training's generators
         if not torch.compiler.is_compiling() and embeddings.training and torch.is_grad_enabled():
-            self.stream.trained = torch.get_rng_state()
+            self.stream.training_state = torch.get_rng_state()

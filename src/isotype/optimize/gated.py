@@ -14,14 +14,14 @@ from ..instance_method import Placement, install_forward
 from ..lora.attach import is_lora
 from ..lora.mlp import mlp_fusion_blocker
 from .forwards import ACTIVATIONS, GatedSettings, compute_gated, gated_forward
-from .instances import placement, same_in_both_modes, stand_in, taken
+from .instances import computes_same_in_both_modes, make_placement, make_twin, replacement_blocker
 
 PART = "gated mlp"
 _HIDDEN = 6
 _INNER = 10
 
 
-def linears(module: nn.Module) -> dict[str, tuple[int, int]]:
+def linear_sizes(module: nn.Module) -> dict[str, tuple[int, int]]:
     """Children that are linear layers by their sizes, PEFT's and quantised ones included."""
     return {
         name: (inner, outer)
@@ -31,14 +31,14 @@ def linears(module: nn.Module) -> dict[str, tuple[int, int]]:
     }
 
 
-def activations(module: nn.Module) -> list[str]:
+def activation_names(module: nn.Module) -> list[str]:
     """Names of what could be the activation: a child or an attribute that is called and has no
     weights.
     """
     children = [
         n
         for n, c in module.named_children()
-        if not list(c.parameters()) and n not in linears(module)
+        if not list(c.parameters()) and n not in linear_sizes(module)
     ]
     return children + [
         n
@@ -49,8 +49,8 @@ def activations(module: nn.Module) -> list[str]:
 
 def is_candidate(module: nn.Module) -> bool:
     if (
-        len(linears(module)) not in (2, 3)
-        or not activations(module)
+        len(linear_sizes(module)) not in (2, 3)
+        or not activation_names(module)
         or next(module.parameters(recurse=False), None) is not None
     ):
         return False
@@ -59,7 +59,7 @@ def is_candidate(module: nn.Module) -> bool:
 
 def candidates(module: nn.Module) -> list[tuple[str, str | None, str]]:
     """(gate, up, down) in the orders that the sizes allow."""
-    sizes = linears(module)
+    sizes = linear_sizes(module)
     if len(sizes) == 2:
         return [(a, None, b) for a, b in permutations(sizes, 2) if sizes[a][1] == 2 * sizes[b][0]]
     return [
@@ -74,23 +74,23 @@ def recognise(module: nn.Module) -> GatedSettings | str:
     x = torch.linspace(-2.0, 3.0, 2 * _HIDDEN, dtype=torch.float64).view(1, 2, _HIDDEN)
     for gate, up, down in candidates(module):
         generator = torch.Generator().manual_seed(0)
-        tiny: dict[str, nn.Module] = {
+        probe_children: dict[str, nn.Module] = {
             gate: nn.Linear(_HIDDEN, 2 * _INNER if up is None else _INNER),
             down: nn.Linear(_INNER, _HIDDEN),
         }
         if up is not None:
-            tiny[up] = nn.Linear(_HIDDEN, _INNER)
-        for layer in tiny.values():
+            probe_children[up] = nn.Linear(_HIDDEN, _INNER)
+        for layer in probe_children.values():
             layer.to(torch.float64)
             for p in layer.parameters():
                 p.data.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64))
-        twin = stand_in(module, tiny, {})
-        for activation in activations(module):
+        twin = make_twin(module, probe_children, {})
+        for activation in activation_names(module):
             for op in ACTIVATIONS:
                 settings = GatedSettings(
                     gate, up, down, activation, op, getattr(module, activation)
                 )
-                if same_in_both_modes(
+                if computes_same_in_both_modes(
                     twin,
                     partial(type(module).forward, twin, x),
                     partial(compute_gated, twin, x, settings),
@@ -100,21 +100,23 @@ def recognise(module: nn.Module) -> GatedSettings | str:
     return "its output is not a gated product's on a probe"
 
 
-def place(path: str, module: nn.Module) -> Placement:
+def place_gated_mlp(path: str, module: nn.Module) -> Placement:
     """Puts a gated product on the module at this path of the model, where it gives the module's
     output.
     """
-    found = taken(module) or recognise(module)
-    if isinstance(found, str):
-        return placement(PART, path, module, None, found)
-    install_forward(module, gated_forward, found)
+    settings = replacement_blocker(module) or recognise(module)
+    if isinstance(settings, str):
+        return make_placement(PART, path, module, None, settings)
+    install_forward(module, gated_forward, settings)
     layers = [
-        getattr(module, name) for name in (found.gate, found.up, found.down) if name is not None
+        getattr(module, name)
+        for name in (settings.gate, settings.up, settings.down)
+        if name is not None
     ]
     reason = mlp_fusion_blocker(layers)
     if reason is None:
-        return placement(PART, path, module, "lora_mlp", found.op)
-    notes = ["gate and up from one layer"] if found.up is None else []
+        return make_placement(PART, path, module, "lora_mlp", settings.op)
+    notes = ["gate and up from one layer"] if settings.up is None else []
     if any(map(is_lora, layers)):
         notes.append(f"not with its LoRA layers in one function: {reason}")
-    return placement(PART, path, module, found.op, "; ".join(notes))
+    return make_placement(PART, path, module, settings.op, "; ".join(notes))

@@ -22,68 +22,73 @@ from torch import Tensor, nn
 
 from ..instance_method import InstanceMethod, Placement
 from ..precision.apply import inner_model
-from .forwards import SeesTraining
-from .instances import placement
+from .forwards import TrainingStateHook
+from .instances import make_placement
 
 PART = "generate"
 _STREAM = "_isotype_generation"
 
 
-class Stream:
+class SamplingStream:
     """The generator states for sampling beside training: one random stream that continues from
     generation to generation and never repeats.
 
-    trained  the CPU generator's state in the last training step; None where there was none
-    left     the states that the last generation from the stream gave back
-    ended    the states at its end
-    seeded   the states at the end of the last generation from a seed of the caller's own, which the
-             next one continues
+    training_state   the CPU generator's state in the last training step; None where there was none
+    restored_states  the states that the last generation from the stream restored
+    end_states       the states at its end
+    seeded_states    the states at the end of the last generation from a seed of the caller's own,
+                     which the next one continues
     """
 
     def __init__(self) -> None:
-        self.trained: Tensor | None = None
-        self.left: list[Tensor] = []
-        self.ended: list[Tensor] = []
-        self.seeded: list[Tensor] = []
+        self.training_state: Tensor | None = None
+        self.restored_states: list[Tensor] = []
+        self.end_states: list[Tensor] = []
+        self.seeded_states: list[Tensor] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
         # a copy or a pickle of the model begins its own
-        return Stream, ()
+        return SamplingStream, ()
 
     @contextmanager
-    def apart(self, *, training: bool) -> Iterator[None]:
+    def isolate(self, *, training: bool) -> Iterator[None]:
         """Around a generation. A seed that the caller has set since the last training step is
         obeyed.
 
         training  the model is in training mode, as it is in a trainer's loop before the first step
         """
-        before = generator_states()
-        if _draws.from_training or (self.trained is None and not training):
+        states = generator_states()
+        if _draws.from_training or (self.training_state is None and not training):
             yield
             return
-        fresh = torch.equal(
-            before[0], torch.Generator().manual_seed(torch.initial_seed()).get_state()
+        is_freshly_seeded = torch.equal(
+            states[0], torch.Generator().manual_seed(torch.initial_seed()).get_state()
         )
-        if self.trained is not None and (
-            _equal(before, self.seeded) or (fresh and not torch.equal(before[0], self.trained))
+        if self.training_state is not None and (
+            _are_equal(states, self.seeded_states)
+            or (is_freshly_seeded and not torch.equal(states[0], self.training_state))
         ):
             yield
-            self.seeded = generator_states()
+            self.seeded_states = generator_states()
             return
-        if self.trained is None and fresh and not _equal(before, self.left):
+        if (
+            self.training_state is None
+            and is_freshly_seeded
+            and not _are_equal(states, self.restored_states)
+        ):
             # the stream begins with the seed: the trainer's, or the caller's
             pass
-        elif len(self.ended) == len(before):
-            set_generator_states(self.ended)
+        elif len(self.end_states) == len(states):
+            set_generator_states(self.end_states)
         else:
             # not the numbers that training is about to draw
             torch.manual_seed(int(torch.randint(2**62, ())))
         try:
             yield
         finally:
-            self.left = before
-            self.ended = generator_states()
-            set_generator_states(before)
+            self.restored_states = states
+            self.end_states = generator_states()
+            set_generator_states(states)
 
 
 class _Draws(threading.local):
@@ -94,20 +99,22 @@ _draws = _Draws()
 
 
 @contextmanager
-def from_training() -> Iterator[None]:
+def sample_from_training_state() -> Iterator[None]:
     """Within this block generation draws from training's generators: around a training step that
     trains on its own samples.
     """
-    before = _draws.from_training
+    previous = _draws.from_training
     _draws.from_training = True
     try:
         yield
     finally:
-        _draws.from_training = before
+        _draws.from_training = previous
 
 
-def _equal(states: list[Tensor], others: list[Tensor]) -> bool:
-    return len(states) == len(others) and all(torch.equal(a, b) for a, b in zip(states, others))
+def _are_equal(states: list[Tensor], other_states: list[Tensor]) -> bool:
+    return len(states) == len(other_states) and all(
+        torch.equal(a, b) for a, b in zip(states, other_states)
+    )
 
 
 def generator_states() -> list[Tensor]:
@@ -125,7 +132,7 @@ def set_generator_states(states: list[Tensor]) -> None:
 
 
 @contextmanager
-def random_state_kept() -> Iterator[None]:
+def preserve_random_state() -> Iterator[None]:
     """Leaves PyTorch's generators as they were."""
     states = generator_states()
     try:
@@ -135,7 +142,7 @@ def random_state_kept() -> Iterator[None]:
 
 
 @contextmanager
-def checkpointing_off(model: nn.Module) -> Iterator[None]:
+def disable_checkpointing(model: nn.Module) -> Iterator[None]:
     """Within this block no layer recomputes: there are no gradients, and the key-value cache is
     used.
     """
@@ -152,28 +159,28 @@ def checkpointing_off(model: nn.Module) -> Iterator[None]:
 
 
 def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-    stream: Stream = self.__dict__[_STREAM][0]
-    with checkpointing_off(self), stream.apart(training=self.training):
+    stream: SamplingStream = self.__dict__[_STREAM][0]
+    with disable_checkpointing(self), stream.isolate(training=self.training):
         return type(self).generate(self, *args, **kwargs)
 
 
-def place(path: str, lm: Any) -> Placement:
+def place_generate(path: str, lm: Any) -> Placement:
     """Replaces the `generate` of this causal LM, or of the one that it wraps."""
-    reason = why_not(lm)
+    reason = generate_blocker(lm)
     if reason is not None:
-        return placement(PART, path, lm, None, reason)
+        return make_placement(PART, path, lm, None, reason)
     inner = inner_model(lm)
-    stream = Stream()
+    stream = SamplingStream()
     method = InstanceMethod(generate, inner, "generate")
     inner.__dict__[_STREAM] = stream, method
     method.install()
-    embeddings = input_embeddings(lm)
+    embeddings = find_input_embeddings(lm)
     assert embeddings is not None
-    embeddings.register_forward_hook(SeesTraining(stream))
-    return placement(PART, path, lm, "generate", "leaves no trace in a trainer's loop")
+    embeddings.register_forward_hook(TrainingStateHook(stream))
+    return make_placement(PART, path, lm, "generate", "leaves no trace in a trainer's loop")
 
 
-def why_not(lm: Any) -> str | None:
+def generate_blocker(lm: Any) -> str | None:
     """Why the `generate` of this causal LM is not replaced, or None."""
     inner = inner_model(lm)
     if not callable(getattr(type(inner), "generate", None)):
@@ -182,26 +189,26 @@ def why_not(lm: Any) -> str | None:
         return "already optimized"
     if "generate" in inner.__dict__:
         return "its generate was already replaced by another library"
-    if input_embeddings(lm) is None:
+    if find_input_embeddings(lm) is None:
         return "the model has no input embeddings"
     return None
 
 
-def input_embeddings(lm: Any) -> nn.Module | None:
+def find_input_embeddings(lm: Any) -> nn.Module | None:
     """Its input embeddings; None where its class has none, as of a model of time series, which
     transformers says by an exception.
     """
     try:
-        found: nn.Module | None = lm.get_input_embeddings()
+        embeddings: nn.Module | None = lm.get_input_embeddings()
     except NotImplementedError:
         return None
-    return found
+    return embeddings
 
 
-def take_back(module: nn.Module) -> bool:
+def restore_generate(module: nn.Module) -> bool:
     """Undoes `place` for one module of the model; whether there was a generate to undo."""
     for key in [
-        key for key, hook in module._forward_hooks.items() if isinstance(hook, SeesTraining)
+        key for key, hook in module._forward_hooks.items() if isinstance(hook, TrainingStateHook)
     ]:
         del module._forward_hooks[key]
     if _STREAM not in module.__dict__:

@@ -26,32 +26,39 @@ from ..ops.backend import product_dtype
 from ..ops.packed import widen
 from ..precision.apply import inner_model
 from .deferred import DeferredLogits, defer
-from .generation import input_embeddings
-from .instances import KERNEL_LIBRARIES, foreign, library_of, placement, stand_in, taken
+from .generation import find_input_embeddings
+from .instances import (
+    KERNEL_LIBRARIES,
+    foreign_kernel_reason,
+    library_name,
+    make_placement,
+    make_twin,
+    replacement_blocker,
+)
 from .manifest import Manifest
-from .trl_head import fused_head_of, place_fused_head, trls_forward, why_no_fused_head
+from .trl_head import find_fused_head, find_trl_forward, fused_head_blocker, place_fused_head
 
 PART = "head"
 IGNORED = -100
 _forwards = threading.local()
 
-BYPASSED = (
+BYPASSED_NOTE = (
     "TRL's fused head computes the loss from the head's weight, and never calls the head: its"
     " logits are not deferred"
 )
 
 
 def head_forward(self: nn.Linear, hidden: Tensor) -> Tensor:
-    asked: _Asked | None = getattr(_forwards, "asked", None)
-    if asked is not None and asked.loss is None and not has_backward_hooks(self):
-        return asked.answered_by(self, hidden)
+    request: _TargetRequest | None = getattr(_forwards, "request", None)
+    if request is not None and request.loss is None and not has_backward_hooks(self):
+        return request.compute_loss(self, hidden)
     # a graph holds real tensors, and a backward hook is given the gradient of real logits
-    wanted = getattr(_forwards, "depth", 0) or (
+    is_deferring = getattr(_forwards, "depth", 0) or (
         getattr(_forwards, "with_gradients", 0) and torch.is_grad_enabled()
     )
-    if not wanted or torch.compiler.is_compiling() or has_backward_hooks(self):
-        own: Tensor = type(self).forward(self, hidden)
-        return own
+    if not is_deferring or torch.compiler.is_compiling() or has_backward_hooks(self):
+        logits: Tensor = type(self).forward(self, hidden)
+        return logits
     return defer(hidden, head_weight(self, hidden), self.bias, getattr(_forwards, "items", None))
 
 
@@ -64,19 +71,21 @@ def head_weight(head: nn.Linear, hidden: Tensor) -> Tensor:
 
 def has_backward_hooks(head: nn.Module) -> bool:
     """Its own, or those that PyTorch calls for every module."""
-    everywhere = nn.modules.module
-    of_all = everywhere._global_backward_hooks or everywhere._global_backward_pre_hooks
-    return bool(head._backward_hooks or head._backward_pre_hooks or of_all)
+    module_globals = nn.modules.module
+    global_hooks = (
+        module_globals._global_backward_hooks or module_globals._global_backward_pre_hooks
+    )
+    return bool(head._backward_hooks or head._backward_pre_hooks or global_hooks)
 
 
-def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def start_deferring(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A hook of the causal LM: its forward has labels, so the logits will go into a loss."""
-    if kwargs.get("fused_lm_head") and fused_head_of(inner_model(model)) is None:
+    if kwargs.get("fused_lm_head") and find_fused_head(inner_model(model)) is None:
         # says once that TRL's loss is the one that runs: a setting without effect is never silent
         manifest: Manifest = get_settings(model.get_output_embeddings())  # type: ignore[operator]  # a causal LM has the method
-        if BYPASSED not in manifest.notes:
-            manifest.notes.append(BYPASSED)
-            warnings.warn(f"isotype.optimize: {BYPASSED}", stacklevel=2)
+        if BYPASSED_NOTE not in manifest.notes:
+            manifest.notes.append(BYPASSED_NOTE)
+            warnings.warn(f"isotype.optimize: {BYPASSED_NOTE}", stacklevel=2)
     if kwargs.get("labels") is not None:
         _forwards.depth = getattr(_forwards, "depth", 0) + 1
         # transformers sums the losses and divides by these: the op does before a gradient is
@@ -84,7 +93,7 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         _forwards.items = kwargs.get("num_items_in_batch")
 
 
-def after_forward(
+def stop_deferring(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> None:
     """Also called when forward raised, so that a failed step does not leave the head deferring."""
@@ -109,66 +118,70 @@ def deferring(*, with_gradients: bool = False) -> Iterator[None]:
         setattr(_forwards, name, getattr(_forwards, name) - 1)
 
 
-def place(path: str, model: nn.Module, manifest: Manifest) -> Placement:
+def place_head(path: str, model: nn.Module, manifest: Manifest) -> Placement:
     """Makes the head of the causal LM at this path return deferred logits, where nothing else owns
     the head or its loss.
     """
     get_head: Callable[[], nn.Module | None] | None = getattr(model, "get_output_embeddings", None)
     head = get_head() if get_head is not None else None
     if head is None:
-        return placement(PART, path, model, None, "the model has no output embeddings")
-    reason = why_not(model, head)
+        return make_placement(PART, path, model, None, "the model has no output embeddings")
+    reason = head_blocker(model, head)
     if reason is not None:
-        return placement(PART, path, head, None, reason)
+        return make_placement(PART, path, head, None, reason)
     inner = inner_model(model)
-    by_trl = trls_forward(inner) is not None
-    if by_trl:
+    has_trl_forward = find_trl_forward(inner) is not None
+    if has_trl_forward:
         place_fused_head(inner)
     # TRL's reads the weight of any head, as of one that PEFT trains in full, and calls none
     if type(head) in (nn.Linear, PackedLinear):
         # which gets a note where TRL's loss does not call the head
         install_forward(head, head_forward, manifest)
-        model.register_forward_pre_hook(before_forward, with_kwargs=True)
-        model.register_forward_hook(after_forward, with_kwargs=True, always_call=True)
-    if by_trl:
-        return placement(PART, path, head, "linear_log_probs", "for TRL's fused head")
-    why_none = place_targets(inner, head)
-    if why_none is None:
+        model.register_forward_pre_hook(start_deferring, with_kwargs=True)
+        model.register_forward_hook(stop_deferring, with_kwargs=True, always_call=True)
+    if has_trl_forward:
+        return make_placement(PART, path, head, "linear_log_probs", "for TRL's fused head")
+    targets_blocker = place_targets(inner, head)
+    if targets_blocker is None:
         note = "the loss of targets, else deferred logits"
     else:
-        note = f"deferred logits; takes no targets: {why_none}"
-    return placement(PART, path, head, "linear_cross_entropy", note)
+        note = f"deferred logits; takes no targets: {targets_blocker}"
+    return make_placement(PART, path, head, "linear_cross_entropy", note)
 
 
-def why_not(model: nn.Module, head: nn.Module) -> str | None:
+def head_blocker(model: nn.Module, head: nn.Module) -> str | None:
     """Why this head of a causal LM stays as it is, or None."""
     inner = inner_model(model)
-    if type(head) not in (nn.Linear, PackedLinear) and trls_forward(inner) is None:
+    if type(head) not in (nn.Linear, PackedLinear) and find_trl_forward(inner) is None:
         return f"the head is a {type(head).__name__}, not a plain Linear"
-    reason = taken(head)
+    reason = replacement_blocker(head)
     if reason is not None:
         return reason
     # a fused loss of TRL's or Liger's replaces the model's forward, on the instance or on its
     # class, and never calls the head
-    other = why_no_fused_head(inner) if trls_forward(inner) is not None else foreign(model)
-    if other is not None:
-        return f"the model: {other}, which may have a loss of its own"
-    if library_of(F.cross_entropy) in KERNEL_LIBRARIES:
-        return f"torch's cross_entropy was replaced by {library_of(F.cross_entropy)}"
+    foreign_reason = (
+        fused_head_blocker(inner)
+        if find_trl_forward(inner) is not None
+        else foreign_kernel_reason(model)
+    )
+    if foreign_reason is not None:
+        return f"the model: {foreign_reason}, which may have a loss of its own"
+    if library_name(F.cross_entropy) in KERNEL_LIBRARIES:
+        return f"torch's cross_entropy was replaced by {library_name(F.cross_entropy)}"
     return None
 
 
 def remove_hooks(model: nn.Module) -> None:
     """By function, not by handle: a deep copy has the hooks and no handle."""
-    for hooks, flags, ours in (
-        (model._forward_pre_hooks, (model._forward_pre_hooks_with_kwargs,), before_forward),
+    for hooks, flags, own_hook in (
+        (model._forward_pre_hooks, (model._forward_pre_hooks_with_kwargs,), start_deferring),
         (
             model._forward_hooks,
             (model._forward_hooks_with_kwargs, model._forward_hooks_always_called),
-            after_forward,
+            stop_deferring,
         ),
     ):
-        for key in [key for key, hook in hooks.items() if hook is ours]:
+        for key in [key for key, hook in hooks.items() if hook is own_hook]:
             del hooks[key]
             for flag in flags:
                 flag.pop(key, None)
@@ -185,24 +198,24 @@ class Targets:
     rows     int64[N]  the places of the rows among the flattened B x T; None: all of these, in
              their order
     divisor  of the summed cross-entropy; the op takes it, so that a gradient is rounded once
-    each     fp32[N] log-probabilities are wanted, in place of the loss
+    per_row  fp32[N] log-probabilities are wanted, in place of the loss
     dtype    of the logits inside the loss, as `precision.loss`
     """
 
     classes: Tensor
     rows: Tensor | None = None
     divisor: int | float | None = None
-    each: bool = False
+    per_row: bool = False
     dtype: str = "fp32"
 
-    def of_hidden(
+    def loss_from_hidden(
         self, head: nn.Linear, hidden: Tensor, scale: float, softcap: float | None
     ) -> Tensor:
         """Without logits, by an op, in fp32."""
         x_NH = hidden.reshape(-1, hidden.shape[-1])
         x_NH = x_NH if self.rows is None else x_NH.index_select(0, self.rows)
-        if self.each:
-            found = linear_log_probs(
+        if self.per_row:
+            log_probs = linear_log_probs(
                 x_NH,
                 head_weight(head, x_NH),
                 self.classes,
@@ -210,8 +223,8 @@ class Targets:
                 logit_scale=scale,
                 softcap=softcap,
             ).log_probs
-            assert found is not None
-            return found
+            assert log_probs is not None
+            return log_probs
         loss: Tensor = linear_cross_entropy(
             x_NH,
             head_weight(head, x_NH),
@@ -225,39 +238,39 @@ class Targets:
         )
         return loss
 
-    def of_logits(self, logits_BTV: Tensor) -> Tensor:
+    def loss_from_logits(self, logits_BTV: Tensor) -> Tensor:
         """From logits, real or deferred, in `dtype`."""
         logits_NV = logits_BTV.reshape(-1, logits_BTV.shape[-1])
         logits_NV = (logits_NV if self.rows is None else logits_NV.index_select(0, self.rows)).to(
             to_torch(self.dtype)
         )
-        if self.each:
+        if self.per_row:
             return F.log_softmax(logits_NV, -1).gather(-1, self.classes.unsqueeze(-1)).squeeze(-1)
         loss = F.cross_entropy(logits_NV, self.classes, ignore_index=IGNORED, reduction="sum")
         return loss / self.divisor if self.divisor else loss
 
 
-def loss_of(model: nn.Module, inputs: dict[str, Any], targets: Targets) -> Tensor:
+def compute_loss(model: nn.Module, inputs: dict[str, Any], targets: Targets) -> Tensor:
     """The loss of a forward, or its log-probabilities: see `Targets`.
 
     A model that takes no targets (the manifest has the reason) gives deferred logits, or real ones
     where its head is no plain layer.
     """
     if targets.dtype != "fp32":
-        return targets.of_logits(model(**inputs).logits)
+        return targets.loss_from_logits(model(**inputs).logits)
     if takes_targets(model):
         loss: Tensor = model(**inputs, targets=targets).loss
         return loss
     with deferring():
-        return targets.of_logits(model(**inputs).logits)
+        return targets.loss_from_logits(model(**inputs).logits)
 
 
 def takes_targets(model: nn.Module) -> bool:
-    return isinstance(get_settings(inner_model(model)), AfterHead)
+    return isinstance(get_settings(inner_model(model)), LogitTransform)
 
 
 @dataclass(frozen=True, slots=True)
-class AfterHead:
+class LogitTransform:
     """What the model's forward makes of the head's product z: softcap * tanh(scale * z / softcap),
     or scale * z.
     """
@@ -266,17 +279,19 @@ class AfterHead:
     softcap: float | None
 
 
-class _Asked:
+class _TargetRequest:
     """The targets of a forward that runs, and their loss once the head has computed it."""
 
-    def __init__(self, targets: Targets, after: AfterHead) -> None:
+    def __init__(self, targets: Targets, transform: LogitTransform) -> None:
         self.targets = targets
-        self.after = after
+        self.transform = transform
         self.loss: Tensor | None = None
 
-    def answered_by(self, head: nn.Linear, hidden: Tensor) -> Tensor:
+    def compute_loss(self, head: nn.Linear, hidden: Tensor) -> Tensor:
         """Logits of no class, which the rest of the forward may scale."""
-        self.loss = self.targets.of_hidden(head, hidden, self.after.scale, self.after.softcap)
+        self.loss = self.targets.loss_from_hidden(
+            head, hidden, self.transform.scale, self.transform.softcap
+        )
         return hidden.new_empty(
             (*hidden.shape[:-1], 0),
             dtype=(
@@ -291,19 +306,21 @@ def lm_forward(self: nn.Module, *args: Any, targets: Targets | None = None, **kw
     """
     if targets is None:
         return type(self).forward(self, *args, **kwargs)
-    asked = _Asked(targets, get_settings(self))
-    before = getattr(_forwards, "asked", None)
-    _forwards.asked = asked
+    request = _TargetRequest(targets, get_settings(self))
+    previous = getattr(_forwards, "request", None)
+    _forwards.request = request
     try:
         output = type(self).forward(self, *args, **kwargs)
     finally:
-        _forwards.asked = before
+        _forwards.request = previous
     # a backward hook of the head needs real logits
-    output["loss"] = targets.of_logits(output.logits) if asked.loss is None else asked.loss
+    output["loss"] = (
+        targets.loss_from_logits(output.logits) if request.loss is None else request.loss
+    )
     return output
 
 
-class _Made:
+class _BackboneOutput:
     """Stands for what a backbone returns: hidden states, and None for all else."""
 
     def __init__(self, hidden: Tensor) -> None:
@@ -317,7 +334,7 @@ class _Made:
         return (self.last_hidden_state,)[key]
 
 
-class _Backbone(nn.Module):
+class _BackboneStub(nn.Module):
     """Stands for the backbone, and for a part that the forward calls itself (OPT's decoder); has
     its numbers (Falcon H1's scale).
     """
@@ -329,33 +346,33 @@ class _Backbone(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
-            found = super().__getattr__(name)
+            value = super().__getattr__(name)
         else:
-            found = getattr(self.real[0], name)
-        return self if isinstance(found, nn.Module) else found
+            value = getattr(self.real[0], name)
+        return self if isinstance(value, nn.Module) else value
 
-    def forward(self, *args: Any, **kwargs: Any) -> _Made:
-        return _Made(self.hidden)
+    def forward(self, *args: Any, **kwargs: Any) -> _BackboneOutput:
+        return _BackboneOutput(self.hidden)
 
 
-class _Head(nn.Module):
+class _HeadStub(nn.Module):
     """Stands for the head: deferred logits note what the forward makes of them."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(5, size), requires_grad=False)
-        self.made: list[DeferredLogits] = []
+        self.outputs: list[DeferredLogits] = []
 
     def forward(self, hidden: Tensor) -> Tensor:
-        self.made.append(defer(hidden, self.weight, None))
-        return self.made[-1]
+        self.outputs.append(defer(hidden, self.weight, None))
+        return self.outputs[-1]
 
 
-def after_head(model: Any, head: nn.Module) -> AfterHead | str:
+def probe_logit_transform(model: Any, head: nn.Module) -> LogitTransform | str:
     """What the forward of this causal LM does with the head's product, from a run of its class's
     forward on a stub of its backbone; or why it takes no targets.
     """
-    embeddings = input_embeddings(model)
+    embeddings = find_input_embeddings(model)
     children = dict(model.named_children())
     name = next((name for name, child in children.items() if child is head), None)
     backbone = next(
@@ -365,8 +382,8 @@ def after_head(model: Any, head: nn.Module) -> AfterHead | str:
     if name is None or backbone is None or backbone == name:
         return "head and backbone are not two children of the model"
     hidden = torch.ones(1, 3, 4)
-    stub = _Head(4)
-    twin = stand_in(model, {backbone: _Backbone(hidden, children[backbone]), name: stub}, {})
+    stub = _HeadStub(4)
+    twin = make_twin(model, {backbone: _BackboneStub(hidden, children[backbone]), name: stub}, {})
     try:
         with torch.no_grad():
             output = type(model).forward(
@@ -377,17 +394,21 @@ def after_head(model: Any, head: nn.Module) -> AfterHead | str:
     if not isinstance(output, dict):
         return f"its forward gives a {type(output).__name__}, not one of transformers' outputs"
     logits = output.get("logits")
-    if not isinstance(logits, DeferredLogits) or len(stub.made) != 1 or logits.computed is not None:
+    if (
+        not isinstance(logits, DeferredLogits)
+        or len(stub.outputs) != 1
+        or logits.computed is not None
+    ):
         return "its forward does more to the logits than a scale and a softcap"
     if logits.recipe.hidden.shape != hidden.shape:
         return "its head is not given every row"
-    return AfterHead(*logits.recipe.scale_and_softcap)
+    return LogitTransform(*logits.recipe.scale_and_softcap)
 
 
 def place_targets(model: nn.Module, head: nn.Module) -> str | None:
     """Lets the forward of this causal LM take targets; or why it takes none."""
-    found = taken(model) or after_head(model, head)
-    if isinstance(found, str):
-        return found
-    install_forward(model, lm_forward, found, entries=0)
+    transform = replacement_blocker(model) or probe_logit_transform(model, head)
+    if isinstance(transform, str):
+        return transform
+    install_forward(model, lm_forward, transform, entries=0)
     return None

@@ -23,12 +23,12 @@ T = TypeVar("T")
 KERNEL_LIBRARIES = ("liger_kernel", "unsloth", "unsloth_zoo", "cut_cross_entropy")
 
 
-def library_of(function: Any) -> str:
+def library_name(function: Any) -> str:
     """The package in which a function or class was written; below decorators where that is a
     library of kernels.
     """
     layer = getattr(function, "__func__", function)
-    found = []
+    packages = []
     while layer is not None:
         # functools.wraps copies __module__: the globals tell where the wrapper itself is from
         module = (
@@ -36,45 +36,45 @@ def library_of(function: Any) -> str:
             or getattr(layer, "__module__", None)
             or "another library"
         )
-        found.append(str(module).split(".")[0])
+        packages.append(str(module).split(".")[0])
         layer = None if inspect.isclass(layer) else getattr(layer, "__wrapped__", None)
-    return next((package for package in found if package in KERNEL_LIBRARIES), found[0])
+    return next((package for package in packages if package in KERNEL_LIBRARIES), packages[0])
 
 
-def foreign(module: nn.Module) -> str | None:
+def foreign_kernel_reason(module: nn.Module) -> str | None:
     """Why another library's kernels already run here (its class, or a forward that it put on the
     class or the instance), or None.
     """
-    own = library_of(type(module))
-    if own in KERNEL_LIBRARIES:
-        return f"it is {own}'s {type(module).__name__}"
+    class_library = library_name(type(module))
+    if class_library in KERNEL_LIBRARIES:
+        return f"it is {class_library}'s {type(module).__name__}"
     if "forward" in module.__dict__:
-        return f"its forward was already replaced by {library_of(module.__dict__['forward'])}"
-    written = library_of(type(module).forward)
-    if written in KERNEL_LIBRARIES:
-        return f"its class's forward was replaced by {written}"
+        return f"its forward was already replaced by {library_name(module.__dict__['forward'])}"
+    forward_library = library_name(type(module).forward)
+    if forward_library in KERNEL_LIBRARIES:
+        return f"its class's forward was replaced by {forward_library}"
     return None
 
 
-def taken(module: nn.Module) -> str | None:
+def replacement_blocker(module: nn.Module) -> str | None:
     """Why this instance's forward may not be replaced, or None."""
     if SETTINGS_KEY in module.__dict__:
         return "already optimized"
-    return foreign(module)
+    return foreign_kernel_reason(module)
 
 
-def placement(
+def make_placement(
     part: str, path: str, module: nn.Module, op: str | None, reason: str = ""
 ) -> Placement:
     """The result for the module at this path of the model."""
     return Placement(part, path, type(module).__name__, op, reason)
 
 
-def put_found(
+def place_replacement(
     part: str,
     path: str,
     module: nn.Module,
-    found: Any,
+    settings_or_reason: Any,
     forward: Callable[..., Any],
     op: str,
     note: str = "",
@@ -82,13 +82,13 @@ def put_found(
     """Puts `forward` on the module with the settings that were found for it, or tells the reason
     that was found.
     """
-    if isinstance(found, str):
-        return placement(part, path, module, None, found)
-    install_forward(module, forward, found)
-    return placement(part, path, module, op, note)
+    if isinstance(settings_or_reason, str):
+        return make_placement(part, path, module, None, settings_or_reason)
+    install_forward(module, forward, settings_or_reason)
+    return make_placement(part, path, module, op, note)
 
 
-def stand_in(
+def make_twin(
     module: nn.Module, modules: dict[str, nn.Module], parameters: dict[str, nn.Parameter]
 ) -> nn.Module:
     """A shallow copy of the module with tiny children and parameters in fp64, whose class's own
@@ -100,7 +100,7 @@ def stand_in(
     """
     twin = copy.copy(module)
     copies = {
-        name: child if child is None else stand_in(child, {}, {})
+        name: child if child is None else make_twin(child, {}, {})
         for name, child in module._modules.items()
         if name not in modules
     }
@@ -114,22 +114,22 @@ def stand_in(
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, tuple)
 
 
-class Rows(nn.Module):
+class ProbeLayer(nn.Module):
     """Stands for a projection, a norm or an MLP in a probe: a function of its own. first: it is the
     first of what the call gives.
     """
 
-    def __init__(self, shift: float, *, first: bool = False) -> None:
+    def __init__(self, shift: float, *, returns_tuple: bool = False) -> None:
         super().__init__()
         self.shift = shift
-        self.first = first
+        self.returns_tuple = returns_tuple
 
     def forward(self, x: Tensor) -> Any:
-        made = (x * (1.0 + self.shift)).sin() + self.shift
-        return (made, None) if self.first else made
+        rows = (x * (1.0 + self.shift)).sin() + self.shift
+        return (rows, None) if self.returns_tuple else rows
 
 
-def kind_of(module: Any) -> tuple[Any, ...]:
+def module_kind(module: Any) -> tuple[Any, ...]:
     """What tells a module's code and settings from another's: two of one kind compute the same
     function of their weights.
     """
@@ -137,10 +137,10 @@ def kind_of(module: Any) -> tuple[Any, ...]:
     weights = tuple(
         (name, None if p is None else tuple(p.shape)) for name, p in module._parameters.items()
     )
-    others = tuple(
+    processor_calls = tuple(
         type(value).__call__ for name, value in vars(module).items() if name == "processor"
     )
-    return type(module), type(module).forward, _settings(module), parts, weights, others
+    return type(module), type(module).forward, _settings(module), parts, weights, processor_calls
 
 
 def _settings(module: Any) -> tuple[Any, ...]:
@@ -151,19 +151,19 @@ def _settings(module: Any) -> tuple[Any, ...]:
     )
 
 
-def once_a_kind(recognise: Callable[[Any], T]) -> Callable[[Any], T]:
+def cache_by_kind(recognise: Callable[[Any], T]) -> Callable[[Any], T]:
     """`recognise(module)`, probed once for all modules of a kind: a large model has hundreds of
     each.
     """
-    known: dict[tuple[Any, ...], T] = {}
+    results: dict[tuple[Any, ...], T] = {}
 
     @functools.wraps(recognise)
     def look_up(module: Any) -> T:
-        kind = kind_of(module)
+        kind = module_kind(module)
         try:
-            return known[kind]
+            return results[kind]
         except KeyError:
-            return known.setdefault(kind, recognise(module))
+            return results.setdefault(kind, recognise(module))
         except TypeError:  # a setting that cannot be a key
             return recognise(module)
 
@@ -173,13 +173,13 @@ def once_a_kind(recognise: Callable[[Any], T]) -> Callable[[Any], T]:
 # an fp32 step inside the original (a norm's .float()) bounds how well the two can agree: 1.6e-7 in
 # 30 families of transformers. A grid of hundredths is 1e-4 of a probe's values, and no grid may be
 # taken for rounding
-_AGREE = 2e-6
+_VALUE_TOLERANCE = 2e-6
 # a norm's gradient has more fp32 steps than its output; what a backward of its own keeps in 8 or 16
 # bits is 2e-4 of it or more
-_GRADIENTS_AGREE = 2e-5
+_GRADIENT_TOLERANCE = 2e-5
 
 
-def same(f: Callable[[], Tensor], g: Callable[[], Tensor], *inputs: Tensor) -> bool:
+def computes_same(f: Callable[[], Tensor], g: Callable[[], Tensor], *inputs: Tensor) -> bool:
     """Whether the candidate reproduces the truth, and its gradients with respect to `inputs`; a
     candidate or a truth that raises does not.
 
@@ -188,18 +188,18 @@ def same(f: Callable[[], Tensor], g: Callable[[], Tensor], *inputs: Tensor) -> b
     """
     try:
         with torch.no_grad():
-            if not _close(f(), g(), _AGREE):
+            if not _is_close(f(), g(), _VALUE_TOLERANCE):
                 return False
         inputs = tuple(x for x in inputs if not x.is_inference())
         return all(
-            _close(*pair, _GRADIENTS_AGREE)
+            _is_close(*pair, _GRADIENT_TOLERANCE)
             for pair in zip(_gradients(f, inputs), _gradients(g, inputs), strict=True)
         )
     except Exception:
         return False
 
 
-def _close(truth: Tensor | None, candidate: Tensor | None, tolerance: float) -> bool:
+def _is_close(truth: Tensor | None, candidate: Tensor | None, tolerance: float) -> bool:
     if truth is None or candidate is None:
         return truth is candidate
     truth = truth.double()
@@ -211,32 +211,34 @@ def _gradients(f: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Sequence[Te
     """Gradients of what `f` gives, with another weight for each of its values."""
     if not inputs:
         return ()
-    before = [x.requires_grad for x in inputs]
+    required_grad = [x.requires_grad for x in inputs]
     try:
         for x in inputs:
             x.requires_grad_(True)
         with torch.enable_grad():
-            made = f()
+            output = f()
             weights = (
-                torch.arange(1, made.numel() + 1, dtype=made.dtype, device=made.device)
+                torch.arange(1, output.numel() + 1, dtype=output.dtype, device=output.device)
                 .cos()
-                .view_as(made)
+                .view_as(output)
             )
-            return torch.autograd.grad(made, inputs, weights, allow_unused=True)
+            return torch.autograd.grad(output, inputs, weights, allow_unused=True)
     finally:
-        for x, trained in zip(inputs, before, strict=True):
+        for x, trained in zip(inputs, required_grad, strict=True):
             x.requires_grad_(trained)
 
 
-def same_in_both_modes(
+def computes_same_in_both_modes(
     twin: nn.Module, f: Callable[[], Tensor], g: Callable[[], Tensor], *inputs: Tensor
 ) -> bool:
     """`same`, also in the gradients of the inputs and of the twin's trained weights, while the twin
     trains and while it does not: a dropout acts in training alone, and models are loaded in
     evaluation mode.
     """
-    every = {id(t): t for t in (*inputs, *(p for p in twin.parameters() if p.requires_grad))}
-    return all(same(f, g, *every.values()) for _ in map(twin.train, (True, False)))
+    tensors_by_id = {
+        id(t): t for t in (*inputs, *(p for p in twin.parameters() if p.requires_grad))
+    }
+    return all(computes_same(f, g, *tensors_by_id.values()) for _ in map(twin.train, (True, False)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,26 +260,29 @@ class Replacement:
         return "-".join((self.name, self.make.__name__, *map(str, self.options)))
 
 
-def why_not_rebuilt(forward: Any) -> str | None:
+def rebuild_blocker(forward: Any) -> str | None:
     """Why this forward cannot be rebuilt over other globals, or None."""
-    plain = isinstance(forward, FunctionType) and not hasattr(forward, "__wrapped__")
-    if plain:
+    is_plain = isinstance(forward, FunctionType) and not hasattr(forward, "__wrapped__")
+    if is_plain:
         return None
     return "its forward is decorated: rebuilt over other globals it would lose the decorator"
 
 
-def put_rebuilt(module: nn.Module, replacements: list[Replacement]) -> None:
+def install_rebuilt_forward(module: nn.Module, replacements: list[Replacement]) -> None:
     """The instance's forward, over globals with these replacements."""
     install_forward(
-        module, InstanceMethod(rebuilt, module, arguments=(replacements,)), None, len(replacements)
+        module,
+        InstanceMethod(rebuild_forward, module, arguments=(replacements,)),
+        None,
+        len(replacements),
     )
 
 
-def rebuilt(forward: Any, replacements: list[Replacement]) -> Any:
+def rebuild_forward(forward: Any, replacements: list[Replacement]) -> Any:
     """A forward that does not read these globals is another one, which the class has by now; it
     stays.
     """
-    if why_not_rebuilt(forward) or any(r.name not in forward.__globals__ for r in replacements):
+    if rebuild_blocker(forward) or any(r.name not in forward.__globals__ for r in replacements):
         return forward
     name = ".".join(
         ("isotype.optimize.globals_of", forward.__module__, *(r.form for r in replacements))
@@ -301,15 +306,15 @@ def rebuilt(forward: Any, replacements: list[Replacement]) -> Any:
             {r.name: r.make(forward.__globals__[r.name], *r.options) for r in replacements}
         )
         sys.modules[name] = module
-    made = FunctionType(
+    function = FunctionType(
         forward.__code__,
         module.__dict__,
         forward.__name__,
         forward.__defaults__,
         forward.__closure__,
     )
-    made.__kwdefaults__ = forward.__kwdefaults__
-    made.__doc__ = forward.__doc__
-    made.__annotations__ = forward.__annotations__
-    made.__qualname__ = forward.__qualname__
-    return made
+    function.__kwdefaults__ = forward.__kwdefaults__
+    function.__doc__ = forward.__doc__
+    function.__annotations__ = forward.__annotations__
+    function.__qualname__ = forward.__qualname__
+    return function

@@ -29,7 +29,14 @@ from ..instance_method import Placement, get_settings
 from ..ops import attention, rope
 from ..ops.attention import choose_backend
 from ..ops.recomputable import propagate_recomputable
-from .instances import Rows, once_a_kind, put_found, same_in_both_modes, stand_in, taken
+from .instances import (
+    ProbeLayer,
+    cache_by_kind,
+    computes_same_in_both_modes,
+    make_twin,
+    place_replacement,
+    replacement_blocker,
+)
 
 PART = "joint attention"
 _PICTURE = ("to_q", "to_k", "to_v")
@@ -69,7 +76,7 @@ def is_candidate(module: nn.Module) -> bool:
     )
 
 
-@once_a_kind
+@cache_by_kind
 def recognise(module: Any) -> tuple[JointSettings, type] | str:
     """The settings with which `compute` gives this module's output on a probe, with its processor's
     class; or why none do.
@@ -81,11 +88,11 @@ def recognise(module: Any) -> tuple[JointSettings, type] | str:
         for n in (*_PICTURE, *_TEXT, *_NORMS, "to_add_out")
         if getattr(module, n, None) is not None
     ]
-    stubs: dict[str, nn.Module] = {name: Rows(0.1 * (i + 1)) for i, name in enumerate(names)}
+    stubs: dict[str, nn.Module] = {name: ProbeLayer(0.1 * (i + 1)) for i, name in enumerate(names)}
     has_out = getattr(module, "to_out", None) is not None
     if has_out:
-        stubs["to_out"] = nn.ModuleList([Rows(1.5), nn.Identity()])
-    twin = stand_in(module, stubs, {})
+        stubs["to_out"] = nn.ModuleList([ProbeLayer(1.5), nn.Identity()])
+    twin = make_twin(module, stubs, {})
     vars(twin).update(heads=_HEADS, head_dim=_SIZE)
     generator = torch.Generator().manual_seed(0)
     picture, text = (
@@ -95,39 +102,48 @@ def recognise(module: Any) -> tuple[JointSettings, type] | str:
     angle = torch.randn(
         3 + 2 * joint, _SIZE // 2, generator=generator, dtype=torch.float64
     ).repeat_interleave(2, -1)
-    given = {"hidden_states": picture} | ({"encoder_hidden_states": text} if joint else {})
-    takes = {
+    inputs = {"hidden_states": picture} | ({"encoder_hidden_states": text} if joint else {})
+    table_names = {
         name for name in inspect.signature(module.processor.__call__).parameters if "rot" in name
     }
-    if takes - {_TABLES}:
+    if table_names - {_TABLES}:
         # tables under another name, as a call of the model will give
         return unknown
-    for rotary, first, out, text_out in product((True, False), repeat=4):
-        settings = JointSettings(joint, first, out, text_out, rotary)
-        lacks = (
-            (rotary and not takes)
+    for rotary, text_first, out, text_out in product((True, False), repeat=4):
+        settings = JointSettings(joint, text_first, out, text_out, rotary)
+        is_missing_child = (
+            (rotary and not table_names)
             or (out and not has_out)
             or (text_out and "to_add_out" not in stubs)
         )
-        if lacks or (not joint and (first or text_out)):
+        if is_missing_child or (not joint and (text_first or text_out)):
             continue
         tables = (angle.cos(), angle.sin()) if rotary else None
-        own = partial(type(module).forward, twin, **given, **({_TABLES: tables} if rotary else {}))
-        ours = partial(compute, twin, settings, picture, text if joint else None, tables)
-        if same_in_both_modes(twin, partial(_in_one, own), partial(_in_one, ours), *given.values()):
+        original_forward = partial(
+            type(module).forward, twin, **inputs, **({_TABLES: tables} if rotary else {})
+        )
+        form_forward = partial(
+            compute_joint_attention, twin, settings, picture, text if joint else None, tables
+        )
+        if computes_same_in_both_modes(
+            twin,
+            partial(_concatenate_outputs, original_forward),
+            partial(_concatenate_outputs, form_forward),
+            *inputs.values(),
+        ):
             return settings, type(module.processor)
     return unknown
 
 
-def _in_one(make: Callable[[], Any]) -> Tensor:
+def _concatenate_outputs(function: Callable[[], Any]) -> Tensor:
     """The outputs in one tensor."""
-    made = make()
-    return torch.cat(made, 1) if isinstance(made, tuple) else made
+    outputs = function()
+    return torch.cat(outputs, 1) if isinstance(outputs, tuple) else outputs
 
 
-def compute(
+def compute_joint_attention(
     module: Any,
-    s: JointSettings,
+    settings: JointSettings,
     picture: Tensor,
     text: Tensor | None,
     tables: tuple[Tensor, Tensor] | None,
@@ -135,35 +151,37 @@ def compute(
     queries, keys, values = ([getattr(module, name)(picture)] for name in _PICTURE)
     norms = {0: ["norm_q"], 1: ["norm_k"]}
     if text is not None:
-        at = 0 if s.text_first else 1
+        text_position = 0 if settings.text_first else 1
         for i, (parts, name) in enumerate(zip((queries, keys, values), _TEXT)):
-            parts.insert(at, getattr(module, name)(text))
+            parts.insert(text_position, getattr(module, name)(text))
             if i in norms:
-                norms[i].insert(at, ("norm_added_q", "norm_added_k")[i])
-    query, key = (joined(module, parts, norms[i]) for i, parts in enumerate((queries, keys)))
-    value = joined(module, values, [])
+                norms[i].insert(text_position, ("norm_added_q", "norm_added_k")[i])
+    query, key = (
+        join_projections(module, parts, norms[i]) for i, parts in enumerate((queries, keys))
+    )
+    value = join_projections(module, values, [])
     if tables is not None:
         cos, sin = (t[..., ::2] for t in tables)
-        turned = rope(query, key, cos, sin, interleaved=True)
+        rotated = rope(query, key, cos, sin, interleaved=True)
         query, key = (
-            propagate_recomputable(new, _turn, old, cos, sin)
-            for new, old in zip(turned, (query, key))
+            propagate_recomputable(new, _rotate, old, cos, sin)
+            for new, old in zip(rotated, (query, key))
         )
     out = attention(query, key, value).transpose(1, 2).flatten(2, 3).to(query.dtype)
     if text is None:
-        return _out(module, out) if s.out else out
-    if s.text_first:
+        return _apply_output_layers(module, out) if settings.out else out
+    if settings.text_first:
         lengths = [text.shape[1], picture.shape[1]]
     else:
         lengths = [picture.shape[1], text.shape[1]]
     parts = out.split(lengths, dim=1)
-    of_text, of_picture = parts if s.text_first else parts[::-1]
-    return _out(module, of_picture) if s.out else of_picture, (
-        module.to_add_out(of_text) if s.text_out else of_text
+    of_text, of_picture = parts if settings.text_first else parts[::-1]
+    return _apply_output_layers(module, of_picture) if settings.out else of_picture, (
+        module.to_add_out(of_text) if settings.text_out else of_text
     )
 
 
-def joined(module: Any, parts: list[Tensor], norms: list[str]) -> Tensor:
+def join_projections(module: Any, parts: list[Tensor], norms: list[str]) -> Tensor:
     """[B N S D] of projections [B S_i N*D], one after the other, each normed by a child of the
     module where it has that.
     """
@@ -173,25 +191,25 @@ def joined(module: Any, parts: list[Tensor], norms: list[str]) -> Tensor:
         x_BSND = part.unflatten(-1, (module.heads, -1))
         heads.append(x_BSND if norm is None else norm(x_BSND))
     if len(heads) == 1:
-        whole = heads[0]
+        joined = heads[0]
     else:
-        whole = propagate_recomputable(torch.cat(heads, 1), _one_after_the_other, *heads)
-    return propagate_recomputable(whole.transpose(1, 2), _heads_first, whole)
+        joined = propagate_recomputable(torch.cat(heads, 1), _concatenate_tokens, *heads)
+    return propagate_recomputable(joined.transpose(1, 2), _transpose_heads, joined)
 
 
-def _one_after_the_other(*parts: Tensor) -> Tensor:
+def _concatenate_tokens(*parts: Tensor) -> Tensor:
     return torch.cat(parts, 1)
 
 
-def _heads_first(x_BSND: Tensor) -> Tensor:
+def _transpose_heads(x_BSND: Tensor) -> Tensor:
     return x_BSND.transpose(1, 2)
 
 
-def _turn(x_BNSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(x_BNSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rope(x_BNSD, x_BNSD[:, :0], cos, sin, interleaved=True)[0]
 
 
-def _out(module: Any, x: Tensor) -> Tensor:
+def _apply_output_layers(module: Any, x: Tensor) -> Tensor:
     for layer in module.to_out:
         x = layer(x)
     return x
@@ -203,29 +221,37 @@ def joint_forward(
     encoder_hidden_states: Tensor | None = None,
     attention_mask: Tensor | None = None,
     image_rotary_emb: Any = None,
-    **others: Any,
+    **extra: Any,
 ) -> Any:
     """The form; the class's forward for a call of another kind, a processor that was changed since,
     and fused projections.
     """
-    s, processor = get_settings(self)
-    told = {name: value for name, value in others.items() if value is not None}
-    usual = attention_mask is None and not told and s.joint == (encoder_hidden_states is not None)
-    usual = (
-        usual and s.rotary == (image_rotary_emb is not None) and type(self.processor) is processor
+    settings, processor = get_settings(self)
+    unknown_arguments = {name: value for name, value in extra.items() if value is not None}
+    is_usual = (
+        attention_mask is None
+        and not unknown_arguments
+        and settings.joint == (encoder_hidden_states is not None)
     )
-    usual = usual and not getattr(self, "fused_projections", False)
+    is_usual = (
+        is_usual
+        and settings.rotary == (image_rotary_emb is not None)
+        and type(self.processor) is processor
+    )
+    is_usual = is_usual and not getattr(self, "fused_projections", False)
     for setting in ("_attention_backend", "_parallel_config"):
-        usual = usual and getattr(self.processor, setting, None) is None
-    if usual:
-        return compute(self, s, hidden_states, encoder_hidden_states, image_rotary_emb)
+        is_usual = is_usual and getattr(self.processor, setting, None) is None
+    if is_usual:
+        return compute_joint_attention(
+            self, settings, hidden_states, encoder_hidden_states, image_rotary_emb
+        )
     rotary = {} if image_rotary_emb is None else {_TABLES: image_rotary_emb}
     return type(self).forward(
-        self, hidden_states, encoder_hidden_states, attention_mask, **rotary, **others
+        self, hidden_states, encoder_hidden_states, attention_mask, **rotary, **extra
     )
 
 
-def said(model: nn.Module, compute: str, *, device_type: str) -> str:
+def describe_backends(model: nn.Module, compute_dtype: str, *, device_type: str) -> str:
     """The back ends of a denoiser's attention in a training step, with the number of its layers
     that each computes; "" for other models.
     """
@@ -234,14 +260,16 @@ def said(model: nn.Module, compute: str, *, device_type: str) -> str:
         for m in model.modules()
         if type(m).__module__.startswith("diffusers.") and hasattr(m, "processor")
     ]
-    found = Counter(_back_end(layer, to_torch(compute), device_type) for layer in layers)
+    backends = Counter(
+        _describe_backend(layer, to_torch(compute_dtype), device_type) for layer in layers
+    )
     return ", ".join(
-        f"{name} ({count} of {len(layers)} layers)" if len(found) > 1 else name
-        for name, count in found.most_common()
+        f"{name} ({count} of {len(layers)} layers)" if len(backends) > 1 else name
+        for name, count in backends.most_common()
     )
 
 
-def _back_end(layer: Any, dtype: torch.dtype, device_type: str) -> str:
+def _describe_backend(layer: Any, dtype: torch.dtype, device_type: str) -> str:
     if getattr(vars(layer).get("forward"), "__func__", None) is not joint_forward:
         return f"{type(layer.processor).__name__}'s own"
     weight = layer.to_q.weight
@@ -258,8 +286,14 @@ def _back_end(layer: Any, dtype: torch.dtype, device_type: str) -> str:
         return f"{choose_backend(dtype, x, x, x, None, causal=False)} in {dtype_name(dtype)}"
 
 
-def place(path: str, module: nn.Module) -> Placement:
+def place_joint_attention(path: str, module: nn.Module) -> Placement:
     """Puts the form on the module at this path of the model, where it gives the module's output."""
-    found = taken(module) or recognise(module)
-    note = "with rope" if not isinstance(found, str) and found[0].rotary else ""
-    return put_found(PART, path, module, found, joint_forward, "attention", note)
+    settings_or_reason = replacement_blocker(module) or recognise(module)
+    note = (
+        "with rope"
+        if not isinstance(settings_or_reason, str) and settings_or_reason[0].rotary
+        else ""
+    )
+    return place_replacement(
+        PART, path, module, settings_or_reason, joint_forward, "attention", note
+    )

@@ -20,9 +20,16 @@ from torch import Tensor, nn
 
 from ..instance_method import Placement
 from . import norms
-from .attention import implementation_of
-from .forwards import CACHES, Half, LayerSettings, layer_forward, whole
-from .instances import Rows, foreign, put_found, same_in_both_modes, stand_in, taken
+from .attention import attention_implementation
+from .forwards import CACHES, Half, LayerSettings, layer_forward, run_layer
+from .instances import (
+    ProbeLayer,
+    computes_same_in_both_modes,
+    foreign_kernel_reason,
+    make_twin,
+    place_replacement,
+    replacement_blocker,
+)
 
 PART = "layer"
 
@@ -34,28 +41,28 @@ class Children:
     mlp: str
 
 
-def children_of(module: nn.Module) -> Children | str:
+def find_children(module: nn.Module) -> Children | str:
     """The children of the form, or why they are not: a dropout that drops nothing does not count."""
-    named = {
+    children = {
         n: c
         for n, c in module.named_children()
         if not isinstance(c, nn.Identity) and not (type(c) is nn.Dropout and c.p == 0.0)
     }
-    every = [n for n, c in named.items() if norms.is_candidate(c)]
-    attention = [n for n, c in named.items() if implementation_of(c) is not None]
-    rest = [n for n in named if n not in every and n not in attention]
+    norm_names = [n for n, c in children.items() if norms.is_candidate(c)]
+    attention = [n for n, c in children.items() if attention_implementation(c) is not None]
+    other_names = [n for n in children if n not in norm_names and n not in attention]
     if next(module.parameters(recurse=False), None) is not None:
         return "it has parameters of its own"
     if len(attention) != 1:
         return f"it has {len(attention)} attention layers, not one"
-    if len(every) not in (2, 4):
+    if len(norm_names) not in (2, 4):
         return (
-            f"it has {len(every)} norm{'s' * (len(every) != 1)} of one vector of weights and no"
+            f"it has {len(norm_names)} norm{'s' * (len(norm_names) != 1)} of one vector of weights and no"
             " bias, not two or four"
         )
-    if len(rest) != 1:
-        return f"it has other children: {', '.join(rest) or 'no MLP'}"
-    return Children(tuple(every), attention[0], rest[0])
+    if len(other_names) != 1:
+        return f"it has other children: {', '.join(other_names) or 'no MLP'}"
+    return Children(tuple(norm_names), attention[0], other_names[0])
 
 
 def is_candidate(module: nn.Module) -> bool:
@@ -65,23 +72,25 @@ def is_candidate(module: nn.Module) -> bool:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     return isinstance(module, GradientCheckpointingLayer) and any(
-        implementation_of(c) is not None for c in module.children()
+        attention_implementation(c) is not None for c in module.children()
     )
 
 
-class _Attention(nn.Module):
+class _AttentionStub(nn.Module):
     """Stands for the attention in the probe, and notes what each call was given."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[dict[str, Any]] = []
 
-    def forward(self, hidden_states: Tensor, **given: Any) -> tuple[Tensor, None]:
-        self.calls.append(given)
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
+        self.calls.append(kwargs)
         return hidden_states.cos() * 0.7 + 0.2, None
 
 
-def forms(children: Children, module: nn.Module) -> Iterator[tuple[Half, Half, str | None]]:
+def enumerate_forms(
+    children: Children, module: nn.Module
+) -> Iterator[tuple[Half, Half, str | None]]:
     """Every way in which these children can be the form."""
     numbers = [
         name
@@ -89,31 +98,31 @@ def forms(children: Children, module: nn.Module) -> Iterator[tuple[Half, Half, s
         if isinstance(value, float) and not name.startswith("_")
     ]
     for scale in (None, *numbers):
-        for found in permutations(children.norms):
-            for one, two in _orders(found):
+        for order in permutations(children.norms):
+            for attention_norms, mlp_norms in _norm_orders(order):
                 yield (
-                    Half(one[0], children.attention, one[1]),
-                    Half(two[0], children.mlp, two[1]),
+                    Half(attention_norms[0], children.attention, attention_norms[1]),
+                    Half(mlp_norms[0], children.mlp, mlp_norms[1]),
                     scale,
                 )
 
 
-def _orders(
-    found: Sequence[str],
+def _norm_orders(
+    names: Sequence[str],
 ) -> Iterator[tuple[tuple[str | None, str | None], tuple[str | None, str | None]]]:
     """(before, after) of both halves for these norms in this order."""
-    if len(found) == 4:
-        yield (found[0], found[1]), (found[2], found[3])
+    if len(names) == 4:
+        yield (names[0], names[1]), (names[2], names[3])
     else:
-        yield (found[0], None), (found[1], None)
-        yield (None, found[0]), (None, found[1])
+        yield (names[0], None), (names[1], None)
+        yield (None, names[0]), (None, names[1])
 
 
 def recognise(module: nn.Module) -> LayerSettings | str:
     """The settings with which the form is this module, or why none are."""
-    found = children_of(module)
-    if isinstance(found, str):
-        return found
+    children = find_children(module)
+    if isinstance(children, str):
+        return children
     forward = inspect.unwrap(type(module).forward)
     _, first_argument, *parameters = inspect.signature(forward).parameters.values()
     kinds = {p.kind for p in (first_argument, *parameters)}
@@ -124,29 +133,37 @@ def recognise(module: nn.Module) -> LayerSettings | str:
     defaults = tuple((p.name, p.default) for p in plain if p.default is not inspect.Parameter.empty)
     x = torch.linspace(-2.0, 3.0, 12, dtype=torch.float64).view(1, 2, 6)
     for mlp_first in (False, True):
-        stub = _Attention()
+        stub = _AttentionStub()
         stubs: dict[str, nn.Module] = {
-            name: Rows(0.1 + 0.2 * i) for i, name in enumerate(found.norms)
+            name: ProbeLayer(0.1 + 0.2 * i) for i, name in enumerate(children.norms)
         }
-        twin = stand_in(
-            module, {**stubs, found.attention: stub, found.mlp: Rows(0.55, first=mlp_first)}, {}
+        twin = make_twin(
+            module,
+            {
+                **stubs,
+                children.attention: stub,
+                children.mlp: ProbeLayer(0.55, returns_tuple=mlp_first),
+            },
+            {},
         )
         # the class's own forward hands on what it was given under the same names
-        given: dict[str, Any] = {name: object() for name in names} | {
+        arguments: dict[str, Any] = {name: object() for name in names} | {
             name: p for name, p in defaults if name in CACHES
         }
         try:
             with torch.no_grad():
-                forward(twin, x, **given)
+                forward(twin, x, **arguments)
         except Exception:
             # it takes apart what the MLP gives, or it does not run on a probe
             continue
-        if stub.calls[0] != given:
+        if stub.calls[0] != arguments:
             continue
-        own = partial(forward, twin, x, **given)
-        for attention, mlp, scale in forms(found, module):
+        original_forward = partial(forward, twin, x, **arguments)
+        for attention, mlp, scale in enumerate_forms(children, module):
             settings = LayerSettings(attention, mlp, scale, mlp_first, names, defaults)
-            if same_in_both_modes(twin, own, partial(whole, twin, settings, {}, x), x):
+            if computes_same_in_both_modes(
+                twin, original_forward, partial(run_layer, twin, settings, {}, x), x
+            ):
                 return settings
     return (
         "its output is not x + attention(x), then x + mlp(x) with norms before, after or around"
@@ -154,27 +171,27 @@ def recognise(module: nn.Module) -> LayerSettings | str:
     )
 
 
-def place(path: str, module: nn.Module) -> Placement:
+def place_layer(path: str, module: nn.Module) -> Placement:
     """Puts `layer_forward` on the module at this path of the model, where it gives the module's
     output.
     """
-    found = taken(module) or recognise(module)
-    if not isinstance(found, str):
-        children = (*found.attention.children, *found.mlp.children)
+    settings = replacement_blocker(module) or recognise(module)
+    if not isinstance(settings, str):
+        children = (*settings.attention.children, *settings.mlp.children)
         reasons = (
             f"{name}: {reason}"
             for name in children
-            if (reason := foreign(module.get_submodule(name)))
+            if (reason := foreign_kernel_reason(module.get_submodule(name)))
         )
-        found = next(reasons, found)
-    if not isinstance(found, str) and found.mlp.before is None:
-        return put_found(
+        settings = next(reasons, settings)
+    if not isinstance(settings, str) and settings.mlp.norm_before is None:
+        return place_replacement(
             PART,
             path,
             module,
-            found,
+            settings,
             layer_forward,
             "halves",
             "norms stand after attention and MLP: none reads a sum",
         )
-    return put_found(PART, path, module, found, layer_forward, "add_rms_norm")
+    return place_replacement(PART, path, module, settings, layer_forward, "add_rms_norm")

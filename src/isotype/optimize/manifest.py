@@ -44,16 +44,16 @@ class Manifest:
         alike: dict[tuple[str, str, str | None, str], list[str]] = {}
         for e in self.entries:
             alike.setdefault((e.part, e.kind, e.op, e.reason), []).append(e.module)
-        shown = []
+        rows = []
         for (part, kind, op, reason), modules in alike.items():
-            where = (modules[0] or "(the model)") + (
+            location = (modules[0] or "(the model)") + (
                 f" and {len(modules) - 1} more" if len(modules) > 1 else ""
             )
-            shown.append(
-                f"{part:10s} {op or 'left alone':22s} {kind:24s} {where}"
+            rows.append(
+                f"{part:10s} {op or 'left alone':22s} {kind:24s} {location}"
                 + (f"   {reason}" if reason else "")
             )
-        return shown + [f"note       {note}" for note in self.notes]
+        return rows + [f"note       {note}" for note in self.notes]
 
     def to_dict(self) -> dict[str, object]:
         """For run folders and --json."""
@@ -81,40 +81,40 @@ def base_notes(model: nn.Module, precision: Any = None) -> list[str]:
     what has another dtype than declared.
     """
     notes = []
-    found = detect_quantisation(model)
-    if found is not None:
-        notes.append(f"base: {found}" + _against(found, precision))
+    quantisation = detect_quantisation(model)
+    if quantisation is not None:
+        notes.append(f"base: {quantisation}" + _describe_mismatch(quantisation, precision))
         share, largest = unquantised_share(model)
         if share > MOST_UNQUANTISED:
             notes.append(f"base: {share:.0%} of its matrices are not quantised, such as {largest}")
     declared = getattr(precision, "unquantised", None)
     if declared is None:
         return notes
-    odd: dict[str, list[str]] = {}
-    for full, parameter in model.named_parameters():
+    names_by_dtype: dict[str, list[str]] = {}
+    for parameter_name, parameter in model.named_parameters():
         plain = (
             not parameter.requires_grad
             and parameter.is_floating_point()
             and not is_quantised(parameter)
         )
         if plain and parameter.dtype != to_torch(declared):
-            odd.setdefault(name(parameter.dtype), []).append(full)
-    for dtype, names in odd.items():
-        if found is not None and dtype == "fp32":
-            by = " (PEFT's prepare_model_for_kbit_training does this)"
+            names_by_dtype.setdefault(name(parameter.dtype), []).append(parameter_name)
+    for dtype, names in names_by_dtype.items():
+        if quantisation is not None and dtype == "fp32":
+            cause = " (PEFT's prepare_model_for_kbit_training does this)"
         else:
-            by = ""
+            cause = ""
         notes.append(
-            f"{len(names)} frozen tensors are {dtype}, declared {declared}: {names[0]} first{by}"
+            f"{len(names)} frozen tensors are {dtype}, declared {declared}: {names[0]} first{cause}"
         )
     return notes
 
 
-def _against(found: Quantisation, precision: Any) -> str:
+def _describe_mismatch(quantisation: Quantisation, precision: Any) -> str:
     declared = getattr(precision, "base", None)
     differs = []
-    if declared is not None and declared != found.kind:
+    if declared is not None and declared != quantisation.kind:
         differs.append(f"declared {declared}")
-    if declared is not None and found.compute not in (None, precision.compute):
+    if declared is not None and quantisation.compute not in (None, precision.compute):
         differs.append(f"declared products in {precision.compute}")
     return f"; {' and '.join(differs)}" if differs else ""

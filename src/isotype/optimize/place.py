@@ -17,21 +17,21 @@ from ..ops.backend import kernel_unavailable_reason
 from ..ops.cpp import missing
 from ..precision import Precision
 from . import attention, denoiser, experts, gated, generation, head, layers, norms, rotary
-from .forwards import PLACED
+from .forwards import PLACED_KEY
 from .instances import (
     KERNEL_LIBRARIES,
     Replacement,
-    foreign,
-    library_of,
-    placement,
-    put_found,
-    put_rebuilt,
-    taken,
+    foreign_kernel_reason,
+    install_rebuilt_forward,
+    library_name,
+    make_placement,
+    place_replacement,
+    replacement_blocker,
 )
 from .manifest import Manifest, base_notes
 
 
-def causal_lms(model: nn.Module) -> list[nn.Module]:
+def find_causal_lms(model: nn.Module) -> list[nn.Module]:
     """The modules that own a head and a loss: the model itself, or what an adapter library has
     wrapped.
     """
@@ -46,9 +46,9 @@ def causal_lms(model: nn.Module) -> list[nn.Module]:
     # library's wrappers have the same head
     by_head: dict[int, nn.Module] = {}
     for m in models:
-        found: nn.Module | None = m.get_output_embeddings()
-        if found is not None:
-            by_head.setdefault(id(found), m)
+        head: nn.Module | None = m.get_output_embeddings()
+        if head is not None:
+            by_head.setdefault(id(head), m)
     return list(by_head.values()) or models[:1]
 
 
@@ -81,57 +81,64 @@ def optimize(
         raise UsageError(f"lora_branch is {lora_branch!r}: expected compute or fp32")
     if not isinstance(model, nn.Module):
         raise UsageError(f"optimize() takes a model, not a {type(model).__name__}")
-    precision = declared(precision)
-    vars(model).pop(attention.NEEDS, None)
-    word = getattr(precision, "compute", precision)
+    precision = parse_precision(precision)
+    vars(model).pop(attention.MASK_NEEDS_KEY, None)
+    dtype_name = getattr(precision, "compute", precision)
     # probes draw numbers, and a module's own dropout may; they have values, also while a model is
     # outlined under torch.device("meta")
-    with generation.random_state_kept(), torch.device("cpu"):
-        return _placed(model, precision, word, device_type=device_type, lora_branch=lora_branch)
+    with generation.preserve_random_state(), torch.device("cpu"):
+        return _place_ops(
+            model, precision, dtype_name, device_type=device_type, lora_branch=lora_branch
+        )
 
 
-def _gpus(model: nn.Module, device_type: str | None) -> set[torch.device]:
+def _find_gpus(model: nn.Module, device_type: str | None) -> set[torch.device]:
     """On which the model runs: where its parameters are, or will be once their blocks or parts come
     from the host.
     """
-    found = {p.device for p in model.parameters() if p.is_cuda}
-    waits = (
+    devices = {p.device for p in model.parameters() if p.is_cuda}
+    is_waiting_on_host = (
         device_type == "cuda"
-        and not found
+        and not devices
         and any(p.device.type == "cpu" for p in model.parameters())
     )
-    if waits and torch.cuda.is_available():
+    if is_waiting_on_host and torch.cuda.is_available():
         return {torch.device("cuda", torch.cuda.current_device())}
-    return found
+    return devices
 
 
-def _placed(
-    model: nn.Module, precision: Any, word: str | None, *, device_type: str | None, lora_branch: str
+def _place_ops(
+    model: nn.Module,
+    precision: Any,
+    dtype_name: str | None,
+    *,
+    device_type: str | None,
+    lora_branch: str,
 ) -> Manifest:
-    out_dtype: torch.dtype | None = to_torch(word) if word is not None else None
-    manifest = Manifest(f"norms give {word}" if word else "")
+    out_dtype: torch.dtype | None = to_torch(dtype_name) if dtype_name is not None else None
+    manifest = Manifest(f"norms give {dtype_name}" if dtype_name else "")
     if device_type:
         on_cpu = device_type == "cpu"
     else:
         on_cpu = all(p.device.type == "cpu" for p in model.parameters())
     ops = ("rms_norm", "rope", "gated", "cross_entropy", "attention")
-    denoises = denoiser.is_denoiser(model)
-    why_not = missing(*ops, *(denoiser.OPS if denoises else ())) if on_cpu else ""
+    is_denoiser = denoiser.is_denoiser(model)
+    missing_kernels = missing(*ops, *(denoiser.OPS if is_denoiser else ())) if on_cpu else ""
     if on_cpu and any(map(experts.has_stacks, model.modules())):
         # without them the op is products of PyTorch's
         missing("experts")
-    if why_not:
+    if missing_kernels:
         # without their C++ kernels these ops are formulas in plain PyTorch, no faster than the
         # model's own code
-        but = " but for norms, whose output is declared" if out_dtype else ""
+        exception_text = " but for norms, whose output is declared" if out_dtype else ""
         manifest.notes.append(
-            f"{why_not}: norms, rotary, attention and gated MLPs are left to the model on this"
-            f" CPU{but}"
+            f"{missing_kernels}: norms, rotary, attention and gated MLPs are left to the model on this"
+            f" CPU{exception_text}"
         )
-    for device in sorted(_gpus(model, device_type), key=str):
-        if fault := kernel_unavailable_reason(device):
+    for device in sorted(_find_gpus(model, device_type), key=str):
+        if reason := kernel_unavailable_reason(device):
             manifest.notes.append(
-                f"{device}: {fault}: norms, rotary, gated MLPs and losses run as plain PyTorch"
+                f"{device}: {reason}: norms, rotary, gated MLPs and losses run as plain PyTorch"
                 " there"
             )
     # first, because a gated MLP asks whether its layers are fused
@@ -141,8 +148,8 @@ def _placed(
         manifest.notes += (
             [f"{slower}: the adapters' own products are PyTorch's on this CPU"] if slower else []
         )
-    tables = rotary.tables_of(model)
-    inner = set[int]()
+    tables = rotary.detect_tables(model)
+    expert_modules = set[int]()
     for path, module in model.named_modules():
         if is_4bit(module):
             if path.endswith(".base_layer"):
@@ -150,34 +157,49 @@ def _placed(
             else:
                 note = ""
             manifest.entries.append(
-                put_found("4-bit", path, module, taken(module), forward_4bit, "linear_4bit", note)
+                place_replacement(
+                    "4-bit",
+                    path,
+                    module,
+                    replacement_blocker(module),
+                    forward_4bit,
+                    "linear_4bit",
+                    note,
+                )
             )
-        if not why_not or (out_dtype is not None and norms.is_candidate(module)):
-            manifest.entries += _row_ops(path, module, out_dtype, remade=denoises)
-        if not why_not:
+        if not missing_kernels or (out_dtype is not None and norms.is_candidate(module)):
+            manifest.entries += _place_row_ops(path, module, out_dtype, saves_input=is_denoiser)
+        if not missing_kernels:
             manifest.entries += (
-                denoiser.place(path, module, out_dtype)
-                if denoises
-                else _attention(path, module, tables, on_cpu)
+                denoiser.place_denoiser_part(path, module, out_dtype)
+                if is_denoiser
+                else _place_attention(path, module, tables, on_cpu)
             )
-        if not why_not and layers.is_candidate(module):
-            manifest.entries.append(layers.place(path, module))
-        if path and id(module) not in inner and experts.is_candidate(module):
-            manifest.entries.append(experts.place(path, module, branch_fp32=lora_branch == "fp32"))
-            inner |= {id(m) for m in module.modules()}
-    for lm in causal_lms(model):
+        if not missing_kernels and layers.is_candidate(module):
+            manifest.entries.append(layers.place_layer(path, module))
+        if path and id(module) not in expert_modules and experts.is_candidate(module):
+            manifest.entries.append(
+                experts.place_experts(path, module, branch_fp32=lora_branch == "fp32")
+            )
+            expert_modules |= {id(m) for m in module.modules()}
+    for lm in find_causal_lms(model):
         path = next(path for path, module in model.named_modules() if module is lm)
-        manifest.entries += [head.place(path, lm, manifest), generation.place(path, lm)]
+        manifest.entries += [
+            head.place_head(path, lm, manifest),
+            generation.place_generate(path, lm),
+        ]
     manifest.entries += adapters
     # past nn.Module's own __setattr__
-    vars(model)[PLACED] = [m for m in model.modules() if get_method(m) is not None or is_fused(m)]
+    vars(model)[PLACED_KEY] = [
+        m for m in model.modules() if get_method(m) is not None or is_fused(m)
+    ]
     manifest.notes += base_notes(model, precision)
     if not manifest.entries:
         manifest.notes.append("nothing in this model was recognised")
     return manifest
 
 
-def declared(precision: Any) -> Any:
+def parse_precision(precision: Any) -> Any:
     """The Precision for this argument, a dtype, or None."""
     if (
         precision is None
@@ -194,19 +216,19 @@ def declared(precision: Any) -> Any:
     return Precision.parse(precision)
 
 
-def _row_ops(
-    path: str, module: nn.Module, out_dtype: torch.dtype | None, *, remade: bool
+def _place_row_ops(
+    path: str, module: nn.Module, out_dtype: torch.dtype | None, *, saves_input: bool
 ) -> list[Placement]:
-    if library_of(type(module)) in KERNEL_LIBRARIES:
-        return [placement("foreign", path, module, None, str(foreign(module)))]
+    if library_name(type(module)) in KERNEL_LIBRARIES:
+        return [make_placement("foreign", path, module, None, str(foreign_kernel_reason(module)))]
     if norms.is_candidate(module):
-        return [norms.place(path, module, out_dtype, remade=remade)]
+        return [norms.place_norm(path, module, out_dtype, saves_input=saves_input)]
     if gated.is_candidate(module):
-        return [gated.place(path, module)]
+        return [gated.place_gated_mlp(path, module)]
     return []
 
 
-def _attention(
+def _place_attention(
     path: str, module: nn.Module, tables: rotary.Tables, on_cpu: bool
 ) -> list[Placement]:
     """The two functions that an attention layer's forward calls, in one rebuilt forward."""
@@ -214,11 +236,11 @@ def _attention(
     placements: list[Placement] = []
     replacements: list[Replacement] = []
     if rotary.rotary_name(module) is not None:
-        placements.append(rotary.place(path, module, tables, replacements))
+        placements.append(rotary.place_rotary(path, module, tables, replacements))
     if attention.is_candidate(module, device_type):
-        placements.append(attention.place(path, module, device_type, replacements))
+        placements.append(attention.place_attention(path, module, device_type, replacements))
     if replacements:
-        put_rebuilt(module, replacements)
+        install_rebuilt_forward(module, replacements)
     return placements
 
 
@@ -226,11 +248,11 @@ def restore(model: nn.Module) -> int:
     """Undoes `optimize` exactly, on the model or a deep copy of it; gives the number of entries of
     the manifest that were undone.
     """
-    vars(model).pop(PLACED, None)
-    vars(model).pop(attention.NEEDS, None)
+    vars(model).pop(PLACED_KEY, None)
+    vars(model).pop(attention.MASK_NEEDS_KEY, None)
     undone = unfuse_lora(model)
     for module in model.modules():
         undone += uninstall_forward(module)
         head.remove_hooks(module)
-        undone += generation.take_back(module)
+        undone += generation.restore_generate(module)
     return undone

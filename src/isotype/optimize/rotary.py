@@ -19,15 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from ..instance_method import Placement
-from .forwards import Form, Pairs, replacement, rotated
+from .forwards import Form, Pairs, rotate, wrap_rotary
 from .instances import (
     KERNEL_LIBRARIES,
     Replacement,
-    library_of,
-    placement,
-    same,
-    taken,
-    why_not_rebuilt,
+    computes_same,
+    library_name,
+    make_placement,
+    rebuild_blocker,
+    replacement_blocker,
 )
 
 PART = "rotary"
@@ -56,19 +56,19 @@ def rotary_name(module: nn.Module) -> str | None:
     called = [
         n for n in forward.__code__.co_names if isinstance(forward.__globals__.get(n), FunctionType)
     ]
-    formed = [n for n in called if has_the_form(forward.__globals__[n])]
+    matching = [n for n in called if has_rotary_signature(forward.__globals__[n])]
     return next(
-        iter(formed or [n for n in called if "rotary" in n or "rope" in n.split("_")]), None
+        iter(matching or [n for n in called if "rotary" in n or "rope" in n.split("_")]), None
     )
 
 
-def has_the_form(function: Callable[..., Any]) -> bool:
+def has_rotary_signature(function: Callable[..., Any]) -> bool:
     """Whether it is `f(q, k, cos, sin, ...)`: two tensors, then the tables."""
     names = list(inspect.signature(function).parameters)
     return len(names) >= 4 and names[2:4] == ["cos", "sin"]
 
 
-def tables(positions: int, pairs: int, form: Form) -> tuple[Tensor, Tensor]:
+def make_tables(positions: int, pairs: int, form: Form) -> tuple[Tensor, Tensor]:
     """cos and sin as wide as transformers makes them: the angles twice, each of them repeated, or
     once.
     """
@@ -95,10 +95,10 @@ def recognise(original: Callable[..., Any], form: Form) -> Pairs | None:
     for pairs in get_args(Pairs):
 
         def agree(count: int, pairs: Pairs = pairs) -> bool:
-            cos, sin = tables(5, count, form)
-            return same(
+            cos, sin = make_tables(5, count, form)
+            return computes_same(
                 lambda: torch.cat(original(q, k, cos, sin), 1),
-                lambda: torch.cat(rotated(q, k, cos, sin, pairs, form), 1),
+                lambda: torch.cat(rotate(q, k, cos, sin, pairs, form), 1),
                 q,
                 k,
             )
@@ -106,20 +106,20 @@ def recognise(original: Callable[..., Any], form: Form) -> Pairs | None:
         # the whole head is enough for a function without partial rotation; a half must agree where
         # it runs at all
         if agree(size // 2) and (agree(size // 4) or not _runs(original, q, k, size // 4, form)):
-            found: Pairs = pairs
-            return found
+            result: Pairs = pairs
+            return result
     return None
 
 
 def _runs(original: Callable[..., Any], q: Tensor, k: Tensor, pairs: int, form: Form) -> bool:
     try:
-        original(q, k, *tables(q.shape[2], pairs, form))
+        original(q, k, *make_tables(q.shape[2], pairs, form))
     except Exception:
         return False
     return True
 
 
-def tables_of(model: nn.Module) -> Tables:
+def detect_tables(model: nn.Module) -> Tables:
     """The form of the tables that the model's own rotary module makes."""
     for module in model.modules():
         buffers = [
@@ -127,7 +127,7 @@ def tables_of(model: nn.Module) -> Tables:
         ]
         if not buffers or isinstance(module, nn.ModuleList):
             continue
-        module = with_values(module)
+        module = fill_meta_buffers(module)
         x = torch.zeros(1, 3, 1, device=getattr(module, buffers[0]).device)
         ids = torch.arange(1, 4, device=x.device)[None]
         layer_types = list(getattr(getattr(module, "config", None), "layer_types", None) or [])
@@ -152,7 +152,7 @@ def tables_of(model: nn.Module) -> Tables:
     return Tables(None, "no module with inv_freq was found to make the tables")
 
 
-def with_values(module: nn.Module) -> nn.Module:
+def fill_meta_buffers(module: nn.Module) -> nn.Module:
     """The module itself, or a copy whose buffers have values, where those of a model outlined on
     the meta device have none.
     """
@@ -172,7 +172,9 @@ def with_values(module: nn.Module) -> nn.Module:
     return filled
 
 
-def place(path: str, module: nn.Module, made: Tables, replacements: list[Replacement]) -> Placement:
+def place_rotary(
+    path: str, module: nn.Module, tables: Tables, replacements: list[Replacement]
+) -> Placement:
     """Adds a replacement of the rotary function to those with which the module's forward will be
     rebuilt.
     """
@@ -180,26 +182,31 @@ def place(path: str, module: nn.Module, made: Tables, replacements: list[Replace
     forward = type(module).forward
     assert called is not None
     original = inspect.unwrap(forward).__globals__[called]
-    reason = taken(module) or why_not(called, original) or why_not_rebuilt(forward) or made.reason
-    pairs = None if reason or made.form is None else recognise(original, made.form)
+    reason = (
+        replacement_blocker(module)
+        or rotary_blocker(called, original)
+        or rebuild_blocker(forward)
+        or tables.reason
+    )
+    pairs = None if reason or tables.form is None else recognise(original, tables.form)
     if pairs is None:
-        return placement(
+        return make_placement(
             PART, path, module, None, reason or "its output is not a rotation's on a probe"
         )
-    replacements.append(Replacement(called, replacement, (pairs, made.form)))
-    said = {
+    replacements.append(Replacement(called, wrap_rotary, (pairs, tables.form)))
+    note_by_pairs = {
         "halves": "",
         "neighbours": "interleaved pairs",
         "neighbours to halves": "interleaved pairs, turned into halves",
     }
-    return placement(PART, path, module, "rope", said[pairs])
+    return make_placement(PART, path, module, "rope", note_by_pairs[pairs])
 
 
-def why_not(called: str, original: Callable[..., Any]) -> str | None:
+def rotary_blocker(called: str, original: Callable[..., Any]) -> str | None:
     """Why the function that is called by this name is not probed, or None."""
-    if library_of(original) in KERNEL_LIBRARIES:
-        return f"{called} was already replaced by {library_of(original)}"
-    if not has_the_form(original):
+    if library_name(original) in KERNEL_LIBRARIES:
+        return f"{called} was already replaced by {library_name(original)}"
+    if not has_rotary_signature(original):
         return (
             f"{called}({', '.join(inspect.signature(original).parameters)}) is not of the form (q,"
             " k, cos, sin)"

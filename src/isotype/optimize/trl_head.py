@@ -28,7 +28,7 @@ FIELDS = {
     "mean_logits": "mean_logits",
     "is_top1": "top1",
 }
-_NEEDED = {
+_REQUIRED_VARIABLES = {
     "temperature", "cast_lm_head_to_fp32", "outputs", "logit_scale", "final_logit_softcapping", "text_config", "backbone_attr",
     "original_forward",
 }  # fmt: skip
@@ -38,37 +38,37 @@ _NEEDED = {
 class FusedHead:
     """What TRL's forward was made with, and what has run.
 
-    before  TRL's bound forward
+    trl_forward  TRL's bound forward
     calls   how often the op answered, and why TRL's own code did
     """
 
-    before: Any
+    trl_forward: Any
     options: dict[str, Any]
     calls: Counter[str] = field(default_factory=Counter)
 
 
-def trls_forward(model: nn.Module) -> Any | None:
+def find_trl_forward(model: nn.Module) -> Any | None:
     """TRL's bound forward on this instance, or None."""
     bound = model.__dict__.get("forward")
     function = getattr(bound, "__func__", None)
-    written = getattr(function, "__globals__", {}).get("__name__")
+    module_name = getattr(function, "__globals__", {}).get("__name__")
     # functools.wraps renames it: its code keeps its name
     code = getattr(function, "__code__", None)
-    if written == "trl.trainer.utils" and code is not None and code.co_name == "_fused_forward":
+    if module_name == "trl.trainer.utils" and code is not None and code.co_name == "_fused_forward":
         return bound
     return None
 
 
-def fused_head_of(model: nn.Module) -> FusedHead | None:
+def find_fused_head(model: nn.Module) -> FusedHead | None:
     """What answers on this instance, or None."""
-    found = get_settings(model)
-    return found if isinstance(found, FusedHead) else None
+    head = get_settings(model)
+    return head if isinstance(head, FusedHead) else None
 
 
-def why_no_fused_head(model: nn.Module) -> str | None:
+def fused_head_blocker(model: nn.Module) -> str | None:
     """Why the op cannot answer for TRL's forward on this instance, or None."""
-    options = _closure(trls_forward(model))
-    missing = _NEEDED - set(options)
+    options = _closure(find_trl_forward(model))
+    missing = _REQUIRED_VARIABLES - set(options)
     if missing:
         return f"TRL's fused head has another form here (no {', '.join(sorted(missing))})"
     unknown = set(options["outputs"]) - {"log_probs", *FIELDS}
@@ -79,7 +79,7 @@ def why_no_fused_head(model: nn.Module) -> str | None:
 
 def place_fused_head(model: nn.Module) -> None:
     """Puts the op in the place of TRL's forward."""
-    bound = trls_forward(model)
+    bound = find_trl_forward(model)
     install_forward(model, fused_head_forward, FusedHead(bound, _closure(bound)))
 
 
@@ -97,33 +97,33 @@ def fused_head_forward(
     **kwargs: Any,
 ) -> Any:
     head: FusedHead = get_settings(self)
-    why_not = _why_trls_code(self, labels, shift_labels) if fused_lm_head else None
-    if not fused_lm_head or why_not:
-        if why_not:
-            head.calls[why_not] += 1
-        given = {
+    reason = _fallback_reason(self, labels, shift_labels) if fused_lm_head else None
+    if not fused_lm_head or reason:
+        if reason:
+            head.calls[reason] += 1
+        arguments = {
             "labels": labels,
             "shift_labels": shift_labels,
             "num_items_in_batch": num_items_in_batch,
         }
-        kwargs |= {name: value for name, value in given.items() if value is not None}
+        kwargs |= {name: value for name, value in arguments.items() if value is not None}
         # by the function, so that a deep copy's calls its own model
-        return head.before.__func__(self, *args, fused_lm_head=fused_lm_head, **kwargs)
+        return head.trl_forward.__func__(self, *args, fused_lm_head=fused_lm_head, **kwargs)
     options, text_config = head.options, head.options["text_config"]
     kwargs["use_cache"] = False
     if getattr(text_config, "output_router_logits", False):
         kwargs.setdefault("output_router_logits", True)
-    made = getattr(self, options["backbone_attr"])(*args, **kwargs)
+    backbone_output = getattr(self, options["backbone_attr"])(*args, **kwargs)
     if shift_labels is not None:
-        hidden = made.last_hidden_state
+        hidden = backbone_output.last_hidden_state
     else:
-        hidden = made.last_hidden_state[:, :-1]
+        hidden = backbone_output.last_hidden_state[:, :-1]
     labels = shift_labels if shift_labels is not None else labels[:, 1:]
     head.calls["linear_log_probs"] += 1
-    return _output(self, head, hidden, labels, num_items_in_batch, made, kwargs)
+    return _compute_output(self, head, hidden, labels, num_items_in_batch, backbone_output, kwargs)
 
 
-def _why_trls_code(model: Any, labels: Any, shift_labels: Any) -> str | None:
+def _fallback_reason(model: Any, labels: Any, shift_labels: Any) -> str | None:
     """Why TRL's own code answers this call, or None."""
     if not isinstance(shift_labels if shift_labels is not None else labels, Tensor):
         return "no labels"
@@ -136,13 +136,13 @@ def _why_trls_code(model: Any, labels: Any, shift_labels: Any) -> str | None:
     return None
 
 
-def _output(
+def _compute_output(
     model: Any,
     head: FusedHead,
     hidden: Tensor,
     labels: Tensor,
     num_items_in_batch: Any,
-    made: Any,
+    backbone_output: Any,
     kwargs: dict[str, Any],
 ) -> Any:
     from trl.trainer.utils import FusedCausalLMOutput
@@ -182,7 +182,7 @@ def _output(
         from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
         aux_loss = load_balancing_loss_func(
-            made.router_logits,
+            backbone_output.router_logits,
             config.num_experts,
             config.num_experts_per_tok,
             kwargs.get("attention_mask"),

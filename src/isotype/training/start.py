@@ -493,6 +493,6 @@ def attention_line(
 
     implementation  `model.attention`
     """
-    return attention_of_transformers(model, implementation) or joint_attention.said(
+    return attention_of_transformers(model, implementation) or joint_attention.describe_backends(
         model, precision.compute, device_type=device_type
     )

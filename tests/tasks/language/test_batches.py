@@ -9,7 +9,7 @@ import torch
 from isotype.data.rows import Row, Share, mixed_order
 from isotype.data.tokens import joined
 from isotype.optimize import optimize
-from isotype.optimize.attention import FEW, why_mask_is_read
+from isotype.optimize.attention import MIN_QUERIES, padding_mask_reason
 from isotype.precision import PRESETS
 from isotype.precision.apply import apply_precision
 from isotype.tasks.choose import train
@@ -79,7 +79,7 @@ def unpacked():
 def result(model, batch, **inputs):
     model.zero_grad()
     if inputs:
-        found = next_tokens(batch, every_row=True).of_logits(model(**inputs).logits)
+        found = next_tokens(batch, every_row=True).loss_from_logits(model(**inputs).logits)
     else:
         found = batch_loss_sum(model, batch)
     found.backward()
@@ -101,7 +101,7 @@ def test_right_padding_needs_no_mask_under_causal_attention(family, attention):
     window = {"sliding_window": 16} if family == "gemma3_text" else {}
     model, batch = tiny(family, attn_implementation=attention, **window), unpacked()
     assert int(batch.attention_mask.sum()) < batch.attention_mask.numel()
-    assert why_mask_is_read(model) is None
+    assert padding_mask_reason(model) is None
     assert model_inputs(model, batch)["attention_mask"] is None
     same(result(model, batch), result(model, batch, **batch.inputs))
 
@@ -119,7 +119,7 @@ def test_a_model_that_uses_its_mask_elsewhere_gets_it():
     ):
         model = tiny("mixtral")
         model.config.update(change)
-        assert why_mask_is_read(model) == reason
+        assert padding_mask_reason(model) == reason
         assert model_inputs(model, batch)["attention_mask"] is batch.attention_mask
 
 
@@ -219,7 +219,7 @@ def test_no_document_sees_another(family: str, attention: str, uncompiled: None)
     as_is = logits(model, collate([first, second], pad_id=0))
     changed = logits(model, collate([packed_three(changed=True)[0], second], pad_id=0))
     begin, end = first.documents[0], first.documents[0] + first.documents[1]
-    assert sum(first.documents) >= FEW, "the op would not run"
+    assert sum(first.documents) >= MIN_QUERIES, "the op would not run"
     assert not torch.equal(as_is[0, begin:end], changed[0, begin:end]), (
         "the change must be seen somewhere"
     )

@@ -213,13 +213,13 @@ def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
         return inputs
     if (
         planned_device_type(batch.input_ids.device) == "cuda"
-        and not mask_needs(model).why_no_documents
+        and not mask_needs(model).document_mask_blocker
     ):
         documents = batch.documents or Documents.from_rows(
             batch.input_ids.shape[0], batch.input_ids.shape[1], batch.input_ids.device
         )
         return inputs | {"attention_mask": DocumentMask(documents)}
-    if batch.attention_mask is not None and not mask_needs(model).why_read:
+    if batch.attention_mask is not None and not mask_needs(model).padding_mask_reason:
         return inputs | {"attention_mask": None}
     return inputs
 

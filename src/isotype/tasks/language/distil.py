@@ -26,7 +26,7 @@ from ...ops.cross_entropy.op import apply_rule
 from ...ops.cross_entropy.rule import LossRule
 from ...ops.linear_divergence.op import divergence
 from ...optimize import optimize
-from ...optimize.head import Targets, loss_of
+from ...optimize.head import Targets, compute_loss
 from ...precision.apply import apply_precision
 from ...precision.precision import Precision
 from ...precision.quantised_base import quantisation_from_config
@@ -142,10 +142,10 @@ class Distil(NextToken):
         targets = replace(next_tokens(batch, every_row=False), dtype=dtype)
         recorder = HeadRecorder(targets.classes, targets.rows, dtype=dtype)
         with torch.no_grad():
-            loss_of(teacher, model_inputs(teacher, batch), recorder)
+            compute_loss(teacher, model_inputs(teacher, batch), recorder)
         (teacher_head,) = recorder.heads
         return (
-            loss_of(
+            compute_loss(
                 model,
                 model_inputs(model, batch),
                 StudentTargets(

@@ -23,7 +23,7 @@ from ...data.rows import LoadedData
 from ...distributed.world import World
 from ...environment.planned import planned_device_type
 from ...errors import UsageError
-from ...optimize.head import loss_of
+from ...optimize.head import compute_loss
 from ...precision.precision import Precision
 from ...training.task import Batch, Check, Feed, MetricNames
 from .batches import Batch as TokenBatch
@@ -178,7 +178,7 @@ def batch_loss_sum(
     if getattr(getattr(model, "config", None), "output_router_logits", False):
         # `scores_of` reads them, for a loss with the mask of the data
         inputs["output_router_logits"] = False
-    return loss_of(model, inputs, replace(targets, divisor=divisor, dtype=dtype))
+    return compute_loss(model, inputs, replace(targets, divisor=divisor, dtype=dtype))
 
 
 # --- a mixture's balancing loss, which keeps its router from choosing few experts: the family's own

@@ -29,7 +29,7 @@ from ...data.tokens import TokenRows
 from ...distributed.agree import fingerprint_of_weights
 from ...distributed.world import World
 from ...errors import UsageError
-from ...optimize.head import loss_of
+from ...optimize.head import compute_loss
 from ...precision.parts import local_part
 from ...training.task import Check, Feed, MetricNames, eval_mode, micro_batch
 from ...wording import pluralise
@@ -113,8 +113,8 @@ def answer_log_probs(model: nn.Module, batch: Batch, *, dtype: str) -> Tensor:
     inside  `dtype` for a token, fp32 for the sum
     """
     targets = next_tokens(batch, every_row=False)
-    log_probs_N = loss_of(
-        model, model_inputs(model, batch), replace(targets, each=True, dtype=dtype)
+    log_probs_N = compute_loss(
+        model, model_inputs(model, batch), replace(targets, per_row=True, dtype=dtype)
     )
     assert batch.counted is not None
     log_probs_by_position = torch.zeros(batch.labels.numel(), device=log_probs_N.device).index_copy(
