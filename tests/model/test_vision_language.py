@@ -160,6 +160,15 @@ def test_settings_that_contradict_each_other_are_refused(vlm, workshop, subtests
             )
 
 
+def test_a_target_in_the_frozen_tower_is_refused_with_its_own_fix():
+    with pytest.raises(UsageError) as caught:
+        attach_adapter(
+            tiny_vlm("gemma3"), AdapterSection(r=2, targets=r".*vision_tower.*q_proj"), seed=0
+        )
+    assert str(caught.value).count("adapter.targets:") == 1
+    assert caught.value.fix.startswith("adapter.vision: lora")
+
+
 def test_an_adapter_of_the_class_for_text_still_loads(vlm, tmp_path):
     """Adapters that were trained on Qwen3.5's class for text name its layers without
     `language_model`.

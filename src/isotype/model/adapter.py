@@ -54,7 +54,7 @@ from .targets import (
 from .tokens import token_modules
 
 if TYPE_CHECKING:
-    from peft import PeftModel
+    from peft import LoraConfig, PeftModel
     from transformers import PreTrainedModel
 
 
@@ -71,55 +71,36 @@ def attach_adapter(
 ) -> PeftModel:
     """A PeftModel over `model` with one trainable adapter, new or continued from `start_from`.
 
-    new_tokens  also train embedding and head in full; tied ones stay tied
-    has_pictures  rows have some: without, layers that read only pictures get no adapter
-    token_ids   those of `train_tokens`
-    task_type   PEFT's; None for a model that is called as it is
-    targets     in place of the section's, for models whose linear layers PEFT cannot choose by
-                itself
+    new_tokens    also train embedding and head in full; tied ones stay tied
+    has_pictures  whether rows have pictures; without them, layers that only read pictures get no
+                  adapter
+    token_ids     the ids of `adapter.train_tokens`
+    task_type     PEFT's task type; None for a model that is not called through a task's wrapper
+    targets       used in place of the section's, for models whose linear layers PEFT cannot choose
     """
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig
 
     if task_type == "CAUSAL_LM" and hasattr(model, SCORE):
         task_type = "SEQ_CLS"
     torch.manual_seed(seed)
     if section.start_from is not None:
-        if new_tokens:
-            raise UsageError(
-                "model.add_tokens with adapter.start_from is not offered yet",
-                fix="merge the adapter first: isotype merge",
-            )
-        folder = Path(section.start_from)
-        if next(model.parameters()).device.type == "meta":
-            return _attach_outline(model, folder)
-        return load_adapter(model, folder, setting="adapter.start_from")
+        return _continue_adapter(model, Path(section.start_from), new_tokens=new_tokens)
     if section.kind == "lokr":
         return _attach_lokr(model, section, targets or [])
-    full_modules = list(section.modules_to_save)
-    tied = False
-    if token_ids and (new_tokens or set(token_modules(model)[0]) & set(full_modules)):
-        raise UsageError(
-            "adapter.train_tokens: the embedding is trained in full",
-            fix="remove adapter.train_tokens",
-        )
-    if new_tokens:
-        names, tied = token_modules(model)
-        full_modules += [name for name in names if name not in full_modules]
-    parts = vision_parts(model)
-    if parts is not None:
-        full_modules += vision_modules(model, section, "full")
+    _refuse_tokens_trained_in_full(model, section, new_tokens=new_tokens, token_ids=token_ids)
+    full_modules, is_tied = _choose_full_modules(model, section, new_tokens=new_tokens)
     refuse_packed_modules(model, full_modules, "adapter.modules_to_save")
-    if section.dora and (
-        packed := next((name for name, m in model.named_modules() if type(m) is PackedLinear), None)
-    ):
-        raise UsageError(
-            f"adapter.dora: {packed} is packed, and PEFT takes DoRA's lengths off dense and nf4"
-            " weights",
-            fix="adapter.dora: false",
-        )
-    modules, parameters = choose_targets(model, section) if targets is None else (targets, [])
+    if section.dora:
+        _refuse_dora_on_packed_layers(model)
+    if targets is None:
+        modules, parameters = choose_targets(model, section)
+    else:
+        modules, parameters = targets, []
     refuse_settings_on_parameters(section, parameters)
     refuse_unknown_parameters(model, section.parameters)
+    token_indices = None
+    if token_ids:
+        token_indices = {token_modules(model)[0][0]: list(token_ids)}
     config = LoraConfig(
         task_type=task_type,
         r=section.r,
@@ -132,54 +113,127 @@ def attach_adapter(
         rank_pattern=dict(section.rank_pattern),
         alpha_pattern=dict(section.alpha_pattern),
         modules_to_save=full_modules or None,
-        trainable_token_indices=(
-            {token_modules(model)[0][0]: list(token_ids)} if token_ids else None
-        ),
-        ensure_weight_tying=tied,
+        trainable_token_indices=token_indices,
+        ensure_weight_tying=is_tied,
     )
-    linear = linear_names(model)  # before PEFT puts its own layers in
-    adaptable = [name for name, _ in linear_layers(model, section)]
-    lost_layers = find_lost_layers(
-        model, config, (name for name, m in model.named_modules() if isinstance(m, nn.Linear))
-    )
-    if parts is not None:
-        lost_layers = [name for name in lost_layers if name in adaptable]
+    layer_names = linear_names(model)  # before PEFT puts its own layers in
+    lost_layers = _find_lost_targets(model, config, section)
     if section.targets == "all-linear":
-        if parts is not None and not has_pictures:
-            excluded = picture_layers(model, parts)
-        else:
-            excluded = []
+        _exclude_layers(model, config, section, lost_layers, has_pictures=has_pictures)
+    adapted = _wrap_with_peft(model, config, section, layer_names)
+    _refuse_misplaced_adapters(model, adapted, section, lost_layers)
+    refuse_unmatched_patterns(adapted, section)
+    if section.start != "default":
+        initialise_adapter(adapted, section.start)
+    if section.dora:
+        _compute_dora_magnitudes(adapted)
+    return adapted
+
+
+def _continue_adapter(model: PreTrainedModel, folder: Path, *, new_tokens: bool) -> PeftModel:
+    """The adapter of `adapter.start_from`; only its settings for a model on the meta device."""
+    if new_tokens:
+        raise UsageError(
+            "model.add_tokens with adapter.start_from is not offered yet",
+            fix="merge the adapter first: isotype merge",
+        )
+    if next(model.parameters()).device.type == "meta":
+        return _attach_outline(model, folder)
+    return load_adapter(model, folder, setting="adapter.start_from")
+
+
+def _refuse_tokens_trained_in_full(
+    model: PreTrainedModel, section: AdapterSection, *, new_tokens: bool, token_ids: Sequence[int]
+) -> None:
+    """Raises  UsageError for `adapter.train_tokens` where the whole embedding is trained"""
+    if not token_ids:
+        return
+    if new_tokens or set(token_modules(model)[0]) & set(section.modules_to_save):
+        raise UsageError(
+            "adapter.train_tokens: the embedding is trained in full",
+            fix="remove adapter.train_tokens",
+        )
+
+
+def _choose_full_modules(
+    model: PreTrainedModel, section: AdapterSection, *, new_tokens: bool
+) -> tuple[list[str], bool]:
+    """(names of the modules that are trained in full, whether embedding and head among them are
+    tied).
+    """
+    full_modules = list(section.modules_to_save)
+    is_tied = False
+    if new_tokens:
+        names, is_tied = token_modules(model)
+        full_modules += [name for name in names if name not in full_modules]
+    if vision_parts(model) is not None:
+        full_modules += vision_modules(model, section, "full")
+    return full_modules, is_tied
+
+
+def _refuse_dora_on_packed_layers(model: PreTrainedModel) -> None:
+    for name, module in model.named_modules():
+        if type(module) is PackedLinear:
+            raise UsageError(
+                f"adapter.dora: {name} is packed, and PEFT takes DoRA's lengths off dense and nf4"
+                " weights",
+                fix="adapter.dora: false",
+            )
+
+
+def _find_lost_targets(
+    model: PreTrainedModel, config: LoraConfig, section: AdapterSection
+) -> list[str]:
+    """Linear layers whose adapters PEFT would not find again in a saved file; of a vision-language
+    model those in parts that get an adapter.
+    """
+    linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    lost_layers = find_lost_layers(model, config, linear)
+    if vision_parts(model) is None:
+        return lost_layers
+    adaptable = {name for name, _ in linear_layers(model, section)}
+    return [name for name in lost_layers if name in adaptable]
+
+
+def _exclude_layers(
+    model: PreTrainedModel,
+    config: LoraConfig,
+    section: AdapterSection,
+    lost_layers: list[str],
+    *,
+    has_pictures: bool,
+) -> None:
+    """Leaves out of `all-linear` the layers on which an adapter would fail, have no effect or be
+    lost.
+    """
+    excluded = find_other_products(model) + lost_layers
+    parts = vision_parts(model)
+    if parts is not None:
+        if not has_pictures:
+            excluded += picture_layers(model, parts)
         # the pattern of last names also matches a tower's patch embedding, a convolution named as a
         # linear layer is
-        if parts is not None:
-            last_names = {name.rpartition(".")[2] for name in adaptable}
-            excluded += [
-                n
-                for n, m in model.named_modules()
-                if n.rpartition(".")[2] in last_names and not isinstance(m, nn.Linear)
-            ]
-        config.exclude_modules = find_other_products(model) + lost_layers + excluded or None
-        lost_parameters = {
-            f"{last_two_names(name)}.weight" for name in lost_layers
-        } | find_lost_stacks(model, config)
-        config.target_parameters = [
-            name for name in parameters if name not in lost_parameters
-        ] or None
+        last_names = {name.rpartition(".")[2] for name, _ in linear_layers(model, section)}
+        for name, module in model.named_modules():
+            if name.rpartition(".")[2] in last_names and not isinstance(module, nn.Linear):
+                excluded.append(name)
+    config.exclude_modules = excluded or None
+    lost_parameters = {f"{last_two_names(name)}.weight" for name in lost_layers}
+    lost_parameters |= find_lost_stacks(model, config)
+    parameters = [name for name in config.target_parameters or () if name not in lost_parameters]
+    config.target_parameters = parameters or None
+
+
+def _wrap_with_peft(
+    model: PreTrainedModel, config: LoraConfig, section: AdapterSection, layer_names: list[str]
+) -> PeftModel:
+    """Raises  UsageError for targets that PEFT does not accept"""
+    from peft import get_peft_model
+
     try:
-        adapted = get_peft_model(model, config)
-        if parts is not None:
-            refuse_other_parts(adapted, parts, section)
-        if lost_targets := [
-            name for name in lost_layers if hasattr(model.get_submodule(name), "lora_A")
-        ]:
-            raise UsageError(
-                f"adapter.targets: {section.targets}: PEFT {version('peft')} does not find the"
-                f" saved adapter of {lost_targets[0]} again ({len(lost_targets)} such): it renames it"
-                " as a checkpoint's",
-                fix="adapter.targets: all-linear leaves these layers out",
-            )
+        adapted: PeftModel = get_peft_model(model, config)
     except ValueError as error:
-        fix = f"adapter.targets: all-linear, or some of: {', '.join(linear)}"
+        fix = f"adapter.targets: all-linear, or some of: {', '.join(layer_names)}"
         if section.dropout and "lora_dropout" in str(error):
             fix = (
                 "adapter.dropout: 0; PEFT adapts experts and routers of this family as parameters,"
@@ -188,12 +242,25 @@ def attach_adapter(
         raise UsageError(
             f"adapter.targets: {section.targets}: {first_line(error)}", fix=fix
         ) from error
-    refuse_unmatched_patterns(adapted, section)
-    if section.start != "default":
-        initialise_adapter(adapted, section.start)
-    if section.dora:
-        _compute_dora_magnitudes(adapted)
     return adapted
+
+
+def _refuse_misplaced_adapters(
+    model: PreTrainedModel, adapted: PeftModel, section: AdapterSection, lost_layers: list[str]
+) -> None:
+    """Raises  UsageError for adapters on parts that are to have none, and for adapters that PEFT
+    would not find again in their saved file
+    """
+    parts = vision_parts(model)
+    if parts is not None:
+        refuse_other_parts(adapted, parts, section)
+    lost = [name for name in lost_layers if hasattr(model.get_submodule(name), "lora_A")]
+    if lost:
+        raise UsageError(
+            f"adapter.targets: {section.targets}: PEFT {version('peft')} does not find the saved"
+            f" adapter of {lost[0]} again ({len(lost)} such): it renames it as a checkpoint's",
+            fix="adapter.targets: all-linear leaves these layers out",
+        )
 
 
 def _attach_lokr(model: Any, section: AdapterSection, targets: list[str]) -> PeftModel:
@@ -216,10 +283,11 @@ def _attach_lokr(model: Any, section: AdapterSection, targets: list[str]) -> Pef
 
 def refuse_unmatched_patterns(adapted: nn.Module, section: AdapterSection) -> None:
     """Raises  UsageError for a pattern that no adapted module has; PEFT ignores it."""
-    names = [
-        f"{name}.{layer.parameter_name}" if hasattr(layer, "parameter_name") else name
-        for name, layer in lora_layers(adapted)
-    ]
+    names = []
+    for name, layer in lora_layers(adapted):
+        if hasattr(layer, "parameter_name"):
+            name = f"{name}.{layer.parameter_name}"
+        names.append(name)
     for key, patterns in (
         ("rank_pattern", section.rank_pattern),
         ("alpha_pattern", section.alpha_pattern),
@@ -234,8 +302,8 @@ def refuse_unmatched_patterns(adapted: nn.Module, section: AdapterSection) -> No
 
 
 def _compute_dora_magnitudes(adapted: nn.Module) -> None:
-    """DoRA's lengths in fp32. PEFT's have the base's dtype: rounded to bf16 they begin up to 2^-9
-    off the base, which is as much as is learnt.
+    """Computes DoRA's magnitudes in fp32. PEFT stores them in the base's dtype: rounded to bf16
+    they differ from the base's by up to 2^-9, which is as much as training changes them.
     """
     for _, layer in lora_layers(adapted):
         weight = layer.base_layer.weight
@@ -269,8 +337,8 @@ def _attach_outline(model: PreTrainedModel, folder: Path) -> PeftModel:
 
 
 def freeze_vision(model: Any, section: AdapterSection, precision: Precision) -> list[str]:
-    """Freezes tower and projector, in the dtype of frozen weights, where every weight is trained
-    otherwise and they are not asked for.
+    """Freezes tower and projector where every other weight is trained and the configuration does
+    not select them; casts them to the dtype of frozen weights.
 
     Returns a header line.
     """
@@ -363,15 +431,14 @@ def load_adapter(model: PreTrainedModel, folder: Path, *, setting: str = "adapte
     if not (folder / "adapter_config.json").is_file():
         raise UsageError(f"{label} has no adapter_config.json: not a PEFT folder")
     if not weights.is_file():
-        pickled = (folder / "adapter_model.bin").is_file()
+        message = f"{label} has no adapter_model.safetensors"
+        if not (folder / "adapter_model.bin").is_file():
+            raise UsageError(message)
         raise UsageError(
-            f"{label} has no adapter_model.safetensors"
-            + (": adapter_model.bin is a pickle, which can run code" if pickled else ""),
+            f"{message}: adapter_model.bin is a pickle, which can run code",
             fix=(
                 "convert it where you trust it:"
                 " PeftModel.from_pretrained(...).save_pretrained(FOLDER)"
-                if pickled
-                else None
             ),
         )
     fetch_again = "get the adapter again from where it came"
@@ -404,11 +471,13 @@ def load_adapter(model: PreTrainedModel, folder: Path, *, setting: str = "adapte
             f"{label} does not fit this model: {first_line(error)}", fix=fix
         ) from error
     expected = set(get_peft_model_state_dict(loaded))
-    if saved != expected:
-        name = sorted(saved ^ expected)[0]
-        difference = f"{name} is only in the {'adapter' if name in saved else 'model'}"
+    different = sorted(saved ^ expected)
+    if different:
+        owner = "adapter" if different[0] in saved else "model"
         raise UsageError(
-            f"{label} does not fit this model: {difference} ({len(saved ^ expected)} such)", fix=fix
+            f"{label} does not fit this model: {different[0]} is only in the {owner}"
+            f" ({len(different)} such)",
+            fix=fix,
         )
     _restore_wider_values(loaded, weights)
     return loaded
@@ -429,10 +498,10 @@ def is_trained_on_text_class(folder: Path) -> bool:
 
 
 def _restore_wider_values(model: PeftModel, weights: Path) -> None:
-    """Modules trained in full, in the file's dtype where that is wider.
+    """Loads modules that were trained in full again in the file's dtype, where that is wider.
 
-    PEFT makes their copies in the base's dtype and rounds the file's values into it: fp32 weights
-    trained on a bf16 base would come back as bf16. Two names of one weight stay one.
+    PEFT copies these modules in the base's dtype and rounds the file's values to it: fp32 weights
+    trained on a bf16 base would come back as bf16. Tied weights stay tied.
     """
     from safetensors import safe_open
 
@@ -476,12 +545,13 @@ def trainable_share(model: nn.Module) -> tuple[int, int]:
         state = getattr(parameter, "quant_state", None)
         n = parameter.numel() if state is None else state.shape.numel()
         total += n
-        trainable += n if parameter.requires_grad else 0
+        if parameter.requires_grad:
+            trainable += n
     return trainable, total
 
 
 def modules_trained_in_full(section: AdapterSection) -> list[str]:
-    """Names, as `modules_to_save` has them, of what the run's adapter trains in full."""
+    """Names of the modules that the run's adapter trains in full, as in `modules_to_save`."""
     if section.kind == "none":
         return []
     if section.start_from is None:
@@ -490,8 +560,8 @@ def modules_trained_in_full(section: AdapterSection) -> list[str]:
 
 
 def read_modules_to_save(folder: Path) -> list[str]:
-    """The same of a saved adapter. A folder that cannot be read has none: `load_adapter` refuses
-    it.
+    """The `modules_to_save` of a saved adapter; none for a folder that cannot be read, which
+    `load_adapter` refuses.
     """
     try:
         settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
@@ -504,7 +574,7 @@ def read_modules_to_save(folder: Path) -> list[str]:
 
 
 def find_modules(model: nn.Module, names: Collection[str]) -> dict[str, nn.Module]:
-    """Full name -> each module that PEFT trains in full for these names."""
+    """Path -> module, for each module that PEFT trains in full for these names."""
     return {
         path: module
         for path, module in model.named_modules(remove_duplicate=False)
@@ -513,9 +583,9 @@ def find_modules(model: nn.Module, names: Collection[str]) -> dict[str, nn.Modul
 
 
 def unquantised_patterns(model: PreTrainedModel, names: Collection[str]) -> list[str]:
-    """Patterns, as `llm_int8_skip_modules` takes them, of the layers that keep their dtype when
-    `model` is quantised: tower and projector too, a small share of a large model to which 4 bits do
-    more harm.
+    """Patterns of the layers that keep their dtype when `model` is quantised, in the form of
+    `llm_int8_skip_modules`. Vision tower and projector are among them: they are a small share of a
+    large model, and 4 bits harm them more.
 
     model  not yet quantised; on the meta device for example
     names  `modules_trained_in_full`
@@ -544,8 +614,8 @@ def skip_modules_from_config(config: Any) -> list[str] | None:
 
 
 def refuse_packed_modules(model: nn.Module, names: Collection[str], setting: str) -> None:
-    """Raises  UsageError where a base that was saved quantised has packed weights in what is to be
-    trained in full
+    """Raises  UsageError where a module that is to be trained in full has packed weights, as in a
+    base that was saved quantised
     """
     for path, module in find_modules(model, names).items():
         packed = next((name for name, p in module.named_parameters() if is_quantised(p)), None)

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 @contextmanager
 def mark_unfilled_memory() -> Iterator[None]:
-    """Within it, new memory that nobody fills holds NaN, the largest integer, or True:
-    `torch.utils.deterministic` fills it by default.
+    """Fills new memory with NaN, the largest integer, or True within this block, so that memory that
+    nobody fills is recognised. `torch.utils.deterministic` does this by default.
     """
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     was_warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -92,8 +92,8 @@ def _is_unfilled(buffer: Tensor) -> bool:
 
 
 def reset_dynamic_rope_tables(model: nn.Module) -> None:
-    """Lets every forward of a dynamic rotary embedding begin with the first table. A batch has the
-    values that a fresh model gives it.
+    """Makes every forward of a dynamic rotary embedding begin with the first table, so that a batch
+    has the values that a newly loaded model gives it.
     """
     for module in model.modules():
         if getattr(module, "rope_type", None) == "dynamic" and hasattr(module, "original_inv_freq"):

@@ -38,28 +38,32 @@ def write_card(
         inner.config, text_only=vision_parts(inner) is None, has_score_head=has_score_head
     ).__name__
     labels = ", num_labels=1" if has_score_head else ""
-    title, library = ("A PEFT adapter", "peft") if is_adapter else ("A model", "transformers")
     name = json.dumps(base)
-    saved = precision.save_adapter if is_adapter else precision.save_model
-    # transformers would widen it, and leave Llama 3's scaling of positions out
-    is_gguf = gguf_file(base) is not None
     if is_adapter:
+        title = "A PEFT adapter"
+        library = "peft"
+        saved_dtype = precision.save_adapter
+        import_lines = ["from peft import PeftModel"]
         load_lines = [
-            (
-                f"model = isotype.load_packed({name})"
-                if is_gguf
-                else f"model = {class_name}.from_pretrained({name}{labels}, dtype='auto')"
-            ),
+            f"model = {class_name}.from_pretrained({name}{labels}, dtype='auto')",
             "model = PeftModel.from_pretrained(model, FOLDER)",
         ]
+        # transformers would widen it, and leave Llama 3's scaling of positions out
+        if gguf_file(base) is not None:
+            import_lines.insert(0, "import isotype")
+            load_lines[0] = f"model = isotype.load_packed({name})"
     else:
+        title = "A model"
+        library = "transformers"
+        saved_dtype = precision.save_model
+        import_lines = []
         load_lines = [f"model = {class_name}.from_pretrained(FOLDER{labels}, dtype='auto')"]
     lines = [
         *_card_header(
             base,
             title,
             data,
-            f"{step}, in {saved}",
+            f"{step}, in {saved_dtype}",
             {role: getattr(precision, role) for role in ROLES},
             observed,
             library=library,
@@ -67,8 +71,7 @@ def write_card(
         "FOLDER is this folder:",
         "",
         "```python",
-        *(["import isotype"] if is_adapter and is_gguf else []),
-        *(["from peft import PeftModel"] if is_adapter else []),
+        *import_lines,
         f"from transformers import {class_name}, AutoTokenizer",
         "",
         *load_lines,
@@ -77,11 +80,10 @@ def write_card(
         "",
     ]
     if not has_score_head:
-        lines += [
-            "`isotype chat FOLDER` talks with it.",
-            *(["`isotype merge FOLDER` adds it to its base."] if is_adapter else []),
-            "",
-        ]
+        lines.append("`isotype chat FOLDER` talks with it.")
+        if is_adapter:
+            lines.append("`isotype merge FOLDER` adds it to its base.")
+        lines.append("")
     (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
 
 
@@ -94,18 +96,23 @@ def _card_header(
     observed: Mapping[str, Mapping[str, int]],
     library: str = "",
 ) -> list[str]:
-    """The fields of the hub, and what every card says. declared: role -> dtype"""
+    """The hub's metadata, then the facts that every card has. declared: role -> dtype"""
     # the hub refuses a card whose base_model is a path
     on_hub = not is_folder_name(base) and not Path(base).exists()
-    fields = {"base_model": base if on_hub else "", "library_name": library}
-    metadata = [f"{key}: {json.dumps(value)}" for key, value in fields.items() if value]
+    metadata = []
+    if on_hub and base:
+        metadata.append(f"base_model: {json.dumps(base)}")
+    if library:
+        metadata.append(f"library_name: {json.dumps(library)}")
+    if metadata:
+        metadata = ["---", *metadata, "---", ""]
     roles = [
         f"| {role} | {declared[role]} | {', '.join(observed.get(role, {})) or 'not observed'} |"
         for role in ROLES
         if role in declared
     ]
     return [
-        *(["---", *metadata, "---", ""] if metadata else []),
+        *metadata,
         f"# {title}, trained by Isotype",
         "",
         f"* base: `{base}`",

@@ -40,8 +40,8 @@ def cast_once(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Te
 
 
 def unshare_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors, of which none shares memory with another, so that each is stored under its
-    own name.
+    """Copies tensors that share memory with an earlier one, so that each is stored under its own
+    name.
     """
     pointers: set[int] = set()
     result = {}

@@ -33,8 +33,9 @@ _PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloa
 
 @dataclass(frozen=True)
 class Family:
-    """model_type: of transformers; permuted: rows of q and k are in pairs; own: settings that
-    llama.cpp has in its code.
+    """model_type      of transformers
+    permutes_rows   rows of q and k are stored in neighbouring pairs
+    fixed_settings  settings that llama.cpp has in its code, not in the file
     """
 
     model_type: str
@@ -282,7 +283,8 @@ def _rope_parameters(file: _File, path: Path, head: int) -> dict[str, Any]:
             "rope_type": scaling,
             "factor": float(file.architecture_field("rope.scaling.factor", 1.0)),
         }
-        rope |= {"original_max_position_embeddings": int(original)} if original else {}
+        if original:
+            rope["original_max_position_embeddings"] = int(original)
     elif scaling != "none":
         raise UsageError(f"model {path}: rope.scaling.type: {scaling} is not read", fix=DENSE)
     if _ROPE_FACTORS in file.tensors:
@@ -388,19 +390,19 @@ def _rename_tensors(path: Path) -> Iterator[tuple[str, _Tensor, int]]:
                     0,
                 )
             continue
-        transformers_name = (_MODEL_TENSORS if layer is None else _LAYER_TENSORS).get(name)
+        if layer is None:
+            transformers_name = _MODEL_TENSORS.get(name)
+        else:
+            transformers_name = _LAYER_TENSORS.get(name)
         if transformers_name is None:
             raise UsageError(
                 f"model {path}: its tensor {gguf_name} has no place in a {file.family.model_type}",
                 fix=DENSE,
             )
-        yield (
-            f"model.layers.{layer}.{transformers_name}.{suffix}"
-            if layer is not None
-            else f"{transformers_name}.{suffix}",
-            tensor,
-            int(heads_of.get(name) or 0),
-        )
+        full_name = f"{transformers_name}.{suffix}"
+        if layer is not None:
+            full_name = f"model.layers.{layer}.{full_name}"
+        yield full_name, tensor, int(heads_of.get(name) or 0)
 
 
 def load_gguf_tokenizer(path: Path) -> Any:

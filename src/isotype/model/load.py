@@ -192,8 +192,8 @@ def load_architecture(
 def _with_added_tokens(
     source: Source, section: ModelSection, tokenizer: PreTrainedTokenizerBase, folder: Path
 ) -> Source:
-    """Writes, atomically, the base with embedding rows for the added tokens, in the dtype of its
-    own files.
+    """Writes the base with embedding rows for the added tokens, in the dtype of its files; the
+    folder is written atomically.
     """
     if find_damage(folder) is not None:
         architecture = _architecture(source)
@@ -343,7 +343,8 @@ def _load_pretrained(
         model_class = auto_class(
             architecture, text_only=source.text_only, has_score_head=source.has_score_head
         )
-        options = options | {"num_labels": 1} if source.has_score_head else options
+        if source.has_score_head:
+            options = options | {"num_labels": 1}
         if source.rope is not None:
             options = options | apply_rope_parameters(_architecture(source), source.rope)
         loaded_pair = from_pretrained(
@@ -545,8 +546,8 @@ def _reach_hub(name: str, revision: str | None) -> None:
 def explain_loading_errors(
     name: str, source_kind: str, revision: str | None, attention: str = AUTO
 ) -> Iterator[None]:
-    """Turns what transformers and the hub raise into one line with a fix; the original stays
-    attached.
+    """Turns errors of transformers and the hub into a UsageError of one line with a fix; the
+    original error stays attached.
     """
     try:
         _reach_hub(name, revision)
@@ -617,8 +618,8 @@ def loading_error(name: str, source_kind: str, error: BaseException) -> UsageErr
 
 _GENERATION_SETTINGS = os.path.join("transformers", "generation", "configuration_utils.py")
 _FETCH_AGAIN = "get the folder again from where it came, or save it anew with save_pretrained"
-# what an error's kind or text has in it, the message, and the fix. {said}: the error's first line;
-# {there}: names in the folder
+# a part of the error's kind or text, the message, and the fix. {error}: the error's first line;
+# {files}: names in the folder
 _FAULTS = (
     (
         "custom code",
@@ -638,16 +639,16 @@ _FAULTS = (
     ("Error no file named", "it has no weights (model.safetensors)", _FETCH_AGAIN),
     (
         "backend tokenizer",
-        "it has no tokenizer.json ({there})",
+        "it has no tokenizer.json ({files})",
         "model.tokenizer: the folder that has it",
     ),
-    ("SafetensorError", "its weights are damaged: {said}", _FETCH_AGAIN),
+    ("SafetensorError", "its weights are damaged: {error}", _FETCH_AGAIN),
     (
         "Transformers does not recognize this architecture",
-        "{said}",
+        "{error}",
         "a newer transformers may know it: pip install -U transformers",
     ),
-    ("Should have a `model_type` key", "{said}", _FETCH_AGAIN),
+    ("Should have a `model_type` key", "{error}", _FETCH_AGAIN),
 )
 
 
@@ -663,27 +664,21 @@ def _damaged_folder_error(name: str, source_kind: str, error: BaseException) -> 
             f"{source_kind} {name}: its generation_config.json: {first_message}",
             fix="correct that file, or remove it: it is not needed to train",
         )
-    for sign, message, fix in _FAULTS:
+    for sign, template, fix in _FAULTS:
         if sign in text:
-            return UsageError(
-                f"{source_kind} {name}: {message.format(said=first_message, there=_list_names(name))}",
-                fix=fix,
-            )
+            message = template.format(error=first_message, files=_list_names(name))
+            return UsageError(f"{source_kind} {name}: {message}", fix=fix)
     if isinstance(error, ImportError):
-        return UsageError(
-            f"{source_kind} {name}: {first_message}",
-            fix=f"pip install {error.name}" if error.name else None,
-        )
+        command = f"pip install {error.name}" if error.name else None
+        return UsageError(f"{source_kind} {name}: {first_message}", fix=command)
     if isinstance(error, ValueError | RuntimeError) and not isinstance(
         error, json.JSONDecodeError | UnicodeDecodeError
     ):
         # of the model's kind or of a setting, which another copy of the folder has too
         return UsageError(f"{source_kind} {name}: {first_message}")
-    return UsageError(
-        f"{source_kind} {name}:"
-        f" {first_message if isinstance(error, OSError) else f'{type(error).__name__}: {first_message}'}",
-        fix=_FETCH_AGAIN,
-    )
+    if not isinstance(error, OSError):
+        first_message = f"{type(error).__name__}: {first_message}"
+    return UsageError(f"{source_kind} {name}: {first_message}", fix=_FETCH_AGAIN)
 
 
 def _list_names(name: str) -> str:

@@ -87,7 +87,7 @@ def plain_config(config: Any) -> Any:
 
 
 class _PackedConfig(QuantizationConfigMixin):
-    """What transformers hands to the reader."""
+    """The configuration that transformers passes to `_PackedQuantizer`."""
 
     parts: Mapping[str, Part] | None = None  # of tensors that are in no safetensors file
 
@@ -96,7 +96,7 @@ class _PackedConfig(QuantizationConfigMixin):
 
 
 class _WaitingLayer(nn.Module):
-    """A packed layer until its tensors are there: each is a parameter in the dtype and shape of the
+    """A packed layer until its tensors are loaded: each is a parameter in the dtype and shape of the
     file, so that nothing is cast.
     """
 
@@ -120,7 +120,7 @@ class _WaitingLayer(nn.Module):
 
 
 class _PackedQuantizer(HfQuantizer):
-    """Has the calls of transformers' quantisers around the loading of weights."""
+    """A quantiser of transformers: its methods are called before and after weights are loaded."""
 
     quantization_config: Any
 
@@ -213,8 +213,7 @@ def weight_files(name: str, revision: str | None) -> list[str]:
 def place_waiting_layers(
     model: Any, names: Mapping[str, Part], packing: Packing, model_name: str
 ) -> None:
-    """Puts a layer that waits for its tensors in the place of each linear layer that the file has
-    packed.
+    """Replaces each linear layer that is packed in the files by a layer that waits for its tensors.
 
     Raises  UsageError for packed tensors that no linear layer has, and as `recognise` does
     """
@@ -279,9 +278,7 @@ def place_waiting_layer(
     packing: Packing,
     label: str,
 ) -> None:
-    """Puts a layer that waits for these tensors in the place of `layer`. Raises UsageError as
-    `recognise` does.
-    """
+    """Replaces `layer` by one that waits for these tensors. Raises UsageError as `recognise` does."""
     weight_parts = {
         name: part for name, part in parts.items() if name != "bias" and name not in SERVING_TENSORS
     }
@@ -294,7 +291,7 @@ _DENSE_FIX = "a base that is not quantised, or precision.preset: nf4-lora on it"
 
 
 def pack_waiting_layers(model: nn.Module, packing: Packing) -> None:
-    """Puts a `PackedLinear` in the place of each layer whose tensors are there, also on the meta
+    """Replaces each waiting layer, whose tensors are loaded, by a `PackedLinear`; also on the meta
     device.
     """
     for path, waiting in list(_waiting_layers(model)):
@@ -415,8 +412,8 @@ def place_waiting_experts(
     packing: Packing,
     model_name: str,
 ) -> set[str]:
-    """Gives each mixture's experts parameters that wait for the file's packed tensors, in the place
-    of their stacks.
+    """Replaces the stacks of each mixture's experts by parameters that wait for the file's packed
+    tensors.
 
     packed  owner -> its tensors, of layers
     names   every tensor of the files
@@ -539,8 +536,8 @@ def _place_expert_layers(
 
 
 def pack_experts(model: nn.Module, packing: Packing) -> None:
-    """Stacks what the experts waited for, one layer at a time, and puts their forward over packed
-    stacks; also on the meta device.
+    """Stacks the loaded tensors of waiting experts, one layer at a time, and installs the forward
+    for packed stacks; also on the meta device.
     """
     for path, module in list(model.named_modules()):
         plan: dict[str, Layout] | None = vars(module).pop(_PLAN_ATTRIBUTE, None)
@@ -592,7 +589,7 @@ def pack_experts(model: nn.Module, packing: Packing) -> None:
 def _expert_pieces(
     module: Any, path: str, stack: str
 ) -> Iterator[list[tuple[str, dict[str, Tensor]]]]:
-    """Of every expert, what lies one below the other in its matrix: (name, tensors)."""
+    """For every expert the tensors that are stacked by rows in its matrix: (name, tensors) each."""
     blocks, scales = (
         module._parameters.get(f"{stack}_{suffix}") for suffix in ("blocks", "scales")
     )

@@ -26,7 +26,9 @@ _TEMPLATE = "chat_template.json"
 
 
 def _find_file(name: str, file_name: str, revision: str | None) -> str | None:
-    """Its path, fetched from the hub where `name` is no folder; None where there is none."""
+    """The file's path, fetched from the hub where `name` is no folder; None where it has no such
+    file.
+    """
     from transformers.utils import cached_file
 
     path: str | None = cached_file(
@@ -65,13 +67,15 @@ def build_picture_reader(
         ),
         None,
     )
-    folder = cache_folder(data.cache)
+    picture_cache = cache_folder(data.cache)
+    if picture_cache is not None:
+        picture_cache = picture_cache / PICTURES
     return Pictures(
         lambda: load_processor(name, section.revision, architecture, tokenizer),
         token_id=token_id,
         min_pixels=data.min_pixels,
         max_pixels=data.max_pixels,
-        kept=None if folder is None else folder / PICTURES,
+        kept=picture_cache,
     )
 
 

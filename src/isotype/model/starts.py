@@ -29,8 +29,8 @@ SUBTRACTED_STARTS = ("pissa", "olora")
 
 
 def initialise_adapter(model: nn.Module, start: str) -> None:
-    """Sets A and B of every linear layer's adapter, and takes their product off the base where that
-    is the method.
+    """Sets A and B of every linear layer's adapter; for PiSSA and OLoRA subtracts their product from
+    the base weight.
 
     Raises  UsageError for a packed base, or an odd rank with orthogonal
     """

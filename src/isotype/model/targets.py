@@ -81,10 +81,12 @@ def vision_modules(model: nn.Module, section: AdapterSection, mode: str) -> list
     part_kinds = adapted_parts(section, mode)
     if parts is None:
         return []
-    return [
-        *(parts.towers if TOWER in part_kinds else ()),
-        *(parts.projectors(model) if PROJECTOR in part_kinds else ()),
-    ]
+    modules: list[str] = []
+    if TOWER in part_kinds:
+        modules += parts.towers
+    if PROJECTOR in part_kinds:
+        modules += parts.projectors(model)
+    return modules
 
 
 def refuse_other_parts(adapted: PeftModel, parts: VisionParts, section: AdapterSection) -> None:
@@ -92,11 +94,15 @@ def refuse_other_parts(adapted: PeftModel, parts: VisionParts, section: AdapterS
     for name, _ in adapted.get_base_model().named_modules():
         part = parts.part_kind(name)
         if name.endswith(".lora_A") and part not in adapted_parts(section):
-            key = "adapter.vision" if part == TOWER else "adapter.projector"
+            if part == TOWER:
+                key = "adapter.vision"
+                mode = section.vision
+            else:
+                key = "adapter.projector"
+                mode = section.projector
             raise UsageError(
                 f"adapter.targets: {section.targets} chooses {name.removesuffix('.lora_A')} of the"
-                f" {part}, which {key}: {section.vision if part == TOWER else section.projector}"
-                " leaves without an adapter",
+                f" {part}, which {key}: {mode} leaves without an adapter",
                 fix=f"{key}: lora, or targets of the language part ({parts.language})",
             )
 
@@ -169,7 +175,9 @@ def target_notes(model: PeftModel, section: AdapterSection) -> list[str]:
 
 
 def _abbreviate(names: Sequence[str]) -> str:
-    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+    if len(names) == 1:
+        return names[0]
+    return f"{names[0]} and {len(names) - 1} more"
 
 
 def _never_called(model: PreTrainedModel) -> frozenset[str]:
@@ -244,9 +252,9 @@ def choose_targets(
         ]
         if isinstance(section.targets, str) and not as_parameters:
             return section.targets, parameters
-        return module_names if parts is None else _module_pattern(
-            model, parts, section, module_names
-        ), parameters
+        if parts is None:
+            return module_names, parameters
+        return _module_pattern(model, parts, section, module_names), parameters
     if _never_called(model):
         return linear_names(model), parameters
     stacked = find_stacks(model)
@@ -267,14 +275,10 @@ def choose_targets(
         if name not in parameters
     ]
     chosen = layers.keys() - renamed
-    if parts is not None:
-        return (
-            _module_pattern(
-                model, parts, section, sorted({name.rpartition(".")[2] for name in chosen})
-            ),
-            parameters,
-        )
-    return _shorten_names(model, chosen), parameters
+    if parts is None:
+        return _shorten_names(model, chosen), parameters
+    last_names = sorted({name.rpartition(".")[2] for name in chosen})
+    return _module_pattern(model, parts, section, last_names), parameters
 
 
 def _module_pattern(
@@ -304,12 +308,11 @@ def _shorten_names(model: nn.Module, names: Collection[str]) -> list[str]:
     other_names = {
         name.rpartition(".")[2] for name, _ in model.named_modules() if name not in names
     }
-    return sorted(
-        {
-            last_name if (last_name := name.rpartition(".")[2]) not in other_names else name
-            for name in names
-        }
-    )
+    shortened = set()
+    for name in names:
+        last_name = name.rpartition(".")[2]
+        shortened.add(name if last_name in other_names else last_name)
+    return sorted(shortened)
 
 
 def last_two_names(name: str) -> str:
@@ -333,7 +336,9 @@ def _find_routers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """
     for path, block in model.named_modules():
         experts = [m for m in map(_base_module, block.children()) if has_stack(m)]
-        for name, child in block.named_children() if experts else ():
+        if not experts:
+            continue
+        for name, child in block.named_children():
             weight = _base_module(child)._parameters.get("weight")
             if _is_matrix(weight) and len(weight) == experts[0].num_experts:
                 yield f"{path}.{name}", child

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: list[str]) -> None:
-    """Adds them as special tokens, in order. Raises UsageError for one that is there, or is no
-    token.
+    """Adds special tokens in this order. Raises UsageError for one that is in the vocabulary, or
+    that is empty or has white space around it.
     """
     from tokenizers import AddedToken
 
@@ -40,8 +40,8 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: list[str]) -> None:
 
 
 def trained_token_ids(tokenizer: PreTrainedTokenizerBase, tokens: list[str]) -> list[int]:
-    """Of `adapter.train_tokens`, sorted. Raises UsageError for one that the vocabulary does not
-    have.
+    """Sorted ids of `adapter.train_tokens`. Raises UsageError for a token that the vocabulary does
+    not have.
     """
     vocabulary = tokenizer.get_vocab()
     for i, token in enumerate(tokens):
@@ -76,7 +76,9 @@ def align_special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerB
             keeps = (
                 role == "eos_token_id" and other_ids and (allows_list or isinstance(current, list))
             )
-            setattr(config, role, [token, *other_ids] if keeps else token)
+            if keeps:
+                token = [token, *other_ids]
+            setattr(config, role, token)
 
 
 def grown_config(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
