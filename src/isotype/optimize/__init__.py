@@ -6,11 +6,10 @@ manifest    the list of replaced modules, and the reasons why others were not re
 instances   probes, and forwards over private globals
 layers, norms, gated, rotary, attention, head, denoiser, joint_attention
             one kind of module each: recognise it by structure, probe it, replace it on the instance
-forwards    what runs in the modules that were replaced, and the question once a step whether they
-            still are what they were
+forwards    the forwards of replaced modules, and the check once a step that they are unchanged
 deferred, deferred_tensor, deferred_values
-            logits not yet computed, for losses in other people's loops
-generation  `model.generate` in the middle of training
+            logits that are not computed yet, for losses in other libraries' loops
+generation  `model.generate` during training
 """
 
 from __future__ import annotations

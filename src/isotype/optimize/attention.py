@@ -1,10 +1,10 @@
-"""Attention: transformers' function of it, which a forward finds in a table of its globals, becomes
-one that calls `attention`.
+"""Attention: replaces transformers' attention function, which a forward looks up in a table of its
+globals, by one that calls the op `attention`.
 
-On a CPU PyTorch's own takes three to four times as long in bf16. On a GPU the op takes packed
-documents, sliding windows and softcaps without a mask of positions x positions; its output and
-logsumexp can be kept for a recompute. Whatever the op does not compute (dropout, a bias, few
-queries as in generation, a compiled graph) goes to the original, call by call; so does every other
+On a CPU PyTorch's own function takes three to four times as long in bf16. On a GPU the op computes
+packed documents, sliding windows and softcaps without a mask of positions x positions; its output
+and logsumexp can be saved for a recompute. Calls that the op does not support (dropout, a bias, few
+queries as in generation, a compiled graph) go to the original function, and so does every other
 implementation.
 """
 
@@ -32,15 +32,15 @@ from .instances import Replacement, make_placement, rebuild_blocker, replacement
 
 PART = "attention"
 FUNCTION_TABLE = "ALL_ATTENTION_FUNCTIONS"
-# below so many queries PyTorch's forward is as fast: most lanes of a block of 64 would be empty
+# with fewer queries PyTorch's forward is as fast: most lanes of a block of 64 would be empty
 MIN_QUERIES = 32
 # arguments that change the result, where they are given, and that the op does not take
 UNSUPPORTED_ARGUMENTS = ("position_bias", "cache", "s_aux", "output_attentions")
 
 
 def attention_implementation(module: nn.Module) -> str | None:
-    """Under which name the module's forward looks its attention function up in transformers' table;
-    None where it does not.
+    """The name under which the module's forward looks up its attention function in transformers'
+    table; None where it does not use the table.
     """
     forward = inspect.unwrap(type(module).forward)
     if not isinstance(forward, FunctionType) or FUNCTION_TABLE not in forward.__code__.co_names:
@@ -69,16 +69,15 @@ def is_candidate(module: nn.Module, device_type: str) -> bool:
 def place_attention(
     path: str, module: nn.Module, device_type: str, replacements: list[Replacement]
 ) -> Placement:
-    """Adds a replacement of the table to those with which the module's forward will be rebuilt; the
-    reason names a GPU's back ends.
+    """Adds the replacement of the table to `replacements`, with which the module's forward is rebuilt
+    later; the reason names a GPU's back ends.
     """
     reason = replacement_blocker(module) or rebuild_blocker(type(module).forward)
     if reason is not None:
         return make_placement(PART, path, module, None, reason)
     replacements.append(Replacement(FUNCTION_TABLE, AttentionFunctions))
-    return make_placement(
-        PART, path, module, "attention", "" if device_type == "cpu" else describe_backends(module)
-    )
+    note = "" if device_type == "cpu" else describe_backends(module)
+    return make_placement(PART, path, module, "attention", note)
 
 
 def describe_backends(module: nn.Module) -> str:
@@ -116,8 +115,8 @@ def _no_default(*_: Any, **__: Any) -> Any:
 
 
 class AttentionFunctions:
-    """transformers' table of attention functions, with another one for "sdpa", and for "eager"
-    where that is asked for with a softcap.
+    """transformers' table of attention functions, with replacements for "sdpa" and "eager" that call
+    the op.
     """
 
     def __init__(self, table: Any) -> None:
@@ -149,6 +148,19 @@ class AttentionFunctions:
         return getattr(self.table, name)
 
 
+def _run_original(
+    original: Callable[..., tuple[Tensor, None]],
+    arguments: tuple[nn.Module, Tensor, Tensor, Tensor, Tensor | None],
+    options: dict[str, Any],
+) -> tuple[Tensor, None]:
+    """transformers' own function; on a GPU with a mask, without cuDNN's attention."""
+    mask = arguments[-1]
+    if mask is None or mask.is_cpu or torch.compiler.is_compiling():
+        return original(*arguments, **options)
+    with disable_cudnn_with_mask(mask):
+        return original(*arguments, **options)
+
+
 def wrap_attention(
     original: Callable[..., tuple[Tensor, None]], *, is_eager: bool
 ) -> Callable[..., Any]:
@@ -170,17 +182,14 @@ def wrap_attention(
         is_causal: bool | None = None,
         **extra: Any,
     ) -> tuple[Tensor, None]:
-        options = (
-            {"dropout": dropout, "scaling": scaling}
-            | ({} if is_eager else {"is_causal": is_causal})
-            | extra
-        )
+        options = {"dropout": dropout, "scaling": scaling} | extra
+        if not is_eager:
+            options["is_causal"] = is_causal
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         is_unsupported = dropout or query.shape[2] < MIN_QUERIES
         for name in UNSUPPORTED_ARGUMENTS:
-            is_unsupported = is_unsupported or (
-                name in extra and extra[name] is not None and extra[name] is not False
-            )
+            if name in extra and extra[name] is not None and extra[name] is not False:
+                is_unsupported = True
         if isinstance(attention_mask, DocumentMask):
             if is_unsupported or not causal:
                 raise UsageError(
@@ -188,11 +197,11 @@ def wrap_attention(
                     fix="model.attention: flash, or no packing",
                 )
             window = extra.get("sliding_window")
-            window = None if window is None or window >= query.shape[2] else window
+            if window is not None and window >= query.shape[2]:
+                window = None
+            documents: Documents | None = attention_mask.documents
             if attention_mask.documents.whole_rows and window is None:
                 documents = None
-            else:
-                documents = attention_mask.documents
             output = attention(
                 query,
                 key,
@@ -205,31 +214,25 @@ def wrap_attention(
             )
             return output.transpose(1, 2).contiguous(), None
 
-        def run_original() -> tuple[Tensor, None]:
-            none_to_keep = (
-                attention_mask is None or attention_mask.is_cpu or torch.compiler.is_compiling()
-            )
-            with nullcontext() if none_to_keep else disable_cudnn_with_mask(attention_mask):
-                return original(module, query, key, value, attention_mask, **options)
-
+        arguments = (module, query, key, value, attention_mask)
         if is_unsupported or is_eager or extra.get("softcap") is not None:
-            return run_original()
+            return _run_original(original, arguments, options)
         causal = causal and attention_mask is None
         if attention_mask is not None and attention_mask.dtype != torch.bool:
-            return run_original()
+            return _run_original(original, arguments, options)
         kernel_output = kernel_attention(
             query, key, value, mask=attention_mask, causal=causal, scale=scaling
         )
         if kernel_output is None:
-            return run_original()
+            return _run_original(original, arguments, options)
         return (kernel_output.transpose(1, 2).contiguous(), None)
 
     return forward
 
 
 def document_mask_blocker(model: nn.Module) -> str | None:
-    """Why bounds alone cannot keep documents apart in this model, or None: all its attention runs
-    the op, and nothing else reads a mask.
+    """Why document bounds cannot replace the mask in this model, or None: all its attention runs the
+    op, and nothing else reads a mask.
     """
     language = get_language_part(inner_model(model))
     layers = [
@@ -273,7 +276,7 @@ PLAIN_LAYERS = {"full_attention", "sliding_attention"}
 
 
 def padding_mask_reason(model: Any) -> str | None:
-    """What in this model reads a mask of padding besides a causal attention, or None.
+    """Why this model needs a mask of padding, or None where only causal attention reads it.
 
     With None, padding on the right needs no mask: no real token attends to a later position.
     """
@@ -302,8 +305,8 @@ def padding_mask_reason(model: Any) -> str | None:
 
 
 class MaskNeeds(NamedTuple):
-    """Why the model reads a mask of padding, and why it takes no mask of documents; None where it
-    does not and where it does.
+    """padding_mask_reason    why the model needs a mask of padding; None where it does not
+    document_mask_blocker  why it cannot use a mask of documents; None where it can
     """
 
     padding_mask_reason: str | None
@@ -314,8 +317,8 @@ MASK_NEEDS_KEY = "_isotype_mask_needs"
 
 
 def mask_needs(model: nn.Module) -> MaskNeeds:
-    """Decided once while the model trains and once while it does not; `optimize` and `restore`
-    forget it.
+    """Decided once for training and once for evaluation mode; `optimize` and `restore` delete the
+    cached result.
     """
     # past nn.Module's own __setattr__
     needs_by_mode: dict[bool, MaskNeeds] = vars(model).setdefault(MASK_NEEDS_KEY, {})

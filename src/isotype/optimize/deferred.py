@@ -68,7 +68,7 @@ _VIEWS = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """What the logits are: T leading dimensions, H hidden, V vocabulary."""
+    """How the logits are computed: T leading dimensions, H hidden, V vocabulary."""
 
     hidden: Tensor  # X[*n H], with its graph
     weight: Tensor  # W[V H]
@@ -94,7 +94,7 @@ class Recipe:
 
     @property
     def scale_and_softcap(self) -> tuple[float, float | None]:
-        """The ops': post tanh(pre x) is their softcap tanh(scale x / softcap)."""
+        """The arguments of the ops: post tanh(pre x) equals softcap tanh(scale x / softcap)."""
         if self.post is None:
             return (self.pre, None)
         return (self.pre * self.post, self.post)
@@ -133,7 +133,7 @@ class Recipe:
 
     @contextmanager
     def head_context(self) -> Iterator[None]:
-        """Once checked: autocast and gradients as they were when the head was called."""
+        """Checks the weight, then restores autocast and gradient mode of the head's call in this block."""
         self.check()
         with (
             planned.autocast(self.hidden.device.type, self.cast),
@@ -142,8 +142,8 @@ class Recipe:
             yield
 
     def compute(self) -> Tensor:
-        """The real logits, in the dtypes in which the model would have made them, with their graph
-        if the model would have made one.
+        """The real logits in the dtypes in which the model would have computed them, with a graph if
+        the model would have recorded one.
         """
         with torch.inference_mode(self.hidden.is_inference()), torch.set_grad_enabled(self.grad):
             with self.head_context():
@@ -151,12 +151,11 @@ class Recipe:
             with autocast_off(x):
                 if torch.finfo(self.dtype).bits > torch.finfo(x.dtype).bits:
                     x = x.to(self.dtype)
-                else:
-                    x = x
-                x = x if self.pre == 1.0 else x * self.pre
-                return self._add_backward_hooks(
-                    (x if self.post is None else self.post * torch.tanh(x)).to(self.dtype)
-                )
+                if self.pre != 1.0:
+                    x = x * self.pre
+                if self.post is not None:
+                    x = self.post * torch.tanh(x)
+                return self._add_backward_hooks(x.to(self.dtype))
 
     def loss(self, targets: Tensor, **options: Any) -> Tensor:
         """`options` are `cross_entropy`'s, but for a scale and a softcap, which are the recipe's."""
@@ -299,8 +298,8 @@ def _needs_memory(func: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _materialise_before_write(name: str, arguments: tuple[Any, ...]) -> None:
-    """Before a write in place: these become real, and others that would share their memory are
-    refused from then on. A hook is refused.
+    """Before an in-place write: computes these logits; others that would share their memory raise
+    from then on. Gradient hooks are rejected.
     """
     for x in arguments:
         if isinstance(x, DeferredLogits):
@@ -326,7 +325,7 @@ def _calling_line() -> str:
     return "an unknown line"
 
 
-# --- what stays deferred: a rule answers, or gives None for "compute it"
+# --- rules for what stays deferred: each returns the result, or None where the logits are needed
 
 
 def _replace_recipe(x: DeferredLogits, **changes: Any) -> DeferredLogits | None:
@@ -336,27 +335,55 @@ def _replace_recipe(x: DeferredLogits, **changes: Any) -> DeferredLogits | None:
     return DeferredLogits(replace(x.recipe, **changes))
 
 
-def _scale(x: Any, factor: Any, **rest: Any) -> DeferredLogits | None:
+# `other` is PyTorch's name of the argument
+def _scale(x: Any, other: Any, **rest: Any) -> DeferredLogits | None:
     if (
         rest
-        or isinstance(factor, bool)
-        or not isinstance(factor, (int, float))
+        or isinstance(other, bool)
+        or not isinstance(other, (int, float))
         or x.computed is not None
     ):
         return None
-    return DeferredLogits(x.recipe.scaled(float(factor)))
+    return DeferredLogits(x.recipe.scaled(float(other)))
+
+
+def _divide(x: Any, other: Any, **rest: Any) -> DeferredLogits | None:
+    if isinstance(other, int | float) and other:
+        return _scale(x, 1.0 / other, **rest)
+    return None
+
+
+def _tanh(x: DeferredLogits) -> DeferredLogits | None:
+    """The op rejects a negative softcap; a second tanh is not of this form."""
+    if x.recipe.post is not None:
+        return None
+    return _replace_recipe(x, post=1.0)
+
+
+def _clone(x: DeferredLogits, **rest: Any) -> DeferredLogits | None:
+    """DDP clones the output of a forward. A clone without a graph is made to keep the values."""
+    if rest or not _requires_grad(x):
+        return None
+    return _replace_recipe(x)
+
+
+def _contiguous(x: DeferredLogits, **rest: Any) -> DeferredLogits | None:
+    if rest:
+        return None
+    return _replace_recipe(x)
 
 
 def _cast(dtype: torch.dtype) -> Callable[..., DeferredLogits | None]:
-    return lambda x, **rest: (
-        None
-        if rest
-        else x
-        if x.dtype == dtype
-        else _replace_recipe(x, dtype=dtype)
-        if is_lossless_cast(x, dtype)
-        else None
-    )
+    def cast(x: DeferredLogits, **rest: Any) -> DeferredLogits | None:
+        if rest:
+            return None
+        if x.dtype == dtype:
+            return x
+        if is_lossless_cast(x, dtype):
+            return _replace_recipe(x, dtype=dtype)
+        return None
+
+    return cast
 
 
 def _to(x: DeferredLogits, *args: Any, **kwargs: Any) -> DeferredLogits | None:
@@ -373,12 +400,8 @@ def _to(x: DeferredLogits, *args: Any, **kwargs: Any) -> DeferredLogits | None:
 
 def _detach(x: DeferredLogits) -> DeferredLogits | None:
     r = x.recipe
-    return _replace_recipe(
-        x,
-        hidden=r.hidden.detach(),
-        weight=r.weight.detach(),
-        bias=None if r.bias is None else r.bias.detach(),
-    )
+    bias = None if r.bias is None else r.bias.detach()
+    return _replace_recipe(x, hidden=r.hidden.detach(), weight=r.weight.detach(), bias=bias)
 
 
 def _view(x: DeferredLogits, *shape: Any, **rest: Any) -> DeferredLogits | None:
@@ -433,7 +456,7 @@ def _select_by_tensor(x: DeferredLogits, index: Tensor) -> DeferredLogits | None
 
 
 def _unbind(x: DeferredLogits, dim: int = 0, **rest: Any) -> tuple[Tensor, ...] | None:
-    """Also what iterating asks for."""
+    """Iterating over the logits calls this too."""
     if rest or dim != 0 or x.dim() < 3 or x.computed is not None:
         return None
     return tuple(x[i] for i in range(len(x)))
@@ -493,8 +516,8 @@ def _cross_entropy(
 
 
 def _register_hook(x: DeferredLogits, hook: Any) -> RemovableHandle | None:
-    """FSDP hooks what a unit returns, to gather its weights before the backward. It looks at no
-    gradient, so that no logits are needed.
+    """FSDP registers a hook on a unit's output to gather its weights before the backward. The hook
+    reads no gradient, so that no logits are needed.
     """
     of_fsdp = type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp.")
     if x.computed is not None or not of_fsdp:
@@ -513,27 +536,14 @@ def _requires_grad(x: DeferredLogits) -> bool:
 _RULES: dict[Any, Callable[..., Any]] = {
     F.cross_entropy: _cross_entropy,
     **dict.fromkeys((Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul), _scale),
-    **dict.fromkeys(
-        (Tensor.div, Tensor.__truediv__, torch.div),
-        lambda x, other, **rest: (
-            _scale(x, 1.0 / other, **rest) if isinstance(other, int | float) and other else None
-        ),
-    ),
-    # the sign of a softcap is the op's to refuse; a second tanh is not of this form
-    **dict.fromkeys(
-        (Tensor.tanh, torch.tanh),
-        lambda x: _replace_recipe(x, post=1.0) if x.recipe.post is None else None,
-    ),
+    **dict.fromkeys((Tensor.div, Tensor.__truediv__, torch.div), _divide),
+    **dict.fromkeys((Tensor.tanh, torch.tanh), _tanh),
     Tensor.float: _cast(torch.float32),
     Tensor.bfloat16: _cast(torch.bfloat16),
     Tensor.half: _cast(torch.float16),
     Tensor.to: _to,
-    # DDP clones what a forward returns; a copy without a graph is one to keep
-    **dict.fromkeys(
-        (Tensor.clone, torch.clone),
-        lambda x, **rest: None if rest or not _requires_grad(x) else _replace_recipe(x),
-    ),
-    Tensor.contiguous: lambda x, **rest: None if rest else _replace_recipe(x),
+    **dict.fromkeys((Tensor.clone, torch.clone), _clone),
+    Tensor.contiguous: _contiguous,
     **dict.fromkeys((Tensor.detach, torch.detach), _detach),
     **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), _view),
     Tensor.__getitem__: _select_rows,

@@ -56,13 +56,13 @@ _METADATA = {
 
 
 class Graph(torch.autograd.Function):
-    """The place of a deferred tensor in autograd's graph, for code that PyTorch does not show to
-    `__torch_function__`: autograd functions, `vmap` and other transforms, TorchScript. Backward
-    computes the tensor again from its sources and differentiates that.
+    """Adds a deferred tensor to autograd's graph, for code that bypasses `__torch_function__`:
+    autograd functions, `vmap` and other transforms, TorchScript. Backward recomputes the tensor from
+    its sources and differentiates that.
 
-    make     makes the deferred tensor
-    sources  the tensors that it is made of, with their graphs
-    remake   the real tensor of other such tensors
+    make     returns the deferred tensor
+    sources  the tensors that it is computed from, with their graphs
+    remake   computes the real tensor from other sources
     """
 
     @staticmethod
@@ -114,8 +114,8 @@ def attach_to_graph(
 
 
 def _is_inside_autograd_function() -> bool:
-    """Whether the forward of an autograd function runs. What it computes of its inputs has to be
-    real: a deferred tensor has a graph of its own, past the function's backward.
+    """Whether the forward of an autograd function is running. What it computes from its inputs has
+    to be real: a deferred tensor has its own graph, which bypasses the function's backward.
     """
     frame: FrameType | None = sys._getframe(2)
     method: Any = torch.autograd.Function.apply
@@ -134,8 +134,8 @@ def _has_graph(x: Any) -> bool:
 
 
 class DeferredTensor(Tensor):
-    """A wrapper tensor: it has shape, dtype and device, and no memory. Every function that it does
-    not answer gets the real tensor.
+    """A wrapper tensor: it has shape, dtype and device, and no memory. Functions that need values get
+    the real tensor.
 
     computed  the real tensor, once it was needed
     """
@@ -148,7 +148,7 @@ class DeferredTensor(Tensor):
 
     @classmethod
     def compute_without_values(cls, func: Any, args: Any, kwargs: Any) -> Any | None:
-        """What `func` gives without the values; None where it needs them."""
+        """The result of `func` where it needs no values; None where it does."""
         raise NotImplementedError
 
     @classmethod
@@ -193,9 +193,10 @@ def count_changes(weight: Tensor) -> tuple[int, int]:
     trained = weight.requires_grad and weight.is_leaf
     if trained:
         _register_step_hook()
-    return 0 if weight.is_inference() else weight._version, (
-        _steps.setdefault(id(weight), 0) if trained else 0
-    )
+    steps = _steps.setdefault(id(weight), 0) if trained else 0
+    if weight.is_inference():
+        return 0, steps
+    return weight._version, steps
 
 
 @cache

@@ -113,18 +113,20 @@ def gather(x: Any, dim: Any = None, index: Any = None, **rest: Any) -> Tensor | 
             )
             if r.bias is not None:
                 z = z + r.bias.to(dtype).to(z.dtype)[flat]
-            z = z if r.pre == 1.0 else z * r.pre
-            z = z if r.post is None else r.post * torch.tanh(z)
+            if r.pre != 1.0:
+                z = z * r.pre
+            if r.post is not None:
+                z = r.post * torch.tanh(z)
             return z.to(x.dtype).reshape(index.shape)  # type: ignore[no-any-return]  # z is an autograd function's result
 
 
 def compute_per_row(x: Any, output: str, classes: Tensor | None = None) -> Tensor:
-    """One of `linear_log_probs`'s outputs, for each row: [*n]; for any class where none is named."""
+    """One of `linear_log_probs`'s outputs for each row: [*n]. Outputs that do not depend on the
+    class need no `classes`.
+    """
     r = x.recipe
     if classes is None:
         classes = torch.zeros(x.shape[:-1], dtype=torch.int64, device=x.device)
-    else:
-        classes = classes
     with r.head_context():
         op_counts["linear_log_probs"] += 1
         scale, cap = r.scale_and_softcap
@@ -143,9 +145,10 @@ def compute_per_row(x: Any, output: str, classes: Tensor | None = None) -> Tenso
 
 
 def is_lossless_cast(x: Any, dtype: torch.dtype) -> bool:
-    """Whether an op's fp32 arithmetic stands for deferred logits cast to `dtype`: to fp32, or back
-    to the product's own dtype where nothing was done in between. Any other cast is made: a
-    program's own fp16 logits have another loss, and an observer must see fp64 ones too.
+    """Whether deferred logits cast to `dtype` may stay deferred, because the ops compute in fp32: a
+    cast to fp32, or to the head's own dtype where no scale or softcap came in between. Any other
+    cast is computed: a program's own fp16 logits have another loss, and an observer must see fp64
+    logits too.
     """
     is_unscaled = x.recipe.pre == 1.0 and x.recipe.post is None
     return dtype == torch.float32 or (is_unscaled and dtype == x.recipe.head_dtype)
@@ -198,8 +201,8 @@ def argmax(x: Any, dim: Any = None, keepdim: bool = False, **rest: Any) -> Tenso
 
 
 # --- deferred log-probabilities: `factor * log_softmax(logits)`, not yet computed. Losses of users'
-# own, and Trainer's label smoothing, write `log_softmax(...)`, perhaps negated, and then gather one
-# class a row or sum a row: both are known without the logits. Anything else gets the real
+# own, and Trainer's label smoothing, call `log_softmax(...)`, perhaps negate it, and then gather one
+# class a row or sum a row: both are computed without the logits. Any other function gets the real
 # log-probabilities, computed once
 
 

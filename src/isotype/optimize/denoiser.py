@@ -1,12 +1,10 @@
-"""The parts of diffusers' transformers that have ops: blocks, adaptive norms, activations;
-attention has a file of its own.
+"""The parts of diffusers' transformers that have ops: blocks, adaptive norms, activations; attention
+has its own file.
 
-Blocks of diffusers' transformers with a stream for the picture and one for the text, or one for
-both (Flux, SD3): known by their children and a probe.
-
-The instance's forward becomes one that calls the same children and adds to a stream by
-`gated_residual`. In a block of one stream the last layer reads attention's result and the
-activation side by side, and backward makes both again from what they were made of.
+A block has one stream for the picture and one for the text, or one for both (Flux, SD3). It is
+recognised by its children and a probe. The instance's forward becomes one that calls the same
+children and adds to a stream by `gated_residual`. In a block of one stream the last layer reads
+attention's output and the activation, concatenated; backward recomputes both from their inputs.
 """
 
 from __future__ import annotations
@@ -90,16 +88,16 @@ def run_two_streams(
 
 
 def _add_gated(residual: Tensor, x: Tensor, gate: Tensor) -> Tensor:
-    """The stream with x added to it; a stream of another dtype is added to as the class does."""
+    """residual + gate * x, by the op; in plain PyTorch, as in the class, where the dtypes differ."""
     if residual.dtype == x.dtype:
         return gated_residual(residual, x, gate)
     return residual + gate[:, None] * x
 
 
 def _add_gated_recomputable(residual: Tensor, x: Tensor, gate: Tensor) -> Tensor:
-    """`_added`, for a norm that follows in the same block and makes it again: the norm before keeps
-    the residual, the gate's gradient x. A block's result is the next one's input: where blocks
-    recompute, it would keep both alive.
+    """`_add_gated` for a sum that a norm of the same block recomputes: the norm before saves the
+    residual, and the gate's gradient saves x. A block's result is not recomputable: it is the next
+    block's input, and where blocks recompute it would keep both tensors alive.
     """
     total = _add_gated(residual, x, gate)
     if gate.requires_grad and find_recipe(residual) is None:
@@ -142,8 +140,8 @@ def _concatenate_features(attended: Tensor, inner: Tensor) -> Tensor:
 
 
 class _ProbeLayer(nn.Module):
-    """Stands for a child in the probe: a function of its own, of one tensor or of picture and text,
-    with more outputs where it has those.
+    """Replaces a child in the probe: a simple function of one tensor, or of picture and text, with
+    extra outputs where the child has them.
 
     more  the outputs after the rows: vectors of the embedding, or (at `repeat_at`) the rows a second
           time
@@ -181,7 +179,7 @@ class _ProbeLayer(nn.Module):
 
 
 class _NarrowingProbeLayer(_ProbeLayer):
-    """Stands for a layer whose input is wider than its output."""
+    """Replaces a layer whose input is wider than its output in the probe."""
 
     def _map_rows(self, x: Tensor) -> Tensor:
         parts = x.split(_WIDTH, -1)
@@ -199,15 +197,18 @@ def recognise_block(module: Any) -> Form | str:
         is_last = getattr(module, "norm2_context", None) is None
         has_second_attention = getattr(module, "attn2", None) is not None
         stubs = {
-            "norm1": _ProbeLayer(0.1, 6, repeat_at=4)
-            if has_second_attention
-            else _ProbeLayer(0.1, 4),
-            "norm1_context": _ProbeLayer(0.2, 0 if is_last else 4),
+            "norm1": _ProbeLayer(0.1, 4),
+            "norm1_context": _ProbeLayer(0.2, 4),
             "attn": _ProbeLayer(0.3),
             "ff": _ProbeLayer(0.5),
-            **({"attn2": _ProbeLayer(0.6)} if has_second_attention else {}),
-            **({} if is_last else {"ff_context": _ProbeLayer(0.8)}),
         }
+        if has_second_attention:
+            stubs["norm1"] = _ProbeLayer(0.1, 6, repeat_at=4)
+            stubs["attn2"] = _ProbeLayer(0.6)
+        if is_last:
+            stubs["norm1_context"] = _ProbeLayer(0.2)
+        else:
+            stubs["ff_context"] = _ProbeLayer(0.8)
         norms = {
             name: getattr(module, name)
             for name in ("norm2", "norm2_context")
@@ -258,8 +259,8 @@ def stream_forward(
     joint_attention_kwargs: dict[str, Any] | None = None,
     **extra: Any,
 ) -> Any:
-    """The form; the class's forward where attention is told more, rows are cut into chunks, or fp16
-    is to be clipped.
+    """The recognised form; the class's forward where attention gets other arguments, rows are
+    computed in chunks, or fp16 values are clipped.
     """
     streams = (hidden_states, encoder_hidden_states)
     is_usual = (
@@ -304,10 +305,13 @@ def is_activation(module: Any) -> bool:
 
 
 def place_activation(path: str, module: Any) -> Placement:
-    """Puts `gelu` on diffusers' layer of an MLP, or on PyTorch's GELU, where it gives the module's
-    output.
+    """Installs `gelu` on diffusers' GELU layer of an MLP, or on PyTorch's GELU, where it reproduces
+    the module's output.
     """
     reason = replacement_blocker(module)
+    forward: Form = gelu_forward
+    if hasattr(module, "proj"):
+        forward = projected_gelu_forward
     if reason is None and hasattr(module, "proj"):
         twin = make_twin(module, {"proj": nn.Identity()}, {})
         x = torch.linspace(-3.0, 3.0, 12, dtype=torch.float64)
@@ -318,19 +322,12 @@ def place_activation(path: str, module: Any) -> Placement:
             x,
         ):
             reason = "its output is not GELU's on a probe"
-    return place_replacement(
-        ACTIVATION,
-        path,
-        module,
-        reason,
-        projected_gelu_forward if hasattr(module, "proj") else gelu_forward,
-        "gelu",
-    )
+    return place_replacement(ACTIVATION, path, module, reason, forward, "gelu")
 
 
 def place_block(path: str, module: Any, out_dtype: torch.dtype | None) -> list[Placement]:
-    """Puts the form on the block at this path of the model, and ops on its norms and its
-    activation, where it gives the block's output.
+    """Installs the recognised form on the block at this path, and ops on its norms and activation,
+    where the form reproduces the block's output.
     """
     placements = [
         place_replacement(

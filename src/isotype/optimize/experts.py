@@ -1,5 +1,5 @@
-"""Stacked experts of a mixture: transformers gives them one signature and five flags, so that one
-forward on the instance reaches all.
+"""Stacked experts of a mixture: they have one signature and five flags in transformers, so that one
+forward on the instance serves all families.
 
 With adapters it is put on the outermost of PEFT's wrappers, one for each adapted stack, and takes A
 and B of each at the call.
@@ -54,7 +54,7 @@ class ExpertsSettings:
 
 
 def unwrap_experts(module: Any) -> tuple[dict[str, Any], Any]:
-    """(PEFT's wrappers by the name of their stack, the experts)."""
+    """(PEFT's wrappers by the name of their stack, the wrapped experts)."""
     wrappers = {}
     while is_expert_stack(module):
         wrappers[module.parameter_name] = module
@@ -68,14 +68,14 @@ def has_stacks(module: nn.Module) -> bool:
 
 
 def _packed_state(stack: Tensor) -> StackState | None:
-    """Of a packed stack."""
+    """The state of a packed stack; None for a dense one."""
     state = getattr(stack, "quant_state", None)
     return state if isinstance(state, StackState) else None
 
 
 def _packed_state_on_device(stack: Any) -> StackState | None:
-    """The same on the stack's device: a module that is moved takes the packed bytes along, and not
-    what belongs to them.
+    """`_packed_state` on the stack's device: moving a module moves the packed bytes, but not their
+    scales.
     """
     if _packed_state(stack) is not None:
         stack.quant_state = stack.quant_state.to_device(stack.device)
@@ -108,7 +108,7 @@ def recognise(module: Any) -> ExpertsSettings | str:
     gate = getattr(module, "act_fn", None)
     if isinstance(gate, nn.Module) and any(p.requires_grad for p in gate.parameters()):
         return "its activation has trained parameters"
-    width = _INNER * (2 if module.has_gate else 1)
+    width = 2 * _INNER if module.has_gate else _INNER
     sizes: dict[str, tuple[int, ...]] = {up: (_HIDDEN, width), "down_proj": (_INNER, _HIDDEN)}
     shapes = {
         name: (_EXPERTS, *(size if transposed else size[::-1])) for name, size in sizes.items()

@@ -1,8 +1,8 @@
-"""What runs in the modules in which `optimize` has placed an op, and the question once a step
-whether they are what they were.
+"""The forwards of modules in which `optimize` has placed an op, and the check once a step that these
+modules are unchanged.
 
-One forward a kind of module: norm, decoder layer, gated MLP, rotation. `norms`, `layers`, `gated`
-and `rotary` find the modules for them.
+One forward for each kind of module: norm, decoder layer, gated MLP, rotary function. `norms`,
+`layers`, `gated` and `rotary` find the modules.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ logger = logging.get_logger(__name__)
 
 
 def check_placed(model: nn.Module) -> None:
-    """Whether the model is still what `optimize` placed ops in: asked once a step, by the training
-    loop and by an attached trainer.
+    """Checks that the model is as `optimize` left it; called once a step by the training loop and by
+    an attached trainer.
 
-    A LoRA layer that has got a hook or another part inside runs PEFT's code from now on, or the
-    fused code again.
-    Raises  UsageError where a class was given another forward since
+    A LoRA layer that has received a hook or another child runs PEFT's code from now on; one that has
+    lost it runs the fused code again.
+    Raises  UsageError where a class's forward was replaced since
     """
     for module in vars(model).get(PLACED_KEY, ()):
         method = get_method(module)
@@ -187,8 +187,8 @@ class LayerSettings:
 
 
 def layer_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The form, with gradient checkpointing as the class's forward has it; that one, where it was
-    called in another way.
+    """`run_layer`, with gradient checkpointing as in the class's forward; the class's forward for
+    calls with other arguments.
     """
     settings: LayerSettings = get_settings(self)
     is_recomputed = (
@@ -216,8 +216,8 @@ def _is_checkpointed_by_call() -> bool:
 
 
 def drop_cache(arguments: dict[str, Any]) -> None:
-    """A recompute would fill the cache a second time. transformers' layers take it away too, and
-    say so once.
+    """Removes the cache from a layer's arguments: a recompute would fill it a second time.
+    transformers' layers remove it too, and warn once.
     """
     removed = [name for name in CACHES if arguments.get(name) is not None] + (
         ["use_cache"] if arguments.get("use_cache") else []
@@ -341,7 +341,6 @@ def compute_gated(module: nn.Module, x: Tensor, settings: GatedSettings) -> Tens
 
 
 # --- rotary functions
-
 
 Form = Literal["runs", "values", "once"]
 # which dimensions a function turns together: d and d + R, 2d and 2d + 1, or those of the second

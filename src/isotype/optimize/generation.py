@@ -206,7 +206,9 @@ def find_input_embeddings(lm: Any) -> nn.Module | None:
 
 
 def restore_generate(module: nn.Module) -> bool:
-    """Undoes `place` for one module of the model; whether there was a generate to undo."""
+    """Undoes `place_generate` for one module of the model; returns whether its generate was
+    replaced.
+    """
     for key in [
         key for key, hook in module._forward_hooks.items() if isinstance(hook, TrainingStateHook)
     ]:

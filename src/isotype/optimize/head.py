@@ -192,7 +192,7 @@ def remove_hooks(model: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What a loop wants of a causal LM in place of logits. N rows of its B x T.
+    """What a training loop requests from a causal LM in place of logits. N rows of its B x T.
 
     classes  int64[N]  the class of each row, or -100
     rows     int64[N]  the places of the rows among the flattened B x T; None: all of these, in
@@ -241,9 +241,9 @@ class Targets:
     def loss_from_logits(self, logits_BTV: Tensor) -> Tensor:
         """From logits, real or deferred, in `dtype`."""
         logits_NV = logits_BTV.reshape(-1, logits_BTV.shape[-1])
-        logits_NV = (logits_NV if self.rows is None else logits_NV.index_select(0, self.rows)).to(
-            to_torch(self.dtype)
-        )
+        if self.rows is not None:
+            logits_NV = logits_NV.index_select(0, self.rows)
+        logits_NV = logits_NV.to(to_torch(self.dtype))
         if self.per_row:
             return F.log_softmax(logits_NV, -1).gather(-1, self.classes.unsqueeze(-1)).squeeze(-1)
         loss = F.cross_entropy(logits_NV, self.classes, ignore_index=IGNORED, reduction="sum")
@@ -288,7 +288,9 @@ class _TargetRequest:
         self.loss: Tensor | None = None
 
     def compute_loss(self, head: nn.Linear, hidden: Tensor) -> Tensor:
-        """Logits of no class, which the rest of the forward may scale."""
+        """Computes the loss, and returns logits without classes, which the rest of the forward may
+        scale.
+        """
         self.loss = self.targets.loss_from_hidden(
             head, hidden, self.transform.scale, self.transform.softcap
         )
@@ -321,7 +323,7 @@ def lm_forward(self: nn.Module, *args: Any, targets: Targets | None = None, **kw
 
 
 class _BackboneOutput:
-    """Stands for what a backbone returns: hidden states, and None for all else."""
+    """The output of a backbone in a probe: hidden states, and None for every other attribute."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -335,8 +337,8 @@ class _BackboneOutput:
 
 
 class _BackboneStub(nn.Module):
-    """Stands for the backbone, and for a part that the forward calls itself (OPT's decoder); has
-    its numbers (Falcon H1's scale).
+    """Replaces the backbone in a probe, and a child of it that the forward calls (OPT's decoder); has
+    the backbone's attributes (Falcon H1's scale).
     """
 
     def __init__(self, hidden: Tensor, real: nn.Module) -> None:
@@ -356,7 +358,7 @@ class _BackboneStub(nn.Module):
 
 
 class _HeadStub(nn.Module):
-    """Stands for the head: deferred logits note what the forward makes of them."""
+    """Replaces the head in a probe by one whose deferred logits record the operations on them."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -369,8 +371,8 @@ class _HeadStub(nn.Module):
 
 
 def probe_logit_transform(model: Any, head: nn.Module) -> LogitTransform | str:
-    """What the forward of this causal LM does with the head's product, from a run of its class's
-    forward on a stub of its backbone; or why it takes no targets.
+    """The scale and softcap that the forward of this causal LM applies to the head's output, from a
+    run of its class's forward on a stub of its backbone; or why it takes no targets.
     """
     embeddings = find_input_embeddings(model)
     children = dict(model.named_children())

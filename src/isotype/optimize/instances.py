@@ -1,5 +1,5 @@
-"""What another library has replaced already, probes against a class's own forward, and forwards
-rebuilt over private globals.
+"""Detects forwards that another library has replaced, compares a candidate with a class's own
+forward on a probe, and rebuilds forwards over private globals.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ KERNEL_LIBRARIES = ("liger_kernel", "unsloth", "unsloth_zoo", "cut_cross_entropy
 
 
 def library_name(function: Any) -> str:
-    """The package in which a function or class was written; below decorators where that is a
-    library of kernels.
+    """The package that defines a function or class; for a decorated function that of the wrapped
+    one, where that is a library of kernels.
     """
     layer = getattr(function, "__func__", function)
     packages = []
@@ -42,8 +42,8 @@ def library_name(function: Any) -> str:
 
 
 def foreign_kernel_reason(module: nn.Module) -> str | None:
-    """Why another library's kernels already run here (its class, or a forward that it put on the
-    class or the instance), or None.
+    """Why another library's kernels already run here (its class, or a forward that it installed on
+    the class or the instance), or None.
     """
     class_library = library_name(type(module))
     if class_library in KERNEL_LIBRARIES:
@@ -79,8 +79,8 @@ def place_replacement(
     op: str,
     note: str = "",
 ) -> Placement:
-    """Puts `forward` on the module with the settings that were found for it, or tells the reason
-    that was found.
+    """Installs `forward` on the module with the recognised settings; where `settings_or_reason` is a
+    text, the module stays as it is for that reason.
     """
     if isinstance(settings_or_reason, str):
         return make_placement(part, path, module, None, settings_or_reason)
@@ -91,8 +91,8 @@ def place_replacement(
 def make_twin(
     module: nn.Module, modules: dict[str, nn.Module], parameters: dict[str, nn.Parameter]
 ) -> nn.Module:
-    """A shallow copy of the module with tiny children and parameters in fp64, whose class's own
-    forward is the truth of a probe.
+    """A shallow copy of the module with tiny children and parameters in fp64, on which its class's
+    own forward is the reference of a probe.
 
     The module itself is never called: on some CPUs a forward in evaluation mode permanently repacks
     4-bit layers. Children that are not replaced are copies too, so that the twin's mode can be set
@@ -130,8 +130,8 @@ class ProbeLayer(nn.Module):
 
 
 def module_kind(module: Any) -> tuple[Any, ...]:
-    """What tells a module's code and settings from another's: two of one kind compute the same
-    function of their weights.
+    """A key of a module's code and settings: two modules of one kind compute the same function of
+    their weights.
     """
     parts = tuple((name, type(child), _settings(child)) for name, child in module.named_children())
     weights = tuple(
@@ -180,11 +180,11 @@ _GRADIENT_TOLERANCE = 2e-5
 
 
 def computes_same(f: Callable[[], Tensor], g: Callable[[], Tensor], *inputs: Tensor) -> bool:
-    """Whether the candidate reproduces the truth, and its gradients with respect to `inputs`; a
-    candidate or a truth that raises does not.
+    """Whether candidate and reference give the same output and the same gradients with respect to
+    `inputs`; False where one of them raises.
 
     The gradients are compared because a model may have a backward of its own: an autograd function,
-    or hooks on what autograd keeps.
+    or hooks on what autograd saves.
     """
     try:
         with torch.no_grad():
@@ -208,7 +208,7 @@ def _is_close(truth: Tensor | None, candidate: Tensor | None, tolerance: float) 
 
 
 def _gradients(f: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """Gradients of what `f` gives, with another weight for each of its values."""
+    """Gradients of the output of `f`, with a different weight for each of its values."""
     if not inputs:
         return ()
     required_grad = [x.requires_grad for x in inputs]
@@ -279,8 +279,8 @@ def install_rebuilt_forward(module: nn.Module, replacements: list[Replacement]) 
 
 
 def rebuild_forward(forward: Any, replacements: list[Replacement]) -> Any:
-    """A forward that does not read these globals is another one, which the class has by now; it
-    stays.
+    """The forward over globals with these replacements. A forward that does not read these globals
+    has replaced the class's own since; it is returned as it is.
     """
     if rebuild_blocker(forward) or any(r.name not in forward.__globals__ for r in replacements):
         return forward

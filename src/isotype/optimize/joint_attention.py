@@ -1,9 +1,9 @@
 """Attention of diffusers' transformers, over a picture's tokens alone or joined with the text's:
-known by its children and a probe.
+recognised by its children and a probe.
 
-The instance's forward becomes one that calls the same children, rotates by `rope` and attends by
-`attention`. What attention saves for backward are then the projections, from which the normed,
-joined and rotated query and key are made again.
+The instance's forward becomes one that calls the same children and the ops `rope` and `attention`.
+For backward it saves the projections, and recomputes the normed, joined and rotated query and key
+from them.
 
 B pictures, S tokens, N heads, D head size.
 """
@@ -223,8 +223,8 @@ def joint_forward(
     image_rotary_emb: Any = None,
     **extra: Any,
 ) -> Any:
-    """The form; the class's forward for a call of another kind, a processor that was changed since,
-    and fused projections.
+    """`compute_joint_attention`; the class's forward for calls with other arguments, a processor that
+    was replaced since, and fused projections.
     """
     settings, processor = get_settings(self)
     unknown_arguments = {name: value for name, value in extra.items() if value is not None}
@@ -245,10 +245,9 @@ def joint_forward(
         return compute_joint_attention(
             self, settings, hidden_states, encoder_hidden_states, image_rotary_emb
         )
-    rotary = {} if image_rotary_emb is None else {_TABLES: image_rotary_emb}
-    return type(self).forward(
-        self, hidden_states, encoder_hidden_states, attention_mask, **rotary, **extra
-    )
+    if image_rotary_emb is not None:
+        extra[_TABLES] = image_rotary_emb
+    return type(self).forward(self, hidden_states, encoder_hidden_states, attention_mask, **extra)
 
 
 def describe_backends(model: nn.Module, compute_dtype: str, *, device_type: str) -> str:

@@ -42,7 +42,9 @@ class Children:
 
 
 def find_children(module: nn.Module) -> Children | str:
-    """The children of the form, or why they are not: a dropout that drops nothing does not count."""
+    """The norms, attention and MLP of a decoder layer, or why its children are others. Identities and
+    dropouts with p = 0 are ignored.
+    """
     children = {
         n: c
         for n, c in module.named_children()
@@ -77,7 +79,7 @@ def is_candidate(module: nn.Module) -> bool:
 
 
 class _AttentionStub(nn.Module):
-    """Stands for the attention in the probe, and notes what each call was given."""
+    """Replaces the attention in the probe, and records the arguments of each call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +93,7 @@ class _AttentionStub(nn.Module):
 def enumerate_forms(
     children: Children, module: nn.Module
 ) -> Iterator[tuple[Half, Half, str | None]]:
-    """Every way in which these children can be the form."""
+    """Every assignment of these children to the two halves of a layer."""
     numbers = [
         name
         for name, value in vars(module).items()
@@ -119,7 +121,7 @@ def _norm_orders(
 
 
 def recognise(module: nn.Module) -> LayerSettings | str:
-    """The settings with which the form is this module, or why none are."""
+    """The settings with which `run_layer` reproduces this module, or why none do."""
     children = find_children(module)
     if isinstance(children, str):
         return children

@@ -46,13 +46,13 @@ class Manifest:
             alike.setdefault((e.part, e.kind, e.op, e.reason), []).append(e.module)
         rows = []
         for (part, kind, op, reason), modules in alike.items():
-            location = (modules[0] or "(the model)") + (
-                f" and {len(modules) - 1} more" if len(modules) > 1 else ""
-            )
-            rows.append(
-                f"{part:10s} {op or 'left alone':22s} {kind:24s} {location}"
-                + (f"   {reason}" if reason else "")
-            )
+            location = modules[0] or "(the model)"
+            if len(modules) > 1:
+                location += f" and {len(modules) - 1} more"
+            row = f"{part:10s} {op or 'left alone':22s} {kind:24s} {location}"
+            if reason:
+                row += f"   {reason}"
+            rows.append(row)
         return rows + [f"note       {note}" for note in self.notes]
 
     def to_dict(self) -> dict[str, object]:
@@ -77,8 +77,8 @@ class Manifest:
 
 
 def base_notes(model: nn.Module, precision: Any = None) -> list[str]:
-    """What the weights that were there before are, in a line each: how they were quantised, and
-    what has another dtype than declared.
+    """A line each about the base's weights: how they are quantised, and which frozen weights have
+    another dtype than declared.
     """
     notes = []
     quantisation = detect_quantisation(model)

@@ -115,79 +115,43 @@ def _place_ops(
     device_type: str | None,
     lora_branch: str,
 ) -> Manifest:
-    out_dtype: torch.dtype | None = to_torch(dtype_name) if dtype_name is not None else None
-    manifest = Manifest(f"norms give {dtype_name}" if dtype_name else "")
-    if device_type:
-        on_cpu = device_type == "cpu"
-    else:
-        on_cpu = all(p.device.type == "cpu" for p in model.parameters())
-    ops = ("rms_norm", "rope", "gated", "cross_entropy", "attention")
+    out_dtype: torch.dtype | None = None
+    manifest = Manifest()
+    if dtype_name is not None:
+        out_dtype = to_torch(dtype_name)
+        manifest.precision = f"norms give {dtype_name}"
+    branch_fp32 = lora_branch == "fp32"
+    on_cpu = _runs_on_cpu(model, device_type)
     is_denoiser = denoiser.is_denoiser(model)
-    missing_kernels = missing(*ops, *(denoiser.OPS if is_denoiser else ())) if on_cpu else ""
-    if on_cpu and any(map(experts.has_stacks, model.modules())):
-        # without them the op is products of PyTorch's
-        missing("experts")
+    missing_kernels = _find_missing_kernels(model, on_cpu=on_cpu, is_denoiser=is_denoiser)
     if missing_kernels:
-        # without their C++ kernels these ops are formulas in plain PyTorch, no faster than the
-        # model's own code
-        exception_text = " but for norms, whose output is declared" if out_dtype else ""
-        manifest.notes.append(
-            f"{missing_kernels}: norms, rotary, attention and gated MLPs are left to the model on this"
-            f" CPU{exception_text}"
-        )
-    for device in sorted(_find_gpus(model, device_type), key=str):
-        if reason := kernel_unavailable_reason(device):
-            manifest.notes.append(
-                f"{device}: {reason}: norms, rotary, gated MLPs and losses run as plain PyTorch"
-                " there"
-            )
+        manifest.notes.append(_note_missing_kernels(missing_kernels, out_dtype))
+    manifest.notes += _note_gpus_without_kernels(_find_gpus(model, device_type))
     # first, because a gated MLP asks whether its layers are fused
-    adapters = fuse_lora(model, branch_fp32=lora_branch == "fp32")
+    adapters = fuse_lora(model, branch_fp32=branch_fp32)
     if on_cpu and any(adapter.op for adapter in adapters):
-        slower = kernels_unavailable_reason()
-        manifest.notes += (
-            [f"{slower}: the adapters' own products are PyTorch's on this CPU"] if slower else []
-        )
+        manifest.notes += _note_missing_products()
     tables = rotary.detect_tables(model)
     expert_modules = set[int]()
     for path, module in model.named_modules():
         if is_4bit(module):
-            if path.endswith(".base_layer"):
-                note = "for when the adapter's op does not run"
-            else:
-                note = ""
-            manifest.entries.append(
-                place_replacement(
-                    "4-bit",
-                    path,
-                    module,
-                    replacement_blocker(module),
-                    forward_4bit,
-                    "linear_4bit",
-                    note,
-                )
-            )
+            manifest.entries.append(_place_4bit(path, module))
         if not missing_kernels or (out_dtype is not None and norms.is_candidate(module)):
             manifest.entries += _place_row_ops(path, module, out_dtype, saves_input=is_denoiser)
         if not missing_kernels:
-            manifest.entries += (
-                denoiser.place_denoiser_part(path, module, out_dtype)
-                if is_denoiser
-                else _place_attention(path, module, tables, on_cpu)
-            )
-        if not missing_kernels and layers.is_candidate(module):
-            manifest.entries.append(layers.place_layer(path, module))
+            if is_denoiser:
+                manifest.entries += denoiser.place_denoiser_part(path, module, out_dtype)
+            else:
+                manifest.entries += _place_attention(path, module, tables, on_cpu)
+            if layers.is_candidate(module):
+                manifest.entries.append(layers.place_layer(path, module))
         if path and id(module) not in expert_modules and experts.is_candidate(module):
-            manifest.entries.append(
-                experts.place_experts(path, module, branch_fp32=lora_branch == "fp32")
-            )
+            manifest.entries.append(experts.place_experts(path, module, branch_fp32=branch_fp32))
             expert_modules |= {id(m) for m in module.modules()}
     for lm in find_causal_lms(model):
         path = next(path for path, module in model.named_modules() if module is lm)
-        manifest.entries += [
-            head.place_head(path, lm, manifest),
-            generation.place_generate(path, lm),
-        ]
+        manifest.entries.append(head.place_head(path, lm, manifest))
+        manifest.entries.append(generation.place_generate(path, lm))
     manifest.entries += adapters
     # past nn.Module's own __setattr__
     vars(model)[PLACED_KEY] = [
@@ -197,6 +161,62 @@ def _place_ops(
     if not manifest.entries:
         manifest.notes.append("nothing in this model was recognised")
     return manifest
+
+
+def _runs_on_cpu(model: nn.Module, device_type: str | None) -> bool:
+    if device_type:
+        return device_type == "cpu"
+    return all(p.device.type == "cpu" for p in model.parameters())
+
+
+def _find_missing_kernels(model: nn.Module, *, on_cpu: bool, is_denoiser: bool) -> str:
+    """Why the C++ kernels of a CPU's ops are missing; "" where they are there or not needed.
+
+    Without its kernels an op is formulas of plain PyTorch, no faster than the model's own code.
+    """
+    if not on_cpu:
+        return ""
+    ops = ["rms_norm", "rope", "gated", "cross_entropy", "attention"]
+    if is_denoiser:
+        ops += denoiser.OPS
+    reason = missing(*ops)
+    if any(map(experts.has_stacks, model.modules())):
+        # called to load the kernels: without them the op computes by PyTorch's products
+        missing("experts")
+    return reason
+
+
+def _note_missing_kernels(reason: str, out_dtype: torch.dtype | None) -> str:
+    note = f"{reason}: norms, rotary, attention and gated MLPs are left to the model on this CPU"
+    if out_dtype is None:
+        return note
+    return f"{note} but for norms, whose output is declared"
+
+
+def _note_gpus_without_kernels(devices: set[torch.device]) -> list[str]:
+    notes = []
+    for device in sorted(devices, key=str):
+        if reason := kernel_unavailable_reason(device):
+            notes.append(
+                f"{device}: {reason}: norms, rotary, gated MLPs and losses run as plain PyTorch"
+                " there"
+            )
+    return notes
+
+
+def _note_missing_products() -> list[str]:
+    reason = kernels_unavailable_reason()
+    if not reason:
+        return []
+    return [f"{reason}: the adapters' own products are PyTorch's on this CPU"]
+
+
+def _place_4bit(path: str, module: nn.Module) -> Placement:
+    note = ""
+    if path.endswith(".base_layer"):
+        note = "for when the adapter's op does not run"
+    reason = replacement_blocker(module)
+    return place_replacement("4-bit", path, module, reason, forward_4bit, "linear_4bit", note)
 
 
 def parse_precision(precision: Any) -> Any:

@@ -1,5 +1,5 @@
-"""TRL's fused head, answered by `linear_log_probs`: `model(..., labels=..., fused_lm_head=True)`
-gives the same fields.
+"""TRL's fused head, computed by `linear_log_probs`: `model(..., labels=..., fused_lm_head=True)`
+returns the same fields.
 
 SFT, DPO, KTO, GRPO, RLOO and their like put a forward on the model (`add_fused_lm_head`) that runs
 the backbone, projects the labelled positions and returns per-token values. Its settings
@@ -36,7 +36,7 @@ _REQUIRED_VARIABLES = {
 
 @dataclass
 class FusedHead:
-    """What TRL's forward was made with, and what has run.
+    """The settings of TRL's forward, and counts of what has run.
 
     trl_forward  TRL's bound forward
     calls   how often the op answered, and why TRL's own code did
@@ -60,13 +60,13 @@ def find_trl_forward(model: nn.Module) -> Any | None:
 
 
 def find_fused_head(model: nn.Module) -> FusedHead | None:
-    """What answers on this instance, or None."""
+    """The fused head of this instance, or None."""
     head = get_settings(model)
     return head if isinstance(head, FusedHead) else None
 
 
 def fused_head_blocker(model: nn.Module) -> str | None:
-    """Why the op cannot answer for TRL's forward on this instance, or None."""
+    """Why the op cannot replace TRL's forward on this instance, or None."""
     options = _closure(find_trl_forward(model))
     missing = _REQUIRED_VARIABLES - set(options)
     if missing:
@@ -124,8 +124,10 @@ def fused_head_forward(
 
 
 def _fallback_reason(model: Any, labels: Any, shift_labels: Any) -> str | None:
-    """Why TRL's own code answers this call, or None."""
-    if not isinstance(shift_labels if shift_labels is not None else labels, Tensor):
+    """Why TRL's own code computes this call, or None."""
+    if shift_labels is not None:
+        labels = shift_labels
+    if not isinstance(labels, Tensor):
         return "no labels"
     head = model.get_output_embeddings()
     weight = getattr(head, "weight", None)
