@@ -196,7 +196,7 @@ class HeadRecorder(Targets):
 
     heads: list[HeadInputs] = field(default_factory=list)
 
-    def of_hidden(
+    def loss_from_hidden(
         self, head: nn.Linear, hidden: Tensor, scale: float | None, softcap: float | None
     ) -> Tensor:
         self.heads.append(
@@ -204,7 +204,7 @@ class HeadRecorder(Targets):
         )
         return hidden.new_zeros(())
 
-    def of_logits(self, logits_BTV: Tensor) -> Tensor:
+    def loss_from_logits(self, logits_BTV: Tensor) -> Tensor:
         self.heads.append(HeadInputs(_select_rows(logits_BTV, self.rows)))
         return logits_BTV.new_zeros(())
 
@@ -223,7 +223,7 @@ class StudentTargets(Targets):
     teacher_head: HeadInputs
     settings: DistilSection
 
-    def of_hidden(
+    def loss_from_hidden(
         self, head: nn.Linear, hidden: Tensor, scale: float | None, softcap: float | None
     ) -> Tensor:
         teacher = self.teacher_head
@@ -265,7 +265,7 @@ class StudentTargets(Targets):
             )
         return self._combine_losses(divergences_N, nll)
 
-    def of_logits(self, logits_BTV: Tensor) -> Tensor:
+    def loss_from_logits(self, logits_BTV: Tensor) -> Tensor:
         return self._loss_from_logits(_select_rows(logits_BTV, self.rows).to(to_torch(self.dtype)))
 
     def _loss_from_logits(self, logits_NV: Tensor) -> Tensor:
