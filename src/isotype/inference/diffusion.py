@@ -28,10 +28,12 @@ from ..runs.checkpoint.atomic_folder import find_damage, write_folder
 from ..runs.checkpoint.snapshot import average_weights, restore_model
 from ..runs.folder import RESOLVED, RunFolder, refuse_filled, require_run, split_run_and_adapter
 from ..tasks.diffusion.batches import Batch
+from ..tasks.diffusion.data import make_encoder
 from ..tasks.diffusion.encode import TextInput
+from ..tasks.diffusion.model import empty_batch, load_model
 from ..tasks.diffusion.pipeline import PipelineFolder
 from ..tasks.diffusion.result import MODEL_FILE, load_result, write_comfyui
-from ..tasks.diffusion.sample import Sample, prompt_text_inputs
+from ..tasks.diffusion.sample import Sample, sample
 from ..tasks.diffusion.single_file import write_with_unet
 from ..tasks.diffusion.task import DiffusionTask
 from ..tasks.diffusion.text_encoders import PREFIX
@@ -53,15 +55,15 @@ def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> Merged:
     run, intermediate = split_run_and_adapter(run)
     task, device = _open_task(run, lambda config: _drop_start(_drop_samples(config)))
     config = task.config
-    precision = task.precision
+    precision = task.run.precision
     adapter = _find_adapter(run, intermediate, config, f"{run / 'model'} is merged already")
     refuse_filled(out)
-    task.draw_base(RunFolder(run).base)
-    task.folder.fetch()
+    task.run = task.run.with_base(RunFolder(run).base)
+    task.run.folder.fetch()
     reason = "as asked"
     if dtype is None:
         dtype, reason = merged_dtype(precision)
-    model = load_result(adapter, task.folder, config, precision, device)
+    model = load_result(adapter, task.run.folder, config, precision, device)
     state, noise, count = merged_state(model, to_torch(dtype))
     batch = random_batch(task, device)
     adapter_loss = _loss(task, model, batch, precision)
@@ -72,14 +74,14 @@ def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> Merged:
         part, _, parameter_name = name.removeprefix(PREFIX).partition(".")
         encoders.setdefault(part, {})[parameter_name] = state[name]
     own_state = {name: tensor for name, tensor in state.items() if not name.startswith(PREFIX)}
-    outline = task.folder.denoiser_outline()
+    outline = task.run.folder.denoiser_outline()
     persistent = set(outline.state_dict())
     del model
 
     def fill(folder: Path) -> None:
-        base = task.folder.path
-        part = task.folder.denoiser_part
-        weights = ".safetensors" if task.folder.has_all_parts else "/"
+        base = task.run.folder.path
+        part = task.run.folder.denoiser_part
+        weights = ".safetensors" if task.run.folder.has_all_parts else "/"
         shutil.copytree(
             base,
             folder,
@@ -88,7 +90,7 @@ def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> Merged:
                 [part] if Path(at) == base else [name for name in names if weights in name]
             ),
         )
-        task.folder.save_others(folder)
+        task.run.folder.save_others(folder)
         (folder / part).mkdir()
         outline.save_config(folder / part)
         tables = {name: b for name, b in buffers.items() if name in persistent}
@@ -123,7 +125,7 @@ def random_batch(task: DiffusionTask, device: torch.device) -> Batch:
     """Latents, noise and text that need no picture and no encoder but one that the run trained;
     levels spread over time.
     """
-    empty = task.empty_batch(ROWS, torch.device("cpu"))
+    empty = empty_batch(task.run, ROWS, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
 
     def normal(tensor: Tensor) -> Tensor:
@@ -135,7 +137,7 @@ def random_batch(task: DiffusionTask, device: torch.device) -> Batch:
             for name, tensor in empty.text.items()
         }
     else:
-        encoder = task.make_encoder(device)
+        encoder = make_encoder(task.run, device)
         keys = encoder.encode_captions([TextInput(caption) for caption in CAPTIONS])
         text = {
             name: torch.stack([encoder.store.get(key)[name] for key in keys.values()])
@@ -227,21 +229,20 @@ def draw_pictures(
         return config
 
     def encode(task: DiffusionTask, device: torch.device) -> None:
-        if not task.prompts:
+        if not task.run.prompts:
             raise UsageError(
                 f"{folder}: the run has no prompts of its own (run.samples)",
                 fix=f'isotype sample {folder} "a picture of ..."',
             )
-        task.encoder = task.make_encoder(device)
-        task.text = task.encoder.encode_captions(prompt_text_inputs(task.prompts, task.encoder))
+        task.data.encode_prompts(device)
 
     task, model, device, weights_name = _load_run(folder, encode, with_these)
-    drawing = task.sample_settings()
-    return weights_name, list(
-        task.draw(
-            model, device, task.prompts, drawing if seed is None else replace(drawing, seed=seed)
-        )
-    )
+    run = task.run
+    settings = run.sample_settings
+    if seed is not None:
+        settings = replace(settings, seed=seed)
+    encoded = task.data.encoded_prompts(run.prompts)
+    return weights_name, list(sample(model, run.folder, run.precision, encoded, settings, device))
 
 
 def evaluate_pictures(
@@ -267,7 +268,7 @@ def evaluate_pictures(
         task.encode(device)
 
     task, model, device, weights_name = _load_run(folder, encode, on_these)
-    return weights_name, task.evaluate(model, device, dtype=task.precision.loss)
+    return weights_name, task.evaluate(model, device, dtype=task.run.precision.loss)
 
 
 def _open_task(
@@ -309,16 +310,16 @@ def _load_run(
     task, device = _open_task(
         folder, lambda config: change(config if result is None else _drop_start(config))
     )
-    precision = task.precision
+    precision = task.run.precision
     encode(task, device)
-    task.draw_base(RunFolder(folder).base)
+    task.run = task.run.with_base(RunFolder(folder).base)
     model: nn.Module
     if result is not None:
         model = task.reload(result, precision, device)
         weights_name = result_name(folder, result)
     else:
         checkpoint = load_newest(folder)
-        model, _ = task.load_model(precision, device)
+        model, _ = load_model(task.run, precision, device, {})
         restore_model(model, average_weights(checkpoint.tensors, task.config.train.beta1))
         weights_name = f"checkpoint step_{checkpoint.step}"
     return task, model.eval(), device, weights_name

@@ -197,7 +197,7 @@ def encoded(loaded):
 def built(loaded, folder: Path):
     """The same, and its model."""
     task = encoded(loaded)
-    return task, task.build_model(task.precision, torch.device("cpu"), folder)[0]
+    return task, task.build_model(task.run.precision, torch.device("cpu"), folder)[0]
 
 
 def with_adapter(loaded, folder: Path, *, rows: int):
@@ -210,5 +210,5 @@ def with_adapter(loaded, folder: Path, *, rows: int):
             if "lora_B" in name:
                 p.normal_(std=0.1, generator=torch.Generator().manual_seed(len(name)))
     model.train()
-    save_lora(model, folder, task.precision, task.folder)
+    save_lora(model, folder, task.run.precision, task.run.folder)
     return task, model, task.collate(task.feed().take(rows))

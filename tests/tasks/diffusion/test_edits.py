@@ -186,7 +186,7 @@ def test_an_edit_is_drawn_as_the_pipeline_draws_it(drawn, studio, tmp_path):
     task, model = built(loaded, tmp_path)
     (ours,) = task.sample(model, torch.device("cpu"))
     pipe = QwenImageEditPipeline.from_pretrained(studio.qwen_edit_1024, processor=None)
-    pipe.processor = task.folder.processor(pipe.tokenizer)
+    pipe.processor = task.run.folder.processor(pipe.tokenizer)
     (theirs,) = pipe(
         image=Image.open(prompt["control"]).convert("RGB").resize((1024, 1024), Image.Resampling.LANCZOS), prompt="green on white",
         negative_prompt="", true_cfg_scale=3.0, height=1024, width=1024, num_inference_steps=2, output_type="pt",

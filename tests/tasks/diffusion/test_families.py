@@ -247,9 +247,9 @@ def in_training(drawn, studio, tmp_path, family, preset):
 
 def in_diffusers(task, tmp_path, dtype):
     """diffusers' denoiser with the saved adapter."""
-    pipe = task.folder.pipeline_for_sampling(task.folder.denoiser(dtype), None)
+    pipe = task.run.folder.pipeline_for_sampling(task.run.folder.denoiser(dtype), None)
     pipe.load_lora_weights(tmp_path, adapter_name="default")
-    return getattr(pipe, task.folder.denoiser_part)
+    return getattr(pipe, task.run.folder.denoiser_part)
 
 
 @pytest.mark.full
@@ -286,7 +286,7 @@ def test_a_family_learns_as_diffusers_pieces_do(drawn, studio, tmp_path, family)
     loaded, task, model, batch = in_training(drawn, studio, tmp_path, family, "fp32")
     ours = task.loss_sum(model, batch, dtype="fp32") / batch.weight
     ours.backward()
-    unused = task.folder.family.unused_layers(model.get_base_model())
+    unused = task.run.folder.family.unused_layers(model.get_base_model())
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     without = [name for name, p in trained.items() if p.grad is None or not p.grad.any()]
     assert all(any(part in name for part in unused) for name in without), without
@@ -301,7 +301,9 @@ def test_a_family_learns_as_diffusers_pieces_do(drawn, studio, tmp_path, family)
     allowed = max(1e-6, 2 * relative(plain_grads, exact))
     assert relative(grads, exact) < allowed
 
-    again = load_result(tmp_path, task.folder, loaded.config, task.precision, torch.device("cpu"))
+    again = load_result(
+        tmp_path, task.run.folder, loaded.config, task.run.precision, torch.device("cpu")
+    )
     with torch.no_grad():
         torch.testing.assert_close(
             task.loss_sum(again, batch, dtype="fp32") / batch.weight,

@@ -113,7 +113,7 @@ def test_the_loss_is_the_example_scripts_one(drawn, studio, kind, settings, plai
     batch = task.collate(task.feed().take(3))
     with torch.no_grad():
         ours = task.loss_sum(model, batch, dtype="fp32") / batch.weight
-        theirs = plain(task.folder.denoiser(torch.float32).eval(), batch)
+        theirs = plain(task.run.folder.denoiser(torch.float32).eval(), batch)
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
 
 
@@ -142,11 +142,11 @@ def test_sdxl_is_told_where_a_larger_picture_was_cut(drawn, studio, tmp_path, mo
     )
     ids = (60, 96, 0, 5, 32, 32)
     assert size_conditioning(
-        batch.latents, Conditioning(downscale=task.downscale, crop=batch.crop)
+        batch.latents, Conditioning(downscale=task.run.downscale, crop=batch.crop)
     ).tolist() == [[*ids]]
     with torch.no_grad():
         ours = task.loss_sum(model, batch, dtype="fp32")
-        plain = task.folder.denoiser(torch.float32).eval()
+        plain = task.run.folder.denoiser(torch.float32).eval()
         theirs, whole = (
             F.mse_loss(
                 sdxl_prediction(plain, batch, sdxl_scheduler("epsilon"), told)[1], batch.noise

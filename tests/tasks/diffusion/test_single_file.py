@@ -177,7 +177,7 @@ def test_a_v_prediction_file_is_trained_as_v(drawn, studio, tmp_path, marker):
     file = marked(studio, tmp_path, **V_MARKERS[marker])
     task = choose_task(drawn(model=file).config)
     prepare_data(task, {})
-    assert task.objective.kind == "v"
+    assert task.run.objective.kind == "v"
     (line,) = [line for line in task.plan_lines() if line.startswith("noob.safetensors is ")]
     assert "v_prediction" in line
     with safe_open(file, framework="pt") as opened:
@@ -197,8 +197,8 @@ def test_a_file_with_zero_terminal_snr_trains_and_draws_and_is_merged_so(
     )
     task = choose_task(loaded.config)
     prepare_data(task, {})
-    assert float(task.objective.signal[-1]) == 0.0, "the last step is noise alone"
-    pipe = task.folder.pipeline(torch.float32, unet=None, vae=None, text_encoder=None)
+    assert float(task.run.objective.signal[-1]) == 0.0, "the last step is noise alone"
+    pipe = task.run.folder.pipeline(torch.float32, unet=None, vae=None, text_encoder=None)
     assert pipe.scheduler.config.prediction_type == "v_prediction"
     assert pipe.scheduler.config.rescale_betas_zero_snr
     merge_denoiser(tmp_path / "run", tmp_path / "merged")
@@ -230,7 +230,7 @@ def test_markers_that_leave_a_doubt_are_refused_and_a_setting_decides(
         with subtests.test(objective, markers=markers):
             task = choose_task(drawn(model=file, diffusion={"objective": objective}).config)
             prepare_data(task, {})
-            assert task.objective.kind == objective
+            assert task.run.objective.kind == objective
 
 
 def test_a_shift_in_a_file_of_flow_matching_is_not_passed_over(drawn, studio, tmp_path):
@@ -470,7 +470,7 @@ def test_tables_of_positions_stay_in_fp32(drawn, studio, tmp_path):
     task = choose_task(loaded.config)
     basis = prepare_data(task, loaded.sources)
     table = load_frozen_denoiser(
-        task.folder, basis.resolved.precision, basis.device
+        task.run.folder, basis.resolved.precision, basis.device
     ).pos_embed.pos_embed
     assert table.dtype == torch.float32
     assert torch.equal(table, kept.float())

@@ -142,14 +142,18 @@ def test_class_pictures_are_drawn_once_by_the_base_and_mixed_one_to_one(drawn, s
     loaded = drawn("second", images=images, **settings)
     task = choose_task(loaded.config)
     prepare_data(task, loaded.sources)
-    assert len(task.pictures.to_draw) == 1
+    assert len(task.data.pictures.to_draw) == 1
     task.encode(torch.device("cpu"))
     assert {path.name: path.read_bytes() for path in folder.glob("*.png")} == files, (
         "the missing one, as it was"
     )
-    weights = [row.weight for row in task.train_rows]
+    weights = [row.weight for row in task.data.train_rows]
     assert (weights.count(1.0), weights.count(0.5)) == (15, 15)
-    own = {row.latents: task.train_rows.count(row) for row in task.train_rows if row.weight == 1.0}
+    own = {
+        row.latents: task.data.train_rows.count(row)
+        for row in task.data.train_rows
+        if row.weight == 1.0
+    }
     assert len(own) == 10
     assert set(own.values()) == {1, 2}
 
@@ -177,15 +181,15 @@ def test_a_picture_comes_in_each_resolution_with_its_own_shift(drawn, studio, tm
     loaded = drawn(model=studio.flux, images=images)
     assert "32 x 32 and 64 x 64 pixels, 64 latent tokens" in plan_run(loaded).to_text()
     task, _ = built(loaded, studio.flux)
-    sizes = [row.size for row in task.train_rows]
+    sizes = [row.size for row in task.data.train_rows]
     assert [sizes.count(size) for size in dict.fromkeys(sizes)] == [9, 9]
-    assert len(task.evaluation_rows) == 6, "held out at both"
-    section, scheduler = loaded.config.diffusion, task.folder.config("scheduler")
+    assert len(task.data.evaluation_rows) == 6, "held out at both"
+    section, scheduler = loaded.config.diffusion, task.run.folder.config("scheduler")
     by_size = {side: resolve_shift(section, scheduler, tokens=(side // 2) ** 2) for side in (8, 16)}
     assert by_size[8] < by_size[16]
     for tokens, side in ((16, 8), (64, 16)):
         drawn_levels = [
-            task.objective.draw(torch.Generator().manual_seed(n), tokens) for n in range(50)
+            task.run.objective.draw(torch.Generator().manual_seed(n), tokens) for n in range(50)
         ]
         plain = [
             torch.sigmoid(

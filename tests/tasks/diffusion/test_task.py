@@ -107,12 +107,12 @@ def test_a_loss_counts_where_the_mask_is_and_times_its_weight(drawn, studio, tmp
     shown = torch.zeros_like(batch.latents[:, :1])
     shown[..., :2] = 1
     with torch.no_grad():
-        whole = task.losses(model, plain, dtype="fp32")
+        whole = task.run.losses(model, plain, dtype="fp32")
         halves = [
-            task.losses(model, replace(plain, mask=mask), dtype="fp32")
+            task.run.losses(model, replace(plain, mask=mask), dtype="fp32")
             for mask in (shown, 1 - shown)
         ]
-        weighted = task.losses(
+        weighted = task.run.losses(
             model, replace(plain, weights=torch.tensor([1.0, 0.25])), dtype="fp32"
         )
     share = float(shown.mean())

@@ -121,14 +121,14 @@ def test_huber_is_diffusers_smooth_loss_and_an_offset_is_one_number_a_channel(dr
 
     task, model, batch = made(loss="huber", huber_c=0.2)
     with torch.no_grad():
-        ours = task.losses(model, batch, dtype="fp32")
-        noisy, target = task.objective.mix(batch.latents, batch.noise, batch.sigma)
-        predicted = task.folder.family.predict(
+        ours = task.run.losses(model, batch, dtype="fp32")
+        noisy, target = task.run.objective.mix(batch.latents, batch.noise, batch.sigma)
+        predicted = task.run.folder.family.predict(
             model,
             noisy,
-            task.objective.time(batch.sigma),
+            task.run.objective.time(batch.sigma),
             batch.text,
-            Conditioning(downscale=task.downscale),
+            Conditioning(downscale=task.run.downscale),
         )
     smooth = 2 * 0.2 * (torch.sqrt((predicted - target) ** 2 + 0.2**2) - 0.2)
     torch.testing.assert_close(ours, smooth.flatten(1).mean(1))

@@ -1,0 +1,61 @@
+"""Draws the class pictures of a run (`images.regularisation: draw`) with its base model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...precision.parts import loading_device
+from ...training.memory.blocks import apply_offload
+from .denoiser import install_ops_and_precision, load_frozen_base
+from .pictures import MissingPicture, write_class_pictures
+from .resolved_run import ResolvedRun
+from .sample import Prompt, sample
+
+EncodePrompts = Callable[
+    [Sequence[Prompt]], Sequence[tuple[Prompt, dict[str, Tensor], dict[str, Tensor]]]
+]
+
+
+def class_picture_facts(run: ResolvedRun) -> dict[str, Any]:
+    """What decides class pictures beside their caption; a model on this disk by its whole path."""
+    settings = run.sample_settings
+    name = str(run.config.model.name)
+    path = Path(name).expanduser()
+    return {
+        "model": str(path.resolve()) if path.exists() else name,
+        "steps": settings.steps,
+        "guidance": settings.guidance,
+        "seed": settings.seed,
+    }
+
+
+def draw_class_pictures(
+    run: ResolvedRun,
+    missing: Sequence[MissingPicture],
+    device: torch.device,
+    encode_prompts: EncodePrompts,
+) -> None:
+    """Draws with the base model and the run's settings of samples, under the run's precision. The
+    model is freed before the pictures are encoded.
+    """
+    config = run.config
+    settings = run.sample_settings
+    model = load_frozen_base(
+        run.folder, config, run.precision, loading_device(device, None, config.model.offload)
+    )
+    install_ops_and_precision(
+        model, model, run.family, config, run.precision, device_type=device.type
+    )
+    model = apply_offload(model, config.model.offload, device)
+    prompts = []
+    for picture in missing:
+        size = picture.size or config.images.resolution
+        overrides = {"seed": settings.seed + picture.number, "size": size}
+        prompts.append(Prompt(picture.caption, overrides=overrides))
+    samples = sample(model, run.folder, run.precision, encode_prompts(prompts), settings, device)
+    write_class_pictures(missing, class_picture_facts(run), (drawn.png for drawn in samples))

@@ -1,0 +1,105 @@
+"""What header, plan, report and the files of a run say about its pictures."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from .data import PictureData
+from .sample import control_thumbnails
+
+
+def plan_facts(data: PictureData) -> dict[str, Any]:
+    """The value of `data` in `isotype plan --json`."""
+    pictures = data.pictures
+    sizes = data.run.sizes
+    objective = data.run.objective
+    captions = {caption for picture in pictures.all_pictures for caption in picture.captions}
+    return {
+        "train_pictures": data.row_count,
+        "eval_pictures": data.evaluation_row_count,
+        "regularisation_pictures": pictures.regularisation,
+        "masked_pictures": sum(picture.mask is not None for picture in pictures.train),
+        "bad_pictures": len(pictures.bad.rows),
+        "captions": len(captions),
+        "buckets": len(sizes.all_sizes),
+        "resolutions": [side for _, side in sizes.resolutions],
+        "latent_tokens": sizes.tokens,
+        "objective": objective.kind,
+        "timesteps": objective.levels.timesteps,
+        "shift": objective.levels.shift,
+    }
+
+
+def plan_lines(data: PictureData) -> list[str]:
+    """The lines of `isotype plan` about the data: pictures, noise levels, then notes."""
+    run = data.run
+    pictures = data.pictures
+    facts = plan_facts(data)
+    lines = [
+        _describe_pictures(facts),
+        f"{run.objective}; evaluated at {run.config.diffusion.eval_draws} fixed ones",
+        *run.folder.marker_lines(),
+    ]
+    if data.cut_captions.number:
+        lines.append(str(data.cut_captions))
+    lines += pictures.unmasked_lines()
+    lines += pictures.other_file_lines()
+    if facts["buckets"] > len(run.sizes.resolutions):
+        lines.append(f"aspect buckets: {', '.join(map(str, sorted(run.sizes.all_sizes)))}")
+    if pictures.to_draw:
+        lines.append(f"{len(pictures.to_draw)} class pictures are drawn by the base model, once")
+    if facts["bad_pictures"]:
+        lines.append(f"{facts['bad_pictures']} bad pictures are left out (images.on_bad_row)")
+    return lines
+
+
+def _describe_pictures(facts: Mapping[str, Any]) -> str:
+    kinds = [
+        f"{facts[f'{kind}_pictures']:,} {kind}"
+        for kind in ("regularisation", "masked")
+        if facts[f"{kind}_pictures"]
+    ]
+    kinds_text = f" ({', '.join(kinds)})" if kinds else ""
+    sides = " and ".join(f"{side} x {side}" for side in facts["resolutions"])
+    return (
+        f"{facts['train_pictures']:,} training pictures{kinds_text},"
+        f" {facts['eval_pictures']:,} for evaluation, {sides} pixels,"
+        f" {facts['latent_tokens']:,} latent tokens each"
+    )
+
+
+def header_rows(data: PictureData) -> list[tuple[str, str]]:
+    """Lines of the run's header about its data."""
+    encoder = data.encoder
+    folder = encoder.store.folder
+    location = f"in {folder}" if folder else "in memory"
+    cached = (
+        f"{encoder.encoded_count} latents and embeddings made, {encoder.cached_count} found"
+        f" {location}"
+    )
+    pictures, levels, *notes = plan_lines(data)
+    return [("data", pictures), *(("", line) for line in (*notes, cached, levels))]
+
+
+def run_records(data: PictureData) -> dict[str, Any]:
+    """JSON files that the run writes at its start, by name."""
+    pictures = data.pictures
+    counts = Counter(row.size for row in data.encoded_rows)
+    return {
+        "data.json": {
+            **plan_facts(data),
+            "train_pictures_by_size": {str(size): n for size, n in sorted(counts.items())},
+            "files_not_read": pictures.other_files,
+            "cut_captions": data.cut_captions.number,
+            "first_cut_caption": data.cut_captions.first or None,
+            "unmasked_pictures": len(pictures.unmasked_pictures()),
+            "made": data.encoder.encoded_count,
+            "found": data.encoder.cached_count,
+        },
+        "examples.json": {
+            "examples": pictures.examples(),
+            "before": control_thumbnails(data.run.prompts),
+        },
+    }

@@ -1,0 +1,118 @@
+"""The model of a diffusion run: loaded, outlined without weights, and the cost of a step of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from ...dtypes import to_torch
+from ...optimize import Manifest
+from ...precision.parts import Part, loading_device
+from ...precision.precision import Precision
+from ...precision.quantised_base import check_base
+from ...training.memory.blocks import apply_offload
+from ...training.task import Outline
+from .batches import Batch
+from .denoiser import (
+    ForwardCost,
+    build_denoiser,
+    load_frozen_base,
+    outline_base,
+    outline_frozen_base,
+    record_time_dtypes,
+)
+from .resolved_run import ResolvedRun
+
+
+def load_model(
+    run: ResolvedRun,
+    precision: Precision,
+    device: torch.device,
+    observed: dict[tuple[str, str], str],
+    part: Part | None = None,
+) -> tuple[nn.Module, Manifest]:
+    """The model that is trained, with the folder's weights.
+
+    observed  gets the dtypes of noise levels in each step
+    """
+    config = run.config
+    offload = config.model.offload
+    if config.adapter.kind == "none":
+        denoiser = run.folder.denoiser(to_torch(precision.trainable))
+        denoiser = denoiser.to(loading_device(device, part))
+    else:
+        denoiser = load_frozen_base(
+            run.folder, config, precision, loading_device(device, part, offload)
+        )
+    model, manifest = build_denoiser(
+        denoiser, run.family, config, precision, device_type=device.type, part=part
+    )
+    manifest.notes += check_base(run.folder.published, precision, str(config.model.name))
+    record_time_dtypes(model, observed)
+    return apply_offload(model, offload, device), manifest
+
+
+def outline_model(run: ResolvedRun, precision: Precision, *, device_type: str) -> Outline:
+    """The model as `load_model` makes it, without its weights. Raises UsageError."""
+    config = run.config
+    trains_every_weight = config.adapter.kind == "none"
+    total = sum(p.numel() for p in run.folder.denoiser_outline().parameters())
+    if trains_every_weight and run.folder.published is None:
+        denoiser = outline_base(run.folder, config)
+    else:
+        denoiser = outline_frozen_base(run.folder, config, precision)
+    with torch.device("meta"):
+        model, _ = build_denoiser(denoiser, run.family, config, precision, device_type=device_type)
+        offload_device = torch.device("cpu" if device_type == "cpu" else "meta")
+        apply_offload(model, config.model.offload, offload_device)
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return Outline(model, trainable, total + (0 if trains_every_weight else trainable))
+
+
+def empty_batch(run: ResolvedRun, rows: int, device: torch.device) -> Batch:
+    """The shapes and dtypes of a batch of the largest pictures."""
+    family = run.family
+    folder = run.folder
+    dtype = to_torch(run.precision.latents)
+    text_dtype = to_torch(run.precision.text_encoder)
+    channels = family.latents.channels(folder.config("vae"))
+    side = run.sizes.largest_side // run.downscale
+    length = family.text_tokens(folder.clip_length(), run.text_length)
+    latents, noise = (
+        torch.empty(rows, channels, side, side, dtype=dtype, device=device) for _ in range(2)
+    )
+    if run.config.adapter.text_encoders:
+        encoders = len(family.trainable_encoders)
+        texts = {
+            "ids": torch.zeros(rows, encoders, length, dtype=torch.long, device=device),
+            "captioned": torch.ones(rows, dtype=torch.bool, device=device),
+        }
+    else:
+        shapes = family.text_shapes(folder.config(folder.denoiser_part), length)
+        texts = {
+            name: torch.empty(rows, *shape, dtype=text_dtype, device=device)
+            for name, shape in shapes.items()
+        }
+    return Batch(
+        latents,
+        noise,
+        torch.empty(rows, dtype=dtype, device=device),
+        texts,
+        lengths=(length,) * rows if family.keeps_text_lengths else (),
+        control=torch.empty_like(latents) if family.edits_pictures else None,
+    )
+
+
+def measure_forward_cost(run: ResolvedRun) -> ForwardCost:
+    """Of one training picture in the denoiser without adapter, in fp32."""
+    denoiser = outline_base(run.folder, run.config)
+    batch = empty_batch(run, 1, torch.device("meta"))
+    run.family.prepare(denoiser)
+    text = {
+        name: tensor.float() if tensor.is_floating_point() else tensor
+        for name, tensor in batch.text.items()
+    }
+    batch = replace(batch, text=text)
+    return ForwardCost.measure(denoiser, lambda: run.losses(denoiser, batch, dtype="fp32"))

@@ -1,0 +1,147 @@
+"""A diffusion run before its data is read: its configuration with its pipeline, the sizes of its
+pictures, its objective and its prompts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...config.schema import RunConfig
+from ...config.sources import PictureSource, picture_sources
+from ...errors import UsageError
+from ...model.load import read_config
+from ...precision.precision import Precision
+from .batches import Batch
+from .families import Conditioning, Family, SampleSettings
+from .loss import Objective, build_objective, picture_losses
+from .pipeline import PipelineFolder
+from .pixels import RunSizes
+from .refused import refuse_unfit
+from .sample import Prompt
+
+
+@dataclass(frozen=True)
+class ResolvedRun:
+    """folder  the pipeline, with the schedule and the denoiser of this run"""
+
+    config: RunConfig
+    precision: Precision
+    folder: PipelineFolder
+    sources: list[PictureSource]
+    prompts: list[Prompt]
+
+    @classmethod
+    def open(cls, config: RunConfig, precision: Precision) -> ResolvedRun:
+        """Raises UsageError for settings that do not fit the pipeline or each other."""
+        run = cls(
+            config,
+            precision,
+            _open_pipeline(config),
+            _all_sources(config),
+            [Prompt.parse(entry) for entry in config.run.samples],
+        )
+        refuse_unfit(config, run.folder, precision, run.sources, run.prompts)
+        _ = run.objective  # raises UsageError
+        run._refuse_sizes()
+        return run
+
+    def with_base(self, folder: Path) -> ResolvedRun:
+        """With `model.init: random`: this run with the denoiser in `folder`, where its weights are
+        drawn unless they are there already.
+        """
+        if self.config.model.init != "random":
+            return self
+        pipeline = self.folder.draw_denoiser(folder, seed=self.config.train.seed)
+        return replace(self, folder=pipeline)
+
+    @property
+    def family(self) -> Family:
+        return self.folder.family
+
+    @cached_property
+    def downscale(self) -> int:
+        """Pixels in a latent pixel, in each direction."""
+        return self.family.latents.downscale(self.folder.config("vae"))
+
+    @property
+    def text_length(self) -> int:
+        return self.config.diffusion.max_text_length or self.family.max_text_length or 0
+
+    @cached_property
+    def sizes(self) -> RunSizes:
+        token_side = self.downscale * self.family.downscale
+        return RunSizes(self.config.images, self.sources, token_side)
+
+    @cached_property
+    def objective(self) -> Objective:
+        return build_objective(
+            self.config.diffusion,
+            self.folder.config("scheduler"),
+            offered=self.family.objectives,
+            tokens=self.sizes.tokens,
+        )
+
+    @property
+    def sample_settings(self) -> SampleSettings:
+        """Those of a prompt that sets none itself."""
+        run = self.config.run
+        return SampleSettings(
+            run.sample_size or self.config.images.resolution,
+            run.sample_steps,
+            run.sample_guidance,
+            self.config.train.seed,
+        )
+
+    def losses(self, model: nn.Module, batch: Batch, *, dtype: str) -> Tensor:
+        """float[N] in `dtype`: the loss of each picture of a batch."""
+        settings = self.config.diffusion
+        huber = settings.huber_c if settings.loss == "huber" else None
+        conditioning = Conditioning(
+            settings.guidance, self.downscale, batch.lengths, batch.crop, batch.control
+        )
+        return picture_losses(
+            model, self.family, self.objective, batch, conditioning, dtype=dtype, huber=huber
+        )
+
+    def _refuse_sizes(self) -> None:
+        """Raises UsageError for pictures or samples of a size that the model cannot have."""
+        sample_sizes = [
+            ("run.samples: size", int(prompt.overrides["size"]))
+            for prompt in self.prompts
+            if "size" in prompt.overrides
+        ]
+        max_positions: Any = self.folder.config(self.folder.denoiser_part).get("pos_embed_max_size")
+        self.sizes.refuse(
+            [("run.sample_size", self.sample_settings.size), *sample_sizes],
+            None if max_positions is None else int(max_positions),
+        )
+
+
+def _open_pipeline(config: RunConfig) -> PipelineFolder:
+    """The pipeline of `model.name`, with the schedule that a single file was trained on, and the
+    configuration of fresh weights. Raises UsageError.
+    """
+    pipeline = PipelineFolder.open(str(config.model.name), revision=config.model.revision)
+    pipeline = pipeline.with_markers(
+        objective=config.diffusion.objective, shift=config.diffusion.shift
+    )
+    if config.model.init == "random":
+        return pipeline.with_random_denoiser(read_config(config.model.config))
+    if config.model.config is not None:
+        raise UsageError(
+            "model.config: has no effect without model.init: random", fix="model.init: random"
+        )
+    return pipeline
+
+
+def _all_sources(config: RunConfig) -> list[PictureSource]:
+    return [
+        source
+        for side in ("train", "regularisation", "eval")
+        for source in picture_sources(config.images, side)
+    ]

@@ -1,0 +1,92 @@
+"""Makes batches of rows: reads what was encoded, and draws noise, noise level, window, mirror image
+and caption of each row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ...dtypes import name as dtype_name
+from ...dtypes import to_torch
+from .batches import Batch, DrawnRow, PlacedRow, Row, row_generator, stack_rows
+from .encode import Store
+from .loss import EvaluationDraw
+from .resolved_run import ResolvedRun
+
+
+class BatchMaker:
+    """observed  (role, tensor) -> dtype, of the batches that are made"""
+
+    def __init__(
+        self, run: ResolvedRun, store: Store, observed: MutableMapping[tuple[str, str], str]
+    ) -> None:
+        self.run = run
+        self.store = store
+        self.observed = observed
+
+    def make_training_batch(self, rows: Sequence[PlacedRow]) -> Batch:
+        """Rows of one size. What is drawn depends on the seed and the row's position only."""
+        return self._stack([self._draw_training_row(placed) for placed in rows])
+
+    def _draw_training_row(self, placed: PlacedRow) -> DrawnRow:
+        config = self.run.config
+        row = placed.row
+        generator = row_generator("train", config.train.seed, placed.position)
+        sigma = self.run.objective.draw(generator, self.run.sizes.count_tokens(row.size))
+        dropped, mirrored, window, caption = torch.rand(4, generator=generator).tolist()
+        keys = row.mirrored if row.mirrored and mirrored < 0.5 else row.latents
+        entry = self.store.get(keys[int(window * len(keys))])
+        eps, noise = (torch.randn(entry["mean"].shape, generator=generator) for _ in range(2))
+        if (offset := config.diffusion.noise_offset) > 0:
+            noise = noise + offset * torch.randn(len(noise), 1, 1, generator=generator)
+        if dropped < config.images.caption_dropout:
+            text = row.empty
+        else:
+            text = row.text[int(caption * len(row.text))]
+        latents = entry["mean"] + entry["std"] * eps
+        return self._drawn_row(row, entry, latents, noise, sigma, text)
+
+    def make_evaluation_batch(self, draws: Sequence[EvaluationDraw]) -> Batch:
+        """The batch of fixed draws: the posterior's mean of the first window, noise by the draw's
+        number, the row's first caption.
+        """
+        drawn = []
+        for number, row, level in draws:
+            entry = self.store.get(row.latents[0])
+            generator = row_generator("evaluation", self.run.config.train.seed, number)
+            noise = torch.randn(entry["mean"].shape, generator=generator)
+            drawn.append(self._drawn_row(row, entry, entry["mean"], noise, level, row.text[0]))
+        return self._stack(drawn)
+
+    def _drawn_row(
+        self,
+        row: Row,
+        entry: dict[str, Tensor],
+        latents_CHW: Tensor,
+        noise_CHW: Tensor,
+        sigma: float,
+        text: str,
+    ) -> DrawnRow:
+        return DrawnRow(
+            latents_CHW,
+            noise_CHW,
+            sigma,
+            self.store.get(text),
+            entry["cut"],
+            entry.get("mask"),
+            row.weight,
+            entry.get("control"),
+        )
+
+    def _stack(self, drawn: Sequence[DrawnRow]) -> Batch:
+        batch = stack_rows(
+            drawn,
+            dtype=to_torch(self.run.precision.latents),
+            keeps_text_lengths=self.run.family.keeps_text_lengths,
+        )
+        for name in ("latents", "noise", "sigma"):
+            self.observed["latents", name] = dtype_name(getattr(batch, name).dtype)
+        return batch
