@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import json
 import re
+import socket
+import struct
 import subprocess
 import threading
 import time
@@ -175,3 +177,36 @@ def test_a_folder_without_a_run_and_a_port_that_is_taken_are_one_line(tmp_path: 
         pytest.raises(UsageError, match=r"--port \d+: Address already in use"),
     ):
         WatchServer(run, server.server_port)
+
+
+def raw_request(server: WatchServer, request: bytes) -> bytes:
+    """The answer to a request whose body never comes."""
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=20) as connection:
+        connection.sendall(request)
+        answer = b""
+        while part := connection.recv(65536):
+            answer += part
+    return answer
+
+
+@pytest.mark.parametrize("length", ["300000000", "abc", "-1", "9" * 400])
+def test_a_body_is_never_read(tmp_path: Path, capfd, length: str) -> None:
+    folder = run_folder(tmp_path / "run", metrics=[step(1)])
+    with watched(folder) as server:
+        for token in ("wrong", server.token):
+            head = f"POST /{token}/stop HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n"
+            assert b"HTTP/1.1 4" in raw_request(server, head.encode())
+        assert ask(server)[0] == 200
+    assert capfd.readouterr().err == ""
+
+
+def test_a_browser_that_goes_away_prints_nothing(tmp_path: Path, capfd) -> None:
+    folder = run_folder(tmp_path / "run", metrics=[step(n) for n in range(1, 400)])
+    with watched(folder) as server:
+        for _ in range(5):
+            with socket.create_connection(("127.0.0.1", server.server_port)) as connection:
+                linger = struct.pack("ii", 1, 0)  # close with a reset
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+                connection.sendall(f"GET /{server.token}/ HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        assert ask(server)[0] == 200
+    assert capfd.readouterr().err == ""

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import UsageError
-from ..wording import align_columns
+from ..wording import align_columns, remove_control_characters
 
 
 def report(
@@ -125,18 +125,25 @@ def _cell(value: Any) -> str:
         return ""
     if isinstance(value, float):
         return f"{value:.4f}"
-    return str(value)
+    return remove_control_characters(str(value))
 
 
 def _row(folder: Path) -> dict[str, Any]:
     from ..config.sources import short_names
     from ..report.record import read_run
 
-    record = read_run(folder)
+    try:
+        record = read_run(folder)
+    except UsageError as error:
+        row = dict.fromkeys(_COLUMNS)
+        return row | {"folder": str(folder), "status": f"cannot be read: {error.message}"}
+    status = record.status
+    if record.damaged:
+        status = f"{status}, damaged: {record.damaged[0].partition(':')[0]}"
     losses = record.curve("loss")
     return {
         "folder": str(folder),
-        "status": record.status,
+        "status": status,
         "step": int(losses[-1][0]) if losses else 0,
         "loss": record.last("loss"),
         "eval_loss": record.best_evaluation,

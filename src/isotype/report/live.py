@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 import signal
+import sys
 import threading
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -27,6 +28,7 @@ HOST = "127.0.0.1"
 # of the log: lines that are shown, bytes that are read
 LINES = 40
 TAIL = 32 << 10
+MAX_BODY = 4096  # bytes of a request: the form of the page sends none
 # what the page itself says, and its one script, its requests and its form, all of this server
 POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'self'; connect-src"
@@ -65,6 +67,11 @@ class WatchServer(ThreadingHTTPServer):
             raise UsageError(
                 f"--port {port}: {error.strerror}", fix="leave --port away: a free one is taken"
             ) from None
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Prints nothing for a browser that has gone; anything else is printed as usual."""
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
 
     @property
     def url(self) -> str:
@@ -131,18 +138,25 @@ def _last_lines(folder: Path) -> str:
 class _Handler(BaseHTTPRequestHandler):
     server: WatchServer
     protocol_version = "HTTP/1.1"
+    timeout = 60  # seconds without a byte from the browser
 
     def do_GET(self) -> None:
         self._answer({"": self._page, SCRIPT: self._script})
 
     def do_POST(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        self._answer({"stop": self._stop})
+        # the form has no field: its body is not read, and the connection ends with the answer
+        self.close_connection = True
+        length = self.headers.get("Content-Length") or "0"
+        if length.isascii() and length.isdecimal() and int(length[:12]) <= MAX_BODY:
+            self._answer({"stop": self._stop})
+        else:
+            self._send(HTTPStatus.BAD_REQUEST, b"a form without fields is expected\n", "text/plain")
 
     def _answer(self, routes: dict[str, Any]) -> None:
         _, token, *rest = [*unquote(urlsplit(self.path).path).split("/"), ""]
         path = "/".join(rest).removesuffix("/")
         if not secrets.compare_digest(token.encode(), self.server.token.encode()):
+            self.close_connection = True
             self._send(
                 HTTPStatus.NOT_FOUND,
                 b"the address that isotype watch printed is needed\n",

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 import math
 import re
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from typing import Any
 
 from ..errors import UsageError
 from ..runs.folder import is_held, open_inside, parse_metrics, read_inside
+from ..runs.foreign import parse_json, parse_yaml
 from ..wording import first_line
 
 FILES = (
@@ -125,8 +125,6 @@ class RunRecord:
 
 def read_run(folder: Path) -> RunRecord:
     """Raises UsageError when the folder is missing or holds nothing of a run."""
-    from ruamel.yaml import YAML, YAMLError
-
     if not folder.is_dir():
         raise UsageError(
             f"{folder}: "
@@ -152,17 +150,19 @@ def read_run(folder: Path) -> RunRecord:
         )
     record.settings_text = _text(folder / "resolved.yaml", record) or ""
     try:
-        record.settings = dict_or_empty(YAML(typ="safe", pure=True).load(record.settings_text))
-    except (YAMLError, ValueError) as error:
+        record.settings = dict_or_empty(parse_yaml(record.settings_text))
+    except ValueError as error:
         record.damaged.append(f"resolved.yaml: {first_line(error)}")
     for path in folder.glob("samples/step_*.json"):
         value = _json(path, record)
-        if (
-            isinstance(value, dict)
-            and isinstance(value.get("samples"), list)
-            and _number(value.get("step")) is not None
-        ):
-            record.samples.append(value)
+        if not isinstance(value, dict) or _number(value.get("step")) is None:
+            continue
+        samples = value.get("samples")
+        if not isinstance(samples, list):
+            continue
+        if len(samples) > MAX_SAMPLES:
+            record.damaged.append(f"{path.name}: {len(samples):,} samples; {MAX_SAMPLES} are shown")
+        record.samples.append(value | {"samples": samples[:MAX_SAMPLES]})
     record.samples.sort(key=lambda sample: sample["step"])
     return record
 
@@ -211,8 +211,8 @@ def _text(path: Path, record: RunRecord) -> str | None:
 def _json(path: Path, record: RunRecord) -> Any:
     text = _text(path, record)
     try:
-        return None if text is None else json.loads(text)
-    except (ValueError, RecursionError) as error:
+        return None if text is None else parse_json(text)
+    except ValueError as error:
         record.damaged.append(f"{path.name}: {error}")
         return None
 
@@ -221,6 +221,8 @@ def _json(path: Path, record: RunRecord) -> Any:
 _NAME = re.compile(r"samples/step_\d+_\d+\.png")
 _LARGEST = 8 << 20  # bytes
 _PNG = b"\x89PNG\r\n\x1a\n"
+MAX_PIXELS = 32_000_000  # a larger picture takes a browser, or Pillow, hundreds of MiB
+MAX_SAMPLES = 256  # of one round
 
 
 def read_picture(folder: Path, sample: dict[str, Any]) -> bytes | None:
@@ -234,7 +236,14 @@ def read_picture(folder: Path, sample: dict[str, Any]) -> bytes | None:
             content = file.read(_LARGEST + 1)
     except OSError:
         return None
-    return content if len(content) <= _LARGEST and content.startswith(_PNG) else None
+    if len(content) > _LARGEST or not content.startswith(_PNG):
+        return None
+    # the header of a PNG begins with width and height
+    width = int.from_bytes(content[16:20])
+    height = int.from_bytes(content[20:24])
+    if width * height > MAX_PIXELS:
+        return None
+    return content
 
 
 AVERAGE = " (average of the weights)"

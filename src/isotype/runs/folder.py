@@ -20,6 +20,7 @@ from ..config.schema import RunConfig
 from ..config.sources import first_name
 from ..errors import UsageError
 from .checkpoint.atomic_folder import write_text
+from .foreign import MAX_BYTES, parse_json
 
 RESOLVED = "resolved.yaml"
 LOG = "log.txt"  # what the run printed, of all its parts
@@ -66,8 +67,8 @@ class RunFolder:
     def read_json(self, name: str) -> dict[str, Any]:
         """What a file of the run holds; empty where it cannot be read, or holds something else."""
         try:
-            content = json.loads(read_inside(self.path, self.path / name))
-        except (OSError, ValueError, RecursionError):
+            content = parse_json(read_inside(self.path, self.path / name))
+        except (OSError, ValueError):
             return {}
         return content if isinstance(content, dict) else {}
 
@@ -191,7 +192,9 @@ def open_inside(folder: Path, path: Path) -> IO[bytes]:
 def read_inside(folder: Path, path: Path) -> str:
     """The text of a file of a run folder, as `open_inside`."""
     with open_inside(folder, path) as file:
-        return file.read().decode("utf-8", "replace")
+        if os.fstat(file.fileno()).st_size > MAX_BYTES:
+            raise OSError(errno.EFBIG, f"more than {MAX_BYTES >> 20} MiB", str(path))
+        return file.read(MAX_BYTES).decode("utf-8", "replace")
 
 
 def parse_metrics(text: str) -> tuple[list[dict[str, Any]], list[int]]:
@@ -200,7 +203,7 @@ def parse_metrics(text: str) -> tuple[list[dict[str, Any]], list[int]]:
     broken = []
     for number, line in enumerate(text.splitlines(), start=1):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError:
             broken.append(number)
             continue

@@ -1,0 +1,69 @@
+"""Reads JSON and YAML that may come from a stranger, with limits: how large, how deep, how many
+values, how many digits. What passes can be shown, compared and converted to a float.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+MAX_BYTES = 256 << 20  # of one file; metrics of a million steps have half of it
+MAX_DEPTH = 64
+MAX_VALUES = 2_000_000  # of one file, each counted as often as aliases repeat it
+MAX_INTEGER = 10**40  # a float holds it
+
+
+def parse_json(text: str) -> Any:
+    """The value of a JSON text.
+
+    Raises  ValueError for what is not JSON, and for a value beyond the limits
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"nested more than {MAX_DEPTH} deep") from None
+    check_limits(value)
+    return value
+
+
+def parse_yaml(text: str) -> Any:
+    """The value of a YAML text, of plain types alone.
+
+    Raises  ValueError for what is not YAML, and for a value beyond the limits
+    """
+    from ruamel.yaml import YAML, YAMLError
+
+    try:
+        value = YAML(typ="safe", pure=True).load(text)
+    except RecursionError:
+        raise ValueError(f"nested more than {MAX_DEPTH} deep") from None
+    except YAMLError as error:
+        raise ValueError(str(error)) from None
+    check_limits(value)
+    return value
+
+
+def check_limits(value: Any) -> None:
+    """Raises  ValueError for a value that is nested too deep, holds too many values, or a whole
+    number with too many digits.
+    """
+    level = [value]
+    count = 0
+    for _ in range(MAX_DEPTH):
+        count += len(level)
+        inner: list[Any] = []
+        for item in level:
+            if isinstance(item, int) and not -MAX_INTEGER < item < MAX_INTEGER:
+                digits = round(abs(item).bit_length() * math.log10(2))
+                raise ValueError(f"a number of {digits} digits")
+            if isinstance(item, dict):
+                inner += item.values()
+            elif isinstance(item, list):
+                inner += item
+            if count + len(inner) > MAX_VALUES:
+                raise ValueError(f"more than {MAX_VALUES:,} values")
+        if not inner:
+            return
+        level = inner
+    raise ValueError(f"nested more than {MAX_DEPTH} deep")
