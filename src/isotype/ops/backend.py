@@ -2,8 +2,8 @@
 
 An op reads autocast's dtype, and then switches autocast off. The paths are Triton kernels on a GPU,
 C++ kernels on a CPU, and plain PyTorch elsewhere. An op has first derivatives only: `torch.func`,
-forward-mode AD and `create_graph=True` are refused. Its reference, in plain PyTorch, has derivatives
-of any order.
+forward-mode AD and `create_graph=True` are refused. Its reference, in plain PyTorch, has
+derivatives of any order.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class OpContract:
     signature  inputs `name: spec` in call order, `->`, one output spec or several
     inside     dtype of the arithmetic (fp64 when the inputs are fp64)
     grads      the dtype in which each gradient leaves; `F` is the input's own letter
-    autocast   what autocast does to it: see `Autocast`
+    autocast   the effect of autocast: see `Autocast`
     """
 
     signature: str

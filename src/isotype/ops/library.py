@@ -19,9 +19,9 @@ def library_op(schema: str, *, fake: Callable[..., Any]) -> Callable[[F], F]:
     """The decorated function as `torch.ops.isotype.NAME`, for any device; `fake` gives its outputs
     without values.
 
-    It has no autograd of its own: an op's autograd.Function calls it. `torch.library.custom_op`
-    does the same, and imports torch._dynamo at its first call: 1.2 s and 148 MiB in a process that
-    compiles nothing; it takes 8 us a call, this 2.
+    The operator has no autograd formula: the op's autograd.Function calls it.
+    `torch.library.custom_op` does the same, but imports torch._dynamo at its first call (1.2 s and
+    148 MiB in a process that compiles nothing), and takes 8 us a call instead of 2.
     """
     name = schema[: schema.index("(")]
     _OPS.define(schema)
@@ -30,9 +30,9 @@ def library_op(schema: str, *, fake: Callable[..., Any]) -> Callable[[F], F]:
 
     def register(function: F) -> F:
         _OPS.impl(name, function, "CompositeExplicitAutograd")
-        # the op takes the function's arguments by its schema
+        # the operator parses its arguments by the schema
         op = getattr(torch.ops.isotype, name).default
-        op.__wrapped__ = function  # what a dispatch mode sees none of
+        op.__wrapped__ = function  # the function itself, without a dispatch mode
         return cast(F, op)
 
     return register

@@ -22,7 +22,8 @@ _RECIPE_ATTRIBUTE = "_isotype_recipe"
 
 
 class Recipe(NamedTuple):
-    """How a tensor is recomputed: `compute(*tensors)`, which is differentiable, gives the same bits.
+    """How a tensor is recomputed: `compute(*tensors)`, which is differentiable, gives the same
+    bits.
 
     version  of the tensor (the number of in-place writes) when the recipe was stored
     """

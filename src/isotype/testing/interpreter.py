@@ -344,8 +344,9 @@ def repairs() -> Iterator[Replacement]:
 # libdevice, of which the interpreter has only empty stubs: the functions that kernels of libraries
 # call, by torch, in fp32 and fp64. bf16 and fp16 arguments are refused, as on a GPU
 _SAME_NAMES = """
-    abs floor ceil trunc exp exp2 expm1 log log2 log10 log1p sqrt rsqrt sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh
-    erf erfc erfinv lgamma round atan2 hypot copysign fmod pow nextafter isnan isinf signbit
+    abs floor ceil trunc exp exp2 expm1 log log2 log10 log1p sqrt rsqrt sin cos tan asin acos atan
+    sinh cosh tanh asinh acosh atanh erf erfc erfinv lgamma round atan2 hypot copysign fmod pow
+    nextafter isnan isinf signbit
 """
 
 

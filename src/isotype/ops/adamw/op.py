@@ -13,7 +13,7 @@ from ..library import library_op
 
 
 class AdamwHyperparameters(NamedTuple):
-    """Of Loshchilov and Hutter 2019; `step` counts from 1."""
+    """The hyperparameters of AdamW (Loshchilov and Hutter 2019); `step` counts from 1."""
 
     lr: float
     beta1: float
@@ -50,7 +50,7 @@ def stochastic_round_(
     The 16 bits that bf16 drops are added to 16 random bits; a carry rounds up. Exact values stay;
     infinities stay.
 
-    seed, first  of the noise, as in `noise`
+    seed, first_index  of the noise, as in `noise`
     """
     bits = value_fp32.view(torch.int32) + noise(
         seed, first_index, value_fp32.numel(), value_fp32.device
@@ -61,11 +61,11 @@ def stochastic_round_(
 
 
 def noise(seed: int, first_index: int, count: int, device: torch.device) -> Tensor:
-    """16 random bits for each of `count` elements from `first_index` on: int32[count], a function of seed
-    and element alone.
+    """16 random bits for each of `count` elements from `first_index` on: int32[count], a function
+    of seed and element alone.
 
-    So the processes that share a tensor draw what one process draws. Every BLOCK elements have a
-    generator of their own.
+    So processes that share a tensor draw the same bits as one process would. Each block of BLOCK
+    elements has its own generator.
     """
     if device.type == "meta":
         return torch.empty(count, dtype=torch.int32, device=device)
@@ -90,8 +90,8 @@ def noise(seed: int, first_index: int, count: int, device: torch.device) -> Tens
 
 
 def _mix_seed(seed: int, block: int) -> int:
-    """A number whose lower 32 bits, all that torch's generator on a CPU reads, depend on every bit
-    of both.
+    """A seed whose lower 32 bits depend on every bit of both numbers: torch's CPU generator reads
+    no others.
 
     Source: SplitMix64, Steele et al. 2014, "Fast splittable pseudorandom number generators".
     """

@@ -1,9 +1,9 @@
 """AdamW as one kernel: every tensor is read once and written once, with stochastic rounding into a
 bf16 weight.
 
-In plain PyTorch the same update is 16 launches and holds up to four fp32 copies of the tensor: 8.4
-GB for a bf16 embedding of 128,256 x 4,096. The noise is Philox of (seed, index of the element) and
-depends on nothing else.
+In plain PyTorch the same update is 16 launches, with up to four fp32 copies of the tensor: 8.4 GB
+for a bf16 embedding of 128,256 x 4,096. The noise is Philox of the seed and the element's index,
+and depends on nothing else.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ..launch import on_tensor_device
 BLOCK = 1024
 
 
-# a seed is another number at every step, and an element count's class does not change what is
-# computed
+# The seed differs at every step, and the first index with every part of a tensor; neither changes
+# the compiled code
 @triton.jit(do_not_specialize=["seed", "first_quarter"])
 def adamw_kernel(
     weight,

@@ -1,5 +1,5 @@
-"""Chooses the back end of an attention from the device, dtypes, sizes and options, without reading
-a value.
+"""Chooses the back end of an attention from its device, dtypes, sizes and options. No value of a
+tensor is read.
 
 `cpp`    the C++ kernels of this op: bf16 on a CPU
 `cudnn`  cuDNN's kernel, for plain causal attention on Hopper and Blackwell; it builds a plan for
@@ -10,9 +10,9 @@ a value.
          older GPUs, a CPU without kernels
 `plain`  the reference, with all scores at once: softcaps where flex_attention is not compiled
 
-cuDNN and FlashAttention are called as operators, past the function in which PyTorch asks whether
-they may be: its conditions are here. Source: `can_use_cudnn_attention`, `can_use_flash_attention`
-and `check_prefer_cudnn_attention` in PyTorch 2.13's
+cuDNN and FlashAttention are called as operators, so PyTorch does not check whether they support the
+call; the conditions that it would check are here. Source: `can_use_cudnn_attention`,
+`can_use_flash_attention` and `check_prefer_cudnn_attention` in PyTorch 2.13's
 aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
 """
 
@@ -35,9 +35,9 @@ from ..backend import kernel_unavailable_reason
 class Documents(NamedTuple):
     """The documents of all rows, one row after the other.
 
-    bounds   int32[E+1]  where each of E documents begins among all tokens, and the number of tokens
-    longest  the tokens of the longest
-    whole_rows  each row is one document: plain causal attention of a batch
+    bounds      int32[E+1]  the first token of each of E documents, and the number of tokens
+    longest     the number of tokens of the longest document
+    whole_rows  whether each row is one document, so that the attention is that of a plain batch
     """
 
     bounds: Tensor
@@ -54,7 +54,7 @@ class Documents(NamedTuple):
 
     @classmethod
     def from_lengths(cls, lengths: Iterable[int]) -> Documents:
-        """From the documents' lengths in order; empty ones are left out. On the CPU."""
+        """Documents of these lengths, in order, without empty ones; on the CPU."""
         lengths = [n for n in lengths if n]
         return cls(
             torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32),
@@ -65,7 +65,7 @@ class Documents(NamedTuple):
         return self._replace(bounds=self.bounds.to(device, non_blocking=True))
 
     def document_ids(self, batch: int, positions: int) -> Tensor:
-        """int64[B S]: which document each token belongs to."""
+        """int64[B S]: the index of each token's document."""
         ends = self.bounds[1:].to(torch.int64)
         return torch.bucketize(
             torch.arange(batch * positions, device=ends.device), ends, right=True
@@ -86,11 +86,11 @@ Backend = Literal["cpp", "cudnn", "flash", "flex", "sdpa", "plain"]
 _HALF = (torch.bfloat16, torch.float16)
 # the GPU that a plan assumes where none is present: Hopper
 PLANNED_CAPABILITY = (9, 0)
-# FlashAttention's oldest and newest
+# the oldest and the newest compute capability that FlashAttention supports
 FLASH_OLDEST = (8, 0)
 FLASH_NEWEST = (12, 1)
-# PyTorch prefers cuDNN past this version: 9.15.1 mends lengths that are no multiple of 128 (pytorch
-# issue 169849)
+# PyTorch prefers cuDNN from the next version on: 9.15.1 repairs lengths that are no multiple of 128
+# (pytorch issue 169849)
 CUDNN_AFTER = 91500
 
 
@@ -100,7 +100,9 @@ def _capability(index: int | None) -> tuple[int, int]:
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:
-    """Compute capability; None off CUDA, and for AMD's GPUs, whose numbers mean something else."""
+    """The compute capability; None off CUDA, and for AMD's GPUs, whose numbers have
+    another scale.
+    """
     if is_planned(device) and planned_device_type(device) == "cuda":
         if not torch.cuda.is_available():
             return PLANNED_CAPABILITY
@@ -112,8 +114,8 @@ def capability(device: torch.device) -> tuple[int, int] | None:
 
 @cache
 def cudnn_version() -> int:
-    """91501 is 9.15.1. A plan without a GPU assumes one that serves; 0 where PyTorch was built
-    without.
+    """The version of cuDNN, 91501 for 9.15.1; 0 where PyTorch was built without it. A plan without
+    a GPU assumes a version that supports attention.
     """
     if not torch.cuda.is_available():
         return CUDNN_AFTER + 1
@@ -128,9 +130,10 @@ def has_flash() -> bool:
 
 @contextmanager
 def disable_cudnn_with_mask(mask: Tensor | None) -> Iterator[None]:
-    """Around a call of PyTorch's attention outside compiled graphs: cuDNN gets no mask tensor. Its
-    backward gives NaN for some lengths (64 past a multiple of 128, pytorch issue 196678), and it
-    takes an fp32 mask beside bf16 queries for bf16 (pytorch pull request 191612).
+    """Within this block PyTorch's attention does not use cuDNN if there is a mask; for calls
+    outside compiled graphs. With a mask cuDNN's backward gives NaN for some lengths (64 past a
+    multiple of 128, pytorch issue 196678), and it reads an fp32 mask of bf16 queries as bf16
+    (pytorch pull request 191612).
     """
     if (
         mask is None
@@ -159,7 +162,7 @@ def _cudnn_supports(compute_capability: tuple[int, int], depth: int) -> bool:
         or os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1"
     ):
         return False
-    # its backward sums in another order each time; FlashAttention's has a deterministic form
+    # cuDNN's backward adds in another order each time; FlashAttention has a deterministic backward
     return (
         not torch.are_deterministic_algorithms_enabled()
         or torch.is_deterministic_algorithms_warn_only_enabled()
@@ -194,8 +197,10 @@ def choose_gpu_backend(
     packed: bool,
     device: torch.device | None = None,
 ) -> Backend:
-    """The back end for tensors of these shapes on a GPU, their own or `device`: what no fast kernel
-    computes goes to `sdpa`, softcaps to `flex`.
+    """The back end for tensors of these shapes on a GPU: `flex` for softcaps, `sdpa` for calls that
+    no fast kernel computes.
+
+    device  another device than the tensors'
     """
     device = device or query.device
     compute_capability = capability(device)
@@ -216,15 +221,15 @@ def choose_gpu_backend(
     return "flash" if _flash_supports(compute_capability, depth) else "sdpa"
 
 
-# --- the kernels that PyTorch brings for CUDA, called as operators, so that the output and its
-# logsumexp are the op's to keep. B batch, N query heads, M key heads, S queries and keys, D head
+# --- PyTorch's kernels for CUDA, called as operators, so that the op can save the output and its
+# logsumexp. B batch, N query heads, M key heads, S queries and keys, D head
 # size, T tokens of all rows
 
 aten = torch.ops.aten
 
 
 def _to_flash_layout(x_BNSD: Tensor, documents: Documents | None) -> Tensor:
-    """[B S N D], or [T N D] where documents tell the rows apart: FlashAttention's order."""
+    """FlashAttention's layout: [B S N D], or [T N D] with documents."""
     x_BSND = x_BNSD.transpose(1, 2)
     if documents is None:
         return x_BSND
@@ -237,7 +242,7 @@ def _from_flash_layout(y: Tensor, like_BNSD: Tensor) -> Tensor:
 
 
 def _sequence_bounds(query: Tensor, documents: Documents | None) -> tuple[Any, ...]:
-    """Of queries and keys, and the longest of each, as FlashAttention takes them."""
+    """The bounds of queries and of keys, and the longest of each, as FlashAttention takes them."""
     if documents is None:
         return None, None, query.shape[2], query.shape[2]
     return documents.bounds, documents.bounds, documents.longest, documents.longest
@@ -246,7 +251,7 @@ def _sequence_bounds(query: Tensor, documents: Documents | None) -> tuple[Any, .
 def _flash_options(window: int | None, causal: bool, scale: float) -> dict[str, Any]:
     if window is None:
         return {"scale": scale}
-    # how many keys before and after a query; -1: all
+    # the number of keys before and after a query; -1 for all
     return {
         "scale": scale,
         "window_size_left": window - 1,
@@ -263,7 +268,7 @@ def flash_forward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, ...]:
-    """(out, logsumexp, random state and its unused half): what `flash_backward` needs."""
+    """(out, logsumexp, random state, its unused half); `flash_backward` needs all of them."""
     inputs = (_to_flash_layout(x, documents) for x in (q_BNSD, k_BMSD, v_BMSD))
     out, lse, state, unused, _ = aten._flash_attention_forward(
         *inputs,
@@ -325,7 +330,7 @@ def cudnn_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     lse, seed, offset = saved
-    # neither a bias nor bounds: PyTorch's own backward passes tensors that are not defined
+    # None for bias and bounds, where PyTorch's own backward passes undefined tensors
     gradients: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_cudnn_attention_backward(
         dy,
         q,
@@ -349,11 +354,11 @@ def cudnn_backward(
 
 # --- softcaps: PyTorch's flex_attention, compiled once for each kind of call, whatever the lengths
 
-# Kinds of calls: windows, packed or not, with gradients or without, dtypes, devices, each for one
-# length and for any length. Dynamo's own limit of 8 is fewer; past it flex_attention runs
-# uncompiled, with every score in memory.
+# The number of kinds of calls that may be compiled: windows, packed or not, with gradients or
+# without, dtypes, devices, each for one length and for any length. Dynamo's default limit of 8 is
+# too small; past the limit flex_attention runs uncompiled, with every score in memory.
 RECOMPILE_LIMIT = 64
-# block masks that are kept: every layer of a batch, and its recompute, asks for the same one or two
+# every layer of a batch, and its recompute, needs the same one or two block masks
 BLOCK_MASK_CACHE_SIZE = 8
 _block_masks: OrderedDict[tuple[object, ...], tuple[Any, Tensor | None]] = OrderedDict()
 
@@ -361,8 +366,8 @@ _block_masks: OrderedDict[tuple[object, ...], tuple[Any, Tensor | None]] = Order
 def compile_any_length(
     function: Callable[..., Any], backend: Any = "inductor"
 ) -> Callable[..., Any]:
-    """`function`, compiled for the first length and, with the second, for any length: lengths of
-    one compile each would pass the limit.
+    """`function`, compiled for the first length and then, with the second, for any length. One
+    compilation for each length would exceed the limit.
     """
     compiled = torch.compile(function, backend=backend)
 
@@ -375,8 +380,8 @@ def compile_any_length(
 
 @cache
 def _flex_functions(on_gpu: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """(flex_attention, create_block_mask), compiled on a GPU. Uncompiled, the second makes a mask
-    of positions x positions on its way.
+    """(flex_attention, create_block_mask), compiled on a GPU. An uncompiled create_block_mask
+    allocates a mask of positions x positions.
     """
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -430,7 +435,7 @@ def _cached_block_mask(
     window: int | None,
     documents: Documents | None,
 ) -> Any:
-    """`make()`, or what it gave for another layer of this batch."""
+    """`build()`, or the mask that it returned for another layer of this batch."""
     bounds = None if documents is None else documents.bounds
     batch = None if documents is None else query.shape[0]
     # a mask made in inference mode cannot be saved for backward
@@ -445,7 +450,7 @@ def _cached_block_mask(
         torch.is_inference_mode_enabled(),
     )
     if cache_key not in _block_masks:
-        # the bounds are held, so that no other tensor gets their id
+        # the bounds are stored too, so that no other tensor gets their id
         _block_masks[cache_key] = build(), bounds
         while len(_block_masks) > BLOCK_MASK_CACHE_SIZE:
             _block_masks.popitem(last=False)

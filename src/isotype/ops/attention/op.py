@@ -42,8 +42,8 @@ ATTENTION = OpContract(
 
 
 def mask_outside_window(allowed_ST: Tensor, window: int) -> Tensor:
-    """`allowed` without the keys that lie `window` or more before their query; those after it stay
-    as they are.
+    """`allowed` without the keys `window` or more positions before their query. Keys after a query
+    are not changed.
     """
     return allowed_ST.triu(1 - window)
 
@@ -258,8 +258,9 @@ def attention_backward(
 
 
 class Attention(torch.autograd.Function):
-    """Saves query, key, value (or what they are made from: `ops.recomputable`), the output, and one fp32
-    logsumexp a query: never a [queries x keys] matrix.
+    """Saves query, key and value (or the tensors from which they are recomputed:
+    `ops.recomputable`), the output, and one fp32 logsumexp a query: never a [queries x keys]
+    matrix.
     """
 
     @staticmethod
@@ -400,15 +401,15 @@ def attention(
     documents: Documents | None = None,
 ) -> Tensor:
     """Scaled dot-product attention, without a [queries x keys] matrix in memory where a kernel
-    exists for what is asked (`choose_backend`).
+    supports the call (`choose_backend`).
 
     query       F[B N S D]   autocast's dtype where that is on
     key, value  F[B M T D]   N a multiple of M: query heads share key heads in order
     mask        bool[B or 1, 1 or N, S, T], true where a query attends to a key
     causal      query i attends to keys 0 to i only
     scale       of the products; 1 / sqrt(D) by default
-    window      a query attends to itself and the window - 1 keys before it; those after it are left
-                to `causal`
+    window      a query attends to itself and the window - 1 keys before it; `causal` decides about
+                the keys after it
     softcap     scores become softcap * tanh(score / softcap)
     documents   rows are packed: a query attends to keys of its own document; S = T
     ->          F[B N S D]; zeros for a query that attends to no key
@@ -526,7 +527,7 @@ def kernel_attention(
     causal: bool,
     scale: float | None,
 ) -> Tensor | None:
-    """`attention` where a kernel computes it; None where PyTorch's own attention would be called."""
+    """`attention` where a kernel computes it; None where it would call PyTorch's attention."""
     autocast = autocast_dtype(query)
     if autocast is not None and query.dtype != torch.float64:
         query = query.to(autocast)
@@ -571,7 +572,5 @@ def _check_inputs(query: Tensor, key: Tensor, value: Tensor) -> None:
     elif key.shape[1] == 0 or query.shape[1] % key.shape[1]:
         problem = f"{query.shape[1]} query heads cannot share {key.shape[1]} key heads evenly"
     if problem:
-        raise ShapeError(
-            f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}: {problem}",
-            code="SH001",
-        )
+        shapes = f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
+        raise ShapeError(f"{shapes}: {problem}", code="SH001")

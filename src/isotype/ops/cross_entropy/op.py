@@ -115,11 +115,11 @@ def _backward(
 
 
 class CrossEntropy(torch.autograd.Function):
-    """Row losses; saves the logits it was given and one fp32 a row, and never writes to either.
+    """The losses of rows. Saves the logits and one fp32 a row, and never writes to the logits.
 
-    The gradient is a new tensor: whether anything else will read the logits (a second consumer,
-    `retain_graph`, the caller) cannot be known here. `linear_cross_entropy` owns its logits, and
-    writes in place.
+    The gradient is a new tensor, since other code may read the logits later (a second consumer,
+    `retain_graph`, the caller). `linear_cross_entropy` allocates its logits itself, and writes
+    their gradient in place.
     """
 
     @staticmethod
@@ -146,8 +146,8 @@ def reduce_losses(
     num_items: int | float | Tensor | None,
     ignore_index: int,
 ) -> Tensor:
-    """fp32[T] row losses (0 where ignored) to what the caller asked for; plain differentiable
-    PyTorch.
+    """Reduces fp32[T] row losses (0 where ignored) to the mean, the sum, or not at all, in plain
+    differentiable PyTorch.
     """
     if reduction == "none":
         return loss_T
@@ -160,8 +160,8 @@ def reduce_losses(
     else:
         count = total.new_full((), count)
     is_empty = count == 0
-    # nothing to divide by: nan, as PyTorch's; its gradient is 0, as there, where that of 0 / 0
-    # would be nan and spoil the weights
+    # without any row the mean is nan and its gradient 0, as PyTorch's; the gradient of 0 / 0 would
+    # be nan, and so would the weights
     return torch.where(is_empty, torch.nan, total / count.masked_fill(is_empty, 1).to(total))
 
 
@@ -185,8 +185,8 @@ def cross_entropy(
     inside   fp32      on softcap * tanh(logit_scale * logits / softcap); z_loss adds z_loss *
              logsumexp^2
     grads    logits: F
-    mean divides by the rows that are not ignored, or by num_items where given (a
-    gradient-accumulation window's count).
+    mean divides by the number of rows that are not ignored, or by num_items (the count of a
+    gradient-accumulation window).
     Raises   IsotypeError SH002 for a target out of range; DtypeError DT001, ShapeError SH001;
              UsageError
     """

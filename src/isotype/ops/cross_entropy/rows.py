@@ -1,4 +1,4 @@
-"""What computes on rows of logits: Triton on a GPU, C++ on a CPU, blocks of plain PyTorch
+"""Chooses the kernels for rows of logits: Triton on a GPU, C++ on a CPU, blocks of plain PyTorch
 elsewhere. T tokens, V vocabulary.
 """
 
@@ -33,7 +33,7 @@ RECOMPUTED_LOGITS = 9  # as cpu.cpp has it
 
 
 class RecomputedLogits(NamedTuple):
-    """classes  int64[N 9]  classes of the logits of a row that were made again; -1: none
+    """classes  int64[N 9]  classes of the recomputed logits of a row; -1: none
     logits  fp32[N 9]   these logits, after scale and softcap
     """
 
@@ -50,14 +50,14 @@ class RecomputedLogits(NamedTuple):
 
 
 class LogitsSource:
-    """What bf16 logits of a CPU product were made of: the C++ kernels make the target's and the
-    largest ones again in fp32.
+    """The operands of bf16 logits of a CPU product, from which the C++ kernels recompute the
+    target's and the largest logits in fp32.
 
-    A bf16 product rounds its fp32 sums: a logit of 20 by up to 0.06. Of peaked rows (mean
-    log-probability -1.2, V 32,000) that is a root mean square of 4.5e-2 a token, and of 6.2e-4 with
-    these.
+    A bf16 product rounds its fp32 sums: a logit of 20 by up to 0.06. In peaked rows (mean
+    log-probability -1.2, V 32,000) the root mean square of a token's error is 4.5e-2, and 6.2e-4
+    with recomputed logits.
 
-    recomputed  which logits `row_values` has made again
+    recomputed  the logits that `row_values` has recomputed
     """
 
     def __init__(self, x_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> None:
@@ -70,7 +70,7 @@ class LogitsSource:
     def from_product(
         cls, logits_NV: Tensor, x_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None
     ) -> LogitsSource | None:
-        """None where the product keeps its fp32 sums."""
+        """The source of these logits; None where the product returns its fp32 sums."""
         is_narrow = (
             logits_NV.is_cpu
             and logits_NV.dtype == x_NH.dtype == weight_VH.dtype == torch.bfloat16
@@ -94,8 +94,8 @@ NO_SOURCE_ARGUMENTS = (None, 0, None, 0, 0, None)
 
 
 class CppRowKernels:
-    """The C++ kernels: fp32, bf16 or fp16 logits on a CPU, rows of any stride. As the functions of
-    `rule`.
+    """The C++ kernels, for fp32, bf16 or fp16 logits on a CPU, with rows of any stride. They
+    compute the same as the functions of `rule`.
     """
 
     @staticmethod
@@ -234,8 +234,8 @@ class CppRowKernels:
 
 
 def choose_row_kernels(x: Tensor) -> Any:
-    """What computes on rows of logits, with the functions of `Cpp`: Triton kernels on a GPU, C++
-    ones on a CPU, blocks of plain PyTorch elsewhere.
+    """The object whose functions (those of `CppRowKernels`) compute on rows of `x`: Triton kernels
+    on a GPU, C++ kernels on a CPU, blocks of plain PyTorch elsewhere.
     """
     if uses_triton(x):
         from . import triton

@@ -1,5 +1,5 @@
-"""The rule of a row's loss, and what is computed by it on rows of logits, in blocks of plain
-PyTorch on any device: no wide copy of the logits. T tokens, V vocabulary.
+"""The rule of a row's loss, and its formulas in plain PyTorch for any device, in blocks of rows
+without a wide copy of the logits. T tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class LossRule:
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
     ) -> LossRule:
-        """The rule as a caller writes it: None for no scale and no softcap."""
+        """The rule with the options of an op, where None means no scale or no softcap."""
         return cls(
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
@@ -85,7 +85,7 @@ class LossRule:
 
     @property
     def cpp_arguments(self) -> tuple[int, float, float, float, float]:
-        """In the order in which the C++ kernels take them."""
+        """The rule in the order of the C++ kernels' parameters."""
         return self.ignore_index, self.label_smoothing, self.logit_scale, self.softcap, self.z_loss
 
 
@@ -93,7 +93,7 @@ class LossRule:
 
 
 def check_targets(targets: Tensor, rows: tuple[int, ...], classes: int, rule: LossRule) -> None:
-    """Whether the targets fit logits of this shape.
+    """Raises an error unless the targets fit logits of this shape.
 
     rows    the shape of the logits without their last dimension, `classes`
     Raises  DtypeError DT001, ShapeError SH001, and IsotypeError SH002 for a target out of range
@@ -159,9 +159,9 @@ _DEFAULT_BLOCK_ELEMENTS = 2**26
 
 
 def wide_blocks(logits_TV: Tensor, rule: LossRule) -> Iterator[tuple[slice, Tensor]]:
-    """(rows, their wide logits after scale and softcap), in one buffer that every block uses again:
-    fresh pages would cost more than the arithmetic (`benchmarks/ops.py`). Blocks depend on shapes
-    alone, so that a run repeats.
+    """(rows, their wide logits after scale and softcap), in one buffer that all blocks share: fresh
+    pages would take longer than the arithmetic (`benchmarks/ops.py`). Blocks depend on shapes
+    alone, so that results are reproducible.
     """
     tokens, columns = logits_TV.shape
     block_rows = max(
@@ -184,8 +184,8 @@ def wide_blocks(logits_TV: Tensor, rule: LossRule) -> Iterator[tuple[slice, Tens
 
 
 def exp_rows_(z: Tensor, targets: Tensor, rule: LossRule) -> tuple[Tensor, Tensor, Tensor]:
-    """`z` becomes exp(z - max); gives the row losses, logsumexp, and the rows' sums. One exp serves
-    loss and gradient.
+    """Replaces `z` by exp(z - max), and returns the row losses, the logsumexp and the sums of exp.
+    Loss and gradient share one exp.
     """
     ignored = targets == rule.ignore_index
     target_logit = z.gather(-1, targets.masked_fill(ignored, 0).long().unsqueeze(-1)).squeeze(-1)
@@ -212,11 +212,11 @@ def gradient_rows_(
     first_class: int = 0,
     total: Tensor | None = None,
 ) -> None:
-    """`p`, the softmax of the rows times `total` a row where given, becomes the gradient of the
-    logits.
+    """Replaces `p` by the gradient of the logits.
 
-    classes   the whole vocabulary's size; `first_class` is the class of column 0 when these columns are a
-              block of it
+    p            the softmax of the rows; with `total`, the softmax times each row's total
+    classes      the size of the whole vocabulary
+    first_class  the class of column 0, where the columns are a block of the vocabulary
     """
     factor = dloss * (1 + 2 * rule.z_loss * lse)
     p.mul_((factor if total is None else factor / total).unsqueeze(-1))
@@ -227,7 +227,7 @@ def gradient_rows_(
 
 
 def _add_at_targets_(g: Tensor, values: Tensor, column: Tensor) -> None:
-    """Adds a value a row at its column, where that is one of these."""
+    """Adds the value of each row at its column, where that is a column of `g`."""
     is_outside = (column < 0) | (column >= g.shape[-1])
     g.scatter_add_(
         -1,
@@ -237,10 +237,10 @@ def _add_at_targets_(g: Tensor, values: Tensor, column: Tensor) -> None:
 
 
 def _backpropagate_rule_(g: Tensor, logits: Tensor, rule: LossRule) -> None:
-    """The gradient of what scale and softcap make of the logits becomes that of the logits."""
+    """Replaces the gradient of scaled and capped logits by that of the logits."""
     if rule.softcap:
-        # d tanh(u) = 1 - tanh(u)^2, from the logits again: softcapping is rare, and a second buffer
-        # would halve the block
+        # d tanh(u) = 1 - tanh(u)^2, with tanh recomputed from the logits: softcapping is rare, and
+        # a second buffer would halve the block
         slope = torch.tanh(logits.to(g.dtype) * (rule.logit_scale / rule.softcap))
         g.mul_(1 - slope * slope)
     if rule.logit_scale != 1.0:
@@ -256,8 +256,8 @@ def cross_entropy_forward(
 ) -> tuple[Tensor, Tensor]:
     """(loss, logsumexp), each fp32[T]; 0 for an ignored row.
 
-    out_TV   gets the logits' gradient for an upstream gradient of `dloss` in every row: one exp for
-             both. It may be `logits_TV` itself when the caller owns it; its dtype may be narrower
+    out_TV   receives the logits' gradient for an upstream gradient of `dloss` in every row. It may
+             be `logits_TV` itself where the caller no longer needs them; its dtype may be narrower
     """
     loss_T = torch.empty(
         logits_TV.shape[0], dtype=arithmetic_dtype(logits_TV.dtype), device=logits_TV.device
@@ -325,7 +325,7 @@ def zero_ignored_(gradient_TV: Tensor, targets_T: Tensor, rule: LossRule) -> Ten
     ignored_T = targets_T == rule.ignore_index
     if not can_count_rows(targets_T):
         return gradient_TV.masked_fill_(ignored_T.unsqueeze(-1), 0)
-    # most batches have none, and a mask would write every row again
+    # most batches have none, and a mask would rewrite every row
     ignored_rows_N = ignored_T.nonzero().squeeze(-1)
     if ignored_rows_N.numel():
         return gradient_TV.index_fill_(0, ignored_rows_N, 0)
@@ -348,7 +348,7 @@ class RequestedValues(NamedTuple):
 
 
 class RowValues(NamedTuple):
-    """fp32[N] each (top1 int64[N]); a tensor that was not asked for is empty."""
+    """fp32[N] each (top1 int64[N]); a tensor that was not requested is empty."""
 
     log_probs: Tensor
     logsumexp: Tensor
@@ -359,8 +359,8 @@ class RowValues(NamedTuple):
 
 
 class Upstream(NamedTuple):
-    """Upstream gradients a row, fp32[N]; None where one is zero. `entropy` is the entropy itself,
-    needed beside dentropy.
+    """The upstream gradients of each row, fp32[N]; None for zero. `entropy` is the entropy itself,
+    which is needed with dentropy.
     """
 
     dlog_probs: Tensor | None
@@ -430,7 +430,7 @@ def row_value_gradients(
     """The gradient of the logits, written to `out_NV`, which may be `logits_NV` itself. Column 0 is
     the class `first_class`.
 
-    A row whose logsumexp is inf is an ignored one: its gradient is 0, also where its logits are not
+    A row whose logsumexp is inf is an ignored row: its gradient is 0, also where its logits are not
     finite.
     """
     for rows, z in wide_blocks(logits_NV, rule):

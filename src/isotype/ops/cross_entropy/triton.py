@@ -3,10 +3,10 @@ vocabulary in blocks.
 
 V vocabulary, offsets in int64.
 
-Every value is widened to fp32 once, where it is loaded, and narrowed once, where it is stored: no
-value changes dtype inside a branch or a loop; that fault broke large-vocabulary kernels in other
-libraries. Scalars are pinned to fp32: a compiler may hand a Python float over as fp64.
-Flags are constexpr, so that an absent feature costs nothing.
+Every value is widened to fp32 once, where it is loaded, and narrowed once, where it is stored. No
+value changes its dtype inside a branch or a loop, a fault that broke large-vocabulary kernels in
+other libraries. Scalars are cast to fp32, since a compiler may pass a Python float as fp64. Flags
+are constexpr, so that an absent feature costs nothing.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def apply_rule(x_fp32, scale, softcap, HAS_SCALE: tl.constexpr, HAS_CAP: tl.cons
 
 @triton.jit
 def load_block(start, v, stop, FULL: tl.constexpr):
-    """Logits in fp32; past `stop`, which no whole block reaches, zeros. A mask that ends at any
-    number is one for every value: with it 8 values of bf16 are 8 loads, without it one.
+    """Logits in fp32, and zeros past `stop`, which no full block reaches. A full block is loaded
+    without a mask: with a mask 8 values of bf16 are 8 loads, without it one.
     """
     if FULL:
         x_fp32 = tl.load(start + v).to(tl.float32)
@@ -62,7 +62,7 @@ def add_to_loss(
     HAS_SCALE: tl.constexpr,
     HAS_CAP: tl.constexpr,
 ):
-    """The lanes' maxima and sums with a block of logits added."""
+    """Adds a block of logits to the lanes' maxima and sums."""
     z_fp32 = apply_rule(
         load_block(start, v, classes, FULL), scale, softcap, HAS_SCALE, HAS_CAP
     )  # [LANES, EACH]
@@ -342,7 +342,7 @@ def add_to_values(
     HAS_MEAN: tl.constexpr,
     HAS_TOP1: tl.constexpr,
 ):
-    """The lanes' maxima, sums and most likely classes with a block of logits added."""
+    """Adds a block of logits to the lanes' maxima, sums and most likely classes."""
     z_fp32 = apply_rule(
         load_block(start, v, classes, FULL), scale, softcap, HAS_SCALE, HAS_CAP
     )  # [LANES, EACH]

@@ -1,4 +1,4 @@
-"""What lies between an expert's two layers: a gated activation, or any function of rows.
+"""The function between an expert's two layers: a gated activation, or any function of rows.
 
 T rows, G features of the first layer's output, I inner features.
 """
@@ -18,8 +18,8 @@ from .groups import KERNELS as KERNELS_OF_EXPERTS
 
 
 class Clamped(NamedTuple):
-    """gpt-oss's: (up + 1) * gate * sigmoid(alpha * gate) of the even columns (gate, at most
-    `limit`) and the odd ones (up, within it).
+    """gpt-oss's activation: (up + 1) * gate * sigmoid(alpha * gate) of the even columns (gate, at
+    most `limit`) and the odd ones (up, within it).
     """
 
     alpha: float
@@ -48,7 +48,7 @@ def activation_reference(g: Tensor, kind: Activation) -> Tensor:
 
 
 def apply_activation(g_TG: Tensor, kind: Activation) -> Tensor:
-    """F[T I], for a caller that differentiates it itself."""
+    """F[T I], for a caller that has its own backward."""
     arguments = _kernel_arguments(kind)
     if arguments is not None and (path := choose_path(KERNELS_OF_EXPERTS, g_TG)) in (
         "cpp",
@@ -63,7 +63,7 @@ def apply_activation(g_TG: Tensor, kind: Activation) -> Tensor:
 
 
 def _kernel_arguments(kind: Activation) -> tuple[str, float, float] | None:
-    """(its name for the kernels, alpha, limit), or None for a function."""
+    """(name, alpha, limit) as the kernels take them, or None for a function."""
     if isinstance(kind, Clamped):
         return "clamped", kind.alpha, kind.limit
     return (kind, 0.0, 0.0) if isinstance(kind, str) else None
@@ -77,10 +77,10 @@ def scale_rows(x_TN: Tensor, w_T: Tensor) -> Tensor:
 def activation_backward(
     g_TG: Tensor, dh_TI: Tensor, w_T: Tensor, kind: Activation, *, needs_h: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(gradient of g, weighted; h again where it is needed; <h, dh> of each row).
+    """(gradient of g, times w; h where it is needed, else empty; <h, dh> of each row).
 
-    dh  not yet weighted
-    w   of each row, fp32
+    dh  the gradient of h, not yet times w
+    w   the routing weight of each row, fp32
     """
     arguments = _kernel_arguments(kind)
     if (
@@ -110,7 +110,7 @@ def activation_backward(
 
 # --- the C++ and Triton kernels
 
-# their numbers in cpu.cpp
+# the numbers of the activations in cpu.cpp
 _KIND_NUMBERS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "clamped": 3}
 
 
@@ -146,7 +146,7 @@ def _fake_backward(
 def _cpp_backward(
     g_TG: Tensor, dh_TI: Tensor, w_T: Tensor, kind: str, alpha: float, limit: float, want_h: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(gradient of g, weighted; h where it is wanted again, else empty; <h, dh> of each row)."""
+    """(gradient of g, times w; h where it is needed, else empty; <h, dh> of each row)."""
     outputs = dg, h, products = _fake_backward(g_TG, dh_TI, w_T, kind, alpha, limit, want_h)
     KERNELS_OF_EXPERTS(
         "backward",

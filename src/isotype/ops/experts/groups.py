@@ -1,8 +1,8 @@
-"""Rows in the order of their experts, and the products of each expert's rows with its own matrix.
+"""Sorts rows by their experts, and multiplies each expert's rows by its matrix.
 
-On a CPU the rows are walked through in parts of a few experts, each expert's rows one product.
-Elsewhere there is one part of all rows, a product of all experts is one call, and the host never
-waits for the numbers of rows.
+On a CPU there are parts of a few experts, and one product for each expert's rows. Elsewhere one
+part has all rows, one call computes the products of all experts, and the host never waits for the
+numbers of rows.
 
 S rows of a part in the order of their experts, N and M features, R rank, E experts of a part.
 """
@@ -24,15 +24,15 @@ from ..backend import arithmetic_dtype, choose_path, forced_path, uses_triton
 from ..cpp import CppKernels
 from ..library import library_op
 
-# Rows of a part on a CPU: 512 of 1,024 inner features are 1 MiB in bf16, and a part of 64 rows has
-# as many calls as one of 512
+# On a CPU: 512 rows of 1,024 inner features are 1 MiB in bf16, and a part of 64 rows needs as many
+# calls as one of 512
 ROWS_PER_PART = 512
-# packed experts that a GPU widens at a time: 8 of gpt-oss are 265 MB, its whole stack 1 GiB
+# packed experts that are widened at a time on a GPU: 8 of gpt-oss are 265 MB, all of them 1 GiB
 EXPERTS_AT_ONCE = 8
 
 
-# --- the C++ kernels of cpu.cpp: each is one call for all experts of a part. `ends` are where each
-# expert's rows end
+# --- the C++ kernels of cpu.cpp, each of which is called once for all experts of a part. `ends` has
+# the end of each expert's rows
 
 KERNELS = CppKernels(
     __file__,
@@ -45,27 +45,29 @@ KERNELS = CppKernels(
     backward="dppppppiiiff",
     scatter="dppppii",
 )
-# up to this rank a kernel is no slower than PyTorch's product
+# up to this rank a kernel is at least as fast as PyTorch's product
 _MAX_RANK = 64
 
 
 @cache
 def _has_bf16_kernels() -> bool:
-    """Whether the kernels with a rank can run: they are built, and the processor multiplies bf16."""
+    """Whether the kernels for adapters can run: they are built, and the processor multiplies
+    bf16.
+    """
     return KERNELS.native()
 
 
 @cache
 def _max_rows_per_expert() -> int:
-    """Up to how many rows an expert the kernel for all experts is used. It takes 0.7 to 0.97 of the
-    time of PyTorch's product for each at 16 to 1,024 rows (measured without AMX). With AMX, which
-    the kernel does not use, it is not.
+    """The number of rows an expert up to which the kernel for all experts is used. It takes 0.7 to
+    0.97 of the time of PyTorch's products at 16 to 1,024 rows (measured without AMX). It does not
+    use AMX, so with AMX the number is 0.
     """
     return 0 if torch.cpu._is_amx_tile_supported() else 1024
 
 
 def _make_c_array(ends: list[int]) -> tuple[array[int], int]:
-    # the array is returned so that it lives as long as the call
+    # the caller keeps the array, so that its memory lives as long as the call
     values = array("q", ends)
     return values, values.buffer_info()[0]
 
@@ -218,7 +220,7 @@ class Groups:
             if not packed:
                 return
         if index_TC.is_meta or isinstance(index_TC, FakeTensor):
-            # a plan, whose indices have no values: as many rows for each
+            # indices of a plan have no values: assume as many rows for each expert
             self.counts = [sorted_experts.numel() // experts] * (experts - 1)
             self.counts.append(sorted_experts.numel() - sum(self.counts))
         else:
@@ -227,8 +229,8 @@ class Groups:
     def narrow(
         self, a: Tensor | None, b: Tensor | None, dtype: torch.dtype
     ) -> tuple[Tensor | None, Tensor | None]:
-        """A and B in the products' dtype; a grouped product takes ranks of multiples of 16 bytes,
-        which are filled with zeros.
+        """A and B in the products' dtype. A grouped product needs ranks of multiples of 16 bytes,
+        so they are padded with zeros.
         """
         if a is None or b is None:
             return None, None
@@ -273,11 +275,11 @@ class Part:
             self.ends.append(start)
 
     def gather_rows(self, x_TN: Tensor) -> Tensor:
-        """[S N], each row's token."""
+        """[S N]: the features of each row's token."""
         return x_TN.index_select(0, self.tokens)
 
     def multiply(self, x_SN: Tensor, matrices_ENM: Tensor, out: Tensor | None = None) -> Tensor:
-        """[S M], in their one dtype."""
+        """[S M]: each row by its expert's matrix; both have one dtype."""
         y = x_SN.new_empty(x_SN.shape[0], matrices_ENM.shape[2]) if out is None else out
         if (
             _uses_bf16_kernel(x_SN)
@@ -293,8 +295,8 @@ class Part:
     def multiply_packed(
         self, x_SN: Tensor, read: Callable[[slice], Tensor], out_SM: Tensor
     ) -> Tensor:
-        """The same with the matrices [E' N M] of a few experts at a time, which `read` makes; an
-        expert without rows is not read.
+        """`multiply` with the matrices [E' N M] of a few experts at a time, which `read` returns.
+        Experts without rows are not read.
         """
         for i, rows in self.expert_rows:
             expert = self.experts.start + i
@@ -366,7 +368,7 @@ class Part:
 
 
 def _uses_rank_kernel(x: Tensor, ranks: int) -> bool:
-    """Whether the kernels take these products with a rank."""
+    """Whether the kernels for adapters compute products of this rank."""
     return 0 < ranks <= _MAX_RANK and _uses_bf16_kernel(x)
 
 
@@ -386,7 +388,7 @@ class GroupedPart(Part):
         self.ends = groups.ends
         self.experts_per_token = groups.experts_per_token
         self.counts = groups.counts
-        # the row of each (token, place), and the expert of each row
+        # the row of each (token, choice), and the expert of each row
         self.token_rows = torch.empty_like(groups.order).index_put_(
             (groups.order,), torch.arange(count, device=groups.order.device)
         )
@@ -448,7 +450,7 @@ class GroupedPart(Part):
             y = y_SN.to(total_TN.dtype)
         else:
             y = y_SN.to(total_TN.dtype) * w_S[:, None]
-        # without atomics: the sum of a token's rows, in one order
+        # the sum of a token's rows, without atomics, in a fixed order
         total_TN += y[self.token_rows].view(-1, self.experts_per_token, y.shape[1]).sum(1)
 
 

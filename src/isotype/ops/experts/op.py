@@ -138,8 +138,8 @@ def _product(
     out: Tensor | None = None,
 ) -> Tensor:
     """x by the matrix of each row's expert, or by its transpose. Stacks are read only here: weights
-    of another dtype are cast for the experts of a part, packed ones are widened for a few experts at
-    a time.
+    of another dtype are cast for the experts of a part, packed ones are widened for a few experts
+    at a time.
     """
     state = options.states[layer_index]
     if state is None:

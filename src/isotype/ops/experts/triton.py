@@ -1,6 +1,6 @@
-"""Stacked experts on a GPU, beside torch's grouped products: what lies between an expert's two
-layers, sums over a token's experts, and the adapters' gradients, which no grouped product of torch
-returns in fp32.
+"""Kernels for stacked experts that complement torch's grouped products: the activation between an
+expert's two layers, sums over a token's experts, and the adapters' gradients, which torch's grouped
+products do not return in fp32.
 
 S rows in the order of their experts, I inner features, N columns, M and N sides of a gradient.
 """
@@ -87,9 +87,7 @@ def backward_kernel(
     WANT_H: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row a program: the gradient of g, weighted, h again, and <h, dh> before the weight is
-    multiplied in.
-    """
+    """One row a program: the gradient of g times the weight, h, and <h, dh> without the weight."""
     row = tl.program_id(0).to(tl.int64)
     weight_fp32 = tl.load(weights + row).to(tl.float32)
     sum_fp32 = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -231,7 +229,7 @@ def activate(g_SG: Tensor, kind: str, alpha: float, limit: float) -> Tensor:
 def backward(
     g_SG: Tensor, dh_SI: Tensor, w_S: Tensor, kind: str, alpha: float, limit: float, want_h: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(gradient of g, weighted; h where it is wanted again, else empty; <h, dh> of each row)."""
+    """(gradient of g, times w; h where it is needed, else empty; <h, dh> of each row)."""
     dg, products = torch.empty_like(g_SG), torch.empty_like(w_S)
     h = torch.empty_like(dh_SI) if want_h else dh_SI.new_empty(0)
     if dh_SI.numel():

@@ -85,7 +85,7 @@ def gelu_reference(x: Tensor, *, approximate: str = "none") -> Tensor:
 # --- the C++ kernels of cpu.cpp
 
 KERNELS = CppKernels(__file__, forward="dpppiiiii", backward="dppppppiiiiii")
-# their numbers in cpu.cpp
+# the numbers of the activations in cpu.cpp
 _ACTIVATION_NUMBERS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 
 
@@ -136,7 +136,7 @@ def _fake_backward(
 def _cpp_backward(
     x: Tensor, up: Tensor | None, dy: Tensor, activation: str, product: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x and up, and the result again: what is not wanted is empty."""
+    """The gradients of x and up, and the result; empty where one is not needed."""
     dx, dup, y = _fake_backward(x, up, dy, activation, product)
     if up is None:
         x, dy = as_rows(x, dy)
@@ -176,7 +176,7 @@ def gated_forward(path: Path, x: Tensor, up: Tensor | None, activation: Activati
 def gated_backward(
     path: Path, x: Tensor, up: Tensor | None, dy: Tensor, activation: Activation, product: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The gradients of x and up, and with `product` the result again, from the same exp."""
+    """The gradients of x and up, and with `product` the result, from the same exp."""
     if path == "cpp":
         dx, dup, recomputed = _cpp_backward(x, up, dy, activation, product)
         return dx, None if up is None else dup, recomputed if product else None
@@ -194,8 +194,8 @@ def gated_backward(
 
 
 def _value_and_slope(g: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
-    """The activation and its derivative from one exp, erf or tanh: on a CPU that is what the
-    formula costs.
+    """The activation and its derivative, from one exp, erf or tanh, which takes most of the time on
+    a CPU.
     """
     if activation == "silu":
         s = torch.sigmoid(g)
@@ -284,7 +284,7 @@ def gelu_mul(gate: Tensor, up: Tensor, *, approximate: str = "none") -> Tensor:
 
 def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
     """gelu(x) in one pass, exact (approximate="none") or "tanh"; saves only its input, from which a
-    LoRA layer makes it again.
+    LoRA layer recomputes it.
 
     x       F[*n d]   any float dtype, unchanged by autocast
     ->      F[*n d]
@@ -298,7 +298,7 @@ def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
     return mark_recomputable(y, partial(gelu, approximate=approximate), x)
 
 
-# --- for callers that saved gate and up alone
+# --- for callers that save only gate and up
 
 
 def gated_product(kind: Gated, gate: Tensor, up: Tensor) -> Tensor:
@@ -328,8 +328,8 @@ def gated_gradients(
 def gated_gradients_(
     kind: Gated, gate: Tensor, up: Tensor, dy: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `gated_gradients`, for a caller that owns all three: with kernels on a GPU the results are
-    written over them, in their order.
+    """`gated_gradients` for a caller that no longer needs the three tensors: with kernels on a GPU
+    the results overwrite them, in their order.
     """
     if uses_fused_kernel(gate) and all(
         t.is_contiguous() and t.dtype == gate.dtype for t in (gate, up, dy)

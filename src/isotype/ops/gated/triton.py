@@ -1,7 +1,7 @@
 """An activation, alone or times `up`: load, widen once, compute, narrow once. One program a block
 of a row; contiguous tensors are one row.
 
-gate and up may be halves of one projection: their rows are then further apart than they are long.
+gate and up may be halves of one projection, whose rows are then longer than theirs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BLOCK = 1024
 
 @triton.jit
 def activation_factor(x_fp32, ACTIVATION: tl.constexpr):
-    """What the activation multiplies x by."""
+    """The factor by which the activation multiplies x."""
     if ACTIVATION == "gelu":
         # the normal distribution's function
         share_fp32 = 0.5 * (1.0 + tl.erf(x_fp32 * 0.7071067811865476))
@@ -154,11 +154,11 @@ def gated_forward(x: Tensor, up: Tensor | None, activation: str) -> Tensor:
 def gated_backward(
     x: Tensor, up: Tensor | None, dy: Tensor, activation: str, product: bool, in_place: bool = False
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The gradients of x and up, and the result again, in one pass: with all three six tensors
-    through memory instead of eight.
+    """The gradients of x and up, and the result, in one pass. With all three it reads and writes
+    six tensors instead of eight.
 
-    in_place  the results are written over the inputs, which are contiguous: a program has read its
-          block before it writes it
+    in_place  the results overwrite the inputs, which are contiguous; a program reads its block
+              before it writes it
     """
     dx = x if in_place else _empty_like(x)
     dup = None if up is None else up if in_place else _empty_like(up)

@@ -142,10 +142,10 @@ _TILE = (128, 256)  # rows and columns of the result that a program of cuBLAS's 
 
 
 def count_vocabulary_parts(rows: int, columns: int, classes: int, processors: int) -> int:
-    """The number of parts of the vocabulary into which the product of the hidden states' gradient is
-    split, so that its tiles fill the multiprocessors: 512 x 4,096 are 64 tiles, which leave half of
-    132 idle; two parts are 128 tiles. A part has at least 4,096 classes, so that adding the parts
-    takes little time beside it.
+    """The number of parts of the vocabulary into which the product of the hidden states' gradient
+    is split, so that its tiles fill the multiprocessors: 512 x 4,096 are 64 tiles, which leave half
+    of 132 idle; two parts are 128 tiles. A part has at least 4,096 classes, so that adding the
+    parts takes little time beside it.
     """
     tiles = -(-rows // _TILE[0]) * -(-columns // _TILE[1])
     return max(1, min(processors // tiles, classes // 4096))

@@ -100,8 +100,8 @@ def _forward(
     want_dbias: bool,
     exact: bool,
 ) -> tuple[Tensor, ...]:
-    """The loss of each row, and the needed gradients for an upstream gradient of `upstream` in every
-    row. Ignored rows are not computed.
+    """The loss of each row, and the needed gradients for an upstream gradient of `upstream` in
+    every row. Ignored rows are not computed.
 
     exact  whether the largest bf16 logits of the C++ path are recomputed in fp32
     """
@@ -196,12 +196,12 @@ def _backward(
 class LinearCrossEntropy(torch.autograd.Function):
     """The mean over `items`, the sum, or the loss of each row (without items).
 
-    The gradient of a hidden row is linear in the row's upstream gradient, and the head's in a scalar
-    one. So both are computed in forward, while the logits exist, for an upstream gradient of 1, and
-    scaled in backward. Loss scaling and repeated backward calls give correct gradients. They are
-    divided by `items` before they are narrowed, also for a sum, which callers divide by the number
-    of items: where backward then multiplies by 1 or by a power of two, no value is rounded a second
-    time. With a trainable head and a loss per row, the gradients are computed in backward.
+    The gradient of a hidden row is linear in the row's upstream gradient, and the head's in a
+    scalar one. So both are computed in forward, while the logits exist, for an upstream gradient of
+    1, and scaled in backward. Loss scaling and repeated backward calls give correct gradients. They
+    are divided by `items` before they are narrowed, also for a sum, which callers divide by the
+    number of items: where backward then multiplies by 1 or by a power of two, no value is rounded a
+    second time. With a trainable head and a loss per row, the gradients are computed in backward.
     """
 
     @staticmethod

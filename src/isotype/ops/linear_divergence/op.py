@@ -208,8 +208,8 @@ _TENSORS = (
 
 
 @library_op(
-    f"linear_divergence_forward({_TENSORS}, {RULES}, int chunk, bool want_gradient, bool want_entropy)"
-    " -> (Tensor, Tensor, Tensor)",
+    f"linear_divergence_forward({_TENSORS}, {RULES}, int chunk, bool want_gradient, bool"
+    " want_entropy) -> (Tensor, Tensor, Tensor)",
     fake=lambda hidden_TH, *rest: empty_outputs(hidden_TH, *rest[-2:]),
 )
 def _forward(
@@ -368,7 +368,7 @@ def divergence_and_entropy(
     want_entropy: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """`linear_divergence`, and the entropies of the student's distributions, fp32[*n] without a
-    gradient: what TRL logs.
+    gradient; TRL logs them.
     """
     check_head(hidden, weight, bias, chunk)
     check_head(teacher_hidden, teacher_weight, teacher_bias, chunk)

@@ -22,7 +22,7 @@ from ..cross_entropy.rows import NO_SOURCE_ARGUMENTS, LogitsSource
 from ..cross_entropy.rule import LossRule, wide_blocks
 
 KERNELS = CppKernels(__file__, divergences="dpiiiffpipiipdpiffpipiipfppppi")
-MIN_LOG_PROB = -1e30  # a log-probability: of a masked class p ln p is 0
+MIN_LOG_PROB = -1e30  # finite, so that p ln p of a masked class is 0
 
 
 class Pair(NamedTuple):
@@ -34,8 +34,8 @@ class Pair(NamedTuple):
 
 
 def divergence_(s: Tensor, t: Tensor, beta: float, *, gradient: bool) -> Tensor:
-    """fp32[N] of wide log-probabilities, of which both are overwritten: `s` becomes the gradient of
-    the student's logits where wanted.
+    """The divergence of wide log-probabilities, fp32[N]. Both tensors are overwritten: with
+    `gradient` `s` becomes the gradient of the student's logits.
     """
     p = s.exp()
     log_ratio = t - s
@@ -50,7 +50,7 @@ def divergence_(s: Tensor, t: Tensor, beta: float, *, gradient: bool) -> Tensor:
         divergence = kl = (p * ratio).sum(-1)
     else:
         # ln(p / m) = -ln(1 - beta + beta q / p), without the cancellation of two large logarithms;
-        # past e^80 one of p and q is nothing
+        # past e^80 one of p and q is 0
         clamped = log_ratio.clamp_(-80, 80)
         student_weight = 1.0 - beta
         ratio = clamped.expm1().mul_(beta).log1p_().neg_()
@@ -72,8 +72,8 @@ def divergences(
     upstream_N: Tensor | None,
     want_entropy: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Divergences and entropies, fp32[N] each (empty where not wanted); with `upstream_N` the
-    gradient of z_NV goes to `out_NV`.
+    """Divergences and entropies, fp32[N] each (empty where not needed); with `upstream_N` the
+    gradient of z_NV is written to `out_NV`.
     """
     row_count = z_NV.shape[0]
     dtype = arithmetic_dtype(z_NV.dtype)
@@ -107,8 +107,9 @@ def divergences_cpp(
     want_entropy: bool,
     sources: tuple[LogitsSource | None, LogitsSource | None] = (None, None),
 ) -> tuple[Tensor, Tensor]:
-    """By the C++ kernel: fp32, bf16 or fp16 logits on a CPU. Of bf16 products (`sources`) the eight
-    largest logits of each side are made again in fp32, on both.
+    """`divergences` by the C++ kernel, for fp32, bf16 or fp16 logits on a CPU. Of bf16 products
+    (`sources`) the classes of the eight largest logits of each side are recomputed in fp32, on both
+    sides.
     """
     rows = z_NV.shape[0]
     divergence = torch.empty(rows)

@@ -1,5 +1,5 @@
-"""`modulated_layer_norm` and `gated_residual`: all tokens of a picture are scaled, shifted or gated
-alike.
+"""`modulated_layer_norm` and `gated_residual`: all tokens of a picture have the same scale, shift
+or gate.
 
 B pictures, T tokens, H hidden.
 """
@@ -57,12 +57,13 @@ def _check_vectors(x: Tensor, **vectors: Tensor) -> None:
     for other_name, vector in other_vectors:
         if vector.dtype != first.dtype:
             raise DtypeError(
-                f"{name} is {first.dtype} and {other_name} is {vector.dtype}, declared one float dtype",
+                f"{name} is {first.dtype} and {other_name} is {vector.dtype}, declared one float"
+                " dtype",
                 code="DT001",
             )
 
 
-# --- the C++ kernels of cpu.cpp: fp32, bf16 or fp16, each of x, vectors and output its own
+# --- the C++ kernels of cpu.cpp: fp32, bf16 or fp16, which may differ between x, vectors and output
 
 KERNELS = CppKernels(
     __file__,
@@ -71,14 +72,14 @@ KERNELS = CppKernels(
     gate_forward="dppppiiiii",
     gate_backward="dpppppiiiiii",
 )
-# at most so many partial sums of a vector's gradient a picture, and no fewer rows in each than pay
-# for one
+# the largest number of partial sums of a vector's gradient for a picture, and the smallest number
+# of rows in each
 _PARTIAL_SUMS = 64
 _ROWS = 16
 
 
 def _flatten_rows(x_BTH: Tensor) -> Tensor:
-    """[B*T H], each row's values side by side in memory."""
+    """[B*T H], with the values of each row adjacent in memory."""
     x_RH = x_BTH.reshape(-1, x_BTH.shape[-1])
     return x_RH if x_RH.stride(-1) == 1 else x_RH.contiguous()
 
@@ -133,7 +134,7 @@ def _fake_norm_backward(
 def _cpp_norm_backward(
     x_BTH: Tensor, scale_BH: Tensor, dy_BTH: Tensor, eps: float, want_modulation: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, scale and shift; the last two are empty where not wanted."""
+    """Gradients of x, scale and shift; the last two are empty where they are not needed."""
     pictures, tokens, hidden = x_BTH.shape
     x_RH = _flatten_rows(x_BTH)
     dy_RH = _flatten_rows(dy_BTH)
@@ -203,7 +204,7 @@ def _fake_gate_backward(
 def _cpp_gate_backward(
     x_BTH: Tensor, gate_BH: Tensor, dy_BTH: Tensor, want_gate: bool
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x and of the gate, which is empty where not wanted; the residual's is dy."""
+    """Gradients of x and of the gate, which is empty where not needed; the residual's is dy."""
     pictures, tokens, hidden = x_BTH.shape
     x_RH = _flatten_rows(x_BTH)
     dy_RH = _flatten_rows(dy_BTH)
@@ -252,14 +253,14 @@ def modulated_layer_norm_reference(
 
 
 def _normalise(x: Tensor, dtype: torch.dtype, eps: float) -> tuple[Tensor, Tensor]:
-    """(each row without its mean and with a variance of 1, what it was multiplied by)"""
+    """(each row without its mean and with a variance of 1, the factor of each row)"""
     normed, _, factor = torch.native_layer_norm(x.to(dtype), (x.shape[-1],), None, None, eps)
     return normed, factor
 
 
 class ModulatedLayerNorm(torch.autograd.Function):
-    """Saves its inputs alone (or what x is made from: `ops.recomputable`): not the normed rows, and
-    neither mean nor deviation of a row.
+    """Saves only its inputs (or the tensors from which x is recomputed: `ops.recomputable`),
+    without the normed rows, means or deviations.
     """
 
     @staticmethod
@@ -281,7 +282,7 @@ class ModulatedLayerNorm(torch.autograd.Function):
         if path == "triton":
             from . import triton
 
-            # a row that does not fit takes plain PyTorch: no model has one
+            # longer rows, which no model has, run as plain PyTorch
             if triton.fits_in_registers(x_BTH):
                 return triton.modulated_layer_norm_forward(
                     x_BTH, scale_BH, shift_BH, eps, out_dtype
@@ -352,7 +353,7 @@ def modulated_layer_norm(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """LayerNorm without weights, times 1 + scale, plus shift (adaptive LayerNorm), in one pass; a
-    LoRA layer makes its result again.
+    LoRA layer recomputes its result.
 
     x            X[B T H]   any float dtype, unchanged by autocast
     scale, shift M[B H]     of each picture, any float dtype: fp32 ones do not widen the output
@@ -403,7 +404,7 @@ class GatedResidual(torch.autograd.Function):
     def backward(ctx: Any, dy_BTH: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("gated_residual")
         saved_x, gate_BH = ctx.saved_tensors
-        # of which only shape and dtype count then
+        # without the gate's gradient only the shape and dtype of x are read
         if saved_x is None:
             x_BTH = dy_BTH
         else:

@@ -191,8 +191,7 @@ def modulated_layer_norm_backward_kernel(
         at = (picture * tokens + token)[:, None] * hidden + h[None, :]
         x_fp32 = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
         d_fp32 = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
-        # loaded again for every tile: it is in the cache. Held, it would take one register per
-        # value
+        # loaded for every tile, from the cache; kept, it would take one register per value
         scale_fp32 = tl.load(scale + picture * hidden + h, mask=h < hidden, other=0.0).to(
             tl.float32
         )  # [BLOCK]

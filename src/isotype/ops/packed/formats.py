@@ -1,12 +1,12 @@
-"""Published formats of a frozen weight, by their definition: one function a format, in plain torch.
+"""Decodes published formats of packed weights by their definition: one function a format, in plain
+torch.
 
 A function takes the tensors of one weight under the names of its file, and the rows to widen. It
-computes in `wide` (fp32, or fp64 where that is asked for) and gives fresh memory, which the caller
-narrows once.
+computes in `wide` (fp32, or fp64 on request) and returns new memory, which the caller narrows once.
 
-    tensors of the weight; scales and zero points as the file has them
-    rows    of the weight: a multiple of `Layout.align` but for the last
-    ->      wide[rows K]
+    tensors  of the weight; scales and zero points as in the file
+    rows     of the weight, from a multiple of `Layout.align` on
+    ->       wide[rows K]
 
 O out features, K in features, G groups of K. A word of 32 bits holds 8 numbers of 4 bits or 4 of 8
 bits, the lowest bits first; a byte holds two numbers of 4 bits, the low half first.
@@ -41,12 +41,11 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 @dataclass(frozen=True)
 class Layout:
-    """How one weight is packed.
+    """The layout of one packed weight.
 
-    format      a function of this file
-    shape       [O K] of the weight that the bytes mean
-    main        the tensor of the file that autograd sees as the weight, as uint8: its name, dtype
-                and shape
+    format      the name of a function of this file
+    shape       [O K] of the decoded weight
+    main        name, dtype and shape of the file's tensor that is the parameter, as uint8
     block       rows and columns that share a scale
     bits        of an integer
     first_zero  what is added to a stored zero point
@@ -63,7 +62,9 @@ class Layout:
 
     @property
     def align(self) -> int:
-        """Rows of a piece are a multiple of this: whole blocks, and whole words of every packing."""
+        """Rows of a piece are a multiple of this: whole blocks, and whole words of every
+        packing.
+        """
         return math.lcm(self.block[0], 8)
 
 

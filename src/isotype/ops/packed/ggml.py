@@ -1,7 +1,7 @@
-"""The blocks of GGUF files, by their definition: a few dozen bytes each, which hold 32 or 256
-numbers of a row with their scales.
+"""Decodes the blocks of GGUF files by their definition. A block of a few dozen bytes has 32 or 256
+numbers of a row and their scales.
 
-Arithmetic has the order of ggml's reference, so that fp32 results have its bits.
+Arithmetic has the same order as ggml's reference, so that fp32 results are bit-identical.
 
 B blocks. Half precision scales `d` and minima are fp16; a group of a block has an integer of 4, 6
 or 8 bits by which they are multiplied.
@@ -44,7 +44,7 @@ def decode_blocks(kind: str, packed: Tensor, wide: torch.dtype) -> Tensor:
 
 
 def find_non_finite(kind: str, packed: Tensor) -> Tensor:
-    """bool[rows blocks]: where a scale is infinite or no number."""
+    """bool[rows blocks], true where a scale is infinite or NaN."""
     _, size, scale_offsets = BLOCKS[kind]
     blocks = packed.reshape(-1, size)
     is_bad = torch.stack([~_read_fp16(blocks, offset).isfinite() for offset in scale_offsets]).any(
@@ -66,8 +66,8 @@ def _fields(packed: Tensor, shifts: Sequence[int], width: int, mask: int) -> Ten
 
 
 def _decode_32(kind: str, blocks: Tensor, d: list[Tensor], wide: torch.dtype) -> Tensor:
-    """Blocks of 32: a scale, and a minimum in Q4_1 and Q5_1; Q5 keep the fifth bits in a word of
-    their own.
+    """Blocks of 32 numbers with a scale, and a minimum in Q4_1 and Q5_1. Q5 stores the fifth bits
+    in a separate word.
     """
     if kind == "Q8_0":
         return blocks[:, 2:].contiguous().view(torch.int8).to(wide) * d[0]
@@ -94,7 +94,7 @@ def _q3_k(blocks: Tensor, d: list[Tensor], wide: torch.dtype) -> Tensor:
     low = _fields(blocks[:, 96:104], (0, 4), 8, 15)
     high = _fields(blocks[:, 104:108], (0, 2, 4, 6), 4, 3)
     q = _fields(blocks[:, 32:96], (0, 2, 4, 6), 32, 3).to(wide)
-    # 4 is taken off where the bit is not set
+    # 4 is subtracted where the bit is not set
     q -= (1 - _fields(blocks[:, :32], range(8), 32, 1)).to(wide) * 4
     return _scale_groups(d[0] * ((low | high << 4).to(wide) - 32), q)
 

@@ -1,8 +1,8 @@
-"""Which tensors of a checkpoint are one packed weight, and in which format: read off their names,
-dtypes and shapes.
+"""Recognises the tensors of a packed weight in a checkpoint, and its format, by names, dtypes and
+shapes.
 
-The settings in config.json (`precision.packing`) give what tensors do not show: the block size, and
-GPTQ's version.
+Block sizes and GPTQ's version do not follow from tensors; they come from config.json
+(`precision.packing`).
 """
 
 from __future__ import annotations
@@ -29,15 +29,13 @@ SERVING_TENSORS = (
     "v_scale",
     "weight_format",
 )
-"""Tensors beside a packed weight that do not belong to it: for activations and caches of a server.
-"""
+"""Tensors beside a packed weight that servers use for activations and caches."""
 TORCHAO_NAMES = {
     "_weight_qdata": "weight",
     "_weight_scale": "weight_scale",
     "_weight_zero_point": "weight_zero_point",
 }
-"""The parts of torchao's tensors in its safetensors files, by the names that others have for them.
-"""
+"""The names of torchao's tensors in safetensors files -> the names in other formats."""
 PACKED_PARTS = frozenset((
     "weight_packed", "weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale", "weight_zero_point", "weight_shape",
     "weight_g_idx", "SCB", "qweight", "qzeros", "scales", "g_idx", *BLOCKS, *TORCHAO_NAMES,
@@ -54,7 +52,7 @@ _SCALES = (
 
 
 class Part(NamedTuple):
-    """A tensor as the header of its file has it."""
+    """The dtype and shape of a tensor in a file's header."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -64,7 +62,7 @@ Parts = Mapping[str, Part]
 
 
 def is_packed(parts: Parts) -> bool:
-    """Whether these are a packed weight's, or lack something to be one."""
+    """Whether these tensors are those of a packed weight, complete or not."""
     weight = parts.get("weight")
     return bool(PACKED_PARTS & parts.keys()) or (
         weight is not None and weight.dtype in (*FP8, torch.int8, torch.uint8, torch.int32)
@@ -72,10 +70,10 @@ def is_packed(parts: Parts) -> bool:
 
 
 def recognise(layer: str, parts: Parts, packing: Packing, shape: tuple[int, int]) -> Layout:
-    """How the weight of one layer is packed.
+    """The layout of one layer's packed weight.
 
-    layer  the layer, for messages
-    shape  [O K] as the model's code has it
+    layer   the name of the layer, for messages
+    shape   [O K] of the weight in the model
     Raises  UsageError naming the tensor that is missing or has another shape
     """
     parts = {TORCHAO_NAMES.get(name, name): part for name, part in parts.items()}
@@ -226,8 +224,8 @@ def _check_shape(layer: str, parts: Parts, name: str, shape: tuple[int, ...]) ->
 def _matching_block(
     layer: str, name: str, actual: tuple[int, ...], packing: Packing, shape: tuple[int, int]
 ) -> tuple[int, int]:
-    """The block of the settings that gives a scale of this shape. Never the sizes divided by the
-    scale's: a last block may be smaller.
+    """The block size of config.json for which a scale has this shape. It is not computed from the
+    shapes, since the last block may be smaller.
     """
     blocks = [(rows, shape[1] if columns == -1 else columns) for rows, columns in packing.blocks]
     matching = [b for b in blocks if tuple(actual) == (-(-shape[0] // b[0]), -(-shape[1] // b[1]))]
@@ -267,12 +265,12 @@ def build_state(
         )
         if bool(is_bad.any()):
             raise UsageError(
-                f"{layer}.{name} is not finite at {is_bad.nonzero()[0].tolist()} ({int(is_bad.sum())}"
-                " such)",
+                f"{layer}.{name} is not finite at {is_bad.nonzero()[0].tolist()}"
+                f" ({int(is_bad.sum())} such)",
                 fix=RELOAD_ADVICE,
             )
     for name in ("g_idx", "weight_g_idx"):
-        # files without act-order have it too
+        # files without act-order may have it too
         if (
             name in state_tensors
             and not state_tensors[name].is_meta

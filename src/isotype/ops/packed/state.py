@@ -1,7 +1,7 @@
-"""`PackedState`: what a packed weight is beside its bytes, and how it is widened.
+"""`PackedState`: the layout and the scales of a packed weight, and how the weight is widened.
 
-A weight is widened in pieces of rows, so that its fp32 values are never there all at once. A piece
-fits a CPU's cache.
+A weight is widened in pieces of rows, so that its fp32 values never exist all at once. A piece fits
+a CPU's cache.
 """
 
 from __future__ import annotations
@@ -25,21 +25,23 @@ _GPU_PIECE = 1 << 26
 
 
 def elements_per_piece(tensor: Tensor) -> int:
-    """Elements that are widened or put in order at once, where this tensor is."""
+    """The number of elements that are processed at once on the tensor's device."""
     return _CPU_PIECE if tensor.is_cpu else _GPU_PIECE
 
 
-# --- one kernel for the formats whose numbers lie in order along a row, each of a block with one
-# scale: fp8, int8, int4 in rows, nvfp4, mxfp4; its values are those of `formats` bit for bit.
-# Columns in an order of their own (act-order) and fp64 are widened by `formats`
+# --- one kernel for the formats whose numbers are in order along a row, in blocks with one scale:
+# fp8, int8, int4 in rows, nvfp4, mxfp4. Its values equal those of `formats` bit for bit. Columns in
+# another order (act-order) and fp64 are widened by `formats`
 
 KERNELS = CppKernels(__file__, in_graphs=True, widen="dppppiiiiiiii")
 _FP8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8"}
 
 
 class BlockScaled(NamedTuple):
-    """(number - zero) * scale. packed: uint8[rows bytes]; scale, zero: fp32[blocks groups], from
-    the block of the first row on.
+    """A weight whose values are (number - zero) * scale.
+
+    packed       uint8[rows bytes]
+    scale, zero  fp32[blocks groups], from the block of the first row on
     """
 
     kind: str
@@ -49,8 +51,8 @@ class BlockScaled(NamedTuple):
 
 
 def to_block_scaled(tensors: Tensors, rows: slice, layout: Layout) -> BlockScaled | None:
-    """These rows of a weight in that form; None for a format that is not of it. Arguments are those
-    of `formats`.
+    """These rows of a weight as `BlockScaled`; None for other formats. The arguments are those of
+    the functions in `formats`.
     """
     height = layout.block[0]
     blocks = slice(rows.start // height, -(-rows.stop // height))
@@ -85,8 +87,7 @@ def to_block_scaled(tensors: Tensors, rows: slice, layout: Layout) -> BlockScale
         zero = (
             unpack_zeros(tensors, rows, layout).float() if "weight_zero_point" in tensors else None
         )
-        # numbers of 8 bits are stored with an offset of 128: those of int8 with the other highest
-        # bit
+        # numbers of 8 bits are stored with an offset of 128: int8 with the highest bit inverted
         return BlockScaled(
             "int4" if layout.bits == 4 else "int8",
             packed if layout.bits == 4 else packed ^ 128,
@@ -151,8 +152,8 @@ def _widen_(
 
 
 def _widen_by_kernel(tensors: Tensors, rows: slice, layout: Layout, out: Tensor) -> bool:
-    """Writes these rows into the first K columns of `out`, whose columns are adjacent; False where
-    no kernel does it.
+    """Writes these rows into the first K columns of `out`, whose columns are adjacent. Returns
+    False where no kernel supports the format.
     """
     if not (uses_cpp(KERNELS, out) or uses_fused_kernel(out)):
         return False
@@ -174,11 +175,11 @@ def _widen_by_kernel(tensors: Tensors, rows: slice, layout: Layout, out: Tensor)
 
 
 class PackedState:
-    """The part of a packed weight that is not its bytes.
+    """The layout and the scales of a packed weight, whose bytes are the parameter.
 
-    shape    of the weight as a product sees it
+    shape       of the widened weight
     dtype_name  `fp8 int8 int4 nvfp4 mxfp4 gguf`, as `precision.base` has it
-    tensors  scales, zero points and the like, by the file's names
+    tensors     scales, zero points and the like, by the file's names
     """
 
     def __init__(self, layout: Layout, dtype_name: str, tensors: dict[str, Tensor]) -> None:
@@ -217,27 +218,26 @@ class PackedState:
         return out
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """The same with each tensor as `function` gives it."""
+        """A copy with `function` applied to each tensor."""
         state = copy.copy(self)
         state.tensors = {name: function(tensor) for name, tensor in self.tensors.items()}
         return state
 
     def to_device(self, device: torch.device) -> Self:
-        """On this device, in the same dtypes: nothing casts a scale."""
+        """The state on this device; dtypes do not change."""
         if all(tensor.device == device for tensor in self.tensors.values()):
             return self
         return self.map_tensors(lambda tensor: tensor.to(device))
 
 
 class StackState(PackedState):
-    """The same of the matrices of every expert of a mixture, of which a few are widened at a time.
+    """The state of the stacked matrices of a mixture's experts. A few of them are widened at a time.
 
-    layout      of one piece [O K] of one expert: its matrix, or gate and up, which lie one below
-                the other
+    layout      of one piece [O K] of one expert: its matrix, or its gate above its up
     tensors     [E pieces ...]
     experts     E
-    pieces      of one expert
-    transposed  whether the model's code has a matrix as [K O]
+    pieces      the number of pieces of one expert
+    transposed  whether a matrix is [K O] in the model
     """
 
     def __init__(
@@ -261,7 +261,7 @@ class StackState(PackedState):
         )
 
     def widen(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
-        """Every expert's matrix, as the model's code has them: dtype[E O K], or dtype[E K O]."""
+        """The matrices of all experts, as in the model: dtype[E O K], or dtype[E K O]."""
         wide = self.widen_experts(packed, slice(0, self.experts), dtype)
         return wide.transpose(1, 2) if self.transposed else wide
 
@@ -333,8 +333,8 @@ def _widen_4bit(
 def widen_4bit(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
     """The weight in `dtype`, computed in fp32 and narrowed once.
 
-    packed  any dtype, its bytes in order: two values a byte, the first one in the high half
-    state   bitsandbytes' QuantState of it: nf4 or fp4, its scales in fp32 or quantised too
+    packed  any dtype; two values a byte, the first one in the high half
+    state   its bitsandbytes QuantState: nf4 or fp4, with scales in fp32 or quantised too
     ->      dtype[O, K]
     """
     if (
@@ -408,14 +408,13 @@ def pack_weight(weight: Tensor, dtype_name: str) -> tuple[Tensor, PackedState]:
     return packed, PackedState(layout, dtype_name, {"weight_scale": scale})
 
 
-# --- GPTQ's and AWQ's words run down the columns, so that a row cannot be widened without the words
-# of seven others: they are put in order along a row, once, when a layer is loaded, in the bytes
-# that the file has
+# --- a word of GPTQ and AWQ has numbers of eight rows or columns, so that one row cannot be widened
+# alone. When a layer is loaded, its words are packed again along the rows, in as many bytes
 
 
 def pack_along_rows(weight: Tensor, state: PackedState) -> tuple[Tensor, PackedState]:
-    """The main tensor and the state as `formats.packed_rows` takes them; as they are for other
-    formats, and for columns in an order of their own (act-order).
+    """Weight and state in the format of `formats.packed_rows`. Other formats, and columns in
+    another order (act-order), are returned unchanged.
 
     weight  int32, `qweight`
     ->     int32[O ceil(K bits / 32)], zero points int16[O G] less half of their range
@@ -470,7 +469,7 @@ def _unpack_rows(tensors: Tensors, name: str, rows: slice, layout: Layout) -> Te
 
 
 def _pack_words(numbers: Tensor, bits: int) -> Tensor:
-    """Words of 32 bits along a row, the lowest bits first; the last is filled with zeros."""
+    """Words of 32 bits along a row, the lowest bits first; the last word is padded with zeros."""
     per_word = 32 // bits
     padded: Tensor = (
         F.pad(numbers, (0, -numbers.shape[1] % per_word)).long().unflatten(1, (-1, per_word))

@@ -1,5 +1,7 @@
-"""A packed weight widened in one launch: `cpu.cpp` for a GPU. Bytes moved for n elements: n or n /
-2 packed, their scales and, in bf16, 2 n written; a program's scales lie in few cache lines.
+"""Widens a packed weight in one launch, as `cpu.cpp` does on a CPU.
+
+Bytes moved for n elements: n or n / 2 packed, their scales and, in bf16, 2 n written. The scales of
+a program are in few cache lines.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ _E4M3, _E5M2, _INT8, _FP4 = (KINDS[kind] for kind in ("e4m3", "e5m2", "int8", "f
 
 @triton.jit
 def small_float(magnitude, sign, MANTISSA: tl.constexpr, BIAS: tl.constexpr, UNIT: tl.constexpr):
-    """Below its smallest normal number an integer times UNIT; from there on the bits of a fp32
-    whose exponent is larger by BIAS.
+    """A small float as fp32: below its smallest normal number an integer times UNIT, from there on
+    the bits of an fp32 whose exponent is larger by BIAS.
     """
     below = (magnitude.to(tl.float32) * UNIT).to(tl.int32, bitcast=True)
     bits = tl.where(
@@ -147,10 +149,10 @@ def widen_(
         )
 
 
-# --- bitsandbytes' 4 bits, their scales, and the scales' own quantisation, for which bitsandbytes
-# needs three launches. Bytes moved for n elements: n / 2 packed, n / 64 of scales and, in bf16, 2 n
-# written. The tables (16 and 256 values) stay in the first-level cache. A thread makes 21 loads for
-# 8 packed bytes: one of them, 16 of their values, and 4 for the scale that they share
+# --- bitsandbytes' 4-bit numbers, their scales, and the quantisation of the scales, for which
+# bitsandbytes needs three launches. Bytes moved for n elements: n / 2 packed, n / 64 of scales and,
+# in bf16, 2 n written. The tables (16 and 256 values) stay in the first-level cache. A thread makes
+# 21 loads for 8 packed bytes: one of the bytes, 16 of their values, and 4 for their scale
 
 
 @triton.jit
@@ -169,8 +171,7 @@ def widen_4bit_kernel(
     BLOCK: tl.constexpr,
 ):
     first = tl.program_id(0).to(tl.int64) * BLOCK
-    # a thread has 8 bytes, which share a scale (SCALED is a multiple of 8): it is decoded once for
-    # them
+    # the 8 bytes of a thread have one scale (SCALED is a multiple of 8), which is decoded once
     run = tl.arange(0, BLOCK // 8) * 8
     i = run[:, None] + tl.arange(0, 8)[None, :]
     count = tl.minimum(size - first, BLOCK).to(tl.int32)

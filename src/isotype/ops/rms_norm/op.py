@@ -139,8 +139,8 @@ def _fake_backward(
 
 
 @library_op(
-    "rms_norm_backward_cpp(Tensor x, Tensor weight, Tensor scale, Tensor dy, Tensor? added_grad, bool"
-    " unit_offset, bool want_dweight) -> (Tensor, Tensor)",
+    "rms_norm_backward_cpp(Tensor x, Tensor weight, Tensor scale, Tensor dy, Tensor? added_grad,"
+    " bool unit_offset, bool want_dweight) -> (Tensor, Tensor)",
     fake=_fake_backward,
 )
 def _cpp_backward(
@@ -343,8 +343,8 @@ def _wrong_weight(x: Tensor, weight: Tensor) -> ShapeError:
 
 
 class AddRmsNorm(torch.autograd.Function):
-    """Saves the sum and one fp32 a row; the sum's two gradients, by the norm and past it, leave as
-    one.
+    """Saves the sum and one fp32 a row. The two gradients of the sum, through the norm and around
+    it, are returned as one.
     """
 
     @staticmethod
@@ -365,8 +365,8 @@ class AddRmsNorm(torch.autograd.Function):
         ctx.save_for_backward(total, weight_H, scale)
         ctx.path = path
         ctx.unit_offset = unit_offset
-        # PyTorch lets a leaf keep the gradient tensor that backward returns: two leaves that got one
-        # tensor would each accumulate into the other's .grad
+        # PyTorch lets a leaf keep the gradient tensor that backward returns: two leaves that got
+        # one tensor would each accumulate into the other's .grad
         ctx.copies_gradient = (
             residual is not None
             and x.is_leaf
@@ -412,8 +412,8 @@ def add_rms_norm(
     """(rms_norm(x + residual), x + residual), in one pass forward and one backward; the sum has the
     promoted dtype of the two.
 
-    x, residual  X[*n H]; None adds nothing: (rms_norm(x), x), for a layer whose residual goes past
-                 the norm
+    x, residual  X[*n H]; with None the result is (rms_norm(x), x), for a layer whose residual
+                 bypasses the norm
     ->           (normed X[*n H] or out_dtype, sum X[*n H]), each differentiable
     inside       as `rms_norm`, of the sum rounded to X
     grads        x: X   residual: X   weight: W; the sum's two gradients are added in fp32 and

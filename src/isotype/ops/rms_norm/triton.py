@@ -1,9 +1,9 @@
 """RMSNorm kernels: a program a tile of whole rows; short rows (a head's, 64 to 256) share one. H
 hidden.
 
-The weight's gradient, where it is wanted, is summed in fp32 by programs that each take a run of
-tiles, and then over the programs: in an order that shapes and the device decide, without atomics. A
-frozen weight, as under LoRA, costs none of that.
+The weight's gradient is summed in fp32 by programs that each compute several tiles, and then over
+the programs, without atomics, in an order that depends on shapes and the device. A frozen weight,
+as under LoRA, has no such sum.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor
 
 from ..launch import multiprocessors, on_tensor_device, warps
 
-# Values a tile has at least, so that every thread has 16: a row of 128 alone leaves threads with
-# one load of 2 bytes
+# A tile has at least so many values, 16 a thread: with a row of 128 alone each thread would load 2
+# bytes
 MIN_TILE_ELEMENTS = 2048
-# A longer row does not fit in registers: at 32,768 columns the backward spills 20 to 120 values a
+# Longer rows do not fit in registers: at 32,768 columns the backward spills 20 to 120 values a
 # thread
 MAX_COLUMNS = 16384
-# Programs a multiprocessor that sum the weight's gradient
+# The number of programs that sum the weight's gradient, for each multiprocessor
 PROGRAMS_PER_MULTIPROCESSOR = 4
 
 
@@ -47,7 +47,7 @@ def rms_norm_forward_kernel(
     at = row[:, None] * hidden + h[None, :]
     x_fp32 = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
     if ADDS:
-        # what is normed is the sum as it is stored
+        # the norm is of the sum as it is stored
         sums = (x_fp32 + tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)).to(
             total.dtype.element_ty
         )
@@ -96,8 +96,8 @@ def rms_norm_backward_kernel(
         scale_fp32 = tl.load(scale + row, mask=row < rows, other=0.0).to(tl.float32)[
             :, None
         ]  # [ROWS, 1]
-        # loaded again for every tile: it is in the cache. Held, it would take one register per
-        # value (at 16,384 columns 48 values spilled)
+        # loaded for every tile, from the cache; kept, it would take one register per value (at
+        # 16,384 columns 48 values spilled)
         w_fp32 = tl.load(weight + h, mask=h < hidden, other=0.0).to(tl.float32)  # [BLOCK]
         if OFFSET:
             w_fp32 += 1.0

@@ -37,11 +37,11 @@ ROPE = OpContract(
 
 
 def rotate_reference(x_BNSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleaved: bool) -> Tensor:
-    """`x` rotated by the tables, in plain PyTorch, right at fp64; the dimensions past 2R pass
-    through.
+    """`x` rotated by the tables, in plain PyTorch, right at fp64; the dimensions past 2R are not
+    changed.
     """
     dtype = arithmetic_dtype(x_BNSD.dtype, cos_BSR.dtype)
-    # torch.cat takes part in autocast, and raises for a dtype that is not autocast's
+    # under autocast torch.cat raises for a dtype that is not autocast's
     with autocast_off(x_BNSD):
         cos = cos_BSR.unsqueeze(1).to(dtype)
         sin = sin_BSR.unsqueeze(1).to(dtype)
@@ -84,8 +84,8 @@ def _fake_pair(q: Tensor, k: Tensor, *_: object) -> tuple[Tensor, Tensor]:
 
 
 @library_op(
-    "rope_cpp(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved, bool inverse) -> (Tensor,"
-    " Tensor)",
+    "rope_cpp(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved, bool inverse) ->"
+    " (Tensor, Tensor)",
     fake=_fake_pair,
 )
 def _cpp_rotate(
@@ -126,8 +126,8 @@ def _cpp_rotate(
 
 
 @library_op(
-    "rope_pair(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved, bool inverse) -> (Tensor,"
-    " Tensor)",
+    "rope_pair(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved, bool inverse) ->"
+    " (Tensor, Tensor)",
     fake=_fake_pair,
 )
 def _rotate_pair(
@@ -167,7 +167,7 @@ def _rotate(
 
 
 class Rotate(torch.autograd.Function):
-    """Saves only the tables: the gradient of a rotation is the inverse rotation, made by the same
+    """Saves only the tables. The gradient of a rotation is the inverse rotation, by the same
     kernels.
     """
 
@@ -201,7 +201,7 @@ class Rotate(torch.autograd.Function):
 def rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """q and k rotated by position, in fp32 inside; dimensions past 2R pass through.
+    """q and k rotated by position, in fp32 inside; dimensions past 2R are not changed.
 
     q             Q[B N S D]   any float dtype, unchanged by autocast
     k             K[B M S D]

@@ -13,8 +13,7 @@ from torch import Tensor
 from ..backend import empty_rows_like
 from ..launch import on_tensor_device
 
-# Pairs a program has at most: 16 a thread at 4 warps, which is two loads of 16 bytes in bf16 for
-# each half
+# of a program: 16 pairs a thread at 4 warps, which are two loads of 16 bytes in bf16 for each half
 MAX_PAIRS = 2048
 
 
@@ -79,7 +78,7 @@ def rotate_tile(
             mask=is_rotated,
         )
     if REST:
-        # what is not rotated passes through
+        # the dimensions that are not rotated are copied
         d = (2 * pairs + tl.arange(0, REST))[None, :]
         is_unrotated = in_heads & (d < size)
         tl.store(target + d, tl.load(source + d, mask=is_unrotated, other=0.0), mask=is_unrotated)

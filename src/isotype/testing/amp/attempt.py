@@ -371,8 +371,8 @@ def fault(
     details: tuple[tuple[str, str], ...] = (),
     **values: Any,
 ) -> Fault:
-    """A finding, and the key by which it equals another fault: its code with `key`, or else with its
-    location and severity.
+    """A finding, and the key by which it equals another fault: its code with `key`, or else with
+    its location and severity.
 
     values  the names in the text of the code in findings.txt
     """

@@ -158,8 +158,9 @@ def format_tensor(tensor: Tensor) -> str:
 
 
 _NO_ARITHMETIC = split_names("""
-    _to_copy detach alias lift_fresh view _unsafe_view t transpose permute expand unsqueeze squeeze slice select empty empty_like new_empty
-    empty_strided new_empty_strided empty_permuted clone as_strided split set_
+    _to_copy detach alias lift_fresh view _unsafe_view t transpose permute expand unsqueeze squeeze
+    slice select empty empty_like new_empty empty_strided new_empty_strided empty_permuted clone
+    as_strided split set_
     """)
 _ADDITIONS = split_names(
     "add add_ sub sub_ addmm addmm_ baddbmm baddbmm_ index_add index_add_ index_put index_put_"
@@ -318,7 +319,9 @@ def _last_of_busiest_sum(steps: list[_Step]) -> int | None:
 def _first_inexact(
     located: list[int], errors: list[float], input_errors: list[float]
 ) -> int | None:
-    """The first step whose error is much larger than that of its inputs and close to the final one."""
+    """The first step whose error is much larger than that of its inputs and close to the final
+    one.
+    """
     if not located:
         return None
     final = max(errors[i] for i in located)

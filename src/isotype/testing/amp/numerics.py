@@ -410,7 +410,9 @@ def _are_correlated(slopes: Tensor, repeated: Tensor) -> bool:
 def _column_slopes(
     numerics: Numerics, setting: Setting, *, seed: int
 ) -> dict[str, tuple[Tensor, float, torch.dtype]]:
-    """For each low-precision output: the columns' slopes, the rows' noise in them, and its dtype."""
+    """For each low-precision output: the columns' slopes, the rows' noise in them, and its
+    dtype.
+    """
     varied = _vary_rows(numerics.sample, seed)
     if varied is None:
         return {}

@@ -180,7 +180,9 @@ def _join_dtypes(tensors: Sequence[Tensor]) -> str:
 
 
 def _describe_operands(failure: Failure, outcome: Outcome) -> list[str]:
-    """`d bf16[2 3 4] (the incoming gradient)`, for each tensor that the failing expression names."""
+    """`d bf16[2 3 4] (the incoming gradient)`, for each tensor that the failing expression
+    names.
+    """
     call = None
     if outcome.calls and outcome.stage == BACKWARD:
         call = outcome.calls[-1]
@@ -364,7 +366,9 @@ def contract_faults(
 def declared_output(
     spec: TensorSpec, setting: Setting, contract: OpContract, letters: dict[str, str]
 ) -> TensorSpec:
-    """The output's spec under this setting: autocast may lower a free letter, or raise it to fp32."""
+    """The output's spec under this setting: autocast may lower a free letter, or raise it to
+    fp32.
+    """
     if setting.autocast is not None:
         if contract.autocast == "follows" and spec.is_free:
             return replace(spec, dtype=name(setting.autocast))
