@@ -39,11 +39,9 @@ Replacement = tuple[Any, str, Any]
 def widen(bits: Any) -> Array:
     """uint16 bits -> fp32, exactly."""
     raw = np.asarray(bits, dtype=np.uint16)
-    return (
-        np.ascontiguousarray(raw.astype(np.uint32) << np.uint32(16))
-        .view(np.float32)
-        .reshape(raw.shape)
-    )
+    shifted = raw.astype(np.uint32) << np.uint32(16)
+    wide: Array = np.ascontiguousarray(shifted).view(np.float32)
+    return wide.reshape(raw.shape)
 
 
 def narrow(values: Any) -> Array:
@@ -55,12 +53,11 @@ def narrow(values: Any) -> Array:
         numbers = _to_odd(numbers.astype(np.float64))
     single = np.ascontiguousarray(numbers, dtype=np.float32)
     bits = single.view(np.uint32)
-    rounded = (bits + (((bits >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF))) >> np.uint32(
-        16
-    )
-    return np.where(np.isnan(single), np.uint16(0x7FC0), rounded.astype(np.uint16)).reshape(
-        numbers.shape
-    )
+    half = np.uint32(16)
+    is_odd = (bits >> half) & np.uint32(1)
+    rounded = (bits + (is_odd + np.uint32(0x7FFF))) >> half
+    narrowed = np.where(np.isnan(single), np.uint16(0x7FC0), rounded.astype(np.uint16))
+    return narrowed.reshape(numbers.shape)
 
 
 def _to_odd(values: Array) -> Array:
@@ -71,11 +68,11 @@ def _to_odd(values: Array) -> Array:
         single = values.astype(np.float32)
         back = single.astype(np.float64)
         beyond = np.abs(back) > np.abs(values)
-    single = np.where(beyond, np.nextafter(single, np.float32(0)), single).astype(np.float32)
-    inexact = (single.astype(np.float64) != values) & np.isfinite(values)
-    bits = np.ascontiguousarray(single).view(np.uint32) | inexact.astype(np.uint32).reshape(
-        single.shape
-    )
+    towards_zero = np.nextafter(single, np.float32(0))
+    single = np.where(beyond, towards_zero, single).astype(np.float32)
+    is_inexact = (single.astype(np.float64) != values) & np.isfinite(values)
+    lowest_bit = is_inexact.astype(np.uint32).reshape(single.shape)
+    bits = np.ascontiguousarray(single).view(np.uint32) | lowest_bit
     odd: Array = bits.view(np.float32)
     return odd
 
@@ -186,18 +183,14 @@ def repair_fma(original: Operation) -> Operation:
 
     def operator(self: Any, x: Any, y: Any, z: Any) -> Any:
         if is_bf16(z):
-            # a bf16 product is exact in fp64, and so is the rounding: one, at the end
-            return Handle(
-                narrow(widen(x.data).astype(np.float64) * widen(y.data) + widen(z.data)),
-                tl.bfloat16,
-            )
+            # a bf16 product is exact in fp64, so there is one rounding, at the end
+            product = widen(x.data).astype(np.float64) * widen(y.data)
+            return Handle(narrow(product + widen(z.data)), tl.bfloat16)
         if IS_TRITON_3_6 and z.dtype.scalar in (tl.float16, tl.float32):
-            # rounded twice there
+            # its own version rounds twice
             with np.errstate(all="ignore"):
-                return Handle(
-                    (x.data.astype(np.float64) * y.data + z.data).astype(z.data.dtype),
-                    z.dtype.scalar,
-                )
+                total = x.data.astype(np.float64) * y.data + z.data
+                return Handle(total.astype(z.data.dtype), z.dtype.scalar)
         return original(self, x, y, z)
 
     return operator

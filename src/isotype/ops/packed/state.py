@@ -475,5 +475,5 @@ def _pack_words(numbers: Tensor, bits: int) -> Tensor:
         F.pad(numbers, (0, -numbers.shape[1] % per_word)).long().unflatten(1, (-1, per_word))
     )
     shifts = torch.arange(0, 32, bits, device=numbers.device)
-    words: Tensor = (padded << shifts).sum(-1).to(torch.int32)
-    return words
+    packed: Tensor = (padded << shifts).sum(-1).to(torch.int32)
+    return packed

@@ -358,9 +358,11 @@ def _is_close(actual: Tensor, expected: Tensor) -> bool:
     actual = actual.detach().double()
     expected = expected.detach().double()
     distance = torch.nan_to_num(actual - expected).norm()
+    size = torch.nan_to_num(expected).norm()
     tolerance = 8 * torch.finfo(expected.dtype).eps ** 0.5
-    is_near = bool(distance <= tolerance * torch.nan_to_num(expected).norm())
-    return actual.shape == expected.shape and is_near
+    if actual.shape != expected.shape:
+        return False
+    return bool(distance <= tolerance * size)
 
 
 def _drop_repeated_notes(findings: list[Finding]) -> list[Finding]:

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ FIXED = "fixed"
 GroupDtypes = Mapping[str, torch.dtype] | None
 # positional and keyword arguments
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-TRAINED = tuple(to_torch(word) for word in TRAINING_FLOATS)
+TRAINED = tuple(map(to_torch, TRAINING_FLOATS))
 
 
 @dataclass(frozen=True)
@@ -145,9 +145,11 @@ class Sample:
 
     def describe(self) -> str:
         """`x bf16[2 3], weight fp32[3 3]`"""
-        return ", ".join(
-            f"{s.name} {name(self.tensor(s).dtype)}{list(self.tensor(s).shape)}" for s in self.slots
-        )
+        descriptions = []
+        for slot in self.slots:
+            tensor = self.tensor(slot)
+            descriptions.append(f"{slot.name} {name(tensor.dtype)}{list(tensor.shape)}")
+        return ", ".join(descriptions)
 
 
 def read_samples(
@@ -284,11 +286,18 @@ def _guess_groups(tensors: Sequence[Tensor]) -> list[str]:
 def parameter_names(function: Callable[..., Any], *, skip: int = 0) -> list[str]:
     """The positional parameters' names; empty where the signature says `*args` or nothing."""
     try:
-        parameters = list(inspect.signature(function).parameters.values())[skip:]
+        signature = inspect.signature(function)
     except (TypeError, ValueError):
         return []
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [parameter.name for parameter in parameters if parameter.kind in positional]
+    positional = (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    )
+    names = []
+    for parameter in list(signature.parameters.values())[skip:]:
+        if parameter.kind in positional:
+            names.append(parameter.name)
+    return names
 
 
 def lengthen(sample: Sample, rows: int) -> Sample | None:
@@ -374,10 +383,13 @@ class Setting:
     def describe(self) -> str:
         if self.dtypes is None:
             dtypes = "as built"
-        elif len({d for _, d in self.dtypes}) == 1:
-            dtypes = f"all {name(str(self.dtypes[0][1]))}"
         else:
-            dtypes = " ".join(f"{group} {name(str(dtype))}" for group, dtype in self.dtypes)
+            names = {group: name(str(dtype)) for group, dtype in self.dtypes}
+            distinct = set(names.values())
+            if len(distinct) == 1:
+                dtypes = f"all {distinct.pop()}"
+            else:
+                dtypes = " ".join(f"{group} {label}" for group, label in names.items())
         if not self.autocast:
             return f"{dtypes}, autocast off"
         region = "inside" if self.inside else "outside"
@@ -419,12 +431,13 @@ def _candidate_settings(
 ) -> Iterator[Setting]:
     """The combinations in their order; some may be the same."""
     low_as_built = set(LOW) & sample.dtypes_in_play(None)
-    for autocast in (None, *LOW):
+    autocasts = (None, *LOW)
+    for autocast in autocasts:
         # not a realistic combination: a model in one low dtype under autocast to the other, which
         # torch's own cat and stack refuse
         if autocast is None or not low_as_built - {autocast}:
             yield Setting(None, autocast)
-    for autocast in (None, *LOW):
+    for autocast in autocasts:
         yield uniform_setting(sample, torch.float32, groups, autocast)
     for low in LOW:
         yield uniform_setting(sample, low, groups)
@@ -439,8 +452,9 @@ def _candidate_settings(
             yield replace(setting, produced=not sample.guessed)
     if exhaustive and 1 < len(groups) <= 3:
         for dtypes in itertools.product(TRAINED, repeat=len(groups)):
-            for autocast in (None, *LOW):
-                yield Setting(tuple(zip(groups, dtypes)), autocast, produced=False)
+            group_dtypes = tuple(zip(groups, dtypes))
+            for autocast in autocasts:
+                yield Setting(group_dtypes, autocast, produced=False)
 
 
 def _split_setting(
@@ -604,26 +618,47 @@ def _find_captured_tensors(target: Any, depth: int) -> Iterator[Tensor]:
     """The tensors to which an object refers, through at most `depth` functions."""
     if isinstance(target, Tensor):
         yield target
-    elif isinstance(target, nn.Module):
+        return
+    if isinstance(target, nn.Module):
         yield from target.parameters()
         yield from target.buffers()
-    elif isinstance(target, (list, tuple)):
-        for item in target:
-            yield from _find_captured_tensors(item, depth)
-    elif isinstance(target, Mapping):
-        yield from _find_captured_tensors(list(target.values()), depth)
-    elif isinstance(target, functools.partial):
-        yield from _find_captured_tensors([target.func, target.args, target.keywords], depth)
-    elif inspect.ismethod(target) and not inspect.isclass(target.__self__):
+        return
+    if inspect.isfunction(target):
+        if depth == 0:
+            return
+        depth -= 1
+        objects = _captured_by_function(target)
+    else:
+        objects = _captured_objects(target)
+    for item in objects:
+        yield from _find_captured_tensors(item, depth)
+
+
+def _captured_objects(target: Any) -> list[Any]:
+    """The objects that a container, a partial function or a bound method holds."""
+    if isinstance(target, (list, tuple)):
+        return list(target)
+    if isinstance(target, Mapping):
+        return list(target.values())
+    if isinstance(target, functools.partial):
+        return [target.func, target.args, target.keywords]
+    if inspect.ismethod(target) and not inspect.isclass(target.__self__):
         attributes = getattr(target.__self__, "__dict__", {})
-        yield from _find_captured_tensors([target.__func__, attributes], depth)
-    elif inspect.isfunction(target) and depth:
-        names = target.__code__.co_names
-        captured = list(target.__defaults__ or ())
-        with suppress(ValueError):  # a variable that is not bound yet
-            captured += inspect.getclosurevars(target).nonlocals.values()
-        captured += [target.__globals__[n] for n in names if n in target.__globals__]
-        for item in captured:
-            is_container = isinstance(item, (Tensor, nn.Module, list, tuple, functools.partial))
-            if is_container or inspect.isfunction(item) or inspect.ismethod(item):
-                yield from _find_captured_tensors(item, depth - 1)
+        return [target.__func__, attributes]
+    return []
+
+
+def _captured_by_function(function: FunctionType) -> list[Any]:
+    """Defaults, closure variables and globals of a function that may hold tensors."""
+    objects = list(function.__defaults__ or ())
+    with suppress(ValueError):  # a variable that is not bound yet
+        objects += inspect.getclosurevars(function).nonlocals.values()
+    for global_name in function.__code__.co_names:
+        if global_name in function.__globals__:
+            objects.append(function.__globals__[global_name])
+    containers = (Tensor, nn.Module, list, tuple, functools.partial)
+    captured = []
+    for item in objects:
+        if isinstance(item, containers) or inspect.isfunction(item) or inspect.ismethod(item):
+            captured.append(item)
+    return captured
