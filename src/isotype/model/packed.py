@@ -362,7 +362,7 @@ def load_packed(
 
 
 def from_pretrained(model_class: Any, name: str, **options: Any) -> Any:
-    """transformers' own, for `reading_packed` too."""
+    """transformers' `from_pretrained`, which also takes the options of `packed_load_options`."""
     if "state_dict" not in options:
         return model_class.from_pretrained(name, **options)
     options["config"].name_or_path = name

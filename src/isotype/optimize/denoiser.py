@@ -352,8 +352,8 @@ def place_block(path: str, module: Any, out_dtype: torch.dtype | None) -> list[P
 # --- LayerNorm without weights that a picture's own scale and shift follow (adaptive LayerNorm).
 # Two kinds of place: a module that computes scale, shift and more of the time's embedding and
 # returns the modulated rows with the rest (`AdaLayerNormZero` and its like), and a block that
-# modulates a norm's output itself. Either calls the norm through `modulated`, so that whoever
-# observes the norm sees a call of it
+# modulates a norm's output itself. Both call the norm through `modulate`, so that observers of the
+# norm see a call
 
 
 @dataclass(frozen=True)
@@ -437,7 +437,7 @@ def _hooks_change_norm(norm: nn.Module) -> bool:
 
 
 def place_norm(path: str, norm: nn.Module, out_dtype: torch.dtype | None) -> Placement:
-    """Lets a LayerNorm without weights run `modulated_layer_norm` where `modulated` calls it."""
+    """Makes a LayerNorm without weights run `modulated_layer_norm` where `modulate` calls it."""
     return place_replacement(
         NORM,
         path,

@@ -219,11 +219,12 @@ def drop_cache(arguments: dict[str, Any]) -> None:
     """Removes the cache from a layer's arguments: a recompute would fill it a second time.
     transformers' layers remove it too, and warn once.
     """
-    removed = [name for name in CACHES if arguments.get(name) is not None] + (
-        ["use_cache"] if arguments.get("use_cache") else []
-    )
+    removed = [name for name in CACHES if arguments.get(name) is not None]
+    arguments.update(dict.fromkeys(removed))
+    if arguments.get("use_cache"):
+        removed.append("use_cache")
+        arguments["use_cache"] = False
     if removed:
-        arguments.update({name: False if name == "use_cache" else None for name in removed})
         logger.warning_once(
             "Caching is incompatible with gradient checkpointing: training goes on without"
             f" {', '.join(removed)}."

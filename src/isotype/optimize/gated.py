@@ -75,10 +75,12 @@ def recognise(module: nn.Module) -> GatedSettings | str:
     for gate, up, down in candidates(module):
         generator = torch.Generator().manual_seed(0)
         probe_children: dict[str, nn.Module] = {
-            gate: nn.Linear(_HIDDEN, 2 * _INNER if up is None else _INNER),
+            gate: nn.Linear(_HIDDEN, _INNER),
             down: nn.Linear(_INNER, _HIDDEN),
         }
-        if up is not None:
+        if up is None:
+            probe_children[gate] = nn.Linear(_HIDDEN, 2 * _INNER)
+        else:
             probe_children[up] = nn.Linear(_HIDDEN, _INNER)
         for layer in probe_children.values():
             layer.to(torch.float64)

@@ -4,7 +4,7 @@ unchanged.
 Generation and training can disturb each other in two ways. First, sampling uses the same random
 generators as dropout and the data order. Once a model has been trained, it therefore gets a random
 stream of its own, which a seed set before it restarts. Samples that are trained on (GRPO,
-OnlineDPO) draw from training's generators in a trainer that is attached (`from_training`). Second,
+OnlineDPO) draw from training's generators in a trainer that is attached (`sample_from_training_state`). Second,
 a layer with gradient checkpointing in training mode discards the key-value cache and would see one
 token without the earlier ones. Gradient checkpointing is therefore switched off during generation.
 `linear_4bit` prevents bitsandbytes from changing 4-bit weights in evaluation mode.
@@ -119,10 +119,10 @@ def _are_equal(states: list[Tensor], other_states: list[Tensor]) -> bool:
 
 def generator_states() -> list[Tensor]:
     """The CPU's, and every GPU's that has been used."""
-    return [
-        torch.get_rng_state(),
-        *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []),
-    ]
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_initialized():
+        states += torch.cuda.get_rng_state_all()
+    return states
 
 
 def set_generator_states(states: list[Tensor]) -> None:

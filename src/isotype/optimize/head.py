@@ -294,12 +294,11 @@ class _TargetRequest:
         self.loss = self.targets.loss_from_hidden(
             head, hidden, self.transform.scale, self.transform.softcap
         )
-        return hidden.new_empty(
-            (*hidden.shape[:-1], 0),
-            dtype=(
-                hidden.dtype if type(head) is PackedLinear else product_dtype(hidden, head.weight)
-            ),
-        )
+        if type(head) is PackedLinear:
+            dtype = hidden.dtype
+        else:
+            dtype = product_dtype(hidden, head.weight)
+        return hidden.new_empty((*hidden.shape[:-1], 0), dtype=dtype)
 
 
 def lm_forward(self: nn.Module, *args: Any, targets: Targets | None = None, **kwargs: Any) -> Any:

@@ -96,7 +96,7 @@ def make_twin(
 
     The module itself is never called: on some CPUs a forward in evaluation mode permanently repacks
     4-bit layers. Children that are not replaced are copies too, so that the twin's mode can be set
-    (`same_in_both_modes`).
+    (`computes_same_in_both_modes`).
     """
     twin = copy.copy(module)
     copies = {

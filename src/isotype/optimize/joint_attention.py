@@ -102,7 +102,9 @@ def recognise(module: Any) -> tuple[JointSettings, type] | str:
     angle = torch.randn(
         3 + 2 * joint, _SIZE // 2, generator=generator, dtype=torch.float64
     ).repeat_interleave(2, -1)
-    inputs = {"hidden_states": picture} | ({"encoder_hidden_states": text} if joint else {})
+    inputs = {"hidden_states": picture}
+    if joint:
+        inputs["encoder_hidden_states"] = text
     table_names = {
         name for name in inspect.signature(module.processor.__call__).parameters if "rot" in name
     }
@@ -176,9 +178,11 @@ def compute_joint_attention(
         lengths = [picture.shape[1], text.shape[1]]
     parts = out.split(lengths, dim=1)
     of_text, of_picture = parts if settings.text_first else parts[::-1]
-    return _apply_output_layers(module, of_picture) if settings.out else of_picture, (
-        module.to_add_out(of_text) if settings.text_out else of_text
-    )
+    if settings.out:
+        of_picture = _apply_output_layers(module, of_picture)
+    if settings.text_out:
+        of_text = module.to_add_out(of_text)
+    return of_picture, of_text
 
 
 def join_projections(module: Any, parts: list[Tensor], norms: list[str]) -> Tensor:
@@ -189,7 +193,9 @@ def join_projections(module: Any, parts: list[Tensor], norms: list[str]) -> Tens
     for i, part in enumerate(parts):
         norm = getattr(module, norms[i], None) if norms else None
         x_BSND = part.unflatten(-1, (module.heads, -1))
-        heads.append(x_BSND if norm is None else norm(x_BSND))
+        if norm is not None:
+            x_BSND = norm(x_BSND)
+        heads.append(x_BSND)
     if len(heads) == 1:
         joined = heads[0]
     else:

@@ -1,8 +1,8 @@
 """Rotary embedding: a function of the model's module, reached by rebuilding the instance's forward
-over private globals (`rebuilt`).
+over private globals (`rebuild_forward`).
 
-It is known by its form, `f(q, k, cos, sin, ...)`, whatever its name, and then by a probe. One that
-is only named like a rotation is left alone, with a line in the manifest.
+It is recognised by its signature, `f(q, k, cos, sin, ...)`, whatever its name, and then by a probe.
+A function that is only named like a rotation is left alone, with a line in the manifest.
 """
 
 from __future__ import annotations

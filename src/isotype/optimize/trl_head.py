@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -158,10 +158,13 @@ def _compute_output(
         bias = None if bias is None else bias.full_tensor()
     hidden = hidden.to(weight.device)
     labels = labels.to(weight.device)
-    wide = options["cast_lm_head_to_fp32"]
-    with autocast_off(hidden) if wide else nullcontext():
+    context: AbstractContextManager[object] = nullcontext()
+    if options["cast_lm_head_to_fp32"]:
+        context = autocast_off(hidden)
+        hidden = hidden.float()
+    with context:
         values = linear_log_probs(
-            hidden.float() if wide else hidden,
+            hidden,
             weight,
             labels,
             bias=bias,
