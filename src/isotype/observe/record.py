@@ -188,7 +188,7 @@ def list_unwatched(record: Mapping[str, Any]) -> list[str]:
         ),
         *(["evaluations, but for one batch before step 1"] if EVALUATION in watched else []),
         (
-            "generations, but for the first"
+            "generations, but for the first one or its first tokens"
             if GENERATION in watched or "generate" in record.get("total", {})
             else "any generation"
         ),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -402,15 +402,10 @@ class Loop:
         return is_best and progress.step > 0, should_stop
 
     def _sample(self) -> None:
-        # only the samples before step 1 are observed, so that a resumed run observes the same as an
-        # uninterrupted one
-        watching = (
-            self.observer.watch(0, role="generate") if self.progress.step == 0 else nullcontext()
-        )
-        with watching as observation:
-            samples = list(self.task.sample(self.model, self.device, world=self.model_world))
-        if observation is not None:
-            self.precision_record.add(observation)
+        # only before step 1, so that a resumed run observes the same as an uninterrupted one
+        if self.progress.step == 0:
+            self._observe_short_sample()
+        samples = list(self.task.sample(self.model, self.device, world=self.model_world))
         if self.ema is not None:
             with self.ema.use_averages():
                 samples += map(
@@ -428,6 +423,15 @@ class Loop:
         self.console.end_live_line()
         self.console.print_samples(step, samples)
         self._run_callbacks("samples", {"samples": records})
+
+    def _observe_short_sample(self) -> None:
+        """Checks one short sample operator by operator. It has every dtype of a round of samples: a
+        prompt's prefill and the tokens after it run the same operators for each prompt. To watch
+        whole rounds took seven times as long as to make them (24 layers, 104 s beside 14.7).
+        """
+        with self.observer.watch(0, role="generate") as observation:
+            self.task.sample(self.model, self.device, shortened=True, world=self.model_world)
+        self.precision_record.add(observation)
 
     def save(self, *, is_best: bool = False) -> None:
         """Saves a checkpoint. Raises  RunError NF001 when a trained weight is not finite, CK001

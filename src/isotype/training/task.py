@@ -381,7 +381,7 @@ class Task(Protocol):
     ) -> Sequence[Sample]:
         """One round of samples. It does not change the state of training.
 
-        shortened  one small sample, as a test
+        shortened  one small sample that is made whole, as a test
         world      the processes that call this together, since they share the model
         """
 

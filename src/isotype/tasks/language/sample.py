@@ -38,6 +38,7 @@ def generation_config(
     tokenizer: PreTrainedTokenizerBase,
     *,
     max_new_tokens: int,
+    min_new_tokens: int | None = None,
     temperature: float = 0.0,
     top_p: float = 1.0,
 ) -> GenerationConfig:
@@ -55,6 +56,7 @@ def generation_config(
         sampling = {"do_sample": False}
     return GenerationConfig(
         max_new_tokens=max_new_tokens,
+        min_new_tokens=min_new_tokens,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=sorted(end_ids) or None,
         **sampling,
@@ -67,6 +69,7 @@ def sample(
     prompts: Sequence[SamplePrompt],
     *,
     max_new_tokens: int,
+    min_new_tokens: int | None = None,
     device: torch.device,
     temperature: float = 0.0,
     top_p: float = 1.0,
@@ -76,11 +79,17 @@ def sample(
     """Generates answers, one prompt at a time, greedily by default. The training that follows is
     bit-identical to one without samples.
 
-    world  the processes that share the model and call this together: all end with the one whose
-           answer is longest
+    min_new_tokens  no answer ends before
+    world           the processes that share the model and call this together: all end with the one
+                    whose answer is longest
     """
     config = generation_config(
-        model, tokenizer, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p
+        model,
+        tokenizer,
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=min_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
     )
     samples: list[Sample] = []
     with preserve_random_state(), eval_mode(model), generating(model):

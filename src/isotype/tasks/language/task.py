@@ -58,7 +58,7 @@ OBJECTIVES: Mapping[str, Callable[[RunConfig], Objective]] = {
     "reward": Reward,
     "distil": Distil,
 }  # the others learn from pairs
-REHEARSED_TOKENS = 8  # of a shortened sample: the cache is used from the second on
+REHEARSED_TOKENS = 4  # of a shortened sample: the cache is used from the second on
 
 
 class LanguageTask:
@@ -320,13 +320,15 @@ class LanguageTask:
         prompts = self.prompts
         tokens = self.config.run.sample_tokens
         if shortened:
-            prompts = prompts[:1]
+            # a prompt with pictures also runs the vision tower
+            prompts = sorted(prompts, key=lambda prompt: not prompt.pictures)[:1]
             tokens = min(REHEARSED_TOKENS, tokens)
         return sample(
             model,
             self.tokenizer,
             prompts,
             max_new_tokens=tokens,
+            min_new_tokens=tokens if shortened else None,
             device=device,
             world=world,
             pictures=self.data.pictures,
