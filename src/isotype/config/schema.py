@@ -587,7 +587,10 @@ class TrainSection(Section):
     deterministic: bool = False
     """Deterministic algorithms only; slower on a GPU."""
     eval_every: PositiveInt | None = None
-    """Steps between evaluations; by default a run has ten evaluations, and one at the end."""
+    """Steps between evaluations of all rows. By default a run has at most ten, one of them at the
+    end, and one before step 1, and all together take about a fifth of the rows that are trained:
+    there are fewer, or each takes one row of so many, and the last one also takes all.
+    """
     eval_batch_size: PositiveInt | None = None
     """Rows in one evaluation pass; the result does not depend on it. Default: `batch_size`."""
     patience: PositiveInt | None = None
@@ -609,7 +612,7 @@ class RunSection(Section):
     folder: str = "runs/{name}"
     """The run folder, for all files of the run; `{name}` becomes model, data and time."""
     save_every: PositiveInt | None = None
-    """Steps between checkpoints; by default at every evaluation, and one at the end."""
+    """Steps between checkpoints; by default `eval_every`, else a tenth of the run; one at the end."""
     keep: PositiveInt = 2
     """Checkpoints kept, besides the best."""
     save: Literal["last", "best"] | None = None

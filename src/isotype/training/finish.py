@@ -84,7 +84,8 @@ def _save_and_verify(loop: Loop, prepared: Prepared, world: World) -> dict[str, 
         "steps": progress.step,
         "of_step": result_step,
         "eval_loss": _evaluation_loss(loop, result_step),
-        "eval_set": evaluation_set(config),
+        "whole_eval_loss": _whole_evaluation_loss(loop, result_step),
+        "eval_set": _describe_eval_set(loop),
         "best_eval_loss": (
             progress.best_loss if task.eval_rows and math.isfinite(progress.best_loss) else None
         ),
@@ -130,12 +131,33 @@ def evaluation_set(config: RunConfig) -> str:
     return ", ".join(names)
 
 
+def _describe_eval_set(loop: Loop) -> str:
+    """The rows that choose the best step: their set, and their number where they are a part of it."""
+    name = evaluation_set(loop.config)
+    schedule = loop.schedule
+    if schedule.eval_stride == 1:
+        return name
+    return f"{name}, one of {schedule.eval_stride}"
+
+
 def _evaluation_loss(loop: Loop, step: int) -> float | None:
     """The evaluation loss of a step's weights, on the rows by which the best step is chosen."""
+    stop_metric = loop.config.train.stop_on
+    return _evaluation_metric(
+        loop, step, "eval_loss" if stop_metric is None else f"eval_loss_{stop_metric}"
+    )
+
+
+def _whole_evaluation_loss(loop: Loop, step: int) -> float | None:
+    """The loss on all evaluation rows where the run's evaluations took a part of them; the last
+    step has it.
+    """
+    return _evaluation_metric(loop, step, "whole_eval_loss")
+
+
+def _evaluation_metric(loop: Loop, step: int, key: str) -> float | None:
     if not loop.task.eval_rows or not loop.folder.metrics.is_file():
         return None
-    stop_metric = loop.config.train.stop_on
-    key = "eval_loss" if stop_metric is None else f"eval_loss_{stop_metric}"
     rows, _ = parse_metrics(loop.folder.metrics.read_text(encoding="utf-8", errors="replace"))
     losses = [row[key] for row in rows if row.get("step") == step and key in row]
     return losses[-1] if losses else None
@@ -297,7 +319,9 @@ def saved_weights(result: dict[str, Any]) -> str:
         rank = "the last"
     text = f"the weights of step {step}, {rank}"
     if loss is not None:
-        text += f" (evaluation loss {loss:.4f})"
+        whole = result.get("whole_eval_loss")
+        all_rows = "" if whole is None else f", {whole:.4f} on all rows"
+        text += f" (evaluation loss {loss:.4f}{all_rows})"
     if best_step and step != best_step:
         text += f"; run.save: best takes step {best_step}"
     return text

@@ -35,7 +35,7 @@ from .run_state import RunState, compare_loaded_state, last_good_checkpoint
 from .schedule import Pace, RunSchedule, learning_rate
 from .setup import Prepared
 from .step import StepResult, peak_memory
-from .task import AveragedSample, Batch, Feed, Task, load_local_batches
+from .task import AveragedSample, Batch, Evaluation, Feed, Task, load_local_batches
 from .trackers import Trackers
 
 
@@ -342,20 +342,15 @@ class Loop:
     @cached_property
     def _evaluation_rows(self) -> str:
         stop_metric = self.config.train.stop_on
-        return self.task.fingerprints()["evaluation"] + (f" {stop_metric}" if stop_metric else "")
+        rows = self.task.fingerprints()["evaluation"] + (f" {stop_metric}" if stop_metric else "")
+        stride = self.schedule.eval_stride
+        return rows if stride == 1 else f"{rows} one of {stride}"
 
     def _evaluate(self) -> tuple[bool, bool]:
-        result = self.task.evaluate(
-            self.model, self.device, dtype=self.resolved.precision.loss, world=self.world
-        )
+        stride = self.schedule.eval_stride
+        result = self._evaluate_rows(stride)
         progress = self.progress
         progress.set_evaluation_rows(self._evaluation_rows)
-        if not math.isfinite(result.loss):
-            raise RunError(
-                f"step {progress.step}: the evaluation loss is not finite",
-                code="NF001",
-                fix="resume from the last good checkpoint",
-            )
         stop_metric = self.config.train.stop_on
         compared_loss = result.loss if stop_metric is None else result.parts[stop_metric]
         is_best = compared_loss < progress.best_loss
@@ -365,6 +360,9 @@ class Loop:
             progress.without_gain = 0
         else:
             progress.without_gain += 1
+        # losses of all rows are not compared with those of some
+        is_last = progress.step == self.schedule.total or self.is_stopped_early
+        whole = self._evaluate_rows(1) if stride > 1 and is_last else None
         names = self.task.metric_names
         row = {
             "step": progress.step,
@@ -373,6 +371,7 @@ class Loop:
             f"eval_{names.eval_weight or names.units}": result.weight,
             **{f"eval_loss_{name}": loss for name, loss in result.parts.items()},
             **{f"eval_{name}": value for name, value in result.measures.items()},
+            **({} if whole is None else {"whole_eval_loss": whole.loss}),
         }
         self._write_metrics(row)
         self.console.end_live_line()
@@ -393,6 +392,7 @@ class Loop:
                 for name in names.live
                 if name in result.measures
             )
+            + ("" if whole is None else f"  all {self.schedule.eval_rows:,} rows {whole.loss:.4f}")
         )
         self._run_callbacks("evaluation", row)
         if should_stop := self.is_stopped_early:
@@ -423,6 +423,23 @@ class Loop:
         self.console.end_live_line()
         self.console.print_samples(step, samples)
         self._run_callbacks("samples", {"samples": records})
+
+    def _evaluate_rows(self, stride: int) -> Evaluation:
+        """Evaluates one row of so many. Raises RunError NF001 for a loss that is not finite."""
+        result = self.task.evaluate(
+            self.model,
+            self.device,
+            dtype=self.resolved.precision.loss,
+            stride=stride,
+            world=self.world,
+        )
+        if not math.isfinite(result.loss):
+            raise RunError(
+                f"step {self.progress.step}: the evaluation loss is not finite",
+                code="NF001",
+                fix="resume from the last good checkpoint",
+            )
+        return result
 
     def _observe_short_sample(self) -> None:
         """Checks one short sample operator by operator. It has every dtype of a round of samples: a

@@ -137,6 +137,7 @@ class Plan:
                 f"  {_format_interval('evaluation', schedule['eval_every'])},"
                 f" {_format_interval('checkpoint', schedule['save_every'])}, {_format_interval('samples', schedule['sample_every'])}"
             ),
+            *([f"  {schedule['evaluation']}"] if schedule["evaluations"] else []),
             *([f"  {schedule['note']}"] if schedule["note"] else []),
             *([f"attention   {self.attention}"] if self.attention else []),
             f"recompute   {self.checkpointing}",
@@ -247,6 +248,7 @@ def plan_run(
             eval_rows=task.eval_rows,
             stream=config.data.stream,
             samples=task.samples,
+            row=task.metric_names.row,
         ),
         memory=memory,
         checkpointing=checkpointing,
@@ -274,7 +276,7 @@ def _format_interval(event: str, steps: int) -> str:
 
 
 def _schedule_facts(
-    config: RunConfig, *, rows: int, eval_rows: int, stream: bool, samples: int
+    config: RunConfig, *, rows: int, eval_rows: int, stream: bool, samples: int, row: str
 ) -> dict[str, Any]:
     train = config.train
     schedule = RunSchedule.from_config(config, rows=rows, eval_rows=eval_rows)
@@ -288,6 +290,9 @@ def _schedule_facts(
         "shape": train.schedule,
         "warmup": warmup_steps(train, schedule.total),
         "eval_every": schedule.eval_every,
+        "evaluations": schedule.evaluations,
+        "evaluated_rows": schedule.evaluated_rows,
+        "evaluation": schedule.describe_evaluation(row),
         "save_every": schedule.save_every,
         "sample_every": schedule.sample_every if samples else 0,
         "note": None if stream else repeated_rows_warning(rows_per_step, rows),

@@ -14,6 +14,7 @@ from statistics import fmean, median
 from typing import Literal
 
 from ..config.schema import RunConfig, TrainSection
+from ..wording import pluralise
 
 PauseKind = Literal["evaluation", "samples", "checkpoint"]
 
@@ -62,23 +63,66 @@ def repeated_rows_warning(rows_per_step: int, rows: int) -> str | None:
     )
 
 
+EVALUATED_SHARE = 5  # by default one row is evaluated for so many that are trained
+MIN_EVALUATED_ROWS = 32  # fewer tell two steps hardly apart
+MIN_EVALUATIONS = 2  # before step 1 and at the end
+
+
+def default_evaluations(
+    train: TrainSection, total: int, eval_rows: int, *, chooses: bool
+) -> tuple[int, int]:
+    """The steps between evaluations, and the number of rows of which each evaluation takes one.
+
+    Ten evaluations of a run, and one before it, that each took all held-out rows were more rows
+    than a short run trains (200 steps of 4 rows, 5% of 10,000 held out: 5,500 beside 800).
+
+    chooses  whether evaluations end the run or choose its result: then there are ten
+    """
+    tenth = max(1, math.ceil(total / 10))
+    times = 1 + math.ceil(total / tenth)
+    budget = total * train.batch_size * train.accumulate // EVALUATED_SHARE
+    if eval_rows * times <= budget:
+        return tenth, 1
+    most_stride = max(1, eval_rows // MIN_EVALUATED_ROWS)
+    stride = min(most_stride, math.ceil(eval_rows * times / max(1, budget)))
+    rows = math.ceil(eval_rows / stride)
+    if chooses or rows * times <= budget:
+        return tenth, stride
+    times = max(MIN_EVALUATIONS, budget // rows)
+    return math.ceil(total / (times - 1)), stride
+
+
 @dataclass
 class RunSchedule:
-    """Total steps, and the steps between evaluations, samples, checkpoints and adapters (0: never)."""
+    """Total steps, and the steps between evaluations, samples, checkpoints and adapters (0: never).
+
+    eval_rows    held-out rows
+    eval_stride  an evaluation takes one row of so many, the last one also takes all
+    """
 
     total: int
     eval_every: int
     save_every: int
     sample_every: int
     adapters_every: int = 0
+    eval_rows: int = 0
+    eval_stride: int = 1
 
     @classmethod
     def from_config(cls, config: RunConfig, *, rows: int, eval_rows: int) -> RunSchedule:
         rows_per_step = config.train.batch_size * config.train.accumulate
         total = config.train.steps or max(1, math.ceil(config.train.epochs * rows / rows_per_step))
-        tenth = max(1, math.ceil(total / 10))
-        eval_every = (config.train.eval_every or tenth) if eval_rows else 0
-        interval = eval_every or tenth
+        eval_every = config.train.eval_every or 0
+        eval_stride = 1
+        # fewer evaluations are no reason for fewer checkpoints
+        save_every = config.run.save_every or eval_every or max(1, math.ceil(total / 10))
+        if not eval_rows:
+            eval_every = 0
+        elif not eval_every:
+            chooses = config.train.patience is not None or config.run.save == "best"
+            eval_every, eval_stride = default_evaluations(
+                config.train, total, eval_rows, chooses=chooses
+            )
         if config.run.sample_every is None:
             sample_every = math.ceil(total / 4)
         else:
@@ -86,10 +130,38 @@ class RunSchedule:
         return cls(
             total,
             eval_every,
-            config.run.save_every or interval,
+            save_every,
             sample_every,
             config.run.adapters_every or 0,
+            eval_rows,
+            eval_stride,
         )
+
+    @property
+    def evaluations(self) -> int:
+        """How often the run evaluates, before step 1 and at its end too."""
+        return 1 + math.ceil(self.total / self.eval_every) if self.eval_every else 0
+
+    @property
+    def evaluated_rows(self) -> int:
+        """Rows of one evaluation, if it takes each set as a whole."""
+        return math.ceil(self.eval_rows / self.eval_stride)
+
+    def describe_evaluation(self, row: str) -> str:
+        """How often the run evaluates, and on how many rows.
+
+        row  the task's name of a row
+        """
+        if not self.evaluations:
+            return "no evaluation"
+        rows = self.evaluations * self.evaluated_rows
+        text = f"evaluation {self.evaluations} times, {pluralise(rows, row)} in all"
+        if self.eval_stride > 1:
+            text += (
+                f" (the same {self.evaluated_rows:,} of {self.eval_rows:,} each time;"
+                " once more all at the end)"
+            )
+        return text
 
     def is_adapter_due(self, step: int) -> bool:
         """Whether an adapter is written after a step; after the last one the result is."""

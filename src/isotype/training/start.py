@@ -461,6 +461,7 @@ def header_rows(
                 f" {task.metric_names.row}s, learning rate {train.learning_rate:g} {train.schedule}"
             ),
         ),
+        ("", schedule.describe_evaluation(task.metric_names.row)),
         *[("warning", f"{f.code} {f.message}; {f.fix}") for f in resolved.warnings],
     ]
     return [(label, text) for label, text in rows if text]

@@ -353,11 +353,13 @@ class Task(Protocol):
         *,
         dtype: str,
         most: int | None = None,
+        stride: int = 1,
         world: World = ALONE,
     ) -> Evaluation:
         """The loss on the evaluation rows, or on the first `most` of them, or of the training rows
         where there are none.
 
+        stride  one row of so many is taken, of each set of evaluation rows
         world  the processes that call this together; each may compute a share (`world.sum`), and
                all return the same
         """

@@ -193,7 +193,7 @@ def _refuse_epoch_interval(target: str) -> transforms.Handler:
     """`evals_per_epoch: 4`: the number of steps in an epoch is not known before the data is read."""
     return lambda draft, source_key: draft.not_offered(
         source_key,
-        f"{target} in steps; by default ten evaluations in a run, each with a checkpoint",
+        f"{target} in steps; by default at most ten evaluations in a run, and ten checkpoints",
     )
 
 
@@ -208,7 +208,7 @@ _NO_EFFECT = {
         " gemma4_hybrid_attn_impl use_dsv4_kernels"
     ),
     "samples come by run.sample_every": "dpo_generate_during_eval",
-    "evaluations come by train.eval_every, by default ten in a run": "evaluation_strategy",
+    "evaluations come by train.eval_every, by default at most ten in a run": "evaluation_strategy",
     "wandb reads its own environment variables (WANDB_NAME, WANDB_MODE, ...)": (
         "wandb_entity wandb_watch wandb_name wandb_log_model wandb_run_id"
     ),

@@ -446,7 +446,7 @@ TRAINER: dict[str, transforms.Handler] = {
         transforms.convert_choice(
             "data.eval_split",
             dict.fromkeys(("no", "false", "none"), (0, "no rows are held out")),
-            "evaluations come by train.eval_every, by default ten in a run",
+            "evaluations come by train.eval_every, by default at most ten in a run",
             fate="no_effect",
         ),
         "eval_strategy evaluation_strategy",

@@ -178,10 +178,11 @@ class DiffusionTask:
         *,
         dtype: str,
         most: int | None = None,
+        stride: int = 1,
         world: World = ALONE,
     ) -> Evaluation:
         rows = self.data.evaluation_rows or self.data.encoded_rows
-        return self._evaluate(model, rows[:most], device, dtype, world)
+        return self._evaluate(model, rows[:most:stride], device, dtype, world)
 
     def rehearse_evaluation(
         self, model: nn.Module, device: torch.device, *, dtype: str

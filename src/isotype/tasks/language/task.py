@@ -258,20 +258,21 @@ class LanguageTask:
         *,
         dtype: str,
         most: int | None = None,
+        stride: int = 1,
         world: World = ALONE,
     ) -> Evaluation:
         rows = self.objective.eval
         sets = self.data.eval_sets
         if most is not None or not sets:
             return self._evaluate(
-                model, (rows or self.objective.train)[:most], device, dtype, world
+                model, (rows or self.objective.train)[:most:stride], device, dtype, world
             )
         evaluations: dict[str, Evaluation] = {}
         start = 0
         for name, count in sets.items():
             end = start + count // self.objective.answers_per_row
             evaluations[name], start = (
-                self._evaluate(model, rows[start:end], device, dtype, world),
+                self._evaluate(model, rows[start:end:stride], device, dtype, world),
                 end,
             )
         return Evaluation.combine(evaluations)
