@@ -1,11 +1,13 @@
 """Draws a command's output as a picture: `python docs/pictures/draw_terminal.py OUT.png FOLDER
-isotype doctor check .` (run in FOLDER).
+isotype doctor check .` runs the command in FOLDER, and `OUT.png FILE.log isotype train run.yaml`
+draws the text of a file as the output of that command.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from textwrap import wrap
 
 import matplotlib
@@ -40,8 +42,15 @@ def draw(out: str, shown: str, text: str) -> None:
 
 
 if __name__ == "__main__":
-    out, folder, *command = sys.argv[1:]
-    done = subprocess.run(
-        [sys.executable, "-m", *command], cwd=folder, capture_output=True, text=True, check=False
-    )
-    draw(out, " ".join(command), done.stdout)
+    out, source, *command = sys.argv[1:]
+    if Path(source).is_file():
+        text = Path(source).read_text(encoding="utf-8")
+    else:
+        text = subprocess.run(
+            [sys.executable, "-m", *command],
+            cwd=source,
+            capture_output=True,
+            text=True,
+            check=False,
+        ).stdout
+    draw(out, " ".join(command), text)
