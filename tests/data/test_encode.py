@@ -62,7 +62,7 @@ def answers_alone_are_learnt(families: SimpleNamespace, family: str, turns: list
     if family == "mistral":
         answers = [" " + a for a in answers]
     assert learnt(encoder, row) == "".join(a + end for a in answers)
-    assert all(label in (IGNORED, i) for label, i in zip(row.labels, row.input_ids))
+    assert all(label in (IGNORED, i) for label, i in zip(row.labels, row.input_ids, strict=True))
     assert row.labels[row.prompt_length] != IGNORED
     assert set(row.labels[: row.prompt_length]) == {IGNORED}
     assert encoder.template is not None

@@ -420,7 +420,7 @@ def test_pairs_of_the_public_form_are_rendered_with_their_system_prompt_and_tool
     loaded = load_data(section, tokenizer, seed=0, only="preference")
     assert not [note for note in loaded.facts["notes"] if "system" in note]
     texts = [tokenizer.decode(row.input_ids) for row in loaded.train]
-    for i, (chosen, rejected) in enumerate(zip(texts[::2], texts[1::2])):
+    for i, (chosen, rejected) in enumerate(zip(texts[::2], texts[1::2], strict=True)):
         for text, answer in ((chosen, f"good {i}"), (rejected, f"bad {i}")):
             assert f"<|im_start|>system\nbe {i}<|im_end|>" in text
             assert answer in text

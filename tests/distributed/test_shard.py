@@ -190,7 +190,7 @@ def test_a_run_goes_on_in_another_number_of_parts(path, more, configured, tmp_pa
     )
     folder = tmp_path / "moved"
     assert run(path[0], tmp_path / "moved.yaml")[0] == 0
-    for number, (count, kind) in enumerate(zip(path[2::2], path[3::2]), 1):
+    for number, (count, kind) in enumerate(zip(path[2::2], path[3::2], strict=True), 1):
         for step in range(2 * number + 2, 7, 2):
             shutil.rmtree(folder / f"checkpoints/step_{step}", ignore_errors=True)
         resolved = folder / "resolved.yaml"

@@ -237,7 +237,7 @@ def test_scores_of_pieces_merge_in_the_order_of_the_merges(tmp_path: Path) -> No
     scores = {
         token: score
         for token, score, kind in zip(
-            keys["add_token_list"], keys["add_token_scores"], keys["add_token_types"]
+            keys["add_token_list"], keys["add_token_scores"], keys["add_token_types"], strict=True
         )
         if kind == 1
     }

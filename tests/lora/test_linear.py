@@ -50,7 +50,7 @@ def test_it_keeps_its_contract():
 
 
 def gradients(loss: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
-    return dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()))))
+    return dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
 
 
 def test_gradients_agree_with_finite_differences():

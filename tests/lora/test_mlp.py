@@ -84,7 +84,7 @@ def in_one_function(case):
 
 
 def test_every_activation_with_trainable_weights():
-    for kind, bias in zip(ACTIVATIONS, (False, True, False)):
+    for kind, bias in zip(ACTIVATIONS, (False, True, False), strict=True):
         model = adapted(Mlp(kind, bias=bias))
         model.requires_grad_()
         fused, placed = optimized(model)

@@ -87,7 +87,9 @@ def as_near(x, compute, adapter, autocast):
     assert (mine["y"] - y).norm() <= 2e-2 * y.norm()
     # one dy for both, so that the loss's own curvature plays no part
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(mine["y"].dtype)
-    exact = dict(zip(("x", "A", "B"), torch.autograd.grad(y, (x64, a, b), dy.double())))
+    exact = dict(
+        zip(("x", "A", "B"), torch.autograd.grad(y, (x64, a, b), dy.double()), strict=True)
+    )
     errors = []
     for each in (fused, model):
         leaf = value.detach().clone().requires_grad_()
@@ -97,14 +99,14 @@ def as_near(x, compute, adapter, autocast):
         errors.append(
             [
                 float((g - e).norm() / e.norm())
-                for g, e in zip(torch.autograd.grad(out, wanted, dy), exact.values())
+                for g, e in zip(torch.autograd.grad(out, wanted, dy), exact.values(), strict=True)
             ]
         )
     # On a CPU bitsandbytes' own product falls under autocast, and fp16 autocast then overrides a
     # declared bf16 compute dtype, which the fused op keeps: 8 bits against 11. On a GPU
     # bitsandbytes keeps it too.
     slack = 2.0 if (compute, autocast) == (torch.bfloat16, torch.float16) else 1.02
-    for name, fused_error, peft_error in zip(exact, *errors):
+    for name, fused_error, peft_error in zip(exact, *errors, strict=True):
         assert fused_error <= slack * peft_error + 1e-6, (
             f"{name}: {fused_error:.2e} against {peft_error:.2e}"
         )
@@ -145,7 +147,7 @@ def whole(targets="all-linear", **settings):
 
 
 def test_a_layer_without_adapter_gives_bitsandbytes_result():
-    for x, bias in zip(FLOATS, (True, True, False)):
+    for x, bias in zip(FLOATS, (True, True, False), strict=True):
         as_bitsandbytes(x, bias)
 
 
@@ -161,7 +163,7 @@ def as_bitsandbytes(x, bias):
         y = run(leaf)
         y.float().square().sum().backward()
         results_.append((y.detach(), leaf.grad))
-    assert all(a.dtype == b.dtype for a, b in zip(*results_))
+    assert all(a.dtype == b.dtype for a, b in zip(*results_, strict=True))
     assert_same(*({"y": y, "x": g} for y, g in results_), relative=1e-2)
     if bias:
         assert mine.bias.dtype == torch.float32

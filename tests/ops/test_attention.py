@@ -62,7 +62,9 @@ def run(f, inputs, dy, dtype=torch.bfloat16, **options):
 @needs_compiler
 def test_output_and_gradients_are_as_near_to_fp64_as_pytorchs(subtests):
     for shape, masked in zip(
-        SHAPES, ["causal", "mask and causal", "full", "mask", "causal", "mask and causal"]
+        SHAPES,
+        ["causal", "mask and causal", "full", "mask", "causal", "mask and causal"],
+        strict=True,
     ):
         *inputs, dy, mask = drawn(shape)
         options = {
@@ -80,7 +82,7 @@ def test_output_and_gradients_are_as_near_to_fp64_as_pytorchs(subtests):
             truth = run(attention_reference, inputs, dy, torch.float64, **options)
             theirs = run(plain, inputs, dy, **both)
             ours = run(attention, inputs, dy, **options)
-            for got, their, true in zip(ours, theirs, truth):
+            for got, their, true in zip(ours, theirs, truth, strict=True):
                 assert (got.dtype, got.shape) == (torch.bfloat16, true.shape)
                 assert error(got, true) <= FACTOR * error(their, true)
 
@@ -104,7 +106,7 @@ def test_large_scores_neither_overflow_nor_vanish():
         run(attention, inputs, dy, causal=True),
     )
     theirs = run(plain, inputs, dy, causal=True)
-    for got, their, true in zip(ours, theirs, truth):
+    for got, their, true in zip(ours, theirs, truth, strict=True):
         assert got.isfinite().all()
         assert error(got, true) <= FACTOR * error(their, true)
 

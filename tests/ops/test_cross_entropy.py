@@ -41,7 +41,7 @@ def test_every_option_of_a_large_vocabulary_is_as_near_to_fp64_as_the_reference(
             loss = op(x, targets, **OPTIONS)
             (loss * 3).backward()
         results[path] = loss, x.grad
-    for cpp, eager, plain, exact in zip(*results.values()):
+    for cpp, eager, plain, exact in zip(*results.values(), strict=True):
         assert max(error(cpp, exact), error(eager, exact)) <= FACTOR * error(plain, exact) + 1e-6
 
 

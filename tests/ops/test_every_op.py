@@ -37,7 +37,8 @@ def leaves(case, *sizes, dtype=torch.float64):
     """
     made = [t.to(dtype) if t.is_floating_point() else t for t in case.inputs(*sizes)]
     return [
-        t.requires_grad_(name in case.contract.grads) for name, t in zip(case.contract.inputs, made)
+        t.requires_grad_(name in case.contract.grads)
+        for name, t in zip(case.contract.inputs, made, strict=True)
     ]
 
 

@@ -90,7 +90,7 @@ class Call:
     def run(self, op, **more):
         y = op(self.x, self.index, self.w, self.up, self.down, **self.options, **more)
         grads = torch.autograd.grad(y, tuple(self.leaves.values()), self.dy.to(y.dtype))
-        return {"y": y.detach(), **dict(zip(self.leaves, grads))}
+        return {"y": y.detach(), **dict(zip(self.leaves, grads, strict=True))}
 
 
 FORMS = list(itertools.product(GATES, (False, True), (False, True), (False, True)))

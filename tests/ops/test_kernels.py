@@ -300,7 +300,9 @@ def test_the_weights_gradient_is_summed_over_tiles_and_programs(monkeypatch):
     with interpreted():
         got = results(rms_norm, inputs, "triton")
         torch.testing.assert_close(got, want)
-        assert all(torch.equal(a, b) for a, b in zip(got, results(rms_norm, inputs, "triton")))
+        assert all(
+            torch.equal(a, b) for a, b in zip(got, results(rms_norm, inputs, "triton"), strict=True)
+        )
 
 
 def test_a_row_too_long_for_registers_takes_plain_pytorch():

@@ -58,7 +58,7 @@ def rounded_once(options, factor):
             logits if logits.dtype == torch.float64 else logits.float(), targets, reduction="sum"
         )
         (loss / items).backward()
-    for mine, theirs, truth in zip(leaves, peer, exact):
+    for mine, theirs, truth in zip(leaves, peer, exact, strict=True):
         assert error(mine.grad, truth.grad) <= factor * error(theirs.grad, truth.grad)
 
 
@@ -76,7 +76,7 @@ def test_fp16_neither_flushes_nor_overflows_under_a_loss_scale(reduction, upstre
         * upstream
     ).backward()
     (linear_cross_entropy_reference(*exact, targets) * upstream).backward()
-    for leaf, truth in zip(leaves, exact):
+    for leaf, truth in zip(leaves, exact, strict=True):
         # what rounding the true gradient to fp16 once costs (a small one is subnormal) is the least
         # that any implementation can reach
         least = error(truth.grad.half(), truth.grad)

@@ -50,7 +50,7 @@ def test_every_output_is_the_references():
     for backend in ("eager", "cpp"):
         with force_backend(backend):
             got = linear_log_probs(x, w, targets, bias=b, outputs=OUTPUTS, chunk=7, **OPTIONS)
-        for name, value, truth in zip(OUTPUTS, got, want):
+        for name, value, truth in zip(OUTPUTS, got, want, strict=True):
             assert value.shape == (4, 5), name
             torch.testing.assert_close(value.to(truth.dtype), truth, rtol=2e-5, atol=2e-5, msg=name)
 

@@ -223,7 +223,7 @@ def no_worse(cast, dtype, reduction, inside):
         seen[kind] = [loss.detach() * 1, hidden.grad / 1024, weight.grad / 1024]
     assert [t.dtype for t in seen["deferred"]] == [t.dtype for t in seen["plain"]]
     narrowest = floor(dtype, cast)
-    for mine, theirs, truth in zip(*seen.values()):
+    for mine, theirs, truth in zip(*seen.values(), strict=True):
         assert error(mine, truth) <= FACTOR * max(error(theirs, truth), narrowest)
 
 
@@ -273,7 +273,7 @@ def test_a_window_of_several_batches_rounds_no_gradient_a_second_time():
             ).loss.backward()
             made.append(x.grad)
         grads[kind] = [torch.cat(made), model.lm_head.weight.grad]
-    for mine, theirs, truth in zip(*grads.values()):
+    for mine, theirs, truth in zip(*grads.values(), strict=True):
         assert error(mine, truth) <= 1.05 * error(theirs, truth)
 
 

@@ -41,14 +41,14 @@ def micro_gradients_summed_in_fp64(model: nn.Module) -> list[torch.Tensor]:
     total = [torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()]
     for x, y in batches():
         backward(model, x, y)
-        for t, p in zip(total, model.parameters()):
+        for t, p in zip(total, model.parameters(), strict=True):
             t += p.grad
             p.grad = None
     return total
 
 
 def relative_error(got: list[torch.Tensor], true: list[torch.Tensor]) -> float:
-    difference = torch.cat([(g.double() - t).flatten() for g, t in zip(got, true)])
+    difference = torch.cat([(g.double() - t).flatten() for g, t in zip(got, true, strict=True)])
     return float(difference.norm() / torch.cat([t.flatten() for t in true]).norm())
 
 

@@ -80,5 +80,5 @@ def test_buckets_are_sent_while_backward_runs_from_the_second_step_on():
 def test_early_sums_are_those_after_the_backward():
     _, accumulator, loss = chain(Doubled())
     late, early = step(accumulator, loss), step(accumulator, loss)
-    assert all(torch.equal(a, b) for a, b in zip(late, early))
+    assert all(torch.equal(a, b) for a, b in zip(late, early, strict=True))
     assert late[3].tolist() == pytest.approx([2 / 9] * 9)

@@ -231,7 +231,7 @@ def test_a_pipe_in_a_run_folder_does_not_block(tmp_path):
 
 # ten ones, then ten times the line before, eight times
 BOMB = "x: &a [1,1,1,1,1,1,1,1,1,1]\n" + "".join(
-    f"x{b}: &{c} [{','.join(['*' + b] * 10)}]\n" for b, c in zip("abcdefg", "bcdefgh")
+    f"x{b}: &{c} [{','.join(['*' + b] * 10)}]\n" for b, c in zip("abcdefg", "bcdefgh", strict=True)
 )
 
 

@@ -38,7 +38,7 @@ def test_a_run_of_every_preset_keeps_its_contract(configured, tmp_path, preset):
     # the same run on the CPU: the same data, order and initial weights
     assert train(configured("cpu", **{**settings(preset), "model": {"device": "cpu"}})) == 0
     for (step, loss, _, evaluation), (_, want, _, evaluated) in zip(
-        losses(tmp_path / "here"), losses(tmp_path / "cpu")
+        losses(tmp_path / "here"), losses(tmp_path / "cpu"), strict=True
     ):
         assert (loss or evaluation) == pytest.approx(want or evaluated, rel=2e-2), f"step {step}"
 
@@ -62,7 +62,7 @@ def test_recomputing_changes_no_result(configured, tmp_path, checkpointing):
         more = {"train": {"gradient_checkpointing": way, "steps": 4}}
         assert train(configured(name, **settings("bf16-lora", **more))) == 0
     for (step, loss, _, evaluation), (_, want, _, evaluated) in zip(
-        losses(tmp_path / "other"), losses(tmp_path / "plain")
+        losses(tmp_path / "other"), losses(tmp_path / "plain"), strict=True
     ):
         assert (loss or evaluation) == pytest.approx(want or evaluated, rel=1e-3), f"step {step}"
 

@@ -48,7 +48,7 @@ def test_accumulation_is_normalised_by_tokens():
     loss, reference = gradients[0]
     for other_loss, others in gradients[1:]:
         assert other_loss == pytest.approx(loss, rel=1e-6)
-        for a, b in zip(reference, others):
+        for a, b in zip(reference, others, strict=True):
             assert torch.allclose(a, b, rtol=1e-4, atol=1e-7)
 
 
@@ -108,7 +108,7 @@ def test_a_non_finite_loss_stops_before_any_weight_changes(poison, named):
         s(batches(2, 2), step=7, learning_rate=1e-3, watch_changes=False)
     assert all(
         torch.equal(a, b) or a.isnan().any()
-        for a, b in zip(before.values(), s.model.state_dict().values())
+        for a, b in zip(before.values(), s.model.state_dict().values(), strict=True)
     )
 
 

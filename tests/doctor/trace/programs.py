@@ -319,7 +319,7 @@ def ema_in_bf16(broken):
     for number in range(12):
         step(model, optimizer, x_of(torch.float32) + number)
         with torch.no_grad():
-            for mean, p in zip(average, model.parameters()):
+            for mean, p in zip(average, model.parameters(), strict=True):
                 mean.lerp_(p.to(mean.dtype), 0.001)
 
 
@@ -570,7 +570,7 @@ def compensated_summation(broken):
         model.zero_grad()
         model(x_of()).float().pow(2).mean().backward()
         with torch.no_grad():
-            for p, rest in zip(model.parameters(), rests):
+            for p, rest in zip(model.parameters(), rests, strict=True):
                 if broken:
                     rest.copy_(-1e-4 * p.grad.sign())
                 else:

@@ -75,7 +75,9 @@ def test_same_numbers_with_and_without():
     with trace(traced):
         got = train(traced, 6)
     assert got == expected
-    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), traced.parameters()))
+    assert all(
+        torch.equal(a, b) for a, b in zip(plain.parameters(), traced.parameters(), strict=True)
+    )
 
 
 def test_memory_does_not_grow_with_steps():
@@ -84,7 +86,7 @@ def test_memory_does_not_grow_with_steps():
 
     def some(steps):
         train(model, steps)
-        for mean, p in zip(average, model.parameters()):
+        for mean, p in zip(average, model.parameters(), strict=True):
             for _ in range(steps):
                 # a chain of casts that never ends
                 mean.data = (mean.float() * 0.9 + p.detach() * 0.1).to(bf16)

@@ -478,4 +478,4 @@ def test_encoders_have_a_rate_of_their_own_or_one_each():
             for p in group["params"]
         }
         found = {name.split(".")[-2]: rates[id(p)] for name, p in model.named_parameters()}
-        assert found == {"block": 1.0, **dict(zip(PARTS["sdxl"], wanted))}
+        assert found == {"block": 1.0, **dict(zip(PARTS["sdxl"], wanted, strict=True))}

@@ -78,7 +78,8 @@ def test_an_edit_with_its_blocks_in_host_memory_is_the_same(drawn, studio, tmp_p
     late, sizes, models = same(drawn(model=model, **settings), batches, tmp_path)
     assert late.most <= sum(sorted(sizes)[-2:]) < sum(sizes)
     first, second = (
-        task.sample(model, torch.device("cpu")) for task, model in zip(drawn_with, models)
+        task.sample(model, torch.device("cpu"))
+        for task, model in zip(drawn_with, models, strict=True)
     )
     assert [sample.png for sample in first] == [sample.png for sample in second]
 

@@ -76,7 +76,7 @@ def plain_qwen_edit(model, batch):
 
 def plain_z_image(model, batch):
     noisy, target = flow(batch)
-    texts = [one[:length] for one, length in zip(batch.text["text"], batch.lengths)]
+    texts = [one[:length] for one, length in zip(batch.text["text"], batch.lengths, strict=True)]
     made = model(
         list(noisy.unsqueeze(2).unbind(0)),
         (1000 - batch.sigma * 1000) / 1000,

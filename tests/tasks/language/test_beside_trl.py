@@ -31,12 +31,12 @@ COLOURS = ((220, 20, 20), (20, 200, 20), (20, 20, 220), (200, 180, 30))
 @pytest.fixture
 def shown(tmp_path):
     """Rows with one picture, two and one, as messages with the pictures' files."""
-    for i, (size, colour) in enumerate(zip(SIZES, COLOURS)):
+    for i, (size, colour) in enumerate(zip(SIZES, COLOURS, strict=True)):
         image = Image.new("RGB", size, colour)
         image.paste((255, 255, 255), (5, 5, 20, 30))
         image.save(tmp_path / f"{i}.png")
     made = []
-    for which, answer in zip(((0,), (1, 2), (3,)), ANSWERS):
+    for which, answer in zip(((0,), (1, 2), (3,)), ANSWERS, strict=True):
         parts = [
             *({"type": "image", "path": f"{i}.png"} for i in which),
             {"type": "text", "text": "what colour is it?"},

@@ -73,7 +73,12 @@ def test_an_end_that_is_masked_as_padding_is(subject, with_data):
     end = tokenizer.eos_token_id
     assert list(unlearnt_end_token(one)) == []
     rows = [
-        replace(r, labels=tuple(IGNORED if i == end else n for i, n in zip(r.input_ids, r.labels)))
+        replace(
+            r,
+            labels=tuple(
+                IGNORED if i == end else n for i, n in zip(r.input_ids, r.labels, strict=True)
+            ),
+        )
         for r in one.task.data.train
     ]
     (finding,) = unlearnt_end_token(with_data(one, train=rows))

@@ -558,7 +558,7 @@ def test_two_processes_make_the_run_of_one(paired, tmp_path, kind, objective):
     assert done.returncode == 0, done.stdout + done.stderr
     one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")
     assert len(one) == len(two)
-    for mine, other in zip(one, two):
+    for mine, other in zip(one, two, strict=True):
         for key in {
             "loss",
             "pairs",

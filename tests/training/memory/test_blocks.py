@@ -68,7 +68,7 @@ def spoil_what_is_away(model):
             torch.full_like(host.view(torch.uint8), 255).view(host.dtype).view(host.shape)
             for host in block.host_tensors
         ]
-        for tensor, host in zip(block.tensors, block.host_tensors):
+        for tensor, host in zip(block.tensors, block.host_tensors, strict=True):
             tensor.data = host
 
 
