@@ -22,6 +22,7 @@ PAGES = (
     "docs/**/*.md",
     "benchmarks/**/*.md",
     "examples/*.md",
+    "AGENTS.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "SECURITY.md",
