@@ -13,6 +13,7 @@ from isotype.config.load import load
 from isotype.config.schema import RunConfig
 from isotype.tasks.choose import train
 from isotype.tasks.language.task import LanguageTask
+from isotype.training.run_state import RunState
 from isotype.training.schedule import (
     EVALUATED_SHARE,
     MIN_EVALUATED_ROWS,
@@ -126,13 +127,37 @@ def test_a_resumed_run_with_partial_evaluations_is_bit_identical(partial, tmp_pa
     same_result(tmp_path / "run", resumed)
 
 
-def test_a_run_of_all_rows_resumes_with_a_part_of_them(configured, partial, tmp_path):
-    """As a run of an earlier version does: the best of other rows is forgotten."""
+@pytest.mark.parametrize("version", ["this", "earlier"])
+def test_a_run_of_all_rows_goes_on_with_all_rows(
+    version, configured, partial, tmp_path, monkeypatch
+):
     _, strides = partial
-    assert train(configured(train={"steps": 6, "eval_every": 2, "schedule": "constant"})) == 0
+    take_checkpoint = RunState.take_checkpoint
+
+    def without_stride(self):
+        checkpoint = take_checkpoint(self)
+        del checkpoint.state["progress"]["eval_stride"]
+        return checkpoint
+
+    with monkeypatch.context() as patch:
+        if version == "earlier":
+            patch.setattr(RunState, "take_checkpoint", without_stride)
+        steps = {"steps": 6, "eval_every": 2, "schedule": "constant"}
+        assert train(configured(train=steps)) == 0
     strides.clear()
     longer = configured(train={"steps": 8, "eval_every": None, "schedule": "constant"})
     assert train(longer, resume=tmp_path / "run") == 0
+    assert set(strides) == {1}
+    new_steps = [row["step"] for row in rows_of(tmp_path / "run") if row["step"] > 6]
+    assert new_steps == ([7, 8] if version == "earlier" else [8])
     result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert strides[-1] == 1 < strides[0]
-    assert result["best_step"] == 8
+    assert result["whole_eval_loss"] is None
+
+
+def test_a_longer_resume_keeps_the_part_of_the_rows(partial, tmp_path):
+    make, strides = partial
+    assert train(make(schedule="constant")) == 0
+    before = set(strides) - {1}
+    strides.clear()
+    assert train(make(schedule="constant", steps=100), resume=tmp_path / "run") == 0
+    assert set(strides) - {1} == before

@@ -351,6 +351,7 @@ class Loop:
         result = self._evaluate_rows(stride)
         progress = self.progress
         progress.set_evaluation_rows(self._evaluation_rows)
+        progress.eval_stride = stride
         stop_metric = self.config.train.stop_on
         compared_loss = result.loss if stop_metric is None else result.parts[stop_metric]
         is_best = compared_loss < progress.best_loss
@@ -424,6 +425,19 @@ class Loop:
         self.console.print_samples(step, samples)
         self._run_callbacks("samples", {"samples": records})
 
+    def _keep_evaluation_rows(self) -> None:
+        """Continues a resumed run with the rows that it evaluated before, also where it now has
+        another number of steps. A run of an earlier version evaluated all rows, ten times.
+        """
+        evaluated = self.progress.evaluated
+        is_default = self.config.train.eval_every is None
+        rows = self.task.fingerprints()["evaluation"]
+        if not is_default or evaluated is None or not evaluated.startswith(rows):
+            return
+        if not self.progress.eval_stride:
+            self.schedule.eval_every = max(1, math.ceil(self.schedule.total / 10))
+        self.schedule.eval_stride = self.progress.eval_stride or 1
+
     def _evaluate_rows(self, stride: int) -> Evaluation:
         """Evaluates one row of so many. Raises RunError NF001 for a loss that is not finite."""
         result = self.task.evaluate(
@@ -493,6 +507,7 @@ class Loop:
             processes = self.state.restore_training(checkpoint)
             self.progress = self.state.progress
             if self.task.eval_rows:
+                self._keep_evaluation_rows()
                 self.progress.set_evaluation_rows(self._evaluation_rows)
         except (
             LookupError,

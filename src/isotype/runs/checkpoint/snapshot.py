@@ -33,7 +33,8 @@ OTHER_RANKS = "random_of_other_processes"  # in state.json: of the ranks from 1 
 @dataclass
 class Progress:
     """How far a run is. `evaluated`: a hash of the evaluation rows that `best_loss` and
-    `without_gain` are of; `units`: tokens or pictures seen.
+    `without_gain` are of; `eval_stride`: each evaluation takes one row of so many, 0 in checkpoints
+    of older runs; `units`: tokens or pictures seen.
     """
 
     step: int = 0
@@ -42,6 +43,7 @@ class Progress:
     best_step: int | None = None
     without_gain: int = 0
     evaluated: str | None = None
+    eval_stride: int = 0
     trained_seconds: float = 0.0
     units: int = 0
 
