@@ -85,7 +85,8 @@ def test_threads_sleep_on_shared_cores(load, always, passive):
     environ = {"PATH": "/bin"}
     load *= os.cpu_count() or 1
     assert (
-        hardware.wait_passively(always=always, load=load, environ=environ, loaded=False) is passive
+        hardware.wait_passively(always=always, load=load, environ=environ, is_torch_loaded=False)
+        is passive
     )
     assert environ.get("OMP_WAIT_POLICY") == ("PASSIVE" if passive else None)
 
@@ -93,10 +94,10 @@ def test_threads_sleep_on_shared_cores(load, always, passive):
 def test_what_the_user_has_set_stays_and_nothing_is_set_once_torch_is_loaded():
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
         environ = {name: "1"}
-        assert not hardware.wait_passively(always=True, environ=environ, loaded=False)
+        assert not hardware.wait_passively(always=True, environ=environ, is_torch_loaded=False)
         assert environ == {name: "1"}
     environ = {}
-    assert not hardware.wait_passively(always=True, environ=environ, loaded=True)
+    assert not hardware.wait_passively(always=True, environ=environ, is_torch_loaded=True)
     assert environ == {}
 
 
@@ -106,5 +107,5 @@ def test_an_error_for_want_of_memory_is_told_from_the_same_words_for_another_rea
         OSError(errno.ENOMEM, "Cannot allocate memory"),
         RuntimeError("std::bad_alloc"),
     ):
-        assert hardware.out_of_memory(error)
-        assert hardware.out_of_memory(ValueError(str(error))) is None
+        assert hardware.out_of_memory_message(error)
+        assert hardware.out_of_memory_message(ValueError(str(error))) is None

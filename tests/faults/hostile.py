@@ -305,7 +305,7 @@ def run_folder(material: Material, folder: Path, draw: random.Random) -> None:
                 with contextlib.suppress(OSError):
                     store.path(step).joinpath(SEAL).unlink(missing_ok=True)
                     seal(store.path(step))
-        newest, _ = store.newest_whole()
+        newest, _ = store.find_newest_intact()
         if newest is not None:
             store.load(newest)
         loaded = load(place / "resolved.yaml", resolved=True)

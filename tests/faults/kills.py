@@ -75,7 +75,7 @@ def _chain(workshop: Workshop, recipe: str, moments: random.Random, *, most: int
             (died,) = wait([child])
         if died.status == 0:
             break
-        step, lost = store.newest_whole()
+        step, lost = store.find_newest_intact()
         if (step or 0) < newest:
             lost = [f"the newest whole checkpoint fell from step {newest} to {step}", *lost]
         if died.status != -signal.SIGKILL:

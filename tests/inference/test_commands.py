@@ -55,7 +55,7 @@ def test_eval_of_the_training_file(run, workshop):
 
 def test_a_checkpoint_that_a_run_removes_while_it_is_read_is_passed_over(run, monkeypatch):
     shutil.rmtree(run / "adapter")
-    newest = CheckpointStore.newest_whole
+    newest = CheckpointStore.find_newest_intact
 
     def removed_then(store):
         monkeypatch.undo()
@@ -64,7 +64,7 @@ def test_a_checkpoint_that_a_run_removes_while_it_is_read_is_passed_over(run, mo
         return step, passed
 
     before = load_run(run).weights_name
-    monkeypatch.setattr(CheckpointStore, "newest_whole", removed_then)
+    monkeypatch.setattr(CheckpointStore, "find_newest_intact", removed_then)
     assert load_run(run).weights_name != before
 
 

@@ -11,7 +11,7 @@ from isotype.doctor.check.tools import TOOL_KEYS
 from isotype.doctor.explain.explainer import FAMILIES, load_families, load_shared_causes
 from isotype.doctor.explain.recognition import OPERATORS
 from isotype.finding import Place
-from isotype.pages.finding_sheet import load_findings
+from isotype.pages.finding_sheet import load_finding_formatter
 from isotype.pages.sheets import SheetError
 from isotype.precision.contradictions import load_rules
 
@@ -41,8 +41,8 @@ def sheets():
         yield path, load_sheet
     for path in sorted(FOLDER.glob("*.txt")):
         yield path, load_with_families if path.name == "shared.txt" else load_family
-    yield SOURCES / "doctor/trace/findings.txt", load_findings
-    yield SOURCES / "testing/amp/findings.txt", load_findings
+    yield SOURCES / "doctor/trace/findings.txt", load_finding_formatter
+    yield SOURCES / "testing/amp/findings.txt", load_finding_formatter
 
 
 SHEETS = dict(sheets())
@@ -179,7 +179,7 @@ def test_every_key_that_tools_declare_for_rules_is_named_by_one():
 def test_a_program_cannot_give_a_parameter_that_the_sheet_does_not_declare(tmp_path):
     sheet = tmp_path / "findings.txt"
     sheet.write_text("# TR099 A page\n=\nparameters: name\n- {name} is wrong\n  note\n")
-    report = load_findings(sheet)
+    report = load_finding_formatter(sheet)
     assert report("TR099", Place(), name="x").message == "x is wrong"
     with pytest.raises(SheetError, match=r"findings\.txt, line 2: TR099 has no parameter 'nam'"):
         report("TR099", Place(), nam="x")

@@ -90,7 +90,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_message(tmp_path, subtests):
         with subtests.test():
             store.save(checkpoint(2))
             damage()
-            step, passed = store.newest_whole()
+            step, passed = store.find_newest_intact()
             assert step == 1
             assert [line.split()[1] for line in passed] == ["step_2"]
             with pytest.raises(RunError, match="CK002"):
@@ -119,7 +119,7 @@ def test_the_remedy_fits_what_the_system_said_and_earlier_checkpoints_stay(
             with pytest.raises(RunError, match="CK001") as raised:
                 store.save(checkpoint(2))
             assert raised.value.fix.startswith(fix)
-            assert store.newest_whole() == (1, [])
+            assert store.find_newest_intact() == (1, [])
             assert [p.name for p in tmp_path.iterdir()] == ["step_1"]
 
 

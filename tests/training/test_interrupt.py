@@ -28,7 +28,10 @@ def test_a_closed_terminal_has_the_run_save_and_stop(configured, tmp_path):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 130
     result = json.loads((tmp_path / "run/result.json").read_text())
     assert result["status"] == "interrupted"
-    assert CheckpointStore(tmp_path / "run/checkpoints").newest_whole() == (result["steps"], [])
+    assert CheckpointStore(tmp_path / "run/checkpoints").find_newest_intact() == (
+        result["steps"],
+        [],
+    )
 
 
 @pytest.fixture

@@ -184,13 +184,13 @@ def test_a_damaged_checkpoint_is_passed_over_written_again_and_never_in_the_way_
     out = capsys.readouterr().out
     assert "step_60 is damaged" in out
     assert "no whole checkpoint: starting from the beginning" in out
-    assert CheckpointStore(run / "checkpoints").newest_whole()[0] == 6
+    assert CheckpointStore(run / "checkpoints").find_newest_intact()[0] == 6
     assert not (run / "checkpoints/step_60").exists()
     shutil.copytree(run / "checkpoints/step_6", run / "checkpoints/step_8")
     (run / "checkpoints/step_8/state.json").unlink()
     longer = sections | {"train": sections["train"] | {"steps": 8}}
     assert train(configured(**longer), resume=run) == 0
-    assert CheckpointStore(run / "checkpoints").newest_whole() == (8, [])
+    assert CheckpointStore(run / "checkpoints").find_newest_intact() == (8, [])
 
 
 def test_an_edited_file_of_settings_is_neither_taken_nor_ignored_in_silence(

@@ -111,13 +111,15 @@ def test_every_setting_has_its_line_and_what_became_of_it(env):
         (outcome.source_key.name, outcome.source_key.line) for outcome in result.outcomes
     )
     assert all(outcome.source_key.line for outcome in result.outcomes)
-    assert [o.source_key.written for o in result.outcomes if "does not know" in o.note] == ["EXTRA"]
+    assert [o.source_key.name_in_file for o in result.outcomes if "does not know" in o.note] == [
+        "EXTRA"
+    ]
     assert all(o.note for o in result.outcomes if o.fate in (Fate.NO_EFFECT, Fate.NOT_OFFERED))
     assert (
         next(
             o.source_key.line
             for o in result.outcomes
-            if o.source_key.written.endswith("mine.repeats")
+            if o.source_key.name_in_file.endswith("mine.repeats")
         )
         == 14
     )

@@ -171,7 +171,7 @@ def _tell(result: Translation, to: TextIO) -> None:
         rows.append(
             (
                 str(outcome.source_key.line or ""),
-                outcome.source_key.written or outcome.source_key.name,
+                outcome.source_key.name_in_file or outcome.source_key.name,
                 str(outcome.fate),
                 became,
             )

@@ -382,24 +382,24 @@ _PICTURE_KEYS = {
 }
 
 
-def picture_sources(images: ImagesSection, side: str) -> list[PictureSource]:
+def picture_sources(images: ImagesSection, split: str) -> list[PictureSource]:
     """The sources of one side, with what the section sets for all of them.
 
-    side    `train`, `eval` or `regularisation`
+    split   `train`, `eval` or `regularisation`
     Raises  UsageError naming the entry and the key
     """
-    given = getattr(images, side)
-    key = f"images.{side}"
+    given = getattr(images, split)
+    key = f"images.{split}"
     if given is None:
         return []
     found = [
-        _source(settings, where, side, images)
+        _source(settings, where, split, images)
         for where, settings in entries_of(given, key, wanted="folder or file")
     ]
     seen = set()
     for one in found:
         if one.name in seen:
-            hint = "" if side == "eval" else "; repeats makes its pictures come more often"
+            hint = "" if split == "eval" else "; repeats makes its pictures come more often"
             raise UsageError(f"{key}: {one.name} is named twice{hint}")
         seen.add(one.name)
     return found

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import IO, Any
 
-from ..environment.hardware import cores
+from ..environment.hardware import count_cores
 from .rank import LAUNCHED_BY
 
 LIFELINE = "ISOTYPE_LIFELINE"
@@ -101,7 +101,7 @@ def _start(
         LISTENING_SOCKET: str(listening.fileno() if rank == 0 else -1),
     }
     # each would take every core
-    environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // size)))
+    environ.setdefault("OMP_NUM_THREADS", str(max(1, count_cores() // size)))
     inherited = (alive, listening.fileno()) if rank == 0 else (alive,)
     if rank == 0:
         streams: dict[str, Any] = {}

@@ -38,8 +38,8 @@ def find_rank(environ: Mapping[str, str] = os.environ) -> Rank:
     if "RANK" not in environ and "WORLD_SIZE" not in environ:
         _refuse_tasks_without_launcher(environ)
         return Rank()
-    rank = _number(environ, "RANK")
-    size = _number(environ, "WORLD_SIZE")
+    rank = _read_number(environ, "RANK")
+    size = _read_number(environ, "WORLD_SIZE")
     if not 0 <= rank < size:
         raise UsageError(
             f"RANK={rank} is not one of WORLD_SIZE={size} processes, counted from 0", fix=_TORCHRUN
@@ -52,8 +52,8 @@ def find_rank(environ: Mapping[str, str] = os.environ) -> Rank:
                 f"WORLD_SIZE={size} processes, and {name} does not say where they meet",
                 fix=_TORCHRUN,
             )
-    local_rank = _number(environ, "LOCAL_RANK", "0")
-    local_size = _number(environ, "LOCAL_WORLD_SIZE", "1")
+    local_rank = _read_number(environ, "LOCAL_RANK", "0")
+    local_size = _read_number(environ, "LOCAL_WORLD_SIZE", "1")
     launcher = environ.get(LAUNCHED_BY) or (
         "accelerate" if "ACCELERATE_MIXED_PRECISION" in environ else "torchrun"
     )
@@ -74,16 +74,16 @@ def _refuse_tasks_without_launcher(environ: Mapping[str, str]) -> None:
         )
 
 
-def _number(environ: Mapping[str, str], name: str, default: str = "") -> int:
+def _read_number(environ: Mapping[str, str], name: str, default: str = "") -> int:
     text = environ.get(name, default)
     try:
         return int(text)
     except ValueError:
         if text:
-            complaint = f"{name}={text!r} is not a number"
+            message = f"{name}={text!r} is not a number"
         else:
-            complaint = f"{name} is not set, and others of a launcher's variables are"
-        raise UsageError(complaint, fix=_TORCHRUN) from None
+            message = f"{name} is not set, and others of a launcher's variables are"
+        raise UsageError(message, fix=_TORCHRUN) from None
 
 
 @dataclass(frozen=True)
@@ -104,27 +104,31 @@ class Batching:
         Raises  UsageError where `batch_size` x `accumulate` rows cannot be shared out evenly, with
                 the nearest numbers that can
         """
-        step = train.batch_size * train.accumulate
-        if step % size:
+        rows_per_step = train.batch_size * train.accumulate
+        if rows_per_step % size:
             raise UsageError(
-                f"{size} processes cannot share {step} rows a step evenly (train.batch_size"
+                f"{size} processes cannot share {rows_per_step} rows a step evenly (train.batch_size"
                 f" {train.batch_size} x train.accumulate {train.accumulate})",
                 fix=(
-                    f"{_nearest(step, size)} can; or another train.accumulate, which is another"
+                    f"{_name_nearest_process_counts(rows_per_step, size)} can; or another train.accumulate, which is another"
                     " step"
                 ),
             )
-        share = step // size
-        rows = next(n for n in range(min(train.batch_size, share), 0, -1) if share % n == 0)
-        each = share // rows
-        return cls(rows, step // rows, range(rank * each, (rank + 1) * each))
+        rows_per_process = rows_per_step // size
+        rows = next(
+            n
+            for n in range(min(train.batch_size, rows_per_process), 0, -1)
+            if rows_per_process % n == 0
+        )
+        local_count = rows_per_process // rows
+        return cls(rows, rows_per_step // rows, range(rank * local_count, (rank + 1) * local_count))
 
 
-def _nearest(step: int, size: int) -> str:
+def _name_nearest_process_counts(rows_per_step: int, size: int) -> str:
     """The numbers of processes next to `size` that share the rows of a step: `2 or 4 processes`."""
-    able = [n for n in range(1, step + 1) if step % n == 0]
-    below = max(n for n in able if n < size)
-    above = min((n for n in able if n > size), default=None)
+    divisors = [n for n in range(1, rows_per_step + 1) if rows_per_step % n == 0]
+    below = max(n for n in divisors if n < size)
+    above = min((n for n in divisors if n > size), default=None)
     if above is None:
         return f"{below} process" + ("es" if below > 1 else "")
     return f"{below} or {above} processes"

@@ -167,7 +167,7 @@ DEVICES: dict[str, Hardware] = {
     "cpu-avx512-bf16": _device("a CPU with AVX512-BF16", "cpu-avx512-bf16", "x86_64", 0),
 }  # fmt: skip
 
-_BY_GFX = (
+_GENERATION_BY_GFX = (
     ("gfx90[06]", "vega"), ("gfx908", "cdna1"), ("gfx90a", "cdna2"), ("gfx94[0-2]", "cdna3"), ("gfx95", "cdna4"),
     ("gfx101", "rdna1"), ("gfx103", "rdna2"), ("gfx11", "rdna3"), ("gfx12", "rdna4"),
 )  # fmt: skip
@@ -203,10 +203,10 @@ def lookup_hardware(name: str) -> Hardware:
         return _device(spec, _generation_from_gfx(spec), spec, 0)
     if spec in GENERATIONS:
         return _device(spec, spec, "", 0)
-    near = get_close_matches(spec, DEVICES, n=3, cutoff=0.5)
+    suggestions = get_close_matches(spec, DEVICES, n=3, cutoff=0.5)
     raise UsageError(
         f"--device {name}: not known;"
-        f" {'did you mean ' + ' or '.join(near) if near else 'known are ' + ' '.join(DEVICES)}"
+        f" {'did you mean ' + ' or '.join(suggestions) if suggestions else 'known are ' + ' '.join(DEVICES)}"
     )
 
 
@@ -299,7 +299,7 @@ def _generation_from_capability(major: int, minor: int) -> str:
 
 
 def _generation_from_gfx(architecture: str) -> str:
-    for pattern, generation in _BY_GFX:
+    for pattern, generation in _GENERATION_BY_GFX:
         if re.match(pattern, architecture):
             return generation
     raise UsageError(
@@ -312,7 +312,7 @@ def _cpu() -> Hardware:
     name, flags = _cpu_facts()
     machine = platform.machine().lower()
     generation = cpu_generation(flags, machine)
-    return replace(_device(name, generation, machine, 0), memory=_memory(), cores=cores())
+    return replace(_device(name, generation, machine, 0), memory=_memory(), cores=count_cores())
 
 
 def cpu_generation(flags: Iterable[str], machine: str) -> str:
@@ -358,7 +358,7 @@ def _memory() -> int:
     return total
 
 
-def cores() -> int:
+def count_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -373,7 +373,7 @@ def wait_passively(
     always: bool = False,
     load: float | None = None,
     environ: MutableMapping[str, str] | None = None,
-    loaded: bool | None = None,
+    is_torch_loaded: bool | None = None,
 ) -> bool:
     """Lets threads sleep while they wait, if other programs use the cores and the user has not set
     how they wait. Returns whether it did.
@@ -385,10 +385,10 @@ def wait_passively(
     always   whatever the cores do now
     load     processes that want to run, as os.getloadavg's first number
     environ  os.environ
-    loaded   whether torch is loaded, so that it is too late
+    is_torch_loaded  whether torch is loaded, so that it is too late
     """
     environ = os.environ if environ is None else environ
-    if ("torch" in sys.modules if loaded is None else loaded) or any(
+    if ("torch" in sys.modules if is_torch_loaded is None else is_torch_loaded) or any(
         name in environ for name in _WAITING
     ):
         return False
@@ -408,7 +408,7 @@ _CPU_ALLOCATOR_ERROR = re.compile(
 _MEMORY_MESSAGES = ("std::bad_alloc", "Cannot allocate memory")
 
 
-def out_of_memory(error: BaseException) -> str | None:
+def out_of_memory_message(error: BaseException) -> str | None:
     """The line of an error that says how much memory could not be allocated; None for other errors. On
     a CPU PyTorch raises a plain RuntimeError.
     """

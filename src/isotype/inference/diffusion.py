@@ -58,7 +58,7 @@ def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> Merged:
     precision = task.run.precision
     adapter = _find_adapter(run, intermediate, config, f"{run / 'model'} is merged already")
     refuse_filled(out)
-    task.run = task.run.with_base(RunFolder(run).base)
+    task.run = task.run.with_random_denoiser(RunFolder(run).base)
     task.run.folder.fetch()
     reason = "as asked"
     if dtype is None:
@@ -90,7 +90,7 @@ def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> Merged:
                 [part] if Path(at) == base else [name for name in names if weights in name]
             ),
         )
-        task.run.folder.save_others(folder)
+        task.run.folder.save_other_parts(folder)
         (folder / part).mkdir()
         outline.save_config(folder / part)
         tables = {name: b for name, b in buffers.items() if name in persistent}
@@ -312,7 +312,7 @@ def _load_run(
     )
     precision = task.run.precision
     encode(task, device)
-    task.run = task.run.with_base(RunFolder(folder).base)
+    task.run = task.run.with_random_denoiser(RunFolder(folder).base)
     model: nn.Module
     if result is not None:
         model = task.reload(result, precision, device)

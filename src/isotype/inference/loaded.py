@@ -167,7 +167,7 @@ def load_newest(folder: Path) -> Checkpoint:
     """The newest whole checkpoint of a run. Raises UsageError where there is none."""
     store = CheckpointStore(RunFolder(folder).checkpoints)
     for is_last_try in (False, True):
-        step, passed = store.newest_whole()
+        step, passed = store.find_newest_intact()
         try:
             if step is not None:
                 return store.load(step)

@@ -24,7 +24,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from ..config.schema import AdapterSection, RunConfig
 from ..dtypes import to_torch
-from ..environment.hardware import out_of_memory
+from ..environment.hardware import out_of_memory_message
 from ..errors import UsageError
 from ..lora.attach import lora_layers
 from ..lora.quantised import PackedLinear
@@ -465,7 +465,7 @@ def load_adapter(model: PreTrainedModel, folder: Path, *, setting: str = "adapte
         # low_cpu_mem_usage would leave what the file lacks on the meta device
         loaded = PeftModel.from_pretrained(model, str(folder), config=settings, is_trainable=True)
     except Exception as error:
-        if out_of_memory(error) is not None:
+        if out_of_memory_message(error) is not None:
             raise
         raise UsageError(
             f"{label} does not fit this model: {first_line(error)}", fix=fix

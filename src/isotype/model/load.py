@@ -25,7 +25,7 @@ from ..config.schema import ModelSection
 from ..config.sources import config_file, gguf_file, is_folder_name, near_model, where_looked
 from ..data.records import loads
 from ..dtypes import to_torch
-from ..environment.hardware import out_of_memory
+from ..environment.hardware import out_of_memory_message
 from ..environment.hub import is_unreachable, not_in_cache, print_status
 from ..environment.install import install_command
 from ..errors import UsageError
@@ -557,7 +557,7 @@ def explain_loading_errors(
     # files of strangers: a list where an object belongs surfaces as TypeError, AttributeError,
     # anything
     except Exception as error:
-        if out_of_memory(error) is not None:
+        if out_of_memory_message(error) is not None:
             raise
         raise explain_attention(f"{source_kind} {name}", attention, error) or loading_error(
             name, source_kind, error

@@ -179,7 +179,9 @@ _VALUE_TOLERANCE = 2e-6
 _GRADIENT_TOLERANCE = 2e-5
 
 
-def computes_same(f: Callable[[], Tensor], g: Callable[[], Tensor], *inputs: Tensor) -> bool:
+def computes_same(
+    reference: Callable[[], Tensor], candidate: Callable[[], Tensor], *inputs: Tensor
+) -> bool:
     """Whether candidate and reference give the same output and the same gradients with respect to
     `inputs`; False where one of them raises.
 
@@ -188,12 +190,14 @@ def computes_same(f: Callable[[], Tensor], g: Callable[[], Tensor], *inputs: Ten
     """
     try:
         with torch.no_grad():
-            if not _is_close(f(), g(), _VALUE_TOLERANCE):
+            if not _is_close(reference(), candidate(), _VALUE_TOLERANCE):
                 return False
         inputs = tuple(x for x in inputs if not x.is_inference())
         return all(
             _is_close(*pair, _GRADIENT_TOLERANCE)
-            for pair in zip(_gradients(f, inputs), _gradients(g, inputs), strict=True)
+            for pair in zip(
+                _gradients(reference, inputs), _gradients(candidate, inputs), strict=True
+            )
         )
     except Exception:
         return False
@@ -229,7 +233,10 @@ def _gradients(f: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Sequence[Te
 
 
 def computes_same_in_both_modes(
-    twin: nn.Module, f: Callable[[], Tensor], g: Callable[[], Tensor], *inputs: Tensor
+    twin: nn.Module,
+    reference: Callable[[], Tensor],
+    candidate: Callable[[], Tensor],
+    *inputs: Tensor,
 ) -> bool:
     """`same`, also in the gradients of the inputs and of the twin's trained weights, while the twin
     trains and while it does not: a dropout acts in training alone, and models are loaded in
@@ -238,7 +245,10 @@ def computes_same_in_both_modes(
     tensors_by_id = {
         id(t): t for t in (*inputs, *(p for p in twin.parameters() if p.requires_grad))
     }
-    return all(computes_same(f, g, *tensors_by_id.values()) for _ in map(twin.train, (True, False)))
+    return all(
+        computes_same(reference, candidate, *tensors_by_id.values())
+        for _ in map(twin.train, (True, False))
+    )
 
 
 @dataclass(frozen=True, slots=True)

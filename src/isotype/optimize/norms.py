@@ -20,7 +20,7 @@ from .instances import (
     replacement_blocker,
 )
 
-PART = "norm"
+PART_NAME = "norm"
 
 
 def is_candidate(module: nn.Module) -> bool:
@@ -36,12 +36,14 @@ def is_candidate(module: nn.Module) -> bool:
 def epsilon_names(module: nn.Module) -> list[str | None]:
     """The attributes of the instance that have a small positive number."""
     names: list[str | None] = [
-        name for name, v in vars(module).items() if isinstance(v, float) and 0 < v < 1e-2
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, float) and 0 < value < 1e-2
     ]
     return names or [None]
 
 
-def recognise(
+def recognise_norm(
     module: nn.Module, out_dtype: torch.dtype | None, *, saves_input: bool
 ) -> NormSettings | str:
     """The settings with which `rms_norm` gives this module's output on a probe, or why none do."""
@@ -51,10 +53,12 @@ def recognise(
     twin = make_twin(module, {}, {"weight": weight})
     # small enough that a wrong eps shows
     x = torch.linspace(-3e-3, 4e-3, 2 * size).view(2, size)
-    for eps in epsilon_names(module):
+    for eps_attribute in epsilon_names(module):
         for unit_offset in (False, True):
-            number = USUAL_EPSILON if eps is None else float(vars(module)[eps])
-            op_forward = partial(rms_norm, x, weight, number, unit_offset=unit_offset)
+            eps_value = (
+                USUAL_EPSILON if eps_attribute is None else float(vars(module)[eps_attribute])
+            )
+            op_forward = partial(rms_norm, x, weight, eps_value, unit_offset=unit_offset)
             if computes_same_in_both_modes(
                 twin, partial(type(module).forward, twin, x), op_forward, x, weight
             ):
@@ -68,7 +72,7 @@ def recognise(
                 # would run behind the name of the op
                 if extra_inputs:
                     return f"its forward takes {extra_inputs[0]} beside its input"
-                return NormSettings(eps, unit_offset, out_dtype, saves_input)
+                return NormSettings(eps_attribute, unit_offset, out_dtype, saves_input)
     return "its output is not RMSNorm's on a probe"
 
 
@@ -76,7 +80,7 @@ def place_norm(
     path: str, module: nn.Module, out_dtype: torch.dtype | None, *, saves_input: bool = False
 ) -> Placement:
     """Puts `rms_norm` on the module at this path of the model, where it gives the module's output."""
-    settings_or_reason = replacement_blocker(module) or recognise(
+    settings_or_reason = replacement_blocker(module) or recognise_norm(
         module, out_dtype, saves_input=saves_input
     )
     note = (
@@ -84,4 +88,6 @@ def place_norm(
         if isinstance(settings_or_reason, NormSettings) and settings_or_reason.unit_offset
         else ""
     )
-    return place_replacement(PART, path, module, settings_or_reason, norm_forward, "rms_norm", note)
+    return place_replacement(
+        PART_NAME, path, module, settings_or_reason, norm_forward, "rms_norm", note
+    )

@@ -24,7 +24,7 @@ class FindingFacts(Facts):
 _FINDING_FIELDS = ("cause", "fix", "declared", "observed")
 
 
-def load_findings(path: Path) -> Callable[..., Finding]:
+def load_finding_formatter(path: Path) -> Callable[..., Finding]:
     """The findings of a sheet whose sections are codes. `report(code, place, details, **variables)`
     makes the first entry that has a rank.
 
@@ -37,7 +37,7 @@ def load_findings(path: Path) -> Callable[..., Finding]:
         check_section(section, FindingFacts)
         by_code[section.code] = section
 
-    def report(
+    def format_finding(
         code: str, location: Place, details: tuple[tuple[str, str], ...] = (), /, **values: Any
     ) -> Finding:
         section = by_code[code]
@@ -58,4 +58,4 @@ def load_findings(path: Path) -> Callable[..., Finding]:
             **texts,
         )
 
-    return report
+    return format_finding

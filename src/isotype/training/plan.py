@@ -86,7 +86,7 @@ class Plan:
             "schedule": self.schedule,
             "checkpointing": {
                 **self.checkpointing.to_settings(),
-                "of": self.checkpointing.of,
+                "of": self.checkpointing.layer_count,
                 "reason": self.checkpointing.reason,
             },
             "memory": {

@@ -18,7 +18,7 @@ from ..distributed.agree import (
     versions,
 )
 from ..distributed.world import World, join
-from ..environment.hardware import out_of_memory
+from ..environment.hardware import out_of_memory_message
 from ..errors import IsotypeError, PreflightError, RunError, UsageError
 from ..runs.checkpoint.atomic_folder import describe_io_error, suggest_fix
 from ..runs.checkpoint.store import CheckpointStore
@@ -191,7 +191,7 @@ class _TrainingRun:
         step: int | None = None
         unusable_checkpoints: list[str] = []
         if self.resuming:
-            step, unusable_checkpoints = world.first_does(loop.store.newest_whole)
+            step, unusable_checkpoints = world.first_does(loop.store.find_newest_intact)
             refuse_fewer_steps(loop, step)
             self._record_resume(step, changes)
         self._write_start(loop, prepared)
@@ -342,7 +342,7 @@ class _TrainingRun:
         """
         folder = self.folder
         console = self.console
-        step, _ = CheckpointStore(folder.checkpoints).newest_whole()
+        step, _ = CheckpointStore(folder.checkpoints).find_newest_intact()
         if not folder.is_run:
             console.print_line(
                 "interrupted before step 1: nothing was begun, and the same command starts again"
@@ -371,7 +371,7 @@ class _TrainingRun:
         """An error for want of memory or of the disk as one that says what to do: CK001 in the
         run's folder, a usage error elsewhere. Another one as it is.
         """
-        if (missing_memory := out_of_memory(error)) is not None:
+        if (missing_memory := out_of_memory_message(error)) is not None:
             advice = memory_saving_advice(self.config, self.config.train.gradient_checkpointing)
             return RunError(f"out of memory: {missing_memory}", fix=advice)
         folder = self.folder

@@ -23,7 +23,7 @@ from ..observe.continuity import (
 from ..runs.checkpoint.snapshot import (
     Progress,
     gather_random_state,
-    local_parts,
+    local_tensors,
     optimizer_tensors,
     restore_model,
     restore_optimizer,
@@ -35,7 +35,7 @@ from .optimizer import Ema, convert_states, group_counters
 from .step import LossScale, Stepper
 from .task import Feed
 
-FIRST_OPTIMIZER = "adamw"  # of checkpoints that do not name theirs
+UNNAMED_OPTIMIZER = "adamw"  # of checkpoints that do not name theirs
 
 
 @dataclass
@@ -61,7 +61,7 @@ class RunState:
         stepper = self.stepper
         random_tensors, random_json = gather_random_state(self.world)
         optimizer, optimizer_numbers = optimizer_tensors(self.model, stepper.optimizer)
-        share_changed = None if stepper.changed is None else float(stepper.changed)
+        share_changed = None if stepper.share_changed is None else float(stepper.share_changed)
         loss_scale = None if stepper.loss_scale is None else asdict(stepper.loss_scale)
         state = {
             "progress": asdict(self.progress),
@@ -77,7 +77,7 @@ class RunState:
         averages = {} if self.ema is None else self.ema.tensors()
         tensors = {**trainable_tensors(self.model), **optimizer, **averages, **random_tensors}
         if stepper.sharding is not None:
-            tensors = local_parts(tensors, first=self.world.first)
+            tensors = local_tensors(tensors, is_first=self.world.first)
         return Checkpoint(self.progress.step, tensors, state)
 
     def write_checkpoint(
@@ -102,7 +102,7 @@ class RunState:
 
     def has_optimizer_states(self, checkpoint: Checkpoint) -> bool:
         """Whether the checkpoint has the states of this run's optimizer."""
-        name = checkpoint.state.get("optimizer_is", FIRST_OPTIMIZER)
+        name = checkpoint.state.get("optimizer_is", UNNAMED_OPTIMIZER)
         return bool(name == self.stepper.train.optimizer)
 
     def restore_training(self, checkpoint: Checkpoint) -> int:
@@ -121,7 +121,7 @@ class RunState:
         self.progress = Progress.from_file(state["progress"])
         self.stream.restore(state["stream"])
         if (changed := state.get("share_changed")) is not None:
-            stepper.changed = torch.tensor(float(changed), device=self.device)
+            stepper.share_changed = torch.tensor(float(changed), device=self.device)
         if stepper.loss_scale and state["loss_scale"]:
             scale = float(state["loss_scale"]["scale"])
             stepper.loss_scale = LossScale(scale, int(state["loss_scale"]["quiet"]))
@@ -157,7 +157,7 @@ def checkpoint_key(key: Key) -> str:
 
 def last_good_checkpoint(store: CheckpointStore) -> str:
     """The checkpoint from which a run can be resumed, for an error."""
-    step, _ = store.newest_whole()
+    step, _ = store.find_newest_intact()
     if step is None:
         return "there is no checkpoint yet"
     return f"last good checkpoint: {store.path(step)}"

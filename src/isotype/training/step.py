@@ -147,7 +147,7 @@ class Stepper:
         self._is_changed_outside = False
         self._sampled_elements = choose_sampled_elements(accumulator.parameters)
         # the share that the last watched update changed, until the next step reads it with its loss
-        self.changed: Tensor | None = None
+        self.share_changed: Tensor | None = None
 
     def accumulate(
         self, batches: Sequence[Batch], weight: int | None = None, *, for_all: bool = False
@@ -225,7 +225,7 @@ class Stepper:
                 group["lr"] = learning_rate * group.get("rate_factor", 1.0)
             previous_values = self._sample_values() if watch_changes else []
             self.optimizer.step()
-            self.changed = (
+            self.share_changed = (
                 share_changed(previous_values, self._sample_values()) if watch_changes else None
             )
         self.accumulator.zero()
@@ -278,8 +278,8 @@ class Stepper:
         """
         measured = [] if self.measured is None else list(self.measured.unbind())
         flags = [] if self.continuity is None else self.continuity.flags
-        changed = [] if self.changed is None else [self.changed]
-        self.changed = None
+        changed = [] if self.share_changed is None else [self.share_changed]
+        self.share_changed = None
         norm = gradient_norm(self.accumulator.gradients())
         local_loss, local_norm, *values = read_on_host(loss, norm, *measured, *flags, *changed)
         share_changed = values.pop() if changed else None

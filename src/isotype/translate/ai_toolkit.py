@@ -120,8 +120,8 @@ _DATASET_NOT_OFFERED = {
     "weight, of images.regularisation": "network_weight",
 }
 _DATASET_KEYS: dict[str, transforms.Handler] = {
-    **transforms.rows_by_reason(transforms.no_effect, _DATASET_NO_EFFECT),
-    **transforms.rows_by_reason(transforms.not_offered, _DATASET_NOT_OFFERED),
+    **transforms.handlers_by_reason(transforms.no_effect, _DATASET_NO_EFFECT),
+    **transforms.handlers_by_reason(transforms.not_offered, _DATASET_NOT_OFFERED),
     "folder_path": transforms.changed("images.train, or images.regularisation with is_reg"),
     "dataset_path": transforms.changed("images.train"),
     "default_caption": transforms.changed("caption of the source"),
@@ -165,8 +165,8 @@ _NOT_OFFERED = {
 _TIMESTEPS = {"sigmoid": "logit_normal", "linear": "uniform", "uniform": "uniform"}
 _STYLE_NOTE = "diffusion.logit_mean above 0 draws more noise (content), below 0 less (style)"
 KEYS: dict[str, transforms.Handler] = {
-    **transforms.rows_by_reason(transforms.no_effect, _NO_EFFECT),
-    **transforms.rows_by_reason(transforms.not_offered, _NOT_OFFERED),
+    **transforms.handlers_by_reason(transforms.no_effect, _NO_EFFECT),
+    **transforms.handlers_by_reason(transforms.not_offered, _NOT_OFFERED),
     **transforms.copy_values(
         model="name=model.name_or_path",
         diffusion="noise_offset=train.noise_offset",

@@ -268,8 +268,8 @@ def _convert_rope(rope_scaling: dict[str, Any]) -> dict[str, Any]:
 
 KEYS: dict[str, transforms.Handler] = {
     **TRAINER,
-    **transforms.rows_by_reason(transforms.no_effect, _NO_EFFECT),
-    **transforms.rows_by_reason(transforms.not_offered, _NOT_OFFERED),
+    **transforms.handlers_by_reason(transforms.no_effect, _NO_EFFECT),
+    **transforms.handlers_by_reason(transforms.not_offered, _NOT_OFFERED),
     **transforms.copy_values(
         model="name=base_model revision=revision_of_model tokenizer=tokenizer_config",
         data=(

@@ -69,8 +69,8 @@ _NOT_OFFERED = {
 _TIMESTEPS = {"logit_normal": "logit_normal", "mode": "mode", "none": "uniform"}
 KEYS: dict[str, transforms.Handler] = {
     **pictures.DIFFUSERS_KEYS,
-    **transforms.rows_by_reason(transforms.no_effect, _NO_EFFECT),
-    **transforms.rows_by_reason(transforms.not_offered, _NOT_OFFERED),
+    **transforms.handlers_by_reason(transforms.no_effect, _NO_EFFECT),
+    **transforms.handlers_by_reason(transforms.not_offered, _NOT_OFFERED),
     **transforms.copy_values(
         images=(
             "train=instance_data_dir train=train_data_dir resolution flip=random_flip"

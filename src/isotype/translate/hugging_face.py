@@ -160,7 +160,9 @@ def refusal_reason(source: Source) -> str | None:
             return f"{name}: only causal language models without pictures are trained"
     parsed = source.called_names & {"HfArgumentParser", "TrlParser"}
     if parsed and not any(
-        re.match(r"(Training|SFT|DPO|KTO|ORPO|CPO|Reward)(Arguments|Config)\b.", source_key.written)
+        re.match(
+            r"(Training|SFT|DPO|KTO|ORPO|CPO|Reward)(Arguments|Config)\b.", source_key.name_in_file
+        )
         for source_key in source.keys
     ):
         return (
@@ -183,14 +185,14 @@ def refusal_reason(source: Source) -> str | None:
             ):
                 return f"{name}: only causal language models are trained"
     if len(methods) + bool(sft) > 1:
-        named = ", ".join([*(source_key.written for source_key in methods), *sorted(sft)])
+        named = ", ".join([*(source_key.name_in_file for source_key in methods), *sorted(sft)])
         return f"several trainings in one file ({named}): a configuration is one of them"
     if methods:
         losses = _LOSSES[str(methods[0].value)]
         loss = _loss_name(source.get("loss_type"))
         if loss and loss not in losses:
             offered = ", ".join(word for word in losses if word) or "its only loss"
-            return f"{methods[0].written}: loss_type: {loss} is not offered: {offered} is"
+            return f"{methods[0].name_in_file}: loss_type: {loss} is not offered: {offered} is"
         return None
     word = source.method.split(" ")[0]
     if word in ("grpo", "rloo", "prm"):
@@ -204,14 +206,14 @@ def refusal_reason(source: Source) -> str | None:
             f"{found[0]} is not offered: Isotype trains on given answers (SFT) and on preferences"
         )
     if source_key := source.has(*_PREFERENCE_KEYS):
-        where = f"line {source_key.line}: {source_key.written or source_key.name}"
+        where = f"line {source_key.line}: {source_key.name_in_file or source_key.name}"
         return (
             f"{where} belongs to a preference or reward method, which the file does not name: give"
             " the command or program that starts it"
         )
     if source_key := source.has("auto_model"):
         return (
-            f"line {source_key.line}: {source_key.written}: auto_model names another class than a causal"
+            f"line {source_key.line}: {source_key.name_in_file}: auto_model names another class than a causal"
             " language model's"
         )
     if source.has("predict_with_generate", "generation_num_beams"):
@@ -384,8 +386,8 @@ _TRAINER_NOT_OFFERED = {
     "model.device is auto, cuda or cpu": "use_mps_device",
 }
 TRAINER: dict[str, transforms.Handler] = {
-    **transforms.rows_by_reason(transforms.no_effect, _TRAINER_NO_EFFECT),
-    **transforms.rows_by_reason(transforms.not_offered, _TRAINER_NOT_OFFERED),
+    **transforms.handlers_by_reason(transforms.no_effect, _TRAINER_NO_EFFECT),
+    **transforms.handlers_by_reason(transforms.not_offered, _TRAINER_NOT_OFFERED),
     **transforms.copy_values(
         model="revision=model_revision tokenizer=tokenizer_name trust_remote_code",
         adapter=(
@@ -447,7 +449,7 @@ TRAINER: dict[str, transforms.Handler] = {
             "data.eval_split",
             dict.fromkeys(("no", "false", "none"), (0, "no rows are held out")),
             "evaluations come by train.eval_every, by default at most ten in a run",
-            fate="no_effect",
+            fallback="no_effect",
         ),
         "eval_strategy evaluation_strategy",
     ),
@@ -493,8 +495,8 @@ _NOT_OFFERED = {
 }
 KEYS: dict[str, transforms.Handler] = {
     **TRAINER,
-    **transforms.rows_by_reason(transforms.no_effect, _NO_EFFECT),
-    **transforms.rows_by_reason(transforms.not_offered, _NOT_OFFERED),
+    **transforms.handlers_by_reason(transforms.no_effect, _NO_EFFECT),
+    **transforms.handlers_by_reason(transforms.not_offered, _NOT_OFFERED),
     **transforms.copy_values(
         model="name=model_name_or_path revision tokenizer=tokenizer_name_or_path",
         data=(

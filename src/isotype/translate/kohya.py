@@ -160,8 +160,8 @@ _DATASET_NOT_OFFERED = {
     ),
 }
 _DATASET_KEYS: dict[str, transforms.Handler] = {
-    **transforms.rows_by_reason(transforms.no_effect, _DATASET_NO_EFFECT),
-    **transforms.rows_by_reason(transforms.not_offered, _DATASET_NOT_OFFERED),
+    **transforms.handlers_by_reason(transforms.no_effect, _DATASET_NO_EFFECT),
+    **transforms.handlers_by_reason(transforms.not_offered, _DATASET_NOT_OFFERED),
     "resolution": lambda draft, source_key: pictures.convert_resolution(
         draft, replace(source_key, value=pictures.largest_side(source_key.value))
     ),
@@ -239,8 +239,8 @@ _TIMESTEPS = {
 _LOSSES = dict.fromkeys(("huber", "smooth_l1"), ("huber", "with a constant c"))
 KEYS: dict[str, transforms.Handler] = {
     **pictures.DIFFUSERS_KEYS,
-    **transforms.rows_by_reason(transforms.no_effect, _NO_EFFECT),
-    **transforms.rows_by_reason(transforms.not_offered, _NOT_OFFERED),
+    **transforms.handlers_by_reason(transforms.no_effect, _NO_EFFECT),
+    **transforms.handlers_by_reason(transforms.not_offered, _NOT_OFFERED),
     **transforms.copy_values(
         images="train=train_data_dir regularisation=reg_data_dir",
         diffusion="logit_std=sigmoid_scale shift=discrete_flow_shift",
@@ -269,7 +269,7 @@ KEYS: dict[str, transforms.Handler] = {
     # the objective
     "v_parameterization": transforms.set_if_enabled("diffusion.objective", "v"),
     "loss_type": transforms.convert_choice(
-        "diffusion.loss", _LOSSES, "the squared error, the default", fate="no_effect"
+        "diffusion.loss", _LOSSES, "the squared error, the default", fallback="no_effect"
     ),
     "huber_c": transforms.require_key(
         "loss_type",

@@ -203,8 +203,8 @@ _NOT_OFFERED = {
 }
 KEYS: dict[str, transforms.Handler] = {
     **TRAINER,
-    **transforms.rows_by_reason(transforms.no_effect, _NO_EFFECT),
-    **transforms.rows_by_reason(transforms.not_offered, _NOT_OFFERED),
+    **transforms.handlers_by_reason(transforms.no_effect, _NO_EFFECT),
+    **transforms.handlers_by_reason(transforms.not_offered, _NOT_OFFERED),
     **transforms.copy_values(
         model="name=model_name_or_path",
         data=(

@@ -30,7 +30,7 @@ _CONCEPT_NO_EFFECT = {
     ),
 }
 _CONCEPT_KEYS: dict[str, transforms.Handler] = {
-    **transforms.rows_by_reason(transforms.no_effect, _CONCEPT_NO_EFFECT),
+    **transforms.handlers_by_reason(transforms.no_effect, _CONCEPT_NO_EFFECT),
     "path": transforms.changed("images.train, or images.regularisation"),
     "balancing": transforms.changed("repeats of the source"),
     "loss_weight": transforms.changed("weight, of images.regularisation"),
@@ -38,7 +38,7 @@ _CONCEPT_KEYS: dict[str, transforms.Handler] = {
         "images.captions",
         {"filename": "names"},
         "a .txt beside the picture, or caption of the source",
-        fate="changed",
+        fallback="changed",
     ),
     "prompt_path": transforms.changed("caption of the source, where a file has it"),
     "enable_tag_shuffling": pictures.set_tag_orders,
@@ -160,8 +160,8 @@ _NOT_OFFERED = {
     ),
 }
 KEYS: dict[str, transforms.Handler] = {
-    **transforms.rows_by_reason(transforms.no_effect, _NO_EFFECT),
-    **transforms.rows_by_reason(transforms.not_offered, _NOT_OFFERED),
+    **transforms.handlers_by_reason(transforms.no_effect, _NO_EFFECT),
+    **transforms.handlers_by_reason(transforms.not_offered, _NOT_OFFERED),
     **transforms.copy_values(
         model="name=base_model_name",
         diffusion=(

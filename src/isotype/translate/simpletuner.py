@@ -70,12 +70,12 @@ def refusal_reason(source: Source) -> str | None:
     """Why this source's method is not offered, or None."""
     values = {source_key.name: source_key.value for source_key in source.keys}
     places = {
-        source_key.name: f"line {source_key.line}: {source_key.written}"
+        source_key.name: f"line {source_key.line}: {source_key.name_in_file}"
         for source_key in source.keys
     }
     family = str(values.get("model_family") or "").lower()
     kind = str(values.get("model_type") or "").lower()
-    base = str(values.get("base_model_precision") or "no_change").lower()
+    base_precision = str(values.get("base_model_precision") or "no_change").lower()
     control_keys = [
         name
         for name in ("controlnet", "control", "controlnet_model_name_or_path")
@@ -93,21 +93,21 @@ def refusal_reason(source: Source) -> str | None:
             f"{place}: LyCORIS is not offered: adapter.kind is lora; lora_type=standard can be"
             " translated"
         )
-    if base not in ("no_change", "") and not any(
-        format_name in base for format_name in ("nf4", *DTYPES_ON_LOAD)
+    if base_precision not in ("no_change", "") and not any(
+        format_name in base_precision for format_name in ("nf4", *DTYPES_ON_LOAD)
     ):
         return (
-            f"{places['base_model_precision']}: {base} is not offered: no_change (bf16), fp8-quanto,"
+            f"{places['base_model_precision']}: {base_precision} is not offered: no_change (bf16), fp8-quanto,"
             " int8-quanto, or nf4-bnb"
         )
-    moving_keys = [
+    video_keys = [
         name
         for name, value in values.items()
         if name.startswith(f"{pictures.DATASET_PREFIX}.") and str(value) in ("video", "audio")
     ]
-    if family in VIDEO_FAMILIES or any(name.endswith(".dataset_type") for name in moving_keys):
+    if family in VIDEO_FAMILIES or any(name.endswith(".dataset_type") for name in video_keys):
         return (
-            f"{places['model_family' if family in VIDEO_FAMILIES else moving_keys[0]]}: video is not offered:"
+            f"{places['model_family' if family in VIDEO_FAMILIES else video_keys[0]]}: video is not offered:"
             " Isotype trains on pictures"
         )
     if family and family not in FAMILIES:
@@ -273,10 +273,10 @@ def _convert_dataset(draft: Draft, source_key: SourceKey) -> None:
             f"conditioning of type {entry.get('conditioning_type', 'controlnet')}: only masks",
         )
     elif kind == "conditioning":
-        mask = key == "instance_data_dir"
+        is_mask_folder = key == "instance_data_dir"
         (
             transforms.convert_to("images.masks", str)
-            if mask
+            if is_mask_folder
             else transforms.no_effect("a mask belongs to the picture of its name")
         )(draft, source_key)
     elif kind not in ("image", "eval"):
@@ -381,8 +381,8 @@ _DATASET_NOT_OFFERED = {
     ),
 }
 _DATASET_KEYS: dict[str, transforms.Handler] = {
-    **transforms.rows_by_reason(transforms.no_effect, _DATASET_NO_EFFECT),
-    **transforms.rows_by_reason(transforms.not_offered, _DATASET_NOT_OFFERED),
+    **transforms.handlers_by_reason(transforms.no_effect, _DATASET_NO_EFFECT),
+    **transforms.handlers_by_reason(transforms.not_offered, _DATASET_NOT_OFFERED),
     **transforms.same_handler(_convert_folder, "instance_data_dir data_dir"),
     "repeats": transforms.changed("so many times more than once: repeats of the source"),
     "is_regularisation_data": transforms.changed("images.regularisation, where it is on"),
@@ -459,8 +459,8 @@ _NOT_OFFERED = {
 }
 KEYS: dict[str, transforms.Handler] = {
     **pictures.DIFFUSERS_KEYS,
-    **transforms.rows_by_reason(transforms.no_effect, _NO_EFFECT),
-    **transforms.rows_by_reason(transforms.not_offered, _NOT_OFFERED),
+    **transforms.handlers_by_reason(transforms.no_effect, _NO_EFFECT),
+    **transforms.handlers_by_reason(transforms.not_offered, _NOT_OFFERED),
     **transforms.copy_values(
         images="caption_dropout=caption_dropout_probability",
         diffusion="guidance=flux_guidance_value max_text_length=tokenizer_max_length",
@@ -502,7 +502,7 @@ KEYS: dict[str, transforms.Handler] = {
         "precision.vae",
         {"fp32": "fp32", "bf16": "bf16"},
         "the default: the VAE computes in fp32",
-        fate="no_effect",
+        fallback="no_effect",
     ),
     **transforms.same_handler(
         transforms.accept_only(
@@ -564,12 +564,12 @@ KEYS: dict[str, transforms.Handler] = {
 
 def add_defaults(draft: Draft, source: Source) -> None:
     """SimpleTuner's defaults where they are not Isotype's, and the datasets."""
-    flux = str(source.get("model_family")) == "flux"
+    is_flux = str(source.get("model_family")) == "flux"
     if draft.default_adapter("none", 16):
         draft.default_all(
             {
                 "adapter.dropout": 0.1,
-                "adapter.targets": ATTENTION_TARGETS if flux else ATTENTION_TARGETS[:4],
+                "adapter.targets": ATTENTION_TARGETS if is_flux else ATTENTION_TARGETS[:4],
             }
         )
     draft.default_all(
@@ -589,10 +589,10 @@ def add_defaults(draft: Draft, source: Source) -> None:
         draft.notes.append(
             "train.clip: SimpleTuner clips each value at 2.0; here the norm of all is clipped"
         )
-    sides: dict[str, list[dict[str, Any]]] = {}
+    sources_by_setting: dict[str, list[dict[str, Any]]] = {}
     for entry in pictures.collect_datasets(draft):
         folder = entry.get("instance_data_dir", entry.get("data_dir"))
-        side = _images_setting(entry)
+        setting = _images_setting(entry)
         table = entry.get("parquet")
         is_used = not transforms.is_enabled(entry.get("disabled")) and str(
             entry.get("type", "local")
@@ -609,11 +609,11 @@ def add_defaults(draft: Draft, source: Source) -> None:
                 table.get("path") if isinstance(table, dict) else entry.get("csv_file")
             ) or folder
             caption = entry.get("instance_prompt") if _has_instance_prompt(entry) else None
-            repeats = 1 if side == "images.eval" else 1 + float(entry.get("repeats") or 0)
-            sides.setdefault(side, []).append(
+            repeats = 1 if setting == "images.eval" else 1 + float(entry.get("repeats") or 0)
+            sources_by_setting.setdefault(setting, []).append(
                 pictures.picture_source(name, caption=caption, repeats=repeats)
             )
-    pictures.set_sources(draft, sides)
+    pictures.set_sources(draft, sources_by_setting)
     if "images.train" not in draft.settings and not pictures.collect_datasets(draft):
         dataset_file = draft.keys.get("data_backend_config") or "data_backend_config"
         draft.notes.append(

@@ -221,7 +221,7 @@ _MAPPING_VALUES = (
 
 def _read_program(text: str, path: Path, line_of: Callable[[int | None], int | None]) -> Source:
     calls = python_calls.read_calls(text)
-    keys = [SourceKey(g.name, g.value, line_of(g.line), g.written) for g in _call_keys(calls)]
+    keys = [SourceKey(g.name, g.value, line_of(g.line), g.name_in_file) for g in _call_keys(calls)]
     called_names = frozenset(
         name for call in calls for name in (call.name, call.owner.rpartition(".")[2]) if name
     )

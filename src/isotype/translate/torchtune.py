@@ -38,7 +38,7 @@ def refusal_reason(source: Source) -> str | None:
             and value != _DPO_LOSS
             and re.search(r"RSO|GRPO|PPO|torchtune\.rlhf", value)
         ):
-            place = f"line {source_key.line}: {source_key.written or source_key.name}: {value}"
+            place = f"line {source_key.line}: {source_key.name_in_file or source_key.name}: {value}"
             return f"{place} is not offered: of these methods, DPOLoss is"
         if source_key.name.startswith(("teacher_model", "teacher_checkpointer", "kd_")):
             return f"line {source_key.line}: {source_key.name}: distillation is not offered"
@@ -105,12 +105,12 @@ def _convert_dataset(draft: Draft, source_key: SourceKey) -> None:
     if defaults is None:
         draft.not_offered(source_key, "data.train: a file, a folder or hf:NAME")
         return
-    source = draft.keys.get(f"{section}.source") or defaults[0]
+    dataset_name = draft.keys.get(f"{section}.source") or defaults[0]
     files = draft.keys.get(f"{section}.data_files")
     if files:
         entry: dict[str, Any] = {"name": str(files[0] if isinstance(files, list) else files)}
-    elif source:
-        entry = {"name": f"hf:{source}"}
+    elif dataset_name:
+        entry = {"name": f"hf:{dataset_name}"}
     else:
         draft.not_offered(
             source_key, "dataset.source is missing: data.train names a file or hf:NAME"
@@ -131,10 +131,10 @@ def _convert_dataset(draft: Draft, source_key: SourceKey) -> None:
 
 
 def _convert_betas(draft: Draft, source_key: SourceKey) -> None:
-    first, second = (float(value) for value in source_key.value)
-    draft.settings["train.beta2"] = second
+    beta1, beta2 = (float(value) for value in source_key.value)
+    draft.settings["train.beta2"] = beta2
     draft.sources["train.beta2"] = source_key
-    draft.set(source_key, "train.beta1", first, f"and train.beta2: {second}")
+    draft.set(source_key, "train.beta1", beta1, f"and train.beta2: {beta2}")
 
 
 def _convert_checkpointing(draft: Draft, source_key: SourceKey) -> None:
@@ -151,8 +151,12 @@ def _convert_checkpointing(draft: Draft, source_key: SourceKey) -> None:
 def _convert_template(draft: Draft, source_key: SourceKey) -> None:
     """A class of torchtune by its path; one with the words of each role is not offered."""
     name = str(source_key.value).rpartition(".")[2].lower()
-    is_named = isinstance(source_key.value, str) and source_key.value not in transforms.OFF_VALUES
-    transforms.convert_template(draft, replace(source_key, value=name) if is_named else source_key)
+    is_class_path = (
+        isinstance(source_key.value, str) and source_key.value not in transforms.OFF_VALUES
+    )
+    transforms.convert_template(
+        draft, replace(source_key, value=name) if is_class_path else source_key
+    )
 
 
 def _convert_logger(draft: Draft, source_key: SourceKey) -> None:
@@ -203,8 +207,8 @@ _NOT_OFFERED = {
     "train.gradient_checkpointing: layers+offload, an adapter, or nf4-lora": "fsdp_cpu_offload",
 }
 KEYS: dict[str, transforms.Handler] = {
-    **transforms.rows_by_reason(transforms.no_effect, _NO_EFFECT),
-    **transforms.rows_by_reason(transforms.not_offered, _NOT_OFFERED),
+    **transforms.handlers_by_reason(transforms.no_effect, _NO_EFFECT),
+    **transforms.handlers_by_reason(transforms.not_offered, _NOT_OFFERED),
     **transforms.copy_values(
         data=(
             "columns=dataset.column_map max_length=tokenizer.max_seq_len"

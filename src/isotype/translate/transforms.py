@@ -46,12 +46,12 @@ class Fate(StrEnum):
 
 @dataclass(frozen=True)
 class SourceKey:
-    """A key of the other tool; `name` is its name in the tables, `written` the name in the file."""
+    """A key of the other tool; `name` is its name in the tables, `name_in_file` the name in the file."""
 
     name: str
     value: Any
     line: int | None = None
-    written: str = ""
+    name_in_file: str = ""
 
 
 class Computed:
@@ -69,7 +69,7 @@ class Outcome:
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            "key": self.source_key.written or self.source_key.name,
+            "key": self.source_key.name_in_file or self.source_key.name,
             "line": self.source_key.line,
             "value": self.source_key.value,
             "fate": str(self.fate),
@@ -198,12 +198,14 @@ def same_handler(handler: Handler, names: str) -> dict[str, Handler]:
     return dict.fromkeys(names.split(), handler)
 
 
-def rows_by_reason(fate: Callable[[str], Handler], rows: Mapping[str, str]) -> dict[str, Handler]:
+def handlers_by_reason(
+    make_handler: Callable[[str], Handler], keys_by_reason: Mapping[str, str]
+) -> dict[str, Handler]:
     """Rows of one fate: reason -> the keys, as `same_handler` takes them."""
     return {
         name: handler
-        for reason, names in rows.items()
-        for name, handler in same_handler(fate(reason), names).items()
+        for reason, names in keys_by_reason.items()
+        for name, handler in same_handler(make_handler(reason), names).items()
     }
 
 
@@ -287,16 +289,16 @@ def convert_count(target: str) -> Handler:
 
 
 def convert_choice(
-    target: str, choices: Mapping[str, Any], otherwise: str, *, fate: str = "not_offered"
+    target: str, choices: Mapping[str, Any], fallback_note: str, *, fallback: str = "not_offered"
 ) -> Handler:
-    """The word's counterpart (`value`, or `(value, note)`); where there is none, `otherwise` with
+    """The word's counterpart (`value`, or `(value, note)`); where there is none, `fallback_note` with
     that fate.
     """
 
     def handler(draft: Draft, source_key: SourceKey) -> None:
         choice = re.sub(r"^.*(?:OptimizerNames|SchedulerType)\.", "", str(source_key.value)).lower()
         if choice not in choices:
-            getattr(draft, fate)(source_key, otherwise)
+            getattr(draft, fallback)(source_key, fallback_note)
         elif isinstance(choices[choice], tuple):
             draft.set(source_key, target, *choices[choice])
         else:

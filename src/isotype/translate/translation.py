@@ -419,12 +419,12 @@ def _write_yaml(draft: Draft, source: Source, tool: str) -> str:
             origin = draft.sources.get(key)
             comment = f"{tool}'s default" if key in draft.defaults else ""
             if origin is not None:
-                comment = f"{origin.written or origin.name}{f', line {origin.line}' if origin.line else ''}"
+                comment = f"{origin.name_in_file or origin.name}{f', line {origin.line}' if origin.line else ''}"
             elif key.startswith("precision."):
                 comment = ", ".join(
                     sorted(
                         {
-                            source_key.written or source_key.name
+                            source_key.name_in_file or source_key.name
                             for source_key in draft.precision_keys
                             if source_key.value not in OFF_VALUES
                         }

@@ -284,7 +284,7 @@ def test_a_denoiser_in_one_file_takes_the_other_parts_from_the_folder(studio, tm
     assert all(torch.equal(kept.state_dict()[name], tensor) for name, tensor in tensors.items())
     assert "quantization_config" not in kept.config
     assert found.pipeline(torch.float32, transformer=kept, vae=None).text_encoder_2 is not None
-    assert found.published is None, "the file is not packed, whatever lies beside it"
+    assert found.published_quantisation is None, "the file is not packed, whatever lies beside it"
 
 
 def test_a_file_without_some_of_its_weights_is_named(studio, tmp_path):

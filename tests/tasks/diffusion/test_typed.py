@@ -83,7 +83,7 @@ def drawn_levels(count=4000, **section):
     levels = build_objective(
         DiffusionSection(**section),
         {"_class_name": "FlowMatchEulerDiscreteScheduler"},
-        offered=("flow_matching",),
+        supported=("flow_matching",),
         tokens=1,
     )
     generator = torch.Generator().manual_seed(0)

@@ -20,7 +20,7 @@ from ...finding import Finding
 from ...observe.operators import Operator
 from ...observe.origin import OBSERVER_FOLDERS, Site, innermost_site, read_statement, running_frames
 from ...observe.tape import ModuleCall, ModuleStack
-from ...pages.finding_sheet import load_findings
+from ...pages.finding_sheet import load_finding_formatter
 from .origin import MARK, UNWATCHED_NOTE, Origin
 
 _CAST_FUNCTIONS = frozenset(
@@ -41,7 +41,7 @@ _CAST_FUNCTIONS = frozenset(
 )
 _WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
 
-say = load_findings(Path(__file__).with_name("findings.txt"))
+say = load_finding_formatter(Path(__file__).with_name("findings.txt"))
 
 
 def site_detail(label: str, site: Site | None) -> tuple[tuple[str, str], ...]:

@@ -268,12 +268,14 @@ def local_rows_by_name(model: nn.Module) -> Rows:
     return rows
 
 
-def local_parts(tensors: dict[str, Tensor], *, first: bool) -> dict[str, Tensor]:
+def local_tensors(tensors: dict[str, Tensor], *, is_first: bool) -> dict[str, Tensor]:
     """What this process writes: its rows of each sharded tensor; the first one also what every
     process holds whole.
     """
     return {
-        name: local_part(tensor) for name, tensor in tensors.items() if first or is_sharded(tensor)
+        name: local_part(tensor)
+        for name, tensor in tensors.items()
+        if is_first or is_sharded(tensor)
     }
 
 

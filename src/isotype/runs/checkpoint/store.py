@@ -134,17 +134,17 @@ class CheckpointStore:
         """Why this checkpoint cannot be trusted, or None."""
         return find_damage(self.path(step), needs=(TENSORS, STATE))
 
-    def newest_whole(self) -> tuple[int | None, list[str]]:
+    def find_newest_intact(self) -> tuple[int | None, list[str]]:
         """(step of the newest complete checkpoint, messages about damaged newer ones). The step is
         None if none is complete.
         """
-        passed: list[str] = []
+        damage_messages: list[str] = []
         for step in reversed(self.steps()):
             reason = self.find_damage(step)
             if reason is None:
-                return step, passed
-            passed.append(f"checkpoint step_{step} is damaged ({reason})")
-        return None, passed
+                return step, damage_messages
+            damage_messages.append(f"checkpoint step_{step} is damaged ({reason})")
+        return None, damage_messages
 
     def load(self, step: int, rows: Rows | None = None) -> Checkpoint:
         """Raises  RunError CK002 for a checkpoint that is not whole, or whole and not one of ours.

@@ -125,7 +125,7 @@ def adapter_targets(denoiser: Any, family: Family, config: RunConfig) -> list[st
 
 def load_frozen_denoiser(folder: PipelineFolder, precision: Precision, device: torch.device) -> Any:
     """The folder's denoiser on `device`, without gradients. Raises UsageError."""
-    if (quantisation := folder.published) is not None:
+    if (quantisation := folder.published_quantisation) is not None:
         return _load_published(folder, quantisation, precision, device)
     denoiser = folder.denoiser(to_torch(precision.unquantised)).requires_grad_(False)
     if precision.base == "nf4":
@@ -156,7 +156,7 @@ def outline_base(folder: PipelineFolder, config: RunConfig) -> Any:
 
 def outline_frozen_base(folder: PipelineFolder, config: RunConfig, precision: Precision) -> Any:
     """The same without weights: on the meta device, packed as it will be. Raises UsageError."""
-    if (quantisation := folder.published) is not None:
+    if (quantisation := folder.published_quantisation) is not None:
         return _with_encoder_outlines(
             _outline_published(folder, quantisation, precision), folder, config
         )

@@ -244,23 +244,23 @@ def build_objective(
     section: DiffusionSection,
     scheduler: Mapping[str, Any],
     *,
-    offered: tuple[str, ...],
+    supported: tuple[str, ...],
     tokens: int,
 ) -> Objective:
     """The objective of a run.
 
     scheduler  the content of scheduler_config.json
-    offered    the objectives that the model family has
+    supported  the objectives that the model family has
     tokens     latent tokens of the largest training picture
     Raises     UsageError where the file declares another objective than the configuration, or a key
                would have no effect
     """
     kind = declared_objective(scheduler)
-    if kind not in offered:
+    if kind not in supported:
         declaration = scheduler.get("prediction_type", scheduler.get("_class_name"))
         raise UsageError(
             f"scheduler_config.json declares {declaration}, and this model family is trained with"
-            f" {' or '.join(offered)}"
+            f" {' or '.join(supported)}"
         )
     if section.objective not in ("auto", kind):
         raise UsageError(

@@ -49,7 +49,9 @@ def load_model(
     model, manifest = build_denoiser(
         denoiser, run.family, config, precision, device_type=device.type, part=part
     )
-    manifest.notes += check_base(run.folder.published, precision, str(config.model.name))
+    manifest.notes += check_base(
+        run.folder.published_quantisation, precision, str(config.model.name)
+    )
     record_time_dtypes(model, observed)
     return apply_offload(model, offload, device), manifest
 
@@ -59,7 +61,7 @@ def outline_model(run: ResolvedRun, precision: Precision, *, device_type: str) -
     config = run.config
     trains_every_weight = config.adapter.kind == "none"
     total = sum(p.numel() for p in run.folder.denoiser_outline().parameters())
-    if trains_every_weight and run.folder.published is None:
+    if trains_every_weight and run.folder.published_quantisation is None:
         denoiser = outline_base(run.folder, config)
     else:
         denoiser = outline_frozen_base(run.folder, config, precision)

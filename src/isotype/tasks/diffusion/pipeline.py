@@ -21,7 +21,7 @@ from safetensors import safe_open
 
 from ...config.kind import INSTEAD_OF_GGUF, NO_GGUF, PIPELINE_FILE
 from ...config.sources import unknown_key
-from ...environment.hardware import out_of_memory
+from ...environment.hardware import out_of_memory_message
 from ...environment.hub import is_unreachable, print_status
 from ...environment.install import install_command
 from ...errors import UsageError
@@ -45,13 +45,13 @@ _DOWNLOAD_AGAIN = "get the folder again from where it came, or save it anew with
 @dataclass(frozen=True)
 class PipelineFolder:
     """index      the content of model_index.json
-    on_hub     the pipeline's name on the hub, where `path` is its copy here: weights are fetched
+    hub_name   the pipeline's name on the hub, where `path` is its copy here: weights are fetched
                when they are needed
     denoiser_settings  the denoiser's configuration, where it is not the folder's (`model.init:
                random`); then its weights are in `random_weights`
     file       a checkpoint in one file that has the denoiser, and with `has_all_parts` the other
                parts too; `path` has settings and tokenizers
-    markers    what the file says about its training; `changes` is what that, or the run, changes in
+    markers    what the file says about its training; `scheduler_overrides` is what that, or the run, changes in
                the settings of the scheduler
     settings_repository  the name on the hub of the settings of a file without a folder beside it
     """
@@ -59,13 +59,13 @@ class PipelineFolder:
     path: Path
     family: Family
     index: dict[str, Any]
-    on_hub: str | None = None
+    hub_name: str | None = None
     denoiser_settings: Mapping[str, Any] | None = None
     random_weights: Path | None = None
     file: Path | None = None
     has_all_parts: bool = False
     markers: FileMarkers = field(default_factory=FileMarkers)
-    changes: Mapping[str, Any] = field(default_factory=dict)
+    scheduler_overrides: Mapping[str, Any] = field(default_factory=dict)
     settings_repository: str | None = None
 
     @classmethod
@@ -75,7 +75,7 @@ class PipelineFolder:
         """
         path = Path(name).expanduser()
         require_diffusers()
-        on_hub = None
+        hub_name = None
         file = None
         has_all_parts = False
         repository = None
@@ -90,7 +90,7 @@ class PipelineFolder:
             has_all_parts = path != companion or not any((path / "vae").glob("*.safetensors"))
         elif not path.is_dir():
             path = fetch_settings(name, revision)
-            on_hub = name
+            hub_name = name
         try:
             index = json.loads((path / PIPELINE_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -110,7 +110,7 @@ class PipelineFolder:
         family = FAMILIES[class_name]()
         if (reason := family.refusal(index)) is not None:
             raise UsageError(f"model.name: {path}: {class_name} is not trained here: {reason}")
-        folder = cls(path, family, index, on_hub, file=file, has_all_parts=has_all_parts)
+        folder = cls(path, family, index, hub_name, file=file, has_all_parts=has_all_parts)
         required = (
             family.denoiser,
             "vae",
@@ -157,31 +157,33 @@ class PipelineFolder:
             return self
         if not self.markers.prediction and objective == "auto":
             refuse_unknown_prediction(self.file, self.settings_repository)
-        scheduler = replace(self, changes={}).config("scheduler")
+        scheduler = replace(self, scheduler_overrides={}).config("scheduler")
         changes = scheduler_changes(
             self.markers, scheduler, self.file, objective=objective, shift=shift
         )
-        return replace(self, changes=changes)
+        return replace(self, scheduler_overrides=changes)
 
     def marker_lines(self) -> list[str]:
         """What a single file says about its training, for the header."""
         if self.file is None:
             return []
-        return describe_markers(self.markers, self.changes, self.config("scheduler"), self.file)
+        return describe_markers(
+            self.markers, self.scheduler_overrides, self.config("scheduler"), self.file
+        )
 
     def fetch(self) -> None:
         """All weights, where the pipeline is on the hub. Raises UsageError."""
         self._fetch(self.denoiser_part, "vae", *self.family.encoder_parts)
 
     def _fetch(self, *parts: str) -> None:
-        if self.on_hub is not None:
-            fetch_weights(self.on_hub, self.path, parts)
+        if self.hub_name is not None:
+            fetch_weights(self.hub_name, self.path, parts)
 
     def refuse_missing_weights(self) -> None:
         """Raises  UsageError for a folder on this disk in which a part has no weights that are read"""
         parts = (
             ()
-            if self.on_hub or self.has_all_parts
+            if self.hub_name or self.has_all_parts
             else (
                 *([] if self.denoiser_settings or self.file else [self.denoiser_part]),
                 "vae",
@@ -218,7 +220,7 @@ class PipelineFolder:
             settings: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise UsageError(f"model.name: {file}: {error}", fix=_DOWNLOAD_AGAIN) from None
-        return {**settings, **self.changes} if part == "scheduler" else settings
+        return {**settings, **self.scheduler_overrides} if part == "scheduler" else settings
 
     def clip_length(self) -> int:
         """Tokens that the CLIP tokenizer pads a caption to."""
@@ -244,7 +246,7 @@ class PipelineFolder:
         )
 
     @property
-    def published(self) -> Quantisation | None:
+    def published_quantisation(self) -> Quantisation | None:
         """How the denoiser's own files are quantised; None where they are not."""
         is_plain = self.denoiser_settings is not None or self.file is not None
         if is_plain:
@@ -303,27 +305,27 @@ class PipelineFolder:
         """Puts floating buffers back in fp32, with the numbers of the files: loading in a narrower
         dtype rounds them, and tables of positions must stay exact.
         """
-        narrow = {
+        narrow_names = {
             name
             for name, b in denoiser.named_buffers()
             if b.is_floating_point() and b.dtype in (torch.bfloat16, torch.float16)
         }
-        if not narrow:
+        if not narrow_names:
             return
         if self.denoiser_settings is None and self.file is not None:
             # fp32, whatever the weights are
-            exact = dict(self.denoiser(widest_dtype(self.file)).named_buffers())
+            exact_buffers = dict(self.denoiser(widest_dtype(self.file)).named_buffers())
         else:
-            exact = {}
+            exact_buffers = {}
             for file in self._weights_of_denoiser().glob("*.safetensors"):
                 with safe_open(file, framework="pt") as opened:
-                    exact |= {
+                    exact_buffers |= {
                         name: opened.get_tensor(name).float()
-                        for name in narrow.intersection(opened.keys())
+                        for name in narrow_names.intersection(opened.keys())
                     }
-        for name in narrow & exact.keys():
-            module, _, last = name.rpartition(".")
-            denoiser.get_submodule(module)._buffers[last] = exact[name]
+        for name in narrow_names & exact_buffers.keys():
+            module, _, buffer_name = name.rpartition(".")
+            denoiser.get_submodule(module)._buffers[buffer_name] = exact_buffers[name]
 
     def denoiser_outline(self) -> Any:
         """The denoiser without weights: on the meta device."""
@@ -370,24 +372,26 @@ class PipelineFolder:
         """
         if settings is None:
             return replace(self, denoiser_settings=self.dense_config())
-        kind = self.denoiser_class()
-        if settings.get("_class_name") != kind.__name__:
+        denoiser_class = self.denoiser_class()
+        if settings.get("_class_name") != denoiser_class.__name__:
             raise UsageError(
                 f"model.config: _class_name: {settings.get('_class_name')}, but the"
                 f" {self.denoiser_part}"
-                f" of {self.path} is a {kind.__name__}",
-                fix=f"_class_name: {kind.__name__}, or model.name: a pipeline of that class",
+                f" of {self.path} is a {denoiser_class.__name__}",
+                fix=f"_class_name: {denoiser_class.__name__}, or model.name: a pipeline of that class",
             )
-        accepted = [name for name in inspect.signature(kind.__init__).parameters if name != "self"]
+        accepted = [
+            name for name in inspect.signature(denoiser_class.__init__).parameters if name != "self"
+        ]
         for key in settings:
             if not key.startswith("_") and key not in accepted:
                 raise unknown_key("model.config", key, accepted)
         try:
             with torch.device("meta"):
-                kind.from_config(dict(settings))
+                denoiser_class.from_config(dict(settings))
         except Exception as error:  # whatever a class raises for values that do not fit
             raise UsageError(
-                f"model.config: {kind.__name__}:"
+                f"model.config: {denoiser_class.__name__}:"
                 f" {str(error).splitlines()[0] or type(error).__name__}"
             ) from error
         return replace(self, denoiser_settings=settings)
@@ -423,10 +427,10 @@ class PipelineFolder:
             **dict.fromkeys(name for name in self.family.unneeded_parts if name in self.index),
             **parts,
         }
-        kind = getattr(diffusers, self.family.pipeline)
+        pipeline_class = getattr(diffusers, self.family.pipeline)
         with self._explain_errors("pipeline"):
             if self.has_all_parts:
-                pipe = kind.from_single_file(
+                pipe = pipeline_class.from_single_file(
                     str(self.file),
                     config=str(self.path),
                     local_files_only=True,
@@ -445,8 +449,10 @@ class PipelineFolder:
                                 fix=_DOWNLOAD_AGAIN,
                             )
             else:
-                pipe = kind.from_pretrained(self.path, dtype=dtype, use_safetensors=True, **parts)
-        if self.changes:
+                pipe = pipeline_class.from_pretrained(
+                    self.path, dtype=dtype, use_safetensors=True, **parts
+                )
+        if self.scheduler_overrides:
             settings = self.config("scheduler")
             pipe.scheduler = getattr(diffusers, settings["_class_name"]).from_config(settings)
         pipe.set_progress_bar_config(disable=True)
@@ -459,11 +465,11 @@ class PipelineFolder:
         parts = {**dict.fromkeys(self.family.encoder_parts), **encoders}
         return self.pipeline(torch.float32, **parts, vae=vae, **{self.denoiser_part: denoiser})
 
-    def save_others(self, folder: Path) -> None:
+    def save_other_parts(self, folder: Path) -> None:
         """Saves VAE and text encoders of a whole pipeline in one file, each in its own folder in
         `folder`, in the file's dtype; and the settings of its scheduler where the file changed them.
         """
-        if self.changes:
+        if self.scheduler_overrides:
             self._save_scheduler(folder)
         if self.file is None or not self.has_all_parts:
             return
@@ -491,7 +497,7 @@ class PipelineFolder:
         except UsageError:
             raise
         except Exception as error:  # a damaged or malicious file can raise any exception
-            if out_of_memory(error) is not None:
+            if out_of_memory_message(error) is not None:
                 raise
             message = next(
                 (line.strip() for line in str(error).splitlines() if line.strip()),

@@ -32,7 +32,7 @@ from .sample import Prompt, refuse_prompts
 from .text_encoders import PREFIX
 
 
-def refuse_unfit(
+def refuse_incompatible_settings(
     config: RunConfig,
     folder: PipelineFolder,
     precision: Precision,
@@ -49,7 +49,7 @@ def refuse_unfit(
             fix="train.ema: 0.999",
         )
     folder.refuse_missing_weights()
-    check_base(folder.published, precision, str(config.model.name))
+    check_base(folder.published_quantisation, precision, str(config.model.name))
     _refuse_text_encoders(config, folder, precision)
     _refuse_start(config, folder)
     if adapter.kind != "none" and adapter.targets != "all-linear":

@@ -21,7 +21,7 @@ from .families import Conditioning, Family, SampleSettings
 from .loss import Objective, build_objective, picture_losses
 from .pipeline import PipelineFolder
 from .pixels import RunSizes
-from .refused import refuse_unfit
+from .refused import refuse_incompatible_settings
 from .sample import Prompt
 
 
@@ -42,15 +42,15 @@ class ResolvedRun:
             config,
             precision,
             _open_pipeline(config),
-            _all_sources(config),
+            _read_picture_sources(config),
             [Prompt.parse(entry) for entry in config.run.samples],
         )
-        refuse_unfit(config, run.folder, precision, run.sources, run.prompts)
+        refuse_incompatible_settings(config, run.folder, precision, run.sources, run.prompts)
         _ = run.objective  # raises UsageError
         run._refuse_sizes()
         return run
 
-    def with_base(self, folder: Path) -> ResolvedRun:
+    def with_random_denoiser(self, folder: Path) -> ResolvedRun:
         """With `model.init: random`: this run with the denoiser in `folder`, where its weights are
         drawn unless they are there already.
         """
@@ -82,7 +82,7 @@ class ResolvedRun:
         return build_objective(
             self.config.diffusion,
             self.folder.config("scheduler"),
-            offered=self.family.objectives,
+            supported=self.family.objectives,
             tokens=self.sizes.tokens,
         )
 
@@ -139,9 +139,9 @@ def _open_pipeline(config: RunConfig) -> PipelineFolder:
     return pipeline
 
 
-def _all_sources(config: RunConfig) -> list[PictureSource]:
+def _read_picture_sources(config: RunConfig) -> list[PictureSource]:
     return [
         source
-        for side in ("train", "regularisation", "eval")
-        for source in picture_sources(config.images, side)
+        for split in ("train", "regularisation", "eval")
+        for source in picture_sources(config.images, split)
     ]

@@ -96,7 +96,7 @@ class DiffusionTask:
     def build_model(
         self, precision: Precision, device: torch.device, folder: Path, part: Part | None = None
     ) -> tuple[nn.Module, Manifest]:
-        self.run = self.run.with_base(folder)
+        self.run = self.run.with_random_denoiser(folder)
         return load_model(self.run, precision, device, self._observed, part)
 
     @property
@@ -259,7 +259,9 @@ class DiffusionTask:
 
     def model_notes(self, outline: Outline, precision: Precision) -> tuple[str, list[str]]:
         class_name = type(inner_model(outline.model)).__name__
-        return class_name, check_base(self.run.folder.published, precision, self.base_name)
+        return class_name, check_base(
+            self.run.folder.published_quantisation, precision, self.base_name
+        )
 
     def plan_facts(self) -> dict[str, Any]:
         return plan_facts(self.data)

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from ...finding import Finding, Place
 from ...observe.operators import Operator
 from ...observe.tape import Tape
-from ...pages.finding_sheet import load_findings
+from ...pages.finding_sheet import load_finding_formatter
 from .samples import Sample, Setting, Subject
 
 
@@ -361,7 +361,7 @@ def incoming_gradient(output: Tensor, index: int) -> Tensor:
 
 
 Fault = tuple[tuple[object, ...], Finding]
-format_finding = load_findings(Path(__file__).with_name("findings.txt"))
+format_finding = load_finding_formatter(Path(__file__).with_name("findings.txt"))
 
 
 def fault(

@@ -34,13 +34,13 @@ PREPARE_ATTRIBUTE = "_isotype_enter"  # of a block whose weights may be away: wh
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """The choice for a run. `layers`: positions of the recomputed layers among `of`; `reason`: the
+    """The choice for a run. `layers`: positions of the recomputed layers among `layer_count`; `reason`: the
     file, or why `auto` chose it; `keep_attention`: the outputs of their attention are stored.
     """
 
     kind: str
     layers: tuple[int, ...] = ()
-    of: int = 0
+    layer_count: int = 0
     reason: str = "train.gradient_checkpointing"
     keep_attention: bool = False
 
@@ -48,19 +48,19 @@ class Checkpointing:
         if self.kind == NONE:
             return f"none ({self.reason})"
         count = len(self.layers)
-        if count == self.of:
+        if count == self.layer_count:
             layer_text = "all"
         elif self.layers == tuple(range(count)):
             layer_text = f"the first {count}"
         else:
             layer_text = " ".join(map(str, self.layers))
         attention_text = ", attention kept" if self.keep_attention else ""
-        return f"{self.kind}: {layer_text} of {self.of}{attention_text} ({self.reason})"
+        return f"{self.kind}: {layer_text} of {self.layer_count}{attention_text} ({self.reason})"
 
     def to_settings(self) -> dict[str, Any]:
         """The configuration that gives exactly this."""
         count = len(self.layers)
-        if count == self.of:
+        if count == self.layer_count:
             layers: Any = "all"
         elif self.layers == tuple(range(count)):
             layers = count

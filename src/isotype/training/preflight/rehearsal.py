@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ...distributed.world import ALONE
-from ...environment.hardware import out_of_memory
+from ...environment.hardware import out_of_memory_message
 from ...errors import IsotypeError
 from ...finding import Finding, Place, Severity
 from ...observe.origin import find_custom_update
@@ -344,7 +344,7 @@ def _unrehearsed_finding(custom_code: str) -> Finding:
 
 def _failure_finding(code: str, description: str, error: Exception, names: SettingNames) -> Finding:
     text = first_line(error)
-    if (missing_memory := out_of_memory(error)) is not None:
+    if (missing_memory := out_of_memory_message(error)) is not None:
         text = f"out of memory: {missing_memory}"
         fix = (
             f"a smaller {names.batch_size} with more {names.accumulate} gives the same result;"
