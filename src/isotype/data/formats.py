@@ -476,7 +476,7 @@ def _label(value: Any, place: str) -> bool:
 def _pair(row: Mapping[str, Any], place: str, answer: str = "completion") -> Example:
     """Prompt and completion as texts, or both as messages, of which only the completion's are
     learnt. Texts beside a system prompt, tools or pictures become messages. `answer`: the
-    completion's key.
+    key of the row that holds the completion.
     """
     prompt, completion = (_turns_or_text(row[key], f"{place}: {key}") for key in ("prompt", answer))
     if isinstance(prompt, list) != isinstance(completion, list):

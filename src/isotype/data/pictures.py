@@ -3,8 +3,9 @@ processor makes of them.
 
 A row holds references to files. Pictures that a row brings as bytes are written once into a folder
 of the cache, under a hash of their content; before a run adds its first, those that were not read
-for longest go (`cache`). A picture is decoded when its row is tokenised, so that a cut one is named
-before training, and again for each of its batches: no more than a batch of pixels is held.
+for longest go (`cache`). A picture is decoded when its row is tokenised, so that a
+truncated file is reported before training. It is decoded again for each batch that uses it, so that
+memory holds the pixels of one batch only.
 """
 
 from __future__ import annotations

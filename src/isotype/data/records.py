@@ -55,8 +55,8 @@ def read_records(path: Path, name: str, *, skip: int = 0) -> Iterator[Record]:
 
 
 def read_json(path: Path, name: str, *, skip: int = 0) -> Iterator[Record]:
-    """One object a line, an array, which may be one line, or objects over several lines. Skipped
-    lines are not parsed.
+    """Reads a JSON file in any of three forms: one object per line, an array of objects, or objects
+    that span several lines. The first `skip` lines are not parsed.
     """
     first = first_line(path) if ending(path) == ".json" else ""
     # a line that is one brace alone opens an object of several lines

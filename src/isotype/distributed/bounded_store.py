@@ -1,5 +1,5 @@
-"""A store whose every call ends: torch's client waits for ever for an answer of a process that is
-frozen (SIGSTOP, a machine that hangs), since its connection stays open.
+"""A store with a time limit for every call. Torch's client waits without end for the answer of a
+frozen process (SIGSTOP, a machine that hangs), since the connection stays open.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Call:
 
 
 class BoundedStore:
-    """The calls of a store that a run needs, each in a thread of its own connection.
+    """Wraps a store: runs its calls one after the other in a thread, and stops waiting after `timeout`.
 
     timeout  seconds for a call, after which every later call fails at once
     Raises   StoreTimeoutError, and what the store raises

@@ -292,8 +292,8 @@ class JoinedWorld(World):
             raise self._explain_failure(error) from error
 
     def _wait(self, key: str, *, of: int, patiently: bool = False) -> bytes:
-        """The value of a key of the store, once `of` has set it. Asks again and again: torch writes
-        a warning for a wait that ends.
+        """The value of a key of the store, once `of` has set it. Polls the store, because
+        torch's own wait logs a warning when it times out.
         """
         start_time = last_check = last_sign_time = time.monotonic()
         sign = b""

@@ -220,7 +220,7 @@ def refuse_model(config: PreTrainedConfig, command: str) -> None:
 
 
 def header_keys(config: PreTrainedConfig) -> list[tuple[str, Any]]:
-    """Sizes and settings of a model: methods of gguf's writer, each with its argument."""
+    """Sizes and settings of a model, as pairs: the name of a method of gguf's writer, and its argument."""
     c: Any = config
     head = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     keys = {

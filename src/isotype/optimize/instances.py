@@ -238,9 +238,9 @@ def computes_same_in_both_modes(
     candidate: Callable[[], Tensor],
     *inputs: Tensor,
 ) -> bool:
-    """`same`, also in the gradients of the inputs and of the twin's trained weights, while the twin
-    trains and while it does not: a dropout acts in training alone, and models are loaded in
-    evaluation mode.
+    """Whether `computes_same` holds in training and in evaluation mode, also for the gradients of the
+    twin's trained weights. Both modes are tried because dropout acts only in training, and models
+    are loaded in evaluation mode.
     """
     tensors_by_id = {
         id(t): t for t in (*inputs, *(p for p in twin.parameters() if p.requires_grad))

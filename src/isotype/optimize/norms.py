@@ -1,5 +1,5 @@
-"""Norms: a module with one vector `weight`, no bias and no children, whose forward `rms_norm`
-reproduces.
+"""Replaces RMSNorm modules by `rms_norm`: modules with one vector `weight`, no bias and no children,
+whose output `rms_norm` reproduces.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sheets of findings that a program reports: the texts of `isotype doctor trace` and of `ampcheck`."""
+"""Reads the text files (sheets) with the findings' messages of `isotype doctor trace` and `ampcheck`."""
 
 from __future__ import annotations
 

@@ -80,8 +80,8 @@ class Outcome:
 
 @dataclass
 class Draft:
-    """The configuration that is being made. A table's transforms call its methods, one for each
-    key.
+    """The configuration that is being made. The functions in a
+    tool's table of keys call a method of it for each key.
 
     settings  `train.learning_rate` -> value
     sources   `train.learning_rate` -> the key that it came from
@@ -201,7 +201,7 @@ def same_handler(handler: Handler, names: str) -> dict[str, Handler]:
 def handlers_by_reason(
     make_handler: Callable[[str], Handler], keys_by_reason: Mapping[str, str]
 ) -> dict[str, Handler]:
-    """Rows of one fate: reason -> the keys, as `same_handler` takes them."""
+    """Key -> its handler, from reason -> the keys (in one text, as `same_handler` takes them)."""
     return {
         name: handler
         for reason, names in keys_by_reason.items()

@@ -72,7 +72,7 @@ class ModuleNames:
         self._roots.append(weakref.ref(root))
 
     def module_path(self, module: torch.nn.Module) -> str:
-        """The module's path, or its class for a root."""
+        """The module's path in its model, or the class's name for a model itself."""
         return self.modules.get(module) or type(module).__name__
 
     def roots(self) -> list[torch.nn.Module]:

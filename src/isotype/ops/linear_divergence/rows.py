@@ -1,5 +1,6 @@
-"""The divergences of two rows of logits by C++ kernels, and in blocks of plain PyTorch on any
-device. N rows, V vocabulary.
+"""Computes the divergence between the student's and the teacher's logits of each row: with C++
+kernels, or in blocks with plain PyTorch on any device. N is the number of rows, V the vocabulary's
+size.
 
 With z the student's logits after scale and softcap over the temperature, p its probabilities, q the
 teacher's and m their mixture:

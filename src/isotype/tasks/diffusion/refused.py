@@ -1,6 +1,4 @@
-"""Settings of a run that do not fit its pipeline, or each other: each is refused before anything is
-loaded.
-"""
+"""Refuses settings of a run that do not fit its pipeline, or each other, before anything is loaded."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class ResolvedRun:
 
     @property
     def sample_settings(self) -> SampleSettings:
-        """Those of a prompt that sets none itself."""
+        """The settings of a sample whose prompt sets none itself."""
         run = self.config.run
         return SampleSettings(
             run.sample_size or self.config.images.resolution,

@@ -34,8 +34,9 @@ PREPARE_ATTRIBUTE = "_isotype_enter"  # of a block whose weights may be away: wh
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """The choice for a run. `layers`: positions of the recomputed layers among `layer_count`; `reason`: the
-    file, or why `auto` chose it; `keep_attention`: the outputs of their attention are stored.
+    """The choice for a run. `layers`: the positions of the recomputed layers; `layer_count`: the number of all
+    layers; `reason`: the setting that decides it, or why `auto` chose it; `keep_attention`: the
+    attention outputs of recomputed layers are stored.
     """
 
     kind: str
