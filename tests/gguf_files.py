@@ -18,7 +18,7 @@ def splitting(pattern: str | None = None, *, size: int = 320) -> PreTrainedToken
     """A byte-level BPE that splits as Qwen 2 does; by default with ChatML."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    from isotype.data.chat import NAMED
+    from isotype.data.chat import NAMED_TEMPLATES
 
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(pattern or _WORD_PATTERN % ""), "isolated")
@@ -35,7 +35,7 @@ def splitting(pattern: str | None = None, *, size: int = 320) -> PreTrainedToken
     made = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
     )
-    made.chat_template = NAMED["chatml"].text
+    made.chat_template = NAMED_TEMPLATES["chatml"].text
     return made
 
 

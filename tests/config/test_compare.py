@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from isotype.config.compare import MAY_CHANGE, PLACES, compare
+from isotype.config.compare import MAY_CHANGE, PATH_KEYS, compare
 from isotype.config.keys import keys
 from isotype.config.load import load
 
@@ -34,8 +34,8 @@ def test_a_renamed_folder_is_not_said_to_be_another_model():
 
 def test_auto_is_compared_as_what_it_is_here():
     resolved = load(None, ["model.name=m", "data.train=d", "precision.preset=bf16-lora"]).config
-    assert compare(resolved, BASE, auto="bf16-lora") == []
-    (change,) = compare(resolved, BASE, auto="fp32")
+    assert compare(resolved, BASE, auto_preset="bf16-lora") == []
+    (change,) = compare(resolved, BASE, auto_preset="fp32")
     assert (change.key, change.new, change.allowed) == ("precision.preset", "fp32", False)
 
 
@@ -55,4 +55,4 @@ def test_what_auto_chose_to_recompute_is_no_change():
 
 
 def test_every_key_that_may_change_exists():
-    assert set(MAY_CHANGE) | set(PLACES) <= set(keys())
+    assert set(MAY_CHANGE) | set(PATH_KEYS) <= set(keys())

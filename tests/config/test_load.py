@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from isotype.config.keys import ELSEWHERE, keys
+from isotype.config.keys import KEY_ALIASES, keys
 from isotype.config.load import load
 from isotype.errors import UsageError
 from tests.commands import invoke
@@ -282,8 +282,8 @@ def test_other_tools_names_are_known(write):
     ):
         with pytest.raises(UsageError, match=f"{foreign}: unknown key; here it is {ours}"):
             load(None, [f"{foreign}=x"])
-    assert set(ELSEWHERE.values()) <= set(keys())
-    assert not {key.partition(".")[2] for key in keys()} & set(ELSEWHERE)
+    assert set(KEY_ALIASES.values()) <= set(keys())
+    assert not {key.partition(".")[2] for key in keys()} & set(KEY_ALIASES)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Sources as a user names them."""
 
-from isotype.config.sources import near_model, short_names, where_looked
+from isotype.config.sources import closest_model_hint, missing_folder_hint, short_names
 
 
 def test_sources_are_named_for_a_line():
@@ -17,10 +17,14 @@ def test_a_mistyped_model_suggests_the_existing_folder(tmp_path, monkeypatch):
         (tmp_path / name).mkdir(parents=True)
         if marked:
             (tmp_path / name / "config.json").write_text("{}")
-    assert near_model("llama-tinny") == near_model("./llama-tiny-") == ", did you mean llama-tiny?"
-    assert near_model("models/bse") == ", did you mean models/base?"
+    assert (
+        closest_model_hint("llama-tinny")
+        == closest_model_hint("./llama-tiny-")
+        == ", did you mean llama-tiny?"
+    )
+    assert closest_model_hint("models/bse") == ", did you mean models/base?"
     assert [
-        near_model(name)
+        closest_model_hint(name)
         for name in ("org/name", "else", "a/b\0/c", "~nobody-here/x", "/nowhere/base")
     ] == [""] * 5
 
@@ -28,11 +32,11 @@ def test_a_mistyped_model_suggests_the_existing_folder(tmp_path, monkeypatch):
 def test_a_relative_folder_is_told_where_it_was_looked_for(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "project/models/base").mkdir(parents=True)
-    assert where_looked("models/base", tmp_path / "project/run.yaml").endswith(
+    assert missing_folder_hint("models/base", tmp_path / "project/run.yaml").endswith(
         f"not at the file; it is {tmp_path}/project/models/base"
     )
     assert (
-        where_looked("models/base")
+        missing_folder_hint("models/base")
         == f"; it was looked for as {tmp_path}/models/base: relative names begin in the working directory"
     )
-    assert where_looked(str(tmp_path / "gone")) == ""
+    assert missing_folder_hint(str(tmp_path / "gone")) == ""

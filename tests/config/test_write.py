@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from isotype.config.keys import keys
 from isotype.config.kind import LANGUAGE, applies
-from isotype.config.load import load, names, recipe
+from isotype.config.load import load, preset_names, recipe
 from isotype.config.write import init_yaml, reference_markdown, resolved_yaml
 from isotype.config.yaml_text import read_value, write_value
 
@@ -92,7 +92,7 @@ def test_an_auto_preset_is_written_as_what_it_became(tmp_path):
 
 def test_the_file_of_init_loads_with_its_preset(tmp_path):
     file = tmp_path / "run.yaml"
-    for preset in names():
+    for preset in preset_names():
         file.write_text(init_yaml(preset, model="m: x", data="d.jsonl"))
         config = load(file).config
         assert config.model.name == "m: x"

@@ -163,7 +163,8 @@ def test_runs_at_once_do_not_disturb_each_other(
     start, found = context.Event(), context.Queue()
     runs = [
         context.Process(
-            target=_load_in_process, args=(families.of("chatml"), str(tmp_path), start, found)
+            target=_load_in_process,
+            args=(families.of("chatml"), str(tmp_path), start, found),
         )
         for _ in range(4)
     ]
@@ -183,7 +184,7 @@ def test_bad_rows_are_refused_again_from_the_cache(load: Any) -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match=r"chats\.jsonl:61"):
             load()
-    assert load(on_bad_row="skip").bad_rows[0].place == "chats.jsonl:61"
+    assert load(on_bad_row="skip").bad_rows[0].location == "chats.jsonl:61"
 
 
 def test_the_folder_is_held_to_its_bound_and_the_oldest_go_first(

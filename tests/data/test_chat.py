@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from isotype.data.chat import NAMED, ChatTemplate, chat_template
+from isotype.data.chat import NAMED_TEMPLATES, ChatTemplate, chat_template
 from isotype.data.encode import Encoder, Tally
 from isotype.data.formats import Example
 from isotype.data.rows import IGNORED
@@ -37,7 +37,7 @@ def learnt(
         template=ChatTemplate(tokenizer, template, "file"),
     )
     found = list(encoder.rows([Example("x:1", messages=tuple(messages), tools=tools)], tally))
-    tally.bad.refuse(sound=1)
+    tally.bad.refuse(usable_rows=1)
     ((_, row, _),) = found
     return tokenizer.decode([label for label in row.labels if label != IGNORED]), tally
 
@@ -105,11 +105,13 @@ def test_no_template_and_no_end_token_is_refused(families: SimpleNamespace) -> N
 
 def tokenizer_for(families: SimpleNamespace, name: str):
     tokenizer = families.new("mistral", template=False)
-    add_tokens(tokenizer, [t for t in NAMED[name].tokens if t not in tokenizer.get_vocab()])
+    add_tokens(
+        tokenizer, [t for t in NAMED_TEMPLATES[name].tokens if t not in tokenizer.get_vocab()]
+    )
     return tokenizer
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", NAMED_TEMPLATES)
 def test_answers_and_their_end_token_are_learnt(families: SimpleNamespace, name: str) -> None:
     tokenizer = tokenizer_for(families, name)
     template = chat_template(tokenizer, name)
@@ -120,7 +122,7 @@ def test_answers_and_their_end_token_are_learnt(families: SimpleNamespace, name:
         {"role": "assistant", "content": "me"},
     )
     ((_, row, _),) = list(encoder.rows([Example("x:1", messages=turns)], tally := Tally()))
-    end = NAMED[name].end or tokenizer.eos_token
+    end = NAMED_TEMPLATES[name].end or tokenizer.eos_token
     assert tally.end_of_turn == {end: 1}
     assert tokenizer.eos_token == end
     labels = [label for label in row.labels if label != IGNORED]

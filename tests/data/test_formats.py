@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from isotype.data.bad_rows import RowError
-from isotype.data.formats import CONVERSATION_KEYS, detect, example, ignored_keys
+from isotype.data.formats import CONVERSATION_KEYS, check_example, detect_format, ignored_keys
 from isotype.data.read import Record
 from isotype.errors import UsageError
 
@@ -26,8 +26,8 @@ TOOL = {
 
 def read(row: Any, form: str = "auto", columns: dict[str, str | None] | None = None) -> Any:
     record = Record("x.jsonl", 3, row)
-    name, _ = detect(record, form, columns)
-    return example(record, name, needs_answer=True, columns=columns)
+    name, _ = detect_format(record, form, columns)
+    return check_example(record, name, needs_answer=True, columns=columns)
 
 
 def from_gpt(*turns: str) -> list[dict[str, str]]:
@@ -244,8 +244,8 @@ BESIDE: dict[str, Any] = {
 def sides(row: dict[str, Any], only: Any) -> list[Any]:
     """The example of a row, or both of a pair."""
     record = Record("x.jsonl", 3, row)
-    name, _ = detect(record, "auto", only=only)
-    found = example(record, name, needs_answer=True)
+    name, _ = detect_format(record, "auto", objective_format=only)
+    found = check_example(record, name, needs_answer=True)
     return [found] if found.rejected is None else [found, found.rejected]
 
 

@@ -13,8 +13,8 @@ import pytest
 from isotype.config.schema import DataSection
 from isotype.data.facts import source_lines
 from isotype.data.load import load_data
-from isotype.data.prompts import prompts_from
-from isotype.data.rows import IGNORED, MOST_TOKENS, LoadedData, Row, examples
+from isotype.data.prompts import user_prompts
+from isotype.data.rows import IGNORED, MAX_TOKENS, LoadedData, Row, example_rows
 from isotype.errors import UsageError
 
 
@@ -225,12 +225,12 @@ def test_cut_and_dropped_rows_are_in_the_notes(write: Any, load: Any) -> None:
 
 def test_prompts_of_the_user_are_rendered_and_empty_ones_refused(families: SimpleNamespace) -> None:
     tokenizer = families.of("mistral")
-    (chat_prompt,) = prompts_from(["why?"], tokenizer, chat_template=tokenizer.chat_template)
+    (chat_prompt,) = user_prompts(["why?"], tokenizer, chat_template=tokenizer.chat_template)
     assert tokenizer.decode(chat_prompt.input_ids) == "<s>[INST] why? [/INST]"
-    (text_prompt,) = prompts_from(["Once upon"], tokenizer)
+    (text_prompt,) = user_prompts(["Once upon"], tokenizer)
     assert tokenizer.decode(text_prompt.input_ids) == "<s> Once upon"
     with pytest.raises(UsageError, match=r"run\.samples\[0\]"):
-        prompts_from([" "], tokenizer)
+        user_prompts([" "], tokenizer)
 
 
 def chats_with(*messages: dict[str, Any]) -> list[Any]:
@@ -394,16 +394,16 @@ def test_examples_are_the_first_the_median_and_the_longest_row_with_what_is_lear
     def row(length: int, prompt: int) -> Row:
         return Row(tuple(range(length)), (IGNORED,) * prompt + tuple(range(prompt, length)), prompt)
 
-    found = examples([row(4, 2), row(9, 1), row(6, 3)], Letters())
+    found = example_rows([row(4, 2), row(9, 1), row(6, 3)], Letters())
     assert [(one["which"], one["row"], one["tokens"], one["learnt"]) for one in found] == [
         ("the first row", 0, 4, 2), ("of median length", 2, 6, 3), ("the longest", 1, 9, 8),
     ]  # fmt: skip
     assert found[0]["parts"] == [{"text": "ab", "learnt": False}, {"text": "cd", "learnt": True}]
 
-    assert examples([], Letters()) == []
-    (one,) = examples([row(MOST_TOKENS + 5, 1)], Letters())
+    assert example_rows([], Letters()) == []
+    (one,) = example_rows([row(MAX_TOKENS + 5, 1)], Letters())
     assert one["left_out"] == 5
-    assert sum(len(part["text"]) for part in one["parts"]) == MOST_TOKENS
+    assert sum(len(part["text"]) for part in one["parts"]) == MAX_TOKENS
 
 
 def test_pairs_of_the_public_form_are_rendered_with_their_system_prompt_and_tools(
@@ -417,7 +417,7 @@ def test_pairs_of_the_public_form_are_rendered_with_their_system_prompt_and_tool
         train=write("pairs.jsonl", rows), columns={"prompt": "question"}, eval_split=0
     )
     tokenizer = families.of("chatml")
-    loaded = load_data(section, tokenizer, seed=0, only="preference")
+    loaded = load_data(section, tokenizer, seed=0, objective_format="preference")
     assert not [note for note in loaded.facts["notes"] if "system" in note]
     texts = [tokenizer.decode(row.input_ids) for row in loaded.train]
     for i, (chosen, rejected) in enumerate(zip(texts[::2], texts[1::2], strict=True)):

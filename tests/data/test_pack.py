@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isotype.data.rows import IGNORED, Row, Share
-from isotype.data.tokens import TokenRows, TokenWriter, best_fit, joined, pack
+from isotype.data.tokens import TokenRows, TokenWriter, join_rows, pack_best_fit, pack_rows
 
 
 def block(*lengths: int, first: int = 1) -> TokenRows:
@@ -25,7 +25,7 @@ def block(*lengths: int, first: int = 1) -> TokenRows:
 @settings(max_examples=200, deadline=None)
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=60), capacity=st.integers(40, 90))
 def test_every_row_is_in_one_pack_and_fits(lengths: list[int], capacity: int) -> None:
-    packs = best_fit(np.array(lengths), capacity)
+    packs = pack_best_fit(np.array(lengths), capacity)
     assert sorted(i for one in packs for i in one) == list(range(len(lengths)))
     sums = [sum(lengths[i] for i in one) for one in packs]
     assert max(sums) <= capacity
@@ -34,7 +34,7 @@ def test_every_row_is_in_one_pack_and_fits(lengths: list[int], capacity: int) ->
 
 def test_a_packed_row_is_its_documents_one_after_the_other() -> None:
     rows = block(6, 9, 3)
-    packed = pack(rows, 18)
+    packed = pack_rows(rows, 18)
     (row,) = packed
     assert row.documents == (6, 9, 3)
     assert row.input_ids == sum((r.input_ids for r in rows), ())
@@ -51,7 +51,7 @@ def test_a_packed_row_is_its_documents_one_after_the_other() -> None:
 
 def test_sources_are_packed_apart_and_counted() -> None:
     both = TokenRows([block(5, 5, 5).blocks[0], block(4, 4, first=7).blocks[0]])
-    packed = pack(both, 10)
+    packed = pack_rows(both, 10)
     assert packed.shares([Share(3, 2.0), Share(2, 1.0)]) == [Share(2, 2.0), Share(1, 1.0)]
     assert [row.documents for row in packed] == [(5, 5), (5,), (4, 4)]
-    assert joined([Row((5, 6), (5, 6), 0)]) == Row((5, 6), (IGNORED, 6), 1, (2,))
+    assert join_rows([Row((5, 6), (5, 6), 0)]) == Row((5, 6), (IGNORED, 6), 1, (2,))

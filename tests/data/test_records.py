@@ -90,7 +90,7 @@ def test_a_key_given_twice_makes_its_row_alone_a_bad_one(tmp_path, text):
     file.write_text(text)
     records = list(read_json(file, "a.json"))
     assert [record.value for record in records] == [{"a": 1}, None, {"a": 3}]
-    assert (records[1].place, records[1].wrong) == (
+    assert (records[1].location, records[1].error) == (
         "a.json:2",
         "the key 'c' is given twice in one object",
     )
@@ -108,8 +108,8 @@ def test_objects_written_over_several_lines_are_rows(tmp_path):
 def test_cells_may_hold_delimiters_quotes_and_lines(tmp_path: Path) -> None:
     path = written(tmp_path, "a.csv", '\ufeffprompt,completion\n"a, ""b""\nc",d\n\ne,f\n')
     first, second = read_csv(path, "a.csv")
-    assert (first.place, first.value) == ("a.csv:2", {"prompt": 'a, "b"\nc', "completion": "d"})
-    assert (second.place, second.value) == ("a.csv:5", {"prompt": "e", "completion": "f"})
+    assert (first.location, first.value) == ("a.csv:2", {"prompt": 'a, "b"\nc', "completion": "d"})
+    assert (second.location, second.value) == ("a.csv:5", {"prompt": "e", "completion": "f"})
     assert [r.value["prompt"] for r in read_csv(path, "a.csv", skip=1)] == ["e"]
 
 
@@ -143,7 +143,7 @@ def test_broken_csv_names_its_line(tmp_path: Path) -> None:
     for content, said in broken.items():
         path = written(tmp_path, "x.csv", content)
         try:
-            told = [f"{row.place}: {row.wrong}" for row in read_csv(path, "x.csv") if row.wrong]
+            told = [f"{row.location}: {row.error}" for row in read_csv(path, "x.csv") if row.error]
         except UsageError as error:
             told = [str(error)]
         assert [one.startswith(said) for one in told] == [True], said
@@ -174,7 +174,7 @@ def test_parquet_rows_have_no_nulls_inside(tmp_path: Path) -> None:
     ] * 5
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=2)
     found = list(read_parquet(tmp_path / "a.parquet", "a.parquet"))
-    assert [r.place for r in found] == [f"a.parquet, row {n}" for n in range(1, 6)]
+    assert [r.location for r in found] == [f"a.parquet, row {n}" for n in range(1, 6)]
     assert found[0].value == rows[0]
     assert [r.line for r in read_parquet(tmp_path / "a.parquet", "a.parquet", skip=3)] == [4, 5]
 

@@ -40,13 +40,13 @@ def tokenizer(families):
 
 @pytest.mark.parametrize("case", ENDLESS)
 def test_a_template_is_bounded(case, tokenizer, monkeypatch):
-    monkeypatch.setattr(render, "SECONDS", 1.0)
+    monkeypatch.setattr(render, "MAX_SECONDS", 1.0)
     render.close_processes()  # the limit is the process's from its start
     text, message = ENDLESS[case]
     template = ChatTemplate(tokenizer, text, "tokenizer")
     begin, held = time.monotonic(), peak()
     with pytest.raises(UsageError, match=message):
-        template.render(ROWS, place="chats.jsonl:7")
+        template.render(ROWS, location="chats.jsonl:7")
     assert time.monotonic() - begin < 60
     assert peak() - held < 600 << 20
     # the next row is rendered, by a new process
@@ -58,7 +58,7 @@ def peak() -> int:
 
 
 def test_a_template_without_end_is_refused_before_it_is_probed_again(tokenizer, monkeypatch):
-    monkeypatch.setattr(render, "SECONDS", 1.0)
+    monkeypatch.setattr(render, "MAX_SECONDS", 1.0)
     render.close_processes()
     template = ChatTemplate(tokenizer, "{# type #}" + LOOPS, "tokenizer")
     with pytest.raises(UsageError, match=r"chat template \(tokenizer\): takes more than 1 s"):
@@ -116,7 +116,7 @@ def test_what_cannot_be_sent_is_rendered_here(tokenizer):
 
 def child_of(tokenizer) -> int:
     render.render_text(tokenizer, ROWS, chat_template="a")
-    return render._processes[render._key(tokenizer)]._child
+    return render._processes[render._tokenizer_key(tokenizer)]._child
 
 
 def test_the_process_holds_no_file_of_this_one_and_ends_with_it(tokenizer, tmp_path):
@@ -150,15 +150,15 @@ def test_a_killed_process_is_a_refusal_and_threads_do_not_mix_their_texts(tokeni
     for thread in threads:
         thread.join()
     assert wrong == []
-    assert len(render._processes) <= render.MOST
+    assert len(render._processes) <= render.MAX_PROCESSES
 
 
 def test_at_most_so_many_processes(families):
     render.close_processes()
-    for _ in range(render.MOST + 2):
+    for _ in range(render.MAX_PROCESSES + 2):
         tokenizer = copy.deepcopy(families.of("chatml"))
         render.render_text(tokenizer, ROWS, chat_template="a")
-    assert len(render._processes) == render.MOST
+    assert len(render._processes) == render.MAX_PROCESSES
 
 
 def test_errors_keep_their_class(tokenizer):

@@ -23,7 +23,7 @@ from isotype.config.sources import SourceSpec, source_specs
 from isotype.data import progress
 from isotype.data.formats import Example
 from isotype.data.load import load_data
-from isotype.data.sources import Source, as_source, source
+from isotype.data.sources import Source, open_source, save_rows
 from isotype.data.stdlib import stdlib_pairs
 from isotype.errors import UsageError
 
@@ -51,7 +51,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def found(train: Any, **section: Any) -> Source:
     (spec,) = source_specs(DataSection(train=train, **section), "train")
-    return source(spec, needs_answer=True)
+    return open_source(spec, needs_answer=True)
 
 
 def asked(one: Source, **how: Any) -> list[str]:
@@ -177,7 +177,7 @@ def test_datasets_are_read_by_their_library(folder: Path, monkeypatch: pytest.Mo
     assert asked(one) == [row["prompt"] for row in ROWS[:4]]
     assert one.identity()["fingerprint"]
     (spec,) = source_specs(DataSection(train="hf:hub"), "train")
-    assert asked(source(spec, needs_answer=True, streaming=True), skip=10) == ["q10", "q11"]
+    assert asked(open_source(spec, needs_answer=True, streaming=True), skip=10) == ["q10", "q11"]
 
 
 def test_a_dataset_that_cannot_be_reached_is_one_line(folder: Path) -> None:
@@ -220,11 +220,11 @@ def test_a_wrong_entry_is_one_line_with_its_key() -> None:
 def test_rows_in_memory_are_those_of_a_file(families, tmp_path, monkeypatch):
     monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path / "cache"))
     for made in (ROWS, datasets.Dataset.from_list(ROWS), pandas.DataFrame(ROWS)):
-        assert as_source(made) == as_source(ROWS)  # named by its content
+        assert save_rows(made) == save_rows(ROWS)  # named by its content
     frame = pandas.DataFrame(
         [*ROWS, {"prompt": "why?"}, {"prompt": "when?", "completion": pandas.NaT}]
     )
-    loaded = load_data(DataSection(train=as_source(frame)), families.of("chatml"), seed=0)
+    loaded = load_data(DataSection(train=save_rows(frame)), families.of("chatml"), seed=0)
     assert len(loaded.train) + len(loaded.eval) == 12
     assert loaded.facts["train"]["dropped"]
 
@@ -232,18 +232,18 @@ def test_rows_in_memory_are_those_of_a_file(families, tmp_path, monkeypatch):
 def test_rows_in_memory_are_not_written_where_others_can_change_them(tmp_path, monkeypatch):
     monkeypatch.setenv("ISOTYPE_CACHE", "none")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    file = Path(as_source(ROWS))
+    file = Path(save_rows(ROWS))
     assert file.parent.stat().st_mode & 0o077 == 0
     file.parent.parent.chmod(0o777)
     with pytest.raises(UsageError, match=r"cannot be written: others can write into"):
-        as_source(ROWS)
+        save_rows(ROWS)
 
 
 def test_names_and_sources_stay():
     for given in ("chats.jsonl", ["a.jsonl", "b.jsonl"], [{"name": "a.jsonl", "weight": 2}], None):
-        assert as_source(given) == given
+        assert save_rows(given) == given
     with pytest.raises(UsageError, match="no row"):
-        as_source([])
+        save_rows([])
 
 
 def test_train_takes_rows(workshop) -> None:
@@ -275,7 +275,7 @@ def test_a_log_gets_a_line_every_half_minute(
 ) -> None:
     clock = iter(range(0, 10_000, 8))
     monkeypatch.setattr(progress.time, "monotonic", lambda: float(next(clock)))
-    assert list(progress.watched(range(20), "reading x.jsonl")) == [*range(20)]
+    assert list(progress.track_progress(range(20), "reading x.jsonl")) == [*range(20)]
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 5
     assert said[0] == "reading x.jsonl: 4 rows, 0/s, 20%, 2:08 left"
@@ -285,8 +285,9 @@ def test_the_time_left_of_a_file_is_estimated_from_its_first_lines(tmp_path: Pat
     row = '{"prompt": "a?", "completion": "b"}\n'
     (tmp_path / "rows.jsonl").write_text(row * 30_000)
     spec = SourceSpec(name=str(tmp_path / "rows.jsonl"))
-    assert abs(source(spec, needs_answer=True).about_rows - 30_000) < 30
-    assert source(replace(spec, limit=7), needs_answer=True).about_rows == 7
+    assert abs(open_source(spec, needs_answer=True).estimated_rows - 30_000) < 30
+    assert open_source(replace(spec, limit=7), needs_answer=True).estimated_rows == 7
     assert (
-        progress.progress("reading", 400, 1600, 10.0) == "reading: 400 rows, 40/s, 25%, 0:30 left"
+        progress.progress_line("reading", 400, 1600, 10.0)
+        == "reading: 400 rows, 40/s, 25%, 0:30 left"
     )

@@ -252,7 +252,7 @@ def test_a_rejected_or_unwanted_answer_may_end_inside_its_thoughts(
             + json.dumps({"prompt": "p", **sound})
             + "\n"
         )
-        assert len(load_data(section, families.of("chatml"), seed=0, only=only).train)
+        assert len(load_data(section, families.of("chatml"), seed=0, objective_format=only).train)
         file.write_text(json.dumps({"prompt": "q", **bad}) + "\n")
         with pytest.raises(UsageError, match="ends inside its thoughts"):
-            load_data(section, families.of("chatml"), seed=0, only=only)
+            load_data(section, families.of("chatml"), seed=0, objective_format=only)

@@ -67,9 +67,9 @@ def refusing(request):
 
 
 def load_data(name: str) -> object:
-    from isotype.data.sources import source
+    from isotype.data.sources import open_source
 
-    return source(SourceSpec(name=f"hf:{name}"), needs_answer=True)
+    return open_source(SourceSpec(name=f"hf:{name}"), needs_answer=True)
 
 
 LOADS = {

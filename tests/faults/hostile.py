@@ -309,7 +309,7 @@ def run_folder(material: Material, folder: Path, draw: random.Random) -> None:
         if newest is not None:
             store.load(newest)
         loaded = load(place / "resolved.yaml", resolved=True)
-        compare(load(place / "resolved.yaml").config, loaded.config, auto="fp32")
+        compare(load(place / "resolved.yaml").config, loaded.config, auto_preset="fp32")
 
 
 def _damage(file: Path, folder: Path, draw: random.Random) -> None:

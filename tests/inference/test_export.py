@@ -442,7 +442,7 @@ def test_a_modelfiles_template_is_the_models(subtests) -> None:
         own.chat_template = chat_template(own, name).text
         with subtests.test(name):
             assert find_turns(own).text(messages) == chat_template(own, None).render(
-                messages, generation_prompt=True, place=""
+                messages, generation_prompt=True, location=""
             )
     assert find_turns(own).to_go_template() == (
         '{{ $first := true }}{{ $last := "" }}{{ if .System }}<|im_start|>system\n{{ .System }}<|im_end|>\n<|im_start|>user\n'
@@ -524,7 +524,7 @@ def test_a_served_conversation_begins_with_the_tokens_of_training(tmp_path: Path
             own.chat_template = "{{ bos_token }}" + own.chat_template
         if not writes and first == "<|im_start|>":
             own.chat_template = own.chat_template.replace("<|im_start|>", "<|im_end|>")
-        wanted = chat_template(own, None).render(messages, generation_prompt=True, place="")
+        wanted = chat_template(own, None).render(messages, generation_prompt=True, location="")
         with subtests.test(f"{first}: tokenizer {adds}, template {writes}"):
             assert wanted.startswith(first) is writes
             own.save_pretrained(tmp_path)

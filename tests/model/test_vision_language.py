@@ -102,9 +102,9 @@ def test_text_on_the_whole_model_is_the_loss_of_its_class_and_packing_keeps_docu
     assert loss / batch.supervised == pytest.approx(own, rel=1e-5)
     if family in WITHOUT_PACKING:
         return
-    from isotype.data.tokens import joined
+    from isotype.data.tokens import join_rows
 
-    packed = collate([joined(some)], pad_id=0)
+    packed = collate([join_rows(some)], pad_id=0)
     assert batch_loss_sum(model, packed).item() == pytest.approx(loss, rel=1e-5)
     # the tower's attention is not causal: no reason for a mask of the text
     assert model_inputs(model, batch)["attention_mask"] is None

@@ -12,7 +12,7 @@ import pytest
 
 from isotype.config.load import load
 from isotype.config.schema import RunConfig
-from isotype.data.chat import NAMED
+from isotype.data.chat import NAMED_TEMPLATES
 from isotype.translate import Fate, transforms, translate
 from isotype.translate.transforms import TEMPLATES, Draft, SourceKey
 from isotype.translate.translation import TOOLS
@@ -133,7 +133,7 @@ def test_a_template_by_name_is_carried(tool: str, tmp_path) -> None:
         (tmp_path / "result.yaml").write_text(result.text)
         got = load(tmp_path / "result.yaml").config.data.chat_template
         assert got == TEMPLATES.get(theirs.replace("-", "_"), theirs)
-        assert got in (*NAMED, "a.jinja")
+        assert got in (*NAMED_TEMPLATES, "a.jinja")
     (tmp_path / file).write_text(text.replace("NAME", "vicuna"))
     result = translate(tmp_path / file)
     (outcome,) = (one for one in result.outcomes if one.source_key.value == "vicuna")
@@ -171,7 +171,7 @@ def test_a_template_beside_plain_text_is_left_out(tmp_path) -> None:
 
 
 def test_names_of_templates_are_those_of_the_run() -> None:
-    assert set(TEMPLATES.values()) == set(NAMED) == set(transforms._TEMPLATE_ALIASES)
+    assert set(TEMPLATES.values()) == set(NAMED_TEMPLATES) == set(transforms._TEMPLATE_ALIASES)
 
 
 def test_an_upload_and_new_tokens_are_carried(tmp_path) -> None:

@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from isotype.config.kind import DIFFUSION, kind_of
+from isotype.config.kind import DIFFUSION, detect_run_kind
 from isotype.config.load import load
 from isotype.errors import UsageError
 from isotype.translate import translate
@@ -279,7 +279,7 @@ def test_kohyas_v_prediction_is_the_objective(tmp_path):
 
 def test_ai_toolkits_yaml(tmp_path):
     result, config = made(tmp_path, "dog.yaml", AI_TOOLKIT)
-    assert (result.tool, kind_of(config), config.adapter.r, config.train.ema) == (
+    assert (result.tool, detect_run_kind(config), config.adapter.r, config.train.ema) == (
         "ai-toolkit",
         DIFFUSION,
         16,

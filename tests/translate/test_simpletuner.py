@@ -11,7 +11,7 @@ from benchmarks.import_outcomes import contradictions
 from typer.testing import CliRunner
 
 from isotype.cli.app import build_app
-from isotype.config.kind import DIFFUSION, kind_of
+from isotype.config.kind import DIFFUSION, detect_run_kind
 from isotype.config.load import load
 from isotype.errors import UsageError
 from isotype.translate import Fate, translate
@@ -83,7 +83,7 @@ def config(text, folder):
 
 def test_config_env_is_read_as_a_shell_reads_it_with_its_datasets(env, tmp_path):
     made = config(translate(env).text, tmp_path)
-    assert kind_of(made) == DIFFUSION
+    assert detect_run_kind(made) == DIFFUSION
     assert made.images.train == [{"name": "mine", "caption": "a photo of sks dog", "repeats": 10}]
     assert (made.images.regularisation, made.images.eval, made.images.masks) == (
         "dogs",

@@ -143,11 +143,11 @@ def sample(
     if prompt and len(texts) < len(prompt):
         raise UsageError("an empty prompt: give it some text, or none for the run's own prompts")
     if prompts is not None:
-        from ..data.read import existing_file, read_text
+        from ..data.read import read_text, require_file
 
         texts += [
             line
-            for line in read_text(existing_file(str(prompts)), str(prompts)).split("\n")
+            for line in read_text(require_file(str(prompts)), str(prompts)).split("\n")
             if line.strip()
         ]
     from ..config.kind import DIFFUSION
@@ -165,7 +165,7 @@ def sample(
     import torch
 
     from ..data.load import load_data
-    from ..data.prompts import prompts_from
+    from ..data.prompts import user_prompts
     from ..inference.loaded import load_run
     from ..model.processor import build_picture_reader
     from ..runs.folder import detect_model_folder
@@ -183,7 +183,7 @@ def sample(
         )
     pictures = None
     if prompts_to_answer:
-        rendered = prompts_from(prompts_to_answer, loaded.tokenizer, chat_template=template)
+        rendered = user_prompts(prompts_to_answer, loaded.tokenizer, chat_template=template)
     else:
         pictures = build_picture_reader(loaded.config.model, loaded.config.data, loaded.tokenizer)
         rendered = list(
@@ -317,7 +317,7 @@ def evaluate(
         raise UsageError(f"--on-bad-row {on_bad_row}: expected error or skip")
     from ..config.kind import DIFFUSION
     from ..config.sources import SourceSpec
-    from ..data.sources import refuse_absent
+    from ..data.sources import require_source
     from ..runs.folder import detect_model_folder, detect_run_kind
 
     _require(run)
@@ -332,12 +332,12 @@ def evaluate(
         _pictures(run, str(data), batch_size=batch_size, json_output=json_output)
         return
     if data is not None:
-        refuse_absent(SourceSpec(name=data))
+        require_source(SourceSpec(name=data))
     from ..training.console import quiet_libraries
 
     quiet_libraries()
     from ..config.schema import DataSection
-    from ..data.bad_rows import FIX
+    from ..data.bad_rows import SKIP_FIX
     from ..data.load import load_data
     from ..inference.loaded import load_run
     from ..model.processor import build_picture_reader
@@ -371,7 +371,7 @@ def evaluate(
             section, loaded.tokenizer, seed=loaded.config.train.seed, pictures=pictures
         )
     except UsageError as error:
-        if error.fix != FIX:
+        if error.fix != SKIP_FIX:
             raise
         raise UsageError(
             error.message,

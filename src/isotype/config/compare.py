@@ -13,7 +13,7 @@ from .yaml_text import write_value
 
 # Why a change is allowed -> the keys that leave the steps already done valid. Any other change
 # would make the result one that no single configuration describes.
-_MAY_CHANGE = {
+_ALLOWED_CHANGES = {
     "the same run elsewhere; not bit for bit": "model.device",
     "where tokenised rows are kept, not what they are": "data.cache",
     "where latents are kept, not what they are": "images.cache",
@@ -47,12 +47,12 @@ _MAY_CHANGE = {
     "the same steps on other machines; not bit for bit": "parallel.kind",
     "how long to wait for another process": "parallel.timeout",
 }
-MAY_CHANGE = {key: why for why, names in _MAY_CHANGE.items() for key in names.split()}
-PLACES = (
+MAY_CHANGE = {key: reason for reason, names in _ALLOWED_CHANGES.items() for key in names.split()}
+PATH_KEYS = (
     "model.name", "model.tokenizer", "data.train", "data.eval", "data.chat_template",
     "images.train", "images.eval", "images.regularisation", "images.masks", "images.controls", "adapter.start_from",
 )  # fmt: skip
-CHOSEN_BY_AUTO = (
+AUTO_KEYS = (
     "train.gradient_checkpointing",
     "train.checkpointed_layers",
     "train.keep_attention",
@@ -61,49 +61,51 @@ CHOSEN_BY_AUTO = (
 
 @dataclass(frozen=True)
 class Change:
-    """One key that differs. `allowed`: whether a resumed run may change it; `why`: the reason."""
+    """One key that differs. `allowed`: whether a resumed run may change it; `reason`: the reason."""
 
     key: str
     old: Any
     new: Any
     allowed: bool
-    why: str
+    reason: str
 
     def __str__(self) -> str:
-        return f"{self.key}: {write_value(self.old)} -> {write_value(self.new)} ({self.why})"
+        return f"{self.key}: {write_value(self.old)} -> {write_value(self.new)} ({self.reason})"
 
 
-def compare(old: RunConfig, new: RunConfig, *, auto: str = "auto", base: str = "") -> list[Change]:
+def compare(
+    old: RunConfig, new: RunConfig, *, auto_preset: str = "auto", auto_base: str = ""
+) -> list[Change]:
     """Every key whose value differs, in the order of the schema.
 
-    Where the new one leaves recomputation to `auto`, the old one's is no difference: what `auto`
+    Where the new one leaves recomputation to `auto_preset`, the old one's is no difference: what `auto_preset`
     chose the last time stands there.
 
-    auto  what `precision.preset: auto` is on the device of the new one: resolved.yaml has the
+    auto_preset  what `precision.preset: auto` is on the device of the new one: resolved.yaml has the
           preset it became, not the word
-    base  what that `auto` takes from a checkpoint that was published quantised, which stands there
+    auto_base  what that `auto_preset` takes from a checkpoint that was published quantised, which stands there
           too
     """
     changes = []
     for key in keys():
         section, _, name = key.partition(".")
-        before = getattr(getattr(old, section), name)
-        after = getattr(getattr(new, section), name)
-        if key == "precision.preset" and after == "auto":
-            after = auto
-        if key == "precision.base" and after is None:
-            after = base or None
-        if key in CHOSEN_BY_AUTO and new.train.gradient_checkpointing == "auto":
+        old_value = getattr(getattr(old, section), name)
+        new_value = getattr(getattr(new, section), name)
+        if key == "precision.preset" and new_value == "auto":
+            new_value = auto_preset
+        if key == "precision.base" and new_value is None:
+            new_value = auto_base or None
+        if key in AUTO_KEYS and new.train.gradient_checkpointing == "auto":
             continue
-        if before != after:
-            why = MAY_CHANGE.get(key)
-            if key == "data.on_bad_row" and after == "skip":
-                why = "there was no bad row so far"
-            if key in PLACES:
-                another = "another one, unless it was only moved or renamed"
+        if old_value != new_value:
+            reason = MAY_CHANGE.get(key)
+            if key == "data.on_bad_row" and new_value == "skip":
+                reason = "there was no bad row so far"
+            if key in PATH_KEYS:
+                refusal = "another one, unless it was only moved or renamed"
             else:
-                another = "what was trained so far had the old one"
+                refusal = "what was trained so far had the old one"
             if key == "train.optimizer":
-                another += "; its states begin anew"
-            changes.append(Change(key, before, after, why is not None, why or another))
+                refusal += "; its states begin anew"
+            changes.append(Change(key, old_value, new_value, reason is not None, reason or refusal))
     return changes

@@ -17,12 +17,12 @@ _PLURAL = {"string": "text", "object": "mappings"}
 def keys() -> dict[str, dict[str, Any]]:
     """`train.steps` -> its JSON Schema, for every key of every section, in order."""
     schema = RunConfig.model_json_schema()
-    found = {}
+    schemas = {}
     for section, field in schema["properties"].items():
         reference = field.get("$ref") or field["allOf"][0]["$ref"]
         for key, key_schema in schema["$defs"][reference.rpartition("/")[2]]["properties"].items():
-            found[f"{section}.{key}"] = key_schema
-    return found
+            schemas[f"{section}.{key}"] = key_schema
+    return schemas
 
 
 @cache
@@ -37,14 +37,14 @@ def default(key: str) -> Any:
 
 def expected(key: str) -> str:
     """What `key` takes."""
-    return _words(keys()[key])
+    return _describe_schema(keys()[key])
 
 
 def options(key: str) -> list[str]:
     """The words that `key` takes; none where it takes anything else."""
     schema = keys()[key]
     return [
-        str(word) for option in schema.get("anyOf", [schema]) for word in option.get("enum", [])
+        str(choice) for option in schema.get("anyOf", [schema]) for choice in option.get("enum", [])
     ]
 
 
@@ -54,9 +54,11 @@ def takes(key: str, kind: str) -> bool:
     return any(option.get("type") == kind for option in schema.get("anyOf", [schema]))
 
 
-def _words(schema: dict[str, Any]) -> str:
+def _describe_schema(schema: dict[str, Any]) -> str:
     if "anyOf" in schema:
-        options = [_words(option) for option in schema["anyOf"] if option.get("type") != "null"]
+        options = [
+            _describe_schema(option) for option in schema["anyOf"] if option.get("type") != "null"
+        ]
         return " or ".join(options) + (
             " (or nothing)" if len(options) < len(schema["anyOf"]) else ""
         )
@@ -66,7 +68,7 @@ def _words(schema: dict[str, Any]) -> str:
         return str(schema["const"])
     kind = schema.get("type")
     if kind in ("integer", "number"):
-        return _number("a whole number" if kind == "integer" else "a number", schema)
+        return _describe_number("a whole number" if kind == "integer" else "a number", schema)
     if kind == "array":
         items = schema.get("items", {})
         inner = [option.get("type") for option in items.get("anyOf", [items])]
@@ -85,10 +87,10 @@ def _words(schema: dict[str, Any]) -> str:
     )
 
 
-def _number(noun: str, schema: dict[str, Any]) -> str:
+def _describe_number(noun: str, schema: dict[str, Any]) -> str:
     bounds = [
-        f"{word} {schema[name]:g}"
-        for name, word in (
+        f"{phrase} {schema[name]:g}"
+        for name, phrase in (
             ("minimum", "of at least"),
             ("exclusiveMinimum", "above"),
             ("maximum", "at most"),
@@ -99,7 +101,7 @@ def _number(noun: str, schema: dict[str, Any]) -> str:
     return f"{noun} {' and '.join(bounds)}" if bounds else noun
 
 
-_NAMES = {
+_ALIASES_BY_KEY = {
     "train.learning_rate": "lr",
     "train.epochs": "num_train_epochs num_epochs",
     "train.steps": "max_steps",
@@ -150,15 +152,15 @@ _NAMES = {
     "parallel.kind": "fsdp fsdp_config fsdp_version",
 }
 # what a section is taken for where it has a value and no keys: `model: org/name`
-MEANT = {
+SECTION_KEYS = {
     "model": "model.name",
     "data": "data.train",
     "adapter": "adapter.kind",
     "precision": "precision.preset",
 }
-ELSEWHERE = {theirs: ours for ours, names in _NAMES.items() for theirs in names.split()}
+KEY_ALIASES = {alias: key for key, names in _ALIASES_BY_KEY.items() for alias in names.split()}
 
-_AS_OPTIONS = {
+_OPTION_ALIASES = {
     "4bit": "precision.preset=nf4-lora", "load_in_4bit": "precision.preset=nf4-lora", "qlora": "--preset qlora", "dry_run": "isotype plan",
 }  # fmt: skip
 
@@ -170,21 +172,21 @@ def setting_for_option(option: str) -> str | None:
     name = option.lstrip("-").replace("-", "_")
     if name in NOT_OFFERED:
         return NOT_OFFERED[name]
-    if name in _AS_OPTIONS:
-        return _AS_OPTIONS[name]
+    if name in _OPTION_ALIASES:
+        return _OPTION_ALIASES[name]
     # of keys with one name the first section's is meant, but seldom a role of precision
-    meant = sorted(keys(), key=lambda key: key.startswith(("diffusion.", "precision.")))
-    known = {
+    ordered_keys = sorted(keys(), key=lambda key: key.startswith(("diffusion.", "precision.")))
+    spellings = {
         spelling: key
-        for key in reversed(meant)
+        for key in reversed(ordered_keys)
         for spelling in (key.partition(".")[2], key.replace(".", "_", 1), key)
-    } | ELSEWHERE
-    near = get_close_matches(name, known, n=1, cutoff=0.8)
-    return f"{known[near[0]]}=VALUE" if near else None
+    } | KEY_ALIASES
+    matches = get_close_matches(name, spellings, n=1, cutoff=0.8)
+    return f"{spellings[matches[0]]}=VALUE" if matches else None
 
 
 # a key -> other tools' words for its values
-WORDS = {
+VALUE_ALIASES = {
     "parallel.kind": {
         **dict.fromkeys(("fsdp", "fsdp1", "fsdp2", "full_shard", "zero3"), "shard"),
         **dict.fromkeys(("hsdp", "hybrid_shard"), "hybrid"),
@@ -192,37 +194,39 @@ WORDS = {
     }
 }
 
-_OBJECTIVE = (
+_OBJECTIVE_HINT = (
     "train.objective names what is learnt, and the section preference has its settings (beta,"
     " label_smoothing, ...)"
 )
-_NOT_YET = "this way of learning preferences is not offered yet; TRL's trainers do it"
-_SHARDED = (
+_NOT_YET_HINT = "this way of learning preferences is not offered yet; TRL's trainers do it"
+_SHARDED_HINT = (
     "sharding by DeepSpeed is not offered; parallel.kind: shard shares weights, gradients and"
     " states between processes"
 )
-_TENSOR = (
+_TENSOR_HINT = (
     "tensor parallelism is not offered yet; parallel.kind: shard shares the weights, layer by layer"
 )
-_CONTEXT = (
+_CONTEXT_HINT = (
     "context parallelism is not offered yet; data.max_length and train.gradient_checkpointing:"
     " layers bound a row's memory"
 )
-_PIPELINE = (
+_PIPELINE_HINT = (
     "pipeline parallelism is not offered yet; parallel.kind: shard shares the weights, layer by"
     " layer"
 )
-_PARAM_DTYPE = (
+_PARAM_DTYPE_HINT = (
     "not offered: it rounds adapters, norms and their gradients; precision.compute is the dtype of"
     " products, precision.reduce that of sums"
 )
 # a section, a key or a value -> the answer
 NOT_OFFERED = {
     **dict.fromkeys(
-        ("dpo", "orpo", "simpo", "cpo", "ipo", "kto", "reward", "reward_model"), _OBJECTIVE
+        ("dpo", "orpo", "simpo", "cpo", "ipo", "kto", "reward", "reward_model"), _OBJECTIVE_HINT
     ),
-    **dict.fromkeys(("grpo", "ppo", "rlhf"), _NOT_YET),
-    **dict.fromkeys(("deepspeed", "deepspeed_config", "zero_optimization", "zero_stage"), _SHARDED),
+    **dict.fromkeys(("grpo", "ppo", "rlhf"), _NOT_YET_HINT),
+    **dict.fromkeys(
+        ("deepspeed", "deepspeed_config", "zero_optimization", "zero_stage"), _SHARDED_HINT
+    ),
     **dict.fromkeys(
         (
             "tensor",
@@ -232,7 +236,7 @@ NOT_OFFERED = {
             "tp",
             "tp_size",
         ),
-        _TENSOR,
+        _TENSOR_HINT,
     ),
     **dict.fromkeys(
         (
@@ -243,11 +247,11 @@ NOT_OFFERED = {
             "cp",
             "cp_size",
         ),
-        _CONTEXT,
+        _CONTEXT_HINT,
     ),
     **dict.fromkeys(
         ("sequence_parallel", "sequence_parallel_size", "sequence_parallel_degree", "sp_size"),
-        _CONTEXT,
+        _CONTEXT_HINT,
     ),
     **dict.fromkeys(
         (
@@ -258,9 +262,9 @@ NOT_OFFERED = {
             "pp",
             "pp_size",
         ),
-        _PIPELINE,
+        _PIPELINE_HINT,
     ),
     **dict.fromkeys(
-        ("param_dtype", "mixed_precision_param", "mixed_precision_policy"), _PARAM_DTYPE
+        ("param_dtype", "mixed_precision_param", "mixed_precision_policy"), _PARAM_DTYPE_HINT
     ),
 }

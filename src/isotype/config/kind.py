@@ -17,7 +17,7 @@ DIFFUSION = "diffusion"
 PIPELINE_FILE = "model_index.json"
 
 # keys, or sections ending in a dot, that only one kind of run has
-ONLY: Mapping[str, tuple[str, ...]] = {
+KEYS_OF_KIND: Mapping[str, tuple[str, ...]] = {
     DIFFUSION: (
         "images.", "diffusion.", "precision.vae", "precision.text_encoder", "precision.timesteps", "precision.latents",
         "precision.ema", "train.ema", "run.sample_steps", "run.sample_size", "run.sample_guidance",
@@ -43,12 +43,12 @@ OBJECTIVES: Mapping[str, tuple[str, ...]] = {
     "reward": ("center_rewards_coefficient",),
     "distil": (),
 }
-WITH_REFERENCE = ("dpo", "ipo", "kto")
+REFERENCE_OBJECTIVES = ("dpo", "ipo", "kto")
 # the one format of data that an objective learns from; sft learns from the others
 FORMATS: Mapping[str, Literal["preference", "labelled"]] = {
     **dict.fromkeys(("dpo", "ipo", "simpo", "orpo", "cpo", "reward"), "preference"), "kto": "labelled"
 }  # fmt: skip
-INSTEAD = {
+COUNTERPARTS = {
     "data.train": "images.train", "data.eval": "images.eval", "data.eval_split": "images.eval_split", "data.limit": "images.limit",
     "data.shuffle": "images.shuffle", "data.cache": "images.cache", "run.sample_tokens": "run.sample_steps",
     "data.max_length": "diffusion.max_text_length", "data.columns": "images.columns", "data.on_bad_row": "images.on_bad_row",
@@ -56,10 +56,10 @@ INSTEAD = {
 
 
 NO_GGUF = "a denoiser packed as GGUF is for inference, and is not read"
-INSTEAD_OF_GGUF = "the same model's .safetensors; precision.preset: nf4-lora packs it as small"
+GGUF_FIX = "the same model's .safetensors; precision.preset: nf4-lora packs it as small"
 
 
-def kind_of(config: RunConfig) -> str:
+def detect_run_kind(config: RunConfig) -> str:
     """`diffusion` where the model's folder is a diffusers pipeline's, where `model.config` has a
     class of diffusers, or where the model is no folder and pictures are given.
     """
@@ -84,7 +84,7 @@ PICTURE_SUFFIXES = (
 """Of files that are pictures. Which of the last four are read depends on what is installed."""
 
 
-def kind_for(model: str, data: str) -> str:
+def guess_run_kind(model: str, data: str) -> str:
     """The kind of run that a new file is written for: by the model's folder, or by a folder of
     pictures as the data.
     """
@@ -94,42 +94,44 @@ def kind_for(model: str, data: str) -> str:
         if (folder / PIPELINE_FILE).is_file():
             return DIFFUSION
         return LANGUAGE
-    found = pictures.is_dir() and any(
+    has_pictures = pictures.is_dir() and any(
         path.suffix.lower() in PICTURE_SUFFIXES for path in pictures.iterdir()
     )
-    return DIFFUSION if found else LANGUAGE
+    return DIFFUSION if has_pictures else LANGUAGE
 
 
-def is_denoiser(given: dict[str, Any] | str | None) -> bool:
+def is_denoiser(model_config: dict[str, Any] | str | None) -> bool:
     """Whether a `model.config`, or the JSON file that it names, is a diffusers model's: those have
     `_class_name`.
     """
-    if isinstance(given, str):
+    if isinstance(model_config, str):
         try:
-            file = config_file(given)
-            return _names_a_class(file, file.stat().st_mtime_ns)
+            file = config_file(model_config)
+            return _file_has_class_name(file, file.stat().st_mtime_ns)
         except (OSError, ValueError):
             return False
-    return isinstance(given, dict) and "_class_name" in given
+    return isinstance(model_config, dict) and "_class_name" in model_config
 
 
 @lru_cache
-def _names_a_class(file: Path, _changed: int) -> bool:
+def _file_has_class_name(file: Path, _changed: int) -> bool:
     """`is_denoiser` of a file, which is read once for each time of its last change."""
-    given = json.loads(file.read_text(encoding="utf-8"))
-    return isinstance(given, dict) and "_class_name" in given
+    content = json.loads(file.read_text(encoding="utf-8"))
+    return isinstance(content, dict) and "_class_name" in content
 
 
 def applies(key: str, kind: str) -> bool:
     """Whether a run of this kind has the key."""
-    return not any(_among(key, keys) for other, keys in ONLY.items() if other != kind)
+    return not any(
+        _matches_key(key, keys) for other_kind, keys in KEYS_OF_KIND.items() if other_kind != kind
+    )
 
 
 def refuse_inapplicable(config: RunConfig, sources: Mapping[str, str]) -> None:
     """Raises  UsageError with a line for each key that was set and that this kind of run does not
     have.
     """
-    kind = kind_of(config)
+    kind = detect_run_kind(config)
     name = config.model.name
     if (
         kind == LANGUAGE
@@ -147,32 +149,38 @@ def refuse_inapplicable(config: RunConfig, sources: Mapping[str, str]) -> None:
         )
     lines = []
     objective = config.train.objective
-    for key, where in sources.items():
-        if where == "default":
+    for key, source in sources.items():
+        if source == "default":
             continue
         if applies(key, kind):
             section, _, name = key.partition(".")
             if section == "distil" and objective != "distil":
                 lines.append(
-                    f"{where} {key}: does not apply to train.objective: {objective}, but to distil"
+                    f"{source} {key}: does not apply to train.objective: {objective}, but to distil"
                 )
             if key == "train.embedding_noise" and objective != "sft":
                 lines.append(
-                    f"{where} {key}: does not apply to train.objective: {objective}, but to sft"
+                    f"{source} {key}: does not apply to train.objective: {objective}, but to sft"
                 )
             if section == "preference" and name not in OBJECTIVES[objective]:
-                whose = [one for one, its in OBJECTIVES.items() if name in its]
+                allowed = [
+                    candidate
+                    for candidate, preference_keys in OBJECTIVES.items()
+                    if name in preference_keys
+                ]
                 lines.append(
-                    f"{where} {key}: does not apply to train.objective: {objective}, but to"
-                    f" {', '.join(whose)}"
+                    f"{source} {key}: does not apply to train.objective: {objective}, but to"
+                    f" {', '.join(allowed)}"
                 )
             continue
-        also = {v: k for k, v in INSTEAD.items()} if kind == LANGUAGE else INSTEAD
-        hint = f"; here it is {also[key]}" if key in also else ""
-        lines.append(f"{where} {key}: does not apply to a {kind} run ({config.model.name}){hint}")
+        counterparts = {v: k for k, v in COUNTERPARTS.items()} if kind == LANGUAGE else COUNTERPARTS
+        hint = f"; here it is {counterparts[key]}" if key in counterparts else ""
+        lines.append(f"{source} {key}: does not apply to a {kind} run ({config.model.name}){hint}")
     if lines:
         raise UsageError("\n".join(lines))
 
 
-def _among(key: str, keys: tuple[str, ...]) -> bool:
-    return any(key.startswith(one) if one.endswith(".") else key == one for one in keys)
+def _matches_key(key: str, keys: tuple[str, ...]) -> bool:
+    return any(
+        key.startswith(pattern) if pattern.endswith(".") else key == pattern for pattern in keys
+    )

@@ -18,11 +18,21 @@ from pydantic import ValidationError
 from ..dtypes import NO_FP8_PRODUCTS, parse
 from ..errors import UsageError
 from ..wording import closest_file_name
-from .keys import ELSEWHERE, MEANT, NOT_OFFERED, WORDS, expected, keys, options, sections, takes
+from .keys import (
+    KEY_ALIASES,
+    NOT_OFFERED,
+    SECTION_KEYS,
+    VALUE_ALIASES,
+    expected,
+    keys,
+    options,
+    sections,
+    takes,
+)
 from .schema import RunConfig
 from .yaml_text import Entry, YamlError, read_sections, read_value, write_value
 
-STRONG = "precision.preset"
+PRESET_KEY = "precision.preset"
 
 
 @dataclass(frozen=True)
@@ -50,33 +60,33 @@ RECIPES = {
         {"precision.preset": "bf16-pure", "adapter.kind": "none", "train.learning_rate": 2e-5},
     ),
 }
-_WITHOUT_ADAPTER = ("bf16-mixed", "bf16-pure")  # the precisions of full fine-tuning
+_FULL_PRECISIONS = ("bf16-mixed", "bf16-pure")  # the precisions of full fine-tuning
 
 
-def names() -> list[str]:
-    return [*RECIPES, *keys()[STRONG]["enum"]]
+def preset_names() -> list[str]:
+    return [*RECIPES, *keys()[PRESET_KEY]["enum"]]
 
 
 def recipe(name: str) -> Recipe:
     """The recipe or precision of that name. Raises UsageError with the known names."""
     if name in RECIPES:
         return RECIPES[name]
-    if name in keys()[STRONG]["enum"]:
-        settings: dict[str, Any] = {STRONG: name}
-        if name in _WITHOUT_ADAPTER:
+    if name in keys()[PRESET_KEY]["enum"]:
+        settings: dict[str, Any] = {PRESET_KEY: name}
+        if name in _FULL_PRECISIONS:
             settings |= {"adapter.kind": "none", "train.learning_rate": 2e-5}
         return Recipe(f"precision {name}", settings)
-    raise UsageError(f"--preset {name}: unknown; one of {' '.join(names())}")
+    raise UsageError(f"--preset {name}: unknown; one of {' '.join(preset_names())}")
 
 
 # what a key also takes, and what it means: other tools' words, and those of runs from before the
 # key had more than two values
-ALSO: Mapping[str, Mapping[Any, str]] = {
+EXTRA_VALUES: Mapping[str, Mapping[Any, str]] = {
     "train.gradient_checkpointing": {True: "layers", False: "none"}
 }
 COMMAND_LINE = "command line"
 DEFAULT = "default"
-MOST_SAID = 40  # complaints shown at once
+MAX_COMPLAINTS = 40  # complaints shown at once
 MAX_BYTES = 4 << 20  # a configuration is kilobytes; more is a data file given by mistake
 
 
@@ -89,7 +99,7 @@ class LoadedConfig:
     text     the file as given, with the command line's settings as comments below
     path     the file, or None
     consent  `--yes`: changes on resume that make it another run are accepted
-    given    the keys that this command line set itself
+    command_line_keys  the keys that this command line set itself
     """
 
     config: RunConfig
@@ -97,7 +107,7 @@ class LoadedConfig:
     text: str
     path: Path | None = None
     consent: bool = False
-    given: frozenset[str] = frozenset()
+    command_line_keys: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -111,8 +121,8 @@ class _Settings:
     def set(self, key: str, value: Any, source: str) -> None:
         self.values[key], self.sources[key] = value, source
 
-    def said_by(self, *sources: str) -> frozenset[str]:
-        return frozenset(key for key, where in self.sources.items() if where in sources)
+    def keys_from(self, *sources: str) -> frozenset[str]:
+        return frozenset(key for key, source in self.sources.items() if source in sources)
 
 
 def load(
@@ -145,41 +155,45 @@ def load(
     if path is not None:
         path = Path(path)
         text = read_text(path)
-        _from_file(settings, text, str(path))
+        _read_file(settings, text, str(path))
     if preset is not None:
-        settings.set(STRONG, recipe(preset).settings[STRONG], f"--preset {preset}")
-    given = {key: value for key, value in (flags or {}).items() if value is not None}
-    for key, value in given.items():
+        settings.set(PRESET_KEY, recipe(preset).settings[PRESET_KEY], f"--preset {preset}")
+    flag_values = {key: value for key, value in (flags or {}).items() if value is not None}
+    for key, value in flag_values.items():
         if key in keys():
             settings.set(key, value, source)
         else:
-            settings.complaints.append(f"{source} {key}: {_unknown(key)}")
+            settings.complaints.append(f"{source} {key}: {_unknown_key_message(key)}")
     overrides = list(overrides)
     for override in overrides:
-        _from_override(settings, override)
-    if settings.said_by(COMMAND_LINE, source) & {"train.epochs", "train.steps"} == {"train.epochs"}:
+        _apply_override(settings, override)
+    if settings.keys_from(COMMAND_LINE, source) & {"train.epochs", "train.steps"} == {
+        "train.epochs"
+    }:
         # a file's steps would override them
         settings.set("train.steps", None, settings.sources["train.epochs"])
-    config = _checked(settings)
-    said_now = settings.said_by(COMMAND_LINE, source)
+    config = _check_settings(settings)
+    command_line_keys = settings.keys_from(COMMAND_LINE, source)
     sources = {key: settings.sources.get(key, DEFAULT) for key in keys()}
     if resolved:
         sources = {
             key: _source_in_comment(source, text, str(path)) for key, source in sources.items()
         }
-    said = [
+    arguments = [
         *([f"--preset {preset}"] if preset else []),
-        *[f"{key}={write_value(value)}" for key, value in given.items()],
+        *[f"{key}={write_value(value)}" for key, value in flag_values.items()],
         *overrides,
     ]
-    return LoadedConfig(config, sources, _with_command_line(text, said), path, consent, said_now)
+    return LoadedConfig(
+        config, sources, _append_command_line(text, arguments), path, consent, command_line_keys
+    )
 
 
-def config_of(text: str, name: str) -> RunConfig:
+def parse_config(text: str, name: str) -> RunConfig:
     """The configuration that a YAML text says. Raises UsageError, a line for each mistake."""
     settings = _Settings()
-    _from_file(settings, text, name)
-    return _checked(settings)
+    _read_file(settings, text, name)
+    return _check_settings(settings)
 
 
 def _source_in_comment(source: str, text: str, name: str) -> str:
@@ -233,56 +247,56 @@ def read_text(path: Path) -> str:
         raise UsageError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
 
 
-def _from_file(settings: _Settings, text: str, name: str) -> None:
+def _read_file(settings: _Settings, text: str, name: str) -> None:
     try:
-        found = list(read_sections(text))
+        entries = list(read_sections(text))
     except YamlError as error:
         raise UsageError(f"{name}{f':{error.line}' if error.line else ''}: {error}") from None
-    if not found:
+    if not entries:
         raise UsageError(
             f"{name}: empty; expected sections ({', '.join(sections())}); isotype init writes a"
             " file to start from"
         )
-    first: dict[str, int] = {}
-    for entry, below in found:
-        where = f"{name}:{entry.line} "
-        if entry.key in first:
+    first_lines: dict[str, int] = {}
+    for entry, inner_entries in entries:
+        location = f"{name}:{entry.line} "
+        if entry.key in first_lines:
             settings.complaints.append(
-                f"{where}{entry.key}: given twice, first in line {first[entry.key]}"
+                f"{location}{entry.key}: given twice, first in line {first_lines[entry.key]}"
             )
             continue
-        first[entry.key] = entry.line
+        first_lines[entry.key] = entry.line
         if entry.key not in sections():
-            settings.complaints.append(f"{where}{entry.key}: {_unknown(entry.key)}")
-        elif below is not None:
-            _section(settings, entry.key, below, name)
+            settings.complaints.append(f"{location}{entry.key}: {_unknown_key_message(entry.key)}")
+        elif inner_entries is not None:
+            _read_section(settings, entry.key, inner_entries, name)
         elif entry.value is not None:  # `train:` with nothing below is an empty section
-            if entry.key in MEANT and isinstance(entry.value, str | list):
-                meant = f", did you mean {MEANT[entry.key]}?"
+            if entry.key in SECTION_KEYS and isinstance(entry.value, str | list):
+                hint = f", did you mean {SECTION_KEYS[entry.key]}?"
             else:
-                meant = ""
+                hint = ""
             settings.complaints.append(
-                f"{where}{entry.key}: expected keys below it, got {_shown(entry.value)}{meant}"
+                f"{location}{entry.key}: expected keys below it, got {_shorten_value(entry.value)}{hint}"
             )
 
 
-def _section(settings: _Settings, section: str, entries: list[Entry], name: str) -> None:
-    first: dict[str, int] = {}
+def _read_section(settings: _Settings, section: str, entries: list[Entry], name: str) -> None:
+    first_lines: dict[str, int] = {}
     for entry in entries:
         key = f"{section}.{entry.key}"
-        where = f"{name}:{entry.line}"
-        if entry.key in first:
+        location = f"{name}:{entry.line}"
+        if entry.key in first_lines:
             settings.complaints.append(
-                f"{where} {key}: given twice, first in line {first[entry.key]}"
+                f"{location} {key}: given twice, first in line {first_lines[entry.key]}"
             )
         elif key not in keys():
-            settings.complaints.append(f"{where} {key}: {_unknown(key)}")
+            settings.complaints.append(f"{location} {key}: {_unknown_key_message(key)}")
         else:
-            settings.set(key, entry.value, where)
-        first.setdefault(entry.key, entry.line)
+            settings.set(key, entry.value, location)
+        first_lines.setdefault(entry.key, entry.line)
 
 
-def _from_override(settings: _Settings, override: str) -> None:
+def _apply_override(settings: _Settings, override: str) -> None:
     key, equals, text = override.partition("=")
     key = key.strip()
     if not equals or not key:
@@ -297,40 +311,40 @@ def _from_override(settings: _Settings, override: str) -> None:
     name, _, inner = rest.partition(".")
     outer = f"{section}.{name}"
     if inner and outer in keys() and takes(outer, "object"):  # model.config.hidden_size=128
-        before = settings.values.get(outer)
-        if before is not None and not isinstance(before, dict):
+        previous = settings.values.get(outer)
+        if previous is not None and not isinstance(previous, dict):
             settings.complaints.append(
-                f"{COMMAND_LINE} {key}: {outer} is {_shown(before)}, not a mapping"
+                f"{COMMAND_LINE} {key}: {outer} is {_shorten_value(previous)}, not a mapping"
                 f" ({settings.sources[outer]})"
             )
             return
-        settings.set(outer, {**(before or {}), inner: value}, COMMAND_LINE)
+        settings.set(outer, {**(previous or {}), inner: value}, COMMAND_LINE)
     elif key not in keys():
-        settings.complaints.append(f"{COMMAND_LINE} {key}: {_unknown(key)}")
+        settings.complaints.append(f"{COMMAND_LINE} {key}: {_unknown_key_message(key)}")
     else:
         settings.set(key, value, COMMAND_LINE)
 
 
 # `optim.kind`: the section names the setting
-_SAY_NOTHING = frozenset(("kind", "name", "type"))
-_WORDS_FOR_KEYS = ELSEWHERE | {"optimizer": "train.optimizer"}
+_GENERIC_NAMES = frozenset(("kind", "name", "type"))
+_ALIASES = KEY_ALIASES | {"optimizer": "train.optimizer"}
 
 
-def _unknown(key: str) -> str:
+def _unknown_key_message(key: str) -> str:
     key = key.lstrip("-")  # files of command line options have them with their dashes
     section, dot, name = key.partition(".")
-    for word in (name, name.partition(".")[0], section):
-        if word in NOT_OFFERED:
-            return NOT_OFFERED[word]
-    if dot and section not in sections() and name in _SAY_NOTHING and section in _WORDS_FOR_KEYS:
-        return f"unknown key; here it is {_WORDS_FOR_KEYS[section]}"
-    elsewhere = [k for k in keys() if k.partition(".")[2] == (name if dot else key)]
-    if not elsewhere and (name if dot else key) in ELSEWHERE:
+    for part in (name, name.partition(".")[0], section):
+        if part in NOT_OFFERED:
+            return NOT_OFFERED[part]
+    if dot and section not in sections() and name in _GENERIC_NAMES and section in _ALIASES:
+        return f"unknown key; here it is {_ALIASES[section]}"
+    same_name_keys = [k for k in keys() if k.partition(".")[2] == (name if dot else key)]
+    if not same_name_keys and (name if dot else key) in KEY_ALIASES:
         return (
-            f"unknown {'key' if dot else 'section'}; here it is {ELSEWHERE[name if dot else key]}"
+            f"unknown {'key' if dot else 'section'}; here it is {KEY_ALIASES[name if dot else key]}"
         )
-    if elsewhere:
-        return f"unknown {'key' if dot else 'section'}, did you mean {elsewhere[0]}?"
+    if same_name_keys:
+        return f"unknown {'key' if dot else 'section'}, did you mean {same_name_keys[0]}?"
     if not dot:
         near = get_close_matches(key, sections(), n=1)
         if near:
@@ -341,20 +355,20 @@ def _unknown(key: str) -> str:
         moved = f"{near[0]}.{name}" if near else ""
         if moved in keys():
             return f"unknown key, did you mean {moved}?"
-    own = {k.partition(".")[2]: k for k in keys() if k.startswith(f"{section}.")}
-    near = get_close_matches(name, own, n=1)
+    section_keys = {k.partition(".")[2]: k for k in keys() if k.startswith(f"{section}.")}
+    near = get_close_matches(name, section_keys, n=1)
     if near:
-        return f"unknown key, did you mean {own[near[0]]}?"
+        return f"unknown key, did you mean {section_keys[near[0]]}?"
     everywhere = {k.partition(".")[2]: k for k in keys()}
     near = get_close_matches(name, everywhere, n=1, cutoff=0.75)
     if near:
         return f"unknown key, did you mean {everywhere[near[0]]}?"
     if section not in sections():
         return f"unknown section; there are {', '.join(sections())}"
-    return f"unknown key; {section} has {' '.join(own)}"
+    return f"unknown key; {section} has {' '.join(section_keys)}"
 
 
-def _checked(settings: _Settings) -> RunConfig:
+def _check_settings(settings: _Settings) -> RunConfig:
     """The configuration, or every complaint in the order of the file's lines, the command line's
     last.
     """
@@ -362,75 +376,83 @@ def _checked(settings: _Settings) -> RunConfig:
     for key, value in list(settings.values.items()):
         section, _, name = key.partition(".")
         if isinstance(value, bool):
-            value = settings.values[key] = ALSO.get(key, {}).get(value, value)
+            value = settings.values[key] = EXTRA_VALUES.get(key, {}).get(value, value)
         # pydantic would take true for 1
         if isinstance(value, bool) and not takes(key, "boolean"):
-            settings.complaints.append(_wrong(settings, key, value))
+            settings.complaints.append(_invalid_value_message(settings, key, value))
         else:
             tree.setdefault(section, {})[name] = value
     config = None
     try:
         config = RunConfig.model_validate(tree)
     except ValidationError as error:
-        wrong = dict.fromkeys(
+        invalid_keys = dict.fromkeys(
             ".".join(str(part) for part in item["loc"][:2])
             for item in error.errors(include_url=False)
         )
-        settings.complaints += [_wrong(settings, key, settings.values[key]) for key in wrong]
-    if settings.complaints:
-        said = [
-            line if len(line) <= 600 else f"{line[:597]}..."
-            for line in sorted(settings.complaints, key=_line)
+        settings.complaints += [
+            _invalid_value_message(settings, key, settings.values[key]) for key in invalid_keys
         ]
-        more = [f"and {len(said) - MOST_SAID} more"] if len(said) > MOST_SAID else []
-        raise UsageError("\n".join(said[:MOST_SAID] + more))
+    if settings.complaints:
+        lines = [
+            line if len(line) <= 600 else f"{line[:597]}..."
+            for line in sorted(settings.complaints, key=_complaint_order)
+        ]
+        more = [f"and {len(lines) - MAX_COMPLAINTS} more"] if len(lines) > MAX_COMPLAINTS else []
+        raise UsageError("\n".join(lines[:MAX_COMPLAINTS] + more))
     assert config is not None, "without complaints there is a configuration"
     return config
 
 
-def _wrong(settings: _Settings, key: str, value: Any) -> str:
+def _invalid_value_message(settings: _Settings, key: str, value: Any) -> str:
     if takes(key, "string") and isinstance(value, int | float) and not isinstance(value, bool):
         quote = "; write it in quotes"
     else:
         quote = ""
     return (
         f"{settings.sources[key]} {key}: expected {expected(key)}, got"
-        f" {_shown(value)}{quote}{_meant(key, value)}"
+        f" {_shorten_value(value)}{quote}{_value_hint(key, value)}"
     )
 
 
-def _meant(key: str, value: Any) -> str:
+def _value_hint(key: str, value: Any) -> str:
     """A dtype's other name, or a word one letter off, as `, did you mean bf16?`; or that it is not
     offered yet.
     """
-    words = options(key)
+    choices = options(key)
     if key == "precision.compute" and str(value).lower().startswith("fp8"):
         return f"; {NO_FP8_PRODUCTS}"
-    if words and str(value).lower() in NOT_OFFERED:
+    if choices and str(value).lower() in NOT_OFFERED:
         return f"; {NOT_OFFERED[str(value).lower()]}"
     try:
-        near = [word for word in (parse(str(value)),) if word in words]
+        matches = [choice for choice in (parse(str(value)),) if choice in choices]
     except ValueError:
-        near = []
-    theirs = WORDS.get(key, {}).get(str(value).lower())
-    near = near or ([theirs] if theirs else get_close_matches(str(value), words, n=1))
-    return f", did you mean {near[0]}?" if near else ""
+        matches = []
+    alias = VALUE_ALIASES.get(key, {}).get(str(value).lower())
+    matches = matches or ([alias] if alias else get_close_matches(str(value), choices, n=1))
+    return f", did you mean {matches[0]}?" if matches else ""
 
 
-def _line(complaint: str) -> tuple[int, int]:
+def _complaint_order(complaint: str) -> tuple[int, int]:
     line = complaint.split(" ", 1)[0].rpartition(":")[2]
     return (0, int(line)) if line.isdecimal() else (1, 0)
 
 
-def _shown(value: Any) -> str:
+def _shorten_value(value: Any) -> str:
     if value is None:
         return "nothing"
     text = write_value(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _with_command_line(text: str, said: list[str]) -> str:
-    if not said:
+def _append_command_line(text: str, arguments: list[str]) -> str:
+    if not arguments:
         return text
     end = "" if not text or text.endswith("\n") else "\n"
-    return text + end + "".join(f"# {COMMAND_LINE}: {' '.join(s.splitlines())}\n" for s in said)
+    return (
+        text
+        + end
+        + "".join(
+            f"# {COMMAND_LINE}: {' '.join(argument.splitlines())}\n" for argument in arguments
+        )
+    )

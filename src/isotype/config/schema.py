@@ -16,11 +16,11 @@ UNITS = {"GiB": 2**30, "MiB": 2**20, "GB": 10**9, "MB": 10**6}
 SIZE = r"^[0-9]+(\.[0-9]+)? ?(GiB|MiB|GB|MB)$"
 
 
-def bytes_of(size: str) -> int:
+def size_in_bytes(size: str) -> int:
     """Of a text that matches SIZE."""
-    found = re.match(SIZE, size)
-    assert found is not None, size
-    unit = found.group(2)
+    match = re.match(SIZE, size)
+    assert match is not None, size
+    unit = match.group(2)
     return int(float(size.removesuffix(unit)) * UNITS[unit])
 
 
@@ -602,10 +602,10 @@ class TrainSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _defaults_of_the_optimizer(cls, given: Any) -> Any:
-        if isinstance(given, dict):
-            return {**DEFAULTS.get(str(given.get("optimizer")), {}), **given}
-        return given
+    def _fill_optimizer_defaults(cls, values: Any) -> Any:
+        if isinstance(values, dict):
+            return {**DEFAULTS.get(str(values.get("optimizer")), {}), **values}
+        return values
 
 
 class RunSection(Section):

@@ -42,35 +42,35 @@ class SourceSpec:
     revision: str | None = None
 
 
-_KEYS = tuple(field.name for field in fields(SourceSpec) if field.name != "group")
+_SOURCE_KEYS = tuple(field.name for field in fields(SourceSpec) if field.name != "group")
 _HUB_ONLY = ("subset", "split", "revision")
-SPLITS = "dataset_dict.json"  # in a folder of `save_to_disk` that has several splits
+SPLITS_FILE = "dataset_dict.json"  # in a folder of `save_to_disk` that has several splits
 
 
-def entries_of(given: Any, key: str, *, wanted: str) -> list[tuple[str, dict[str, Any]]]:
+def list_entries(value: Any, key: str, *, description: str) -> list[tuple[str, dict[str, Any]]]:
     """(where, settings) of each entry of a list of sources: a name is the entry with that name
     alone.
 
-    Raises  UsageError for an empty list, naming what is `wanted`
+    Raises  UsageError for an empty list, naming what is `description`
     """
-    entries = [given] if isinstance(given, str) else list(given)
+    entries = [value] if isinstance(value, str) else list(value)
     if not entries:
-        raise UsageError(f"{key}: give at least one {wanted}")
-    if isinstance(given, str):
-        places = [key]
+        raise UsageError(f"{key}: give at least one {description}")
+    if isinstance(value, str):
+        locations = [key]
     else:
-        places = [f"{key}[{i}]" for i in range(len(entries))]
+        locations = [f"{key}[{i}]" for i in range(len(entries))]
     return [
-        (where, {"name": entry} if isinstance(entry, str) else dict(entry))
-        for where, entry in zip(places, entries)
+        (location, {"name": entry} if isinstance(entry, str) else dict(entry))
+        for location, entry in zip(locations, entries)
     ]
 
 
-def unknown_key(where: str, key: str, keys: Sequence[str]) -> UsageError:
+def unknown_key(location: str, key: str, keys: Sequence[str]) -> UsageError:
     """The error for a key that an entry does not have, with the one that was probably meant."""
     near = get_close_matches(key, keys, n=1)
     return UsageError(
-        f"{where}.{key}: unknown key"
+        f"{location}.{key}: unknown key"
         + (f", did you mean {near[0]}?" if near else f"; there are {' '.join(keys)}")
     )
 
@@ -81,33 +81,33 @@ def source_specs(data: DataSection, side: str) -> list[SourceSpec]:
     side    `train` or `eval`
     Raises  UsageError naming the entry and the key
     """
-    given = getattr(data, side)
+    value = getattr(data, side)
     key = f"data.{side}"
-    if given is None:
+    if value is None:
         return []
-    groups: Mapping[str, Any] = {"": given}
-    if isinstance(given, Mapping):
-        _check_groups(given, key)
-        groups = given
+    groups: Mapping[str, Any] = {"": value}
+    if isinstance(value, Mapping):
+        _check_groups(value, key)
+        groups = value
     specs = [
-        _spec(settings, where, data, group)
+        _build_spec(settings, location, data, group)
         for group, value in groups.items()
-        for where, settings in entries_of(
-            value, f"{key}.{group}" if group else key, wanted="file, or stdlib"
+        for location, settings in list_entries(
+            value, f"{key}.{group}" if group else key, description="file, or stdlib"
         )
     ]
-    seen: set[tuple[Any, ...]] = set()
+    identities: set[tuple[Any, ...]] = set()
     for spec in specs:
         if spec.name.startswith(HUB) or spec.name == STDLIB:
-            own = spec.name
+            name = spec.name
         else:
-            own = os.path.abspath(os.path.expanduser(spec.name))
-        what = (own, spec.subset, spec.split, spec.revision)
-        if what in seen:
+            name = os.path.abspath(os.path.expanduser(spec.name))
+        identity = (name, spec.subset, spec.split, spec.revision)
+        if identity in identities:
             raise UsageError(
                 f"{key}: {spec.name} is named twice; a weight makes its rows come more often"
             )
-        seen.add(what)
+        identities.add(identity)
     if side == "eval" and any(spec.weight is not None for spec in specs):
         raise UsageError(f"{key}: weight has no effect: evaluation takes every row once")
     if len(specs) == 1 and specs[0].weight is not None:
@@ -115,16 +115,16 @@ def source_specs(data: DataSection, side: str) -> list[SourceSpec]:
     return specs
 
 
-def _check_groups(given: Mapping[str, Any], key: str) -> None:
+def _check_groups(groups: Mapping[str, Any], key: str) -> None:
     """Raises  UsageError for evaluation sets whose names or values are none"""
-    if not given:
+    if not groups:
         raise UsageError(f"{key}: give at least one file, or stdlib")
-    if "name" in given and given.keys() <= set(_KEYS):
+    if "name" in groups and groups.keys() <= set(_SOURCE_KEYS):
         raise UsageError(
             f"{key}: a source with settings is an entry of a list",
-            fix=f"{key}: [{{name: {given['name']}, ...}}]",
+            fix=f"{key}: [{{name: {groups['name']}, ...}}]",
         )
-    for name in given:
+    for name in groups:
         if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
             raise UsageError(
                 f"{key}: {name!r}: a set's name has letters, digits, _ . and - only: it names the"
@@ -150,21 +150,21 @@ def gguf_file(name: str) -> Path | None:
         return path
     if not path.is_dir() or (path / "config.json").is_file():
         return None
-    there = sorted(path.glob("*.gguf"))
-    if len(there) > 1:
+    files = sorted(path.glob("*.gguf"))
+    if len(files) > 1:
         raise UsageError(
-            f"model {name}: {len(there)} GGUF files, and a model is one", fix=f"--model {there[0]}"
+            f"model {name}: {len(files)} GGUF files, and a model is one", fix=f"--model {files[0]}"
         )
-    return there[0] if there else None
+    return files[0] if files else None
 
 
-def config_file(given: str) -> Path:
+def config_file(name: str) -> Path:
     """The JSON file that `model.config` names, itself or by its folder."""
-    path = Path(given)
+    path = Path(name)
     return path / "config.json" if path.is_dir() else path
 
 
-def near_model(name: str) -> str:
+def closest_model_hint(name: str) -> str:
     """`, did you mean DIR/base?` where a model's folder of nearly that name lies, else nothing."""
     try:
         path = Path(name).expanduser()
@@ -176,20 +176,20 @@ def near_model(name: str) -> str:
     return f", did you mean {path.parent / near[0]}?" if near else ""
 
 
-def where_looked(name: str, beside: Path | None = None) -> str:
+def missing_folder_hint(name: str, config_path: Path | None = None) -> str:
     """What helps with a folder's relative name that is not there: where it was looked for, and
     where it lies instead.
 
-    beside  the configuration's file, whose folder may be the one that was meant
+    config_path  the configuration's file, whose folder may be the one that was meant
     """
     path = Path(name).expanduser()
     if path.is_absolute():
         return ""
-    meant = None if beside is None else beside.parent / path
-    if meant is not None and meant.is_dir():
+    intended = None if config_path is None else config_path.parent / path
+    if intended is not None and intended.is_dir():
         return (
             f"; relative names begin in the working directory, {Path.cwd()}, not at the file; it is"
-            f" {meant}"
+            f" {intended}"
         )
     return (
         f"; it was looked for as {Path.cwd() / path}: relative names begin in the working directory"
@@ -207,9 +207,9 @@ def check_data(config: RunConfig, sources: Mapping[str, str]) -> None:
     stop_on = config.train.stop_on
     sets = list(data.eval) if isinstance(data.eval, dict) else []
     if stop_on is not None and stop_on not in sets:
-        there = f"data.eval names {', '.join(sets)}" if sets else "data.eval names no sets"
+        eval_sets = f"data.eval names {', '.join(sets)}" if sets else "data.eval names no sets"
         raise UsageError(
-            f"{sources['train.stop_on']} train.stop_on: {stop_on}: {there}",
+            f"{sources['train.stop_on']} train.stop_on: {stop_on}: {eval_sets}",
             fix=f"data.eval: {{{stop_on}: FILE, ...}}" if not sets else None,
         )
     if data.stream and config.train.steps is None:
@@ -233,40 +233,40 @@ def check_data(config: RunConfig, sources: Mapping[str, str]) -> None:
         )
 
 
-def _refuse_no_whole_number(where: str, value: Any) -> None:
+def _require_positive_integer(location: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UsageError(f"{where}: expected a whole number of at least 1, got {value!r}")
+        raise UsageError(f"{location}: expected a whole number of at least 1, got {value!r}")
 
 
 def _has_splits(name: str) -> bool:
     try:
-        return (Path(name).expanduser() / SPLITS).is_file()
+        return (Path(name).expanduser() / SPLITS_FILE).is_file()
     except RuntimeError:  # ~ of an unknown user
         return False
 
 
-def _checked(
-    settings: dict[str, Any], where: str, keys: Sequence[str], wanted: str
+def _check_entry(
+    settings: dict[str, Any], location: str, keys: Sequence[str], description: str
 ) -> dict[str, Any]:
     """What kinds of entries share: known keys, a name, a weight, columns. Raises UsageError."""
     for key in settings:
         if key not in keys:
-            raise unknown_key(where, key, keys)
+            raise unknown_key(location, key, keys)
     settings = {key: value for key, value in settings.items() if value is not None}
     name = settings.get("name")
     weight = settings.get("weight")
     columns = settings.get("columns")
     if not isinstance(name, str) or not name.strip():
-        raise UsageError(f"{where}.name: expected {wanted}, got {name!r}")
+        raise UsageError(f"{location}.name: expected {description}, got {name!r}")
     if weight is not None and (
         isinstance(weight, bool)
         or not isinstance(weight, int | float)
         or not 0 < weight < float("inf")
     ):
-        raise UsageError(f"{where}.weight: expected a number above 0, got {weight!r}")
+        raise UsageError(f"{location}.weight: expected a number above 0, got {weight!r}")
     if columns is not None and not _is_columns(columns, may_drop="format" in keys):
         raise UsageError(
-            f"{where}.columns: expected a mapping of our keys to the data's, as {{ours: theirs}},"
+            f"{location}.columns: expected a mapping of our keys to the data's, as {{ours: theirs}},"
             f" got {columns!r}"
         )
     return settings | ({} if weight is None else {"weight": float(weight)})
@@ -280,17 +280,21 @@ def _is_columns(columns: Any, *, may_drop: bool) -> bool:
     )
 
 
-def _spec(settings: dict[str, Any], where: str, data: DataSection, group: str) -> SourceSpec:
-    own = {"columns": data.columns, "format": data.format} | {
+def _build_spec(
+    settings: dict[str, Any], location: str, data: DataSection, group: str
+) -> SourceSpec:
+    merged = {"columns": data.columns, "format": data.format} | {
         key: value for key, value in settings.items() if value is not None
     }
-    settings = _checked(own, where, _KEYS, "a file, folder, glob, hf:NAME or stdlib")
+    settings = _check_entry(
+        merged, location, _SOURCE_KEYS, "a file, folder, glob, hf:NAME or stdlib"
+    )
     name = settings["name"]
-    form = settings["format"]
+    format_name = settings["format"]
     limit = settings.get("limit")
     for key in _HUB_ONLY:
         if key in settings and not isinstance(settings[key], str):
-            raise UsageError(f"{where}.{key}: expected text, got {settings[key]!r}")
+            raise UsageError(f"{location}.{key}: expected text, got {settings[key]!r}")
         if (
             key in settings
             and not name.startswith(HUB)
@@ -304,42 +308,42 @@ def _spec(settings: dict[str, Any], where: str, data: DataSection, group: str) -
                 "rows are not chosen by a column: write each split to a file of its own, for"
                 " data.train and data.eval"
             )
-            said = (
-                f"{where}.{key}: has no effect: {name} is no dataset of the hub"
+            message = (
+                f"{location}.{key}: has no effect: {name} is no dataset of the hub"
                 f" (hf:NAME){or_folder}"
             )
-            raise UsageError(said, fix=fix if key == "split" and Path(name).suffix else None)
+            raise UsageError(message, fix=fix if key == "split" and Path(name).suffix else None)
     if limit is not None:
-        _refuse_no_whole_number(f"{where}.limit", limit)
-    if form not in FORMATS:
-        near = get_close_matches(str(form), FORMATS, n=1)
-        meant = f", did you mean {near[0]}?" if near else f": one of {' '.join(FORMATS)}"
-        raise UsageError(f"{where}.format: unknown format {form!r}{meant}")
+        _require_positive_integer(f"{location}.limit", limit)
+    if format_name not in FORMATS:
+        near = get_close_matches(str(format_name), FORMATS, n=1)
+        hint = f", did you mean {near[0]}?" if near else f": one of {' '.join(FORMATS)}"
+        raise UsageError(f"{location}.format: unknown format {format_name!r}{hint}")
     limits = [n for n in (limit, data.limit) if n is not None]
     return SourceSpec(**settings | {"group": group, "limit": min(limits) if limits else None})
 
 
-def names(given: Any) -> list[str]:
+def source_names(value: Any) -> list[str]:
     """The names of the sources of `data.train` or `data.eval`, for all forms in which they can be
     given, also from a damaged file.
     """
-    if isinstance(given, dict) and "name" not in given:  # evaluation sets
-        return [name for value in given.values() for name in names(value)]
-    entries = given if isinstance(given, list) else [] if given is None else [given]
+    if isinstance(value, dict) and "name" not in value:  # evaluation sets
+        return [name for value in value.values() for name in source_names(value)]
+    entries = value if isinstance(value, list) else [] if value is None else [value]
     return [str(entry.get("name", "?") if isinstance(entry, dict) else entry) for entry in entries]
 
 
-def short_names(given: Any) -> str:
+def short_names(value: Any) -> str:
     """`chats.jsonl, share.jsonl`: without their folders, for a line."""
-    return ", ".join(name.rstrip("/").rpartition("/")[2] or name for name in names(given))
+    return ", ".join(name.rstrip("/").rpartition("/")[2] or name for name in source_names(value))
 
 
-def first_name(given: Any) -> str:
+def first_name(value: Any) -> str:
     """The part of a run's name that comes from its data: the first source."""
-    return next(iter(names(given)), "data").removeprefix(HUB)
+    return next(iter(source_names(value)), "data").removeprefix(HUB)
 
 
-COLUMNS = ("image", "text", "mask", "control")
+PICTURE_COLUMNS = ("image", "text", "mask", "control")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -388,65 +392,69 @@ def picture_sources(images: ImagesSection, split: str) -> list[PictureSource]:
     split   `train`, `eval` or `regularisation`
     Raises  UsageError naming the entry and the key
     """
-    given = getattr(images, split)
+    value = getattr(images, split)
     key = f"images.{split}"
-    if given is None:
+    if value is None:
         return []
-    found = [
-        _source(settings, where, split, images)
-        for where, settings in entries_of(given, key, wanted="folder or file")
+    sources = [
+        _build_picture_source(settings, location, split, images)
+        for location, settings in list_entries(value, key, description="folder or file")
     ]
-    seen = set()
-    for one in found:
-        if one.name in seen:
+    names = set()
+    for source in sources:
+        if source.name in names:
             hint = "" if split == "eval" else "; repeats makes its pictures come more often"
-            raise UsageError(f"{key}: {one.name} is named twice{hint}")
-        seen.add(one.name)
-    return found
+            raise UsageError(f"{key}: {source.name} is named twice{hint}")
+        names.add(source.name)
+    return sources
 
 
-def _source(
-    settings: dict[str, Any], where: str, side: str, images: ImagesSection
+def _build_picture_source(
+    settings: dict[str, Any], location: str, side: str, images: ImagesSection
 ) -> PictureSource:
-    for key, why in {
+    for key, reason in {
         "weight": f"only images.regularisation has it: the pictures of images.{side} count in full",
         "draw": f"only images.regularisation has it: the pictures of images.{side} are your own",
         "repeats": "has no effect: evaluation takes every picture once",
     }.items():
         if settings.get(key) is not None and key not in _PICTURE_KEYS[side]:
-            raise UsageError(f"{where}.{key}: {why}")
-    own = {"columns": images.columns, "controls": images.controls} | {
+            raise UsageError(f"{location}.{key}: {reason}")
+    merged = {"columns": images.columns, "controls": images.controls} | {
         key: value for key, value in settings.items() if value is not None
     }
-    settings = _checked(own, where, _PICTURE_KEYS[side], "a folder or a file")
+    settings = _check_entry(merged, location, _PICTURE_KEYS[side], "a folder or a file")
     caption = settings.get("caption")
-    given = settings.pop("resolution", None)
-    if isinstance(given, list):
-        resolution = tuple(given)
-    elif given is None:
+    value = settings.pop("resolution", None)
+    if isinstance(value, list):
+        resolution = tuple(value)
+    elif value is None:
         resolution = ()
     else:
-        resolution = (given,)
+        resolution = (value,)
     numbers = [
         ("repeats", settings.get("repeats", 1)),
         ("draw", settings.get("draw", 1)),
         *(("resolution", r) for r in resolution),
     ]
     for key, number in numbers:
-        _refuse_no_whole_number(f"{where}.{key}", number)
+        _require_positive_integer(f"{location}.{key}", number)
     if "draw" in settings and not caption:
         raise UsageError(
-            f"{where}.draw: needs caption, the prompt that the pictures are drawn from",
+            f"{location}.draw: needs caption, the prompt that the pictures are drawn from",
             fix="caption: a photo of a person",
         )
     if "draw" in settings and "repeats" in settings:
         raise UsageError(
-            f"{where}.repeats: has no effect with draw: class pictures come one to one with the"
+            f"{location}.repeats: has no effect with draw: class pictures come one to one with the"
             " others"
         )
     for text in ("caption", "controls"):
         if not isinstance(settings.get(text, ""), str):
-            raise UsageError(f"{where}.{text}: expected text, got {settings[text]!r}")
-    if unknown := next((key for key in settings.get("columns") or () if key not in COLUMNS), None):
-        raise UsageError(f"{where}.columns: unknown key {unknown!r}: expected {', '.join(COLUMNS)}")
-    return PictureSource(key=where, resolution=tuple(dict.fromkeys(resolution)), **settings)
+            raise UsageError(f"{location}.{text}: expected text, got {settings[text]!r}")
+    if unknown := next(
+        (key for key in settings.get("columns") or () if key not in PICTURE_COLUMNS), None
+    ):
+        raise UsageError(
+            f"{location}.columns: unknown key {unknown!r}: expected {', '.join(PICTURE_COLUMNS)}"
+        )
+    return PictureSource(key=location, resolution=tuple(dict.fromkeys(resolution)), **settings)

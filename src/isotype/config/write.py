@@ -10,22 +10,22 @@ from collections.abc import Callable, Mapping
 from textwrap import wrap
 from typing import Any
 
-from .compare import CHOSEN_BY_AUTO
+from .compare import AUTO_KEYS
 from .keys import default, expected, keys, sections
-from .kind import DIFFUSION, applies, kind_for, kind_of
+from .kind import DIFFUSION, applies, detect_run_kind, guess_run_kind
 from .load import DEFAULT, LoadedConfig, recipe
 from .schema import RunConfig
 from .yaml_text import write_value
 
-_ESSENTIAL = {  # what `init` leaves uncommented, since a run needs or nearly always sets it
+_ESSENTIAL_KEYS = {  # what `init` leaves uncommented, since a run needs or nearly always sets it
     "model.name", "data.train", "data.max_length", "adapter.kind", "adapter.r", "adapter.alpha", "precision.preset",
     "train.epochs", "train.batch_size", "train.accumulate", "train.learning_rate", "run.folder",
 }  # fmt: skip
-_ESSENTIAL_OF_PICTURES = {
+_ESSENTIAL_PICTURE_KEYS = {
     "images.train", "images.resolution", "images.max_aspect", "train.steps", "run.samples", "run.adapters_every",
 }  # fmt: skip
-_RESOLVED = {"precision.preset", *CHOSEN_BY_AUTO}  # those that can be `auto`
-_ABOUT = {
+_RESOLVED_KEYS = {"precision.preset", *AUTO_KEYS}  # those that can be `auto`
+_SECTION_TEXTS = {
     "model": "What is fine-tuned.",
     "data": "What a language model learns from.",
     "images": "What a diffusion model learns from.",
@@ -60,18 +60,18 @@ def resolved_yaml(
         source = loaded.sources.get(key, DEFAULT)
         name = key.partition(".")[2]
         reason = reasons.get(key)
-        if key in _RESOLVED and key in values:
-            return _commented(f"  {name}: {write_value(values[key])}", reason or source)
+        if key in _RESOLVED_KEYS and key in values:
+            return _append_comment(f"  {name}: {write_value(values[key])}", reason or source)
         if value is None and key in values:
-            return _commented(f"  # {name}: {write_value(values[key])}", reason or source)
-        return _commented(
+            return _append_comment(f"  # {name}: {write_value(values[key])}", reason or source)
+        return _append_comment(
             f"  {name}: {write_value(value)}",
             source if value is not None or reason is None else reason,
         )
 
     return (
         "# Each value of this run and where it came from. `isotype train --resume` reads this"
-        " file.\n" + _sections(loaded.config, line, kind=kind_of(loaded.config))
+        " file.\n" + _write_sections(loaded.config, line, kind=detect_run_kind(loaded.config))
     )
 
 
@@ -79,13 +79,13 @@ def init_yaml(preset: str = "lora", *, model: str = "path/to/model", data: str =
     """The commented file of `isotype init`: essential keys set, every other one shown with its
     default.
     """
-    kind = kind_for(model, data)
+    kind = guess_run_kind(model, data)
     settings = {
         **recipe(preset).settings,
         "model.name": model,
         ("images.train" if kind == DIFFUSION else "data.train"): data,
     }
-    essential = _ESSENTIAL | _ESSENTIAL_OF_PICTURES if kind == DIFFUSION else _ESSENTIAL
+    essential = _ESSENTIAL_KEYS | _ESSENTIAL_PICTURE_KEYS if kind == DIFFUSION else _ESSENTIAL_KEYS
 
     def line(key: str, value: Any) -> str:
         value = settings.get(key, value)
@@ -105,7 +105,7 @@ def init_yaml(preset: str = "lora", *, model: str = "path/to/model", data: str =
         " --schema > isotype.schema.json, and as this file's first line\n#   yaml-language-server:"
         " $schema=isotype.schema.json\n# Lines that are commented out show the default.\n\n"
     )
-    return header + _sections(RunConfig(), line, kind=kind, about=_ABOUT)
+    return header + _write_sections(RunConfig(), line, kind=kind, about=_SECTION_TEXTS)
 
 
 def reference_markdown() -> str:
@@ -127,17 +127,17 @@ def reference_markdown() -> str:
         lines += [
             f"## {section}",
             "",
-            _ABOUT[section],
+            _SECTION_TEXTS[section],
             "",
             "| key | default | takes | |",
             "|---|---|---|---|",
         ]
         for key, schema in keys().items():
             if key.startswith(f"{section}."):
-                shown = write_value(default(key)) if default(key) is not None else ""
+                default_text = write_value(default(key)) if default(key) is not None else ""
                 cells = (
                     f"`{key.partition('.')[2]}`",
-                    f"`{shown}`" if shown else "",
+                    f"`{default_text}`" if default_text else "",
                     expected(key),
                     str(schema.get("description", "")),
                 )
@@ -150,7 +150,7 @@ def reference_markdown() -> str:
     return "\n".join(lines)
 
 
-def _sections(
+def _write_sections(
     config: RunConfig,
     line: Callable[[str, Any], str],
     *,
@@ -171,5 +171,5 @@ def _sections(
     return ("\n\n" if about else "\n").join(["", *blocks]).lstrip("\n") + "\n"
 
 
-def _commented(setting: str, reason: str) -> str:
+def _append_comment(setting: str, reason: str) -> str:
     return f"{setting:<40}  # {' '.join(reason.split())}"

@@ -52,12 +52,15 @@ def read_sections(text: str) -> Iterator[tuple[Entry, list[Entry] | None]]:
         raise YamlError("expected sections (model:, data:, train:, ...)", root.start_mark.line + 1)
     for key_node, value_node in root.value:
         entry = Entry(
-            _key(key_node),
-            None if isinstance(value_node, MappingNode) else _value(value_node),
+            _read_key(key_node),
+            None if isinstance(value_node, MappingNode) else _read_node(value_node),
             key_node.start_mark.line + 1,
         )
         if isinstance(value_node, MappingNode):
-            below = [Entry(_key(k), _value(v), k.start_mark.line + 1) for k, v in value_node.value]
+            below = [
+                Entry(_read_key(k), _read_node(v), k.start_mark.line + 1)
+                for k, v in value_node.value
+            ]
         else:
             below = None
         yield entry, below
@@ -68,7 +71,7 @@ def read_value(text: str) -> Any:
     YamlError.
     """
     node = _compose(text)
-    return None if node is None else _value(node)
+    return None if node is None else _read_node(node)
 
 
 def _compose(text: str) -> Node | None:
@@ -96,29 +99,29 @@ def _compose(text: str) -> Node | None:
     return node
 
 
-def _key(node: Node) -> str:
-    value = _value(node)
+def _read_key(node: Node) -> str:
+    value = _read_node(node)
     return value if isinstance(value, str) else str(value)
 
 
-def _value(node: Node, depth: int = 0, made: list[int] | None = None) -> Any:
-    """The value of a node. `made`: how many values the key has so far."""
+def _read_node(node: Node, depth: int = 0, count: list[int] | None = None) -> Any:
+    """The value of a node. `count`: how many values the key has so far."""
     line = node.start_mark.line + 1
-    made = [0] if made is None else made
-    made[0] += 1
+    count = [0] if count is None else count
+    count[0] += 1
     if depth > MAX_DEPTH:
         raise YamlError("nested too deep, or an anchor that contains itself", line)
-    if made[0] > MAX_VALUES:
+    if count[0] > MAX_VALUES:
         raise YamlError(f"more than {MAX_VALUES:,} values in one key, by anchors or by hand", line)
     if isinstance(node, SequenceNode):
-        return [_value(child, depth + 1, made) for child in node.value]
+        return [_read_node(child, depth + 1, count) for child in node.value]
     if isinstance(node, MappingNode):
         mapping: dict[str, Any] = {}
         for key_node, value_node in node.value:
-            key = str(_value(key_node, depth + 1, made))
+            key = str(_read_node(key_node, depth + 1, count))
             if key in mapping:
                 raise YamlError(f"{key} is given twice", key_node.start_mark.line + 1)
-            mapping[key] = _value(value_node, depth + 1, made)
+            mapping[key] = _read_node(value_node, depth + 1, count)
         return mapping
     try:
         value = YAML(typ="safe", pure=True).constructor.construct_object(node, deep=True)
@@ -142,27 +145,29 @@ def write_value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, float):
-        return _float(value)
+        return _write_float(value)
     if isinstance(value, int | datetime.date):
         return str(value)
     if isinstance(value, dict):
         return (
             "{"
-            + ", ".join(f"{_text(str(k), flow=True)}: {_flow(v)}" for k, v in value.items())
+            + ", ".join(
+                f"{_write_text(str(k), flow=True)}: {_write_flow(v)}" for k, v in value.items()
+            )
             + "}"
         )
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(_flow(v) for v in value) + "]"
-    return _text(str(value))
+        return "[" + ", ".join(_write_flow(v) for v in value) + "]"
+    return _write_text(str(value))
 
 
-def _flow(value: Any) -> str:
+def _write_flow(value: Any) -> str:
     if isinstance(value, str):
-        return _text(value, flow=True)
+        return _write_text(value, flow=True)
     return write_value(value)
 
 
-def _float(value: float) -> str:
+def _write_float(value: float) -> str:
     if not math.isfinite(value):
         return {math.inf: ".inf", -math.inf: "-.inf"}.get(value, ".nan")
     text = repr(value)
@@ -172,7 +177,7 @@ def _float(value: float) -> str:
     return text
 
 
-def _text(text: str, *, flow: bool = False) -> str:
+def _write_text(text: str, *, flow: bool = False) -> str:
     plain = (
         text.isascii() and text.isprintable() and not (flow and any(c in text for c in ",[]{}:"))
     )
@@ -188,10 +193,10 @@ def _text(text: str, *, flow: bool = False) -> str:
                 return text
         except YamlError:
             pass
-    return '"' + "".join(_escaped(c) for c in text) + '"'
+    return '"' + "".join(_escape(c) for c in text) + '"'
 
 
-def _escaped(c: str) -> str:
+def _escape(c: str) -> str:
     if c in '"\\':
         return "\\" + c
     if c.isprintable():

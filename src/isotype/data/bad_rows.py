@@ -19,15 +19,15 @@ from typing import Any
 from ..errors import UsageError
 from ..wording import pluralise
 
-FILE = "bad_rows.jsonl"
-PLACES = 40  # named in one error
-MOST_LISTED = 10_000  # of a source, by place and reason; all are counted
-EMPTY = "the answer is empty"
-FIX = (
+BAD_ROWS_FILE = "bad_rows.jsonl"
+MAX_LOCATIONS = 40  # named in one error
+MAX_LISTED = 10_000  # of a source, by place and reason; all are counted
+EMPTY_REASON = "the answer is empty"
+SKIP_FIX = (
     "data.on_bad_row: skip leaves them out, counts them and lists them in the run's bad_rows.jsonl"
 )
 
-NONE_SOUND = (
+NO_USABLE_ROWS_FIX = (
     "none of the rows can be used as they are: docs/data.md shows each format; data.columns names"
     " keys that are called otherwise"
 )
@@ -45,19 +45,22 @@ class EmptyAnswer(RowError):
 class BadRow:
     """A row that is left out. `empty`: only because its answer is empty."""
 
-    place: str
+    location: str
     reason: str
     fix: str | None = None
     empty: bool = False
 
     @classmethod
-    def of(cls, error: UsageError, place: str) -> BadRow:
+    def from_error(cls, error: UsageError, location: str) -> BadRow:
         """Raises the error again where it is not about the row."""
-        if not error.message.startswith(f"{place}: "):
+        if not error.message.startswith(f"{location}: "):
             raise error
         empty = isinstance(error, EmptyAnswer)
         return cls(
-            place, EMPTY if empty else error.message.removeprefix(f"{place}: "), error.fix, empty
+            location,
+            EMPTY_REASON if empty else error.message.removeprefix(f"{location}: "),
+            error.fix,
+            empty,
         )
 
 
@@ -79,51 +82,53 @@ class BadRows:
         if row.empty:
             self.empty += 1
         else:
-            self.kinds[kind_of(row.reason)] += 1
-        if len(self.listed) < MOST_LISTED:
+            self.kinds[normalise_reason(row.reason)] += 1
+        if len(self.listed) < MAX_LISTED:
             self.listed.append(row)
 
     def to_dict(self) -> dict[str, Any]:
-        rows = [[row.place, row.reason, row.fix, row.empty] for row in self.listed]
+        rows = [[row.location, row.reason, row.fix, row.empty] for row in self.listed]
         return {"kinds": dict(self.kinds), "empty": self.empty, "rows": rows}
 
-    def update(self, said: dict[str, Any]) -> None:
+    def update(self, counts: dict[str, Any]) -> None:
         """Adds what `to_dict` of another gave."""
-        self.kinds.update(said["kinds"])
-        self.empty += said["empty"]
-        self.listed += [BadRow(*row) for row in said["rows"]]
+        self.kinds.update(counts["kinds"])
+        self.empty += counts["empty"]
+        self.listed += [BadRow(*row) for row in counts["rows"]]
 
-    def refuse(self, *, sound: int) -> None:
+    def refuse(self, *, usable_rows: int) -> None:
         """Raises  UsageError that names every kind, and up to PLACES places; nothing where no row
                    is bad.
 
-        sound  rows that can be used: with none, leaving out the bad ones is no help
+        usable_rows  rows that can be used: with none, leaving out the bad ones is no help
         """
         bad = [row for row in self.listed if not row.empty]
-        fix = FIX if sound else NONE_SOUND
+        fix = SKIP_FIX if usable_rows else NO_USABLE_ROWS_FIX
         if self.count == 1 and bad:
-            raise UsageError(f"{bad[0].place}: {bad[0].reason}", fix=bad[0].fix or fix)
+            raise UsageError(f"{bad[0].location}: {bad[0].reason}", fix=bad[0].fix or fix)
         if not self.count:
             return
         by_kind: dict[str, list[BadRow]] = {}
         for row in bad:
-            by_kind.setdefault(kind_of(row.reason), []).append(row)
-        shown = sorted(by_kind, key=lambda kind: -self.kinds[kind])[:PLACES]
-        room = PLACES - len(shown)
+            by_kind.setdefault(normalise_reason(row.reason), []).append(row)
+        listed_kinds = sorted(by_kind, key=lambda kind: -self.kinds[kind])[:MAX_LOCATIONS]
+        free_locations = MAX_LOCATIONS - len(listed_kinds)
         lines = [f"{self.count:,} rows cannot be used"]
-        for kind in shown:
-            said = by_kind[kind][0].reason  # a real one: a command in it can be copied
-            rows = by_kind[kind][: 1 + room]
-            room -= len(rows) - 1
+        for kind in listed_kinds:
+            reason = by_kind[kind][0].reason  # a real one: a command in it can be copied
+            rows = by_kind[kind][: 1 + free_locations]
+            free_locations -= len(rows) - 1
             more = self.kinds[kind] - len(rows)
-            places = ", ".join(row.place for row in rows) + (f", and {more:,} more" if more else "")
-            lines.append(f"  {self.kinds[kind]:,} x {said}\n      {places}")
-        if len(self.kinds) > len(shown):
-            lines.append(f"  and {pluralise(len(self.kinds) - len(shown), 'more kind')}")
+            locations = ", ".join(row.location for row in rows) + (
+                f", and {more:,} more" if more else ""
+            )
+            lines.append(f"  {self.kinds[kind]:,} x {reason}\n      {locations}")
+        if len(self.kinds) > len(listed_kinds):
+            lines.append(f"  and {pluralise(len(self.kinds) - len(listed_kinds), 'more kind')}")
         raise UsageError("\n".join(lines), fix=fix)
 
 
-def kind_of(reason: str) -> str:
+def normalise_reason(reason: str) -> str:
     """A reason without what differs from row to row: numbers, and text in quotes but for one word,
     as the name of a role. Digits within a name stay (UTF-8, cp1252.csv).
     """
@@ -157,13 +162,13 @@ class BadRowFile:
         return len(self._written)
 
     def write(self, rows: Iterable[BadRow]) -> None:
-        new = {row.place: row for row in rows if row.place not in self._written}
+        new = {row.location: row for row in rows if row.location not in self._written}
         if not new:
             return
         self._written.update(new)
         with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
             for row in new.values():
                 file.write(
-                    json.dumps({"place": row.place, "reason": row.reason}, ensure_ascii=False)
+                    json.dumps({"place": row.location, "reason": row.reason}, ensure_ascii=False)
                     + "\n"
                 )

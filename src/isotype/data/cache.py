@@ -33,19 +33,21 @@ from .tokens import COLUMNS, TokenBlock, TokenWriter
 
 VERSION = 21  # raise it whenever the same source gives other rows or other facts
 # bytes of a source below which `auto` keeps nothing: tokenising them takes a second
-SMALLEST = 1_000_000
-BOUND = "ISOTYPE_CACHE_GB"
+MIN_CACHED_BYTES = 1_000_000
+LIMIT_VARIABLE = "ISOTYPE_CACHE_GB"
 DEFAULT_GB = 20.0
-PICTURES = "pictures"  # below the folder of entries
+PICTURES_FOLDER = "pictures"  # below the folder of entries
 # seconds since a picture was last read in which it stays: a run reads each again in its next epoch
-IN_USE = 24 * 3600
+IN_USE_SECONDS = 24 * 3600
 # seconds after which a half-written file is taken for one that an ended run left
-_STALE = 24 * 3600
+_STALE_SECONDS = 24 * 3600
 _CHUNK = 1 << 22
-_OURS = re.compile(r"[0-9a-f]{32}\.(safetensors|picture)")  # other names are somebody's weights
-_NAMES = {"int32": "I32", "int64": "I64", "uint64": "U64", "bool": "BOOL", "uint8": "U8"}
+_ENTRY_NAME = re.compile(
+    r"[0-9a-f]{32}\.(safetensors|picture)"
+)  # other names are somebody's weights
+_DTYPE_CODES = {"int32": "I32", "int64": "I64", "uint64": "U64", "bool": "BOOL", "uint8": "U8"}
 # widest elements first, so that every column begins at a multiple of its element's size
-_ORDER = sorted(COLUMNS, key=lambda name: -np.dtype(COLUMNS[name]).itemsize)
+_COLUMN_ORDER = sorted(COLUMNS, key=lambda name: -np.dtype(COLUMNS[name]).itemsize)
 _NO_CHECKSUM = "0" * 64  # stands in the header while the file's checksum is computed
 
 
@@ -57,10 +59,10 @@ def cache_folder(setting: str) -> Path | None:
         return None
     if setting != "auto":
         return Path(setting).expanduser()
-    if given := os.environ.get("ISOTYPE_CACHE"):
-        if given == "none":
+    if variable := os.environ.get("ISOTYPE_CACHE"):
+        if variable == "none":
             return None
-        return Path(given).expanduser() / "tokens"
+        return Path(variable).expanduser() / "tokens"
     return (
         Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
         / "isotype"
@@ -68,18 +70,19 @@ def cache_folder(setting: str) -> Path | None:
     )
 
 
-def bound() -> int:
+def max_cache_bytes() -> int:
     """Bytes that a cache folder may hold: ISOTYPE_CACHE_GB, else 20 GB. Raises UsageError for what
     is no size.
     """
-    given = os.environ.get(BOUND) or DEFAULT_GB
+    value = os.environ.get(LIMIT_VARIABLE) or DEFAULT_GB
     try:
-        if float(given) >= 0:
-            return int(float(given) * 1e9)
+        if float(value) >= 0:
+            return int(float(value) * 1e9)
     except (ValueError, OverflowError):
         pass
     raise UsageError(
-        f"{BOUND}={given}: expected gigabytes, a number of at least 0", fix=f"{BOUND}=20"
+        f"{LIMIT_VARIABLE}={value}: expected gigabytes, a number of at least 0",
+        fix=f"{LIMIT_VARIABLE}=20",
     )
 
 
@@ -87,24 +90,24 @@ def evict(folder: Path, *, keep: Path | None = None) -> int:
     """Removes the least recently used entries until the folder is within its limit, and returns how
     many. `keep` stays, and a picture that was read within a day: another run may need it again.
     """
-    there = []
+    entries = []
     for path in folder.glob("*"):
-        if _OURS.fullmatch(path.name):
+        if _ENTRY_NAME.fullmatch(path.name):
             with suppress(OSError):  # another run removed it
                 stat = path.stat()
-                there.append((max(stat.st_atime, stat.st_mtime), stat.st_size, path))
-    total = sum(size for _, size, _ in there)
-    most = bound()
-    in_use = time.time() - IN_USE
-    gone = 0
-    for used, size, path in sorted(there):
-        stays = path == keep or (path.suffix == ".picture" and used > in_use)
-        if total > most and not stays:
+                entries.append((max(stat.st_atime, stat.st_mtime), stat.st_size, path))
+    total = sum(size for _, size, _ in entries)
+    limit = max_cache_bytes()
+    in_use = time.time() - IN_USE_SECONDS
+    removed = 0
+    for last_used, size, path in sorted(entries):
+        is_kept = path == keep or (path.suffix == ".picture" and last_used > in_use)
+        if total > limit and not is_kept:
             with suppress(OSError):  # some systems refuse to remove a memory-mapped file
                 path.unlink(missing_ok=True)
                 total = total - size
-                gone = gone + 1
-    return gone
+                removed = removed + 1
+    return removed
 
 
 def entry_key(parts: Any) -> str:
@@ -143,12 +146,12 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256((rules + json.dumps(parts, default=str)).encode()).hexdigest()
 
 
-def cached(
-    folder: Path, key: str, made: Callable[[TokenWriter], dict[str, Any]]
+def load_or_create_entry(
+    folder: Path, key: str, write_rows: Callable[[TokenWriter], dict[str, Any]]
 ) -> tuple[TokenBlock, list[str]]:
-    """The rows of an entry, else those that `made` writes, which are kept; and notes for the user.
+    """The rows of an entry, else those that `write_rows` writes, which are kept; and notes for the user.
 
-    made    writes every row and returns the facts
+    write_rows  writes every row and returns the facts
     Raises  OSError where the folder cannot be written. An entry that cannot be read is made again
     """
     path = folder / f"{key}.safetensors"
@@ -157,41 +160,41 @@ def cached(
         block = read_entry(path)
         # the last use; the time of writing stays, by which a run notices that a file changed
         os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
-        if (gone := block.pictures_gone()) is None:
+        if (missing_picture := block.find_missing_picture()) is None:
             block.facts["cache"] = f"from {path}"
             return block, []
-        notes.append(f"a cache entry was made again: {gone} changed, or is gone")
+        notes.append(f"a cache entry was made again: {missing_picture} changed, or is gone")
     except FileNotFoundError:
         pass
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         notes.append(f"a damaged cache entry was made again: {path}: {error}")
     folder.mkdir(parents=True, exist_ok=True)
-    _sweep(folder)
-    aside = folder / f".{key}.{os.getpid()}.{secrets.token_hex(4)}"
-    aside.mkdir()
+    _remove_stale_files(folder)
+    temporary = folder / f".{key}.{os.getpid()}.{secrets.token_hex(4)}"
+    temporary.mkdir()
     try:
         with ExitStack() as stack:
             writer = TokenWriter(
-                {name: stack.enter_context((aside / name).open("w+b")) for name in COLUMNS}
+                {name: stack.enter_context((temporary / name).open("w+b")) for name in COLUMNS}
             )
-            write_entry(aside / "entry", writer.files, made(writer))
-        os.replace(aside / "entry", path)
+            write_entry(temporary / "entry", writer.files, write_rows(writer))
+        os.replace(temporary / "entry", path)
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
     block = read_entry(path)
     block.facts["cache"] = f"kept in {path}"
     if evicted := evict(folder, keep=path):
-        most = f"{folder} holds at most {bound() / 1e9:g} GB"
-        notes.append(f"cache entries removed, those unused for longest: {evicted}; {most}")
+        limit_note = f"{folder} holds at most {max_cache_bytes() / 1e9:g} GB"
+        notes.append(f"cache entries removed, those unused for longest: {evicted}; {limit_note}")
     return block, notes
 
 
-def _sweep(folder: Path) -> None:
+def _remove_stale_files(folder: Path) -> None:
     """Removes what killed runs left half written."""
-    for left in folder.glob(".*"):
+    for leftover in folder.glob(".*"):
         try:
-            if time.time() - left.stat().st_mtime > _STALE:
-                shutil.rmtree(left) if left.is_dir() else left.unlink()
+            if time.time() - leftover.stat().st_mtime > _STALE_SECONDS:
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         except OSError:
             continue
 
@@ -201,17 +204,21 @@ def write_entry(path: Path, files: Mapping[str, IO[bytes]], facts: dict[str, Any
     metadata.
     """
     header: dict[str, Any] = {"__metadata__": {"facts": json.dumps(facts), "sha256": _NO_CHECKSUM}}
-    at = 0
-    for name in _ORDER:
-        end = at + files[name].seek(0, os.SEEK_END)
-        count = (end - at) // np.dtype(COLUMNS[name]).itemsize
-        header[name] = {"dtype": _NAMES[COLUMNS[name]], "shape": [count], "data_offsets": [at, end]}
-        at = end
+    offset = 0
+    for name in _COLUMN_ORDER:
+        end = offset + files[name].seek(0, os.SEEK_END)
+        count = (end - offset) // np.dtype(COLUMNS[name]).itemsize
+        header[name] = {
+            "dtype": _DTYPE_CODES[COLUMNS[name]],
+            "shape": [count],
+            "data_offsets": [offset, end],
+        }
+        offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with path.open("w+b") as out:
         out.write(len(text).to_bytes(8, "little") + text)
-        for name in _ORDER:
+        for name in _COLUMN_ORDER:
             files[name].seek(0)
             shutil.copyfileobj(files[name], out, _CHUNK)
         out.seek(0)
@@ -238,6 +245,8 @@ def read_entry(path: Path) -> TokenBlock:
         raise ValueError("its checksum is not that of its content")
     columns = {}
     for name, dtype in COLUMNS.items():
-        (count,), at = header[name]["shape"], 8 + len(text) + header[name]["data_offsets"][0]
-        columns[name] = np.memmap(path, dtype, "r", at, (count,)) if count else np.zeros(0, dtype)
+        (count,), offset = header[name]["shape"], 8 + len(text) + header[name]["data_offsets"][0]
+        columns[name] = (
+            np.memmap(path, dtype, "r", offset, (count,)) if count else np.zeros(0, dtype)
+        )
     return TokenBlock(columns, json.loads(header["__metadata__"]["facts"]))

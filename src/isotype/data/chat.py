@@ -24,17 +24,17 @@ import jinja2.meta
 
 from ..errors import UsageError
 from .conversations import (
-    CONTENT,
-    END,
+    CONTENT_KEY,
+    END_THOUGHTS,
     THOUGHT_KEYS,
-    hidden,
+    hide_thought_tags,
     is_learnt,
-    probes,
-    shown,
-    with_thoughts,
+    restore_thought_tags,
+    select_thoughts,
+    thought_probes,
 )
 from .formats import Example, Message
-from .read import existing_file, read_text
+from .read import read_text, require_file
 from .render import TemplateLimitError, TemplateRefusal, render_text
 
 
@@ -92,7 +92,7 @@ _ZEPHYR = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"""
 
-NAMED: Mapping[str, NamedTemplate] = {
+NAMED_TEMPLATES: Mapping[str, NamedTemplate] = {
     "chatml": NamedTemplate(_CHATML, "<|im_end|>", ("<|im_start|>", "<|im_end|>")),
     "llama3": NamedTemplate(
         _LLAMA3, "<|eot_id|>", ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
@@ -103,18 +103,18 @@ NAMED: Mapping[str, NamedTemplate] = {
 }
 
 
-def _named(name: str, tokenizer: Any) -> str:
+def _apply_named_template(name: str, tokenizer: Any) -> str:
     """The text of a template. Its end-of-turn token becomes the tokenizer's end token, with which
     generation stops.
     """
-    template = NAMED[name]
+    template = NAMED_TEMPLATES[name]
     vocabulary = tokenizer.get_vocab()
     absent = [token for token in template.tokens if token not in vocabulary]
     if absent:
-        words = ", ".join(f'"{token}"' for token in absent)
+        token_names = ", ".join(f'"{token}"' for token in absent)
         raise UsageError(
-            f"data.chat_template: {name}: the tokenizer has no token {words}",
-            fix=f"model.add_tokens: [{words}]",
+            f"data.chat_template: {name}: the tokenizer has no token {token_names}",
+            fix=f"model.add_tokens: [{token_names}]",
         )
     if template.end is not None:
         tokenizer.eos_token = template.end
@@ -122,12 +122,12 @@ def _named(name: str, tokenizer: Any) -> str:
         raise UsageError(
             f"data.chat_template: {name}: the tokenizer has no end-of-text token, which ends its"
             " answers",
-            fix=_WITH_OWN_END,
+            fix=_CHATML_FIX,
         )
     return template.text
 
 
-_WITH_OWN_END = 'data.chat_template: chatml, with model.add_tokens: ["<|im_start|>", "<|im_end|>"]'
+_CHATML_FIX = 'data.chat_template: chatml, with model.add_tokens: ["<|im_start|>", "<|im_end|>"]'
 
 
 # For tokenizers that bring no template: `User:` and `Assistant:` lines, the end-of-text token after
@@ -141,9 +141,9 @@ DEFAULT_TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"""
 
-_ANOTHER = "data.chat_template: FILE.jinja, or a name, takes another template"
-_ENDINGS = (".jinja", ".jinja2", ".j2", ".txt")
-_GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
+_OTHER_TEMPLATE_FIX = "data.chat_template: FILE.jinja, or a name, takes another template"
+_TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2", ".txt")
+_GENERATION_TAG = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 _SENTINEL = "\U000f0f0e\U000f0f0f"  # private-use characters: in no template, in no text
 
 
@@ -160,7 +160,7 @@ class Span:
     closed: bool
 
 
-_TAG = re.compile(r"[<\[][^\s<>\[\]]{1,40}[>\]]")  # `</think>`, `[THINK]`
+_THOUGHT_TAG = re.compile(r"[<\[][^\s<>\[\]]{1,40}[>\]]")  # `</think>`, `[THINK]`
 
 
 @dataclass(frozen=True)
@@ -171,39 +171,45 @@ class ChatTemplate:
     text: str
     source: str  # "tokenizer", "default", or the file
     # `data.template_kwargs`, which the text begins with
-    given: Mapping[str, Any] = field(default_factory=dict)
+    default_kwargs: Mapping[str, Any] = field(default_factory=dict)
     thoughts: str = "template"
 
-    def reads(self, key: str) -> bool:
+    def reads_key(self, key: str) -> bool:
         """Whether the template's text has this key of a turn."""
         return re.search(rf"\b{re.escape(key)}\b", self.text) is not None
 
     @property
     def has_generation_block(self) -> bool:
-        return _GENERATION.search(self.text) is not None
+        return _GENERATION_TAG.search(self.text) is not None
 
     @cached_property
-    def in_parts(self) -> bool:
+    def needs_parts(self) -> bool:
         """Whether the template writes a content only as a list of parts, as those of LLaVA and
         SmolVLM do: of a string nothing is left.
         """
-        asked = [{"role": "user", "content": _SENTINEL}]
-        return self.reads("type") and not self._writes(asked) and self._writes(in_parts(asked))
-
-    @cached_property
-    def writes_thoughts(self) -> frozenset[tuple[str, bool]]:
-        """Of the places that thoughts have in data, those from which the template writes them."""
-        return frozenset(
-            at
-            for at, turns in probes(_SENTINEL)
-            if self._writes(in_parts(turns) if self.in_parts else turns)
+        question = [{"role": "user", "content": _SENTINEL}]
+        return (
+            self.reads_key("type")
+            and not self._writes_sentinel(question)
+            and self._writes_sentinel(split_into_parts(question))
         )
 
-    def _writes(self, messages: Sequence[Message]) -> bool:
+    @cached_property
+    def thought_positions(self) -> frozenset[tuple[str, bool]]:
+        """Of the places that thoughts have in data, those from which the template writes them."""
+        return frozenset(
+            position
+            for position, turns in thought_probes(_SENTINEL)
+            if self._writes_sentinel(split_into_parts(turns) if self.needs_parts else turns)
+        )
+
+    def _writes_sentinel(self, messages: Sequence[Message]) -> bool:
         try:
             return _SENTINEL in render_text(self.tokenizer, messages, chat_template=self.text)
         except TemplateLimitError as error:
-            raise UsageError(f"chat template ({self.source}): {error}", fix=_ANOTHER) from None
+            raise UsageError(
+                f"chat template ({self.source}): {error}", fix=_OTHER_TEMPLATE_FIX
+            ) from None
         except Exception:  # a template may refuse one form with any error
             return False
 
@@ -213,46 +219,52 @@ class ChatTemplate:
         *,
         tools: Any = None,
         generation_prompt: bool = False,
-        place: str = "prompt",
+        location: str = "prompt",
     ) -> str:
         """The text of a conversation. Raises UsageError for a template that is broken, or that
         refuses the conversation.
         """
         if (
-            hides := self.thoughts == "all"
-            and END in self.text
-            and (CONTENT, True) not in self.writes_thoughts
+            hides_tags := self.thoughts == "all"
+            and END_THOUGHTS in self.text
+            and (CONTENT_KEY, True) not in self.thought_positions
         ):
-            messages = hidden(messages)
+            messages = hide_thought_tags(messages)
         try:
             text = render_text(
                 self.tokenizer,
-                in_parts(messages) if self.in_parts else messages,
+                split_into_parts(messages) if self.needs_parts else messages,
                 chat_template=self.text,
                 tools=tools,
                 add_generation_prompt=generation_prompt,
             )
-            return shown(text) if hides else text
+            return restore_thought_tags(text) if hides_tags else text
         except UnicodeEncodeError:
             raise UsageError(
-                f"{place}: the chat template writes half of a surrogate pair, which is not text"
+                f"{location}: the chat template writes half of a surrogate pair, which is not text"
             ) from None
         except (RecursionError, jinja2.TemplateSyntaxError) as error:
-            raise _broken(self.source, error) from None
+            raise _broken_template_error(self.source, error) from None
         except TemplateLimitError as error:
-            raise UsageError(f"{place}: the chat template {error}", fix=_ANOTHER) from None
+            raise UsageError(
+                f"{location}: the chat template {error}", fix=_OTHER_TEMPLATE_FIX
+            ) from None
         except TemplateRefusal as error:
-            raise UsageError(f"{place}: the chat template refuses the row: {error}") from None
+            raise UsageError(f"{location}: the chat template refuses the row: {error}") from None
 
-    def thoughtful(self, messages: Sequence[Message], place: str) -> Sequence[Message]:
+    def apply_thoughts(self, messages: Sequence[Message], location: str) -> Sequence[Message]:
         """The turns with the thoughts that `data.thoughts` keeps."""
         if self.thoughts == "template":
             return messages
-        return with_thoughts(
-            messages, self.thoughts, writes=self.writes_thoughts, tags=END in self.text, place=place
+        return select_thoughts(
+            messages,
+            self.thoughts,
+            writes=self.thought_positions,
+            tags=END_THOUGHTS in self.text,
+            location=location,
         )
 
-    def spans(self, example: Example, rendered: str) -> list[Span]:
+    def answer_spans(self, example: Example, rendered: str) -> list[Span]:
         """Where the answers are in `rendered`, which is `render(example.messages)`."""
         messages = list(example.messages or ())
         answers = [
@@ -260,10 +272,10 @@ class ChatTemplate:
             for i, m in enumerate(messages)
             if m["role"] == "assistant" and i >= example.learn_from and is_learnt(m)
         ]
-        return [self._span(messages, i, example, rendered) for i in answers]
+        return [self._answer_span(messages, i, example, rendered) for i in answers]
 
-    def left_out(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, text: str, place: str
+    def find_omissions(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, text: str, location: str
     ) -> tuple[set[str], bool, bool, bool]:
         """What of a conversation is nowhere in `text`, its rendering: roles of turns; whether
         calls, tools, and reasoning.
@@ -273,57 +285,66 @@ class ChatTemplate:
         must be another.
         """
         # words -> of each turn that has them: its role, whether they are its thoughts
-        wanted: dict[str, list[tuple[str, bool]]] = {}
+        expected: dict[str, list[tuple[str, bool]]] = {}
         for m in messages:
             content = m["content"] if isinstance(m.get("content"), str) else ""
-            parts = [part.strip() for part in _TAG.split(content) if part.strip()]
-            beside = [
+            parts = [part.strip() for part in _THOUGHT_TAG.split(content) if part.strip()]
+            thoughts = [
                 m[key].strip()
                 for key in THOUGHT_KEYS
                 if isinstance(m.get(key), str) and m[key].strip() not in content
             ]
-            thinks = m["role"] == "assistant" and len(parts) > 1
-            for words, thought in [
-                *((part, thinks) for part in parts),
-                *((words, True) for words in beside),
+            has_thoughts = m["role"] == "assistant" and len(parts) > 1
+            for content_text, is_thought in [
+                *((part, has_thoughts) for part in parts),
+                *((content_text, True) for content_text in thoughts),
             ]:
-                wanted.setdefault(words, []).append((m["role"], thought))
-        unseen = [
-            one for words, of in wanted.items() if _times(words, text) < len(of) for one in of
+                expected.setdefault(content_text, []).append((m["role"], is_thought))
+        missing = [
+            turn
+            for content_text, turns in expected.items()
+            if _count_occurrences(content_text, text) < len(turns)
+            for turn in turns
         ]
-        without = [
+        messages_without_calls = [
             {key: value for key, value in m.items() if key != "tool_calls"} for m in messages
         ]
-        calls = any(m.get("tool_calls") for m in messages) and self._is(text, without, tools, place)
-        unread = bool(tools) and self._is(text, messages, None, place)
+        has_missing_calls = any(m.get("tool_calls") for m in messages) and self._renders_same(
+            text, messages_without_calls, tools, location
+        )
+        has_missing_tools = bool(tools) and self._renders_same(text, messages, None, location)
         return (
-            {role for role, thought in unseen if not thought},
-            calls,
-            unread,
-            any(thought for _, thought in unseen),
+            {role for role, is_thought in missing if not is_thought},
+            has_missing_calls,
+            has_missing_tools,
+            any(is_thought for _, is_thought in missing),
         )
 
-    def _is(
-        self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None, place: str
+    def _renders_same(
+        self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None, location: str
     ) -> bool:
         try:
-            return self.render(messages, tools=tools, place=place) == text
+            return self.render(messages, tools=tools, location=location) == text
         except UsageError:  # a turn without its calls may be refused
             return False
 
-    def _span(self, messages: list[Message], i: int, example: Example, rendered: str) -> Span:
-        place = example.place
+    def _answer_span(
+        self, messages: list[Message], i: int, example: Example, rendered: str
+    ) -> Span:
+        location = example.location
         tools = example.tools
         if i:
-            opening = self.render(messages[:i], tools=tools, generation_prompt=True, place=place)
+            opening = self.render(
+                messages[:i], tools=tools, generation_prompt=True, location=location
+            )
         else:
             opening = ""
         if i == len(messages) - 1:
             ending = rendered
         else:
-            ending = self.render(messages[: i + 1], tools=tools, place=place)
-        opens = i > 0 and rendered.startswith(opening)
-        if opens and rendered.startswith(ending) and len(ending) > len(opening):
+            ending = self.render(messages[: i + 1], tools=tools, location=location)
+        has_opening = i > 0 and rendered.startswith(opening)
+        if has_opening and rendered.startswith(ending) and len(ending) > len(opening):
             return Span(len(opening), len(ending), closed=True)
         # The template renders this turn differently with the turns around it: find its words by
         # changing them.
@@ -333,41 +354,43 @@ class ChatTemplate:
             | {"content": _SENTINEL}
         )
         changed.pop("tool_calls", None)
-        other = self.render([*messages[:i], changed, *messages[i + 1 :]], tools=tools, place=place)
-        start = _agreeing(rendered, other)
-        end = max(start, len(rendered) - _agreeing(rendered[::-1], other[::-1]))
+        changed_text = self.render(
+            [*messages[:i], changed, *messages[i + 1 :]], tools=tools, location=location
+        )
+        start = _common_prefix_length(rendered, changed_text)
+        end = max(start, len(rendered) - _common_prefix_length(rendered[::-1], changed_text[::-1]))
         if end <= start:
             raise UsageError(
-                f"{place}: the chat template renders nothing for messages[{i}] (assistant)"
+                f"{location}: the chat template renders nothing for messages[{i}] (assistant)"
             )
-        if opens and len(opening) <= start:
+        if has_opening and len(opening) <= start:
             start = len(opening)
-        closed = rendered.startswith(ending) and len(ending) >= end
-        return Span(start, len(ending) if closed else end, closed)
+        is_closed = rendered.startswith(ending) and len(ending) >= end
+        return Span(start, len(ending) if is_closed else end, is_closed)
 
 
 def chat_template(
     tokenizer: Any,
     file: str | None,
-    given: Mapping[str, Any] | None = None,
+    default_kwargs: Mapping[str, Any] | None = None,
     *,
     thoughts: str = "template",
 ) -> ChatTemplate:
     """The template of a run: the file or name in `data.chat_template`, else the tokenizer's own,
     else a plain default.
 
-    given     `data.template_kwargs`: defaults that the template's text begins with, so that a saved
+    default_kwargs  `data.template_kwargs`: defaults that the template's text begins with, so that a saved
               tokenizer has them too
     thoughts  `data.thoughts`
     Raises    UsageError for a template that is not there or cannot be used, and for a setting that
               it does not read
     """
-    found = replace(_chosen(tokenizer, file), thoughts=thoughts)
-    return _with_defaults(found, given) if given else found
+    template = replace(_choose_template(tokenizer, file), thoughts=thoughts)
+    return _add_defaults(template, default_kwargs) if default_kwargs else template
 
 
 # what a run or transformers gives to every template, so that a default would do nothing
-_ALWAYS_GIVEN = (
+_RESERVED_KWARGS = (
     "messages",
     "tools",
     "documents",
@@ -377,17 +400,17 @@ _ALWAYS_GIVEN = (
 )
 
 
-def _with_defaults(template: ChatTemplate, given: Mapping[str, Any]) -> ChatTemplate:
+def _add_defaults(template: ChatTemplate, default_kwargs: Mapping[str, Any]) -> ChatTemplate:
     try:
         parsed = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(
-            _GENERATION.sub("", template.text)
+            _GENERATION_TAG.sub("", template.text)
         )
     except (RecursionError, jinja2.TemplateSyntaxError) as error:
-        raise _broken(template.source, error) from None
+        raise _broken_template_error(template.source, error) from None
     names = jinja2.meta.find_undeclared_variables(parsed).difference(
-        _ALWAYS_GIVEN, template.tokenizer.special_tokens_map
+        _RESERVED_KWARGS, template.tokenizer.special_tokens_map
     )
-    if unread := [name for name in given if name not in names]:
+    if unread := [name for name in default_kwargs if name not in names]:
         if names:
             fix = f"it reads {', '.join(sorted(names))}"
         else:
@@ -397,7 +420,7 @@ def _with_defaults(template: ChatTemplate, given: Mapping[str, Any]) -> ChatTemp
             " setting",
             fix=fix,
         )
-    for name, value in given.items():
+    for name, value in default_kwargs.items():
         try:
             json.dumps(value, allow_nan=False)
         except (TypeError, ValueError):
@@ -407,44 +430,48 @@ def _with_defaults(template: ChatTemplate, given: Mapping[str, Any]) -> ChatTemp
             ) from None
     start = "".join(
         f"{{%- if {name} is not defined %}}{{% set {name} = {value!r} %}}{{% endif -%}}\n"
-        for name, value in given.items()
+        for name, value in default_kwargs.items()
     )
     # a run's own tokenizer has them
     text = template.text if template.text.startswith(start) else start + template.text
-    return replace(template, text=text, given=given)
+    return replace(template, text=text, default_kwargs=default_kwargs)
 
 
-def _broken(source: str, error: RecursionError | jinja2.TemplateSyntaxError) -> UsageError:
+def _broken_template_error(
+    source: str, error: RecursionError | jinja2.TemplateSyntaxError
+) -> UsageError:
     if isinstance(error, RecursionError):
-        said = ": nested too deeply"
+        detail = ": nested too deeply"
     else:
-        said = f", line {error.lineno}: {error.message}"
-    return UsageError(f"chat template ({source}){said}")
+        detail = f", line {error.lineno}: {error.message}"
+    return UsageError(f"chat template ({source}){detail}")
 
 
-def _chosen(tokenizer: Any, file: str | None) -> ChatTemplate:
-    if file is not None and file in NAMED:
-        return ChatTemplate(tokenizer, _named(file, tokenizer), file)
+def _choose_template(tokenizer: Any, file: str | None) -> ChatTemplate:
+    if file is not None and file in NAMED_TEMPLATES:
+        return ChatTemplate(tokenizer, _apply_named_template(file, tokenizer), file)
     if file is not None:
-        if not file.endswith(_ENDINGS) and not Path(file).exists():
-            near = difflib.get_close_matches(file.lower(), NAMED, n=1)
+        if not file.endswith(_TEMPLATE_SUFFIXES) and not Path(file).exists():
+            near = difflib.get_close_matches(file.lower(), NAMED_TEMPLATES, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
             raise UsageError(
                 f"data.chat_template: {file}: no such file, and no template of that name",
-                fix=f"{hint}{', '.join(NAMED)}",
+                fix=f"{hint}{', '.join(NAMED_TEMPLATES)}",
             )
-        return ChatTemplate(tokenizer, read_text(existing_file(file, _ENDINGS), file), file)
-    own = tokenizer.chat_template
-    if isinstance(own, dict):
-        own = own.get("default") or next(iter(own.values()), None)
-    if own:
-        return ChatTemplate(tokenizer, own, "tokenizer")
+        return ChatTemplate(
+            tokenizer, read_text(require_file(file, _TEMPLATE_SUFFIXES), file), file
+        )
+    template_text = tokenizer.chat_template
+    if isinstance(template_text, dict):
+        template_text = template_text.get("default") or next(iter(template_text.values()), None)
+    if template_text:
+        return ChatTemplate(tokenizer, template_text, "tokenizer")
     if tokenizer.eos_token is None:
-        said = (
+        message = (
             "data: the rows are chats, but the tokenizer has no chat template, and no end-of-text"
             " token for a plain one"
         )
-        raise UsageError(said, fix=f"set data.chat_template to a Jinja file, or {_WITH_OWN_END}")
+        raise UsageError(message, fix=f"set data.chat_template to a Jinja file, or {_CHATML_FIX}")
     adds_bos = tokenizer.bos_token_id is not None and tokenizer("a").input_ids[:1] == [
         tokenizer.bos_token_id
     ]
@@ -453,7 +480,7 @@ def _chosen(tokenizer: Any, file: str | None) -> ChatTemplate:
     )
 
 
-def in_parts(messages: Sequence[Message]) -> list[Message]:
+def split_into_parts(messages: Sequence[Message]) -> list[Message]:
     """The conversation with each text as a list of one part."""
     return [
         (
@@ -465,16 +492,19 @@ def in_parts(messages: Sequence[Message]) -> list[Message]:
     ]
 
 
-def _times(words: str, text: str) -> int:
+def _count_occurrences(content_text: str, text: str) -> int:
     """How often words are in a text, as they are or as JSON writes them."""
     return max(
-        text.count(words),
-        *(text.count(json.dumps(words, ensure_ascii=ascii)[1:-1]) for ascii in (True, False)),
+        text.count(content_text),
+        *(
+            text.count(json.dumps(content_text, ensure_ascii=ascii)[1:-1])
+            for ascii in (True, False)
+        ),
     )
 
 
-def _agreeing(one: str, other: str) -> int:
+def _common_prefix_length(first: str, second: str) -> int:
     """The length of the common beginning of two texts, in characters."""
     return next(
-        (k for k, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other))
+        (k for k, (a, b) in enumerate(zip(first, second)) if a != b), min(len(first), len(second))
     )

@@ -17,92 +17,102 @@ from collections.abc import Set as AbstractSet
 from typing import Any
 
 from .bad_rows import EmptyAnswer, RowError
-from .records import RepeatedKey, loads
+from .records import RepeatedKey, parse_json
 
 Message = dict[str, Any]
 # keys of a turn that say whether it is learnt: OpenAI's, and two that axolotl's data have
 LEARN_KEYS = ("weight", "train", "training")
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_OTHER_NAMES = {
+_ROLE_ALIASES = {
     "human": "user",
     **dict.fromkeys(("gpt", "model", "bot", "ai", "chatbot"), "assistant"),
 }
 # ShareGPT's `from`, as its data sets write it
-_SHAREGPT = {
+_SHAREGPT_ROLES = {
     "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
     "bing": "assistant", "bard": "assistant", "model": "assistant", "function_call": "function_call", "tool_call": "function_call",
     "tool": "tool", "observation": "tool", "function_response": "tool", "tool_response": "tool",
 }  # fmt: skip
 
 THOUGHT_KEYS = ("reasoning_content", "thinking")  # keys of a turn in which data write thoughts
-BEGIN = "<think>"
-END = "</think>"
-CONTENT = "content"
-_EMPTY = re.compile(rf"{BEGIN}\s*{END}")
-DOUBLED_THOUGHTS = re.compile(rf"{_EMPTY.pattern}\s*{BEGIN}")
+BEGIN_THOUGHTS = "<think>"
+END_THOUGHTS = "</think>"
+CONTENT_KEY = "content"
+_EMPTY_THOUGHTS = re.compile(rf"{BEGIN_THOUGHTS}\s*{END_THOUGHTS}")
+DOUBLED_THOUGHTS = re.compile(rf"{_EMPTY_THOUGHTS.pattern}\s*{BEGIN_THOUGHTS}")
 # the key that holds thoughts, and whether a question comes after them
-Writes = AbstractSet[tuple[str, bool]]
-_BLOCK = re.compile(rf"{BEGIN}(.*?){END}\s*", re.DOTALL)
+ThoughtPositions = AbstractSet[tuple[str, bool]]
+_THOUGHTS_BLOCK = re.compile(rf"{BEGIN_THOUGHTS}(.*?){END_THOUGHTS}\s*", re.DOTALL)
 # private-use characters: in no template, in no text
-_HIDDEN = {BEGIN: "\U000f0f10", END: "\U000f0f11"}
+_HIDDEN_TAGS = {BEGIN_THOUGHTS: "\U000f0f10", END_THOUGHTS: "\U000f0f11"}
 
 
 def chat_messages(
-    value: Any, key: str, place: str, *, may_be_empty: bool = False
+    value: Any, key: str, location: str, *, may_be_empty: bool = False
 ) -> tuple[Message, ...]:
     """A list of messages, checked: text parts joined, arguments of tool calls as objects.
 
     key  what the row calls the list, for errors
     """
-    messages = parsed_json(value, f"{place}: {key}")
+    messages = parse_json_cell(value, f"{location}: {key}")
     if not isinstance(messages, list) or not (messages or may_be_empty):
-        raise RowError(f"{place}: {key} must be a list of {{role, content}}, got {kind(messages)}")
-    return tuple(_message(m, f"{key}[{i}]", place) for i, m in enumerate(messages))
+        raise RowError(
+            f"{location}: {key} must be a list of {{role, content}}, got {json_kind(messages)}"
+        )
+    return tuple(_check_message(m, f"{key}[{i}]", location) for i, m in enumerate(messages))
 
 
-def sharegpt_messages(value: Any, key: str, place: str) -> tuple[Message, ...]:
+def sharegpt_messages(value: Any, key: str, location: str) -> tuple[Message, ...]:
     """ShareGPT's `conversations`: turns of `from` and `value`. `function_call` holds the call as
     JSON, `observation` its result.
     """
-    turns = parsed_json(value, f"{place}: {key}")
+    turns = parse_json_cell(value, f"{location}: {key}")
     if not isinstance(turns, list) or not turns:
-        raise RowError(f"{place}: {key} must be a list of {{from, value}}, got {kind(turns)}")
+        raise RowError(
+            f"{location}: {key} must be a list of {{from, value}}, got {json_kind(turns)}"
+        )
     if all(isinstance(turn, dict) and "role" in turn and "from" not in turn for turn in turns):
-        return chat_messages(turns, key, place)
-    return tuple(_sharegpt_turn(turn, f"{key}[{i}]", place) for i, turn in enumerate(turns))
+        return chat_messages(turns, key, location)
+    return tuple(
+        _convert_sharegpt_turn(turn, f"{key}[{i}]", location) for i, turn in enumerate(turns)
+    )
 
 
-def with_system(messages: tuple[Message, ...], system: Any, place: str) -> tuple[Message, ...]:
+def add_system_prompt(
+    messages: tuple[Message, ...], system: Any, location: str
+) -> tuple[Message, ...]:
     """The turns after a system prompt that the row has beside them; one that is the first turn
     already is not added again.
     """
     if system is None or system == "":
         return messages
     if not isinstance(system, str):
-        raise RowError(f"{place}: system must be text, got {kind(system)}")
+        raise RowError(f"{location}: system must be text, got {json_kind(system)}")
     first = messages[0] if messages else {}
     if first.get("role") in ("system", "developer") and first["content"] == system:
         return messages
     return ({"role": "system", "content": system}, *messages)
 
 
-def tool_list(row: Mapping[str, Any], place: str) -> list[Any] | None:
+def read_tools(row: Mapping[str, Any], location: str) -> list[Any] | None:
     """The row's tools as the template takes them: a list of descriptions; None for none.
     `functions` is OpenAI's older name.
     """
     value = row.get("tools")
     if value is None and isinstance(row.get("functions"), list):
         value = [{"type": "function", "function": function} for function in row["functions"]]
-    tools = parsed_json(value, f"{place}: tools")
+    tools = parse_json_cell(value, f"{location}: tools")
     if not tools:
         return None
     if not isinstance(tools, list):
-        raise RowError(f"{place}: tools must be a list of objects, got {kind(tools)}")
-    found = [parsed_json(tool, f"{place}: tools[{i}]") for i, tool in enumerate(tools)]
-    for i, tool in enumerate(found):
+        raise RowError(f"{location}: tools must be a list of objects, got {json_kind(tools)}")
+    descriptions = [
+        parse_json_cell(tool, f"{location}: tools[{i}]") for i, tool in enumerate(tools)
+    ]
+    for i, tool in enumerate(descriptions):
         if not isinstance(tool, dict):
-            raise RowError(f"{place}: tools[{i}] must be an object, got {kind(tool)}")
-    return found
+            raise RowError(f"{location}: tools[{i}] must be an object, got {json_kind(tool)}")
+    return descriptions
 
 
 def is_learnt(message: Message) -> bool:
@@ -112,22 +122,22 @@ def is_learnt(message: Message) -> bool:
     return all(message.get(key) is None or bool(message[key]) for key in LEARN_KEYS)
 
 
-def parsed_json(value: Any, at: str) -> Any:
+def parse_json_cell(value: Any, path: str) -> Any:
     """Parses a table's cell that holds a list or object as JSON; returns anything else unchanged.
     Raises RowError for a key given twice.
     """
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
-            found = loads(value)
+            parsed = parse_json(value)
         except RepeatedKey as error:
-            raise RowError(f"{at}: {error}") from None
+            raise RowError(f"{path}: {error}") from None
         except (ValueError, RecursionError):
             return value
-        return found if isinstance(found, list | dict) else value
+        return parsed if isinstance(parsed, list | dict) else value
     return value
 
 
-def kind(value: Any) -> str:
+def json_kind(value: Any) -> str:
     """The kind of a wrong value, in JSON's terms."""
     if value is None:
         return "null"
@@ -144,49 +154,51 @@ def kind(value: Any) -> str:
     )
 
 
-def _message(given: Any, where: str, place: str) -> Message:
-    at = f"{place}: {where}"
-    if not isinstance(given, dict):
-        raise RowError(f"{at} must be an object with role and content, got {kind(given)}")
-    if "role" not in given:
-        if "from" in given and "value" in given:
+def _check_message(raw_message: Any, key: str, location: str) -> Message:
+    path = f"{location}: {key}"
+    if not isinstance(raw_message, dict):
+        raise RowError(
+            f"{path} must be an object with role and content, got {json_kind(raw_message)}"
+        )
+    if "role" not in raw_message:
+        if "from" in raw_message and "value" in raw_message:
             raise RowError(
-                f"{at} has from and value: that is ShareGPT, whose key is conversations:"
+                f"{path} has from and value: that is ShareGPT, whose key is conversations:"
                 " data.columns: {conversations: messages}"
             )
-        raise RowError(f"{at} has no role{_suggestion('role', given)}")
-    message = _present_day(given)
+        raise RowError(f"{path} has no role{_suggestion('role', raw_message)}")
+    message = _modernise_message(raw_message)
     role = message["role"]
     if role not in ROLES:
-        meant = _OTHER_NAMES.get(str(role).lower()) or next(
+        suggestion = _ROLE_ALIASES.get(str(role).lower()) or next(
             iter(difflib.get_close_matches(str(role).lower(), ROLES, n=1)), None
         )
         raise RowError(
-            f"{at}.role: unknown role {role!r}"
-            + (f", did you mean {meant}?" if meant else f": use {', '.join(ROLES)}")
+            f"{path}.role: unknown role {role!r}"
+            + (f", did you mean {suggestion}?" if suggestion else f": use {', '.join(ROLES)}")
         )
-    _check_learn_keys(message, at)
-    calls = parsed_json(message.pop("tool_calls", None), f"{at}.tool_calls")
+    _check_learn_keys(message, path)
+    calls = parse_json_cell(message.pop("tool_calls", None), f"{path}.tool_calls")
     if calls:
         if role != "assistant":
-            raise RowError(f"{at}: tool_calls belong to an assistant turn, not to {role}")
-        calls = _calls(calls, at)
+            raise RowError(f"{path}: tool_calls belong to an assistant turn, not to {role}")
+        calls = _check_calls(calls, path)
         content = message.get("content")
         return {
             **message,
-            "content": "" if content is None else _content(content, at, may_be_empty=True),
+            "content": "" if content is None else _check_content(content, path, may_be_empty=True),
             "tool_calls": calls,
         }
     if "content" not in message:
-        raise RowError(f"{at} has no content{_suggestion('content', message)}")
+        raise RowError(f"{path} has no content{_suggestion('content', message)}")
     return message | {
-        "content": _content(
-            message["content"], at, may_be_empty=role != "assistant" or not is_learnt(message)
+        "content": _check_content(
+            message["content"], path, may_be_empty=role != "assistant" or not is_learnt(message)
         )
     }
 
 
-def _present_day(message: Message) -> Message:
+def _modernise_message(message: Message) -> Message:
     """A message with OpenAI's older names of a tool call (`function_call`) and of its result (role
     `function`) as it is written today.
     """
@@ -196,7 +208,7 @@ def _present_day(message: Message) -> Message:
     return message
 
 
-def _check_learn_keys(turn: Message, at: str) -> None:
+def _check_learn_keys(turn: Message, path: str) -> None:
     """Raises  RowError for a weight between 0 and 1: a turn is learnt, or it is not."""
     for key in LEARN_KEYS:
         value = turn.get(key)
@@ -206,12 +218,12 @@ def _check_learn_keys(turn: Message, at: str) -> None:
             or (isinstance(value, int | float) and value in (0, 1))
         ):
             raise RowError(
-                f"{at}.{key} must be 0 or 1, true or false, got"
+                f"{path}.{key} must be 0 or 1, true or false, got"
                 f" {json.dumps(value, default=str)[:40]}: a turn is learnt, or it is not"
             )
 
 
-def _content(content: Any, at: str, *, may_be_empty: bool) -> Any:
+def _check_content(content: Any, path: str, *, may_be_empty: bool) -> Any:
     """The text of a message: as it is, or its text parts joined; the parts themselves where there
     are pictures among them.
     """
@@ -219,21 +231,21 @@ def _content(content: Any, at: str, *, may_be_empty: bool) -> Any:
         if any(isinstance(part, dict) and part.get("type") == "image" for part in content):
             return content
         content = "".join(
-            _text_of_part(part, f"{at}.content[{i}]") for i, part in enumerate(content)
+            _part_text(part, f"{path}.content[{i}]") for i, part in enumerate(content)
         )
     if not may_be_empty and (content is None or (isinstance(content, str) and not content.strip())):
-        raise EmptyAnswer(f"{at}.content is empty: the row has no target")
+        raise EmptyAnswer(f"{path}.content is empty: the row has no target")
     if not isinstance(content, str):
-        raise RowError(f"{at}.content must be text, got {kind(content)}")
+        raise RowError(f"{path}.content must be text, got {json_kind(content)}")
     return content
 
 
-IN_TEXT = "<image>"  # LLaVA's and ShareGPT's mark of a picture
-_PICTURE = ("image", "path", "url", "bytes")
+PICTURE_MARK = "<image>"  # LLaVA's and ShareGPT's mark of a picture
+_PICTURE_KEYS = ("image", "path", "url", "bytes")
 
 
 def take_pictures(
-    messages: tuple[Message, ...], row: Mapping[str, Any], place: str
+    messages: tuple[Message, ...], row: Mapping[str, Any], location: str
 ) -> tuple[tuple[Message, ...], tuple[Any, ...]]:
     """(the turns, with parts where there are pictures; the pictures as the row gives them, in their
     order).
@@ -242,16 +254,16 @@ def take_pictures(
     Text has its marks `<image>`, or else the pictures stand before the first question, as TRL puts
     them.
     """
-    beside = _beside(row, place)
-    waiting = list(beside)
-    found: list[Any] = []
+    row_pictures = _row_pictures(row, location)
+    remaining = list(row_pictures)
+    pictures: list[Any] = []
     turns: list[Message] = []
-    marked = any(IN_TEXT in m["content"] for m in messages if isinstance(m["content"], str))
+    has_marks = any(PICTURE_MARK in m["content"] for m in messages if isinstance(m["content"], str))
     for i, message in enumerate(messages):
         parts = message["content"]
-        if isinstance(parts, str) and beside and message["role"] != "assistant":
-            if marked:
-                texts = parts.split(IN_TEXT)
+        if isinstance(parts, str) and row_pictures and message["role"] != "assistant":
+            if has_marks:
+                texts = parts.split(PICTURE_MARK)
                 parts = [
                     part
                     for text in texts
@@ -261,83 +273,84 @@ def take_pictures(
                     parts = [part for part in parts if part.get("text") != ""]
                 else:
                     parts = message["content"]
-            elif message["role"] == "user" and waiting and len(waiting) == len(beside):
-                parts = [{"type": "image"}] * len(waiting) + [{"type": "text", "text": parts}]
+            elif message["role"] == "user" and remaining and len(remaining) == len(row_pictures):
+                parts = [{"type": "image"}] * len(remaining) + [{"type": "text", "text": parts}]
         if not isinstance(parts, str) or (
-            beside and message["role"] == "assistant" and IN_TEXT in parts
+            row_pictures and message["role"] == "assistant" and PICTURE_MARK in parts
         ):
             if message["role"] == "assistant":
                 raise RowError(
-                    f"{place}: messages[{i}] (assistant) has a picture: answers are text"
+                    f"{location}: messages[{i}] (assistant) has a picture: answers are text"
                 )
             parts = [
-                _part(part, f"{place}: messages[{i}].content[{j}]", waiting, found)
+                _check_part(part, f"{location}: messages[{i}].content[{j}]", remaining, pictures)
                 for j, part in enumerate(parts)
             ]
         turns.append({**message, "content": parts})
-    if waiting:
+    if remaining:
         raise RowError(
-            f"{place}: {len(beside)} pictures and {len(found)} marks ({{type: image}}, or {IN_TEXT}"
+            f"{location}: {len(row_pictures)} pictures and {len(pictures)} marks ({{type: image}}, or {PICTURE_MARK}"
             " in the text): one each"
         )
-    return tuple(turns), tuple(found)
+    return tuple(turns), tuple(pictures)
 
 
-def _beside(row: Mapping[str, Any], place: str) -> list[Any]:
+def _row_pictures(row: Mapping[str, Any], location: str) -> list[Any]:
     """The pictures that a row has beside its turns."""
-    given = parsed_json(
-        row.get("images") if row.get("images") is not None else row.get("image"), f"{place}: images"
+    pictures = parse_json_cell(
+        row.get("images") if row.get("images") is not None else row.get("image"),
+        f"{location}: images",
     )
-    if isinstance(given, list | tuple):
-        return list(given)
-    if given not in (None, ""):
-        return [given]
+    if isinstance(pictures, list | tuple):
+        return list(pictures)
+    if pictures not in (None, ""):
+        return [pictures]
     return []
 
 
-def _part(part: Any, at: str, waiting: list[Any], found: list[Any]) -> Message:
+def _check_part(part: Any, path: str, remaining: list[Any], pictures: list[Any]) -> Message:
     if not isinstance(part, dict) or part.get("type") != "image":
-        return {"type": "text", "text": _text_of_part(part, at)}
-    own = next((part[key] for key in _PICTURE if part.get(key) is not None), None)
-    if own is None and not waiting:
+        return {"type": "text", "text": _part_text(part, path)}
+    picture = next((part[key] for key in _PICTURE_KEYS if part.get(key) is not None), None)
+    if picture is None and not remaining:
         raise RowError(
-            f"{at} is a picture without one: give its image, path, url or bytes, or one more in the"
+            f"{path} is a picture without one: give its image, path, url or bytes, or one more in the"
             " row's images"
         )
-    found.append(waiting.pop(0) if own is None else own)
+    pictures.append(remaining.pop(0) if picture is None else picture)
     return {"type": "image"}
 
 
-def _text_of_part(part: Any, at: str) -> str:
+def _part_text(part: Any, path: str) -> str:
     if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
     if isinstance(part, dict) and part.get("type", "text") != "text":
-        what = f"a part of type {part['type']!r}"
+        description = f"a part of type {part['type']!r}"
     else:
-        what = kind(part)
+        description = json_kind(part)
     raise RowError(
-        f"{at} must be {{type: text, text: ...}} or {{type: image, path: ...}}, got {what}"
+        f"{path} must be {{type: text, text: ...}} or {{type: image, path: ...}}, got {description}"
     )
 
 
-def _calls(calls: Any, at: str) -> list[Any]:
+def _check_calls(calls: Any, path: str) -> list[Any]:
     """Tool calls whose arguments are objects: as text, a template would write them out as JSON in
     JSON.
     """
     if not isinstance(calls, list):
-        raise RowError(f"{at}.tool_calls must be a list, got {kind(calls)}")
+        raise RowError(f"{path}.tool_calls must be a list, got {json_kind(calls)}")
     checked = []
     for i, call in enumerate(calls):
         inner = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
             raise RowError(
-                f"{at}.tool_calls[{i}] must be {{type: function, function: {{name, arguments}}}},"
-                f" got {kind(call)}"
+                f"{path}.tool_calls[{i}] must be {{type: function, function: {{name, arguments}}}},"
+                f" got {json_kind(call)}"
             )
-        arguments = parsed_json(inner.get("arguments", {}), f"{at}.tool_calls[{i}].arguments")
+        arguments = parse_json_cell(inner.get("arguments", {}), f"{path}.tool_calls[{i}].arguments")
         if isinstance(arguments, str) and arguments.strip():
             raise RowError(
-                f"{at}.tool_calls[{i}].arguments must be an object, or one as JSON:"
+                f"{path}.tool_calls[{i}].arguments must be an object, or one as JSON:"
                 f" {arguments[:40]!r}"
             )
         function = {**inner, "arguments": arguments or {}}
@@ -349,43 +362,43 @@ def _calls(calls: Any, at: str) -> list[Any]:
     return checked
 
 
-def _sharegpt_turn(turn: Any, where: str, place: str) -> Message:
-    at = f"{place}: {where}"
+def _convert_sharegpt_turn(turn: Any, turn_key: str, location: str) -> Message:
+    path = f"{location}: {turn_key}"
     if not isinstance(turn, dict):
-        raise RowError(f"{at} must be an object with from and value, got {kind(turn)}")
+        raise RowError(f"{path} must be an object with from and value, got {json_kind(turn)}")
     for key in ("from", "value"):
         if key not in turn:
-            raise RowError(f"{at} has no {key}{_suggestion(key, turn)}")
-    role = _SHAREGPT.get(str(turn["from"]).lower())
+            raise RowError(f"{path} has no {key}{_suggestion(key, turn)}")
+    role = _SHAREGPT_ROLES.get(str(turn["from"]).lower())
     if role is None:
         raise RowError(
-            f"{at}.from: unknown role {turn['from']!r}: use human, gpt, system, function_call or"
+            f"{path}.from: unknown role {turn['from']!r}: use human, gpt, system, function_call or"
             " observation"
         )
-    _check_learn_keys(turn, at)
+    _check_learn_keys(turn, path)
     value = turn["value"]
-    beside = {
-        key: said
-        for key, said in turn.items()
+    other_keys = {
+        key: item
+        for key, item in turn.items()
         if key not in ("from", "value", "role", "content", "tool_calls")
     }
     if role == "function_call":
-        call = parsed_json(value, f"{at}.value")
+        call = parse_json_cell(value, f"{path}.value")
         return {
-            **beside,
+            **other_keys,
             "role": "assistant",
             "content": "",
-            "tool_calls": _calls(call if isinstance(call, list) else [call], at),
+            "tool_calls": _check_calls(call if isinstance(call, list) else [call], path),
         }
     if (
         role == "assistant"
         and is_learnt(turn)
         and (value is None or (isinstance(value, str) and not value.strip()))
     ):
-        raise EmptyAnswer(f"{at}.value is empty: the row has no target")
+        raise EmptyAnswer(f"{path}.value is empty: the row has no target")
     if not isinstance(value, str):
-        raise RowError(f"{at}.value must be text, got {kind(value)}")
-    return {**beside, "role": role, "content": value}
+        raise RowError(f"{path}.value must be text, got {json_kind(value)}")
+    return {**other_keys, "role": role, "content": value}
 
 
 def _suggestion(key: str, row: Message) -> str:
@@ -395,7 +408,7 @@ def _suggestion(key: str, row: Message) -> str:
 
 # pairs of tags in which answers of reasoning models have their thoughts
 _THOUGHT_TAGS = (
-    (BEGIN, END),
+    (BEGIN_THOUGHTS, END_THOUGHTS),
     ("<thinking>", "</thinking>"),
     ("<thought>", "</thought>"),
     ("<reasoning>", "</reasoning>"),
@@ -403,50 +416,57 @@ _THOUGHT_TAGS = (
 )
 
 
-def refuse_cut_thoughts(answer: Any, at: str) -> None:
+def refuse_cut_thoughts(answer: Any, path: str) -> None:
     """Raises RowError for an answer that begins with thoughts and ends inside them, as a limit on
     new tokens leaves it: learnt, it would teach to end there.
     """
     text = answer.lstrip() if isinstance(answer, str) else ""
     for begin, end in _THOUGHT_TAGS:
         if text.startswith(begin) and end not in text:
-            raise RowError(f"{at} ends inside its thoughts: {begin} without {end}")
+            raise RowError(f"{path} ends inside its thoughts: {begin} without {end}")
 
 
-def with_thoughts(
-    messages: Sequence[Message], which: str, *, writes: Writes, tags: bool, place: str
+def select_thoughts(
+    messages: Sequence[Message],
+    selection: str,
+    *,
+    writes: ThoughtPositions,
+    tags: bool,
+    location: str,
 ) -> tuple[Message, ...]:
     """The turns with the thoughts that are kept, where the template finds them.
 
-    which   `last`: those behind the last question; `all`; `none`
-    writes  what the template writes, as `probes` found it
+    selection  `last`: those behind the last question; `all`; `none`
+    writes  what the template writes, as `thought_probes` found it
     tags    whether the template itself has the tags
     Raises  RowError for a tag without the other one, EmptyAnswer for a learnt turn that is nothing
             but thoughts
     """
     last = last_question(messages)
-    found = list(messages)
+    turns = list(messages)
     for i, message in enumerate(messages):
-        if message["role"] == "assistant" and (which == "none" or (which == "last" and i < last)):
-            found[i] = _without(message, f"{place}: messages[{i}]")
+        if message["role"] == "assistant" and (
+            selection == "none" or (selection == "last" and i < last)
+        ):
+            turns[i] = _remove_thoughts(message, f"{location}: messages[{i}]")
         elif message["role"] == "assistant":
-            found[i] = _placed(message, earlier=i < last, writes=writes, tags=tags)
-    return tuple(found)
+            turns[i] = _move_thoughts(message, is_earlier=i < last, writes=writes, tags=tags)
+    return tuple(turns)
 
 
-def probes(word: str) -> Iterator[tuple[tuple[str, bool], list[Message]]]:
+def thought_probes(thought: str) -> Iterator[tuple[tuple[str, bool], list[Message]]]:
     """Conversations with a word as a thought, each place of it before the last question and behind
     it.
     """
-    for form in (CONTENT, *THOUGHT_KEYS):
-        if form == CONTENT:
-            answer = {"content": _tagged(word, "b")}
+    for key in (CONTENT_KEY, *THOUGHT_KEYS):
+        if key == CONTENT_KEY:
+            answer = {"content": _tag_thoughts(thought, "b")}
         else:
-            answer = {"content": "b", form: word}
+            answer = {"content": "b", key: thought}
         turns: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", **answer}]
-        yield (form, False), turns
+        yield (key, False), turns
         yield (
-            (form, True),
+            (key, True),
             [
                 *turns,
                 {"role": "user", "content": "a"},
@@ -460,14 +480,14 @@ def last_question(messages: Sequence[Message]) -> int:
     return max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
 
 
-def hidden(messages: Sequence[Message]) -> list[Message]:
-    """The turns, those before the last question with tags that no template knows. `shown` brings
+def hide_thought_tags(messages: Sequence[Message]) -> list[Message]:
+    """The turns, those before the last question with tags that no template knows. `restore_thought_tags` brings
     the tags back.
     """
     last = last_question(messages)
     return [
         (
-            m | {"content": _swapped(m["content"], _HIDDEN)}
+            m | {"content": _replace_all(m["content"], _HIDDEN_TAGS)}
             if m["role"] == "assistant" and i < last
             else m
         )
@@ -475,30 +495,32 @@ def hidden(messages: Sequence[Message]) -> list[Message]:
     ]
 
 
-def shown(text: str) -> str:
-    return _swapped(text, {mark: tag for tag, mark in _HIDDEN.items()})
+def restore_thought_tags(text: str) -> str:
+    return _replace_all(text, {mark: tag for tag, mark in _HIDDEN_TAGS.items()})
 
 
-def learns_empty(text: str, learnt: Sequence[tuple[int, int]]) -> bool:
+def learns_empty_thoughts(text: str, learnt: Sequence[tuple[int, int]]) -> bool:
     """Whether learnt characters have the end of empty thoughts, whose beginning may be in the
     prompt.
     """
-    ends = [found.end() for found in _EMPTY.finditer(text)]
-    return any(start <= end - len(END) and end <= stop for start, stop in learnt for end in ends)
+    ends = [match.end() for match in _EMPTY_THOUGHTS.finditer(text)]
+    return any(
+        start <= end - len(END_THOUGHTS) and end <= stop for start, stop in learnt for end in ends
+    )
 
 
-def _swapped(text: str, words: dict[str, str]) -> str:
-    for word, other in words.items():
-        text = text.replace(word, other)
+def _replace_all(text: str, replacements: dict[str, str]) -> str:
+    for old, new in replacements.items():
+        text = text.replace(old, new)
     return text
 
 
-def _without(message: Message, at: str) -> Message:
+def _remove_thoughts(message: Message, path: str) -> Message:
     content = message["content"]
-    answer = _BLOCK.sub("", content)
-    if BEGIN in answer or END in answer:
+    answer = _THOUGHTS_BLOCK.sub("", content)
+    if BEGIN_THOUGHTS in answer or END_THOUGHTS in answer:
         raise RowError(
-            f"{at}.content has {BEGIN} or {END} without the other one: its thoughts cannot be told"
+            f"{path}.content has {BEGIN_THOUGHTS} or {END_THOUGHTS} without the other one: its thoughts cannot be told"
             " from its answer"
         )
     if (
@@ -507,38 +529,40 @@ def _without(message: Message, at: str) -> Message:
         and is_learnt(message)
         and not message.get("tool_calls")
     ):
-        raise EmptyAnswer(f"{at}.content is empty without its thoughts: the row has no target")
-    return _bare(message) | {"content": answer}
+        raise EmptyAnswer(f"{path}.content is empty without its thoughts: the row has no target")
+    return _drop_thought_keys(message) | {"content": answer}
 
 
-def _placed(message: Message, *, earlier: bool, writes: Writes, tags: bool) -> Message:
+def _move_thoughts(
+    message: Message, *, is_earlier: bool, writes: ThoughtPositions, tags: bool
+) -> Message:
     """A turn whose thoughts stand where the template writes them; else in its content, as Qwen3
     writes them.
 
     They stay where they are if the template has other marks for thoughts, as gpt-oss' has.
     """
     content = message["content"]
-    block = _BLOCK.match(content)
+    block = _THOUGHTS_BLOCK.match(content)
     key = next(
         (key for key in THOUGHT_KEYS if isinstance(message.get(key), str) and message[key].strip()),
         None,
     )
-    form = CONTENT if block is not None else key
+    source_key = CONTENT_KEY if block is not None else key
     other_marks = not tags and any((key, False) in writes for key in THOUGHT_KEYS)
-    if form is None or (form, earlier) in writes or other_marks:
+    if source_key is None or (source_key, is_earlier) in writes or other_marks:
         return message
     if block is not None:
         thought = block[1]
         answer = content[block.end() :]
     else:
-        thought = message[form]
+        thought = message[source_key]
         answer = content
-    return _bare(message) | {"content": _tagged(thought, answer)}
+    return _drop_thought_keys(message) | {"content": _tag_thoughts(thought, answer)}
 
 
-def _bare(message: Message) -> Message:
+def _drop_thought_keys(message: Message) -> Message:
     return {key: value for key, value in message.items() if key not in THOUGHT_KEYS}
 
 
-def _tagged(thought: str, answer: str) -> str:
-    return f"{BEGIN}\n{thought.strip()}\n{END}\n\n{answer.lstrip()}"
+def _tag_thoughts(thought: str, answer: str) -> str:
+    return f"{BEGIN_THOUGHTS}\n{thought.strip()}\n{END_THOUGHTS}\n\n{answer.lstrip()}"

@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
-from .bad_rows import EMPTY, BadRow, BadRows, RowError
+from .bad_rows import EMPTY_REASON, BadRow, BadRows, RowError
 from .chat import ChatTemplate, Span
-from .conversations import DOUBLED_THOUGHTS, IN_TEXT, learns_empty
+from .conversations import DOUBLED_THOUGHTS, PICTURE_MARK, learns_empty_thoughts
 from .formats import Example, Message
 from .pictures import BadPicture, Pictures
 from .rows import IGNORED, Row
 
-BATCH = 256  # texts handed to the tokenizer at once
+BATCH_TEXTS = 256  # texts handed to the tokenizer at once
 Offsets = Sequence[tuple[int, int]]  # of each token, in characters
 
 
@@ -53,54 +53,54 @@ class Tally:
     """Rows by the role of a turn that the template left out."""
     bad: BadRows = field(default_factory=BadRows)
 
-    def drop(self, reason: str, place: str) -> None:
+    def drop(self, reason: str, location: str) -> None:
         self.dropped[reason] += 1
-        self.first_dropped.setdefault(reason, place)
+        self.first_dropped.setdefault(reason, location)
 
     def note_bad(self, row: BadRow) -> None:
         """Counts a row that cannot be used; one with an empty answer also as dropped."""
         self.bad.add(row)
         if row.empty:
-            self.drop(EMPTY, row.place)
+            self.drop(EMPTY_REASON, row.location)
 
     def to_dict(self) -> dict[str, Any]:
         return vars(self) | {"bad": self.bad.to_dict()}
 
     @classmethod
-    def sum(cls, counted: Iterable[dict[str, Any]]) -> Tally:
+    def sum(cls, tallies: Iterable[dict[str, Any]]) -> Tally:
         """Several sides, as `to_dict` gave them, as one."""
         total = cls()
-        for one in counted:
-            total.first_dropped = one["first_dropped"] | total.first_dropped
-            total.bad.update(one["bad"])
+        for tally in tallies:
+            total.first_dropped = tally["first_dropped"] | total.first_dropped
+            total.bad.update(tally["bad"])
             for name, value in vars(total).items():
                 if isinstance(value, Counter):
-                    value.update(one[name])
+                    value.update(tally[name])
                 elif isinstance(value, int):
-                    setattr(total, name, value + one[name])
+                    setattr(total, name, value + tally[name])
         return total
 
 
-def _asks_to_look(message: Message) -> bool:
+def _has_picture_mark(message: Message) -> bool:
     """Whether a question has LLaVA's mark of a picture; where it is closed it is markup."""
-    said = message["content"] if message["role"] == "user" else ""
-    return isinstance(said, str) and IN_TEXT in said and "</image>" not in said
+    content = message["content"] if message["role"] == "user" else ""
+    return isinstance(content, str) and PICTURE_MARK in content and "</image>" not in content
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
     """A row as text, with the spans to learn."""
 
-    place: str
+    location: str
     text: str
     spans: Sequence[Span]
     literal: bool
     """Not from a template: gets the tokenizer's own beginning, and the end-of-text token."""
     pictures: tuple[str, ...] = ()
     """References of its pictures."""
-    shown: int = 0
+    pictures_end: int = 0
     """Where the text of its last picture ends."""
-    places: int = 0
+    picture_tokens: int = 0
     """Tokens of the model that stand for its pictures."""
 
 
@@ -118,31 +118,38 @@ class Encoder:
     ) -> None:
         self.pictures = pictures
         self.no_pictures = "the model has no vision tower"
-        place = None if pictures is None else pictures.token_id
-        self.place = (place, tokenizer.convert_ids_to_tokens(place)) if place is not None else None
+        token_id = None if pictures is None else pictures.token_id
+        self.picture_token = (
+            (token_id, tokenizer.convert_ids_to_tokens(token_id)) if token_id is not None else None
+        )
         self.has_offsets = bool(getattr(tokenizer, "is_fast", False))
         self.tokenizer = tokenizer
         self.max_length = max_length
         self.loss_on = loss_on
         self.template = template
-        bare = tokenizer("a", add_special_tokens=False).input_ids
-        whole = tokenizer("a").input_ids
-        self.before: list[int] = next(
-            (whole[:i] for i in range(len(whole)) if whole[i : i + len(bare)] == bare), []
+        bare_ids = tokenizer("a", add_special_tokens=False).input_ids
+        framed_ids = tokenizer("a").input_ids
+        self.prefix_ids: list[int] = next(
+            (
+                framed_ids[:i]
+                for i in range(len(framed_ids))
+                if framed_ids[i : i + len(bare_ids)] == bare_ids
+            ),
+            [],
         )
         if tokenizer.eos_token_id is None:
-            self.after: list[int] = []
+            self.suffix_ids: list[int] = []
         else:
-            self.after = [tokenizer.eos_token_id]
-        self.special = {i: t.content for i, t in tokenizer.added_tokens_decoder.items()}
-        self._marks = {
+            self.suffix_ids = [tokenizer.eos_token_id]
+        self.special_tokens = {i: t.content for i, t in tokenizer.added_tokens_decoder.items()}
+        self._special_ids = {
             i
             for i, t in tokenizer.added_tokens_decoder.items()
             if t.special and i != tokenizer.unk_token_id
         }
-        if max_length < len(self.before) + 2:
+        if max_length < len(self.prefix_ids) + 2:
             raise UsageError(
-                f"data.max_length is {max_length}: a row needs at least {len(self.before) + 2}"
+                f"data.max_length is {max_length}: a row needs at least {len(self.prefix_ids) + 2}"
                 " tokens to teach anything"
             )
 
@@ -163,41 +170,43 @@ class Encoder:
         template that no row is at fault for.
         """
         examples = iter(examples)
-        while taken := list(islice(examples, BATCH)):
+        while batch_examples := list(islice(examples, BATCH_TEXTS)):
             batch = []
             rendered = []
-            for example in taken:
+            for example in batch_examples:
                 try:
-                    whole = self.render(example, tally)
+                    rendered_row = self.render(example, tally)
                 except UsageError as error:
-                    tally.note_bad(BadRow.of(error, example.place))
+                    tally.note_bad(BadRow.from_error(error, example.location))
                     continue
-                if not whole.spans:
-                    tally.drop("all of its answers are marked as not learnt", whole.place)
+                if not rendered_row.spans:
+                    tally.drop("all of its answers are marked as not learnt", rendered_row.location)
                     continue
-                rendered.append(whole)
+                rendered.append(rendered_row)
                 batch.append(example)
             if not batch:
                 continue
-            encoded = self._encoded([r.text for r in rendered], [self._edges(r) for r in rendered])
-            before = [r.text[: span.start] for r in rendered for span in r.spans]
+            encoded = self._tokenize_texts(
+                [r.text for r in rendered], [self._span_edges(r) for r in rendered]
+            )
+            prompt_texts = [r.text[: span.start] for r in rendered for span in r.spans]
             prompts = iter(
-                self.tokenizer(before, add_special_tokens=False, verbose=False)["input_ids"]
+                self.tokenizer(prompt_texts, add_special_tokens=False, verbose=False)["input_ids"]
             )
             for source, r, (ids, offsets) in zip(batch, rendered, encoded):
-                row = self._row(r, ids, offsets, list(islice(prompts, len(r.spans))), tally)
+                row = self._build_row(r, ids, offsets, list(islice(prompts, len(r.spans))), tally)
                 if row is not None:
                     yield source, *row
 
     def render(self, example: Example, tally: Tally) -> Rendered:
         """The text of an example and what is learnt of it."""
         template = self.template
-        place = example.place
-        messages = as_messages(example)
+        location = example.location
+        messages = example_messages(example)
         if template is None or messages is None:
             if example.messages is not None:
                 raise UsageError(
-                    f"{place}: messages need a chat template, and the tokenizer has none",
+                    f"{location}: messages need a chat template, and the tokenizer has none",
                     fix="data.chat_template: chatml",
                 )
             if example.text is not None:
@@ -205,48 +214,56 @@ class Encoder:
             else:
                 text = example.prompt + (example.completion or "")
             start = 0 if self.loss_on == "all" else len(example.prompt)
-            return Rendered(place, text, [Span(start, len(text), closed=True)], literal=True)
-        messages = tuple(template.thoughtful(messages, place))
+            return Rendered(location, text, [Span(start, len(text), closed=True)], literal=True)
+        messages = tuple(template.apply_thoughts(messages, location))
         if example.pictures and self.pictures is None:
             raise RowError(
-                f"{place}: the row has pictures, and {self.no_pictures}",
+                f"{location}: the row has pictures, and {self.no_pictures}",
                 fix="data.columns: {images: null, image: null} does not read them",
             )
         if (
             self.pictures is not None
             and not example.pictures
-            and any(_asks_to_look(m) for m in messages)
+            and any(_has_picture_mark(m) for m in messages)
         ):
-            raise RowError(f"{place}: a mark {IN_TEXT} in the text, and the row has no picture")
-        text = template.render(messages, tools=example.tools, place=place)
+            raise RowError(
+                f"{location}: a mark {PICTURE_MARK} in the text, and the row has no picture"
+            )
+        text = template.render(messages, tools=example.tools, location=location)
         tally.special_in_content += any(
             s in str(m.get("content"))
             for m in messages
-            for s in self.special.values()
+            for s in self.special_tokens.values()
             if len(s) > 2
         )
-        roles, calls, tools, reasoning = template.left_out(messages, example.tools, text, place)
+        roles, calls, tools, reasoning = template.find_omissions(
+            messages, example.tools, text, location
+        )
         if template.thoughts in ("last", "all") and (reasoning or DOUBLED_THOUGHTS.search(text)):
             raise RowError(
-                f"{place}: the chat template does not write thoughts as data.thoughts:"
+                f"{location}: the chat template does not write thoughts as data.thoughts:"
                 f" {template.thoughts} keeps them"
             )
         tally.turns_unseen.update(roles)
         tally.calls_unseen += calls
         tally.tools_unseen += tools
         tally.reasoning_unseen += reasoning
-        whole = [Span(0, len(text), closed=True)]
+        whole_span = [Span(0, len(text), closed=True)]
         if self.loss_on == "all":
-            spans = whole
+            spans = whole_span
         else:
-            spans = template.spans(replace(example, messages=messages), text)
-        tally.empty_thoughts += learns_empty(text, [(span.start, span.end) for span in spans])
-        found = Rendered(place, text, spans, literal=False)
+            spans = template.answer_spans(replace(example, messages=messages), text)
+        tally.empty_thoughts += learns_empty_thoughts(
+            text, [(span.start, span.end) for span in spans]
+        )
+        rendered = Rendered(location, text, spans, literal=False)
         if not example.pictures:
-            return found
-        return self.with_pictures(found, example.pictures, example.folder)
+            return rendered
+        return self.insert_pictures(rendered, example.pictures, example.folder)
 
-    def with_pictures(self, r: Rendered, given: Sequence[Any], folder: str) -> Rendered:
+    def insert_pictures(
+        self, rendered: Rendered, row_pictures: Sequence[Any], folder: str
+    ) -> Rendered:
         """The text as the processor writes it, each mark as the tokens of its picture, which are
         not learnt.
 
@@ -255,103 +272,114 @@ class Encoder:
         """
         pictures = self.pictures
         assert pictures is not None
-        pieces = r.text.split(pictures.mark)
-        if len(pieces) - 1 != len(given):
+        pieces = rendered.text.split(pictures.mark)
+        if len(pieces) - 1 != len(row_pictures):
             raise RowError(
-                f"{r.place}: the text has {len(pieces) - 1} times {pictures.mark}, and the row"
-                f" {len(given)} pictures"
+                f"{rendered.location}: the text has {len(pieces) - 1} times {pictures.mark}, and the row"
+                f" {len(row_pictures)} pictures"
             )
-        if not given:
-            return r
+        if not row_pictures:
+            return rendered
         references: list[str] = []
-        for i, one in enumerate(given):
+        for i, item in enumerate(row_pictures):
             try:
-                references.append(pictures.reference(one, Path(folder)))
+                references.append(pictures.reference(item, Path(folder)))
             except (BadPicture, OSError) as error:
-                raise RowError(f"{r.place}: picture {i + 1}: {error}") from None
+                raise RowError(f"{rendered.location}: picture {i + 1}: {error}") from None
         try:
-            written = pictures.written(references)
+            picture_texts = pictures.picture_texts(references)
         except BadPicture as error:
-            raise RowError(f"{r.place}: {error}") from None
+            raise RowError(f"{rendered.location}: {error}") from None
         # of each piece: where it begins and ends, and how far it moves
         text = ""
-        at = 0
-        moved = []
-        for piece, tokens in zip_longest(pieces, written, fillvalue=""):
-            moved.append((at, at + len(piece), len(text) - at))
+        offset = 0
+        shifts = []
+        for piece, tokens in zip_longest(pieces, picture_texts, fillvalue=""):
+            shifts.append((offset, offset + len(piece), len(text) - offset))
             text += piece + tokens
-            at += len(piece) + len(pictures.mark)
+            offset += len(piece) + len(pictures.mark)
         cut = [
-            (max(span.start, a), min(span.end, b), by, span.closed)
-            for span in r.spans
-            for a, b, by in moved
+            (max(span.start, a), min(span.end, b), shift, span.closed)
+            for span in rendered.spans
+            for a, b, shift in shifts
         ]
         spans = [
-            Span(start + by, end + by, closed) for start, end, by, closed in cut if start < end
+            Span(start + shift, end + shift, closed)
+            for start, end, shift, closed in cut
+            if start < end
         ]
-        shown = len(text) - len(pieces[-1])
-        if self.place is not None and self.place[1]:
-            placeholders = sum(one.count(self.place[1]) for one in written)
+        pictures_end = len(text) - len(pieces[-1])
+        if self.picture_token is not None and self.picture_token[1]:
+            placeholders = sum(item.count(self.picture_token[1]) for item in picture_texts)
         else:
             placeholders = 0
         return Rendered(
-            r.place,
+            rendered.location,
             text,
             spans,
             literal=False,
             pictures=tuple(references),
-            shown=shown,
-            places=placeholders,
+            pictures_end=pictures_end,
+            picture_tokens=placeholders,
         )
 
-    def windows(self, tokens: Iterable[list[int]], place: str, tally: Tally) -> Iterator[Row]:
+    def windows(self, tokens: Iterable[list[int]], location: str, tally: Tally) -> Iterator[Row]:
         """A plain text cut into rows of `max_length`, each with the tokenizer's beginning; the
         end-of-text token closes the last.
 
         tokens  those of the text's pieces, one after another; no more than one piece and a row of
                 them are held
         """
-        for window in _cut(chain(tokens, [self.after]), self.max_length - len(self.before)):
-            tally.special_in_content += self._read_as_special(window)
-            ids = tuple(self.before + window)
+        for window in _split_windows(
+            chain(tokens, [self.suffix_ids]), self.max_length - len(self.prefix_ids)
+        ):
+            tally.special_in_content += self._has_special_token(window)
+            ids = tuple(self.prefix_ids + window)
             row = Row(ids, ids, 0)
             if row.supervised:
                 yield row
             else:
-                tally.drop("one token alone at the end of a text teaches nothing", place)
+                tally.drop("one token alone at the end of a text teaches nothing", location)
 
-    def _read_as_special(self, ids: list[int]) -> bool:
+    def _has_special_token(self, ids: list[int]) -> bool:
         """Whether a plain text's tokens have a special one that its text gave, other than a
         beginning and an end that it has itself.
         """
-        if self.before and ids[: len(self.before)] == self.before:
-            begin = len(self.before)
+        if self.prefix_ids and ids[: len(self.prefix_ids)] == self.prefix_ids:
+            start = len(self.prefix_ids)
         else:
-            begin = 0
-        if self.after and ids[-1:] == self.after:
-            end = len(ids) - len(self.after)
+            start = 0
+        if self.suffix_ids and ids[-1:] == self.suffix_ids:
+            end = len(ids) - len(self.suffix_ids)
         else:
             end = len(ids)
-        return not self._marks.isdisjoint(ids[begin:end])
+        return not self._special_ids.isdisjoint(ids[start:end])
 
-    def _edges(self, r: Rendered) -> list[int]:
+    def _span_edges(self, rendered: Rendered) -> list[int]:
         """Where a row's parts begin and end, in characters: all that a tokenizer without offsets
         has to find.
         """
-        return sorted({at for span in r.spans for at in (span.start, span.end)} - {0, len(r.text)})
+        return sorted(
+            {offset for span in rendered.spans for offset in (span.start, span.end)}
+            - {0, len(rendered.text)}
+        )
 
-    def _encoded(self, texts: list[str], edges: list[list[int]]) -> list[tuple[list[int], Offsets]]:
+    def _tokenize_texts(
+        self, texts: list[str], edges: list[list[int]]
+    ) -> list[tuple[list[int], Offsets]]:
         """Tokens and their places. Without offsets, every token of a part between two edges gets
         the part's place.
         """
         if not self.has_offsets:
-            return [self._in_parts(text, at) for text, at in zip(texts, edges)]
-        found = self.tokenizer(
+            return [
+                self._tokenize_parts(text, text_edges) for text, text_edges in zip(texts, edges)
+            ]
+        encoded = self.tokenizer(
             texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
-        return list(zip(found["input_ids"], found["offset_mapping"]))
+        return list(zip(encoded["input_ids"], encoded["offset_mapping"]))
 
-    def _in_parts(self, text: str, edges: list[int]) -> tuple[list[int], Offsets]:
+    def _tokenize_parts(self, text: str, edges: list[int]) -> tuple[list[int], Offsets]:
         """A part's tokens are those by which the text up to its end is longer; where that changes
         earlier ones, it is tokenised alone.
         """
@@ -370,47 +398,54 @@ class Encoder:
             start = edge
         return ids, offsets
 
-    def _row(
+    def _build_row(
         self,
-        r: Rendered,
+        rendered: Rendered,
         ids: list[int],
         offsets: Offsets,
         prompts: Iterable[list[int]],
         tally: Tally,
     ) -> tuple[Row, bool] | None:
-        ids, offsets = self._apart(r, ids, offsets, prompts, tally)
+        ids, offsets = self._tokenize_apart(rendered, ids, offsets, prompts, tally)
         learnt = [False] * len(ids)
-        whole = len(r.spans) == 1 and r.spans[0].start == 0 and r.spans[0].end == len(r.text)
-        for span in r.spans:
-            first, last = self._tokens(r, ids, offsets, span, tally, whole=whole)
+        is_whole = (
+            len(rendered.spans) == 1
+            and rendered.spans[0].start == 0
+            and rendered.spans[0].end == len(rendered.text)
+        )
+        for span in rendered.spans:
+            first, last = self._span_tokens(rendered, ids, offsets, span, tally, is_whole=is_whole)
             learnt[first:last] = [True] * (last - first)
-        if r.literal:
-            tally.special_in_content += self._read_as_special(ids)
-            if self.before and ids[: len(self.before)] == self.before:
-                before = []
+        if rendered.literal:
+            tally.special_in_content += self._has_special_token(ids)
+            if self.prefix_ids and ids[: len(self.prefix_ids)] == self.prefix_ids:
+                prefix = []
             else:
-                before = self.before
-            after = [] if self.after and ids[-1:] == self.after else self.after
-            learnt = [whole] * len(before) + learnt + [True] * len(after)
-            ids = before + ids + after
-        if self.place is not None and (there := ids.count(self.place[0])) != r.places:
-            token = self.place[1]
+                prefix = self.prefix_ids
+            suffix = [] if self.suffix_ids and ids[-1:] == self.suffix_ids else self.suffix_ids
+            learnt = [is_whole] * len(prefix) + learnt + [True] * len(suffix)
+            ids = prefix + ids + suffix
+        if (
+            self.picture_token is not None
+            and (count := ids.count(self.picture_token[0])) != rendered.picture_tokens
+        ):
+            token = self.picture_token[1]
             reason = (
-                f"{there} times {token}, which stands for a picture, and the row's pictures have"
-                f" {r.places}"
+                f"{count} times {token}, which stands for a picture, and the row's pictures have"
+                f" {rendered.picture_tokens}"
             )
-            tally.bad.add(BadRow(r.place, reason, f"take {token} out of the text"))
+            tally.bad.add(BadRow(rendered.location, reason, f"take {token} out of the text"))
             return None
         cut = len(ids) > self.max_length
-        if cut and r.pictures and offsets[self.max_length - 1][1] < r.shown:
-            seen = sum(start < r.shown for start, _ in offsets)
+        if cut and rendered.pictures and offsets[self.max_length - 1][1] < rendered.pictures_end:
+            picture_end_token = sum(start < rendered.pictures_end for start, _ in offsets)
             reason = (
-                f"{len(ids)} tokens, its last picture ends at {seen}, and data.max_length is"
+                f"{len(ids)} tokens, its last picture ends at {picture_end_token}, and data.max_length is"
                 f" {self.max_length}"
             )
             tally.bad.add(
                 BadRow(
-                    r.place,
+                    rendered.location,
                     f"{reason}: a row is not cut inside a picture",
                     "data.max_pixels makes pictures smaller",
                 )
@@ -425,49 +460,49 @@ class Encoder:
                     if cut
                     else "no token to learn"
                 ),
-                r.place,
+                rendered.location,
             )
             return None
-        labels = tuple(i if on else IGNORED for i, on in zip(ids, learnt))
-        return Row(tuple(ids), labels, learnt.index(True), pictures=r.pictures), cut
+        labels = tuple(i if is_learnt else IGNORED for i, is_learnt in zip(ids, learnt))
+        return Row(tuple(ids), labels, learnt.index(True), pictures=rendered.pictures), cut
 
-    def _tokens(
+    def _span_tokens(
         self,
-        r: Rendered,
+        rendered: Rendered,
         ids: list[int],
         offsets: Offsets,
         span: Span,
         tally: Tally,
         *,
-        whole: bool,
+        is_whole: bool,
     ) -> tuple[int, int]:
         """The tokens of a span, from the first to its end-of-turn token; white space the template
         writes after that is not learnt.
         """
         first = next((k for k, (a, _) in enumerate(offsets) if a >= span.start), len(ids))
         last = next((k for k in range(first, len(ids)) if offsets[k][0] >= span.end), len(ids))
-        if r.literal or whole:
+        if rendered.literal or is_whole:
             return first, last
         closing = last - 1 if span.closed else last
         step = -1 if span.closed else 1
         while (
             first <= closing < len(ids)
-            and ids[closing] not in self.special
-            and not self._text(r, ids[closing], offsets[closing]).strip()
+            and ids[closing] not in self.special_tokens
+            and not self._token_text(rendered, ids[closing], offsets[closing]).strip()
         ):
             closing += step
-        if first <= closing < len(ids) and ids[closing] in self.special:
-            tally.end_of_turn[self.special[ids[closing]]] += 1
+        if first <= closing < len(ids) and ids[closing] in self.special_tokens:
+            tally.end_of_turn[self.special_tokens[ids[closing]]] += 1
             return first, closing + 1
         tally.end_of_turn["none"] += 1
         return first, last
 
-    def _text(self, r: Rendered, token: int, place: tuple[int, int]) -> str:
-        return r.text[slice(*place)] if self.has_offsets else self.tokenizer.decode([token])
+    def _token_text(self, rendered: Rendered, token: int, offset: tuple[int, int]) -> str:
+        return rendered.text[slice(*offset)] if self.has_offsets else self.tokenizer.decode([token])
 
-    def _apart(
+    def _tokenize_apart(
         self,
-        r: Rendered,
+        rendered: Rendered,
         ids: list[int],
         offsets: Offsets,
         prompts: Iterable[list[int]],
@@ -482,44 +517,47 @@ class Encoder:
         # characters and tokens up to the last cut
         cut_at = 0
         settled = 0
-        for span, prompt in zip(r.spans, prompts):
+        for span, prompt in zip(rendered.spans, prompts):
             if span.start == 0:
                 continue
             if cut_at:
-                prompt = self.ids(r.text[cut_at : span.start])
+                prompt = self.ids(rendered.text[cut_at : span.start])
             if ids[settled : settled + len(prompt)] == prompt:
                 continue
             tally.borders += 1
-            sides = [r.text[cut_at : span.start], r.text[span.start :]]
-            parts = ((cut_at, span.start), (span.start, len(r.text)))
+            sides = [rendered.text[cut_at : span.start], rendered.text[span.start :]]
+            parts = ((cut_at, span.start), (span.start, len(rendered.text)))
             edges = [
-                [at - begin for at in self._edges(r) if begin < at < end] for begin, end in parts
+                [edge - begin for edge in self._span_edges(rendered) if begin < edge < end]
+                for begin, end in parts
             ]
             ids = ids[:settled]
             offsets = list(offsets[:settled])
-            for (begin, _), (tokens, places) in zip(parts, self._encoded(sides, edges)):
+            for (begin, _), (tokens, token_offsets) in zip(
+                parts, self._tokenize_texts(sides, edges)
+            ):
                 settled = len(ids)
                 ids += tokens
-                offsets += [(a + begin, b + begin) for a, b in places]
+                offsets += [(a + begin, b + begin) for a, b in token_offsets]
             cut_at = span.start
         return ids, offsets
 
 
-def _cut(pieces: Iterable[list[int]], size: int) -> Iterator[list[int]]:
+def _split_windows(pieces: Iterable[list[int]], size: int) -> Iterator[list[int]]:
     """The tokens of all pieces, `size` at a time; the last may be fewer."""
-    held: list[int] = []
+    waiting_ids: list[int] = []
     for piece in pieces:
-        held += piece
+        waiting_ids += piece
         start = 0
-        while len(held) - start > size:
-            yield held[start : start + size]
+        while len(waiting_ids) - start > size:
+            yield waiting_ids[start : start + size]
             start += size
-        del held[:start]
-    if held:
-        yield held
+        del waiting_ids[:start]
+    if waiting_ids:
+        yield waiting_ids
 
 
-def as_messages(example: Example) -> tuple[Message, ...] | None:
+def example_messages(example: Example) -> tuple[Message, ...] | None:
     """An example as a conversation: messages as they are, prompt and completion as a question and
     its answer; None for text.
     """

@@ -17,8 +17,8 @@ from .encode import Encoder, Tally
 from .sources import Source
 from .tokens import TokenRows
 
-FEW = 10  # rows below which nothing is held out
-_MOST_KEYS = 10  # named in notes, of a source
+MIN_ROWS_TO_HOLD_OUT = 10  # rows below which nothing is held out
+_MAX_KEYS = 10  # named in notes, of a source
 
 
 def data_facts(
@@ -48,14 +48,14 @@ def data_facts(
     }
 
 
-def tallied(sides: Sequence[TokenRows], *, refuse: bool) -> tuple[list[Tally], Tally]:
+def collect_tallies(sides: Sequence[TokenRows], *, refuse: bool) -> tuple[list[Tally], Tally]:
     """What was counted while the rows of each side were read, and the sum. Raises UsageError for
     bad rows, if asked to.
     """
     tallies = [Tally.sum(block.facts["tally"] for block in side.blocks) for side in sides]
     total = Tally.sum(tally.to_dict() for tally in tallies)
     if refuse:
-        total.bad.refuse(sound=sum(map(len, sides)))
+        total.bad.refuse(usable_rows=sum(map(len, sides)))
     return tallies, total
 
 
@@ -71,8 +71,8 @@ def side_facts(rows: TokenRows, tally: Tally, files: list[dict[str, Any]]) -> di
         "truncated": int(rows.column("cut").sum()),
         "bad_rows": dict(tally.bad.kinds.most_common()),
         "dropped": [
-            {"why": why, "rows": n, "first": tally.first_dropped[why]}
-            for why, n in tally.dropped.most_common()
+            {"why": reason, "rows": n, "first": tally.first_dropped[reason]}
+            for reason, n in tally.dropped.most_common()
         ],
         "duplicates": len(digests) - len(np.unique(digests)),
         "lengths": {
@@ -82,14 +82,14 @@ def side_facts(rows: TokenRows, tally: Tally, files: list[dict[str, Any]]) -> di
     }
 
 
-def eval_sets(sources: Sequence[Source], rows: TokenRows) -> dict[str, int]:
+def eval_set_sizes(sources: Sequence[Source], rows: TokenRows) -> dict[str, int]:
     """Name of an evaluation set -> its rows, of the sets that have names. Raises  UsageError for
     one without rows
     """
     counts: Counter[str] = Counter()
-    for i, one in enumerate(sources):
-        if one.spec.group:
-            counts[one.spec.group] += len(rows.of_block(i))
+    for i, source in enumerate(sources):
+        if source.spec.group:
+            counts[source.spec.group] += len(rows.block_rows(i))
     if empty := [name for name, count in counts.items() if not count]:
         raise UsageError(f"data.eval.{empty[0]}: no row is left of this set")
     return dict(counts)
@@ -101,12 +101,12 @@ def between_facts(train: TokenRows, evaluation: TokenRows) -> dict[str, int]:
     """
     copies = np.isin(evaluation.column("digest"), train.column("digest"))
     prompts = evaluation.column("prompt")
-    trained = train.column("prompt")
-    several = len(np.unique(trained)) > 1
-    shared = np.isin(prompts, trained) & (prompts != 0) & ~copies
+    train_prompts = train.column("prompt")
+    has_several_prompts = len(np.unique(train_prompts)) > 1
+    shared = np.isin(prompts, train_prompts) & (prompts != 0) & ~copies
     return {
         "duplicates_between": int(copies.sum()),
-        "prompts_between": int(shared.sum()) if several else 0,
+        "prompts_between": int(shared.sum()) if has_several_prompts else 0,
     }
 
 
@@ -116,8 +116,8 @@ def token_facts(encoder: Encoder, sides: Sequence[TokenRows], total: Tally) -> d
     bos = tokenizer.bos_token_id
     eos = tokenizer.eos_token_id
     pad = tokenizer.pad_token_id
-    once, twice, ended = sum(
-        (side.framed_by(bos, eos) for side in sides), np.zeros(3, np.int64)
+    bos_once, bos_twice, eos_at_end = sum(
+        (side.count_framed(bos, eos) for side in sides), np.zeros(3, np.int64)
     ).tolist()
     return {
         "eos": {"token": tokenizer.eos_token, "id": eos},
@@ -129,46 +129,46 @@ def token_facts(encoder: Encoder, sides: Sequence[TokenRows], total: Tally) -> d
         "bos": {
             "token": tokenizer.bos_token,
             "id": bos,
-            "rows_beginning_with_it": once,
-            "rows_beginning_with_two": twice,
+            "rows_beginning_with_it": bos_once,
+            "rows_beginning_with_two": bos_twice,
         },
         "answers_tokenised_apart": total.borders,
         "end_of_turn": dict(total.end_of_turn.most_common()),
-        "rows_ending_in_eos": ended,
+        "rows_ending_in_eos": eos_at_end,
     }
 
 
 def template_facts(encoder: Encoder) -> dict[str, Any] | None:
     """The chat template: where it comes from, and whether it marks what is learnt."""
-    t = encoder.template
-    if t is None:
+    template = encoder.template
+    if template is None:
         return None
     return {
-        "source": t.source,
-        "has_generation_block": t.has_generation_block,
-        "kwargs": dict(t.given),
-        "thoughts": t.thoughts,
+        "source": template.source,
+        "has_generation_block": template.has_generation_block,
+        "kwargs": dict(template.default_kwargs),
+        "thoughts": template.thoughts,
     }
 
 
-def source_lines(facts: dict[str, Any], *, most: int = 6) -> list[str]:
+def source_lines(facts: dict[str, Any], *, max_lines: int = 6) -> list[str]:
     """A line a source: what it was read as, why, and how many rows it has."""
     lines = []
     for name, side in (("training", facts["train"]), ("evaluation", facts["eval"])):
         for file in side["files"]:
             rows = pluralise(file["rows"], "row") if "rows" in file else "a stream"
-            several = f"{file['files']} files, " if "files" in file else ""
+            file_count = f"{file['files']} files, " if "files" in file else ""
             lines.append(
-                f"{file['path']} ({name}): {several}{rows}, {file['format']}: {file['why']}"
+                f"{file['path']} ({name}): {file_count}{rows}, {file['format']}: {file['why']}"
             )
-    if len(lines) <= most:
+    if len(lines) <= max_lines:
         return lines
-    return [*lines[: most - 1], f"and {len(lines) - most + 1} more: data.json"]
+    return [*lines[: max_lines - 1], f"and {len(lines) - max_lines + 1} more: data.json"]
 
 
-def notes(facts: dict[str, Any], encoder: Encoder, total: Tally) -> list[str]:
+def data_notes(facts: dict[str, Any], encoder: Encoder, total: Tally) -> list[str]:
     """Notes for the user, one sentence each. `total`: what was counted of both sides."""
-    said = []
+    notes = []
     train = facts["train"]
     evaluation = facts["eval"]
     tokens = facts["tokens"]
@@ -177,7 +177,7 @@ def notes(facts: dict[str, Any], encoder: Encoder, total: Tally) -> list[str]:
         if cut := side["truncated"]:
             were = "was" if cut == 1 else "were"
             share = f"{pluralise(cut, f'{name} row')} ({cut / max(1, side['rows']):.1%})"
-            said.append(
+            notes.append(
                 f"{share} {were} longer than data.max_length {encoder.max_length} and {were} cut"
             )
         if side["bad_rows"]:
@@ -190,93 +190,97 @@ def notes(facts: dict[str, Any], encoder: Encoder, total: Tally) -> list[str]:
             bad = pluralise(
                 sum(side["bad_rows"].values()), f"bad {name} row is", f"bad {name} rows are"
             )
-            said.append(f"{bad} left out (data.on_bad_row: skip): {kinds}")
-        said += [
+            notes.append(f"{bad} left out (data.on_bad_row: skip): {kinds}")
+        notes += [
             f"{pluralise(d['rows'], f'{name} row')} dropped: {d['why']} (first: {d['first']})"
             for d in side["dropped"]
         ]
         for file in side["files"]:
             ignored = file.get("ignored_keys", {})
-            said += [
+            notes += [
                 f"{file['path']}: the key {key or '(without a name)'} is not read"
                 f" ({pluralise(n, 'row')})"
-                for key, n in list(ignored.items())[:_MOST_KEYS]
+                for key, n in list(ignored.items())[:_MAX_KEYS]
             ]
-            if len(ignored) > _MOST_KEYS:
-                said.append(
+            if len(ignored) > _MAX_KEYS:
+                notes.append(
                     f"{file['path']}:"
-                    f" {pluralise(len(ignored) - _MOST_KEYS, 'more key is', 'more keys are')} not"
+                    f" {pluralise(len(ignored) - _MAX_KEYS, 'more key is', 'more keys are')} not"
                     " read: data.json"
                 )
     longest = max(side["lengths"]["longest"] for side in (train, evaluation))
     most = encoder.tokenizer.model_max_length
     if longest > most:
-        said.append(
+        notes.append(
             f"rows have up to {pluralise(longest, 'token')}, and the tokenizer says its model takes"
             f" {most}: lower data.max_length"
         )
     if evaluation["held_out"] and not evaluation["rows"] and facts["eval_split"]:
         few, what = (train["pairs"], "pair") if "pairs" in train else (train["rows"], "row")
-        if few < FEW:
+        if few < MIN_ROWS_TO_HOLD_OUT:
             why = f"only {pluralise(few, what)}"
         else:
             why = "no row fell into the held-out share, in which copies stay together"
-        said.append(f"{why}: none is held out for evaluation")
+        notes.append(f"{why}: none is held out for evaluation")
     if facts["duplicates_between"]:
         also = pluralise(
             facts["duplicates_between"],
             "evaluation row is also a training row",
             "evaluation rows are also training rows",
         )
-        said.append(f"{also}: the evaluation loss is too good")
+        notes.append(f"{also}: the evaluation loss is too good")
     if facts["prompts_between"]:
         also = pluralise(facts["prompts_between"], "evaluation row has", "evaluation rows have")
         if evaluation["held_out"]:
             apart = "; to keep the rows of a prompt on one side, give data.eval"
         else:
             apart = ""
-        said.append(
+        notes.append(
             f"{also} the prompt of a training row, with another answer: the evaluation loss may be"
             f" too good{apart}"
         )
     for one in facts.get("mix") or []:
-        said.append(
+        notes.append(
             f"{one['path']}: {one['share']:.1%} of the training rows; each of its rows comes"
             f" {one['passes']:.3g} times an epoch"
         )
     if packing := facts.get("packing"):
-        said.append(
+        notes.append(
             f"{pluralise(packing['rows'], 'row')} packed into {packing['packed_rows']:,} of"
             f" {pluralise(packing['length'], 'token')}, {packing['filled']:.1%} full"
         )
     for name, side in (("training", train), ("evaluation", evaluation)):
-        said += [
+        notes += [
             f"{file['path']}: {name} tokens {file['cache']}"
             for file in side["files"]
             if "cache" in file
         ]
     if train["duplicates"]:
-        said.append(
+        notes.append(
             f"{pluralise(train['duplicates'], 'training row repeats', 'training rows repeat')}"
             " another row exactly"
         )
     if template and template["source"] == "default":
-        said.append(
+        notes.append(
             "the tokenizer has no chat template: rows use the plain default (User: ..., Assistant:"
             " ...), which is saved with the result"
         )
     if template and tokens["end_of_turn"].get("none"):
         ended = pluralise(tokens["end_of_turn"]["none"], "answer ends", "answers end")
-        said.append(f"{ended} without an end-of-turn token: the model will not learn to stop there")
+        notes.append(
+            f"{ended} without an end-of-turn token: the model will not learn to stop there"
+        )
     if encoder.tokenizer.eos_token_id is None:
-        said.append("the tokenizer has no end-of-text token: plain texts are learnt without an end")
+        notes.append(
+            "the tokenizer has no end-of-text token: plain texts are learnt without an end"
+        )
     if tokens["bos"]["rows_beginning_with_two"]:
         begin = pluralise(tokens["bos"]["rows_beginning_with_two"], "row begins", "rows begin")
-        said.append(
+        notes.append(
             f"{begin} with two {tokens['bos']['token']}: the text or the template repeats it"
         )
     if template and template["has_generation_block"] and encoder.loss_on == "assistant":
-        said.append(
+        notes.append(
             "the template marks with {% generation %} what is learnt; answers are found by"
             " rendering, with their thoughts and end of turn"
         )
@@ -284,10 +288,10 @@ def notes(facts: dict[str, Any], encoder: Encoder, total: Tally) -> list[str]:
         off = "; data.template_kwargs: {enable_thinking: false} makes them a part of the prompt"
         reads = (
             encoder.template is not None
-            and encoder.template.reads("enable_thinking")
-            and not encoder.template.given
+            and encoder.template.reads_key("enable_thinking")
+            and not encoder.template.default_kwargs
         )
-        said.append(
+        notes.append(
             f"{pluralise(total.empty_thoughts, 'row learns', 'rows learn')} empty thoughts"
             f" (<think></think>){off if reads else ''}"
         )
@@ -306,5 +310,5 @@ def notes(facts: dict[str, Any], encoder: Encoder, total: Tally) -> list[str]:
         ),
     ):
         if count:
-            said.append(f"{pluralise(count, 'row has', 'rows have')} {what}")
-    return said
+            notes.append(f"{pluralise(count, 'row has', 'rows have')} {what}")
+    return notes

@@ -16,15 +16,15 @@ from functools import cache, cached_property
 from itertools import takewhile
 from pathlib import Path
 
-from ..config.sources import SPLITS as SPLITS_FILE
+from ..config.sources import SPLITS_FILE as SPLITS_FILE
 from ..config.sources import SourceSpec
 from ..errors import UsageError
 from ..runs.folder import LOCK, RESOLVED
 from ..wording import pluralise
-from .read import CODE_ENDINGS, DATA_ENDINGS, ENDINGS, ending, existing_file, text_lines
+from .read import CODE_ENDINGS, DATA_ENDINGS, ENDINGS, file_suffix, require_file, text_lines
 
-TRAINED = {"train", "training"}
-_SPLITS = TRAINED | {
+TRAIN_SPLITS = {"train", "training"}
+_SPLIT_NAMES = TRAIN_SPLITS | {
     "test",
     "testing",
     "val",
@@ -36,15 +36,15 @@ _SPLITS = TRAINED | {
     "holdout",
     "held_out",
 }
-_SPLIT = re.compile(
-    rf"(?<![^\W\d_])(?:{'|'.join(sorted(_SPLITS, key=len, reverse=True))})(?![^\W\d_])"
+_SPLIT_PATTERN = re.compile(
+    rf"(?<![^\W\d_])(?:{'|'.join(sorted(_SPLIT_NAMES, key=len, reverse=True))})(?![^\W\d_])"
 )
-_STATE = "state.json"
-_INFO = "dataset_info.json"
-_BESIDE_DATA = frozenset((_STATE, _INFO, "dataset_infos.json", SPLITS_FILE))
-_FIRST = ("preflight.json", "env.json")  # what a run writes before resolved.yaml
-_PIECE = 1 << 16  # characters of a plain text handed on at once, cut at line ends
-_BEGINNING = 1 << 18  # bytes from which the number of rows is estimated
+_STATE_FILE = "state.json"
+_INFO_FILE = "dataset_info.json"
+_METADATA_FILES = frozenset((_STATE_FILE, _INFO_FILE, "dataset_infos.json", SPLITS_FILE))
+_FIRST_RUN_FILES = ("preflight.json", "env.json")  # what a run writes before resolved.yaml
+_PIECE_CHARACTERS = 1 << 16  # characters of a plain text handed on at once, cut at line ends
+_SAMPLE_BYTES = 1 << 18  # bytes from which the number of rows is estimated
 
 
 @dataclass
@@ -56,16 +56,16 @@ class File:
 
     @property
     def is_text(self) -> bool:
-        return ending(self.path) not in DATA_ENDINGS
+        return file_suffix(self.path) not in DATA_ENDINGS
 
     @cached_property
     def size(self) -> int:
         return self.path.stat().st_size
 
     @property
-    def about_rows(self) -> int:
+    def estimated_rows(self) -> int:
         """By the length of its first lines; of Parquet as the file says; 0 where a line is no row."""
-        kind = ending(self.path)
+        kind = file_suffix(self.path)
         if kind == ".parquet":
             import pyarrow.parquet
 
@@ -73,7 +73,7 @@ class File:
         if kind == ".json" or self.is_text or self.path.suffix == ".gz":
             return 0
         with self.path.open("rb") as file:
-            start = file.read(_BEGINNING)
+            start = file.read(_SAMPLE_BYTES)
         if start:
             return self.size * start.count(b"\n") // len(start)
         return 0
@@ -87,66 +87,68 @@ class File:
 
     def pieces(self) -> Iterator[str]:
         """A plain text in pieces, together every character of the file."""
-        held = ""
-        seen = False
+        piece = ""
+        has_text = False
         for _, line in text_lines(self.path, self.name):
-            held += line
-            seen = seen or not line.isspace()
-            if len(held) >= _PIECE:
-                yield held
-                held = ""
-        if not seen:
+            piece += line
+            has_text = has_text or not line.isspace()
+            if len(piece) >= _PIECE_CHARACTERS:
+                yield piece
+                piece = ""
+        if not has_text:
             raise UsageError(f"{self.name}: the file holds only white space")
-        if held:
-            yield held
+        if piece:
+            yield piece
 
 
-def files_of(spec: SourceSpec) -> tuple[list[File], list[str]]:
+def find_files(spec: SourceSpec) -> tuple[list[File], list[str]]:
     """The files that a name means, in their order, and notes on what is not read. Raises UsageError
     where there are none.
     """
     name, path = spec.name, Path(spec.name).expanduser()
-    named = ending(path)
+    suffix = file_suffix(path)
     endings = (
-        (*ENDINGS, named) if named in CODE_ENDINGS or (named and spec.format == "text") else ENDINGS
+        (*ENDINGS, suffix)
+        if suffix in CODE_ENDINGS or (suffix and spec.format == "text")
+        else ENDINGS
     )
     is_pattern = any(mark in name for mark in "*?[") and not os.path.exists(path)
     if is_pattern:
-        there = [Path(found) for found in sorted(glob.glob(str(path), recursive=True))]
-        below = Path(*takewhile(lambda part: not any(mark in part for mark in "*?["), path.parts))
+        paths = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
+        root = Path(*takewhile(lambda part: not any(mark in part for mark in "*?["), path.parts))
     elif os.path.isdir(path):
         endings = ENDINGS
-        there = sorted(
+        paths = sorted(
             p
             for p in path.rglob("*")
             if not any(part.startswith(".") for part in p.relative_to(path).parts)
         )
-        below = path
+        root = path
     else:
-        if named:
+        if suffix:
             otherwise = "data.format: text, if it is to be learnt as plain text"
         else:
             otherwise = None
-        return [File(existing_file(name, endings, otherwise=otherwise), name)], []
-    there, runs = without_runs(there, below)
-    for link in there:
-        if link.is_symlink() and ending(link) in ENDINGS and not link.exists():
+        return [File(require_file(name, endings, other_fix=otherwise), name)], []
+    paths, runs = exclude_runs(paths, root)
+    for link in paths:
+        if link.is_symlink() and file_suffix(link) in ENDINGS and not link.exists():
             raise UsageError(
                 f"{link}: a link to {link.readlink()}, which does not exist",
                 fix="restore that file, or remove the link",
             )
     # each once
-    matched = list({p.resolve(): p for p in reversed(there) if p.is_file()}.values())[::-1]
-    known = [p for p in matched if ending(p) in endings and p.name not in _BESIDE_DATA]
+    matched = list({p.resolve(): p for p in reversed(paths) if p.is_file()}.values())[::-1]
+    data_paths = [p for p in matched if file_suffix(p) in endings and p.name not in _METADATA_FILES]
     if not matched and is_pattern:
         raise UsageError(f"{name}: the pattern matches no file")
-    if not known and is_pattern:
-        fix = "data.format: text, if it is to be learnt as plain text" if named else None
+    if not data_paths and is_pattern:
+        fix = "data.format: text, if it is to be learnt as plain text" if suffix else None
         raise UsageError(
             f"{name}: none of the {len(matched)} files it matches ends in {', '.join(ENDINGS)}",
             fix=fix,
         )
-    if not known:
+    if not data_paths:
         fix = (
             "name the files by a pattern, as 'src/**/*.py', if they are to be learnt as plain text"
         )
@@ -154,84 +156,92 @@ def files_of(spec: SourceSpec) -> tuple[list[File], list[str]]:
             f"{name}: a folder without a file that ends in {', '.join(ENDINGS)}", fix=fix
         )
     if not is_pattern:  # a README beside the data is no data
-        known = [p for p in known if ending(p) in DATA_ENDINGS] or known
+        data_paths = [p for p in data_paths if file_suffix(p) in DATA_ENDINGS] or data_paths
     if runs:
-        notes = [f"{name}: the files of runs are not read ({some(runs, below)})"]
+        notes = [f"{name}: the files of runs are not read ({summarise_paths(runs, root)})"]
     else:
         notes = []
-    if left_out := set(matched) - set(known):
+    if left_out := set(matched) - set(data_paths):
         are = "is" if len(left_out) == 1 else "are"
         notes.append(
             f"{name}: {len(left_out)} of {pluralise(len(matched), 'file')} {are} not read"
-            f" ({some(left_out, below)})"
+            f" ({summarise_paths(left_out, root)})"
         )
-    notes += _note_splits(name, known, below)
+    notes += _note_splits(name, data_paths, root)
     return [
-        File(existing_file(str(p), endings, empty=len(known) > 1), str(p)) for p in known
+        File(require_file(str(p), endings, accept_empty=len(data_paths) > 1), str(p))
+        for p in data_paths
     ], notes
 
 
-def some(paths: Iterable[Path], below: Path) -> str:
+def summarise_paths(paths: Iterable[Path], root: Path) -> str:
     """Up to three of the paths, as they are below a folder."""
-    names = sorted(str(p.relative_to(below)) if p.is_relative_to(below) else str(p) for p in paths)
+    names = sorted(str(p.relative_to(root)) if p.is_relative_to(root) else str(p) for p in paths)
     return ", ".join(names[:3] + ["..."] * (len(names) > 3))
 
 
-def _note_splits(name: str, paths: Sequence[Path], below: Path) -> list[str]:
+def _note_splits(name: str, paths: Sequence[Path], root: Path) -> list[str]:
     """What to say of files that are named as another split than train, beside files that are named
     as train. A file's own name says its split, or else the nearest of its folders' names within
-    `below`, where the search began.
+    `root`, where the search began.
     """
     splits = {}
     for path in paths:
-        inner = path.relative_to(below) if path.is_relative_to(below) else path
-        found = (_SPLIT.search(part.casefold().replace("-", "_")) for part in reversed(inner.parts))
-        splits[inner] = next((match[0] for match in found if match), None)
-    others = [path for path, split in splits.items() if split is not None and split not in TRAINED]
-    if not others or TRAINED.isdisjoint(splits.values()):
+        inner = path.relative_to(root) if path.is_relative_to(root) else path
+        matches = (
+            _SPLIT_PATTERN.search(part.casefold().replace("-", "_"))
+            for part in reversed(inner.parts)
+        )
+        splits[inner] = next((match[0] for match in matches if match), None)
+    other_paths = [
+        path for path, split in splits.items() if split is not None and split not in TRAIN_SPLITS
+    ]
+    if not other_paths or TRAIN_SPLITS.isdisjoint(splits.values()):
         return []
-    are = pluralise(
-        len(others),
+    subject = pluralise(
+        len(other_paths),
         "file is named as another split than train and is",
         "files are named as other splits than train and are",
     )
-    these = some(others, Path())
+    summary = summarise_paths(other_paths, Path())
     return [
-        f"{name}: {are} read like the others ({these}): to hold the rows out, give data.train and"
+        f"{name}: {subject} read like the others ({summary}): to hold the rows out, give data.train and"
         " data.eval the files of each"
     ]
 
 
-def is_saved(name: str | Path) -> bool:
+def is_saved_dataset(name: str | Path) -> bool:
     """Whether `Dataset.save_to_disk` wrote a folder. A `state.json` alone may be a user's own."""
     folder = Path(name).expanduser()
     return os.path.isfile(folder / SPLITS_FILE) or all(
-        os.path.isfile(folder / name) for name in (_STATE, _INFO)
+        os.path.isfile(folder / name) for name in (_STATE_FILE, _INFO_FILE)
     )
 
 
-def without_runs(paths: Iterable[Path], below: Path) -> tuple[list[Path], list[Path]]:
+def exclude_runs(paths: Iterable[Path], root: Path) -> tuple[list[Path], list[Path]]:
     """The paths that belong to no run, in their order, and the folders of the runs that the others
     belong to.
 
-    below  where the search began: data that were asked for inside a run are read
+    root   where the search began: data that were asked for inside a run are read
     """
 
     @cache
     def is_run(folder: Path) -> bool:
-        begun = (folder / LOCK).is_file() and any((folder / name).is_file() for name in _FIRST)
+        begun = (folder / LOCK).is_file() and any(
+            (folder / name).is_file() for name in _FIRST_RUN_FILES
+        )
         return begun or (folder / RESOLVED).is_file()
 
-    kept = []
+    data_paths = []
     runs = set()
     for path in paths:
-        inside = [
+        run_folders = [
             parent
             for parent in path.parents
-            if parent != below and parent.is_relative_to(below) and is_run(parent)
+            if parent != root and parent.is_relative_to(root) and is_run(parent)
         ]
-        if inside:
-            runs.add(inside[-1])
+        if run_folders:
+            runs.add(run_folders[-1])
         else:
-            kept.append(path)
-    return kept, sorted(runs)
+            data_paths.append(path)
+    return data_paths, sorted(runs)

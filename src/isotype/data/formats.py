@@ -21,18 +21,18 @@ from ..errors import UsageError
 from .bad_rows import EmptyAnswer, RowError
 from .conversations import (
     Message,
+    add_system_prompt,
     chat_messages,
     is_learnt,
-    kind,
-    parsed_json,
+    json_kind,
+    parse_json_cell,
+    read_tools,
     refuse_cut_thoughts,
     sharegpt_messages,
     take_pictures,
-    tool_list,
-    with_system,
 )
 from .read import Record
-from .verdicts import LEARN_LABELS, refuse_unwanted_answer
+from .verdicts import LEARN_LABELS_FIX, refuse_unwanted_answer
 
 FormatName = Literal[
     "messages", "sharegpt", "alpaca", "prompt_completion", "preference", "labelled", "text"
@@ -45,55 +45,55 @@ class Format:
     """The keys that a row must have, and those that it may."""
 
     keys: tuple[str, ...]
-    beside: tuple[str, ...] = ()
+    optional_keys: tuple[str, ...] = ()
 
 
 # of several answers to one prompt, and of their scores: what they are called in RRHF's,
 # UltraFeedback's and distilabel's data
-_ANSWERS = ("completions", "responses", "generations")
-_SCORES = ("scores", "rewards", "ratings")
+_ANSWER_KEYS = ("completions", "responses", "generations")
+_SCORE_KEYS = ("scores", "rewards", "ratings")
 # keys beside a conversation that every format of one reads, whatever the objective; a plain text is
 # whole by itself
-_SYSTEM = ("system",)
-_TOOLS = ("tools", "functions")
-_PICTURES = ("images", "image")
-CONVERSATION_KEYS = (*_SYSTEM, *_TOOLS, *_PICTURES)
+_SYSTEM_KEYS = ("system",)
+_TOOL_KEYS = ("tools", "functions")
+_PICTURE_KEYS = ("images", "image")
+CONVERSATION_KEYS = (*_SYSTEM_KEYS, *_TOOL_KEYS, *_PICTURE_KEYS)
 FORMATS: dict[FormatName, Format] = {
     "messages": Format(("messages",), CONVERSATION_KEYS),
     "sharegpt": Format(("conversations",), CONVERSATION_KEYS),
     "alpaca": Format(("instruction", "output"), ("input", "history", *CONVERSATION_KEYS)),
     "prompt_completion": Format(("prompt", "completion"), CONVERSATION_KEYS),
     "preference": Format(
-        ("chosen", "rejected"), ("prompt", *_ANSWERS, *_SCORES, *CONVERSATION_KEYS)
+        ("chosen", "rejected"), ("prompt", *_ANSWER_KEYS, *_SCORE_KEYS, *CONVERSATION_KEYS)
     ),
     "labelled": Format(("prompt", "completion", "label"), CONVERSATION_KEYS),
     "text": Format(("text",)),
 }
 # keys of data made for other trainings, or whose meaning a person has to say
-_PREFERENCES = ("chosen", "rejected")
-_PAIRS = (
+_PREFERENCE_KEYS = ("chosen", "rejected")
+_PAIR_KEYS = (
     ("question", "answer"), ("question", "response"), ("query", "response"), ("query", "answer"), ("instruction", "response"),
     ("input", "output"), ("prompt", "response"), ("prompt", "answer"), ("source", "target"),
 )  # fmt: skip
 # what belongs to a question and answer under other names: the keys of Alpaca's format, and what
 # they are called elsewhere
-_BESIDE_A_PAIR = {
+_PAIR_OPTIONAL_KEYS = {
     "input": ("input", "context"),
     "system": ("system", "system_prompt"),
     "history": ("history",),
 }
-_TURN = {"role", "author", "from", "parts"}
-_LEARN_PAIRS = "train.objective=dpo learns from pairs (docs/preferences.md)"
+_TURN_KEYS = {"role", "author", "from", "parts"}
+_LEARN_PAIRS_FIX = "train.objective=dpo learns from pairs (docs/preferences.md)"
 # formats of one kind of objective: the keys by which they are told, their name, what to write, and
 # which objective reads them
-_JUDGED: Mapping[FormatName, tuple[tuple[str, ...], str, str, str]] = {
+_JUDGED_FORMATS: Mapping[FormatName, tuple[tuple[str, ...], str, str, str]] = {
     "preference": (
-        _PREFERENCES, "pairs of answers",
-        "rows with prompt, chosen and rejected, chosen and rejected conversations, or prompt, completions and scores", _LEARN_PAIRS,
+        _PREFERENCE_KEYS, "pairs of answers",
+        "rows with prompt, chosen and rejected, chosen and rejected conversations, or prompt, completions and scores", _LEARN_PAIRS_FIX,
     ),
-    "labelled": (("label",), "answers with a label", "rows with prompt, completion and label, which is true or false", LEARN_LABELS),
+    "labelled": (("label",), "answers with a label", "rows with prompt, completion and label, which is true or false", LEARN_LABELS_FIX),
 }  # fmt: skip
-_LABELS: Mapping[Any, bool] = {
+_LABEL_VALUES: Mapping[Any, bool] = {
     True: True,
     False: False,
     "true": True,
@@ -109,7 +109,7 @@ class Example:
     `text` is set.
     """
 
-    place: str
+    location: str
     messages: tuple[Message, ...] | None = None
     tools: Any = None
     prompt: str = ""
@@ -125,86 +125,92 @@ class Example:
     """Where the paths of pictures begin."""
     rejected: Example | None = None
     """Of a preference pair, whose chosen answer this is: the same prompt with the rejected one."""
-    wanted: bool = True
+    is_wanted: bool = True
     """The label of an answer; every other answer is wanted."""
 
 
-def detect(
+def detect_format(
     record: Record,
-    asked: FormatName | Literal["auto"],
+    requested: FormatName | Literal["auto"],
     columns: Columns = None,
     *,
-    only: FormatName | None = None,
+    objective_format: FormatName | None = None,
 ) -> tuple[FormatName, str]:
-    """The format of a file from its first row, and why. `only`: the one format of which the run's
+    """The format of a file from its first row, and why. `objective_format`: the one format of which the run's
     objective learns.
     """
     _refuse_table(record)
-    row = given = renamed(record, columns)
-    if only == "preference":
-        row = _as_pair(given, record.place)
-    if only and (asked not in ("auto", only) or not any(key in row for key in _JUDGED[only][0])):
-        refuse_other_than(
-            only,
+    row = renamed_row = rename_columns(record, columns)
+    if objective_format == "preference":
+        row = _pair_from_scores(renamed_row, record.location)
+    if objective_format and (
+        requested not in ("auto", objective_format)
+        or not any(key in row for key in _JUDGED_FORMATS[objective_format][0])
+    ):
+        refuse_other_format(
+            objective_format,
             (
-                f"{record.place}: the row has {_listed(row)}"
-                if asked in ("auto", only)
-                else f"data.format: {asked}"
+                f"{record.location}: the row has {_list_keys(row)}"
+                if requested in ("auto", objective_format)
+                else f"data.format: {requested}"
             ),
         )
-    if asked in _JUDGED and not only:
+    if requested in _JUDGED_FORMATS and not objective_format:
         raise UsageError(
-            f"data.format: {asked} has no effect: the run learns one answer a row",
-            fix=_JUDGED[asked][3],  # type: ignore[index]  # found among its keys
+            f"data.format: {requested} has no effect: the run learns one answer a row",
+            fix=_JUDGED_FORMATS[requested][3],  # type: ignore[index]  # found among its keys
         )
-    if only:
-        _require(row, only, record.place)
+    if objective_format:
+        _require_keys(row, objective_format, record.location)
         keys = (
-            _JUDGED[only][0]
-            if row is given
-            else [key for key in (*_ANSWERS, *_SCORES) if key in given]
+            _JUDGED_FORMATS[objective_format][0]
+            if row is renamed_row
+            else [key for key in (*_ANSWER_KEYS, *_SCORE_KEYS) if key in renamed_row]
         )
-        return only, f"the first row ({record.place}) has {_read_as(keys, columns)}"
-    if asked != "auto":
-        _require(row, asked, record.place)
-        return asked, f"data.format is {asked}"
-    found = [
+        return (
+            objective_format,
+            f"the first row ({record.location}) has {_describe_keys(keys, columns)}",
+        )
+    if requested != "auto":
+        _require_keys(row, requested, record.location)
+        return requested, f"data.format is {requested}"
+    matches = [
         name
-        for name, form in FORMATS.items()
-        if name not in _JUDGED and all(key in row for key in form.keys)
+        for name, row_format in FORMATS.items()
+        if name not in _JUDGED_FORMATS and all(key in row for key in row_format.keys)
     ]
-    preferences = [key for key in _PREFERENCES if key in row]
-    if len(preferences) == 2 or (preferences and not found):
+    preferences = [key for key in _PREFERENCE_KEYS if key in row]
+    if len(preferences) == 2 or (preferences and not matches):
         raise UsageError(
-            f"{record.place}: the row has {' and '.join(preferences)}: preference pairs, and a run"
+            f"{record.location}: the row has {' and '.join(preferences)}: preference pairs, and a run"
             " learns one answer a row",
             fix=(
-                f"{_LEARN_PAIRS}; to learn the chosen answers alone: data.columns: {{completion:"
+                f"{_LEARN_PAIRS_FIX}; to learn the chosen answers alone: data.columns: {{completion:"
                 " chosen}, or {messages: chosen} where it is a conversation"
             ),
         )
-    if len(found) > 1:
-        names = " and ".join(", ".join(FORMATS[name].keys) for name in found)
+    if len(matches) > 1:
+        names = " and ".join(", ".join(FORMATS[name].keys) for name in matches)
         raise UsageError(
-            f"{record.place}: the row has {names}: set data.format to {' or '.join(found)}"
+            f"{record.location}: the row has {names}: set data.format to {' or '.join(matches)}"
         )
-    if "role" in row and found in ([], ["text"]):
+    if "role" in row and matches in ([], ["text"]):
         raise RowError(
-            f"{record.place}: the row has {_listed(row)}: one turn of a conversation, and a row"
+            f"{record.location}: the row has {_list_keys(row)}: one turn of a conversation, and a row"
             " holds a whole one",
             fix=(
                 '{"messages": [{"role": "user", "content": ...}, ...]}; data.format: text learns'
                 " every text by itself"
             ),
         )
-    if not found:
-        raise RowError(f"{record.place}: {_unknown(row)}")
-    keys = FORMATS[found[0]].keys
+    if not matches:
+        raise RowError(f"{record.location}: {_unknown_row_hint(row)}")
+    keys = FORMATS[matches[0]].keys
     return (
-        found[0],
+        matches[0],
         (
-            f"the first row ({record.place}) has the {'keys' if len(keys) > 1 else 'key'}"
-            f" {_read_as(keys, columns)}"
+            f"the first row ({record.location}) has the {'keys' if len(keys) > 1 else 'key'}"
+            f" {_describe_keys(keys, columns)}"
         ),
     )
 
@@ -219,26 +225,30 @@ def _refuse_table(record: Record) -> None:
         for column in columns
     ):
         raise UsageError(
-            f"{record.place}: one table, as pandas' to_json() writes it, and each row must be an"
+            f"{record.location}: one table, as pandas' to_json() writes it, and each row must be an"
             " object",
             fix='to_json("rows.jsonl", orient="records", lines=True)',
         )
 
 
-def refuse_other_than(only: FormatName, what: str) -> NoReturn:
-    """Raises UsageError for data of another format in a run whose objective learns from `only`."""
-    _, name, rows, _ = _JUDGED[only]
-    others = "; ".join(learns for form, (*_, learns) in _JUDGED.items() if form != only)
+def refuse_other_format(objective_format: FormatName, subject: str) -> NoReturn:
+    """Raises UsageError for data of another format in a run whose objective learns from `objective_format`."""
+    _, name, rows, _ = _JUDGED_FORMATS[objective_format]
+    other_objectives = "; ".join(
+        learns
+        for row_format, (*_, learns) in _JUDGED_FORMATS.items()
+        if row_format != objective_format
+    )
     raise UsageError(
-        f"{what}, and train.objective learns from {name}",
+        f"{subject}, and train.objective learns from {name}",
         fix=(
             f"{rows}; data.columns names keys that are called otherwise; train.objective: sft"
-            f" learns answers; {others}"
+            f" learns answers; {other_objectives}"
         ),
     )
 
 
-def _read_as(keys: Sequence[str], columns: Columns) -> str:
+def _describe_keys(keys: Sequence[str], columns: Columns) -> str:
     """The keys of a format, with what the row calls them."""
     names = columns or {}
     return " and ".join(
@@ -246,19 +256,20 @@ def _read_as(keys: Sequence[str], columns: Columns) -> str:
     )
 
 
-def renamed(record: Record, columns: Columns) -> dict[str, Any]:
+def rename_columns(record: Record, columns: Columns) -> dict[str, Any]:
     """The row as an object, its keys as `data.columns` names them. A key that is taken over hides
     one of the same name.
     """
-    if record.wrong:
-        raise RowError(f"{record.place}: {record.wrong}")
+    if record.error:
+        raise RowError(f"{record.location}: {record.error}")
     if not isinstance(record.value, dict):
         if isinstance(record.value, list):
             fix = 'name the values of each row: pandas writes them so with orient="records"'
         else:
             fix = None
         raise RowError(
-            f"{record.place}: a row must be an object with keys, got {kind(record.value)}", fix=fix
+            f"{record.location}: a row must be an object with keys, got {json_kind(record.value)}",
+            fix=fix,
         )
     if not columns:
         return record.value
@@ -267,53 +278,67 @@ def renamed(record: Record, columns: Columns) -> dict[str, Any]:
         for key, value in record.value.items()
         if key not in columns.values() and key not in columns
     }
-    for ours, theirs in columns.items():
-        if theirs is None:  # a key of the data that is not read
+    for key, column in columns.items():
+        if column is None:  # a key of the data that is not read
             continue
-        if ours not in (
-            known := {key for form in FORMATS.values() for key in form.keys + form.beside}
+        if key not in (
+            known_keys := {
+                key
+                for row_format in FORMATS.values()
+                for key in row_format.keys + row_format.optional_keys
+            }
         ):
-            raise UsageError(f"data.columns.{ours}: unknown key: one of {', '.join(sorted(known))}")
-        if theirs not in record.value:
-            raise RowError(
-                f"{record.place}: no key {theirs!r}{_column(ours, theirs, record.value)}"
+            raise UsageError(
+                f"data.columns.{key}: unknown key: one of {', '.join(sorted(known_keys))}"
             )
-        row[ours] = record.value[theirs]
+        if column not in record.value:
+            raise RowError(
+                f"{record.location}: no key {column!r}{_column_hint(key, column, record.value)}"
+            )
+        row[key] = record.value[column]
     return row
 
 
-def _as_pair(row: dict[str, Any], place: str) -> dict[str, Any]:
+def _pair_from_scores(row: dict[str, Any], location: str) -> dict[str, Any]:
     """A row of several answers with scores as a pair: the first of those with the highest score,
     and the first of those with the lowest.
     """
     answers, scores = (
-        next((key for key in names if key in row), "") for names in (_ANSWERS, _SCORES)
+        next((key for key in names if key in row), "") for names in (_ANSWER_KEYS, _SCORE_KEYS)
     )
-    if not answers or not scores or any(key in row for key in _PREFERENCES):
+    if not answers or not scores or any(key in row for key in _PREFERENCE_KEYS):
         return row
-    several, given = (parsed_json(row[key], f"{place}: {key}") for key in (answers, scores))
+    answer_list, score_list = (
+        parse_json_cell(row[key], f"{location}: {key}") for key in (answers, scores)
+    )
     if (
-        not isinstance(several, list)
-        or not isinstance(given, list)
-        or len(several) != len(given)
-        or len(given) < 2
+        not isinstance(answer_list, list)
+        or not isinstance(score_list, list)
+        or len(answer_list) != len(score_list)
+        or len(score_list) < 2
     ):
-        shown = [
-            f"{len(value)}" if isinstance(value, list) else kind(value)
-            for value in (several, given)
+        lengths = [
+            f"{len(value)}" if isinstance(value, list) else json_kind(value)
+            for value in (answer_list, score_list)
         ]
         raise RowError(
-            f"{place}: {answers} and {scores} must be lists of the same length, 2 or more: got"
-            f" {shown[0]} and {shown[1]}"
+            f"{location}: {answers} and {scores} must be lists of the same length, 2 or more: got"
+            f" {lengths[0]} and {lengths[1]}"
         )
     if not all(
-        isinstance(one, int | float) and not isinstance(one, bool) and -math.inf < one < math.inf
-        for one in given
+        isinstance(score, int | float)
+        and not isinstance(score, bool)
+        and -math.inf < score < math.inf
+        for score in score_list
     ):
-        raise RowError(f"{place}: {scores} must be numbers, got {json.dumps(given, default=str)}")
-    if max(given) == min(given):
-        raise RowError(f"{place}: all {scores} are {given[0]}: no answer is better than another")
-    best, worst = (several[given.index(extreme(given))] for extreme in (max, min))
+        raise RowError(
+            f"{location}: {scores} must be numbers, got {json.dumps(score_list, default=str)}"
+        )
+    if max(score_list) == min(score_list):
+        raise RowError(
+            f"{location}: all {scores} are {score_list[0]}: no answer is better than another"
+        )
+    best, worst = (answer_list[score_list.index(extreme(score_list))] for extreme in (max, min))
     return {
         **{key: value for key, value in row.items() if key not in (answers, scores)},
         "chosen": best,
@@ -321,265 +346,290 @@ def _as_pair(row: dict[str, Any], place: str) -> dict[str, Any]:
     }
 
 
-def example(
+def check_example(
     record: Record, name: FormatName, *, needs_answer: bool, columns: Columns = None
 ) -> Example:
     """Checks one row. `needs_answer`: the loss is on answers only, so a row without one is an
     error.
     """
-    row = renamed(record, columns)
+    row = rename_columns(record, columns)
     if name == "preference":
-        row = _as_pair(row, record.place)
-    _require(row, name, record.place)
-    if name not in _JUDGED:
-        refuse_unwanted_answer(row, record.place, has_answer=name != "text")
-    checked = _checked(row, name, record.place, needs_answer=needs_answer)
+        row = _pair_from_scores(row, record.location)
+    _require_keys(row, name, record.location)
+    if name not in _JUDGED_FORMATS:
+        refuse_unwanted_answer(row, record.location, has_answer=name != "text")
+    checked = _check_row(row, name, record.location, needs_answer=needs_answer)
     _refuse_cut_answers(checked)
-    return _with_pictures(checked, row, name, record)
+    return _add_pictures(checked, row, name, record)
 
 
-def _refuse_cut_answers(found: Example) -> None:
+def _refuse_cut_answers(example: Example) -> None:
     """Raises RowError where a wanted answer that is learnt ends inside its thoughts; an unwanted or
     rejected one may.
     """
-    if not found.wanted:
+    if not example.is_wanted:
         return
-    refuse_cut_thoughts(found.completion, f"{found.place}: the answer")
-    for i, message in enumerate(found.messages or ()):
-        is_answer = message["role"] == "assistant" and i >= found.learn_from
+    refuse_cut_thoughts(example.completion, f"{example.location}: the answer")
+    for i, message in enumerate(example.messages or ()):
+        is_answer = message["role"] == "assistant" and i >= example.learn_from
         if is_answer and is_learnt(message):
-            refuse_cut_thoughts(message["content"], f"{found.place}: messages[{i}].content")
+            refuse_cut_thoughts(message["content"], f"{example.location}: messages[{i}].content")
 
 
-def _checked(
-    row: Mapping[str, Any], name: FormatName, place: str, *, needs_answer: bool
+def _check_row(
+    row: Mapping[str, Any], name: FormatName, location: str, *, needs_answer: bool
 ) -> Example:
     if name == "text":
-        return Example(place, text=_text(row["text"], "text", place))
+        return Example(location, text=_check_text(row["text"], "text", location))
     if name == "alpaca":
-        return Example(place, messages=_alpaca(row, place), tools=tool_list(row, place))
+        return Example(
+            location, messages=_alpaca_messages(row, location), tools=read_tools(row, location)
+        )
     if name == "prompt_completion":
-        return _pair(row, place)
+        return _pair_example(row, location)
     if name == "preference":
-        return _preference(row, place)
+        return _preference_example(row, location)
     if name == "labelled":
-        return replace(_pair(row, place), wanted=_label(row["label"], place))
+        return replace(_pair_example(row, location), is_wanted=_parse_label(row["label"], location))
     if name == "messages":
         key = "messages"
-        messages = chat_messages(row[key], key, place)
+        messages = chat_messages(row[key], key, location)
     else:
         key = "conversations"
-        messages = sharegpt_messages(row[key], key, place)
-    messages = with_system(messages, row.get("system"), place)
+        messages = sharegpt_messages(row[key], key, location)
+    messages = add_system_prompt(messages, row.get("system"), location)
     if needs_answer and not any(m["role"] == "assistant" for m in messages):
-        raise RowError(f"{place}: {key} has no assistant turn: the row has no target")
-    return Example(place, messages=messages, tools=tool_list(row, place))
+        raise RowError(f"{location}: {key} has no assistant turn: the row has no target")
+    return Example(location, messages=messages, tools=read_tools(row, location))
 
 
-def _with_pictures(
-    found: Example, row: Mapping[str, Any], name: FormatName, record: Record
+def _add_pictures(
+    example: Example, row: Mapping[str, Any], name: FormatName, record: Record
 ) -> Example:
     """The example with the pictures of its row."""
-    if found.messages is None:
-        return found
-    if name in _JUDGED:
-        sides = (found, found.rejected)
+    if example.messages is None:
+        return example
+    if name in _JUDGED_FORMATS:
+        sides = (example, example.rejected)
         turns = [turn for side in sides if side is not None for turn in side.messages or ()]
         in_turns = any(not isinstance(turn["content"], str) for turn in turns)
-        if in_turns or _has_any(row, _PICTURES):
+        if in_turns or _has_any_key(row, _PICTURE_KEYS):
             raise RowError(
-                f"{record.place}: pictures in {_JUDGED[name][1]} are not offered",
+                f"{record.location}: pictures in {_JUDGED_FORMATS[name][1]} are not offered",
                 fix="train.objective: sft learns rows with pictures",
             )
-        return found
-    messages, pictures = take_pictures(found.messages, row, record.place)
+        return example
+    messages, pictures = take_pictures(example.messages, row, record.location)
     if pictures:
         return replace(
-            found, messages=messages, pictures=pictures, folder=str(Path(record.file).parent)
+            example, messages=messages, pictures=pictures, folder=str(Path(record.file).parent)
         )
-    return found
+    return example
 
 
-def _has_any(row: Mapping[str, Any], keys: Sequence[str]) -> bool:
+def _has_any_key(row: Mapping[str, Any], keys: Sequence[str]) -> bool:
     return any(row.get(key) not in (None, "", [], "[]") for key in keys)
 
 
 def ignored_keys(row: Mapping[str, Any], name: FormatName, columns: Columns = None) -> list[str]:
     """Keys of a row that nothing reads."""
     columns = columns or {}
-    used = set(FORMATS[name].keys + FORMATS[name].beside) - set(columns) | set(columns.values())
-    used |= {key for key, theirs in columns.items() if theirs is None}
+    used = set(FORMATS[name].keys + FORMATS[name].optional_keys) - set(columns) | set(
+        columns.values()
+    )
+    used |= {key for key, column in columns.items() if column is None}
     return [key for key in row if key not in used]
 
 
-def _preference(row: Mapping[str, Any], place: str) -> Example:
+def _preference_example(row: Mapping[str, Any], location: str) -> Example:
     """A prompt with a chosen and a rejected answer. Of two conversations, the turns with which both
     begin belong to the prompt; a prompt that these turns have already is not added again.
     """
     prompt, chosen, rejected = (
-        _turns_or_text(row.get(key), f"{place}: {key}") for key in ("prompt", *_PREFERENCES)
+        _turns_or_text(row.get(key), f"{location}: {key}") for key in ("prompt", *_PREFERENCE_KEYS)
     )
     if chosen == rejected and chosen:
-        raise RowError(f"{place}: chosen and rejected are the same: the pair teaches nothing")
-    for key, value in zip(_PREFERENCES, (chosen, rejected)):
+        raise RowError(f"{location}: chosen and rejected are the same: the pair teaches nothing")
+    for key, value in zip(_PREFERENCE_KEYS, (chosen, rejected)):
         if not value:
-            raise EmptyAnswer(f"{place}: {key} is empty: the row has no target")
+            raise EmptyAnswer(f"{location}: {key} is empty: the row has no target")
     if isinstance(chosen, list) and isinstance(rejected, list):
-        both = next(
-            (i for i, (one, other) in enumerate(zip(chosen, rejected)) if one != other),
+        common = next(
+            (i for i, (first, second) in enumerate(zip(chosen, rejected)) if first != second),
             min(len(chosen), len(rejected)),
         )
-        begin = chosen[:both]
+        first_turns = chosen[:common]
         if isinstance(prompt, str):
-            known = not prompt.strip() or any(
-                isinstance(turn, dict) and turn.get("content") == prompt for turn in begin
+            is_in_turns = not prompt.strip() or any(
+                isinstance(turn, dict) and turn.get("content") == prompt for turn in first_turns
             )
-            prompt = [] if known else [{"role": "user", "content": prompt}]
-        elif isinstance(prompt, list) and begin[: len(prompt)] == prompt:
+            prompt = [] if is_in_turns else [{"role": "user", "content": prompt}]
+        elif isinstance(prompt, list) and first_turns[: len(prompt)] == prompt:
             prompt = []
-        prompt = [*(prompt or []), *begin]
-        chosen = chosen[both:]
-        rejected = rejected[both:]
+        prompt = [*(prompt or []), *first_turns]
+        chosen = chosen[common:]
+        rejected = rejected[common:]
         if not chosen or not rejected:
             raise RowError(
-                f"{place}: one of chosen and rejected is the beginning of the other: it has no"
+                f"{location}: one of chosen and rejected is the beginning of the other: it has no"
                 " answer of its own"
             )
     elif prompt is None:
         raise RowError(
-            f"{place}: no key 'prompt': chosen and rejected as text need it; write what both answer"
+            f"{location}: no key 'prompt': chosen and rejected as text need it; write what both answer"
             " as prompt"
         )
-    beside = {key: row.get(key) for key in CONVERSATION_KEYS}
+    conversation_values = {key: row.get(key) for key in CONVERSATION_KEYS}
     sides = {
-        key: {**beside, "prompt": prompt, key: value}
-        for key, value in zip(_PREFERENCES, (chosen, rejected))
+        key: {**conversation_values, "prompt": prompt, key: value}
+        for key, value in zip(_PREFERENCE_KEYS, (chosen, rejected))
     }
     return replace(
-        _pair(sides["chosen"], place, "chosen"),
-        rejected=_pair(sides["rejected"], place, "rejected"),
+        _pair_example(sides["chosen"], location, "chosen"),
+        rejected=_pair_example(sides["rejected"], location, "rejected"),
     )
 
 
-def _label(value: Any, place: str) -> bool:
+def _parse_label(value: Any, location: str) -> bool:
     if isinstance(value, str | int):
-        found = _LABELS.get(value.strip().casefold() if isinstance(value, str) else value)
+        label = _LABEL_VALUES.get(value.strip().casefold() if isinstance(value, str) else value)
     else:
-        found = None
-    if found is None:
+        label = None
+    if label is None:
         raise RowError(
-            f"{place}: label must be true or false, got {json.dumps(value, default=str)}"
+            f"{location}: label must be true or false, got {json.dumps(value, default=str)}"
         )
-    return found
+    return label
 
 
-def _pair(row: Mapping[str, Any], place: str, answer: str = "completion") -> Example:
+def _pair_example(row: Mapping[str, Any], location: str, answer: str = "completion") -> Example:
     """Prompt and completion as texts, or both as messages, of which only the completion's are
     learnt. Texts beside a system prompt, tools or pictures become messages. `answer`: the
     key of the row that holds the completion.
     """
-    prompt, completion = (_turns_or_text(row[key], f"{place}: {key}") for key in ("prompt", answer))
+    prompt, completion = (
+        _turns_or_text(row[key], f"{location}: {key}") for key in ("prompt", answer)
+    )
     if isinstance(prompt, list) != isinstance(completion, list):
-        both = f"prompt and {answer} must both be text, or both lists of messages"
-        raise RowError(f"{place}: {both}: prompt is {kind(prompt)}, {answer} {kind(completion)}")
+        message = f"prompt and {answer} must both be text, or both lists of messages"
+        raise RowError(
+            f"{location}: {message}: prompt is {json_kind(prompt)}, {answer} {json_kind(completion)}"
+        )
     if isinstance(prompt, list):
-        before = chat_messages(prompt, "prompt", place, may_be_empty=True)
-        after = chat_messages(completion, answer, place)
-        if not any(m["role"] == "assistant" for m in after):
-            raise RowError(f"{place}: {answer} has no assistant turn: the row has no target")
+        prompt_turns = chat_messages(prompt, "prompt", location, may_be_empty=True)
+        answer_turns = chat_messages(completion, answer, location)
+        if not any(m["role"] == "assistant" for m in answer_turns):
+            raise RowError(f"{location}: {answer} has no assistant turn: the row has no target")
     else:
-        prompt = _text(row["prompt"], "prompt", place, may_be_empty=True)
-        completion = _answer(row[answer], answer, place)
-        if not _has_any(row, CONVERSATION_KEYS):
-            return Example(place, prompt=prompt, completion=completion)
-        before = ({"role": "user", "content": prompt},)
-        after = ({"role": "assistant", "content": completion},)
-    before = with_system(before, row.get("system"), place)
+        prompt = _check_text(row["prompt"], "prompt", location, may_be_empty=True)
+        completion = _check_answer(row[answer], answer, location)
+        if not _has_any_key(row, CONVERSATION_KEYS):
+            return Example(location, prompt=prompt, completion=completion)
+        prompt_turns = ({"role": "user", "content": prompt},)
+        answer_turns = ({"role": "assistant", "content": completion},)
+    prompt_turns = add_system_prompt(prompt_turns, row.get("system"), location)
     return Example(
-        place, messages=before + after, tools=tool_list(row, place), learn_from=len(before)
+        location,
+        messages=prompt_turns + answer_turns,
+        tools=read_tools(row, location),
+        learn_from=len(prompt_turns),
     )
 
 
-def _turns_or_text(value: Any, at: str) -> Any:
+def _turns_or_text(value: Any, path: str) -> Any:
     """A list of messages that a table's cell holds as JSON; any other text as it is, also an answer
     that is a JSON list.
     """
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return value
-    found = parsed_json(value, at)
-    is_list = isinstance(found, list) and found and all(isinstance(turn, dict) for turn in found)
-    if is_list and any((_TURN | {"content"}) & turn.keys() for turn in found):
-        return found
+    turns = parse_json_cell(value, path)
+    is_list = isinstance(turns, list) and turns and all(isinstance(turn, dict) for turn in turns)
+    if is_list and any((_TURN_KEYS | {"content"}) & turn.keys() for turn in turns):
+        return turns
     return value
 
 
-def _alpaca(row: Mapping[str, Any], place: str) -> tuple[Message, ...]:
-    instruction = _text(row["instruction"], "instruction", place, may_be_empty=True)
-    given = _text(row.get("input") or "", "input", place, may_be_empty=True)
-    asked = "\n\n".join(part for part in (instruction, given) if part.strip())
-    if not asked:
-        raise RowError(f"{place}: instruction and input are both empty")
-    output = _answer(row["output"], "output", place)
-    history = parsed_json(row.get("history"), f"{place}: history") or []
+def _alpaca_messages(row: Mapping[str, Any], location: str) -> tuple[Message, ...]:
+    instruction = _check_text(row["instruction"], "instruction", location, may_be_empty=True)
+    input_text = _check_text(row.get("input") or "", "input", location, may_be_empty=True)
+    question_text = "\n\n".join(part for part in (instruction, input_text) if part.strip())
+    if not question_text:
+        raise RowError(f"{location}: instruction and input are both empty")
+    output = _check_answer(row["output"], "output", location)
+    history = parse_json_cell(row.get("history"), f"{location}: history") or []
     if not isinstance(history, list) or not all(
         isinstance(turn, list | tuple) and len(turn) == 2 for turn in history
     ):
-        raise RowError(f"{place}: history must be a list of [question, answer]")
-    messages = list(with_system((), row.get("system"), place))
+        raise RowError(f"{location}: history must be a list of [question, answer]")
+    messages = list(add_system_prompt((), row.get("system"), location))
     for i, (question, answer) in enumerate(history):
-        messages.append({"role": "user", "content": _text(question, f"history[{i}][0]", place)})
-        messages.append({"role": "assistant", "content": _text(answer, f"history[{i}][1]", place)})
-    return (*messages, {"role": "user", "content": asked}, {"role": "assistant", "content": output})
+        messages.append(
+            {"role": "user", "content": _check_text(question, f"history[{i}][0]", location)}
+        )
+        messages.append(
+            {"role": "assistant", "content": _check_text(answer, f"history[{i}][1]", location)}
+        )
+    return (
+        *messages,
+        {"role": "user", "content": question_text},
+        {"role": "assistant", "content": output},
+    )
 
 
-def _require(row: Mapping[str, Any], name: FormatName, place: str) -> None:
+def _require_keys(row: Mapping[str, Any], name: FormatName, location: str) -> None:
     missing = next((key for key in FORMATS[name].keys if key not in row), None)
     if missing is None:
         return
-    other = next(
-        (n for n, form in FORMATS.items() if n != name and all(key in row for key in form.keys)),
+    other_format = next(
+        (
+            n
+            for n, row_format in FORMATS.items()
+            if n != name and all(key in row for key in row_format.keys)
+        ),
         None,
     )
-    if other:
+    if other_format:
         raise RowError(
-            f"{place}: the row is {other}, but the file is read as {name}: one file holds one"
+            f"{location}: the row is {other_format}, but the file is read as {name}: one file holds one"
             " format"
         )
     raise RowError(
-        f"{place}: no key {missing!r}{_suggestion(missing, row)} (the file is read as {name})"
+        f"{location}: no key {missing!r}{_suggest_key(missing, row)} (the file is read as {name})"
     )
 
 
-def _unknown(row: Mapping[str, Any]) -> str:
+def _unknown_row_hint(row: Mapping[str, Any]) -> str:
     """What is said of a row with the keys of no format: what to write in `data.columns`, or which
     key may be meant.
     """
     plain = {key.strip().casefold(): key for key in row if isinstance(key, str)}
-    for form in FORMATS.values():
-        if all(key in plain for key in form.keys):
+    for row_format in FORMATS.values():
+        if all(key in plain for key in row_format.keys):
             columns = {
-                key: plain[key] for key in form.keys + form.beside if plain.get(key, key) != key
+                key: plain[key]
+                for key in row_format.keys + row_format.optional_keys
+                if plain.get(key, key) != key
             }
             return (
                 f"keys are in small letters, without blanks: data.columns: {write_value(columns)}"
             )
-    for ours, theirs in _PAIRS:
-        if ours in row and theirs in row:
-            beside = {
+    for question, answer in _PAIR_KEYS:
+        if question in row and answer in row:
+            optional = {
                 key: name
-                for key, names in _BESIDE_A_PAIR.items()
+                for key, names in _PAIR_OPTIONAL_KEYS.items()
                 for name in names
-                if name in row and name not in (ours, theirs)
+                if name in row and name not in (question, answer)
             }
-            pair = ("instruction", "output") if beside else ("prompt", "completion")
+            pair = ("instruction", "output") if optional else ("prompt", "completion")
             columns = {
                 key: name
-                for key, name in {pair[0]: ours, pair[1]: theirs, **beside}.items()
+                for key, name in {pair[0]: question, pair[1]: answer, **optional}.items()
                 if key != name
             }
-            also = f" beside {', '.join(beside.values())}" if beside else ""
+            also = f" beside {', '.join(optional.values())}" if optional else ""
             return (
-                f"the row has {ours} and {theirs}{also}; if these are question and answer:"
+                f"the row has {question} and {answer}{also}; if these are question and answer:"
                 f" data.columns: {write_value(columns)}"
             )
     lists = [
@@ -587,21 +637,21 @@ def _unknown(row: Mapping[str, Any]) -> str:
         for key, value in row.items()
         if isinstance(value, list) and value and isinstance(value[0], dict)
     ]
-    turns = [key for key in lists if _TURN & row[key][0].keys()]
-    known = {key for form in FORMATS.values() for key in form.keys}
-    named = [
+    turns = [key for key in lists if _TURN_KEYS & row[key][0].keys()]
+    known_keys = {key for row_format in FORMATS.values() for key in row_format.keys}
+    candidates = [
         key
         for key in row
-        if key not in known
+        if key not in known_keys
         and (key not in lists or key in turns)
         and not isinstance(row[key], dict)
     ]
-    for form in FORMATS.values():
-        for key in form.keys:
-            if close := _near(key, named, row):
+    for row_format in FORMATS.values():
+        for key in row_format.keys:
+            if close := _close_keys(key, candidates, row):
                 return f"{close[0]}: unknown key, did you mean {key}?"
-    for form in FORMATS.values():
-        for key, missing in zip(form.keys, form.keys[::-1]):
+    for row_format in FORMATS.values():
+        for key, missing in zip(row_format.keys, row_format.keys[::-1]):
             if key in row and missing not in row:
                 return f"the row has {key} but no {missing}"
     if turns:
@@ -612,52 +662,52 @@ def _unknown(row: Mapping[str, Any]) -> str:
             " give a file that is that list alone"
         )
     return (
-        f"no known format in the keys ({_listed(row)}): use messages, or prompt and completion, or"
+        f"no known format in the keys ({_list_keys(row)}): use messages, or prompt and completion, or"
         " text, or name them in data.columns"
     )
 
 
-def _near(key: str, among: Sequence[str], row: Mapping[str, Any]) -> list[str]:
+def _close_keys(key: str, candidates: Sequence[str], row: Mapping[str, Any]) -> list[str]:
     """The key that is written most like one of a format, if its value can be what the format has
     there: `message` is no `messages`.
     """
     turns = key in ("messages", "conversations")
     can_be = [
         other
-        for other in among
+        for other in candidates
         if not turns or isinstance(row[other], list) or str(row[other]).lstrip().startswith("[")
     ]
     return difflib.get_close_matches(key, can_be, n=1, cutoff=0.75)
 
 
-def _column(ours: str, theirs: str, row: Mapping[str, Any]) -> str:
+def _column_hint(ours: str, theirs: str, row: Mapping[str, Any]) -> str:
     """What to write in `data.columns` in place of a name that the row lacks."""
     close = difflib.get_close_matches(
         theirs.lower(), [key for key in row if isinstance(key, str)], n=1, cutoff=0.75
     )
     if close:
         return f", but {close[0]!r}: data.columns.{ours}: {close[0]}"
-    return f" (data.columns.{ours}) among {_listed(row)}"
+    return f" (data.columns.{ours}) among {_list_keys(row)}"
 
 
-def _listed(row: Mapping[str, Any]) -> str:
+def _list_keys(row: Mapping[str, Any]) -> str:
     return ", ".join(list(row)[:6]) or "none"
 
 
-def _suggestion(key: str, row: Mapping[str, Any]) -> str:
-    close = _near(key, list(row), row)
+def _suggest_key(key: str, row: Mapping[str, Any]) -> str:
+    close = _close_keys(key, list(row), row)
     return f", but {close[0]!r}: did you mean {key}?" if close else ""
 
 
-def _answer(value: Any, key: str, place: str) -> str:
+def _check_answer(value: Any, key: str, location: str) -> str:
     if value is None or (isinstance(value, str) and not value.strip()):
-        raise EmptyAnswer(f"{place}: {key} is empty: the row has no target")
-    return _text(value, key, place)
+        raise EmptyAnswer(f"{location}: {key} is empty: the row has no target")
+    return _check_text(value, key, location)
 
 
-def _text(value: Any, key: str, place: str, *, may_be_empty: bool = False) -> str:
+def _check_text(value: Any, key: str, location: str, *, may_be_empty: bool = False) -> str:
     if not isinstance(value, str):
-        raise RowError(f"{place}: {key} must be text, got {kind(value)}")
+        raise RowError(f"{location}: {key} must be text, got {json_kind(value)}")
     if not may_be_empty and not value.strip():
-        raise RowError(f"{place}: {key} is empty")
+        raise RowError(f"{location}: {key} is empty")
     return value

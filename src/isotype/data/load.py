@@ -19,21 +19,28 @@ from ..config.schema import DataSection
 from ..config.sources import source_specs
 from ..errors import UsageError
 from .bad_rows import BadRow
-from .cache import SMALLEST, bound, cache_folder, cached, entry_key, tokenizer_fingerprint
+from .cache import (
+    MIN_CACHED_BYTES,
+    cache_folder,
+    entry_key,
+    load_or_create_entry,
+    max_cache_bytes,
+    tokenizer_fingerprint,
+)
 from .chat import chat_template
 from .encode import Encoder, Tally
-from .facts import FEW, data_facts, eval_sets, notes, tallied
+from .facts import MIN_ROWS_TO_HOLD_OUT, collect_tallies, data_facts, data_notes, eval_set_sizes
 from .formats import Example, FormatName
-from .pairs import Encoded, label_note, pair_digests, pair_facts, pair_notes, whole_pairs
+from .pairs import Encoded, complete_pairs, label_note, pair_digests, pair_facts, pair_notes
 from .pictures import Pictures
-from .progress import watched
-from .prompts import SAMPLES, prompt_of_text, prompts_of
+from .progress import track_progress
+from .prompts import SAMPLES, example_prompts, text_prompt
 from .rows import LoadedData, Row, SamplePrompt, Share
-from .sources import Source, refuse_read_twice, source
-from .tokens import TokenRows, TokenWriter, held_out, pack
+from .sources import Source, open_source, refuse_duplicate_files
+from .tokens import TokenRows, TokenWriter, choose_held_out, pack_rows
 
-_LOOKED_AT = 256  # rows, for samples that differ
-_OWN_LIMITS = "a limit for each is data.train: [{name: ..., limit: N}, ...]"
+_SAMPLED_ROWS = 256  # rows, for samples that differ
+_SOURCE_LIMITS_FIX = "a limit for each is data.train: [{name: ..., limit: N}, ...]"
 
 
 def load_data(
@@ -41,7 +48,7 @@ def load_data(
     tokenizer: Any,
     *,
     seed: int,
-    only: FormatName | None = None,
+    objective_format: FormatName | None = None,
     pictures: Pictures | None = None,
 ) -> LoadedData:
     """Reads, checks, tokenises and splits the data of a run.
@@ -50,7 +57,7 @@ def load_data(
     tokenizer  the model's
     seed       of the held-out share
     pictures   of a vision-language model: its processor reads those of the rows
-    only       the one format of which the objective learns. A preference pair becomes two rows,
+    objective_format  the one format of which the objective learns. A preference pair becomes two rows,
                which stay together; a limit counts pairs
     ->         rows, prompts, facts
     Raises     UsageError naming file, line and key
@@ -60,17 +67,18 @@ def load_data(
             "data.train is not set: give a file (.jsonl, .csv, .parquet, .txt, ...), a folder,"
             " hf:NAME or stdlib"
         )
-    answers = data.loss_on == "assistant"
+    needs_answer = data.loss_on == "assistant"
     sources = [
-        source(spec, needs_answer=answers, only=only, streaming=data.stream)
+        open_source(spec, needs_answer=needs_answer, only=objective_format, streaming=data.stream)
         for spec in source_specs(data, "train")
     ]
     eval_sources = [
-        source(spec, needs_answer=answers, only=only) for spec in source_specs(data, "eval")
+        open_source(spec, needs_answer=needs_answer, only=objective_format)
+        for spec in source_specs(data, "eval")
     ]
-    refuse_read_twice(sources)
-    refuse_read_twice(eval_sources)
-    encoder = encoder_for(data, tokenizer, sources + eval_sources, pictures)
+    refuse_duplicate_files(sources)
+    refuse_duplicate_files(eval_sources)
+    encoder = build_encoder(data, tokenizer, sources + eval_sources, pictures)
     if data.stream:
         from .stream import load_stream
 
@@ -78,26 +86,26 @@ def load_data(
             encoder.pictures = None
             encoder.no_pictures = "data.stream reads none: leave it out"
 
-        evaluation = _tokenised(eval_sources, encoder, data)
+        evaluation = _tokenize_sources(eval_sources, encoder, data)
         return load_stream(data, sources, eval_sources, evaluation, encoder, seed=seed)
 
-    pairs = only == "preference"
-    each = 2 if pairs else 1
+    pairs = objective_format == "preference"
+    rows_per_example = 2 if pairs else 1
     train, evaluation = (
-        _limited(_tokenised(of, encoder, data), data.limit, of, each)
+        _limit_rows(_tokenize_sources(of, encoder, data), data.limit, of, rows_per_example)
         for of in (sources, eval_sources)
     )
-    tallies, total = tallied([train, evaluation], refuse=data.on_bad_row == "error")
+    tallies, total = collect_tallies([train, evaluation], refuse=data.on_bad_row == "error")
     was_held_out = not eval_sources
     if was_held_out:
-        train, evaluation = _hold_out(train, data.eval_split, seed, each)
+        train, evaluation = _hold_out(train, data.eval_split, seed, rows_per_example)
     if not len(train):
-        why = "; ".join([*tallies[0].dropped, *total.bad.kinds]) or "no rows"
-        raise UsageError(f"{', '.join(s.name for s in sources)}: no training row is left: {why}")
+        reason = "; ".join([*tallies[0].dropped, *total.bad.kinds]) or "no rows"
+        raise UsageError(f"{', '.join(s.name for s in sources)}: no training row is left: {reason}")
 
-    shares = _shares(sources, train, data.limit)
-    packed = pack(train, data.max_length) if data.packing else None
-    files = _files(sources, train), _files(eval_sources, evaluation)
+    shares = _source_shares(sources, train, data.limit)
+    packed = pack_rows(train, data.max_length) if data.packing else None
+    files = _file_facts(sources, train), _file_facts(eval_sources, evaluation)
     facts = data_facts(
         data, encoder, [train, evaluation], tallies, total, files, held_out=was_held_out
     )
@@ -105,20 +113,20 @@ def load_data(
         "packing": packed.facts() if packed else None,
         "mix": _mix_facts(sources, train, shares),
     }
-    shows = bool(train.has_pictures.any() or evaluation.has_pictures.any())
-    if shows and pictures is not None:
+    has_pictures = bool(train.has_pictures.any() or evaluation.has_pictures.any())
+    if has_pictures and pictures is not None:
         facts["pictures"] = pictures.settings() | {
             "rows": int(train.has_pictures.sum()),
             "eval_rows": int(evaluation.has_pictures.sum()),
         }
     for side, rows_of_side in (("train", train), ("eval", evaluation)) if pairs else ():
         facts[side] |= pair_facts(rows_of_side)
-    said = [note for s in sources + eval_sources for note in s.notes] + (
+    source_notes = [note for s in sources + eval_sources for note in s.notes] + (
         pair_notes(facts["train"]) if pairs else []
     )
-    if only == "labelled":
-        said.append(label_note(train))
-    facts["notes"] = said + notes(facts, encoder, total)
+    if objective_format == "labelled":
+        source_notes.append(label_note(train))
+    facts["notes"] = source_notes + data_notes(facts, encoder, total)
     if len(evaluation):
         shown = evaluation
         of = eval_sources or sources
@@ -130,7 +138,7 @@ def load_data(
         rows = packed
         shares = packed.shares(shares)
     template = encoder.template.text if encoder.template else None
-    prompts = _prompts(shown.select(slice(None, None, each)), of, encoder)
+    prompts = _sample_prompts(shown.select(slice(None, None, rows_per_example)), of, encoder)
     return LoadedData(
         rows,
         evaluation,
@@ -139,28 +147,28 @@ def load_data(
         facts,
         shares,
         bad_rows=total.bad.listed,
-        eval_sets=eval_sets(eval_sources, evaluation),
-        pictures=pictures if shows else None,
+        eval_sets=eval_set_sizes(eval_sources, evaluation),
+        pictures=pictures if has_pictures else None,
     )
 
 
-def encoder_for(
+def build_encoder(
     data: DataSection, tokenizer: Any, sources: Sequence[Source], pictures: Pictures | None = None
 ) -> Encoder:
     """The encoder that these sources need. If there is a template, prompt/completion rows become
     chats too, since prompts will be rendered with this template when the model is used.
     """
-    rendered = {"messages", "sharegpt", "alpaca"}
+    template_formats = {"messages", "sharegpt", "alpaca"}
     if data.chat_template is not None or tokenizer.chat_template:
-        rendered |= {"prompt_completion", "preference", "labelled"}
-    wanted = any(rendered & one.formats for one in sources)
-    for key in () if wanted else ("chat_template", "template_kwargs", "thoughts"):
+        template_formats |= {"prompt_completion", "preference", "labelled"}
+    needs_template = any(template_formats & source.formats for source in sources)
+    for key in () if needs_template else ("chat_template", "template_kwargs", "thoughts"):
         if getattr(data, key) != DataSection.model_fields[key].default:
             raise UsageError(
                 f"data.{key} has no effect: no row is rendered by a chat template",
                 fix="leave it out",
             )
-    if wanted:
+    if needs_template:
         template = chat_template(
             tokenizer, data.chat_template, data.template_kwargs, thoughts=data.thoughts
         )
@@ -175,147 +183,157 @@ def encoder_for(
     )
 
 
-def _tokenised(sources: Sequence[Source], encoder: Encoder, data: DataSection) -> TokenRows:
+def _tokenize_sources(sources: Sequence[Source], encoder: Encoder, data: DataSection) -> TokenRows:
     """The rows of sources, from the cache where it has them."""
     folder = cache_folder(data.cache)
-    bound()  # a mistyped name is reported before hours of tokenising
+    max_cache_bytes()  # a mistyped name is reported before hours of tokenising
     fingerprint = ""
     blocks = []
-    for one in sources:
+    for source in sources:
         block = None
-        if folder is not None and (data.cache != "auto" or one.bytes >= SMALLEST):
+        if folder is not None and (data.cache != "auto" or source.bytes >= MIN_CACHED_BYTES):
             fingerprint = fingerprint or tokenizer_fingerprint(encoder.tokenizer)
             try:
-                block, notes = cached(
-                    folder, _key(one, encoder, fingerprint), partial(encode_source, one, encoder)
+                block, notes = load_or_create_entry(
+                    folder,
+                    _source_key(source, encoder, fingerprint),
+                    partial(encode_source, source, encoder),
                 )
-                one.notes += notes
+                source.notes += notes
             except OSError as error:
-                one.notes.append(
+                source.notes.append(
                     f"the cache {folder} cannot be written ({error.strerror or error}): rows are"
                     " held in memory"
                 )
         if block is None:
             writer = TokenWriter()
-            block = writer.block(encode_source(one, encoder, writer))
+            block = writer.block(encode_source(source, encoder, writer))
         blocks.append(block)
     return TokenRows(blocks)
 
 
-def _key(one: Source, encoder: Encoder, fingerprint: str) -> str:
+def _source_key(source: Source, encoder: Encoder, fingerprint: str) -> str:
     """Everything that shapes the rows of a source. Split and packing come after, and are not part
     of it.
     """
     template = encoder.template
-    spec = one.spec
+    spec = source.spec
     return entry_key(
         {
-            "content": one.identity(),
-            "formats": one.forms and [form for form, _ in one.forms],
+            "content": source.identity(),
+            "formats": source.forms and [row_format for row_format, _ in source.forms],
             "columns": dict(spec.columns or {}),
             "limit": spec.limit,
-            "name": one.name,
+            "name": source.name,
             "tokenizer": fingerprint,
             "template": template and (template.text, template.thoughts),
             "max_length": encoder.max_length,
             "loss_on": encoder.loss_on,
-            "needs_answer": one.needs_answer,
+            "needs_answer": source.needs_answer,
             "pictures": encoder.pictures and encoder.pictures.settings(),
         }
     )
 
 
-def encode_source(one: Source, encoder: Encoder, writer: TokenWriter) -> dict[str, Any]:
+def encode_source(source: Source, encoder: Encoder, writer: TokenWriter) -> dict[str, Any]:
     """Reads a source to its end and writes its rows; returns the counts."""
     tally = Tally()
     # what was read; the encoder drops some and keeps the order
-    waiting: deque[Example | BadRow] = deque()
-    one.ignored.clear()
+    pending: deque[Example | BadRow] = deque()
+    source.ignored.clear()
 
-    def handed() -> Iterator[Example]:
-        for found in one.examples():
-            waiting.append(found)
-            if isinstance(found, BadRow):
-                tally.note_bad(found)
+    def track_examples() -> Iterator[Example]:
+        for item in source.examples():
+            pending.append(item)
+            if isinstance(item, BadRow):
+                tally.note_bad(item)
             else:
-                yield from (found,) if found.rejected is None else (found, found.rejected)
+                yield from (item,) if item.rejected is None else (item, item.rejected)
 
-    read = 0
-    encoded = encoder.rows(handed(), tally)
-    if one.only == "preference":
-        groups: Iterator[tuple[Encoded, ...]] = whole_pairs(encoded, tally)
+    examples_read = 0
+    encoded = encoder.rows(track_examples(), tally)
+    if source.only == "preference":
+        groups: Iterator[tuple[Encoded, ...]] = complete_pairs(encoded, tally)
     else:
         groups = ((row,) for row in encoded)
-    for group in watched(groups, f"tokenising {one.name}", one.about_rows):
-        while waiting.popleft() is not group[0][0]:
-            read += 1
+    for group in track_progress(groups, f"tokenising {source.name}", source.estimated_rows):
+        while pending.popleft() is not group[0][0]:
+            examples_read += 1
         for example, row, cut in group:
-            writer.add(row, example=read, cut=cut, wanted=example.wanted)
-        read += 1
-    read += len(waiting)
+            writer.add(row, example=examples_read, cut=cut, is_wanted=example.is_wanted)
+        examples_read += 1
+    examples_read += len(pending)
     windows = (
         window
-        for name, pieces in one.texts()
-        for window in watched(
+        for name, pieces in source.texts()
+        for window in track_progress(
             encoder.windows(map(encoder.ids, pieces), name, tally), f"tokenising {name}"
         )
     )
     for window in islice(
-        windows, None if one.spec.limit is None else max(0, one.spec.limit - read)
+        windows, None if source.spec.limit is None else max(0, source.spec.limit - examples_read)
     ):
         writer.add(window, example=-1, cut=False)
-    return {"tally": tally.to_dict(), "read": read, "ignored_keys": dict(one.ignored)}
+    return {"tally": tally.to_dict(), "read": examples_read, "ignored_keys": dict(source.ignored)}
 
 
-def _limited(rows: TokenRows, limit: int | None, sources: Sequence[Source], each: int) -> TokenRows:
-    """The first rows of all sources, in their order. Notes which sources that leaves out. `each`:
+def _limit_rows(
+    rows: TokenRows, limit: int | None, sources: Sequence[Source], rows_per_example: int
+) -> TokenRows:
+    """The first rows of all sources, in their order. Notes which sources that leaves out. `rows_per_example`:
     rows that are one of the data's.
     """
-    if limit is None or len(rows) <= limit * each:
+    if limit is None or len(rows) <= limit * rows_per_example:
         return rows
-    kept = rows.select(slice(limit * each))
+    limited = rows.select(slice(limit * rows_per_example))
     counts = ", ".join(
-        f"{len(kept.of_block(i)) // each:,} of {one.name}" for i, one in enumerate(sources)
+        f"{len(limited.block_rows(i)) // rows_per_example:,} of {source.name}"
+        for i, source in enumerate(sources)
     )
     sources[0].notes.append(
-        f"data.limit takes the first rows of all sources together: {counts}; {_OWN_LIMITS}"
+        f"data.limit takes the first rows of all sources together: {counts}; {_SOURCE_LIMITS_FIX}"
     )
-    return kept
+    return limited
 
 
-def _hold_out(rows: TokenRows, share: float, seed: int, each: int) -> tuple[TokenRows, TokenRows]:
-    if share == 0.0 or len(rows) // each < FEW:
+def _hold_out(
+    rows: TokenRows, share: float, seed: int, rows_per_example: int
+) -> tuple[TokenRows, TokenRows]:
+    if share == 0.0 or len(rows) // rows_per_example < MIN_ROWS_TO_HOLD_OUT:
         return rows, rows.select(np.zeros(len(rows), bool))
     held = np.repeat(
-        held_out(rows.column("digest") if each == 1 else pair_digests(rows), share, seed), each
+        choose_held_out(
+            rows.column("digest") if rows_per_example == 1 else pair_digests(rows), share, seed
+        ),
+        rows_per_example,
     )
     return rows.select(~held), rows.select(held)
 
 
-def _shares(sources: Sequence[Source], train: TokenRows, limit: int | None) -> list[Share]:
+def _source_shares(sources: Sequence[Source], train: TokenRows, limit: int | None) -> list[Share]:
     if not any(s.spec.weight for s in sources):
         return []
-    shares = [Share(len(train.of_block(i)), s.spec.weight or 1.0) for i, s in enumerate(sources)]
+    shares = [Share(len(train.block_rows(i)), s.spec.weight or 1.0) for i, s in enumerate(sources)]
     empty = [s.name for s, share in zip(sources, shares) if not share.rows]
     if empty:
-        fix = None if limit is None else _OWN_LIMITS
+        fix = None if limit is None else _SOURCE_LIMITS_FIX
         raise UsageError(
             f"{empty[0]}: no training row is left of it, so that its weight cannot be kept", fix=fix
         )
     return shares
 
 
-def _files(sources: Sequence[Source], rows: TokenRows) -> list[dict[str, Any]]:
+def _file_facts(sources: Sequence[Source], rows: TokenRows) -> list[dict[str, Any]]:
     """Sources as data.json has them: what was found, what it held, and whether it was tokenised
     now.
     """
-    found = []
-    for i, (one, block) in enumerate(zip(sources, rows.blocks)):
+    entries = []
+    for i, (source, block) in enumerate(zip(sources, rows.blocks)):
         facts = {key: block.facts[key] for key in ("ignored_keys", "cache") if key in block.facts}
         windows = int((block.example < 0).sum())
-        read = {"rows": block.facts["read"] + windows}
-        found.append(one.facts() | read | facts | {"kept": len(rows.of_block(i))})
-    return found
+        row_count = {"rows": block.facts["read"] + windows}
+        entries.append(source.facts() | row_count | facts | {"kept": len(rows.block_rows(i))})
+    return entries
 
 
 def _mix_facts(
@@ -325,29 +343,31 @@ def _mix_facts(
     total = sum(share.weight for share in shares)
     return [
         {
-            "path": one.name,
+            "path": source.name,
             "weight": share.weight,
             "share": share.weight / total,
             "passes": share.weight / total * len(train) / share.rows,
         }
-        for one, share in zip(sources, shares)
+        for source, share in zip(sources, shares)
     ] or None
 
 
-def _prompts(rows: TokenRows, sources: Sequence[Source], encoder: Encoder) -> list[SamplePrompt]:
+def _sample_prompts(
+    rows: TokenRows, sources: Sequence[Source], encoder: Encoder
+) -> list[SamplePrompt]:
     """Prompts of the first rows, copies left out; a chat's is read again from its source, a text's
     is the beginning of its tokens.
     """
-    found: list[SamplePrompt] = []
-    _, first = np.unique(rows.column("digest")[:_LOOKED_AT], return_index=True)
+    prompts: list[SamplePrompt] = []
+    _, first = np.unique(rows.column("digest")[:_SAMPLED_ROWS], return_index=True)
     for i in sorted(int(i) for i in first)[:SAMPLES]:
-        block, row = rows.place(i)
+        block, row = rows.locate(i)
         number = int(rows.blocks[block].example[row])
         if number < 0:
-            found.append(prompt_of_text(rows[i].input_ids, encoder))
+            prompts.append(text_prompt(rows[i].input_ids, encoder))
         else:
             read_again = islice(sources[block].examples(skip=number), 1)
-            found += prompts_of(
+            prompts += example_prompts(
                 [example for example in read_again if not isinstance(example, BadRow)], encoder
             )
-    return found
+    return prompts

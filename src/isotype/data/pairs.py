@@ -15,12 +15,12 @@ from ..errors import UsageError
 from .encode import Tally
 from .formats import Example
 from .rows import IGNORED, Row
-from .tokens import MadeRows, TokenRows
+from .tokens import LazyRows, TokenRows
 
 Encoded = tuple[Example, Row, bool]
 # pairs below which nothing is said of their lengths; the share in which one side is longer
-_FEW = 10
-_NEARLY_ALWAYS = 0.9
+_MIN_PAIRS = 10
+_LENGTH_SHARE = 0.9
 
 
 class Pair(NamedTuple):
@@ -38,7 +38,7 @@ class Pair(NamedTuple):
         return max(self.chosen.input_ids, self.rejected.input_ids, key=len)
 
 
-class Pairs(MadeRows[Pair]):
+class Pairs(LazyRows[Pair]):
     """The pairs of a side. reference: fp32[2 N], a value a row, where an objective has one and it
     is known.
     """
@@ -50,12 +50,12 @@ class Pairs(MadeRows[Pair]):
     def __len__(self) -> int:
         return len(self.rows) // 2
 
-    def one(self, i: int) -> Pair:
+    def build_row(self, i: int) -> Pair:
         if self.reference is None:
-            both = None
+            reference = None
         else:
-            both = (float(self.reference[2 * i]), float(self.reference[2 * i + 1]))
-        return Pair(self.rows[2 * i], self.rows[2 * i + 1], both)
+            reference = (float(self.reference[2 * i]), float(self.reference[2 * i + 1]))
+        return Pair(self.rows[2 * i], self.rows[2 * i + 1], reference)
 
     @property
     def lengths(self) -> np.ndarray:
@@ -64,27 +64,30 @@ class Pairs(MadeRows[Pair]):
         return longer
 
 
-def whole_pairs(encoded: Iterable[Encoded], tally: Tally) -> Iterator[tuple[Encoded, ...]]:
+def complete_pairs(encoded: Iterable[Encoded], tally: Tally) -> Iterator[tuple[Encoded, ...]]:
     """Pairs of which both answers have tokens to learn, and other ones; the others are left out and
     counted.
     """
     chosen: Encoded | None = None
-    for one in encoded:
-        if one[0].rejected is not None:
-            chosen = one
-        elif chosen is not None and chosen[0].rejected is one[0]:
-            if chosen[1].input_ids == one[1].input_ids:
-                tally.drop("chosen and rejected are the same within data.max_length", one[0].place)
+    for encoded_row in encoded:
+        if encoded_row[0].rejected is not None:
+            chosen = encoded_row
+        elif chosen is not None and chosen[0].rejected is encoded_row[0]:
+            if chosen[1].input_ids == encoded_row[1].input_ids:
+                tally.drop(
+                    "chosen and rejected are the same within data.max_length",
+                    encoded_row[0].location,
+                )
             else:
-                yield chosen, one
+                yield chosen, encoded_row
 
 
 def pair_digests(rows: TokenRows) -> np.ndarray:
     """uint64[N]: of the tokens of both answers of each pair."""
     chosen, rejected = rows.column("digest").reshape(-1, 2).T
     with np.errstate(over="ignore"):
-        both: np.ndarray = chosen * np.uint64(3) + rejected
-    return both
+        digests: np.ndarray = chosen * np.uint64(3) + rejected
+    return digests
 
 
 def pair_facts(rows: TokenRows) -> dict[str, Any]:
@@ -113,26 +116,26 @@ def pair_facts(rows: TokenRows) -> dict[str, Any]:
 
 def pair_notes(facts: dict[str, Any]) -> list[str]:
     """Notes on the training pairs."""
-    said = [
+    notes = [
         f"answers have {facts['chosen_tokens']:.0f} tokens on average where chosen,"
         f" {facts['rejected_tokens']:.0f} where rejected; the chosen one is longer in"
         f" {facts['chosen_longer']:.0%} of the pairs, the rejected one in"
         f" {facts['rejected_longer']:.0%}"
     ]
     if (
-        facts["pairs"] > _FEW
-        and max(facts["chosen_longer"], facts["rejected_longer"]) > _NEARLY_ALWAYS
+        facts["pairs"] > _MIN_PAIRS
+        and max(facts["chosen_longer"], facts["rejected_longer"]) > _LENGTH_SHARE
     ):
-        said.append(
+        notes.append(
             "the length of an answer nearly tells which one is chosen: margins may show that length"
             " was learnt, and little else"
         )
     if facts["cut_on_one_side"]:
-        said.append(
+        notes.append(
             f"of {facts['cut_on_one_side']:,} pairs one answer is cut at data.max_length and the"
             " other is not"
         )
-    return said
+    return notes
 
 
 class Answer(NamedTuple):
@@ -142,7 +145,7 @@ class Answer(NamedTuple):
 
     row: Row
     partner: Row
-    wanted: bool
+    is_wanted: bool
     reference: tuple[float, float] | None = None
 
     @property
@@ -151,7 +154,7 @@ class Answer(NamedTuple):
         return max(self.row.input_ids, self.partner.input_ids, key=len)
 
 
-class Labelled(MadeRows[Answer]):
+class Labelled(LazyRows[Answer]):
     """The answers of a side. Partners are drawn once, by the seed: they have the answers of rows of
     `pool` with another prompt.
 
@@ -164,56 +167,56 @@ class Labelled(MadeRows[Answer]):
         self.pool = pool
         self.max_length = max_length
         self.reference: np.ndarray | None = None
-        self.partners = drawn_partners(rows.column("prompt"), pool.column("prompt"), seed)
-        self._wanted = rows.column("wanted")
+        self.partners = draw_partners(rows.column("prompt"), pool.column("prompt"), seed)
+        self._is_wanted = rows.column("wanted")
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def one(self, i: int) -> Answer:
+    def build_row(self, i: int) -> Answer:
         row = self.rows[i]
         if self.reference is None:
-            both = None
+            reference = None
         else:
-            both = (float(self.reference[2 * i]), float(self.reference[2 * i + 1]))
-        partner = with_answer_of(row, self.pool[int(self.partners[i])], self.max_length)
-        return Answer(row, partner, bool(self._wanted[i]), both)
+            reference = (float(self.reference[2 * i]), float(self.reference[2 * i + 1]))
+        partner = swap_answer(row, self.pool[int(self.partners[i])], self.max_length)
+        return Answer(row, partner, bool(self._is_wanted[i]), reference)
 
     @property
     def lengths(self) -> np.ndarray:
         return self.rows.lengths
 
 
-def drawn_partners(prompts: np.ndarray, pool: np.ndarray, seed: int) -> np.ndarray:
+def draw_partners(prompts: np.ndarray, pool: np.ndarray, seed: int) -> np.ndarray:
     """int64[R]: for each prompt a row of the pool with another one, each as likely.
 
     prompts, pool  uint64[R], uint64[P]  digests of the rows' prompts
     """
     order = np.argsort(pool, kind="stable")
     begin, end = (np.searchsorted(pool[order], prompts, side) for side in ("left", "right"))
-    others = len(pool) - (end - begin)
-    if len(prompts) and not others.min():
+    candidates = len(pool) - (end - begin)
+    if len(prompts) and not candidates.min():
         raise UsageError(
             "every training row has the same prompt: kto compares answers with those to other"
             " prompts",
             fix="rows of at least two prompts; train.objective: dpo learns from pairs",
         )
-    drawn = np.random.default_rng(seed).integers(0, np.maximum(others, 1))
+    drawn = np.random.default_rng(seed).integers(0, np.maximum(candidates, 1))
     chosen: np.ndarray = order[drawn + (drawn >= begin) * (end - begin)]
     return chosen
 
 
-def with_answer_of(row: Row, other: Row, max_length: int) -> Row:
+def swap_answer(row: Row, partner: Row, max_length: int) -> Row:
     """The prompt of a row with another's answer, cut at `max_length`."""
-    at = row.prompt_length
-    ids = row.input_ids[:at] + other.input_ids[other.prompt_length :]
-    labels = (IGNORED,) * at + other.labels[other.prompt_length :]
-    return Row(ids[:max_length], labels[:max_length], at)
+    prompt_length = row.prompt_length
+    ids = row.input_ids[:prompt_length] + partner.input_ids[partner.prompt_length :]
+    labels = (IGNORED,) * prompt_length + partner.labels[partner.prompt_length :]
+    return Row(ids[:max_length], labels[:max_length], prompt_length)
 
 
 def label_note(rows: TokenRows) -> str:
-    wanted = rows.column("wanted")
+    is_wanted = rows.column("wanted")
     return (
-        f"{int(wanted.sum()):,} answers are labelled as wanted ({float(wanted.mean()):.0%}),"
-        f" {int((~wanted).sum()):,} as unwanted"
+        f"{int(is_wanted.sum()):,} answers are labelled as wanted ({float(is_wanted.mean()):.0%}),"
+        f" {int((~is_wanted).sum()):,} as unwanted"
     )

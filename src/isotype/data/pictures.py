@@ -32,16 +32,16 @@ import numpy as np
 from ..dtypes import name as dtype_name
 from ..errors import UsageError
 from .cache import evict
-from .rows import is_there, path_of
+from .rows import is_picture_unchanged, picture_path
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-MOST_PIXELS = 89_478_485  # PIL's own bound: a larger picture may be made to fill the memory
+MAX_PIXELS = 89_478_485  # PIL's own bound: a larger picture may be made to fill the memory
 WHITE = (255, 255, 255)
-_PER_TOKEN = ("input_ids", "attention_mask")
-_FIX = "read the data again: remove the cache entry, or data.cache: none"
+_TOKEN_INPUTS = ("input_ids", "attention_mask")
+_READ_AGAIN_FIX = "read the data again: remove the cache entry, or data.cache: none"
 
 
 class BadPicture(ValueError):
@@ -49,15 +49,15 @@ class BadPicture(ValueError):
 
 
 # the word after `ftyp` in a file's first bytes
-_PHONE_KINDS = {
+_PHONE_FORMATS = {
     **dict.fromkeys((b"heic", b"heix", b"hevc", b"hevx", b"mif1", b"msf1"), "HEIC"),
     **dict.fromkeys((b"avif", b"avis"), "AVIF"),
 }
-_KIND_OF_SUFFIX = {".heic": "HEIC", ".heif": "HEIC", ".hif": "HEIC", ".avif": "AVIF"}
+_PHONE_SUFFIXES = {".heic": "HEIC", ".heif": "HEIC", ".hif": "HEIC", ".avif": "AVIF"}
 
 
 @cache
-def readable_phone_kinds() -> frozenset[str]:
+def readable_phone_formats() -> frozenset[str]:
     """HEIC and AVIF, where they can be read here: by pillow-heif, which is told to Pillow, and by
     Pillow's own AVIF.
     """
@@ -72,37 +72,37 @@ def readable_phone_kinds() -> frozenset[str]:
     return frozenset(kinds | {"HEIC"})
 
 
-def unreadable_kind(suffix: str) -> str | None:
+def unreadable_reason(suffix: str) -> str | None:
     """Why a picture of this ending is not read here; None: it is."""
-    kind = _KIND_OF_SUFFIX.get(suffix.lower())
-    if kind is None or kind in readable_phone_kinds():
+    kind = _PHONE_SUFFIXES.get(suffix.lower())
+    if kind is None or kind in readable_phone_formats():
         return None
-    return _how_to_read(kind)
+    return _conversion_fix(kind)
 
 
-def _how_to_read(kind: str) -> str:
+def _conversion_fix(kind: str) -> str:
     package = "pillow-heif" if kind == "HEIC" else "'Pillow>=11.3'"
     return f"a {kind} picture: pip install {package} reads it; or convert it to JPEG, PNG or WebP"
 
 
-def why_bad(error: Exception, content: bytes) -> str:
+def bad_picture_reason(error: Exception, content: bytes) -> str:
     if not content:
         return "an empty file"
     if type(error).__name__ == "DecompressionBombError":
         return (
-            f"more than {2 * MOST_PIXELS / 1e6:.0f} megapixels, and at most {MOST_PIXELS / 1e6:.0f}"
+            f"more than {2 * MAX_PIXELS / 1e6:.0f} megapixels, and at most {MAX_PIXELS / 1e6:.0f}"
             " are read"
         )
-    kind = _PHONE_KINDS.get(content[8:12]) if content[4:8] == b"ftyp" else None
-    if kind is not None and kind not in readable_phone_kinds():
-        return _how_to_read(kind)
-    said = str(error).splitlines()[0] if str(error) else type(error).__name__
-    if "BytesIO" in said:
+    kind = _PHONE_FORMATS.get(content[8:12]) if content[4:8] == b"ftyp" else None
+    if kind is not None and kind not in readable_phone_formats():
+        return _conversion_fix(kind)
+    message = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if "BytesIO" in message:
         return "not a picture"
-    return f"not a whole picture: {said}"
+    return f"not a whole picture: {message}"
 
 
-def in_srgb(image: Any) -> Any:
+def convert_to_srgb(image: Any) -> Any:
     """The image with its colours in sRGB, where it names another colour space (Display P3 of a
     phone, Adobe RGB, a printer's CMYK). A profile that cannot be read is passed over, as viewers
     do.
@@ -125,29 +125,29 @@ def in_srgb(image: Any) -> Any:
         return image
 
 
-def opened(content: bytes, *, most_pixels: int | None = None, to_srgb: bool = False) -> Any:
+def open_picture(content: bytes, *, max_pixels: int | None = None, to_srgb: bool = False) -> Any:
     """A PIL image in RGB, turned as its EXIF says, alpha on white. Raises BadPicture, also where it
-    has more than `most_pixels`.
+    has more than `max_pixels`.
 
     to_srgb  converts its colours by its profile; a model's own processor takes them as they are
     """
     from PIL import Image, ImageOps
 
-    readable_phone_kinds()
+    readable_phone_formats()
     try:
         image: Any = Image.open(io.BytesIO(content))
-        if most_pixels is not None and (pixels := image.width * image.height) > most_pixels:
+        if max_pixels is not None and (pixels := image.width * image.height) > max_pixels:
             raise BadPicture(
-                f"{pixels / 1e6:.0f} megapixels, and at most {most_pixels / 1e6:.0f} are read"
+                f"{pixels / 1e6:.0f} megapixels, and at most {max_pixels / 1e6:.0f} are read"
             )
         image.load()
         image = ImageOps.exif_transpose(image)
         if to_srgb:
-            image = in_srgb(image)
+            image = convert_to_srgb(image)
     except BadPicture:
         raise
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise BadPicture(why_bad(error, content)) from None
+        raise BadPicture(bad_picture_reason(error, content)) from None
     if image.mode.startswith("I;16") or image.mode in ("I", "F"):
         grey = np.asarray(image, dtype=np.float64)
         top = 65535.0 if image.mode.startswith("I") else max(1.0, float(grey.max()))
@@ -159,7 +159,7 @@ def opened(content: bytes, *, most_pixels: int | None = None, to_srgb: bool = Fa
     return image.convert("RGB")
 
 
-def as_json(value: Any) -> str | None:
+def encode_picture(value: Any) -> str | None:
     """A picture of a row in memory as text, which `_content` reads: bytes, or a PIL image without
     loss; None for other values.
     """
@@ -172,23 +172,27 @@ def as_json(value: Any) -> str | None:
     return None
 
 
-def content_of(given: Any, folder: Path) -> Path | bytes:
+def resolve_picture(picture: Any, folder: Path) -> Path | bytes:
     """A picture of a row as its file or its bytes.
 
-    given   a path, relative to `folder`; a data: or file: URL; bytes; `datasets`' {bytes, path}; a
+    picture  a path, relative to `folder`; a data: or file: URL; bytes; `datasets`' {bytes, path}; a
             PIL image
     Raises  BadPicture
     """
-    if isinstance(given, Mapping):
-        given = next(
-            (given[key] for key in ("bytes", "path", "image", "url") if given.get(key) is not None),
+    if isinstance(picture, Mapping):
+        picture = next(
+            (
+                picture[key]
+                for key in ("bytes", "path", "image", "url")
+                if picture.get(key) is not None
+            ),
             None,
         )
-    if isinstance(given, bytes):
-        return given
-    text = as_json(given) if not isinstance(given, str) else given
+    if isinstance(picture, bytes):
+        return picture
+    text = encode_picture(picture) if not isinstance(picture, str) else picture
     if not isinstance(text, str) or not text.strip():
-        raise BadPicture(f"expected a picture's file, got {type(given).__name__}")
+        raise BadPicture(f"expected a picture's file, got {type(picture).__name__}")
     if text.startswith("data:"):
         try:
             return base64.b64decode(text.partition(",")[2], validate=True)
@@ -214,7 +218,7 @@ class Pictures:
     token_id              the model's own for a place of a picture; None: not known
     min_pixels, max_pixels  a picture is made smaller or larger to have so many, its shape kept;
                             None: as it is
-    kept                  folder of the pictures that rows bring as bytes
+    folder                folder of the pictures that rows bring as bytes
     """
 
     def __init__(
@@ -224,20 +228,20 @@ class Pictures:
         token_id: int | None = None,
         min_pixels: int | None = None,
         max_pixels: int | None = None,
-        kept: Path | None = None,
+        folder: Path | None = None,
     ) -> None:
         self._load = load
         self.token_id = token_id
         self.min_pixels = min_pixels
         self.max_pixels = max_pixels
         self._temporary = (
-            tempfile.TemporaryDirectory(prefix="isotype-pictures-") if kept is None else None
+            tempfile.TemporaryDirectory(prefix="isotype-pictures-") if folder is None else None
         )
-        self.kept = Path(self._temporary.name) if self._temporary is not None else kept
-        self._bounded = False
+        self.folder = Path(self._temporary.name) if self._temporary is not None else folder
+        self._is_evicted = False
         self.dtype: torch.dtype | None = None
         """Of the pixels that a model is given; None: as the processor makes them."""
-        self.given: dict[str, str] = {}
+        self.floating_dtypes: dict[str, str] = {}
         """Name -> dtype of the floating tensors of the last batch."""
 
     @cached_property
@@ -259,46 +263,46 @@ class Pictures:
             for name, value in vars(self.processor).items()
             if isinstance(value, int | str | float)
         )
-        own = hashlib.sha256((images.to_json_string() + repr(lengths)).encode()).hexdigest()[:16]
+        digest = hashlib.sha256((images.to_json_string() + repr(lengths)).encode()).hexdigest()[:16]
         return {
             "processor": type(self.processor).__name__,
             "images": type(images).__name__,
-            "settings": own,
+            "settings": digest,
             "min_pixels": self.min_pixels,
             "max_pixels": self.max_pixels,
         }
 
-    def reference(self, given: Any, folder: Path) -> str:
+    def reference(self, picture: Any, folder: Path) -> str:
         """`DIGEST TIME PATH` of a picture that can be used. Raises BadPicture."""
-        found = content_of(given, folder)
-        content = found.read_bytes() if isinstance(found, Path) else found
+        source = resolve_picture(picture, folder)
+        content = source.read_bytes() if isinstance(source, Path) else source
         digest = hashlib.sha256(content).hexdigest()[:32]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Image size")  # PIL's own about a large picture
-            opened(content, most_pixels=MOST_PIXELS)
-        path = found if isinstance(found, Path) else self._keep(content, digest)
+            open_picture(content, max_pixels=MAX_PIXELS)
+        path = source if isinstance(source, Path) else self._store_picture(content, digest)
         return f"{digest} {path.stat().st_mtime_ns} {path.resolve()}"
 
-    def _keep(self, content: bytes, digest: str) -> Path:
-        assert self.kept is not None
-        path = self.kept / f"{digest}.picture"
+    def _store_picture(self, content: bytes, digest: str) -> Path:
+        assert self.folder is not None
+        path = self.folder / f"{digest}.picture"
         if path.is_file():
-            self._is_used(path)
+            self._mark_used(path)
             return path
-        if not self._bounded:
-            self._bounded = True
-            evict(self.kept)
-        self.kept.mkdir(parents=True, exist_ok=True)
+        if not self._is_evicted:
+            self._is_evicted = True
+            evict(self.folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
         aside = path.with_name(f".{digest}.{os.getpid()}")
         aside.write_bytes(content)
         aside.replace(path)
         return path
 
-    def _is_used(self, path: Path) -> None:
+    def _mark_used(self, path: Path) -> None:
         """Sets the time of the last access, which many systems do not; that of the last change is
         part of references.
         """
-        if path.parent == self.kept:
+        if path.parent == self.folder:
             with suppress(OSError):  # a read-only cache
                 os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
 
@@ -306,44 +310,46 @@ class Pictures:
         """The picture as a PIL image, of a size within the bounds. Raises UsageError for a file
         that is no longer what it was.
         """
-        if not is_there(reference):
+        if not is_picture_unchanged(reference):
             raise UsageError(
-                f"{path_of(reference)}: the picture changed, or is gone, since its row was"
+                f"{picture_path(reference)}: the picture changed, or is gone, since its row was"
                 " tokenised",
-                fix=_FIX,
+                fix=_READ_AGAIN_FIX,
             )
-        path = path_of(reference)
-        image = opened(path.read_bytes())
-        self._is_used(path)
+        path = picture_path(reference)
+        image = open_picture(path.read_bytes())
+        self._mark_used(path)
         pixels = image.width * image.height
-        wanted = min(max(pixels, self.min_pixels or 0), self.max_pixels or pixels)
-        if wanted == pixels:
+        target_pixels = min(max(pixels, self.min_pixels or 0), self.max_pixels or pixels)
+        if target_pixels == pixels:
             return image
         # rounded down when it is made smaller: no more than was asked for
-        scale = math.sqrt(wanted / pixels)
-        to = math.floor if wanted < pixels else math.ceil
-        return image.resize((max(1, to(image.width * scale)), max(1, to(image.height * scale))))
+        scale = math.sqrt(target_pixels / pixels)
+        round_size = math.floor if target_pixels < pixels else math.ceil
+        return image.resize(
+            (max(1, round_size(image.width * scale)), max(1, round_size(image.height * scale)))
+        )
 
-    def small(self, reference: str) -> str:
+    def thumbnail(self, reference: str) -> str:
         """At most 160 pixels wide and high, as a data: URL."""
         image = self.image(reference)
         image.thumbnail((160, 160))
-        return str(as_json(image)).replace("data:;", "data:image/png;")
+        return str(encode_picture(image)).replace("data:;", "data:image/png;")
 
-    def _images(self, references: Sequence[Sequence[str]]) -> list[list[Any]]:
+    def _decode_images(self, references: Sequence[Sequence[str]]) -> list[list[Any]]:
         flat = [reference for row in references for reference in row]
         with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as workers:
             # decoding does not hold Python's lock
-            found = iter(list(workers.map(self.image, flat)))
-        return [[next(found) for _ in row] for row in references]
+            images = iter(list(workers.map(self.image, flat)))
+        return [[next(images) for _ in row] for row in references]
 
-    def written(self, references: Sequence[str]) -> list[str]:
+    def picture_texts(self, references: Sequence[str]) -> list[str]:
         """What stands in a text for each picture: the tokens that its pixels will fill, and those
         around them. Raises BadPicture.
         """
         try:
-            made = self.processor(
-                images=self._images([references]),
+            outputs = self.processor(
+                images=self._decode_images([references]),
                 text=[self.mark * len(references)],
                 return_text_replacement_offsets=True,
             )
@@ -354,28 +360,30 @@ class Pictures:
                 "the processor refuses it:"
                 f" {str(error).splitlines()[0] if str(error) else type(error).__name__}"
             ) from error
-        replaced = made.get("text_replacement_offsets")
+        replaced = outputs.get("text_replacement_offsets")
         # a model that attends to pictures across (Llama 3.2 Vision) has one token for each
         if replaced is None:
-            found = [self.mark] * len(references)
+            texts = [self.mark] * len(references)
         else:
-            found = [one["replacement"] for one in replaced[0]]
+            texts = [replacement["replacement"] for replacement in replaced[0]]
         if (
             self.token_id is not None
             and self.token_id
-            not in self.processor.tokenizer(found[0], add_special_tokens=False)["input_ids"]
+            not in self.processor.tokenizer(texts[0], add_special_tokens=False)["input_ids"]
         ):
             raise UsageError(
                 f"{type(self.processor).__name__} writes a picture without the model's own token"
                 f" for it ({self.token_id}): the processor is another model's",
                 fix="the preprocessor_config.json and tokenizer that the model was released with",
             )
-        return found
+        return texts
 
-    def within(self, text: str, written: Sequence[str]) -> str:
+    def insert_texts(self, text: str, written: Sequence[str]) -> str:
         """A rendered text with what is written for each picture in place of its mark."""
         first, *rest = text.split(self.mark)
-        return first + "".join(one + after for one, after in zip(written, rest))
+        return first + "".join(
+            picture_text + following_text for picture_text, following_text in zip(written, rest)
+        )
 
     def inputs(
         self, input_ids: Tensor, attention_mask: Tensor, references: Sequence[Sequence[str]]
@@ -386,33 +394,35 @@ class Pictures:
         input_ids, attention_mask  int[B T]  rows as they were tokenised, padded
         references                 of each row, one or more
         """
-        one = copy.copy(self.processor)
-        one.tokenizer = _AsTokenised(self.processor.tokenizer, input_ids, attention_mask)
-        made = one(
-            images=self._images(references),
+        processor = copy.copy(self.processor)
+        processor.tokenizer = _FixedTokenizer(self.processor.tokenizer, input_ids, attention_mask)
+        outputs = processor(
+            images=self._decode_images(references),
             text=[self.mark * len(row) for row in references],
             return_tensors="pt",
         )
-        found = {
+        tensors = {
             name: value
-            for name, value in made.items()
-            if name not in _PER_TOKEN and hasattr(value, "dtype")
+            for name, value in outputs.items()
+            if name not in _TOKEN_INPUTS and hasattr(value, "dtype")
         }
         floating = {
-            name: value.to(self.dtype) for name, value in found.items() if value.is_floating_point()
+            name: value.to(self.dtype)
+            for name, value in tensors.items()
+            if value.is_floating_point()
         }
-        self.given = {name: dtype_name(value.dtype) for name, value in floating.items()}
-        return found | floating
+        self.floating_dtypes = {name: dtype_name(value.dtype) for name, value in floating.items()}
+        return tensors | floating
 
 
-class _AsTokenised:
+class _FixedTokenizer:
     """Stands for a processor's tokenizer, and answers with the tokens that the rows have: token
     types and masks are then made for them.
     """
 
     def __init__(self, tokenizer: Any, input_ids: Tensor, attention_mask: Tensor) -> None:
         self._tokenizer = tokenizer
-        self._given = {
+        self._encoding = {
             "input_ids": input_ids.tolist(),
             "attention_mask": attention_mask.tolist(),
         }
@@ -423,8 +433,8 @@ class _AsTokenised:
     def __call__(self, *_: Any, **__: Any) -> Any:
         from transformers import BatchEncoding
 
-        class Given(BatchEncoding):
+        class FixedEncoding(BatchEncoding):
             def char_to_token(self, *_: Any, **__: Any) -> int:
                 return 0  # asked for token types that no model of these processors reads
 
-        return Given(dict(self._given))
+        return FixedEncoding(dict(self._encoding))

@@ -14,13 +14,13 @@ from ..wording import pluralise
 T = TypeVar("T")
 
 
-def watched(items: Iterable[T], what: str, about: int = 0) -> Iterator[T]:
+def track_progress(items: Iterable[T], label: str, estimated_count: int = 0) -> Iterator[T]:
     """The items, counted on a line that appears after a second and vanishes at the end; with the
     time left where their number is known.
 
-    about  their number, where it can only be estimated
+    estimated_count  their number, where it can only be estimated
     """
-    total = len(items) if isinstance(items, Sized) else about
+    total = len(items) if isinstance(items, Sized) else estimated_count
     live: Any = None
     if sys.stderr is not None and sys.stderr.isatty():
         from rich.console import Console
@@ -28,14 +28,14 @@ def watched(items: Iterable[T], what: str, about: int = 0) -> Iterator[T]:
         live = Console(stderr=True).status("")
     every = 0.2 if live else 30.0
     start = time.monotonic()
-    shown = start + 0.8 if live else start
+    last_update = start + 0.8 if live else start
     try:
         for count, item in enumerate(items, start=1):
             yield item
-            now = time.monotonic()
-            if now - shown > every:
-                shown = now
-                line = progress(what, count, total, now - start)
+            current = time.monotonic()
+            if current - last_update > every:
+                last_update = current
+                line = progress_line(label, count, total, current - start)
                 if live:
                     live.update(line)
                     live.start()
@@ -46,14 +46,14 @@ def watched(items: Iterable[T], what: str, about: int = 0) -> Iterator[T]:
             live.stop()
 
 
-def progress(what: str, count: int, total: int, seconds: float) -> str:
+def progress_line(label: str, count: int, total: int, seconds: float) -> str:
     """`encoding pictures: 120 rows, 4/s, 31%, 1:08 left`"""
-    line = f"{what}: {pluralise(count, 'row')}, {count / seconds:,.0f}/s"
+    line = f"{label}: {pluralise(count, 'row')}, {count / seconds:,.0f}/s"
     if total <= count:
         return line
-    minutes, left = divmod(round(seconds * (total - count) / count), 60)
+    minutes, seconds_left = divmod(round(seconds * (total - count) / count), 60)
     hours, minutes = divmod(minutes, 60)
     return (
-        f"{line}, {count / total:.0%}, {f'{hours}:{minutes:02}' if hours else minutes}:{left:02}"
+        f"{line}, {count / total:.0%}, {f'{hours}:{minutes:02}' if hours else minutes}:{seconds_left:02}"
         " left"
     )

@@ -9,7 +9,7 @@ from typing import Any
 from ..config.schema import RunSection
 from ..errors import UsageError
 from .chat import ChatTemplate
-from .encode import Encoder, Rendered, as_messages
+from .encode import Encoder, Rendered, example_messages
 from .formats import Example, Message
 from .rows import LoadedData, SamplePrompt
 
@@ -17,7 +17,7 @@ SAMPLES = 4  # prompts taken from the data
 _TEXT_PROMPT = 24  # tokens of a plain text that are shown as its prompt
 
 
-def prompts_from(
+def user_prompts(
     texts: Iterable[str | dict[str, Any]], tokenizer: Any, *, chat_template: str | None = None
 ) -> list[SamplePrompt]:
     """The user's own prompts (`run.samples`): a question to the template's assistant, or, without a
@@ -28,7 +28,7 @@ def prompts_from(
         template = ChatTemplate(tokenizer, chat_template, "tokenizer")
     else:
         template = None
-    found = []
+    prompts = []
     for i, text in enumerate(texts):
         if not isinstance(text, str):
             raise UsageError(
@@ -38,21 +38,21 @@ def prompts_from(
         if not text.strip():
             raise UsageError(f"run.samples[{i}]: the prompt is empty")
         if template is None:
-            found.append(SamplePrompt(text, (*encoder.before, *encoder.ids(text))))
+            prompts.append(SamplePrompt(text, (*encoder.prefix_ids, *encoder.ids(text))))
         else:
-            found.append(
-                _question(
+            prompts.append(
+                _chat_prompt(
                     encoder,
                     template,
                     [{"role": "user", "content": text}],
                     None,
-                    place=f"run.samples[{i}]",
+                    location=f"run.samples[{i}]",
                 )
             )
-    return found
+    return prompts
 
 
-def prompts_of_run(run: RunSection, data: LoadedData, tokenizer: Any) -> list[SamplePrompt]:
+def run_prompts(run: RunSection, data: LoadedData, tokenizer: Any) -> list[SamplePrompt]:
     """The prompts for samples: the configured ones, else prompts of the data. Raises UsageError for
     prompts that are never used.
     """
@@ -62,79 +62,86 @@ def prompts_of_run(run: RunSection, data: LoadedData, tokenizer: Any) -> list[Sa
         raise UsageError(
             "run.samples has no effect: run.sample_every is 0", fix="leave one of the two out"
         )
-    return prompts_from(run.samples, tokenizer, chat_template=data.chat_template)
+    return user_prompts(run.samples, tokenizer, chat_template=data.chat_template)
 
 
-def prompts_of(examples: Iterable[Example], encoder: Encoder) -> list[SamplePrompt]:
+def example_prompts(examples: Iterable[Example], encoder: Encoder) -> list[SamplePrompt]:
     """Prompts with their reference answers from examples."""
     return [
         prompt
         for example in examples
-        if (prompt := _prompt_of(example, encoder)) is not None and prompt.input_ids
+        if (prompt := _example_prompt(example, encoder)) is not None and prompt.input_ids
     ]
 
 
-def _prompt_of(example: Example, encoder: Encoder) -> SamplePrompt | None:
-    messages = as_messages(example)
+def _example_prompt(example: Example, encoder: Encoder) -> SamplePrompt | None:
+    messages = example_messages(example)
     if messages is None:
-        return prompt_of_text((*encoder.before, *encoder.ids(example.text or "")), encoder)
+        return text_prompt((*encoder.prefix_ids, *encoder.ids(example.text or "")), encoder)
     if encoder.template is None:
         return SamplePrompt(
             example.prompt,
-            (*encoder.before, *encoder.ids(example.prompt)),
+            (*encoder.prefix_ids, *encoder.ids(example.prompt)),
             (example.completion or "").strip(),
         )
-    asked = list(takewhile(lambda message: message["role"] != "assistant", messages))
-    if not asked:
+    turns = list(takewhile(lambda message: message["role"] != "assistant", messages))
+    if not turns:
         return None
-    answer = messages[len(asked)]["content"] if len(asked) < len(messages) else None
+    answer = messages[len(turns)]["content"] if len(turns) < len(messages) else None
     parts = [
         part
-        for message in asked
+        for message in turns
         if not isinstance(message["content"], str)
         for part in message["content"]
     ]
     pictures = example.pictures[: sum(part.get("type") == "image" for part in parts)]
-    about: dict[str, Any] = {
+    options: dict[str, Any] = {
         "tools": example.tools,
-        "place": example.place,
+        "location": example.location,
         "folder": example.folder,
     }
-    return _question(encoder, encoder.template, asked, answer, pictures=pictures, **about)
+    return _chat_prompt(encoder, encoder.template, turns, answer, pictures=pictures, **options)
 
 
-def prompt_of_text(ids: Sequence[int], encoder: Encoder) -> SamplePrompt:
+def text_prompt(ids: Sequence[int], encoder: Encoder) -> SamplePrompt:
     """The beginning of a text as a prompt, the remainder as its reference."""
-    cut = min(len(encoder.before) + _TEXT_PROMPT, max(1, len(ids) // 2))
-    following = ids[cut : cut + 2 * _TEXT_PROMPT]
-    if encoder.after and encoder.after[0] in following:  # the next text is another matter
-        following = following[: following.index(encoder.after[0])]
-    text, rest = (
-        encoder.tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:cut], following)
+    cut = min(len(encoder.prefix_ids) + _TEXT_PROMPT, max(1, len(ids) // 2))
+    reference_ids = ids[cut : cut + 2 * _TEXT_PROMPT]
+    if (
+        encoder.suffix_ids and encoder.suffix_ids[0] in reference_ids
+    ):  # the next text is another matter
+        reference_ids = reference_ids[: reference_ids.index(encoder.suffix_ids[0])]
+    text, reference = (
+        encoder.tokenizer.decode(part, skip_special_tokens=True)
+        for part in (ids[:cut], reference_ids)
     )
-    return SamplePrompt(text.strip(), tuple(ids[:cut]), rest.strip() or None)
+    return SamplePrompt(text.strip(), tuple(ids[:cut]), reference.strip() or None)
 
 
-def _question(
+def _chat_prompt(
     encoder: Encoder,
     template: ChatTemplate,
     messages: Sequence[Message],
     answer: str | None,
     *,
     tools: Any = None,
-    place: str,
+    location: str,
     pictures: Sequence[Any] = (),
     folder: str = ".",
 ) -> SamplePrompt:
-    rendered = template.render(messages, tools=tools, generation_prompt=True, place=place)
-    asked: Any = next(
+    rendered = template.render(messages, tools=tools, generation_prompt=True, location=location)
+    question: Any = next(
         (m["content"] for m in reversed(messages) if m["role"] == "user"), messages[-1]["content"]
     )
-    if isinstance(asked, str):
-        asked = asked
+    if isinstance(question, str):
+        question = question
     else:
-        asked = "".join(part.get("text", "") for part in asked)
+        question = "".join(part.get("text", "") for part in question)
     if not pictures:
-        return SamplePrompt(asked.strip(), tuple(encoder.ids(rendered)), answer)
-    found = encoder.with_pictures(Rendered(place, rendered, [], literal=False), pictures, folder)
-    return SamplePrompt(asked.strip(), tuple(encoder.ids(found.text)), answer, found.pictures)
+        return SamplePrompt(question.strip(), tuple(encoder.ids(rendered)), answer)
+    with_pictures = encoder.insert_pictures(
+        Rendered(location, rendered, [], literal=False), pictures, folder
+    )
+    return SamplePrompt(
+        question.strip(), tuple(encoder.ids(with_pictures.text)), answer, with_pictures.pictures
+    )

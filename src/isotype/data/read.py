@@ -37,7 +37,7 @@ ENDINGS = DATA_ENDINGS + TEXT_ENDINGS
 _BOMS = ((b"\xff\xfe", "UTF-16"), (b"\xfe\xff", "UTF-16"))
 # the first bytes of what is often given under the name of a text file, what it is, and the ending
 # under which it is read ("": none)
-_OTHER_KINDS = (
+_OTHER_FORMATS = (
     (b"\x1f\x8b", "compressed with gzip", ".gz"),
     (b"PAR1\x15", "Parquet", ".parquet"),
     (b"PK\x03\x04", "a zip archive, as a spreadsheet (.xlsx) is too", ""),
@@ -59,19 +59,19 @@ class Record:
     line: int
     value: Any
     unit: str = "line"
-    wrong: str | None = None
+    error: str | None = None
     """Why the row could not be read; its value is None then."""
     row: int | None = None
     """The row's number, from 1, where another one begins before it in its line."""
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         if self.unit != "line":
             return f"{self.file}, {self.unit} {self.line}"
         return f"{self.file}:{self.line}" + (f", row {self.row}" if self.row else "")
 
 
-def ending(path: Path) -> str:
+def file_suffix(path: Path) -> str:
     """What a file is, by its name: `.jsonl` for `a.jsonl` and `a.jsonl.gz`."""
     if path.suffix.lower() == ".gz":
         return Path(path.stem).suffix.lower()
@@ -85,30 +85,30 @@ def column_name(cell: str) -> str:
     return normalize("NFC", _LINE_ENDS.sub(" ", cell.strip()))
 
 
-def existing_file(
+def require_file(
     name: str,
     endings: tuple[str, ...] = ENDINGS,
     *,
-    empty: bool = False,
-    otherwise: str | None = None,
+    accept_empty: bool = False,
+    other_fix: str | None = None,
 ) -> Path:
     """The path of a readable, regular file with one of the endings, or an error that says what is
     there instead.
 
-    empty      a file without a byte is accepted too
-    otherwise  what to do with a file of another ending where its ending does not say it
+    accept_empty  a file without a byte is accepted too
+    other_fix  what to do with a file of another ending where its ending does not say it
     """
     path = Path(name).expanduser()
     if os.path.isdir(path):
         raise UsageError(f"{name}: is a folder; name a file in it")
     if not os.path.exists(path):  # nor where the name is longer than a file name may be
-        if said := another_name(name):
-            raise UsageError(f"{name}: no such file", fix=said)
+        if message := missing_name_hint(name):
+            raise UsageError(f"{name}: no such file", fix=message)
         if path.parent.is_dir():
-            beside = [p.name for p in path.parent.iterdir() if ending(p) in endings]
+            names = [p.name for p in path.parent.iterdir() if file_suffix(p) in endings]
         else:
-            beside = []
-        near = closest_file_name(path.name, beside)
+            names = []
+        near = closest_file_name(path.name, names)
         hint = f", did you mean {path.parent / near}?" if near else ""
         if (
             not hint
@@ -129,22 +129,24 @@ def existing_file(
             f"{name}: not a regular file",
             fix="a run reads its data more than once: write it to a file first",
         )
-    if ending(path) not in endings or (path.suffix.lower() == ".gz" and ending(path) == ".parquet"):
-        said = (
+    if file_suffix(path) not in endings or (
+        path.suffix.lower() == ".gz" and file_suffix(path) == ".parquet"
+    ):
+        message = (
             f"{name}: the ending {path.suffix or '(none)'} says no known format; use one of"
             f" {', '.join(endings)}"
         )
-        raise UsageError(said, fix=_CONVERTED.get(ending(path)) or otherwise)
+        raise UsageError(message, fix=_CONVERSION_FIXES.get(file_suffix(path)) or other_fix)
     try:
         with path.open("rb") as file:
-            if not file.read(1) and not empty:
+            if not file.read(1) and not accept_empty:
                 raise UsageError(f"{name}: the file is empty")
     except OSError as error:
         raise UsageError(f"{name}: cannot be read: {error.strerror}") from None
     return path
 
 
-def decoded(raw: bytes, *, file: str, offset: int) -> tuple[str, tuple[str, str] | None]:
+def decode_line(raw: bytes, *, file: str, offset: int) -> tuple[str, tuple[str, str] | None]:
     """The text of a line, and what is wrong with its bytes, with the fix. Raises UsageError where
     the file is of another kind.
 
@@ -155,25 +157,25 @@ def decoded(raw: bytes, *, file: str, offset: int) -> tuple[str, tuple[str, str]
             if raw.startswith(bom):
                 raise UsageError(
                     f"{file}:1: byte 0: the file is {encoding}; save it as UTF-8",
-                    fix=_converted(file, encoding),
+                    fix=_conversion_command(file, encoding),
                 )
-        for mark, kind, named in _OTHER_KINDS:
+        for mark, kind, suffix in _OTHER_FORMATS:
             if raw.startswith(mark):
                 fix = (
                     "unpack it, or save the sheet as CSV in UTF-8, and give the file that comes out"
                 )
-                if named:
-                    fix = f"mv {shlex.quote(file)} {shlex.quote(file + named)}, and give that name"
+                if suffix:
+                    fix = f"mv {shlex.quote(file)} {shlex.quote(file + suffix)}, and give that name"
                 raise UsageError(f"{file}: the file is {kind}, and no text", fix=fix)
         raw = raw.removeprefix(b"\xef\xbb\xbf")
-    if (at := raw.find(b"\0")) >= 0:
+    if (index := raw.find(b"\0")) >= 0:
         read = "gzip -dc" if Path(file).suffix.lower() == ".gz" else "cat"
         fix = (
-            f"{read} {shlex.quote(file)} | tr -d '\\000' > no_zeros{ending(Path(file))}   # if the"
+            f"{read} {shlex.quote(file)} | tr -d '\\000' > no_zeros{file_suffix(Path(file))}   # if the"
             " rest is text"
         )
         return raw.decode("utf-8", "replace"), (
-            f"byte {offset + at} is zero, which is no text",
+            f"byte {offset + index} is zero, which is no text",
             fix,
         )
     try:
@@ -185,50 +187,50 @@ def decoded(raw: bytes, *, file: str, offset: int) -> tuple[str, tuple[str, str]
         )
         return raw.decode("utf-8", "replace"), (
             reason,
-            _converted(file, "CP1252") + "   # if it is Windows' or Latin-1",
+            _conversion_command(file, "CP1252") + "   # if it is Windows' or Latin-1",
         )
 
 
-def _converted(file: str, encoding: str) -> str:
+def _conversion_command(file: str, encoding: str) -> str:
     """A command for a file that is not compressed; its name may not be one a shell takes as it is."""
     return f"iconv -f {encoding} -t UTF-8 {shlex.quote(file)} > utf8{Path(file).suffix}"
 
 
 def is_prose(path: Path) -> bool:
     """Whether the ending is that of a plain text, not of a program's source."""
-    return ending(path) in TEXT_ENDINGS
+    return file_suffix(path) in TEXT_ENDINGS
 
 
 # a text that begins so is JSON: an object with a key, or a list of them
 _JSON_ROWS = re.compile(r'\s*(\[\s*)?\{\s*"[^"\n]{1,100}"\s*:')
-_LINES_OF_A_BEGINNING = 20
+_SAMPLED_LINES = 20
 
 
-def begins_as_json(path: Path, name: str) -> bool:
+def looks_like_json(path: Path, name: str) -> bool:
     """Whether a file of another ending begins as JSON rows do."""
-    lines = islice(text_lines(path, name), _LINES_OF_A_BEGINNING)
+    lines = islice(text_lines(path, name), _SAMPLED_LINES)
     return _JSON_ROWS.match("".join(line for _, line in lines)) is not None
 
 
 def text_lines(path: Path, name: str) -> Iterator[tuple[int, str]]:
     """Line numbers and lines (line ends kept) of a plain or gzipped file."""
     for number, offset, raw in raw_lines(path, name):
-        text, wrong = decoded(raw, file=name, offset=offset)
-        if wrong:
-            raise UsageError(f"{name}:{number}: {wrong[0]}", fix=wrong[1])
+        text, problem = decode_line(raw, file=name, offset=offset)
+        if problem:
+            raise UsageError(f"{name}:{number}: {problem[0]}", fix=problem[1])
         yield number, text
 
 
 def raw_lines(path: Path, name: str) -> Iterator[tuple[int, int, bytes]]:
     """Line numbers, offsets in the file and bytes of the lines of a plain or gzipped file."""
     offset = number = 0
-    with _opened(path) as file:
+    with _open_file(path) as file:
         try:
             for number, raw in enumerate(file, start=1):
                 yield number, offset, raw
                 offset += len(raw)
         except _UNREADABLE as error:
-            raise _unreadable(error, name, number + 1) from None
+            raise _unreadable_error(error, name, number + 1) from None
 
 
 def first_line(path: Path) -> str:
@@ -236,7 +238,7 @@ def first_line(path: Path) -> str:
     file that cannot be read.
     """
     try:
-        with _opened(path) as file:
+        with _open_file(path) as file:
             return str(
                 file.read(1 << 16)
                 .decode("utf-8", "replace")
@@ -251,7 +253,7 @@ def first_line(path: Path) -> str:
 _UNREADABLE = (gzip.BadGzipFile, EOFError, zlib.error, OSError)
 
 
-def _unreadable(error: Exception, name: str, line: int) -> UsageError:
+def _unreadable_error(error: Exception, name: str, line: int) -> UsageError:
     if isinstance(error, OSError) and not isinstance(error, gzip.BadGzipFile):
         return UsageError(f"{name}:{line}: cannot be read: {error.strerror or error}")
     if isinstance(error, gzip.BadGzipFile) and line == 1 and "Not a gzipped file" in str(error):
@@ -267,7 +269,7 @@ def _unreadable(error: Exception, name: str, line: int) -> UsageError:
     return UsageError(f"{name}:{line}: broken gzip: {error}", fix=fix)
 
 
-def _opened(path: Path) -> IO[bytes]:
+def _open_file(path: Path) -> IO[bytes]:
     if path.suffix.lower() == ".gz":
         return cast(IO[bytes], gzip.open(path))
     return path.open("rb")
@@ -287,7 +289,7 @@ def sha256(path: Path) -> str:
 
 
 # ending -> how a file becomes one that is read
-_CONVERTED = {
+_CONVERSION_FIXES = {
     **dict.fromkeys(
         (".zst", ".xz", ".bz2", ".zip", ".7z", ".tar", ".tgz"),
         "unpack it, and give the file that comes out",
@@ -305,7 +307,7 @@ _CONVERTED = {
 }
 
 
-def another_name(name: str) -> str | None:
+def missing_name_hint(name: str) -> str | None:
     """What was meant by the name of a file that is not there, where its form says it."""
     if re.match(r"[a-z][a-z0-9+.-]*://", name):
         return "a run reads local files: download it first, or name a dataset of the hub, hf:NAME"

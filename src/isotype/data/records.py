@@ -26,20 +26,20 @@ from .read import (
     NoRows,
     Record,
     column_name,
-    decoded,
-    ending,
+    decode_line,
+    file_suffix,
     first_line,
     raw_lines,
     text_lines,
 )
 
-MOST = 4 << 30  # bytes of an array's file
-_BATCH = 512  # rows of Parquet widened to Python at once
+MAX_ARRAY_BYTES = 4 << 30  # bytes of an array's file
+_BATCH_ROWS = 512  # rows of Parquet widened to Python at once
 # characters of one CSV cell; csv's own limit, 131072, is less than a long document
-_FIELD = 1 << 27
+_MAX_CELL_CHARACTERS = 1 << 27
 _BLANK = re.compile(r"[ \t\n\r]*")
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_SEVERAL_LINES = "; an array, or objects over several lines, are read from a file named .json"
+_SEVERAL_LINES_HINT = "; an array, or objects over several lines, are read from a file named .json"
 
 
 def read_records(path: Path, name: str, *, skip: int = 0) -> Iterator[Record]:
@@ -48,7 +48,7 @@ def read_records(path: Path, name: str, *, skip: int = 0) -> Iterator[Record]:
 
     Raises  UsageError naming file and line where the file cannot be read on
     """
-    kind = ending(path)
+    kind = file_suffix(path)
     return (
         read_json if kind in JSON_ENDINGS else read_parquet if kind == ".parquet" else read_csv
     )(path, name, skip=skip)
@@ -58,64 +58,64 @@ def read_json(path: Path, name: str, *, skip: int = 0) -> Iterator[Record]:
     """Reads a JSON file in any of three forms: one object per line, an array of objects, or objects
     that span several lines. The first `skip` lines are not parsed.
     """
-    first = first_line(path) if ending(path) == ".json" else ""
+    first = first_line(path) if file_suffix(path) == ".json" else ""
     # a line that is one brace alone opens an object of several lines
     if first[:1] != "[" and first != "{":
-        yield from _lines(path, name, skip)
+        yield from _read_lines(path, name, skip)
         return
-    before = 0  # the line of the row before
-    for i, record in enumerate(_values(path, name, in_array=first != "{")):
+    previous_line = 0  # the line of the row before
+    for i, record in enumerate(_read_values(path, name, in_array=first != "{")):
         if i >= skip:
-            yield replace(record, row=i + 1) if record.line == before else record
-        before = record.line
+            yield replace(record, row=i + 1) if record.line == previous_line else record
+        previous_line = record.line
 
 
-def _lines(path: Path, name: str, skip: int) -> Iterator[Record]:
+def _read_lines(path: Path, name: str, skip: int) -> Iterator[Record]:
     decoder = ObjectDecoder()
-    alone = ending(path) == ".json"
+    is_json_file = file_suffix(path) == ".json"
     for number, offset, raw in raw_lines(path, name):
-        line, bad = decoded(raw, file=name, offset=offset)
+        line, decoding_problem = decode_line(raw, file=name, offset=offset)
         if not line.strip():
             continue
         if skip:
             skip -= 1
             continue
         value = None
-        wrong = ": ".join(bad or ())
+        message = ": ".join(decoding_problem or ())
         try:
-            value = None if wrong else decoder.decode(line)
+            value = None if message else decoder.decode(line)
         except json.JSONDecodeError as error:
-            hint = _nearly_json(line, error.pos)
-            if alone and hint in ("", _SEVERAL_LINES):
+            hint = _json_hint(line, error.pos)
+            if is_json_file and hint in ("", _SEVERAL_LINES_HINT):
                 hint = "; a .json file holds an array, or one object a line"
-            ends = error.pos >= len(line.rstrip())
-            if ends:
-                where = ": the line ends within a value"
+            is_cut_short = error.pos >= len(line.rstrip())
+            if is_cut_short:
+                position = ": the line ends within a value"
             else:
-                where = f" at column {error.pos + 1}: {error.msg}"
-            wrong = f"broken JSON{where}{hint}"
+                position = f" at column {error.pos + 1}: {error.msg}"
+            message = f"broken JSON{position}{hint}"
         except (RecursionError, ValueError) as error:
-            wrong = _impossible(error)
+            message = _python_limit_message(error)
         if isinstance(value, list):
-            wrong = (
+            message = (
                 "a row must be an object with keys, got a"
-                f" list{'' if alone else '; a file that is one array is named .json'}"
+                f" list{'' if is_json_file else '; a file that is one array is named .json'}"
             )
         yield (
-            Record(name, number, None, wrong=wrong)
-            if wrong
-            else _checked(name, number, value, line, decoder.repeated)
+            Record(name, number, None, error=message)
+            if message
+            else _check_value(name, number, value, line, decoder.repeated_key)
         )
 
 
-def _nearly_json(line: str, at: int) -> str:
+def _json_hint(line: str, position: int) -> str:
     """What to do with a line of what is often taken for JSON lines; "" where that is not known.
-    `at`: where the error is.
+    `position`: where the error is.
     """
     text = line.strip()
-    rest = line[at:].strip()
+    rest = line[position:].strip()
     if text in ("{", "[", "]", "}"):
-        return _SEVERAL_LINES
+        return _SEVERAL_LINES_HINT
     if rest == ",":
         return "; a row has no comma behind it where each line is a row"
     if text.startswith("{'"):
@@ -125,9 +125,9 @@ def _nearly_json(line: str, at: int) -> str:
     return ""
 
 
-def _values(path: Path, name: str, *, in_array: bool) -> Iterator[Record]:
+def _read_values(path: Path, name: str, *, in_array: bool) -> Iterator[Record]:
     """The values of an array, or objects one after another, each over several lines."""
-    if (size := path.stat().st_size) > MOST:
+    if (size := path.stat().st_size) > MAX_ARRAY_BYTES:
         fix = f"one object a line: jq -c '.[]' {shlex.quote(name)} > rows.jsonl"
         raise UsageError(
             f"{name}: {size >> 30} GiB of JSON that is not one object a line, and it is read as a"
@@ -137,53 +137,55 @@ def _values(path: Path, name: str, *, in_array: bool) -> Iterator[Record]:
     text = "".join(line for _, line in text_lines(path, name))
     decoder = ObjectDecoder()
 
-    def after_blanks(at: int) -> int:
-        return _BLANK.match(text, at).end()  # type: ignore[union-attr]  # it matches nothing too
+    def skip_blanks(position: int) -> int:
+        return _BLANK.match(text, position).end()  # type: ignore[union-attr]  # it matches nothing too
 
-    def wrong(at: int, said: str, fix: str | None = None) -> UsageError:
-        line = text.count("\n", 0, at) + 1
-        return UsageError(f"{name}:{line}: {said}", fix=fix)
+    def syntax_error(position: int, message: str, fix: str | None = None) -> UsageError:
+        line = text.count("\n", 0, position) + 1
+        return UsageError(f"{name}:{line}: {message}", fix=fix)
 
-    at = after_blanks(0)
+    position = skip_blanks(0)
     if in_array:
-        at = after_blanks(at + 1)
-        if text[at : at + 1] == "]":
+        position = skip_blanks(position + 1)
+        if text[position : position + 1] == "]":
             return
     # the line of a character
     line = 1
-    counted = 0
-    while in_array or at < len(text):
-        line = line + text.count("\n", counted, at)
-        counted = at
+    counted_to = 0
+    while in_array or position < len(text):
+        line = line + text.count("\n", counted_to, position)
+        counted_to = position
         try:
-            value, end = decoder.raw_decode(text, at)
+            value, end = decoder.raw_decode(text, position)
         except json.JSONDecodeError as error:
-            raise wrong(error.pos, f"broken JSON at column {error.colno}: {error.msg}") from None
+            raise syntax_error(
+                error.pos, f"broken JSON at column {error.colno}: {error.msg}"
+            ) from None
         except (RecursionError, ValueError) as error:
-            raise wrong(at, _impossible(error)) from None
-        yield _checked(name, line, value, text[at:end], decoder.repeated)
-        at = after_blanks(end)
+            raise syntax_error(position, _python_limit_message(error)) from None
+        yield _check_value(name, line, value, text[position:end], decoder.repeated_key)
+        position = skip_blanks(end)
         if in_array:
-            separator = text[at : at + 1]
-            after = after_blanks(at + 1)
+            separator = text[position : position + 1]
+            following = skip_blanks(position + 1)
             if separator == "]":
-                if after < len(text):
-                    raise wrong(
-                        after,
+                if following < len(text):
+                    raise syntax_error(
+                        following,
                         "text after the end of the array",
                         fix="one file holds one array: give the rest its own file",
                     )
                 return
             if separator != ",":
-                raise wrong(
-                    at,
+                raise syntax_error(
+                    position,
                     "broken JSON: ',' or ']' expected"
                     + ("" if separator else ", the file ends here"),
                 )
-            at = after
+            position = following
 
 
-def _impossible(error: Exception) -> str:
+def _python_limit_message(error: Exception) -> str:
     """What is JSON, and no value of Python's: nested too deeply, or a whole number of more than
     4300 digits.
     """
@@ -192,18 +194,18 @@ def _impossible(error: Exception) -> str:
     return f"broken JSON: {str(error).partition(';')[0]}"
 
 
-def _checked(name: str, line: int, value: Any, source: str, repeated: str | None) -> Record:
-    """A row, unless one of its objects has the key `repeated` twice, or half of a surrogate pair:
+def _check_value(name: str, line: int, value: Any, source: str, repeated_key: str | None) -> Record:
+    """A row, unless one of its objects has the key `repeated_key` twice, or half of a surrogate pair:
     valid JSON, on which tokenizers fail.
     """
-    wrong = None if repeated is None else str(RepeatedKey(repeated))
+    message = None if repeated_key is None else str(RepeatedKey(repeated_key))
     if (
-        not wrong
+        not message
         and "\\u" in source.lower()
         and _SURROGATE.search(json.dumps(value, ensure_ascii=False))
     ):
-        wrong = "a \\u escape is half of a surrogate pair, which is not text"
-    return Record(name, line, None if wrong else value, wrong=wrong)
+        message = "a \\u escape is half of a surrogate pair, which is not text"
+    return Record(name, line, None if message else value, error=message)
 
 
 def read_csv(path: Path, name: str, *, skip: int = 0) -> Iterator[Record]:
@@ -215,18 +217,18 @@ def read_csv(path: Path, name: str, *, skip: int = 0) -> Iterator[Record]:
     def lines() -> Iterator[str]:
         nonlocal wrong
         for number, offset, raw in raw_lines(path, name):
-            line, bad = decoded(raw, file=name, offset=offset)
+            line, bad = decode_line(raw, file=name, offset=offset)
             if bad and number == 1:
                 raise UsageError(f"{name}:1: {bad[0]}", fix=bad[1])
             wrong = wrong or ": ".join(bad or ()) or None
             yield line
 
-    csv.field_size_limit(_FIELD)
+    csv.field_size_limit(_MAX_CELL_CHARACTERS)
     source = lines()
     first = next(source, "")
     # a comma, or what a header without one is divided by: semicolons in many spreadsheets, tabs,
     # vertical bars
-    if ending(path) == ".tsv":
+    if file_suffix(path) == ".tsv":
         delimiter = "\t"
     else:
         delimiter = next((mark for mark in ",;\t|" if mark in first), ",")
@@ -251,7 +253,7 @@ def read_csv(path: Path, name: str, *, skip: int = 0) -> Iterator[Record]:
             wrong = wrong or f"broken CSV: {error}"
         if header is None and cells:
             header = [column_name(cell) for cell in cells]
-            if doubled := _doubled([column for column in header if column]):
+            if doubled := _find_duplicate([column for column in header if column]):
                 raise UsageError(f"{name}:1: the column {doubled!r} is named twice")
         # else a blank line, or `;;` as spreadsheets write it
         elif header is not None and (any(cell.strip() for cell in cells) or wrong):
@@ -265,7 +267,7 @@ def read_csv(path: Path, name: str, *, skip: int = 0) -> Iterator[Record]:
             if not skip:
                 # spreadsheets end rows in empty columns
                 row = {column: cell for column, cell in zip(header, cells) if column or cell}
-                yield Record(name, begins, None if wrong else row, wrong=wrong)
+                yield Record(name, begins, None if wrong else row, error=wrong)
             skip = max(0, skip - 1)
         begins, wrong = rows.line_num + 1, None
     if header is None:
@@ -281,18 +283,18 @@ def read_parquet(path: Path, name: str, *, skip: int = 0) -> Iterator[Record]:
     try:
         with pq.ParquetFile(path) as file:
             # a row would hold the last one's value
-            if doubled := _doubled(file.schema_arrow.names):
+            if doubled := _find_duplicate(file.schema_arrow.names):
                 raise UsageError(f"{name}: the column {doubled!r} is there twice")
             for group in range(file.metadata.num_row_groups):
                 count = file.metadata.row_group(group).num_rows
                 if number + count <= skip:
                     number += count
                     continue
-                for batch in file.iter_batches(_BATCH, row_groups=[group]):
+                for batch in file.iter_batches(_BATCH_ROWS, row_groups=[group]):
                     for value in batch.to_pylist():
                         number += 1
                         if number > skip:
-                            yield Record(name, number, without_nulls_inside(value), "row")
+                            yield Record(name, number, remove_inner_nulls(value), "row")
     except UsageError:
         raise
     # the last of a date that Python cannot hold
@@ -302,22 +304,22 @@ def read_parquet(path: Path, name: str, *, skip: int = 0) -> Iterator[Record]:
         ) from None
 
 
-def without_nulls_inside(row: dict[str, Any]) -> dict[str, Any]:
+def remove_inner_nulls(row: dict[str, Any]) -> dict[str, Any]:
     """A row whose values have no key that holds null, at any depth; a column that is null itself
     stays, for its error's sake.
     """
-    return {key: _without_nulls(value) for key, value in row.items()}
+    return {key: _remove_nulls(value) for key, value in row.items()}
 
 
-def _without_nulls(value: Any) -> Any:
+def _remove_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+        return {key: _remove_nulls(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, list):
-        return [_without_nulls(inner) for inner in value]
+        return [_remove_nulls(inner) for inner in value]
     return value
 
 
-def _doubled(names: Sequence[str]) -> str | None:
+def _find_duplicate(names: Sequence[str]) -> str | None:
     return next((name for name, n in Counter(names).items() if n > 1), None)
 
 
@@ -329,7 +331,7 @@ class RepeatedKey(ValueError):
 
 
 class ObjectDecoder(json.JSONDecoder):
-    """Decodes as `json` does. `repeated` is then the first key that an object of the value has
+    """Decodes as `json` does. `repeated_key` is then the first key that an object of the value has
     twice, or None.
 
     It does not raise in the middle of a value, so that a reader of many values knows where the next
@@ -338,24 +340,24 @@ class ObjectDecoder(json.JSONDecoder):
 
     def __init__(self) -> None:
         super().__init__(object_pairs_hook=self._object)
-        self.repeated: str | None = None
+        self.repeated_key: str | None = None
 
     def raw_decode(self, s: str, idx: int = 0) -> tuple[Any, int]:
-        self.repeated = None
+        self.repeated_key = None
         return super().raw_decode(s, idx)
 
     def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(pairs)
-        if len(made) != len(pairs) and self.repeated is None:
-            seen: set[str] = set()
-            self.repeated = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]  # add gives None
-        return made
+        result = dict(pairs)
+        if len(result) != len(pairs) and self.repeated_key is None:
+            visited: set[str] = set()
+            self.repeated_key = next(key for key, _ in pairs if key in visited or visited.add(key))  # type: ignore[func-returns-value]  # add gives None
+        return result
 
 
-def loads(text: str) -> Any:
+def parse_json(text: str) -> Any:
     """The value of a JSON text. Raises RepeatedKey, or what `json.loads` raises."""
     decoder = ObjectDecoder()
     value = decoder.decode(text)
-    if decoder.repeated is not None:
-        raise RepeatedKey(decoder.repeated)
+    if decoder.repeated_key is not None:
+        raise RepeatedKey(decoder.repeated_key)
     return value

@@ -25,10 +25,10 @@ from typing import Any, NoReturn
 
 import jinja2
 
-SECONDS = 10.0  # of processor time for a conversation; stock templates take 0.1 ms
-MEMORY = 2 << 30  # bytes beyond what the process has at the start
-CHARACTERS = 1 << 26  # of a conversation's text
-MOST = 4  # processes, one for each tokenizer
+MAX_SECONDS = 10.0  # of processor time for a conversation; stock templates take 0.1 ms
+MAX_MEMORY = 2 << 30  # bytes beyond what the process has at the start
+MAX_CHARACTERS = 1 << 26  # of a conversation's text
+MAX_PROCESSES = 4  # processes, one for each tokenizer
 _UNSENDABLE = (pickle.PicklingError, AttributeError, TypeError, RecursionError)
 
 
@@ -49,12 +49,12 @@ def render_text(tokenizer: Any, messages: Sequence[Any], **options: Any) -> str:
     """
     request = {"conversation": list(messages), "tokenize": False, **options}
     if sys.platform != "linux":
-        return _text(_answer(tokenizer, request))
+        return _unpack_text(_render(tokenizer, request))
     try:
         message = pickle.dumps(request, pickle.HIGHEST_PROTOCOL)
     except _UNSENDABLE:
-        return _text(_answer(tokenizer, request))
-    return _text(_process_of(tokenizer).answer(message))
+        return _unpack_text(_render(tokenizer, request))
+    return _unpack_text(_tokenizer_process(tokenizer).answer(message))
 
 
 class _Process:
@@ -64,15 +64,15 @@ class _Process:
         self.tokenizer = tokenizer  # held, so that no other one gets its identity
         self.owner = os.getpid()
         self._lock = threading.Lock()
-        here, there = Pipe()
+        parent_end, child_end = Pipe()
         with warnings.catch_warnings():
             # the child runs Python alone: no thread of this process is needed there
             warnings.simplefilter("ignore", DeprecationWarning)
             self._child = os.fork()
         if self._child == 0:
-            _serve(tokenizer, there)
-        there.close()
-        self._connection: Connection = here
+            _serve(tokenizer, child_end)
+        child_end.close()
+        self._connection: Connection = parent_end
 
     def answer(self, message: bytes) -> dict[str, Any]:
         with self._lock:
@@ -82,7 +82,9 @@ class _Process:
                 return answer
             except (EOFError, OSError):
                 status = self._end()
-                limit = f"{SECONDS:g} s" if status == signal.SIGPROF else f"{MEMORY >> 20} MiB"
+                limit = (
+                    f"{MAX_SECONDS:g} s" if status == signal.SIGPROF else f"{MAX_MEMORY >> 20} MiB"
+                )
                 return {"limit": f"takes more than {limit} for it"}
             except BaseException:  # Ctrl-C: an answer would be taken for the next one's
                 self._end()
@@ -91,7 +93,7 @@ class _Process:
     def _end(self) -> int:
         """Ends the child; returns the signal that had ended it."""
         with suppress(KeyError):
-            del _processes[_key(self.tokenizer)]
+            del _processes[_tokenizer_key(self.tokenizer)]
         self._connection.close()
         with suppress(ProcessLookupError, ChildProcessError):
             ended, status = os.waitpid(self._child, os.WNOHANG)
@@ -107,22 +109,22 @@ class _Process:
 
 
 _processes: OrderedDict[Any, _Process] = OrderedDict()
-_making = threading.Lock()
+_processes_lock = threading.Lock()
 
 
-def _key(tokenizer: Any) -> Any:
+def _tokenizer_key(tokenizer: Any) -> Any:
     """Of a tokenizer as it is now: a template gets its special tokens."""
     return id(tokenizer), json.dumps(tokenizer.special_tokens_map, default=str)
 
 
-def _process_of(tokenizer: Any) -> _Process:
-    with _making:
-        key = _key(tokenizer)
+def _tokenizer_process(tokenizer: Any) -> _Process:
+    with _processes_lock:
+        key = _tokenizer_key(tokenizer)
         process = _processes.get(key)
         if process is not None and process.owner == os.getpid():
             _processes.move_to_end(key)
             return process
-        if process is None and len(_processes) >= MOST:
+        if process is None and len(_processes) >= MAX_PROCESSES:
             _, oldest = _processes.popitem(last=False)
             oldest.close()
         process = _processes[key] = _Process(tokenizer)
@@ -140,7 +142,7 @@ def _serve(tokenizer: Any, connection: Connection) -> NoReturn:
     """The child: answers until this end of the connection closes."""
     try:
         gc.freeze()  # what is garbage here is the other process's to finalise
-        _leave_files(connection.fileno())
+        _close_files(connection.fileno())
         for number in (signal.SIGINT, signal.SIGHUP):  # they are for the process that asks
             signal.signal(number, signal.SIG_IGN)
         for number in (signal.SIGTERM, signal.SIGPROF):
@@ -148,8 +150,8 @@ def _serve(tokenizer: Any, connection: Connection) -> NoReturn:
         _limit_memory()
         while True:
             request = pickle.loads(connection.recv_bytes())  # from this program
-            signal.setitimer(signal.ITIMER_PROF, SECONDS)
-            answer = _answer(tokenizer, request)
+            signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)
+            answer = _render(tokenizer, request)
             content = json.dumps(answer).encode()
             signal.setitimer(signal.ITIMER_PROF, 0)
             connection.send_bytes(content)
@@ -157,13 +159,13 @@ def _serve(tokenizer: Any, connection: Connection) -> NoReturn:
         os._exit(0)
 
 
-def _leave_files(kept: int) -> None:
+def _close_files(descriptor: int) -> None:
     """Closes every file but one: a lock, a socket or a pipe would stay held."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(nothing, standard)
-    os.closerange(3, kept)
-    os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
+    os.closerange(3, descriptor)
+    os.closerange(descriptor + 1, os.sysconf("SC_OPEN_MAX"))
 
 
 def _limit_memory() -> None:
@@ -172,35 +174,37 @@ def _limit_memory() -> None:
     with open("/proc/self/statm", "rb") as file:
         held = int(file.read().split()[0]) * resource.getpagesize()
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = held + MEMORY
+    limit = held + MAX_MEMORY
     if hard != resource.RLIM_INFINITY:
         limit = min(limit, hard)
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
-def _answer(tokenizer: Any, request: Mapping[str, Any]) -> dict[str, Any]:
+def _render(tokenizer: Any, request: Mapping[str, Any]) -> dict[str, Any]:
     """The text, or why there is none, as JSON."""
     try:
         text: str = tokenizer.apply_chat_template(**request)
     except MemoryError:
-        return {"limit": f"takes more than {MEMORY >> 20} MiB for it"}
+        return {"limit": f"takes more than {MAX_MEMORY >> 20} MiB for it"}
     except RecursionError as error:
         return {"nested": str(error)}
     except jinja2.TemplateSyntaxError as error:
         return {"syntax": error.message, "line": error.lineno}
     except Exception as error:
         lines = str(error).splitlines() or [repr(error)]
-        kind = type(error).__name__
-        known = (jinja2.TemplateError, TypeError, KeyError, ValueError, AttributeError)
+        error_type = type(error).__name__
+        template_errors = (jinja2.TemplateError, TypeError, KeyError, ValueError, AttributeError)
         return {
-            "refusal": lines[0].strip("'") if isinstance(error, known) else f"{kind}: {lines[0]}"
+            "refusal": lines[0].strip("'")
+            if isinstance(error, template_errors)
+            else f"{error_type}: {lines[0]}"
         }
-    if len(text) > CHARACTERS:
+    if len(text) > MAX_CHARACTERS:
         return {"limit": f"makes {len(text):,} characters of it"}
     return {"text": text}
 
 
-def _text(answer: Mapping[str, Any]) -> str:
+def _unpack_text(answer: Mapping[str, Any]) -> str:
     if "limit" in answer:
         raise TemplateLimitError(answer["limit"])
     if "refusal" in answer:

@@ -100,7 +100,7 @@ class LoadedData:
         """A hash of the training rows before packing, and one of the evaluation rows: of tokens,
         labels, and which are learnt.
         """
-        return {"training": _hash_of(self.documents), "evaluation": _hash_of(self.eval)}
+        return {"training": _hash_rows(self.documents), "evaluation": _hash_rows(self.eval)}
 
     @property
     def documents(self) -> Sequence[Row]:
@@ -112,23 +112,23 @@ class LoadedData:
         lengths = row_lengths(self.train)
         order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
         if self.pictures is not None:  # a batch has rows with pictures, or rows without
-            shown = has_pictures(self.train)
-            order = [i for i in order if shown[i]] or order
-        found = [self.train[i] for i in order[:count]]
+            has_picture = has_pictures(self.train)
+            order = [i for i in order if has_picture[i]] or order
+        rows = [self.train[i] for i in order[:count]]
         if self.stream is not None:
-            return [_stretched(row, self.facts["max_length"]) for row in found]
-        return found
+            return [_stretch_row(row, self.facts["max_length"]) for row in rows]
+        return rows
 
 
-def path_of(reference: str) -> Path:
+def picture_path(reference: str) -> Path:
     return Path(reference.split(" ", 2)[2])
 
 
-def digest_of_picture(reference: str) -> str:
+def picture_digest(reference: str) -> str:
     return reference.split(" ", 1)[0]
 
 
-def is_there(reference: str) -> bool:
+def is_picture_unchanged(reference: str) -> bool:
     """Whether the file is still the one that was tokenised, by its time."""
     _, time, path = reference.split(" ", 2)
     try:
@@ -137,24 +137,24 @@ def is_there(reference: str) -> bool:
         return False
 
 
-def _hash_of(rows: Sequence[Row]) -> str:
+def _hash_rows(rows: Sequence[Row]) -> str:
     column = getattr(rows, "column", None)
     if column is None:
         parts = (str(hash(row)).encode() for row in rows)
     else:
-        of_rows = [column(name) for name in ("digest", "supervised", "wanted")]
-        parts = (values.tobytes() for values in (of_rows[:2] if of_rows[2].all() else of_rows))
-    summed = hashlib.blake2b(digest_size=16)
+        columns = [column(name) for name in ("digest", "supervised", "wanted")]
+        parts = (values.tobytes() for values in (columns[:2] if columns[2].all() else columns))
+    digest = hashlib.blake2b(digest_size=16)
     for part in parts:
-        summed.update(part)
-        summed.update(b",")
-    return summed.hexdigest()
+        digest.update(part)
+        digest.update(b",")
+    return digest.hexdigest()
 
 
 def row_lengths(rows: Sequence[Any]) -> Sequence[int]:
     """Tokens of each row, without making the rows where their storage knows."""
-    known = getattr(rows, "lengths", None)
-    return [len(row.input_ids) for row in rows] if known is None else known
+    lengths = getattr(rows, "lengths", None)
+    return [len(row.input_ids) for row in rows] if lengths is None else lengths
 
 
 def row_supervised(rows: Sequence[Row]) -> Sequence[int]:
@@ -165,20 +165,20 @@ def row_supervised(rows: Sequence[Row]) -> Sequence[int]:
 
 def has_pictures(rows: Sequence[Row]) -> Sequence[bool]:
     """Whether each row has some, as `row_lengths`."""
-    known = getattr(rows, "has_pictures", None)
-    return [bool(row.pictures) for row in rows] if known is None else known
+    flags = getattr(rows, "has_pictures", None)
+    return [bool(row.pictures) for row in rows] if flags is None else flags
 
 
 def tokens_used(rows: Sequence[Row], *, learnt: bool = False) -> set[int]:
     """Every token of the rows, or every one that is learnt; rows in flat arrays know it without
     being made.
     """
-    if (known := getattr(rows, "tokens_used", None)) is not None:
-        return set(known(learnt=learnt))
+    if (read_tokens := getattr(rows, "tokens_used", None)) is not None:
+        return set(read_tokens(learnt=learnt))
     return {i for row in rows for i in (row.labels if learnt else row.input_ids)} - {IGNORED}
 
 
-def _stretched(row: Row, length: int) -> Row:
+def _stretch_row(row: Row, length: int) -> Row:
     """A row of a stream, repeated to the longest that may come."""
     times = -(-length // len(row.input_ids))
     if times == 1:
@@ -193,11 +193,11 @@ def _stretched(row: Row, length: int) -> Row:
 
 
 # rows among which the median and the longest are found: a run's rows may be a stream
-LOOKED_AT = 1000
-MOST_TOKENS = 512  # shown of a row
+SAMPLED_ROWS = 1000
+MAX_TOKENS = 512  # shown of a row
 
 
-def examples(rows: Sequence[Row], tokenizer: Any, pictures: Any = None) -> list[dict[str, Any]]:
+def example_rows(rows: Sequence[Row], tokenizer: Any, pictures: Any = None) -> list[dict[str, Any]]:
     """The first row, one of median length, the longest and the first with a picture, each cut into
     parts that are learnt or not.
 
@@ -206,53 +206,56 @@ def examples(rows: Sequence[Row], tokenizer: Any, pictures: Any = None) -> list[
     A part is `{"text", "learnt"}`, special tokens written out. `tokens` and `learnt` count the
     whole row, `left_out` what is not shown.
     """
-    seen = list(islice(rows, LOOKED_AT))
-    by_length = sorted(range(len(seen)), key=lambda i: len(seen[i].input_ids))
+    sample = list(islice(rows, SAMPLED_ROWS))
+    by_length = sorted(range(len(sample)), key=lambda i: len(sample[i].input_ids))
     chosen: dict[int, str] = {}
-    for which, i in (
+    for label, i in (
         (
             ("the first row", 0),
-            ("of median length", by_length[len(seen) // 2]),
+            ("of median length", by_length[len(sample) // 2]),
             ("the longest", by_length[-1]),
         )
-        if seen
+        if sample
         else ()
     ):
-        chosen.setdefault(i, which)
-    if pictures is not None and not any(seen[i].pictures for i in chosen):
+        chosen.setdefault(i, label)
+    if pictures is not None and not any(sample[i].pictures for i in chosen):
         chosen |= dict.fromkeys(
-            [i for i, row in enumerate(seen) if row.pictures][:1], "the first with a picture"
+            [i for i, row in enumerate(sample) if row.pictures][:1], "the first with a picture"
         )
     return [
-        {"which": which, "row": i, **_example(seen[i], tokenizer, pictures)}
-        for i, which in chosen.items()
+        {"which": label, "row": i, **_example_facts(sample[i], tokenizer, pictures)}
+        for i, label in chosen.items()
     ]
 
 
 _REPEATED = re.compile(r"(<[^<>\s]+>)\1{3,}")  # the places of a picture
 
 
-def _counted(found: re.Match[str]) -> str:
-    return f"{found[1]} x {len(found[0]) // len(found[1])} "
+def _shorten_repeats(match: re.Match[str]) -> str:
+    return f"{match[1]} x {len(match[0]) // len(match[1])} "
 
 
-def _example(row: Row, tokenizer: Any, pictures: Any) -> dict[str, Any]:
-    shown = list(zip(row.input_ids, row.labels))[:MOST_TOKENS]
+def _example_facts(row: Row, tokenizer: Any, pictures: Any) -> dict[str, Any]:
+    tokens = list(zip(row.input_ids, row.labels))[:MAX_TOKENS]
     parts = []
-    for learnt, pairs in groupby(shown, key=lambda pair: pair[1] != IGNORED):
+    for learnt, pairs in groupby(tokens, key=lambda pair: pair[1] != IGNORED):
         ids = [token for token, _ in pairs]
         text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         parts.append(
-            {"text": _REPEATED.sub(_counted, text) if row.pictures else text, "learnt": learnt}
+            {
+                "text": _REPEATED.sub(_shorten_repeats, text) if row.pictures else text,
+                "learnt": learnt,
+            }
         )
     if row.pictures and pictures is not None:
-        seen = {"pictures": [pictures.small(one) for one in row.pictures]}
+        thumbnails = {"pictures": [pictures.thumbnail(reference) for reference in row.pictures]}
     else:
-        seen = {}
-    return seen | {
+        thumbnails = {}
+    return thumbnails | {
         "tokens": len(row.input_ids),
         "learnt": row.supervised,
-        "left_out": len(row.input_ids) - len(shown),
+        "left_out": len(row.input_ids) - len(tokens),
         "parts": parts,
     }
 
@@ -335,17 +338,17 @@ class RowStream(Generic[T]):
         self._order = list[int]()
 
     def take(self, count: int) -> list[T]:
-        taken = []
+        rows = []
         for _ in range(count):
             epoch, index = divmod(self.position, len(self.rows))
             if epoch != self._epoch:
                 self._epoch = epoch
-                self._order = self._order_of(epoch)
-            taken.append(self.rows[self._order[index]])
+                self._order = self._epoch_order(epoch)
+            rows.append(self.rows[self._order[index]])
             self.position += 1
-        return taken
+        return rows
 
-    def _order_of(self, epoch: int) -> list[int]:
+    def _epoch_order(self, epoch: int) -> list[int]:
         if self.shares:
             return mixed_order(self.shares, seed=self.seed, epoch=epoch, shuffle=self.shuffle)
         return epoch_order(len(self.rows), seed=self.seed, epoch=epoch, shuffle=self.shuffle)

@@ -26,13 +26,20 @@ from ..environment.private import NotPrivateError, make_private, temporary_folde
 from ..errors import UsageError
 from ..wording import first_line
 from .bad_rows import BadRow, RowError
-from .files import TRAINED, File, files_of, is_saved, some
-from .formats import Example, FormatName, detect, example, ignored_keys, refuse_other_than
-from .read import NoRows, Record, begins_as_json, ending, is_prose, sha256
-from .records import read_records, without_nulls_inside
+from .files import TRAIN_SPLITS, File, find_files, is_saved_dataset, summarise_paths
+from .formats import (
+    Example,
+    FormatName,
+    check_example,
+    detect_format,
+    ignored_keys,
+    refuse_other_format,
+)
+from .read import NoRows, Record, file_suffix, is_prose, looks_like_json, sha256
+from .records import read_records, remove_inner_nulls
 from .stdlib import stdlib_pairs
 
-_LOOKED_AT = 64  # rows from whose first sound one the format is taken
+_SAMPLED_ROWS = 64  # rows from whose first sound one the format is taken
 
 
 @dataclass
@@ -65,7 +72,7 @@ class Source:
         return 0
 
     @property
-    def about_rows(self) -> int:
+    def estimated_rows(self) -> int:
         """For the time left while they are read; 0 where nothing is known."""
         return self.spec.limit or 0
 
@@ -91,26 +98,32 @@ class Source:
         form = {"format": ", ".join(sorted(self.formats)), "why": self.forms[0][1]}
         return {"path": self.name, **weight, **self.identity(), **form}
 
-    def checked(self, records: Iterator[Record], form: FormatName) -> Iterator[Example | BadRow]:
+    def check_records(
+        self, records: Iterator[Record], row_format: FormatName
+    ) -> Iterator[Example | BadRow]:
         columns = self.spec.columns
         for record in records:
             try:
-                found = example(record, form, needs_answer=self.needs_answer, columns=columns)
+                checked = check_example(
+                    record, row_format, needs_answer=self.needs_answer, columns=columns
+                )
             except RowError as error:
-                yield BadRow.of(error, record.place)
+                yield BadRow.from_error(error, record.location)
                 continue
-            self.ignored.update(ignored_keys(record.value, form, columns))
-            yield found
+            self.ignored.update(ignored_keys(record.value, row_format, columns))
+            yield checked
 
-    def looked_at(self, records: Iterator[Record], name: str) -> None:
+    def detect_row_format(self, records: Iterator[Record], name: str) -> None:
         """Takes the format of the first row that has one. Raises UsageError where none of the first
         rows has.
         """
         first_error: RowError | None = None
-        for record in islice(records, _LOOKED_AT):
+        for record in islice(records, _SAMPLED_ROWS):
             try:
-                asked: Any = self.spec.format  # config.sources checked it
-                self.forms.append(detect(record, asked, self.spec.columns, only=self.only))
+                requested: Any = self.spec.format  # config.sources checked it
+                self.forms.append(
+                    detect_format(record, requested, self.spec.columns, objective_format=self.only)
+                )
             # another row may be valid; if none is, the error of the first row is raised
             except RowError as error:
                 first_error = first_error or error
@@ -128,40 +141,46 @@ class FileSource(Source):
     files: Sequence[File] = ()
 
     def __post_init__(self) -> None:
-        every = self.files
-        self.files = [file for file in every if self._takes_format(file, alone=len(every) == 1)]
+        all_files = self.files
+        self.files = [
+            file
+            for file in all_files
+            if self._detect_file_format(file, is_only_file=len(all_files) == 1)
+        ]
         if not self.files:
-            raise NoRows(f"{self.name}: none of its {len(every)} files holds a row")
-        if empty := {file.path for file in every if file not in self.files}:
-            named = some(empty, Path(os.path.commonpath([file.path.parent for file in every])))
+            raise NoRows(f"{self.name}: none of its {len(all_files)} files holds a row")
+        if empty := {file.path for file in all_files if file not in self.files}:
+            summary = summarise_paths(
+                empty, Path(os.path.commonpath([file.path.parent for file in all_files]))
+            )
             self.notes.append(
-                f"{self.name}: {len(empty)} of {len(every)} files"
-                f" {'holds' if len(empty) == 1 else 'hold'} no rows ({named})"
+                f"{self.name}: {len(empty)} of {len(all_files)} files"
+                f" {'holds' if len(empty) == 1 else 'hold'} no rows ({summary})"
             )
 
-    def _takes_format(self, file: File, *, alone: bool) -> bool:
+    def _detect_file_format(self, file: File, *, is_only_file: bool) -> bool:
         """Notes the format of a file; False for one that holds no rows beside others. Raises
         UsageError where no first row has a format.
         """
         try:
-            if not alone and file.is_blank:
+            if not is_only_file and file.is_blank:
                 return False
             if file.is_text:
-                self._takes_text(file)
+                self._check_text_file(file)
             else:
-                self.looked_at(read_records(file.path, file.name), file.name)
+                self.detect_row_format(read_records(file.path, file.name), file.name)
         except NoRows:
-            if alone:
+            if is_only_file:
                 raise
             return False
         except RowError as error:
             fix = error.fix
-            if not fix and not alone:
+            if not fix and not is_only_file:
                 fix = (
                     "if it holds no rows, name the files that do; if its columns are others, give"
                     " it as a source of its own"
                 )
-            elif not fix and ending(file.path) in (".csv", ".tsv"):
+            elif not fix and file_suffix(file.path) in (".csv", ".tsv"):
                 fix = (
                     "a table begins with the names of its columns: write prompt and completion"
                     " above the first row if it has none"
@@ -169,11 +188,11 @@ class FileSource(Source):
             raise UsageError(error.message, fix=fix) from None
         return True
 
-    def _takes_text(self, file: File) -> None:
-        is_asked = self.spec.format == "text"
-        if not is_asked and is_prose(file.path) and begins_as_json(file.path, file.name):
+    def _check_text_file(self, file: File) -> None:
+        is_requested = self.spec.format == "text"
+        if not is_requested and is_prose(file.path) and looks_like_json(file.path, file.name):
             raise UsageError(
-                f"{file.name}: a {ending(file.path)} file is plain text, and this one holds JSON:"
+                f"{file.name}: a {file_suffix(file.path)} file is plain text, and this one holds JSON:"
                 " its keys and brackets would be learnt",
                 fix=(
                     "name it .jsonl (a row a line) or .json to learn its rows; data.format: text"
@@ -181,7 +200,7 @@ class FileSource(Source):
                 ),
             )
         if self.only:
-            refuse_other_than(self.only, f"{file.name}: plain text")
+            refuse_other_format(self.only, f"{file.name}: plain text")
         if self.spec.format not in ("auto", "text"):
             raise UsageError(
                 f"{file.name}: data.format is {self.spec.format}, but a {file.path.suffix} file is"
@@ -199,18 +218,20 @@ class FileSource(Source):
         return sum(file.size for file in self.files)
 
     @property
-    def about_rows(self) -> int:
-        each = [file.about_rows for file in self.files]
+    def estimated_rows(self) -> int:
+        each = [file.estimated_rows for file in self.files]
         if all(each):
             return min(sum(each), self.spec.limit or sum(each))
-        return super().about_rows
+        return super().estimated_rows
 
     @cached_property
     def _digest(self) -> str:
         if len(self.files) == 1:
             return sha256(self.files[0].path)
         return hashlib.sha256(
-            "".join(f"{sha256(file.path)} {ending(file.path)}\n" for file in self.files).encode()
+            "".join(
+                f"{sha256(file.path)} {file_suffix(file.path)}\n" for file in self.files
+            ).encode()
         ).hexdigest()
 
     def identity(self) -> dict[str, Any]:
@@ -220,15 +241,17 @@ class FileSource(Source):
     def examples(self, *, skip: int = 0) -> Iterator[Example | BadRow]:
         # of several files, those before the first that is wanted are read through: how many rows
         # they have is not known
-        at_once = skip if len(self.files) == 1 else 0
-        found = (
-            one
-            for file, (form, _) in zip(self.files, self.forms)
+        skipped = skip if len(self.files) == 1 else 0
+        examples = (
+            example
+            for file, (row_format, _) in zip(self.files, self.forms)
             if not file.is_text
-            for one in self.checked(read_records(file.path, file.name, skip=at_once), form)
+            for example in self.check_records(
+                read_records(file.path, file.name, skip=skipped), row_format
+            )
         )
-        end = None if self.spec.limit is None else max(0, self.spec.limit - at_once)
-        yield from islice(found, skip - at_once, end)
+        end = None if self.spec.limit is None else max(0, self.spec.limit - skipped)
+        yield from islice(examples, skip - skipped, end)
 
     def texts(self) -> Iterator[tuple[str, Iterator[str]]]:
         return ((file.name, file.pieces()) for file in self.files if file.is_text)
@@ -240,7 +263,9 @@ class StdlibSource(Source):
 
     def __post_init__(self) -> None:
         if self.only:
-            refuse_other_than(self.only, "data.train: stdlib holds questions with one answer each")
+            refuse_other_format(
+                self.only, "data.train: stdlib holds questions with one answer each"
+            )
         if self.spec.format not in ("auto", "messages"):
             raise UsageError(
                 f"data.format is {self.spec.format}, but stdlib holds messages: leave it at auto"
@@ -280,17 +305,17 @@ class HubSource(Source):
     streaming: bool = False
 
     def __post_init__(self) -> None:
-        self.rows: Any = _load(self)
-        self.looked_at(self._records(), self.name)
+        self.rows: Any = _load_dataset(self)
+        self.detect_row_format(self._records(), self.name)
 
     @property
     def bytes(self) -> int:
         return 0 if self.streaming else int(self.rows.data.nbytes)
 
     @property
-    def about_rows(self) -> int:
+    def estimated_rows(self) -> int:
         if self.streaming:
-            return super().about_rows
+            return super().estimated_rows
         return min(len(self.rows), self.spec.limit or len(self.rows))
 
     def identity(self) -> dict[str, Any]:
@@ -304,7 +329,7 @@ class HubSource(Source):
         }
 
     def examples(self, *, skip: int = 0) -> Iterator[Example | BadRow]:
-        return self.checked(self._records(skip), self.forms[0][0])
+        return self.check_records(self._records(skip), self.forms[0][0])
 
     def _records(self, skip: int = 0) -> Iterator[Record]:
         import datasets
@@ -316,45 +341,46 @@ class HubSource(Source):
                 self.spec.limit and max(0, self.spec.limit - skip),
             ):
                 number += 1
-                yield Record(self.name, number, without_nulls_inside(value), "row")
+                yield Record(self.name, number, remove_inner_nulls(value), "row")
         except UsageError:
             raise
         except (OSError, ValueError, OverflowError, datasets.exceptions.DatasetsError) as error:
             raise UsageError(f"{self.name}, row {number + 1}: {first_line(error)}") from error
 
 
-def _load(source: HubSource) -> Any:
+def _load_dataset(source: HubSource) -> Any:
     """The split of a dataset. Turns every error of the library into a UsageError of one line."""
     import datasets
 
     spec = source.spec
     name = spec.name.removeprefix(HUB)
-    saved = Path(name).expanduser()
+    folder = Path(name).expanduser()
     if sys.stderr is None or not sys.stderr.isatty():  # where its bars are a line for each change
         datasets.disable_progress_bars()
-    away = not saved.exists() and is_unreachable()
+    is_offline = not folder.exists() and is_unreachable()
     try:
-        if is_saved(saved):
-            found = datasets.load_from_disk(str(saved))
-            if isinstance(found, datasets.DatasetDict):
-                if spec.split not in found:
-                    meant = next(
-                        (split for split in found if split.casefold() in TRAINED), next(iter(found))
+        if is_saved_dataset(folder):
+            dataset = datasets.load_from_disk(str(folder))
+            if isinstance(dataset, datasets.DatasetDict):
+                if spec.split not in dataset:
+                    suggestion = next(
+                        (split for split in dataset if split.casefold() in TRAIN_SPLITS),
+                        next(iter(dataset)),
                     )
                     fix = (
                         f"name one, in data.train or data.eval: [{{name: {spec.name}, split:"
-                        f" {meant}}}]"
+                        f" {suggestion}}}]"
                     )
                     raise UsageError(
-                        f"{spec.name}: no split {spec.split!r}: there are {', '.join(found)}",
+                        f"{spec.name}: no split {spec.split!r}: there are {', '.join(dataset)}",
                         fix=fix,
                     )
-                found = found[spec.split]
+                dataset = dataset[spec.split]
             if source.streaming:
-                return found.to_iterable_dataset()
-            return found
+                return dataset.to_iterable_dataset()
+            return dataset
         return datasets.load_dataset(
-            str(saved) if saved.is_dir() else name,
+            str(folder) if folder.is_dir() else name,
             spec.subset,
             split=spec.split,
             revision=spec.revision,
@@ -370,12 +396,14 @@ def _load(source: HubSource) -> Any:
         RuntimeError,
         datasets.exceptions.DatasetsError,
     ) as error:
-        if away and isinstance(error, ConnectionError):
+        if is_offline and isinstance(error, ConnectionError):
             raise not_in_cache(spec.name, "local files") from error
-        raise UsageError(f"{spec.name}: {first_line(error)}", fix=_fix(error, name)) from error
+        raise UsageError(
+            f"{spec.name}: {first_line(error)}", fix=_load_error_fix(error, name)
+        ) from error
 
 
-def _fix(error: BaseException, name: str) -> str | None:
+def _load_error_fix(error: BaseException, name: str) -> str | None:
     text = f"{type(error).__name__} {error}".lower()
     if "gated" in text:
         return f"accept its terms at huggingface.co/datasets/{name}, then: hf auth login"
@@ -388,13 +416,13 @@ def _fix(error: BaseException, name: str) -> str | None:
     return None
 
 
-def refuse_absent(spec: SourceSpec) -> None:
+def require_source(spec: SourceSpec) -> None:
     """Checks a file, folder or glob before a row is read. Raises UsageError."""
-    if spec.name != STDLIB and not spec.name.startswith(HUB) and not is_saved(spec.name):
-        files_of(spec)
+    if spec.name != STDLIB and not spec.name.startswith(HUB) and not is_saved_dataset(spec.name):
+        find_files(spec)
 
 
-def source(
+def open_source(
     spec: SourceSpec, *, needs_answer: bool, only: FormatName | None = None, streaming: bool = False
 ) -> Source:
     """Finds what a name means and looks at its first rows. Raises UsageError naming file, line and
@@ -402,48 +430,48 @@ def source(
     """
     if spec.name == STDLIB:
         return StdlibSource(spec, needs_answer, only)
-    if spec.name.startswith(HUB) or is_saved(spec.name):
+    if spec.name.startswith(HUB) or is_saved_dataset(spec.name):
         return HubSource(spec, needs_answer, only, streaming=streaming)
-    files, notes = files_of(spec)
-    found = FileSource(spec, needs_answer, only, files=files)
-    found.notes += notes
-    return found
+    files, notes = find_files(spec)
+    source = FileSource(spec, needs_answer, only, files=files)
+    source.notes += notes
+    return source
 
 
-def refuse_read_twice(found: Sequence[Source]) -> None:
+def refuse_duplicate_files(sources: Sequence[Source]) -> None:
     """Raises  UsageError for a file that two sources of a list lead to"""
     owner: dict[Path, Source] = {}
-    for one in found:
-        for file in one.files if isinstance(one, FileSource) else ():
-            if (other := owner.setdefault(file.path.resolve(), one)) is not one:
+    for source in sources:
+        for file in source.files if isinstance(source, FileSource) else ():
+            if (first := owner.setdefault(file.path.resolve(), source)) is not source:
                 raise UsageError(
-                    f"{file.path}: {other.name} and {one.name} both lead to it",
+                    f"{file.path}: {first.name} and {source.name} both lead to it",
                     fix="name each file once",
                 )
 
 
-def as_source(given: Any) -> Any:
-    """The name of a file of the rows where `given` holds rows; else `given` itself: names, and
+def save_rows(data: Any) -> Any:
+    """The name of a file of the rows where `data` holds rows; else `data` itself: names, and
     mappings that name sources.
 
     The file is named by its content and lies in the cache's folder, so that the run can be resumed.
 
-    given   rows as a list, a `datasets.Dataset`, a pandas or polars frame; or a mapping of
+    data    rows as a list, a `datasets.Dataset`, a pandas or polars frame; or a mapping of
             evaluation sets to these
     Raises  UsageError for rows that are no JSON, and where no file can be written
     """
     from .cache import cache_folder
 
-    if isinstance(given, Mapping) and "name" not in given:
-        return {name: as_source(value) for name, value in given.items()}
-    rows = _rows(given)
+    if isinstance(data, Mapping) and "name" not in data:
+        return {name: save_rows(value) for name, value in data.items()}
+    rows = _collect_rows(data)
     if rows is None:
-        return given
+        return data
     if not rows:
         raise UsageError("data: there is no row in it")
     try:
         text = "".join(
-            json.dumps(row, ensure_ascii=False, default=_plain) + "\n" for row in rows
+            json.dumps(row, ensure_ascii=False, default=_json_value) + "\n" for row in rows
         ).encode("utf-8", "surrogatepass")
     except (TypeError, ValueError) as error:
         raise UsageError(f"data: a row cannot be written as JSON: {error}") from None
@@ -455,10 +483,10 @@ def as_source(given: Any) -> Any:
             make_private(folder.parent)
             make_private(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        handle, aside = tempfile.mkstemp(dir=folder)
+        handle, temporary = tempfile.mkstemp(dir=folder)
         with os.fdopen(handle, "wb") as written:
             written.write(text)
-        Path(aside).replace(file)
+        Path(temporary).replace(file)
     except (OSError, NotPrivateError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise UsageError(
@@ -468,27 +496,27 @@ def as_source(given: Any) -> Any:
     return str(file)
 
 
-def _rows(given: Any) -> list[Any] | None:
+def _collect_rows(data: Any) -> list[Any] | None:
     """The rows as mappings; None for what is no collection of rows."""
-    if isinstance(given, list):
-        if all(isinstance(row, Mapping) and "name" not in row for row in given):
-            return given
+    if isinstance(data, list):
+        if all(isinstance(row, Mapping) and "name" not in row for row in data):
+            return data
         return None
-    if hasattr(given, "to_dicts"):  # polars
-        return list(given.to_dicts())
-    if hasattr(given, "to_list") and hasattr(given, "column_names"):  # datasets
-        return list(given.to_list())
+    if hasattr(data, "to_dicts"):  # polars
+        return list(data.to_dicts())
+    if hasattr(data, "to_list") and hasattr(data, "column_names"):  # datasets
+        return list(data.to_list())
     # pandas, which has NaN, NaT or NA where a cell is empty
-    if hasattr(given, "to_dict") and hasattr(given, "columns"):
-        of_rows = given.astype(object).where(given.notna(), None)
-        return list(of_rows.to_dict("records"))
+    if hasattr(data, "to_dict") and hasattr(data, "columns"):
+        filled = data.astype(object).where(data.notna(), None)
+        return list(filled.to_dict("records"))
     return None
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     """Arrays and their numbers as Python has them; pictures and times as text."""
-    from .pictures import as_json
+    from .pictures import encode_picture
 
-    if (picture := as_json(value)) is not None:
+    if (picture := encode_picture(value)) is not None:
         return picture
     return value.tolist() if hasattr(value, "tolist") else str(value)

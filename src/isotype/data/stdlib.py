@@ -65,11 +65,11 @@ _SIGNATURE = (
     "What arguments does `{name}` take?",
     "What is the signature of `{name}`?",
 )
-_WHICH = (
+_WHICH_QUESTIONS = (
     "Which {kind} of `{module}` fits this description? {summary}",
     "Name the {kind} in `{module}` for this: {summary}",
 )
-_FORMS = {"function": _FUNCTION, "method": _METHOD, "class": _CLASS, "module": _MODULE}
+_QUESTION_FORMS = {"function": _FUNCTION, "method": _METHOD, "class": _CLASS, "module": _MODULE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +98,13 @@ def stdlib_pairs() -> tuple[Pair, ...]:
     pairs: list[Pair] = []
     questions: set[str] = set()
     answers: set[str] = set()
-    for item in documented():
+    for item in documented_items():
         summary = _summary(item.doc)
         if summary is None or any(part.startswith("_") for part in item.name.split(".")):
             continue
         new = summary not in answers
         answers.add(summary)
-        for pair in _pairs_of(item, summary, new=new):
+        for pair in _item_pairs(item, summary, new=new):
             if pair.question not in questions:
                 questions.add(pair.question)
                 pairs.append(pair)
@@ -119,7 +119,7 @@ def stdlib_text() -> tuple[str, ...]:
     topics of `help()`.
     """
     texts: dict[str, None] = {}
-    for item in documented():
+    for item in documented_items():
         if len(item.doc) >= _SHORTEST:
             head = item.name if item.kind == "module" else f"{item.name}{item.signature}"
             texts[f"{head}\n\n{item.doc}"] = None
@@ -131,10 +131,10 @@ def stdlib_text() -> tuple[str, ...]:
 
 
 @cache
-def documented() -> tuple[Documented, ...]:
+def documented_items() -> tuple[Documented, ...]:
     """Everything with a docstring in the standard library's source, by file name."""
     root = Path(sysconfig.get_path("stdlib"))
-    found: list[Documented] = []
+    items: list[Documented] = []
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
         if _SKIPPED.intersection(parts) or any("-" in part for part in parts):
@@ -147,20 +147,20 @@ def documented() -> tuple[Documented, ...]:
         except (SyntaxError, ValueError, OSError, RecursionError):
             continue
         if module and not module.endswith("__main__"):
-            found += _walk(tree, module, module)
+            items += _walk_items(tree, module, module)
     first: dict[str, Any] = {}
-    for item in found:
+    for item in items:
         first.setdefault(item.name, item)
     return tuple(first.values())
 
 
-def _walk(node: ast.Module | ast.ClassDef, name: str, module: str) -> Iterator[Documented]:
+def _walk_items(node: ast.Module | ast.ClassDef, name: str, module: str) -> Iterator[Documented]:
     if doc := ast.get_docstring(node):
         kind = "module" if isinstance(node, ast.Module) else "class"
         yield Documented(name, module, kind, _constructor(node), doc)
     for child in node.body:
         if isinstance(child, ast.ClassDef):
-            yield from _walk(child, f"{name}.{child.name}", module)
+            yield from _walk_items(child, f"{name}.{child.name}", module)
         elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) and (
             doc := ast.get_docstring(child)
         ):
@@ -216,10 +216,10 @@ def _summary(doc: str) -> str | None:
     return text if text.endswith((".", "!", "?", ")")) else text + "."
 
 
-def _pairs_of(item: Documented, summary: str, *, new: bool) -> Iterator[Pair]:
+def _item_pairs(item: Documented, summary: str, *, new: bool) -> Iterator[Pair]:
     number = crc32(item.name.encode())
     if new:
-        forms = _FORMS[item.kind]
+        forms = _QUESTION_FORMS[item.kind]
         yield Pair(item.name, forms[number % len(forms)].format(name=item.name), summary)
     if item.kind == "module" or not item.signature:
         return
@@ -241,7 +241,7 @@ def _pairs_of(item: Documented, summary: str, *, new: bool) -> Iterator[Pair]:
         and short not in summary
         and len(summary) <= 200
     ):
-        form = _WHICH[number // 3 % len(_WHICH)]
+        form = _WHICH_QUESTIONS[number // 3 % len(_WHICH_QUESTIONS)]
         yield Pair(
             item.name,
             form.format(kind=item.kind, module=item.module, summary=summary),

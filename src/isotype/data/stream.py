@@ -21,15 +21,15 @@ from ..errors import RunError, UsageError
 from ..wording import pluralise
 from .bad_rows import BadRow
 from .encode import Encoder, Tally
-from .facts import data_facts, eval_sets, notes, tallied
+from .facts import collect_tallies, data_facts, data_notes, eval_set_sizes
 from .formats import Example
-from .prompts import SAMPLES, prompt_of_text, prompts_of
+from .prompts import SAMPLES, example_prompts, text_prompt
 from .rows import LoadedData, Row, SamplePrompt
 from .sources import Source
-from .tokens import TokenRows, TokenWriter, digest_of, held_out_alone, pack
+from .tokens import TokenRows, TokenWriter, is_held_out, pack_rows, row_digest
 
-EVALUATED = 256  # held-out rows that an evaluation takes
-_SEARCHED = 20_000  # rows of the beginning in which they are looked for
+MAX_EVALUATED_ROWS = 256  # held-out rows that an evaluation takes
+_MAX_SEARCHED_ROWS = 20_000  # rows of the beginning in which they are looked for
 
 
 class StreamedRows:
@@ -50,50 +50,50 @@ class StreamedRows:
         self.seed = seed
         self.held_out = held_out
         self.on_bad_rows: Callable[[Sequence[BadRow]], None] = lambda rows: None
-        self._begin_at([[0, 0]] * len(sources), block=0)
+        self._reset([[0, 0]] * len(sources), block=0)
 
-    def _begin_at(self, read: Sequence[Sequence[int]], *, block: int) -> None:
+    def _reset(self, read: Sequence[Sequence[int]], *, block: int) -> None:
         """read  of each source: rows read in its current pass, and completed passes"""
-        self.begin = [list(pair) for pair in read]
+        self.block_start = [list(pair) for pair in read]
         self.read = [list(pair) for pair in read]
         self.block = block
-        self.given = 0
+        self.position = 0
         self.rows: Sequence[Row] = ()
         self._order: list[int] = []
         self._open: list[Iterator[Example | BadRow] | None] = [None] * len(self.sources)
 
     def _examples(self, count: int) -> Iterator[Example | BadRow]:
         """The next rows, each from the source whose share so far is furthest below its weight."""
-        weights = [one.spec.weight or 1.0 for one in self.sources]
-        taken = [0] * len(weights)
+        weights = [source.spec.weight or 1.0 for source in self.sources]
+        counts = [0] * len(weights)
         for _ in range(count):
-            k = min(range(len(weights)), key=lambda k: ((taken[k] + 1) / weights[k], k))
-            taken[k] += 1
-            yield self._next(k)
+            k = min(range(len(weights)), key=lambda k: ((counts[k] + 1) / weights[k], k))
+            counts[k] += 1
+            yield self._next_example(k)
 
-    def _next(self, k: int) -> Example | BadRow:
+    def _next_example(self, k: int) -> Example | BadRow:
         opened = self._open[k]
         if opened is None:
             opened = self._open[k] = self.sources[k].examples(skip=self.read[k][0])
-        found = next(opened, None)
-        if found is None:
+        example = next(opened, None)
+        if example is None:
             if self.read[k][0] == 0:
                 raise UsageError(f"{self.sources[k].name}: the stream holds no rows")
             self.read[k] = [0, self.read[k][1] + 1]
             self._open[k] = None
-            return self._next(k)
+            return self._next_example(k)
         self.read[k][0] += 1
-        return found
+        return example
 
     def take(self, count: int) -> list[Row]:
         """Raises  RunError naming file and row when one cannot be read in the middle of a run."""
-        taken: list[Row] = []
+        rows: list[Row] = []
         empty = 0
-        while len(taken) < count:
-            if self.given == len(self._order):
+        while len(rows) < count:
+            if self.position == len(self._order):
                 self.block += 1
-                self.begin = [list(pair) for pair in self.read]
-                self._read()
+                self.block_start = [list(pair) for pair in self.read]
+                self._read_block()
                 empty = empty + 1 if not self._order else 0
                 if empty == 3:
                     raise RunError(
@@ -102,16 +102,18 @@ class StreamedRows:
                         fix="look at the data",
                     )
                 continue
-            taken.append(self.rows[self._order[self.given]])
-            self.given += 1
-        return taken
+            rows.append(self.rows[self._order[self.position]])
+            self.position += 1
+        return rows
 
-    def _read(self) -> None:
+    def _read_block(self) -> None:
         """The block that begins where the sources stand."""
         try:
-            tokens, _, tally = tokenised(self._examples(self.data.shuffle_buffer), self.encoder)
+            tokens, _, tally = tokenize_examples(
+                self._examples(self.data.shuffle_buffer), self.encoder
+            )
             if self.data.on_bad_row == "error":
-                tally.bad.refuse(sound=len(tokens))
+                tally.bad.refuse(usable_rows=len(tokens))
             self.on_bad_rows(tally.bad.listed)
         except UsageError as error:
             raise RunError(
@@ -121,12 +123,12 @@ class StreamedRows:
                     " data.on_bad_row=skip"
                 ),
             ) from error
-        rows = tokens.select(~held_out_alone(tokens.column("digest"), self.held_out, self.seed))
-        self.rows = pack(rows, self.data.max_length) if self.data.packing else rows
+        rows = tokens.select(~is_held_out(tokens.column("digest"), self.held_out, self.seed))
+        self.rows = pack_rows(rows, self.data.max_length) if self.data.packing else rows
         self._order = list(range(len(self.rows)))
         if self.data.shuffle:
             random.Random(f"{self.seed} {self.block}").shuffle(self._order)
-        self.given = 0
+        self.position = 0
 
     @property
     def epochs(self) -> float:
@@ -134,13 +136,13 @@ class StreamedRows:
         return float(min(passes for _, passes in self.read))
 
     def state(self) -> dict[str, Any]:
-        return {"begin": self.begin, "block": self.block, "given": self.given}
+        return {"begin": self.block_start, "block": self.block, "given": self.position}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self._begin_at(state["begin"], block=int(state["block"]))
+        self._reset(state["begin"], block=int(state["block"]))
         if self.block:
-            self._read()
-            self.given = int(state["given"])
+            self._read_block()
+            self.position = int(state["given"])
 
 
 def load_stream(
@@ -158,22 +160,26 @@ def load_stream(
     _refuse_unstreamable(sources)
     was_held_out = not eval_sources
     share = data.eval_split if was_held_out else 0.0
-    beginning, examples, _ = tokenised(islice(_one_pass(sources), data.shuffle_buffer), encoder)
-    ignored = [dict(one.ignored) for one in sources]  # before any row is read again
-    train = beginning.select(~held_out_alone(beginning.column("digest"), share, seed))
-    tallies, total = tallied([beginning, evaluation], refuse=data.on_bad_row == "error")
+    beginning, examples, _ = tokenize_examples(
+        islice(_interleave_sources(sources), data.shuffle_buffer), encoder
+    )
+    ignored = [dict(source.ignored) for source in sources]  # before any row is read again
+    train = beginning.select(~is_held_out(beginning.column("digest"), share, seed))
+    tallies, total = collect_tallies([beginning, evaluation], refuse=data.on_bad_row == "error")
     if not len(train):
-        why = "; ".join([*tallies[0].dropped, *tallies[0].bad.kinds]) or "all held out"
+        reason = "; ".join([*tallies[0].dropped, *tallies[0].bad.kinds]) or "all held out"
         raise UsageError(
-            f"{sources[0].name}: no training row in the first {data.shuffle_buffer}: {why}"
+            f"{sources[0].name}: no training row in the first {data.shuffle_buffer}: {reason}"
         )
-    asked = list(islice(sound(eval_sources[0].examples()), SAMPLES)) if eval_sources else []
+    prompt_examples = (
+        list(islice(usable_examples(eval_sources[0].examples()), SAMPLES)) if eval_sources else []
+    )
     if was_held_out:
-        evaluation, asked = _held_out_rows(sources, encoder, share, seed)
-    rows: Any = pack(train, data.max_length) if data.packing else train
+        evaluation, prompt_examples = _held_out_rows(sources, encoder, share, seed)
+    rows: Any = pack_rows(train, data.max_length) if data.packing else train
     files = (
-        [one.facts() | {"ignored_keys": keys} for one, keys in zip(sources, ignored)],
-        [one.facts() for one in eval_sources],
+        [source.facts() | {"ignored_keys": keys} for source, keys in zip(sources, ignored)],
+        [source.facts() for source in eval_sources],
     )
     facts = data_facts(
         data, encoder, [train, evaluation], tallies, total, files, held_out=was_held_out
@@ -181,20 +187,20 @@ def load_stream(
     facts |= {"packing": rows.facts() if data.packing else None, "mix": None}
     facts["stream"] = {"shuffle_buffer": data.shuffle_buffer, "looked_at": len(examples)}
     shuffled = pluralise(data.shuffle_buffer, "row is", "rows are")
-    said = [
+    stream_notes = [
         f"a stream: counts are of its first {pluralise(len(examples), 'row')}, and {shuffled}"
         " shuffled at a time"
     ]
-    weights = sum(one.spec.weight or 1.0 for one in sources)
-    said += [
-        f"{one.name}: {(one.spec.weight or 1.0) / weights:.1%} of the training rows"
-        for one in sources
-        if one.spec.weight
+    weights = sum(source.spec.weight or 1.0 for source in sources)
+    stream_notes += [
+        f"{source.name}: {(source.spec.weight or 1.0) / weights:.1%} of the training rows"
+        for source in sources
+        if source.spec.weight
     ]
-    said += [note for one in [*sources, *eval_sources] for note in one.notes]
-    facts["notes"] = said + notes(facts, encoder, total)
-    prompts = _prompts(
-        asked or examples[:SAMPLES], evaluation if len(evaluation) else train, encoder
+    stream_notes += [note for source in [*sources, *eval_sources] for note in source.notes]
+    facts["notes"] = stream_notes + data_notes(facts, encoder, total)
+    prompts = _sample_prompts(
+        prompt_examples or examples[:SAMPLES], evaluation if len(evaluation) else train, encoder
     )
     stream = StreamedRows(data, sources, encoder, seed=seed, held_out=share)
     template = encoder.template.text if encoder.template else None
@@ -205,82 +211,84 @@ def load_stream(
         template,
         facts,
         bad_rows=total.bad.listed,
-        eval_sets=eval_sets(eval_sources, evaluation),
+        eval_sets=eval_set_sizes(eval_sources, evaluation),
         stream=stream,
     )
 
 
 def _refuse_unstreamable(sources: Sequence[Source]) -> None:
-    for one in sources:
-        if next(one.texts(), None) is not None:
+    for source in sources:
+        if next(source.texts(), None) is not None:
             raise UsageError(
-                f"{one.name}: data.stream takes rows, and a plain text is cut into them after it is"
+                f"{source.name}: data.stream takes rows, and a plain text is cut into them after it is"
                 " tokenised",
                 fix="leave data.stream out: tokenised rows are kept on disk and cost no memory",
             )
-    if len(sources) > 1 and not all(one.spec.weight for one in sources):
+    if len(sources) > 1 and not all(source.spec.weight for source in sources):
         raise UsageError(
             "data.train: a stream of several sources needs a weight for each: it never knows how"
             " many rows they have"
         )
 
 
-def sound(examples: Iterable[Example | BadRow]) -> Iterator[Example]:
+def usable_examples(examples: Iterable[Example | BadRow]) -> Iterator[Example]:
     """Without the rows that cannot be used."""
-    return (one for one in examples if not isinstance(one, BadRow))
+    return (example for example in examples if not isinstance(example, BadRow))
 
 
-def tokenised(
+def tokenize_examples(
     examples: Iterator[Example | BadRow], encoder: Encoder
 ) -> tuple[TokenRows, list[Example], Tally]:
     """Rows in memory, the examples they came from, and what was counted."""
-    seen: list[Example] = []
+    used_examples: list[Example] = []
     tally = Tally()
     writer = TokenWriter()
 
-    def trained() -> Iterator[Example]:
-        for one in examples:
-            if isinstance(one, BadRow):
-                tally.note_bad(one)
+    def iterate_usable() -> Iterator[Example]:
+        for example in examples:
+            if isinstance(example, BadRow):
+                tally.note_bad(example)
             else:
-                seen.append(one)
-                yield one
+                used_examples.append(example)
+                yield example
 
-    for _, row, cut in encoder.rows(trained(), tally):
+    for _, row, cut in encoder.rows(iterate_usable(), tally):
         writer.add(row, example=-1, cut=cut)
-    return TokenRows([writer.block({"tally": tally.to_dict()})]), seen, tally
+    return TokenRows([writer.block({"tally": tally.to_dict()})]), used_examples, tally
 
 
 def _held_out_rows(
     sources: Sequence[Source], encoder: Encoder, share: float, seed: int
 ) -> tuple[TokenRows, list[Example]]:
-    """The first rows that the hash holds out, at most `EVALUATED`, and the first of their examples."""
+    """The first rows that the hash holds out, at most `MAX_EVALUATED_ROWS`, and the first of their examples."""
     writer = TokenWriter()
     tally = Tally()
     examples: list[Example] = []
     if share:
         for example, row, cut in encoder.rows(
-            islice(sound(_one_pass(sources)), _SEARCHED), Tally()
+            islice(usable_examples(_interleave_sources(sources)), _MAX_SEARCHED_ROWS), Tally()
         ):
-            digest = np.array([digest_of(row.input_ids, row.pictures)], np.uint64)
-            if held_out_alone(digest, share, seed).all():
+            digest = np.array([row_digest(row.input_ids, row.pictures)], np.uint64)
+            if is_held_out(digest, share, seed).all():
                 writer.add(row, example=-1, cut=cut)
                 examples += [example] if len(examples) < SAMPLES else []
-            if writer.rows == EVALUATED:
+            if writer.rows == MAX_EVALUATED_ROWS:
                 break
     return TokenRows([writer.block({"tally": tally.to_dict()})]), examples
 
 
-def _one_pass(sources: Sequence[Source]) -> Iterator[Example | BadRow]:
+def _interleave_sources(sources: Sequence[Source]) -> Iterator[Example | BadRow]:
     """Rows of all sources in turn, each to its end."""
-    opened: Iterator[Iterator[Example | BadRow]] = (one.examples() for one in sources)
+    opened: Iterator[Iterator[Example | BadRow]] = (source.examples() for source in sources)
     for count in range(len(sources), 0, -1):
         opened = cycle(islice(opened, count))
         yield from map(next, opened)
 
 
-def _prompts(examples: Sequence[Example], rows: TokenRows, encoder: Encoder) -> list[SamplePrompt]:
+def _sample_prompts(
+    examples: Sequence[Example], rows: TokenRows, encoder: Encoder
+) -> list[SamplePrompt]:
     """Prompts of examples; for texts, of the first rows."""
     if examples and examples[0].text is None:
-        return prompts_of(examples, encoder)
-    return [prompt_of_text(rows[i].input_ids, encoder) for i in range(min(SAMPLES, len(rows)))]
+        return example_prompts(examples, encoder)
+    return [text_prompt(rows[i].input_ids, encoder) for i in range(min(SAMPLES, len(rows)))]

@@ -28,7 +28,15 @@ from typing import IO, Any, TypeVar, overload
 
 import numpy as np
 
-from .rows import IGNORED, Row, Share, digest_of_picture, is_there, path_of, row_lengths
+from .rows import (
+    IGNORED,
+    Row,
+    Share,
+    is_picture_unchanged,
+    picture_digest,
+    picture_path,
+    row_lengths,
+)
 
 T = TypeVar("T")
 _CHUNK = 1 << 22  # tokens looked at at once
@@ -83,17 +91,26 @@ class TokenBlock:
             return tuple(self.pictures[start:end].tobytes().decode().splitlines())
         return ()
 
-    def pictures_gone(self) -> str | None:
+    def find_missing_picture(self) -> str | None:
         """The first picture that is no longer what was tokenised, or None."""
         every = self.pictures.tobytes().decode().splitlines() if len(self.pictures) else []
-        return next((str(path_of(one)) for one in every if not is_there(one)), None)
+        return next(
+            (
+                str(picture_path(reference))
+                for reference in every
+                if not is_picture_unchanged(reference)
+            ),
+            None,
+        )
 
 
-def digest_of(input_ids: Sequence[int] | np.ndarray, pictures: Sequence[str]) -> int:
+def row_digest(input_ids: Sequence[int] | np.ndarray, pictures: Sequence[str]) -> int:
     """A 64-bit hash of the tokens of a row, and of its pictures."""
     ids = np.asarray(input_ids, np.int32)
-    seen = "".join(map(digest_of_picture, pictures)).encode()
-    return int.from_bytes(hashlib.blake2b(ids.tobytes() + seen, digest_size=8).digest(), "little")
+    picture_digests = "".join(map(picture_digest, pictures)).encode()
+    return int.from_bytes(
+        hashlib.blake2b(ids.tobytes() + picture_digests, digest_size=8).digest(), "little"
+    )
 
 
 class TokenWriter:
@@ -106,11 +123,13 @@ class TokenWriter:
             self.files = {name: io.BytesIO() for name in COLUMNS}
         self.end = self.rows = self.pictures_end = 0
 
-    def add(self, row: Row, *, example: int, cut: bool, wanted: bool = True) -> None:
+    def add(self, row: Row, *, example: int, cut: bool, is_wanted: bool = True) -> None:
         ids = np.asarray(row.input_ids, np.int32)
         learnt = np.asarray(row.labels, np.int64) != IGNORED
         prompt = ids[: learnt.argmax()]
-        pictures = np.frombuffer("".join(f"{one}\n" for one in row.pictures).encode(), np.uint8)
+        pictures = np.frombuffer(
+            "".join(f"{reference}\n" for reference in row.pictures).encode(), np.uint8
+        )
         self.end += len(ids)
         self.rows += 1
         self.pictures_end += len(pictures)
@@ -120,10 +139,10 @@ class TokenWriter:
             "ends": self.end,
             "example": example,
             "cut": cut,
-            "wanted": wanted,
+            "wanted": is_wanted,
             "supervised": learnt[1:].sum(),
-            "digest": digest_of(ids, row.pictures),
-            "prompt": digest_of(prompt, row.pictures) if len(prompt) else 0,
+            "digest": row_digest(ids, row.pictures),
+            "prompt": row_digest(prompt, row.pictures) if len(prompt) else 0,
             "pictures": pictures,
             "pictures_end": self.pictures_end,
         }
@@ -141,13 +160,13 @@ class TokenWriter:
         )
 
 
-class MadeRows(Sequence[T]):
-    """Rows that are made one at a time, by `one`, when they are asked for; a slice is a `Selection`
+class LazyRows(Sequence[T]):
+    """Rows that are made one at a time, by `build_row`, when they are asked for; a slice is a `Selection`
     of them.
     """
 
     @abstractmethod
-    def one(self, i: int) -> T: ...
+    def build_row(self, i: int) -> T: ...
 
     @overload
     def __getitem__(self, i: int) -> T: ...
@@ -156,10 +175,10 @@ class MadeRows(Sequence[T]):
     def __getitem__(self, i: int | slice) -> T | Selection[T]:
         if isinstance(i, slice):
             return Selection(self, range(len(self))[i])
-        return self.one(i)
+        return self.build_row(i)
 
 
-class Selection(MadeRows[T]):
+class Selection(LazyRows[T]):
     """Some of the rows, by number."""
 
     def __init__(self, rows: Sequence[T], numbers: Sequence[int]) -> None:
@@ -169,7 +188,7 @@ class Selection(MadeRows[T]):
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def one(self, i: int) -> T:
+    def build_row(self, i: int) -> T:
         return self.rows[self.numbers[i]]
 
     @property
@@ -178,7 +197,7 @@ class Selection(MadeRows[T]):
         return [lengths[i] for i in self.numbers]
 
 
-class TokenRows(MadeRows[Row]):
+class TokenRows(LazyRows[Row]):
     """Rows of several blocks, one block after the other, or a selection of them, in order."""
 
     def __init__(self, blocks: Sequence[TokenBlock], chosen: np.ndarray | None = None) -> None:
@@ -186,18 +205,18 @@ class TokenRows(MadeRows[Row]):
         self._starts = [0, *accumulate(len(block) for block in blocks)]
         self.chosen = np.arange(self._starts[-1]) if chosen is None else chosen
 
-    def select(self, where: np.ndarray | slice) -> TokenRows:
+    def select(self, selection: np.ndarray | slice) -> TokenRows:
         """Rows by mask, by number, or from one on to another."""
-        return TokenRows(self.blocks, self.chosen[where])
+        return TokenRows(self.blocks, self.chosen[selection])
 
     def __len__(self) -> int:
         return len(self.chosen)
 
-    def one(self, i: int) -> Row:
-        block, row = self.place(i)
+    def build_row(self, i: int) -> Row:
+        block, row = self.locate(i)
         return self.blocks[block].row(row)
 
-    def place(self, i: int) -> tuple[int, int]:
+    def locate(self, i: int) -> tuple[int, int]:
         """Block of a row, and its number there."""
         row = int(self.chosen[i])
         block = bisect_right(self._starts, row) - 1
@@ -218,7 +237,7 @@ class TokenRows(MadeRows[Row]):
         ends = [np.diff(block.pictures_end, prepend=0) > 0 for block in self.blocks]
         return np.concatenate(ends or [np.zeros(0, bool)])[self.chosen]
 
-    def of_block(self, block: int) -> np.ndarray:
+    def block_rows(self, block: int) -> np.ndarray:
         """Which of the rows, by number, come from a block."""
         return np.flatnonzero(
             (self.chosen >= self._starts[block]) & (self.chosen < self._starts[block + 1])
@@ -236,39 +255,43 @@ class TokenRows(MadeRows[Row]):
                 used.update(np.flatnonzero(np.bincount(ids)).tolist())
         return used
 
-    def framed_by(self, bos: int | None, eos: int | None) -> np.ndarray:
+    def count_framed(self, bos: int | None, eos: int | None) -> np.ndarray:
         """int64[3]: rows that begin with `bos`, rows that begin with it twice, and rows whose last
         token is `eos`, and learnt.
         """
         counts = np.zeros(3, np.int64)
         for i, block in enumerate(self.blocks):
-            rows = self.chosen[self.of_block(i)] - self._starts[i]
+            rows = self.chosen[self.block_rows(i)] - self._starts[i]
             first = block.ends[rows] - block.lengths[rows]
             last = block.ends[rows] - 1
-            once = block.ids[first] == bos
-            twice = once & (first < last) & (block.ids[np.minimum(first + 1, last)] == bos)
-            ended = (block.ids[last] == eos) & block.learnt[last]
-            counts += [once.sum(), twice.sum(), ended.sum()]
+            has_bos = block.ids[first] == bos
+            has_bos_twice = (
+                has_bos & (first < last) & (block.ids[np.minimum(first + 1, last)] == bos)
+            )
+            has_eos = (block.ids[last] == eos) & block.learnt[last]
+            counts += [has_bos.sum(), has_bos_twice.sum(), has_eos.sum()]
         return counts
 
 
-def held_out(digests: np.ndarray, share: float, seed: int) -> np.ndarray:
+def choose_held_out(digests: np.ndarray, share: float, seed: int) -> np.ndarray:
     """bool[R]: about `share` of the rows, at least one, and every copy of a row with it; never all
     of them.
 
     digests  uint64[R]  of the rows' tokens
     """
-    distinct, which, copies = np.unique(digests, return_inverse=True, return_counts=True)
-    order = np.argsort(places(distinct, seed), kind="stable")
-    wanted = max(1, round(len(digests) * share))
-    before = np.cumsum(copies[order]) - copies[order]  # rows already held when one's turn comes
-    taken = order[before < wanted][: len(distinct) - 1]
+    distinct, inverse, copies = np.unique(digests, return_inverse=True, return_counts=True)
+    order = np.argsort(mix_digests(distinct, seed), kind="stable")
+    target = max(1, round(len(digests) * share))
+    previous_rows = (
+        np.cumsum(copies[order]) - copies[order]
+    )  # rows already held when one's turn comes
+    selected = order[previous_rows < target][: len(distinct) - 1]
     chosen = np.zeros(len(distinct), bool)
-    chosen[taken] = True
-    return chosen[which]
+    chosen[selected] = True
+    return chosen[inverse]
 
 
-def places(digests: np.ndarray, seed: int) -> np.ndarray:
+def mix_digests(digests: np.ndarray, seed: int) -> np.ndarray:
     """uint64[R]: digests mixed with a seed, evenly spread. Source: splitmix64, Steele et al. 2014."""
     with np.errstate(over="ignore"):
         x = digests.astype(np.uint64) ^ (np.uint64(seed % 2**64) * np.uint64(0x9E3779B97F4A7C15))
@@ -277,30 +300,34 @@ def places(digests: np.ndarray, seed: int) -> np.ndarray:
         return x ^ (x >> np.uint64(31))
 
 
-def held_out_alone(digests: np.ndarray, share: float, seed: int) -> np.ndarray:
+def is_held_out(digests: np.ndarray, share: float, seed: int) -> np.ndarray:
     """bool[R]: the same choice for a stream, which decides about each row alone, since the other
     rows are unknown.
     """
-    return places(digests, seed) < share * 2**64
+    return mix_digests(digests, seed) < share * 2**64
 
 
-class PackedRows(MadeRows[Row]):
+class PackedRows(LazyRows[Row]):
     """Packed rows over `rows`; `packs[i]` are the numbers of the rows in the i-th."""
 
     def __init__(
-        self, rows: TokenRows, packs: Sequence[np.ndarray], capacity: int, of_block: Sequence[int]
+        self,
+        rows: TokenRows,
+        packs: Sequence[np.ndarray],
+        capacity: int,
+        pack_blocks: Sequence[int],
     ) -> None:
         self.rows = rows
         self.packs = packs
         self.capacity = capacity
-        self.of_block = of_block
+        self.pack_blocks = pack_blocks
 
     def __len__(self) -> int:
         return len(self.packs)
 
-    def one(self, i: int) -> Row:
-        found = [self.rows[int(k)] for k in self.packs[i]]
-        return found[0] if found[0].pictures else joined(found)
+    def build_row(self, i: int) -> Row:
+        rows = [self.rows[int(k)] for k in self.packs[i]]
+        return rows[0] if rows[0].pictures else join_rows(rows)
 
     @cached_property
     def has_pictures(self) -> np.ndarray:
@@ -313,7 +340,7 @@ class PackedRows(MadeRows[Row]):
 
     def shares(self, shares: Sequence[Share]) -> list[Share]:
         """The shares of weighted sources, counted in packed rows."""
-        return [Share(self.of_block.count(i), share.weight) for i, share in enumerate(shares)]
+        return [Share(self.pack_blocks.count(i), share.weight) for i, share in enumerate(shares)]
 
     def facts(self) -> dict[str, Any]:
         tokens = int(self.lengths.sum())
@@ -326,25 +353,25 @@ class PackedRows(MadeRows[Row]):
         }
 
 
-def pack(rows: TokenRows, capacity: int) -> PackedRows:
+def pack_rows(rows: TokenRows, capacity: int) -> PackedRows:
     """Packs the rows of each source by themselves. A row with pictures stays alone: each family has
     positions of its own for it.
     """
     packs: list[np.ndarray] = []
-    of_block: list[int] = []
+    pack_blocks: list[int] = []
     for block in range(len(rows.blocks)):
-        numbers = rows.of_block(block)
+        numbers = rows.block_rows(block)
         alone = rows.has_pictures[numbers]
         text = numbers[~alone]
-        found = [text[pack] for pack in best_fit(rows.lengths[text], capacity)] + [
-            one[None] for one in numbers[alone]
+        new_packs = [text[pack] for pack in pack_best_fit(rows.lengths[text], capacity)] + [
+            number[None] for number in numbers[alone]
         ]
-        packs += found
-        of_block += [block] * len(found)
-    return PackedRows(rows, packs, capacity, of_block)
+        packs += new_packs
+        pack_blocks += [block] * len(new_packs)
+    return PackedRows(rows, packs, capacity, pack_blocks)
 
 
-def best_fit(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
+def pack_best_fit(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
     """Numbers of rows by pack; every row is in exactly one, no pack has more than `capacity`
     tokens.
     """
@@ -370,7 +397,7 @@ def best_fit(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
     return [np.array(sorted(pack), np.int64) for pack in packs]
 
 
-def joined(rows: Sequence[Row]) -> Row:
+def join_rows(rows: Sequence[Row]) -> Row:
     """Several rows as one, each document's first label masked."""
     ids = tuple(i for row in rows for i in row.input_ids)
     labels = tuple(label for row in rows for label in (IGNORED, *row.labels[1:]))

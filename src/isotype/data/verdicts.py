@@ -15,11 +15,11 @@ from ..errors import UsageError
 from .conversations import is_learnt
 
 # columns whose value says "wanted" or "unwanted"; of the second kind a true value says "unwanted"
-_WANTED = (
+_WANTED_COLUMNS = (
     "label", "kto_tag", "kto_label", "feedback", "thumbs", "thumb", "thumbs_up", "vote", "score", "verdict", "liked", "preferred",
     "desirable", "accepted", "is_accepted", "wanted", "correct", "is_correct", "is_good",
 )  # fmt: skip
-_UNWANTED = (
+_UNWANTED_COLUMNS = (
     "rejected", "is_rejected", "thumbs_down", "disliked", "undesirable", "unwanted", "wrong", "is_wrong", "incorrect", "is_incorrect",
     "is_bad",
 )  # fmt: skip
@@ -30,10 +30,10 @@ _NO = (
 )  # fmt: skip
 # `label: negative` is a class of a review, `feedback: negative` a verdict
 _CLASS_NAMES = ("negative", "neg")
-LEARN_LABELS = "train.objective=kto learns from labels (docs/preferences.md)"
+LEARN_LABELS_FIX = "train.objective=kto learns from labels (docs/preferences.md)"
 
 
-def refuse_unwanted_answer(row: Mapping[str, Any], place: str, *, has_answer: bool) -> None:
+def refuse_unwanted_answer(row: Mapping[str, Any], location: str, *, has_answer: bool) -> None:
     """Raises UsageError where a column of the row, or a key of a learnt turn, marks the answer as
     unwanted.
 
@@ -45,16 +45,16 @@ def refuse_unwanted_answer(row: Mapping[str, Any], place: str, *, has_answer: bo
         if not marks_unwanted(key, value) or not (has_answer or isinstance(value, bool)):
             continue
         raise UsageError(
-            f"{place}: {key} is {write_value(value)}: that marks an unwanted answer, and this"
+            f"{location}: {key} is {write_value(value)}: that marks an unwanted answer, and this"
             " objective learns every answer",
             fix=(
-                f"{LEARN_LABELS}; or keep the wanted rows only; where {key} says something else:"
+                f"{LEARN_LABELS_FIX}; or keep the wanted rows only; where {key} says something else:"
                 f" data.columns: {write_value({key: None})}"
             ),
         )
     for key, value in _judged_turns(row) if has_answer else ():
         raise UsageError(
-            f"{place}: a turn has {key}: {write_value(value)}: that marks an unwanted answer, and"
+            f"{location}: a turn has {key}: {write_value(value)}: that marks an unwanted answer, and"
             " this objective learns every answer",
             fix=f"weight: 0 in that turn shows it and does not learn it; or leave {key} out",
         )
@@ -65,11 +65,11 @@ def marks_unwanted(key: str, value: Any) -> bool:
     name = str(key).strip().casefold().replace(" ", "_").replace("-", "_")
     if isinstance(value, str):
         value = value.strip().casefold().replace(" ", "_")
-    if name in _UNWANTED:
+    if name in _UNWANTED_COLUMNS:
         if isinstance(value, str):
             return value in _YES
         return _is_number(value) and value > 0
-    if name not in _WANTED:
+    if name not in _WANTED_COLUMNS:
         return False
     if isinstance(value, str):
         return value in _NO or (name != "label" and value in _CLASS_NAMES)

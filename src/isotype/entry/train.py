@@ -104,15 +104,15 @@ def train(
         from ..training.preflight.codes import check_skips
 
         check_skips(skip)
-    from ..data.sources import as_source
+    from ..data.sources import save_rows
 
     if isinstance(data, Mapping):
         data = {
-            key: as_source(value) if key in ("train", "eval") else value
+            key: save_rows(value) if key in ("train", "eval") else value
             for key, value in data.items()
         }
     else:
-        data = as_source(data)
+        data = save_rows(data)
     sections = {
         "model": model,
         "data": data,
@@ -474,21 +474,21 @@ def refuse_incomplete(loaded: LoadedConfig) -> None:
     """Raises  UsageError with a line for each thing that is missing."""
     from ..config.kind import (
         DIFFUSION,
-        INSTEAD_OF_GGUF,
+        GGUF_FIX,
         NO_GGUF,
+        detect_run_kind,
         is_denoiser,
-        kind_of,
         refuse_inapplicable,
     )
     from ..config.sources import (
         check_data,
+        closest_model_hint,
         is_folder_name,
-        near_model,
+        missing_folder_hint,
         picture_sources,
         source_specs,
-        where_looked,
     )
-    from ..data.sources import refuse_absent
+    from ..data.sources import require_source
 
     config = loaded.config
     folder_name = f"{loaded.path} " if loaded.path else ""
@@ -513,14 +513,12 @@ def refuse_incomplete(loaded: LoadedConfig) -> None:
             missing_part = "file" if name.endswith((".safetensors", ".gguf")) else "folder"
             missing.append(
                 f"{loaded.sources[key]} {key}: {name}: no such"
-                f" {missing_part}{near_model(name) or where_looked(name, loaded.path)}"
+                f" {missing_part}{closest_model_hint(name) or missing_folder_hint(name, loaded.path)}"
             )
     refuse_inapplicable(config, loaded.sources)
-    diffusion = kind_of(config) == DIFFUSION
+    diffusion = detect_run_kind(config) == DIFFUSION
     if diffusion and str(config.model.name).endswith(".gguf"):
-        missing.append(
-            f"{folder_name}model.name: {config.model.name}: {NO_GGUF}: take {INSTEAD_OF_GGUF}"
-        )
+        missing.append(f"{folder_name}model.name: {config.model.name}: {NO_GGUF}: take {GGUF_FIX}")
     if diffusion and config.images.train is None:
         missing.append(
             f"{folder_name}images.train: missing: a folder of pictures with captions, or a JSONL file"
@@ -539,7 +537,7 @@ def refuse_incomplete(loaded: LoadedConfig) -> None:
     check_data(config, loaded.sources)
     for side in ("train", "eval"):
         for spec in source_specs(config.data, side):
-            refuse_absent(spec)
+            require_source(spec)
 
 
 def missing_trackers(trackers: Sequence[str]) -> list[str]:

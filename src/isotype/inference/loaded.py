@@ -344,10 +344,10 @@ class Conversation:
         messages = [*self.messages, {"role": "user", "content": content}]
         if tokenizer.chat_template:
             text = chat_template(tokenizer, None).render(
-                messages, generation_prompt=True, place="the question"
+                messages, generation_prompt=True, location="the question"
             )
         if references and self.pictures is not None:
-            text = self.pictures.within(text, self.pictures.written(references))
+            text = self.pictures.insert_texts(text, self.pictures.picture_texts(references))
         ids = tuple(tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"])
         inputs = prompt_inputs(
             SamplePrompt(text, ids, pictures=tuple(references)), self.pictures, self.run.device

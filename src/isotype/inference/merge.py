@@ -332,7 +332,7 @@ def _load_rows(run: LoadedRun) -> tuple[list, Pictures | None]:
         section,
         run.tokenizer,
         seed=run.config.train.seed,
-        only=FORMATS.get(run.config.train.objective),
+        objective_format=FORMATS.get(run.config.train.objective),
         pictures=build_picture_reader(run.config.model, section, run.tokenizer),
     )
     return list((loaded.eval or loaded.train)[:CHECKED_ROWS]), loaded.pictures

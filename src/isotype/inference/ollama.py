@@ -117,7 +117,7 @@ def find_turns(tokenizer: Any) -> Turns:
         text = template.render(
             messages(contents, system),
             generation_prompt=len(contents) % 2 == 1,
-            place="the chat template",
+            location="the chat template",
         )
         return text.removeprefix(begins)
 
@@ -169,7 +169,7 @@ def begins_text(tokenizer: Any) -> bool:
     conversation = [{"role": "user", "content": "a"}]
     return (
         chat_template(tokenizer, None)
-        .render(conversation, generation_prompt=True, place="the chat template")
+        .render(conversation, generation_prompt=True, location="the chat template")
         .startswith(tokenizer.bos_token)
     )
 

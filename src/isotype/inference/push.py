@@ -13,7 +13,7 @@ from pathlib import Path
 from huggingface_hub import HfApi, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError
 
-from ..config.kind import DIFFUSION, kind_of
+from ..config.kind import DIFFUSION, detect_run_kind
 from ..config.schema import RunConfig
 from ..errors import IsotypeError, UsageError
 from ..model.card import merged_card, plain_card
@@ -38,7 +38,7 @@ def check_push(config: RunConfig, resumed_folder: Path | None) -> str | None:
                 f"run.{key} has no effect without run.push_to_hub", fix="run.push_to_hub: ORG/NAME"
             )
         return None
-    if run.push_merged and (config.adapter.kind == "none" or kind_of(config) == DIFFUSION):
+    if run.push_merged and (config.adapter.kind == "none" or detect_run_kind(config) == DIFFUSION):
         if config.adapter.kind == "none":
             reason = "there is no adapter to merge"
         else:
@@ -116,7 +116,7 @@ def push(folder: Path, config: RunConfig, name: str) -> str:
             commit_message = f"Trained by Isotype: {folder.name}"
             api.create_repo(name, private=run.push_private, exist_ok=True)
             RunFolder(folder).write_json(RECORD, {"repository": name})
-            if kind_of(config) == DIFFUSION:
+            if detect_run_kind(config) == DIFFUSION:
                 record = read_run(folder)
                 step = record.result.get("of_step")
                 card = plain_card(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from ..config.kind import DIFFUSION, kind_of
+from ..config.kind import DIFFUSION, detect_run_kind
 from ..config.schema import ModelSection, RunConfig
 from ..config.sources import gguf_file
 from ..environment.hardware import Hardware
@@ -178,7 +178,7 @@ def resolve_precision(
         sources=sources,
         task_roles=task_roles,
         checkpoint=published_quantisation(
-            config.model, ("transformer", "unet") if kind_of(config) == DIFFUSION else ("",)
+            config.model, ("transformer", "unet") if detect_run_kind(config) == DIFFUSION else ("",)
         ),
     )
 

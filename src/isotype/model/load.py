@@ -22,8 +22,14 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from ..config.schema import ModelSection
-from ..config.sources import config_file, gguf_file, is_folder_name, near_model, where_looked
-from ..data.records import loads
+from ..config.sources import (
+    closest_model_hint,
+    config_file,
+    gguf_file,
+    is_folder_name,
+    missing_folder_hint,
+)
+from ..data.records import parse_json
 from ..dtypes import to_torch
 from ..environment.hardware import out_of_memory_message
 from ..environment.hub import is_unreachable, not_in_cache, print_status
@@ -480,7 +486,7 @@ def read_config(value: dict[str, Any] | str | None) -> dict[str, Any] | None:
     if not isinstance(value, str):
         return value
     try:
-        content = loads(config_file(value).read_text(encoding="utf-8"))
+        content = parse_json(config_file(value).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"model.config: {value}: {error}") from None
     if not isinstance(content, dict):
@@ -592,7 +598,9 @@ def loading_error(name: str, source_kind: str, error: BaseException) -> UsageErr
     if Path(name).exists() or "custom code" in text:
         return _damaged_folder_error(name, source_kind, error)
     if is_folder_name(name):
-        return UsageError(f"{label}: no such folder{near_model(name) or where_looked(name)}")
+        return UsageError(
+            f"{label}: no such folder{closest_model_hint(name) or missing_folder_hint(name)}"
+        )
     # the error for a repository that is not there speaks of gated ones too
     if "GatedRepoError" in kinds or (
         "gated" in text.lower() and "RepositoryNotFoundError" not in kinds
@@ -602,10 +610,10 @@ def loading_error(name: str, source_kind: str, error: BaseException) -> UsageErr
             fix=f"accept its terms at huggingface.co/{name}, then: hf auth login",
         )
     if "RepositoryNotFoundError" in kinds:
-        message = f"{label}: neither a folder here nor a model on the hub{near_model(name)}"
+        message = f"{label}: neither a folder here nor a model on the hub{closest_model_hint(name)}"
         return UsageError(message, fix="check the spelling; for a private one: hf auth login")
     if kinds & _UNREACHED or "couldn't connect" in text.lower():
-        return not_in_cache(label, f"a local folder{near_model(name)}")
+        return not_in_cache(label, f"a local folder{closest_model_hint(name)}")
     if absent and constants.HF_HUB_OFFLINE:
         return not_in_cache(label, "a local folder", is_partial=True)
     if "backend tokenizer" in text:

@@ -102,7 +102,7 @@ def train_tokenizer(texts: Iterable[str], *, vocabulary: int = 4096) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    from ..data.chat import NAMED
+    from ..data.chat import NAMED_TEMPLATES
 
     special = [END_OF_TEXT, TURN, END_OF_TURN]
     tokenizer = Tokenizer(models.BPE())
@@ -127,7 +127,7 @@ def train_tokenizer(texts: Iterable[str], *, vocabulary: int = 4096) -> Any:
         pad_token=END_OF_TEXT,
         clean_up_tokenization_spaces=False,
     )
-    fast_tokenizer.chat_template = NAMED["chatml"].text
+    fast_tokenizer.chat_template = NAMED_TEMPLATES["chatml"].text
     fast_tokenizer.add_special_tokens({"additional_special_tokens": [TURN]})
     return fast_tokenizer
 

@@ -355,7 +355,7 @@ def refuse_remote_code(loaded: LoadedConfig, folder: Path) -> None:
     if (
         not loaded.config.model.trust_remote_code
         or os.environ.get(CONSENT) == "1"
-        or "model.trust_remote_code" in loaded.given
+        or "model.trust_remote_code" in loaded.command_line_keys
     ):
         return
     raise UsageError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ..config.kind import DIFFUSION, kind_of
+from ..config.kind import DIFFUSION, detect_run_kind
 from ..config.load import LoadedConfig
 from ..config.schema import RunConfig
 from ..training.callbacks import Callback, Objective
@@ -18,7 +18,7 @@ from ..training.task import Task
 
 def choose_task(config: RunConfig) -> Task:
     """The task of a configuration."""
-    if kind_of(config) == DIFFUSION:
+    if detect_run_kind(config) == DIFFUSION:
         from .diffusion.task import DiffusionTask
 
         return DiffusionTask(config)

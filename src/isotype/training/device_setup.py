@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..config.kind import DIFFUSION, kind_of
+from ..config.kind import DIFFUSION, detect_run_kind
 from ..config.schema import AdapterSection, RunConfig
 from ..distributed.world import ALONE, World
 from ..environment.hardware import Hardware, detect
@@ -107,7 +107,7 @@ def check_adapters(config: RunConfig) -> None:
             for key in new_adapter_keys
         ),
         (
-            is_lokr and kind_of(config) != DIFFUSION,
+            is_lokr and detect_run_kind(config) != DIFFUSION,
             "adapter.kind: lokr is offered for pictures",
             "adapter.kind: lora",
         ),

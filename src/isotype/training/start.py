@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from ..config.compare import compare
-from ..config.load import LoadedConfig, config_of, load
+from ..config.load import LoadedConfig, load, parse_config
 from ..config.schema import RunConfig
 from ..config.write import resolved_yaml
 from ..distributed.world import World
@@ -82,10 +82,10 @@ def compare_settings(
     changes = compare(
         read_previous_settings(folder),
         loaded.config,
-        auto=resolved.preset,
-        base=resolved.from_checkpoint,
+        auto_preset=resolved.preset,
+        auto_base=resolved.from_checkpoint,
     )
-    edited = [c.key for c in changes if c.key not in loaded.given]
+    edited = [c.key for c in changes if c.key not in loaded.command_line_keys]
     if edited and loaded.path == folder.path / RESOLVED:
         console.print_line(
             f"note      {folder.path / RESOLVED} was edited by hand: {', '.join(edited)}"
@@ -354,7 +354,7 @@ def write_start(
         BASE: describe_base(prepared.base, prepared.model, prepared.resolved.precision),
         "processes": world.size,
         "machines": world.nodes,
-        SETTINGS: config_of(resolved, RESOLVED).model_dump(mode="json"),
+        SETTINGS: parse_config(resolved, RESOLVED).model_dump(mode="json"),
     }
     # settings that a kill keeps out of plan.json are found in resolved.yaml, and compared with
     # plan.json's again

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.keys import keys, sections
-from ..config.load import config_of
+from ..config.load import parse_config
 from ..config.yaml_text import write_value
 from ..doctor.check import check
 from ..doctor.check.settings import Record
@@ -138,7 +138,7 @@ def translate(path: Path | str, tool: str | None = None) -> Translation:
     )
     text = _write_yaml(draft, source, _TOOL_TITLES.get(name, name))
     try:
-        config_of(text, "the configuration made of it")
+        parse_config(text, "the configuration made of it")
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
     return Translation(name, str(path), text, outcomes, findings, draft.notes)

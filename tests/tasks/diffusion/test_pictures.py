@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from isotype.config.schema import ImagesSection
-from isotype.data.pictures import readable_phone_kinds
+from isotype.data.pictures import readable_phone_formats
 from isotype.errors import UsageError
 from isotype.tasks.diffusion.pictures import collect_pictures
 from isotype.tasks.diffusion.pixels import Size, Window, pixels
@@ -88,9 +88,9 @@ def phone_folder(folder, way):
 def without_heif(monkeypatch):
     """As where pillow-heif is not installed."""
     monkeypatch.setitem(sys.modules, "pillow_heif", None)
-    readable_phone_kinds.cache_clear()
+    readable_phone_formats.cache_clear()
     yield
-    readable_phone_kinds.cache_clear()
+    readable_phone_formats.cache_clear()
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -135,7 +135,7 @@ def test_the_first_picture_of_several_in_a_file_is_read(tmp_path):
 def test_heic_is_read_where_pillow_heif_is(tmp_path):
     heif = pytest.importorskip("pillow_heif")
     heif.register_heif_opener()
-    readable_phone_kinds.cache_clear()
+    readable_phone_formats.cache_clear()
     picture(tmp_path / "a.heic")
     made = gathered(train=[{"name": str(tmp_path), "caption": "a dog"}])
     assert pixels(made.train[0].content.read(), Window(Size(32, 32))).shape == (3, 32, 32)

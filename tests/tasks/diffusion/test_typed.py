@@ -13,7 +13,7 @@ from diffusers.training_utils import compute_density_for_timestep_sampling
 from PIL import Image, ImageCms
 
 from isotype.config.schema import DiffusionSection, ImagesSection
-from isotype.data.pictures import readable_phone_kinds
+from isotype.data.pictures import readable_phone_formats
 from isotype.errors import UsageError
 from isotype.report.page import _picture_facts
 from isotype.tasks.choose import train
@@ -184,7 +184,7 @@ def test_captions_beyond_the_encoder_are_counted_and_the_first_is_shown(
 
 def test_a_bad_picture_is_named_with_what_it_is(drawn, studio, tmp_path, subtests, monkeypatch):
     monkeypatch.setitem(sys.modules, "pillow_heif", None)
-    readable_phone_kinds.cache_clear()
+    readable_phone_formats.cache_clear()
     for i, (name, content, said) in enumerate((
         ("a.png", b"", "an empty file"),
         ("a.jpg", b"\x00\x00\x00\x18ftypheic\x00\x00\x00\x00mif1heic", "a HEIC picture: pip install pillow-heif reads it"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from isotype.data.rows import Row, Share, mixed_order
-from isotype.data.tokens import joined
+from isotype.data.tokens import join_rows
 from isotype.optimize import optimize
 from isotype.optimize.attention import MIN_QUERIES, padding_mask_reason
 from isotype.precision import PRESETS
@@ -199,7 +199,7 @@ def packed_three(changed: bool = False) -> tuple[Row, Row, list[Row]]:
     if changed:
         middle = documents[1]
         documents[1] = Row(middle.input_ids[::-1], middle.labels, middle.prompt_length)
-    return joined(documents[:3]), joined(documents[3:]), documents
+    return join_rows(documents[:3]), join_rows(documents[3:]), documents
 
 
 @pytest.fixture
@@ -243,7 +243,7 @@ def test_no_document_sees_another(family: str, attention: str, uncompiled: None)
 
 def test_loss_and_gradients_are_the_unpacked_ones() -> None:
     documents = rows(6, seed=5)
-    packed = [joined(documents[:4]), joined(documents[4:])]
+    packed = [join_rows(documents[:4]), join_rows(documents[4:])]
     sums, gradients, counts = [], [], []
     for batch in (collate(documents, pad_id=0), collate(packed, pad_id=0)):
         model = lora(tiny("qwen2"))

@@ -89,7 +89,7 @@ def test_every_form_gives_the_same_row(vlm, seen, tmp_path, subtests):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from isotype.data.sources import as_source
+    from isotype.data.sources import save_rows
 
     (wanted,) = read(vlm("qwen2_5_vl"), seen(turns(asked(1))))[0].train
     answer = {"role": "assistant", "content": "it is red."}
@@ -126,7 +126,7 @@ def test_every_form_gives_the_same_row(vlm, seen, tmp_path, subtests):
             file = tmp_path / "rows.parquet"
             pq.write_table(pa.Table.from_pylist([row]), file)
         else:
-            file = as_source([row]) if form == "rows in memory" else seen(row)
+            file = save_rows([row]) if form == "rows in memory" else seen(row)
         with subtests.test(form):
             data, _ = read(vlm("qwen2_5_vl"), file)
             (made,) = data.train

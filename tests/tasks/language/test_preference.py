@@ -137,11 +137,11 @@ ASK, GOOD, BAD = (
 
 
 def test_conversations_share_the_turns_they_begin_with():
-    from isotype.data.formats import example
+    from isotype.data.formats import check_example
     from isotype.data.read import Record
 
     def read(**row):
-        return example(Record("x", 1, row), "preference", needs_answer=True)
+        return check_example(Record("x", 1, row), "preference", needs_answer=True)
 
     for row in (
         {"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]},
@@ -163,15 +163,15 @@ def test_conversations_share_the_turns_they_begin_with():
 
 
 def test_several_answers_with_scores_become_the_pair_of_the_best_and_the_worst():
-    from isotype.data.formats import detect, example
+    from isotype.data.formats import check_example, detect_format
     from isotype.data.read import Record
 
     def read(columns=None, **row):
         record = Record("x", 1, {"prompt": "a?", **row})
-        name, why = detect(record, "auto", columns, only="preference")
+        name, why = detect_format(record, "auto", columns, objective_format="preference")
         assert name == "preference"
         assert all(key in why for key in row if key != "prompt")
-        found = example(record, "preference", needs_answer=True, columns=columns)
+        found = check_example(record, "preference", needs_answer=True, columns=columns)
         return found.completion or found.messages[-1][
             "content"
         ], found.rejected.completion or found.rejected.messages[-1]["content"]
@@ -599,7 +599,7 @@ def test_three_steps_have_the_losses_of_trl(workshop, paired, tmp_path, monkeypa
     if objective == "kto":
         pairs = [row for i, row in enumerate(labelled(pairs)) if row["label"] or i % 4 == 1][:12]
         monkeypatch.setattr(
-            "isotype.data.pairs.drawn_partners",
+            "isotype.data.pairs.draw_partners",
             lambda *_: np.array([i // 4 * 4 + (i - 1) % 4 for i in range(12)]),
         )
     alike = {"learning_rate": 1e-3, "warmup": 0.0, "schedule": "constant"}

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...data.bad_rows import EMPTY
+from ...data.bad_rows import EMPTY_REASON
 from ...data.rows import IGNORED, Row, row_supervised, tokens_used
-from ...data.tokens import joined
+from ...data.tokens import join_rows
 from ...finding import Finding, Place, Severity
 from ...precision.apply import inner_model
 from ...precision.parts import gather_tensor
@@ -73,7 +73,7 @@ def rows_without_learnt_tokens(subject: Subject) -> Iterator[Finding]:
 
 def _fix_for_unlearnt_rows(drop_reasons: set[str], masked: int, names: SettingNames) -> str:
     """Advice that fits the reasons: a larger max_length does not help a row without an answer."""
-    if drop_reasons == {EMPTY} and not masked:
+    if drop_reasons == {EMPTY_REASON} and not masked:
         return (
             "write the missing answers, or take these rows out of the file; training goes on"
             " without them"
@@ -380,7 +380,7 @@ def measure_leakage(
     )
 
     def second_logits(document: Row) -> Tensor:
-        batch = collate([joined([document, second])], pad_id=pad_id, device_type=device.type).to(
+        batch = collate([join_rows([document, second])], pad_id=pad_id, device_type=device.type).to(
             device
         )
         batch = batch.join_packed_rows() if needs_single_packed_row(model) else batch

@@ -122,7 +122,7 @@ class Kto(Preference):
         return AnswerBatch(
             answers,
             partners,
-            torch.tensor([answer.wanted for answer in rows]),
+            torch.tensor([answer.is_wanted for answer in rows]),
             stack_references(rows),
         )
 

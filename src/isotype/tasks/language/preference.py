@@ -19,11 +19,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ...config.kind import WITH_REFERENCE
+from ...config.kind import REFERENCE_OBJECTIVES
 from ...config.schema import PreferenceSection, RunConfig
 from ...data.formats import FormatName
 from ...data.pairs import Labelled, Pairs
-from ...data.progress import watched
+from ...data.progress import track_progress
 from ...data.rows import LoadedData, RowStream, Share
 from ...data.tokens import TokenRows
 from ...distributed.agree import fingerprint_of_weights
@@ -157,7 +157,7 @@ class Preference(Objective):
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         self.name = config.train.objective
-        self.has_reference = self.name in WITH_REFERENCE
+        self.has_reference = self.name in REFERENCE_OBJECTIVES
 
     def check(self) -> None:
         data = self.config.data
@@ -451,7 +451,7 @@ def _compute_log_probs(
     by_length = np.argsort(pairs.lengths, kind="stable").tolist() if len(pairs) else []
     results = [0.0] * (2 * len(pairs))
     with eval_mode(model):
-        for turn in watched(
+        for turn in track_progress(
             range(0, len(by_length), world.size * batch_size), "the reference's log-probabilities"
         ):
             start = turn + world.rank * batch_size

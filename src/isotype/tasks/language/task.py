@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from ...config.schema import RunConfig
-from ...data.bad_rows import FILE as BAD_ROWS
+from ...data.bad_rows import BAD_ROWS_FILE as BAD_ROWS
 from ...data.bad_rows import BadRow, BadRowFile
 from ...data.facts import source_lines
 from ...data.load import load_data
-from ...data.prompts import prompts_of_run
-from ...data.rows import LoadedData, SamplePrompt, examples, row_lengths
+from ...data.prompts import run_prompts
+from ...data.rows import LoadedData, SamplePrompt, example_rows, row_lengths
 from ...distributed.world import ALONE, World
 from ...dtypes import to_torch
 from ...errors import UsageError
@@ -101,7 +101,7 @@ class LanguageTask:
         pictures = self.data.pictures
         if pictures is None:
             return []
-        return [("vision", name, dtype) for name, dtype in pictures.given.items()]
+        return [("vision", name, dtype) for name, dtype in pictures.floating_dtypes.items()]
 
     @property
     def base_name(self) -> str:
@@ -125,7 +125,7 @@ class LanguageTask:
             config.data,
             self.tokenizer,
             seed=config.train.seed,
-            only=self.objective.format,
+            objective_format=self.objective.format,
             pictures=pictures,
         )
         if data.pictures is None and (config.data.min_pixels or config.data.max_pixels):
@@ -138,7 +138,7 @@ class LanguageTask:
         if self.objective.has_score_head:
             self.prompts = []
         else:
-            self.prompts = prompts_of_run(config.run, data, self.tokenizer)
+            self.prompts = run_prompts(config.run, data, self.tokenizer)
 
     def encode(self, device: torch.device) -> None:
         """No other model reads the data."""
@@ -379,7 +379,7 @@ class LanguageTask:
         return {
             "data.json": self.data.facts,
             "examples.json": {
-                "examples": examples(self.data.train, self.tokenizer, self.data.pictures)
+                "examples": example_rows(self.data.train, self.tokenizer, self.data.pictures)
             },
         }
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from ...config.schema import RunConfig, bytes_of
+from ...config.schema import RunConfig, size_in_bytes
 from ...wording import format_binary_bytes
 from ..device_setup import DeviceSetup
 from ..task import Outline, Task
@@ -51,7 +51,7 @@ def choose_checkpointing(
         if source.startswith(f"{AUTO}: "):
             return replace(chosen, reason=source)
         return chosen
-    target = None if train.memory is None else bytes_of(train.memory)
+    target = None if train.memory is None else size_in_bytes(train.memory)
     if not is_near and (target is None or upper_bound - overhead <= target):
         return Checkpointing(
             NONE,
@@ -111,7 +111,7 @@ def planned_checkpointing(
         checkpointing = _configured_checkpointing(outline.model, task.config)
         return checkpointing, simulate(checkpointing)
     layers = len(checkpointable_layers(outline.model))
-    target = None if train.memory is None else bytes_of(train.memory)
+    target = None if train.memory is None else size_in_bytes(train.memory)
     return choose_checkpointing_by_plan(
         simulate,
         layers=layers,
