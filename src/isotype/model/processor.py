@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.schema import DataSection, ModelSection
-from ..data.cache import PICTURES, cache_folder
+from ..data.cache import PICTURES_FOLDER, cache_folder
 from ..data.pictures import Pictures
 from ..errors import UsageError
 from ..wording import first_line
@@ -69,13 +69,13 @@ def build_picture_reader(
     )
     picture_cache = cache_folder(data.cache)
     if picture_cache is not None:
-        picture_cache = picture_cache / PICTURES
+        picture_cache = picture_cache / PICTURES_FOLDER
     return Pictures(
         lambda: load_processor(name, section.revision, architecture, tokenizer),
         token_id=token_id,
         min_pixels=data.min_pixels,
         max_pixels=data.max_pixels,
-        kept=picture_cache,
+        folder=picture_cache,
     )
 
 

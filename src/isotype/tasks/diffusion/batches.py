@@ -122,8 +122,8 @@ class PictureStream(RowStream[Row]):
         super().__init__(rows, seed=seed, shuffle=shuffle)
         self.step_rows = step_rows
 
-    def _order_of(self, epoch: int) -> list[int]:
-        order = super()._order_of(epoch)
+    def _epoch_order(self, epoch: int) -> list[int]:
+        order = super()._epoch_order(epoch)
         sizes = group_by_size(order, lambda index: self.rows[index].size)
         if len(sizes) == 1:
             return order

@@ -25,8 +25,8 @@ from safetensors.torch import load, save
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
-from ...data.cache import bound, cache_folder, evict
-from ...data.progress import watched
+from ...data.cache import cache_folder, evict, max_cache_bytes
+from ...data.progress import track_progress
 from ...dtypes import name, to_torch
 from ...errors import RunError, UsageError
 from ...precision.precision import Precision
@@ -142,10 +142,10 @@ class Store:
         if self.folder is None or not self._used:
             return
         total = sum(self._path(key).stat().st_size for key in self._used)
-        if total > bound():
+        if total > max_cache_bytes():
             raise UsageError(
                 f"images.cache: {self.folder}: this run's latents and embeddings take"
-                f" {total / 1e9:.1f} GB of {bound() / 1e9:.1f}",
+                f" {total / 1e9:.1f} GB of {max_cache_bytes() / 1e9:.1f}",
                 fix=f"ISOTYPE_CACHE_GB={total / 1e9 + 1:.0f}, or a smaller images.resolution",
             )
         evict(self.folder, keep=self._path(next(iter(self._used))))
@@ -266,7 +266,9 @@ class Encoder:
                     "text_encoder", f"weights of {part}", next(encoder.parameters()).dtype
                 )
         with torch.no_grad():
-            for start in watched(range(0, len(missing), CAPTIONS_PER_PASS), "encoding captions"):
+            for start in track_progress(
+                range(0, len(missing), CAPTIONS_PER_PASS), "encoding captions"
+            ):
                 chunk = list(missing[start : start + CAPTIONS_PER_PASS])
                 texts: Mapping[str, Sequence[Tensor] | Tensor]
                 if family.encodes_control:
@@ -308,7 +310,7 @@ class Encoder:
         }
         rows: list[list[Row]] = []
         pending = dict[str, _StoredWindow]()
-        for picture in watched(pictures, "reading pictures"):
+        for picture in track_progress(pictures, "reading pictures"):
             try:
                 windows = self._windows(picture, key_parts, sizes, seed)
             except (BadPicture, OSError) as error:
@@ -380,7 +382,9 @@ class Encoder:
         self._record_dtype("vae", "weights", next(vae.parameters()).dtype)
         refused = set()
         with torch.no_grad():
-            for key, (picture, window, mirrored) in watched(pending.items(), "encoding pictures"):
+            for key, (picture, window, mirrored) in track_progress(
+                pending.items(), "encoding pictures"
+            ):
                 try:
                     content = picture.content.read()
                     x_1CHW = pixels(content, window)[None].to(self.device, vae.dtype)

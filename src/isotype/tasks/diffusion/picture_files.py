@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from ...config.kind import PICTURE_SUFFIXES
-from ...data.files import without_runs
-from ...data.pictures import BadPicture, content_of, unreadable_kind
-from ...data.read import JSON_ENDINGS, Record, ending, sha256
+from ...data.files import exclude_runs
+from ...data.pictures import BadPicture, resolve_picture, unreadable_reason
+from ...data.read import JSON_ENDINGS, Record, file_suffix, sha256
 from ...data.records import read_records
 from ...errors import UsageError
 
@@ -173,19 +173,19 @@ def read_captions(picture: Path) -> tuple[str, ...]:
 def list_files(folder: Path) -> list[Path]:
     """The files of a folder and below, without those of runs: their samples are pictures too."""
     files = sorted(p for p in folder.rglob("*") if p.is_file() and not p.name.startswith("."))
-    return without_runs(files, folder)[0]
+    return exclude_runs(files, folder)[0]
 
 
 def readable_pictures(files: list[Path]) -> list[Path]:
     """Those that are pictures, and of a kind that is read here."""
-    return [path for path in files if is_picture(path) and unreadable_kind(path.suffix) is None]
+    return [path for path in files if is_picture(path) and unreadable_reason(path.suffix) is None]
 
 
 def report_unreadable(files: list[Path], report_bad: ReportBad) -> list[Path]:
     """Pictures of a kind that is not read here. Each is a bad row."""
     unreadable = []
     for path in files:
-        reason = unreadable_kind(path.suffix)
+        reason = unreadable_reason(path.suffix)
         if reason is not None:
             report_bad(str(path), reason)
             unreadable.append(path)
@@ -257,15 +257,15 @@ def read_table_pictures(
     pictures: dict[Any, Picture] = {}
     names: dict[str, str] | None = None
     for record, cells in _read_rows(file):
-        if record.wrong or not isinstance(record.value, dict):
-            report_bad(record.place, record.wrong or "expected an object")
+        if record.error or not isinstance(record.value, dict):
+            report_bad(record.location, record.error or "expected an object")
             continue
         if names is None:
             names = _match_columns(file, record.value, columns, key, PAIR_NAMES if pairs else NAMES)
         try:
             name, picture = _row_picture(record, names, file, cells)
         except BadPicture as error:
-            report_bad(record.place, str(error))
+            report_bad(record.location, str(error))
             continue
         previous = pictures.get(name)
         if previous is None:
@@ -279,7 +279,7 @@ def read_table_pictures(
 
 def _read_rows(file: Path) -> Iterator[tuple[Record, tuple[int, int]]]:
     """Rows, and in Parquet their row group and their position in it."""
-    positions = _parquet_positions(file) if ending(file) == ".parquet" else repeat((0, 0))
+    positions = _parquet_positions(file) if file_suffix(file) == ".parquet" else repeat((0, 0))
     return zip(read_records(file, str(file)), positions)
 
 
@@ -343,8 +343,8 @@ def _row_picture(
         )
         for ours in ("mask", "control")
     )
-    name = str(content.path) if isinstance(content, FileContent) else record.place
-    return (name, control), Picture(content, captions, record.place, mask=mask, control=control)
+    name = str(content.path) if isinstance(content, FileContent) else record.location
+    return (name, control), Picture(content, captions, record.location, mask=mask, control=control)
 
 
 def _cell_content(cell: Any, column: str, file: Path, position: tuple[int, int]) -> Content:
@@ -360,7 +360,7 @@ def _cell_content(cell: Any, column: str, file: Path, position: tuple[int, int])
         )
     if not isinstance(cell, str) or not cell.strip():
         raise BadPicture(f"{column}: expected a picture's file, got {cell!r:.60}")
-    content = content_of(cell, file.parent)
+    content = resolve_picture(cell, file.parent)
     if isinstance(content, bytes):
         raise BadPicture(
             f"{column}: a data: URL, which is not read here: write it to a file, or the rows to"

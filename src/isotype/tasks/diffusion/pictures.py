@@ -20,9 +20,9 @@ from typing import Any
 from ...config.kind import PICTURE_SUFFIXES
 from ...config.schema import ImagesSection
 from ...config.sources import PictureSource, picture_sources
-from ...data.bad_rows import FILE, PLACES, BadRow
-from ...data.progress import watched
-from ...data.read import ending
+from ...data.bad_rows import BAD_ROWS_FILE, MAX_LOCATIONS, BadRow
+from ...data.progress import track_progress
+from ...data.read import file_suffix
 from ...errors import UsageError
 from .picture_files import (
     CAPTION_SUFFIXES,
@@ -194,7 +194,7 @@ def _read_source(
                 f"{source.key}.caption: has no effect: {source.name} has captions of its own; only"
                 " a folder takes one"
             )
-        if ending(path) not in TABLE_ENDINGS:
+        if file_suffix(path) not in TABLE_ENDINGS:
             raise UsageError(
                 f"{source.key}: {source.name}: expected a folder of pictures, or a file that ends"
                 f" in {' '.join(TABLE_ENDINGS)}"
@@ -385,9 +385,9 @@ class BadPictures:
         if self.skip and share <= MAX_SKIPPED_SHARE:
             return
         rows = list(self.rows.values())
-        lines = [f"{row.place}: {row.reason}" for row in rows[:PLACES]]
-        if len(rows) > PLACES:
-            lines.append(f"and {len(rows) - PLACES:,} more")
+        lines = [f"{row.location}: {row.reason}" for row in rows[:MAX_LOCATIONS]]
+        if len(rows) > MAX_LOCATIONS:
+            lines.append(f"and {len(rows) - MAX_LOCATIONS:,} more")
         if self.skip:
             lines.insert(
                 0,
@@ -398,7 +398,7 @@ class BadPictures:
         offered = [fix] if fix else []
         if not self.skip and share <= MAX_SKIPPED_SHARE:
             offered.append(
-                f"images.on_bad_row: skip leaves them out and lists them in the run's {FILE}"
+                f"images.on_bad_row: skip leaves them out and lists them in the run's {BAD_ROWS_FILE}"
             )
         raise UsageError("\n".join(lines), fix="; or ".join(offered) or "mend or remove these")
 
@@ -591,7 +591,7 @@ def write_class_pictures(
         (folder / RECORD_FILE).write_text(
             json.dumps({"caption": caption, **facts}, indent=1) + "\n", encoding="utf-8"
         )
-    for picture, png in zip(watched(missing, "drawing class pictures"), drawn):
+    for picture, png in zip(track_progress(missing, "drawing class pictures"), drawn):
         unfinished = picture.path.with_suffix(".part")
         unfinished.write_bytes(png)
         os.replace(unfinished, picture.path)

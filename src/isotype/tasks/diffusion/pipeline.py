@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from ...config.kind import INSTEAD_OF_GGUF, NO_GGUF, PIPELINE_FILE
+from ...config.kind import GGUF_FIX, NO_GGUF, PIPELINE_FILE
 from ...config.sources import unknown_key
 from ...environment.hardware import out_of_memory_message
 from ...environment.hub import is_unreachable, print_status
@@ -206,7 +206,7 @@ class PipelineFolder:
                     reason = f"no .safetensors{f', and {pickles[0].name} can run code' if pickles else ''}"
                 raise UsageError(
                     f"model.name: {folder}: {reason}",
-                    fix=INSTEAD_OF_GGUF if is_gguf else _DOWNLOAD_AGAIN,
+                    fix=GGUF_FIX if is_gguf else _DOWNLOAD_AGAIN,
                 )
 
     def config(self, part: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...config.schema import ImagesSection
 from ...config.sources import PictureSource
-from ...data.pictures import BadPicture, opened, readable_phone_kinds, why_bad
+from ...data.pictures import BadPicture, bad_picture_reason, open_picture, readable_phone_formats
 from ...errors import UsageError
 
 MIN_SIDE = 16  # pixels of a training picture's side
@@ -186,7 +186,7 @@ def displayed_size(content: bytes) -> tuple[int, int]:
     """Width and height as a viewer shows the picture, from its header. Raises BadPicture."""
     from PIL import Image
 
-    readable_phone_kinds()
+    readable_phone_formats()
     try:
         with Image.open(io.BytesIO(content)) as image:
             is_rotated = image.getexif().get(_ORIENTATION, 1) >= 5
@@ -194,7 +194,7 @@ def displayed_size(content: bytes) -> tuple[int, int]:
                 return (image.height, image.width)
             return (image.width, image.height)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise BadPicture(why_bad(error, content)) from None
+        raise BadPicture(bad_picture_reason(error, content)) from None
 
 
 @contextmanager
@@ -222,7 +222,7 @@ def refuse_other_shape(edited: bytes, original: bytes) -> None:
 
 def open_displayed(content: bytes) -> Any:
     """A PIL image in RGB as a viewer shows it, its colours in sRGB. Raises BadPicture."""
-    return opened(content, to_srgb=True)
+    return open_picture(content, to_srgb=True)
 
 
 def pixels(content: bytes, window: Window) -> Tensor:
@@ -267,7 +267,10 @@ def mask_pixels(content: bytes, window: Window) -> Tensor:
     """fp32[1 H W] in [0, 1], of a grey picture: 1 where it is white. Raises BadPicture, also where
     nothing is white.
     """
-    mask = np.array(_fit_to_window(opened(content).convert("L"), window), dtype=np.float32) / 255.0
+    mask = (
+        np.array(_fit_to_window(open_picture(content).convert("L"), window), dtype=np.float32)
+        / 255.0
+    )
     if not mask.any():
         raise BadPicture("the mask is black all over: nothing would be learnt")
     return torch.from_numpy(mask)[None]

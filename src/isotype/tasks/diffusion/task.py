@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...config.schema import RunConfig
-from ...data.bad_rows import FILE, BadRowFile
+from ...data.bad_rows import BAD_ROWS_FILE, BadRowFile
 from ...distributed.world import ALONE, World
 from ...optimize import Manifest
 from ...precision.apply import inner_model
@@ -255,7 +255,7 @@ class DiffusionTask:
 
     def begin(self, folder: Path, *, resuming: bool) -> None:
         bad_rows = self.data.pictures.bad.rows.values()
-        BadRowFile(folder / FILE, resuming=resuming).write(bad_rows)
+        BadRowFile(folder / BAD_ROWS_FILE, resuming=resuming).write(bad_rows)
 
     def model_notes(self, outline: Outline, precision: Precision) -> tuple[str, list[str]]:
         class_name = type(inner_model(outline.model)).__name__
