@@ -71,7 +71,7 @@ def workshop(tmp_path_factory) -> SimpleNamespace:
     """`base`: a saved tiny Llama with a chat tokenizer; `chats`: a JSONL file of 48 short
     conversations.
     """
-    from isotype.quickstart.text import train_tokenizer
+    from tests.api import train_tokenizer
     from tests.models import SIZES, tiny
 
     folder = tmp_path_factory.mktemp("workshop")
@@ -186,8 +186,7 @@ def subject(configured, tmp_path):
     """`subject(folder, **sections)`: a prepared run, as `train` would hand it to the preflight."""
     from isotype.runs.folder import RunFolder
     from isotype.tasks.choose import choose_task
-    from isotype.training.schedule import RunSchedule
-    from isotype.training.setup import Subject, prepare
+    from tests.api import RunSchedule, Subject, prepare
 
     def make(folder_name: str = "run", **sections: Any) -> Subject:
         loaded = configured(folder_name, **sections)

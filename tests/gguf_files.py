@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from isotype.inference.gguf_file import _WORD_PATTERN, FAMILIES, header_keys, tokenizer_keys
-from isotype.ops.packed.ggml import BLOCKS
+from tests.api import _WORD_PATTERN, BLOCKS, header_keys, tokenizer_keys
+from tests.api import gguf_file_FAMILIES as FAMILIES
 
 TEXTS = ["How much is 12 plus 7?", "It's  12,\n\n  and héllo ✓", "<|im_start|>user\nHi<|im_end|>\n"]
 

@@ -123,7 +123,7 @@ def stepper(model, preset: str = "fp32", **train):
     from isotype.precision.apply import apply_precision
     from isotype.tasks.language.objective import batch_loss_sum
     from isotype.training.optimizer import build_optimizer
-    from isotype.training.step import Stepper
+    from tests.api import Stepper
 
     precision, section = PRESETS[preset], TrainSection(**train)
     apply_precision(model, precision, device_type="cpu")

@@ -12,7 +12,7 @@ import torch
 from transformers import TrainerCallback
 
 from isotype import optimize
-from isotype.optimize import head as optimized_head
+from tests.api import head as optimized_head
 from tests.gpu import DEVICE, kernels, on_a_gpu
 from tests.integrations.trainers import tokenizer
 from tests.models import lora, quantised

@@ -90,7 +90,7 @@ SHUT = ("mm_input_projection_weight", "cross_attn_attn_gate", "cross_attn_mlp_ga
 
 @cache
 def _tokenizer() -> Any:
-    from isotype.quickstart.text import train_tokenizer
+    from tests.api import train_tokenizer
 
     words = [
         f"what colour is the {shape}? it is {colour}."

@@ -48,8 +48,8 @@ def write(target: Path) -> None:
     fine-tuning in bf16 with rounding.
     """
     from isotype.config.load import load
-    from isotype.quickstart.text import train_tokenizer
     from isotype.tasks.choose import train
+    from tests.api import train_tokenizer
     from tests.models import SIZES, tiny
 
     target.mkdir()

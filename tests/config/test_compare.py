@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from isotype.config.compare import MAY_CHANGE, PATH_KEYS, compare
-from isotype.config.keys import keys
 from isotype.config.load import load
+from tests.api import MAY_CHANGE, PATH_KEYS, compare, keys
 
 BASE = load(None, ["model.name=m", "data.train=d"]).config
 

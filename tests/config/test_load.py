@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from isotype.config.keys import KEY_ALIASES, keys
 from isotype.config.load import load
 from isotype.errors import UsageError
+from tests.api import KEY_ALIASES, keys
 from tests.commands import invoke
 
 QUIET = settings(

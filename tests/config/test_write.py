@@ -8,11 +8,17 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isotype.config.keys import keys
-from isotype.config.kind import LANGUAGE, applies
 from isotype.config.load import load, preset_names, recipe
-from isotype.config.write import init_yaml, reference_markdown, resolved_yaml
-from isotype.config.yaml_text import read_value, write_value
+from tests.api import (
+    applies,
+    init_yaml,
+    keys,
+    read_value,
+    reference_markdown,
+    resolved_yaml,
+    write_value,
+)
+from tests.api import kind_LANGUAGE as LANGUAGE
 
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=12)
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT

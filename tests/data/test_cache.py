@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.api import read_entry
 
 from isotype.config.schema import DataSection
-from isotype.data.cache import read_entry
 from isotype.data.load import load_data
 from isotype.data.rows import LoadedData
 from isotype.errors import UsageError

@@ -8,13 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.api import Encoder, Example, Tally, add_tokens
 
 from isotype.data.chat import NAMED_TEMPLATES, ChatTemplate, chat_template
-from isotype.data.encode import Encoder, Tally
-from isotype.data.formats import Example
 from isotype.data.rows import IGNORED
 from isotype.errors import UsageError
-from isotype.model.tokens import add_tokens
 
 TOOLS = """\
 {%- if tools %}{{ '<|im_start|>system\\n' + tools[0].function.name + '<|im_end|>\\n' }}{% endif %}

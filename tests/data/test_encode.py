@@ -7,10 +7,9 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.api import Encoder, Example, Tally
 
 from isotype.data.chat import chat_template
-from isotype.data.encode import Encoder, Tally
-from isotype.data.formats import Example
 from isotype.data.rows import IGNORED, Row
 
 FAMILIES = ("chatml", "thinking", "llama3", "gemma", "mistral")

@@ -8,10 +8,15 @@ import json
 from typing import Any
 
 import pytest
+from tests.api import (
+    CONVERSATION_KEYS,
+    Record,
+    RowError,
+    check_example,
+    detect_format,
+    ignored_keys,
+)
 
-from isotype.data.bad_rows import RowError
-from isotype.data.formats import CONVERSATION_KEYS, check_example, detect_format, ignored_keys
-from isotype.data.read import Record
 from isotype.errors import UsageError
 
 ASK, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}

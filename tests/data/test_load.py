@@ -9,11 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.api import source_lines, user_prompts
 
 from isotype.config.schema import DataSection
-from isotype.data.facts import source_lines
 from isotype.data.load import load_data
-from isotype.data.prompts import user_prompts
 from isotype.data.rows import IGNORED, MAX_TOKENS, LoadedData, Row, example_rows
 from isotype.errors import UsageError
 

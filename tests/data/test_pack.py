@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.api import TokenRows, TokenWriter, join_rows, pack_best_fit, pack_rows
 
 from isotype.data.rows import IGNORED, Row, Share
-from isotype.data.tokens import TokenRows, TokenWriter, join_rows, pack_best_fit, pack_rows
 
 
 def block(*lengths: int, first: int = 1) -> TokenRows:

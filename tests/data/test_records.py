@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.api import read_csv, read_json, read_parquet
 
-from isotype.data.records import read_csv, read_json, read_parquet
 from isotype.errors import UsageError
 
 VALUES = st.recursive(

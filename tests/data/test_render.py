@@ -10,8 +10,8 @@ import time
 
 import jinja2
 import pytest
+from tests.api import data_render as render
 
-from isotype.data import render
 from isotype.data.chat import ChatTemplate
 from isotype.errors import UsageError
 

@@ -16,15 +16,12 @@ import pandas
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tests.api import Example, Source, open_source, progress, save_rows, stdlib_pairs
 
 import isotype
 from isotype.config.schema import DataSection
 from isotype.config.sources import SourceSpec, source_specs
-from isotype.data import progress
-from isotype.data.formats import Example
 from isotype.data.load import load_data
-from isotype.data.sources import Source, open_source, save_rows
-from isotype.data.stdlib import stdlib_pairs
 from isotype.errors import UsageError
 
 ROWS = [{"prompt": f"q{i}", "completion": f"a{i}"} for i in range(12)]

@@ -22,9 +22,8 @@ import torch.distributed.fsdp
 from isotype.config.load import load
 from isotype.distributed.world import World, join
 from isotype.tasks.choose import choose_task
-from isotype.training.memory.device import return_freed_blocks
 from isotype.training.memory.plan import plan_process_memory
-from isotype.training.setup import prepare
+from tests.api import prepare, return_freed_blocks
 
 
 def kilobytes(file: str, key: str) -> int:

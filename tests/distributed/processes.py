@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from isotype.distributed.launch import SHUTDOWN_SECONDS
+from tests.api import SHUTDOWN_SECONDS
 from tests.warm import ROOT, interpreter
 
 # seconds: only a hang takes so long, also on a machine that has much else to do; tests that wait

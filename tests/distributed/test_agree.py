@@ -9,19 +9,21 @@ from hypothesis import strategies as st
 from torch import nn
 
 from isotype.config.schema import RunConfig, TrainSection
-from isotype.distributed import agree
-from isotype.distributed.agree import (
+from isotype.distributed.world import World, _take_gpu
+from isotype.errors import UsageError
+from tests.api import (
     MODEL_SETTINGS,
+    Batching,
+    Rank,
+    agree,
     configuration_lines,
+    find_rank,
     fingerprint_of_weights,
     refuse_differences,
     refuse_folder_of_another_machine,
+    setting_lines,
     versions,
 )
-from isotype.distributed.rank import Batching, Rank, find_rank
-from isotype.distributed.world import World, _take_gpu
-from isotype.errors import UsageError
-from isotype.training.base import setting_lines
 
 
 class Others(World):

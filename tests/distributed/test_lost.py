@@ -11,8 +11,7 @@ from dataclasses import asdict
 
 import pytest
 
-from isotype.distributed.bounded_store import BoundedStore, StoreTimeoutError
-from isotype.distributed.watch import ENDED, Sign, find_lost, read_ended
+from tests.api import ENDED, BoundedStore, Sign, StoreTimeoutError, find_lost, read_ended
 
 from .processes import ended, start
 

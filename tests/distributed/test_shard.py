@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from isotype.config.load import load
-from isotype.distributed.shard import refuse_two_dtypes, refuse_weights_of_another_unit
 from isotype.errors import UsageError
 from isotype.tasks.choose import train
+from tests.api import refuse_two_dtypes, refuse_weights_of_another_unit
 from tests.distributed.processes import run, succeeds
 from tests.distributed.test_launchers import on_two_machines
 from tests.models import tiny

@@ -24,11 +24,10 @@ import torch
 
 from isotype.config.load import load
 from isotype.errors import IsotypeError
-from isotype.precision.parts import local_part
 from isotype.tasks.choose import choose_task
-from isotype.training import loop as loop_module
-from isotype.training.loop import Loop
 from isotype.training.run import train
+from tests.api import Loop, local_part
+from tests.api import loop as loop_module
 
 
 def act(what: str) -> None:

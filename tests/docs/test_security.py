@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from isotype.doctor.check import check
 from isotype.doctor.explain import explain
 from isotype.tasks.choose import train
+from tests.api import check_check as check
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "SECURITY.md").read_text(encoding="utf-8")

@@ -5,8 +5,8 @@ import pytest
 from typer.testing import CliRunner
 
 from isotype.cli.app import build_app
-from isotype.doctor.examination import examine_path
 from isotype.errors import UsageError
+from tests.api import examine_path
 
 KERNEL = """
 import triton

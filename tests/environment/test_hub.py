@@ -16,10 +16,10 @@ from huggingface_hub import constants
 
 from isotype.config.schema import ModelSection
 from isotype.config.sources import SourceSpec
-from isotype.environment import hub as hub_of_isotype
 from isotype.errors import UsageError
 from isotype.model.load import load_architecture, load_tokenizer
-from isotype.training.console import quiet_libraries
+from tests.api import hub as hub_of_isotype
+from tests.api import quiet_libraries
 from tests.hub import COMMIT, hub
 
 
@@ -67,7 +67,7 @@ def refusing(request):
 
 
 def load_data(name: str) -> object:
-    from isotype.data.sources import open_source
+    from tests.api import open_source
 
     return open_source(SourceSpec(name=f"hf:{name}"), needs_answer=True)
 

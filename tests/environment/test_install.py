@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from isotype.environment import install
+from tests.api import install
 
 ROOT = Path(__file__).resolve().parents[2]
 

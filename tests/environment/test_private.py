@@ -5,13 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from isotype.environment.private import (
-    NotPrivateError,
-    check_private,
-    make_private,
-    open_private,
-    read_private,
-)
+from tests.api import NotPrivateError, check_private, make_private, open_private, read_private
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "getuid"), reason="Windows has no modes")
 AS_ROOT = pytest.mark.skipif(

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from isotype import pages
-from isotype.environment.versions import faults
+from tests.api import faults
 
 
 def test_the_record_of_a_process_that_set_tf32_by_its_new_name():

@@ -122,7 +122,8 @@ def imports() -> None:
     ):
         os.environ.setdefault(name, value)
     from isotype.cli.app import build_app
-    from isotype.training import finish, run  # noqa: F401
+    from isotype.training import run
+    from tests.api import finish  # noqa: F401
 
     build_app()
     run.quiet_libraries()

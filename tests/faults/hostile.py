@@ -85,7 +85,7 @@ def configuration(material: Material, folder: Path, draw: random.Random) -> None
     must be written and read the same.
     """
     from isotype.config.load import load
-    from isotype.config.write import resolved_yaml
+    from tests.api import resolved_yaml
 
     file = folder / "run.yaml"
     if draw.random() < 0.5:
@@ -213,8 +213,8 @@ def _table(draw: random.Random, delimiter: str) -> bytes:
 
 def weights(material: Material, folder: Path, draw: random.Random) -> None:
     """A safetensors file: as part of a checkpoint that is sealed and whole."""
-    from isotype.runs.checkpoint.atomic_folder import seal
     from isotype.runs.checkpoint.store import STATE, TENSORS, CheckpointStore
+    from tests.api import seal
 
     header, body = material.small_weights
     good = _safetensors(header, body)
@@ -272,14 +272,10 @@ def run_folder(material: Material, folder: Path, draw: random.Random) -> None:
     """Somebody's run: listed, reported, and held as `train --resume` does; its settings, preflight
     record and checkpoint read.
     """
-    from isotype.cli.report import _row
-    from isotype.config.compare import compare
     from isotype.config.load import load
-    from isotype.report.record import read_run
-    from isotype.runs.checkpoint.atomic_folder import SEAL, seal
     from isotype.runs.checkpoint.store import CheckpointStore
     from isotype.runs.folder import LOCK, Metrics, RunFolder
-    from isotype.training.preflight.check import read_skipped
+    from tests.api import SEAL, _row, compare, read_run, read_skipped, seal
 
     place = folder / "run"
     shutil.copytree(
@@ -294,7 +290,7 @@ def run_folder(material: Material, folder: Path, draw: random.Random) -> None:
             read()
     with run.lock():
         if draw.random() < 0.3:
-            from isotype.report.page import render
+            from tests.api import page_render as render
 
             render(read_run(place))
         read_skipped(place / "preflight.json")

@@ -16,7 +16,7 @@ from .trial import Trial
 from .workshop import EVERY, FIRST, SECOND, STEPS, Workshop
 
 if TYPE_CHECKING:
-    from isotype.training.loop import Loop
+    from tests.api import Loop
 
 NAN = float("nan")
 
@@ -117,7 +117,7 @@ def _trial(
 
 def _before_step(at: int, inject: Callable[[Loop], None]) -> None:
     """In the child: the loop's own step, with `inject` right before step `at`."""
-    from isotype.training.loop import Loop
+    from tests.api import Loop
 
     plain = Loop._step
 

@@ -49,8 +49,7 @@ class Workshop:
         import torch
         from transformers import AutoModelForCausalLM
 
-        from isotype.quickstart.text import small_config, train_tokenizer
-        from isotype.training.console import quiet_libraries
+        from tests.api import quiet_libraries, small_config, train_tokenizer
 
         quiet_libraries()
         texts = [

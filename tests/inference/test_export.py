@@ -14,6 +14,16 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
+from tests.api import (
+    MODEL_FAMILIES,
+    export_adapter,
+    export_language,
+    export_model,
+    export_vllm,
+    find_turns,
+    tokenizer_keys,
+)
+from tests.api import gguf_file_FAMILIES as FAMILIES
 from tests.commands import ask
 from tests.gguf_files import TEXTS, splitting
 from tests.models import FAMILIES as SETTINGS
@@ -21,18 +31,8 @@ from tests.models import SIZES, lora, tiny
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from isotype.errors import UsageError
-from isotype.inference.adapter_file import export_vllm
-from isotype.inference.export import export_language
-from isotype.inference.gguf_file import (
-    FAMILIES,
-    MODEL_FAMILIES,
-    export_adapter,
-    export_model,
-    tokenizer_keys,
-)
 from isotype.inference.loaded import load_run
 from isotype.inference.merge import merge
-from isotype.inference.ollama import find_turns
 
 
 @pytest.fixture(scope="module")

@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 from peft import PeftModel
+from tests.api import check_push, start
+from tests.api import inference_push as pushing
 from tests.hub import Hub
 from transformers import AutoModelForCausalLM
 
-from isotype.entry.train import start
 from isotype.errors import UsageError
-from isotype.inference import push as pushing
-from isotype.inference.push import check_push
 
 
 def test_a_run_pushes_its_adapter_with_a_card(

@@ -11,8 +11,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from isotype.errors import PreflightError, UsageError
 from isotype.integrations import attach, detach
-from isotype.integrations.claims import TESTED_VERSIONS
-from isotype.optimize.trl_head import find_fused_head
+from tests.api import TESTED_VERSIONS, find_fused_head
 from tests.integrations.trainers import TRAINERS, Encoded, Setting, attached, curve, plain
 
 pytest.importorskip("trl")

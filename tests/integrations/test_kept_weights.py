@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 
 from isotype.integrations import attach, detach
-from isotype.integrations.weights import RoundingLoss
+from tests.api import RoundingLoss
 from tests.integrations.trainers import Setting, plain
 
 

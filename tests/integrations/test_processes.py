@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
 from torch.nn.parallel import DistributedDataParallel
 
 from isotype.integrations import attach
-from isotype.integrations.monitor import read_reduce_dtypes
+from tests.api import read_reduce_dtypes
 from tests.distributed.processes import GUARD, environment
 from tests.integrations.trainers import TRAINERS, Setting, curve, plain
 from tests.warm import ROOT, interpreter

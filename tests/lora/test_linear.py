@@ -11,14 +11,15 @@ from torch import Tensor
 
 from isotype.errors import DtypeError, ShapeError
 from isotype.lora import lora_linear
-from isotype.lora.linear import LORA_LINEAR, lora_linear_reference
-from isotype.lora.products import (
+from isotype.testing import ampcheck
+from tests.api import (
+    LORA_LINEAR,
     add_product_,
     kernels_unavailable_reason,
+    lora_linear_reference,
     product_fp32,
     scaled_product,
 )
-from isotype.testing import ampcheck
 
 T, K, OUT, R = 20, 24, 16, 3
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from isotype.lora import fuse_lora
-from isotype.optimize import gated as placing
+from tests.api import gated as placing
 
 from .layers import FEATURES, adapted, assert_same, fused_nodes, inputs, nf4_linear, results
 

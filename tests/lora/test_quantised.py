@@ -8,9 +8,9 @@ import torch
 
 from isotype import optimize, restore
 from isotype.lora import fuse_lora
-from isotype.lora.quantised import dequantise_weight, forward_4bit
 from isotype.precision import PRESETS
 from isotype.precision.apply import apply_precision
+from tests.api import dequantise_weight, forward_4bit
 
 from ..models import lora, quantised, tiny
 from .layers import FEATURES, OUT, adapted, assert_same, inputs, layer_of, nf4_linear, results

@@ -13,12 +13,11 @@ from isotype.environment.hardware import detect
 from isotype.errors import UsageError
 from isotype.inference.loaded import load_run
 from isotype.inference.merge import merge
-from isotype.lora.attach import lora_layers, read_projection
 from isotype.model.adapter import attach_adapter, check_lora_branch, load_adapter, save_adapter
 from isotype.model.build import resolve_precision
-from isotype.model.export import trained_tensors
 from isotype.tasks.choose import train
 from isotype.tasks.language.outline import outline
+from tests.api import lora_layers, read_projection, trained_tensors
 from tests.models import SIZES, tiny
 
 

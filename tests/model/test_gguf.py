@@ -9,13 +9,11 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from isotype import load_packed
-from isotype.inference.gguf_file import export_model
 from isotype.inference.loaded import load_run
 from isotype.inference.merge import merged_state
 from isotype.lora import PackedLinear
-from isotype.model.gguf import read_architecture
-from isotype.ops.packed.ggml import BLOCKS, decode_blocks, find_non_finite
 from isotype.tasks.choose import train
+from tests.api import BLOCKS, decode_blocks, export_model, find_non_finite, read_architecture
 from tests.commands import ask
 from tests.gguf_files import blocks, splitting, write
 from tests.model.test_packed import BF16, adapted, dense, off, step, user

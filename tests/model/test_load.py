@@ -11,7 +11,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from isotype.config.schema import RunConfig
 from isotype.errors import UsageError
 from isotype.model.adapter import save_adapter
-from isotype.model.architecture import attention_setting, describe_attention
 from isotype.model.build import build_model
 from isotype.model.load import Source, load_base, load_tokenizer
 from isotype.precision import PRESETS
@@ -19,8 +18,9 @@ from isotype.precision.apply import is_quantised
 from isotype.tasks.language.batches import collate
 from isotype.tasks.language.objective import batch_loss_sum
 from isotype.tasks.language.outline import outline
-from isotype.tasks.language.result import load_result
 from isotype.training.memory.plan import LiveBytes
+from tests.api import attention_setting, describe_attention
+from tests.api import tasks_language_result_load_result as load_result
 from tests.models import rows, tiny
 
 CPU = torch.device("cpu")

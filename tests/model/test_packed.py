@@ -20,13 +20,17 @@ from isotype.inference.merge import merge, merged_state
 from isotype.lora import PackedLinear
 from isotype.model.adapter import attach_adapter, refuse_packed_experts_without_ops, save_adapter
 from isotype.model.load import Source, load_base
-from isotype.model.targets import refuse_unknown_parameters, target_notes
-from isotype.ops.packed import widen
 from isotype.precision import PRESETS
 from isotype.precision.apply import apply_precision
-from isotype.precision.quantised_base import Quantisation, detect_quantisation
 from isotype.tasks.choose import train
 from isotype.tasks.language.task import flops_per_token
+from tests.api import (
+    Quantisation,
+    detect_quantisation,
+    refuse_unknown_parameters,
+    target_notes,
+    widen,
+)
 from tests.commands import ask, invoke
 from tests.models import lora, tiny
 from tests.published import FORMATS, write, write_experts

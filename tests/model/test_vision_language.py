@@ -17,10 +17,11 @@ from isotype.model.build import build_model, resolve_precision
 from isotype.model.load import Source, load_tokenizer
 from isotype.precision import PRESETS
 from isotype.precision.apply import inner_model
-from isotype.precision.vision import LANGUAGE, vision_parts
 from isotype.tasks.language.batches import collate, model_inputs
 from isotype.tasks.language.objective import batch_loss_sum
-from isotype.tasks.language.result import load_result
+from tests.api import tasks_language_result_load_result as load_result
+from tests.api import vision_LANGUAGE as LANGUAGE
+from tests.api import vision_parts
 from tests.commands import ask
 from tests.models import rows
 from tests.vlms import FAMILIES, tiny_vlm
@@ -102,7 +103,7 @@ def test_text_on_the_whole_model_is_the_loss_of_its_class_and_packing_keeps_docu
     assert loss / batch.supervised == pytest.approx(own, rel=1e-5)
     if family in WITHOUT_PACKING:
         return
-    from isotype.data.tokens import join_rows
+    from tests.api import join_rows
 
     packed = collate([join_rows(some)], pad_id=0)
     assert batch_loss_sum(model, packed).item() == pytest.approx(loss, rel=1e-5)

@@ -20,7 +20,7 @@ from isotype.precision.precision import Precision
 from isotype.tasks.language.batches import collate
 from isotype.tasks.language.objective import batch_loss_sum
 from isotype.training.optimizer import build_optimizer
-from isotype.training.step import Stepper
+from tests.api import Stepper
 from tests.models import rows
 
 BATCH = collate(rows(2), pad_id=0)

@@ -14,12 +14,11 @@ from torch import nn
 
 from isotype import Callback
 from isotype.errors import DtypeError, RunError
-from isotype.observe.continuity import Continuity
-from isotype.observe.observer import ModelChanges, is_observed
 from isotype.report import write_report
 from isotype.runs.checkpoint.store import CheckpointStore
 from isotype.tasks.choose import choose_task
 from isotype.training.run import train
+from tests.api import Continuity, ModelChanges, is_observed
 
 
 @pytest.fixture

@@ -25,28 +25,36 @@ from isotype.ops import (
     silu_mul,
 )
 from isotype.ops.attention.op import ATTENTION, attention_reference
-from isotype.ops.contract import OpContract
-from isotype.ops.cross_entropy.op import CROSS_ENTROPY, cross_entropy_reference
-from isotype.ops.experts.op import EXPERTS, Adapter, experts, experts_reference
-from isotype.ops.gated.op import (
+from tests.api import (
+    ADD_RMS_NORM,
+    CROSS_ENTROPY,
+    EXPERTS,
+    GATED_RESIDUAL,
     GELU,
     GELU_MUL,
+    LINEAR_CROSS_ENTROPY,
+    LINEAR_DIVERGENCE,
+    LINEAR_LOG_PROBS,
+    MODULATED_LAYER_NORM,
+    RMS_NORM,
+    ROPE,
     SILU_MUL,
+    OpContract,
+    cross_entropy_reference,
+    experts_reference,
+    gated_residual_reference,
     gelu_mul_reference,
     gelu_reference,
+    linear_cross_entropy_reference,
+    linear_divergence_reference,
+    linear_log_probs_reference,
+    modulated_layer_norm_reference,
+    rms_norm_reference,
+    rope_reference,
     silu_mul_reference,
 )
-from isotype.ops.linear_cross_entropy.op import LINEAR_CROSS_ENTROPY, linear_cross_entropy_reference
-from isotype.ops.linear_divergence.op import LINEAR_DIVERGENCE, linear_divergence_reference
-from isotype.ops.modulation.op import (
-    GATED_RESIDUAL,
-    MODULATED_LAYER_NORM,
-    gated_residual_reference,
-    modulated_layer_norm_reference,
-)
-from isotype.ops.rms_norm.op import ADD_RMS_NORM, RMS_NORM, rms_norm_reference
-from isotype.ops.rope.op import ROPE, rope_reference
-from isotype.ops.token_log_probs import LINEAR_LOG_PROBS, linear_log_probs_reference
+from tests.api import ops_experts_op_Adapter as Adapter
+from tests.api import ops_experts_op_experts as experts
 
 LONG = 4160
 EVERY = {"label_smoothing": 0.1, "logit_scale": 1.5, "softcap": 8.0, "z_loss": 1e-2}

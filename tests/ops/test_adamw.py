@@ -12,10 +12,11 @@ import torch._dynamo
 
 pytest.importorskip("triton")
 
-from isotype.ops.adamw import AdamwHyperparameters, adamw_, adamw_reference_, triton
 from isotype.ops.backend import force_backend
 from isotype.testing import compile_matrix
 from isotype.testing.interpreter import interpreted
+from tests.api import AdamwHyperparameters, adamw_, adamw_reference_
+from tests.api import adamw_triton as triton
 from tests.gpu import everywhere, kernels
 
 NUMBERS = AdamwHyperparameters(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=3)

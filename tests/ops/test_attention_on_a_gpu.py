@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from isotype.environment.planned import plan_device
-from isotype.ops.attention import Documents, attention, attention_reference, gpu, op
+from isotype.ops.attention import op
+from tests.api import Documents, attention_reference, gpu, plan_device
+from tests.api import attention_attention as attention
 from tests.gpu import DEVICE, on_a_gpu
 from tests.host_reads import NoHostReads
 from tests.ops.trials import FACTOR, error

@@ -9,7 +9,7 @@ import pytest
 from isotype.ops import cpp
 from isotype.ops.backend import force_backend
 from isotype.testing import ampcheck
-from isotype.testing.amp import numerics
+from tests.api import numerics
 from tests.gpu import DEVICE, kernels, on_a_gpu
 from tests.ops.cases import CASES, LONG, OPTIONAL, Case
 

@@ -10,15 +10,19 @@ import torch
 import torch.nn.functional as F
 
 from isotype import ops
-from isotype.environment.planned import plan_device
 from isotype.errors import DtypeError, IsotypeError, ShapeError, UsageError
-from isotype.lora.group import lora_group
-from isotype.lora.linear import Projection, lora_linear, resolve_dtypes
-from isotype.lora.mlp import lora_mlp
-from isotype.lora.quantised import forward_4bit
 from isotype.ops import cpp
 from isotype.ops.backend import force_backend
-from isotype.ops.gated import op as gated_op
+from tests.api import (
+    Projection,
+    forward_4bit,
+    gated_op,
+    lora_group,
+    lora_linear,
+    lora_mlp,
+    plan_device,
+    resolve_dtypes,
+)
 from tests.host_reads import HostReadError, NoHostReads
 from tests.models import quantised, tiny
 from tests.ops.cases import CASES, OPTIONAL, drawn

@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from isotype.ops import cpp
 from isotype.ops.backend import force_backend
-from isotype.ops.experts import Adapter, Clamped, experts, groups
-from isotype.ops.experts.op import experts_reference
-from isotype.ops.packed import StackState, widen
+from tests.api import Clamped, StackState, experts_reference, groups, widen
+from tests.api import ops_experts_Adapter as Adapter
+from tests.api import ops_experts_experts as experts
 from tests.ops.test_packed import read
 from tests.ops.trials import error
 from tests.published import packed

@@ -26,13 +26,12 @@ from isotype.ops import (
     silu_mul,
 )
 from isotype.ops.backend import force_backend
-from isotype.ops.experts import Adapter, Clamped, experts
-from isotype.ops.gated import gated_gradients, gated_product
-from isotype.ops.linear_divergence.op import divergence_and_entropy
-from isotype.ops.rms_norm import triton as norm_kernels
-from isotype.ops.token_log_probs import OUTPUTS
 from isotype.testing import compile_matrix
 from isotype.testing.interpreter import interpreted
+from tests.api import OUTPUTS, Clamped, divergence_and_entropy, gated_gradients, gated_product
+from tests.api import ops_experts_Adapter as Adapter
+from tests.api import ops_experts_experts as experts
+from tests.api import rms_norm_triton as norm_kernels
 from tests.gpu import DEVICE, kernels, on_a_gpu
 from tests.ops.trials import FACTOR, error
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from isotype.environment.private import temporary_folder
 from isotype.ops import cpp as ops_cpp
+from tests.api import temporary_folder
 
 pytestmark = pytest.mark.skipif(ops_cpp.cpu_compiler() is None, reason="no C++ compiler")
 

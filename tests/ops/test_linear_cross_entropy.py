@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from isotype.ops import linear_cross_entropy
-from isotype.ops.cross_entropy.rule import LossRule
-from isotype.ops.linear_cross_entropy import chunked, op
-from isotype.ops.linear_cross_entropy.op import linear_cross_entropy_reference
+from tests.api import LossRule, chunked, linear_cross_entropy_reference
+from tests.api import linear_cross_entropy_op as op
 from tests.ops.trials import FACTOR, Sizes, error
 
 BOTH = linear_cross_entropy, linear_cross_entropy_reference

@@ -9,8 +9,7 @@ import torch
 
 from isotype.ops import linear_divergence
 from isotype.ops.backend import force_backend
-from isotype.ops.cpp import cpu_compiler
-from isotype.ops.linear_divergence.op import divergence_and_entropy, linear_divergence_reference
+from tests.api import cpu_compiler, divergence_and_entropy, linear_divergence_reference
 from tests.ops.trials import FACTOR, error
 
 SHAPED = {

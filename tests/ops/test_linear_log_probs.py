@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from isotype.ops import linear_cross_entropy, linear_log_probs
 from isotype.ops.backend import force_backend
-from isotype.ops.token_log_probs import OUTPUTS, linear_log_probs_reference
+from tests.api import OUTPUTS, linear_log_probs_reference
 from tests.ops.trials import error
 
 OPTIONS = {"logit_scale": 1.5, "softcap": 8.0, "temperature": 0.7}

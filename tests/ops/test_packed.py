@@ -8,16 +8,21 @@ import torch
 from isotype.errors import UsageError
 from isotype.ops import cpp
 from isotype.ops.backend import force_backend
-from isotype.ops.packed import PackedState, pack_along_rows, widen, widen_4bit
-from isotype.ops.packed.formats import KINDS, Layout
-from isotype.ops.packed.recognise import (
+from tests.api import (
+    KINDS,
     SERVING_TENSORS,
     TORCHAO_NAMES,
-    Part,
+    Layout,
+    PackedState,
+    UnreadPacking,
     build_state,
+    pack_along_rows,
+    read_packing,
     recognise,
+    widen,
+    widen_4bit,
 )
-from isotype.precision.packing import UnreadPacking, read_packing
+from tests.api import recognise_Part as Part
 from tests.gpu import everywhere, kernels
 from tests.published import FORMATS, element, packed
 
@@ -118,9 +123,9 @@ def test_the_kernel_of_a_gpu_gives_the_values_of_plain_pytorch(device, subtests)
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["fp8-block", "int4-ct-asymmetric", "mxfp4-ct"])
 def test_the_kernel_compiles_for_every_output_and_target(form):
-    from isotype.ops.packed import state as forms
-    from isotype.ops.packed import triton
     from isotype.testing import compile_matrix
+    from tests.api import packed_triton as triton
+    from tests.api import state as forms
 
     weight, how = read(form, packed(form, 64, 640), (64, 640))
     name, dtype, shape = how.layout.main

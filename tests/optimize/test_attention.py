@@ -9,8 +9,8 @@ import torch
 from transformers import logging
 
 from isotype.ops import cpp
-from isotype.optimize import attention as placed
 from isotype.optimize import optimize
+from tests.api import optimize_attention as placed
 from tests.ops.trials import FACTOR, error
 from tests.optimize.models import batch, tiny
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 import isotype
 from isotype.errors import IsotypeError
 from isotype.optimize import optimize
-from isotype.optimize.deferred import DeferredLogits, defer
 from tests import models
+from tests.api import DeferredLogits, defer
 from tests.ops.trials import FACTOR, error, floor
 from tests.optimize.models import batch, tiny
 

@@ -15,11 +15,12 @@ from benchmarks.diffusion_matrix import CLASSES, plain_objective, random_batch
 from diffusers import FluxTransformer2DModel, SD3Transformer2DModel
 
 from isotype.ops import cpp as ops_cpp
-from isotype.optimize import denoiser, joint_attention, optimize
+from isotype.optimize import optimize
 from isotype.precision import Precision
 from isotype.tasks.diffusion.families import Conditioning
 from isotype.tasks.diffusion.loss import picture_losses
 from isotype.training.memory.recomputation import LAYERS, Checkpointing, apply_checkpointing
+from tests.api import denoiser, joint_attention
 
 
 def sd35():

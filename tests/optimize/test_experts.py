@@ -11,10 +11,10 @@ from peft import PeftModel
 from isotype.config.schema import AdapterSection
 from isotype.errors import UsageError
 from isotype.model.adapter import attach_adapter, load_adapter, save_adapter
-from isotype.model.targets import target_notes
 from isotype.optimize import optimize, restore
 from isotype.precision.precision import PRESETS
 from isotype.training.memory.recomputation import Checkpointing, apply_checkpointing
+from tests.api import target_notes
 from tests.models import MIXTURES, assert_same_step, step, tiny
 
 IDS = torch.arange(40).view(2, 20) * 7 % 90 + 3

@@ -9,7 +9,8 @@ import torch
 from transformers import logging
 
 from isotype.instance_method import get_settings
-from isotype.optimize import layers, optimize
+from isotype.optimize import optimize
+from tests.api import layers
 from tests.models import assert_same_step, step
 from tests.optimize.models import batch, tiny
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from isotype.optimize import optimize, restore
-from isotype.optimize.head import BYPASSED_NOTE
+from tests.api import BYPASSED_NOTE
 from tests.models import assert_same_step, step
 from tests.optimize.models import batch, tiny
 

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from isotype import optimize, restore
-from isotype.optimize.head import Targets, compute_loss, takes_targets
 from isotype.precision import PRESETS
 from isotype.precision.apply import apply_precision
 from isotype.tasks.language.batches import collate, next_tokens
+from tests.api import Targets, compute_loss, takes_targets
 from tests.models import lora, rows, tiny
 
 BATCH = collate(rows(4), pad_id=0)

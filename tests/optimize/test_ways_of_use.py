@@ -17,11 +17,11 @@ from isotype.errors import UsageError
 from isotype.ops import cpp
 from isotype.ops.attention import op as attention
 from isotype.ops.backend import kernel_unavailable_reason
-from isotype.ops.gated import op as gated
-from isotype.ops.rms_norm import op as norm
-from isotype.ops.rope import op as rope
 from isotype.optimize import check_placed, optimize, restore
 from isotype.precision import PRESETS
+from tests.api import gated_op as gated
+from tests.api import rms_norm_op as norm
+from tests.api import rope_op as rope
 from tests.models import assert_same_step, lora, quantised, step
 from tests.optimize.models import batch, tiny
 

@@ -6,14 +6,18 @@ from pathlib import Path
 import pytest
 
 import isotype
-from isotype.doctor.check.rules.base import load_sheet
-from isotype.doctor.check.tools import TOOL_KEYS
-from isotype.doctor.explain.explainer import FAMILIES, load_families, load_shared_causes
-from isotype.doctor.explain.recognition import OPERATORS
 from isotype.finding import Place
-from isotype.pages.finding_sheet import load_finding_formatter
-from isotype.pages.sheets import SheetError
-from isotype.precision.contradictions import load_rules
+from tests.api import (
+    OPERATORS,
+    TOOL_KEYS,
+    SheetError,
+    load_families,
+    load_finding_formatter,
+    load_rules,
+    load_shared_causes,
+    load_sheet,
+)
+from tests.api import explainer_FAMILIES as FAMILIES
 
 SOURCES = Path(isotype.__file__).parent
 

@@ -17,9 +17,9 @@ import pytest
 from isotype.config.load import load
 from isotype.errors import UsageError
 from isotype.finding import Severity
-from isotype.precision import PRESETS, resolution, resolve
-from isotype.precision.advice import apply_change, keep_working_fixes
-from isotype.precision.contradictions import RULES
+from isotype.precision import PRESETS, resolve
+from tests.api import apply_change, keep_working_fixes, resolution
+from tests.api import contradictions_RULES as RULES
 
 HALVES = ("fp32", "bf16", "fp16")
 VALUES = {

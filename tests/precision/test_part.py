@@ -8,7 +8,7 @@ import torch
 
 from isotype.precision import PRESETS
 from isotype.precision.apply import cast_parameters
-from isotype.precision.parts import Part
+from tests.api import parts_Part as Part
 from tests.models import tiny
 
 

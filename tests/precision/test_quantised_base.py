@@ -14,14 +14,14 @@ from isotype import optimize
 from isotype.cli.app import build_app
 from isotype.errors import UsageError
 from isotype.precision import PRESETS
-from isotype.precision.quantised_base import (
+from isotype.tasks.choose import train
+from tests.api import (
     Quantisation,
     check_base,
     detect_quantisation,
     quantisation_from_config,
     unquantised_share,
 )
-from isotype.tasks.choose import train
 from tests.models import lora, quantised, tiny
 
 pytest.importorskip("bitsandbytes")

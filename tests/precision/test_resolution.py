@@ -2,7 +2,8 @@ import pytest
 
 from isotype.errors import UsageError
 from isotype.precision import PRESETS, Precision, resolve
-from isotype.precision.contradictions import RULES, page
+from tests.api import contradictions_RULES as RULES
+from tests.api import page
 
 
 def test_every_preset_resolves_without_a_finding(h100):

@@ -13,15 +13,7 @@ pytest.importorskip("diffusers")
 from isotype.cli.app import build_app
 from isotype.errors import UsageError
 from isotype.quickstart import quickstart_pictures
-from isotype.quickstart.pictures import (
-    COLOURS,
-    SHAPES,
-    SIDE,
-    classify_picture,
-    draw,
-    draw_at_random,
-    write_pictures,
-)
+from tests.api import COLOURS, SHAPES, SIDE, classify_picture, draw, draw_at_random, write_pictures
 
 
 @pytest.mark.full

@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from isotype.data import stdlib
 from isotype.errors import UsageError
-from isotype.quickstart import quickstart, stages
-from isotype.quickstart.stages import Stage, StopAtDeadline
-from isotype.training.callbacks import Moment
+from isotype.quickstart import quickstart
+from tests.api import Moment, Stage, StopAtDeadline, stages, stdlib
 from tests.results import metrics
 
 pytestmark = pytest.mark.timeout(3600)

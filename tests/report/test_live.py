@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from isotype.errors import UsageError
-from isotype.report.live import WatchServer
+from tests.api import WatchServer
 from tests.warm import interpreter
 
 from .runs import run_folder, step, whole

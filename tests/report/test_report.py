@@ -14,8 +14,8 @@ import pytest
 
 from isotype.errors import UsageError
 from isotype.report import write_report
-from isotype.report.page import render, verdict
-from isotype.report.record import read_run
+from tests.api import page_render as render
+from tests.api import read_run, verdict
 from tests.report.runs import DECLARED, run_folder, step, whole
 
 HOSTILE = "<script>alert('ran')</script><img src=x onerror=alert(1)>\"'&{{ 271828 * 314159 }}"

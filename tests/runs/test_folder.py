@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from isotype.errors import RunError, UsageError
-from isotype.runs.checkpoint import atomic_folder as folder_module
-from isotype.runs.checkpoint.atomic_folder import SEAL, find_damage, write_folder
 from isotype.runs.checkpoint.store import TENSORS, Checkpoint, CheckpointStore
 from isotype.runs.folder import LOCK, RunFolder, require_run
+from tests.api import SEAL, find_damage, write_folder
+from tests.api import atomic_folder as folder_module
 
 
 def test_a_failed_start_removes_the_folders_it_made(tmp_path):

@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 
 from isotype.cli.app import build_app
 from isotype.report import write_report
-from isotype.report.record import MAX_SAMPLES, read_picture, read_run
-from isotype.runs.foreign import parse_json, parse_yaml
+from tests.api import MAX_SAMPLES, parse_json, parse_yaml, read_picture, read_run
 from tests.report.runs import run_folder, step
 
 DEEP = "[" * 100_000 + "]" * 100_000

@@ -17,11 +17,9 @@ from isotype.inference.loaded import load_run
 from isotype.model.adapter import load_adapter
 from isotype.model.load import Source, load_base, load_tokenizer
 from isotype.precision.precision import PRESETS
-from isotype.report import live
-from isotype.report.record import read_picture, read_run
-from isotype.runs.checkpoint.atomic_folder import write_text
 from isotype.runs.folder import CONSENT, RunFolder
 from isotype.tasks.choose import train
+from tests.api import live, read_picture, read_run, write_text
 from tests.models import lora, tiny
 
 CPU = torch.device("cpu")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.api import Callback, fingerprint_of_base, mapped_paths
 from tests.models import lora, tiny
 from tests.results import read, same_result
 
@@ -16,10 +17,7 @@ from isotype.config.schema import AdapterSection
 from isotype.errors import RunError, UsageError
 from isotype.precision.apply import apply_precision
 from isotype.precision.precision import PRESETS
-from isotype.runs.mapped_files import mapped_paths
 from isotype.tasks.choose import train
-from isotype.training.base import fingerprint_of_base
-from isotype.training.callbacks import Callback
 
 SAVING = {"save_every": 1, "keep": 10, "observe_every": 2}
 

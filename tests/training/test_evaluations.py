@@ -7,19 +7,13 @@ import shutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.api import EVALUATED_SHARE, MIN_EVALUATED_ROWS, MIN_EVALUATIONS, RunSchedule, RunState
 from tests.results import same_result
 
 from isotype.config.load import load
 from isotype.config.schema import RunConfig
 from isotype.tasks.choose import train
 from isotype.tasks.language.task import LanguageTask
-from isotype.training.run_state import RunState
-from isotype.training.schedule import (
-    EVALUATED_SHARE,
-    MIN_EVALUATED_ROWS,
-    MIN_EVALUATIONS,
-    RunSchedule,
-)
 
 
 def schedule(*, steps: int, eval_rows: int, **sections) -> RunSchedule:

@@ -8,10 +8,10 @@ import subprocess
 from functools import partial
 
 import pytest
+from tests.api import Interrupt
 from tests.warm import interpreter
 
 from isotype.runs.checkpoint.store import CheckpointStore
-from isotype.training.console import Interrupt
 
 
 def test_a_closed_terminal_has_the_run_save_and_stop(configured, tmp_path):

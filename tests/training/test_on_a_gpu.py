@@ -70,7 +70,7 @@ def test_recomputing_changes_no_result(configured, tmp_path, checkpointing):
 @on_a_gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="copies beside the device's work")
 def test_inputs_return_unchanged_from_host_memory():
-    from isotype.training.memory.offload import HostMemory
+    from tests.api import HostMemory
 
     layers, x = made(12), torch.randn(4096, 128)
     layers = [layer.to(DEVICE) for layer in layers]

@@ -4,13 +4,12 @@ from itertools import pairwise
 
 import pytest
 import torch
+from tests.api import learning_rate, stochastic_round_
 from torch import nn
 
 from isotype.config.schema import TrainSection
-from isotype.ops.adamw import stochastic_round_
 from isotype.precision import PRESETS
 from isotype.training.optimizer import Ema, MixedAdamW, build_optimizer
-from isotype.training.schedule import learning_rate
 
 
 def mixed(

@@ -5,12 +5,12 @@ that processes send.
 import json
 
 import pytest
+from tests.api import REPLICATE, SHARD, choose_by_plan, configured_parallel
 from tests.commands import ask
 
 from isotype.config.schema import RunConfig
 from isotype.distributed.world import World
 from isotype.errors import UsageError
-from isotype.training.parallel import REPLICATE, SHARD, choose_by_plan, configured_parallel
 
 GIB = 1 << 30
 

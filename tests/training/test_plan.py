@@ -3,9 +3,10 @@
 import json
 from dataclasses import replace
 
+from tests.api import plan as module
+
 from isotype.environment.hardware import detect
 from isotype.tasks.choose import plan_run
-from isotype.training import plan as module
 
 
 def test_a_plan_shows_what_a_run_would_do_and_leaves_nothing_behind(

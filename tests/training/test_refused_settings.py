@@ -3,8 +3,8 @@
 import re
 
 import pytest
+from tests.api import refuse_incomplete
 
-from isotype.entry.train import refuse_incomplete
 from isotype.errors import UsageError
 from isotype.tasks.choose import train
 

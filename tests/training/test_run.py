@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from tests.api import RunConsole
 from tests.results import losses, metrics, read, same_result
 from transformers import AutoModelForCausalLM
 
@@ -24,7 +25,6 @@ from isotype.runs.checkpoint.store import CheckpointStore
 from isotype.tasks.choose import train
 from isotype.tasks.language.task import LanguageTask
 from isotype.training import run as run_module
-from isotype.training.console import RunConsole
 
 
 def result_of(folder: Path) -> dict:

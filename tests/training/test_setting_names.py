@@ -5,9 +5,9 @@ import re
 
 import pytest
 import transformers
+from tests.api import RUN_FILE_NAMES
 
 from isotype.config.schema import RunConfig
-from isotype.training.setting_names import RUN_FILE_NAMES
 
 KEY = re.compile(r"\b(\w+)\.(\w+)")
 

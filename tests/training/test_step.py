@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.api import Stepper, evaluate, gradient_norm, plan_device
 from tests.host_reads import NoHostReads
 from tests.models import lora, rows, stepper, tiny
 from tests.worlds import Two
 
 from isotype.config.schema import TrainSection
 from isotype.distributed.world import ALONE
-from isotype.environment.planned import plan_device
 from isotype.errors import RunError
 from isotype.optimize import optimize
 from isotype.precision import PRESETS
@@ -22,9 +22,7 @@ from isotype.precision.accumulate import GradientAccumulator
 from isotype.precision.apply import apply_precision
 from isotype.tasks.language.batches import collate
 from isotype.tasks.language.objective import batch_loss_sum
-from isotype.tasks.language.result import evaluate
 from isotype.training.optimizer import build_optimizer
-from isotype.training.step import Stepper, gradient_norm
 
 CPU = torch.device("cpu")
 

@@ -13,9 +13,8 @@ import pytest
 from isotype.config.load import load
 from isotype.config.schema import RunConfig
 from isotype.data.chat import NAMED_TEMPLATES
-from isotype.translate import Fate, transforms, translate
-from isotype.translate.transforms import TEMPLATES, Draft, SourceKey
-from isotype.translate.translation import TOOLS
+from isotype.translate import Fate, translate
+from tests.api import TEMPLATES, TOOLS, Draft, SourceKey, transforms
 
 from .configurations import AXOLOTL, AXOLOTL_LORA, FACTORY, TUNE, UNSLOTH
 

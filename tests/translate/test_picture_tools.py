@@ -8,10 +8,10 @@ import json
 
 import pytest
 
-from isotype.config.kind import DIFFUSION, detect_run_kind
 from isotype.config.load import load
 from isotype.errors import UsageError
 from isotype.translate import translate
+from tests.api import DIFFUSION, detect_run_kind
 
 DIFFUSERS = """#!/bin/bash
 accelerate launch train_dreambooth_lora_flux.py \\

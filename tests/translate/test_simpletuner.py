@@ -11,11 +11,10 @@ from benchmarks.import_outcomes import contradictions
 from typer.testing import CliRunner
 
 from isotype.cli.app import build_app
-from isotype.config.kind import DIFFUSION, detect_run_kind
 from isotype.config.load import load
 from isotype.errors import UsageError
 from isotype.translate import Fate, translate
-from isotype.translate.source import read_source
+from tests.api import DIFFUSION, detect_run_kind, read_source
 
 ENV = """# a comment
 export MODEL_TYPE='lora'

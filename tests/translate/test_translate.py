@@ -13,7 +13,7 @@ from isotype.config.load import load
 from isotype.errors import UsageError
 from isotype.finding import Severity
 from isotype.translate import Fate, translate
-from isotype.translate.source import read_source
+from tests.api import read_source
 from tests.commands import ask, invoke
 
 from .configurations import AXOLOTL, AXOLOTL_LORA, CASES, FACTORY, UNSLOTH

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from isotype.doctor.check import check
-from isotype.doctor.check.checker import read_safetensors_header
 from isotype.finding import Finding, Severity
+from tests.api import check_check as check
+from tests.api import read_safetensors_header
 
 from .contradictions import CASES, Case
 

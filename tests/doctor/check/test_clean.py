@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from isotype.doctor.check import check
 from isotype.finding import Severity
+from tests.api import check_check as check
 
 CLEAN = sorted(p for p in (Path(__file__).parent / "fixtures" / "clean").iterdir() if p.is_dir())
 

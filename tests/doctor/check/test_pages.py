@@ -8,9 +8,9 @@ import re
 from pathlib import Path
 
 import isotype
-from isotype.doctor.check.rules import RULES
-from isotype.doctor.explain.explainer import codes
 from isotype.pages import page
+from tests.api import codes
+from tests.api import rules_RULES as RULES
 
 PREFIXES = {
     "doctor/check": "CF",

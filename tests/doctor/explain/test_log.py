@@ -8,7 +8,7 @@ import tracemalloc
 from collections.abc import Iterator
 
 from isotype.doctor.explain import explain
-from isotype.doctor.explain.log import read_incidents
+from tests.api import read_incidents
 
 ONE = ["Traceback (most recent call last):", '  File "/home/me/a.py", line 3, in f', "    g()"]
 FP16 = "ValueError: Attempting to unscale FP16 gradients."

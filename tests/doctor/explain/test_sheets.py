@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import re
 
-from isotype.doctor.explain.explainer import FAMILIES, diagnose_error
-from isotype.doctor.explain.log import Frame
-from isotype.doctor.explain.recognition import FORMS
-from isotype.doctor.explain.situation import RecognisedError, read_situation
+from tests.api import FORMS, Frame, RecognisedError, diagnose_error, read_situation
+from tests.api import explainer_FAMILIES as FAMILIES
 
 
 def test_every_text_can_be_said():

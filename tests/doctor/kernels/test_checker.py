@@ -11,8 +11,8 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-from isotype.doctor.kernels import check  # noqa: E402
 from isotype.finding import Finding, Severity  # noqa: E402
+from tests.api import kernels_check as check  # noqa: E402
 
 from . import fault_kernels as kernels  # noqa: E402
 

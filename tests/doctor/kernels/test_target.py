@@ -12,11 +12,11 @@ pytest.importorskip("triton")
 from typer.testing import CliRunner
 
 from isotype.cli.app import build_app
-from isotype.doctor.kernels import check, signature
-from isotype.doctor.kernels.target import check_target
 from isotype.errors import UsageError
 from isotype.finding import Severity
 from isotype.pages import page
+from tests.api import check_target, signature
+from tests.api import kernels_check as check
 
 from . import fault_kernels
 

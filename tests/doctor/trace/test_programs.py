@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from isotype.doctor.trace import trace
 from isotype.finding import Severity
+from tests.api import trace
 
 from . import programs
 

@@ -13,8 +13,7 @@ import pytest
 import torch
 import torch.nn as nn
 
-from isotype.doctor.trace import trace
-from isotype.doctor.trace.origin import Origin
+from tests.api import Origin, trace
 
 bf16 = torch.bfloat16
 

@@ -17,8 +17,7 @@ from safetensors.torch import load_file
 from isotype.config.load import load
 from isotype.errors import UsageError
 from isotype.tasks.choose import train
-from isotype.tasks.diffusion.pipeline import PipelineFolder
-from isotype.tasks.diffusion.result import write_comfyui
+from tests.api import PipelineFolder, write_comfyui
 from tests.tasks.diffusion.conftest import Studio, draw_in
 from tests.training.interrupted import cut_back
 

@@ -17,11 +17,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 
-from isotype.entry.train import refuse_incomplete
 from isotype.errors import UsageError
 from isotype.tasks.choose import choose_task
-from isotype.tasks.diffusion.result import save_lora
-from isotype.training.device_setup import prepare_data
+from tests.api import prepare_data, refuse_incomplete, save_lora
 
 SHAPES, COLOURS = ("circle", "square"), {"red": (220, 40, 40), "green": (40, 180, 60)}
 SIDE = 32

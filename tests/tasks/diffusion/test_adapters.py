@@ -17,18 +17,12 @@ from diffusers import DDPMScheduler, DiffusionPipeline
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
-from isotype.cli.merge import export
 from isotype.config.schema import TrainSection
 from isotype.errors import UsageError
-from isotype.inference.diffusion import (
-    draw_pictures,
-    evaluate_pictures,
-    export_comfyui,
-    merge_denoiser,
-)
 from isotype.precision import PRESETS
 from isotype.tasks.choose import train
 from isotype.training.optimizer import build_optimizer
+from tests.api import draw_pictures, evaluate_pictures, export, export_comfyui, merge_denoiser
 from tests.tasks.diffusion.models import refused, with_adapter
 from tests.tasks.diffusion.test_families import data_of, in_fp64, relative, squared_error
 

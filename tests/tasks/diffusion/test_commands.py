@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from isotype.errors import UsageError
-from isotype.inference.diffusion import merge_denoiser
 from isotype.tasks.choose import train
+from tests.api import merge_denoiser
 from tests.commands import ask
 from tests.tasks.diffusion.conftest import draw_in
 
@@ -66,7 +66,8 @@ def test_ls_and_report_know_pictures_and_chat_refuses(run, studio):
 
 def test_a_run_on_pictures_is_pushed_with_a_card(run, studio, standing, tmp_path):
     from isotype.config.load import load
-    from isotype.inference.push import check_push, push
+    from tests.api import check_push
+    from tests.api import push_push as push
 
     config = load(run.parent / "run.yaml", ["run.push_to_hub=circles"], {}).config
     assert (

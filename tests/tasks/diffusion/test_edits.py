@@ -11,8 +11,7 @@ from PIL import Image
 
 from isotype.errors import UsageError
 from isotype.tasks.choose import train
-from isotype.tasks.diffusion.batches import row_generator
-from isotype.tasks.diffusion.pixels import encode_png
+from tests.api import encode_png, row_generator
 from tests.commands import ask
 from tests.tasks.diffusion.models import built, encoded, refused
 from tests.tasks.diffusion.test_families import edits

@@ -21,10 +21,9 @@ from safetensors.torch import load_file
 from isotype.errors import UsageError
 from isotype.precision.apply import denoiser_blocks
 from isotype.tasks.choose import plan_run, train
-from isotype.tasks.diffusion.batches import Batch
 from isotype.tasks.diffusion.families import REFUSED
-from isotype.tasks.diffusion.pipeline import PipelineFolder
-from isotype.tasks.diffusion.result import load_result
+from tests.api import Batch, PipelineFolder
+from tests.api import tasks_diffusion_result_load_result as load_result
 from tests.tasks.diffusion.models import with_adapter
 
 

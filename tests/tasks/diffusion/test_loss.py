@@ -13,11 +13,9 @@ from diffusers.training_utils import compute_snr
 
 from isotype.precision import PRESETS, Precision
 from isotype.precision.apply import apply_precision, generating
-from isotype.tasks.diffusion.denoiser import keep_time_exact, time_embeddings
 from isotype.tasks.diffusion.families import Conditioning
-from isotype.tasks.diffusion.families.noise import size_conditioning
 from isotype.tasks.diffusion.loss import resolve_shift
-from isotype.tasks.diffusion.pixels import Window
+from tests.api import Window, keep_time_exact, size_conditioning, time_embeddings
 from tests.tasks.diffusion.models import built, draw
 from tests.tasks.diffusion.test_families import flow, squared_error
 

@@ -12,10 +12,8 @@ import pytest
 from PIL import Image
 
 from isotype.config.schema import ImagesSection
-from isotype.data.pictures import readable_phone_formats
 from isotype.errors import UsageError
-from isotype.tasks.diffusion.pictures import collect_pictures
-from isotype.tasks.diffusion.pixels import Size, Window, pixels
+from tests.api import Size, Window, collect_pictures, pixels, readable_phone_formats
 from tests.tasks.diffusion.models import draw
 
 

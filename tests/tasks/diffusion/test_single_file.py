@@ -12,13 +12,16 @@ from safetensors.torch import load_file, save_file
 
 from isotype.config.load import load
 from isotype.errors import UsageError
-from isotype.inference.diffusion import draw_pictures, merge_denoiser
 from isotype.tasks.choose import choose_task, plan_run, train
-from isotype.tasks.diffusion import pipeline
-from isotype.tasks.diffusion.denoiser import load_frozen_denoiser
-from isotype.tasks.diffusion.pipeline import PipelineFolder
-from isotype.tasks.diffusion.single_file import widest_dtype
-from isotype.training.device_setup import prepare_data
+from tests.api import (
+    PipelineFolder,
+    draw_pictures,
+    load_frozen_denoiser,
+    merge_denoiser,
+    pipeline,
+    prepare_data,
+    widest_dtype,
+)
 from tests.published import FORMATS, element, packed
 from tests.training.interrupted import cut_back
 

@@ -9,13 +9,11 @@ import pytest
 import torch
 from huggingface_hub import constants
 
-from isotype.environment import hub as hub_of_isotype
 from isotype.errors import UsageError
-from isotype.inference.diffusion import draw_pictures
 from isotype.tasks.choose import choose_task, plan_run, train
 from isotype.tasks.diffusion.loss import resolve_shift
-from isotype.tasks.diffusion.pipeline import PipelineFolder
-from isotype.training.device_setup import prepare_data
+from tests.api import PipelineFolder, draw_pictures, prepare_data
+from tests.api import hub as hub_of_isotype
 from tests.hub import hub
 from tests.tasks.diffusion.models import built, draw, refused
 from tests.tasks.diffusion.test_typed import SMALLER

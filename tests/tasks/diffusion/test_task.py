@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from isotype.config.load import load
 from isotype.tasks.choose import train
-from isotype.training.callbacks import Callback
+from tests.api import Callback
 from tests.tasks.diffusion.models import built
 from tests.training.interrupted import cut_back
 

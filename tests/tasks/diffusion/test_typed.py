@@ -13,23 +13,26 @@ from diffusers.training_utils import compute_density_for_timestep_sampling
 from PIL import Image, ImageCms
 
 from isotype.config.schema import DiffusionSection, ImagesSection
-from isotype.data.pictures import readable_phone_formats
 from isotype.errors import UsageError
-from isotype.report.page import _picture_facts
 from isotype.tasks.choose import train
-from isotype.tasks.diffusion.batches import PictureStream, Row
 from isotype.tasks.diffusion.families import Conditioning
 from isotype.tasks.diffusion.loss import build_objective
-from isotype.tasks.diffusion.picture_files import FileContent, Picture
-from isotype.tasks.diffusion.pictures import apply_caption_settings, collect_pictures
-from isotype.tasks.diffusion.pixels import (
+from tests.api import (
     BadPicture,
+    FileContent,
+    Picture,
+    PictureStream,
+    Row,
     Size,
     Window,
+    _picture_facts,
+    apply_caption_settings,
     bucket_sizes,
+    collect_pictures,
     displayed_size,
     mask_pixels,
     pixels,
+    readable_phone_formats,
 )
 from tests.tasks.diffusion.models import built, draw, encoded, refused
 

@@ -7,9 +7,7 @@ import pytest
 import torch
 
 from isotype.data.rows import Row, Share, mixed_order
-from isotype.data.tokens import join_rows
 from isotype.optimize import optimize
-from isotype.optimize.attention import MIN_QUERIES, padding_mask_reason
 from isotype.precision import PRESETS
 from isotype.precision.apply import apply_precision
 from isotype.tasks.choose import train
@@ -22,6 +20,7 @@ from isotype.tasks.language.batches import (
 )
 from isotype.tasks.language.objective import batch_loss_sum
 from isotype.tasks.language.task import flops_per_token
+from tests.api import MIN_QUERIES, join_rows, padding_mask_reason
 from tests.models import FAMILIES, lora, rows, tiny
 from tests.results import same_tensors
 

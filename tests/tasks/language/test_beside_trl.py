@@ -15,10 +15,10 @@ from isotype.data.load import load_data
 from isotype.model.adapter import attach_adapter
 from isotype.model.build import build_model
 from isotype.model.load import Source, load_tokenizer
-from isotype.model.processor import build_picture_reader
 from isotype.precision import PRESETS
 from isotype.tasks.language.batches import collate
 from isotype.tasks.language.objective import batch_loss_sum
+from tests.api import build_picture_reader
 from tests.vlms import FAMILIES, saved_with_processor
 
 pytest.importorskip("trl")

@@ -15,7 +15,7 @@ from isotype.errors import PreflightError, UsageError
 from isotype.finding import Severity
 from isotype.precision.apply import inner_model
 from isotype.tasks.choose import train
-from isotype.tasks.language.checks import (
+from tests.api import (
     learnt_prompts,
     missing_template,
     packed_document_leakage,

@@ -15,9 +15,9 @@ from isotype.data.load import load_data
 from isotype.errors import UsageError
 from isotype.model.adapter import attach_adapter
 from isotype.model.load import load_tokenizer
-from isotype.model.processor import build_picture_reader
 from isotype.tasks.language.batches import collate
 from isotype.tasks.language.objective import batch_loss_sum
+from tests.api import build_picture_reader
 from tests.commands import ask
 from tests.results import same_tensors
 from tests.training.interrupted import cut_back
@@ -89,7 +89,7 @@ def test_every_form_gives_the_same_row(vlm, seen, tmp_path, subtests):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from isotype.data.sources import save_rows
+    from tests.api import save_rows
 
     (wanted,) = read(vlm("qwen2_5_vl"), seen(turns(asked(1))))[0].train
     answer = {"role": "assistant", "content": "it is red."}
@@ -324,7 +324,8 @@ def test_tower_and_projector_are_trained_as_asked(family, section, trained, vlm,
 
     from isotype.model.adapter import load_adapter, save_adapter
     from isotype.precision import PRESETS
-    from isotype.precision.vision import LANGUAGE, vision_parts
+    from tests.api import vision_LANGUAGE as LANGUAGE
+    from tests.api import vision_parts
 
     data, tokenizer = read(vlm(family), seen(turns(asked(0)), turns(asked(1, 2))))
     batch = collate(list(data.train), pad_id=tokenizer.pad_token_id, pictures=data.pictures)

@@ -20,17 +20,17 @@ from isotype.data.rows import IGNORED, Row
 from isotype.errors import UsageError
 from isotype.inference.loaded import load_run
 from isotype.optimize import optimize
-from isotype.report.plots import plots
-from isotype.report.record import read_run
 from isotype.tasks.choose import choose_task, train
 from isotype.tasks.language.batches import collate
-from isotype.tasks.language.preference import (
+from tests.api import (
     PairLogProbs,
     Preference,
     answer_log_probs,
     pair_losses,
+    plan_run,
+    plots,
+    read_run,
 )
-from isotype.training.plan import plan_run
 from tests.distributed.processes import GUARD, environment
 from tests.models import tiny
 from tests.results import metrics, same_result
@@ -137,8 +137,7 @@ ASK, GOOD, BAD = (
 
 
 def test_conversations_share_the_turns_they_begin_with():
-    from isotype.data.formats import check_example
-    from isotype.data.read import Record
+    from tests.api import Record, check_example
 
     def read(**row):
         return check_example(Record("x", 1, row), "preference", needs_answer=True)
@@ -163,8 +162,7 @@ def test_conversations_share_the_turns_they_begin_with():
 
 
 def test_several_answers_with_scores_become_the_pair_of_the_best_and_the_worst():
-    from isotype.data.formats import check_example, detect_format
-    from isotype.data.read import Record
+    from tests.api import Record, check_example, detect_format
 
     def read(columns=None, **row):
         record = Record("x", 1, {"prompt": "a?", **row})
@@ -339,7 +337,7 @@ def test_a_model_with_dropout_is_refused_beside_a_reference():
 
 
 def test_a_mixture_whose_config_asks_for_its_balancing_loss_is_refused():
-    from isotype.tasks.language.distil import Distil
+    from tests.api import Distil
 
     model = tiny("mixtral", output_router_logits=True, router_aux_loss_coef=0.02)
     for kind, objective in ((Preference, "dpo"), (Distil, "distil")):

@@ -9,6 +9,15 @@ import gc
 
 import pytest
 import torch
+from tests.api import (
+    check_offload,
+    configured_parallel,
+    get_frozen_blocks,
+    offload_blocks,
+    plan_offload,
+    prepare,
+    refuse_without_host_memory,
+)
 from tests.training.memory.test_offload import Late
 from tests.training.test_parallel import world
 from torch import nn
@@ -22,13 +31,6 @@ from isotype.precision.precision import Precision
 from isotype.tasks.choose import choose_task
 from isotype.tasks.language.batches import collate
 from isotype.tasks.language.outline import outline, outline_step
-from isotype.training.memory.blocks import (
-    check_offload,
-    get_frozen_blocks,
-    offload_blocks,
-    plan_offload,
-    refuse_without_host_memory,
-)
 from isotype.training.memory.plan import plan_memory
 from isotype.training.memory.recomputation import (
     Checkpointing,
@@ -36,8 +38,6 @@ from isotype.training.memory.recomputation import (
     checkpointable_layers,
     configured_checkpointing,
 )
-from isotype.training.parallel import configured_parallel
-from isotype.training.setup import prepare
 
 LLAMA = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 5, "num_attention_heads": 4,
          "num_key_value_heads": 2, "vocab_size": 512}  # fmt: skip
@@ -140,8 +140,8 @@ def test_a_denoisers_gradients_are_those_without_recomputing_and_two_blocks_are_
 ):
     pytest.importorskip("diffusers")
     from benchmarks.diffusion_matrix import CLASSES, plain_objective, random_batch
+    from tests.api import build_denoiser
 
-    from isotype.tasks.diffusion.denoiser import build_denoiser
     from isotype.tasks.diffusion.families import Conditioning
     from isotype.tasks.diffusion.loss import picture_losses
 

@@ -11,9 +11,8 @@ import gc
 import weakref
 
 import torch
+from tests.api import CALLS_ON_DEVICE, HostMemory
 from torch import Tensor, nn
-
-from isotype.training.memory.offload import CALLS_ON_DEVICE, HostMemory
 
 
 def chain(memory, x, layers):

@@ -5,6 +5,7 @@ tests/distributed/test_memory_of_parts.py.
 import gc
 
 import pytest
+from tests.api import prepare
 from transformers import AutoConfig
 
 from isotype.config.load import load
@@ -15,7 +16,6 @@ from isotype.tasks.language.batches import collate
 from isotype.tasks.language.outline import outline, outline_step
 from isotype.training.memory.plan import LiveBytes, plan_memory
 from isotype.training.memory.recomputation import Checkpointing, configured_checkpointing
-from isotype.training.setup import prepare
 
 LLAMA = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4,
          "num_key_value_heads": 2, "vocab_size": 8000}  # fmt: skip

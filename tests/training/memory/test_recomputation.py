@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.api import PLAN_TOLERANCE, choose_checkpointing_by_plan
 from tests.commands import ask
 from tests.models import assert_same_step, lora, step, tiny
 
@@ -19,7 +20,6 @@ from isotype.optimize import optimize
 from isotype.precision import PRESETS
 from isotype.precision.apply import apply_precision
 from isotype.tasks.choose import train
-from isotype.training.memory.device import PLAN_TOLERANCE, choose_checkpointing_by_plan
 from isotype.training.memory.plan import MemoryPlan
 from isotype.training.memory.recomputation import (
     Checkpointing,
@@ -133,9 +133,9 @@ def test_auto_recomputes_as_few_layers_as_needed(subtests):
 @pytest.fixture
 def little_memory(monkeypatch):
     """A machine on which this process's own memory and half of the tiny model's step just fit."""
+    from tests.api import device_setup, peak_memory, plan
+
     from isotype.environment.hardware import detect
-    from isotype.training import device_setup, plan
-    from isotype.training.step import peak_memory
 
     def some(device):
         import torch

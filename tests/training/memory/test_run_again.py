@@ -8,11 +8,10 @@ from functools import partial
 
 import pytest
 import torch
+from tests.api import run_again_in_backward
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError, checkpoint
-
-from isotype.training.memory.run_again import run_again_in_backward
 
 WAYS = {
     "here": run_again_in_backward,

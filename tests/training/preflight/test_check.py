@@ -6,6 +6,9 @@ import json
 import re
 
 import pytest
+from tests.api import CODES, PHASES, Outcome, parse_skips, preflight
+from tests.api import check_CHECKS as CHECKS
+from tests.api import checks_CHECKS as LANGUAGE_CHECKS
 from tests.commands import ask, invoke
 from tests.models import FAMILIES, SIZES
 from tests.results import same_result
@@ -13,10 +16,7 @@ from tests.results import same_result
 from isotype import pages
 from isotype.errors import PreflightError, UsageError
 from isotype.tasks.choose import train
-from isotype.tasks.language.checks import CHECKS as LANGUAGE_CHECKS
 from isotype.training import run
-from isotype.training.preflight.check import CHECKS, PHASES, Outcome, preflight
-from isotype.training.preflight.codes import CODES, parse_skips
 
 WIDER: dict[str, dict] = {
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4},

@@ -1,14 +1,9 @@
 """PF012 to PF017: the rehearsed step, evaluation and generation, and that they leave no trace."""
 
 import torch
+from tests.api import rehearsal, rehearse_evaluation, rehearse_samples, rehearse_step
 
 from isotype.finding import Severity
-from isotype.training.preflight import rehearsal
-from isotype.training.preflight.rehearsal import (
-    rehearse_evaluation,
-    rehearse_samples,
-    rehearse_step,
-)
 
 
 def everything(one):

@@ -3,19 +3,20 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
-from isotype.finding import Severity
-from isotype.tasks.language.outline import outline_step
-from isotype.training.memory.device import overhead_memory
-from isotype.training.memory.plan import plan_memory
-from isotype.training.memory.recomputation import Checkpointing
-from isotype.training.preflight import static as disk
-from isotype.training.preflight.static import (
+from tests.api import (
     check_disk,
     check_memory,
     check_update_sizes,
     checkpoint_bytes,
+    overhead_memory,
     result_bytes,
 )
+from tests.api import static as disk
+
+from isotype.finding import Severity
+from isotype.tasks.language.outline import outline_step
+from isotype.training.memory.plan import plan_memory
+from isotype.training.memory.recomputation import Checkpointing
 
 FULL = {"kind": "none"}
 NEAREST = {"preset": "bf16-pure", "rounding": "nearest"}

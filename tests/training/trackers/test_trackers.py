@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.api import train as settings
 
-from isotype.entry import train as settings
 from isotype.errors import UsageError
 from isotype.tasks.choose import train
 

@@ -1,0 +1,240 @@
+"""Inner parts of Isotype that tests reach for, in one place: where a module moves or a name changes,
+this file changes and no test. Each is imported when it is first asked for.
+
+    from tests.api import read_text
+"""
+
+from importlib import import_module
+from typing import Any
+
+# module -> its names; `name=attribute` where two modules have one name, `name=` for the module itself
+INNER = {
+    "isotype.cli.merge": "export",
+    "isotype.cli.report": "_row",
+    "isotype.config.compare": "MAY_CHANGE PATH_KEYS compare",
+    "isotype.config.keys": "KEY_ALIASES keys",
+    "isotype.config.kind": "DIFFUSION kind_LANGUAGE=LANGUAGE applies detect_run_kind",
+    "isotype.config.write": "init_yaml reference_markdown resolved_yaml",
+    "isotype.config.yaml_text": "read_value write_value",
+    "isotype.data.bad_rows": "RowError",
+    "isotype.data.cache": "read_entry",
+    "isotype.data.encode": "Encoder Tally",
+    "isotype.data.facts": "source_lines",
+    "isotype.data.formats": "CONVERSATION_KEYS Example check_example detect_format ignored_keys",
+    "isotype.data.pictures": "readable_phone_formats",
+    "isotype.data.progress": "progress=",
+    "isotype.data.prompts": "user_prompts",
+    "isotype.data.read": "Record",
+    "isotype.data.records": "read_csv read_json read_parquet",
+    "isotype.data.render": "data_render=",
+    "isotype.data.sources": "Source open_source save_rows",
+    "isotype.data.stdlib": "stdlib= stdlib_pairs",
+    "isotype.data.tokens": "TokenRows TokenWriter join_rows pack_best_fit pack_rows",
+    "isotype.distributed.agree": (
+        "agree= MODEL_SETTINGS configuration_lines fingerprint_of_weights refuse_differences "
+        "refuse_folder_of_another_machine versions"
+    ),
+    "isotype.distributed.bounded_store": "BoundedStore StoreTimeoutError",
+    "isotype.distributed.launch": "SHUTDOWN_SECONDS",
+    "isotype.distributed.rank": "Batching Rank find_rank",
+    "isotype.distributed.shard": "refuse_two_dtypes refuse_weights_of_another_unit",
+    "isotype.distributed.watch": "ENDED Sign find_lost read_ended",
+    "isotype.doctor.check": "check_check=check",
+    "isotype.doctor.check.checker": "read_safetensors_header",
+    "isotype.doctor.check.rules": "rules_RULES=RULES",
+    "isotype.doctor.check.rules.base": "load_sheet",
+    "isotype.doctor.check.tools": "TOOL_KEYS",
+    "isotype.doctor.examination": "examine_path",
+    "isotype.doctor.explain.explainer": (
+        "explainer_FAMILIES=FAMILIES codes diagnose_error load_families load_shared_causes"
+    ),
+    "isotype.doctor.explain.log": "Frame read_incidents",
+    "isotype.doctor.explain.recognition": "FORMS OPERATORS",
+    "isotype.doctor.explain.situation": "RecognisedError read_situation",
+    "isotype.doctor.kernels": "kernels_check=check",
+    "isotype.doctor.kernels.signature": "signature=",
+    "isotype.doctor.kernels.target": "check_target",
+    "isotype.doctor.trace": "trace",
+    "isotype.doctor.trace.origin": "Origin",
+    "isotype.entry.train": "train= refuse_incomplete start",
+    "isotype.environment.hub": "hub=",
+    "isotype.environment.install": "install=",
+    "isotype.environment.planned": "plan_device",
+    "isotype.environment.private": (
+        "NotPrivateError check_private make_private open_private read_private temporary_folder"
+    ),
+    "isotype.environment.versions": "faults",
+    "isotype.inference.adapter_file": "export_vllm",
+    "isotype.inference.diffusion": "draw_pictures evaluate_pictures export_comfyui merge_denoiser",
+    "isotype.inference.export": "export_language",
+    "isotype.inference.gguf_file": (
+        "gguf_file_FAMILIES=FAMILIES MODEL_FAMILIES _WORD_PATTERN export_adapter export_model "
+        "header_keys tokenizer_keys"
+    ),
+    "isotype.inference.ollama": "find_turns",
+    "isotype.inference.push": "inference_push= check_push push_push=push",
+    "isotype.integrations.claims": "TESTED_VERSIONS",
+    "isotype.integrations.monitor": "read_reduce_dtypes",
+    "isotype.integrations.weights": "RoundingLoss",
+    "isotype.lora.attach": "lora_layers read_projection",
+    "isotype.lora.group": "lora_group",
+    "isotype.lora.linear": (
+        "LORA_LINEAR Projection lora_linear lora_linear_reference resolve_dtypes"
+    ),
+    "isotype.lora.mlp": "lora_mlp",
+    "isotype.lora.products": "add_product_ kernels_unavailable_reason product_fp32 scaled_product",
+    "isotype.lora.quantised": "dequantise_weight forward_4bit",
+    "isotype.model.architecture": "attention_setting describe_attention",
+    "isotype.model.export": "trained_tensors",
+    "isotype.model.gguf": "read_architecture",
+    "isotype.model.processor": "build_picture_reader",
+    "isotype.model.targets": "refuse_unknown_parameters target_notes",
+    "isotype.model.tokens": "add_tokens",
+    "isotype.observe.continuity": "Continuity",
+    "isotype.observe.observer": "ModelChanges is_observed",
+    "isotype.ops.adamw": "AdamwHyperparameters adamw_ adamw_reference_ stochastic_round_",
+    "isotype.ops.adamw.triton": "adamw_triton=",
+    "isotype.ops.attention": "Documents attention_attention=attention attention_reference",
+    "isotype.ops.attention.gpu": "gpu=",
+    "isotype.ops.contract": "OpContract",
+    "isotype.ops.cpp": "cpu_compiler",
+    "isotype.ops.cross_entropy.op": "CROSS_ENTROPY cross_entropy_reference",
+    "isotype.ops.cross_entropy.rule": "rule= LossRule",
+    "isotype.ops.experts": "ops_experts_Adapter=Adapter Clamped ops_experts_experts=experts",
+    "isotype.ops.experts.groups": "groups=",
+    "isotype.ops.experts.op": (
+        "ops_experts_op_Adapter=Adapter EXPERTS ops_experts_op_experts=experts experts_reference"
+    ),
+    "isotype.ops.gated": "gated_gradients gated_product",
+    "isotype.ops.gated.op": (
+        "gated_op= GELU GELU_MUL SILU_MUL gelu_mul_reference gelu_reference silu_mul_reference"
+    ),
+    "isotype.ops.linear_cross_entropy.chunked": "chunked=",
+    "isotype.ops.linear_cross_entropy.op": (
+        "linear_cross_entropy_op= LINEAR_CROSS_ENTROPY linear_cross_entropy_reference"
+    ),
+    "isotype.ops.linear_divergence.op": (
+        "LINEAR_DIVERGENCE divergence_and_entropy linear_divergence_reference"
+    ),
+    "isotype.ops.modulation.op": (
+        "GATED_RESIDUAL MODULATED_LAYER_NORM gated_residual_reference "
+        "modulated_layer_norm_reference"
+    ),
+    "isotype.ops.packed": "PackedState StackState pack_along_rows widen widen_4bit",
+    "isotype.ops.packed.formats": "KINDS Layout",
+    "isotype.ops.packed.ggml": "BLOCKS decode_blocks find_non_finite",
+    "isotype.ops.packed.recognise": (
+        "recognise_Part=Part SERVING_TENSORS TORCHAO_NAMES build_state recognise"
+    ),
+    "isotype.ops.packed.state": "state=",
+    "isotype.ops.packed.triton": "packed_triton=",
+    "isotype.ops.rms_norm.op": "rms_norm_op= ADD_RMS_NORM RMS_NORM rms_norm_reference",
+    "isotype.ops.rms_norm.triton": "rms_norm_triton=",
+    "isotype.ops.rope.op": "rope_op= ROPE rope_reference",
+    "isotype.ops.token_log_probs": "LINEAR_LOG_PROBS OUTPUTS linear_log_probs_reference",
+    "isotype.optimize.attention": "optimize_attention= MIN_QUERIES padding_mask_reason",
+    "isotype.optimize.deferred": "DeferredLogits defer",
+    "isotype.optimize.denoiser": "denoiser=",
+    "isotype.optimize.gated": "gated=",
+    "isotype.optimize.head": "head= BYPASSED_NOTE Targets compute_loss takes_targets",
+    "isotype.optimize.joint_attention": "joint_attention=",
+    "isotype.optimize.layers": "layers=",
+    "isotype.optimize.trl_head": "find_fused_head",
+    "isotype.pages.finding_sheet": "load_finding_formatter",
+    "isotype.pages.sheets": "SheetError",
+    "isotype.precision.advice": "apply_change keep_working_fixes",
+    "isotype.precision.contradictions": "contradictions_RULES=RULES load_rules page",
+    "isotype.precision.packing": "UnreadPacking read_packing",
+    "isotype.precision.parts": "parts_Part=Part local_part",
+    "isotype.precision.quantised_base": (
+        "Quantisation check_base detect_quantisation quantisation_from_config unquantised_share"
+    ),
+    "isotype.precision.resolution": "resolution=",
+    "isotype.precision.vision": "vision_LANGUAGE=LANGUAGE vision_parts",
+    "isotype.quickstart.pictures": (
+        "COLOURS SHAPES SIDE classify_picture draw draw_at_random write_pictures"
+    ),
+    "isotype.quickstart.stages": "stages= Stage StopAtDeadline",
+    "isotype.quickstart.text": "small_config train_tokenizer",
+    "isotype.report.live": "live= WatchServer",
+    "isotype.report.page": "_picture_facts page_render=render verdict",
+    "isotype.report.plots": "plots",
+    "isotype.report.record": "MAX_SAMPLES read_picture read_run",
+    "isotype.runs.checkpoint.atomic_folder": (
+        "atomic_folder= SEAL find_damage seal write_folder write_text"
+    ),
+    "isotype.runs.foreign": "parse_json parse_yaml",
+    "isotype.runs.mapped_files": "mapped_paths",
+    "isotype.tasks.diffusion.batches": "Batch PictureStream Row row_generator",
+    "isotype.tasks.diffusion.denoiser": (
+        "build_denoiser keep_time_exact load_frozen_denoiser time_embeddings"
+    ),
+    "isotype.tasks.diffusion.families.noise": "size_conditioning",
+    "isotype.tasks.diffusion.picture_files": "FileContent Picture",
+    "isotype.tasks.diffusion.pictures": "apply_caption_settings collect_pictures",
+    "isotype.tasks.diffusion.pipeline": "pipeline= PipelineFolder",
+    "isotype.tasks.diffusion.pixels": (
+        "BadPicture Size Window bucket_sizes displayed_size encode_png mask_pixels pixels"
+    ),
+    "isotype.tasks.diffusion.result": (
+        "tasks_diffusion_result_load_result=load_result save_lora write_comfyui"
+    ),
+    "isotype.tasks.diffusion.single_file": "widest_dtype",
+    "isotype.tasks.language.checks": (
+        "checks_CHECKS=CHECKS learnt_prompts missing_template packed_document_leakage "
+        "rows_beyond_positions rows_without_learnt_tokens unlearnt_end_token untrained_new_tokens"
+    ),
+    "isotype.tasks.language.distil": "Distil",
+    "isotype.tasks.language.preference": "PairLogProbs Preference answer_log_probs pair_losses",
+    "isotype.tasks.language.result": "evaluate tasks_language_result_load_result=load_result",
+    "isotype.testing.amp.numerics": "numerics=",
+    "isotype.training.base": "fingerprint_of_base setting_lines",
+    "isotype.training.callbacks": "Callback Moment",
+    "isotype.training.console": "Interrupt RunConsole quiet_libraries",
+    "isotype.training.device_setup": "device_setup= prepare_data",
+    "isotype.training.finish": "finish=",
+    "isotype.training.loop": "loop= Loop",
+    "isotype.training.memory.blocks": (
+        "check_offload get_frozen_blocks offload_blocks plan_offload refuse_without_host_memory"
+    ),
+    "isotype.training.memory.device": (
+        "PLAN_TOLERANCE choose_checkpointing_by_plan overhead_memory return_freed_blocks"
+    ),
+    "isotype.training.memory.offload": "CALLS_ON_DEVICE HostMemory",
+    "isotype.training.memory.run_again": "run_again_in_backward",
+    "isotype.training.parallel": "REPLICATE SHARD choose_by_plan configured_parallel",
+    "isotype.training.plan": "plan= plan_run",
+    "isotype.training.preflight.check": "check_CHECKS=CHECKS Outcome PHASES preflight read_skipped",
+    "isotype.training.preflight.codes": "CODES parse_skips",
+    "isotype.training.preflight.rehearsal": (
+        "rehearsal= rehearse_evaluation rehearse_samples rehearse_step"
+    ),
+    "isotype.training.preflight.static": (
+        "static= check_disk check_memory check_update_sizes checkpoint_bytes result_bytes"
+    ),
+    "isotype.training.run_state": "RunState",
+    "isotype.training.schedule": (
+        "EVALUATED_SHARE MIN_EVALUATED_ROWS MIN_EVALUATIONS RunSchedule learning_rate"
+    ),
+    "isotype.training.setting_names": "RUN_FILE_NAMES",
+    "isotype.training.setup": "Subject prepare",
+    "isotype.training.step": "Stepper gradient_norm peak_memory",
+    "isotype.translate.source": "read_source",
+    "isotype.translate.transforms": "transforms= Draft SourceKey TEMPLATES",
+    "isotype.translate.translation": "TOOLS",
+}
+SOURCES = {
+    entry.partition("=")[0]: (module, entry.partition("=")[2] if "=" in entry else entry)
+    for module, entries in INNER.items()
+    for entry in entries.split()
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in SOURCES:
+        raise AttributeError(f"tests.api has no {name}: add it to INNER")
+    module, attribute = SOURCES[name]
+    value = import_module(module)
+    if attribute:
+        value = getattr(value, attribute)
+    return value
