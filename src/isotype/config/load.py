@@ -331,6 +331,7 @@ _ALIASES = KEY_ALIASES | {"optimizer": "train.optimizer"}
 
 
 def _unknown_key_message(key: str) -> str:
+    """What to write in place of an unknown key or section, or that it is not offered."""
     key = key.lstrip("-")  # files of command line options have them with their dashes
     section, dot, name = key.partition(".")
     for part in (name, name.partition(".")[0], section):
@@ -338,34 +339,46 @@ def _unknown_key_message(key: str) -> str:
             return NOT_OFFERED[part]
     if dot and section not in sections() and name in _GENERIC_NAMES and section in _ALIASES:
         return f"unknown key; here it is {_ALIASES[section]}"
-    same_name_keys = [k for k in keys() if k.partition(".")[2] == (name if dot else key)]
-    if not same_name_keys and (name if dot else key) in KEY_ALIASES:
-        return (
-            f"unknown {'key' if dot else 'section'}; here it is {KEY_ALIASES[name if dot else key]}"
-        )
-    if same_name_keys:
-        return f"unknown {'key' if dot else 'section'}, did you mean {same_name_keys[0]}?"
+    noun = "key" if dot else "section"
+    setting = name if dot else key
+    for known_key in keys():
+        if known_key.partition(".")[2] == setting:
+            return f"unknown {noun}, did you mean {known_key}?"
+    if setting in KEY_ALIASES:
+        return f"unknown {noun}; here it is {KEY_ALIASES[setting]}"
     if not dot:
         near = get_close_matches(key, sections(), n=1)
         if near:
             return f"unknown section, did you mean {near[0]}?"
         return f"unknown section; there are {', '.join(sections())}"
-    if section not in sections():
-        near = get_close_matches(section, sections(), n=1)
-        moved = f"{near[0]}.{name}" if near else ""
-        if moved in keys():
-            return f"unknown key, did you mean {moved}?"
-    section_keys = {k.partition(".")[2]: k for k in keys() if k.startswith(f"{section}.")}
-    near = get_close_matches(name, section_keys, n=1)
-    if near:
-        return f"unknown key, did you mean {section_keys[near[0]]}?"
-    everywhere = {k.partition(".")[2]: k for k in keys()}
-    near = get_close_matches(name, everywhere, n=1, cutoff=0.75)
-    if near:
-        return f"unknown key, did you mean {everywhere[near[0]]}?"
+    near_key = _near_key(section, name)
+    if near_key is not None:
+        return f"unknown key, did you mean {near_key}?"
     if section not in sections():
         return f"unknown section; there are {', '.join(sections())}"
-    return f"unknown key; {section} has {' '.join(section_keys)}"
+    return f"unknown key; {section} has {' '.join(_section_keys(section))}"
+
+
+def _section_keys(section: str) -> dict[str, str]:
+    """Name -> key, of a section."""
+    return {key.partition(".")[2]: key for key in keys() if key.startswith(f"{section}.")}
+
+
+def _near_key(section: str, name: str) -> str | None:
+    """The key that is spelt most like `section.name`: the section misspelt, the name, or a name of
+    another section.
+    """
+    if section not in sections():
+        near = get_close_matches(section, sections(), n=1)
+        if near and f"{near[0]}.{name}" in keys():
+            return f"{near[0]}.{name}"
+    section_keys = _section_keys(section)
+    near = get_close_matches(name, section_keys, n=1)
+    if near:
+        return section_keys[near[0]]
+    all_keys = {key.partition(".")[2]: key for key in keys()}
+    near = get_close_matches(name, all_keys, n=1, cutoff=0.75)
+    return all_keys[near[0]] if near else None
 
 
 def _check_settings(settings: _Settings) -> RunConfig:

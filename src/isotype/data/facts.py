@@ -167,148 +167,195 @@ def source_lines(facts: dict[str, Any], *, max_lines: int = 6) -> list[str]:
 
 
 def data_notes(facts: dict[str, Any], encoder: Encoder, total: Tally) -> list[str]:
-    """Notes for the user, one sentence each. `total`: what was counted of both sides."""
+    """Notes for the user, one sentence each. `total`: what was counted on both sides."""
+    sides = (("training", facts["train"]), ("evaluation", facts["eval"]))
     notes = []
-    train = facts["train"]
-    evaluation = facts["eval"]
-    tokens = facts["tokens"]
-    template = facts["template"]
-    for name, side in (("training", train), ("evaluation", evaluation)):
-        if cut := side["truncated"]:
-            were = "was" if cut == 1 else "were"
-            share = f"{pluralise(cut, f'{name} row')} ({cut / max(1, side['rows']):.1%})"
-            notes.append(
-                f"{share} {were} longer than data.max_length {encoder.max_length} and {were} cut"
-            )
-        if side["bad_rows"]:
-            most = Counter(side["bad_rows"]).most_common(3)
-            kinds = "; ".join(f"{n:,} x {kind}" for kind, n in most)
-            if len(side["bad_rows"]) > len(most):
-                kinds += (
-                    f"; and {pluralise(len(side['bad_rows']) - len(most), 'more kind')}: data.json"
-                )
-            bad = pluralise(
-                sum(side["bad_rows"].values()), f"bad {name} row is", f"bad {name} rows are"
-            )
-            notes.append(f"{bad} left out (data.on_bad_row: skip): {kinds}")
-        notes += [
-            f"{pluralise(d['rows'], f'{name} row')} dropped: {d['why']} (first: {d['first']})"
-            for d in side["dropped"]
-        ]
-        for file in side["files"]:
-            ignored = file.get("ignored_keys", {})
-            notes += [
-                f"{file['path']}: the key {key or '(without a name)'} is not read"
-                f" ({pluralise(n, 'row')})"
-                for key, n in list(ignored.items())[:_MAX_KEYS]
-            ]
-            if len(ignored) > _MAX_KEYS:
-                notes.append(
-                    f"{file['path']}:"
-                    f" {pluralise(len(ignored) - _MAX_KEYS, 'more key is', 'more keys are')} not"
-                    " read: data.json"
-                )
-    longest = max(side["lengths"]["longest"] for side in (train, evaluation))
-    most = encoder.tokenizer.model_max_length
-    if longest > most:
-        notes.append(
-            f"rows have up to {pluralise(longest, 'token')}, and the tokenizer says its model takes"
-            f" {most}: lower data.max_length"
-        )
-    if evaluation["held_out"] and not evaluation["rows"] and facts["eval_split"]:
-        few, what = (train["pairs"], "pair") if "pairs" in train else (train["rows"], "row")
-        if few < MIN_ROWS_TO_HOLD_OUT:
-            why = f"only {pluralise(few, what)}"
-        else:
-            why = "no row fell into the held-out share, in which copies stay together"
-        notes.append(f"{why}: none is held out for evaluation")
-    if facts["duplicates_between"]:
-        also = pluralise(
-            facts["duplicates_between"],
-            "evaluation row is also a training row",
-            "evaluation rows are also training rows",
-        )
-        notes.append(f"{also}: the evaluation loss is too good")
-    if facts["prompts_between"]:
-        also = pluralise(facts["prompts_between"], "evaluation row has", "evaluation rows have")
-        if evaluation["held_out"]:
-            apart = "; to keep the rows of a prompt on one side, give data.eval"
-        else:
-            apart = ""
-        notes.append(
-            f"{also} the prompt of a training row, with another answer: the evaluation loss may be"
-            f" too good{apart}"
-        )
-    for one in facts.get("mix") or []:
-        notes.append(
-            f"{one['path']}: {one['share']:.1%} of the training rows; each of its rows comes"
-            f" {one['passes']:.3g} times an epoch"
-        )
-    if packing := facts.get("packing"):
-        notes.append(
-            f"{pluralise(packing['rows'], 'row')} packed into {packing['packed_rows']:,} of"
-            f" {pluralise(packing['length'], 'token')}, {packing['filled']:.1%} full"
-        )
-    for name, side in (("training", train), ("evaluation", evaluation)):
+    for name, side in sides:
+        notes += _left_out_notes(name, side, encoder.max_length)
+        notes += _ignored_key_notes(side)
+    notes += _length_notes(facts, encoder)
+    notes += _split_notes(facts)
+    notes += _mix_notes(facts)
+    for name, side in sides:
         notes += [
             f"{file['path']}: {name} tokens {file['cache']}"
             for file in side["files"]
             if "cache" in file
         ]
-    if train["duplicates"]:
+    if duplicates := facts["train"]["duplicates"]:
         notes.append(
-            f"{pluralise(train['duplicates'], 'training row repeats', 'training rows repeat')}"
+            f"{pluralise(duplicates, 'training row repeats', 'training rows repeat')}"
             " another row exactly"
         )
+    notes += _special_token_notes(facts, encoder)
+    if total.empty_thoughts:
+        notes.append(_empty_thoughts_note(encoder, total.empty_thoughts))
+    notes += _omission_notes(total)
+    return notes
+
+
+def _left_out_notes(name: str, side: dict[str, Any], max_length: int) -> list[str]:
+    """Rows of a side that were cut, are bad, or were dropped."""
+    notes = []
+    if count := side["truncated"]:
+        verb = "was" if count == 1 else "were"
+        rows = f"{pluralise(count, f'{name} row')} ({count / max(1, side['rows']):.1%})"
+        notes.append(f"{rows} {verb} longer than data.max_length {max_length} and {verb} cut")
+    if counts := side["bad_rows"]:
+        common = Counter(counts).most_common(3)
+        kinds = "; ".join(f"{n:,} x {kind}" for kind, n in common)
+        if len(counts) > len(common):
+            kinds += f"; and {pluralise(len(counts) - len(common), 'more kind')}: data.json"
+        rows = pluralise(sum(counts.values()), f"bad {name} row is", f"bad {name} rows are")
+        notes.append(f"{rows} left out (data.on_bad_row: skip): {kinds}")
+    notes += [
+        f"{pluralise(d['rows'], f'{name} row')} dropped: {d['why']} (first: {d['first']})"
+        for d in side["dropped"]
+    ]
+    return notes
+
+
+def _ignored_key_notes(side: dict[str, Any]) -> list[str]:
+    """Keys of a side's files that nothing reads."""
+    notes = []
+    for file in side["files"]:
+        ignored = file.get("ignored_keys", {})
+        notes += [
+            f"{file['path']}: the key {key or '(without a name)'} is not read"
+            f" ({pluralise(n, 'row')})"
+            for key, n in list(ignored.items())[:_MAX_KEYS]
+        ]
+        if len(ignored) > _MAX_KEYS:
+            more = pluralise(len(ignored) - _MAX_KEYS, "more key is", "more keys are")
+            notes.append(f"{file['path']}: {more} not read: data.json")
+    return notes
+
+
+def _length_notes(facts: dict[str, Any], encoder: Encoder) -> list[str]:
+    """Whether rows are longer than the model takes."""
+    longest = max(side["lengths"]["longest"] for side in (facts["train"], facts["eval"]))
+    limit = encoder.tokenizer.model_max_length
+    if longest <= limit:
+        return []
+    return [
+        f"rows have up to {pluralise(longest, 'token')}, and the tokenizer says its model takes"
+        f" {limit}: lower data.max_length"
+    ]
+
+
+def _split_notes(facts: dict[str, Any]) -> list[str]:
+    """Whether evaluation rows are missing, or known from training."""
+    notes = []
+    train = facts["train"]
+    evaluation = facts["eval"]
+    if evaluation["held_out"] and not evaluation["rows"] and facts["eval_split"]:
+        if "pairs" in train:
+            count = train["pairs"]
+            noun = "pair"
+        else:
+            count = train["rows"]
+            noun = "row"
+        if count < MIN_ROWS_TO_HOLD_OUT:
+            reason = f"only {pluralise(count, noun)}"
+        else:
+            reason = "no row fell into the held-out share, in which copies stay together"
+        notes.append(f"{reason}: none is held out for evaluation")
+    if facts["duplicates_between"]:
+        rows = pluralise(
+            facts["duplicates_between"],
+            "evaluation row is also a training row",
+            "evaluation rows are also training rows",
+        )
+        notes.append(f"{rows}: the evaluation loss is too good")
+    if facts["prompts_between"]:
+        rows = pluralise(facts["prompts_between"], "evaluation row has", "evaluation rows have")
+        if evaluation["held_out"]:
+            fix = "; to keep the rows of a prompt on one side, give data.eval"
+        else:
+            fix = ""
+        notes.append(
+            f"{rows} the prompt of a training row, with another answer: the evaluation loss may be"
+            f" too good{fix}"
+        )
+    return notes
+
+
+def _mix_notes(facts: dict[str, Any]) -> list[str]:
+    """Shares of weighted sources, and packing."""
+    notes = [
+        f"{source['path']}: {source['share']:.1%} of the training rows; each of its rows comes"
+        f" {source['passes']:.3g} times an epoch"
+        for source in facts.get("mix") or []
+    ]
+    if packing := facts.get("packing"):
+        notes.append(
+            f"{pluralise(packing['rows'], 'row')} packed into {packing['packed_rows']:,} of"
+            f" {pluralise(packing['length'], 'token')}, {packing['filled']:.1%} full"
+        )
+    return notes
+
+
+def _special_token_notes(facts: dict[str, Any], encoder: Encoder) -> list[str]:
+    """Special tokens that rows lack or have twice, and where the template differs from what a
+    reader may expect.
+    """
+    notes = []
+    tokens = facts["tokens"]
+    template = facts["template"]
     if template and template["source"] == "default":
         notes.append(
             "the tokenizer has no chat template: rows use the plain default (User: ..., Assistant:"
             " ...), which is saved with the result"
         )
-    if template and tokens["end_of_turn"].get("none"):
-        ended = pluralise(tokens["end_of_turn"]["none"], "answer ends", "answers end")
+    if template and (count := tokens["end_of_turn"].get("none")):
+        answers = pluralise(count, "answer ends", "answers end")
         notes.append(
-            f"{ended} without an end-of-turn token: the model will not learn to stop there"
+            f"{answers} without an end-of-turn token: the model will not learn to stop there"
         )
     if encoder.tokenizer.eos_token_id is None:
         notes.append(
             "the tokenizer has no end-of-text token: plain texts are learnt without an end"
         )
-    if tokens["bos"]["rows_beginning_with_two"]:
-        begin = pluralise(tokens["bos"]["rows_beginning_with_two"], "row begins", "rows begin")
+    if count := tokens["bos"]["rows_beginning_with_two"]:
+        rows = pluralise(count, "row begins", "rows begin")
         notes.append(
-            f"{begin} with two {tokens['bos']['token']}: the text or the template repeats it"
+            f"{rows} with two {tokens['bos']['token']}: the text or the template repeats it"
         )
     if template and template["has_generation_block"] and encoder.loss_on == "assistant":
         notes.append(
             "the template marks with {% generation %} what is learnt; answers are found by"
             " rendering, with their thoughts and end of turn"
         )
-    if total.empty_thoughts:
-        off = "; data.template_kwargs: {enable_thinking: false} makes them a part of the prompt"
-        reads = (
-            encoder.template is not None
-            and encoder.template.reads_key("enable_thinking")
-            and not encoder.template.default_kwargs
-        )
-        notes.append(
-            f"{pluralise(total.empty_thoughts, 'row learns', 'rows learn')} empty thoughts"
-            f" (<think></think>){off if reads else ''}"
-        )
-    unseen = "that the chat template does not write"
-    for count, what in (
-        (total.calls_unseen, f"tool calls {unseen}: they are not learnt"),
-        (total.tools_unseen, f"tools {unseen}: the model does not see them"),
-        (total.reasoning_unseen, f"reasoning {unseen}: it is not learnt"),
+    return notes
+
+
+def _empty_thoughts_note(encoder: Encoder, count: int) -> str:
+    template = encoder.template
+    fix = ""
+    if (
+        template is not None
+        and template.reads_key("enable_thinking")
+        and not template.default_kwargs
+    ):
+        fix = "; data.template_kwargs: {enable_thinking: false} makes them a part of the prompt"
+    rows = pluralise(count, "row learns", "rows learn")
+    return f"{rows} empty thoughts (<think></think>){fix}"
+
+
+def _omission_notes(total: Tally) -> list[str]:
+    """Parts of conversations that the chat template does not write, and special tokens in texts."""
+    omitted = "that the chat template does not write"
+    counts = [
+        (total.calls_unseen, f"tool calls {omitted}: they are not learnt"),
+        (total.tools_unseen, f"tools {omitted}: the model does not see them"),
+        (total.reasoning_unseen, f"reasoning {omitted}: it is not learnt"),
         *(
-            (n, f"a turn of the role {role!r} {unseen}: the model does not see it")
+            (n, f"a turn of the role {role!r} {omitted}: the model does not see it")
             for role, n in total.turns_unseen.most_common()
         ),
         (
             total.special_in_content,
             "the text of a special token in their content; the tokenizer reads it as that token",
         ),
-    ):
-        if count:
-            notes.append(f"{pluralise(count, 'row has', 'rows have')} {what}")
-    return notes
+    ]
+    return [f"{pluralise(count, 'row has', 'rows have')} {text}" for count, text in counts if count]

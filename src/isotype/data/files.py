@@ -105,73 +105,113 @@ def find_files(spec: SourceSpec) -> tuple[list[File], list[str]]:
     """The files that a name means, in their order, and notes on what is not read. Raises UsageError
     where there are none.
     """
-    name, path = spec.name, Path(spec.name).expanduser()
+    name = spec.name
+    path = Path(name).expanduser()
     suffix = file_suffix(path)
-    endings = (
-        (*ENDINGS, suffix)
-        if suffix in CODE_ENDINGS or (suffix and spec.format == "text")
-        else ENDINGS
-    )
-    is_pattern = any(mark in name for mark in "*?[") and not os.path.exists(path)
-    if is_pattern:
+    endings: tuple[str, ...] = ENDINGS
+    if suffix in CODE_ENDINGS or (suffix and spec.format == "text"):
+        endings = (*ENDINGS, suffix)
+    if _is_pattern(name) and not os.path.exists(path):
         paths = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
-        root = Path(*takewhile(lambda part: not any(mark in part for mark in "*?["), path.parts))
+        root = Path(*takewhile(lambda part: not _is_pattern(part), path.parts))
+        paths, runs = exclude_runs(paths, root)
+        matched = _existing_files(paths)
+        data_paths = _match_endings(name, matched, endings, suffix)
     elif os.path.isdir(path):
-        endings = ENDINGS
-        paths = sorted(
-            p
-            for p in path.rglob("*")
-            if not any(part.startswith(".") for part in p.relative_to(path).parts)
-        )
         root = path
+        paths, runs = exclude_runs(_visible_paths(path), root)
+        matched = _existing_files(paths)
+        data_paths = _match_folder(name, matched)
     else:
-        if suffix:
-            otherwise = "data.format: text, if it is to be learnt as plain text"
-        else:
-            otherwise = None
-        return [File(require_file(name, endings, other_fix=otherwise), name)], []
-    paths, runs = exclude_runs(paths, root)
-    for link in paths:
-        if link.is_symlink() and file_suffix(link) in ENDINGS and not link.exists():
+        fix = _AS_TEXT_FIX if suffix else None
+        return [File(require_file(name, endings, other_fix=fix), name)], []
+    notes = _note_left_out(name, set(matched) - set(data_paths), len(matched), runs, root)
+    notes += _note_splits(name, data_paths, root)
+    accept_empty = len(data_paths) > 1
+    files = [
+        File(require_file(str(p), endings, accept_empty=accept_empty), str(p)) for p in data_paths
+    ]
+    return files, notes
+
+
+_AS_TEXT_FIX = "data.format: text, if it is to be learnt as plain text"
+
+
+def _is_pattern(name: str) -> bool:
+    return any(mark in name for mark in "*?[")
+
+
+def _visible_paths(folder: Path) -> list[Path]:
+    """Everything below a folder, without what is hidden."""
+    return sorted(
+        path
+        for path in folder.rglob("*")
+        if not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    )
+
+
+def _existing_files(paths: Sequence[Path]) -> list[Path]:
+    """The files among the paths, each once. Raises UsageError for a link to data that do not
+    exist.
+    """
+    for path in paths:
+        if path.is_symlink() and file_suffix(path) in ENDINGS and not path.exists():
             raise UsageError(
-                f"{link}: a link to {link.readlink()}, which does not exist",
+                f"{path}: a link to {path.readlink()}, which does not exist",
                 fix="restore that file, or remove the link",
             )
-    # each once
-    matched = list({p.resolve(): p for p in reversed(paths) if p.is_file()}.values())[::-1]
-    data_paths = [p for p in matched if file_suffix(p) in endings and p.name not in _METADATA_FILES]
-    if not matched and is_pattern:
+    first_paths = {path.resolve(): path for path in reversed(paths) if path.is_file()}
+    return list(first_paths.values())[::-1]
+
+
+def _has_data_ending(path: Path, endings: Sequence[str]) -> bool:
+    return file_suffix(path) in endings and path.name not in _METADATA_FILES
+
+
+def _match_endings(
+    name: str, matched: Sequence[Path], endings: Sequence[str], suffix: str
+) -> list[Path]:
+    """The files of a pattern that can be read. Raises UsageError where there are none."""
+    if not matched:
         raise UsageError(f"{name}: the pattern matches no file")
-    if not data_paths and is_pattern:
-        fix = "data.format: text, if it is to be learnt as plain text" if suffix else None
+    data_paths = [path for path in matched if _has_data_ending(path, endings)]
+    if not data_paths:
         raise UsageError(
             f"{name}: none of the {len(matched)} files it matches ends in {', '.join(ENDINGS)}",
-            fix=fix,
+            fix=_AS_TEXT_FIX if suffix else None,
         )
-    if not data_paths:
-        fix = (
-            "name the files by a pattern, as 'src/**/*.py', if they are to be learnt as plain text"
-        )
+    return data_paths
+
+
+def _match_folder(name: str, matched: Sequence[Path]) -> list[Path]:
+    """The files of a folder that can be read. Raises UsageError where there are none."""
+    readable = [path for path in matched if _has_data_ending(path, ENDINGS)]
+    if not readable:
         raise UsageError(
-            f"{name}: a folder without a file that ends in {', '.join(ENDINGS)}", fix=fix
+            f"{name}: a folder without a file that ends in {', '.join(ENDINGS)}",
+            fix=(
+                "name the files by a pattern, as 'src/**/*.py', if they are to be learnt as plain"
+                " text"
+            ),
         )
-    if not is_pattern:  # a README beside the data is no data
-        data_paths = [p for p in data_paths if file_suffix(p) in DATA_ENDINGS] or data_paths
+    # a README beside the data is no data
+    return [path for path in readable if file_suffix(path) in DATA_ENDINGS] or readable
+
+
+def _note_left_out(
+    name: str, left_out: set[Path], file_count: int, runs: Sequence[Path], root: Path
+) -> list[str]:
+    """Notes on files of runs, and on others, that are not read."""
+    notes = []
     if runs:
-        notes = [f"{name}: the files of runs are not read ({summarise_paths(runs, root)})"]
-    else:
-        notes = []
-    if left_out := set(matched) - set(data_paths):
-        are = "is" if len(left_out) == 1 else "are"
+        notes.append(f"{name}: the files of runs are not read ({summarise_paths(runs, root)})")
+    if left_out:
+        verb = "is" if len(left_out) == 1 else "are"
         notes.append(
-            f"{name}: {len(left_out)} of {pluralise(len(matched), 'file')} {are} not read"
+            f"{name}: {len(left_out)} of {pluralise(file_count, 'file')} {verb} not read"
             f" ({summarise_paths(left_out, root)})"
         )
-    notes += _note_splits(name, data_paths, root)
-    return [
-        File(require_file(str(p), endings, accept_empty=len(data_paths) > 1), str(p))
-        for p in data_paths
-    ], notes
+    return notes
 
 
 def summarise_paths(paths: Iterable[Path], root: Path) -> str:

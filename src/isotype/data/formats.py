@@ -8,7 +8,6 @@ pair, or a text.
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from ..config.yaml_text import write_value
 from ..errors import UsageError
 from .bad_rows import EmptyAnswer, RowError
 from .conversations import (
@@ -31,68 +29,55 @@ from .conversations import (
     sharegpt_messages,
     take_pictures,
 )
+from .key_hints import column_hint, list_keys, suggest_key, unknown_row_hint
 from .read import Record
+from .row_keys import (
+    ANSWER_KEYS,
+    CONVERSATION_KEYS,
+    FORMATS,
+    PICTURE_KEYS,
+    PREFERENCE_KEYS,
+    SCORE_KEYS,
+    TURN_KEYS,
+    Columns,
+    FormatName,
+)
 from .verdicts import LEARN_LABELS_FIX, refuse_unwanted_answer
 
-FormatName = Literal[
-    "messages", "sharegpt", "alpaca", "prompt_completion", "preference", "labelled", "text"
-]
-Columns = Mapping[str, str | None] | None
+_LEARN_PAIRS_FIX = "train.objective=dpo learns from pairs (docs/preferences.md)"
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
-    """The keys that a row must have, and those that it may."""
+class JudgedFormat:
+    """A format that only some objectives read.
+
+    keys  the keys by which it is recognised
+    noun  what its rows hold, for messages
+    rows  what its rows must have, for messages
+    fix   which objective reads it
+    """
 
     keys: tuple[str, ...]
-    optional_keys: tuple[str, ...] = ()
+    noun: str
+    rows: str
+    fix: str
 
 
-# of several answers to one prompt, and of their scores: what they are called in RRHF's,
-# UltraFeedback's and distilabel's data
-_ANSWER_KEYS = ("completions", "responses", "generations")
-_SCORE_KEYS = ("scores", "rewards", "ratings")
-# keys beside a conversation that every format of one reads, whatever the objective; a plain text is
-# whole by itself
-_SYSTEM_KEYS = ("system",)
-_TOOL_KEYS = ("tools", "functions")
-_PICTURE_KEYS = ("images", "image")
-CONVERSATION_KEYS = (*_SYSTEM_KEYS, *_TOOL_KEYS, *_PICTURE_KEYS)
-FORMATS: dict[FormatName, Format] = {
-    "messages": Format(("messages",), CONVERSATION_KEYS),
-    "sharegpt": Format(("conversations",), CONVERSATION_KEYS),
-    "alpaca": Format(("instruction", "output"), ("input", "history", *CONVERSATION_KEYS)),
-    "prompt_completion": Format(("prompt", "completion"), CONVERSATION_KEYS),
-    "preference": Format(
-        ("chosen", "rejected"), ("prompt", *_ANSWER_KEYS, *_SCORE_KEYS, *CONVERSATION_KEYS)
+_JUDGED_FORMATS: Mapping[FormatName, JudgedFormat] = {
+    "preference": JudgedFormat(
+        PREFERENCE_KEYS,
+        "pairs of answers",
+        "rows with prompt, chosen and rejected, chosen and rejected conversations, or prompt,"
+        " completions and scores",
+        _LEARN_PAIRS_FIX,
     ),
-    "labelled": Format(("prompt", "completion", "label"), CONVERSATION_KEYS),
-    "text": Format(("text",)),
-}
-# keys of data made for other trainings, or whose meaning a person has to say
-_PREFERENCE_KEYS = ("chosen", "rejected")
-_PAIR_KEYS = (
-    ("question", "answer"), ("question", "response"), ("query", "response"), ("query", "answer"), ("instruction", "response"),
-    ("input", "output"), ("prompt", "response"), ("prompt", "answer"), ("source", "target"),
-)  # fmt: skip
-# what belongs to a question and answer under other names: the keys of Alpaca's format, and what
-# they are called elsewhere
-_PAIR_OPTIONAL_KEYS = {
-    "input": ("input", "context"),
-    "system": ("system", "system_prompt"),
-    "history": ("history",),
-}
-_TURN_KEYS = {"role", "author", "from", "parts"}
-_LEARN_PAIRS_FIX = "train.objective=dpo learns from pairs (docs/preferences.md)"
-# formats of one kind of objective: the keys by which they are told, their name, what to write, and
-# which objective reads them
-_JUDGED_FORMATS: Mapping[FormatName, tuple[tuple[str, ...], str, str, str]] = {
-    "preference": (
-        _PREFERENCE_KEYS, "pairs of answers",
-        "rows with prompt, chosen and rejected, chosen and rejected conversations, or prompt, completions and scores", _LEARN_PAIRS_FIX,
+    "labelled": JudgedFormat(
+        ("label",),
+        "answers with a label",
+        "rows with prompt, completion and label, which is true or false",
+        LEARN_LABELS_FIX,
     ),
-    "labelled": (("label",), "answers with a label", "rows with prompt, completion and label, which is true or false", LEARN_LABELS_FIX),
-}  # fmt: skip
+}
 _LABEL_VALUES: Mapping[Any, bool] = {
     True: True,
     False: False,
@@ -136,53 +121,73 @@ def detect_format(
     *,
     objective_format: FormatName | None = None,
 ) -> tuple[FormatName, str]:
-    """The format of a file from its first row, and why. `objective_format`: the one format of which the run's
-    objective learns.
+    """The format of a file from its first row, and the reason.
+
+    requested         `data.format`
+    objective_format  the one format that the run's objective learns from
+    Raises            UsageError for a format that cannot be used here, RowError for a row of none
     """
     _refuse_table(record)
-    row = renamed_row = rename_columns(record, columns)
-    if objective_format == "preference":
-        row = _pair_from_scores(renamed_row, record.location)
-    if objective_format and (
-        requested not in ("auto", objective_format)
-        or not any(key in row for key in _JUDGED_FORMATS[objective_format][0])
-    ):
-        refuse_other_format(
-            objective_format,
-            (
-                f"{record.location}: the row has {_list_keys(row)}"
-                if requested in ("auto", objective_format)
-                else f"data.format: {requested}"
-            ),
-        )
-    if requested in _JUDGED_FORMATS and not objective_format:
-        raise UsageError(
-            f"data.format: {requested} has no effect: the run learns one answer a row",
-            fix=_JUDGED_FORMATS[requested][3],  # type: ignore[index]  # found among its keys
-        )
-    if objective_format:
-        _require_keys(row, objective_format, record.location)
-        keys = (
-            _JUDGED_FORMATS[objective_format][0]
-            if row is renamed_row
-            else [key for key in (*_ANSWER_KEYS, *_SCORE_KEYS) if key in renamed_row]
-        )
+    row = rename_columns(record, columns)
+    if objective_format is not None:
+        keys = _check_objective_format(row, requested, objective_format, record.location)
         return (
             objective_format,
             f"the first row ({record.location}) has {_describe_keys(keys, columns)}",
         )
+    if requested in _JUDGED_FORMATS:
+        raise UsageError(
+            f"data.format: {requested} has no effect: the run learns one answer a row",
+            fix=_JUDGED_FORMATS[requested].fix,  # type: ignore[index]  # it is one of its keys
+        )
     if requested != "auto":
         _require_keys(row, requested, record.location)
         return requested, f"data.format is {requested}"
+    name = _match_format(row, record.location)
+    keys = FORMATS[name].keys
+    noun = "keys" if len(keys) > 1 else "key"
+    return name, (
+        f"the first row ({record.location}) has the {noun} {_describe_keys(keys, columns)}"
+    )
+
+
+def _check_objective_format(
+    row: dict[str, Any],
+    requested: FormatName | Literal["auto"],
+    objective_format: FormatName,
+    location: str,
+) -> Sequence[str]:
+    """The keys by which a row is recognised as of the objective's format. Raises UsageError for
+    another one.
+    """
+    if objective_format == "preference":
+        checked_row = _pair_from_scores(row, location)
+    else:
+        checked_row = row
+    format_keys = _JUDGED_FORMATS[objective_format].keys
+    if requested not in ("auto", objective_format):
+        refuse_other_format(objective_format, f"data.format: {requested}")
+    if not any(key in checked_row for key in format_keys):
+        refuse_other_format(objective_format, f"{location}: the row has {list_keys(checked_row)}")
+    _require_keys(checked_row, objective_format, location)
+    if checked_row is row:
+        return format_keys
+    return [key for key in (*ANSWER_KEYS, *SCORE_KEYS) if key in row]
+
+
+def _match_format(row: Mapping[str, Any], location: str) -> FormatName:
+    """The only format whose keys the row has, for objectives that learn every answer. Raises
+    UsageError.
+    """
     matches = [
         name
         for name, row_format in FORMATS.items()
-        if name not in _JUDGED_FORMATS and all(key in row for key in row_format.keys)
+        if name not in _JUDGED_FORMATS and row.keys() >= set(row_format.keys)
     ]
-    preferences = [key for key in _PREFERENCE_KEYS if key in row]
+    preferences = [key for key in PREFERENCE_KEYS if key in row]
     if len(preferences) == 2 or (preferences and not matches):
         raise UsageError(
-            f"{record.location}: the row has {' and '.join(preferences)}: preference pairs, and a run"
+            f"{location}: the row has {' and '.join(preferences)}: preference pairs, and a run"
             " learns one answer a row",
             fix=(
                 f"{_LEARN_PAIRS_FIX}; to learn the chosen answers alone: data.columns: {{completion:"
@@ -192,11 +197,11 @@ def detect_format(
     if len(matches) > 1:
         names = " and ".join(", ".join(FORMATS[name].keys) for name in matches)
         raise UsageError(
-            f"{record.location}: the row has {names}: set data.format to {' or '.join(matches)}"
+            f"{location}: the row has {names}: set data.format to {' or '.join(matches)}"
         )
     if "role" in row and matches in ([], ["text"]):
         raise RowError(
-            f"{record.location}: the row has {_list_keys(row)}: one turn of a conversation, and a row"
+            f"{location}: the row has {list_keys(row)}: one turn of a conversation, and a row"
             " holds a whole one",
             fix=(
                 '{"messages": [{"role": "user", "content": ...}, ...]}; data.format: text learns'
@@ -204,15 +209,8 @@ def detect_format(
             ),
         )
     if not matches:
-        raise RowError(f"{record.location}: {_unknown_row_hint(row)}")
-    keys = FORMATS[matches[0]].keys
-    return (
-        matches[0],
-        (
-            f"the first row ({record.location}) has the {'keys' if len(keys) > 1 else 'key'}"
-            f" {_describe_keys(keys, columns)}"
-        ),
-    )
+        raise RowError(f"{location}: {unknown_row_hint(row)}")
+    return matches[0]
 
 
 def _refuse_table(record: Record) -> None:
@@ -233,17 +231,15 @@ def _refuse_table(record: Record) -> None:
 
 def refuse_other_format(objective_format: FormatName, subject: str) -> NoReturn:
     """Raises UsageError for data of another format in a run whose objective learns from `objective_format`."""
-    _, name, rows, _ = _JUDGED_FORMATS[objective_format]
+    expected = _JUDGED_FORMATS[objective_format]
     other_objectives = "; ".join(
-        learns
-        for row_format, (*_, learns) in _JUDGED_FORMATS.items()
-        if row_format != objective_format
+        other.fix for name, other in _JUDGED_FORMATS.items() if name != objective_format
     )
     raise UsageError(
-        f"{subject}, and train.objective learns from {name}",
+        f"{subject}, and train.objective learns from {expected.noun}",
         fix=(
-            f"{rows}; data.columns names keys that are called otherwise; train.objective: sft"
-            f" learns answers; {other_objectives}"
+            f"{expected.rows}; data.columns names keys that are called otherwise; train.objective:"
+            f" sft learns answers; {other_objectives}"
         ),
     )
 
@@ -293,7 +289,7 @@ def rename_columns(record: Record, columns: Columns) -> dict[str, Any]:
             )
         if column not in record.value:
             raise RowError(
-                f"{record.location}: no key {column!r}{_column_hint(key, column, record.value)}"
+                f"{record.location}: no key {column!r}{column_hint(key, column, record.value)}"
             )
         row[key] = record.value[column]
     return row
@@ -304,9 +300,9 @@ def _pair_from_scores(row: dict[str, Any], location: str) -> dict[str, Any]:
     and the first of those with the lowest.
     """
     answers, scores = (
-        next((key for key in names if key in row), "") for names in (_ANSWER_KEYS, _SCORE_KEYS)
+        next((key for key in names if key in row), "") for names in (ANSWER_KEYS, SCORE_KEYS)
     )
-    if not answers or not scores or any(key in row for key in _PREFERENCE_KEYS):
+    if not answers or not scores or any(key in row for key in PREFERENCE_KEYS):
         return row
     answer_list, score_list = (
         parse_json_cell(row[key], f"{location}: {key}") for key in (answers, scores)
@@ -413,9 +409,9 @@ def _add_pictures(
         sides = (example, example.rejected)
         turns = [turn for side in sides if side is not None for turn in side.messages or ()]
         in_turns = any(not isinstance(turn["content"], str) for turn in turns)
-        if in_turns or _has_any_key(row, _PICTURE_KEYS):
+        if in_turns or _has_any_key(row, PICTURE_KEYS):
             raise RowError(
-                f"{record.location}: pictures in {_JUDGED_FORMATS[name][1]} are not offered",
+                f"{record.location}: pictures in {_JUDGED_FORMATS[name].noun} are not offered",
                 fix="train.objective: sft learns rows with pictures",
             )
         return example
@@ -446,11 +442,11 @@ def _preference_example(row: Mapping[str, Any], location: str) -> Example:
     begin belong to the prompt; a prompt that these turns have already is not added again.
     """
     prompt, chosen, rejected = (
-        _turns_or_text(row.get(key), f"{location}: {key}") for key in ("prompt", *_PREFERENCE_KEYS)
+        _turns_or_text(row.get(key), f"{location}: {key}") for key in ("prompt", *PREFERENCE_KEYS)
     )
     if chosen == rejected and chosen:
         raise RowError(f"{location}: chosen and rejected are the same: the pair teaches nothing")
-    for key, value in zip(_PREFERENCE_KEYS, (chosen, rejected)):
+    for key, value in zip(PREFERENCE_KEYS, (chosen, rejected)):
         if not value:
             raise EmptyAnswer(f"{location}: {key} is empty: the row has no target")
     if isinstance(chosen, list) and isinstance(rejected, list):
@@ -482,7 +478,7 @@ def _preference_example(row: Mapping[str, Any], location: str) -> Example:
     conversation_values = {key: row.get(key) for key in CONVERSATION_KEYS}
     sides = {
         key: {**conversation_values, "prompt": prompt, key: value}
-        for key, value in zip(_PREFERENCE_KEYS, (chosen, rejected))
+        for key, value in zip(PREFERENCE_KEYS, (chosen, rejected))
     }
     return replace(
         _pair_example(sides["chosen"], location, "chosen"),
@@ -544,7 +540,7 @@ def _turns_or_text(value: Any, path: str) -> Any:
         return value
     turns = parse_json_cell(value, path)
     is_list = isinstance(turns, list) and turns and all(isinstance(turn, dict) for turn in turns)
-    if is_list and any((_TURN_KEYS | {"content"}) & turn.keys() for turn in turns):
+    if is_list and any((TURN_KEYS | {"content"}) & turn.keys() for turn in turns):
         return turns
     return value
 
@@ -594,109 +590,8 @@ def _require_keys(row: Mapping[str, Any], name: FormatName, location: str) -> No
             " format"
         )
     raise RowError(
-        f"{location}: no key {missing!r}{_suggest_key(missing, row)} (the file is read as {name})"
+        f"{location}: no key {missing!r}{suggest_key(missing, row)} (the file is read as {name})"
     )
-
-
-def _unknown_row_hint(row: Mapping[str, Any]) -> str:
-    """What is said of a row with the keys of no format: what to write in `data.columns`, or which
-    key may be meant.
-    """
-    plain = {key.strip().casefold(): key for key in row if isinstance(key, str)}
-    for row_format in FORMATS.values():
-        if all(key in plain for key in row_format.keys):
-            columns = {
-                key: plain[key]
-                for key in row_format.keys + row_format.optional_keys
-                if plain.get(key, key) != key
-            }
-            return (
-                f"keys are in small letters, without blanks: data.columns: {write_value(columns)}"
-            )
-    for question, answer in _PAIR_KEYS:
-        if question in row and answer in row:
-            optional = {
-                key: name
-                for key, names in _PAIR_OPTIONAL_KEYS.items()
-                for name in names
-                if name in row and name not in (question, answer)
-            }
-            pair = ("instruction", "output") if optional else ("prompt", "completion")
-            columns = {
-                key: name
-                for key, name in {pair[0]: question, pair[1]: answer, **optional}.items()
-                if key != name
-            }
-            also = f" beside {', '.join(optional.values())}" if optional else ""
-            return (
-                f"the row has {question} and {answer}{also}; if these are question and answer:"
-                f" data.columns: {write_value(columns)}"
-            )
-    lists = [
-        key
-        for key, value in row.items()
-        if isinstance(value, list) and value and isinstance(value[0], dict)
-    ]
-    turns = [key for key in lists if _TURN_KEYS & row[key][0].keys()]
-    known_keys = {key for row_format in FORMATS.values() for key in row_format.keys}
-    candidates = [
-        key
-        for key in row
-        if key not in known_keys
-        and (key not in lists or key in turns)
-        and not isinstance(row[key], dict)
-    ]
-    for row_format in FORMATS.values():
-        for key in row_format.keys:
-            if close := _close_keys(key, candidates, row):
-                return f"{close[0]}: unknown key, did you mean {key}?"
-    for row_format in FORMATS.values():
-        for key, missing in zip(row_format.keys, row_format.keys[::-1]):
-            if key in row and missing not in row:
-                return f"the row has {key} but no {missing}"
-    if turns:
-        return f"{turns[0]} is a list of turns: data.columns: {{messages: {turns[0]}}}"
-    if lists:
-        return (
-            f"no known format in the keys; {lists[0]} is a list of objects: if these are the rows,"
-            " give a file that is that list alone"
-        )
-    return (
-        f"no known format in the keys ({_list_keys(row)}): use messages, or prompt and completion, or"
-        " text, or name them in data.columns"
-    )
-
-
-def _close_keys(key: str, candidates: Sequence[str], row: Mapping[str, Any]) -> list[str]:
-    """The key that is written most like one of a format, if its value can be what the format has
-    there: `message` is no `messages`.
-    """
-    turns = key in ("messages", "conversations")
-    can_be = [
-        other
-        for other in candidates
-        if not turns or isinstance(row[other], list) or str(row[other]).lstrip().startswith("[")
-    ]
-    return difflib.get_close_matches(key, can_be, n=1, cutoff=0.75)
-
-
-def _column_hint(ours: str, theirs: str, row: Mapping[str, Any]) -> str:
-    """What to write in `data.columns` in place of a name that the row lacks."""
-    close = difflib.get_close_matches(
-        theirs.lower(), [key for key in row if isinstance(key, str)], n=1, cutoff=0.75
-    )
-    if close:
-        return f", but {close[0]!r}: data.columns.{ours}: {close[0]}"
-    return f" (data.columns.{ours}) among {_list_keys(row)}"
-
-
-def _list_keys(row: Mapping[str, Any]) -> str:
-    return ", ".join(list(row)[:6]) or "none"
-
-
-def _suggest_key(key: str, row: Mapping[str, Any]) -> str:
-    close = _close_keys(key, list(row), row)
-    return f", but {close[0]!r}: did you mean {key}?" if close else ""
 
 
 def _check_answer(value: Any, key: str, location: str) -> str:

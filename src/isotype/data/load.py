@@ -30,11 +30,12 @@ from .cache import (
 from .chat import chat_template
 from .encode import Encoder, Tally
 from .facts import MIN_ROWS_TO_HOLD_OUT, collect_tallies, data_facts, data_notes, eval_set_sizes
-from .formats import Example, FormatName
+from .formats import Example
 from .pairs import Encoded, complete_pairs, label_note, pair_digests, pair_facts, pair_notes
 from .pictures import Pictures
 from .progress import track_progress
 from .prompts import SAMPLES, example_prompts, text_prompt
+from .row_keys import FormatName
 from .rows import LoadedData, Row, SamplePrompt, Share
 from .sources import Source, open_source, refuse_duplicate_files
 from .tokens import TokenRows, TokenWriter, choose_held_out, pack_rows
@@ -53,31 +54,22 @@ def load_data(
 ) -> LoadedData:
     """Reads, checks, tokenises and splits the data of a run.
 
-    data       the data section
-    tokenizer  the model's
-    seed       of the held-out share
-    pictures   of a vision-language model: its processor reads those of the rows
-    objective_format  the one format of which the objective learns. A preference pair becomes two rows,
-               which stay together; a limit counts pairs
-    ->         rows, prompts, facts
-    Raises     UsageError naming file, line and key
+    data              the data section
+    tokenizer         the model's
+    seed              of the held-out share
+    objective_format  the one format of which the objective learns. A preference pair becomes two
+                      rows, which stay together; a limit counts pairs
+    pictures          of a vision-language model: its processor reads those of the rows
+    ->                rows, prompts, facts
+    Raises            UsageError naming file, line and key
     """
     if data.train is None:
         raise UsageError(
             "data.train is not set: give a file (.jsonl, .csv, .parquet, .txt, ...), a folder,"
             " hf:NAME or stdlib"
         )
-    needs_answer = data.loss_on == "assistant"
-    sources = [
-        open_source(spec, needs_answer=needs_answer, only=objective_format, streaming=data.stream)
-        for spec in source_specs(data, "train")
-    ]
-    eval_sources = [
-        open_source(spec, needs_answer=needs_answer, only=objective_format)
-        for spec in source_specs(data, "eval")
-    ]
-    refuse_duplicate_files(sources)
-    refuse_duplicate_files(eval_sources)
+    sources = _open_sources(data, "train", objective_format)
+    eval_sources = _open_sources(data, "eval", objective_format)
     encoder = build_encoder(data, tokenizer, sources + eval_sources, pictures)
     if data.stream:
         from .stream import load_stream
@@ -89,15 +81,18 @@ def load_data(
         evaluation = _tokenize_sources(eval_sources, encoder, data)
         return load_stream(data, sources, eval_sources, evaluation, encoder, seed=seed)
 
-    pairs = objective_format == "preference"
-    rows_per_example = 2 if pairs else 1
+    rows_per_example = 2 if objective_format == "preference" else 1
     train, evaluation = (
-        _limit_rows(_tokenize_sources(of, encoder, data), data.limit, of, rows_per_example)
-        for of in (sources, eval_sources)
+        _limit_rows(
+            _tokenize_sources(side_sources, encoder, data),
+            data.limit,
+            side_sources,
+            rows_per_example,
+        )
+        for side_sources in (sources, eval_sources)
     )
     tallies, total = collect_tallies([train, evaluation], refuse=data.on_bad_row == "error")
-    was_held_out = not eval_sources
-    if was_held_out:
+    if not eval_sources:
         train, evaluation = _hold_out(train, data.eval_split, seed, rows_per_example)
     if not len(train):
         reason = "; ".join([*tallies[0].dropped, *total.bad.kinds]) or "no rows"
@@ -107,49 +102,74 @@ def load_data(
     packed = pack_rows(train, data.max_length) if data.packing else None
     files = _file_facts(sources, train), _file_facts(eval_sources, evaluation)
     facts = data_facts(
-        data, encoder, [train, evaluation], tallies, total, files, held_out=was_held_out
+        data, encoder, [train, evaluation], tallies, total, files, held_out=not eval_sources
     )
-    facts |= {
-        "packing": packed.facts() if packed else None,
-        "mix": _mix_facts(sources, train, shares),
-    }
+    facts["packing"] = packed.facts() if packed else None
+    facts["mix"] = _mix_facts(sources, train, shares)
     has_pictures = bool(train.has_pictures.any() or evaluation.has_pictures.any())
     if has_pictures and pictures is not None:
         facts["pictures"] = pictures.settings() | {
             "rows": int(train.has_pictures.sum()),
             "eval_rows": int(evaluation.has_pictures.sum()),
         }
-    for side, rows_of_side in (("train", train), ("eval", evaluation)) if pairs else ():
-        facts[side] |= pair_facts(rows_of_side)
-    source_notes = [note for s in sources + eval_sources for note in s.notes] + (
-        pair_notes(facts["train"]) if pairs else []
-    )
-    if objective_format == "labelled":
-        source_notes.append(label_note(train))
-    facts["notes"] = source_notes + data_notes(facts, encoder, total)
+    facts["notes"] = [note for source in sources + eval_sources for note in source.notes]
+    facts["notes"] += _add_objective_facts(facts, train, evaluation, objective_format)
+    facts["notes"] += data_notes(facts, encoder, total)
     if len(evaluation):
-        shown = evaluation
-        of = eval_sources or sources
+        sampled_rows = evaluation
+        sampled_sources = eval_sources or sources
     else:
-        shown = train
-        of = sources
+        sampled_rows = train
+        sampled_sources = sources
+    examples = sampled_rows.select(slice(None, None, rows_per_example))
     rows: Sequence[Row] = train
     if packed:
         rows = packed
         shares = packed.shares(shares)
-    template = encoder.template.text if encoder.template else None
-    prompts = _sample_prompts(shown.select(slice(None, None, rows_per_example)), of, encoder)
     return LoadedData(
         rows,
         evaluation,
-        prompts,
-        template,
+        _sample_prompts(examples, sampled_sources, encoder),
+        encoder.template.text if encoder.template else None,
         facts,
         shares,
         bad_rows=total.bad.listed,
         eval_sets=eval_set_sizes(eval_sources, evaluation),
         pictures=pictures if has_pictures else None,
     )
+
+
+def _open_sources(
+    data: DataSection, side: str, objective_format: FormatName | None
+) -> list[Source]:
+    """The sources of `data.train` or `data.eval`. Raises UsageError for a file that two share."""
+    sources = [
+        open_source(
+            spec,
+            needs_answer=data.loss_on == "assistant",
+            objective_format=objective_format,
+            streaming=data.stream and side == "train",
+        )
+        for spec in source_specs(data, side)
+    ]
+    refuse_duplicate_files(sources)
+    return sources
+
+
+def _add_objective_facts(
+    facts: dict[str, Any],
+    train: TokenRows,
+    evaluation: TokenRows,
+    objective_format: FormatName | None,
+) -> list[str]:
+    """Adds the facts of preference pairs to both sides; returns notes on pairs or labels."""
+    if objective_format == "preference":
+        facts["train"] |= pair_facts(train)
+        facts["eval"] |= pair_facts(evaluation)
+        return pair_notes(facts["train"])
+    if objective_format == "labelled":
+        return [label_note(train)]
+    return []
 
 
 def build_encoder(
@@ -252,7 +272,7 @@ def encode_source(source: Source, encoder: Encoder, writer: TokenWriter) -> dict
 
     examples_read = 0
     encoded = encoder.rows(track_examples(), tally)
-    if source.only == "preference":
+    if source.objective_format == "preference":
         groups: Iterator[tuple[Encoded, ...]] = complete_pairs(encoded, tally)
     else:
         groups = ((row,) for row in encoded)

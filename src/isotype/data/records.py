@@ -212,66 +212,108 @@ def read_csv(path: Path, name: str, *, skip: int = 0) -> Iterator[Record]:
     """Rows of a CSV or TSV file with a header. A row with more or fewer cells than the header is a
     record that says so.
     """
-    wrong: str | None = None  # of the row being read
+    table = _Table(path, name)
+    for line, cells, error in table.rows():
+        # a blank line, or `;;` as spreadsheets write it
+        if not error and not any(cell.strip() for cell in cells):
+            continue
+        if skip:
+            skip -= 1
+            continue
+        error = error or _cell_count_error(cells, table.header)
+        if error:
+            yield Record(name, line, None, error=error)
+        else:
+            # spreadsheets end rows in empty columns
+            columns = zip(table.header, cells, strict=True)
+            row = {column: cell for column, cell in columns if column or cell}
+            yield Record(name, line, row)
+    if not table.header:
+        raise NoRows(f"{name}: the file holds no header")
 
-    def lines() -> Iterator[str]:
-        nonlocal wrong
-        for number, offset, raw in raw_lines(path, name):
-            line, bad = decode_line(raw, file=name, offset=offset)
-            if bad and number == 1:
-                raise UsageError(f"{name}:1: {bad[0]}", fix=bad[1])
-            wrong = wrong or ": ".join(bad or ()) or None
+
+class _Table:
+    """A CSV or TSV file. `header`: the names of its columns, once its first row is read."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.path = path
+        self.name = name
+        self.header: list[str] = []
+        self._row_error: str | None = None  # the first in the lines of the row that is being read
+
+    def rows(self) -> Iterator[tuple[int, list[str], str | None]]:
+        """For each row below the header: its line, its cells, and what is wrong with it, or None.
+
+        Raises  UsageError where the file cannot be read on
+        """
+        csv.field_size_limit(_MAX_CELL_CHARACTERS)
+        lines = self._lines()
+        first = next(lines, "")
+        delimiter = _find_delimiter(self.path, first)
+        rows = csv.reader(chain([first], lines), delimiter=delimiter, strict=True)
+        line = 1
+        while True:
+            cells: list[str] = []
+            try:
+                cells = next(rows)
+            except StopIteration:
+                return
+            except csv.Error as error:  # the reader goes on with the next line
+                self._refuse_header_or_open_quote(error, line, rows.line_num)
+                self._row_error = self._row_error or f"broken CSV: {error}"
+            if self.header:
+                yield line, cells, self._row_error
+            elif cells:
+                self.header = _check_header(cells, self.name)
+            line = rows.line_num + 1
+            self._row_error = None
+
+    def _refuse_header_or_open_quote(self, error: csv.Error, line: int, last_line: int) -> None:
+        """Raises UsageError for a broken header, and for a cell that ran on into the rows below."""
+        if not self.header:
+            raise UsageError(f"{self.name}:{line}: broken CSV: {error}") from None
+        if last_line > line or "unexpected end of data" in str(error):
+            raise UsageError(
+                f"{self.name}:{line}: a quote opens a cell and is not closed, or not doubled"
+                " inside it"
+            ) from None
+
+    def _lines(self) -> Iterator[str]:
+        for number, offset, raw in raw_lines(self.path, self.name):
+            line, problem = decode_line(raw, file=self.name, offset=offset)
+            if problem and number == 1:
+                raise UsageError(f"{self.name}:1: {problem[0]}", fix=problem[1])
+            if problem and not self._row_error:
+                self._row_error = ": ".join(problem)
             yield line
 
-    csv.field_size_limit(_MAX_CELL_CHARACTERS)
-    source = lines()
-    first = next(source, "")
-    # a comma, or what a header without one is divided by: semicolons in many spreadsheets, tabs,
-    # vertical bars
+
+def _find_delimiter(path: Path, header: str) -> str:
+    """A comma, or what divides a header without one: semicolons in many spreadsheets, tabs,
+    vertical bars.
+    """
     if file_suffix(path) == ".tsv":
-        delimiter = "\t"
-    else:
-        delimiter = next((mark for mark in ",;\t|" if mark in first), ",")
-    rows = csv.reader(chain([first], source), delimiter=delimiter, strict=True)
-    header: list[str] | None = None
-    begins = 1
-    while True:
-        cells: list[str] = []
-        try:
-            cells = next(rows)
-        except StopIteration:
-            break
-        except csv.Error as error:  # the reader goes on with the next line
-            if header is None:
-                raise UsageError(f"{name}:{begins}: broken CSV: {error}") from None
-            # its cell ran on into the rows below
-            if rows.line_num > begins or "unexpected end of data" in str(error):
-                raise UsageError(
-                    f"{name}:{begins}: a quote opens a cell and is not closed, or not doubled"
-                    " inside it"
-                ) from None
-            wrong = wrong or f"broken CSV: {error}"
-        if header is None and cells:
-            header = [column_name(cell) for cell in cells]
-            if doubled := _find_duplicate([column for column in header if column]):
-                raise UsageError(f"{name}:1: the column {doubled!r} is named twice")
-        # else a blank line, or `;;` as spreadsheets write it
-        elif header is not None and (any(cell.strip() for cell in cells) or wrong):
-            if not wrong and len(cells) != len(header):
-                than = "more than" if len(cells) > len(header) else "fewer than"
-                if len(cells) > len(header):
-                    hint = "; quote a cell that holds the delimiter"
-                else:
-                    hint = ""
-                wrong = f"{len(cells)} cells, {than} the header's {len(header)}{hint}"
-            if not skip:
-                # spreadsheets end rows in empty columns
-                row = {column: cell for column, cell in zip(header, cells) if column or cell}
-                yield Record(name, begins, None if wrong else row, error=wrong)
-            skip = max(0, skip - 1)
-        begins, wrong = rows.line_num + 1, None
-    if header is None:
-        raise NoRows(f"{name}: the file holds no header")
+        return "\t"
+    return next((mark for mark in ",;\t|" if mark in header), ",")
+
+
+def _check_header(cells: Sequence[str], name: str) -> list[str]:
+    """The columns' names. Raises UsageError for one that is there twice."""
+    header = [column_name(cell) for cell in cells]
+    if duplicate := _find_duplicate([column for column in header if column]):
+        raise UsageError(f"{name}:1: the column {duplicate!r} is named twice")
+    return header
+
+
+def _cell_count_error(cells: Sequence[str], header: Sequence[str]) -> str | None:
+    if len(cells) > len(header):
+        return (
+            f"{len(cells)} cells, more than the header's {len(header)}; quote a cell that holds the"
+            " delimiter"
+        )
+    if len(cells) < len(header):
+        return f"{len(cells)} cells, fewer than the header's {len(header)}"
+    return None
 
 
 def read_parquet(path: Path, name: str, *, skip: int = 0) -> Iterator[Record]:

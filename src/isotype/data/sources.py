@@ -29,7 +29,6 @@ from .bad_rows import BadRow, RowError
 from .files import TRAIN_SPLITS, File, find_files, is_saved_dataset, summarise_paths
 from .formats import (
     Example,
-    FormatName,
     check_example,
     detect_format,
     ignored_keys,
@@ -37,6 +36,7 @@ from .formats import (
 )
 from .read import NoRows, Record, file_suffix, is_prose, looks_like_json, sha256
 from .records import read_records, remove_inner_nulls
+from .row_keys import FormatName
 from .stdlib import stdlib_pairs
 
 _SAMPLED_ROWS = 64  # rows from whose first sound one the format is taken
@@ -46,14 +46,14 @@ _SAMPLED_ROWS = 64  # rows from whose first sound one the format is taken
 class Source:
     """One entry of data.train or data.eval, found and looked at, not yet read.
 
-    only      the one format of which the objective learns
-    forms     format and reason of each part, in order
-    ignored   keys that nothing reads, counted while reading
+    objective_format  the one format that the objective learns from
+    forms             format and reason of each part, in order
+    ignored           keys that nothing reads, counted while reading
     """
 
     spec: SourceSpec
     needs_answer: bool
-    only: FormatName | None = None
+    objective_format: FormatName | None = None
     forms: list[tuple[FormatName, str]] = field(default_factory=list)
     ignored: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
@@ -122,7 +122,9 @@ class Source:
             try:
                 requested: Any = self.spec.format  # config.sources checked it
                 self.forms.append(
-                    detect_format(record, requested, self.spec.columns, objective_format=self.only)
+                    detect_format(
+                        record, requested, self.spec.columns, objective_format=self.objective_format
+                    )
                 )
             # another row may be valid; if none is, the error of the first row is raised
             except RowError as error:
@@ -199,8 +201,8 @@ class FileSource(Source):
                     " learns it as it is"
                 ),
             )
-        if self.only:
-            refuse_other_format(self.only, f"{file.name}: plain text")
+        if self.objective_format:
+            refuse_other_format(self.objective_format, f"{file.name}: plain text")
         if self.spec.format not in ("auto", "text"):
             raise UsageError(
                 f"{file.name}: data.format is {self.spec.format}, but a {file.path.suffix} file is"
@@ -262,9 +264,9 @@ class StdlibSource(Source):
     """`stdlib`: questions and answers from the docstrings of the Python that runs this."""
 
     def __post_init__(self) -> None:
-        if self.only:
+        if self.objective_format:
             refuse_other_format(
-                self.only, "data.train: stdlib holds questions with one answer each"
+                self.objective_format, "data.train: stdlib holds questions with one answer each"
             )
         if self.spec.format not in ("auto", "messages"):
             raise UsageError(
@@ -423,17 +425,21 @@ def require_source(spec: SourceSpec) -> None:
 
 
 def open_source(
-    spec: SourceSpec, *, needs_answer: bool, only: FormatName | None = None, streaming: bool = False
+    spec: SourceSpec,
+    *,
+    needs_answer: bool,
+    objective_format: FormatName | None = None,
+    streaming: bool = False,
 ) -> Source:
     """Finds what a name means and looks at its first rows. Raises UsageError naming file, line and
     key.
     """
     if spec.name == STDLIB:
-        return StdlibSource(spec, needs_answer, only)
+        return StdlibSource(spec, needs_answer, objective_format)
     if spec.name.startswith(HUB) or is_saved_dataset(spec.name):
-        return HubSource(spec, needs_answer, only, streaming=streaming)
+        return HubSource(spec, needs_answer, objective_format, streaming=streaming)
     files, notes = find_files(spec)
-    source = FileSource(spec, needs_answer, only, files=files)
+    source = FileSource(spec, needs_answer, objective_format, files=files)
     source.notes += notes
     return source
 

@@ -130,26 +130,45 @@ def _convert_method(draft: Draft, source_key: SourceKey) -> None:
 def refusal_reason(source: Source) -> str | None:
     """Why this source's method is not offered, or None."""
     methods = [source_key for source_key in source.keys if source_key.name == "trl_method"]
-    sft = source.called_names & {"SFTTrainer", "SFTConfig"}
+    sft_classes = source.called_names & {"SFTTrainer", "SFTConfig"}
+    reason = (
+        _refused_class(source)
+        or _command_line_reason(source)
+        or _refused_model_class(source, has_method=bool(methods))
+    )
+    if reason:
+        return reason
+    if len(methods) + bool(sft_classes) > 1:
+        names = [source_key.name_in_file for source_key in methods]
+        return (
+            f"several trainings in one file ({', '.join([*names, *sorted(sft_classes)])}): a"
+            " configuration is one of them"
+        )
+    if methods:
+        return _refused_loss(methods[0], source)
+    return _refused_command(source) or _refused_key(source)
+
+
+_TRAINERS = {
+    "Trainer",
+    "SFTTrainer",
+    "UnslothTrainer",
+    "Seq2SeqTrainer",
+    "PatchDPOTrainer",
+    "PatchKTOTrainer",
+}
+
+
+def _refused_class(source: Source) -> str | None:
+    """The reason of a program that calls a trainer or model which is not offered."""
     for name in sorted(source.called_names):
-        if found := _OTHER_METHOD_CLASS.match(name):
+        if match := _OTHER_METHOD_CLASS.match(name):
             return (
-                f"{found[1]} is not offered: Isotype trains causal language models on given answers"
+                f"{match[1]} is not offered: Isotype trains causal language models on given answers"
                 " (SFT) and on preferences"
             )
-        plain = name in (
-            "Trainer",
-            "SFTTrainer",
-            "UnslothTrainer",
-            "Seq2SeqTrainer",
-            "PatchDPOTrainer",
-            "PatchKTOTrainer",
-        )
-        if (
-            name.endswith("Trainer")
-            and not plain
-            and name.removesuffix("Trainer").lower() not in _LOSSES
-        ):
+        is_trainer = name.endswith("Trainer") and name not in _TRAINERS
+        if is_trainer and name.removesuffix("Trainer").lower() not in _LOSSES:
             return (
                 f"{name} is a trainer of its own: isotype.optimize(model) and `isotype doctor"
                 " trace` work with it as it is"
@@ -158,63 +177,76 @@ def refusal_reason(source: Source) -> str | None:
             return f"{name}: `isotype train` with a picture model (docs/diffusion.md)"
         if name.endswith("ForConditionalGeneration"):
             return f"{name}: only causal language models without pictures are trained"
-    parsed = source.called_names & {"HfArgumentParser", "TrlParser"}
-    if parsed and not any(
-        re.match(
-            r"(Training|SFT|DPO|KTO|ORPO|CPO|Reward)(Arguments|Config)\b.", source_key.name_in_file
-        )
-        for source_key in source.keys
-    ):
-        return (
-            f"takes its settings from its command line ({', '.join(sorted(parsed))}): give the"
-            " shell script or the YAML file that starts it"
-        )
-    known = any(
-        "CausalLM" in name
-        or name in _VISION_MODEL_CLASSES
-        or name in ("SFTTrainer", "SFTConfig")
-        or name.startswith("Fast")
-        for name in source.called_names
-    )
-    if not methods and not known:
-        for name in sorted(source.called_names):
-            if (
-                (found := _OTHER_MODEL_CLASS.match(name))
-                and name not in ("LoraConfig",)
-                and "Collator" not in name
-            ):
-                return f"{name}: only causal language models are trained"
-    if len(methods) + bool(sft) > 1:
-        named = ", ".join([*(source_key.name_in_file for source_key in methods), *sorted(sft)])
-        return f"several trainings in one file ({named}): a configuration is one of them"
-    if methods:
-        losses = _LOSSES[str(methods[0].value)]
-        loss = _loss_name(source.get("loss_type"))
-        if loss and loss not in losses:
-            offered = ", ".join(word for word in losses if word) or "its only loss"
-            return f"{methods[0].name_in_file}: loss_type: {loss} is not offered: {offered} is"
+    return None
+
+
+_ARGUMENTS_CALL = re.compile(r"(Training|SFT|DPO|KTO|ORPO|CPO|Reward)(Arguments|Config)\b.")
+
+
+def _command_line_reason(source: Source) -> str | None:
+    """The reason of a program that parses a command line and sets no argument itself."""
+    parsers = source.called_names & {"HfArgumentParser", "TrlParser"}
+    if not parsers or any(_ARGUMENTS_CALL.match(key.name_in_file) for key in source.keys):
         return None
-    word = source.method.split(" ")[0]
-    if word in ("grpo", "rloo", "prm"):
-        return (
-            f"trl {word} is not offered: Isotype trains on given answers (SFT) and on preferences"
-        )
-    if found := re.search(
-        r"\b(dpo|grpo|kto|orpo|cpo|reward_modeling|rloo|ppo)\w*\.py", source.method
-    ):
-        return (
-            f"{found[0]} is not offered: Isotype trains on given answers (SFT) and on preferences"
-        )
+    return (
+        f"takes its settings from its command line ({', '.join(sorted(parsers))}): give the"
+        " shell script or the YAML file that starts it"
+    )
+
+
+def _is_text_class(name: str) -> bool:
+    """Whether a program that calls this name trains a model that is offered."""
+    if name in _VISION_MODEL_CLASSES or name in ("SFTTrainer", "SFTConfig"):
+        return True
+    return "CausalLM" in name or name.startswith("Fast")
+
+
+def _refused_model_class(source: Source, *, has_method: bool) -> str | None:
+    """The reason of a program whose model is of another kind."""
+    if has_method or any(map(_is_text_class, source.called_names)):
+        return None
+    for name in sorted(source.called_names):
+        if name == "LoraConfig" or "Collator" in name:
+            continue
+        if _OTHER_MODEL_CLASS.match(name):
+            return f"{name}: only causal language models are trained"
+    return None
+
+
+def _refused_loss(method: SourceKey, source: Source) -> str | None:
+    """The reason of a preference method whose loss is not offered."""
+    losses = _LOSSES[str(method.value)]
+    loss = _loss_name(source.get("loss_type"))
+    if not loss or loss in losses:
+        return None
+    offered = ", ".join(filter(None, losses)) or "its only loss"
+    return f"{method.name_in_file}: loss_type: {loss} is not offered: {offered} is"
+
+
+def _refused_command(source: Source) -> str | None:
+    """The reason of a command line or script of another method."""
+    offered = "Isotype trains on given answers (SFT) and on preferences"
+    command = source.method.split(" ")[0]
+    if command in ("grpo", "rloo", "prm"):
+        return f"trl {command} is not offered: {offered}"
+    script = re.search(r"\b(dpo|grpo|kto|orpo|cpo|reward_modeling|rloo|ppo)\w*\.py", source.method)
+    if script:
+        return f"{script[0]} is not offered: {offered}"
+    return None
+
+
+def _refused_key(source: Source) -> str | None:
+    """The reason of a key that belongs to another method."""
     if source_key := source.has(*_PREFERENCE_KEYS):
-        where = f"line {source_key.line}: {source_key.name_in_file or source_key.name}"
         return (
-            f"{where} belongs to a preference or reward method, which the file does not name: give"
-            " the command or program that starts it"
+            f"line {source_key.line}: {source_key.name_in_file or source_key.name} belongs to a"
+            " preference or reward method, which the file does not name: give the command or"
+            " program that starts it"
         )
     if source_key := source.has("auto_model"):
         return (
-            f"line {source_key.line}: {source_key.name_in_file}: auto_model names another class than a causal"
-            " language model's"
+            f"line {source_key.line}: {source_key.name_in_file}: auto_model names another class"
+            " than a causal language model's"
         )
     if source.has("predict_with_generate", "generation_num_beams"):
         return (

@@ -16,8 +16,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ...data.formats import FormatName
 from ...data.pairs import Answer, Labelled
+from ...data.row_keys import FormatName
 from ...data.rows import LoadedData
 from ...data.tokens import TokenRows
 from ...distributed.world import World

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ...config.schema import RunConfig
-from ...data.formats import FormatName
 from ...data.pictures import Pictures
+from ...data.row_keys import FormatName
 from ...data.rows import LoadedData
 from ...distributed.world import World
 from ...environment.planned import planned_device_type

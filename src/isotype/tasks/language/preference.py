@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from ...config.kind import REFERENCE_OBJECTIVES
 from ...config.schema import PreferenceSection, RunConfig
-from ...data.formats import FormatName
 from ...data.pairs import Labelled, Pairs
 from ...data.progress import track_progress
+from ...data.row_keys import FormatName
 from ...data.rows import LoadedData, RowStream, Share
 from ...data.tokens import TokenRows
 from ...distributed.agree import fingerprint_of_weights

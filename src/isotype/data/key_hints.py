@@ -1,0 +1,160 @@
+"""Hints for rows whose keys belong to no format: the key that was probably meant, or what to write
+in `data.columns`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..config.yaml_text import write_value
+from .row_keys import FORMATS, TURN_KEYS
+
+# names of a question and its answer in data sets; a person has to confirm that they mean that
+_PAIR_KEYS = (
+    ("question", "answer"), ("question", "response"), ("query", "response"), ("query", "answer"), ("instruction", "response"),
+    ("input", "output"), ("prompt", "response"), ("prompt", "answer"), ("source", "target"),
+)  # fmt: skip
+# keys of Alpaca's format that may accompany a question and its answer -> their names in data sets
+_PAIR_OPTIONAL_KEYS = {
+    "input": ("input", "context"),
+    "system": ("system", "system_prompt"),
+    "history": ("history",),
+}
+
+
+def unknown_row_hint(row: Mapping[str, Any]) -> str:
+    """What to do about a row whose keys match no format. The first hint that applies wins."""
+    object_lists = [
+        key
+        for key, value in row.items()
+        if isinstance(value, list) and value and isinstance(value[0], dict)
+    ]
+    turn_lists = [key for key in object_lists if TURN_KEYS & row[key][0].keys()]
+    return (
+        _spelling_hint(row)
+        or _pair_hint(row)
+        or _similar_key_hint(row, object_lists, turn_lists)
+        or _missing_key_hint(row)
+        or _list_hint(object_lists, turn_lists)
+        or (
+            f"no known format in the keys ({list_keys(row)}): use messages, or prompt and"
+            " completion, or text, or name them in data.columns"
+        )
+    )
+
+
+def _spelling_hint(row: Mapping[str, Any]) -> str:
+    """For keys that are a format's but for capitals and blanks."""
+    spellings = {key.strip().casefold(): key for key in row if isinstance(key, str)}
+    for row_format in FORMATS.values():
+        if all(key in spellings for key in row_format.keys):
+            columns = {
+                key: spellings[key]
+                for key in row_format.keys + row_format.optional_keys
+                if spellings.get(key, key) != key
+            }
+            return (
+                f"keys are in small letters, without blanks: data.columns: {write_value(columns)}"
+            )
+    return ""
+
+
+def _pair_hint(row: Mapping[str, Any]) -> str:
+    """For two keys that are probably a question and its answer."""
+    pair = next((pair for pair in _PAIR_KEYS if pair[0] in row and pair[1] in row), None)
+    if pair is None:
+        return ""
+    question, answer = pair
+    optional = {
+        key: name
+        for key, names in _PAIR_OPTIONAL_KEYS.items()
+        for name in names
+        if name in row and name not in pair
+    }
+    if optional:
+        columns = {"instruction": question, "output": answer, **optional}
+        also = f" beside {', '.join(optional.values())}"
+    else:
+        columns = {"prompt": question, "completion": answer}
+        also = ""
+    columns = {key: name for key, name in columns.items() if key != name}
+    return (
+        f"the row has {question} and {answer}{also}; if these are question and answer:"
+        f" data.columns: {write_value(columns)}"
+    )
+
+
+def _similar_key_hint(
+    row: Mapping[str, Any], object_lists: Sequence[str], turn_lists: Sequence[str]
+) -> str:
+    """For a misspelt key of a format."""
+    known_keys = {key for row_format in FORMATS.values() for key in row_format.keys}
+    not_values = set(object_lists) - set(turn_lists)
+    candidates = [
+        key
+        for key, value in row.items()
+        if not (key in known_keys or key in not_values or isinstance(value, dict))
+    ]
+    for row_format in FORMATS.values():
+        for key in row_format.keys:
+            if close := _close_keys(key, candidates, row):
+                return f"{close[0]}: unknown key, did you mean {key}?"
+    return ""
+
+
+def _missing_key_hint(row: Mapping[str, Any]) -> str:
+    """For a row with one of the two keys of a format."""
+    for row_format in FORMATS.values():
+        for key, missing in zip(row_format.keys, row_format.keys[::-1], strict=True):
+            if key in row and missing not in row:
+                return f"the row has {key} but no {missing}"
+    return ""
+
+
+def _list_hint(object_lists: Sequence[str], turn_lists: Sequence[str]) -> str:
+    """For a key that holds turns or rows under another name."""
+    if turn_lists:
+        return f"{turn_lists[0]} is a list of turns: data.columns: {{messages: {turn_lists[0]}}}"
+    if object_lists:
+        return (
+            f"no known format in the keys; {object_lists[0]} is a list of objects: if these are the"
+            " rows, give a file that is that list alone"
+        )
+    return ""
+
+
+def column_hint(key: str, column: str, row: Mapping[str, Any]) -> str:
+    """What to write in `data.columns` for `key`, whose `column` the row lacks."""
+    names = [name for name in row if isinstance(name, str)]
+    close = difflib.get_close_matches(column.lower(), names, n=1, cutoff=0.75)
+    if close:
+        return f", but {close[0]!r}: data.columns.{key}: {close[0]}"
+    return f" (data.columns.{key}) among {list_keys(row)}"
+
+
+def suggest_key(key: str, row: Mapping[str, Any]) -> str:
+    """`, but 'promt': did you mean prompt?` where the row has a similar key, else nothing."""
+    close = _close_keys(key, list(row), row)
+    return f", but {close[0]!r}: did you mean {key}?" if close else ""
+
+
+def list_keys(row: Mapping[str, Any]) -> str:
+    """The first keys of a row, for a message."""
+    return ", ".join(list(row)[:6]) or "none"
+
+
+def _close_keys(key: str, candidates: Sequence[str], row: Mapping[str, Any]) -> list[str]:
+    """The candidate that is spelt most like `key`, as a list of at most one.
+
+    A key of a conversation is only suggested for a list: `message` with a text is not `messages`.
+    """
+    if key in ("messages", "conversations"):
+        candidates = [name for name in candidates if _may_be_list(row[name])]
+    return difflib.get_close_matches(key, candidates, n=1, cutoff=0.75)
+
+
+def _may_be_list(value: Any) -> bool:
+    """Whether it is a list, or text that begins as a list in JSON."""
+    return isinstance(value, list) or str(value).lstrip().startswith("[")
