@@ -46,12 +46,11 @@ def load_finding_formatter(path: Path) -> Callable[..., Finding]:
                 section.sheet, section.line, f"{code} has no parameter {min(unknown)!r}"
             )
         facts = FindingFacts(values, location)
-        section.define_variables(facts)
-        entry = next(entry for entry in section.entries[1:] if entry.rank(facts))
+        severity, entry = next(section.matching_entries(facts))
         texts: dict[str, Any] = {name: entry.text(name, facts) or None for name in _FINDING_FIELDS}
         return Finding(
             code=code,
-            severity=Severity.parse(entry.rank(facts)),
+            severity=Severity.parse(severity),
             message=facts.format(entry.title),
             place=location,
             details=details,

@@ -326,6 +326,16 @@ class Section:
             elif kind == "let" and name not in facts.variables:
                 facts.variables[name] = head.text(line.name, facts)
 
+    def matching_entries(self, facts: Facts) -> Iterator[tuple[str, Entry]]:
+        """The rank of each entry that has one for these facts, and the entry, in order; the
+        variables of the head are defined first.
+        """
+        self.define_variables(facts)
+        for entry in self.entries[1:]:
+            rank = entry.rank(facts)
+            if rank:
+                yield rank, entry
+
 
 def read_sections(path: Path, *, ranks: str, fields: str) -> Iterator[Section]:
     """The sections of one sheet, in order. `ranks` and `fields` are regular expressions.

@@ -131,11 +131,7 @@ def find_contradictions(settings: Mapping[str, Setting], device: Hardware) -> li
     findings = []
     for code, section in RULES.items():
         facts = SettingFacts(settings, device)
-        section.define_variables(facts)
-        for entry in section.entries[1:]:
-            severity = entry.rank(facts)
-            if not severity:
-                continue
+        for severity, entry in section.matching_entries(facts):
             names = entry.text("settings", facts).split(", ")
             findings.append(
                 Finding(

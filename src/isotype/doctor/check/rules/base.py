@@ -78,11 +78,7 @@ def _parse_rows(section: Section) -> list[dict[str, str]]:
 def _find_section(section: Section, record: Record) -> Iterator[Finding]:
     for row in _parse_rows(section):
         facts = RuleFacts(record, row)
-        section.define_variables(facts)
-        for entry in section.entries[1:]:
-            severity = entry.rank(facts)
-            if not severity:
-                continue
+        for severity, entry in section.matching_entries(facts):
             names = entry.text("settings", facts).split(", ")
             yield make_finding(
                 Severity.parse(severity),
