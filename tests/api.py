@@ -160,11 +160,11 @@ INNER = {
     "isotype.report.live": "live= WatchServer",
     "isotype.report.page": "_picture_facts page_render=render verdict",
     "isotype.report.plots": "plots",
-    "isotype.report.record": "MAX_SAMPLES read_picture read_run",
+    "isotype.report.record": "MAX_SAMPLES read_picture read_run parse_settings",
     "isotype.runs.checkpoint.atomic_folder": (
         "atomic_folder= SEAL find_damage seal write_folder write_text"
     ),
-    "isotype.runs.foreign": "parse_json parse_yaml",
+    "isotype.runs.foreign": "parse_json",
     "isotype.runs.mapped_files": "mapped_paths",
     "isotype.tasks.diffusion.batches": "Batch PictureStream Row row_generator",
     "isotype.tasks.diffusion.denoiser": (

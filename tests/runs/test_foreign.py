@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from isotype.cli.app import build_app
 from isotype.report import write_report
-from tests.api import MAX_SAMPLES, parse_json, parse_yaml, read_picture, read_run
+from tests.api import MAX_SAMPLES, parse_json, parse_settings, read_picture, read_run
 from tests.report.runs import run_folder, step
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -30,13 +30,13 @@ def test_json_beyond_the_limits_is_a_value_error(text):
 @pytest.mark.parametrize("text", [DEEP, f"a: {LONG}", BOMB, "a: [", "a: !!python/name:os.system"])
 def test_yaml_beyond_the_limits_is_a_value_error(text):
     with pytest.raises(ValueError):
-        parse_yaml(text)
+        parse_settings(text)
 
 
 def test_ordinary_values_pass():
     value = {"a": [1, 2.5, None, True, "x" * 10_000], "b": {"c": 10**18}}
     assert parse_json(json.dumps(value)) == value
-    assert parse_yaml("a: 1\nb: [x, 2.5]\n") == {"a": 1, "b": ["x", 2.5]}
+    assert parse_settings("a: 1\nb: [x, 2.5]\n") == {"a": 1, "b": ["x", 2.5]}
 
 
 def damage(folder, name):

@@ -19,6 +19,7 @@ from typing import Any
 
 from ..config.sources import short_names
 from ..errors import RunError, UsageError
+from ..precision import ROLES
 from ..runs.checkpoint.atomic_folder import write_text
 from ..wording import (
     format_bytes,
@@ -476,18 +477,6 @@ def commands(record: RunRecord) -> list[str]:
 
 
 _NOT_A_DTYPE = ("rounding", "loss_scaling")
-ROLES = (
-    "base",
-    "trainable",
-    "compute",
-    "grads",
-    "reduce",
-    "optimizer",
-    "loss",
-    "norms",
-    "generate",
-    "save",
-)
 
 
 @dataclass(frozen=True)

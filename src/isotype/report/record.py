@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..config.yaml_text import read_sections
 from ..errors import UsageError
 from ..runs.folder import is_held, open_inside, parse_metrics, read_inside
-from ..runs.foreign import parse_json, parse_yaml
+from ..runs.foreign import check_limits, parse_json
 from ..wording import first_line
 
 FILES = (
@@ -150,7 +151,7 @@ def read_run(folder: Path) -> RunRecord:
         )
     record.settings_text = _text(folder / "resolved.yaml", record) or ""
     try:
-        record.settings = dict_or_empty(parse_yaml(record.settings_text))
+        record.settings = parse_settings(record.settings_text)
     except ValueError as error:
         record.damaged.append(f"resolved.yaml: {first_line(error)}")
     for path in folder.glob("samples/step_*.json"):
@@ -165,6 +166,21 @@ def read_run(folder: Path) -> RunRecord:
         record.samples.append(value | {"samples": samples[:MAX_SAMPLES]})
     record.samples.sort(key=lambda sample: sample["step"])
     return record
+
+
+def parse_settings(text: str) -> dict[str, Any]:
+    """The sections of resolved.yaml, each with its keys, read as a run's own file is.
+
+    Raises  ValueError for what is no such file, and for a value beyond the limits
+    """
+    settings: dict[str, Any] = {}
+    for section, entries in read_sections(text):
+        if entries is None:
+            settings[section.key] = section.value
+        else:
+            settings[section.key] = {entry.key: entry.value for entry in entries}
+    check_limits(settings)
+    return settings
 
 
 def list_or_empty(value: Any) -> list[Any]:

@@ -1,5 +1,5 @@
-"""Reads JSON and YAML that may come from a stranger, with limits: how large, how deep, how many
-values, how many digits. What passes can be shown, compared and converted to a float.
+"""Limits for JSON and YAML that may come from a stranger: how large, how deep, how many values, how
+many digits. What passes can be shown, compared and converted to a float.
 """
 
 from __future__ import annotations
@@ -23,23 +23,6 @@ def parse_json(text: str) -> Any:
         value = json.loads(text)
     except RecursionError:
         raise ValueError(f"nested more than {MAX_DEPTH} deep") from None
-    check_limits(value)
-    return value
-
-
-def parse_yaml(text: str) -> Any:
-    """The value of a YAML text, of plain types alone.
-
-    Raises  ValueError for what is not YAML, and for a value beyond the limits
-    """
-    from ruamel.yaml import YAML, YAMLError
-
-    try:
-        value = YAML(typ="safe", pure=True).load(text)
-    except RecursionError:
-        raise ValueError(f"nested more than {MAX_DEPTH} deep") from None
-    except YAMLError as error:
-        raise ValueError(str(error)) from None
     check_limits(value)
     return value
 
