@@ -26,9 +26,10 @@ def test_a_renamed_folder_is_not_said_to_be_another_model():
         BASE, load(None, ["model.name=moved/m", "data.train=d", "train.seed=1"]).config
     )
     assert (
-        str(model) == "model.name: m -> moved/m (another one, unless it was only moved or renamed)"
+        str(model)
+        == "model.name: m -> moved/m (it names other data or another model, unless the same was moved or renamed)"
     )
-    assert str(seed).endswith("(what was trained so far had the old one)")
+    assert str(seed).endswith("(the steps so far were trained with the old value)")
 
 
 def test_auto_is_compared_as_what_it_is_here():

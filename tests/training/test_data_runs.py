@@ -103,7 +103,7 @@ def test_a_resumed_run_is_told_that_its_data_or_its_template_has_changed(
     assert {
         "after_step": 3,
         "of": "settings",
-        "what": "train.steps: 3 -> 4 (the schedule is stretched from here on)",
+        "what": "train.steps: 3 -> 4 (the schedule is stretched from this step on)",
     } in changes
     of_evaluation = [change for change in changes if change["of"] == "evaluation rows"]
     # by the template, not by the training file

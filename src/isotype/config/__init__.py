@@ -1,4 +1,6 @@
-"""The schema of a run, its files and overrides. Imports no torch."""
+"""The settings of a run: their schema, and the reading and writing of configuration files. Imports
+no torch.
+"""
 
 from .schema import RunConfig
 

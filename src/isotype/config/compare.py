@@ -1,5 +1,5 @@
-"""`compare`: two configurations key by key, and which differences a resumed run may have. Imports
-no torch.
+"""Compares two configurations key by key, and says which differences a resumed run may have.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -11,41 +11,41 @@ from .keys import keys
 from .schema import RunConfig
 from .yaml_text import write_value
 
-# Why a change is allowed -> the keys that leave the steps already done valid. Any other change
-# would make the result one that no single configuration describes.
+# Reason why a resumed run may change a key -> the keys. The steps already done stay valid with
+# these changes. After any other change no single configuration would describe the result.
 _ALLOWED_CHANGES = {
-    "the same run elsewhere; not bit for bit": "model.device",
-    "where tokenised rows are kept, not what they are": "data.cache",
-    "where latents are kept, not what they are": "images.cache",
-    "the schedule is stretched from here on": "train.steps train.epochs",
-    "from here on": (
+    "the run continues on another device; results are not bit-identical": "model.device",
+    "only the place of the tokenised rows changes": "data.cache",
+    "only the place of the latents changes": "images.cache",
+    "the schedule is stretched from this step on": "train.steps train.epochs",
+    "it applies from this step on": (
         "train.learning_rate train.schedule train.warmup train.decay train.min_learning_rate"
         " train.clip train.deterministic"
     ),
-    "the same numbers in other memory": (
+    "it changes the memory that a step needs, not its results": (
         "train.gradient_checkpointing train.checkpointed_layers train.keep_attention train.memory"
     ),
-    "when to look, not what is learnt": "train.eval_every",
+    "it changes when the run evaluates, not its training": "train.eval_every",
     "the evaluation loss does not depend on it": "train.eval_batch_size",
-    "when to stop": "train.patience train.stop_on",
+    "it changes when the run stops": "train.patience train.stop_on",
     "the resumed run stays in its own folder": "run.folder",
-    "when to save": "run.save_every",
-    "which weights are the result": "run.save",
-    "what is kept": "run.keep run.adapters_keep",
-    "what is written": (
+    "it changes when the run saves": "run.save_every",
+    "it changes which weights become the result": "run.save",
+    "it changes which files are kept": "run.keep run.adapters_keep",
+    "it changes which files are written": (
         "run.adapters_every run.adapter_format run.log_every run.report run.trackers"
     ),
-    "when to sample; training does not see it": "run.sample_every",
-    "what to sample; training does not see it": "run.samples run.sample_tokens",
-    "how to sample; training does not see it": (
+    "it changes when the run samples, not its training": "run.sample_every",
+    "it changes which samples are made, not the training": "run.samples run.sample_tokens",
+    "it changes how samples are drawn, not the training": (
         "run.sample_steps run.sample_size run.sample_guidance"
     ),
-    "when to look": "run.observe_every",
-    "where the result goes": "run.push_to_hub",
-    "what goes there": "run.push_merged",
-    "who sees it there": "run.push_private",
-    "the same steps on other machines; not bit for bit": "parallel.kind",
-    "how long to wait for another process": "parallel.timeout",
+    "it changes when the run observes dtypes": "run.observe_every",
+    "it changes where the result is uploaded": "run.push_to_hub",
+    "it changes what is uploaded": "run.push_merged",
+    "it changes who can see the upload": "run.push_private",
+    "the same steps on other processes; results are not bit-identical": "parallel.kind",
+    "it changes how long a process waits for another one": "parallel.timeout",
 }
 MAY_CHANGE = {key: reason for reason, names in _ALLOWED_CHANGES.items() for key in names.split()}
 PATH_KEYS = (
@@ -61,7 +61,9 @@ AUTO_KEYS = (
 
 @dataclass(frozen=True)
 class Change:
-    """One key that differs. `allowed`: whether a resumed run may change it; `reason`: the reason."""
+    """A key with two different values. `allowed`: whether a resumed run may change it; `reason`:
+    why it may or may not.
+    """
 
     key: str
     old: Any
@@ -76,15 +78,15 @@ class Change:
 def compare(
     old: RunConfig, new: RunConfig, *, auto_preset: str = "auto", auto_base: str = ""
 ) -> list[Change]:
-    """Every key whose value differs, in the order of the schema.
+    """Returns every key whose value differs, in the order of the schema.
 
-    Where the new one leaves recomputation to `auto_preset`, the old one's is no difference: what `auto_preset`
-    chose the last time stands there.
+    Where the new configuration has `gradient_checkpointing: auto`, the keys of recomputation are
+    not compared: the old configuration holds the values that `auto` chose for the earlier run.
 
-    auto_preset  what `precision.preset: auto` is on the device of the new one: resolved.yaml has the
-          preset it became, not the word
-    auto_base  what that `auto_preset` takes from a checkpoint that was published quantised, which stands there
-          too
+    auto_preset  the preset that `precision.preset: auto` means on the new run's device;
+                 resolved.yaml holds this preset in place of `auto`
+    auto_base  the `precision.base` that `auto` takes from a checkpoint that was published
+               quantised; resolved.yaml holds it too
     """
     changes = []
     for key in keys():
@@ -100,12 +102,14 @@ def compare(
         if old_value != new_value:
             reason = MAY_CHANGE.get(key)
             if key == "data.on_bad_row" and new_value == "skip":
-                reason = "there was no bad row so far"
+                reason = "the data had no bad row so far"
             if key in PATH_KEYS:
-                refusal = "another one, unless it was only moved or renamed"
+                refusal = (
+                    "it names other data or another model, unless the same was moved or renamed"
+                )
             else:
-                refusal = "what was trained so far had the old one"
+                refusal = "the steps so far were trained with the old value"
             if key == "train.optimizer":
-                refusal += "; its states begin anew"
+                refusal += "; the optimizer states start again from zero"
             changes.append(Change(key, old_value, new_value, reason is not None, reason or refusal))
     return changes

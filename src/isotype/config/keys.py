@@ -1,5 +1,5 @@
-"""The keys: what each takes, in words, by the schema; what other tools call them, and which of
-theirs are not offered. Imports no torch.
+"""Describes the configuration keys: the values that each accepts, their names in other tools, and
+settings of other tools that Isotype does not offer. Imports no torch.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def default(key: str) -> Any:
 
 
 def expected(key: str) -> str:
-    """What `key` takes."""
+    """Describes the values that `key` accepts: `a whole number of at least 1`."""
     return _describe_schema(keys()[key])
 
 
 def options(key: str) -> list[str]:
-    """The words that `key` takes; none where it takes anything else."""
+    """Returns the words that `key` accepts; an empty list for a key without a fixed list of words."""
     schema = keys()[key]
     return [
         str(choice) for option in schema.get("anyOf", [schema]) for choice in option.get("enum", [])
@@ -49,7 +49,7 @@ def options(key: str) -> list[str]:
 
 
 def takes(key: str, kind: str) -> bool:
-    """Whether `key` takes JSON's `kind`: boolean, string, object, ..."""
+    """Whether `key` accepts a value of this JSON type (`boolean`, `string`, `object`, ...)."""
     schema = keys()[key]
     return any(option.get("type") == kind for option in schema.get("anyOf", [schema]))
 
@@ -151,7 +151,8 @@ _ALIASES_BY_KEY = {
     "precision.reduce": "reduce_dtype mixed_precision_reduce",
     "parallel.kind": "fsdp fsdp_config fsdp_version",
 }
-# what a section is taken for where it has a value and no keys: `model: org/name`
+# section -> the key that is suggested where a file gives the section a value, as in `model:
+# org/name`
 SECTION_KEYS = {
     "model": "model.name",
     "data": "data.train",
@@ -166,15 +167,16 @@ _OPTION_ALIASES = {
 
 
 def setting_for_option(option: str) -> str | None:
-    """What to write for an unknown option: `train.learning_rate=VALUE` for `--lr`; or that it is
-    not offered; None for an unknown word.
+    """Returns what to write in place of an unknown option (`train.learning_rate=VALUE` for `--lr`),
+    or a message that Isotype does not offer it. Returns None if nothing similar is known.
     """
     name = option.lstrip("-").replace("-", "_")
     if name in NOT_OFFERED:
         return NOT_OFFERED[name]
     if name in _OPTION_ALIASES:
         return _OPTION_ALIASES[name]
-    # of keys with one name the first section's is meant, but seldom a role of precision
+    # a name that several sections have means the first section's key; keys of `diffusion` and
+    # `precision` come last
     ordered_keys = sorted(keys(), key=lambda key: key.startswith(("diffusion.", "precision.")))
     spellings = {
         spelling: key
@@ -185,7 +187,7 @@ def setting_for_option(option: str) -> str | None:
     return f"{spellings[matches[0]]}=VALUE" if matches else None
 
 
-# a key -> other tools' words for its values
+# key -> other tools' names of its values
 VALUE_ALIASES = {
     "parallel.kind": {
         **dict.fromkeys(("fsdp", "fsdp1", "fsdp2", "full_shard", "zero3"), "shard"),
@@ -218,7 +220,7 @@ _PARAM_DTYPE_HINT = (
     "not offered: it rounds adapters, norms and their gradients; precision.compute is the dtype of"
     " products, precision.reduce that of sums"
 )
-# a section, a key or a value -> the answer
+# a section, key or value of another tool -> the message that says why it is not offered
 NOT_OFFERED = {
     **dict.fromkeys(
         ("dpo", "orpo", "simpo", "cpo", "ipo", "kto", "reward", "reward_model"), _OBJECTIVE_HINT

@@ -1,4 +1,6 @@
-"""Which kind of run a configuration is and which keys each kind has; torch-free."""
+"""Tells language runs from diffusion runs, and holds the keys that only one kind of run has.
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ KEYS_OF_KIND: Mapping[str, tuple[str, ...]] = {
         "model.trust_remote_code", "run.sample_tokens",
     ),
 }  # fmt: skip
-# objectives -> their keys of `preference`, and those beside the model as the run starts
+# objective -> the keys of the section `preference` that it reads
 OBJECTIVES: Mapping[str, tuple[str, ...]] = {
     "sft": (),
     "dpo": ("beta", "label_smoothing", "nll"),
@@ -44,7 +46,7 @@ OBJECTIVES: Mapping[str, tuple[str, ...]] = {
     "distil": (),
 }
 REFERENCE_OBJECTIVES = ("dpo", "ipo", "kto")
-# the one format of data that an objective learns from; sft learns from the others
+# objective -> the only data format that it learns from; sft learns from the other formats
 FORMATS: Mapping[str, Literal["preference", "labelled"]] = {
     **dict.fromkeys(("dpo", "ipo", "simpo", "orpo", "cpo", "reward"), "preference"), "kto": "labelled"
 }  # fmt: skip
@@ -60,8 +62,9 @@ GGUF_FIX = "the same model's .safetensors; precision.preset: nf4-lora packs it a
 
 
 def detect_run_kind(config: RunConfig) -> str:
-    """`diffusion` where the model's folder is a diffusers pipeline's, where `model.config` has a
-    class of diffusers, or where the model is no folder and pictures are given.
+    """Returns `diffusion` in three cases: the model's folder is a diffusers pipeline,
+    `model.config` names a class of diffusers, or the model is a hub id and the configuration has
+    pictures and no text.
     """
     name = config.model.name
     if is_denoiser(config.model.config):
@@ -81,12 +84,14 @@ def detect_run_kind(config: RunConfig) -> str:
 PICTURE_SUFFIXES = (
     ".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".avif", ".heic", ".heif", ".hif",
 )  # fmt: skip
-"""Of files that are pictures. Which of the last four are read depends on what is installed."""
+"""The endings of picture files. The last four can be read only where Pillow or a plugin of it
+supports them.
+"""
 
 
 def guess_run_kind(model: str, data: str) -> str:
-    """The kind of run that a new file is written for: by the model's folder, or by a folder of
-    pictures as the data.
+    """Returns the kind of run for a new configuration file: by the model's folder if it exists,
+    else by whether the data is a folder with pictures.
     """
     folder = Path(model).expanduser()
     pictures = Path(data).expanduser()
@@ -101,8 +106,8 @@ def guess_run_kind(model: str, data: str) -> str:
 
 
 def is_denoiser(model_config: dict[str, Any] | str | None) -> bool:
-    """Whether a `model.config`, or the JSON file that it names, is a diffusers model's: those have
-    `_class_name`.
+    """Whether a `model.config`, or the JSON file that it names, describes a diffusers model. Their
+    configurations have the key `_class_name`.
     """
     if isinstance(model_config, str):
         try:
@@ -115,7 +120,9 @@ def is_denoiser(model_config: dict[str, Any] | str | None) -> bool:
 
 @lru_cache
 def _file_has_class_name(file: Path, _changed: int) -> bool:
-    """`is_denoiser` of a file, which is read once for each time of its last change."""
+    """Whether the JSON file has `_class_name`. The result is cached for each modification time of
+    the file.
+    """
     content = json.loads(file.read_text(encoding="utf-8"))
     return isinstance(content, dict) and "_class_name" in content
 
@@ -128,8 +135,8 @@ def applies(key: str, kind: str) -> bool:
 
 
 def refuse_inapplicable(config: RunConfig, sources: Mapping[str, str]) -> None:
-    """Raises  UsageError with a line for each key that was set and that this kind of run does not
-    have.
+    """Raises UsageError with a line for each key that was set but does not apply to this kind of
+    run.
     """
     kind = detect_run_kind(config)
     name = config.model.name

@@ -1,5 +1,5 @@
-"""`load`: merges a file, `section.key=value` overrides and flags into one checked configuration,
-with the source of each value.
+"""Merges a file, `section.key=value` overrides and command line flags into one checked
+configuration, and records the source of each value.
 
 Every mistake is one line, `run.yaml:14 train.lerning_rate: unknown key, did you mean
 train.learning_rate?`, and all mistakes of a configuration are reported at once. Imports no torch.
@@ -37,7 +37,7 @@ PRESET_KEY = "precision.preset"
 
 @dataclass(frozen=True)
 class Recipe:
-    """A name for settings that belong together."""
+    """Settings of several keys that `--preset NAME` sets together."""
 
     about: str
     settings: dict[str, Any] = field(default_factory=dict)
@@ -68,7 +68,9 @@ def preset_names() -> list[str]:
 
 
 def recipe(name: str) -> Recipe:
-    """The recipe or precision of that name. Raises UsageError with the known names."""
+    """Returns the recipe for the name of a recipe or of a precision. Raises UsageError with the
+    known names.
+    """
     if name in RECIPES:
         return RECIPES[name]
     if name in keys()[PRESET_KEY]["enum"]:
@@ -79,8 +81,8 @@ def recipe(name: str) -> Recipe:
     raise UsageError(f"--preset {name}: unknown; one of {' '.join(preset_names())}")
 
 
-# what a key also takes, and what it means: other tools' words, and those of runs from before the
-# key had more than two values
+# key -> further values that it accepts, each with its meaning: other tools and older runs use true
+# and false here
 EXTRA_VALUES: Mapping[str, Mapping[Any, str]] = {
     "train.gradient_checkpointing": {True: "layers", False: "none"}
 }
@@ -92,14 +94,14 @@ MAX_BYTES = 4 << 20  # a configuration is kilobytes; more is a data file given b
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A configuration, checked.
+    """A checked configuration, and the source of each of its values.
 
-    config   what was asked for
+    config   the settings, checked against the schema
     sources  every key -> `run.yaml:14`, `command line`, `--preset qlora` or `default`
-    text     the file as given, with the command line's settings as comments below
+    text     the file's text, followed by the command line's settings as comments
     path     the file, or None
-    consent  `--yes`: changes on resume that make it another run are accepted
-    command_line_keys  the keys that this command line set itself
+    consent  `--yes` was given: a resumed run may also change keys that make it a different run
+    command_line_keys  the keys that the command line set
     """
 
     config: RunConfig
@@ -112,7 +114,9 @@ class LoadedConfig:
 
 @dataclass
 class _Settings:
-    """The settings read so far. Later sources replace earlier ones; all complaints are collected."""
+    """The settings read so far. Later sources replace earlier ones, and all errors are collected in
+    `complaints`.
+    """
 
     values: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
@@ -139,12 +143,12 @@ def load(
 
     path       a YAML file, or None
     overrides  `section.key=value`, the value in YAML
-    flags      `section.key` -> value from the command line's own options; None means not given
+    flags      `section.key` -> value of a command line option; None: the option was not given
     preset     a recipe or precision by name (`recipe`)
-    consent    see LoadedConfig
-    source     where the flags come from, as named in errors and in resolved.yaml
-    resolved   the file is a run's resolved.yaml: the sources are those in its comments, so that
-               they outlive a resume
+    consent    stored in the result, see LoadedConfig
+    source     the source of the flags that errors and resolved.yaml name
+    resolved   the file is a run's resolved.yaml: sources are read from its comments, so that a
+               resumed run keeps the original ones
     Raises     UsageError, a line for each mistake
     """
     settings = _Settings()
@@ -170,7 +174,7 @@ def load(
     if settings.keys_from(COMMAND_LINE, source) & {"train.epochs", "train.steps"} == {
         "train.epochs"
     }:
-        # a file's steps would override them
+        # otherwise `train.steps` of the file would override the command line's epochs
         settings.set("train.steps", None, settings.sources["train.epochs"])
     config = _check_settings(settings)
     command_line_keys = settings.keys_from(COMMAND_LINE, source)
@@ -190,15 +194,15 @@ def load(
 
 
 def parse_config(text: str, name: str) -> RunConfig:
-    """The configuration that a YAML text says. Raises UsageError, a line for each mistake."""
+    """Reads a configuration from YAML text. Raises UsageError with a line for each mistake."""
     settings = _Settings()
     _read_file(settings, text, name)
     return _check_settings(settings)
 
 
 def _source_in_comment(source: str, text: str, name: str) -> str:
-    """The comment after the key at `source` (`NAME:LINE`), as `config.write.resolved_yaml` wrote
-    it.
+    """Returns the source that `config.write.resolved_yaml` wrote as a comment after the key in the
+    line `source` (`NAME:LINE`).
     """
     line = source.removeprefix(f"{name}:")
     if line.isdecimal():
@@ -207,7 +211,7 @@ def _source_in_comment(source: str, text: str, name: str) -> str:
 
 
 def read_text(path: Path) -> str:
-    """The text of a configuration file. Raises UsageError in one line."""
+    """Reads the text of a configuration file. Raises UsageError with one line."""
     try:
         if path.is_dir():
             run = (path / "resolved.yaml").is_file()
@@ -325,14 +329,16 @@ def _apply_override(settings: _Settings, override: str) -> None:
         settings.set(key, value, COMMAND_LINE)
 
 
-# `optim.kind`: the section names the setting
+# names of keys that say nothing by themselves: in `optim.kind` the section names the setting
 _GENERIC_NAMES = frozenset(("kind", "name", "type"))
 _ALIASES = KEY_ALIASES | {"optimizer": "train.optimizer"}
 
 
 def _unknown_key_message(key: str) -> str:
-    """What to write in place of an unknown key or section, or that it is not offered."""
-    key = key.lstrip("-")  # files of command line options have them with their dashes
+    """Returns the message for an unknown key or section: a suggestion, or that Isotype does not
+    offer it.
+    """
+    key = key.lstrip("-")  # files of command line options write keys with leading dashes
     section, dot, name = key.partition(".")
     for part in (name, name.partition(".")[0], section):
         if part in NOT_OFFERED:
@@ -360,13 +366,13 @@ def _unknown_key_message(key: str) -> str:
 
 
 def _section_keys(section: str) -> dict[str, str]:
-    """Name -> key, of a section."""
+    """Returns the keys of a section: name without the section -> whole key."""
     return {key.partition(".")[2]: key for key in keys() if key.startswith(f"{section}.")}
 
 
 def _near_key(section: str, name: str) -> str | None:
-    """The key that is spelt most like `section.name`: the section misspelt, the name, or a name of
-    another section.
+    """Returns the known key with the most similar spelling. Tried in this order: a misspelt
+    section, a misspelt name in the section, the name in another section.
     """
     if section not in sections():
         near = get_close_matches(section, sections(), n=1)
@@ -382,15 +388,15 @@ def _near_key(section: str, name: str) -> str | None:
 
 
 def _check_settings(settings: _Settings) -> RunConfig:
-    """The configuration, or every complaint in the order of the file's lines, the command line's
-    last.
+    """Returns the configuration. Raises UsageError with every complaint, in the order of the file's
+    lines; those about the command line come last.
     """
     tree: dict[str, dict[str, Any]] = {}
     for key, value in list(settings.values.items()):
         section, _, name = key.partition(".")
         if isinstance(value, bool):
             value = settings.values[key] = EXTRA_VALUES.get(key, {}).get(value, value)
-        # pydantic would take true for 1
+        # pydantic would accept true as the number 1
         if isinstance(value, bool) and not takes(key, "boolean"):
             settings.complaints.append(_invalid_value_message(settings, key, value))
         else:
@@ -429,8 +435,8 @@ def _invalid_value_message(settings: _Settings, key: str, value: Any) -> str:
 
 
 def _value_hint(key: str, value: Any) -> str:
-    """A dtype's other name, or a word one letter off, as `, did you mean bf16?`; or that it is not
-    offered yet.
+    """Returns a hint for an invalid value: `, did you mean bf16?` for another name of a dtype or a
+    misspelt word, or that Isotype does not offer the value.
     """
     choices = options(key)
     if key == "precision.compute" and str(value).lower().startswith("fp8"):

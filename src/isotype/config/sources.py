@@ -1,5 +1,5 @@
-"""`data.*` and `images.*` as sources: names, or mappings with settings of their own. Imports no
-torch.
+"""Reads the sources of data and pictures that `data.train`, `data.eval` and the keys of `images`
+list: names, or mappings with settings. Imports no torch.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ FORMATS: tuple[str, ...] = get_args(DataSection.model_fields["format"].annotatio
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceSpec:
-    """One entry of data.train or data.eval, as a user gave it.
+    """One entry of data.train or data.eval, as the user wrote it.
 
-    group    the name of the evaluation set that it belongs to
-    weight   share of the training rows that come from here, relative to the other sources; None:
-             every row once
-    subset   configuration of a hub dataset, with `split` and `revision`; a folder of `save_to_disk`
-             has a `split` too
+    group    the name of the evaluation set that the source belongs to
+    weight   share of the training rows that come from this source, relative to the other sources;
+             None: every row comes once
+    subset   configuration of a hub dataset; `subset`, `split` and `revision` apply to hub datasets,
+             and `split` also to a folder that `save_to_disk` wrote
     """
 
     name: str
@@ -48,10 +48,10 @@ SPLITS_FILE = "dataset_dict.json"  # in a folder of `save_to_disk` that has seve
 
 
 def list_entries(value: Any, key: str, *, description: str) -> list[tuple[str, dict[str, Any]]]:
-    """(where, settings) of each entry of a list of sources: a name is the entry with that name
-    alone.
+    """Returns (key with its position, settings) for each entry of a list of sources. An entry that
+    is only a name gives the settings `{name: NAME}`.
 
-    Raises  UsageError for an empty list, naming what is `description`
+    Raises  UsageError for an empty list; `description` says in the message what to give
     """
     entries = [value] if isinstance(value, str) else list(value)
     if not entries:
@@ -67,7 +67,7 @@ def list_entries(value: Any, key: str, *, description: str) -> list[tuple[str, d
 
 
 def unknown_key(location: str, key: str, keys: Sequence[str]) -> UsageError:
-    """The error for a key that an entry does not have, with the one that was probably meant."""
+    """The error for an unknown key of an entry, with the most similar known key."""
     near = get_close_matches(key, keys, n=1)
     return UsageError(
         f"{location}.{key}: unknown key"
@@ -76,7 +76,8 @@ def unknown_key(location: str, key: str, keys: Sequence[str]) -> UsageError:
 
 
 def source_specs(data: DataSection, side: str) -> list[SourceSpec]:
-    """The sources of `data.train` or `data.eval`, with what the section sets for all of them.
+    """Returns the sources of `data.train` or `data.eval`. The section's `format`, `columns` and
+    `limit` apply to each of them.
 
     side    `train` or `eval`
     Raises  UsageError naming the entry and the key
@@ -116,7 +117,7 @@ def source_specs(data: DataSection, side: str) -> list[SourceSpec]:
 
 
 def _check_groups(groups: Mapping[str, Any], key: str) -> None:
-    """Raises  UsageError for evaluation sets whose names or values are none"""
+    """Raises UsageError for evaluation sets with an invalid name, and for an empty mapping"""
     if not groups:
         raise UsageError(f"{key}: give at least one file, or stdlib")
     if "name" in groups and groups.keys() <= set(_SOURCE_KEYS):
@@ -133,7 +134,9 @@ def _check_groups(groups: Mapping[str, Any], key: str) -> None:
 
 
 def is_folder_name(model: str) -> bool:
-    """Whether a model's name can only be a folder, or a file: the hub's have at most one slash."""
+    """Whether a model's name can only be a path. The names of hub repositories have at most one
+    slash.
+    """
     return (
         model.startswith((".", "/", "~"))
         or model.count("/") > 1
@@ -142,8 +145,8 @@ def is_folder_name(model: str) -> bool:
 
 
 def gguf_file(name: str) -> Path | None:
-    """The file that a model's name means: itself, or the one in a folder that has no config.json.
-    Raises UsageError for several.
+    """Returns the GGUF file that a model's name means: the file itself, or the only GGUF file in a
+    folder without a config.json. Raises UsageError for a folder with several.
     """
     path = Path(name).expanduser()
     if path.suffix == ".gguf" and path.is_file():
@@ -159,13 +162,15 @@ def gguf_file(name: str) -> Path | None:
 
 
 def config_file(name: str) -> Path:
-    """The JSON file that `model.config` names, itself or by its folder."""
+    """The JSON file of `model.config`, which names the file or its folder."""
     path = Path(name)
     return path / "config.json" if path.is_dir() else path
 
 
 def closest_model_hint(name: str) -> str:
-    """`, did you mean DIR/base?` where a model's folder of nearly that name lies, else nothing."""
+    """Returns `, did you mean DIR/base?` where a model's folder with a similar name exists, else an
+    empty text.
+    """
     try:
         path = Path(name).expanduser()
         models = [p.name for p in path.parent.iterdir() if (p / "config.json").is_file()]
@@ -177,10 +182,10 @@ def closest_model_hint(name: str) -> str:
 
 
 def missing_folder_hint(name: str, config_path: Path | None = None) -> str:
-    """What helps with a folder's relative name that is not there: where it was looked for, and
-    where it lies instead.
+    """Returns a hint for a relative path to a missing folder: where it was searched, and where a
+    folder of that name exists instead.
 
-    config_path  the configuration's file, whose folder may be the one that was meant
+    config_path  the configuration's file; the path may have been meant relative to its folder
     """
     path = Path(name).expanduser()
     if path.is_absolute():
@@ -199,7 +204,7 @@ def missing_folder_hint(name: str, config_path: Path | None = None) -> str:
 def check_data(config: RunConfig, sources: Mapping[str, str]) -> None:
     """Checks the data section before any data is read. Raises UsageError.
 
-    sources  every key -> where it was set; `default` where it was not
+    sources  every key -> the place where it was set, or `default`
     """
     data = config.data
     for side in ("train", "eval"):
@@ -248,7 +253,9 @@ def _has_splits(name: str) -> bool:
 def _check_entry(
     settings: dict[str, Any], location: str, keys: Sequence[str], description: str
 ) -> dict[str, Any]:
-    """What kinds of entries share: known keys, a name, a weight, columns. Raises UsageError."""
+    """Checks what entries of data and of pictures have in common: known keys, `name`, `weight` and
+    `columns`. Raises UsageError.
+    """
     for key in settings:
         if key not in keys:
             raise unknown_key(location, key, keys)
@@ -273,7 +280,9 @@ def _check_entry(
 
 
 def _is_columns(columns: Any, *, may_drop: bool) -> bool:
-    """Whether it maps keys to the data's names; with `may_drop` also to null, for keys not read."""
+    """Whether it is a mapping of keys to names in the data. With `may_drop` a name may be null: the
+    key is not read.
+    """
     allowed = (str, type(None)) if may_drop else (str,)
     return isinstance(columns, dict) and all(
         isinstance(value, allowed) for value in columns.values()
@@ -324,8 +333,8 @@ def _build_spec(
 
 
 def source_names(value: Any) -> list[str]:
-    """The names of the sources of `data.train` or `data.eval`, for all forms in which they can be
-    given, also from a damaged file.
+    """Returns the names of the sources of `data.train` or `data.eval`. The value may have any of
+    the allowed forms, and may come from a damaged file.
     """
     if isinstance(value, dict) and "name" not in value:  # evaluation sets
         return [name for value in value.values() for name in source_names(value)]
@@ -334,12 +343,12 @@ def source_names(value: Any) -> list[str]:
 
 
 def short_names(value: Any) -> str:
-    """`chats.jsonl, share.jsonl`: without their folders, for a line."""
+    """Returns the names without their folders, as one line: `chats.jsonl, share.jsonl`."""
     return ", ".join(name.rstrip("/").rpartition("/")[2] or name for name in source_names(value))
 
 
 def first_name(value: Any) -> str:
-    """The part of a run's name that comes from its data: the first source."""
+    """Returns the name of the first source, which becomes a part of the run's name."""
     return next(iter(source_names(value)), "data").removeprefix(HUB)
 
 
@@ -348,15 +357,16 @@ PICTURE_COLUMNS = ("image", "text", "mask", "control")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PictureSource:
-    """One entry of images.train, images.eval or images.regularisation, as a user gave it.
+    """One entry of images.train, images.eval or images.regularisation, as the user wrote it.
 
-    caption     of every picture, instead of those in text files
-    repeats     how often each picture comes in an epoch
-    weight      of the loss of its pictures; of regularisation pictures only
-    draw        how many pictures the folder shall have, where the base model draws those that it
-                lacks; of regularisation pictures only
-    resolution  in place of `images.resolution`; with several each picture comes once in each
-    controls    folder of the pictures before the edit
+    the caption of every picture, in place of captions from text files
+    repeats     number of times that each picture comes in an epoch
+    weight of the loss of these pictures; only for regularisation pictures
+    draw        number of pictures that the folder shall have: the base model draws the missing
+                ones; only for regularisation pictures
+    resolution  replaces `images.resolution`; with several values each picture comes once at each
+                resolution
+    controls    folder with the pictures before the edit
     """
 
     name: str
@@ -387,7 +397,8 @@ _PICTURE_KEYS = {
 
 
 def picture_sources(images: ImagesSection, split: str) -> list[PictureSource]:
-    """The sources of one side, with what the section sets for all of them.
+    """Returns the sources of one key of `images`. The section's `columns` and `controls` apply to
+    each of them.
 
     split   `train`, `eval` or `regularisation`
     Raises  UsageError naming the entry and the key

@@ -1,7 +1,7 @@
-"""Configurations as text: `resolved.yaml` of a run, the file that `isotype init` writes, and the
+"""Writes configurations as text: `resolved.yaml` of a run, the file of `isotype init`, and the
 reference in the documentation.
 
-Imports no torch. What these write, `load` reads.
+`config.load.load` reads the two YAML files. Imports no torch.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from .load import DEFAULT, LoadedConfig, recipe
 from .schema import RunConfig
 from .yaml_text import write_value
 
-_ESSENTIAL_KEYS = {  # what `init` leaves uncommented, since a run needs or nearly always sets it
+_ESSENTIAL_KEYS = {  # keys that `init` writes without `#`: most runs set them
     "model.name", "data.train", "data.max_length", "adapter.kind", "adapter.r", "adapter.alpha", "precision.preset",
     "train.epochs", "train.batch_size", "train.accumulate", "train.learning_rate", "run.folder",
 }  # fmt: skip
 _ESSENTIAL_PICTURE_KEYS = {
     "images.train", "images.resolution", "images.max_aspect", "train.steps", "run.samples", "run.adapters_every",
 }  # fmt: skip
-_RESOLVED_KEYS = {"precision.preset", *AUTO_KEYS}  # those that can be `auto`
+_RESOLVED_KEYS = {"precision.preset", *AUTO_KEYS}  # keys that can be `auto`
 _SECTION_TEXTS = {
     "model": "What is fine-tuned.",
     "data": "What a language model learns from.",
@@ -46,13 +46,13 @@ _SECTION_TEXTS = {
 def resolved_yaml(
     loaded: LoadedConfig, reasons: Mapping[str, str], values: Mapping[str, Any] | None = None
 ) -> str:
-    """Every value of a run with its source as a comment; loading it gives the same run again.
+    """Writes every setting of a run with its source as a comment. Loading this text gives the same
+    configuration.
 
     reasons  `precision.grads` -> why it has its value
-    values what the run chose for keys left open (`precision.base` -> bf16). They are written as
-    comments, since a role given by hand and
-             a role that follows from the preset are checked differently; what replaces an `auto` is
-             written as it was resolved.
+    values   values that the run chose for unset keys (`precision.base` -> bf16). They are written
+             as comments, because a role that the user sets and a role that follows from the preset
+             are checked differently. A key that was `auto` gets its resolved value.
     """
     values = values or {}
 
@@ -76,8 +76,8 @@ def resolved_yaml(
 
 
 def init_yaml(preset: str = "lora", *, model: str = "path/to/model", data: str = "stdlib") -> str:
-    """The commented file of `isotype init`: essential keys set, every other one shown with its
-    default.
+    """Writes the commented file of `isotype init`: it sets the essential keys, and shows every
+    other key as a comment with its default.
     """
     kind = guess_run_kind(model, data)
     settings = {
@@ -109,7 +109,9 @@ def init_yaml(preset: str = "lora", *, model: str = "path/to/model", data: str =
 
 
 def reference_markdown() -> str:
-    """docs/configuration.md: every key with its default, what it takes, and its description."""
+    """Writes docs/configuration.md: every key with its default, the values it accepts, and its
+    description.
+    """
     lines = [
         "# Configuration",
         "",
@@ -157,7 +159,7 @@ def _write_sections(
     kind: str,
     about: Mapping[str, str] | None = None,
 ) -> str:
-    """The keys that this kind of run has, by section."""
+    """Writes the sections, with the keys that apply to this kind of run."""
     blocks = []
     for section in sections():
         values = getattr(config, section)

@@ -1,8 +1,8 @@
-"""Reads and writes YAML: mappings with the line of each key, and values in a form that reads back
-the same. Imports no torch.
+"""Reads and writes YAML. Reading keeps the line of each key; a written value is the same when it is
+read again. Imports no torch.
 
-YAML 1.2 throughout: `1e-4` is a number, `no` and `on` are text. Reading goes through ruamel's node
-tree, since only the tree has line numbers and duplicate keys.
+YAML 1.2 is used: `1e-4` is a number, `no` and `on` are text. The reader uses ruamel's node tree,
+because only the tree has line numbers and shows duplicate keys.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ MAX_VALUES = 10_000  # values in one key: with anchors, ten lines can stand for 
 
 
 class YamlError(ValueError):
-    """One line about text that is no YAML, and the line of the text (1-based) or None."""
+    """The error for invalid YAML: a message of one line, and the line number in the text, from 1,
+    or None.
+    """
 
     def __init__(self, message: str, line: int | None = None) -> None:
         super().__init__(message)
@@ -31,8 +33,8 @@ class YamlError(ValueError):
 
 @dataclass(frozen=True)
 class Entry:
-    """One key of a mapping: its name, its value (a list of entries for a mapping one level down),
-    and the line of the key.
+    """One key of a mapping: its name, its value, and its line number. The value is None for a key
+    of the top level that holds a mapping.
     """
 
     key: str
@@ -41,9 +43,12 @@ class Entry:
 
 
 def read_sections(text: str) -> Iterator[tuple[Entry, list[Entry] | None]]:
-    """The top-level keys of a document, and the keys below each that is a mapping (None otherwise).
+    """Yields each top-level key of a document with the entries of its mapping, or with None if its
+    value is no mapping.
 
-    Raises  YamlError; duplicate keys are left for the caller, who can name both lines.
+    Duplicate keys are yielded twice, so that the caller's message can name both lines.
+
+    Raises  YamlError
     """
     root = _compose(text)
     if root is None:
@@ -67,9 +72,7 @@ def read_sections(text: str) -> Iterator[tuple[Entry, list[Entry] | None]]:
 
 
 def read_value(text: str) -> Any:
-    """The value that `text` is in YAML: `1e-4` a float, `[a, b]` a list, empty text None. Raises
-    YamlError.
-    """
+    """Reads a YAML value: `1e-4` gives a float, `[a, b]` a list, empty text None. Raises YamlError."""
     node = _compose(text)
     return None if node is None else _read_node(node)
 
@@ -92,7 +95,7 @@ def _compose(text: str) -> Node | None:
         AssertionError,
         KeyError,
     ) as error:
-        # on malformed text ruamel's scanner raises other exceptions than its own
+        # for some malformed text ruamel's scanner raises exceptions that are no YAMLError
         raise YamlError(
             f"broken YAML: {next(iter(str(error).splitlines()), type(error).__name__)}"
         ) from None
@@ -105,7 +108,9 @@ def _read_key(node: Node) -> str:
 
 
 def _read_node(node: Node, depth: int = 0, count: list[int] | None = None) -> Any:
-    """The value of a node. `count`: how many values the key has so far."""
+    """Returns the value of a node. `count[0]` is the number of values that were read for the key so
+    far.
+    """
     line = node.start_mark.line + 1
     count = [0] if count is None else count
     count[0] += 1
@@ -130,7 +135,7 @@ def _read_node(node: Node, depth: int = 0, count: list[int] | None = None) -> An
             iter(str(error).splitlines()), type(error).__name__
         )
         raise YamlError(f"{node.value!r}: {problem}", line) from None
-    # U+DC80 to U+DCFF are bytes of a file's name that are no UTF-8, as Python reads them
+    # Python represents bytes of a file name that are not UTF-8 as U+DC80 to U+DCFF
     if isinstance(value, str) and any(
         "\ud800" <= c <= "\udfff" and not "\udc80" <= c <= "\udcff" for c in value
     ):
@@ -139,7 +144,7 @@ def _read_node(node: Node, depth: int = 0, count: list[int] | None = None) -> An
 
 
 def write_value(value: Any) -> str:
-    """A value on one line, so that `read_value` gives it back."""
+    """Writes a value on one line, in a form that `read_value` reads as the same value."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -172,7 +177,9 @@ def _write_float(value: float) -> str:
         return {math.inf: ".inf", -math.inf: "-.inf"}.get(value, ".nan")
     text = repr(value)
     mantissa, e, exponent = text.partition("e")
-    if e and "." not in mantissa:  # 1e-05 is text to a YAML 1.1 reader, 1.0e-05 is a number to both
+    if (
+        e and "." not in mantissa
+    ):  # a YAML 1.1 reader takes 1e-05 as text; 1.0e-05 is a number in both versions
         return f"{mantissa}.0e{exponent}"
     return text
 
