@@ -1,3 +1,3 @@
-"""One run on many processes: who they are, what they agree on, what each of them does, and who is
-named when one is lost.
+"""Runs one training on several processes: which process this is, what all of them must agree on,
+how they exchange tensors, and how a process that was lost is named.
 """

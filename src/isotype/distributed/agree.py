@@ -1,5 +1,5 @@
-"""What must be the same in every process before the first step: versions, configuration, data,
-weights, and the run's folder.
+"""Checks before the first step that every process has the same versions, configuration, data,
+weights and run folder.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from ..config.schema import RunConfig
 from ..errors import UsageError
 from .world import World
 
-SAMPLED_ELEMENTS = 64  # elements of each tensor
-# seconds in which a file of the first process must be seen by the others: network folders are late
+SAMPLED_ELEMENTS = 64  # number of elements of each tensor that are hashed
+# seconds that the other processes wait to see a file of the first process: network folders show new
+# files late
 SHARED_FOLDER_TIMEOUT = 10.0
 
 COMPARED_PACKAGES = (
@@ -39,8 +40,9 @@ _FIXES = {
 
 
 def refuse_differences(world: World, **facts: str) -> None:
-    """facts  a text for each of `versions`, `configuration`, `data`, `weights` and MODEL_SETTINGS.
-    Raises UsageError naming the ranks that differ.
+    """Raises UsageError naming the ranks whose facts differ from those of rank 0.
+
+    facts  a text for each of `versions`, `configuration`, `data`, `weights` and MODEL_SETTINGS
     """
     facts_by_rank = world.gather({"host": socket.gethostname(), **facts})
     for name in facts:
@@ -67,7 +69,9 @@ def refuse_differences(world: World, **facts: str) -> None:
 
 
 def refuse_folder_of_another_machine(world: World, folder: Path) -> None:
-    """Every process must see what the first one writes. Raises UsageError where one does not."""
+    """Raises UsageError if some process does not see a file that the first process writes into
+    `folder`.
+    """
     if world.size == 1:
         return
     file = folder / ".seen_by_all"
@@ -89,7 +93,9 @@ def refuse_folder_of_another_machine(world: World, folder: Path) -> None:
 
 
 def fingerprint_of_weights(model: nn.Module) -> str:
-    """A hash of some elements of every parameter: another file or another seed changes them."""
+    """Hashes some elements of every parameter. Another model file or another seed gives another
+    hash.
+    """
     summed = hashlib.sha256()
     for name, p in model.named_parameters():
         flat = p.detach().flatten()
@@ -102,12 +108,12 @@ def fingerprint_of_weights(model: nn.Module) -> str:
 
 
 def versions() -> str:
-    """Those that decide a run's numbers, one a line: `torch 2.13.0`."""
+    """Lists the versions of the packages that decide a run's numbers, one per line: `torch 2.13.0`."""
     return version_lines(*COMPARED_PACKAGES)
 
 
 def version_lines(*packages: str) -> str:
-    """Of those that are installed."""
+    """Lists name and version of each of these packages that is installed, one per line."""
     lines: list[str] = []
     for name in packages:
         with suppress(metadata.PackageNotFoundError):
@@ -116,7 +122,7 @@ def version_lines(*packages: str) -> str:
 
 
 def configuration_lines(config: RunConfig) -> str:
-    """Every key of a configuration that must be the same, one a line."""
+    """Lists every key that must be the same in all processes, with its value, one per line."""
     return "\n".join(
         f"{section}.{key}: {value!r}"
         for section, values in config.model_dump().items()

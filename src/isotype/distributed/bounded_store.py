@@ -1,5 +1,6 @@
-"""A store with a time limit for every call. Torch's client waits without end for the answer of a
-frozen process (SIGSTOP, a machine that hangs), since the connection stays open.
+"""Wraps torch's key-value store so that every call has a time limit. Torch's own client waits
+forever for the answer of a frozen process (SIGSTOP, a machine that hangs), because the connection
+stays open.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from typing import Any
 
 
 class StoreTimeoutError(RuntimeError):
-    """The process that has the store did not answer."""
+    """Raised when the process that holds the store does not answer in time."""
 
 
 class _Call:
-    """One call, and what came of it."""
+    """One call of the store, with its result or its error."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self.function, self.finished = function, threading.Event()
@@ -31,7 +32,8 @@ class _Call:
 
 
 class BoundedStore:
-    """Wraps a store: runs its calls one after the other in a thread, and stops waiting after `timeout`.
+    """Wraps a store: runs its calls one after the other in a thread, and stops waiting after
+    `timeout`.
 
     timeout  seconds for a call, after which every later call fails at once
     Raises   StoreTimeoutError, and what the store raises
@@ -41,7 +43,7 @@ class BoundedStore:
         self.timeout = timeout
         self._store, self._calls = store, SimpleQueue[_Call]()
         self._is_silent = False
-        # a daemon: one that waits for a frozen process must not keep this one
+        # a daemon thread: while it waits for a frozen process, it must not keep this process alive
         threading.Thread(target=self._serve, name="store", daemon=True).start()
 
     def set(self, key: str, value: str) -> None:
@@ -52,11 +54,11 @@ class BoundedStore:
         return value
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all of them are set."""
+        """Whether all these keys are set."""
         return bool(self._call(lambda: self._store.check(list(keys))))
 
     def clone(self) -> BoundedStore:
-        """Another connection, which a call of this one does not hold up."""
+        """Opens another connection, which does not wait for the calls of this one."""
         return BoundedStore(self._call(self._store.clone), self.timeout)
 
     def _serve(self) -> None:

@@ -1,9 +1,9 @@
-"""`isotype train --processes N`: starts the processes of a run on this machine, and ends as they
-end. Imports no torch.
+"""`isotype train --processes N`: starts the processes of a run on this machine, waits for them and
+returns their exit status. Imports no torch.
 
-The first process has the terminal. The output of the others is stored, and shown only when one of
-them ends without having told the first why. Signals are handed on once; when the launcher itself is
-killed, a pipe that it held open closes and the processes end.
+The first process writes to the terminal. The output of the others is stored. It is shown only when
+one of them ends without having reported its error to the first process. Signals are forwarded once.
+If the launcher itself is killed, a pipe that it held open closes, and the processes end.
 """
 
 from __future__ import annotations
@@ -25,17 +25,19 @@ from .rank import LAUNCHED_BY
 
 LIFELINE = "ISOTYPE_LIFELINE"
 LISTENING_SOCKET = "ISOTYPE_LISTENS_AT"
-# seconds that the others have to end by themselves after one has failed: longer than the search for
-# a lost one
+# seconds that the other processes have to end by themselves after one has failed: longer than the
+# search for a lost process
 SHUTDOWN_SECONDS = 20.0
-# number of last lines shown of a process that ended without an error report to the others
+# how many of the last lines of output are shown for a process that ended without reporting its
+# error
 _PRINTED_LINES = 15
 
 
 def launch(command: Sequence[str], processes: int) -> int:
-    """Runs `command` as so many processes; the exit status of the run.
+    """Runs `command` in this number of processes, and returns the exit status of the run.
 
-    0 done, 130 interrupted and saved; otherwise the first process's own, and 1 where it was killed
+    The status is 0 when the run is done, 130 when it was interrupted and saved. Otherwise it is
+    that of the first process, or 1 if that process was killed.
     """
     listening = socket.create_server(("127.0.0.1", 0), backlog=4 * processes)
     alive, lifeline = os.pipe()
@@ -67,8 +69,8 @@ def launch(command: Sequence[str], processes: int) -> int:
 
 
 def watch_lifeline() -> None:
-    """Ends this process when its launcher is gone. For the processes that `launch` starts;
-    elsewhere does nothing.
+    """Ends this process when its launcher is gone. It does nothing in a process that `launch` did
+    not start.
     """
     handle = os.environ.pop(LIFELINE, None)
     if handle is None:
@@ -100,14 +102,14 @@ def _start(
         LIFELINE: str(alive),
         LISTENING_SOCKET: str(listening.fileno() if rank == 0 else -1),
     }
-    # each would take every core
+    # without a limit each process would use every core
     environ.setdefault("OMP_NUM_THREADS", str(max(1, count_cores() // size)))
     inherited = (alive, listening.fileno()) if rank == 0 else (alive,)
     if rank == 0:
         streams: dict[str, Any] = {}
     else:
         streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
-    # a separate session: Ctrl-C reaches it once, from this process
+    # in a separate session, the process receives Ctrl-C only once, from this launcher
     process: subprocess.Popen[bytes] = subprocess.Popen(
         list(command), env=environ, pass_fds=inherited, start_new_session=True, **streams
     )
@@ -115,8 +117,8 @@ def _start(
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int | None:
-    """Until all have ended; after a failure the others have FAREWELL seconds. Returns the first
-    that failed.
+    """Waits until all processes have ended, and returns the rank of the first that failed. After a
+    failure the others have SHUTDOWN_SECONDS.
     """
     failed = None
     deadline = 0.0
@@ -130,7 +132,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int | None:
         elif time.monotonic() > deadline:
             for process in processes:
                 if process.poll() is None:
-                    process.kill()  # it may be stopped, and would not see a softer signal
+                    process.kill()  # a stopped process does not receive SIGTERM
         time.sleep(0.05)
     if failed is not None:
         return failed
@@ -140,8 +142,8 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int | None:
 def _report_failure(
     processes: Sequence[subprocess.Popen[bytes]], outputs: Sequence[IO[bytes]], failed: int | None
 ) -> None:
-    """What the first process could not tell: that it was killed itself, or why another one ended
-    after it was done.
+    """Prints what the first process could not report: that it was killed itself, or why another
+    process failed after the first was done.
     """
     if failed is None or processes[0].returncode > 0:
         return
@@ -163,7 +165,9 @@ def _report_failure(
 
 @contextmanager
 def _forward_signals(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP go to every process, once each time they arrive."""
+    """Forwards SIGINT, SIGTERM and SIGHUP to every process within this block, once for each signal
+    that arrives.
+    """
 
     def forward(number: int, frame: object) -> None:
         for process in processes:
@@ -173,7 +177,7 @@ def _forward_signals(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[N
     previous_handlers: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            # nohup has it ignored
+            # under nohup SIGHUP is ignored, and stays ignored
             if number != signal.SIGHUP or signal.getsignal(number) is signal.SIG_DFL:
                 previous_handlers[number] = signal.signal(number, forward)
     try:

@@ -1,5 +1,4 @@
-"""Which process of a run this one is, from what its launcher put into the environment. Imports no
-torch.
+"""Reads from the launcher's environment variables which process of a run this is. Imports no torch.
 
 `torchrun`, `accelerate launch` and `isotype train --processes N` set the same variables: RANK,
 WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
@@ -20,8 +19,10 @@ _TORCHRUN = "start with torchrun, which sets them all, or unset RANK and WORLD_S
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """rank of size processes, local_rank of local_size on this machine; `launcher`: its name for
-    people.
+    """The position of this process: `rank` of `size` processes, and `local_rank` of `local_size`
+    processes on this machine.
+
+    launcher  the launcher's name, for messages
     """
 
     rank: int = 0
@@ -32,8 +33,10 @@ class Rank:
 
 
 def find_rank(environ: Mapping[str, str] = os.environ) -> Rank:
-    """Raises UsageError for variables that contradict each other, and for tasks that a scheduler
-    started without a launcher.
+    """Reads the rank of this process from the environment.
+
+    Raises  UsageError for variables that contradict each other, and for tasks that a scheduler
+            started without a launcher
     """
     if "RANK" not in environ and "WORLD_SIZE" not in environ:
         _refuse_tasks_without_launcher(environ)
@@ -88,8 +91,11 @@ def _read_number(environ: Mapping[str, str], name: str, default: str = "") -> in
 
 @dataclass(frozen=True)
 class Batching:
-    """A step is `total` micro-batches of `rows` rows, in the order of the data; `local_micro_batches` are those of
-    this process.
+    """How the rows of a step are divided into micro-batches, in the order of the data.
+
+    micro_batch_size     rows of each micro-batch
+    micro_batches        micro-batches of the step, over all processes
+    local_micro_batches  the indices of this process's micro-batches
     """
 
     rows: int
@@ -98,11 +104,11 @@ class Batching:
 
     @classmethod
     def plan_step(cls, train: TrainSection, *, rank: int = 0, size: int = 1) -> Batching:
-        """Whole micro-batches are shared out where their number allows it, else rows: none has more
-        than `train.batch_size`.
+        """Divides a step between the processes. Each process gets whole micro-batches of
+        `train.batch_size` rows if their number allows it, else smaller micro-batches.
 
-        Raises  UsageError where `batch_size` x `accumulate` rows cannot be shared out evenly, with
-                the nearest numbers that can
+        Raises  UsageError where `batch_size` x `accumulate` rows cannot be divided evenly; the
+                message names the nearest numbers of processes that can
         """
         rows_per_step = train.batch_size * train.accumulate
         if rows_per_step % size:
@@ -125,7 +131,9 @@ class Batching:
 
 
 def _name_nearest_process_counts(rows_per_step: int, size: int) -> str:
-    """The numbers of processes next to `size` that share the rows of a step: `2 or 4 processes`."""
+    """Names the nearest numbers of processes below and above `size` that divide the rows of a step
+    evenly: `2 or 4 processes`.
+    """
     divisors = [n for n in range(1, rows_per_step + 1) if rows_per_step % n == 0]
     below = max(n for n in divisors if n < size)
     above = min((n for n in divisors if n > size), default=None)

@@ -1,14 +1,14 @@
-"""A model that is distributed over the processes: each holds some rows of every weight, and a
-unit's weights are gathered while it runs.
+"""Distributes a model over the processes: each holds some rows of every weight, and the weights of
+a unit are gathered while that unit runs.
 
-The engine is torch's FSDP2. Units are the decoder layers, or the blocks of a denoiser, and an
-embedding that is not the head. The rest (norm, head) is the last unit, which stays gathered from
-the forward to its backward: a model that takes no targets multiplies by the head's weight after the
-forward has ended.
+It uses torch's FSDP2. The units are the decoder layers, or the blocks of a denoiser, and an
+embedding that does not share its weight with the head. The rest (norm, head) is the last unit. It
+stays gathered from the forward to its backward, because the loss may multiply by the head's weight
+after the model's forward has ended.
 
-The units compute in the weights' own dtypes (`param_dtype=None`): products belong to the ops.
-Gradients are summed, not averaged, in `precision.reduce`. FSDP narrows the sum to the weights'
-dtype before anyone sees it; `Sums` takes it before.
+The units compute in the weights' own dtypes (`param_dtype=None`): the ops choose the dtype of their
+products. Gradients are summed, not averaged, in `precision.reduce`. FSDP would cast the sum to the
+weights' dtype; `UnitGradients` reads it before that cast.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from .world import World
 
 
 class Sharding:
-    """How a model is distributed, and the gradients that arrive summed. Implements
-    `precision.accumulate.Summed`.
+    """Knows how a model is distributed, and hands out its summed gradients. Implements
+    `precision.accumulate.ShardedGradients`.
 
-    mesh      its processes, as FSDP has them; kept, since a process group that is freed closes its
-              connections
-    parts     processes that share a weight
-    replicas  how many times the whole model is there
+    mesh      the processes as FSDP's device mesh; kept, because a process group that is freed
+              closes its connections
+    parts     the number of processes that share each weight
+    replicas  how many copies of the whole model the processes hold together
     """
 
     def __init__(
         self, model: nn.Module, units: list[Any], world: World, *, mesh: Any, replicas: int
     ) -> None:
-        """All processes call it together, with the units that `keep_part` has cut."""
+        """All processes call it together, with the units that `keep_part` returned."""
         self.mesh = mesh
         self.parts = world.size // replicas
         self.replicas = replicas
@@ -53,11 +53,11 @@ class Sharding:
         for unit in units:
             sums = Sums(self.parts, self._sent)
             unit.set_all_reduce_hook(sums)
-            # sums, not means: losses are divided by the tokens of all processes; and gloo has no
-            # sum with a factor
+            # sums, not means, because losses are divided by the tokens of all processes; and gloo
+            # cannot sum with a factor
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
-            # of this unit, and of none inside it
+            # the parameters of this unit, without those of units inside it
             for group in unit._get_fsdp_state()._fsdp_param_groups:
                 self._sums |= {id(parameter.sharded_param): sums for parameter in group.fsdp_params}
 
@@ -70,8 +70,8 @@ class Sharding:
 
 
 class Sums:
-    """The gradients of one unit, summed over the processes in the dtype in which they were sent:
-    fp32[*n], this process's rows of each.
+    """The gradients of one unit, summed over the processes, in the dtype in which they were sent.
+    For each parameter it holds the rows of this process.
     """
 
     def __init__(self, parts: int, sent: list[torch.dtype]) -> None:
@@ -81,14 +81,16 @@ class Sums:
         self._offset = 0
 
     def __call__(self, flat: Tensor) -> None:
-        """FSDP's hook: one tensor for the unit, before it is narrowed and cut into gradients."""
+        """The hook that FSDP calls with one tensor for the whole unit, before it casts and splits
+        it into gradients.
+        """
         self._flat = flat
         self._offset = 0
         self._sent.append(flat.dtype)
 
     def take(self, parameter: nn.Parameter) -> Tensor:
-        """This parameter's gradient. FSDP hands out the gradients of a unit in their order in
-        `flat`, padded to equal parts.
+        """Returns the summed gradient of a parameter. FSDP hands out the gradients of a unit in
+        their order in `flat`, where each is padded to equal parts.
         """
         assert self._flat is not None, "the hook runs before the gradients are handed out"
         part = local_part(parameter)
@@ -100,10 +102,10 @@ class Sums:
 
 
 def create_mesh(world: World, device: torch.device, *, nodes: int = 1) -> Any:
-    """The processes as FSDP wants them; all call it together.
+    """Creates FSDP's device mesh of the processes. All processes call it together.
 
-    nodes  more than 1: each machine holds the whole model, its processes share it, and machines sum
-           gradients (hybrid)
+    nodes  if more than 1, the processes of each machine share a whole model, and the machines sum
+           their gradients (hybrid)
     """
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -115,20 +117,21 @@ def create_mesh(world: World, device: torch.device, *, nodes: int = 1) -> Any:
 
 
 def local_part_of_mesh(mesh: Any, look: Callable[[nn.Module], None]) -> Part:
-    """What this process keeps of a model that the processes of `mesh` share. `look`: called with
-    the model before it is cast.
+    """The part that this process keeps of a model that the processes of `mesh` share.
+
+    on_loaded  called with the model before it is cast
     """
-    sharing = mesh.ndim - 1  # before it, in a hybrid mesh, are the machines
+    sharing = mesh.ndim - 1  # in a hybrid mesh the first dimension is the machines
     return Part(mesh.get_local_rank(sharing), mesh.size(sharing), look)
 
 
 def keep_part(model: nn.Module, mesh: Any, part: Part, *, reduce: str) -> list[nn.Module]:
-    """Cuts `model`, in place, into units of which this process keeps its rows: with adapter, ops,
-    precision and recomputation.
+    """Splits `model` in place into units of which this process keeps its rows. The model already
+    has its adapter, ops, precision and recomputation.
 
-    Its weights may lie on the CPU, or in files that are mapped there, of which the own rows are
-    read. Each unit's part goes to the mesh's device, and the unit's memory is freed. Nothing is
-    exchanged.
+    The weights may be on the CPU, or in files that are mapped into memory, of which only this
+    process's rows are read. The part of each unit is moved to the mesh's device, and the unit's
+    memory is freed. The processes exchange nothing.
 
     reduce  the dtype in which gradients are summed
     ->      the units, for `Sharding`
@@ -166,8 +169,8 @@ def keep_part(model: nn.Module, mesh: Any, part: Part, *, reduce: str) -> list[n
 
 
 def find_units(inner: Any) -> list[tuple[str, nn.Module]]:
-    """(name, module) of every decoder layer or denoiser block, and of the embedding where the head
-    does not share its weight.
+    """Returns (name, module) of every decoder layer or denoiser block, and of the embedding if the
+    head does not share its weight.
     """
     of_denoiser = {id(block) for block in denoiser_blocks(inner)}
     if of_denoiser:
@@ -184,8 +187,8 @@ def find_units(inner: Any) -> list[tuple[str, nn.Module]]:
                 if is_block(block)
             ]
             units += blocks
-            # experts and other lists inside a layer belong to its unit: which of them run depends
-            # on the rows
+            # experts and other lists inside a layer belong to the layer's unit, because the rows
+            # decide which of them run
             inside = f"{full}." if blocks else inside
     if hasattr(inner, "get_input_embeddings"):
         embedding = inner.get_input_embeddings()
@@ -200,8 +203,8 @@ def find_units(inner: Any) -> list[tuple[str, nn.Module]]:
 
 
 def refuse_two_dtypes(unit: str, parameters: dict[str, nn.Parameter]) -> None:
-    """FSDP sums the gradients of a unit in one tensor. Raises UsageError naming two trained weights
-    whose dtypes differ.
+    """Raises UsageError naming two trained weights of a unit whose dtypes differ, because FSDP sums
+    the gradients of a unit in one tensor.
     """
     first: dict[torch.dtype, str] = {}
     for full, parameter in parameters.items():
@@ -217,8 +220,8 @@ def refuse_two_dtypes(unit: str, parameters: dict[str, nn.Parameter]) -> None:
 
 
 def refuse_weights_of_another_unit(unit: str, module: nn.Module, other_unit_ids: set[int]) -> None:
-    """Raises UsageError naming a weight of this unit that one of the units before has too (the
-    shared layers of Zamba 2).
+    """Raises UsageError naming a weight of this unit that an earlier unit also has (the shared
+    layers of Zamba 2).
     """
     if shared := next(
         (f"{unit}.{n}" for n, p in module.named_parameters() if id(p) in other_unit_ids), None
@@ -233,10 +236,10 @@ def refuse_weights_of_another_unit(unit: str, module: nn.Module, other_unit_ids:
 def gather_tensors(
     model: nn.Module, world: World, sharding: Sharding, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """name -> every trained tensor of a sharded model, whole, on the CPU, in `dtype`; on the first
-    process, the others get nothing.
+    """Gathers every trained tensor of a sharded model: name -> whole tensor on the CPU, in `dtype`.
+    Only the first process gets them; the others get an empty dictionary.
 
-    All processes call it. A tensor with several names is one tensor.
+    All processes call it. A tensor that has several names is gathered once.
     """
     gathered: dict[int, Tensor | None] = {}
     result = {}
@@ -256,14 +259,18 @@ def gather_tensors(
 
 
 def rows_by_rank(rows: int, parts: int) -> list[int]:
-    """How many of a tensor's rows each process holds: equal numbers, fewer or none at the end."""
+    """Returns how many of a tensor's rows each process holds: equal numbers, and fewer or none for
+    the last ranks.
+    """
     most = math.ceil(rows / parts)
     return [max(0, min(rows, (rank + 1) * most) - min(rows, rank * most)) for rank in range(parts)]
 
 
 @contextmanager
 def replace_in_state_dict(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Within this block `model.state_dict()` has these tensors in the place of its parts."""
+    """Makes `model.state_dict()` return these whole tensors in place of the sharded ones, within
+    this block.
+    """
 
     def replace_tensors(
         module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
@@ -279,8 +286,8 @@ def replace_in_state_dict(model: nn.Module, tensors: Mapping[str, Tensor]) -> It
 
 
 def _attach_quant_states(model: nn.Module, states: Mapping[str, Any]) -> None:
-    """Puts the scales of 4-bit weights, which FSDP leaves behind, on whatever is in their place
-    now, by which they are known as 4-bit.
+    """Attaches the quantisation state of each 4-bit weight to the parameter that replaced it. FSDP
+    does not copy this state, and without it the weight is not recognised as 4-bit.
     """
     for full, parameter in model.named_parameters():
         if full in states:
@@ -288,11 +295,10 @@ def _attach_quant_states(model: nn.Module, states: Mapping[str, Any]) -> None:
 
 
 def _gather_all_units(model: nn.Module, units: list[Any]) -> None:
-    """Gathers every unit once: what is put in the place of the parts are the same tensors from then
-    on.
+    """Gathers every unit once. After that, FSDP reuses the same tensors for the gathered weights.
 
-    The gathered 4-bit weights get their scales here. Every process holds all scales: 1/32 of the
-    packed bytes.
+    The gathered 4-bit weights get their scales here. Every process holds all scales, which are 1/32
+    of the packed bytes.
     """
     states = {
         full: state
@@ -304,7 +310,7 @@ def _gather_all_units(model: nn.Module, units: list[Any]) -> None:
         _attach_quant_states(model, states)
         unit.reshard()
         for group in unit._get_fsdp_state()._fsdp_param_groups:
-            # the bytes that travel are no arithmetic of the step
+            # the observer must not count these transfers as arithmetic of the step
             for work in ("unshard", "wait_for_unshard", "post_backward"):
                 setattr(group, work, partial(_run_unobserved, getattr(group, work)))
 

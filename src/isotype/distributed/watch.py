@@ -1,9 +1,9 @@
-"""Signs of life: each process writes where it is into the shared store, so that the others can name
-one that is dead or does not come.
+"""Heartbeats: each process writes into the shared store where it is, so that the other processes
+can name one that is dead or late.
 
-Gloo says that a connection was closed or that it waited for too long, and not for whom. Here a
-thread of each process writes, every BEAT seconds, a count that grows, the step, what it is doing,
-and how many meetings it came to.
+Gloo reports that a connection was closed or that a wait took too long, but not which process was
+the cause. Here a thread of each process writes every BEAT seconds: a growing count, the step, the
+current activity, and how many exchanges between the processes it has begun.
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ from ..errors import IsotypeError, RunError
 from ..wording import first_line
 from .bounded_store import BoundedStore
 
-BEAT = 0.5  # seconds between signs of life
-# seconds without a sign of life after which a process counts as dead; a busy machine delays them
+BEAT = 0.5  # seconds between two heartbeats
+# seconds without a heartbeat after which a process counts as dead; a busy machine delays heartbeats
 SILENT = 8.0
-ENDED = "ended"  # keys of the processes that end because of another
+ENDED = "ended"  # prefix of the keys of the processes that end because of another process
 
 
 @dataclass
 class Sign:
-    """Where a process is. `met`: meetings of all processes that it came to; `beats`: signs of life
-    given.
+    """The state of a process, as it last wrote it.
+
+    beats      heartbeats written so far
+    exchanges  exchanges between all processes that it has begun
     """
 
     rank: int
@@ -49,8 +51,8 @@ class Sign:
 
 
 class Watch(threading.Thread):
-    """Sends the heartbeats of this process until `stop`. It needs its own connection to the store,
-    which a wait would block.
+    """Writes the heartbeats of this process until `stop`. It needs its own connection to the store,
+    because a waiting call would block a shared one.
     """
 
     def __init__(self, store: BoundedStore, rank: int) -> None:
@@ -64,7 +66,7 @@ class Watch(threading.Thread):
             self.sign.beats += 1
             try:
                 self.tell()
-            except Exception:  # the store ended with its process: the next wait reports that
+            except Exception:  # the store's process has ended; the next wait reports that
                 return
 
     def tell(self) -> None:
@@ -77,7 +79,7 @@ class Watch(threading.Thread):
 
 
 def read_sign(store: BoundedStore, rank: int) -> Sign | None:
-    """The newest sign of a process; None where it never gave one."""
+    """Reads the newest heartbeat of a process; None if it never wrote one."""
     key = f"sign/{rank}"
     if store.check([key]):
         return Sign(**json.loads(store.get(key)))
@@ -85,7 +87,9 @@ def read_sign(store: BoundedStore, rank: int) -> Sign | None:
 
 
 def read_failure(store: BoundedStore, ranks: Iterable[int]) -> tuple[int, dict[str, Any]] | None:
-    """The first of these processes that reported why it failed, and its report."""
+    """Returns the first of these processes that reported an error, with its report; None if none
+    did.
+    """
     for rank in ranks:
         if store.check([f"failed/{rank}"]):
             return rank, json.loads(store.get(f"failed/{rank}"))
@@ -93,12 +97,14 @@ def read_failure(store: BoundedStore, ranks: Iterable[int]) -> tuple[int, dict[s
 
 
 def has_reported(store: BoundedStore, rank: int) -> bool:
-    """Whether a process said that it ends: by its own failure, because of another, or at the end."""
+    """Whether a process reported that it ends: after its own error, because of another process, or
+    because the run is done.
+    """
     return any(store.check([f"{key}/{rank}"]) for key in ("failed", ENDED, "left"))
 
 
 def read_ended(store: BoundedStore, ranks: Iterable[int]) -> str:
-    """What one of these processes found out about the process because of which it ended, or ""."""
+    """Reads why one of these processes ended: its message about the process that was lost, or ""."""
     for rank in ranks:
         if store.check([f"{ENDED}/{rank}"]) and (message := store.get(f"{ENDED}/{rank}").decode()):
             return message
@@ -107,7 +113,7 @@ def read_ended(store: BoundedStore, ranks: Iterable[int]) -> str:
 
 @dataclass(frozen=True)
 class Lost:
-    """A process that is gone (`dead`) or does not come, and where it was last."""
+    """A process that is dead or late, and its last heartbeat."""
 
     sign: Sign
     dead: bool
@@ -117,8 +123,9 @@ class Lost:
 def find_lost(
     store: BoundedStore, local_sign: Sign, size: int, *, silent: float = SILENT
 ) -> list[Lost]:
-    """The dead processes; if there are none, those that came to fewer meetings than this one. One
-    that ended because of another is none of them. Takes up to `silent` seconds.
+    """Finds the dead processes, or, if none is dead, those that have begun fewer exchanges than
+    this one. A process that ended because of another process is not listed. The search takes up to
+    `silent` seconds.
     """
     first = {
         rank: read_sign(store, rank) or Sign(rank, "an unknown machine", 0)
@@ -130,7 +137,7 @@ def find_lost(
     dead: list[Lost] = []
     while waiting and time.monotonic() < deadline:
         for rank, last_sign in list(waiting.items()):
-            state = _ended(last_sign, local_sign.host)  # before its last words are looked for
+            state = _ended(last_sign, local_sign.host)  # read before its report is looked for
             if has_reported(store, rank):
                 del waiting[rank]
             elif state:
@@ -151,8 +158,8 @@ def find_lost(
 
 
 def _ended(sign: Sign, host: str) -> str | None:
-    """How a process of this machine ended; None where it runs, or runs elsewhere, or nothing is
-    known.
+    """Says how a process of this machine ended. None if it still runs, if it is on another machine,
+    or if the system does not tell.
     """
     if sign.host != host or not sign.pid or not Path("/proc/self/stat").exists():
         return None
@@ -176,8 +183,10 @@ def error_to_json(error: BaseException) -> dict[str, Any]:
 
 
 def error_from_json(report: dict[str, Any], *, of: str | None = None) -> BaseException:
-    """Decodes the error; one that is no IsotypeError becomes a RunError. `of`: the process that
-    raised it, for the message.
+    """Decodes an error that another process reported. An error that is no IsotypeError becomes a
+    RunError.
+
+    of  the process that raised it, for the message
     """
     if report["kind"] == "KeyboardInterrupt":
         return KeyboardInterrupt()

@@ -1,13 +1,12 @@
-"""The processes of a run: how many there are, which one this is, and everything they tell each
-other.
+"""The processes of a run: how many there are, which one this is, and everything that they exchange.
 
-Only this file and `shard`, whose model gathers its own weights, speak to torch.distributed.
-`World()` is a single process: its methods return at once what they were given.
+Only this file and `shard`, whose model gathers its own weights, call torch.distributed. `World()`
+is a single process: its methods exchange nothing and return their arguments.
 
-A process that waits learns why nobody comes: an error of another process is raised by all of them,
-and a process that is dead or does not come is named with its rank, machine and step. Waits through
-the store look for failures as they wait; gradients and the sums of a step go through a process
-group, whose own errors name nobody and are replaced.
+A waiting process finds out why another does not answer. An error of one process is raised in all of
+them. A process that is dead or late is named with its rank, machine and step. Waits through the
+store look for such failures. Gradients and the sums of a step go through a process group, whose
+errors name no process and are replaced.
 """
 
 from __future__ import annotations
@@ -46,92 +45,97 @@ from .watch import (
 
 Result = TypeVar("Result")
 AnyError = TypeVar("AnyError", bound=IsotypeError)
-CHECK_INTERVAL = 0.5  # seconds between two looks for failures while waiting
-MAX_PAUSE = 0.05  # seconds between two looks for what is waited for
-SUSPECT_AFTER = (
-    2.0  # seconds without a sign of life after which a process is looked at more closely
-)
-_RUNS = itertools.count()  # runs one after the other in the same processes have keys of their own
-# seconds that the first process waits, after an error, for the others to read it: the store ends
-# with this process
+CHECK_INTERVAL = 0.5  # seconds between two checks for failures while waiting
+MAX_PAUSE = 0.05  # longest pause in seconds between two reads of the awaited key
+# seconds without a heartbeat after which `find_lost` is asked about a process
+SUSPECT_AFTER = 2.0
+# numbers the runs of these processes, so that each run has its own keys in the store
+_RUNS = itertools.count()
+# seconds that the first process waits after an error until the others have read it, because the
+# store ends with this process
 LEAVE_TIMEOUT = 10.0
 
 
 class World:
-    """One process: nothing is exchanged."""
+    """A single process, which exchanges nothing. `JoinedWorld` has the same methods for several."""
 
     rank = local_rank = 0
     size = local_size = nodes = 1
     launcher = backend = ""
-    speaks = True  # tells a person what went wrong
+    speaks = True  # whether this process prints the error of a failed run
 
     @property
     def first(self) -> bool:
-        """Whether this process has the folder, the console and the report."""
+        """Whether this process writes the run folder, the console output and the report."""
         return self.rank == 0
 
     def at(self, step: int, doing: str) -> None:
-        """Where this process is, for the others to name."""
+        """Records the step and the activity of this process for the error messages of the others."""
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Each value summed over all processes, in fp64."""
+        """Sums each value over all processes, in fp64."""
         return list(values)
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set on one of them."""
+        """Whether the flag is set in at least one process."""
         return flag
 
     def begin_add_up(self, tensor: Tensor) -> Callable[[], None]:
-        """Begins to sum a tensor over all processes, in place and in its dtype; returns a function
+        """Begins to sum a tensor over all processes, in place and in its dtype. Returns a function
         that waits for the sum.
         """
         return lambda: None
 
     def collect(self, part: Tensor, full_tensor: Tensor | None, rows: Sequence[int]) -> None:
-        """Fills `full_tensor`, which the first process has, with the parts of all: rank r has the next
-        rows[r] of them. All lie on the CPU.
+        """Fills `full_tensor`, which only the first process has, with the rows of all processes in
+        order of rank. All tensors are on the CPU.
+
+        row_counts  the number of rows of each rank
         """
         if full_tensor is not None:
             full_tensor.copy_(part)
 
     def exchanging(self) -> AbstractContextManager[None]:
-        """Around work in which processes exchange without this class, as a sharded model's forward
-        does: an error of the exchange is replaced by what happened to the others.
+        """Wraps work in which processes exchange data without this class, such as a sharded model's
+        forward. An error of the exchange is replaced by one that names the failed process.
         """
         return nullcontext()
 
     def gather(self, value: Any) -> list[Any]:
-        """What each process gave, JSON, by rank."""
+        """Returns the values of all processes by rank. A value must be JSON."""
         return [value]
 
     def first_does(self, work: Callable[[], Result], *, patiently: bool = False) -> Result:
-        """The first process works; all get what it returns, JSON. `patiently`: for as long as it
-        lives, else up to the timeout.
+        """Runs `work` in the first process; all processes get its result, which must be JSON.
+
+        patiently  the others wait as long as the first process lives, not only up to the timeout
         """
         return work()
 
     def first_before_others(self, work: Callable[[], Result]) -> Result:
-        """Every process works, the first before the others: they find what it left on the disk."""
+        """Runs `work` in every process, in the first one before the others, so that they find the
+        files that it wrote.
+        """
         return work()
 
     def run_sequentially(self, work: Callable[[], Result]) -> Result:
-        """Every process works, on each machine one after the other: memory that the work needs for
-        a moment is needed once a machine.
+        """Runs `work` in every process, on each machine in one process after the other, so that its
+        temporary memory is needed only once per machine.
         """
         return work()
 
     def failed(self, error: BaseException) -> None:
-        """Tells the others why this process ends."""
+        """Reports to the other processes why this process ends."""
 
     def close(self) -> None:
-        """Leaves."""
+        """Leaves the run."""
 
 
 ALONE = World()
 
 
 class JoinedWorld(World):
-    """Several processes around a store and a process group.
+    """Several processes that share a store and a process group.
 
     Raises  RunError MP001 for a process that died, MP002 for one that did not come in time, or what
             another process raised
@@ -156,7 +160,7 @@ class JoinedWorld(World):
         self._watch = Watch(store.clone(), mine.rank)
         self._watch.tell()
         self._watch.start()
-        # for tensors on the CPU, where the sums of a step are exchanged without the GPU
+        # the group for tensors on the CPU: the sums of a step are exchanged without the GPU
         on_cpu = "gloo" in str(dist.get_backend_config())
         if on_cpu:
             self._small = None
@@ -168,7 +172,8 @@ class JoinedWorld(World):
         self._watch.sign.doing = doing
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        with self._meeting(), _disable_current_modes():  # its fp64 is no arithmetic of the model
+        # the observer must not count this fp64 sum as arithmetic of the model
+        with self._meeting(), _disable_current_modes():
             summed = torch.tensor(values, dtype=torch.float64)
             dist.all_reduce(summed, group=self._small)
             return summed.tolist()
@@ -187,7 +192,7 @@ class JoinedWorld(World):
         return wait
 
     def collect(self, part: Tensor, full_tensor: Tensor | None, rows: Sequence[int]) -> None:
-        # as bytes: gloo does not know every dtype
+        # sent as bytes, because gloo does not support every dtype
         if full_tensor is None:
             if len(part):
                 with self._meeting():
@@ -227,7 +232,7 @@ class JoinedWorld(World):
 
     def run_sequentially(self, work: Callable[[], Result]) -> Result:
         turn = self._next_turn()
-        if self.local_rank:  # launchers number the processes of a machine one after the other
+        if self.local_rank:  # launchers give the processes of a machine consecutive ranks
             self._wait(f"{turn}/{self.rank - 1}", of=self.rank - 1, patiently=True)
         result = work()
         self._publish(f"{turn}/{self.rank}", "")
@@ -235,22 +240,23 @@ class JoinedWorld(World):
 
     def failed(self, error: BaseException) -> None:
         if self._failed or error is self._lost:
-            return  # it is another one's failure
+            return  # another process failed and has reported it
         self._failed = True
-        with suppress(Exception):  # the store may have ended, and the original error matters more
+        with suppress(Exception):  # the store may be gone, and the original error matters more
             self._store.set(f"failed/{self.rank}", json.dumps(error_to_json(error)))
 
     def close(self) -> None:
-        """All processes leave together: a closed connection would end an exchange in which another
-        process still is.
+        """Leaves the run together with all processes: closing a connection would break an exchange
+        in which another process still takes part.
         """
-        with suppress(Exception):  # another one may be gone, and with the first one the store
+        # another process may be gone; if it is the first, the store is gone too
+        with suppress(Exception):
             self._store.set(f"left/{self.rank}", "")
             if self._lost is None and not self._failed:
                 for rank in range(self.size):
                     self._wait(f"left/{rank}", of=rank)
             elif self.first:
-                # the store may end with this process: the others have to find out first
+                # the store may end with this process, so the others must read the error first
                 remaining_ranks = set(range(self.size)) - self._lost_ranks
                 deadline = time.monotonic() + LEAVE_TIMEOUT
                 while time.monotonic() < deadline and not self._store.check(
@@ -275,8 +281,10 @@ class JoinedWorld(World):
 
     @contextmanager
     def _meeting(self, *, among_others: bool = False) -> Iterator[None]:
-        """Around a collective, or one among other work: its error is replaced by what happened to
-        the other processes.
+        """Wraps a collective operation, whose error is replaced by one that names the failed
+        process.
+
+        among_others  the block does other work too, whose errors are raised unchanged
         """
         self._watch.sign.met += 1
         try:
@@ -317,8 +325,8 @@ class JoinedWorld(World):
                 if newest != sign:
                     sign = newest
                     last_sign_time = current_time
-                # a process that gives signs of life may work for hours, one that gives none is
-                # looked at more closely
+                # a process with heartbeats may work for hours; one without is looked up by
+                # `find_lost`
                 is_dead = current_time - last_sign_time > SUSPECT_AFTER and any(
                     lost_process.dead and lost_process.sign.rank == of
                     for lost_process in find_lost(self._store, self._watch.sign, self.size)
@@ -331,9 +339,9 @@ class JoinedWorld(World):
                 )
 
     def _explain_failure(self, error: BaseException) -> BaseException:
-        """The error with what other processes reported, in place of one that names no process."""
+        """Returns an error that names the failed process, for an error that names none."""
         self._watch.sign.doing = "ending"
-        # something is wrong already: a store that is silent now is part of it
+        # after a failure a store that does not answer belongs to it, so it is given less time
         self._store.timeout = min(self._timeout, SILENT)
         self._watch.store.timeout = self._store.timeout
         try:
@@ -345,7 +353,7 @@ class JoinedWorld(World):
                 lost = find_lost(self._store, self._watch.sign, self.size)
                 failure = read_failure(self._store, range(self.size))  # reported meanwhile
         except Exception as store_error:
-            # isotype's launcher shows the output of the one that ends first
+            # isotype's launcher shows the output of the process that ends first
             self.speaks = self.rank == 1 or self.launcher == "isotype"
             return self._remember(self._store_error(store_error))
         if failure is not None:
@@ -360,14 +368,15 @@ class JoinedWorld(World):
         self._lost_ranks = {process.sign.rank for process in lost}
         dead_ranks = {process.sign.rank for process in lost if process.dead}
         self.speaks = self.rank == min(rank for rank in range(self.size) if rank not in dead_ranks)
-        # processes are never more than one meeting apart, and a dead one's last sign may be older
+        # processes are never more than one exchange apart, and the last heartbeat of a dead process
+        # may be older
         step = self._watch.sign.step
         position = "" if dead_ranks else " (it is at step {0.step}: {0.doing})"
         message = f"step {step}: " + "; ".join(
             f"{process.sign} {process.symptom}{position.format(process.sign)}" for process in lost
         )
         if not lost:
-            # another process looked first, and has ended since
+            # another process has already found the lost process, and has ended itself
             reported = read_ended(self._store, range(self.size))
             message = reported or f"the connection between processes broke: {first_line(error)}"
         elif not dead_ranks:
@@ -379,7 +388,7 @@ class JoinedWorld(World):
         )
 
     def _store_error(self, error: Exception) -> RunError:
-        """The error where the store itself is gone, or is silent."""
+        """The error for a store that is gone or does not answer."""
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             location = "torchrun's agent, where all processes meet,"
         else:
@@ -402,7 +411,7 @@ _RESUME = (
 
 
 def join(device: str, *, timeout: float) -> World:
-    """The processes that a launcher started; else one.
+    """Joins the processes that a launcher started; without a launcher returns a single process.
 
     device   `cpu`, `cuda` or `auto`, as model.device
     timeout  seconds to wait for another process
@@ -443,11 +452,14 @@ _SLOW = (
 
 
 def _join_error(mine: Rank, store: Any, timeout: float, error: Exception) -> RunError:
-    """The processes could not connect: names the missing ones, if known. `store`: None where it was
-    not created.
+    """The error for processes that could not connect. It names the missing processes if they are
+    known.
+
+    store  None if it could not be created
     """
     deadline_text = f"within {timeout:g} s (parallel.timeout)"
-    if store is None and mine.rank == 0:  # it is made once all processes have come
+    # the store is created only when all processes have connected
+    if store is None and mine.rank == 0:
         return RunError(
             f"not all of {mine.size} processes came {deadline_text}", code="MP002", fix=_SLOW
         )
@@ -470,8 +482,8 @@ def _join_error(mine: Rank, store: Any, timeout: float, error: Exception) -> Run
 
 
 def _store(mine: Rank, wait: timedelta) -> Any:
-    """The store of the processes. `isotype train --processes` passes the first one a listening
-    socket, so that its port stays free.
+    """Creates the store of the processes. `isotype train --processes` hands the first process a
+    listening socket, so that no other program can take the port.
     """
     handle = os.environ.get(LISTENING_SOCKET)
     if handle is None:
@@ -491,7 +503,7 @@ def _store(mine: Rank, wait: timedelta) -> Any:
 
 
 def _take_gpu(device: str, mine: Rank) -> bool:
-    """Whether this run is on GPUs; each process takes the one with its number."""
+    """Selects the GPU with the local rank of this process. Returns whether the run is on GPUs."""
     if device == "cpu" or not torch.cuda.is_available():
         return False
     if mine.local_size > torch.cuda.device_count():
