@@ -5,13 +5,11 @@ DDP, FSDP2, deepcopy and torch's own AdamW lose `param.grad_dtype`, so the sum i
 sum theirs once per step, between `begin_sums` and `finish_sums`, without a wrapper around the
 model.
 
-Sums gradients over processes in buckets, of which each can be sent while backward still computes
-the others.
-
-A bucket is sent as soon as all its gradients have arrived and the buckets before it are sent. So
-all processes send the same buckets in the same order, whichever gradient arrives first, and the
-sums have the same bits whether they are sent early or after the backward. The first step sends
-after its backward, and sees whether each gradient arrives once.
+Gradients are summed over processes in buckets. A bucket can be sent while backward still computes
+the gradients of others. It is sent as soon as all its gradients have arrived and the buckets before
+it are sent. So all processes send the same buckets in the same order, whichever gradient arrives
+first, and early sending does not change a bit of the sums. The first step sends only after its
+backward, and checks whether each gradient arrives once.
 """
 
 from __future__ import annotations
@@ -27,8 +25,9 @@ from ..dtypes import to_torch
 from ..errors import RunError
 from .parts import local_part
 
-BUCKET_BYTES = 25 << 20  # bytes of gradients that are sent at a time; torch's DDP has the same
-# buckets that are sent and not received yet: the memory that the sums take besides the gradients
+BUCKET_BYTES = 25 << 20  # bytes of gradients per bucket, as in torch's DDP
+# largest number of buckets that are sent and not received yet: they are the memory that the sums
+# take besides the gradients
 MAX_IN_FLIGHT = 4
 
 
@@ -38,17 +37,18 @@ class Processes(Protocol):
     size: int
 
     def begin_add_up(self, tensor: Tensor) -> Callable[[], None]:
-        """Begins to sum a tensor over all of them, in place; returns a function that waits for the
-        sum.
+        """Begins to sum a tensor over all processes, in place. Returns a function that waits for
+        the sum.
         """
 
 
 class BucketSums:
     """Sums the gradients of each step over the processes.
 
-    A parameter without a gradient in this process adds zeros, and gets the sum of the others.
+    A parameter that has no gradient in this process adds zeros, and gets the sum of the other
+    processes.
 
-    dtype  of the sums
+    dtype  the dtype of the sums
     """
 
     def __init__(
@@ -61,16 +61,17 @@ class BucketSums:
         self._gradients = gradients
         self._processes = processes
         self._dtype = dtype
-        # backward makes the gradients of the last parameters first
+        # backward computes the gradients of the last parameters first
         self._buckets = list(split_buckets(list(reversed(parameters)), dtype))
         self._bucket_of = {
             id(p): number for number, bucket in enumerate(self._buckets) for p in bucket
         }
-        # parameters whose gradients the last backward of a step has made; None: it does not run
+        # ids of the parameters whose gradients the last backward of a step has computed; None while
+        # that backward does not run
         self._arrived: set[int] | None = None
-        self._missing_counts: list[int] = []  # of each bucket, how many have not arrived
-        # whether buckets are sent early: not where a layer runs a backward of its own, which may
-        # make a gradient in several parts. None: the first step has not shown it yet
+        self._missing_counts: list[int] = []  # how many gradients of each bucket have not arrived
+        # whether buckets are sent during backward. They are not if a layer runs a backward of its
+        # own, which may compute a gradient in several parts. None: the first step has not ended yet
         self._sends_early: bool | None = None
         self._arrives_in_parts = False
         self._sent = 0
@@ -78,13 +79,15 @@ class BucketSums:
         self._in_flight: deque[tuple[list[nn.Parameter], Tensor, Callable[[], None]]] = deque()
 
     def begin(self) -> None:
-        """Before the last backward of a step, whose gradients are complete when they arrive."""
+        """Begins the last backward of a step, in which each gradient is complete when it arrives."""
         self._arrived = set()
         self._missing_counts = [len(bucket) for bucket in self._buckets]
 
     def mark_arrived(self, parameter: nn.Parameter) -> None:
-        """A backward has made this parameter's gradient. Raises  RunError where it makes one again
-        that was sent.
+        """Records that backward has computed this parameter's gradient, and sends each bucket that
+        is complete.
+
+        Raises  RunError if a gradient arrives again after it was sent
         """
         if self._arrived is None:
             return
@@ -109,8 +112,8 @@ class BucketSums:
             self._send()
 
     def finish(self) -> list[torch.dtype]:
-        """Sends the other buckets and waits for all sums. Returns the dtype in which each bucket
-        was sent.
+        """Sends the remaining buckets and waits for all sums. Returns the dtype in which each
+        bucket was sent.
         """
         if self._arrived is not None and self._sends_early is None:
             self._sends_early = not self._arrives_in_parts
@@ -135,7 +138,7 @@ class BucketSums:
         bucket = self._buckets[self._sent]
         self._sent += 1
         flats = [self._flat_gradient(p) for p in bucket]
-        # a large gradient of this dtype is summed where it is
+        # a gradient that fills a bucket alone is not copied if it already has this dtype
         flat = flats[0] if len(flats) == 1 else torch.cat(flats)
         self._sent_dtypes.append(flat.dtype)
         self._in_flight.append((bucket, flat, self._processes.begin_add_up(flat)))
@@ -158,8 +161,8 @@ class BucketSums:
 def split_buckets(
     parameters: Sequence[nn.Parameter], dtype: torch.dtype
 ) -> Iterator[list[nn.Parameter]]:
-    """Neighbouring parameters of one device, together at most `BUCKET_BYTES` in `dtype`, or a single
-    parameter.
+    """Splits parameters into buckets of neighbours on one device. A bucket has at most
+    `BUCKET_BYTES` in `dtype`, or is a single larger parameter.
     """
     bucket: list[nn.Parameter] = []
     size = 0
@@ -184,7 +187,7 @@ class ShardedGradients(Protocol):
         """The gradient that has just arrived, in the dtype of the sum: the rows of this process."""
 
     def sent(self) -> list[torch.dtype]:
-        """The dtypes of what was summed since the last call."""
+        """The dtypes of the gradients that were summed since the last call."""
 
 
 def _dense(gradient: Tensor) -> Tensor:
@@ -195,16 +198,16 @@ def _dense(gradient: Tensor) -> Tensor:
 
 
 class GradientAccumulator:
-    """Holds the gradient of every trainable parameter in `dtype`; of a sharded one, this process's
-    rows.
+    """Holds the gradient of every trainable parameter in `dtype`. For a sharded parameter it holds
+    the rows of this process.
 
     Parameters that already have `dtype` keep their gradient in `.grad`; the others get a buffer,
     allocated with their first gradient.
 
     dtype      the dtype of the sum over micro-batches, `precision.grads`
     reduce     the dtype of the sum across ranks, `precision.reduce`
-    summed     of a sharded model, where its gradients arrive
-    processes  of a replicated model, those that sum their gradients
+    summed     the source of the summed gradients of a sharded model
+    processes  the processes that sum the gradients of a replicated model
     """
 
     def __init__(
@@ -220,7 +223,8 @@ class GradientAccumulator:
         self.parameters = [p for p in parameters if p.requires_grad]
         self.dtype = to_torch(dtype)
         self.reduce_dtype = to_torch(reduce)
-        # dtypes of the buckets that the last step summed across processes, for the observer
+        # the dtypes of the buckets of the last step's sum across processes, which the observer
+        # reads
         self.sent: list[torch.dtype] = []
         self._buffers: dict[int, Tensor] = {}
         self._hooks = [
@@ -251,8 +255,8 @@ class GradientAccumulator:
         parameter.grad = None
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """The accumulated gradient in `dtype`, of a sharded parameter its own rows, or None where
-        backward did not reach.
+        """The accumulated gradient in `dtype`, or None if backward did not reach the parameter. For
+        a sharded parameter it is the rows of this process.
         """
         if parameter.dtype != self.dtype:
             return self._buffers.get(id(parameter))
@@ -271,15 +275,15 @@ class GradientAccumulator:
         return [self.gradient(p) is not None for p in self.parameters]
 
     def begin_sums(self) -> None:
-        """Before the last backward of a step: its gradients are sent to the other processes while
-        it computes.
+        """Called before the last backward of a step, so that its gradients are sent to the other
+        processes during that backward.
         """
         if self._sums is not None:
             self._sums.begin()
 
     def finish_sums(self) -> None:
-        """Waits until every gradient is the sum over all processes, in the declared reduce dtype.
-        One that is in no process is zero.
+        """Waits until every gradient is the sum over all processes, in the declared reduce dtype. A
+        gradient that no process has becomes zero.
         """
         self.sent = [] if self._sums is None else self._sums.finish()
 
@@ -293,7 +297,9 @@ class GradientAccumulator:
                 parameter.grad = None
 
     def gradient_or_zeros(self, parameter: nn.Parameter) -> Tensor:
-        """The accumulated gradient, which is made where backward did not reach."""
+        """The accumulated gradient. If backward did not reach the parameter, it is created as
+        zeros.
+        """
         gradient = self.gradient(parameter)
         if gradient is None:
             gradient = torch.zeros_like(parameter, dtype=self.dtype)

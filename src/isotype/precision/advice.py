@@ -1,5 +1,6 @@
-"""What a rule advises, tried on the settings of the run: a remedy is told only if it ends the
-finding and begins no other error, and with what else it needs. Imports no torch.
+"""Tries the remedies that a rule names on the settings of the run. A remedy is shown only if it
+removes the finding and causes no other error, together with the other settings that it needs.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ _MAX_ADDITIONS = 4  # settings, besides those that a rule names, that a remedy m
 
 
 def parse_fix(fix: str) -> Iterator[tuple[str, Change]]:
-    """(text, settings) of each remedy that a rule's advice names: `precision.a: x and precision.b:
-    y, or remove precision.c`.
+    """Splits a rule's advice into its remedies. `precision.a: x and precision.b: y, or remove
+    precision.c` gives two pairs (text, changes of settings).
     """
     for text in fix.split(", or "):
         without_remarks = re.sub(r" \([^)]*\)", "", text)
@@ -36,11 +37,11 @@ def apply_change(settings: Settings, change: Mapping[str, str | None]) -> dict[s
 def keep_working_fixes(
     finding: Finding, settings: Settings, find: Callable[[Settings], Sequence[Finding]]
 ) -> Finding:
-    """The finding with those of its remedies that end it and begin no other error, each with what
-    else it needs.
+    """Returns the finding with only those remedies that remove it and cause no other error, each
+    with the other settings that it needs.
 
-    settings  what the user wrote, by its full key
-    find      the findings of the rules for other settings
+    settings  the settings that the user wrote, by full key
+    find      a function that returns the rules' findings for given settings
     """
     trial = _Trial(finding.code, settings, find, {f.code for f in find(settings)})
     fixes = []
@@ -64,8 +65,8 @@ def _describe_change(change: tuple[str, str | None]) -> str:
 
 
 def _drop_roles(settings: Settings) -> Iterator[tuple[str, Change]]:
-    """The preset without the roles that the user wrote beside it, and then another preset: for
-    roles that contradict each other.
+    """Remedies for roles that contradict each other: first the preset without the roles that the
+    user wrote, then `precision.preset: auto`.
     """
     change: Change = {
         key: None for key in settings if key.startswith("precision.") and key != "precision.preset"
@@ -82,7 +83,7 @@ def _drop_roles(settings: Settings) -> Iterator[tuple[str, Change]]:
 class _Trial:
     """Tries changes of the settings against one finding.
 
-    previous_codes  those of the findings for the settings as they are
+    previous_codes  the codes of the findings before any change
     """
 
     code: str
@@ -91,7 +92,9 @@ class _Trial:
     previous_codes: set[str]
 
     def failure(self, change: Change) -> Finding | None:
-        """The finding if it is still there after a change, or an error that the change begins."""
+        """Returns the finding if it remains after a change, or a new error that the change causes;
+        None if the change helps.
+        """
         for finding in self.find(apply_change(self.settings, change)):
             begins = finding.severity == Severity.ERROR and finding.code not in self.previous_codes
             if finding.code == self.code or begins:
@@ -99,7 +102,7 @@ class _Trial:
         return None
 
     def complete(self, remedy: Change) -> Change | None:
-        """The remedy with the settings that it needs besides, or None where it does not help."""
+        """Adds to a remedy the other settings that it needs. None if it does not help."""
         change = dict(remedy)
         for _ in range(_MAX_ADDITIONS + 1):
             failure = self.failure(change)
@@ -112,8 +115,8 @@ class _Trial:
         return None
 
     def _additions(self, failure: Finding, change: Change) -> Iterator[Change]:
-        """What may end a finding that is still there: the removal of a role that the user wrote
-        beside a preset, or that finding's own remedy.
+        """Further changes that may remove the remaining finding: the removal of a role that the
+        user wrote beside a preset, or a remedy of that finding.
         """
         if "precision.preset" in change:
             for key, _ in failure.details:

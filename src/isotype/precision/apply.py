@@ -2,8 +2,8 @@
 and the outputs of norms and embeddings in `compute`.
 
 It wraps the forward of the inner model, not that of a trainer's wrapper, so that generation,
-evaluation and callbacks compute as training does. It changes instances only and patches no class. A
-deepcopy of the model behaves the same.
+evaluation and callbacks compute in the same dtypes as training. It changes instances only and
+patches no class. A deepcopy of the model behaves the same.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from .vision import is_vision_weight, vision_parts
 
 
 def denoiser_blocks(model: nn.Module) -> list[nn.Module]:
-    """The members of module lists whose class a diffusers model names in `_no_split_modules`, in
-    the order of the model; of nested ones the inner (a U-Net's resnet and transformer blocks).
-    Empty for other models.
+    """Returns the blocks of a diffusers model, in the order of the model: the members of module
+    lists whose class it names in `_no_split_modules`. Of nested blocks it returns the inner ones (a
+    U-Net's resnet and transformer blocks). Empty for other models.
     """
     for owner in model.modules():
         if type(owner).__module__.startswith("diffusers.") and getattr(
             owner, "_no_split_modules", None
         ):
-            classes = set(owner._no_split_modules)  # type: ignore[arg-type]  # a list of names, where there is one
+            classes = set(owner._no_split_modules)  # type: ignore[arg-type]  # a list of names if the attribute exists
             lists = [module for module in owner.modules() if isinstance(module, nn.ModuleList)]
             members = {
                 block for blocks in lists for block in blocks if type(block).__name__ in classes
@@ -70,7 +70,7 @@ def is_kept_in_fp32(full: str, in_fp32: frozenset[str]) -> bool:
 
 
 def modules_kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> set[nn.Module]:
-    """The modules that stay fp32 in a model of `dtype`, and every module below one."""
+    """The modules that stay fp32 in a model of `dtype`, and all modules inside them."""
     in_fp32 = names_kept_in_fp32(model, dtype)
     if in_fp32:
         return {module for full, module in model.named_modules() if is_kept_in_fp32(full, in_fp32)}
@@ -78,8 +78,8 @@ def modules_kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> set[nn.Module]
 
 
 class _GradientJoin:
-    """Hook before the forward of a block: replaces each tensor that needs a gradient by a view, at
-    which the gradients of its uses are summed.
+    """Forward pre-hook of a block. It replaces each input that needs a gradient by a view, so that
+    the gradients of all its uses are summed at that view.
     """
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -89,7 +89,9 @@ class _GradientJoin:
 
 
 def _view_gradients(value: Any) -> Any:
-    """Replaces tensors that need a gradient by views, also inside tuples, lists and dictionaries."""
+    """Replaces each tensor that needs a gradient by a view, also inside tuples, lists and
+    dictionaries.
+    """
     if isinstance(value, Tensor):
         return value.view_as(value) if value.requires_grad else value
     if type(value) in (tuple, list):
@@ -103,8 +105,8 @@ _STATE = "_isotype_precision"
 
 
 class _PrecisionState:
-    """The settings of a model's wrapped forwards. Each module with such a forward keeps them, so
-    that deepcopy copies them too, together with the previous forward of the instance, or None.
+    """The settings of a model's wrapped forwards. Each wrapped module stores them beside its
+    previous instance forward (or None), so that deepcopy copies both.
 
     methods   the forwards that were installed
     settings  (module, attribute, value before) of each attribute that was changed
@@ -126,7 +128,7 @@ class _PrecisionState:
         setattr(module, attribute, value)
 
     def set_compute(self, dtype: str) -> None:
-        """Computes products in this dtype from now on."""
+        """Sets the dtype of all later products."""
         # fp32 switches autocast off, so that a caller's own autocast cannot narrow a declared fp32
         # run
         self.dtype, self.cast = dtype, to_torch(dtype) if dtype != "fp32" else None
@@ -168,7 +170,7 @@ def cast_parameters(model: nn.Module, precision: Precision, part: Part | None = 
 
     Parameters that the model's class keeps in fp32 (`precision.apply`) become or stay fp32.
 
-    part  of a model that will be shared: only the rows that this process keeps are cast
+    part  the rows that this process will keep of a sharded model; only these are cast
     """
     if part is not None:
         part.on_loaded(model)
@@ -191,7 +193,7 @@ def declared_dtype(model: nn.Module, full: str, parameter: Tensor, precision: Pr
         and not parameter.requires_grad
         and is_vision_weight(inner_model(model), full)
     )
-    # of a diffusion run that trains them
+    # the text encoders of a diffusion run that trains them
     is_text_encoder = precision.text_encoder and ".text_encoders." in f".{full}"
     if is_vision:
         frozen = precision.vision
@@ -216,8 +218,8 @@ def apply_precision(
     """Makes `model` follow `precision` in training, evaluation and generation.
 
     Parameters are cast according to `requires_grad`, so attach adapters and freeze weights first.
-    PEFT widens activations to the adapter's dtype; this is switched off, and the small matrices A
-    and B are narrowed instead.
+    PEFT casts activations to the adapter's wider dtype. This is switched off; the small matrices A
+    and B are cast to `compute` instead.
 
     cast  False if the caller has already cast the parameters
     part  as in `cast_parameters`
@@ -232,8 +234,8 @@ def apply_precision(
         setattr(called, _STATE, (state, called.__dict__.get("forward")))
         state.install(InstanceMethod(_run_in_precision, called, arguments=()))
     in_fp32 = modules_kept_in_fp32(inner, to_torch(precision.compute))
-    # some decoder layers of transformers (Mamba, XGLM, JetMoE) widen the residual stream by
-    # themselves
+    # some decoder layers of transformers (Mamba, XGLM, JetMoE) return the residual stream in a
+    # wider dtype
     for block in (
         block
         for stack in inner.modules()
@@ -243,7 +245,7 @@ def apply_precision(
     ):
         block.register_forward_hook(_CastFirstOutput(to_torch(precision.compute)))
     for block in denoiser_blocks(inner):
-        # a table of shifts and scales that is trained in fp32 widens the stream by itself
+        # a table of shifts and scales that is trained in fp32 makes the block's output fp32
         block.register_forward_hook(_CastAllOutputs(to_torch(precision.compute)))
         block.register_forward_pre_hook(_GradientJoin(), with_kwargs=True)
     # attributes of PEFT's and bitsandbytes' layers are set, which nn.Module does not declare
@@ -273,8 +275,8 @@ def apply_precision(
 
 
 def remove_precision(model: nn.Module) -> None:
-    """Undoes `apply_precision`, but for the dtypes of the parameters. A model without a precision
-    stays as it is.
+    """Undoes `apply_precision`, except for the dtypes of the parameters. Does nothing for a model
+    without a precision.
     """
     inner = inner_model(model)
     if _STATE not in inner.__dict__:
@@ -311,9 +313,9 @@ def _separately_called_parts(inner: nn.Module) -> list[nn.Module]:
 
 
 def is_narrowed(module: nn.Module, in_fp32: set[nn.Module]) -> bool:
-    """Whether the output of a module is cast to `compute`: that of norms and embeddings. A norm that
-    the model keeps in fp32, and diffusers' FP32LayerNorm, return the dtype of their input, which the
-    model chose: some models modulate the fp32 output and narrow the result themselves.
+    """Whether the output of a module is cast to `compute`: the outputs of norms and embeddings are.
+    A norm that the model keeps in fp32, and diffusers' FP32LayerNorm, are not cast: they return the
+    dtype of their input, and some models modulate an fp32 output and cast the result themselves.
     """
     keeps_input_dtype = module in in_fp32 or type(module).__name__ == "FP32LayerNorm"
     return (is_norm(module) and not keeps_input_dtype) or isinstance(
@@ -355,7 +357,7 @@ class _CastOutput:
 
 
 class _CastFirstOutput(_CastOutput):
-    """The same hook for a block, which may return a tuple with its hidden states first."""
+    """The same hook for a block, which may return a tuple whose first item is the hidden states."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, tuple) and output:
@@ -364,7 +366,7 @@ class _CastFirstOutput(_CastOutput):
 
 
 class _CastAllOutputs(_CastOutput):
-    """The same hook for a block of diffusers, which may return two streams: text and picture."""
+    """The same hook for a block of diffusers, which may return two tensors: text and picture."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, tuple):
@@ -375,8 +377,8 @@ class _CastAllOutputs(_CastOutput):
 
 
 def is_block(module: nn.Module) -> bool:
-    """Whether a module of a list is a decoder layer, which returns the residual stream: a class of
-    transformers with weight matrices.
+    """Whether a member of a module list is a decoder layer: its class is from transformers, and it
+    has weight matrices.
     """
     return type(module).__module__.startswith("transformers.") and any(
         p.dim() > 1 for p in module.parameters()
@@ -411,7 +413,7 @@ def _run_with_cast_weights(
             k: p.to(compute) if p is not None and p.is_floating_point() else p
             for k, p in weights.items()
         }
-        self._parameters = narrow  # type: ignore[assignment]  # read by attribute while the forward runs, never registered
+        self._parameters = narrow  # type: ignore[assignment]  # read by attribute, never registered
         try:
             return class_forward(self, *args, **kwargs)
         finally:
@@ -428,7 +430,7 @@ def get_precision(model: nn.Module) -> Precision | None:
 
 @contextmanager
 def generating(model: nn.Module) -> Iterator[None]:
-    """Computes products in `precision.generate` within this block."""
+    """Makes the model compute products in `precision.generate` within this block."""
     state: _PrecisionState = getattr(inner_model(model), _STATE)[0]
     previous = state.dtype
     state.set_compute(state.precision.generate)

@@ -1,6 +1,6 @@
-"""Contradictions between the settings of one run, found before anything is loaded, by the sheet
-`rules.txt`. A rule names the settings, where each was set, why they conflict, and the fix. Imports
-no torch.
+"""Finds contradictions between the settings of one run before anything is loaded. The rules are
+entries of the text file `rules.txt`. A finding names the settings, where each was set, why they
+conflict, and the fix. Imports no torch.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A value and its source.
+    """The value of a setting, and where it comes from.
 
-    is_written  whether the user wrote it, so that it is not from a preset or a default
+    is_written  whether the user wrote it; False for values of a preset or a default
     """
 
     value: str
@@ -40,13 +40,14 @@ _HALF_DTYPES = ("bf16", "fp16")
 
 
 class SettingFacts(sheets.Facts):
-    """The names of the sheet: settings by name, which stand for their values, and the following.
+    """Evaluates the names that a rule may use. The name of a setting means its value. These are the
+    others:
 
     given ROLE                whether the user wrote it
-    packed NAME               whether weights of this dtype are a few bits with scales
+    packed NAME               whether weights of this dtype are stored in few bits with scales
     bf16 among ROLE, ROLE     those of the roles that are bf16; `half among`: bf16 or fp16
     ROLES set to NAME         `precision.ROLE: VALUE`, for each of the roles
-    device, bf16 of device    its name; native, emulated or none
+    device, bf16 of device    the device's name; native, emulated or none
     eight bit                 whether the optimizer keeps its states in 8 bits
 
     settings  every role of the run, `adapter` (lora, none), `frozen` (yes, no: whether some weights
@@ -115,7 +116,7 @@ class SettingFacts(sheets.Facts):
 
 
 def load_rules(path: Path) -> dict[str, sheets.Section]:
-    """The sections of a sheet by code. Raises SheetError."""
+    """Reads the rules of a file: code -> section. Raises SheetError."""
     rules = {}
     for section in sheets.read_sections(path, ranks="error|warning", fields="settings|cause|fix"):
         check_section(section, SettingFacts, lists=("settings",))
@@ -127,7 +128,10 @@ RULES = load_rules(Path(__file__).with_name("rules.txt"))
 
 
 def find_contradictions(settings: Mapping[str, Setting], device: Hardware) -> list[Finding]:
-    """Every finding of every rule, by code; `settings` as `SettingFacts` has them."""
+    """Returns the findings of all rules, in the order of their codes.
+
+    settings  the settings that `SettingFacts` lists
+    """
     findings = []
     for code, section in RULES.items():
         facts = SettingFacts(settings, device)
@@ -152,7 +156,7 @@ def codes() -> list[str]:
 
 
 def page(code: str) -> str | None:
-    """The page of a rule."""
+    """The explanation of a rule as a page of text; None for an unknown code."""
     return RULES[code].to_page() if code in RULES else None
 
 

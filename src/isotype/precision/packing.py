@@ -16,7 +16,7 @@ PACKED_DTYPES = ("fp8", "int8", "int4", "nvfp4", "mxfp4", "gguf")
 mix blocks of several sizes.
 """
 DTYPES_ON_LOAD = ("fp8", "int8")
-"""Dtypes to which a base can be quantised when it is loaded, with a scale a channel."""
+"""Dtypes to which a base can be quantised when it is loaded, with one scale per channel."""
 READ_LIBRARIES = (
     "fp8, fbgemm_fp8, compressed-tensors, bitsandbytes, gptq, awq, modelopt, mxfp4, torchao and"
     " GGUF files"
@@ -27,15 +27,16 @@ READ_LIBRARIES = (
 class Packing:
     """How the weights of a checkpoint are packed.
 
-    library            as `quant_method` names it
-    dtype_name         of `precision.base`
-    layout             which numbers share a scale, as text
-    blocks             (rows, columns) that may share a scale; -1 columns are all of them
-    bits               of integers
-    zero_point_offset  what is added to the stored zero points of GPTQ
+    library            the library's name in `quant_method`
+    dtype_name         the dtype as `precision.base` names it
+    layout             a description of which numbers share a scale
+    blocks             sizes (rows, columns) of the blocks that share a scale; -1 columns mean all
+                       columns
+    bits               the bits of each integer
+    zero_point_offset  the number that is added to the stored zero points of GPTQ
     activations        whether the file also asks for rounded activations
-    needs              a tensor that every packed weight has by these settings; some files of the
-                       library lack it
+    needs              the name of a tensor that these settings require beside every packed weight;
+                       some files of the library lack it
     """
 
     library: str
@@ -59,8 +60,8 @@ UNREAD_FIX = "give the model it was quantised from; nf4-lora quantises it when i
 
 
 class UnreadPacking(ValueError):
-    """Why a checkpoint's packing is not read: its library, format or version, or settings that are
-    damaged.
+    """Raised for a packed checkpoint that cannot be read: its library, format or version is not
+    supported, or its settings are damaged.
     """
 
 
@@ -165,8 +166,8 @@ def _read_compressed_tensors(config: Mapping[str, Any]) -> Packing:
     )
 
 
-# those whose files hold a number in a byte, with its scales beside it; Int4WeightOnlyConfig stores
-# its numbers in the order of one kernel
+# torchao's formats that store one number per byte with separate scales. Int4WeightOnlyConfig is not
+# among them: it stores its numbers in the order of one kernel
 _TORCHAO_DTYPES = {
     "Int8WeightOnlyConfig": "int8", "Float8WeightOnlyConfig": "fp8", "IntxWeightOnlyConfig": "int8",
     "Int8DynamicActivationInt8WeightConfig": "int8", "Int8DynamicActivationIntxWeightConfig": "int8",

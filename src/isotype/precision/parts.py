@@ -1,13 +1,13 @@
-"""Weights that processes share by rows: the rows that this process holds of a distributed tensor,
-and those that it will keep.
+"""Handles weights that are divided over processes by rows: the rows that this process holds of a
+distributed tensor, and those that it will keep.
 
-FSDP2 gives each process some rows of every weight. Where each process holds the whole model, the
-part is the whole tensor.
+FSDP2 gives each process some rows of every weight. If the model is not sharded, the local part is
+the whole tensor.
 
 A model's weights come from files that are mapped into memory: a weight in the file's dtype takes no
-memory until it is read. A cast would read it whole, in every process. `Part` casts its own rows
-only, into a tensor of the whole shape. The system gives memory to the pages that are written, so
-that the tensor takes what these rows take.
+memory until it is read. A cast would read the whole weight in every process. `Part` casts only the
+rows of this process, into a tensor of the whole shape. The operating system allocates only the
+pages that are written, so the tensor takes only the memory of these rows.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from torch import Tensor, nn
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether this is a DTensor: its shape is the whole tensor's, and this process holds some rows
-    of it.
+    """Whether this is a DTensor, which has the shape of the whole tensor while this process holds
+    only some rows.
     """
     return hasattr(tensor, "placements")
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """The rows that this process holds: a view without a graph, possibly of no row. An ordinary
-    tensor is returned as it is.
+    """The rows that this process holds, as a view without an autograd graph; it may have no row. An
+    ordinary tensor is returned unchanged.
     """
     if not is_sharded(tensor):
         return tensor
@@ -42,8 +42,8 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def gather_tensor(tensor: Tensor) -> Tensor:
-    """The whole tensor, on every process: all of them call it. An ordinary tensor is returned as it
-    is.
+    """Gathers the whole tensor in every process; all processes call it. An ordinary tensor is
+    returned unchanged.
     """
     if not is_sharded(tensor):
         return tensor
@@ -67,15 +67,15 @@ def local_rows(tensor: Tensor) -> range:
 
 
 def first_element(tensor: Tensor) -> int:
-    """Index of the part's first element in the whole tensor, flattened."""
+    """The index of the local part's first element in the flattened whole tensor."""
     if is_sharded(tensor):
         return local_rows(tensor).start * (tensor.numel() // max(1, tensor.shape[0]))
     return 0
 
 
 def gathered_weights(model: nn.Module) -> Iterator[Tensor]:
-    """The tensor that FSDP puts in the place of a part while its unit runs: the same tensor each
-    time, whose memory is allocated and freed.
+    """The gathered weights by which FSDP replaces the local parts while a unit runs. FSDP uses the
+    same tensor objects each time, and allocates and frees their memory.
     """
     for unit in _fsdp_units(model):
         for group in unit._get_fsdp_state()._fsdp_param_groups:
@@ -86,7 +86,7 @@ def gathered_weights(model: nn.Module) -> Iterator[Tensor]:
 
 def reshard_units(model: nn.Module) -> None:
     """Frees the weights that a forward without a backward has left gathered, so that every
-    parameter is a part again.
+    parameter is its local part again.
     """
     for unit in _fsdp_units(model):
         unit.reshard()
@@ -100,9 +100,9 @@ def _fsdp_units(model: nn.Module) -> list[Any]:
 
 
 def loading_device(device: torch.device, part: Part | None, offload: str = "none") -> torch.device:
-    """Where a model's weights are loaded: on the device of the run, or on the CPU. On the CPU if
-    several processes share the model, since each unit's part is moved from there to the device, and
-    if its blocks stay there (`model.offload`).
+    """The device on which a model's weights are loaded. It is the CPU if the model is sharded,
+    because each unit's part is moved to the device later, and if the blocks stay on the CPU
+    (`model.offload`). Otherwise it is the device of the run.
     """
     if part is None and offload == "none":
         return device
@@ -110,8 +110,8 @@ def loading_device(device: torch.device, part: Part | None, offload: str = "none
 
 
 def _unwritten_tensor(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """A tensor whose memory the system gives page by page as it is written, and gets back when the
-    tensor is freed. malloc would reuse blocks that were freed before, and keep them.
+    """Creates a tensor whose memory the operating system allocates page by page when it is written.
+    The memory returns to the system when the tensor is freed; malloc would keep it.
     """
     size = shape.numel() * dtype.itemsize
     if size:
@@ -121,9 +121,11 @@ def _unwritten_tensor(shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Part:
-    """Process `rank` of `parts` that share each weight by rows.
+    """Which rows of each weight one process keeps, if several processes share a model.
 
-    on_loaded  called once with the model as it was loaded, while every weight has all its rows
+    rank       the number of this process among those that share the model
+    parts      the number of these processes
+    on_loaded  called once with the loaded model, while every weight still has all its rows
     """
 
     rank: int
@@ -131,8 +133,8 @@ class Part:
     on_loaded: Callable[[nn.Module], None] = lambda model: None
 
     def cast_rows(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """The weight in `dtype`, in its whole shape, on the CPU. Only the rows of this process have
-        values; vectors, which are small, have all.
+        """Casts the rows of this process. The result has the whole shape and is on the CPU; its
+        other rows have no values. Vectors are cast whole, because they are small.
 
         weight  any dtype [rows ...]
         ->      dtype     [rows ...]

@@ -24,7 +24,7 @@ _FLOAT_ROLES = (
     "save_adapter",
 )
 TASK_ROLES = ("vae", "text_encoder", "timesteps", "latents", "ema", "vision")
-"""Roles that only some tasks have; in a run of another task their value is empty."""
+"""Roles that only some tasks have. In a run of another task their value is empty."""
 # role -> the values that it may have
 ALLOWED_DTYPES: dict[str, tuple[str, ...]] = {
     "base": (*_FLOAT_DTYPES, "nf4", *PACKED_DTYPES),
@@ -51,17 +51,17 @@ EIGHT_BIT_OPTIMIZERS = ("adamw8bit", "adamw8bit-paged", "lion8bit")
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """Dtypes are written `fp32 bf16 fp16 nf4`. Every role has one, so that nothing depends on a default
-    elsewhere.
+    """The dtype of each role of a run, written `fp32 bf16 fp16 nf4`. Every role has a value, so
+    that no dtype depends on a default of another library.
 
-    base          frozen weights; of a packed base (nf4 fp8 int8 int4 nvfp4 mxfp4 gguf) the weights
-                  that are not packed have `compute`
+    base          frozen weights. If the base is packed (nf4 fp8 int8 int4 nvfp4 mxfp4 gguf), its
+                  weights that are not packed have the dtype of `compute`
     trainable     weights that are trained
     compute       matrix products, activations, every module's output
     grads         gradients as accumulated over micro-batches
     reduce        gradient sums across ranks
-    optimizer     optimizer states; int8 with a scale a block where the optimizer keeps 8 bits
-                  (states under 4,096 elements are fp32 then)
+    optimizer     optimizer states. An 8-bit optimizer has int8 with one scale per block, and keeps
+                  states under 4,096 elements in fp32
     loss          logits inside the loss, log-probabilities
     norms         arithmetic inside norms; their output is always `compute`
     generate      matrix products while sampling
@@ -69,18 +69,18 @@ class Precision:
     rounding      how an update is rounded into `trainable`: nearest or stochastic
     loss_scaling  none, or dynamic as fp16 gradients need
 
-    Roles of a diffusion run, empty elsewhere:
+    These roles exist in a diffusion run and are empty otherwise:
 
     vae           weights and arithmetic of the VAE
     text_encoder  weights of the text encoders, and their embeddings
-    timesteps     the noise level as the model gets it, and its sinusoidal embedding
+    timesteps     the noise level that the model gets, and its sinusoidal embedding
     latents       latents, noise, noise level and target, before the model
     ema           the moving average of trained weights
 
-    A role of a run of a vision-language model, empty elsewhere:
+    This role exists in the run of a vision-language model and is empty otherwise:
 
-    vision        frozen weights of tower and projector, and the pixels that they are given; their
-                  products have `compute`
+    vision        frozen weights of the vision tower and the projector, and their input pixels;
+                  their products have `compute`
 
     Raises  UsageError PR000 for a value that a role cannot have.
     """
@@ -118,27 +118,29 @@ class Precision:
 
     @property
     def save_model(self) -> str:
-        """Dtype of a saved model's weights."""
+        """The dtype of a saved model's weights."""
         return _parse_save(self.save)[0]
 
     @property
     def save_adapter(self) -> str:
-        """Dtype of a saved adapter's weights."""
+        """The dtype of a saved adapter's weights."""
         return _parse_save(self.save)[1]
 
     @property
     def unquantised(self) -> str:
-        """Dtype of the frozen weights that are not quantised."""
+        """The dtype of the frozen weights that are not quantised."""
         return self.compute if self.packed else self.base
 
     @property
     def packed(self) -> bool:
-        """Whether the base's linear layers are packed: nf4, or what a checkpoint was published in."""
+        """Whether the base's linear layers are packed: as nf4, or in the format of a published
+        checkpoint.
+        """
         return self.base == "nf4" or self.base in PACKED_DTYPES
 
     @classmethod
     def preset(cls, name: str, **overrides: str) -> Precision:
-        """A named precision, roles replaced by `overrides`."""
+        """Returns the preset of this name with the roles in `overrides` replaced."""
         if name not in PRESETS:
             raise UsageError(
                 f"unknown preset {name!r}: expected one of {' '.join(PRESETS)}", code="PR000"
@@ -146,7 +148,7 @@ class Precision:
         return PRESETS[name].but(**overrides)
 
     def but(self, **overrides: str) -> Precision:
-        """The same with some roles replaced."""
+        """Returns a copy with some roles replaced."""
         unknown = set(overrides) - {f.name for f in fields(self)}
         if unknown:
             raise UsageError(
@@ -157,17 +159,17 @@ class Precision:
         return replace(self, **overrides)
 
     def items(self) -> Iterator[tuple[str, str]]:
-        """Each role that this run has, and its value."""
+        """The roles that this run has, and their values."""
         yield from ((role, value) for role, value in asdict(self).items() if value)
 
     def __str__(self) -> str:
-        """The short text form: the nearest preset and what differs, `bf16-pure grads=bf16`. `parse`
-        reads it back.
+        """The short text form: the nearest preset and the roles that differ from it, such as
+        `bf16-pure grads=bf16`. `parse` reads it back.
         """
         return self.text(min(PRESETS, key=lambda name: len(self._differences(name))))
 
     def text(self, preset: str) -> str:
-        """The short text form as that preset and what differs from it."""
+        """The short text form with this preset and the roles that differ from it."""
         pairs = (
             f"{role}={value.replace(', ', '/').replace(' ', ':')}"
             for role, value in self._differences(preset).items()
@@ -217,8 +219,8 @@ def _parse_role_dtype(role: str, value: str) -> str:
 
 
 def _parse_save(text: str) -> tuple[str, str]:
-    """`bf16` or `model bf16, adapter fp32` -> (model's dtype, adapter's dtype); a part left out
-    follows the other.
+    """`bf16` or `model bf16, adapter fp32` -> (model's dtype, adapter's dtype). If one of the two
+    is left out, it follows the other.
     """
     parts = dict(part.split(None, 1) for part in text.split(",") if " " in part.strip())
     if not parts:
@@ -235,7 +237,7 @@ def _parse_save(text: str) -> tuple[str, str]:
     )
 
 
-# every role of every preset is written out, so that a preset can be read as a row of a table
+# every preset writes out every role, so that it reads like a row of a table
 _FP32_INSIDE = {
     "grads": "fp32",
     "reduce": "fp32",

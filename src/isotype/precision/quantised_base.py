@@ -29,12 +29,12 @@ MOST_UNQUANTISED = 0.10
 class Quantisation:
     """How a base is quantised.
 
-    library           as transformers names it
+    library           the library's name in transformers
     kind              nf4, fp4, a dtype of packed bases, or the name of the library
-    compute, storage  dtypes, None if unknown
-    packing           of a base whose own files are read
-    unread_reason     why they are not read
-    is_loaded         whether it was read from a loaded model that holds it packed
+    compute, storage  the dtypes of products and of stored numbers; None if unknown
+    packing           the packing of a checkpoint whose files are read
+    unread_reason     why the checkpoint's files are not read
+    is_loaded         whether this describes a loaded model, whose layers are packed
     """
 
     library: str
@@ -62,7 +62,9 @@ class Quantisation:
 
 
 def quantisation_from_config(config: Any) -> Quantisation | None:
-    """Reads a transformers configuration; None for a model that is not quantised."""
+    """Reads the quantisation from a transformers configuration; None for a model that is not
+    quantised.
+    """
     text_config = config.get_text_config() if hasattr(config, "get_text_config") else None
     settings = getattr(config, "quantization_config", None) or getattr(
         text_config, "quantization_config", None
@@ -75,7 +77,7 @@ def quantisation_from_config(config: Any) -> Quantisation | None:
 
 
 def quantisation_from_settings(settings: Mapping[str, Any]) -> Quantisation:
-    """Reads `quantization_config`."""
+    """Reads the quantisation from `quantization_config`."""
     method = settings.get("quant_method", "unknown")
     library = str(getattr(method, "value", method)).lower()
     if library != "bitsandbytes" or settings.get("load_in_8bit"):
@@ -94,12 +96,12 @@ def quantisation_from_settings(settings: Mapping[str, Any]) -> Quantisation:
 
 
 def detect_quantisation(model: nn.Module) -> Quantisation | None:
-    """Reads the layers of a loaded model: the format that most of them have."""
+    """Finds the quantisation of a loaded model: the format that most of its layers have."""
     counts: Counter[Quantisation] = Counter()
     for module in model.modules():
         weight = module._parameters.get("weight")
         state = getattr(weight, "quant_state", None)
-        # stacks of experts among them
+        # stacked experts have packed parameters too, under other names
         packed_names = [
             packed_name
             for p in module._parameters.values()
@@ -129,9 +131,10 @@ def detect_quantisation(model: nn.Module) -> Quantisation | None:
 def check_base(
     quantisation: Quantisation | None, precision: Precision, model_name: str
 ) -> list[str]:
-    """Header lines about a base that was saved quantised; none for other bases.
+    """Returns lines for the run's header about a base that was saved quantised; none for other
+    bases.
 
-    Raises  UsageError in one line for a base on which `precision` cannot be kept
+    Raises  UsageError for a base with which `precision` cannot be kept
     """
     if quantisation is None:
         refuse_unquantisable(precision.base, f"model {model_name}")
@@ -163,9 +166,7 @@ def check_base(
 
 
 def refuse_unquantisable(base: str, model: str) -> None:
-    """Raises  UsageError for a declared base that a model that is not quantised cannot become when
-    it is loaded
-    """
+    """Raises UsageError for a declared base to which no model can be quantised when it is loaded."""
     if base in PACKED_DTYPES and base not in DTYPES_ON_LOAD:
         raise UsageError(
             f"{model}: its weights are not quantised, declared base {base}",
@@ -174,11 +175,13 @@ def refuse_unquantisable(base: str, model: str) -> None:
 
 
 def unquantised_share(model: nn.Module) -> tuple[float, str]:
-    """(share of the frozen matrices' elements that are not quantised, the largest one's name).
+    """Returns the share of the frozen matrices' elements that are not quantised, and the name of
+    the largest such matrix.
 
-    Embeddings, the head, and tower and projector of a vision-language model count as neither: no
-    QLoRA quantises them; nor do the originals of what an adapter trains in full. Stacked experts,
-    which bitsandbytes leaves as they are, are what this finds.
+    This finds stacked experts, which bitsandbytes does not quantise. Matrices that QLoRA never
+    quantises are not counted: embeddings, the head, and the tower and projector of a
+    vision-language model. The frozen copies of modules that an adapter trains in full are not
+    counted either.
     """
     excluded = {
         id(p)
@@ -213,8 +216,8 @@ def unquantised_share(model: nn.Module) -> tuple[float, str]:
 
 
 def check_share(model: nn.Module, *, consent: bool, kept_in: str) -> list[str]:
-    """Header lines about a 4-bit base of which more than 10% stays unquantised. Raises UsageError
-    for such a base without consent.
+    """Returns lines for the run's header about a 4-bit base of which more than 10% is not
+    quantised. Raises UsageError for such a base without consent.
     """
     share, largest = unquantised_share(model)
     if share <= MOST_UNQUANTISED:

@@ -1,8 +1,8 @@
 """Resolves a preset and overrides on a device to one value for each role, with the reason for each
 value. Imports no torch.
 
-The rules about contradictions (`contradictions`) judge the values: errors refuse the run, warnings
-are shown in its header. Every remedy that a rule names is tried on these settings (`advice`).
+The rules of `contradictions` check the values. An error refuses the run; a warning is shown in the
+run's header. Every remedy that a rule names is tried on these settings (`advice`).
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
-    """The contract of one run.
+    """The resolved precision of one run.
 
-    reasons   role -> why it has its value: the preset, the line of the file, or what the device
-              made of `auto`
+    reasons   role -> why it has its value: the preset, a line of the configuration file, or the
+              choice of `auto` on this device
     warnings  findings that do not refuse the run
-    from_checkpoint  the base that `auto` took from a checkpoint that was published quantised; ""
-                     where it did not
+    from_checkpoint  the base that `auto` took from a checkpoint that was published quantised, else
+                     ""
     """
 
     precision: Precision
@@ -50,22 +50,22 @@ class Resolved:
 
     @property
     def text(self) -> str:
-        """The short text form, as the preset that was chosen: two presets may differ in what
-        another role changed.
+        """The short text form with the chosen preset. Another preset may be nearer after roles were
+        changed.
         """
         return self.precision.text(self.preset)
 
     def to_json(self) -> str:
-        """The `precision.json` that lies beside saved weights, since their own files carry no
-        precision.
+        """The content of the `precision.json` beside saved weights, whose own files do not store
+        the precision.
         """
         return (
             json.dumps({"precision": self.text, "roles": self.precision.to_dict()}, indent=1) + "\n"
         )
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """(role, value, reason) in the order of the design's table; rounding and loss scaling where
-        they are not the plain ones.
+        """Returns (role, value, reason) of each role in the documented order. Stochastic rounding
+        and loss scaling are added to the value of `trainable` and `compute`.
         """
         precision = self.precision
         values = {role: getattr(precision, role) for role in (*ROLES, *TASK_ROLES)}
@@ -78,7 +78,7 @@ class Resolved:
         return [(role, value, self.reasons[role]) for role, value in values.items() if value]
 
     def to_dict(self) -> dict[str, dict[str, str]]:
-        """Each role's value and reason; of a packed base also `rest`, the dtype of the frozen
+        """Each role's value and reason. A packed base also has `rest`, the dtype of the frozen
         weights that are not packed.
         """
         declared = {
@@ -91,7 +91,7 @@ class Resolved:
 
 
 def choose_preset(device: Hardware, *, adapter: str) -> tuple[str, str]:
-    """What `auto` becomes on a device, and why: (preset, reason)."""
+    """Chooses the preset for `auto` on a device. Returns (preset, reason)."""
     if device.bf16 == "native":
         name = "bf16-mixed" if adapter == "none" else "bf16-lora"
         return name, f"auto: {device.name} has native bf16"
@@ -116,17 +116,15 @@ def resolve(
 ) -> Resolved:
     """Resolves `preset` and role overrides.
 
-    settings    `preset` and roles as in the configuration's precision section; None and missing
-                mean not given
-    frozen      whether some weights of the model are not trained; by default whether there is an
-                adapter
+    settings    `preset` and roles as in the configuration's precision section; None means the same
+                as a missing key
+    frozen      whether some weights of the model are not trained. By default this is so if there is
+                an adapter
     sources     `precision.grads`, `adapter.kind`, `train.optimizer` -> where it was set
                 (`run.yaml:12`)
-    task_roles  roles that the run's task has besides -> a dtype, or the role that it follows
-                (`compute`)
-    checkpoint  (dtype, description) of a base that was published quantised, which `auto` takes as
-                it is
-    Raises      UsageError with every contradiction, worst first
+    task_roles  further roles of the run's task -> a dtype, or the role that it follows (`compute`)
+    checkpoint  (dtype, description) of a base that was published quantised; `auto` keeps that dtype
+    Raises      UsageError with every contradiction, the most severe first
     """
     written = {
         f"precision.{role}": value for role, value in (settings or {}).items() if value is not None
@@ -166,12 +164,12 @@ def resolve(
 
 @dataclass(frozen=True, kw_only=True)
 class _Run:
-    """What decides the precision of a run.
+    """The facts that decide the precision of a run.
 
-    preset              as the user wrote it, or auto
-    roles               those that the user wrote
-    has_frozen_weights  None where it follows from the adapter
-    checkpoint          (dtype, description) of the base that `auto` takes as it is
+    preset              the preset that the user wrote, or auto
+    roles               the roles that the user wrote
+    has_frozen_weights  None if the adapter decides it
+    checkpoint          (dtype, description) of the base whose dtype `auto` keeps
     """
 
     preset: str
@@ -194,7 +192,7 @@ class _Run:
 
 
 def _resolve_run(run: _Run) -> tuple[Resolved, list[Finding]]:
-    """Every role's value with its reason, and the findings of the rules about them."""
+    """Resolves every role's value and reason, and returns them with the findings of the rules."""
     preset, preset_reason = _resolve_preset(run)
     precision = _resolve_roles(run, preset)
     reasons = _find_reasons(run, preset_reason)
@@ -210,7 +208,7 @@ def _resolve_run(run: _Run) -> tuple[Resolved, list[Finding]]:
 
 
 def _resolve_preset(run: _Run) -> tuple[str, str]:
-    """The preset and why it is this one."""
+    """Returns the preset and the reason for it."""
     if run.preset == "auto":
         return choose_preset(run.device, adapter=run.adapter)
     if run.preset in PRESETS:
@@ -240,7 +238,7 @@ def _resolve_roles(run: _Run, preset: str) -> Precision:
 
 
 def _find_reasons(run: _Run, preset_reason: str) -> dict[str, str]:
-    """Each role of the run -> why it has its value. A later reason replaces an earlier one."""
+    """Returns role -> why it has its value. A later reason replaces an earlier one."""
     reasons = {role: preset_reason for role in ALL_ROLES if role not in TASK_ROLES}
     if run.optimizer_decides_states:
         source = run.sources.get("train.optimizer", "train.optimizer")
@@ -259,7 +257,7 @@ def _find_reasons(run: _Run, preset_reason: str) -> dict[str, str]:
 
 
 def _list_settings(run: _Run, resolved: Resolved, preset_reason: str) -> dict[str, Setting]:
-    """The settings as the rules about contradictions have them."""
+    """Lists the settings for the rules about contradictions."""
     sources = run.sources
     preset_source = sources.get("precision.preset", "default")
     settings: dict[str, Setting] = {}
@@ -285,8 +283,8 @@ def _list_settings(run: _Run, resolved: Resolved, preset_reason: str) -> dict[st
 
 
 def _describe_preset(run: _Run, preset: str, precision: Precision) -> str:
-    """What the preset is, or, where roles were changed, these: its description may not hold for
-    them.
+    """Describes the preset. If roles were changed, it lists these instead, because the preset's
+    description may no longer be true.
     """
     if run.checkpoint:
         return f"; base {precision.base}, as the checkpoint is"

@@ -1,7 +1,7 @@
-"""The parts of a vision-language model: the decoder of the text, the towers that encode pictures, and
-the projectors between them.
+"""Finds the parts of a vision-language model: the text decoder, the towers that encode pictures,
+and the projectors between them.
 
-Imports no transformers: the parts are what a model's `get_decoder` and `get_encoder` give.
+Imports no transformers: the parts are found by a model's `get_decoder` and `get_encoder`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ PROJECTOR = "projector"
 
 @dataclass(frozen=True)
 class VisionParts:
-    """Paths in a vision-language model.
+    """The paths of the parts in a vision-language model.
 
-    language  of the text's decoder
-    towers    of the encoders of pictures (or sound), whole: Qwen's merger lies inside its tower
-    head      of the output embeddings; "" where there are none
+    language  the path of the text decoder
+    towers    the paths of the encoders of pictures or sound (Qwen's merger lies inside its tower)
+    head      the path of the output embeddings; "" if there are none
     """
 
     language: str
@@ -31,8 +31,8 @@ class VisionParts:
     head: str
 
     def part_kind(self, name: str) -> str:
-        """The part that a module or parameter of this path belongs to. What is in no tower, decoder
-        or head is a projector.
+        """Says which part a module or parameter of this path belongs to. A module outside the
+        towers, the decoder and the head is a projector.
         """
         if _is_inside(name, self.language) or (self.head and _is_inside(name, self.head)):
             return LANGUAGE
@@ -41,7 +41,7 @@ class VisionParts:
         return PROJECTOR
 
     def projectors(self, model: nn.Module) -> list[str]:
-        """The outermost modules below the owner of the decoder that are neither decoder nor tower."""
+        """The paths of the projectors: the modules beside the decoder that are not towers."""
         owner = self.language.rpartition(".")[0]
         children = model.get_submodule(owner).named_children()
         paths = [f"{owner}.{name}".removeprefix(".") for name, _ in children]
@@ -61,11 +61,11 @@ _PARTS_CACHE: WeakKeyDictionary[Any, VisionParts | None] = WeakKeyDictionary()
 
 
 def vision_parts(model: Any) -> VisionParts | None:
-    """The parts of a transformers model that has a vision configuration, and a decoder of its own
-    for the text; None for other models.
+    """Finds the parts of a transformers model that has a vision configuration and a separate text
+    decoder. None for other models.
 
-    model  not PEFT's wrapper of one. Its parts are searched once: later changes, such as adapters,
-           do not move them
+    model  the transformers model itself, not PEFT's wrapper. The result is cached, because adapters
+           do not move the parts
     """
     if model not in _PARTS_CACHE:
         _PARTS_CACHE[model] = _find_parts(model)
@@ -95,15 +95,15 @@ def _find_parts(model: Any) -> VisionParts | None:
 
 
 def is_vision_weight(model: Any, full: str) -> bool:
-    """Whether a parameter of this path in `model`, or in PEFT's wrapper of it, belongs to tower or
-    projector.
+    """Whether a parameter of this path in `model`, or in PEFT's wrapper of it, belongs to a tower
+    or a projector.
     """
     parts = vision_parts(model)
     return parts is not None and parts.part_kind(full.removeprefix("base_model.model.")) != LANGUAGE
 
 
 def get_language_part(model: Any) -> nn.Module:
-    """The decoder of a vision-language model's text; another model as it is."""
+    """Returns the text decoder of a vision-language model; any other model is returned unchanged."""
     parts = vision_parts(model)
     decoder: nn.Module = model if parts is None else model.get_submodule(parts.language)
     return decoder
