@@ -1,14 +1,16 @@
 """Records what a program computes, and compares what a run did with its declared precision:
 storage, arithmetic and files.
 
-tape       the dispatch mode and the stack of modules that every reader shares
-operators  what each operator does to dtypes
-origin     whose code asked for an operator
-values     tensors, their memory, what each was computed from, and one call of an operator
-contract   what is a violation of the declared precision, and what is only counted
-continuity what an update left, compared before the next step
-observer   `Observer`: parameters, gradients, states, buffers, files, and the choice of the observed
-           steps
+tape       the dispatch mode and the stack of running modules, which all readers of operators share
+operators  the effect of each operator on dtypes
+origin     the code that called an operator
+values     tensors, their memory, the inputs that each was computed from, and one call of an
+           operator
+contract   the rules: which deviations from the declared precision are violations, and which are
+           only counted
+continuity compares the values after an update with those before the next step
+observer   `Observer` checks parameters, gradients, states, buffers and files, and chooses the
+           observed steps
 record     the content of `precision.json`, from all observations
 """
 

@@ -1,14 +1,14 @@
-"""Continuity: the next step must start from the values that the last update left, whatever ran in
+"""Checks that a step starts from the values that the last update left, whatever code ran in
 between: a scheduler, a callback, an evaluation.
 
-After an update some elements of some trained weights, of their optimizer states, of averages and of
-buffers are kept as bytes. Before the next step they are compared. Other tensors are sampled at each
-update; those come first that PyTorch counts a write of. No step waits for its device: the result is
-a number on the device, which the step reads together with its loss.
+After an update it copies some elements of some trained weights, of their optimizer states, of
+averages and of buffers. Before the next step it compares their bytes. Each update samples other
+tensors, first those that were written since by PyTorch's count of writes. No step waits for its
+device: the result is a number on the device, which the step reads together with its loss.
 
-Values have few bits if every sampled value that is not zero ends in the zero bits that a narrower
-dtype leaves. After an update only the elements that it changed are checked, since weights of a bf16
-checkpoint may be trained in fp32.
+It also finds fp32 tensors whose values were rounded to bf16 or fp16: every sampled value that is
+not zero then ends in zero bits. After an update only the elements that it changed are checked,
+because weights of a bf16 checkpoint may be trained in fp32.
 """
 
 from __future__ import annotations
@@ -27,26 +27,27 @@ WEIGHT = "weight"
 STATE = "state"
 AVERAGE = "average"
 BUFFER = "buffer"
-# of a sample: most tensors of a kind, most elements of each
+# the largest number of tensors of each kind in a sample, and of elements of each tensor
 SAMPLED_TENSORS = 16
 SAMPLED_ELEMENTS = 64
-# values by which a tensor is judged: that so many end in 16 zero bits by chance has a probability
-# of 2 to the -128
+# how many values are needed to judge a tensor: 8 values all end in 16 zero bits by chance with a
+# probability of 2 to the -128
 _MIN_VALUES = 8
-# the last bits of an fp32 number that a narrower dtype leaves zero
+# the last bits of an fp32 number that are zero after rounding to a narrower dtype
 _ZERO_BITS = {"bf16": 0xFFFF, "fp16": 0x1FFF}
-# in the keys of states that are averages; others, as a previous gradient, may be a copy
+# parts of the keys of optimizer states that are averages; other states, such as a previous
+# gradient, may be copies of narrow values
 _AVERAGE_KEYS = ("avg", "momentum", "exp_")
 
-Key = tuple[str, ...]  # kind, name of the parameter or buffer, key of the state
+Key = tuple[str, ...]  # kind of tensor, name of the parameter or buffer, and key of the state
 
 
 @dataclass(frozen=True)
 class Difference:
     """A tensor that differs from its sample.
 
-    narrower  the dtype to which it was narrowed, in its storage or in its values, else empty
-    change    what changed, as text
+    narrower  the dtype to which its storage or its values were narrowed, else empty
+    change    a description of the change
     """
 
     kind: str
@@ -56,8 +57,8 @@ class Difference:
 
 
 def find_narrow_dtype(values: Tensor) -> str:
-    """bf16 or fp16 where this dtype has the bits of each fp32 value that is not zero, and there are
-    enough of them to tell; else empty.
+    """Returns bf16 or fp16 if this dtype can represent every fp32 value that is not zero, and there
+    are enough such values to judge; else "".
     """
     if values.dtype != torch.float32:
         return ""
@@ -70,8 +71,8 @@ def find_narrow_dtype(values: Tensor) -> str:
 
 
 def _find_rounding(old: Tensor, new: Tensor) -> str:
-    """The dtype of which the changed values of an fp32 tensor have the bits, where the values
-    before had more.
+    """Returns the dtype to which the changed values of an fp32 tensor were rounded, if the old
+    values had more bits; else "".
     """
     if old.dtype != torch.float32 or new.dtype != torch.float32:
         return ""
@@ -80,7 +81,7 @@ def _find_rounding(old: Tensor, new: Tensor) -> str:
             (w for w in _ZERO_BITS if torch.equal(old.to(to_torch(w)).float(), new)), ""
         )
     ):
-        return dtype_name  # also of a tensor with few elements
+        return dtype_name  # works for a tensor with few elements too
     dtype_name = find_narrow_dtype(new[new != old] if old.shape == new.shape else new)
     if dtype_name and bool((old.view(torch.int32) & _ZERO_BITS[dtype_name]).any()):
         return dtype_name
@@ -92,15 +93,17 @@ StorageKind = tuple[torch.device, torch.dtype]
 
 @dataclass
 class Sample:
-    """tensors  key -> device, dtype and how many elements; values: the elements, of each device and
-    dtype together, in the order of keys
+    """Sampled elements of many tensors.
+
+    tensors  key -> device, dtype and number of elements
+    values   (device, dtype) -> the elements of all its tensors in one tensor, in the order of keys
     """
 
     tensors: dict[Key, tuple[StorageKind, int]] = field(default_factory=dict)
     values: dict[StorageKind, Tensor] = field(default_factory=dict)
 
     def on_host(self) -> Iterator[tuple[Key, torch.dtype, Tensor]]:
-        """Each tensor's elements, read in one transfer from each device and dtype."""
+        """Copies the elements of each tensor to the host, with one transfer per device and dtype."""
         read = {kind: tensor.cpu() for kind, tensor in self.values.items()}
         start = dict.fromkeys(read, 0)
         for key, (kind, size) in self.tensors.items():
@@ -114,8 +117,8 @@ class Continuity:
 
     flags     0-d fp32, one for each device and dtype: above 0 if a sampled byte differed in
               `compare`
-    averages  name -> an average of a weight, kept beside the model
-    kinds     which tensors are sampled
+    averages  name -> a moving average of a weight
+    kinds     the kinds of tensors that are sampled
     """
 
     def __init__(
@@ -129,7 +132,7 @@ class Continuity:
         self.optimizer = optimizer
         self.averages = averages or {}
         self.kinds = kinds
-        # the module and the key: a tensor may be exchanged
+        # stored by module and key, because a tensor may be replaced
         self._parameters = [(full, *_owner(model, full)) for full, _ in model.named_parameters()]
         self._buffers = [(full, *_owner(model, full)) for full, _ in model.named_buffers()]
         self.moment = ""
@@ -140,7 +143,7 @@ class Continuity:
         self._written: list[Key] = []
 
     def take_sample(self, moment: str) -> None:
-        """Keeps a sample of the tensors as they are now. `moment` describes it: `the update of step
+        """Takes a sample of the tensors. `moment` describes when it is taken: `the update of step
         3`.
         """
         tensors = dict(self._tensors())
@@ -151,8 +154,8 @@ class Continuity:
         self._samples_taken += 1
 
     def compare(self) -> None:
-        """Compares the sample at the beginning of a step. Sets `flags`, and reads nothing from a
-        device.
+        """Compares the tensors with the sample at the beginning of a step. Sets `flags`, and reads
+        nothing from a device.
         """
         self.flags = []
         if not self._sample.tensors:
@@ -173,13 +176,13 @@ class Continuity:
             ]
 
     def differences(self) -> list[Difference]:
-        """What differs from the last sample. Reads it from its devices."""
+        """Lists the differences from the last sample. It reads both samples from their devices."""
         return _compare_samples(self._sample, self._resample())
 
     def compare_tensors(self, read_tensor: Callable[[Key], Tensor | None]) -> list[Difference]:
-        """What differs between the last sample and the tensors that a file has for its keys.
+        """Lists the differences between the last sample and the tensors of a file.
 
-        read_tensor  returns None where the file has no such tensor
+        read_tensor  returns the file's tensor for a key, or None if there is none
         """
         tensors = {
             key: tensor for key in self._sample.tensors if (tensor := read_tensor(key)) is not None
@@ -187,9 +190,8 @@ class Continuity:
         return _compare_samples(_take_sample(tensors), self._sample)
 
     def find_narrow_updates(self) -> list[Difference]:
-        """Trained weights, averages of gradients and of weights in fp32 of which each sampled
-        element that changed since the last sample has the bits of a narrower dtype. To be called
-        after an update.
+        """Finds fp32 weights and averages that an update rounded: every sampled element that
+        changed since the last sample is a value of a narrower dtype. Call it after an update.
         """
         new_values = {key: values for key, _, values in self._resample().on_host()}
         differences = []
@@ -206,11 +208,11 @@ class Continuity:
         return differences
 
     def find_narrow_loads(self) -> list[Difference]:
-        """After the state of a trained run was loaded: fp32 weights, or states of one key, of which
-        every sampled value has few bits.
+        """Finds, after the state of a run was loaded, whether all its fp32 weights, or all states
+        of one key, hold only values of a narrower dtype.
 
-        They are judged together: a tensor that no update reached still has the values of a bf16
-        checkpoint.
+        All tensors of a kind are judged together, because a tensor that no update reached still has
+        the values of a bf16 checkpoint.
         """
         groups: dict[tuple[str, str], list[Tensor]] = {}
         for key, dtype, values in self._sample.on_host():
@@ -249,8 +251,8 @@ class Continuity:
                     yield (BUFFER, full), buffer
 
     def _choose_keys(self, keys: list[Key]) -> list[Key]:
-        """Of each kind at most so many as a sample has: first those that were written outside an
-        update, then others in turn. The states of a parameter go with it.
+        """Chooses at most SAMPLED_TENSORS tensors of each kind: first those that were written
+        outside an update, then others in turn. The states of a chosen parameter are sampled too.
         """
         chosen: list[Key] = []
         for kind in (WEIGHT, AVERAGE, BUFFER):
@@ -277,10 +279,11 @@ class Continuity:
 
 
 class FrozenWeights:
-    """A sample of the weights that a run does not train, as they are when it starts; `changed` says
-    which are others now. One transfer from each device and dtype.
+    """Samples the weights that a run does not train when it starts; `changed` names those that
+    differ later. Each sample needs one transfer per device and dtype.
 
-    They may lie in files that are mapped into memory, into which another program can write.
+    The check is needed because the weights may lie in files that are mapped into memory, and
+    another program can write into these files.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -288,8 +291,8 @@ class FrozenWeights:
         self._start = _take_sample(self._tensors())
 
     def changed(self) -> list[str]:
-        """Names of those of which a sampled byte differs. A weight that is not here in the form
-        that it had at the start, as a part that was gathered, is left out.
+        """Returns the names of the weights of which a sampled byte differs. A weight that has
+        another form than at the start, such as a gathered one, is left out.
         """
         tensors = self._tensors()
         for key in [key for key in tensors if key not in self._start.tensors]:
@@ -315,10 +318,10 @@ class FrozenWeights:
 def report_differences(
     observation: Observation, differences: list[Difference], start: str, end: str, *, strict: bool
 ) -> None:
-    """Adds what differs to an observation: as a violation where numbers were narrowed, and, if
-    `strict`, where weights or states differ at all; else as a place that was not watched.
+    """Adds differences to an observation. Narrowed numbers are violations, and so is any difference
+    of weights or states if `strict`. Other differences are listed as unobserved.
 
-    start, end  the two moments, in words
+    start, end  descriptions of the two moments
     """
     between = f"between {start} and {end}"
     for (kind, change), group in _group_differences(differences).items():
@@ -341,8 +344,9 @@ def report_differences(
 def report_narrow_values(
     observation: Observation, differences: list[Difference], moment: str
 ) -> None:
-    """Adds fp32 tensors that hold numbers of a narrower dtype, as violations. `moment`: an update or
-    a load, in words.
+    """Adds a violation for fp32 tensors that hold only values of a narrower dtype.
+
+    moment  a description of the update or load
     """
     for (kind, _), group in _group_differences(differences).items():
         dtype_name = group[0].narrower
@@ -386,7 +390,9 @@ _ROLES = {WEIGHT: "trainable", STATE: "optimizer", AVERAGE: "optimizer", BUFFER:
 
 
 def _compare_samples(old: Sample, new: Sample) -> list[Difference]:
-    """A tensor that is in one of them only, as one that is no longer trained, is left out."""
+    """Lists the tensors that differ between two samples. A tensor that only one sample has is left
+    out.
+    """
     new_values = {key: current for key, _, current in new.on_host()}
     differences = []
     for key, dtype, old_values in old.on_host():
@@ -412,8 +418,8 @@ def _owner(model: nn.Module, full: str) -> tuple[nn.Module, str]:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether its values lie in one storage as its dtype says; not those of a wrapper that keeps
-    others.
+    """Whether the tensor stores its own values in its dtype. A tensor subclass that wraps other
+    tensors does not.
     """
     part = local_part(tensor)
     return (
@@ -424,7 +430,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _write_mark(tensor: Tensor) -> tuple[int, int]:
-    """Identity and PyTorch's count of writes."""
+    """The tensor's identity and PyTorch's count of its writes."""
     return id(tensor), tensor._version
 
 
@@ -439,7 +445,9 @@ def _is_full_precision(key: Key) -> bool:
 
 
 def _sample_elements(tensor: Tensor) -> Tensor:
-    """Elements at even distances: a view, of one row where the tensor is not contiguous."""
+    """Selects elements at even distances, as a view. If the tensor is not contiguous, they are from
+    one row.
+    """
     part = local_part(tensor)
     while not part.is_contiguous() and part.dim() > 1:
         part = part[part.shape[0] // 2]

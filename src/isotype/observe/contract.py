@@ -1,17 +1,23 @@
 """Checks the operators of an observed step against the declared precision. Some deviations are
 violations, others are only counted.
 
-These are violations: matrix products outside `compute` (in adapters: outside the dtype of their
-branch), a loss narrower than `loss`, sums narrower than their role (accumulation in backward, in an
-update or in a buffer; norms of gradients; the sums inside a norm), narrow numbers by which the loss
-is divided or gradients are clipped, fp64, and numbers and tables that are made in a narrow dtype.
-`observer` checks what is stored, `continuity` what happens between steps. Other arithmetic outside
-`compute` is counted.
+These are violations:
+- a matrix product in another dtype than `compute`, or in an adapter in another dtype than that of
+  its branch;
+- a loss that is narrower than `loss`;
+- a sum that is narrower than its role: accumulation in backward, in an update or in a buffer, norms
+  of gradients, the sums inside a norm;
+- a narrow number by which the loss is divided or gradients are clipped;
+- fp64;
+- numbers and tables that are created in a narrow dtype.
 
-Common practice is not reported: fp32 products of a router, recognised by their later use (top-k),
-fp32 products of tables, which depend on no activation, and those for which a family of transformers
-switches autocast off. PyTorch's own backward follows the forward, which was checked; Python code in
-backward is checked itself.
+Other arithmetic outside `compute` is counted. `observer` checks stored tensors, and `continuity`
+checks changes between steps.
+
+Common practice is not reported: fp32 products of a router, which is recognised by a later top-k;
+fp32 products of tables, which depend on no activation; and products for which the code of
+transformers switches autocast off. PyTorch's own backward uses the dtypes of the forward, which was
+checked. Python code in backward is checked.
 """
 
 from __future__ import annotations
@@ -66,8 +72,8 @@ from .values import (
     storage_address,
 )
 
-# autograd's nodes of products; other nodes, as a triangular solve's, may multiply in their own
-# dtype
+# names of autograd's nodes of products; other nodes, such as that of a triangular solve, may
+# multiply in another dtype
 _PRODUCT_NODE = re.compile(
     r"(Mm|Addmm|Bmm|Baddbmm|Addbmm|Mv|Addmv|Convolution|Linear|ScaledDot|GroupedMm|Trilinear)\w*Backward"
 )
@@ -75,24 +81,26 @@ _ATTENTION_FUNCTIONS = (
     torch.nn.functional.scaled_dot_product_attention,
     torch.nn.functional.multi_head_attention_forward,
 )
-# functions that make a tensor of Python's numbers, or write one into it, and which argument is the
-# numbers
+# functions that create a tensor from Python numbers, or write a number into one -> the position of
+# the argument with the numbers
 _NUMBER_ARGUMENTS = {"tensor": 0, "as_tensor": 0, "asarray": 0, "new_tensor": 1, "__setitem__": 2}
 _NUMBERS_RULE = "numbers are made in fp32, or in the dtype that computes with them"
 _SUMS_RULE = "sums are fp32"
 _UNFUSED_CAUSE = (
     "no op runs this adapter, and PEFT's own code computes in autocast's dtype (see the manifest)"
 )
-# its Newton-Schulz iteration is in bf16 whatever its weights are, and is counted as
+# Muon's Newton-Schulz iteration is in bf16 for weights of any dtype, and is counted as
 # `update_iteration`
 _MUON_FILE = "torch/optim/_muon.py"
-_MAX_ADDITIONS = 4  # narrow additions that are a formula; more are a sum written as a loop
+# up to this number of narrow additions count as a formula, more as a sum that is written as a loop
+_MAX_ADDITIONS = 4
 
 
-# the cases of a matrix product: in `compute`; in the loss, on gradients or in an update; in ops and
-# kernels of Isotype, one of them the branch of an adapter; mirrored in backward by autograd; inside
-# PyTorch's attention; of an adapter that no op runs; of tables, which depend on no activation; where
-# a family of transformers switches autocast off; in forward with a use that is not known yet; others
+# the cases of a matrix product, in this order: in `compute`; in the loss, on gradients or in an
+# update; in an op or kernel of Isotype; in an op's branch of an adapter; in autograd's backward of
+# a forward product; inside PyTorch's attention; in an adapter that no op runs; of tables, which
+# depend on no activation; where code of transformers switches autocast off; in forward, where a
+# later operator decides whether it belongs to a router; any other
 DECLARED_PRODUCT = "declared"
 OTHER_PRODUCT = "other"
 ISOTYPE_PRODUCT = "isotype"
@@ -121,7 +129,7 @@ DIVISION = "division"
 # (part of the step, kind of arithmetic) -> the role whose dtype it must have at least
 ARITHMETIC_ROLES = {
     (GRADIENTS, SUM): "grads",
-    (GRADIENTS, DIVISION): "grads",  # by the norm to which gradients are clipped
+    (GRADIENTS, DIVISION): "grads",  # the division by the norm to which gradients are clipped
     (UPDATE, SUM): "grads",
     (UPDATE, ADDITION): "optimizer",
 }
@@ -136,8 +144,8 @@ def arithmetic_kind(op: Operator) -> str:
 
 
 def _is_accumulation(call: Call) -> bool:
-    """Whether rounding matters: a sum of several numbers, an addition, or the user's division of
-    single numbers, as of a norm.
+    """Whether rounding matters in this call: it is a sum of several numbers, an addition, or a
+    division of single numbers in the user's code, such as the division by a norm.
     """
     kind = arithmetic_kind(call.op)
     if kind == SUM:
@@ -150,10 +158,10 @@ def _is_accumulation(call: Call) -> bool:
 class ContractChecker:
     """Checks every operator while its `modes` are active.
 
-    role         compute, or generate while tokens are made
-    lora_branch  the dtype of the adapters' own products: fp32 beside narrower base products, or
-                 None for either
-    paused       whether code runs that is not part of the step
+    role         compute, or generate while tokens are generated
+    lora_branch  the dtype of the adapters' own products: fp32, or None if fp32 and `compute` are
+                 both allowed
+    paused       True while code runs that is not part of the step
     """
 
     def __init__(
@@ -174,12 +182,14 @@ class ContractChecker:
         self.paused = False
         self.lineages = Lineages()
         self.modes = (FunctionTape(self._run_function), make_tape(self._run_operator))
-        self._buffers: dict[int, str] = {}  # by storage: the model's floating buffers
-        # products outside compute, with their cause, until their use is known
+        # address of the storage -> name of the model's floating buffer
+        self._buffers: dict[int, str] = {}
+        # products outside compute whose later use is not known yet, each with its dtype and the
+        # cause
         self._pending_products: dict[int, tuple[Call, str, str]] = {}
         self._router_products: set[int] = set()
         self._wide_forward = False
-        # dtypes of PyTorch's attention that runs: its inside may be made of wide products
+        # dtypes of the running calls of PyTorch's attention, which may compute wide products inside
         self._attention_dtypes: list[str | None] = []
 
     def register_weights(self, *models: nn.Module) -> None:
@@ -192,10 +202,10 @@ class ContractChecker:
                     self._buffers[storage_address(buffer)] = full
 
     def register_inputs(self, inputs: Any) -> None:
-        """Registers the arguments of a module that no other module calls."""
+        """Registers the arguments of the outermost module as inputs."""
         for tensor in collect_tensors(inputs, []):
             previous = self.lineages.get(tensor)
-            # floats that the step makes without the model, such as noised latents, are inputs
+            # floats that the step computes without the model, such as noised latents, are inputs
             # too
             if previous is None or not previous.sources or not tensor.is_floating_point():
                 lineage = previous or EMPTY_LINEAGE
@@ -239,8 +249,8 @@ class ContractChecker:
 
     def _run_operator(self, op: Operator, args: tuple, kwargs: dict) -> Any:
         output = op(*args, **kwargs)
-        # while tokens are generated, a sampler, or the scheduler and VAE of a pipeline, run outside
-        # the model
+        # in a generation only operators inside the model are checked, not those of a sampler, or of
+        # the scheduler and VAE of a pipeline
         if not self.paused and (self.role != "generate" or self.step.stack):
             with torch._C.DisableTorchFunction():
                 call = Call(
@@ -253,8 +263,8 @@ class ContractChecker:
                 )
                 try:
                     self._check(call)
-                # such as a tensor whose class lacks an operator that the check needs; the
-                # program goes on
+                # for example a tensor whose class lacks an operator that the check needs; the
+                # program continues
                 except Exception as error:
                     self._note_failure(f"{op.base_name} in {call.location}", error)
         return output
@@ -309,7 +319,7 @@ class ContractChecker:
 
     def _record_lineage(self, call: Call, lineage: Lineage) -> None:
         for tensor in call.outputs:
-            # a view shares the record of its storage
+            # a view shares the lineage of its storage
             if (
                 call.op.kind != EXACT
                 or any(call.op.writes)
@@ -338,7 +348,7 @@ class ContractChecker:
 
     def _check_fp64(self, call: Call, dtype: str, lineage: Lineage) -> None:
         """Reports fp64 in arithmetic and in casts of several numbers. A cast of a single number is
-        harmless, and Isotype itself adds up an evaluation in fp64.
+        harmless, and Isotype's own code sums an evaluation in fp64.
         """
         if dtype != "fp64" and not any(
             t.dtype in (torch.float64, torch.complex128) for t in call.outputs
@@ -360,18 +370,17 @@ class ContractChecker:
         )
 
     def _is_table(self, call: Call, lineage: Lineage) -> bool:
-        """Whether a forward computes positions or constants here: values of no activation and no
-        weight, which no role declares (Z-Image's frequencies, made at the first call).
+        """Whether a forward computes positions or constants here, which depend on no activation and
+        no weight and have no role (Z-Image computes its frequencies at the first call).
 
-        An activation that meets such a table in fp64 is fp64 itself, and is reported.
+        An activation that is combined with such a table in fp64 becomes fp64, and is reported.
         """
         is_constant = not lineage.is_activation and not lineage.sources & WEIGHT
         return is_constant and call.region == FORWARD
 
     def _is_diffusers_positions(self, call: Call) -> bool:
-        """Whether this runs where diffusers computes positions that it is given as floats in fp64
-        and returns them in fp32: in a module without weights, or in the functions that its patch
-        embeddings call.
+        """Whether diffusers computes positions here, which it converts to fp64 and returns in fp32.
+        It does so in modules without weights, and in functions that its patch embeddings call.
         """
         module = self.step.stack[-1].module if self.step.stack else None
         if module is None or not type(module).__module__.startswith("diffusers."):
@@ -429,24 +438,26 @@ class ContractChecker:
         return FORWARD_PRODUCT
 
     def _is_mirrored(self, case: str, call: Call, dtype: str) -> bool:
-        """Whether backward has a product of this dtype because this one has it."""
+        """Whether the backward of this product computes in the same dtype."""
         if case == OTHER_PRODUCT:
-            # of a loss that multiplies, as a contrastive one does
+            # some losses multiply matrices, such as a contrastive loss
             return call.region == LOSS and dtype != self.compute
         if case in (BRANCH_PRODUCT, ISOTYPE_PRODUCT):
-            # recorded by autograd, unlike what runs inside an autograd function
+            # autograd records this product; it does not record products inside an autograd function
             return torch.is_grad_enabled()
         return case in MIRRORED_PRODUCTS
 
     def _has_no_forward(self) -> bool:
-        """Whether the product of a backward mirrors no forward product outside `compute`, so that
-        its dtype is autocast's.
+        """Whether this product of backward belongs to no forward product outside `compute`, so that
+        it should be in `compute` too.
         """
         node = type(torch._C._current_autograd_node()).__name__
         return not self._wide_forward and _PRODUCT_NODE.match(node) is not None
 
     def _check_adapter_product(self, call: Call, dtype: str) -> None:
-        """An adapter that no op runs: PEFT's own code follows autocast."""
+        """Reports narrow products of an adapter that no op runs, because PEFT's own code follows
+        autocast.
+        """
         if not call.is_in_adapter or self.lora_branch != "fp32":
             return
         if dtype != "fp32" and dtype in FLOATS:
@@ -462,7 +473,10 @@ class ContractChecker:
     def _report_product(
         self, call: Call, dtype_name: str, *, cause: str = "", **overrides: str
     ) -> None:
-        """overrides: fields of the report that differ for the branch of an adapter."""
+        """Reports a product outside its declared dtype.
+
+        overrides  fields of the report that differ for the branch of an adapter
+        """
         symbol = f"{call.op.foreign_name or call.op.base_name} in {call.location}"
         fields = {
             "declared": self.compute,
@@ -515,8 +529,8 @@ class ContractChecker:
             self._check_count(call, dtype, lineage)
 
     def _check_backward(self, call: Call, dtype: str, lineage: Lineage) -> Lineage:
-        """Python code in backward: a sum narrower than gradients, also one written as a loop of
-        additions.
+        """Reports a sum in Python code of backward that is narrower than the gradients, also if it
+        is written as a loop of additions.
         """
         if itemsize(dtype) >= itemsize(self.precision.grads):
             return lineage
@@ -527,7 +541,7 @@ class ContractChecker:
         return lineage
 
     def _check_role(self, call: Call, dtype: str) -> None:
-        """Arithmetic on gradients and in an update, against the role of `ARITHMETIC_ROLES`."""
+        """Checks arithmetic on gradients and in an update against its role in `ARITHMETIC_ROLES`."""
         role = ARITHMETIC_ROLES.get((call.region, arithmetic_kind(call.op)))
         if role is None:
             return
@@ -541,7 +555,7 @@ class ContractChecker:
             self._report_narrow(call, role, dtype)
 
     def _check_count(self, call: Call, dtype: str, lineage: Lineage) -> None:
-        """Reports a sum of whole numbers, as of a mask, that its dtype cannot represent."""
+        """Reports a sum of whole numbers, such as that of a mask, that its dtype cannot represent."""
         if (
             call.op.kind == SUM
             and call.caller.kind == USER
@@ -584,11 +598,11 @@ class ContractChecker:
         )
 
     def _is_loss_arithmetic(self, call: Call) -> bool:
-        """Whether this computes the loss: after forward, or in the forward of a model that is given
-        labels.
+        """Whether this call computes the loss: after the forward, or inside the forward of a model
+        that gets labels.
 
-        A part of the model that has weights takes a log-softmax or a logsumexp of its own values
-        (scores, a router's). Code of transformers has losses of its own in layers.
+        A log-softmax or logsumexp inside a submodule with weights does not count, because it may be
+        of scores or of a router. Losses in the layers of transformers do not count either.
         """
         if call.region != FORWARD:
             return call.region == LOSS
@@ -602,8 +616,8 @@ class ContractChecker:
         )
 
     def _check_buffers_and_tables(self, call: Call, dtype: str, lineage: Lineage) -> None:
-        """Reports, in forward, an addition into a narrow buffer, as of a running mean, and functions
-        of positions and constants in a narrow dtype.
+        """Reports two faults of a forward: an addition into a narrow buffer, such as a running
+        mean, and a function of positions or constants that is computed in a narrow dtype.
         """
         for target in call.written_tensors:
             full = self._buffers.get(storage_address(target))
@@ -637,7 +651,7 @@ class ContractChecker:
             )
 
     def _check_accumulation(self, call: Call, dtype: str) -> None:
-        """Reports gradients that are added in place into a narrower tensor; no cast shows this."""
+        """Reports gradients that are added in place into a narrower tensor. No cast shows this."""
         for target in call.written_tensors:
             dtype_name = float_dtype_name(target.dtype)
             if (
@@ -657,10 +671,10 @@ class ContractChecker:
     def _is_undeclared_dtype(
         self, region: str, dtype: torch.dtype, *, is_table: bool = False
     ) -> bool:
-        """Whether a dtype is narrower than fp32 and none of those declared for this part of the
-        step.
+        """Whether a dtype is narrower than fp32 and is not declared for this part of the step.
 
-        is_is_table  whether it holds different numbers: a table is fp32 whatever `compute` is
+        is_table  whether the tensor holds different numbers; such a table must be fp32 for any
+                  `compute`
         """
         precision = self.precision
         dtype_name = float_dtype_name(dtype)
@@ -678,8 +692,8 @@ class ContractChecker:
         )
 
     def _check_numbers(self, call: Call) -> None:
-        """Reports numbers that an operator writes, as fills and ramps do, and rounds. Numbers that
-        the dtype represents exactly, such as 0.5 and -inf, are not reported.
+        """Reports numbers that a fill or a ramp (`arange`, `linspace`) writes and rounds. Numbers
+        that the dtype represents exactly, such as 0.5 and -inf, are not reported.
         """
         if not call.outputs:
             return
@@ -697,8 +711,8 @@ class ContractChecker:
     def _check_python_numbers(
         self, function_name: str, args: tuple, kwargs: dict, tensor: Tensor
     ) -> None:
-        """Reports a tensor that `torch.tensor` or a similar function made of Python numbers, or
-        into which such a number was written, if a number was rounded.
+        """Reports Python numbers that were rounded when `torch.tensor` or a similar function
+        created a tensor from them, or when one was written into a tensor.
         """
         position = _NUMBER_ARGUMENTS[function_name]
         value = args[position] if len(args) > position else kwargs.get("data", kwargs.get("obj"))
@@ -711,7 +725,7 @@ class ContractChecker:
         if source.is_library:
             return
         with torch._C.DisableTorchFunction():
-            self.paused = True  # the operators of this check
+            self.paused = True  # so that the operators of this check are not observed
             try:
                 exact = torch.tensor(value, dtype=torch.float32)
                 rounded = (
@@ -725,7 +739,7 @@ class ContractChecker:
                         function_name.strip("_"),
                         tensor,
                     )
-            # such as data that is not a number of fp32; the program goes on
+            # for example data that is no fp32 number; the program continues
             except Exception as error:
                 self._note_failure(
                     f"{function_name} in {self.step.module or self.step.current_region()}", error
@@ -786,12 +800,12 @@ class ContractChecker:
     def _check_cast_values(
         self, call: Call, values: Tensor, target: Tensor, dtype_name: str
     ) -> None:
-        """Reports whole numbers that the dtype cannot represent (bf16: above 256), and of tables any
-        number in a dtype that no role has there.
+        """Reports whole numbers that the dtype cannot represent (bf16: above 256). For a table it
+        reports any rounded number if the dtype is not `compute`.
         """
         values = values[values.isfinite() & (values.abs() < MASK_BOUND * 100)]
         is_whole = not values.is_floating_point() or bool((values == values.round()).all())
-        # a single number is a count: of tokens, of rows
+        # a single number is a count of tokens or rows
         is_checked = is_whole and (not values.is_floating_point() or call.region == LOSS)
         if values.numel() > 1:
             is_checked = call.region == FORWARD and (is_whole or dtype_name != self.compute)

@@ -1,12 +1,12 @@
-"""`Observer`: compares a model, its gradients, its optimizer and its files with a `Precision`, and
-watches what a step computes.
+"""`Observer` compares a model, its gradients, its optimizer and its files with a `Precision`, and
+checks the operators of a step.
 
 `watch()` hooks every module and activates the tape for one step only, so that other steps have no
-extra cost. What cannot be observed (`UNSEEN`, `Observation.unobserved`) is reported with the reason
-and never counted as observed.
+extra cost. Things that cannot be observed (`Observation.unseen`, `Observation.unobserved`) are
+reported with the reason and never counted as observed.
 
-Observed steps are the first, every `every`-th, a random one between two of these, and one after a
-change of the model. The random steps make it likely that a module is found that computes
+The observed steps are the first, every `every`-th, a random one between two of these, and the step
+after a change of the model. The random steps make it likely to find a module that computes
 differently in some steps only. The choice depends only on the number of the step and the seed, so
 that a resumed run observes the same steps as an uninterrupted one.
 """
@@ -44,8 +44,8 @@ _MODULES_PER_CHECK = 128
 
 
 def is_observed(step: int, *, every: int, seed: int, total: int) -> bool:
-    """Whether `step` (counted from 1) is observed. A run shorter than 3 x `every` steps is divided
-    into three stretches.
+    """Whether `step` (counted from 1) is observed. Every stretch of `every` steps has one random
+    observed step; a run shorter than 3 x `every` steps has three stretches.
     """
     if step == 1 or step % every == 0:
         return True
@@ -56,8 +56,8 @@ def is_observed(step: int, *, every: int, seed: int, total: int) -> bool:
 
 
 class ModelChanges:
-    """Compares dtypes of parameters and buffers, hooks, children, classes and replaced forwards
-    with what they were at `snapshot`.
+    """Detects whether parameters' and buffers' dtypes, hooks, children, classes or instance
+    forwards have changed since `snapshot`.
 
     Each step compares the next 128 modules, so that the cost does not grow with the model: 300
     modules take three steps.
@@ -72,7 +72,7 @@ class ModelChanges:
         self._next = 0
 
     def has_changed(self) -> bool:
-        """Whether one of the next modules differs from its remembered state."""
+        """Whether one of the next modules differs from its state at `snapshot`."""
         if self._next >= len(self._states):
             self._next = 0
         part = self._states[self._next : self._next + _MODULES_PER_CHECK]
@@ -104,7 +104,7 @@ def _module_state(module: nn.Module) -> list[Any]:
 Gradient = Callable[[nn.Parameter], Tensor | None]
 States = Callable[[nn.Parameter], Mapping[str, Any]]
 
-# below so many elements bitsandbytes keeps a state in fp32 (`min_8bit_size` of its optimizers)
+# bitsandbytes keeps a state with fewer elements in fp32 (`min_8bit_size` of its optimizers)
 MIN_8BIT_ELEMENTS = 4096
 _FIRST_OBSERVATION_CAUSE = (
     "it had this dtype at the first observation: a .to() cast it, or its class makes it in that"
@@ -113,16 +113,17 @@ _FIRST_OBSERVATION_CAUSE = (
 _SCALES_REASON = "scales and code tables of 8-bit states"
 _STEP_COUNTS_REASON = "step counts of the optimizer, which no precision declares"
 _ALPHAS_REASON = "alphas of an adapter for ComfyUI, fp32 whatever its weights are"
-_STEP_KEY = "step"  # torch's and bitsandbytes' key of a step count
-_MASK_VALUES = 8  # distinct values of a buffer that is a mask, not a table
+_STEP_KEY = "step"  # the key of the step count in torch's and bitsandbytes' states
+_MASK_VALUES = 8  # a buffer with at most this number of distinct values may be a mask
 
 
 class Observer:
     """Compares a model, its gradients and its optimizer with a `Precision`.
 
-    lora_branch  dtype of the adapters' own products: fp32, or None for `compute` or fp32
-    read_only    models beside the trained one that a step reads, such as a reference: their weights
-                 are known
+    lora_branch  dtype of the adapters' own products: fp32, or None if fp32 and `compute` are both
+                 allowed
+    read_only    further models that a step reads, such as a reference model; their weights are
+                 registered as weights
     """
 
     def __init__(
@@ -158,8 +159,8 @@ class Observer:
         states: States | None = None,
         parameters: bool = True,
     ) -> Observation:
-        """Adds parameters to `observation`, and gradients and optimizer states where they are
-        given.
+        """Adds the dtypes of parameters to `observation`, and those of gradients and optimizer
+        states if functions that return them are passed.
         """
         precision = self.precision
         for full, parameter in self.model.named_parameters():
@@ -227,12 +228,12 @@ class Observer:
             )
 
     def _observe_buffers(self, observation: Observation) -> None:
-        """Checks floating buffers, which have no role: one that its class makes, as a table, is
-        fp32 or wider, and none changes later.
+        """Checks floating buffers, which have no role. A table that the module's class creates must
+        be fp32 or wider, and no buffer may be narrowed later.
 
-        A buffer of the model's file has the dtype of its weights (MiniMax's decays). One that a
-        family's own forward assigns (CTRL's positions) is a value of the forward, whose operators
-        are judged.
+        A buffer that the model's file stores may have the dtype of its weights (MiniMax's decays).
+        A buffer that a forward of transformers assigns (CTRL's positions) is not checked here,
+        because the operators of that forward are checked.
         """
         for full, buffer in self.model.named_buffers():
             if not buffer.is_floating_point():
@@ -278,7 +279,7 @@ class Observer:
         observation.note("loss", "the loss", name(dtype), self.precision.loss)
 
     def observe_sums(self, observation: Observation, dtypes: Sequence[torch.dtype]) -> None:
-        """Records what was summed across processes, by bucket."""
+        """Records the dtype of each bucket of gradients that was summed across processes."""
         for number, dtype in enumerate(dtypes):
             observation.note(
                 "reduce",
@@ -302,14 +303,14 @@ class Observer:
         *,
         allowed: tuple[str, ...] = (),
     ) -> None:
-        """Records the floating tensors of a saved result, as its files have them; integers are
+        """Records the dtypes of the floating tensors in the files of a saved result. Integers are
         packed weights or ids.
         """
         from safetensors import safe_open
 
         for path in sorted(folder.glob("*.safetensors")):
             with safe_open(path, framework="pt") as file:
-                for full in file.keys():  # noqa: SIM118  # not a mapping
+                for full in file.keys():  # noqa: SIM118  # safe_open's file is not a mapping
                     if full.endswith(".alpha"):
                         observation.note_unseen("save", _ALPHAS_REASON)
                     elif (dtype := name(file.get_slice(full).get_dtype())) in FLOATS:
@@ -329,8 +330,9 @@ class Observer:
         optimizer: torch.optim.Optimizer | None = None,
         gradient: Gradient | None = None,
     ) -> Iterator[Observation]:
-        """Checks every operator and the output of every module within this block; `role` is
-        `generate` while tokens are generated.
+        """Checks every operator and the output of every module within this block.
+
+        role  `generate` while tokens are generated
 
         optimizer, gradient  if given, gradients are recorded just before the update, and states after
                              the block
@@ -347,7 +349,7 @@ class Observer:
         tracker.on_inputs = checker.register_inputs
 
         def before_update(*_: Any) -> None:
-            # the gradients are gone after the step: their dtypes are recorded just before the
+            # the gradients are freed after the step, so their dtypes are recorded just before the
             # optimizer reads them
             if "grads" not in observation.total:
                 checker.paused = True  # these operators are not part of the update
@@ -364,8 +366,8 @@ class Observer:
                 )
                 stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
             if optimizer is not None and gradient is not None:
-                # a wrapper that does not call PyTorch's constructor has no hooks: the optimizer
-                # inside it does
+                # a wrapper that does not call PyTorch's constructor has no hooks, but the optimizer
+                # inside it has
                 hooked = hasattr(optimizer, "_optimizer_step_pre_hooks")
                 if hooked:
                     register = optimizer.register_step_pre_hook
@@ -389,8 +391,8 @@ class Observer:
             )
 
     def _observe_product_setting(self, observation: Observation, role: str) -> None:
-        """Reports settings of PyTorch by which products of fp32 tensors are computed in fewer bits,
-        which the dtype of no operator shows.
+        """Reports settings of PyTorch that compute products of fp32 tensors with fewer bits. The
+        dtypes of the operators do not show this.
         """
         on_gpu = any(p.device.type == "cuda" for p in self.model.parameters())
         backend = torch.backends.cuda if on_gpu else torch.backends.mkldnn
@@ -444,7 +446,9 @@ class Observer:
     def _output_hook(
         self, observation: Observation, module_name: str, role: str
     ) -> Callable[..., None]:
-        """Counts outputs, and those that are wider than `compute`. A product's is `compute`."""
+        """Makes a hook that counts the dtypes of a module's outputs. The output of a linear layer
+        must have `compute`; wider outputs of other modules are counted as promotions.
+        """
         compute = getattr(self.precision, role)
         generating = role == "generate"
         outermost = inner_model(self.model)
@@ -484,10 +488,10 @@ class Observer:
 def iterate_state_dtypes(
     parameter: Tensor, state: Mapping[str, Any]
 ) -> Iterator[tuple[str, str | None]]:
-    """(key, word) for each tensor of a state; the word is None for its step count and for a part of
-    an 8-bit state, as its scales.
+    """Yields (key, dtype name) for each tensor of an optimizer state. The name is None for a step
+    count and for an auxiliary tensor of an 8-bit state, such as its scales.
 
-    A block-wise 8-bit state is int8, whatever integers hold it.
+    A block-wise 8-bit state is called int8, also if uint8 stores it.
     """
     eight_bits = (torch.uint8, torch.int8)
     tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
@@ -504,7 +508,7 @@ def iterate_state_dtypes(
 
 
 def _is_assigned_in_forward(module: nn.Module, buffer_name: str) -> bool:
-    """Whether the forward of a module of transformers' own assigns its buffer anew."""
+    """Whether the forward of a module of transformers assigns this buffer."""
     kind = type(module)
     code = getattr(inspect.unwrap(kind.forward), "__code__", None)
     if code is None or not kind.__module__.startswith("transformers.models."):
@@ -516,8 +520,8 @@ def _is_assigned_in_forward(module: nn.Module, buffer_name: str) -> bool:
 
 
 def _is_table(buffer: Tensor) -> bool:
-    """Whether its values are more than a mask's: many different ones, or a few that are neither
-    whole nor a mask's bounds.
+    """Whether a buffer holds more than a mask: many different values, or a few that are neither
+    whole numbers nor bounds of a mask.
     """
     values = dense_values(buffer.detach())
     if values is None or values.numel() < 2:

@@ -49,7 +49,7 @@ _PRODUCTS = split_names("""
     _efficient_attention_forward _efficient_attention_backward _native_multi_head_attention _transformer_encoder_layer_fwd lstm gru
     rnn_tanh rnn_relu _thnn_fused_lstm_cell _cdist_forward einsum
     """)
-# sums whose result has the requested dtype: a kernel accumulates in a wide dtype, but its result is
+# sums; the kernel accumulates in a wide dtype, but the result has the requested dtype and may be
 # narrow
 _SUMS = split_names("""
     sum nansum mean prod var std var_mean std_mean norm linalg_vector_norm logsumexp cumsum cumprod logcumsumexp _logcumsumexp trace
@@ -62,11 +62,11 @@ LOSSES = split_names("""
     _log_softmax binary_cross_entropy binary_cross_entropy_with_logits huber_loss kl_div logsumexp mse_loss nll_loss2d_forward
     nll_loss_forward smooth_l1_loss
     """)
-# those that belong to a loss only where the loss is computed: in a layer they are part of a softmax
+# these belong to a loss only where the loss is computed; in a layer they are part of a softmax
 LOG_SUMS = split_names("_log_softmax logsumexp")
-# operators by which a norm computes its divisor
+# operators with which a norm computes its divisor
 NORM_SUMS = split_names("linalg_vector_norm mean norm pow rsqrt sqrt std std_mean sum var var_mean")
-# functions whose values are stored in tables
+# functions whose values models store in tables
 NONLINEAR = split_names("""
     acos asin atan cos cosh erf exp exp2 expm1 log log10 log1p log2 polar pow reciprocal rsqrt sigmoid sin sinh softplus sqrt tan tanh
     """)
@@ -97,7 +97,7 @@ ADDITIONS = split_names(
 DIVISIONS = split_names("div true_divide reciprocal")
 RAMPS = split_names("arange range linspace logspace")
 CHOICES = split_names("topk argmax sort argsort max")
-# operators on memory from outside the dispatcher: their result counts as created by them
+# operators that bring memory from outside the dispatcher; their result counts as newly created
 _LIFTS = split_names("lift lift_fresh lift_fresh_copy")
 
 _KINDS = {
@@ -111,10 +111,9 @@ _KINDS = {
     )
     for name in members
 }
-# Isotype's own operators, which have contracts with tests of their own: filled where they are
-# defined
+# Isotype's own operators, which have tested contracts; each adds its name where it is defined
 CONTRACTED: set[str] = set()
-# namespace of a quantisation library -> the kinds of `base` for which its operators are right
+# namespace of a quantisation library -> the values of `base` for which its operators are expected
 QUANTISING = {"bitsandbytes": ("nf4", "fp4", "int8")}
 _ATEN = ("aten", "prims", "prim", "profiler", "rng_prims", "c10d", "_c10d_functional")
 
@@ -122,15 +121,16 @@ _ATEN = ("aten", "prims", "prim", "profiler", "rng_prims", "c10d", "_c10d_functi
 class Operator:
     """One overload of an operator, read once from its schema.
 
-    name          of the schema, `add_`; `base_name` without the underscore and `_copy`
-    kind          its effect
-    foreign_name  its full name where it is not PyTorch's
-    writes        of each argument, whether it is written
-    product       a product, and not the backward of one
-    factory       takes no tensor; `lift` takes memory from outside
-    view          its result shares memory with its input
-    on_call       a reader's hook: called with (op, args, kwargs) before the operator; its result
-                  is given to `on_return`
+    name          the schema's name, `add_`; `base_name` is without the trailing underscore and
+                  `_copy`
+    kind          its effect on dtypes
+    foreign_name  its full name if it is not one of PyTorch's operators
+    writes        whether each argument is written
+    product       whether it is a product, and not the backward of one
+    factory       whether it takes no tensor; `lift` is True if it brings memory from outside
+    view          whether its result shares memory with its input
+    on_call       a reader's hook, called with (op, args, kwargs) before the operator; its result is
+                  passed to `on_return`
     """
 
     __slots__ = (
@@ -174,7 +174,7 @@ class Operator:
             )
         else:
             self.writes = ()
-        # a question about sizes, strides or layout
+        # operators that only return sizes, strides or layout
         if (
             self.kind == ARITHMETIC
             and schema
@@ -196,8 +196,8 @@ class Operator:
         self.on_return: Any = None
 
     def has_contract(self, base: str) -> bool:
-        """Whether a foreign operator is Isotype's own, or that of a quantisation library which the
-        declared `base` asks for.
+        """Whether a foreign operator is one of Isotype's, or one of the quantisation library that
+        the declared `base` needs.
         """
         full = self.foreign_name or ""
         return full in CONTRACTED or base in QUANTISING.get(full.partition("::")[0], ())
@@ -206,8 +206,8 @@ class Operator:
         return self.func(*args, **kwargs)
 
     def operands(self, args: tuple, kwargs: dict) -> Iterator[tuple[str, Tensor]]:
-        """Label (the schema's own name) and tensor of every floating operand, those in lists with
-        their index.
+        """Yields (label, tensor) of every floating operand. The label is the argument's name in the
+        schema, with the index for items of lists.
         """
         yield from iterate_floating(
             [(a.name, value) for a, value in zip(self.func._schema.arguments, args)]
@@ -216,7 +216,9 @@ class Operator:
 
 
 def iterate_floating(named_values: list[tuple[str, Any]]) -> Iterator[tuple[str, Tensor]]:
-    """The floating tensors among named values, one level into lists, tuples and dicts."""
+    """Yields the floating tensors among named values, also those directly inside lists, tuples and
+    dicts.
+    """
     for label, value in named_values:
         if isinstance(value, Tensor):
             if value.dtype in FLOATS:
@@ -228,8 +230,8 @@ def iterate_floating(named_values: list[tuple[str, Any]]) -> Iterator[tuple[str,
 
 
 def floating_operands(args: tuple) -> list[Tensor]:
-    """The floating tensors of positional arguments, one level into lists: the fast form of
-    `Operator.operands`.
+    """Lists the floating tensors of positional arguments, also those directly inside lists. It is
+    the fast form of `Operator.operands`.
     """
     operands = []
     for value in args:

@@ -1,5 +1,5 @@
-"""Whose code called an operator: the first frame of the Python stack that belongs neither to PyTorch
-nor to an observer. And whose code an update of an optimizer runs.
+"""Finds whose code called an operator: the first frame of the Python stack that belongs neither to
+PyTorch nor to an observer. It also finds a program's own code in an optimizer's update.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from ..finding import Place
 
 TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 _ISOTYPE_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-# packages whose frames lie between an operator and the code that called it, or around a program that
-# they run
+# packages of Isotype whose frames may lie between an operator and the code that called it, or
+# around a program that they run
 OBSERVER_FOLDERS = tuple(
     os.path.join(_ISOTYPE_FOLDER, room) + os.sep for room in ("observe", "doctor", "testing", "cli")
 )
 _STDLIB_FOLDER = sysconfig.get_paths()["stdlib"] + os.sep
 _PACKAGE_FOLDERS = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-# libraries whose models and layers are common practice; models of the Hub lie in a folder of
-# transformers' cache
+# libraries whose code counts as common practice; a model's own code from the Hub is in the cache
+# folder of transformers, and is the user's
 _HUGGING_FACE_FOLDERS = tuple(
     mark + name + os.sep
     for mark in _PACKAGE_FOLDERS
@@ -46,9 +46,9 @@ _GENERATED_FILES = (
     "<built-in>",
 )
 _TOOL_PACKAGES = frozenset(("torch", "triton", "numpy", "functorch", "_pytest", "pluggy"))
-# compute an adapter's own products where `lora_branch` is fp32
+# functions that compute an adapter's own products if `lora_branch` is fp32
 _LORA_BRANCH_FUNCTIONS = ("add_branch_fp32", "branch_gradients_fp32")
-# methods of a deferred tensor that run the operators of other code on its values
+# methods of a deferred tensor that run other code's operators on its values
 _DEFERRED_METHODS = ("_with_real_tensors", "__torch_function__", "__torch_dispatch__")
 
 USER = "user"
@@ -75,14 +75,16 @@ def _code_owner(file: str) -> str:
         if any(part in file for part in _HUGGING_FACE_FOLDERS):
             return HUGGING_FACE
         return USER
-    # code that is typed (`<stdin>`, `<string>`, a notebook's cell) is the user's
+    # interactive code (`<stdin>`, `<string>`, a notebook's cell) is the user's
     if file.startswith((*_GENERATED_FILES, _STDLIB_FOLDER)):
         return _PYTHON
     return USER
 
 
 class Caller(NamedTuple):
-    """The kind of code, its file, line and function, and whether it runs inside a compiled region."""
+    """The code that called an operator: its kind, file, line and function, and whether it runs
+    inside a compiled region.
+    """
 
     kind: str
     file: str
@@ -104,7 +106,7 @@ class Caller(NamedTuple):
 
 
 def find_caller(*, skip_deferred: bool = False) -> Caller:
-    """The caller of the operator that is being dispatched.
+    """Finds the caller of the operator that is being dispatched.
 
     skip_deferred  whether to skip the frames of a deferred tensor that was computed for the
                    operator
@@ -144,14 +146,14 @@ def find_caller(*, skip_deferred: bool = False) -> Caller:
                 line = frame.f_lineno
                 function = code.co_name
         if kind and not compiler:
-            break  # nothing above can be a compiled region
+            break  # without the compiler no outer frame can be a compiled region
         frame = frame.f_back
     return Caller(kind or USER, file, line, function, compiled)
 
 
 def is_library_forward(module: nn.Module) -> bool:
-    """Whether the forward of a module's class, and one that was set on the module itself, are code
-    of transformers and its like.
+    """Whether a module's forward, that of its class and one set on the instance, is code of
+    transformers, PEFT, accelerate, bitsandbytes or Isotype.
     """
     files = set()
     for forward in (type(module).forward, module.__dict__.get("forward")):
@@ -164,7 +166,7 @@ def is_library_forward(module: nn.Module) -> bool:
     return files <= {HUGGING_FACE, ISOTYPE}
 
 
-# libraries of optimizers: every state of theirs is in `optimizer.state` or in the settings of its
+# libraries whose optimizers keep all their state in `optimizer.state` or in the settings of their
 # groups
 _OPTIMIZER_LIBRARIES = (
     "torch.",
@@ -178,10 +180,10 @@ _OPTIMIZER_LIBRARIES = (
 
 
 def find_custom_update(optimizer: Any) -> str | None:
-    """The name of a program's own code that an update of this optimizer runs: its class, a `step`
-    that replaced it, or a hook of it.
+    """Returns the name of a program's own code that an update of this optimizer runs: the
+    optimizer's class, a replaced `step`, or a hook. None if there is none.
 
-    A library that is not known counts as a program's own.
+    An unknown library counts as a program's own code.
     """
     if type(optimizer).__module__.startswith("accelerate."):
         return find_custom_update(optimizer.optimizer)
@@ -198,8 +200,8 @@ def find_custom_update(optimizer: Any) -> str | None:
 
 
 def find_custom_gradient_hook(parameters: Iterable[Any]) -> str | None:
-    """The name of a program's own hook that runs when a gradient has arrived, as one that updates
-    the weight in backward.
+    """Returns the name of a program's own hook that runs when a gradient has arrived, such as one
+    that updates the weight in backward.
     """
     hooks = (
         hook
@@ -210,15 +212,15 @@ def find_custom_gradient_hook(parameters: Iterable[Any]) -> str | None:
 
 
 def _is_optimizer_library(value: Any) -> bool:
-    """Whether a class, or a function and everything that it wraps, is of a library:
-    `functools.wraps` copies the name of the module.
+    """Whether a class, or a function with everything that it wraps, belongs to a known library.
+    Wrapped functions are checked too, because `functools.wraps` copies the module's name.
     """
     while isinstance(value, functools.partial):
         value = value.func
     while (function := getattr(value, "__func__", value)) is not None and isinstance(
         getattr(function, "__globals__", None), dict
     ):
-        # the class of functions has a descriptor of that name
+        # the dict check is needed because the class of functions has a descriptor `__globals__`
         if not f"{function.__globals__.get('__name__', '')}.".startswith(_OPTIMIZER_LIBRARIES):
             return False
         value = getattr(function, "__wrapped__", None)
@@ -265,7 +267,7 @@ def innermost_site() -> Site | None:
 
 
 def call_sites(depth: int = 1) -> list[Site]:
-    """Every line on the stack but an observer's, innermost first."""
+    """All lines on the stack except those of an observer, innermost first."""
     return [
         Site(frame.f_code, frame.f_lineno)
         for frame in running_frames(depth + 1)
@@ -274,7 +276,7 @@ def call_sites(depth: int = 1) -> list[Site]:
 
 
 def running_frames(depth: int = 1) -> Iterator[FrameType]:
-    """Innermost first."""
+    """Yields the frames on the stack, innermost first."""
     frame: FrameType | None = sys._getframe(depth)
     while frame is not None:
         yield frame
@@ -282,14 +284,14 @@ def running_frames(depth: int = 1) -> Iterator[FrameType]:
 
 
 def site_place(site: Site | None, symbol: str | None = None) -> Place:
-    """The place of a finding: the line, with `symbol`, or with the name of its function."""
+    """The place of a finding: the line with `symbol`, or else with the name of its function."""
     if site is None:
         return Place(symbol=symbol or None)
     return Place(file=site.file, line=site.line, symbol=symbol or site.function)
 
 
 def short_path(file: str) -> str:
-    """A shortened path: the part after site-packages, or relative to the current folder."""
+    """A shortened path: the part after site-packages, or the path relative to the current folder."""
     for mark in _PACKAGE_FOLDERS:
         if mark in file:
             return file.rpartition(mark)[2]
@@ -305,8 +307,8 @@ def is_library_file(file: str) -> bool:
 
 
 def may_be_at_fault(file: str) -> bool:
-    """Whether a check reports faults of this file: not those of torch, Triton, NumPy, the standard
-    library and test runners.
+    """Whether a check reports faults of this file. It does not for torch, Triton, NumPy, the
+    standard library and test runners.
     """
     for mark in _PACKAGE_FOLDERS:
         if mark in file:
@@ -320,7 +322,7 @@ def innermost_user_site(stack: list[Site]) -> Site | None:
 
 
 def read_statement(site: Site) -> str:
-    """The whole statement at a line, on one line (a call may span several)."""
+    """The whole statement at a line, joined to one line (a call may span several)."""
     lines = linecache.getlines(site.file)
     try:
         tree = ast.parse("".join(lines))

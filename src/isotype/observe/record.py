@@ -1,6 +1,7 @@
-"""`Observation`: the dtypes that one observation of a run found, what could not be observed and why,
-and the violations. And the part of `precision.json` that is made of observations: the last observed
-state of each role, and every place that cannot be observed.
+"""`Observation` holds the result of one observation of a run: the dtypes, the violations, and the
+things that could not be observed, with the reason. This file also merges observations into the
+record that `precision.json` stores: the last observed state of each role, and every place that
+cannot be observed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from ..errors import DtypeError
 from ..finding import Finding, Place, Severity
 from ..precision.precision import TASK_ROLES
 
-# role -> why no run of one process observes it
+# role -> why a run may not observe it
 UNSEEN_REASONS = {
     "norms": (
         "inside one kernel, Isotype's rms_norm (fp32 by its contract) or PyTorch's layer_norm; what"
@@ -34,8 +35,7 @@ DEFAULT_FIX = (
     " section"
 )
 TABLES_RULE = "buffers and tables are fp32, whatever precision.compute is"
-# role -> the usual cause of another dtype. Parameters, which the other roles have, had the declared
-# dtype at the start
+# the usual cause of a wrong dtype of a parameter, which had the declared dtype at the start
 CHANGED_CAUSE = (
     "something changed it after the precision was put on the model: a .to(), a hook, a callback or"
     " a library"
@@ -58,11 +58,11 @@ _CAUSES["generate"] = _CAUSES["compute"]
 class Observation:
     """The result of observing one step or one set of files.
 
-    dtypes       role -> dtype -> how many: parameters, gradients, states, products, norm calls,
+    dtypes       role -> dtype -> count of parameters, gradients, states, products, norm calls or
                  tensors of files
-    unseen       role -> reason -> how many things of that role could not be observed
-    total        role -> how many there are, counted independently; equal to the sum of `dtypes` and
-                 `unseen`
+    unseen       role -> reason -> count of the things of that role that could not be observed
+    total        role -> count of all things of that role, counted independently; equal to the sum
+                 of `dtypes` and `unseen`
     violations   findings where the dtype differs from the declared one
     promotions   module outputs wider than `compute` that the declaration allows: (module, dtype),
                  counted
@@ -82,7 +82,7 @@ class Observation:
     _reported: set[tuple[str, ...]] = field(default_factory=set)
 
     def raise_if_violated(self) -> None:
-        """Raises  DtypeError DT003 naming tensor, module and both dtypes."""
+        """Raises DtypeError DT003 naming tensor, module and both dtypes, if there is a violation."""
         if self.violations:
             worst = self.violations[0]
             if len(self.violations) > 1:
@@ -140,9 +140,9 @@ class Observation:
         """Adds a violation, unless one with the same message exists.
 
         declared  the role's dtype
-        rule      what is broken instead, where that is not the dtype of a role
-        cause     by default what gives things of this role another dtype
-        fix       by default to find the cast, and to declare the dtype where a role may have it
+        rule      the broken rule, if it is not the dtype of a role
+        cause     by default the usual cause for this role
+        fix       by default the advice to find the cast or to declare the dtype
         """
         if (role, message) in self._reported:
             return
@@ -161,14 +161,14 @@ class Observation:
         )
 
 
-# the phases that a preflight rehearses
+# the phases that a preflight may rehearse
 LONGEST = "a step on the longest rows"
 EVALUATION = "an evaluation batch"
 GENERATION = "a generation"
 
 
 def list_unwatched(record: Mapping[str, Any]) -> list[str]:
-    """Descriptions of what no observation of the run covered."""
+    """Describes the computations that no observation of the run covered."""
     steps = ", ".join(map(str, record.get("observed_at", []))) or "none"
     locations = record.get("places", {})
     watched = record.get("watched", [])
@@ -206,8 +206,8 @@ def list_unwatched(record: Mapping[str, Any]) -> list[str]:
 
 
 def merge_observation(record: Mapping[str, Any], observation: Observation) -> dict[str, Any]:
-    """The record after one more observation, whose counts replace the earlier ones of each role that
-    it counted.
+    """Returns the record with one more observation. Its counts replace earlier counts of the same
+    roles.
     """
     is_step = bool(observation.total.get("compute"))
 
@@ -249,12 +249,13 @@ def to_file_record(
     extra_reasons: Mapping[str, str] | None = None,
     extra_unwatched: Iterable[str] = (),
 ) -> dict[str, Any]:
-    """The record in the form of the file: `unobserved` names the roles and places that were not
-    observed, each with the reason.
+    """Converts the record to the form of `precision.json`, in which `unobserved` names the roles
+    and places that were not observed, each with the reason.
 
-    compute          the declared dtype of products; of fp16 the record says what is not counted
-    extra_reasons    reasons of further roles, for those that were not observed
-    extra_unwatched  what else is not watched
+    compute          the declared dtype of products; for fp16 the record says that zeros are not
+                     counted
+    extra_reasons    role -> why it was not observed, for further roles
+    extra_unwatched  further descriptions of what is not watched
     """
     reasons = UNSEEN_REASONS | dict.fromkeys(task_roles, UNSEEN_OF_TASK) | dict(extra_reasons or {})
     roles = {
@@ -271,8 +272,8 @@ def to_file_record(
 
 
 def from_file_record(written: Mapping[str, Any], step: int) -> dict[str, Any]:
-    """The record of an earlier part of a run, up to `step`. A damaged file raises KeyError,
-    TypeError or ValueError.
+    """Reads the record of an earlier part of a run, up to `step`, from its file. A damaged file
+    raises KeyError, TypeError or ValueError.
     """
     counts = {
         key: {str(role): dict(count) for role, count in written.get(key, {}).items()}

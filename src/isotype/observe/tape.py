@@ -1,9 +1,9 @@
-"""The tape: a dispatch mode and a function mode that hand what runs to a reader, and the stack of
-running modules.
+"""The tape is a dispatch mode and a function mode that pass every operator and function call to a
+reader. This file also has the stack of running modules.
 
 Readers are the contract of an observed step (`contract`), `isotype doctor trace` and `isotype
-doctor conform`. A reader gets each operator as a call that it makes itself, so that it can act
-before and after the call and at an error, or compute something else.
+doctor conform`. A reader calls each operator itself, so that it can act before and after the call
+and at an error, or compute something else.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ RunOperator = Callable[[Operator, tuple, dict], Any]
 
 
 def observing(hook: Any) -> Any:
-    """Marks a hook that changes nothing. For other hooks fused layers fall back to PEFT's code, which
-    they must not do in an observed step.
+    """Marks a hook that changes nothing. With any other hook a fused layer falls back to PEFT's
+    code, which must not happen in an observed step.
     """
     hook.observes = True
     return hook
 
 
 class Tape(TorchDispatchMode):
-    """Hands each operator that runs to `run(op, args, kwargs)`, which returns its result.
+    """Passes each operator to `run(op, args, kwargs)`, which calls it and returns its result.
 
-    on_new_operator  called with each operator at its first call
+    on_new_operator  called once with each operator, before its first call
     """
 
     supports_higher_order_operators = True
@@ -63,8 +63,8 @@ class Tape(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # else PyTorch wraps this mode and imports its compiler: a second and 148 MiB in a run that
-        # compiles nothing
+        # otherwise PyTorch wraps this mode and imports its compiler, which costs a second and 148
+        # MiB in a run that compiles nothing
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -77,7 +77,7 @@ class Tape(TorchDispatchMode):
 
 
 class _CompilerHiddenTape(Tape):
-    """The same mode, hidden from PyTorch's compiler, which would otherwise compile the mode itself."""
+    """The same mode, which PyTorch's compiler skips; otherwise it would compile the mode itself."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -88,13 +88,13 @@ class _CompilerHiddenTape(Tape):
 
 
 def make_tape(run: RunOperator) -> Tape:
-    """A tape for a program that may compile parts of itself."""
+    """Creates a tape that also works in a program that compiles parts of itself."""
     return (_CompilerHiddenTape if "torch._dynamo" in sys.modules else Tape)(run)
 
 
 class FunctionTape(TorchFunctionMode):
-    """Hands each call of PyTorch's functions, above the dispatcher, to `run(func, args, kwargs)`,
-    which returns its result.
+    """Passes each call of a PyTorch function, before it is dispatched, to `run(func, args,
+    kwargs)`, which returns its result.
     """
 
     def __init__(self, run: Callable[[Any, tuple, dict], Any]) -> None:
@@ -103,16 +103,16 @@ class FunctionTape(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.__name__ == "__get__":
-            return func(*args)  # an attribute: half of all calls, and no operator
+            return func(*args)  # reading an attribute runs no operator, and is half of all calls
         return self._run(func, args, kwargs or {})
 
 
 @dataclass
 class ModuleCall:
-    """A running call of a module, with the dtypes of the sums, powers and roots in it and the first
-    caller of each.
+    """A running call of a module.
 
     autocast  whether autocast was on when it began
+    sums      dtype of the sums, powers and roots in it -> the first caller
     """
 
     name: str
@@ -129,11 +129,13 @@ class ModuleStack:
 
     @property
     def module(self) -> str:
-        """The name of the innermost one."""
+        """The name of the innermost running module."""
         return self.stack[-1].name if self.stack else ""
 
     def pop(self, module: nn.Module) -> ModuleCall | None:
-        """Ends the call of a module, and those inside it that an exception ended."""
+        """Removes the call of a module from the stack, together with calls inside it that an
+        exception ended.
+        """
         while self.stack:
             call = self.stack.pop()
             if call.module is module:
@@ -146,13 +148,14 @@ class ModuleStack:
 
 
 class StepTracker(ModuleStack):
-    """The running modules of one model, and the part of its step that runs.
+    """Tracks the running modules of one model, and which part of its step runs: forward, loss,
+    backward, work on gradients, or update.
 
     A recomputation is a forward inside backward: its module is on the stack, so it counts as
     forward.
 
-    on_inputs  called with the arguments of a module that no other module calls
-    on_exit    called with each call that ends
+    on_inputs  called with the arguments of an outermost module
+    on_exit    called with each module call when it ends
     """
 
     def __init__(self, model: nn.Module, *, on_exit: Callable[[ModuleCall], None]) -> None:
@@ -175,18 +178,16 @@ class StepTracker(ModuleStack):
         return self._region_between
 
     def is_in_submodule(self) -> bool:
-        """Whether the innermost running module that has weights is a part of the model: not the
-        model itself, nor a wrapper around it.
+        """Whether the innermost running module that has weights is a submodule of the model, and
+        not the model itself or a wrapper around it.
         """
         model = inner_model(self.model)
         call = self.innermost_call(lambda module: next(module.parameters(), None) is not None)
         return call is not None and all(module is not model for module in call.module.modules())
 
     def is_autocast_off_by_library(self) -> bool:
-        """Whether code of transformers has switched off, inside its module, the autocast under
-        which that module was called.
-
-        So a family asks for fp32 whatever a run's precision is (Flint's scores, HY V4's mixing of
+        """Whether code of transformers has switched autocast off inside one of its modules. A model
+        family does so to compute in fp32 under any precision (Flint's scores, HY V4's mixing of
         streams).
         """
         if torch.is_autocast_enabled(self._device_type):
@@ -196,7 +197,7 @@ class StepTracker(ModuleStack):
 
     @contextmanager
     def track(self) -> Iterator[None]:
-        """Hooks every module and every optimizer."""
+        """Hooks every module and every optimizer within this block."""
         hooks: list[Any] = []
         for name, module in self.model.named_modules():
             with suppress(RuntimeError):  # a scripted module takes no hooks

@@ -1,5 +1,5 @@
-"""The values of an observed step: tensors in nested arguments, their storage, the lineage of each,
-and one call of an operator.
+"""Describes the values of an observed step: the tensors in nested arguments, their storage, their
+lineage (which inputs each was computed from), and one call of an operator.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ INPUT = 1
 WEIGHT = 2
 BUFFER = 4
 FLOAT_INPUT = 8
-MASK_BOUND = 1e4  # larger numbers fill masks
+MASK_BOUND = 1e4  # larger numbers are those that fill masks
 MAX_RECOMPUTED_ELEMENTS = (
     1 << 20
 )  # of a tensor that is computed again to check whether it was rounded
@@ -37,13 +37,15 @@ _REAL_DTYPES = {
 
 
 def float_dtype_name(dtype: torch.dtype) -> str | None:
-    """The name of a floating dtype, or of the parts of a complex one; else None."""
+    """The name of a floating dtype, or that of a complex dtype's real and imaginary part; else
+    None.
+    """
     real = _REAL_DTYPES.get(dtype, dtype)
     return name(real) if real.is_floating_point else None
 
 
 def collect_tensors(value: object, collected: list[Tensor]) -> list[Tensor]:
-    """Every tensor in arguments or results, however nested."""
+    """Collects every tensor in arguments or results, at any depth."""
     if isinstance(value, Tensor):
         collected.append(value)
     elif isinstance(value, list | tuple):
@@ -56,13 +58,13 @@ def collect_tensors(value: object, collected: list[Tensor]) -> list[Tensor]:
 
 
 def floating_tensors(output: object) -> list[Tensor]:
-    """Every floating tensor in what a module returned, however it is nested."""
+    """Lists every floating tensor in a module's output, at any depth."""
     return [tensor for tensor in collect_tensors(output, []) if tensor.is_floating_point()]
 
 
 def storage_tensor(tensor: Tensor) -> Tensor | None:
-    """The tensor whose storage holds its values: itself, or the values of a sparse one. None for
-    oneDNN's layout, which has no storage.
+    """Returns the tensor whose storage holds the values: the tensor itself, or the values of a
+    sparse tensor. None for oneDNN's layout, which has no storage.
     """
     if tensor.layout is torch.strided:
         return tensor
@@ -72,9 +74,9 @@ def storage_tensor(tensor: Tensor) -> Tensor | None:
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Whether its class computes itself, with other tensors than its dtype says, as those of
-    quantisation libraries do. PyTorch's own (sharded tensors, rows of several lengths) and
-    Isotype's have the dtype that they say.
+    """Whether the tensor's class computes with tensors of another dtype than its own, as the
+    classes of quantisation libraries do. Subclasses of PyTorch (sharded and nested tensors) and of
+    Isotype compute in their own dtype.
     """
     kind = type(tensor)
     if kind is Tensor or kind is torch.nn.Parameter:
@@ -84,7 +86,9 @@ def is_wrapper(tensor: Tensor) -> bool:
 
 
 def dense_values(tensor: Tensor) -> Tensor | None:
-    """Its values as a dense tensor. None for the meta device, nested tensors and oneDNN's layout."""
+    """Returns the tensor's values as a dense tensor. None for the meta device, nested tensors and
+    oneDNN's layout.
+    """
     values = storage_tensor(tensor)
     if values is None or values.is_nested or values.device.type == "meta":
         return None
@@ -92,7 +96,7 @@ def dense_values(tensor: Tensor) -> Tensor | None:
 
 
 def storage_address(tensor: Tensor) -> int:
-    """The address of its storage; 0 if it has none."""
+    """The address of the tensor's storage; 0 if it has none."""
     try:
         values = storage_tensor(tensor)
         if values is None:
@@ -104,11 +108,13 @@ def storage_address(tensor: Tensor) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """What a value was computed from.
+    """The origin of a value.
 
-    sources    what it was computed from: bits
-    additions  how many narrow additions of Python code in backward led to it
-    products   products outside `compute` that it depends on and whose use is not known yet
+    sources    bits INPUT, WEIGHT, BUFFER and FLOAT_INPUT: the kinds of tensors from which it was
+               computed
+    additions  the number of narrow additions of Python code in backward that it contains
+    products   numbers of the products outside `compute` that it depends on and whose use is not
+               known yet
     """
 
     sources: int = 0
@@ -117,8 +123,8 @@ class Lineage:
 
     @property
     def is_activation(self) -> bool:
-        """Whether it depends on both the model's inputs and its weights, as every hidden state
-        does, or was given as floats.
+        """Whether the value depends on both the model's inputs and its weights, as every hidden
+        state does, or on an input of floats.
         """
         return (
             bool(self.sources & FLOAT_INPUT) or (self.sources & (INPUT | WEIGHT)) == INPUT | WEIGHT
@@ -129,7 +135,7 @@ EMPTY_LINEAGE = Lineage()
 
 
 def merge_lineages(lineages: list[Lineage]) -> Lineage:
-    """The lineage of a value that was computed from several others."""
+    """Merges the lineages of several values into that of a value that was computed from them."""
     if len(lineages) < 2:
         return lineages[0] if lineages else EMPTY_LINEAGE
     sources = 0
@@ -143,11 +149,11 @@ def merge_lineages(lineages: list[Lineage]) -> Lineage:
 
 
 class Lineages:
-    """Storage -> lineage.
+    """A table from storage to lineage.
 
-    The record belongs to a storage, not to a tensor, so that views and in-place operators need no
-    rules of their own. A weak reference keeps the storage's address from being reused, but not its
-    memory from being freed.
+    The lineage belongs to a storage, not to a tensor, so that views and in-place operators need no
+    special rules. A weak reference prevents that the storage's address is reused, but does not keep
+    its memory.
     """
 
     def __init__(self) -> None:
@@ -174,8 +180,8 @@ class Lineages:
         )
 
     def set_weights(self, model: nn.Module) -> None:
-        """Sets the lineage of weights, their gradients, and the scales of quantised weights, which
-        may be quantised themselves.
+        """Sets the lineage of weights, of their gradients, and of the scales of quantised weights,
+        which may be quantised too.
         """
         tensors = [*gathered_weights(model)]
         for parameter in model.parameters():
@@ -191,7 +197,7 @@ class Lineages:
 class Call:
     """One call of an operator: its inputs and outputs, its caller, and the part of the step.
 
-    contract  the reader of the tape (`contract.Contract`)
+    contract  the `contract.ContractChecker` that checks the call
     """
 
     def __init__(
@@ -227,13 +233,13 @@ class Call:
 
     @cached_property
     def written_tensors(self) -> list[Tensor]:
-        """The tensors that it writes into."""
+        """The tensors into which the call writes."""
         written = [value for writes, value in zip(self.op.writes, self.args) if writes]
         return collect_tensors([*written, self.kwargs.get("out")], [])
 
     def dtype(self) -> str | None:
-        """The dtype of the arithmetic: the requested one, else the dtype to which the operands are
-        promoted; None if none is floating.
+        """The dtype of the arithmetic: the requested dtype, else the dtype to which the operands
+        are promoted. None if no operand is floating.
         """
         requested_dtype = self.kwargs.get("dtype")
         if requested_dtype is not None and self.op.kind in (SUM, CREATE):
@@ -258,8 +264,8 @@ class Call:
         return float_dtype_name(dtype)
 
     def written_numbers(self) -> list[Any]:
-        """The numbers that an operator writes: its arguments of the type Scalar, and wider tensors
-        of a single number.
+        """The numbers that the operator writes: its Scalar arguments, and wider tensors that hold a
+        single number.
         """
         schema = getattr(self.op.func, "_schema", None)
         arguments = schema.arguments if schema is not None else []
@@ -282,12 +288,14 @@ class Call:
         return scalars + [float(t) for t in wider if output.dim()]
 
     def contains_number(self, number: complex) -> bool:
-        """Whether the result contains the number. The bound of a clamp may not occur in it."""
+        """Whether the result contains this number. A bound of a clamp, for example, may not occur
+        in it.
+        """
         output = self.outputs[0]
         return self.op.kind == CREATE or bool((output == torch.tensor(number).to(output)).any())
 
     def rounds_numbers(self) -> bool:
-        """Whether a number that it writes is rounded."""
+        """Whether the operator rounds a number that it writes."""
         return any(
             is_rounded(number, self.outputs[0].dtype) and self.contains_number(number)
             for number in self.written_numbers()
@@ -331,7 +339,7 @@ class Call:
         return not torch.equal(wide.float().nan_to_num(), values.float().nan_to_num())
 
     def operand_dtype_reason(self, dtype_name: str) -> str:
-        """Why the operands of a product have that dtype. To be called while the product runs."""
+        """Explains why the operands of a product have this dtype. Call it while the product runs."""
         device = self.outputs[0].device.type
         if not torch.is_autocast_enabled(device):
             return "its operands have that dtype, and no autocast is on there"
