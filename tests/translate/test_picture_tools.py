@@ -145,7 +145,7 @@ def test_a_script_of_diffusers_is_what_it_is(tmp_path):
         ["sks dog in a bucket"],
     )
     lines = {outcome.source_key.name: outcome.source_key.line for outcome in result.outcomes}
-    assert lines["learning_rate"] == 2
+    assert lines["learning_rate"] == 7
 
 
 def test_kohyas_toml_with_its_datasets_and_prompts(tmp_path):
@@ -369,7 +369,7 @@ def test_lokr_dora_class_pictures_and_resolutions_are_carried(tmp_path):
     assert (config.adapter.dora, config.images.regularisation[0]["draw"]) == (True, 200)
     assert (
         next(o.source_key.line for o in result.outcomes if o.source_key.name == "num_class_images")
-        == 2
+        == 9
     )
 
 

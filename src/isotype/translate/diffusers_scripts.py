@@ -97,7 +97,8 @@ KEYS: dict[str, transforms.Handler] = {
     "lora_layers": transforms.convert_list("adapter.targets"),
     **transforms.same_handler(
         pictures.note_precision_key,
-        "mixed_precision allow_tf32 upcast_before_saving prior_generation_precision",
+        "mixed_precision launcher.mixed_precision allow_tf32 upcast_before_saving"
+        " prior_generation_precision",
     ),
     # steps
     "optimizer": transforms.convert_optimizer,
@@ -131,7 +132,9 @@ def add_defaults(draft: Draft, source: Source) -> None:
         and re.search("sdxl|advanced", source.method)
     ):
         draft.default("adapter.text_encoder_rate", _TEXT_RATE)
-    pictures.set_default_preset(draft, source.get("mixed_precision"))
+    # the scripts' own option, else what accelerate's launcher sets
+    dtype_name = source.get("mixed_precision") or source.get("launcher.mixed_precision")
+    pictures.set_default_preset(draft, dtype_name)
     draft.default_all(
         pictures.COMMON_DEFAULTS
         | {

@@ -262,6 +262,9 @@ KEYS: dict[str, transforms.Handler] = {
         pictures.note_precision_key,
         "mixed_precision full_bf16 full_fp16 save_precision no_half_vae",
     ),
+    "launcher.mixed_precision": transforms.no_effect(
+        "the script's own --mixed_precision decides; without it fp32"
+    ),
     # steps
     "unet_lr": pictures.convert_rate,
     "text_encoder_lr": _convert_text_encoder_rate,

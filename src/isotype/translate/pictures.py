@@ -192,18 +192,23 @@ def _onetrainer_keys(tree: Tree, path: Path) -> Iterator[SourceKey]:
     yield from nested_keys(
         {key: value for key, value in tree.data.items() if key != "concepts"}, tree
     )
+    concept_tree = tree
+    position: tuple[Any, ...] = ("concepts",)
     if concepts is None and isinstance(file_name, str):
-        file = _find_file(file_name, path.parent, Path("."))
-        concepts = None if file is None else _read_tree(file, read_json).data
         label = Path(file_name).name
+        file = _find_file(file_name, path.parent, Path("."))
+        if file is not None:
+            concept_tree = _read_tree(file, read_json)
+            concepts = concept_tree.data
+            position = ()
     for i, concept in enumerate(concepts or []):
-        plain_values = {key: value for key, value in concept.items() if not isinstance(value, dict)}
-        for key, value in {
-            **plain_values,
-            **(concept.get("image") or {}),
-            **(concept.get("text") or {}),
-        }.items():
-            yield SourceKey(f"{DATASET_PREFIX}.{i}.{key}", value, None, f"{label}[{i}].{key}")
+        values = {(key,): value for key, value in concept.items() if not isinstance(value, dict)}
+        for part in ("image", "text"):
+            values |= {(part, key): value for key, value in (concept.get(part) or {}).items()}
+        for inner, value in values.items():
+            line = concept_tree.lines.get((*position, i, *inner))
+            key = inner[-1]
+            yield SourceKey(f"{DATASET_PREFIX}.{i}.{key}", value, line, f"{label}[{i}].{key}")
 
 
 def _find_file(file_name: str, *folders: Path) -> Path | None:

@@ -4,8 +4,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,12 +27,18 @@ from .pictures import (
     redact_key,
     simpletuner_keys,
 )
-from .transforms import Computed, SourceKey
+from .transforms import LAUNCHER_PREFIX, Computed, SourceKey
 
 MAX_BYTES = 4 << 20  # bytes
 # the answer of `identify` for a flat file with a model's or an adapter's arguments
 _TOOL_ALIASES = {"model": "hf", "peft": "hf"}
-_COMMAND_PROGRAMS = ("trl", "llamafactory-cli", "axolotl", "tune")
+_COMMAND_TOOLS = {
+    "trl": "hf",
+    "llamafactory-cli": "llamafactory",
+    "axolotl": "axolotl",
+    "tune": "torchtune",
+}
+_TEXT_TOOLS = ("hf", "model", "peft", "trl", "llamafactory", "axolotl")
 # call -> (what its arguments are called in the tables, positional names); an argument not named
 # here keeps its own name
 _LORA_ARGUMENTS = {
@@ -251,65 +259,113 @@ def _read_program(text: str, path: Path, line_of: Callable[[int | None], int | N
 
 def _read_script(text: str, path: Path) -> Source:
     """The training command of a script: `trl sft --...`, `llamafactory-cli train --...`, `tune run
-    RECIPE key=value`, `python x.py ...`.
+    RECIPE key=value`, `python x.py ...`, with the options of what launches it.
     """
-    for arguments, line in shell.read_script(text).commands:
-        first = arguments[0].rpartition("/")[2]
+    for command in shell.read_script(text).commands:
+        executable = command.arguments[0].rpartition("/")[2]
         program = next(
-            (i for i, argument in enumerate(arguments) if argument.endswith(".py")), None
+            (i for i, argument in enumerate(command.arguments) if argument.endswith(".py")), None
         )
-        if first not in _COMMAND_PROGRAMS and program is None:
+        if executable in _COMMAND_TOOLS:
+            start = 2
+            launcher_keys = []
+        elif program is not None:
+            start = program + 1
+            launcher_keys = _launcher_keys(command, program)
+        else:
             continue
-        start = 2 if first in _COMMAND_PROGRAMS else (program or 0) + 1
-        options = shell.parse_options(arguments[start:])
-        if first == "tune":
-            pairs = [
-                m
-                for argument in arguments[start:]
-                if (m := re.match(r"^([A-Za-z_][\w.]*)=(.*)$", argument))
+        arguments = command.arguments[start:]
+        lines = command.lines[start:]
+        if executable == "tune":
+            keys = _override_keys(arguments, lines)
+        else:
+            keys = [
+                SourceKey(option.name, _option_value(option), option.line, f"--{option.name}")
+                for option in shell.read_options(arguments, lines)
             ]
-            options = {m[1]: parse_scalar(m[2]) for m in pairs}
-        if not options:
+        if not keys:
             continue
-        keys = [
-            SourceKey(
-                key,
-                parse_scalar(value) if isinstance(value, str) else value,
-                line,
-                f"--{key}" if first != "tune" else key,
-            )
-            for key, value in options.items()
-        ]
-        script = arguments[program] if program is not None else ""
-        if (picture_tool := detect_program_tool(script)) is not None:
-            return _read_picture_command(picture_tool, keys, path, script)
-        tool = {
-            "trl": "hf",
-            "llamafactory-cli": "llamafactory",
-            "axolotl": "axolotl",
-            "tune": "torchtune",
-        }.get(first) or identify_tool(options)
-        method = " ".join(arguments[1 : start + 1])
-        tool = _TOOL_ALIASES.get(tool or "", tool)
-        if tool in (None, "hf", "trl") and (
-            match := _METHOD_SCRIPT.search(" ".join(arguments[:2]) if first == "trl" else script)
-        ):
-            return _read_preference_command(match, keys, path, method)
-        return Source(str(path), tool, keys, method=method)
+        script = command.arguments[program] if program is not None else ""
+        method = " ".join(command.arguments[1 : start + 1])
+        source = _command_source(executable, script, keys, path, method, command.lines[0])
+        source.keys = [*launcher_keys, *source.keys]
+        return source
     raise UsageError(
         f"{path}: no training command in it that isotype import knows (trl, llamafactory-cli,"
         " axolotl, tune run, python TRAIN.py --...)"
     )
 
 
+def _override_keys(arguments: list[str], lines: list[int]) -> list[SourceKey]:
+    """`key=value` of torchtune's command."""
+    matches = [
+        (re.match(r"^([A-Za-z_][\w.]*)=(.*)$", argument), line)
+        for argument, line in zip(arguments, lines, strict=True)
+    ]
+    return [
+        SourceKey(match[1], parse_scalar(match[2]), line, match[1])
+        for match, line in matches
+        if match is not None
+    ]
+
+
+def _option_value(option: shell.Option) -> Any:
+    """True for a flag, a list of several values, an object that is written as JSON."""
+    if not option.values:
+        return True
+    values = [_parse_option_value(value) for value in option.values]
+    return values[0] if len(values) == 1 else values
+
+
+def _parse_option_value(value: str) -> Any:
+    if value.lstrip()[:1] in ("{", "["):
+        with suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return parse_scalar(value)
+
+
+def _launcher_keys(command: shell.Command, program: int) -> list[SourceKey]:
+    """The options before the program: those of accelerate, torchrun or DeepSpeed."""
+    words = command.arguments[:program]
+    launcher = "accelerate launch" if "accelerate" in words[0] else words[0].rpartition("/")[2]
+    return [
+        SourceKey(
+            f"{LAUNCHER_PREFIX}{option.name}",
+            _option_value(option),
+            option.line,
+            f"{launcher} --{option.name}",
+        )
+        for option in shell.read_options(words, command.lines[:program])
+        if option.name not in ("m", "u")  # Python's own: a module, output without a buffer
+    ]
+
+
+def _command_source(
+    executable: str, script: str, keys: list[SourceKey], path: Path, method: str, line: int
+) -> Source:
+    """The tool that a command belongs to, with the keys of the files that it names."""
+    options = {source_key.name: source_key.value for source_key in keys}
+    tool = _COMMAND_TOOLS.get(executable) or identify_tool(options)
+    picture_tool = detect_program_tool(script)
+    # anybody's program may have kohya's name `train.py`
+    if picture_tool is not None and not (script.endswith("train.py") and tool in _TEXT_TOOLS):
+        return _read_picture_command(picture_tool, keys, path, script)
+    tool = _TOOL_ALIASES.get(tool or "", tool)
+    if tool in (None, "hf", "trl"):
+        text = method.partition(" ")[0] if executable == "trl" else script
+        if executable == "trl":
+            text = f"trl {text}"
+        if match := _METHOD_SCRIPT.search(text):
+            return _read_preference_command(match, keys, path, method, line)
+    return Source(str(path), tool, keys, method=method)
+
+
 def _read_preference_command(
-    match: re.Match[str], keys: list[SourceKey], path: Path, method: str
+    match: re.Match[str], keys: list[SourceKey], path: Path, method: str, line: int
 ) -> Source:
     """A command line of TRL's preference scripts, with the file that `--config` names."""
     options = {source_key.name: source_key for source_key in keys}
-    method_key = SourceKey(
-        "trl_method", match[1] or match[2], next(iter(options.values())).line, match[0].lstrip("/")
-    )
+    method_key = SourceKey("trl_method", match[1] or match[2], line, match[0].lstrip("/"))
     if (config := options.pop("config", None)) is None:
         return Source(str(path), "hf", [method_key, *keys], method=method)
     file = next(

@@ -36,6 +36,10 @@ REFERENCE_NOTE = (
 )
 
 
+# before the name of an option of what launches the training program
+LAUNCHER_PREFIX = "launcher."
+
+
 class Fate(StrEnum):
     UNCHANGED = "taken"  # the same key with the same value
     RENAMED = "renamed"  # the same value under another key
@@ -435,6 +439,51 @@ def accept_only(accepted: str, reason: str, alternative: str) -> Handler:
             draft.not_offered(source_key, alternative.replace("{}", str(source_key.value)))
 
     return handler
+
+
+# options of accelerate, torchrun and DeepSpeed's launcher -> what becomes of them
+_LAUNCHER_NO_EFFECT = {
+    "isotype train finds the machine's own processes, or --processes N starts them": (
+        "multi_gpu cpu gpu_ids same_network rdzv_* rdzv_id run_path standalone module no_python"
+        " main_training_function max_restarts monitor_interval tee log_dir redirects"
+    ),
+    "torchrun and SLURM start isotype train on several machines (docs/many-processes.md)": (
+        "machine_rank node_rank main_process_ip main_process_port master_addr master_port hostfile"
+        " include exclude deepspeed_hostfile"
+    ),
+    "part of run.log_every and of the terminal": "quiet debug",
+}
+_LAUNCHER_NOT_OFFERED = {
+    "isotype train --processes N: the file says what a step is, not on how many GPUs": (
+        "num_processes num_machines nproc_per_node nnodes num_gpus num_nodes num_cpu_threads_per_process"
+    ),
+    "accelerate's file is not read: precision.*, parallel.kind and isotype train --processes take its"
+    " place": "config_file",
+    "parallel.kind: shard is FSDP2, and isotype plan counts its memory": (
+        "use_fsdp fsdp_* use_deepspeed deepspeed_* zero_stage zero3_* offload_* use_megatron_lm"
+    ),
+    "train without it: the fused ops are used by default (model.optimize)": "dynamo_*",
+}
+
+
+def _convert_launcher_precision(draft: Draft, source_key: SourceKey) -> None:
+    """Decides the precision where the program's own options leave it open."""
+    own = next((key for key in ("bf16", "fp16", "mixed_precision") if key in draft.keys), None)
+    if own:
+        draft.no_effect(source_key, f"{own} of the program decides")
+    else:
+        draft.defer_precision(source_key)
+
+
+LAUNCHER: dict[str, Handler] = {
+    f"{LAUNCHER_PREFIX}{name}": handler
+    for name, handler in {
+        **handlers_by_reason(no_effect, _LAUNCHER_NO_EFFECT),
+        **handlers_by_reason(not_offered, _LAUNCHER_NOT_OFFERED),
+        "mixed_precision": _convert_launcher_precision,
+        "*": not_offered("an option of the launcher; isotype train starts its own processes"),
+    }.items()
+}
 
 
 _NOT_PAGED_NOTE = "not paged: states stay on the GPU"

@@ -32,6 +32,8 @@ from . import (
 from .pictures import redact_text
 from .source import Source, read_source
 from .transforms import (
+    LAUNCHER,
+    LAUNCHER_PREFIX,
     OFF_VALUES,
     Computed,
     Draft,
@@ -186,6 +188,8 @@ def _resolve_references(source: Source) -> dict[str, Any]:
 def _translate_key(
     draft: Draft, source_key: SourceKey, table: Mapping[str, Handler], tool: str
 ) -> None:
+    if source_key.name.startswith(LAUNCHER_PREFIX):
+        table = {**LAUNCHER, **table}
     handler = _find_handler(source_key.name, table)
     if handler is None:
         near = get_close_matches(source_key.name, table, n=1, cutoff=0.85)

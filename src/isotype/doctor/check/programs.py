@@ -313,14 +313,16 @@ def documents_from_script(text: str, display_path: str) -> list[Document]:
     environment = Document("env", display_path)
     for assignment in [*script.variables.values(), *script.prefixed.values()]:
         environment.add(assignment.name, assignment.value, assignment.line)
-    for argv, line in script.commands:
-        documents += _documents_from_command(argv, line, display_path)
+    for command in script.commands:
+        documents += _documents_from_command(command, display_path)
     if environment.settings:
         documents.append(environment)
     return documents
 
 
-def _documents_from_command(argv: list[str], line: int, display_path: str) -> list[Document]:
+def _documents_from_command(command: shell.Command, display_path: str) -> list[Document]:
+    argv = command.arguments
+    lines = command.lines
     program = next((i for i, w in enumerate(argv) if w.endswith(".py")), None)
     # DeepSpeed's launcher spells it out
     flag = next((w for w in argv[:-1] if w in ("-m", "--module")), None)
@@ -335,8 +337,10 @@ def _documents_from_command(argv: list[str], line: int, display_path: str) -> li
         else:
             end = len(argv)
         launcher = Document("accelerate", display_path, attributes={"launcher": True})
-        for key, value in shell.parse_options(argv[2:end]).items():
-            launcher.add(key, value, line, written=f"accelerate launch --{key}")
+        for option in shell.read_options(argv[2:end], lines[2:end]):
+            launcher.add(
+                option.name, option.value, option.line, written=f"accelerate launch --{option.name}"
+            )
         if launcher.settings:
             documents.append(launcher)
         start = end + 1
@@ -348,27 +352,31 @@ def _documents_from_command(argv: list[str], line: int, display_path: str) -> li
         start = module + 1
     else:
         return []
-    options = shell.parse_options(argv[start:])
+    options = {option.name: option for option in shell.read_options(argv[start:], lines[start:])}
     document = Document("", display_path, attributes={"reader": "command line"})
     if executable == "tune" and argv[1:2] == ["run"]:
-        document.tool = "torchtune"
-        for argument in argv[start:]:
-            if override := re.match(r"^([A-Za-z_][\w.]*)=(.*)$", argument):
-                document.add(override[1], override[2], line)
-        if document.settings:  # the recipe's name says what is trained
-            document.add(
-                "recipe",
-                " ".join(argument for argument in argv[start:] if "=" not in argument),
-                line,
-                written="tune run",
-            )
+        _add_overrides(document, argv[start:], lines[start:])
         return [document]
     name = " ".join(argv[:2]) if program is None else argv[program]
-    document.tool = _command_tool(executable, name, options) or ""
+    values = {key: option.value for key, option in options.items()}
+    document.tool = _command_tool(executable, name, values) or ""
     if document.tool:
-        for key, value in options.items():
-            document.add(key, value, line, written=f"--{key}")
+        for key, option in options.items():
+            document.add(key, option.value, option.line, written=f"--{key}")
     return [*documents, document]
+
+
+def _add_overrides(document: Document, arguments: list[str], lines: list[int]) -> None:
+    """`tune run RECIPE key=value`: each value, and the recipe's name, which says what is trained."""
+    document.tool = "torchtune"
+    words: list[str] = []
+    for argument, line in zip(arguments, lines, strict=True):
+        if override := re.match(r"^([A-Za-z_][\w.]*)=(.*)$", argument):
+            document.add(override[1], override[2], line)
+        elif "=" not in argument:
+            words.append(argument)
+    if document.settings:
+        document.add("recipe", " ".join(words), lines[0], written="tune run")
 
 
 def _command_tool(executable: str, program: str, options: dict[str, str | bool]) -> str | None:

@@ -7,7 +7,9 @@ interpreted; `$(...)` is left as it is written.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 _ASSIGNMENT = re.compile(
     r"^(?:export\s+|declare\s+-x\s+|set\s+)?(?P<name>[A-Za-z_]\w*)(?P<plus>\+?)=(?P<value>.*)$",
@@ -23,17 +25,37 @@ class Assignment:
     line: int
 
 
+@dataclass(frozen=True, slots=True)
+class Command:
+    """lines: the line of each argument"""
+
+    arguments: list[str]
+    lines: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """`--name value ...` of a command. A flag has no values."""
+
+    name: str
+    values: tuple[str, ...]
+    line: int
+
+    @property
+    def value(self) -> str | bool:
+        return self.values[0] if self.values else True
+
+
 @dataclass(slots=True)
 class Script:
     """What a script assigns and runs.
 
     variables  the last value of each
-    commands   the arguments and the line of each
     prefixed   assignments written before a command, which hold only for it
     """
 
     variables: dict[str, Assignment] = field(default_factory=dict)
-    commands: list[tuple[list[str], int]] = field(default_factory=list)
+    commands: list[Command] = field(default_factory=list)
     prefixed: dict[str, Assignment] = field(default_factory=dict)
 
 
@@ -42,6 +64,20 @@ _TOKEN = re.compile(
     r"""|'(?P<single>[^']*)'|"(?P<double>(?:\\.|[^"\\])*)"|(?P<plain>(?:(?!\\\n)[^\s'";&|])+|.)""",
     re.S,
 )
+
+
+@dataclass(slots=True)
+class _Word:
+    """A word of a command as it is written, without its quotes.
+
+    is_single_quoted  single quotes keep it from expansion
+    """
+
+    text: str
+    line: int
+    is_single_quoted: bool = False
+
+
 # their lines are left out
 _COMPOUND = {"if", "then", "else", "fi", "for", "do", "done", "while", "function", "case", "esac"}
 
@@ -49,32 +85,27 @@ _COMPOUND = {"if", "then", "else", "fi", "for", "do", "done", "while", "function
 def read_script(text: str) -> Script:
     """Parses a script as a shell does: `;`, `&&`, `|` and line breaks separate commands."""
     script = Script()
-    # a word without quotes, whether single quotes kept it from expansion
-    argv: list[tuple[str, bool]] = []
-    argument = None
-    is_single_quoted = False
+    words: list[_Word] = []
+    word: _Word | None = None
     is_skipped = False
     line = 1
-    first_line = 1
     for token in _TOKEN.finditer(text + "\n\n"):  # the last line may end in a backslash
         kind = str(token.lastgroup)
         if kind in ("single", "double", "plain"):
-            if not argv and argument is None:
-                first_line = line
+            word = word or _Word("", line)
             piece = token[kind].replace("\\\n", " ")
             if kind == "double":
                 piece = piece.replace('\\"', '"')
-            argument = (argument or "") + piece
-            is_single_quoted = is_single_quoted or kind == "single"
-        elif argument is not None:
-            argv.append((argument, is_single_quoted))
-            argument = None
-            is_single_quoted = False
-        if kind == "end" and argv:
-            is_skipped = is_skipped or argv[0][0] in _COMPOUND
+            word.text += piece
+            word.is_single_quoted = word.is_single_quoted or kind == "single"
+        elif word is not None:
+            words.append(word)
+            word = None
+        if kind == "end" and words:
+            is_skipped = is_skipped or words[0].text in _COMPOUND
             if not is_skipped:
-                _read_command(script, argv, first_line)
-            argv = []
+                _read_command(script, words)
+            words = []
         is_skipped = is_skipped and token[0] != "\n"
         line += token[0].count("\n")
     return script
@@ -92,50 +123,62 @@ def _expand_variables(script: Script, text: str) -> str:
     return _VARIABLE.sub(lookup, text)
 
 
-def _read_command(script: Script, raw_argv: list[tuple[str, bool]], line: int) -> None:
-    argv: list[str] = []
+def _read_command(script: Script, words: list[_Word]) -> None:
+    command = Command([], [])
     pending: list[Assignment] = []
     exported = False
-    for raw, is_single_quoted in raw_argv:
-        value = raw if is_single_quoted else _expand_variables(script, raw)
-        if not argv and (match := _ASSIGNMENT.match(value)):
+    for word in words:
+        value = word.text if word.is_single_quoted else _expand_variables(script, word.text)
+        if not command.arguments and (match := _ASSIGNMENT.match(value)):
             new_value = match["value"]
             previous = script.variables.get(match["name"])
             if previous and match["plus"]:
                 new_value = previous.value + new_value
-            pending.append(Assignment(match["name"], new_value, line))
-        elif not argv and value in ("export", "declare", "-x", "env", "set"):
+            pending.append(Assignment(match["name"], new_value, word.line))
+        elif not command.arguments and value in ("export", "declare", "-x", "env", "set"):
             exported = True
-        elif is_single_quoted or " " in raw:
-            argv.append(value)
-        else:  # an expanded variable may hold several arguments
-            argv += value.split() if re.search(r"\s", value) else [value]
-    target = script.prefixed if argv and not exported else script.variables
+        else:
+            parts = [value]
+            # an expanded variable may hold several arguments
+            if not word.is_single_quoted and " " not in word.text and re.search(r"\s", value):
+                parts = value.split()
+            command.arguments.extend(parts)
+            command.lines.extend([word.line] * len(parts))
+    target = script.prefixed if command.arguments and not exported else script.variables
     for assignment in pending:
         target[assignment.name] = assignment
-    if argv:
-        script.commands.append((argv, line))
+    if command.arguments:
+        script.commands.append(command)
 
 
-def parse_options(argv: list[str]) -> dict[str, str | bool]:
-    """`--name value`, `--name=value`, `--flag` -> name (dashes as underscores) to value; a flag
-    without a value is True.
+def read_options(arguments: Sequence[str], lines: Sequence[int] = ()) -> list[Option]:
+    """`--name value`, `--name=value`, `--name a b`, `--flag`; dashes of a name are underscores.
+
+    lines  the line of each argument
     """
-    options: dict[str, str | bool] = {}
-    index = 0
-    while index < len(argv):
-        argument = argv[index]
-        if argument.startswith("-") and len(argument) > 1 and not re.match(r"^-\d", argument):
-            name, equals, value = argument.lstrip("-").partition("=")
-            name = name.replace("-", "_")
-            if equals:
-                options[name] = value
-            elif index + 1 < len(argv) and not (
-                argv[index + 1].startswith("--") or re.match(r"^-[A-Za-z]", argv[index + 1])
-            ):
-                options[name] = argv[index + 1]
-                index += 1
-            else:
-                options[name] = True
-        index += 1
+    options: list[Option] = []
+    position = 0
+    while position < len(arguments):
+        start = position
+        position += 1
+        if not _is_option(arguments[start]):
+            continue
+        name, equals, value = arguments[start].lstrip("-").partition("=")
+        if equals:
+            values = [value]
+        else:
+            following = arguments[position:]
+            values = list(takewhile(lambda argument: not _is_option(argument), following))
+            position += len(values)
+        line = lines[start] if lines else 0
+        options.append(Option(name.replace("-", "_"), tuple(values), line))
     return options
+
+
+def _is_option(argument: str) -> bool:
+    return argument.startswith("--") or bool(re.match(r"^-[A-Za-z]", argument))
+
+
+def parse_options(arguments: Sequence[str]) -> dict[str, str | bool]:
+    """Name -> the first value of each option; a flag without a value is True."""
+    return {option.name: option.value for option in read_options(arguments)}

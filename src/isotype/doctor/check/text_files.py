@@ -171,7 +171,7 @@ def _node_value(node: Any, path: KeyPath, tree: Tree, depth: int) -> Any:
     return node.value
 
 
-_TABLE = re.compile(r"^\s*\[\[?\s*([^\]]+?)\s*\]\]?\s*(?:#.*)?$")
+_TABLE = re.compile(r"^\s*(?P<array>\[)?\[\s*(?P<name>[^\]]+?)\s*\]\]?\s*(?:#.*)?$")
 _KEY = re.compile(r"^\s*((?:[\w-]+|\"[^\"]+\")(?:\s*\.\s*(?:[\w-]+|\"[^\"]+\"))*)\s*=")
 
 
@@ -187,13 +187,27 @@ def read_toml(text: str) -> Tree:
         raise Unreadable(str(error), number) from error
     tree = Tree(data)
     table: KeyPath = ()
+    counts: dict[KeyPath, int] = {}  # of an array of tables: its tables so far
     for number, line in enumerate(text.splitlines(), 1):
         if match := _TABLE.match(line):
-            table = _split_dotted_key(match[1])
+            table = _array_path(_split_dotted_key(match["name"]), counts)
+            if match["array"]:
+                counts[table] = counts.get(table, 0) + 1
+                table = (*table, counts[table] - 1)
             tree.lines.setdefault(table, number)
         elif match := _KEY.match(line):
             tree.lines.setdefault((*table, *_split_dotted_key(match[1])), number)
     return tree
+
+
+def _array_path(path: KeyPath, counts: dict[KeyPath, int]) -> KeyPath:
+    """The path of a table inside the last table of each array around it."""
+    complete: KeyPath = ()
+    for part in path[:-1]:
+        complete = (*complete, part)
+        if complete in counts:
+            complete = (*complete, counts[complete] - 1)
+    return (*complete, path[-1])
 
 
 def _split_dotted_key(dotted: str) -> KeyPath:
