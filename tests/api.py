@@ -11,9 +11,9 @@ from typing import Any
 INNER = {
     "isotype.cli.merge": "export",
     "isotype.cli.report": "_row",
-    "isotype.config.compare": "MAY_CHANGE PATH_KEYS compare",
-    "isotype.config.keys": "KEY_ALIASES keys",
-    "isotype.config.kind": "DIFFUSION kind_LANGUAGE=LANGUAGE applies detect_run_kind",
+    "isotype.config.compare": "ALLOWED_CHANGES PATH_KEYS compare",
+    "isotype.config.keys": "KEY_ALIASES key_schemas",
+    "isotype.config.kind": "DIFFUSION kind_LANGUAGE=LANGUAGE is_key_of_kind detect_run_kind",
     "isotype.config.write": "init_yaml reference_markdown resolved_yaml",
     "isotype.config.yaml_text": "read_value write_value",
     "isotype.data.bad_rows": "RowError",

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from isotype.config.load import load
 from isotype.errors import UsageError
-from tests.api import KEY_ALIASES, keys
+from tests.api import KEY_ALIASES, key_schemas
 from tests.commands import invoke
 
 QUIET = settings(
@@ -51,7 +51,7 @@ def test_values_and_where_they_came_from(write):
     assert loaded.sources["train.learning_rate"] == f"{path}:4"
     assert loaded.sources["train.steps"] == loaded.sources["run.folder"] == "command line"
     assert loaded.sources["train.seed"] == loaded.sources["data.eval"] == "default"
-    assert set(loaded.sources) == set(keys())
+    assert set(loaded.sources) == set(key_schemas())
     assert loaded.text.startswith("model:\n  name: here\n")
     assert "# command line: train.steps=30" in loaded.text
 
@@ -238,7 +238,7 @@ VALUES = st.recursive(
 
 @QUIET
 @given(
-    st.dictionaries(st.sampled_from(list(keys())), VALUES, max_size=5),
+    st.dictionaries(st.sampled_from(list(key_schemas())), VALUES, max_size=5),
     st.lists(st.text(max_size=20), max_size=2),
 )
 def test_any_value_of_any_key_is_taken_or_refused(flags, overrides):
@@ -282,8 +282,8 @@ def test_other_tools_names_are_known(write):
     ):
         with pytest.raises(UsageError, match=f"{foreign}: unknown key; here it is {ours}"):
             load(None, [f"{foreign}=x"])
-    assert set(KEY_ALIASES.values()) <= set(keys())
-    assert not {key.partition(".")[2] for key in keys()} & set(KEY_ALIASES)
+    assert set(KEY_ALIASES.values()) <= set(key_schemas())
+    assert not {key.partition(".")[2] for key in key_schemas()} & set(KEY_ALIASES)
 
 
 @pytest.mark.parametrize(

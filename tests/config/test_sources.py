@@ -1,13 +1,14 @@
 """Sources as a user names them."""
 
-from isotype.config.sources import closest_model_hint, missing_folder_hint, short_names
+from isotype.config.sources import closest_model_hint, missing_folder_hint, short_source_names
 
 
 def test_sources_are_named_for_a_line():
-    assert short_names(None) == ""
-    assert short_names("hf:org/set") == "set"
+    assert short_source_names(None) == ""
+    assert short_source_names("hf:org/set") == "set"
     assert (
-        short_names(["data/", {"name": "b/c.csv", "weight": 2}, {"weight": 1}]) == "data, c.csv, ?"
+        short_source_names(["data/", {"name": "b/c.csv", "weight": 2}, {"weight": 1}])
+        == "data, c.csv, ?"
     )
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isotype.config.load import load, preset_names, recipe
+from isotype.config.load import find_recipe, load, preset_names
 from tests.api import (
-    applies,
     init_yaml,
-    keys,
+    is_key_of_kind,
+    key_schemas,
     read_value,
     reference_markdown,
     resolved_yaml,
@@ -102,7 +102,7 @@ def test_the_file_of_init_loads_with_its_preset(tmp_path):
         file.write_text(init_yaml(preset, model="m: x", data="d.jsonl"))
         config = load(file).config
         assert config.model.name == "m: x"
-        for key, value in recipe(preset).settings.items():
+        for key, value in find_recipe(preset).settings.items():
             section, _, name = key.partition(".")
             assert getattr(getattr(config, section), name) == value
 
@@ -125,7 +125,7 @@ def test_every_commented_line_of_init_is_the_default(tmp_path):
         == load(None, [], {"model.name": "path/to/model", "data.train": "stdlib"}).config
     )
     assert {key for key, where in uncommented.sources.items() if where == "default"} == {
-        key for key in keys() if not applies(key, LANGUAGE)
+        key for key in key_schemas() if not is_key_of_kind(key, LANGUAGE)
     }
 
 

@@ -129,7 +129,7 @@ def _cell(value: Any) -> str:
 
 
 def _row(folder: Path) -> dict[str, Any]:
-    from ..config.sources import short_names
+    from ..config.sources import short_source_names
     from ..report.record import read_run
 
     try:
@@ -149,5 +149,7 @@ def _row(folder: Path) -> dict[str, Any]:
         "eval_loss": record.best_evaluation,
         "precision": str(record.precision.get("precision", "")),
         "model": Path(str(record.setting("model", "name") or "built")).name,
-        "data": short_names(record.setting("data", "train") or record.setting("images", "train")),
+        "data": short_source_names(
+            record.setting("data", "train") or record.setting("images", "train")
+        ),
     }

@@ -7,13 +7,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .keys import keys
+from .keys import key_schemas
 from .schema import RunConfig
 from .yaml_text import write_value
 
 # Reason why a resumed run may change a key -> the keys. The steps already done stay valid with
 # these changes. After any other change no single configuration would describe the result.
-_ALLOWED_CHANGES = {
+_KEYS_BY_REASON = {
     "the run continues on another device; results are not bit-identical": "model.device",
     "only the place of the tokenised rows changes": "data.cache",
     "only the place of the latents changes": "images.cache",
@@ -47,7 +47,9 @@ _ALLOWED_CHANGES = {
     "the same steps on other processes; results are not bit-identical": "parallel.kind",
     "it changes how long a process waits for another one": "parallel.timeout",
 }
-MAY_CHANGE = {key: reason for reason, names in _ALLOWED_CHANGES.items() for key in names.split()}
+ALLOWED_CHANGES = {
+    key: reason for reason, names in _KEYS_BY_REASON.items() for key in names.split()
+}
 PATH_KEYS = (
     "model.name", "model.tokenizer", "data.train", "data.eval", "data.chat_template",
     "images.train", "images.eval", "images.regularisation", "images.masks", "images.controls", "adapter.start_from",
@@ -89,7 +91,7 @@ def compare(
                quantised; resolved.yaml holds it too
     """
     changes = []
-    for key in keys():
+    for key in key_schemas():
         section, _, name = key.partition(".")
         old_value = getattr(getattr(old, section), name)
         new_value = getattr(getattr(new, section), name)
@@ -100,7 +102,7 @@ def compare(
         if key in AUTO_KEYS and new.train.gradient_checkpointing == "auto":
             continue
         if old_value != new_value:
-            reason = MAY_CHANGE.get(key)
+            reason = ALLOWED_CHANGES.get(key)
             if key == "data.on_bad_row" and new_value == "skip":
                 reason = "the data had no bad row so far"
             if key in PATH_KEYS:

@@ -10,11 +10,11 @@ from typing import Any
 
 from .schema import RunConfig
 
-_PLURAL = {"string": "text", "object": "mappings"}
+_PLURAL_TYPE_NAMES = {"string": "text", "object": "mappings"}
 
 
 @cache
-def keys() -> dict[str, dict[str, Any]]:
+def key_schemas() -> dict[str, dict[str, Any]]:
     """`train.steps` -> its JSON Schema, for every key of every section, in order."""
     schema = RunConfig.model_json_schema()
     schemas = {}
@@ -26,32 +26,32 @@ def keys() -> dict[str, dict[str, Any]]:
 
 
 @cache
-def sections() -> tuple[str, ...]:
+def section_names() -> tuple[str, ...]:
     return tuple(RunConfig.model_fields)
 
 
-def default(key: str) -> Any:
+def default_value(key: str) -> Any:
     section, _, name = key.partition(".")
     return getattr(getattr(RunConfig(), section), name)
 
 
-def expected(key: str) -> str:
+def describe_accepted_values(key: str) -> str:
     """Describes the values that `key` accepts: `a whole number of at least 1`."""
-    return _describe_schema(keys()[key])
+    return _describe_schema(key_schemas()[key])
 
 
-def options(key: str) -> list[str]:
+def allowed_words(key: str) -> list[str]:
     """Returns the words that `key` accepts; an empty list for a key without a fixed list of words."""
-    schema = keys()[key]
+    schema = key_schemas()[key]
     return [
         str(choice) for option in schema.get("anyOf", [schema]) for choice in option.get("enum", [])
     ]
 
 
-def takes(key: str, kind: str) -> bool:
+def accepts_type(key: str, json_type: str) -> bool:
     """Whether `key` accepts a value of this JSON type (`boolean`, `string`, `object`, ...)."""
-    schema = keys()[key]
-    return any(option.get("type") == kind for option in schema.get("anyOf", [schema]))
+    schema = key_schemas()[key]
+    return any(option.get("type") == json_type for option in schema.get("anyOf", [schema]))
 
 
 def _describe_schema(schema: dict[str, Any]) -> str:
@@ -72,8 +72,8 @@ def _describe_schema(schema: dict[str, Any]) -> str:
     if kind == "array":
         items = schema.get("items", {})
         inner = [option.get("type") for option in items.get("anyOf", [items])]
-        if all(kind in _PLURAL for kind in inner):
-            return "a list of " + " or ".join(_PLURAL[kind] for kind in inner)
+        if all(kind in _PLURAL_TYPE_NAMES for kind in inner):
+            return "a list of " + " or ".join(_PLURAL_TYPE_NAMES[kind] for kind in inner)
         return "a list"
     if "pattern" in schema:
         return f"text such as {schema['examples'][0]!r}"
@@ -153,7 +153,7 @@ _ALIASES_BY_KEY = {
 }
 # section -> the key that is suggested where a file gives the section a value, as in `model:
 # org/name`
-SECTION_KEYS = {
+MAIN_KEYS = {
     "model": "model.name",
     "data": "data.train",
     "adapter": "adapter.kind",
@@ -177,7 +177,9 @@ def setting_for_option(option: str) -> str | None:
         return _OPTION_ALIASES[name]
     # a name that several sections have means the first section's key; keys of `diffusion` and
     # `precision` come last
-    ordered_keys = sorted(keys(), key=lambda key: key.startswith(("diffusion.", "precision.")))
+    ordered_keys = sorted(
+        key_schemas(), key=lambda key: key.startswith(("diffusion.", "precision."))
+    )
     spellings = {
         spelling: key
         for key in reversed(ordered_keys)
@@ -200,7 +202,9 @@ _OBJECTIVE_HINT = (
     "train.objective names what is learnt, and the section preference has its settings (beta,"
     " label_smoothing, ...)"
 )
-_NOT_YET_HINT = "this way of learning preferences is not offered yet; TRL's trainers do it"
+_REINFORCEMENT_LEARNING_HINT = (
+    "this way of learning preferences is not offered yet; TRL's trainers do it"
+)
 _SHARDED_HINT = (
     "sharding by DeepSpeed is not offered; parallel.kind: shard shares weights, gradients and"
     " states between processes"
@@ -225,7 +229,7 @@ NOT_OFFERED = {
     **dict.fromkeys(
         ("dpo", "orpo", "simpo", "cpo", "ipo", "kto", "reward", "reward_model"), _OBJECTIVE_HINT
     ),
-    **dict.fromkeys(("grpo", "ppo", "rlhf"), _NOT_YET_HINT),
+    **dict.fromkeys(("grpo", "ppo", "rlhf"), _REINFORCEMENT_LEARNING_HINT),
     **dict.fromkeys(
         ("deepspeed", "deepspeed_config", "zero_optimization", "zero_stage"), _SHARDED_HINT
     ),

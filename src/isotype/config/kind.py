@@ -34,7 +34,7 @@ KEYS_OF_KIND: Mapping[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 # objective -> the keys of the section `preference` that it reads
-OBJECTIVES: Mapping[str, tuple[str, ...]] = {
+PREFERENCE_KEYS: Mapping[str, tuple[str, ...]] = {
     "sft": (),
     "dpo": ("beta", "label_smoothing", "nll"),
     "ipo": ("beta", "nll"),
@@ -47,17 +47,17 @@ OBJECTIVES: Mapping[str, tuple[str, ...]] = {
 }
 REFERENCE_OBJECTIVES = ("dpo", "ipo", "kto")
 # objective -> the only data format that it learns from; sft learns from the other formats
-FORMATS: Mapping[str, Literal["preference", "labelled"]] = {
+FORMAT_OF_OBJECTIVE: Mapping[str, Literal["preference", "labelled"]] = {
     **dict.fromkeys(("dpo", "ipo", "simpo", "orpo", "cpo", "reward"), "preference"), "kto": "labelled"
 }  # fmt: skip
-COUNTERPARTS = {
+DIFFUSION_COUNTERPARTS = {
     "data.train": "images.train", "data.eval": "images.eval", "data.eval_split": "images.eval_split", "data.limit": "images.limit",
     "data.shuffle": "images.shuffle", "data.cache": "images.cache", "run.sample_tokens": "run.sample_steps",
     "data.max_length": "diffusion.max_text_length", "data.columns": "images.columns", "data.on_bad_row": "images.on_bad_row",
 }  # fmt: skip
 
 
-NO_GGUF = "a denoiser packed as GGUF is for inference, and is not read"
+GGUF_REFUSAL = "a denoiser packed as GGUF is for inference, and is not read"
 GGUF_FIX = "the same model's .safetensors; precision.preset: nf4-lora packs it as small"
 
 
@@ -127,14 +127,14 @@ def _file_has_class_name(file: Path, _changed: int) -> bool:
     return isinstance(content, dict) and "_class_name" in content
 
 
-def applies(key: str, kind: str) -> bool:
+def is_key_of_kind(key: str, kind: str) -> bool:
     """Whether a run of this kind has the key."""
     return not any(
         _matches_key(key, keys) for other_kind, keys in KEYS_OF_KIND.items() if other_kind != kind
     )
 
 
-def refuse_inapplicable(config: RunConfig, sources: Mapping[str, str]) -> None:
+def refuse_inapplicable_keys(config: RunConfig, sources: Mapping[str, str]) -> None:
     """Raises UsageError with a line for each key that was set but does not apply to this kind of
     run.
     """
@@ -159,7 +159,7 @@ def refuse_inapplicable(config: RunConfig, sources: Mapping[str, str]) -> None:
     for key, source in sources.items():
         if source == "default":
             continue
-        if applies(key, kind):
+        if is_key_of_kind(key, kind):
             section, _, name = key.partition(".")
             if section == "distil" and objective != "distil":
                 lines.append(
@@ -169,10 +169,10 @@ def refuse_inapplicable(config: RunConfig, sources: Mapping[str, str]) -> None:
                 lines.append(
                     f"{source} {key}: does not apply to train.objective: {objective}, but to sft"
                 )
-            if section == "preference" and name not in OBJECTIVES[objective]:
+            if section == "preference" and name not in PREFERENCE_KEYS[objective]:
                 allowed = [
                     candidate
-                    for candidate, preference_keys in OBJECTIVES.items()
+                    for candidate, preference_keys in PREFERENCE_KEYS.items()
                     if name in preference_keys
                 ]
                 lines.append(
@@ -180,7 +180,11 @@ def refuse_inapplicable(config: RunConfig, sources: Mapping[str, str]) -> None:
                     f" {', '.join(allowed)}"
                 )
             continue
-        counterparts = {v: k for k, v in COUNTERPARTS.items()} if kind == LANGUAGE else COUNTERPARTS
+        counterparts = (
+            {v: k for k, v in DIFFUSION_COUNTERPARTS.items()}
+            if kind == LANGUAGE
+            else DIFFUSION_COUNTERPARTS
+        )
         hint = f"; here it is {counterparts[key]}" if key in counterparts else ""
         lines.append(f"{source} {key}: does not apply to a {kind} run ({config.model.name}){hint}")
     if lines:

@@ -20,14 +20,14 @@ from ..errors import UsageError
 from ..wording import closest_file_name
 from .keys import (
     KEY_ALIASES,
+    MAIN_KEYS,
     NOT_OFFERED,
-    SECTION_KEYS,
     VALUE_ALIASES,
-    expected,
-    keys,
-    options,
-    sections,
-    takes,
+    accepts_type,
+    allowed_words,
+    describe_accepted_values,
+    key_schemas,
+    section_names,
 )
 from .schema import RunConfig
 from .yaml_text import Entry, YamlError, read_sections, read_value, write_value
@@ -39,7 +39,7 @@ PRESET_KEY = "precision.preset"
 class Recipe:
     """Settings of several keys that `--preset NAME` sets together."""
 
-    about: str
+    description: str
     settings: dict[str, Any] = field(default_factory=dict)
 
 
@@ -64,16 +64,16 @@ _FULL_PRECISIONS = ("bf16-mixed", "bf16-pure")  # the precisions of full fine-tu
 
 
 def preset_names() -> list[str]:
-    return [*RECIPES, *keys()[PRESET_KEY]["enum"]]
+    return [*RECIPES, *key_schemas()[PRESET_KEY]["enum"]]
 
 
-def recipe(name: str) -> Recipe:
+def find_recipe(name: str) -> Recipe:
     """Returns the recipe for the name of a recipe or of a precision. Raises UsageError with the
     known names.
     """
     if name in RECIPES:
         return RECIPES[name]
-    if name in keys()[PRESET_KEY]["enum"]:
+    if name in key_schemas()[PRESET_KEY]["enum"]:
         settings: dict[str, Any] = {PRESET_KEY: name}
         if name in _FULL_PRECISIONS:
             settings |= {"adapter.kind": "none", "train.learning_rate": 2e-5}
@@ -83,7 +83,7 @@ def recipe(name: str) -> Recipe:
 
 # key -> further values that it accepts, each with its meaning: other tools and older runs use true
 # and false here
-EXTRA_VALUES: Mapping[str, Mapping[Any, str]] = {
+VALUE_SYNONYMS: Mapping[str, Mapping[Any, str]] = {
     "train.gradient_checkpointing": {True: "layers", False: "none"}
 }
 COMMAND_LINE = "command line"
@@ -125,7 +125,7 @@ class _Settings:
     def set(self, key: str, value: Any, source: str) -> None:
         self.values[key], self.sources[key] = value, source
 
-    def keys_from(self, *sources: str) -> frozenset[str]:
+    def keys_set_by(self, *sources: str) -> frozenset[str]:
         return frozenset(key for key, source in self.sources.items() if source in sources)
 
 
@@ -154,31 +154,31 @@ def load(
     settings = _Settings()
     text = ""
     if preset is not None:
-        for key, value in recipe(preset).settings.items():
+        for key, value in find_recipe(preset).settings.items():
             settings.set(key, value, f"--preset {preset}")
     if path is not None:
         path = Path(path)
         text = read_text(path)
         _read_file(settings, text, str(path))
     if preset is not None:
-        settings.set(PRESET_KEY, recipe(preset).settings[PRESET_KEY], f"--preset {preset}")
+        settings.set(PRESET_KEY, find_recipe(preset).settings[PRESET_KEY], f"--preset {preset}")
     flag_values = {key: value for key, value in (flags or {}).items() if value is not None}
     for key, value in flag_values.items():
-        if key in keys():
+        if key in key_schemas():
             settings.set(key, value, source)
         else:
             settings.complaints.append(f"{source} {key}: {_unknown_key_message(key)}")
     overrides = list(overrides)
     for override in overrides:
         _apply_override(settings, override)
-    if settings.keys_from(COMMAND_LINE, source) & {"train.epochs", "train.steps"} == {
+    if settings.keys_set_by(COMMAND_LINE, source) & {"train.epochs", "train.steps"} == {
         "train.epochs"
     }:
         # otherwise `train.steps` of the file would override the command line's epochs
         settings.set("train.steps", None, settings.sources["train.epochs"])
     config = _check_settings(settings)
-    command_line_keys = settings.keys_from(COMMAND_LINE, source)
-    sources = {key: settings.sources.get(key, DEFAULT) for key in keys()}
+    command_line_keys = settings.keys_set_by(COMMAND_LINE, source)
+    sources = {key: settings.sources.get(key, DEFAULT) for key in key_schemas()}
     if resolved:
         sources = {
             key: _source_in_comment(source, text, str(path)) for key, source in sources.items()
@@ -214,9 +214,9 @@ def read_text(path: Path) -> str:
     """Reads the text of a configuration file. Raises UsageError with one line."""
     try:
         if path.is_dir():
-            run = (path / "resolved.yaml").is_file()
-            model = (path / "config.json").is_file()
-            if run:
+            is_run = (path / "resolved.yaml").is_file()
+            is_model = (path / "config.json").is_file()
+            if is_run:
                 fix = (
                     f"--resume {path} goes on with that run; {path / 'resolved.yaml'} is its"
                     " configuration"
@@ -225,7 +225,7 @@ def read_text(path: Path) -> str:
                 fix = None
             raise UsageError(
                 f"{path}: is a folder, expected a YAML file",
-                fix=f"--model {path}" if model else fix,
+                fix=f"--model {path}" if is_model else fix,
             )
         if path.suffix in (".jsonl", ".csv", ".tsv", ".parquet") and path.exists():
             raise UsageError(f"{path}: expected a YAML file", fix=f"--data {path}")
@@ -258,7 +258,7 @@ def _read_file(settings: _Settings, text: str, name: str) -> None:
         raise UsageError(f"{name}{f':{error.line}' if error.line else ''}: {error}") from None
     if not entries:
         raise UsageError(
-            f"{name}: empty; expected sections ({', '.join(sections())}); isotype init writes a"
+            f"{name}: empty; expected sections ({', '.join(section_names())}); isotype init writes a"
             " file to start from"
         )
     first_lines: dict[str, int] = {}
@@ -270,13 +270,13 @@ def _read_file(settings: _Settings, text: str, name: str) -> None:
             )
             continue
         first_lines[entry.key] = entry.line
-        if entry.key not in sections():
+        if entry.key not in section_names():
             settings.complaints.append(f"{location}{entry.key}: {_unknown_key_message(entry.key)}")
         elif inner_entries is not None:
             _read_section(settings, entry.key, inner_entries, name)
         elif entry.value is not None:  # `train:` with nothing below is an empty section
-            if entry.key in SECTION_KEYS and isinstance(entry.value, str | list):
-                hint = f", did you mean {SECTION_KEYS[entry.key]}?"
+            if entry.key in MAIN_KEYS and isinstance(entry.value, str | list):
+                hint = f", did you mean {MAIN_KEYS[entry.key]}?"
             else:
                 hint = ""
             settings.complaints.append(
@@ -293,7 +293,7 @@ def _read_section(settings: _Settings, section: str, entries: list[Entry], name:
             settings.complaints.append(
                 f"{location} {key}: given twice, first in line {first_lines[entry.key]}"
             )
-        elif key not in keys():
+        elif key not in key_schemas():
             settings.complaints.append(f"{location} {key}: {_unknown_key_message(key)}")
         else:
             settings.set(key, entry.value, location)
@@ -311,19 +311,21 @@ def _apply_override(settings: _Settings, override: str) -> None:
     except YamlError as error:
         settings.complaints.append(f"{COMMAND_LINE} {key}: {error}")
         return
-    section, _, rest = key.partition(".")
-    name, _, inner = rest.partition(".")
-    outer = f"{section}.{name}"
-    if inner and outer in keys() and takes(outer, "object"):  # model.config.hidden_size=128
-        previous = settings.values.get(outer)
+    section, _, key_path = key.partition(".")
+    name, _, nested_key = key_path.partition(".")
+    parent_key = f"{section}.{name}"
+    if (
+        nested_key and parent_key in key_schemas() and accepts_type(parent_key, "object")
+    ):  # model.config.hidden_size=128
+        previous = settings.values.get(parent_key)
         if previous is not None and not isinstance(previous, dict):
             settings.complaints.append(
-                f"{COMMAND_LINE} {key}: {outer} is {_shorten_value(previous)}, not a mapping"
-                f" ({settings.sources[outer]})"
+                f"{COMMAND_LINE} {key}: {parent_key} is {_shorten_value(previous)}, not a mapping"
+                f" ({settings.sources[parent_key]})"
             )
             return
-        settings.set(outer, {**(previous or {}), inner: value}, COMMAND_LINE)
-    elif key not in keys():
+        settings.set(parent_key, {**(previous or {}), nested_key: value}, COMMAND_LINE)
+    elif key not in key_schemas():
         settings.complaints.append(f"{COMMAND_LINE} {key}: {_unknown_key_message(key)}")
     else:
         settings.set(key, value, COMMAND_LINE)
@@ -343,46 +345,46 @@ def _unknown_key_message(key: str) -> str:
     for part in (name, name.partition(".")[0], section):
         if part in NOT_OFFERED:
             return NOT_OFFERED[part]
-    if dot and section not in sections() and name in _GENERIC_NAMES and section in _ALIASES:
+    if dot and section not in section_names() and name in _GENERIC_NAMES and section in _ALIASES:
         return f"unknown key; here it is {_ALIASES[section]}"
     noun = "key" if dot else "section"
     setting = name if dot else key
-    for known_key in keys():
+    for known_key in key_schemas():
         if known_key.partition(".")[2] == setting:
             return f"unknown {noun}, did you mean {known_key}?"
     if setting in KEY_ALIASES:
         return f"unknown {noun}; here it is {KEY_ALIASES[setting]}"
     if not dot:
-        near = get_close_matches(key, sections(), n=1)
+        near = get_close_matches(key, section_names(), n=1)
         if near:
             return f"unknown section, did you mean {near[0]}?"
-        return f"unknown section; there are {', '.join(sections())}"
+        return f"unknown section; there are {', '.join(section_names())}"
     near_key = _near_key(section, name)
     if near_key is not None:
         return f"unknown key, did you mean {near_key}?"
-    if section not in sections():
-        return f"unknown section; there are {', '.join(sections())}"
+    if section not in section_names():
+        return f"unknown section; there are {', '.join(section_names())}"
     return f"unknown key; {section} has {' '.join(_section_keys(section))}"
 
 
 def _section_keys(section: str) -> dict[str, str]:
     """Returns the keys of a section: name without the section -> whole key."""
-    return {key.partition(".")[2]: key for key in keys() if key.startswith(f"{section}.")}
+    return {key.partition(".")[2]: key for key in key_schemas() if key.startswith(f"{section}.")}
 
 
 def _near_key(section: str, name: str) -> str | None:
     """Returns the known key with the most similar spelling. Tried in this order: a misspelt
     section, a misspelt name in the section, the name in another section.
     """
-    if section not in sections():
-        near = get_close_matches(section, sections(), n=1)
-        if near and f"{near[0]}.{name}" in keys():
+    if section not in section_names():
+        near = get_close_matches(section, section_names(), n=1)
+        if near and f"{near[0]}.{name}" in key_schemas():
             return f"{near[0]}.{name}"
     section_keys = _section_keys(section)
     near = get_close_matches(name, section_keys, n=1)
     if near:
         return section_keys[near[0]]
-    all_keys = {key.partition(".")[2]: key for key in keys()}
+    all_keys = {key.partition(".")[2]: key for key in key_schemas()}
     near = get_close_matches(name, all_keys, n=1, cutoff=0.75)
     return all_keys[near[0]] if near else None
 
@@ -395,9 +397,9 @@ def _check_settings(settings: _Settings) -> RunConfig:
     for key, value in list(settings.values.items()):
         section, _, name = key.partition(".")
         if isinstance(value, bool):
-            value = settings.values[key] = EXTRA_VALUES.get(key, {}).get(value, value)
+            value = settings.values[key] = VALUE_SYNONYMS.get(key, {}).get(value, value)
         # pydantic would accept true as the number 1
-        if isinstance(value, bool) and not takes(key, "boolean"):
+        if isinstance(value, bool) and not accepts_type(key, "boolean"):
             settings.complaints.append(_invalid_value_message(settings, key, value))
         else:
             tree.setdefault(section, {})[name] = value
@@ -417,19 +419,25 @@ def _check_settings(settings: _Settings) -> RunConfig:
             line if len(line) <= 600 else f"{line[:597]}..."
             for line in sorted(settings.complaints, key=_complaint_order)
         ]
-        more = [f"and {len(lines) - MAX_COMPLAINTS} more"] if len(lines) > MAX_COMPLAINTS else []
-        raise UsageError("\n".join(lines[:MAX_COMPLAINTS] + more))
+        more_line = (
+            [f"and {len(lines) - MAX_COMPLAINTS} more"] if len(lines) > MAX_COMPLAINTS else []
+        )
+        raise UsageError("\n".join(lines[:MAX_COMPLAINTS] + more_line))
     assert config is not None, "without complaints there is a configuration"
     return config
 
 
 def _invalid_value_message(settings: _Settings, key: str, value: Any) -> str:
-    if takes(key, "string") and isinstance(value, int | float) and not isinstance(value, bool):
+    if (
+        accepts_type(key, "string")
+        and isinstance(value, int | float)
+        and not isinstance(value, bool)
+    ):
         quote = "; write it in quotes"
     else:
         quote = ""
     return (
-        f"{settings.sources[key]} {key}: expected {expected(key)}, got"
+        f"{settings.sources[key]} {key}: expected {describe_accepted_values(key)}, got"
         f" {_shorten_value(value)}{quote}{_value_hint(key, value)}"
     )
 
@@ -438,7 +446,7 @@ def _value_hint(key: str, value: Any) -> str:
     """Returns a hint for an invalid value: `, did you mean bf16?` for another name of a dtype or a
     misspelt word, or that Isotype does not offer the value.
     """
-    choices = options(key)
+    choices = allowed_words(key)
     if key == "precision.compute" and str(value).lower().startswith("fp8"):
         return f"; {NO_FP8_PRODUCTS}"
     if choices and str(value).lower() in NOT_OFFERED:

@@ -12,16 +12,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-UNITS = {"GiB": 2**30, "MiB": 2**20, "GB": 10**9, "MB": 10**6}
-SIZE = r"^[0-9]+(\.[0-9]+)? ?(GiB|MiB|GB|MB)$"
+BYTES_PER_UNIT = {"GiB": 2**30, "MiB": 2**20, "GB": 10**9, "MB": 10**6}
+SIZE_PATTERN = r"^[0-9]+(\.[0-9]+)? ?(GiB|MiB|GB|MB)$"
 
 
 def size_in_bytes(size: str) -> int:
     """Returns the bytes of a text that matches SIZE, such as `20GiB`."""
-    match = re.match(SIZE, size)
+    match = re.match(SIZE_PATTERN, size)
     assert match is not None, size
     unit = match.group(2)
-    return int(float(size.removesuffix(unit)) * UNITS[unit])
+    return int(float(size.removesuffix(unit)) * BYTES_PER_UNIT[unit])
 
 
 Dtype = Literal["fp32", "bf16", "fp16"]
@@ -30,7 +30,7 @@ PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
 EveryKth = Annotated[str, Field(pattern=r"^every [1-9][0-9]*$", examples=["every 2"])]
 
-MemorySize = Annotated[str, Field(pattern=SIZE, examples=["20GiB"])]
+MemorySize = Annotated[str, Field(pattern=SIZE_PATTERN, examples=["20GiB"])]
 
 
 class Section(BaseModel):
@@ -503,7 +503,7 @@ class DistilSection(Section):
 # optimizer -> its defaults where they differ from AdamW's. Lion has the beta2 of bitsandbytes and a
 # quarter of AdamW's rate (Chen et al. 2023 advise a third to a tenth). Adafactor has torch's rate,
 # which is relative to the weights. Prodigy's rate is a factor of the rate that it finds.
-DEFAULTS: dict[str, dict[str, Any]] = {
+OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
     "lion": {"learning_rate": 5e-5, "beta2": 0.99},
     "lion8bit": {"learning_rate": 5e-5, "beta2": 0.99},
     "adafactor": {"learning_rate": 1e-2},
@@ -634,7 +634,7 @@ class TrainSection(Section):
     @classmethod
     def _fill_optimizer_defaults(cls, values: Any) -> Any:
         if isinstance(values, dict):
-            return {**DEFAULTS.get(str(values.get("optimizer")), {}), **values}
+            return {**OPTIMIZER_DEFAULTS.get(str(values.get("optimizer")), {}), **values}
         return values
 
 

@@ -16,7 +16,7 @@ from ..errors import UsageError
 from .schema import DataSection, ImagesSection, RunConfig
 
 STDLIB = "stdlib"
-HUB = "hf:"
+HUB_PREFIX = "hf:"
 FORMATS: tuple[str, ...] = get_args(DataSection.model_fields["format"].annotation)
 
 
@@ -43,7 +43,7 @@ class SourceSpec:
 
 
 _SOURCE_KEYS = tuple(field.name for field in fields(SourceSpec) if field.name != "group")
-_HUB_ONLY = ("subset", "split", "revision")
+_HUB_KEYS = ("subset", "split", "revision")
 SPLITS_FILE = "dataset_dict.json"  # in a folder of `save_to_disk` that has several splits
 
 
@@ -75,15 +75,15 @@ def unknown_key(location: str, key: str, keys: Sequence[str]) -> UsageError:
     )
 
 
-def source_specs(data: DataSection, side: str) -> list[SourceSpec]:
+def source_specs(data: DataSection, split: str) -> list[SourceSpec]:
     """Returns the sources of `data.train` or `data.eval`. The section's `format`, `columns` and
     `limit` apply to each of them.
 
-    side    `train` or `eval`
+    split   `train` or `eval`
     Raises  UsageError naming the entry and the key
     """
-    value = getattr(data, side)
-    key = f"data.{side}"
+    value = getattr(data, split)
+    key = f"data.{split}"
     if value is None:
         return []
     groups: Mapping[str, Any] = {"": value}
@@ -99,7 +99,7 @@ def source_specs(data: DataSection, side: str) -> list[SourceSpec]:
     ]
     identities: set[tuple[Any, ...]] = set()
     for spec in specs:
-        if spec.name.startswith(HUB) or spec.name == STDLIB:
+        if spec.name.startswith(HUB_PREFIX) or spec.name == STDLIB:
             name = spec.name
         else:
             name = os.path.abspath(os.path.expanduser(spec.name))
@@ -109,7 +109,7 @@ def source_specs(data: DataSection, side: str) -> list[SourceSpec]:
                 f"{key}: {spec.name} is named twice; a weight makes its rows come more often"
             )
         identities.add(identity)
-    if side == "eval" and any(spec.weight is not None for spec in specs):
+    if split == "eval" and any(spec.weight is not None for spec in specs):
         raise UsageError(f"{key}: weight has no effect: evaluation takes every row once")
     if len(specs) == 1 and specs[0].weight is not None:
         raise UsageError(f"{key}: weight has no effect with one source")
@@ -190,11 +190,11 @@ def missing_folder_hint(name: str, config_path: Path | None = None) -> str:
     path = Path(name).expanduser()
     if path.is_absolute():
         return ""
-    intended = None if config_path is None else config_path.parent / path
-    if intended is not None and intended.is_dir():
+    path_beside_config = None if config_path is None else config_path.parent / path
+    if path_beside_config is not None and path_beside_config.is_dir():
         return (
             f"; relative names begin in the working directory, {Path.cwd()}, not at the file; it is"
-            f" {intended}"
+            f" {path_beside_config}"
         )
     return (
         f"; it was looked for as {Path.cwd() / path}: relative names begin in the working directory"
@@ -207,8 +207,8 @@ def check_data(config: RunConfig, sources: Mapping[str, str]) -> None:
     sources  every key -> the place where it was set, or `default`
     """
     data = config.data
-    for side in ("train", "eval"):
-        source_specs(data, side)
+    for split in ("train", "eval"):
+        source_specs(data, split)
     stop_on = config.train.stop_on
     sets = list(data.eval) if isinstance(data.eval, dict) else []
     if stop_on is not None and stop_on not in sets:
@@ -271,7 +271,7 @@ def _check_entry(
         or not 0 < weight < float("inf")
     ):
         raise UsageError(f"{location}.weight: expected a number above 0, got {weight!r}")
-    if columns is not None and not _is_columns(columns, may_drop="format" in keys):
+    if columns is not None and not _is_column_mapping(columns, allow_null="format" in keys):
         raise UsageError(
             f"{location}.columns: expected a mapping of our keys to the data's, as {{ours: theirs}},"
             f" got {columns!r}"
@@ -279,11 +279,11 @@ def _check_entry(
     return settings | ({} if weight is None else {"weight": float(weight)})
 
 
-def _is_columns(columns: Any, *, may_drop: bool) -> bool:
-    """Whether it is a mapping of keys to names in the data. With `may_drop` a name may be null: the
+def _is_column_mapping(columns: Any, *, allow_null: bool) -> bool:
+    """Whether it is a mapping of keys to names in the data. With `allow_null` a name may be null: the
     key is not read.
     """
-    allowed = (str, type(None)) if may_drop else (str,)
+    allowed = (str, type(None)) if allow_null else (str,)
     return isinstance(columns, dict) and all(
         isinstance(value, allowed) for value in columns.values()
     )
@@ -301,25 +301,25 @@ def _build_spec(
     name = settings["name"]
     format_name = settings["format"]
     limit = settings.get("limit")
-    for key in _HUB_ONLY:
+    for key in _HUB_KEYS:
         if key in settings and not isinstance(settings[key], str):
             raise UsageError(f"{location}.{key}: expected text, got {settings[key]!r}")
         if (
             key in settings
-            and not name.startswith(HUB)
+            and not name.startswith(HUB_PREFIX)
             and not (key == "split" and _has_splits(name))
         ):
             if key == "split":
-                or_folder = ", nor a folder of save_to_disk with several splits"
+                folder_hint = ", nor a folder of save_to_disk with several splits"
             else:
-                or_folder = ""
+                folder_hint = ""
             fix = (
                 "rows are not chosen by a column: write each split to a file of its own, for"
                 " data.train and data.eval"
             )
             message = (
                 f"{location}.{key}: has no effect: {name} is no dataset of the hub"
-                f" (hf:NAME){or_folder}"
+                f" (hf:NAME){folder_hint}"
             )
             raise UsageError(message, fix=fix if key == "split" and Path(name).suffix else None)
     if limit is not None:
@@ -342,14 +342,14 @@ def source_names(value: Any) -> list[str]:
     return [str(entry.get("name", "?") if isinstance(entry, dict) else entry) for entry in entries]
 
 
-def short_names(value: Any) -> str:
+def short_source_names(value: Any) -> str:
     """Returns the names without their folders, as one line: `chats.jsonl, share.jsonl`."""
     return ", ".join(name.rstrip("/").rpartition("/")[2] or name for name in source_names(value))
 
 
-def first_name(value: Any) -> str:
+def first_source_name(value: Any) -> str:
     """Returns the name of the first source, which becomes a part of the run's name."""
-    return next(iter(source_names(value)), "data").removeprefix(HUB)
+    return next(iter(source_names(value)), "data").removeprefix(HUB_PREFIX)
 
 
 PICTURE_COLUMNS = ("image", "text", "mask", "control")
@@ -421,19 +421,19 @@ def picture_sources(images: ImagesSection, split: str) -> list[PictureSource]:
 
 
 def _build_picture_source(
-    settings: dict[str, Any], location: str, side: str, images: ImagesSection
+    settings: dict[str, Any], location: str, split: str, images: ImagesSection
 ) -> PictureSource:
     for key, reason in {
-        "weight": f"only images.regularisation has it: the pictures of images.{side} count in full",
-        "draw": f"only images.regularisation has it: the pictures of images.{side} are your own",
+        "weight": f"only images.regularisation has it: the pictures of images.{split} count in full",
+        "draw": f"only images.regularisation has it: the pictures of images.{split} are your own",
         "repeats": "has no effect: evaluation takes every picture once",
     }.items():
-        if settings.get(key) is not None and key not in _PICTURE_KEYS[side]:
+        if settings.get(key) is not None and key not in _PICTURE_KEYS[split]:
             raise UsageError(f"{location}.{key}: {reason}")
     merged = {"columns": images.columns, "controls": images.controls} | {
         key: value for key, value in settings.items() if value is not None
     }
-    settings = _check_entry(merged, location, _PICTURE_KEYS[side], "a folder or a file")
+    settings = _check_entry(merged, location, _PICTURE_KEYS[split], "a folder or a file")
     caption = settings.get("caption")
     value = settings.pop("resolution", None)
     if isinstance(value, list):

@@ -11,9 +11,9 @@ from textwrap import wrap
 from typing import Any
 
 from .compare import AUTO_KEYS
-from .keys import default, expected, keys, sections
-from .kind import DIFFUSION, applies, detect_run_kind, guess_run_kind
-from .load import DEFAULT, LoadedConfig, recipe
+from .keys import default_value, describe_accepted_values, key_schemas, section_names
+from .kind import DIFFUSION, detect_run_kind, guess_run_kind, is_key_of_kind
+from .load import DEFAULT, LoadedConfig, find_recipe
 from .schema import RunConfig
 from .yaml_text import write_value
 
@@ -25,7 +25,7 @@ _ESSENTIAL_PICTURE_KEYS = {
     "images.train", "images.resolution", "images.max_aspect", "train.steps", "run.samples", "run.adapters_every",
 }  # fmt: skip
 _RESOLVED_KEYS = {"precision.preset", *AUTO_KEYS}  # keys that can be `auto`
-_SECTION_TEXTS = {
+_SECTION_DESCRIPTIONS = {
     "model": "What is fine-tuned.",
     "data": "What a language model learns from.",
     "images": "What a diffusion model learns from.",
@@ -56,7 +56,7 @@ def resolved_yaml(
     """
     values = values or {}
 
-    def line(key: str, value: Any) -> str:
+    def format_line(key: str, value: Any) -> str:
         source = loaded.sources.get(key, DEFAULT)
         name = key.partition(".")[2]
         reason = reasons.get(key)
@@ -71,7 +71,8 @@ def resolved_yaml(
 
     return (
         "# Each value of this run and where it came from. `isotype train --resume` reads this"
-        " file.\n" + _write_sections(loaded.config, line, kind=detect_run_kind(loaded.config))
+        " file.\n"
+        + _write_sections(loaded.config, format_line, kind=detect_run_kind(loaded.config))
     )
 
 
@@ -81,31 +82,33 @@ def init_yaml(preset: str = "lora", *, model: str = "path/to/model", data: str =
     """
     kind = guess_run_kind(model, data)
     settings = {
-        **recipe(preset).settings,
+        **find_recipe(preset).settings,
         "model.name": model,
         ("images.train" if kind == DIFFUSION else "data.train"): data,
     }
     essential = _ESSENTIAL_KEYS | _ESSENTIAL_PICTURE_KEYS if kind == DIFFUSION else _ESSENTIAL_KEYS
 
-    def line(key: str, value: Any) -> str:
+    def format_line(key: str, value: Any) -> str:
         value = settings.get(key, value)
         name = key.partition(".")[2]
-        active = key in essential or key in settings
+        is_active = key in essential or key in settings
         if settings.get("adapter.kind") == "none" and key in ("adapter.r", "adapter.alpha"):
-            active = False
+            is_active = False
         setting = f"{name}: {write_value(value)}"
         sentence = "".join(
-            f"  # {text}\n" for text in wrap(str(keys()[key].get("description", "")), 118)
+            f"  # {text}\n" for text in wrap(str(key_schemas()[key].get("description", "")), 118)
         )
-        return sentence + f"  {'' if active else '# '}{setting}"
+        return sentence + f"  {'' if is_active else '# '}{setting}"
 
     header = (
-        f"# A run of Isotype ({preset}: {recipe(preset).about}).\n# See what it would do:  isotype"
+        f"# A run of Isotype ({preset}: {find_recipe(preset).description}).\n# See what it would do:  isotype"
         " plan FILE      Run it:  isotype train FILE\n# Completion in editors: isotype init"
         " --schema > isotype.schema.json, and as this file's first line\n#   yaml-language-server:"
         " $schema=isotype.schema.json\n# Lines that are commented out show the default.\n\n"
     )
-    return header + _write_sections(RunConfig(), line, kind=kind, about=_SECTION_TEXTS)
+    return header + _write_sections(
+        RunConfig(), format_line, kind=kind, descriptions=_SECTION_DESCRIPTIONS
+    )
 
 
 def reference_markdown() -> str:
@@ -125,22 +128,24 @@ def reference_markdown() -> str:
         ),
         "",
     ]
-    for section in sections():
+    for section in section_names():
         lines += [
             f"## {section}",
             "",
-            _SECTION_TEXTS[section],
+            _SECTION_DESCRIPTIONS[section],
             "",
             "| key | default | takes | |",
             "|---|---|---|---|",
         ]
-        for key, schema in keys().items():
+        for key, schema in key_schemas().items():
             if key.startswith(f"{section}."):
-                default_text = write_value(default(key)) if default(key) is not None else ""
+                default_text = (
+                    write_value(default_value(key)) if default_value(key) is not None else ""
+                )
                 cells = (
                     f"`{key.partition('.')[2]}`",
                     f"`{default_text}`" if default_text else "",
-                    expected(key),
+                    describe_accepted_values(key),
                     str(schema.get("description", "")),
                 )
                 lines.append(
@@ -154,23 +159,27 @@ def reference_markdown() -> str:
 
 def _write_sections(
     config: RunConfig,
-    line: Callable[[str, Any], str],
+    format_line: Callable[[str, Any], str],
     *,
     kind: str,
-    about: Mapping[str, str] | None = None,
+    descriptions: Mapping[str, str] | None = None,
 ) -> str:
     """Writes the sections, with the keys that apply to this kind of run."""
     blocks = []
-    for section in sections():
+    for section in section_names():
         values = getattr(config, section)
-        names = [name for name in type(values).model_fields if applies(f"{section}.{name}", kind)]
+        names = [
+            name for name in type(values).model_fields if is_key_of_kind(f"{section}.{name}", kind)
+        ]
         if not names:
             continue
-        head = f"# {about[section]}\n{section}:" if about else f"{section}:"
+        head = f"# {descriptions[section]}\n{section}:" if descriptions else f"{section}:"
         blocks.append(
-            "\n".join([head, *[line(f"{section}.{name}", getattr(values, name)) for name in names]])
+            "\n".join(
+                [head, *[format_line(f"{section}.{name}", getattr(values, name)) for name in names]]
+            )
         )
-    return ("\n\n" if about else "\n").join(["", *blocks]).lstrip("\n") + "\n"
+    return ("\n\n" if descriptions else "\n").join(["", *blocks]).lstrip("\n") + "\n"
 
 
 def _append_comment(setting: str, reason: str) -> str:

@@ -62,13 +62,13 @@ def read_sections(text: str) -> Iterator[tuple[Entry, list[Entry] | None]]:
             key_node.start_mark.line + 1,
         )
         if isinstance(value_node, MappingNode):
-            below = [
+            child_entries = [
                 Entry(_read_key(k), _read_node(v), k.start_mark.line + 1)
                 for k, v in value_node.value
             ]
         else:
-            below = None
-        yield entry, below
+            child_entries = None
+        yield entry, child_entries
 
 
 def read_value(text: str) -> Any:
@@ -176,20 +176,20 @@ def _write_float(value: float) -> str:
     if not math.isfinite(value):
         return {math.inf: ".inf", -math.inf: "-.inf"}.get(value, ".nan")
     text = repr(value)
-    mantissa, e, exponent = text.partition("e")
+    mantissa, separator, exponent = text.partition("e")
     if (
-        e and "." not in mantissa
+        separator and "." not in mantissa
     ):  # a YAML 1.1 reader takes 1e-05 as text; 1.0e-05 is a number in both versions
         return f"{mantissa}.0e{exponent}"
     return text
 
 
 def _write_text(text: str, *, flow: bool = False) -> str:
-    plain = (
+    is_plain = (
         text.isascii() and text.isprintable() and not (flow and any(c in text for c in ",[]{}:"))
     )
     if (
-        plain
+        is_plain
         and text == text.strip()
         and text[:1] not in "!&*%@`|>'\"?-#"
         and ": " not in text
@@ -203,12 +203,12 @@ def _write_text(text: str, *, flow: bool = False) -> str:
     return '"' + "".join(_escape(c) for c in text) + '"'
 
 
-def _escape(c: str) -> str:
-    if c in '"\\':
-        return "\\" + c
-    if c.isprintable():
-        return c
-    code = ord(c)
+def _escape(character: str) -> str:
+    if character in '"\\':
+        return "\\" + character
+    if character.isprintable():
+        return character
+    code = ord(character)
     if code < 0x100:
         return f"\\x{code:02x}"
     if code < 0x10000:

@@ -20,7 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ..config.sources import HUB, STDLIB, SourceSpec
+from ..config.sources import HUB_PREFIX, STDLIB, SourceSpec
 from ..environment.hub import is_unreachable, not_in_cache
 from ..environment.private import NotPrivateError, make_private, temporary_folder
 from ..errors import UsageError
@@ -355,7 +355,7 @@ def _load_dataset(source: HubSource) -> Any:
     import datasets
 
     spec = source.spec
-    name = spec.name.removeprefix(HUB)
+    name = spec.name.removeprefix(HUB_PREFIX)
     folder = Path(name).expanduser()
     if sys.stderr is None or not sys.stderr.isatty():  # where its bars are a line for each change
         datasets.disable_progress_bars()
@@ -420,7 +420,11 @@ def _load_error_fix(error: BaseException, name: str) -> str | None:
 
 def require_source(spec: SourceSpec) -> None:
     """Checks a file, folder or glob before a row is read. Raises UsageError."""
-    if spec.name != STDLIB and not spec.name.startswith(HUB) and not is_saved_dataset(spec.name):
+    if (
+        spec.name != STDLIB
+        and not spec.name.startswith(HUB_PREFIX)
+        and not is_saved_dataset(spec.name)
+    ):
         find_files(spec)
 
 
@@ -436,7 +440,7 @@ def open_source(
     """
     if spec.name == STDLIB:
         return StdlibSource(spec, needs_answer, objective_format)
-    if spec.name.startswith(HUB) or is_saved_dataset(spec.name):
+    if spec.name.startswith(HUB_PREFIX) or is_saved_dataset(spec.name):
         return HubSource(spec, needs_answer, objective_format, streaming=streaming)
     files, notes = find_files(spec)
     source = FileSource(spec, needs_answer, objective_format, files=files)

@@ -475,10 +475,10 @@ def refuse_incomplete(loaded: LoadedConfig) -> None:
     from ..config.kind import (
         DIFFUSION,
         GGUF_FIX,
-        NO_GGUF,
+        GGUF_REFUSAL,
         detect_run_kind,
         is_denoiser,
-        refuse_inapplicable,
+        refuse_inapplicable_keys,
     )
     from ..config.sources import (
         check_data,
@@ -515,10 +515,12 @@ def refuse_incomplete(loaded: LoadedConfig) -> None:
                 f"{loaded.sources[key]} {key}: {name}: no such"
                 f" {missing_part}{closest_model_hint(name) or missing_folder_hint(name, loaded.path)}"
             )
-    refuse_inapplicable(config, loaded.sources)
+    refuse_inapplicable_keys(config, loaded.sources)
     diffusion = detect_run_kind(config) == DIFFUSION
     if diffusion and str(config.model.name).endswith(".gguf"):
-        missing.append(f"{folder_name}model.name: {config.model.name}: {NO_GGUF}: take {GGUF_FIX}")
+        missing.append(
+            f"{folder_name}model.name: {config.model.name}: {GGUF_REFUSAL}: take {GGUF_FIX}"
+        )
     if diffusion and config.images.train is None:
         missing.append(
             f"{folder_name}images.train: missing: a folder of pictures with captions, or a JSONL file"

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..config.kind import FORMATS
+from ..config.kind import FORMAT_OF_OBJECTIVE
 from ..config.schema import DataSection
 from ..data.load import load_data
 from ..data.pictures import Pictures
@@ -332,7 +332,7 @@ def _load_rows(run: LoadedRun) -> tuple[list, Pictures | None]:
         section,
         run.tokenizer,
         seed=run.config.train.seed,
-        objective_format=FORMATS.get(run.config.train.objective),
+        objective_format=FORMAT_OF_OBJECTIVE.get(run.config.train.objective),
         pictures=build_picture_reader(run.config.model, section, run.tokenizer),
     )
     return list((loaded.eval or loaded.train)[:CHECKED_ROWS]), loaded.pictures

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ..config.sources import short_names
+from ..config.sources import short_source_names
 from ..errors import RunError, UsageError
 from ..precision import ROLES
 from ..runs.checkpoint.atomic_folder import write_text
@@ -191,7 +191,7 @@ def subtitle(record: RunRecord) -> str:
         adaptation = f"{adaptation}, {format_percent(trained / total)} trained"
     parts.append(adaptation)
     if train:
-        parts.append(f"on {short_names(train)}")
+        parts.append(f"on {short_source_names(train)}")
     return "  ·  ".join(str(part) for part in parts if part)
 
 

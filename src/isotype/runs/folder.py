@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from ..config.load import LoadedConfig
 from ..config.schema import RunConfig
-from ..config.sources import first_name
+from ..config.sources import first_source_name
 from ..errors import UsageError
 from .checkpoint.atomic_folder import write_text
 from .foreign import MAX_BYTES, parse_json
@@ -35,7 +35,7 @@ def default_run_name(config: RunConfig) -> str:
     )
     parts = [
         Path(model).name,
-        Path(first_name(config.data.train or config.images.train)).stem,
+        Path(first_source_name(config.data.train or config.images.train)).stem,
         time.strftime("%Y%m%d-%H%M%S"),
     ]
     return "-".join("".join(c if c.isalnum() or c in "._" else "-" for c in part) for part in parts)

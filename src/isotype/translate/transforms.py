@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from ..config.keys import takes
+from ..config.keys import accepts_type
 from ..config.yaml_text import write_value
 
 OFF_VALUES = (
@@ -244,17 +244,17 @@ def _convert_by_schema(target: str) -> Handler:
     """
 
     def handler(draft: Draft, source_key: SourceKey) -> None:
-        if takes(target, "integer"):
+        if accepts_type(target, "integer"):
             convert_count(target)(draft, source_key)
-        elif takes(target, "number"):
+        elif accepts_type(target, "number"):
             convert_number(target)(draft, source_key)
-        elif takes(target, "boolean"):
+        elif accepts_type(target, "boolean"):
             draft.set(source_key, target, is_enabled(source_key.value))
         else:
             as_it_is = (
                 isinstance(source_key.value, bool)
-                or takes(target, "array")
-                or takes(target, "object")
+                or accepts_type(target, "array")
+                or accepts_type(target, "object")
             )
             # a truth is no text: the schema refuses it
             draft.set(source_key, target, source_key.value if as_it_is else str(source_key.value))

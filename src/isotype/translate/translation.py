@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from ..config.keys import keys, sections
+from ..config.keys import key_schemas, section_names
 from ..config.load import parse_config
 from ..config.yaml_text import write_value
 from ..doctor.check import check
@@ -409,10 +409,10 @@ def _write_yaml(draft: Draft, source: Source, tool: str) -> str:
         f"# From {source.file} ({tool}), by `isotype import`. See what it would do: isotype plan"
         " FILE"
     ]
-    for section in sections():
+    for section in section_names():
         settings = {
             key: draft.settings[key]
-            for key in keys()
+            for key in key_schemas()
             if key.startswith(f"{section}.") and key in draft.settings
         }
         if not settings:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from ...config.kind import GGUF_FIX, NO_GGUF, PIPELINE_FILE
+from ...config.kind import GGUF_FIX, GGUF_REFUSAL, PIPELINE_FILE
 from ...config.sources import unknown_key
 from ...environment.hardware import out_of_memory_message
 from ...environment.hub import is_unreachable, print_status
@@ -201,7 +201,7 @@ class PipelineFolder:
                 is_gguf = any(folder.glob("*.gguf"))
                 pickles = sorted(folder.glob("*.bin"))
                 if is_gguf:
-                    reason = NO_GGUF
+                    reason = GGUF_REFUSAL
                 else:
                     reason = f"no .safetensors{f', and {pickles[0].name} can run code' if pickles else ''}"
                 raise UsageError(
