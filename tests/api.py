@@ -196,7 +196,8 @@ INNER = {
     "isotype.training.finish": "finish=",
     "isotype.training.loop": "loop= Loop",
     "isotype.training.memory.blocks": (
-        "check_offload get_frozen_blocks offload_blocks plan_offload refuse_without_host_memory"
+        "Block check_offload get_frozen_blocks offload_blocks plan_offload"
+        " refuse_without_host_memory"
     ),
     "isotype.training.memory.device": (
         "PLAN_TOLERANCE choose_checkpointing_by_plan overhead_memory return_freed_blocks"

@@ -10,6 +10,7 @@ import gc
 import pytest
 import torch
 from tests.api import (
+    Block,
     check_offload,
     configured_parallel,
     get_frozen_blocks,
@@ -278,3 +279,20 @@ def test_what_leaves_no_blocks_to_move_or_no_place_for_them_is_refused_in_one_li
         match=r"2 processes with 30.00 GiB of blocks each do not fit into 32.00 GiB of host memory",
     ):
         refuse_without_host_memory(30 << 30, 32 << 30, 2)
+
+
+def test_the_pinned_memory_of_a_freed_block_is_unregistered(monkeypatch):
+    unregistered = []
+
+    class Runtime:
+        def cudaHostUnregister(self, address):
+            unregistered.append(address)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    block = Block([torch.zeros(4096)], CPU)
+    address = block.host_memory.data_ptr()
+    block.device = torch.device("cuda")
+    del block
+    gc.collect()
+    assert unregistered == [address]

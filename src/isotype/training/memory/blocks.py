@@ -110,7 +110,7 @@ class Block:
             self.device_memory = None
 
     def __del__(self) -> None:
-        if self.device.type == "cuda" and hasattr(self, "memory"):
+        if self.device.type == "cuda" and hasattr(self, "host_memory"):
             with suppress(Exception):  # at the interpreter's end CUDA may be gone
                 # a copy that nobody waited for may still read these pages
                 torch.cuda.synchronize(self.device)
