@@ -171,7 +171,7 @@ def test_a_run_does_not_go_on_with_another_objective(workshop, tmp_path, with_ob
     run = isotype.train(
         **settings(workshop, tmp_path / "run"), callbacks=[StopsAt2()], objective=first
     )
-    with pytest.raises(UsageError, match=r"it was trained with .*, and would go on with"):
+    with pytest.raises(UsageError, match=r"it was trained with .*, and would continue with"):
         isotype.train(resume=run.folder, objective=second)
     assert isotype.train(resume=run.folder, objective=first).result["steps"] == 4
 

@@ -1,8 +1,8 @@
 """Fingerprints of what a run starts from besides its configuration: the frozen weights and the
 model's own settings. A resume with another base is refused.
 
-`plan.json` records them. Weights that are packed, or that `adapter.start` has changed, are left out:
-another device may pack or decompose them to other bits.
+`plan.json` records them. Weights that are packed, or that `adapter.start` has changed, are left
+out: another device may pack or decompose them to other bits.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from ..model.starts import SUBTRACTED_STARTS
 from ..precision.apply import declared_dtype, inner_model, is_quantised
 from ..precision.precision import Precision
 
-BASE = "base"  # in plan.json, and of a change
-# what a library, an installation or a run writes into the settings of a loaded model
+BASE = "base"  # the key in plan.json, and the kind of a change
+# the keys that a library, an installation or a run writes into the settings of a loaded model
 _NOT_OF_THE_MODEL = (
     "transformers_version", "dtype", "torch_dtype", "use_cache", "quantization_config", "name_or_path",
 )  # fmt: skip
 
 
 def fingerprint_of_base(model: nn.Module, precision: Precision, adapter: AdapterSection) -> str:
-    """A hash of some elements of every frozen weight, in the dtype that the run gives it: the same
-    before and after it is cast. "" where `adapter.start` changes them.
+    """A hash of some elements of every frozen weight, in the dtype that the run casts it to. So the
+    hash is the same before and after the cast. It is "" where `adapter.start` changes the weights.
     """
     if adapter.start in SUBTRACTED_STARTS:
         return ""
@@ -51,7 +51,9 @@ def fingerprint_of_base(model: nn.Module, precision: Precision, adapter: Adapter
 
 
 def model_settings(model: nn.Module) -> dict[str, Any]:
-    """The model's `config.json` as its library read it, flat: `rope_parameters.rope_theta`."""
+    """The model's `config.json` as its library read it, with flat keys:
+    `rope_parameters.rope_theta`.
+    """
     config: Any = getattr(inner_model(model), "config", None)
     if config is None:
         return {}
@@ -74,11 +76,12 @@ def describe_base(fingerprint: str, model: nn.Module, precision: Precision) -> d
 
 
 def compare_bases(recorded: Any, current: dict[str, Any], loaded: LoadedConfig) -> str:
-    """How the base differs from the one that the run was last started with, or "".
+    """Describes how the base differs from that of the run's last start; "" if it does not.
 
-    recorded  of plan.json; a run from before it was recorded is not compared
-    Raises    UsageError unless the user accepts changes. With other versions of the libraries,
-              which may read a file in another way, a difference is named and not refused
+    recorded  the record in plan.json; a run without such a record is not compared
+    Raises    UsageError for a difference, unless the user accepts changes. If the versions of the
+              libraries differ too, a difference is only described, because another version may read
+              the same file in another way
     """
     if not isinstance(recorded, dict) or not isinstance(recorded.get("settings"), dict):
         return ""

@@ -28,9 +28,9 @@ Objective: TypeAlias = Callable[[nn.Module, Any], Tensor]
 
 @dataclass(frozen=True)
 class Moment:
-    """The state of the run, as a callback gets it.
+    """The state of the run that a callback receives.
 
-    step, total  optimizer steps done, and their number in the whole run
+    step, total  number of optimizer steps done, and of the whole run
     row          the line of metrics.jsonl: loss, learning rate, ...; after samples `{"samples":
                  [...]}`; after a save its folder
     model        with its adapter, under the run's precision; do not change its weights
@@ -132,9 +132,9 @@ def _find_change(
     current: dict[str, tuple[int, ...]],
     continuity: Continuity,
 ) -> str | None:
-    """The name of the first tensor that a callback changed: a parameter or optimizer state that was
-    written, replaced, frozen or unfrozen; or a buffer that was rounded. (A generation may write
-    buffers otherwise.)
+    """The name of the first tensor that a callback changed. A parameter or optimizer state counts
+    as changed if it was written, replaced, frozen or unfrozen. A buffer counts only if it was
+    rounded, since a generation may write to buffers.
     """
     changed_name = next(
         (key for key in previous.keys() | current.keys() if previous.get(key) != current.get(key)),
@@ -180,7 +180,7 @@ def _tensor_versions(
 
 
 def objective_name(objective: Objective | None) -> str | None:
-    """Module and name of a user's objective; None where the task's own is used."""
+    """Module and name of a user's objective; None where the task's own loss is used."""
     if objective is None:
         return None
     return (

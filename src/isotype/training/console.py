@@ -1,6 +1,8 @@
-"""The terminal of a run: a header, one live line, evaluations and samples; plain lines if the
-output is not a terminal. Handles the signals that end a run (Ctrl-C, SIGTERM, a closed terminal),
-and silences libraries that would print between the lines.
+"""The output of a run in the terminal: a header, one live line, evaluations and samples. If the
+output is not a terminal, it is plain lines.
+
+This module also handles the signals that end a run (Ctrl-C, SIGTERM, a closed terminal), and
+silences libraries that would print between the lines.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from rich.text import Text
 from ..wording import remove_control_characters
 from .task import MetricNames, Sample
 
-PLAIN_PROGRESS_LINES = 60  # about so many progress lines in a whole run where there is no terminal
+PLAIN_PROGRESS_LINES = 60  # about this many progress lines in a run without a terminal
 
 
 def format_duration(seconds: float) -> str:
@@ -43,7 +45,9 @@ def format_duration(seconds: float) -> str:
 def format_progress(
     step: int, total: int, row: dict[str, Any], seconds_left: float | None, names: MetricNames
 ) -> str:
-    """`step 12/200  loss 2.314  lr 2.0e-04  grad 0.83  changed 98%  3,120 tok/s  1.20 GB  ETA 0:42`"""
+    """Example: `step 12/200  loss 2.314  lr 2.0e-04  grad 0.83  changed 98%  3,120 tok/s  1.20 GB
+    ETA 0:42`
+    """
     parts = [
         f"step {step}/{total}",
         f"loss {row['loss']:.4f}",
@@ -69,10 +73,10 @@ def format_progress(
 
 
 class _PipeSafeConsole(Console):
-    """A console that goes silent when its reader ends (`| head`). The run continues; its files have
-    everything that would be printed.
+    """A console that stops printing when the process that reads its output ends (`| head`). The run
+    continues, and its files contain everything that would be printed.
 
-    rich's own console would end the process with status 1 and without a message.
+    The console of `rich` would end the process with status 1 and without a message.
     """
 
     def on_broken_pipe(self) -> None:
@@ -84,7 +88,7 @@ class _PipeSafeConsole(Console):
         )
         try:
             print(message, file=sys.stderr, flush=True)
-        except BrokenPipeError:  # `2>&1 |`
+        except BrokenPipeError:  # stderr goes into the same pipe: `2>&1 |`
             _redirect_to_null(sys.stderr.fileno())
 
 
@@ -96,7 +100,7 @@ def _redirect_to_null(*streams: int) -> None:
 
 
 class RunConsole:
-    """Prints to stdout, or to stderr when stdout belongs to `--json`.
+    """Prints to stdout, or to stderr when stdout is for the JSON of `--json`.
 
     result  the run's status, folder and more; empty until `report_result`
     """
@@ -114,11 +118,11 @@ class RunConsole:
         self._unlogged_lines: list[str] = []  # lines from before the run had a log
 
     def silence(self) -> None:
-        """Stops printing: another process of the run has the terminal."""
+        """Stops printing, because another process of the run prints."""
         self._silent = self.console.quiet = True
 
     def start_log(self, file: Path) -> None:
-        """Appends every line to `file`, also those that were printed before."""
+        """Appends every line to `file`, including the lines that were printed before."""
         self._log = file
         lines = self._unlogged_lines
         self._unlogged_lines = []
@@ -131,7 +135,7 @@ class RunConsole:
             try:
                 with self._log.open("a", encoding="utf-8", errors="backslashreplace") as log:
                     log.write(f"{text}\n")
-            # a full disk ends the run at its next checkpoint; the log is no reason to
+            # the run continues without a log; a full disk ends it at its next checkpoint
             except OSError:
                 self._log = Path(os.devnull)
 
@@ -201,8 +205,8 @@ class Interrupt:
     """A context in which SIGINT, SIGTERM or SIGHUP (a closed terminal or a broken connection) sets
     `requested`.
 
-    While `training` is true, the loop saves after its step and stops; a second signal stops it at
-    once. Before that a signal raises KeyboardInterrupt, since tokenising may take hours.
+    While `training` is true, the loop saves after its current step and stops; a second signal stops
+    it at once. Before training a signal raises KeyboardInterrupt, since tokenising may take hours.
     """
 
     def __init__(self) -> None:
@@ -213,7 +217,7 @@ class Interrupt:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._previous_handlers[number] = signal.signal(number, self._handle)
-            if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup has it ignored
+            if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup ignores it
                 self._previous_handlers[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._hang_up)
         return self
 
@@ -222,8 +226,8 @@ class Interrupt:
             signal.signal(number, handler)
 
     def begin(self) -> None:
-        """Marks the start of training. Raises KeyboardInterrupt if a library or a `__del__` swallowed
-        an earlier one.
+        """Marks the start of training. Raises KeyboardInterrupt if a library or a `__del__`
+        swallowed an earlier one.
         """
         if self.requested:
             raise KeyboardInterrupt
@@ -268,11 +272,11 @@ def quiet_libraries() -> None:
         message="Unable to fetch remote file|Could not find a config file in",
         module="peft",
     )
-    # advice for making an adapter: a folder's is loaded as it was saved, and a merge decides itself
-    # whether the head stays tied
+    # this advice is for new adapters; a saved adapter is loaded unchanged, and a merge decides
+    # itself whether the head stays tied
     warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`", module="peft")
-    # of the patterns that PEFT writes itself for stacked experts, whose parameters it does not
-    # count as modules; they are followed
+    # PEFT writes these patterns itself for stacked experts and applies them. It warns because it
+    # does not count the experts' parameters as modules
     warnings.filterwarnings(
         "ignore",
         message=r"The following (rank|alpha)_pattern keys did not match .*\['\.\*",
@@ -282,7 +286,7 @@ def quiet_libraries() -> None:
 
 @contextmanager
 def silence_library_warnings() -> Iterator[None]:
-    """Hides the warnings of libraries about a model without data, and the traceback of an operator
+    """Hides the warnings of libraries about a model without data, and PyTorch's log of an operator
     that needs data.
     """
     operators = logging.getLogger("torch._subclasses.fake_tensor")

@@ -43,7 +43,7 @@ def prepare_data(
     """Prepares device and precision, then the data. Cheap checks come first, so that a mistake is
     found in seconds. Raises UsageError.
 
-    hardware  prepares for this device instead of the one in this machine
+    hardware  the device to prepare for; by default the device in this machine
     """
     config = task.config
     hardware = hardware or detect(config.model.device)
@@ -58,7 +58,8 @@ def prepare_data(
     task.check(resolved.precision)
     seed_everything(config.train.seed, deterministic=config.train.deterministic)
     world.at(0, "reading the data")
-    world.first_before_others(task.load_data)  # what it tokenised, the others find in the cache
+    # the first process tokenises the rows, and the others read them from the cache
+    world.first_before_others(task.load_data)
     return DeviceSetup(hardware, device, resolved)
 
 
@@ -99,8 +100,8 @@ def check_adapters(config: RunConfig) -> None:
             (
                 adapter.start_from is not None,
                 (
-                    f"adapter.{key}: has no effect with adapter.start_from, whose adapter goes on"
-                    " as it is"
+                    f"adapter.{key}: has no effect with adapter.start_from, whose adapter keeps its"
+                    " own settings"
                 ),
                 f"remove adapter.{key}",
             )

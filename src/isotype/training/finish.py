@@ -1,4 +1,4 @@
-"""The end of a run: save the adapter or the model, load it again, compare, write the result."""
+"""The end of a run: saves the adapter or the model, loads it again, compares, writes the result."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .task import Evaluation, Task, fix_random_state
 
 def finish(loop: Loop, prepared: Prepared) -> dict[str, Any]:
     """Saves the result, loads it again and compares; returns the content of result.json. Raises
-    RunError SV001 when the saved result is not the trained one.
+    RunError SV001 when the loaded result differs from the trained weights.
 
     The first process does this while the others wait. Processes that share the model do it
     together, since none of them could hold the whole model.
@@ -48,7 +48,7 @@ def finish(loop: Loop, prepared: Prepared) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _SavedResult:
-    """A written result, with the loss and the digests that it must have when it is loaded."""
+    """A written result, with the loss and the tensor digests that it must have when it is loaded."""
 
     folder: Path
     dtype: torch.dtype
@@ -57,7 +57,10 @@ class _SavedResult:
 
 
 def _save_and_verify(loop: Loop, prepared: Prepared, world: World) -> dict[str, Any]:
-    """world  the processes that call this together"""
+    """Saves, frees the model, reloads and compares; returns the content of result.json.
+
+    world  the processes that call this together
+    """
     config = loop.config
     progress = loop.progress
     precision = prepared.resolved.precision
@@ -116,7 +119,7 @@ def saves_best(config: RunConfig) -> bool:
 
 
 def evaluation_set(config: RunConfig) -> str:
-    """The name of the rows that choose the best step, for the last lines of a run."""
+    """The name of the rows that decide which step is the best, for the last lines of a run."""
     if config.train.stop_on is not None:
         return config.train.stop_on
     section = config.data if config.images.train is None else config.images
@@ -132,7 +135,7 @@ def evaluation_set(config: RunConfig) -> str:
 
 
 def _describe_eval_set(loop: Loop) -> str:
-    """The rows that choose the best step: their set, and their number where they are a part of it."""
+    """A text about the rows that decide which step is the best: their set, and which part of it."""
     name = evaluation_set(loop.config)
     schedule = loop.schedule
     if schedule.eval_stride == 1:
@@ -149,8 +152,8 @@ def _evaluation_loss(loop: Loop, step: int) -> float | None:
 
 
 def _whole_evaluation_loss(loop: Loop, step: int) -> float | None:
-    """The loss on all evaluation rows where the run's evaluations took a part of them; the last
-    step has it.
+    """The loss on all evaluation rows, for a run whose evaluations take a part of them. Only the
+    last step has it.
     """
     return _evaluation_metric(loop, step, "whole_eval_loss")
 
@@ -164,8 +167,8 @@ def _evaluation_metric(loop: Loop, step: int, key: str) -> float | None:
 
 
 def _save_result(loop: Loop, target: Path, world: World) -> _SavedResult:
-    """Writes the model's weights as they are now, and observes the dtypes of the files. The first
-    process has the digests of the weights. Raises DtypeError DT003.
+    """Writes the model's current weights, and observes the dtypes of the files. Only the first
+    process gets the digests of the weights. Raises DtypeError DT003.
     """
     writer = loop.result_writer
     tensors = writer.write(target, step=loop.progress.step)
@@ -186,7 +189,7 @@ def _save_result(loop: Loop, target: Path, world: World) -> _SavedResult:
 
 
 def _load_best_weights(loop: Loop, world: World) -> int:
-    """Puts the weights of the best evaluation into the model; returns their step."""
+    """Loads the weights of the best evaluation into the model; returns their step."""
     best_step: int | None = world.first_does(lambda: loop.store.best)
     if best_step is None or best_step == loop.progress.step:
         return loop.progress.step
@@ -198,7 +201,8 @@ def _load_best_weights(loop: Loop, world: World) -> int:
         return loop.progress.step
     checkpoint = loop.store.load(best_step, local_rows_by_name(loop.model))
     restore_model(loop.model, checkpoint.tensors)
-    if loop.config.train.optimizer == SCHEDULE_FREE:  # its averages follow from its states
+    # the averages of a schedule-free optimizer are computed from its states
+    if loop.config.train.optimizer == SCHEDULE_FREE:
         restore_optimizer(
             loop.model, loop.stepper.optimizer, checkpoint.tensors, checkpoint.state["optimizer"]
         )
@@ -212,7 +216,7 @@ def _free_model(loop: Loop, prepared: Prepared) -> None:
     """Frees the trained model, to make room for the reloaded one."""
     loop.stepper.accumulator.close()
     loop.mapped_files.close()
-    # nothing reads these again
+    # nothing reads these attributes again
     for name in ("observer", "stepper", "model", "ema", "continuity", "frozen_weights"):
         setattr(loop, name, None)
     for name in ("state", "result_writer"):
@@ -224,7 +228,7 @@ def _free_model(loop: Loop, prepared: Prepared) -> None:
         torch.cuda.empty_cache()
 
 
-CHECKED_ROWS = 16  # enough that a wrong adapter cannot hide, few enough for a CPU
+CHECKED_ROWS = 16  # enough to reveal a wrong adapter, few enough for a CPU
 
 
 def _verify_result(
@@ -238,7 +242,7 @@ def _verify_result(
     """Returns the loss of the reloaded result. Raises RunError SV001 when this loss or one of the
     trained weights differs.
 
-    sharding  how the processes of `world` share the trained model; the reloaded one is shared in
+    sharding  how the processes of `world` share the trained model. They share the reloaded model in
               the same way, and all call this together
     """
     mesh = None if sharding is None else sharding.mesh
@@ -261,8 +265,8 @@ def _verify_result(
         reloaded = task.evaluate(
             model, device, dtype=precision.loss, most=CHECKED_ROWS, world=world
         )
-    # the tolerance is the error of rounding to the saved dtype; where `adapter.start` subtracted the
-    # adapter from the base, also that of rounding the base
+    # the tolerance is the error of rounding to the saved dtype; where `adapter.start` subtracted
+    # the adapter from the base, also that of rounding the base
     is_exact = saved.dtype in (torch.float32, to_torch(precision.trainable))
     tolerance = 1e-6 if is_exact else torch.finfo(saved.dtype).eps
     adapter = task.config.adapter
@@ -285,13 +289,13 @@ def print_result(result: dict[str, Any], console: RunConsole) -> None:
     best = result["best_eval_loss"]
     step = result["best_step"]
     eval_set = result["eval_set"]
-    # of the rows that there are now; an earlier part of the run may have had others
+    # the best loss on the current evaluation rows; before a resume the run may have had other rows
     if best is None:
         evaluated = ""
     elif step:
         evaluated = f", best evaluation loss {best:.4f} ({eval_set}) at step {step}"
     else:
-        evaluated = f", no evaluation lower than {best:.4f} ({eval_set}), that before step 1"
+        evaluated = f", no evaluation lower than {best:.4f} ({eval_set}) before step 1"
     console.print_line(
         f"done      {pluralise(result['steps'], 'step')} in"
         f" {format_duration(result['trained_seconds'])}{evaluated}"
@@ -307,7 +311,7 @@ def print_result(result: dict[str, Any], console: RunConsole) -> None:
 
 
 def saved_weights(result: dict[str, Any]) -> str:
-    """Which weights the result has, and what they lose on the evaluation rows."""
+    """A text that names the step of the saved weights and their loss on the evaluation rows."""
     step = result["of_step"]
     best_step = result["best_step"]
     loss = result["eval_loss"]

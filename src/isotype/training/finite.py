@@ -17,8 +17,8 @@ from .setting_names import RUN_FILE_NAMES, SettingNames
 
 
 def first_non_finite_module(model: nn.Module, forward: Callable[[], object]) -> str | None:
-    """Runs forward pass and loss again, and names the innermost module whose output is the first
-    non-finite one.
+    """Runs forward pass and loss again, and returns the name of the innermost module that is the
+    first with a non-finite output.
     """
     names: list[str] = []
     inner_module = inner_model(model)
@@ -30,7 +30,7 @@ def first_non_finite_module(model: nn.Module, forward: Callable[[], object]) -> 
 
         return look
 
-    # inner modules finish before the ones around them, so the first to be found is the innermost
+    # an inner module finishes before the module around it, so the first recorded is the innermost
     handles = [
         m.register_forward_hook(make_hook(n or type(inner_module).__name__))
         for n, m in inner_module.named_modules()
@@ -92,7 +92,7 @@ def non_finite_gradients(
 def smaller_update_advice(
     learning_rate: float, clip: float | None, names: SettingNames = RUN_FILE_NAMES
 ) -> str:
-    """Advice that makes updates smaller, without settings that are in force already."""
+    """Advice that makes updates smaller. It leaves out settings that are in force already."""
     advice = f"lower {names.learning_rate} (it is {learning_rate:g})"
     if not clip:
         advice += f", or set {names.clip}"
@@ -122,7 +122,7 @@ def non_finite_error(
     if compute == "fp16":
         wider_range = f", or {names.compute_bf16}, whose range is fp32's"
     bad_parameters = non_finite_parameters(model)
-    # runs every pass even if the first shows the module: the processes that share a model must run
+    # runs every pass, even if the first one finds the module: processes that share a model must run
     # the same number of forwards
     modules = [first_non_finite_module(model, forward) for forward in passes]
     module = next(filter(None, modules), None)

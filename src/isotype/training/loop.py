@@ -1,6 +1,6 @@
 """The loop of a run: optimizer steps, and between them evaluation, samples and checkpoints.
 
-`training.setup` prepares everything that it needs. `RunState` is what a checkpoint holds of it, so
+`training.setup` prepares everything that the loop needs. A checkpoint stores its `RunState`, so
 that a resumed run continues bit for bit.
 """
 
@@ -103,15 +103,16 @@ class Loop:
 
     @property
     def is_stopped_early(self) -> bool:
-        """Whether early stopping ends the run at this step; also true after a resume of a run that
-        early stopping has ended.
+        """Whether early stopping ends the run at this step. It is also true after the resume of a
+        run that ended early.
         """
         patience = self.config.train.patience
         return patience is not None and self.progress.without_gain >= patience
 
     def run(self, interrupt: Interrupt) -> bool:
         """Trains until the last step. Returns True at the end of the run, False when it was
-        interrupted and saved. Raises RunError that names the last good checkpoint when a step fails.
+        interrupted and saved. Raises RunError that names the last good checkpoint when a step
+        fails.
         """
         interrupt.begin()
         self.continuity.take_sample(
@@ -145,8 +146,8 @@ class Loop:
                 with self._explain_errors():
                     self.save_adapter()
             if stopping or stopped:
-                # a run that a callback ends is sampled at its last step, but not evaluated: a resumed
-                # run then has the metrics of a run that was not stopped
+                # a run that a callback ends is sampled at its last step, but not evaluated: a
+                # resumed run then has the metrics of a run that was not stopped
                 sampling = (
                     not stopping
                     and bool(self.schedule.sample_every)
@@ -166,12 +167,13 @@ class Loop:
         try:
             with self.world.exchanging():
                 yield
-        except (RunError, UsageError) as error:  # a stream meets its broken rows here
+        # UsageError too: a data stream finds an invalid row only when a step reads it
+        except (RunError, UsageError) as error:
             raise self.add_last_good_checkpoint(error) from error
 
     @property
     def model_world(self) -> World:
-        """The processes that share the model, and so run each forward together."""
+        """The processes that share the model, and so must run each forward together."""
         if self.stepper.sharding is not None:
             return self.world
         return ALONE
@@ -253,7 +255,9 @@ class Loop:
     def _observed_step(
         self, batches: Sequence[Batch], step: int, rate: float, watches_changes: bool
     ) -> tuple[StepResult, int]:
-        """A step with every module hooked; raises DtypeError when something is not as declared."""
+        """Runs a step with hooks on every module; returns its result and the number of promotions.
+        Raises DtypeError where a dtype is not the declared one.
+        """
         accumulator = self.stepper.accumulator
         optimizer = self.stepper.optimizer
         with self.observer.watch(
@@ -278,8 +282,8 @@ class Loop:
         return result, sum(observation.promotions.values())
 
     def _refuse_changed_base(self, step: int) -> None:
-        """Raises RunError CK004 where a file that the run reads, or a frozen weight, is not what it
-        was when the run started.
+        """Raises RunError CK004 where a file that the run reads, or a frozen weight, has changed
+        since the start of the run.
         """
         for path in self.mapped_files.refuse_changes(step):
             self.console.print_line(
@@ -294,8 +298,8 @@ class Loop:
             )
 
     def _report_outside_change(self, step: int) -> None:
-        """Raises DtypeError DT003 where weights, states or averages are not what the last update
-        left, or a buffer was rounded since.
+        """Raises DtypeError DT003 where other code has changed weights, optimizer states or
+        averages since the last update, or has rounded a buffer.
         """
         observation = Observation(step)
         report_differences(
@@ -315,7 +319,7 @@ class Loop:
             self.stop_requested |= run_callbacks(
                 self.callbacks, name, moment, self.stepper.optimizer
             )
-            self.stepper.accumulator.zero()  # a backward of a callback's own left gradients
+            self.stepper.accumulator.zero()  # a callback that ran backward has left gradients
 
     def _write_metrics(self, row: dict[str, Any]) -> None:
         if self.world.first:
@@ -361,7 +365,7 @@ class Loop:
             progress.without_gain = 0
         else:
             progress.without_gain += 1
-        # losses of all rows are not compared with those of some
+        # this loss is not compared with those of other steps, which are on fewer rows
         is_last = progress.step == self.schedule.total or self.is_stopped_early
         whole = self._evaluate_rows(1) if stride > 1 and is_last else None
         names = self.task.metric_names
@@ -426,8 +430,9 @@ class Loop:
         self._run_callbacks("samples", {"samples": records})
 
     def _keep_evaluation_rows(self) -> None:
-        """Continues a resumed run with the rows that it evaluated before, also where it now has
-        another number of steps. A run of an earlier version evaluated all rows, ten times.
+        """Makes a resumed run evaluate the same rows as before, even if its number of steps has
+        changed. A checkpoint without an evaluation stride comes from an earlier version, which
+        evaluated all rows after each tenth of the run.
         """
         evaluated = self.progress.evaluated
         is_default = self.config.train.eval_every is None
@@ -439,7 +444,7 @@ class Loop:
         self.schedule.eval_stride = self.progress.eval_stride or 1
 
     def _evaluate_rows(self, stride: int) -> Evaluation:
-        """Evaluates one row of so many. Raises RunError NF001 for a loss that is not finite."""
+        """Evaluates one row per `stride` rows. Raises RunError NF001 for a loss that is not finite."""
         result = self.task.evaluate(
             self.model,
             self.device,
@@ -456,17 +461,18 @@ class Loop:
         return result
 
     def _observe_short_sample(self) -> None:
-        """Checks one short sample operator by operator. It has every dtype of a round of samples: a
-        prompt's prefill and the tokens after it run the same operators for each prompt. To watch
-        whole rounds took seven times as long as to make them (24 layers, 104 s beside 14.7).
+        """Observes the dtypes of every operator of one short sample. A short sample has the dtypes
+        of a whole round: the prefill of a prompt and its following tokens run the same operators
+        for every prompt. Observing a whole round took seven times as long as generating it (24
+        layers: 104 s against 14.7 s).
         """
         with self.observer.watch(0, role="generate") as observation:
             self.task.sample(self.model, self.device, shortened=True, world=self.model_world)
         self.precision_record.add(observation)
 
     def save(self, *, is_best: bool = False) -> None:
-        """Saves a checkpoint. Raises  RunError NF001 when a trained weight is not finite, CK001
-        when the disk refuses.
+        """Saves a checkpoint. Raises RunError NF001 when a trained weight is not finite, and CK001
+        when the disk cannot be written.
         """
         if self.saved_step == self.progress.step and not is_best:
             return
@@ -489,7 +495,7 @@ class Loop:
         )
 
     def save_adapter(self) -> None:
-        """Writes the adapter as it is now to `adapters/step_N`."""
+        """Writes the current adapter to `adapters/step_N`."""
         self._refuse_non_finite()
         self.world.at(self.progress.step, "an adapter")
         with self.pace.pause("checkpoint"), use_averages(self.stepper.optimizer):
@@ -502,7 +508,7 @@ class Loop:
             if not self.state.has_optimizer_states(checkpoint):
                 self.console.print_line(
                     "resume    the checkpoint has the states of another optimizer"
-                    " (train.optimizer): they begin anew"
+                    " (train.optimizer): this run's states begin empty"
                 )
             processes = self.state.restore_training(checkpoint)
             self.progress = self.state.progress
@@ -526,7 +532,7 @@ class Loop:
             ) from error
         self.precision_record.restore(self.progress.step)
         self.continuity.take_sample("the load")
-        # a resume may ask for another precision
+        # a resume may change the precision; states of another precision are not compared
         if checkpoint.state.get("precision") == self.resolved.text:
             self.precision_record.add(compare_loaded_state(self.continuity, checkpoint))
         self.saved_step = checkpoint.step

@@ -1,11 +1,12 @@
-"""What changes the trained weights: the optimizer, and the averages that take their place in
-evaluations and results.
+"""The optimizers of a run, and the averages of the trained weights that evaluations and results may
+use in their place.
 
-AdamW takes every declared combination of dtypes, optimizers of other libraries take fp32 weights.
+AdamW supports every combination of dtypes that `Precision` allows; the optimizers of other
+libraries support fp32 weights only.
 
-If all dtypes are fp32, AdamW is torch's fused one; otherwise `MixedAdamW`, since torch's AdamW
-refuses fp32 gradients of bf16 weights. Muon and Adafactor are torch's, Lion and the 8-bit ones
-bitsandbytes', the others their authors' packages.
+If all dtypes are fp32, AdamW is torch's fused implementation. Otherwise it is `MixedAdamW`, because
+torch's AdamW refuses fp32 gradients of bf16 weights. Muon and Adafactor come from torch, Lion and
+the 8-bit optimizers from bitsandbytes, and the others from their authors' packages.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from ..precision.precision import EIGHT_BIT_OPTIMIZERS, Precision
 
 Gradient = Callable[[nn.Parameter], Tensor | None]
 Matrices = Callable[[Tensor], Sequence[Tensor]]
-"""Views of a tensor's matrices, of which a stack of experts has one each."""
+"""Returns a view of each matrix in a tensor. A stack of experts has one matrix per expert."""
 MUON = "muon"
 SCHEDULE_FREE = "schedule-free"
 PRODIGY = "prodigy"
@@ -44,7 +45,8 @@ _EXTERNAL = {
     SCHEDULE_FREE: ("schedulefree", "AdamWScheduleFree", "optimizers"),
     PRODIGY: ("prodigyopt", "Prodigy", "optimizers"),
 }
-# warm-up: Prodigy's estimate of its rate must not count it; foreach would copy all gradients
+# safeguard_warmup leaves warm-up steps out of Prodigy's estimate of its rate; foreach would copy
+# all gradients
 _EXTERNAL_OPTIONS: dict[str, dict[str, Any]] = {
     PRODIGY: {"safeguard_warmup": True},
     SCHEDULE_FREE: {"foreach": False},
@@ -63,11 +65,12 @@ class MixedAdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter 2019) with fp32 arithmetic, for weights, gradients and states of
     any dtype.
 
-    gradient   where a parameter's accumulated gradient is
+    gradient   returns the accumulated gradient of a parameter
     state      dtype of the moments
-    rounding   nearest or stochastic, into the weight's dtype
-    seed       of the rounding noise: a function of seed, step and element, so that resuming needs
-               no state and processes that share a weight round it as one would
+    rounding   how weights are rounded to their dtype: nearest or stochastic
+    seed       seed of the rounding noise. The noise is a function of seed, step and element, so
+               that a resumed run needs no state for it, and processes that share a weight round it
+               in the same way as one process
     """
 
     def __init__(
@@ -117,7 +120,7 @@ class MixedAdamW(torch.optim.Optimizer):
             local_part(state["exp_avg"]),
             local_part(state["exp_avg_sq"]),
             numbers,
-            # another number for each parameter and step; both stay within 63 bits
+            # a different seed for each parameter and step, below 2**63
             seed=(
                 (self._seed * 1_000_003 + state["step"]) % 2**40 * 2**20 + index % 2**20
                 if self._stochastic
@@ -130,9 +133,10 @@ class MixedAdamW(torch.optim.Optimizer):
 class Muon(MixedAdamW):
     """torch's Muon (Jordan et al. 2024) for the matrices of a model, with AdamW for the rest.
 
-    matrices  parameter -> its matrices: each expert of a stack is orthogonalised alone
-    The rate of a matrix is scaled so that its update is as large as AdamW's (Liu et al. 2025, "Muon
-    is scalable for LLM training").
+    matrices  parameter -> function that splits it into its matrices; each expert of a stack is
+              orthogonalised separately
+    The learning rate of a matrix is scaled so that its update is as large as AdamW's (Liu et al.
+    2025, "Muon is scalable for LLM training").
     """
 
     MOMENTUM = 0.95
@@ -174,7 +178,7 @@ class Muon(MixedAdamW):
 
 
 def find_matrices(model: nn.Module) -> dict[nn.Parameter, Matrices]:
-    """The trained matrices of a model, stacks of experts among them, without embeddings and head."""
+    """The trained matrices of a model, including stacks of experts, without embeddings and head."""
     head = getattr(model, "get_output_embeddings", lambda: None)()  # a denoiser has none
     excluded: set[nn.Module] = set() if head is None else set(head.modules())
     excluded |= {
@@ -209,12 +213,12 @@ def _whole_matrix(matrix: Tensor) -> Sequence[Tensor]:
 
 
 def _split_experts_a(experts: int, a: Tensor) -> Sequence[Tensor]:
-    """a [(E R) in], as PEFT stacks it."""
+    """Splits PEFT's stacked A, [(E R) in], into one matrix per expert."""
     return a.view(experts, -1, a.shape[1]).unbind(0)
 
 
 def _split_experts_b(experts: int, b: Tensor) -> Sequence[Tensor]:
-    """b [out (R E)]."""
+    """Splits PEFT's stacked B, [out (R E)], into one matrix per expert."""
     return b.view(b.shape[0], -1, experts).unbind(2)
 
 
@@ -278,13 +282,13 @@ def build_optimizer(
     plus: float | None = None,
     text_rate: float | Sequence[float] | None = None,
 ) -> torch.optim.Optimizer:
-    """The optimizer of a run; weight decay on matrices only.
+    """Builds the optimizer of a run, with weight decay on matrices only.
 
-    plus       the learning rate of an adapter's B as a multiple of the others' (Hayou et al. 2024,
-               "LoRA+")
-    text_rate  that of a denoiser's text encoders, or of each, where it differs from
-               `train.learning_rate`
-    Raises     UsageError when Muon has no matrix
+    plus       the learning rate of LoRA's B matrices as a multiple of the other weights' (Hayou et
+               al. 2024, "LoRA+")
+    text_rate  the learning rate of a denoiser's text encoders, or one rate per text encoder, where
+               it differs from `train.learning_rate`
+    Raises     UsageError when no trained matrix is left for Muon
     """
     groups = parameter_groups(model, train, plus=plus, text_rate=text_rate)
     name = train.optimizer
@@ -297,8 +301,8 @@ def build_optimizer(
         "betas": (train.beta1, train.beta2),
         "eps": train.epsilon,
     }
-    # torch's fused AdamW refuses meta tensors, with which a memory plan runs; MixedAdamW's kernel
-    # has its operands and results
+    # a memory plan runs on meta tensors, which torch's fused AdamW refuses; MixedAdamW's kernel has
+    # the same operands and results
     is_meta = any(p.is_meta for group in groups for p in group["params"])
     is_fp32 = precision.trainable == precision.grads == precision.optimizer == "fp32"
     if name == "adamw" and is_fp32 and not is_meta:
@@ -322,7 +326,7 @@ def build_optimizer(
 
 
 def _build_external(groups: list[dict[str, Any]], train: TrainSection) -> torch.optim.Optimizer:
-    """An optimizer of another package."""
+    """Builds an optimizer of another package."""
     name = train.optimizer
     package, path, _ = _EXTERNAL[name]
     optimizer_class: Any = functools.reduce(getattr, path.split("."), import_module(package))
@@ -333,7 +337,7 @@ def _build_external(groups: list[dict[str, Any]], train: TrainSection) -> torch.
         groups, lr=train.learning_rate, betas=(train.beta1, train.beta2), **options
     )
     if name == SCHEDULE_FREE:
-        optimizer.train()  # type: ignore[attr-defined]  # its own method
+        optimizer.train()  # type: ignore[attr-defined]  # schedulefree's method
     return optimizer
 
 
@@ -344,8 +348,8 @@ def parameter_groups(
     plus: float | None,
     text_rate: float | Sequence[float] | None,
 ) -> list[dict[str, Any]]:
-    """The trained parameters in groups of one weight decay and one factor of the learning rate.
-    `plus` and `text_rate`: as in `build_optimizer`.
+    """Groups the trained parameters by weight decay and by the factor of their learning rate.
+    `plus` and `text_rate` are those of `build_optimizer`.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     faster: set[nn.Parameter] = set()
@@ -369,7 +373,7 @@ def parameter_groups(
 
 
 def _text_encoder_rates(text_rate: float | Sequence[float] | None) -> dict[str, float]:
-    """Part of the parameters' names -> learning rate."""
+    """Maps a part of the parameters' names to a learning rate."""
     if text_rate is None:
         return {}
     if not isinstance(text_rate, Sequence):
@@ -384,8 +388,8 @@ def _text_encoder_rates(text_rate: float | Sequence[float] | None) -> dict[str, 
 def _split_groups(
     groups: list[dict[str, Any]], weights: set[nn.Parameter], factor: float
 ) -> list[dict[str, Any]]:
-    """The groups without `weights`, then groups of `weights` alone, whose rate is multiplied by
-    `factor`.
+    """Returns the groups without `weights`, followed by groups of `weights` alone, whose learning
+    rate is multiplied by `factor`.
     """
     without_weights = []
     of_weights = []
@@ -399,7 +403,7 @@ def _split_groups(
 
 
 def state_bytes(model: nn.Module, train: TrainSection, precision: Precision) -> int:
-    """The optimizer's states of a model's trained weights, without step counts."""
+    """The bytes of the optimizer's states for a model's trained weights, without step counts."""
     matrices = find_matrices(model) if train.optimizer == MUON else {}
     moment_size = to_torch(precision.optimizer).itemsize
 
@@ -428,10 +432,11 @@ def state_bytes(model: nn.Module, train: TrainSection, precision: Precision) -> 
 
 @contextmanager
 def use_averages(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Within this block the model has the averages of a schedule-free optimizer; with another
-    optimizer its weights are unchanged.
+    """Gives the model the averages of a schedule-free optimizer within this block. With another
+    optimizer it does nothing.
 
-    `train()` of such an optimizer restores the weights to rounding; a copy restores their bits.
+    `train()` of such an optimizer would restore the weights only up to rounding, so they are
+    restored from a copy.
     """
     if not hasattr(optimizer, "eval"):
         yield
@@ -445,7 +450,7 @@ def use_averages(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 @contextmanager
 def preserve_weights(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Restores the bits of these weights on exit. Nothing records within this block."""
+    """Restores these weights bit for bit on exit. Gradients are off within this block."""
     with torch.no_grad():
         copies = [(p, p.detach().clone()) for p in parameters]
         try:
@@ -457,15 +462,15 @@ def preserve_weights(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 EMA_PREFIX = "ema."
 FOLDER_SUFFIX = "_ema"
-"""Of the folder of the averaged result beside the trained one's: `adapter_ema`."""
+"""The suffix of the folder with the averaged result: `adapter_ema`."""
 
 
 class Ema:
     """An exponential moving average of the trained weights (`train.ema`), in `precision.ema`.
 
     averages  name -> the average of one trained weight
-    After its n-th update an average has kept the share min(decay, (1 + n) / (10 + n)) of itself, so
-    that the first steps are forgotten in short runs too (as diffusers' EMAModel).
+    The n-th update keeps the share min(decay, (1 + n) / (10 + n)) of the average, as diffusers'
+    EMAModel does. So the influence of the first steps fades in short runs too.
     """
 
     def __init__(self, model: nn.Module, decay: float, dtype: str) -> None:
@@ -478,7 +483,7 @@ class Ema:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Takes the weights after optimizer step `step`, from 1."""
+        """Adds the weights after optimizer step `step`, counted from 1, to the averages."""
         share = min(self.decay, (1 + step) / (10 + step))
         averages = list(self.averages.values())
         weights = [
@@ -487,23 +492,23 @@ class Ema:
         torch._foreach_lerp_(averages, weights, 1 - share)
 
     def observed_dtypes(self) -> list[tuple[str, str, str]]:
-        """(role, tensor, dtype), in which a task reports the dtypes of its own roles."""
+        """Returns (role, tensor, dtype) of each average, as `Task.observed_dtypes` does."""
         return [("ema", name, dtype_name(average.dtype)) for name, average in self.averages.items()]
 
     @contextmanager
     def use_averages(self) -> Iterator[None]:
-        """Within this block the model has the averages, in the dtypes of its weights."""
+        """Gives the model the averages, in the dtypes of its weights, within this block."""
         with preserve_weights(self.parameters.values()):
             for name, p in self.parameters.items():
                 p.copy_(self.averages[name])
             yield
 
     def tensors(self) -> dict[str, Tensor]:
-        """For a checkpoint."""
+        """The averages by their names in a checkpoint."""
         return {f"{EMA_PREFIX}{name}": average for name, average in self.averages.items()}
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raises  RunError CK003 for a checkpoint without these averages."""
+        """Loads the averages. Raises RunError CK003 for a checkpoint that does not have them."""
         for name, average in self.averages.items():
             saved = tensors.get(f"{EMA_PREFIX}{name}")
             if saved is None or saved.shape != average.shape or saved.dtype != average.dtype:
@@ -516,8 +521,8 @@ class Ema:
 
 
 def group_counters(optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
-    """The counters that an optimizer keeps in each of its groups, for a checkpoint: Prodigy's rate,
-    the weights of schedule-free averages.
+    """The counters that an optimizer keeps in each of its groups, for a checkpoint; for example
+    Prodigy's rate and the weights of schedule-free averages.
     """
     counted = ("k", "weight_sum", "lr_max", "scheduled_lr", "d", "d_max", "d_numerator")
     return [
@@ -528,10 +533,11 @@ def group_counters(optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
 def convert_states(
     optimizer: torch.optim.Optimizer, counters: Sequence[Mapping[str, float]]
 ) -> None:
-    """Converts restored states to the form of this optimizer: the dtype of its moments, the type of
-    its step count, its paged memory. A resume may change the first two with consent.
+    """Converts restored states to the form that this optimizer needs: the dtype of its moments, the
+    type of its step count, its paged memory. A resume may change the first two if the user accepts
+    it.
 
-    counters  `group_counters` of the checkpoint
+    counters  the result of `group_counters` in the checkpoint
     """
     for group, values in zip(optimizer.param_groups, counters, strict=False):
         group.update(values)

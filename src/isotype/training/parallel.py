@@ -25,8 +25,11 @@ HYBRID = "hybrid"
 
 @dataclass(frozen=True)
 class Parallel:
-    """kind: replicate, shard or hybrid; `nodes`: machines that each have the whole model, where the
-    processes of one share it.
+    """How the processes of a run share a model.
+
+    kind   replicate (each has the whole model), shard (all share one), or hybrid (the processes of
+           each machine share one)
+    nodes  the number of machines that each have the whole model, for hybrid; else 1
     """
 
     kind: str
@@ -38,7 +41,7 @@ class Parallel:
         return self.kind != REPLICATE
 
     def parts(self, size: int) -> int:
-        """How many of `size` processes share a model."""
+        """The number of processes, of `size`, that share one model."""
         return size // self.nodes if self.shares else 1
 
     def __str__(self) -> str:
@@ -51,7 +54,8 @@ ONE_PROCESS = Parallel(REPLICATE)
 
 
 def configured_parallel(config: RunConfig, world: World) -> Parallel | None:
-    """What the configuration says, or None where it leaves that to the plan.
+    """The kind of parallelism that the configuration names; None where `auto` leaves it to the
+    memory plan.
 
     Raises  UsageError for a kind that this run or this number of machines cannot have
     """
@@ -65,7 +69,7 @@ def configured_parallel(config: RunConfig, world: World) -> Parallel | None:
     if reason := sharing_blocker(config):
         raise UsageError(
             f"parallel.kind: {kind} with {reason}",
-            fix="leave that away, or parallel.kind: replicate",
+            fix="remove that setting, or parallel.kind: replicate",
         )
     if kind == SHARD:
         return Parallel(SHARD, "parallel.kind")
@@ -94,7 +98,7 @@ _WHOLE_WEIGHT_OPTIMIZERS = {
 
 
 def sharing_blocker(config: RunConfig) -> str | None:
-    """The setting with which a model cannot be shared, and why; or None."""
+    """The setting that prevents sharing the model, with the reason; None if there is none."""
     adapter = config.adapter
     optimizer = config.train.optimizer
     cases = (
@@ -108,9 +112,9 @@ def sharing_blocker(config: RunConfig) -> str | None:
         ),
         (
             adapter.start in SUBTRACTED_STARTS,
-            f"adapter.start: {adapter.start}: it is taken off whole weights",
+            f"adapter.start: {adapter.start}: it is subtracted from whole weights",
         ),
-        (adapter.text_encoders, "adapter.text_encoders: shares of them were never tried"),
+        (adapter.text_encoders, "adapter.text_encoders: sharing them is not supported"),
         (adapter.train_tokens, "adapter.train_tokens: they are rows of a whole embedding"),
         (config.train.ema is not None, "train.ema: averages of shared weights are not offered yet"),
     )
@@ -118,8 +122,8 @@ def sharing_blocker(config: RunConfig) -> str | None:
 
 
 def choose_parallel(task: Task, device_setup: DeviceSetup, world: World) -> Parallel:
-    """The configured kind. `auto` plans the step as one process would compute it. All processes
-    take what the first one decides.
+    """Returns the configured kind of parallelism. For `auto` the first process plans the memory of
+    a step with the whole model, and all processes take its decision.
     """
     config = task.config
     precision = device_setup.resolved.precision
@@ -149,11 +153,12 @@ def choose_parallel(task: Task, device_setup: DeviceSetup, world: World) -> Para
 def choose_by_plan(
     upper_bound: int, available: int, peak: Callable[[], int], *, config: RunConfig
 ) -> Parallel:
-    """What `auto` takes: the whole model in each process where it fits, since a step then exchanges
-    least.
+    """The choice of `auto`: each process has the whole model where it fits, because a step then
+    exchanges the least.
 
-    upper_bound  of a process's bytes
-    peak         the planned bytes, asked for only where the bound is near the `available` bytes
+    upper_bound  an upper bound on the bytes of a process
+    available    the bytes of its device; 0 if unknown
+    peak         plans the bytes of a process; called only where the bound is near `available`
     """
     if not available:
         return Parallel(REPLICATE, "auto: the device's memory is unknown")

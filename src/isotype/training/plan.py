@@ -1,5 +1,5 @@
-"""`isotype plan`: what a run would do (precision, parameters, data, memory, schedule), worked out
-without weights and without a run folder.
+"""`isotype plan`: describes what a run would do (precision, parameters, data, memory, schedule). It
+needs no weights and writes no run folder.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from .start import attention_line
 from .step import peak_memory
 from .task import Outline, Task, micro_batch
 
-RETAINED_MEMORY = "up to 340 MiB"  # measured beyond the plan where nothing is given back
+# the most that a process was measured to use beyond its plan where it keeps freed memory
+RETAINED_MEMORY = "up to 340 MiB"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,10 +167,12 @@ class Plan:
         limit_text = (
             f" of {format_binary_bytes(self.hardware.memory)}" if self.hardware.memory else ""
         )
-        # above half of what there is, `train` makes malloc give freed blocks back
+        # where a run needs more than half of the memory, `train` makes malloc return freed blocks
         has_plenty = self.hardware.kind == "cpu" and self.peak <= self.hardware.memory // 2
         if has_plenty:
-            retained_note = f"; a process was seen to keep {RETAINED_MEMORY} more of what was freed, since there is plenty"
+            retained_note = (
+                f"; the process may keep {RETAINED_MEMORY} of freed memory on top of this"
+            )
         else:
             retained_note = ""
         lines = [
@@ -187,11 +190,12 @@ class Plan:
 def plan_run(
     task: Task, sources: Mapping[str, str], *, device: str | None = None, gpus: int | None = None
 ) -> Plan:
-    """Works out everything that can be known before the weights are loaded. Raises UsageError as
+    """Computes everything that can be known before the weights are loaded. Raises UsageError as
     `train` would.
 
-    device  plans for this one, as published, instead of the one that is here
-    gpus    plans for a process on each of so many too
+    device  the name of a device to plan for, by its published figures; by default the device of
+            this machine
+    gpus    also plans for this many processes, each on its own GPU
     """
     batching = None
     if gpus is not None:
@@ -306,9 +310,10 @@ GPUS_PER_MACHINE = 8
 class ProcessesPlan:
     """The plan of several processes.
 
-    processes      one for each GPU
-    nodes          machines
-    micro_batches  of one process in a step, of `rows` rows each
+    processes      number of processes, one per GPU
+    nodes          number of machines
+    micro_batches  number of micro-batches of one process in a step
+    rows           number of rows of a micro-batch
     kinds          kind of parallelism -> recomputation and memory of one process
     parallel       the kind that `auto` chooses
     """
@@ -343,7 +348,7 @@ class ProcessesPlan:
                 f"processes   {self.processes} on {machines}, each {self.micro_batches} x {self.rows}"
                 f" rows of each step: {self.parallel}"
             ),
-            f"  {'kind':<11}{'memory a process':>18}   recomputed",
+            f"  {'kind':<11}{'memory per process':>18}   recomputed",
             *(
                 f"  {kind:<11}{format_binary_bytes(memory.peak):>18}   {checkpointing.kind}"
                 for kind, (checkpointing, memory) in self.kinds.items()
@@ -352,8 +357,8 @@ class ProcessesPlan:
 
 
 def split_step(task: Task, processes: int) -> Batching:
-    """Raises  UsageError for a number of processes that cannot share a step, or that fills no whole
-    machines
+    """Splits a step over processes. Raises UsageError for a number of processes that cannot share a
+    step, or that leaves a machine partly empty.
     """
     if processes > GPUS_PER_MACHINE and processes % GPUS_PER_MACHINE:
         raise UsageError(
@@ -376,7 +381,10 @@ def plan_processes(
     *,
     whole_model: tuple[Checkpointing, MemoryPlan],
 ) -> ProcessesPlan:
-    """task its configuration has `batching.rows` as `train.batch_size`
+    """Plans the memory of one process for each kind of parallelism.
+
+    task         a task whose `train.batch_size` is the number of rows of a micro-batch in
+                 `batching`
     whole_model  the plan of a process that has the whole model
     """
     available = device_setup.hardware.memory

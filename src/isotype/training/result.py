@@ -1,4 +1,4 @@
-"""Writes the adapter or the model that a run makes: at its end, and adapters on the way."""
+"""Writes the result of a run, an adapter or a model, at its end; also adapters during training."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def result_dtype(config: RunConfig, precision: Precision) -> str:
 
 @dataclass(frozen=True)
 class ResultWriter:
-    """Writes the adapter or the model as its weights are at that moment.
+    """Writes the adapter or the model with its current weights.
 
     world     the processes of the run
-    sharding  how they share the model; None: each has the whole model
+    sharding  how the processes share the model; None if each has the whole model
     record    the observed dtypes, for the model card
     """
 
@@ -52,8 +52,8 @@ class ResultWriter:
         return result_dtype(self.task.config, self.resolved.precision)
 
     def write(self, target: Path, *, step: int) -> dict[str, Tensor]:
-        """Returns the trained tensors, to the first process. Processes that share the model call
-        it together.
+        """Writes the result; returns the trained tensors to the first process. Processes that share
+        the model call it together.
         """
         sharding = self.sharding
         if sharding is None:
@@ -90,8 +90,8 @@ class ResultWriter:
         )
 
     def write_adapter(self, folder: RunFolder, *, step: int) -> None:
-        """Writes the adapter to `adapters/step_N`, and removes those that `run.adapters_keep` does
-        not keep.
+        """Writes the adapter to `adapters/step_N`, and removes older adapters beyond
+        `run.adapters_keep`.
         """
         target = folder.adapters / f"step_{step}"
 

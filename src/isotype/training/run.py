@@ -60,18 +60,18 @@ def train(
     callbacks: Sequence[Callback] = (),
     objective: Objective | None = None,
 ) -> int:
-    """Runs to the end, or saves and returns 130 on Ctrl-C. Raises IsotypeError; returns the exit
-    status.
+    """Trains to the end, or saves and returns 130 on Ctrl-C. Returns the exit status; raises
+    IsotypeError.
 
-    task       the kind of run, of the same configuration (`isotype.tasks.choose`)
-    console    shows the progress, and gets the result (`RunConsole.ended`)
+    task       the task of this configuration (`isotype.tasks.choose`)
+    console    shows the progress, and gets the result (`RunConsole.report_result`)
     skips      checks of the preflight to leave out, code to reason
     callbacks  called after steps, evaluations, saves and samples
     objective  computes the summed losses of a micro-batch instead of the task's function;
                evaluation still uses the task's
 
-    Every process of a run calls it. All return the same status or raise the same error; one of them
-    shows it (`shown_elsewhere`).
+    Every process of a run calls this. All return the same status or raise the same error, and one
+    of them shows the error (`shown_elsewhere`).
     """
     world = join(loaded.config.model.device, timeout=loaded.config.parallel.timeout)
     try:
@@ -118,7 +118,7 @@ class _TrainingRun:
         console = self.console
         if not world.first:
             console.silence()
-        # the name may have the time in it: all processes use the first one's
+        # the name may contain the time: all processes use the name that the first process makes
         self.folder = folder = RunFolder(Path(world.first_does(self._folder_path)))
         if self.resume is not None:
             if not folder.is_run:
@@ -143,8 +143,8 @@ class _TrainingRun:
                 status = INTERRUPTED
                 result = self._record_immediate_stop()
             except PreflightError:
-                # nothing was started: the folder holds only the record, and the same command may be
-                # given again
+                # training has not begun: the folder holds only the preflight's record, and the same
+                # command may run again
                 if world.first:
                     record = folder.read_json(RECORD)
                     console.report_result(
@@ -219,7 +219,9 @@ class _TrainingRun:
         return status, result
 
     def _compare_processes(self, prepared: Prepared) -> None:
-        """Refuses processes that have other versions, settings, data or weights than the first."""
+        """Raises an error where a process has other versions, settings, data or weights than the
+        first process.
+        """
         if self.world.size == 1:
             return
         refuse_differences(
@@ -250,8 +252,8 @@ class _TrainingRun:
         prepared.stepper.loss_sum = loss_sum
 
     def _run_preflight(self, loop: Loop, prepared: Prepared) -> tuple[Outcome, list[str]]:
-        """Returns the outcome, and the names of the rehearsals that were observed. What the checks
-        used, which holds the model, is freed: `finish` frees the model later.
+        """Returns the outcome of the preflight, and the names of the observed rehearsals. The
+        `Subject` refers to the model; it ends here, so that `finish` can free the model.
         """
         self.world.at(0, "the preflight")
         subject = Subject(
@@ -269,7 +271,7 @@ class _TrainingRun:
         return outcome, list(subject.observations)
 
     def _record_resume(self, step: int | None, changes: list[RunChange]) -> None:
-        """Writes the step that is resumed from, and what has changed since the last start."""
+        """Records the step from which the run resumes, and the changes since the last start."""
         if self.world.first:
             changes = [*changes, *compare_data(self.task, self.folder, self.console, changes)]
         self.world.first_does(lambda: record_resume(self.folder, step, changes))
@@ -290,7 +292,7 @@ class _TrainingRun:
         )
 
     def _print_headers(self, loop: Loop, prepared: Prepared, outcome: Outcome) -> None:
-        """Prints what the run will do, and prepares the task's training, which has rows of its own."""
+        """Prints the header, and prepares the task's training, which adds rows to the header."""
         rows = header_rows(self.task, prepared, loop.schedule, self.folder, self.world)
         name = objective_name(self.objective)
         if name is not None:
@@ -308,7 +310,7 @@ class _TrainingRun:
             self.console.print_header(task_rows)
 
     def _train_to_end(self, loop: Loop, prepared: Prepared) -> tuple[int, dict[str, Any]]:
-        """Trains to the end and writes the result, or says how to resume after an interrupt."""
+        """Trains to the end and writes the result; after an interrupt it prints how to resume."""
         folder = self.folder
         console = self.console
         first = self.world.first
@@ -321,7 +323,7 @@ class _TrainingRun:
                     f"interrupted: saved at step {step}. Go on with: isotype train --resume"
                     f" {folder.path}"
                 )
-                # a second one: the run is saved, and the report can be made again
+                # a second Ctrl-C may end this: the run is saved, and the report can be made later
                 with contextlib.suppress(KeyboardInterrupt):
                     self._write_report()
             return INTERRUPTED, result
@@ -360,16 +362,17 @@ class _TrainingRun:
                 f"{message}: {checkpoint_text}. Go on with: isotype train --resume {folder.path}"
             )
         result = {"status": "interrupted", "folder": str(folder.path), "steps": step}
-        # a result that is there is of the part that is resumed, or of this one, which has ended
+        # an existing result.json is the one of the last start, or of this start if it has ended
         if folder.is_run and self.world.first and not (folder.path / "result.json").exists():
-            # as for a failed run: a full disk is not why this one ended
+            # an error of the disk must not replace the interrupt
             with contextlib.suppress(RunError):
                 folder.write_json("result.json", result)
         return result
 
     def _explain_error(self, error: Exception) -> Exception:
-        """An error for want of memory or of the disk as one that says what to do: CK001 in the
-        run's folder, a usage error elsewhere. Another one as it is.
+        """Turns an out-of-memory error or an error of the disk into one that says what to do. An
+        error of the disk becomes RunError CK001 in the run's folder, and UsageError elsewhere.
+        Other errors are returned unchanged.
         """
         if (missing_memory := out_of_memory_message(error)) is not None:
             advice = memory_saving_advice(self.config, self.config.train.gradient_checkpointing)
@@ -398,8 +401,8 @@ class _TrainingRun:
         )
 
     def _write_report(self) -> str | None:
-        """Writes the report. An error is only printed: the run is done and verified, or a full disk
-        must not hide why it ended.
+        """Writes the report and returns its path. An error is only printed: it must not hide that
+        the run is complete, or why it failed.
         """
         if not self.config.run.report:
             return None

@@ -1,4 +1,4 @@
-"""The state of a run between two steps: a checkpoint is taken of it, and restores it bit for bit."""
+"""The state of a run between two steps, which a checkpoint stores and restores bit for bit."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from .optimizer import Ema, convert_states, group_counters
 from .step import LossScale, Stepper
 from .task import Feed
 
-UNNAMED_OPTIMIZER = "adamw"  # of checkpoints that do not name theirs
+UNNAMED_OPTIMIZER = "adamw"  # the optimizer of a checkpoint that names none
 
 
 @dataclass
 class RunState:
-    """What changes from step to step.
+    """The parts of a run that change from step to step.
 
-    stream     the position in the training rows
-    world      the processes of the run, which take and restore its state together
-    precision  of the run, as its checkpoints name it
+    stream     feeds the training rows, and has a position in them
+    world      the processes of the run, which save and restore its state together
+    precision  the name of the run's precision in its checkpoints
     """
 
     model: nn.Module
@@ -57,7 +57,7 @@ class RunState:
     progress: Progress = field(default_factory=Progress)
 
     def take_checkpoint(self) -> Checkpoint:
-        """The state as it is now; of a shared model the part of this process."""
+        """Returns the current state; for a shared model, this process's part of it."""
         stepper = self.stepper
         random_tensors, random_json = gather_random_state(self.world)
         optimizer, optimizer_numbers = optimizer_tensors(self.model, stepper.optimizer)
@@ -83,8 +83,8 @@ class RunState:
     def write_checkpoint(
         self, store: CheckpointStore, checkpoint: Checkpoint, *, is_best: bool
     ) -> None:
-        """The first process writes it, or each process that shares the model its part. Raises
-        RunError CK001 when the disk refuses.
+        """Writes the checkpoint. The first process writes it whole; where the processes share the
+        model, each writes its part. Raises RunError CK001 when the disk cannot be written.
         """
         sharding = self.stepper.sharding
         if sharding is None:
@@ -106,7 +106,9 @@ class RunState:
         return bool(name == self.stepper.train.optimizer)
 
     def restore_training(self, checkpoint: Checkpoint) -> int:
-        """Restores everything else; returns how many processes wrote the checkpoint."""
+        """Restores everything but weights and averages; returns the number of processes that wrote
+        the checkpoint.
+        """
         stepper = self.stepper
         state = checkpoint.state
         if self.has_optimizer_states(checkpoint):
@@ -129,8 +131,8 @@ class RunState:
 
 
 def compare_loaded_state(continuity: Continuity, checkpoint: Checkpoint) -> Observation:
-    """Compares the loaded weights, states and averages with the file's, their dtypes included.
-    Raises DtypeError DT003.
+    """Compares the loaded weights, optimizer states and averages with those of the checkpoint, in
+    value and dtype. Raises DtypeError DT003.
     """
     observation = Observation(checkpoint.step)
     differences = continuity.compare_tensors(
@@ -150,13 +152,13 @@ _CHECKPOINT_PREFIX = {WEIGHT: "model", STATE: "optimizer", AVERAGE: "ema", BUFFE
 
 
 def checkpoint_key(key: Key) -> str:
-    """The name in a checkpoint of a tensor that `Continuity` samples under this key."""
+    """The name, in a checkpoint, of the tensor that `Continuity` samples under this key."""
     kind, *path = key
     return ".".join((_CHECKPOINT_PREFIX[kind], *path))
 
 
 def last_good_checkpoint(store: CheckpointStore) -> str:
-    """The checkpoint from which a run can be resumed, for an error."""
+    """A text for an error that names the checkpoint from which the run can be resumed."""
     step, _ = store.find_newest_intact()
     if step is None:
         return "there is no checkpoint yet"

@@ -51,8 +51,8 @@ def learning_rate(train: TrainSection, step: int, total: int) -> float:
 
 
 def repeated_rows_warning(rows_per_step: int, rows: int) -> str | None:
-    """A warning about a step that takes more rows than the data has; None if each row comes at most
-    once in a step.
+    """A warning for a step that takes more rows than the data has; None if a step takes each row at
+    most once.
     """
     if rows_per_step <= rows:
         return None
@@ -63,20 +63,23 @@ def repeated_rows_warning(rows_per_step: int, rows: int) -> str | None:
     )
 
 
-EVALUATED_SHARE = 5  # by default one row is evaluated for so many that are trained
-MIN_EVALUATED_ROWS = 32  # fewer tell two steps hardly apart
+EVALUATED_SHARE = 5  # by default one row is evaluated per this many trained rows
+MIN_EVALUATED_ROWS = 32  # the losses of two steps can hardly be compared on fewer rows
 MIN_EVALUATIONS = 2  # before step 1 and at the end
 
 
 def default_evaluations(
     train: TrainSection, total: int, eval_rows: int, *, chooses: bool
 ) -> tuple[int, int]:
-    """The steps between evaluations, and the number of rows of which each evaluation takes one.
+    """Chooses the number of steps between evaluations, and the stride: each evaluation takes one
+    row per stride rows.
 
-    Ten evaluations of a run, and one before it, that each took all held-out rows were more rows
-    than a short run trains (200 steps of 4 rows, 5% of 10,000 held out: 5,500 beside 800).
+    Evaluating all held-out rows eleven times (before step 1 and after each tenth of the run) may
+    take more rows than a short run trains. With 200 steps of 4 rows, and 5% of 10,000 rows held
+    out, it takes 5,500 rows, and training takes 800.
 
-    chooses  whether evaluations end the run or choose its result: then there are ten
+    chooses  whether evaluations end the run early or choose its result; the run then evaluates
+             after each tenth of it in any case
     """
     tenth = max(1, math.ceil(total / 10))
     times = 1 + math.ceil(total / tenth)
@@ -96,8 +99,9 @@ def default_evaluations(
 class RunSchedule:
     """Total steps, and the steps between evaluations, samples, checkpoints and adapters (0: never).
 
-    eval_rows    held-out rows
-    eval_stride  an evaluation takes one row of so many, the last one also takes all
+    eval_rows    number of held-out rows
+    eval_stride  an evaluation takes one row per `eval_stride` rows; at the end of the run all rows
+                 are evaluated too
     """
 
     total: int
@@ -114,7 +118,8 @@ class RunSchedule:
         total = config.train.steps or max(1, math.ceil(config.train.epochs * rows / rows_per_step))
         eval_every = config.train.eval_every or 0
         eval_stride = 1
-        # fewer evaluations are no reason for fewer checkpoints
+        # without a setting, checkpoints are written after each tenth of the run, even if it
+        # evaluates less often
         save_every = config.run.save_every or eval_every or max(1, math.ceil(total / 10))
         if not eval_rows:
             eval_every = 0
@@ -139,16 +144,16 @@ class RunSchedule:
 
     @property
     def evaluations(self) -> int:
-        """How often the run evaluates, before step 1 and at its end too."""
+        """The number of evaluations of the run, those before step 1 and at its end included."""
         return 1 + math.ceil(self.total / self.eval_every) if self.eval_every else 0
 
     @property
     def evaluated_rows(self) -> int:
-        """Rows of one evaluation, if it takes each set as a whole."""
+        """The number of rows of one evaluation, if all sets together are one list."""
         return math.ceil(self.eval_rows / self.eval_stride)
 
     def describe_evaluation(self, row: str) -> str:
-        """How often the run evaluates, and on how many rows.
+        """A text about how often the run evaluates, and on how many rows.
 
         row  the task's name of a row
         """
@@ -164,7 +169,9 @@ class RunSchedule:
         return text
 
     def is_adapter_due(self, step: int) -> bool:
-        """Whether an adapter is written after a step; after the last one the result is."""
+        """Whether an adapter is written after a step. After the last step the result is written
+        instead.
+        """
         return bool(self.adapters_every) and step % self.adapters_every == 0 and step != self.total
 
     def is_due(self, interval: int, step: int) -> bool:
@@ -172,8 +179,8 @@ class RunSchedule:
 
 
 class Pace:
-    """Median seconds of a step (of the last WINDOW; the first warms up and does not count), and
-    mean seconds of each kind of pause.
+    """Measures the median seconds of the last WINDOW steps, and the mean seconds of each kind of
+    pause. The first step is left out, because it warms up.
     """
 
     WINDOW = 50
@@ -188,7 +195,7 @@ class Pace:
         self._started = time.perf_counter()
 
     def lap(self) -> float:
-        """Seconds since `start`."""
+        """Records and returns the seconds since `start`, as those of one step."""
         seconds = time.perf_counter() - self._started
         if self._is_warm:
             self._step_seconds.append(seconds)
@@ -205,8 +212,8 @@ class Pace:
             self._pause_seconds[kind].append(time.perf_counter() - begin)
 
     def eta(self, schedule: RunSchedule, step: int) -> float | None:
-        """Seconds until the end, right after step `step` and before the pauses that follow it; None
-        before the first measurement.
+        """The estimated seconds from the end of step `step`, before the pauses that follow it, to
+        the end of the run. None before the first measurement.
         """
         if not self._step_seconds:
             return None
@@ -223,7 +230,9 @@ class Pace:
 
 
 def pauses_left(total: int, interval: int, step: int) -> int:
-    """Pauses at steps from `step` to `total`: at the multiples of `interval`, and at the last step."""
+    """The number of pauses from step `step` to the last one, `total`. There is a pause at each
+    multiple of `interval`, and at the last step.
+    """
     if not interval:
         return 0
     return total // interval - (step - 1) // interval + (total % interval != 0)

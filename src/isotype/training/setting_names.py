@@ -1,5 +1,5 @@
-"""The names by which checks and errors mention settings: those of a run's file, or, for a trainer of
-another library, those of its arguments.
+"""The names by which checks and errors mention settings: the keys of a run's file, or the names of
+another library's trainer arguments.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class SettingNames:
-    """Each field is the text by which its user finds the setting. The defaults are a run file's.
+    """The names of settings in messages. The defaults are the keys of a run's file.
 
     checkpoint_layers  gradient checkpointing of every layer, with its value
     compute_bf16       products in bf16, with its value

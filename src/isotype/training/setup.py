@@ -43,7 +43,7 @@ from .task import Batch, Task
 
 @dataclass
 class Prepared(DeviceSetup):
-    """Everything that the loop needs, except its own state."""
+    """Everything that the loop needs, except the loop's own state."""
 
     model: nn.Module
     manifest: Manifest
@@ -51,15 +51,15 @@ class Prepared(DeviceSetup):
     checkpointing: Checkpointing
     batching: Batching
     sharding: Sharding | None = None
-    fingerprint: str = ""  # of the weights, where there are several processes
+    fingerprint: str = ""  # of the weights; empty for one process
     parallel: Parallel = ONE_PROCESS
-    base: str = ""  # a fingerprint of the frozen weights, by which a resume compares them
+    base: str = ""  # the fingerprint of the frozen weights, which a resume compares
 
 
 def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World = ALONE) -> Prepared:
-    """Everything that a run needs before its first step. Raises UsageError.
+    """Prepares everything that a run needs before its first step. Raises UsageError.
 
-    sources  of the settings, key to where each was set
+    sources  where each setting was set, by its key
     folder   where the task keeps a base model that it makes itself
     """
     train = task.config.train
@@ -71,7 +71,7 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
     check_host_memory(task, device_setup, world)
     built = build_model(task, sources, device_setup, parallel, folder, world)
     stepper = build_stepper(task, device_setup.resolved.precision, built, world)
-    # building drew from the generators by a path that a resumed run may not take again
+    # building the model drew random numbers, and a resumed run may draw others
     seed_process(train, world)
     return Prepared(
         hardware=device_setup.hardware,
@@ -90,13 +90,13 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
 
 
 def encode_data(task: Task, device_setup: DeviceSetup, world: World) -> None:
-    """The first process encodes the data; the others find it in the cache."""
+    """Lets the first process encode the data; the others then read it from the cache."""
     world.at(0, "encoding the data")
     world.first_before_others(lambda: task.encode(device_setup.device))
 
 
 def check_host_memory(task: Task, device_setup: DeviceSetup, world: World) -> None:
-    """Raises UsageError where the blocks of `model.offload: blocks` do not fit into the machine."""
+    """Raises UsageError where the blocks of `model.offload: blocks` do not fit into host memory."""
     if task.config.model.offload != BLOCKS:
         return
     precision = device_setup.resolved.precision
@@ -109,10 +109,10 @@ def check_host_memory(task: Task, device_setup: DeviceSetup, world: World) -> No
 
 
 class WeightFingerprints:
-    """Fingerprints of a whole model, before it is cut into the processes' parts.
+    """Fingerprints of a whole model. They are taken before the model is split over the processes.
 
-    weights  of all weights, by which the processes compare theirs; "" for one process
-    base     of the frozen weights, by which a resume compares them
+    weights  the fingerprint of all weights, which the processes compare; "" for one process
+    base     the fingerprint of the frozen weights, which a resume compares
     """
 
     def __init__(self, precision: Precision, adapter: AdapterSection, world: World) -> None:
@@ -132,7 +132,7 @@ class WeightFingerprints:
 class BuiltModel:
     """A model that is ready to train.
 
-    sharding  how the processes share it; None: each has the whole model
+    sharding  how the processes share the model; None if each has the whole model
     """
 
     model: nn.Module
@@ -144,7 +144,7 @@ class BuiltModel:
 
 @dataclass(frozen=True)
 class _LocalModel:
-    """The model of this process; if it is shared, `units` are its FSDP units."""
+    """The model of this process. If processes share it, `units` are its FSDP units."""
 
     model: nn.Module
     manifest: Manifest
@@ -160,8 +160,8 @@ def build_model(
     folder: Path,
     world: World,
 ) -> BuiltModel:
-    """The task's model with adapter, ops, precision and recomputation; where processes share it,
-    this one's part.
+    """Builds the task's model with adapter, ops, precision and recomputation; where processes share
+    it, this process's part of it.
     """
     config = task.config
     precision = device_setup.resolved.precision
@@ -200,8 +200,8 @@ def build_model(
         local = build_local()
         fingerprints.take(local.model)
     else:
-        # a model whose weights must be held whole (4-bit ones, files of several dtypes) is in a
-        # machine's memory once
+        # one process after another: a machine's memory then has only one whole model, of those that
+        # must be loaded whole (4-bit weights, files of several dtypes)
         local = world.run_sequentially(build_local)
         with world.exchanging():
             sharding = Sharding(local.model, local.units, world, mesh=mesh, replicas=parallel.nodes)
@@ -209,7 +209,7 @@ def build_model(
 
 
 def build_stepper(task: Task, precision: Precision, built: BuiltModel, world: World) -> Stepper:
-    """Gradient accumulation, optimizer and loss around a model."""
+    """Builds gradient accumulation, optimizer and loss for a model."""
     config = task.config
     accumulator = GradientAccumulator(
         built.model.parameters(),
@@ -239,14 +239,14 @@ def build_stepper(task: Task, precision: Precision, built: BuiltModel, world: Wo
 
 
 def seed_process(train: TrainSection, world: World) -> None:
-    """Seeds the generators of this process; each process but the first adds its rank."""
+    """Seeds the generators of this process; every process but the first adds its rank to the seed."""
     seed_everything(train.seed, deterministic=train.deterministic)
     if not world.first:
         seed_rank(train.seed, 0, world.rank)
 
 
 class CheckedStepper(Protocol):
-    """What the checks before step 1 use of a stepper."""
+    """The part of a `Stepper` that the checks before step 1 use."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer: ...
@@ -266,7 +266,9 @@ class CheckedStepper(Protocol):
 
 
 class CheckedRun(Protocol):
-    """What the checks before step 1 read of a run: `Prepared`, or an attached trainer's."""
+    """The part of a run that the checks before step 1 read. `Prepared` has it, and so has the run
+    of an attached trainer.
+    """
 
     @property
     def model(self) -> nn.Module: ...
@@ -282,15 +284,16 @@ class CheckedRun(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """The prepared run that the preflight checks. `resuming`: it continues from a checkpoint, and
-    some of its files exist already.
+    """The prepared run that the preflight checks.
 
-    task                a `training.task.Task`; of an attached trainer the parts that checks use
+    task                a `training.task.Task`; for an attached trainer, the parts that checks use
     prepared            a `Prepared`, or the run of an attached trainer
-    names               of the settings, as the user knows them
-    micro_batch         rows of a forward pass; by default train.batch_size
-    observer            observes each rehearsal; `observations` has its results
-    violation_severity  the severity of a violation
+    resuming            whether the run continues from a checkpoint; some of its files then exist
+    micro_batch         the number of rows of a forward pass; by default train.batch_size
+    observer            observes each rehearsal, that is each trial step, evaluation and sample
+    violation_severity  the severity of a dtype that is not the declared one
+    observations        the result of each observed rehearsal, by its name
+    names               the names of the settings in messages
     """
 
     config: RunConfig
@@ -307,7 +310,9 @@ class Subject:
 
     @contextmanager
     def watch(self, name: str, role: str = "compute") -> Iterator[None]:
-        """Observes this block under `name`; a block that raises leaves no observation."""
+        """Observes the dtypes in this block and stores the result under `name`. If the block
+        raises, nothing is stored.
+        """
         if self.observer is None:
             yield
             return
@@ -319,6 +324,7 @@ class Subject:
         self.observations[name] = observation
 
     def violations(self, name: str) -> list[Finding]:
+        """The findings of a rehearsal about dtypes that are not the declared ones."""
         return self.observations[name].violations if name in self.observations else []
 
     @cached_property

@@ -1,9 +1,9 @@
 """The start and the resume of a run: the files that describe it, the changes since its last start,
 and the header.
 
-`plan.json` has the settings, data and objective of the last start. `resumes.json` has the steps after
-which the run was resumed, with the changes of each resume; it is written before the other files of
-the run folder, which describe the last start.
+`plan.json` contains the settings, data and objective of the last start. `resumes.json` contains the
+steps after which the run was resumed, with the changes of each resume. It is written before the
+other files of the run folder, which describe the last start.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from .setup import Prepared
 from .task import Task
 
 RESUMES = "resumes.json"
-# of a change
+# kinds of changes
 ROWS = "rows"
 EVALUATION_ROWS = "evaluation rows"
 OTHER_ROWS = "earlier steps were trained on other rows: resumes.json says until which step"
-# in plan.json
+# keys of plan.json
 OBJECTIVE = "objective"
 SETTINGS = "settings"
 DATA = "data"
@@ -64,7 +64,9 @@ _KINDS = (
 
 @dataclass(frozen=True)
 class RunChange:
-    """`kind`: settings, rows, evaluation rows, objective or base."""
+    """A difference from the run's last start. `kind`: settings, rows, evaluation rows, objective or
+    base.
+    """
 
     kind: str
     description: str
@@ -73,8 +75,8 @@ class RunChange:
 def compare_settings(
     loaded: LoadedConfig, task: Task, folder: RunFolder, console: RunConsole
 ) -> list[RunChange]:
-    """Prints and returns the differences from the configuration of the last start. Raises UsageError
-    for differences that would make it another run.
+    """Prints and returns the settings that differ from those of the last start. Raises UsageError
+    for changes that a resumed run must not have.
     """
     resolved = resolve_precision(
         loaded.config, loaded.sources, detect(loaded.config.model.device), task.roles
@@ -112,7 +114,7 @@ def compare_objectives(
     """
     recorded = folder.read_json("plan.json")
     recorded_objective = recorded.get(OBJECTIVE)
-    # a run from before this was recorded is not compared
+    # a run without this record is not compared
     if OBJECTIVE not in recorded or recorded_objective == objective:
         return []
     if (recorded_objective is None or objective is None) and not loaded.consent:
@@ -123,8 +125,8 @@ def compare_objectives(
         give_objective = "isotype.train(resume=..., objective=...) with the same function"
         drop_objective = "leave the objective out, or start a new run"
         raise UsageError(
-            f"resuming would be another run: it was trained with {previous_loss}, and would go on with"
-            f" {next_loss}",
+            f"resuming would be another run: it was trained with {previous_loss}, and would"
+            f" continue with {next_loss}",
             fix=give_objective if recorded_objective else drop_objective,
         )
     return [_report_change(console, OBJECTIVE, f"objective: {recorded_objective} -> {objective}")]
@@ -133,10 +135,10 @@ def compare_objectives(
 def compare_data(
     task: Task, folder: RunFolder, console: RunConsole, settings: Sequence[RunChange] = ()
 ) -> list[RunChange]:
-    """Prints and returns the changes of the data since the last start. A run that did not record its
-    data is not compared.
+    """Prints and returns the changes of the data since the last start. A run that did not record
+    its data is not compared.
 
-    settings  the changed settings of this start
+    settings  the settings that this start changes
     """
     previous_fingerprints = folder.read_json("plan.json").get(DATA)
     recorded = folder.read_json("data.json")
@@ -156,7 +158,8 @@ def compare_data(
         streamed = bool(facts.get("stream")) and rows_kind == ROWS
         if fingerprints[kind] == previous_fingerprints.get(kind) and not (streamed and files):
             continue
-        if rows_kind == EVALUATION_ROWS and not files and changes:  # held out of the training files
+        # evaluation rows that are held out of the training files
+        if rows_kind == EVALUATION_ROWS and not files and changes:
             files = _changed_files(recorded, facts, evaluation=False)
         causes = (
             ", ".join([*files[:5], *by_settings])
@@ -192,7 +195,7 @@ def _report_change(console: RunConsole, kind: str, description: str) -> RunChang
 
 
 def _changed_files(old: dict[str, Any], new: dict[str, Any], *, evaluation: bool) -> list[str]:
-    """The files in data.json whose checksum has changed: those of the evaluation, or the others."""
+    """The files in data.json whose checksum has changed: evaluation files, or all others."""
     previous, current = (
         dict(
             _checksums(
@@ -222,8 +225,8 @@ def _checksums(facts: Any) -> Iterator[tuple[str, str]]:
 
 
 def read_previous_settings(folder: RunFolder) -> RunConfig:
-    """The settings of the last start, from plan.json; from resolved.yaml for a run that did not
-    record them there.
+    """The settings of the last start. They are read from plan.json, or from resolved.yaml where
+    plan.json does not contain them.
     """
     try:
         return RunConfig.model_validate(folder.read_json("plan.json")[SETTINGS])
@@ -232,14 +235,14 @@ def read_previous_settings(folder: RunFolder) -> RunConfig:
 
 
 def record_resume(folder: RunFolder, step: int | None, run_changes: Sequence[RunChange]) -> None:
-    """Records a resume after this step with its changes. None: the run begins again, and earlier
-    records are removed.
+    """Records a resume after this step, with its changes. With None the run begins again, and
+    earlier records are removed.
     """
     if step is None:
         (folder.path / RESUMES).unlink(missing_ok=True)
         return
     steps, changes = _read_resumes(folder)
-    # steps that are repeated, since their checkpoint was damaged, have the newer settings
+    # steps that run again because their checkpoint was damaged have the newer settings
     changes = [change | {"after_step": min(change["after_step"], step)} for change in changes]
     new_changes = (
         {"after_step": step, "of": change.kind, "what": change.description}
@@ -255,7 +258,7 @@ def record_resume(folder: RunFolder, step: int | None, run_changes: Sequence[Run
 
 
 def _read_resumes(folder: RunFolder) -> tuple[list[int], list[dict[str, Any]]]:
-    """(steps, changes) of resumes.json; entries of another form are ignored."""
+    """Returns (steps, changes) of resumes.json; entries of another form are ignored."""
     record = folder.read_json(RESUMES)
     steps = record.get("steps")
     changes = record.get("changes")
@@ -279,8 +282,8 @@ def refuse_fewer_steps(loop: Loop, finished_steps: int | None) -> None:
 
 
 def restore_checkpoint(loop: Loop, step: int | None, console: RunConsole) -> None:
-    """Restores the newest whole checkpoint, that of `step`, or begins at step 1 if there is none;
-    prints which.
+    """Restores the checkpoint of `step`, the newest intact one, and prints which it is. Without a
+    checkpoint (`step` None) the run begins at step 1.
     """
     world = loop.world
     if step is None:
@@ -323,10 +326,10 @@ def write_start(
     *,
     resuming: bool,
 ) -> None:
-    """Writes the files that describe the run. `resolved.yaml` of a new run is written last, since it
-    marks the folder as a run. `objective`: the name of the user's objective.
+    """Writes the files that describe the run. `resolved.yaml` of a new run is written last, because
+    it marks the folder as a run. `objective` is the name of the user's objective.
     """
-    # the result of the last start
+    # the last start's result
     (folder.path / "result.json").unlink(missing_ok=True)
     if not resuming:
         folder.metrics.unlink(missing_ok=True)
@@ -356,8 +359,8 @@ def write_start(
         "machines": world.nodes,
         SETTINGS: parse_config(resolved, RESOLVED).model_dump(mode="json"),
     }
-    # settings that a kill keeps out of plan.json are found in resolved.yaml, and compared with
-    # plan.json's again
+    # if the process is killed between the two files, the next resume finds the new settings in
+    # resolved.yaml, and compares them with those of plan.json again
     if resuming:
         folder.write_text(RESOLVED, resolved)
     folder.write_json("plan.json", plan_record)
@@ -368,8 +371,8 @@ def write_start(
 def _resolved_text(
     loaded: LoadedConfig, prepared: Prepared, folder: RunFolder, *, resuming: bool
 ) -> str:
-    """The text of `resolved.yaml`: each setting with its source, and the value that the run chose for
-    settings that were left to it.
+    """The text of `resolved.yaml`: each setting with its source; settings that are `auto` have the
+    value that the run chose.
     """
     resolved = prepared.resolved
     model = prepared.model
@@ -389,7 +392,7 @@ def _resolved_text(
         values |= settings
         reasons |= dict.fromkeys(settings, prepared.checkpointing.reason)
     folder_setting = loaded.config.run.folder
-    # it was copied or renamed
+    # the folder was copied or renamed
     if (
         resuming
         and "{name}" not in folder_setting
@@ -489,8 +492,8 @@ def _processes_row(world: World, prepared: Prepared, kind: str) -> list[tuple[st
 def attention_line(
     model: nn.Module, implementation: str, precision: Precision, *, device_type: str
 ) -> str:
-    """The attention implementation and the reason for it; for diffusers' models the back ends of
-    their layers; "" where neither is known.
+    """Describes the attention implementation with the reason for it, or, for a diffusers model, the
+    back ends of its layers. "" where neither is known.
 
     implementation  `model.attention`
     """

@@ -28,10 +28,10 @@ from ..precision.precision import Precision
 from .finite import non_finite_error, non_finite_parameters
 from .task import Batch, Idle, LossSum
 
-# the sample for `share changed`: precise to 1%, a few kilobytes
+# the size of the sample for `share_changed`: precise to 1%, a few kilobytes
 SAMPLED_PARAMETERS = 32
 SAMPLED_ELEMENTS = 256
-# of dynamic loss scaling
+# dynamic loss scaling
 INITIAL_SCALE = 2.0**16
 # steps without overflow before the scale doubles; torch.amp.GradScaler's default
 GROWTH_INTERVAL = 2000
@@ -41,12 +41,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step gives.
+    """The result of one optimizer step.
 
     loss           mean over `weight`
-    units          tokens or pictures of the step
-    share_changed  of weights, by the update before this step's; None if that was not watched
-    overflow       whether the update was skipped, since an fp16 gradient overflowed
+    units          number of tokens or pictures of the step
+    share_changed  the share of weights that the previous update changed; None if not measured
+    overflow       whether the update was skipped because an fp16 gradient overflowed
     loss_scale     the factor of this step's loss; None without loss scaling
     measures       the task's other means, in its order
     """
@@ -65,10 +65,10 @@ class StepResult:
 class ReducedStep:
     """The numbers of a step, reduced over the processes that share it.
 
-    local_loss     of this process's micro-batches
-    loss           of all processes
-    gradient_norm  of the whole gradient, which is still multiplied by the loss scale
-    share_changed  of weights, by the last watched update; None if none was watched
+    local_loss     the loss of this process's micro-batches
+    loss           the loss of all processes
+    gradient_norm  the norm of the whole gradient, which is still multiplied by the loss scale
+    share_changed  the share of weights that the last measured update changed; None if not measured
     measures       the task's other means
     """
 
@@ -81,15 +81,17 @@ class ReducedStep:
 
 @dataclass
 class LossScale:
-    """Dynamic loss scaling for fp16: `scale` multiplies the loss, doubles after `quiet` steps
-    without overflow, halves on overflow.
+    """Dynamic loss scaling for fp16. `scale` multiplies the loss. It halves on overflow, and
+    doubles after GROWTH_INTERVAL steps without overflow, which `quiet` counts.
     """
 
     scale: float = INITIAL_SCALE
     quiet: int = 0
 
     def update(self, *, overflow: bool, step: int) -> None:
-        """Raises  RunError FP001 when the scale has fallen below 1: halving will not help any more."""
+        """Adapts the scale after a step. Raises RunError FP001 when it has fallen below 1, where
+        halving it again cannot help.
+        """
         if overflow:
             self.scale = self.scale / 2
             self.quiet = 0
@@ -124,10 +126,10 @@ class Stepper:
         sharding: Sharding | None = None,
     ) -> None:
         """
-        loss_sum  the task's, in the dtype of `precision.loss`
-        world     the processes that share a step: each computes its own micro-batches, and all make
+        loss_sum  the task's loss function, which computes in the dtype of `precision.loss`
+        world     the processes that share a step: each computes other micro-batches, and all make
                   the same update
-        sharding  how the model is distributed over them; None: each has the whole model
+        sharding  how the model is distributed over the processes; None if each has the whole model
         """
         self.model = model
         self.optimizer = optimizer
@@ -138,22 +140,23 @@ class Stepper:
         self.world = world
         self.sharding = sharding
         self.loss_scale = LossScale() if precision.loss_scaling == "dynamic" else None
-        self.loss_dtype: torch.dtype | None = None  # as the last forward gave it, for the observer
+        self.loss_dtype: torch.dtype | None = None  # of the last forward, for the observer
         self.measured: Tensor | None = None
-        # a sample of what the last update left; where it has changed since,
-        # `report_outside_change` is called with the step before its update
+        # compares sampled values with those that the last update left; where other code has changed
+        # them, `report_outside_change` is called with the step, before its update
         self.continuity: Continuity | None = None
         self.report_outside_change: Callable[[int], None] = lambda step: None
         self._is_changed_outside = False
         self._sampled_elements = choose_sampled_elements(accumulator.parameters)
-        # the share that the last watched update changed, until the next step reads it with its loss
+        # the share of weights that the last measured update changed; the next step reads it from
+        # the device together with its loss
         self.share_changed: Tensor | None = None
 
     def accumulate(
         self, batches: Sequence[Batch], weight: int | None = None, *, for_all: bool = False
     ) -> Tensor:
-        """Runs forward and backward of every micro-batch; returns the sum of their losses divided by
-        `weight`, by default the sum of their weights. `measured` gets the task's other measures,
+        """Runs forward and backward of every micro-batch; returns the sum of their losses divided
+        by `weight`, by default the sum of their weights. `measured` gets the task's other measures,
         summed and divided in the same way.
 
         for_all  all processes call this together: gradients are sent during the last backward
@@ -194,8 +197,8 @@ class Stepper:
         scaling) gradient; DtypeError DT003 where something else changed the weights since the last
         update (`continuity`).
 
-        watch_changes  measures the share of weights that this update changes; the next step's
-                       result has it, as it is read from the device with that step's loss
+        watch_changes  measures the share of weights that this update changes. The next step's
+                       result contains it, since it is read from the device with that step's loss
         """
         check_placed(self.model)
         weight, units = (
@@ -221,7 +224,7 @@ class Stepper:
             if clip != 1.0 or scale != 1.0:
                 torch._foreach_mul_(self.accumulator.gradients(), clip / scale)
             for group in self.optimizer.param_groups:
-                # of B's matrices, with adapter.plus
+                # adapter.plus gives LoRA's B matrices a factor
                 group["lr"] = learning_rate * group.get("rate_factor", 1.0)
             previous_values = self._sample_values() if watch_changes else []
             self.optimizer.step()
@@ -316,7 +319,7 @@ class Stepper:
             clip=self.train.clip,
             compute=self.precision.compute,
         )
-        # step 0 is the preflight's, which each process has for itself, unless they share the model
+        # step 0 is the preflight's: each process runs it alone, unless processes share the model
         if self.world.size == 1 or (step == 0 and self.sharding is None):
             return error
         report = {
@@ -326,7 +329,8 @@ class Stepper:
             "fix": error.fix,
         }
         reports = self.world.gather(report)
-        # a weight that is not finite makes every process's loss so: its process is named first
+        # one non-finite weight makes the loss of every process non-finite: its process is named
+        # first
         for flag in ("has_bad_weight", "has_bad_loss"):
             for rank, rank_report in enumerate(reports):
                 if rank_report[flag]:
@@ -336,8 +340,8 @@ class Stepper:
 
 
 def read_on_host(*scalars: Tensor) -> list[float]:
-    """Values of 0-d tensors, which may lie on several devices, in one transfer: the host waits for
-    the device once.
+    """Reads the values of 0-d tensors in one transfer, so that the host waits for the device only
+    once. The tensors may lie on several devices.
     """
     first, *other_scalars = scalars
     values: list[float] = torch.stack(
@@ -347,7 +351,10 @@ def read_on_host(*scalars: Tensor) -> list[float]:
 
 
 def _sharded_norm(square: float, sharding: Sharding) -> float:
-    """`square`: the squares of all processes' norms, summed."""
+    """The norm of a gradient that is distributed over processes.
+
+    square  the sum of the squares of all processes' norms
+    """
     if math.isfinite(square):
         return math.sqrt(square / sharding.replicas)
     return square
@@ -368,8 +375,8 @@ def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
 def choose_sampled_elements(
     parameters: Sequence[nn.Parameter],
 ) -> list[tuple[nn.Parameter, Tensor]]:
-    """Fixed positions in some of the model's parameters, the same in every run: evenly spaced over
-    each parameter, or over this process's part of a sharded one.
+    """Chooses fixed positions in some of the model's parameters, the same in every run. They are
+    evenly spaced over each parameter, or over this process's part of a sharded parameter.
     """
     return [
         (p, torch.linspace(0, n - 1, min(SAMPLED_ELEMENTS, n), device=p.device).long())
@@ -379,10 +386,10 @@ def choose_sampled_elements(
 
 
 def sample_items(items: Sequence[T], count: int) -> list[T]:
-    """At most `count` items, in their order, drawn with a fixed seed.
+    """Draws at most `count` items with a fixed seed, and keeps their order.
 
-    Trained tensors repeat from layer to layer, and LoRA's A and B alternate: evenly spaced items
-    could all be of one kind.
+    The items are not evenly spaced, because LoRA's A and B alternate in the list of trained
+    tensors: evenly spaced items could all be A matrices.
     """
     return [
         items[i] for i in sorted(random.Random(0).sample(range(len(items)), min(count, len(items))))
@@ -390,8 +397,10 @@ def sample_items(items: Sequence[T], count: int) -> list[T]:
 
 
 def share_changed(previous: list[Tensor], current: list[Tensor]) -> Tensor:
-    """fp32[], on the first tensor's device: the share of sampled elements that differ: 1.0 when
-    every update changed its weight, 0.0 when all updates were rounded away.
+    """The share of sampled elements that differ: 1.0 when every update changed its weight, 0.0 when
+    all updates were rounded away.
+
+    ->  fp32[]   on the first tensor's device
     """
     total = sum(b.numel() for b in previous)
     if not total:

@@ -30,28 +30,30 @@ Row = TypeVar("Row", covariant=True)
 
 @dataclass(frozen=True)
 class MetricNames:
-    """The names of a task's metrics and rows in the output: `units` are counted for the speed, losses
-    are divided by `weight`.
+    """The names of a task's metrics and rows in the output.
 
-    Both are also the keys of metrics.jsonl: `tokens`, `tokens_per_second`, `supervised`.
+    The speed counts `units`, and a loss is divided by `weight`. Both names are also keys of
+    metrics.jsonl: `tokens`, `tokens_per_second`, `supervised`.
     """
 
     units: str
     unit: str
-    """Short, for the live line: `tok`."""
+    """The abbreviation of a unit, for the live line: `tok`."""
     weight: str
     row: str = "row"
-    """What a row of the data is called."""
+    """The word for a row of the data."""
     eval_weight: str = ""
-    """What an evaluation's weight is called in metrics.jsonl, if not `units`."""
+    """The key of an evaluation's weight in metrics.jsonl; empty where it is `units`."""
     measures: tuple[str, ...] = ()
-    """Numbers beside the loss, each a mean over `weight`, in the order in which `loss_sum` gives
-    their sums.
+    """Numbers that are reported with the loss. Each is a mean over `weight`, and `loss_sum` returns
+    their sums in this order.
     """
     derive: Callable[[dict[str, float]], Mapping[str, float]] = dict
-    """The numbers of metrics.jsonl from the measures by name: the measures themselves."""
+    """Computes the numbers of metrics.jsonl from the measures by name. The default returns the
+    measures unchanged.
+    """
     live: tuple[str, ...] = ()
-    """Those of these numbers that the live line shows."""
+    """The names of the numbers that the live line shows."""
 
 
 class LossSum(Protocol):
@@ -65,7 +67,7 @@ class Batch(Protocol):
 
     @property
     def rows(self) -> int:
-        """Rows of the data in it."""
+        """The number of rows of the data in this batch."""
 
     @property
     def weight(self) -> int:
@@ -78,13 +80,13 @@ class Batch(Protocol):
     def to(self, device: torch.device) -> Batch: ...
 
     def __str__(self) -> str:
-        """Its size for people: `4 rows of 512 tokens`."""
+        """The size of the batch as text: `4 rows of 512 tokens`."""
 
 
 @dataclass(frozen=True)
 class Idle:
-    """A batch whose loss counts nothing. A process computes it only because another process, with
-    which it shares the model, computes a real one.
+    """A batch whose loss is multiplied by 0. A process computes it only because another process,
+    with which it shares the model, computes a real batch.
     """
 
     batch: Batch
@@ -97,7 +99,9 @@ class Idle:
 
 
 class Feed(Protocol[Row]):
-    """An endless feed of training rows. `state` is its position, which `restore` continues from."""
+    """An endless feed of training rows. `state` returns its position, from which `restore` lets
+    another feed continue.
+    """
 
     def take(self, count: int) -> Sequence[Row]: ...
 
@@ -124,8 +128,8 @@ class Sample(Protocol):
 
 @dataclass(frozen=True)
 class AveragedSample:
-    """A sample that the averaged weights made; a round has it in addition to the sample of the
-    trained weights.
+    """A sample that the averaged weights generated. A round of samples has it in addition to the
+    sample of the trained weights.
     """
 
     sample: Sample
@@ -144,8 +148,12 @@ class AveragedSample:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """loss: mean over `weight`, what a batch's `weight` counts; `parts`: the same over parts of the
-    data, by name; `measures`: the task's other numbers.
+    """The result of an evaluation.
+
+    loss      the mean over `weight`
+    weight    the number by which the sum of the losses was divided, as in `Batch.weight`
+    parts     the mean loss of each part of the data, by the part's name
+    measures  the task's other numbers
     """
 
     loss: float
@@ -155,7 +163,7 @@ class Evaluation:
 
     @classmethod
     def combine(cls, sets: Mapping[str, Evaluation]) -> Evaluation:
-        """The evaluation of all sets together; `parts` are the losses of each."""
+        """Returns the evaluation of all sets together; its `parts` are the losses of each set."""
         evaluations = list(sets.values())
         weight = sum(evaluation.weight for evaluation in evaluations)
 
@@ -214,11 +222,11 @@ class StepOutline:
     """The work that a memory plan runs on tensors without data: the largest step, and the largest
     evaluation and sample.
 
-    rows, length  of the largest micro-batch, for the output
-    batch         makes it on a device
-    loss_sum      as the task's own
-    evaluation    runs the largest evaluation pass; None: there is none
-    sampling      runs the largest sample; None: there is none
+    rows, length  the size of the largest micro-batch, for the output
+    batch         makes the largest micro-batch on a device
+    loss_sum      computes its loss, as `Task.loss_sum` does
+    evaluation    runs the largest evaluation pass; None if the run does not evaluate
+    sampling      generates the largest sample; None if the run does not sample
     """
 
     rows: int
@@ -242,19 +250,19 @@ class Task(Protocol):
 
     @property
     def kind(self) -> str:
-        """Its name, also that of its folder: `language`."""
+        """The name of this kind of run, which is also the name of its folder: `language`."""
 
     @property
     def metric_names(self) -> MetricNames: ...
 
     @property
     def roles(self) -> Mapping[str, str]:
-        """Roles of `precision` that only this kind of run has -> a dtype by default, or the role
-        that is followed.
+        """The roles of `precision` that only this kind of run has. Each maps to its default dtype,
+        or to the role whose dtype it takes.
         """
 
     def observed_dtypes(self) -> Iterable[tuple[str, str, str]]:
-        """(role, tensor, dtype) of these roles in the last step."""
+        """Returns (role, tensor, dtype) for the tensors of these roles in the last step."""
 
     @property
     def base_name(self) -> str:
@@ -263,15 +271,15 @@ class Task(Protocol):
     # before step 1
 
     def check(self, precision: Precision) -> None:
-        """Raises  UsageError for settings that this kind of run cannot keep, before anything is
-        loaded
+        """Checks the settings before anything is loaded. Raises UsageError for settings that this
+        kind of run does not support.
         """
 
     def load_data(self) -> None:
-        """Everything but the model: tokenizer, rows, prompts. Raises UsageError."""
+        """Loads everything but the model: tokenizer, rows, prompts. Raises UsageError."""
 
     def encode(self, device: torch.device) -> None:
-        """Computes once what other models make of the data (latents, text embeddings), and frees these
+        """Encodes the data once with other models (latents, text embeddings), and frees these
         models. Does nothing for a task without such models. Raises UsageError.
         """
 
@@ -283,20 +291,22 @@ class Task(Protocol):
         device  of the run; with `part` the weights are on the CPU
         folder  where a random model (`model.init: random`) is kept, so that a resumed run starts
                 from the same one
-        part    the rows that this process keeps of a shared model; other rows need no values
+        part    the rows of each weight that this process keeps, where processes share the model;
+                other rows need no values
         """
 
     @property
     def rows(self) -> int:
-        """Rows of an epoch."""
+        """The number of rows of an epoch."""
 
     def fingerprints(self) -> dict[str, str]:
-        """A hash of the `training` rows and one of the `evaluation` rows, by which processes and
-        resumed runs compare theirs.
+        """A hash of the `training` rows and one of the `evaluation` rows. Processes compare their
+        hashes with each other, and a resumed run compares them with those of its last start.
         """
 
     @property
-    def eval_rows(self) -> int: ...
+    def eval_rows(self) -> int:
+        """The number of evaluation rows."""
 
     def feed(self) -> Feed[Any]:
         """The training rows in the order the run sees them."""
@@ -306,16 +316,18 @@ class Task(Protocol):
 
     def outline(self, precision: Precision, *, device_type: str) -> Outline:
         """The model as `build_model` makes it, without its weights. Raises UsageError for adapter
-        targets it lacks.
+        targets that the model does not have.
         """
 
     def step_outline(self, precision: Precision) -> StepOutline: ...
 
     def max_step_bytes(self, model: nn.Module, precision: Precision) -> int:
-        """An upper bound of a step's bytes, with any recomputation; cheap to compute."""
+        """An upper bound on the bytes of a step, even without recomputation. It is cheap to
+        compute.
+        """
 
     def checks(self) -> Mapping[str, tuple[Check, ...]]:
-        """Checks of the preflight that only this kind of run has, by phase."""
+        """The preflight's checks that only this kind of run has, by phase."""
 
     # training
 
@@ -356,22 +368,23 @@ class Task(Protocol):
         stride: int = 1,
         world: World = ALONE,
     ) -> Evaluation:
-        """The loss on the evaluation rows, or on the first `most` of them, or of the training rows
-        where there are none.
+        """Returns the loss on the evaluation rows; on training rows where there are no evaluation
+        rows.
 
-        stride  one row of so many is taken, of each set of evaluation rows
-        world  the processes that call this together; each may compute a share (`world.sum`), and
-               all return the same
+        most    takes only the first `most` rows
+        stride  takes one row per `stride` rows of each set
+        world   the processes that call this together; each may compute a share (`world.sum`), and
+                all return the same
         """
 
     def rehearse_evaluation(
         self, model: nn.Module, device: torch.device, *, dtype: str
     ) -> Evaluation | None:
-        """One pass over the largest evaluation rows; None where nothing is evaluated."""
+        """Runs one pass over the largest evaluation rows; returns None where nothing is evaluated."""
 
     @property
     def samples(self) -> int:
-        """How many samples a round makes; 0: none."""
+        """The number of samples of a round."""
 
     def sample(
         self,
@@ -381,16 +394,16 @@ class Task(Protocol):
         shortened: bool = False,
         world: World = ALONE,
     ) -> Sequence[Sample]:
-        """One round of samples. It does not change the state of training.
+        """Generates one round of samples. It does not change the state of training.
 
-        shortened  one small sample that is made whole, as a test
+        shortened  generates only one small sample, from start to end, as a test
         world      the processes that call this together, since they share the model
         """
 
     # the result
 
     def save(self, model: nn.Module, folder: Path, precision: Precision) -> None:
-        """Writes the adapter or the model with all that is needed to use it."""
+        """Writes the adapter or the model with all files that are needed to use it."""
 
     def reload(
         self, folder: Path, precision: Precision, device: torch.device, part: Part | None = None
@@ -425,7 +438,7 @@ class Task(Protocol):
 
 
 def micro_batch(train: TrainSection) -> int:
-    """Rows in one evaluation pass."""
+    """The number of rows in one evaluation pass."""
     return train.eval_batch_size or train.batch_size
 
 
@@ -480,8 +493,8 @@ def preserve_modes(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def fix_random_state() -> Iterator[None]:
-    """Fixes all random numbers within this block, so that two evaluations of a model that draws
-    random numbers in its forward can be compared.
+    """Seeds all generators for this block, so that two evaluations can be compared even if the
+    model draws random numbers in its forward.
     """
     with preserve_random_state():
         seed_generators(0)

@@ -1,8 +1,8 @@
-"""Sends each row of metrics.jsonl and each round of samples to the trackers of a run, TensorBoard
-and Weights & Biases.
+"""Sends each row of metrics.jsonl and each round of samples to the trackers of a run: TensorBoard,
+Weights & Biases.
 
-A tracker must not disturb a run: random state is restored after each call, and a tracker that fails
-(a full disk, a lost network) is named once and then switched off.
+A tracker must not disturb a run: random state is restored after each call. If a tracker fails (a
+full disk, a lost network), one line is printed and the tracker is switched off.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from .task import Sample, preserve_random_state
 
 Say = Callable[[str], None]
 WANDB_ID_FILE = "wandb_id"
-INIT_TIMEOUT = 30  # seconds to wait for the service before going on without it
+INIT_TIMEOUT = 30  # seconds to wait for the service before the run continues without it
 
 
 class Trackers:
-    """Opens the trackers of `run.trackers` in the run folder and says where each writes.
+    """Opens the trackers of `run.trackers` in the run folder, and prints where each one writes.
 
     settings  the run's configuration, section by section
     """
@@ -46,7 +46,7 @@ class Trackers:
                 say(f"tracker   {tracker.name}: {tracker.address}")
 
     def row(self, row: Mapping[str, Any]) -> None:
-        """A row of metrics.jsonl."""
+        """Sends the numbers of a row of metrics.jsonl."""
         prefix = "eval" if row.get("event") == "evaluation" else "train"
         values = {
             f"{prefix}/{key.removeprefix('eval_')}": float(value)
@@ -76,9 +76,11 @@ class Trackers:
 
 
 class TensorBoard:
-    """Scalars are named `train/loss`, `eval/loss`; `address` is where the user finds them.
+    """Writes scalars under names such as `train/loss` and `eval/loss`. `address` is the command
+    that shows them.
 
-    Opens its file at the first row, whose step tells where a resumed run continues.
+    It opens its file at the first row, because the step of this row is where a resumed run
+    continues.
     """
 
     name = "tensorboard"
@@ -112,7 +114,7 @@ class TensorBoard:
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
         for index, sample in enumerate(samples):
-            # four spaces: Markdown leaves what a model wrote as it is
+            # Markdown shows text that is indented by four spaces unchanged
             prompt, output = sample.lines()
             indented_output = "\n".join(
                 "    " + line for line in (output or "(nothing)").splitlines()
@@ -188,7 +190,9 @@ class WeightsAndBiases:
 
 
 def has_wandb_key() -> bool:
-    """Whether wandb would find a key without asking: in its variable or in the netrc file."""
+    """Whether wandb would find a key without asking the user: in its environment variable or in the
+    netrc file.
+    """
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""

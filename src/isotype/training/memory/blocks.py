@@ -1,14 +1,16 @@
-"""`model.offload: blocks`: the frozen weights of a model's blocks lie in host memory, and are copied
-to the device while their block computes.
+"""`model.offload: blocks`: the frozen weights of a model's blocks lie in host memory, and are
+copied to the device only for the computation of their block.
 
-When a block begins, in forward or in its recompute during backward, its weights are copied unless
-their copy has begun already. The weights of all other blocks are evicted, and the copy for the
-following block begins: the next block in forward, the previous one in backward. So at most two
-blocks are on the device. Trained weights, buffers and weights below 16 KiB always stay there.
+When a block begins, in forward or in its recompute during backward, its weights are copied, unless
+their copy has begun already. The weights of all other blocks are removed from the device. Then the
+copy for the following block begins: for the next block in forward, for the previous one in
+backward. So at most two blocks are on the device. Trained weights, buffers and weights below 16 KiB
+always stay there.
 
-Every block recomputes, since its saved tensors would hold its weights until backward. The `.data` of
-a parameter is exchanged between a host and a device tensor, so that code that reads weights between
-steps finds them, and autograd and the states of packed weights keep the model's own tensors.
+Every block recomputes, because its saved tensors would otherwise keep its weights on the device
+until backward. The `.data` of a parameter is switched between a host tensor and a device tensor. So
+code that reads weights between steps finds them, and the parameters that autograd and packed
+weights refer to remain the same objects.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ _BLOCKS_ATTRIBUTE = "_isotype_blocks"
 _ALIGNMENT = (
     256  # bytes: where a tensor begins in a block's memory, as PyTorch's own allocations do
 )
-# GB/s one way between host and device: PCIe 3.0, 4.0 and 5.0 x16 as specified, of which pinned
-# copies of large blocks take 85%
+# GB/s in one direction between host and device, as PCIe 3.0, 4.0 and 5.0 x16 are specified; pinned
+# copies of large blocks reach 85% of it
 _PCIE_SPEED = {
     "pascal": 16,
     "volta": 16,
@@ -57,10 +59,10 @@ _MATMUL_EFFICIENCY = 0.80
 
 
 class Block:
-    """The frozen weights of one block, contiguous in one piece of host memory.
+    """The frozen weights of one block, in one contiguous piece of host memory.
 
-    tensors  parameters of the model and scales of packed ones, whose `.data` is exchanged
-    device   meta in a memory plan, which counts bytes and copies nothing
+    tensors  parameters of the model, and scales of packed ones; their `.data` is switched
+    device   the device of the run; meta in a memory plan, which counts bytes and copies nothing
     """
 
     def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
@@ -86,7 +88,7 @@ class Block:
         ]
 
     def fetch(self, start_copy: Callable[[Tensor, Tensor], Any]) -> None:
-        """Begins the copy to the device."""
+        """Begins the copy of the weights to the device."""
         if self.device_memory is None and self.bytes:
             # allocated on the compute stream, which frees it too; the copy waits for the memory's
             # last user
@@ -96,14 +98,15 @@ class Block:
                 tensor.data = part
 
     def wait_for_copy(self) -> None:
-        """Makes later work of the device wait for the copy."""
+        """Makes later work on the device wait for the copy."""
         if self.pending_copy is not None:
             self.pending_copy.wait()
             self.pending_copy = None
 
     def evict(self) -> None:
+        """Frees the device memory of the weights."""
         if self.device_memory is not None:
-            # a copy that was not waited for may still write into memory that the next tensor gets
+            # an unfinished copy would write to memory that the next tensor gets
             self.wait_for_copy()
             for tensor, host in zip(self.tensors, self.host_tensors):
                 tensor.data = host
@@ -111,16 +114,16 @@ class Block:
 
     def __del__(self) -> None:
         if self.device.type == "cuda" and hasattr(self, "host_memory"):
-            with suppress(Exception):  # at the interpreter's end CUDA may be gone
-                # a copy that nobody waited for may still read these pages
+            with suppress(Exception):  # when the interpreter exits, CUDA may be shut down already
+                # an unfinished copy may still read these pages
                 torch.cuda.synchronize(self.device)
                 torch.cuda.cudart().cudaHostUnregister(self.host_memory.data_ptr())
 
 
 def allocate_pinned(size: int, device: torch.device) -> Tensor:
-    """uint8[size] of whole pages, pinned where the device is a GPU. PyTorch's own pinned memory is
-    rounded up to a power of two, which takes half as much again for a block of Flux. Raises
-    UsageError.
+    """Allocates uint8[size] in whole pages of host memory, pinned where the device is a GPU.
+    PyTorch's own pinned memory is rounded up to a power of two, which takes 50% more for a block of
+    Flux. Raises UsageError.
     """
     memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
     if device.type == "cuda" and int(
@@ -134,8 +137,10 @@ def allocate_pinned(size: int, device: torch.device) -> Tensor:
 
 
 class FrozenBlocks:
-    """All blocks of a model. `start_copy`: begins a copy, as in `HostMemory`; without it a GPU's run on
-    a stream of their own, and others are made on the spot.
+    """All offloaded blocks of a model, in host memory or on the device.
+
+    start_copy  begins a copy, as in `HostMemory`; by default a StreamCopier for a GPU, and a
+                synchronous copy for another device
     """
 
     def __init__(
@@ -148,7 +153,7 @@ class FrozenBlocks:
         )
 
     def prepare(self, block: Block, *_: Any) -> None:
-        """Brings the weights of a block to the device; also its forward pre-hook."""
+        """Copies the weights of a block to the device. It is also the block's forward pre-hook."""
         if block not in self.order:
             self.order.append(block)
         position = self.order.index(block) + (-1 if torch._C._current_graph_task_id() != -1 else 1)
@@ -172,13 +177,12 @@ def offload_blocks(
     start_copy: Callable[[Tensor, Tensor], Any] | None = None,
 ) -> nn.Module:
     """Puts the frozen weights of each block into host memory and everything else on the device;
-    returns the model.
+    returns the model. Call it before `apply_checkpointing`.
 
-    model   on the CPU, frozen where it is, in its precision, before `apply_checkpointing`; or on
-            the meta device, for a plan, which counts a step without the blocks and adds the bytes
-            of two
+    model       on the CPU, with `requires_grad` and dtypes as in training; or on the meta device,
+                for a memory plan, which counts a step without the blocks and adds the bytes of two
     start_copy  as in FrozenBlocks
-    Raises  UsageError for a model without blocks
+    Raises      UsageError for a model without blocks
     """
     layers = checkpointable_layers(model)
     if not layers:
@@ -186,7 +190,7 @@ def offload_blocks(
     use_counts = Counter(id(p) for layer in layers for p in dict.fromkeys(layer.parameters()))
     blocks = []
     for layer in layers:
-        # a shared one stays
+        # a parameter that several layers share stays on the device
         frozen = [p for p in layer.parameters() if not p.requires_grad and use_counts[id(p)] == 1]
         large_tensors = [
             t
@@ -233,8 +237,8 @@ def offloaded_tensors(model: nn.Module) -> list[Tensor]:
 
 
 def check_offload(config: RunConfig, *, device_type: str) -> None:
-    """Raises  UsageError for settings with which blocks cannot wait in host memory, before anything
-    is loaded.
+    """Checks `model.offload` before anything is loaded. Raises UsageError for other settings with
+    which blocks cannot lie in host memory.
     """
     if config.model.offload != BLOCKS:
         return
@@ -266,17 +270,17 @@ def check_offload(config: RunConfig, *, device_type: str) -> None:
 
 
 def effective_train_settings(config: RunConfig) -> TrainSection:
-    """The settings of training: with offloaded blocks `auto` recomputes all layers."""
+    """The settings of training; with offloaded blocks, recomputation `auto` becomes all layers."""
     if config.model.offload == BLOCKS and config.train.gradient_checkpointing == AUTO:
         return config.train.model_copy(update={"gradient_checkpointing": LAYERS})
     return config.train
 
 
 def refuse_without_host_memory(block_bytes: int, available_bytes: int, processes: int = 1) -> None:
-    """Raises UsageError where the blocks of all processes do not fit.
+    """Raises UsageError where the blocks of all processes do not fit into host memory.
 
-    block_bytes      of one process
-    available_bytes  of the machine; 0 where unknown
+    block_bytes      bytes of the blocks of one process
+    available_bytes  bytes of the machine's memory; 0 where unknown
     """
     if available_bytes and block_bytes * processes > available_bytes:
         if processes > 1:
@@ -293,14 +297,14 @@ def refuse_without_host_memory(block_bytes: int, available_bytes: int, processes
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadPlan:
-    """The cost of a step with offloaded blocks, in bytes.
+    """The cost of a step with offloaded blocks.
 
-    host    of the blocks, in host memory
-    held    of blocks that are on the device at the same time, at most
-    share   of the frozen weights that are on the device at the same time, at most
-    moved   copied from the host to the device in a step
-    time    of a step relative to one with all weights on the device, estimated; None where the
-            device's speed is not published
+    host    bytes of the blocks, in host memory
+    held    bytes of the blocks that are on the device at the same time, at most
+    share   the share of the frozen weights that are on the device at the same time, at most
+    moved   bytes that a step copies from the host to the device
+    time    the estimated time of a step, relative to one with all weights on the device; None where
+            the device's speed is not published
     """
 
     host: int
@@ -313,11 +317,11 @@ class OffloadPlan:
         if self.time is None:
             time = ""
         else:
-            time = f", {self.time:.2f} times the time without, counted"
+            time = f", {self.time:.2f} times the time without offloading (estimated)"
         return (
             f"blocks: {format_binary_bytes(self.host)} in host memory, {format_binary_bytes(self.held)} on the device at a time"
-            f" ({self.share:.0%} of the frozen weights are there), {format_binary_bytes(self.moved)} moved a"
-            f" step{time}"
+            f" ({self.share:.0%} of the frozen weights are there), {format_binary_bytes(self.moved)}"
+            f" moved per step{time}"
         )
 
 
@@ -329,13 +333,13 @@ def plan_offload(
     compute: str,
     flops: Callable[[nn.Module], Sequence[float]],
 ) -> OffloadPlan | None:
-    """The cost of an outline's offloaded blocks in one process; None where it has none.
+    """Estimates the cost of a model's offloaded blocks in one process; None where it has none.
 
-    flops  of each block's forward on a micro-batch; its backward, with the recompute, takes twice
-           as many
-    The copy of a block overlaps with the work of the previous block, and the longer of the two
-    counts. Norms and layers outside of blocks count as no time: they take the same with and without
-    offloading, and would hide more of the copies.
+    flops  returns the FLOPs of each block's forward on a micro-batch. The block's backward, with
+           the recompute, takes twice as many.
+    The copy of a block overlaps with the computation of the previous block, and the longer of the
+    two counts. Norms and layers outside of blocks are not counted: they take the same time with and
+    without offloading, and would hide more of the copies.
     """
     frozen_blocks = get_frozen_blocks(model)
     if frozen_blocks is None:

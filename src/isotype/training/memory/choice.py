@@ -1,4 +1,4 @@
-"""Which layers of a run recompute: as configured, or as the memory plan of its step decides."""
+"""Chooses the layers of a run that recompute: as configured, or by the memory plan of its step."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from .recomputation import (
 def choose_checkpointing(
     task: Task, device_setup: DeviceSetup, model: nn.Module, *, parts: int = 1, source: str = ""
 ) -> Checkpointing:
-    """The configured choice. `auto` plans the step on the longest rows, unless an upper bound is
-    far below the available memory.
+    """Returns the configured choice of recomputation. For `auto` it plans the step on the longest
+    rows, unless an upper bound is far below the available memory.
 
-    parts   how many processes share the model
-    source  of the setting; a resumed run's is the reason for which `auto` chose it in the part
-            before
+    parts   the number of processes that share the model
+    source  where the setting was set. In a resumed run this is the reason for which `auto` made its
+            choice at an earlier start.
     """
     train = effective_train_settings(task.config)
     device = device_setup.device
@@ -45,7 +45,8 @@ def choose_checkpointing(
     upper_bound = task.max_step_bytes(model, precision) + overhead
     is_near = upper_bound > available // 2
     if is_near and available and device.type == "cpu":
-        return_freed_blocks()  # else the process would grow past the plan
+        # otherwise the process would use more memory than planned
+        return_freed_blocks()
     if train.gradient_checkpointing != AUTO:
         chosen = _configured_checkpointing(model, task.config)
         if source.startswith(f"{AUTO}: "):
@@ -80,11 +81,11 @@ def planned_checkpointing(
     overhead: int,
     parts: int = 1,
 ) -> tuple[Checkpointing, MemoryPlan]:
-    """The choice of recomputation, and the memory plan of a step with it.
+    """Returns the choice of recomputation, and the memory plan of a step with it.
 
     available  bytes of the device
-    overhead   bytes of them that other things than the step use
-    parts      how many processes share the model
+    overhead   how many of these bytes are used by something other than the step
+    parts      the number of processes that share the model
     """
     train = effective_train_settings(task.config)
     precision = device_setup.resolved.precision

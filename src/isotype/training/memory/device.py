@@ -1,12 +1,14 @@
-"""How much memory this process may use of its device, how freed memory is given back, and how a
-step is made to fit.
+"""How much memory this process may use on its device, how it returns freed memory, and how a step
+is made to fit.
 
-`train.gradient_checkpointing: auto` recomputes no layer if the memory plan fits, else as few layers
-as needed, the first ones. At the end of forward, where memory is highest, each recomputed layer
-saves the same. But in backward the last layers are recomputed while the activations of all others
-are still in memory, and the first layers when those have been freed. Attention's output
-(`train.keep_attention`) is the most expensive part of a recompute for the memory that it takes: it
-is kept where the layers that must recompute fit with it too.
+`train.gradient_checkpointing: auto` recomputes no layer if the memory plan fits. Otherwise it
+recomputes as few layers as needed, and takes the first ones. At the end of forward, where memory is
+highest, each recomputed layer saves the same amount. But in backward the last layers are recomputed
+while the activations of all others are still in memory, and the first layers when those have been
+freed.
+
+Of all tensors that a recomputed layer could keep, attention's output saves the most time for its
+memory. So it is kept (`train.keep_attention`) where the step still fits with it.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from ..step import peak_memory
 from .plan import MemoryPlan
 from .recomputation import AUTO, LAYERS, NONE, OFFLOAD, Checkpointing
 
-PLAN_TOLERANCE = 0.15  # what the plan is right to: measured beside the peak memory of real CPU runs
-# simulations between "too few layers" and "all of them"; the peak is nearly linear in their number
+PLAN_TOLERANCE = 0.15  # the plan's error relative to the peak memory of real CPU runs
+# simulations with some of the layers recomputed; the peak is nearly linear in their number
 _MAX_SIMULATIONS = 3
 # glibc's malloc.h
 _M_TRIM_THRESHOLD = -1
@@ -75,8 +77,8 @@ def returns_freed_blocks() -> bool:
 
 
 def available_memory(device_bytes: int, device: torch.device) -> int:
-    """The bytes that this process may use of a device with `device_bytes` bytes: on a GPU without those of
-    other processes. 0 if unknown.
+    """The bytes that this process may use of a device with `device_bytes` bytes. On a GPU the bytes
+    of other processes are subtracted. 0 if unknown.
     """
     if device.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(device)
@@ -85,8 +87,8 @@ def available_memory(device_bytes: int, device: torch.device) -> int:
 
 
 def overhead_memory(model: nn.Module, device: torch.device) -> int:
-    """The memory of this process besides the model: libraries and data, which use the same memory
-    on a CPU.
+    """The bytes that this process uses for libraries and data, which share the model's memory on a
+    CPU.
     """
     if device.type != "cpu":
         return 0
@@ -103,15 +105,15 @@ def choose_checkpointing_by_plan(
     device_type: str,
     target: int | None = None,
 ) -> PlannedCheckpointing:
-    """The choice that `auto` makes, and the memory plan for it.
+    """Returns the choice of recomputation that `auto` makes, and the memory plan for it.
 
-    simulate  the plan of a step under a choice
-    layers    how many can recompute
+    simulate   plans a step with a choice
+    layers     the number of layers that can recompute
     available  bytes of the device, 0 where unknown
-    overhead   bytes of them that other things than the step use
-    target    bytes that the step's plan shall stay below, `train.memory`
+    overhead   how many of these bytes are used by something other than the step
+    target     the bytes that the step's plan must not exceed, from `train.memory`
     """
-    # the target is of the plan, which needs no margin; a device's end is where a run fails
+    # beyond the device's memory a run fails, so a margin is kept; the target needs none
     limits = ([int(available * (1 - PLAN_TOLERANCE))] if available else []) + (
         [] if target is None else [target + overhead]
     )
@@ -152,7 +154,8 @@ def choose_checkpointing_by_plan(
         )
         plan = simulate(checkpointing)
     else:
-        # what one layer saves, measured at both ends; the layers between are checked
+        # the saving per layer, from the plans with no layer and with all layers recomputed; a
+        # number of layers in between is tried with a plan of its own
         saved_per_layer = max(1.0, (without_recompute.peak - plan.peak) / layers)
         count = 0
         excess_bytes = excess(without_recompute)
@@ -175,10 +178,10 @@ def choose_checkpointing_by_plan(
 
 
 def memory_saving_advice(config: RunConfig, checkpointing: str) -> str:
-    """Settings that would take less memory, without those that are in force already.
+    """Advice on settings that take less memory. It leaves out settings that are in force already.
 
-    checkpointing  what the run recomputes, or `train.gradient_checkpointing` where that was not
-                   decided yet
+    checkpointing  the kind of recomputation of the run, or `train.gradient_checkpointing` where it
+                   is not decided yet
     """
     ways = ["train.gradient_checkpointing: layers"] if checkpointing in (NONE, AUTO) else []
     if config.train.batch_size > 1:

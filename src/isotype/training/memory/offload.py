@@ -1,10 +1,13 @@
 """Offloads the tensors that recomputed layers save to host memory, and copies them back.
 
-A layer's call saves its input, and attention's output where that is kept. Copies run while forward
-and backward run. To the host: a separate CUDA stream copies into pinned memory. The tensors of the
+A call of a layer saves its input, and attention's output where `train.keep_attention` is set. The
+copies run at the same time as forward and backward.
+
+In forward, a separate CUDA stream copies the tensors into pinned host memory. The tensors of the
 last two calls stay on the device until their copies are done. The compute stream, not the host,
-waits for those copies, so that memory is freed in stream order even if the host runs ahead. To the
-device: while one call is recomputed, the tensors of the previous call are copied back.
+waits for those copies, so that memory is freed in stream order even if the host runs ahead.
+
+In backward, while one call is recomputed, the tensors of the previous call are copied back.
 """
 
 from __future__ import annotations
@@ -24,13 +27,13 @@ from ...ops.library import library_op
 from .run_again import call_and_recompute
 
 CALLS_ON_DEVICE = 2
-SMALLEST = 1 << 14  # bytes: below, a copy's own cost is more than what it frees
+SMALLEST = 1 << 14  # bytes: offloading a smaller tensor is not worth a copy
 
 
 @library_op("host_copy(Tensor x) -> ()", fake=lambda x: None)
 def _planned_copy(x: Tensor) -> None:
-    """Stands in a plan for a copy of `x` between the host and a device, so that who records the
-    step sees it.
+    """Represents, in a memory plan, a copy of `x` between the host and a device, so that a recorder
+    of the step's operators sees it.
     """
 
 
@@ -43,8 +46,8 @@ class StreamCopier:
         self.streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def __call__(self, target: Tensor, source: Tensor) -> CopyEvent:
-        """Begins the copy between the host and a device, and returns its end, for which the
-        device's compute stream can wait.
+        """Begins the copy between the host and a device. Returns an event for the end of the copy,
+        for which the device's compute stream can wait.
         """
         device = target.device if target.is_cuda else source.device
         if device not in self.streams:
@@ -57,8 +60,8 @@ class StreamCopier:
 
 
 class CopyEvent:
-    """The end of a copy. An event's own `wait` acts on the stream of the current device, which may
-    not be the tensor's device.
+    """The end of a copy. Its `wait` acts on the stream of the tensor's device; that of torch's
+    event acts on the current device, which may be another one.
     """
 
     def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
@@ -70,8 +73,8 @@ class CopyEvent:
 
 
 class SavedCall:
-    """The tensors that one call of a layer saved, in their order; weak references, since the
-    autograd graph owns them. `previous`: the call before it.
+    """The tensors that one call of a layer saved, in order. They are weak references, because the
+    autograd graph owns the tensors. `previous` is the previous call.
     """
 
     def __init__(self, previous: SavedCall | None) -> None:
@@ -87,7 +90,9 @@ class SavedCall:
 
 
 def dense_strides(tensor: Tensor) -> tuple[int, ...]:
-    """The strides of a copy without gaps: the tensor's own if it has none, else contiguous ones."""
+    """The strides of a copy without gaps: those of the tensor if it has no gaps, else contiguous
+    ones.
+    """
     step = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
         if size != 1 and stride != step:
@@ -105,10 +110,10 @@ class HostTensor:
         self.dtype = tensor.dtype
         self.shape = tensor.shape
         self.device = tensor.device
-        # a transposed tensor's order is kept: a reader needs no copy either
+        # a transposed tensor keeps its order, so that the operator that reads it needs no other
+        # copy
         self.strides = dense_strides(tensor)
-        # a memory plan counts the device's bytes: its host tensors have none, whatever their shape
-        # says
+        # a memory plan counts only bytes of the device, so its host tensors are empty
         is_planned = tensor.is_meta or isinstance(tensor, FakeTensor)
         if is_planned:
             self.host = torch.empty(0, dtype=tensor.dtype)
@@ -116,7 +121,7 @@ class HostTensor:
             self.host = torch.empty_strided(
                 self.shape, self.strides, dtype=tensor.dtype, pin_memory=tensor.is_cuda
             )
-        # detached: autograd's graph would hold more than the tensor
+        # detached, because a tensor with an autograd graph would keep more than itself alive
         self.on_device: Tensor | None = tensor.detach()
         self.pending_copy: Any = None
         self.is_consumed = False
@@ -125,17 +130,17 @@ class HostTensor:
 
     def __del__(self) -> None:
         if self.on_device is not None and self.pending_copy is not None:
-            # a copy may still be writing what the next tensor would get
+            # the copy may still be writing to memory that the next tensor would get
             self.pending_copy.wait()
 
 
 class HostMemory:
-    """A gradient checkpointing function for transformers' layers. Without a CUDA device it copies
-    synchronously.
+    """A gradient checkpointing function for transformers' layers, which offloads what they save.
+    For tensors that are not on a CUDA device it copies synchronously.
 
-    call    runs a layer under checkpointing
-    start_copy  begins a copy and returns an object whose `wait()` makes later work wait for it; created
-            for the first CUDA tensor
+    call        runs a layer under checkpointing
+    start_copy  begins a copy and returns an object whose `wait()` makes later work wait for it; by
+                default a StreamCopier, created for the first CUDA tensor
     """
 
     def __init__(
@@ -152,7 +157,8 @@ class HostMemory:
     def __call__(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         self.current_call = SavedCall(self.current_call)
         self.pending.append([])
-        # the layer's inputs are saved outside its own hooks: these see them and nothing else
+        # checkpointing saves the layer's inputs before it installs its own hooks, so that these
+        # hooks receive the inputs and nothing else
         with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
             return self.call(function, *args, offload=self.pack, restore=self.unpack, **options)
 

@@ -1,4 +1,4 @@
-"""What a memory plan makes of a model without data: 4-bit layers of bitsandbytes."""
+"""4-bit layers of bitsandbytes in a model on the meta device, for a memory plan."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...ops.packed import PackedState
 
-# elements a scale, scales a scale of scales
+# elements per scale, and scales per second-level scale
 BLOCK = 64
 INNER_BLOCK = 256
 
@@ -18,14 +18,14 @@ INNER_BLOCK = 256
 def quantise_outline(
     model: Any, compute: torch.dtype, *, layers: Collection[nn.Module], double_quant: bool = True
 ) -> None:
-    """Replaces `layers` of `model` by nf4 layers on the meta device; with `double_quant` their scales are
-    quantised too.
+    """Replaces `layers` of `model` by nf4 layers on the meta device. With `double_quant` their
+    scales are quantised too.
     """
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear) and child in layers:
                 setattr(parent, name, _build_nf4_layer(child, compute, double_quant))
-    model.is_loaded_in_4bit = True  # what PEFT asks
+    model.is_loaded_in_4bit = True  # PEFT reads this attribute
 
 
 def _build_nf4_layer(linear: nn.Linear, compute: torch.dtype, double_quant: bool) -> nn.Module:
@@ -84,8 +84,8 @@ def quantisation_tensors(parameter: Tensor) -> list[Tensor]:
 
 
 def copy_quantisation(target: Any, parameter: Tensor, convert: Any) -> None:
-    """Copies the quantisation state of `parameter` to its replacement `target`, with `convert` applied
-    to every tensor.
+    """Copies the quantisation state of `parameter` to its replacement `target`, with `convert`
+    applied to every tensor.
     """
     import copy
 
@@ -107,7 +107,9 @@ def copy_quantisation(target: Any, parameter: Tensor, convert: Any) -> None:
 
 
 def scratch_sizes() -> dict[Any, Any]:
-    """The memory that bitsandbytes' 4-bit product needs besides its result: the dequantised weight."""
+    """Maps bitsandbytes' 4-bit product to a function that returns the bytes it needs in addition to
+    its result: those of the dequantised weight.
+    """
     try:
         import bitsandbytes  # noqa: F401
     except ImportError:

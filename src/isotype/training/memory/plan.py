@@ -6,11 +6,15 @@ and dtypes, and `LiveBytes` counts the bytes of live tensors. The result is with
 resident size of real CPU runs that return freed memory. A process whose C library retains freed
 blocks, as glibc does by default, uses more.
 
-Of weights, gradients and states a process that shares its model holds 1 / parts (the scales of
-4-bit weights whole). Besides, it holds what is gathered at a time: the last unit (norm and head)
-from forward to backward, and two layers, of which one runs while the next is gathered; and in
-backward the whole gradient of a layer, once as autograd makes it and once as it is sent. No
-gradient is gathered in a forward, so that the peaks of forward and backward are planned apart.
+A process that shares its model with others holds 1 / parts of weights, gradients and states; only
+the scales of 4-bit weights are held whole. In addition it holds gathered weights and gradients:
+
+* the last FSDP unit (norm and head), from forward to backward;
+* two layers, because one runs while the next one is gathered;
+* in backward, the whole gradient of a layer twice: in the dtype in which autograd makes it, and in
+  the dtype in which it is sent.
+
+A forward holds no such gradient. So the peaks of forward and backward are planned separately.
 """
 
 from __future__ import annotations
@@ -50,19 +54,23 @@ from .recomputation import Checkpointing, apply_checkpointing
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """All values are bytes. The first four stay allocated during the whole run; `peak` is the
-    maximum.
+    """The planned memory of a run, in bytes. The first four fields stay allocated during the whole
+    run; `peak` is the maximum at any time.
 
-    frozen        with blocks in host memory: of what is outside of them, and of the two largest
-    activations   live at the end of a forward pass: tensors saved for backward, and the logits
-    working       the most that forward, loss and backward add to them
+    frozen        frozen weights; with blocks in host memory (`model.offload: blocks`), the weights
+                  outside of the blocks and those of the two largest blocks
+    activations   tensors that are live at the end of a forward pass: those that autograd saved for
+                  backward, and the logits
+    working       the most that forward, loss and backward add to the activations
     forward       the most that a forward pass holds, activations included
     backward      the most that loss and backward add to the activations
-    update        what the optimizer step adds to the first four
-    evaluation    what an evaluation adds
-    sampling      what generating an answer with its cache adds; None if it could not be simulated
-    gathered      the most of other processes' weights and gradients at a time, where several share
-                  the model
+    update        the most that the optimizer step adds to the first four fields
+    evaluation    the most that an evaluation adds
+    sampling      the most that generating an answer with its cache adds; None if it could not be
+                  simulated
+    gathered      the most that is held of other processes' weights and gradients, where processes
+                  share the model
+    rows, length  the size of the largest micro-batch (not bytes)
     not_simulated the reason why activations, working and update are unknown, or None
     """
 
@@ -105,12 +113,12 @@ def plan_memory(
     """Plans the memory of one optimizer step on the largest micro-batch. The same outline may be
     planned again with other settings.
 
-    outline  the task's outline; its parameters are replaced by fake ones here
+    outline  the task's outline, whose parameters are replaced by fake ones here
     largest  the task's largest step, evaluation and sample
-    earlier  a plan of the same step with other recomputation: its evaluation and sample are taken
-             over, since they recompute nothing
-    A step for a GPU is simulated on meta tensors in place of the GPU's tensors, with or without a
-    GPU. If a step cannot be simulated, `held` is still exact, and `not_simulated` gives the reason.
+    earlier  a plan of the same step with other recomputation. Its figures for evaluation and sample
+             are reused, since these recompute nothing.
+    A step for a GPU is simulated on meta tensors, whether this machine has a GPU or not. If a step
+    cannot be simulated, `held` is still exact, and `not_simulated` gives the reason.
     """
     held_plan = held_memory(outline.model, train, precision)
     held_plan = replace(held_plan, frozen=held_plan.frozen + largest.other_model_bytes)
@@ -128,8 +136,8 @@ def plan_memory(
     except UsageError:
         raise
     except Exception as error:
-        # an architecture whose shapes depend on values (routed experts), or an operator without a
-        # fake: what is held is still exact
+        # the architecture's shapes depend on values (routed experts), or an operator has no fake
+        # implementation: weights, gradients and states are still exact
         return replace(
             held_plan,
             peak=held_plan.held,
@@ -141,10 +149,12 @@ def plan_memory(
 
 @dataclass(frozen=True)
 class UnitBytes:
-    """Of one FSDP unit: its weights, those of them that are trained, the trained elements, and the
-    scales of 4-bit weights.
+    """The bytes of one FSDP unit, with the padding that splits its rows into equal parts.
 
-    All as they travel: rows that do not come out even are padded to equal parts.
+    weights   bytes of all weights
+    trained   bytes of the trained weights
+    elements  number of trained elements
+    scales    bytes of the scales of 4-bit weights
     """
 
     weights: int
@@ -154,8 +164,8 @@ class UnitBytes:
 
 
 def unit_bytes(model: nn.Module, parts: int) -> list[UnitBytes]:
-    """Of every unit of a model as `distributed.shard` would cut it for so many processes, the root
-    last; the model may be on the meta device.
+    """The bytes of every FSDP unit of a model that `distributed.shard` splits over `parts`
+    processes. The root unit is last. The model may be on the meta device.
     """
     inner = inner_model(model)
     visited: set[int] = set()
@@ -181,8 +191,8 @@ def unit_bytes(model: nn.Module, parts: int) -> list[UnitBytes]:
 
 
 def padded_elements(weight: Tensor, parts: int) -> int:
-    """The elements of a weight whose rows are filled up to equal parts, as FSDP2 keeps and sends
-    them.
+    """The number of elements of a weight whose rows are padded to equal parts, as FSDP2 stores and
+    sends them.
     """
     if weight.dim() == 0 or weight.numel() == 0:
         return weight.numel()
@@ -200,11 +210,13 @@ def plan_process_memory(
     parts: int,
     earlier: MemoryPlan | None = None,
 ) -> MemoryPlan:
-    """`plan_memory` for a process that shares its model with others; the same for `parts` 1."""
+    """Plans the memory of one of `parts` processes that share a model. With `parts` 1 the result is
+    that of `plan_memory`.
+    """
     units = unit_bytes(outline.model, parts) if parts > 1 else []
     if parts > 1:
-        # with gradients of an earlier micro-batch present, a backward adds no gradient buffers:
-        # they exist for the own part only
+        # plans a backward after an earlier micro-batch, which allocates no gradient buffers: a
+        # process has buffers only for its own part
         train = train.model_copy(update={"accumulate": max(2, train.accumulate)})
     plan = plan_memory(
         outline,
@@ -219,11 +231,12 @@ def plan_process_memory(
         return plan
     *layers, root = units
     trained = sum(unit.trained for unit in units) // parts
-    # with their padding, states and gradients grow as the trained weights do
+    # padding enlarges states and gradients in proportion to the trained weights
     scale = trained / plan.trained if plan.trained else 0.0
     # the root from forward to backward, and the two largest layers
     gathered = root.weights + sum(sorted(unit.weights for unit in layers)[-2:])
-    # the gradient of a unit, in its weights' dtype as autograd makes it, and as it is sent
+    # the gradient of a unit in its weights' dtype, as autograd makes it, and in the dtype of
+    # sending
     gradient_bytes = max(
         unit.trained + unit.elements * to_torch(precision.reduce).itemsize for unit in units
     )
@@ -246,7 +259,9 @@ def plan_process_memory(
 
 
 def held_memory(model: nn.Module, train: TrainSection, precision: Precision) -> MemoryPlan:
-    """What stays allocated during the whole run: weights, gradients and optimizer states."""
+    """Plans the memory that stays allocated during the whole run: weights, gradients and optimizer
+    states.
+    """
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
     elements = sum(p.numel() for p in trained)
@@ -267,7 +282,7 @@ def held_memory(model: nn.Module, train: TrainSection, precision: Precision) -> 
 
 
 def average_bytes(model: nn.Module, train: TrainSection, precision: Precision) -> int:
-    """The moving averages of all trained tensors, where `train.ema` asks for them."""
+    """The bytes of the moving averages of `train.ema`; 0 without it."""
     elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
     if train.ema is None:
         return 0
@@ -298,8 +313,8 @@ def _simulate_step(
         accumulator = GradientAccumulator(
             model.parameters(), dtype=precision.grads, reduce=precision.reduce
         )
-        # other optimizers read numbers out of tensors: their states are known, and an update takes
-        # less than two copies of a tensor besides
+        # other optimizers read values of tensors and cannot be simulated. The size of their states
+        # is known, and an update needs at most two more copies of a tensor
         is_simulated = train.optimizer in ("adamw", MUON)
         simulated_train = train if is_simulated else train.model_copy(update={"optimizer": "adamw"})
         largest_trained = max((_bytes(p) for p in model.parameters() if p.requires_grad), default=0)
@@ -307,7 +322,7 @@ def _simulate_step(
         stepper = Stepper(model, optimizer, accumulator, precision, train, largest.loss_sum)
         batch = largest.batch(device)
         after_forward: list[int] = []
-        peaks: list[int] = []  # before, in and after each forward in turn
+        peaks: list[int] = []  # in turn: before each forward, and in it
 
         def part_begins(*_: Any) -> None:
             peaks.append(live.peak)
@@ -322,7 +337,7 @@ def _simulate_step(
             model.register_forward_hook(forward_ends),
         ]
 
-        # the first step makes the optimizer's states, so the second is the one that counts
+        # the first step creates the optimizer's states; the second step is measured
         stepper.accumulate([batch])
         if is_simulated:
             states = []
@@ -335,7 +350,7 @@ def _simulate_step(
         start_bytes = live.current
         first_forward = len(after_forward)
         peaks.clear()
-        # from the second micro-batch on, the gradients of the first are held too
+        # from the second micro-batch on, the gradients of the first one are held too
         batches = [batch] * min(2, train.accumulate)
         stepper.accumulate(batches)
         forward_end = after_forward[first_forward + len(batches) - 1]
@@ -402,14 +417,14 @@ def _measure_sampling(
         return 0
     try:
         return _measure_peak(live, largest.sampling, model, device)
-    # a model without a cache, or one whose cache depends on values; the plan of the step is used
+    # the model has no cache, or its cache depends on values; the plan of the step is still valid
     except Exception:
         return None
 
 
 def replace_with_fakes(model: nn.Module, device: torch.device) -> None:
-    """Replaces parameters and buffers on the meta device by fake ones; tied parameters stay tied.
-    Those of blocks in host memory stay.
+    """Replaces parameters and buffers on the meta device by fake ones. Tied parameters stay tied,
+    and parameters of blocks in host memory are not replaced.
     """
     fakes: dict[int, nn.Parameter] = {}
     offloaded_ids = {id(tensor) for tensor in offloaded_tensors(model)}
@@ -432,14 +447,14 @@ def replace_with_fakes(model: nn.Module, device: torch.device) -> None:
 
 @contextmanager
 def simulate_device(device_type: str) -> Iterator[None]:
-    """Operators compute shapes and dtypes only: of fake tensors on a CPU, of meta tensors that
-    stand for another device's.
+    """Within this block operators compute only shapes and dtypes. Tensors of a CPU are fake
+    tensors; tensors of another device are meta tensors.
     """
     if device_type == "cpu":
         with FakeTensorMode(allow_non_fake_inputs=True):
             yield
         return
-    # each op as one operator that makes its results, as its kernels do
+    # with this backend each op is one operator that allocates only its results, as its kernels do
     with plan_device(device_type), force_backend("cpp"):
         yield
 
@@ -465,7 +480,9 @@ def max_step_bytes(
 
 
 def _matrix_widths(module: nn.Module) -> tuple[int, ...]:
-    """(in, out) of a module with a matrix; a 4-bit one has no other shape."""
+    """Returns (in, out) of a module with a matrix. They come from `in_features` and `out_features`
+    where these exist, because a 4-bit weight has another shape.
+    """
     weight = module._parameters.get("weight")
     if weight is None or (weight.ndim < 2 and not is_quantised(weight)):
         return ()
@@ -480,13 +497,13 @@ def _matrix_widths(module: nn.Module) -> tuple[int, ...]:
 
 
 class LiveBytes(TorchDispatchMode):
-    """While active, `current` is the size of the live tensors that were made in it, and `peak` its
-    maximum, in bytes.
+    """Counts the bytes of the live tensors that are made while this mode is active. `current` is
+    their sum, and `peak` its maximum.
 
     device_type  counts only tensors on this device
-    scratch      operator -> function from its arguments to the bytes it needs besides its results;
-                 0 for other operators
-    ignored      tensors that take nothing, nor do their views
+    scratch      operator -> function from its arguments to the bytes that it needs in addition to
+                 its results; other operators need none
+    ignored      tensors that are not counted, like their views
     Each storage is counted once, however many views it has.
     """
 

@@ -2,9 +2,9 @@
 are stored in host memory.
 
 A recomputed layer stores only its input. In transformers one class marks the layers that support
-this; the switch is set on instances, so that some layers may recompute and others not. diffusers
-has one switch for a whole model: there a block's own forward is put under checkpointing on the
-instance. Recomputing draws the same random numbers, so that the results are bit-identical.
+recomputation. Its switch is set on instances, so that some layers recompute and others do not.
+diffusers has one switch for a whole model; so the forward of each block instance is replaced by one
+that recomputes. Recomputing draws the same random numbers, so that the results are bit-identical.
 """
 
 from __future__ import annotations
@@ -29,14 +29,19 @@ NONE = "none"
 LAYERS = "layers"
 OFFLOAD = "layers+offload"
 AUTO = "auto"
-PREPARE_ATTRIBUTE = "_isotype_enter"  # of a block whose weights may be away: what brings them
+# the attribute of a block whose weights are offloaded: a function that copies them to the device
+PREPARE_ATTRIBUTE = "_isotype_enter"
 
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """The choice for a run. `layers`: the positions of the recomputed layers; `layer_count`: the number of all
-    layers; `reason`: the setting that decides it, or why `auto` chose it; `keep_attention`: the
-    attention outputs of recomputed layers are stored.
+    """Which layers of a run recompute their activations.
+
+    kind            none, layers, or layers+offload (their inputs are stored in host memory)
+    layers          the positions of the recomputed layers
+    layer_count     the number of all layers
+    reason          the setting that decides this, or why `auto` chose it
+    keep_attention  whether the attention outputs of recomputed layers are stored
     """
 
     kind: str
@@ -59,7 +64,7 @@ class Checkpointing:
         return f"{self.kind}: {layer_text} of {self.layer_count}{attention_text} ({self.reason})"
 
     def to_settings(self) -> dict[str, Any]:
-        """The configuration that gives exactly this."""
+        """The settings that give exactly this choice."""
         count = len(self.layers)
         if count == self.layer_count:
             layers: Any = "all"
@@ -75,7 +80,9 @@ class Checkpointing:
 
 
 def check_settings(train: TrainSection, *, device_type: str) -> None:
-    """Raises  UsageError for settings that would have no effect, before anything is loaded."""
+    """Checks the settings before anything is loaded. Raises UsageError for settings that would have
+    no effect.
+    """
     kind = train.gradient_checkpointing
     layers = train.checkpointed_layers
     key = f"train.gradient_checkpointing: {kind}"
@@ -106,8 +113,8 @@ def check_settings(train: TrainSection, *, device_type: str) -> None:
 
 
 def configured_checkpointing(model: nn.Module, train: TrainSection) -> Checkpointing:
-    """The choice that the configuration makes for this model; `auto_checkpointing` decides about
-    `auto`. Raises UsageError.
+    """The choice that the configuration makes for this model, unless it is `auto`. Raises
+    UsageError for a model without layers that could recompute.
     """
     assert train.gradient_checkpointing != AUTO
     if train.gradient_checkpointing == NONE:
@@ -128,8 +135,8 @@ def configured_checkpointing(model: nn.Module, train: TrainSection) -> Checkpoin
 
 
 def select_layers(layers: str | int | list[int], total: int) -> tuple[int, ...]:
-    """The positions that `train.checkpointed_layers` names among `total` layers. Raises UsageError for
-    one that does not exist.
+    """The positions that `train.checkpointed_layers` names among `total` layers. Raises UsageError
+    for a layer that does not exist.
     """
     if layers == "all":
         return tuple(range(total))
@@ -149,8 +156,8 @@ def select_layers(layers: str | int | list[int], total: int) -> tuple[int, ...]:
 
 
 def checkpointable_layers(model: nn.Module) -> list[Any]:
-    """The layers that can be checkpointed, in the order of the model: those that transformers
-    marks, not those inside another one; else the blocks of a diffusers model.
+    """The layers that can be checkpointed, in the order of the model. They are the layers that
+    transformers marks, without marked layers inside other ones, or the blocks of a diffusers model.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -173,7 +180,7 @@ def checkpointable_layers(model: nn.Module) -> list[Any]:
 
 
 def apply_checkpointing(model: nn.Module, checkpointing: Checkpointing) -> None:
-    """Switches recomputation of every layer on or off. May be called again with another choice."""
+    """Switches recomputation of every layer on or off. It may be called again with another choice."""
     call: Callable[..., Any] = partial(
         call_and_recompute, keep_attention=checkpointing.keep_attention
     )
@@ -199,7 +206,9 @@ def _prepare_and_run(
     *args: Any,
     **options: Any,
 ) -> Any:
-    """`function(run, ...)`, where each `run`, also inside backward, has its weights."""
+    """Calls `function(run, ...)`, where each call of `run` first copies the block's weights to the
+    device. This includes the calls in backward.
+    """
 
     def run_prepared(*values: Any, **kwargs: Any) -> Any:
         prepare()
@@ -209,9 +218,10 @@ def _prepare_and_run(
 
 
 class OnWhileRecording:
-    """A switch that is true only while autograd records. transformers disables the cache of every
-    layer that is in training mode and whose switch is on; with a plain True, a generation in
-    training mode would see one token at a time and no earlier ones.
+    """A switch that is true only while autograd records.
+
+    transformers disables the cache of every layer that is in training mode and whose switch is on.
+    With a plain True, a generation in training mode would see only the newest token.
     """
 
     def __bool__(self) -> bool:
@@ -219,7 +229,7 @@ class OnWhileRecording:
 
 
 def install_switch(block: nn.Module) -> None:
-    """Makes a block ask its `gradient_checkpointing` and `_gradient_checkpointing_func` at every
+    """Makes a block read its `gradient_checkpointing` and `_gradient_checkpointing_func` at every
     call, as transformers' layers do.
     """
     if getattr(block.__dict__.get("forward"), "__func__", None) is not _forward:
@@ -237,5 +247,5 @@ def _forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     def run(*values: Any) -> Any:
         return original_forward(*values[:count], **dict(zip(names, values[count:])))
 
-    # all of them by position: checkpointing sees the tensors among its arguments
+    # all arguments are passed by position, because checkpointing finds tensors only among these
     return block._gradient_checkpointing_func(run, *args, *kwargs.values())  # type: ignore[operator]  # the function that apply_checkpointing put there

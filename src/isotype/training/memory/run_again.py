@@ -1,12 +1,13 @@
-"""Runs a layer so that backward runs it again: of all tensors that autograd would save, only the
-layer's inputs are kept.
+"""Gradient checkpointing of one call of a layer: backward runs the layer again. Of all tensors that
+autograd would save, only the layer's inputs are kept.
 
-A saved tensor is replaced by an empty place. The first place that backward asks for runs the layer
-again, which fills all of them and stops where the last one is full. Each place gives its tensor
-away once, so that memory is freed as backward goes on; a second backward over the same graph runs
-the layer once more. As torch.utils.checkpoint with use_reentrant=False, for a fraction of its calls
-of Python functions: what has no user here (other contexts, a trace of operators, groups of
-backwards) is left out.
+In the forward an empty slot takes the place of each saved tensor. When backward reads the first
+slot, the layer runs again until all slots are filled. Reading a slot empties it, so that memory is
+freed during backward; a second backward over the same graph runs the layer once more.
+
+torch.utils.checkpoint with use_reentrant=False does the same. This implementation needs a fraction
+of its Python calls, because it leaves out features that Isotype does not use (other contexts, a
+trace of operators, groups of backwards).
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ from ...ops.recomputed_layer import RecomputedLayer
 def call_and_recompute(
     function: Callable[..., Any], *args: Any, keep_attention: bool, **options: Any
 ) -> Any:
-    """`function(*args)`, whose activations are recomputed in backward.
+    """Returns `function(*args)`, whose activations are recomputed in backward.
 
-    keep_attention  attention's output and logsumexp are kept, so that the recompute runs no
-                    attention
-    options         of RecomputedLayer: `offload` and `restore` of what is kept
+    keep_attention  keeps attention's output and logsumexp, so that the recompute runs no attention
+    options         the functions `offload` and `restore` of RecomputedLayer, for kept tensors
     """
     layer = RecomputedLayer(keep_attention=keep_attention, **options)
-    # autocast is restored here; a plan's is another one
+    # `run_again_in_backward` restores torch's autocast; `keep_autocast` restores that of a memory
+    # plan
     return run_again_in_backward(partial(layer.run, planned.keep_autocast(function)), *args)
 
 
 def run_again_in_backward(function: Callable[..., Any], *args: Any) -> Any:
-    """`function(*args)`. In backward it runs again, under the same autocast and, where it drew
-    random numbers, with the same ones.
+    """Returns `function(*args)`, and runs it again in backward. The second run has the same
+    autocast and the same random numbers.
 
     Raises  CheckpointError in backward where the second run saves other shapes or dtypes than the
             first
@@ -55,8 +56,8 @@ def run_again_in_backward(function: Callable[..., Any], *args: Any) -> Any:
 
 
 class _Inputs(torch.autograd.Function):
-    """Saves tensors as any operator does: they are checked for changes in place, and hooks around
-    the layer see them.
+    """Saves the layer's inputs in the way of any operator: PyTorch checks them for in-place
+    changes, and saved-tensor hooks around the layer receive them.
     """
 
     @staticmethod
@@ -66,8 +67,8 @@ class _Inputs(torch.autograd.Function):
 
 
 class _SavedSlot:
-    """The place of one saved tensor. Autograd's graph owns it: once the graph frees it, the
-    recompute keeps no tensor for it.
+    """The slot of one saved tensor. Autograd's graph owns the slot; once the graph has freed it, a
+    recompute stores no tensor for it.
     """
 
     __slots__ = ("__weakref__", "device", "dtype", "shape", "tensor")
@@ -78,11 +79,11 @@ class _SavedSlot:
 
 
 class _AllSlotsFilled(Exception):
-    """The last slot is filled: backward needs nothing that the layer would compute from here on."""
+    """Ends a recompute when the last slot is filled, because backward needs no later result."""
 
 
 class _CheckpointedCall:
-    """One call of a layer."""
+    """One call of a layer, with the inputs and the state that are needed to run it again."""
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.function = function
@@ -135,7 +136,7 @@ class _CheckpointedCall:
 
         def fill(tensor: Tensor) -> Tensor:
             nonlocal filled
-            # an output would hold the operator that holds it
+            # without `detach` an output and the operator that saved it would keep each other alive
             tensor = tensor.detach() if tensor.requires_grad else tensor
             slot = self.slots[filled]()
             filled += 1
@@ -188,7 +189,9 @@ def _describe_tensor(tensor: Tensor | _SavedSlot) -> str:
 
 
 def _autocast_state(device_type: str) -> tuple[str, bool, torch.dtype, bool]:
-    """Of a device type: whether it is on, its dtype, whether it keeps the weights that it cast."""
+    """The autocast state of a device type: (device type, whether it is on, its dtype, whether it
+    caches cast weights).
+    """
     return (
         device_type,
         torch.is_autocast_enabled(device_type),
@@ -205,15 +208,13 @@ def _random_states(devices: list[torch.device]) -> list[Tensor]:
 
 
 def _state_bytes(state: Tensor) -> bytes:
-    # past PyTorch's dispatcher: who records or counts a step's operators sees none
+    # NumPy bypasses PyTorch's dispatcher, so that a mode that records operators sees no extra ones
     return bytes(state.numpy())
 
 
 @contextmanager
 def _use_random_states(states: list[Tensor], devices: list[torch.device]) -> Iterator[None]:
-    """Within this block random numbers are those that follow `states`; afterwards they go on where
-    they were.
-    """
+    """Sets the random states within this block, and restores the previous ones on exit."""
     previous = _random_states(devices)
     _set_random_states(states, devices)
     try:

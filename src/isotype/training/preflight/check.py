@@ -1,8 +1,8 @@
-"""`preflight(subject, skips)`: runs every check in order, writes the record, and refuses the run
-when a check found an error.
+"""`preflight(subject, skips)`: runs every check before step 1, writes preflight.json, and refuses
+the run when a check finds an error.
 
-Cheap checks run first: static facts, data, memory, then a trial step. After a phase that found an
-error no further phase runs. The task adds its own checks.
+Cheap checks run first: static facts, data, memory, then a trial step. After a phase with an error
+no further phase runs. The task adds checks to each phase.
 """
 
 from __future__ import annotations
@@ -44,7 +44,13 @@ CHECKS: Mapping[str, tuple[Check, ...]] = {
 
 @dataclass
 class Outcome:
-    """The findings, and the checks that did not run; `seconds` by phase."""
+    """The result of the preflight.
+
+    findings  what the checks found
+    skipped   code -> the user's reason, of each check that was left out
+    ran       the codes of the checks that ran
+    seconds   the time of each phase
+    """
 
     findings: list[Finding] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
@@ -68,7 +74,7 @@ class Outcome:
         }
 
     def header_rows(self) -> list[tuple[str, str]]:
-        """A line for the run's header, and one for each finding and each check left out."""
+        """Rows for the run's header: a summary, each finding, and each check that was left out."""
         passed = len(self.ran) - len({f.code for f in self.findings})
         return [
             (
@@ -90,12 +96,12 @@ def preflight(
     checks: Mapping[str, tuple[Check, ...]] = CHECKS,
     world: World = ALONE,
 ) -> Outcome:
-    """Runs the checks, writes preflight.json, and raises PreflightError with every error found. A
-    resumed run gets static checks only.
+    """Runs the checks, writes preflight.json, and raises PreflightError with all errors. A resumed
+    run gets static checks only.
 
-    checks  by phase, beside the task's own
-    world   each process checks its own machine and step; what one refuses, all refuse. The record
-            is the first one's.
+    checks  the checks of each phase, to which those of the task are added
+    world   the processes of the run. Each checks its own machine and step; if one refuses the run,
+            all do. The first process writes its outcome to preflight.json.
     """
     record = subject.folder / RECORD
     previous_record = RunFolder(record.parent).read_json(record.name) if subject.resuming else {}
@@ -103,7 +109,7 @@ def preflight(
     outcome = Outcome(skipped=skipped)
     task_checks = subject.task.checks()
     for phase in PHASES:
-        # the next phase runs a model that processes may share: none runs it where one has refused
+        # the next phase may run a model that the processes share: no process may run it alone
         if world.any(outcome.refused) or (subject.resuming and phase != "static"):
             break
         started = time.perf_counter()

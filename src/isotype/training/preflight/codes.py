@@ -33,10 +33,11 @@ NOT_SKIPPED = {"PF008": "the run would read outside its embeddings"}
 
 
 def check_skips(skips: Mapping[str, str], template: str = "skip={{'{}': '...'}}") -> dict[str, str]:
-    """The same, code to reason. `template`: how the user gives one.
+    """Returns the skipped checks, code to reason, if all of them are allowed.
 
-    Raises  UsageError for a code that no check has, or whose check cannot be left out, and for a
-            missing reason
+    template  the form in which the user names a code, for the error
+    Raises    UsageError for a code that no check has, or whose check cannot be left out, and for a
+              missing reason
     """
     for code, reason in skips.items():
         option = template.format(code)
@@ -59,7 +60,7 @@ def check_skips(skips: Mapping[str, str], template: str = "skip={{'{}': '...'}}"
 
 
 def parse_skips(options: Sequence[str]) -> dict[str, str]:
-    """`["PF004=shared disk"]` -> code to reason. Raises UsageError."""
+    """Parses options such as `["PF004=shared disk"]` into code to reason. Raises UsageError."""
     skips: dict[str, str] = {}
     for option in options:
         code, _, reason = option.partition("=")

@@ -1,12 +1,12 @@
 """PF012 to PF017: runs one step at learning rate 0 on the longest rows, one evaluation batch and
 one sample, then restores the state.
 
-The update of an optimizer of a program's own is left out: it may keep state outside
-`optimizer.state`, which could not be put back.
+The update of a user-defined optimizer is left out: it may keep state outside `optimizer.state`,
+which could not be restored.
 
-It restores gradients, optimizer states, buffers, modes, the loss scale and every random generator,
-so that the weights of a run with preflight are bit-identical to those without. At learning rate 0
-AdamW changes no weight, not even with stochastic rounding: the value is exact.
+Gradients, optimizer states, buffers, modes, the loss scale and every random generator are restored,
+so that the weights of a run with preflight are bit-identical to those of a run without. At learning
+rate 0 AdamW changes no weight, not even with stochastic rounding, because its result is exact.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from ..setting_names import SettingNames
 from ..setup import CheckedRun, Subject
 from ..task import preserve_modes, preserve_random_state
 
-# what a model's code raises for its inputs; RuntimeError is torch's, OutOfMemoryError and
-# NotImplementedError among it
+# the errors that a model's code raises for unsuitable inputs; torch's are subclasses of
+# RuntimeError, also OutOfMemoryError and NotImplementedError
 STEP_ERRORS = (
     RuntimeError,
     TypeError,
@@ -48,7 +48,7 @@ STEP_ERRORS = (
     AssertionError,
     MemoryError,
 )
-_MAX_NAMES = 3  # names of tensors in a finding
+_MAX_NAMES = 3  # tensors that a finding names
 _LIBRARY_FOLDERS = (
     str(Path(__file__).parents[2]) + os.sep,
     str(Path(torch.__file__).parent) + os.sep,
@@ -58,7 +58,7 @@ _LIBRARY_FOLDERS = (
 @contextmanager
 def preserve_state(prepared: CheckedRun) -> Iterator[None]:
     """Restores, on exit, all state that forward, backward, an evaluation or a generation changes.
-    Weights of a shared model are parts again.
+    Gathered weights of a shared model are released, so that each process again has its part.
     """
     model = prepared.model
     stepper = prepared.stepper
@@ -86,14 +86,14 @@ def preserve_state(prepared: CheckedRun) -> Iterator[None]:
 
 @contextmanager
 def _preserve_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """An update in this block begins without states, at learning rate 0; the optimizer's states and
+    """Within this block the optimizer has no states and a learning rate of 0. Its states and
     settings are restored on exit.
     """
     settings = [
         {key: value for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
     ]
-    # a trainer that trains once more, or was given an optimizer, has states already
+    # the optimizer of an attached trainer may have states from an earlier training
     states = optimizer.state
     optimizer.state = defaultdict(dict)
     for group in optimizer.param_groups:
@@ -107,8 +107,8 @@ def _preserve_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def rehearse_step(subject: Subject) -> Iterator[Finding]:
-    """Runs forward, backward and update on the longest rows, and checks the gradients before they
-    are freed.
+    """PF012 to PF015: runs forward, backward and update on the longest rows, and checks the
+    gradients before they are freed.
     """
     prepared = subject.prepared
     stepper = prepared.stepper
@@ -145,7 +145,7 @@ def rehearse_step(subject: Subject) -> Iterator[Finding]:
 
 
 def rehearse_evaluation(subject: Subject) -> Iterator[Finding]:
-    """Runs one evaluation pass on the longest evaluation rows."""
+    """PF016: runs one evaluation pass on the longest evaluation rows."""
     prepared = subject.prepared
     result = None
     with _rehearse(subject, "PF016", "an evaluation of the longest rows", EVALUATION) as findings:
@@ -170,7 +170,7 @@ def rehearse_evaluation(subject: Subject) -> Iterator[Finding]:
 
 
 def rehearse_samples(subject: Subject) -> Iterator[Finding]:
-    """Generates one small sample in the precision for samples."""
+    """PF017: generates one small sample in the dtype of `precision.generate`."""
     prepared = subject.prepared
     if not subject.task.samples or not subject.schedule.sample_every:
         return
@@ -188,8 +188,8 @@ def rehearse_samples(subject: Subject) -> Iterator[Finding]:
 def _rehearse(
     subject: Subject, code: str, description: str, observation_name: str, role: str = "compute"
 ) -> Iterator[list[Finding]]:
-    """Restores all state after this block; yields a list that gets its violations, or a finding if
-    it fails.
+    """Runs and observes this block, then restores all state. Yields a list that, after the block,
+    contains the dtypes that are not the declared ones, and a finding if the block failed.
     """
     findings: list[Finding] = []
     with preserve_state(subject.prepared):
@@ -202,7 +202,7 @@ def _rehearse(
 
 
 def find_missing_gradients(subject: Subject) -> Iterator[Finding]:
-    """PF014: trained tensors that get no gradient, or only zeros."""
+    """PF014: finds trained tensors that get no gradient, or only zeros."""
     model = subject.prepared.model
     gradient = subject.prepared.stepper.accumulator.gradient
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -244,9 +244,7 @@ def find_missing_gradients(subject: Subject) -> Iterator[Finding]:
 
 
 def _nonzero_names(tensors: dict[str, Tensor], subject: Subject) -> set[str]:
-    """The names of tensors with an element that is not zero, in any of the processes that share a
-    model.
-    """
+    """The names of tensors with a non-zero element, in any of the processes that share a model."""
     stepper = subject.prepared.stepper
     flags = torch.stack([t.any() for t in tensors.values()]).tolist() if tensors else []
     if stepper.sharding is not None and flags:
@@ -257,11 +255,12 @@ def _nonzero_names(tensors: dict[str, Tensor], subject: Subject) -> set[str]:
 def _is_expected_zero(
     name: str, trained: dict[str, nn.Parameter], filled: set[str], unused: Sequence[str]
 ) -> bool:
-    """Whether a zero gradient is correct. LoRA begins with B = 0, so A's gradient is zero at step
-    1, and LoKr with one factor 0; an expert may get no token.
+    """Whether a gradient of zeros is correct. LoRA begins with B = 0, so A's gradient is zero at
+    step 1. LoKr begins with one factor 0, so the gradients of the others are zero. An expert may
+    get no token.
 
-    filled  the adapters' matrices that are not zero
-    unused  layers whose result the model drops
+    filled  the names of the adapters' matrices that are not zero
+    unused  the names of layers whose result the model does not use
     """
     if ".experts." in name or any(f".{layer}." in f".{name}" for layer in unused):
         return True
@@ -285,7 +284,7 @@ def _is_expected_zero(
 
 
 def find_frozen_gradients(subject: Subject) -> Iterator[Finding]:
-    """PF015: tensors that backward fills although no optimizer updates them."""
+    """PF015: finds tensors that get a gradient although no optimizer updates them."""
     stepper = subject.prepared.stepper
     updated = {id(p) for group in stepper.optimizer.param_groups for p in group["params"]}
     named_parameters = subject.prepared.model.named_parameters()
@@ -337,7 +336,7 @@ def _unrehearsed_finding(custom_code: str) -> Finding:
         severity=Severity.NOTE,
         place=Place(symbol=custom_code),
         message=f"the update by {custom_code} is not rehearsed",
-        cause="code of your own may keep state that no rehearsal could put back",
+        cause="code of your own may keep state that no rehearsal could restore",
         observed="whether it runs, and its memory, are not known",
     )
 
@@ -368,8 +367,8 @@ def _failure_finding(code: str, description: str, error: Exception, names: Setti
 
 
 def _error_location(error: Exception) -> str | None:
-    """The innermost line of the traceback that is neither PyTorch's nor Isotype's own (else the
-    innermost), `file:line in function`.
+    """The innermost line of the traceback outside of PyTorch and Isotype, as `file:line in
+    function`. If all lines are inside them, it is the innermost one.
     """
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:

@@ -23,16 +23,16 @@ from ..memory.plan import held_memory, plan_process_memory
 from ..setting_names import SettingNames
 from ..setup import Prepared, Subject
 
-TYPICAL_UPDATE = 0.2  # of the learning rate: what AdamW moves a weight by
-# shares of the weights that cannot move: a warning, an error
+TYPICAL_UPDATE = 0.2  # the share of the learning rate by which AdamW moves a weight
+# the shares of weights that cannot move from which on there is a warning, or an error
 WARNING_SHARE = 0.5
 ERROR_SHARE = 0.9
-SAMPLED_ELEMENTS = 4096  # elements looked at in each tensor
+SAMPLED_ELEMENTS = 4096  # elements that are tested in each tensor
 
 
 def check_device(subject: Subject) -> Iterator[Finding]:
-    """Checks only `auto`: a device given by name is found or refused earlier, when the run is
-    prepared.
+    """PF001: `model.device: auto` took the CPU, and there is a GPU. A device that is given by name
+    is found or refused earlier, when the run is prepared.
     """
     if subject.config.model.device != "auto" or subject.prepared.device.type != "cpu":
         return
@@ -88,8 +88,8 @@ def installed_gpu() -> str | None:
 
 
 def check_update_sizes(subject: Subject) -> Iterator[Finding]:
-    """Compares the update that the learning rate makes with the spacing of each trained tensor's
-    dtype at its own magnitudes.
+    """PF003: compares the size of an update with the distance between neighbouring numbers in each
+    trained tensor's dtype, at the magnitudes of its elements.
 
     AdamW moves a weight by the learning rate times m / sqrt(v), which is 1 at the first step and
     0.2 to 0.4 (root mean square) later (Liu et al. 2025, "Muon is scalable for LLM training"). A
@@ -166,7 +166,7 @@ def check_update_sizes(subject: Subject) -> Iterator[Finding]:
 
 
 def _update_advice(trainable: str, optimizer: str, rate: float, names: SettingNames) -> str:
-    """Advice that the settings do not follow yet."""
+    """Advice for larger or better rounded updates, beyond the current settings."""
     larger_rate = f"a {names.learning_rate} above {rate:g}"
     if trainable == "fp32":
         return larger_rate
@@ -185,14 +185,15 @@ def stuck_share(weight: nn.Parameter | Tensor, update: float) -> float:
     """
     flat = weight.detach().flatten()
     flat = flat[:: max(1, flat.numel() // SAMPLED_ELEMENTS)]
-    # toward zero, where numbers lie closer below a power of two: the more generous direction
+    # toward zero, where numbers just below a power of two lie closer: fewer elements count as stuck
     moved = (flat.float() - update * flat.float().sign()).to(flat.dtype)
     return float(((moved == flat) & (flat != 0)).float().mean())
 
 
 def check_disk(subject: Subject) -> Iterator[Finding]:
-    """Counts the checkpoints that exist at once: `run.keep`, the best, and the one being written
-    before an old one is removed.
+    """PF004: compares the free space with the checkpoints that exist at the same time (`run.keep`,
+    the best one, and one that is written before an old one is removed), the result and the
+    adapters.
     """
     schedule = subject.schedule
     run = subject.config.run
@@ -233,7 +234,7 @@ def check_disk(subject: Subject) -> Iterator[Finding]:
             (
                 "result",
                 format_bytes(result_size)
-                + (f", and {adapters} adapters on the way" if adapters else ""),
+                + (f", and {adapters} adapters during training" if adapters else ""),
             ),
         ),
         fix="free space, another run.folder, or a smaller run.keep or run.adapters_keep",
@@ -251,7 +252,7 @@ def checkpoint_bytes(subject: Subject) -> int:
 
 
 def result_bytes(subject: Subject) -> int:
-    """The adapter or the model in the dtype it is saved in."""
+    """The bytes of the saved adapter or model, in the dtype in which it is saved."""
     precision = subject.prepared.resolved.precision
     is_full_model = subject.config.adapter.kind == "none"
     elements = sum(
@@ -264,8 +265,8 @@ def result_bytes(subject: Subject) -> int:
 
 
 def check_memory(subject: Subject) -> Iterator[Finding]:
-    """Plans the step, which takes seconds, only if a generous upper bound comes near the available
-    memory.
+    """PF011: compares the planned memory of a step with the available memory. Planning takes
+    seconds, so it runs only if a generous upper bound comes near the available memory.
     """
     prepared = subject.prepared
     config = subject.config
