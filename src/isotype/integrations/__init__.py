@@ -1,15 +1,15 @@
 """Isotype in trainers of other libraries: `attach(trainer, precision=...)` and `detach(trainer)`.
 
 installer   the two functions; `attach` undoes everything when one of its parts fails
-attachment  what was changed in a trainer
-claims      who else claims the precision of this trainer, what becomes of each claim, and which
-            trainers are refused
-weights     the weights' dtypes and autocast, and the way back; bf16 weights with an AdamW that
-            rounds stochastically
-steps       deferred logits, non-finite numbers that stop the run
-preflight   Isotype's checks on the trainer's rows and arguments
-record      output_dir/isotype/: what ran in the first step, and in which dtypes in the second
-monitor     the steps that are observed, and what changes weights and states between steps
+attachment  records what was changed in a trainer
+claims      lists which other settings claim the precision of this trainer and what becomes of each;
+            refuses trainers that cannot be attached
+weights     casts weights and moves autocast, and undoes both; trains bf16 weights with an AdamW
+            that rounds stochastically
+steps       wraps the trainer's steps: deferred logits, and a stop at non-finite numbers
+preflight   runs Isotype's checks on the trainer's rows and arguments
+record      writes output_dir/isotype/: the calls of the first step, and the observed dtypes
+monitor     observes steps, and finds changes of weights and states between steps
 """
 
 from __future__ import annotations

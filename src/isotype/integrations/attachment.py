@@ -1,5 +1,5 @@
-"""What `attach` changed in a trainer: printed once, and used by `detach`; and the trainer's methods
-that it wraps (no class is touched).
+"""Records what `attach` changed in a trainer; the record is printed once and used by `detach`. It
+also wraps methods of a trainer instance (no class is changed).
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from ..precision.accumulate import GradientAccumulator
 from ..precision.precision import Precision
 from ..precision.resolution import Resolved
 
-# models beside the trained one that a trainer runs without gradients: TRL's reference and teacher
+# attributes of a trainer with further models that it runs without gradients: TRL's reference and
+# teacher
 READ_ONLY = ("ref_model", "teacher_model")
 
 
@@ -30,7 +31,7 @@ class Claim:
 
     owner    the part of the trainer
     value    its setting
-    outcome  what the setting becomes under the attached precision
+    outcome  the effect of the setting under the attached precision
     """
 
     owner: str
@@ -43,15 +44,15 @@ class Claim:
 
 @dataclass
 class Attachment:
-    """`print(attachment)` shows who claimed the precision, what was replaced, and what was left
-    alone.
+    """The record of an attached trainer. `print(attachment)` shows the claims on its precision, the
+    replaced modules, and the modules that were not replaced.
 
-    claims     every owner of precision with its value and what became of it
+    claims     every owner of precision with its value and its outcome
     manifests  model ("model", "ref_model", ...) -> what `optimize` replaced there
     notes      further lines to print
     undo       functions that undo the changes, called in reverse order
-    accumulator  holds the gradients where low-precision weights are trained
-    optimizers   the trainer's own optimizer and scheduler, from before `attach`
+    accumulator  holds the gradients if low-precision weights are trained
+    optimizers   the trainer's optimizer and scheduler before `attach`
     """
 
     trainer: Any
@@ -89,7 +90,7 @@ class Attachment:
 
     @property
     def manifest(self) -> Manifest:
-        """Of the trained model."""
+        """The manifest of the trained model."""
         return self.manifests["model"]
 
     def __str__(self) -> str:
@@ -107,7 +108,7 @@ class Attachment:
         return "\n".join([*lines, *(f"  note        {note}" for note in self.notes)])
 
     def to_dict(self) -> dict[str, Any]:
-        """For the record and --json."""
+        """The content for manifest.json and `--json`."""
         return {
             "trainer": f"{type(self.trainer).__module__}.{type(self.trainer).__name__}",
             "precision": self.resolved.text,
@@ -122,7 +123,7 @@ class Attachment:
 
 
 def running_trainers() -> list[Any]:
-    """The trainers whose `train` is on the stack, the innermost first."""
+    """Lists the trainers whose `train` is on the call stack, the innermost first."""
     trainers: list[Any] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -135,8 +136,8 @@ def running_trainers() -> list[Any]:
 
 
 def is_running(trainer: Any) -> bool:
-    """Whether the trainer's `train` runs now. `is_in_train` alone stays true after a `train` that
-    raised.
+    """Whether the trainer's `train` runs now. `is_in_train` is not enough: it stays true after a
+    `train` that raised.
     """
     return bool(trainer.is_in_train) and any(running is trainer for running in running_trainers())
 
@@ -170,7 +171,7 @@ def unwrap_forward(model: nn.Module) -> dict[str, Any]:
 
 
 def collect_models(trainer: Any) -> dict[str, nn.Module]:
-    """The trained model, and those that the trainer only reads."""
+    """Returns name -> model: the trained model, and the models that the trainer only reads."""
     candidates = {
         "model": trainer.model,
         **{name: getattr(trainer, name, None) for name in READ_ONLY},
@@ -179,8 +180,8 @@ def collect_models(trainer: Any) -> dict[str, nn.Module]:
 
 
 def trained_names(trainer: Any, name: str) -> set[str]:
-    """Names of the trained parameters in one of `collect_models`. A reference has those of the
-    trained model; a teacher is another model and has none.
+    """Names of the trained parameters in a model of `collect_models`. In a reference model they are
+    the same as in the trained model; a teacher has none.
     """
     if name == "teacher_model":
         return set()
@@ -194,7 +195,7 @@ _ABSENT = object()
 
 
 class MethodWrappers:
-    """The methods of one trainer that are wrapped, in order."""
+    """Wraps methods of one trainer, and restores them in reverse order."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
@@ -224,8 +225,8 @@ class MethodWrappers:
 
 
 def user_override(trainer: Any, method: str) -> str | None:
-    """`Class.method at file:line` where a user's own class defines this method; None where the
-    method is that of transformers or TRL.
+    """Returns `Class.method at file:line` if a user's class defines this method; None if it is the
+    method of transformers or TRL.
     """
     for cls in type(trainer).__mro__:
         if method in cls.__dict__:

@@ -1,8 +1,8 @@
-"""Who else claims the precision of a trainer: its arguments, the environment, accelerate, the
-checkpoint, PEFT and TRL.
+"""Lists the claims on the precision of a trainer: those of its arguments, the environment,
+accelerate, the checkpoint, PEFT and TRL.
 
 `check_trainer` refuses trainers that `attach` cannot handle, before anything is changed, each with
-a fix. `resolve_trainer_precision` makes one `Precision` from what the caller requested, or refuses a
+a fix. `resolve_trainer_precision` resolves the caller's request to one `Precision`, or refuses a
 contradiction. `collect_claims` lists the owners with their values.
 """
 
@@ -59,12 +59,12 @@ def requested_dtype(trainer: Any) -> str | None:
 def _choose_precision(
     trainer: Any, adapter: str, *, quantised: Quantisation | None
 ) -> tuple[str, dict[str, str], str]:
-    """(preset, roles that differ from it, why) for `auto`, from the arguments and the model. Where
-    neither decides, the device does.
+    """Chooses the precision for `auto` from the arguments and the model: (preset, roles that differ
+    from it, reason). If neither decides, the preset is `auto`, and the device decides.
     """
     requested = requested_dtype(trainer)
-    # TRL's default is None, which means bf16: there False was requested. In transformers' own
-    # arguments False may be the default
+    # TRL's default of `bf16` is None, which means bf16, so False was requested by the user. In
+    # transformers' own arguments False may be the default
     is_fp32_requested = (
         requested is None and type(trainer.args).__dataclass_fields__["bf16"].default is None
     )
@@ -95,7 +95,7 @@ def _choose_precision(
 
 
 def resolve_trainer_precision(trainer: Any, precision: Any) -> Resolved:
-    """One precision for this trainer.
+    """Resolves the precision of this trainer.
 
     Raises  UsageError with both values of a contradiction
     """
@@ -211,7 +211,9 @@ def _check_precision_claims(trainer: Any, precision: Precision, preset: str) -> 
 
 
 def collect_claims(trainer: Any, precision: Precision) -> list[Claim]:
-    """Every owner with its value and what becomes of it. Called before anything is changed."""
+    """Lists every owner of precision with its value and its outcome. Call it before anything is
+    changed.
+    """
     return [
         *_autocast_claims(trainer, precision),
         *_trained_model_claims(trainer, precision),
@@ -295,7 +297,7 @@ def _optimizer_claims(trainer: Any, precision: Precision) -> Iterator[Claim]:
 
 
 def _read_only_model_claims(trainer: Any, precision: Precision) -> Iterator[Claim]:
-    """The reference and the teacher."""
+    """The claims of the reference model and the teacher."""
     for name, model in collect_models(trainer).items():
         if name == "model":
             continue
@@ -333,8 +335,8 @@ def is_trl_trainer(trainer: Any) -> bool:
 
 
 def _describe_vanishing_updates(trainer: Any, parameters: list[nn.Parameter]) -> str:
-    """How many updates are lost where weights below fp32 are trained directly, or "". No trainer
-    reports that.
+    """Describes which share of updates is lost if weights below fp32 are trained directly, or "".
+    No trainer reports this.
     """
     narrow = [p for p in parameters if dtype_name(p.dtype) in ("bf16", "fp16")]
     update = trainer.args.learning_rate * TYPICAL_UPDATE
@@ -384,7 +386,9 @@ def check_trainer(trainer: Any) -> None:
 
 
 def check_preflight(skip: Mapping[str, str], *, preflight: bool, record: bool) -> dict[str, str]:
-    """Raises  UsageError for an unknown check, one without a reason, and settings without effect."""
+    """Raises UsageError for an unknown check, for a skipped check without a reason, and for settings
+    without effect.
+    """
     if preflight and not record:
         raise UsageError(
             "preflight=True has no effect with record=False: its record is preflight.json",

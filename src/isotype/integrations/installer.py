@@ -1,8 +1,8 @@
-"""`attach(trainer, precision=...)` and `detach(trainer)`: give a trainer one owner of precision,
-Isotype's ops and guards, and undo all of it.
+"""`attach(trainer, precision=...)` and `detach(trainer)`: `attach` gives a trainer one owner of
+precision, Isotype's ops and its checks in each step; `detach` undoes it.
 
-`attach` needs a complete trainer, because PEFT and TRL build the layers to be fused inside it. It
-changes instances only, and if a part fails, it undoes the others.
+`attach` needs a complete trainer, because PEFT and TRL build the layers that it fuses when the
+trainer is created. It changes instances only. If a part fails, it undoes the earlier parts.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ def attach(
     reversible: bool = True,
     quiet: bool = False,
 ) -> Attachment:
-    """Gives a Hugging Face trainer Isotype's precision, ops, fused LoRA, safe generation and
-    guards. Call it before `trainer.train()`.
+    """Gives a Hugging Face trainer Isotype's precision, its ops and fused LoRA, generation in the
+    declared dtype, and checks in each step. Call it before `trainer.train()`.
 
-    trainer     a transformers.Trainer or a subclass of it, complete: TRL's too
-    precision   a preset's name, its short text form, a Precision, or auto: what the arguments ask
-                for, else what the device does best
-    skip        checks of the preflight to leave out: code -> why
+    trainer     a complete transformers.Trainer or an instance of a subclass, such as TRL's
+    precision   a preset's name, its short text form, a Precision, or auto: the dtype that the
+                trainer's arguments request, else the best for the device
+    skip        code -> reason, for each check of the preflight to leave out
     preflight   checks model, arguments and rows in `on_train_begin`, and rehearses a step, an
                 evaluation and a generation
     record      writes output_dir/isotype/: manifest, observed precision, preflight, environment,
                 report.html
-    reversible  keeps, in host memory, what narrowing frozen weights to their declared dtype would
-                lose, so that `detach` is exact
-    quiet       does not print
-    ->          the Attachment: who claimed the precision, and what was replaced where
-    Raises      UsageError in one sentence, and the trainer is as it was
+    reversible  stores in host memory the bits that frozen weights lose by the cast to their
+                declared dtype, so that `detach` is exact
+    quiet       prints nothing
+    ->          the Attachment, which lists the claims on the precision and the replaced modules
+    Raises      UsageError; the trainer is then unchanged
     """
     check_trainer(trainer)
     for name, model in collect_models(trainer).items():
@@ -92,7 +92,7 @@ def attach(
 
 
 def detach(trainer: Any) -> list[str]:
-    """Undoes `attach`: the next step is an untouched trainer's, bit for bit. Returns a line for
+    """Undoes `attach`: the next step then has the same bits as without `attach`. Returns a line for
     each thing that could not be restored.
 
     Raises  UsageError for a trainer that is not attached, or is training
@@ -126,7 +126,7 @@ def _install(attachment: Attachment, *, reversible: bool) -> Guards:
             read_only=name != "model",
             keep=reversible,
         )
-        # before the precision, which wraps the forward that the ops look at
+        # the ops are placed before the precision wraps the forward that they read
         attachment.undo += [partial(restore, model), partial(remove_precision, model)]
         attachment.manifests[name] = optimize(model, precision, device_type=device)
         apply_precision(model, precision, device_type=device, cast=False)

@@ -1,8 +1,8 @@
-"""Observes an attached trainer: dtypes in the steps of `isotype train`'s schedule, calls of fused
-code in the first step, and between all steps whether weights, states and buffers are as the last
-update left them.
+"""Observes an attached trainer: the dtypes in the steps that `isotype train` would observe, the
+calls of fused code in the first step, and between all steps whether weights, states and buffers
+still have the values of the last update.
 
-Hooks of the trainer's own optimizer mark the begin and the end of an update, and show whether this
+Hooks of the trainer's optimizer mark the beginning and the end of an update, and show whether this
 optimizer runs.
 """
 
@@ -47,12 +47,12 @@ from ..optimize.trl_head import find_fused_head
 from .attachment import Attachment
 
 _NO_STEP = "no step of this training ended"
-# in place of `DEFAULT_FIX`, which names the configuration's section
+# replaces `DEFAULT_FIX`, which names a section of the configuration file
 _DECLARE_FIX = (
     "find the cast (isotype doctor trace shows it), or declare what you meant in attach(trainer,"
     " precision=...)"
 )
-# roles that a run of Isotype's own observes and an attached trainer does not, or not always
+# roles that `isotype train` observes and an attached trainer may not observe
 _TRAINER_ROLES = {
     "loss": (
         "the trainer computes it: its operators are judged with the step's, the dtype of the result"
@@ -68,15 +68,16 @@ _NOT_WATCHED = (
 _COUNTED_PARTS = ("norm", "gated mlp", "rotary", "attention", "4-bit")
 
 
-# DDP's communication hooks in PyTorch -> the dtype in which they sum; None: the gradients' dtype
+# DDP's communication hooks in PyTorch -> the dtype in which they sum; None means the gradients'
+# dtype
 _HOOK_DTYPES = {
     default_hooks.allreduce_hook: None, default_hooks.fp16_compress_hook: torch.float16, default_hooks.bf16_compress_hook: torch.bfloat16,
 }  # fmt: skip
 
 
 def read_reduce_dtypes(model: nn.Module) -> tuple[list[torch.dtype], str]:
-    """(the dtypes in which a wrapped model sums its gradients across processes, why they cannot be
-    read or "").
+    """Reads the dtypes in which a wrapped model sums its gradients across processes. Returns them
+    and "", or an empty list and why they cannot be read.
     """
     if isinstance(model, DistributedDataParallel):
         policy: Any = model.mixed_precision
@@ -109,12 +110,15 @@ def read_reduce_dtypes(model: nn.Module) -> tuple[list[torch.dtype], str]:
 
 class StepMonitor:
     """Counts calls in the first step of a training. Observes dtypes in the first step, in the steps
-    of `isotype train`'s schedule, and in the step after a change of the model. Any other step costs
-    a comparison of hooks, dtypes and samples (`observe.continuity`).
+    that `isotype train` would observe, and in the step after a change of the model. In other steps
+    it only compares hooks, dtypes and samples (`observe.continuity`).
     """
 
     def __init__(self, attachment: Attachment, write: Callable[[dict[str, Any]], None]) -> None:
-        """write  called with the record whenever it changes, in the first process"""
+        """Creates the monitor of a trainer.
+
+        write  called with the record whenever it changes, in the first process
+        """
         self.attachment = attachment
         self.model = attachment.trainer.model
         self.write = write
@@ -130,7 +134,7 @@ class StepMonitor:
         self._stack = ExitStack()
         self._hooks: list[Any] = []
         self._update_hooks: list[Any] = []
-        # accelerate's optimizer wraps the one whose step is observed
+        # accelerate's optimizer wraps the optimizer whose step is observed
         self.optimizer: Any = getattr(
             attachment.trainer.optimizer, "optimizer", attachment.trainer.optimizer
         )
@@ -146,8 +150,8 @@ class StepMonitor:
         return int(self.attachment.trainer.state.global_step) + 1
 
     def start(self) -> None:
-        """Begins to monitor. Called after the preflight: its rehearsed update is not a training
-        step.
+        """Begins to monitor. Called after the preflight: the update that it rehearses is not a
+        training step.
         """
         has_hooks = hasattr(self.optimizer, "_optimizer_step_pre_hooks")
         if has_hooks:
@@ -177,7 +181,7 @@ class StepMonitor:
         self.buffers.take_sample(moment)
 
     def check_buffers(self) -> None:
-        """Compares buffers before the first forward of a step: forwards may change them."""
+        """Compares buffers before the first forward of a step, because forwards may change them."""
         if not self._buffers_compared:
             self._buffers_compared = True
             self._compare(self.buffers, "")
@@ -196,8 +200,8 @@ class StepMonitor:
             self._add_observation(observation)
 
     def _drop_reported(self, differences: list[Difference], topic: str = "") -> list[Difference]:
-        """The differences of a kind that was not reported yet: a callback that acts after each step
-        is reported once.
+        """Keeps only differences of a kind that was not reported yet, so that a callback that
+        changes something after each step is reported once.
         """
         new = [
             difference
@@ -216,8 +220,8 @@ class StepMonitor:
         self._buffers_compared = False
 
     def check_gradients(self) -> None:
-        """Records, until an update moved weights, whether a gradient and a learning rate above zero
-        could.
+        """Records, until an update has changed a weight, whether one should: whether a gradient and
+        a learning rate are not zero.
         """
         if not self._has_moved:
             rates = any(float(group["lr"]) > 0 for group in self.optimizer.param_groups)
@@ -229,10 +233,10 @@ class StepMonitor:
             self._has_gradient = rates and any(bool(g.any()) for g in gradients)
 
     def check_update(self, share_changed: float) -> None:
-        """Checks each update until one moved weights.
+        """Checks each update until one has changed a weight.
 
-        Raises  UsageError where another optimizer than Isotype's runs; RunError where gradients moved
-                no weight
+        Raises  UsageError if another optimizer than Isotype's runs; RunError if an update with
+                gradients changed no weight
         """
         if self._has_moved:
             return
@@ -259,7 +263,7 @@ class StepMonitor:
         self._has_moved = share_changed > 0
 
     def observe_checkpoint(self, folder: Path) -> None:
-        """Observes the weights' files of the first checkpoint."""
+        """Observes the weight files of the first checkpoint."""
         if "save" in self.record.get("observed", {}) or not any(folder.glob("*.safetensors")):
             return
         observation = Observation(self.step - 1)
@@ -290,7 +294,7 @@ class StepMonitor:
             self.write(self.precision_json())
 
     def close(self) -> None:
-        """Removes every hook at the end of a training, also of one that raised."""
+        """Removes every hook at the end of a training, also after an error."""
         self.stop()
         for hook in self._update_hooks:
             hook.remove()
@@ -400,7 +404,7 @@ class StepMonitor:
         }
 
     def _unobserved_reasons(self) -> dict[str, str]:
-        """Role, or model beside the trained one, of which nothing is counted -> the reason."""
+        """Returns why nothing is counted: role, or name of a further model -> reason."""
         reasons = dict(_TRAINER_ROLES)
         if not self.record:
             reasons["generate"] = _NO_STEP

@@ -1,11 +1,11 @@
-"""The preflight of an attached trainer: Isotype's own checks on the trainer's model, arguments and
+"""The preflight of an attached trainer: Isotype's checks on the trainer's model, arguments and
 rows, before step 1.
 
-The checks see the trainer as a run: `TrainerTask` has its rows, `TrainerStepper` its step,
-`TrainerRun` its model and precision, and `ARGUMENT_NAMES` the names of its settings. Checks that
-need a run file are skipped, and so are those for which this trainer cannot be rehearsed, each with
-its reason. The preflight leaves random state, weights and logs as they were: a run with it is
-bit-identical to one without.
+The checks were written for `isotype train`. Here adapters present the trainer to them:
+`TrainerTask` has its rows, `TrainerStepper` its step, `TrainerRun` its model and precision, and
+`ARGUMENT_NAMES` the names of its settings. A check that needs a run file is skipped with its
+reason, and so is a rehearsal that this trainer does not allow. The preflight restores random state,
+weights and logs: a training with it is bit-identical to one without.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from ..training.task import Check, Evaluation, eval_mode, preserve_random_state
 from ..wording import pluralise
 from .attachment import Attachment, MethodWrappers
 
-# the settings as arguments of the trainer and of `attach`
+# the names of the settings as arguments of the trainer and of `attach`
 ARGUMENT_NAMES = SettingNames(
     learning_rate="learning_rate",
     clip="max_grad_norm",
@@ -83,8 +83,8 @@ _ID_COLUMNS = ("input_ids", "prompt_ids", "chosen_ids", "rejected_ids", "complet
 
 
 def _read_first_rows(dataset: Any) -> tuple[list[Any], str]:
-    """(the first rows, why there are none or ""). A stream is not read: that would take rows from
-    it.
+    """Returns the first rows, and why there are none or "". A stream is not read, because this
+    would remove rows from it.
     """
     if dataset is None:
         return [], "no dataset"
@@ -108,7 +108,7 @@ def _to_ids(value: Any) -> tuple[int, ...] | None:
 
 
 def _token_rows(rows: list[Any]) -> list[Row]:
-    """The rows as tokens with labels, without padding; none where one of them has another form."""
+    """Converts rows to tokens with labels, without padding. Empty if a row has another form."""
     token_rows = []
     for row in rows:
         token_row = _token_row(row) if isinstance(row, dict) else None
@@ -119,8 +119,8 @@ def _token_rows(rows: list[Any]) -> list[Row]:
 
 
 def _token_row(row: dict[str, Any]) -> Row | None:
-    """Labels are those of their column, else the ids where `completion_mask` is set, else all ids.
-    Tokens outside `attention_mask` are padding.
+    """Converts a row. Its labels are the column `labels`, else the ids that `completion_mask`
+    selects, else all ids. Tokens outside `attention_mask` are padding and dropped.
     """
     ids = _to_ids(row.get("input_ids"))
     if ids is None:
@@ -132,7 +132,7 @@ def _token_row(row: dict[str, Any]) -> Row | None:
         labels = ids
         if completion_mask is not None:
             labels = tuple(i if is_set else IGNORED for i, is_set in zip(ids, completion_mask))
-    if len(labels) != len(ids):  # an encoder-decoder's
+    if len(labels) != len(ids):  # an encoder-decoder model has labels of another length
         return None
     if attention_mask is not None:
         positions = [k for k, is_set in enumerate(attention_mask) if is_set]
@@ -143,7 +143,7 @@ def _token_row(row: dict[str, Any]) -> Row | None:
 
 
 def _longest_rows(rows: list[Any], count: int) -> list[Any]:
-    """`count` rows with the most tokens; none where lengths cannot be read."""
+    """Returns the `count` rows with the most tokens. Empty if lengths cannot be read."""
 
     def length(row: Any) -> int:
         if isinstance(row, dict):
@@ -161,11 +161,15 @@ def _longest_rows(rows: list[Any], count: int) -> list[Any]:
     return []
 
 
-NEW_TOKENS = 8  # of the rehearsed generation. The cache is used from the second token on
+# number of tokens of the rehearsed generation; from the second token on it uses the cache
+NEW_TOKENS = 8
 
 
 class TrainerBatch:
-    """One collated batch. weight: supervised tokens, 1 where there are no labels."""
+    """One collated batch.
+
+    weight  the number of supervised tokens; 1 if there are no labels
+    """
 
     def __init__(self, inputs: dict[str, Any]) -> None:
         self.inputs = inputs
@@ -188,7 +192,7 @@ class TrainerBatch:
 
 
 class TrainerStepper:
-    """A step as the trainer runs it, with its own compute_loss and its own optimizer."""
+    """Runs a step as the trainer does, with the trainer's compute_loss and optimizer."""
 
     def __init__(self, attachment: Attachment) -> None:
         self.trainer = attachment.trainer
@@ -257,12 +261,12 @@ class TrainerRun:
 
 
 class TrainerTask:
-    """The task of an attached trainer: it answers what the checks ask of a task.
+    """Presents an attached trainer to the checks as a task.
 
-    data                the rows as tokens; empty where they are none
-    no_tokens_reason    why the rows are no tokens, or ""
-    longest_train_rows  the rows of the largest training batch, as the dataset has them
-    longest_eval_rows   the same of an evaluation
+    data                the rows as tokens; empty if they are no token rows
+    no_tokens_reason    why the rows are no token rows, or ""
+    longest_train_rows  the rows of the largest training batch, in the form of the dataset
+    longest_eval_rows   the rows of the largest evaluation batch
     """
 
     def __init__(self, attachment: Attachment) -> None:
@@ -282,7 +286,8 @@ class TrainerTask:
             self.no_tokens_reason = no_rows_reason or "the rows are no plain tokens with labels"
         self.longest_train_rows = _longest_rows(rows, args.per_device_train_batch_size)
         self.longest_eval_rows = _longest_rows(eval_rows, args.per_device_eval_batch_size)
-        # without a masked token every token is learnt: there are no answers that should end
+        # if no token is masked, every token is learnt, and there are no answers whose end is
+        # checked
         has_masked_tokens = any(IGNORED in row.labels for row in token_rows)
         longest = max((len(row.input_ids) for row in token_rows), default=0)
         longest_eval = max((len(row.input_ids) for row in eval_token_rows), default=0)
@@ -342,15 +347,15 @@ class TrainerTask:
 
 
 def find_tokenizer(trainer: Any) -> Any | None:
-    """The trainer's tokenizer, also inside a processor; None where it has none."""
+    """Finds the trainer's tokenizer, also inside a processor; None if it has none."""
     processing_class = getattr(trainer, "processing_class", None)
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     return tokenizer if hasattr(tokenizer, "added_tokens_decoder") else None
 
 
 def build_subject(attachment: Attachment, folder: Path, *, resuming: bool) -> Subject:
-    """The trainer as the checks see a run. Its configuration has those of the trainer's arguments
-    that the checks read.
+    """Presents the trainer to the checks as a run. The configuration contains the trainer's
+    arguments that the checks read.
     """
     trainer = attachment.trainer
     args = trainer.args
@@ -393,9 +398,9 @@ def run_preflight(
     *,
     resuming: bool,
 ) -> dict[str, Observation]:
-    """Runs the checks, and returns the observation of each rehearsal. `attach(..., skip={"PF003":
-    "why"})` leaves a check out.
+    """Runs the checks, and returns the observation of each rehearsal.
 
+    skip    code of a check to leave out -> reason
     Raises  PreflightError with every error
     """
     with _preserve_trainer(attachment.trainer):
@@ -422,15 +427,15 @@ def _run(attachment: Attachment, subject: Subject, skip: Mapping[str, str]) -> O
     try:
         return preflight(subject, skipped, checks=checks, world=world)
     except PreflightError as error:
-        attachment.restore_optimizers()  # their learning rates may be what was refused
+        attachment.restore_optimizers()  # their learning rates may be the refused setting
         first_code = error.message.partition(": ")[2].split("\n")[0].split(", ")[0]
         fix = f'mend it, or attach(..., skip={{"{first_code}": "why it does not matter here"}})'
         raise PreflightError(error.message, fix=fix) from None
 
 
 def _select_checks(task: TrainerTask) -> tuple[dict[str, tuple[Check, ...]], dict[str, str]]:
-    """(the checks of each phase that can run on this trainer, code of another check -> why it
-    cannot).
+    """Returns the checks of each phase that can run on this trainer, and for the others code -> why
+    the check cannot run.
     """
     trainer = task.trainer
     inner = inner_model(trainer.model)
@@ -442,7 +447,7 @@ def _select_checks(task: TrainerTask) -> tuple[dict[str, tuple[Check, ...]], dic
         tables = ""
     evaluation = "eval_strategy is no" if trainer.args.eval_strategy.value == "no" else ""
     vision = "" if vision_parts(inner) is not None else "the model sees no pictures"
-    # phase, codes, check, and why it cannot run: the first reason that is not empty
+    # (phase, codes, check, why it cannot run or "")
     candidates: tuple[tuple[str, tuple[str, ...], Callable[..., Any], str], ...] = (
         ("static", ("PF003",), check_update_sizes, ""),
         ("data", ("PF005",), rows_without_learnt_tokens, tokens),
@@ -467,7 +472,7 @@ def _select_checks(task: TrainerTask) -> tuple[dict[str, tuple[Check, ...]], dic
 
 
 def _rehearsal_blocker(task: TrainerTask) -> str:
-    """Why no step of this trainer can be rehearsed, or ""."""
+    """Says why no step of this trainer can be rehearsed, or ""."""
     trainer = task.trainer
     if trainer.args.world_size > 1:
         return "several processes: a rehearsed backward would meet DDP's hooks"
@@ -487,8 +492,9 @@ def _rehearsal_blocker(task: TrainerTask) -> str:
 
 @contextmanager
 def _preserve_trainer(trainer: Any) -> Iterator[None]:
-    """Restores on exit the random state, and the counters and generators of a trainer, its state and
-    its collator: TRL's metrics, the generator of a collator with a seed. Nothing is logged.
+    """Restores on exit the random state, and the plain attributes and random generators of a
+    trainer, of its state and control, and of its collator: TRL's metrics, or the generator of a
+    collator with a seed. Nothing is logged within this block.
     """
     undo: list[Callable[[], object]] = []
     for owner in (trainer, trainer.state, trainer.control, trainer.data_collator):
@@ -528,7 +534,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def find_learnt_picture_tokens(subject: Subject) -> Iterator[Finding]:
-    """PF023: labels on the tokens of pictures, as trainers that learn every token have them."""
+    """Finds labels on the tokens of pictures (PF023), which exist if a trainer learns every token."""
     trainer: Any = subject.task.trainer
     config = inner_model(trainer.model).config
     picture_token = next(
@@ -543,7 +549,7 @@ def find_learnt_picture_tokens(subject: Subject) -> Iterator[Finding]:
     if not rows or picture_token is None:
         return
     batch = trainer.data_collator(rows)
-    # a trainer of policies makes its rows itself: its batch has no labels
+    # a reinforcement-learning trainer generates its rows: its batch has no labels
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if labels is None:
         return
@@ -567,7 +573,9 @@ def find_learnt_picture_tokens(subject: Subject) -> Iterator[Finding]:
 
 
 def find_unloadable_names(subject: Subject) -> Iterator[Finding]:
-    """PF024: an adapter on a family's class for text, with names that the released class lacks."""
+    """Finds an adapter on a family's text-only class whose names the released class does not have
+    (PF024).
+    """
     from transformers import AutoConfig
 
     model: Any = inner_model(subject.task.trainer.model)
@@ -580,7 +588,7 @@ def find_unloadable_names(subject: Subject) -> Iterator[Finding]:
         return
     try:
         released = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError):  # it came from no folder or hub
+    except (OSError, ValueError):  # the model was not loaded from a folder or the hub
         return
     if is_vision_language(released):
         yield Finding(

@@ -1,18 +1,18 @@
 """`output_dir/isotype/`: the files that an attached run writes. They have the form of an Isotype
 run's files, so that the same report shows them.
 
-manifest.json   owners, ops, notes, and what ran in the first step      precision.json   declared
-                and observed dtypes
-preflight.json  the checks before step 1                                env.json         versions
-                and devices
-metrics.jsonl   the trainer's own log                                   result.json      how it
-                ended
-report.html     all of it on one page
+manifest.json   owners, ops, notes, and the calls of the first step
+precision.json  declared and observed dtypes
+preflight.json  the checks before step 1
+env.json        versions and devices
+metrics.jsonl   the trainer's own log
+result.json     how the training ended
+report.html     all of this on one page
 
-The first step of a training counts fused calls, and calls of other code with the reason. Dtypes are
-observed in that step, in the steps of `isotype train`'s schedule, and in the step after a change of
-the model. Neither changes results: the hooks are marked as observing, so that fused code runs as in
-every other step.
+In the first step of a training, calls of fused code are counted, and calls of other code with the
+reason. Dtypes are observed in that step, in the steps that `isotype train` would observe, and in
+the step after a change of the model. Neither changes results: the hooks are marked as observing, so
+that fused code runs in these steps too.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Record(TrainerCallback):
         self.preflight = preflight
         self.skip = skip
         self.folder = RunFolder(Path(attachment.trainer.args.output_dir) / FOLDER)
-        self.metrics: Metrics | None = None  # in the first process
-        self.monitor: StepMonitor | None = None  # while the trainer trains
+        self.metrics: Metrics | None = None  # set in the first process only
+        self.monitor: StepMonitor | None = None  # set while the trainer trains
         self.methods = MethodWrappers(attachment.trainer)
 
     def install(self) -> None:
@@ -65,7 +65,7 @@ class Record(TrainerCallback):
         try:
             return original(*args, **kwargs)
         finally:
-            if self.monitor is not None:  # also after a step that raised
+            if self.monitor is not None:  # this runs also after a step that raised
                 self.monitor.close()
 
     def _run_micro_batch(self, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -149,7 +149,7 @@ class Record(TrainerCallback):
         )
         try:
             write_report(self.folder.path)
-        except Exception as problem:  # a report is worth a line, not a trained model
+        except Exception as problem:  # a missing report must not fail a finished training
             warnings.warn(f"isotype: no report: {problem}", stacklevel=2)
 
     def _write_manifest(self) -> None:

@@ -1,12 +1,12 @@
-"""The steps, losses and evaluations of an attached trainer.
+"""Wraps the steps, losses and evaluations of an attached trainer.
 
-A non-finite loss or gradient stops the run before any weight moves. Trainer's own filter, which logs
-0.0 instead, is switched off. Logits of a trainer's own loss are deferred, with or without labels in
-its forward: in `compute_loss` of ORPO, of CPO, of a user. `linear_divergence` computes TRL's
-distillation.
+A non-finite loss or gradient stops the run before any weight moves. Trainer's own filter, which
+logs 0.0 instead, is switched off. The logits of any `compute_loss` are deferred, with or without
+labels in the forward, including those of ORPO, of CPO and of a user. `linear_divergence` computes
+the loss of TRL's distillation.
 
 A full evaluation in bf16 or fp16 would cast the weights. Here they keep their dtype, and the
-evaluation computes in the precision.
+evaluation computes in `precision.compute`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Guards(TrainerCallback):
         self._sampled: list[tuple[nn.Parameter, Tensor]] = []
         self._samples_before_update: list[Tensor] = []
         self._nan_filter_setting = self.trainer.args.logging_nan_inf_filter
-        # of a training step's last forward
+        # the inputs of the last forward of a training step
         self._last_inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._hook: Any = None
 
@@ -75,7 +75,8 @@ class Guards(TrainerCallback):
 
     def _training_step(self, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         check_placed(self.trainer.model)
-        # samples that a step trains on (GRPO, OnlineDPO) are drawn as in an unattached trainer
+        # samples that a step trains on (GRPO, OnlineDPO) are drawn with the same random numbers as
+        # in an unattached trainer
         with sample_from_training_state():
             loss = original(*args, **kwargs)
         if not math.isfinite(float(loss)):
@@ -86,10 +87,10 @@ class Guards(TrainerCallback):
     def _record_inputs(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Stores the inputs, from which `_non_finite_error` finds the module.
+        """Stores the inputs, with which `_non_finite_error` finds the module.
 
-        Raises  UsageError where another trainer trains the model: it would have this trainer's
-                precision without its guards and its record
+        Raises  UsageError if another trainer trains the model, because it would use this trainer's
+                precision without its checks and its record
         """
         if not module.training:
             return
@@ -103,20 +104,21 @@ class Guards(TrainerCallback):
         self._last_inputs = args, kwargs
 
     def _compute_loss(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Defers logits: a gather, a logsumexp and a cross-entropy do not need all of them. Any
-        other operation computes them, and they are counted with the line that needed them.
+        """Defers logits, because a gather, a logsumexp and a cross-entropy do not need all of them
+        at once. Any other operation computes them; this is counted together with the line of code
+        that needed them.
         """
         with deferring(with_gradients=True):
             return original(*args, **kwargs)
 
     def _clip_grad_norm(self, original: Callable[..., Any], model: nn.Module) -> Any:
-        """Clips with torch's two functions and checks the norm between them: clipping by nan makes
-        every gradient nan.
+        """Clips gradients, and checks the norm before it is applied, because clipping by a NaN norm
+        makes every gradient NaN.
         """
         trainer = self.trainer
         if self._has_loss_scaling or type(trainer)._clip_grad_norm is not Trainer._clip_grad_norm:
             return original(model)
-        # the gradients are in the accumulator, not in `.grad`: `original` clips them there
+        # the gradients are in the accumulator, not in `.grad`; `original` clips them there
         if self.attachment.accumulator is not None:
             norm = original(model)
             self._check_norm(norm)
@@ -133,8 +135,8 @@ class Guards(TrainerCallback):
 
     @property
     def _has_loss_scaling(self) -> bool:
-        """Whether the loss is scaled. Then an overflow is normal now and then: the scaler skips that
-        update.
+        """Whether the loss is scaled. An occasional overflow is then normal, and the scaler skips
+        that update.
         """
         return getattr(self.trainer.accelerator, "scaler", None) is not None
 
@@ -179,7 +181,7 @@ class Guards(TrainerCallback):
         return [p.detach().flatten()[index] for p, index in self._sampled]
 
     def _non_finite_error(self, quantity: str) -> RunError:
-        """NF001 with the step and the place of the first non-finite number."""
+        """The error NF001 with the step and the place of the first non-finite number."""
         last_inputs = self._last_inputs
         model = inner_model(self.trainer.model)
         passes: list[Callable[[], object]] = []
@@ -200,11 +202,11 @@ class Guards(TrainerCallback):
         )
 
 
-# --- TRL's distillation: DistillationTrainer compares two heads in tiles, GKD compares logits. Where
-# one of them has another form (a subclass's own loss, another release), TRL's code runs
+# --- TRL's distillation: DistillationTrainer compares two heads in tiles, GKD compares logits. If
+# their code has another form (a subclass with another loss, another release), TRL's code runs
 
 OP = "linear_divergence"
-# the function in TRL's module that the loss of DistillationTrainer calls
+# the name of the function in TRL's module that the loss of DistillationTrainer calls
 _TRL_TILED_LOSS = "_chunked_divergence_loss"
 _GKD_MODULE = "trl.experimental.gkd.gkd_trainer"
 
@@ -217,7 +219,8 @@ def defer_teacher_logits(trainer: Any, methods: MethodWrappers) -> None:
         and _TRL_TILED_LOSS in loss.__code__.co_names
         and loss.__module__.startswith("trl.")
     ):
-        # TRL's own method over globals in which one name means our function; its module is unchanged
+        # TRL's method is rebuilt over a copy of its globals in which this name is our function;
+        # TRL's module is unchanged
         names = {**loss.__globals__, _TRL_TILED_LOSS: divergence_from_hidden_states}
         bound = MethodType(
             FunctionType(loss.__code__, names, loss.__name__, loss.__defaults__, loss.__closure__),
@@ -250,8 +253,8 @@ def divergence_from_hidden_states(
     teacher_final_logit_softcapping: float | None = None,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, summed entropies of the student, tokens): TRL's function with its arguments and
-    results, computed by `linear_divergence`.
+    """Computes the arguments and results of TRL's function with `linear_divergence`. Returns (loss,
+    summed entropies of the student, tokens).
     """
     op_counts[OP] += 1
     valid = completion_mask.reshape(-1) != 0
@@ -279,7 +282,7 @@ def divergence_from_hidden_states(
 def _compute_loss_with_deferred_teacher(
     original: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Defers the teacher's logits too: they are computed without gradients."""
+    """Defers the teacher's logits too, which are computed without gradients."""
     with deferring():
         return original(*args, **kwargs)
 
@@ -294,7 +297,7 @@ def divergence_from_logits(
     reduction: str = "batchmean",
     num_items_in_batch: Tensor | int | None = None,
 ) -> Tensor:
-    """GKD's function with its arguments and result, computed by `linear_divergence`."""
+    """Computes the loss of GKD's function of the same arguments with `linear_divergence`."""
     logits = student_logits, teacher_logits
     is_supported = labels is not None and (
         reduction == "batchmean" or num_items_in_batch is not None
@@ -310,7 +313,7 @@ def divergence_from_logits(
     assert labels is not None
     op_counts[OP] += 1
     mask = labels != -100
-    student, teacher = (z[mask].recipe for z in logits)  # type: ignore[attr-defined]  # deferred logits, of which a mask's rows are deferred
+    student, teacher = (z[mask].recipe for z in logits)  # type: ignore[attr-defined]  # indexed deferred logits stay deferred
     (scale, cap), (teacher_scale, teacher_cap) = (
         student.scale_and_softcap,
         teacher.scale_and_softcap,
@@ -335,7 +338,7 @@ def divergence_from_logits(
 
 
 def _reduce_divergence(divergence: Tensor, tokens: Tensor, items: Tensor | int | None) -> Tensor:
-    """As TRL reduces it: the sum over the step's items, or the mean over these tokens."""
+    """Reduces as TRL does: the sum divided by the step's items, or the mean over these tokens."""
     if items is None:
         items = tokens.clamp(min=1)
     elif isinstance(items, Tensor):

@@ -1,5 +1,5 @@
-"""Casts a trainer's weights to the dtypes of a precision, and moves autocast to its inner model. Both
-can be undone.
+"""Casts a trainer's weights to the dtypes of a precision, and moves autocast to the inner model.
+Both can be undone.
 
 `bf16-pure` trains bf16 weights, whose gradients a trainer would sum in `.grad`, in bf16. Here a hook
 adds each gradient to an fp32 buffer, and clipping and an AdamW that rounds stochastically read the
@@ -36,9 +36,9 @@ class CastWeights:
     """Casts weights, and restores them.
 
     dtypes         each cast parameter and its original dtype
-    originals      id of a narrowed parameter -> what the rounding lost, or the original tensor, in
-                   host memory
-    rounded_count  parameters that were narrowed and whose loss is not stored
+    originals      id of a narrowed parameter -> the bits that the rounding lost, or the original
+                   tensor, in host memory
+    rounded_count  the number of parameters that were rounded without storing their lost bits
     """
 
     dtypes: list[tuple[nn.Parameter, torch.dtype]] = field(default_factory=list)
@@ -54,14 +54,14 @@ class CastWeights:
         read_only: bool,
         keep: bool,
     ) -> None:
-        """Casts trained floating parameters to `trainable` and others to `base`. Quantised parameters
-        and buffers stay as they are.
+        """Casts trained floating parameters to `trainable` and other floating parameters to `base`.
+        Quantised parameters and buffers do not change.
 
-        trained    names of the trained parameters. A reference's parameter of the same name is
-                   rounded no further than the trained one, so that both models compute the same
-                   before step 1; it becomes `base` where that loses nothing
-        read_only  the model is a reference or a teacher
-        keep       stores what narrowing loses
+        trained    names of the trained parameters. A reference model's parameter of the same name
+                   is cast to `base` only if that loses nothing, else to `trainable`, so that both
+                   models compute the same before step 1
+        read_only  whether the model is a reference or a teacher
+        keep       whether to store the bits that the cast loses
         """
         base = to_torch(precision.unquantised)
         trainable = to_torch(precision.trainable)
@@ -90,8 +90,8 @@ class CastWeights:
         return sum(original.nbytes for original in self.originals.values())
 
     def restore(self) -> list[str]:
-        """Restores the dtype of every parameter, and its value where nothing changed it since.
-        Returns a line for each thing that was not restored.
+        """Restores the dtype of every parameter, and its value if nothing has changed it after the
+        cast. Returns a line for each thing that was not restored.
         """
         for parameter, dtype in reversed(self.dtypes):
             original = self.originals.get(id(parameter))
@@ -116,9 +116,9 @@ class CastWeights:
 
 @dataclass(frozen=True)
 class RoundingLoss:
-    """What rounding to bf16 took from an fp32 tensor: the difference of their bits, from -2^15 to
-    2^15. Together with the bf16 tensor it takes the memory of the fp32 tensor; the whole original
-    beside the bf16 tensor would take half as much again.
+    """The information that an fp32 tensor loses when it is rounded to bf16: the difference of their
+    bits, from -2^15 to 2^15. Together with the bf16 tensor it takes the memory of the fp32 tensor.
+    Storing the whole original beside the bf16 tensor would take half as much again.
 
     differences  int16[...]: the difference, with 2^15 written as -2^15
     largest      int64[N]: the positions of 2^15 in the flattened tensor
@@ -131,7 +131,7 @@ class RoundingLoss:
 
     @classmethod
     def from_cast(cls, wide: Tensor, narrow: Tensor) -> RoundingLoss | None:
-        """None for other dtypes, and where a NaN has different bits in bf16."""
+        """Computes the lost bits. None for other dtypes, and if a NaN has different bits in bf16."""
         if (
             wide.dtype != torch.float32
             or narrow.dtype != torch.bfloat16
@@ -152,7 +152,7 @@ class RoundingLoss:
         return self.differences.nbytes + self.largest.nbytes
 
     def restore(self, narrow: Tensor) -> Tensor | None:
-        """The fp32 tensor, on the CPU; None where the bf16 tensor has changed."""
+        """Returns the fp32 tensor, on the CPU; None if the bf16 tensor has changed."""
         if narrow.dtype != torch.bfloat16 or _sum_bits(narrow) != self.narrow_sum:
             return None
         bits = _widen_bits(narrow).add_(self.differences)
@@ -161,11 +161,11 @@ class RoundingLoss:
 
 
 _HALF_STEP = 1 << 15
-_SUM_CHUNK = 1 << 22  # elements: a sum in another dtype copies its operand
+_SUM_CHUNK = 1 << 22  # elements per chunk, because a sum in another dtype copies its operand
 
 
 def _widen_bits(narrow: Tensor) -> Tensor:
-    """int32[...]: the bits of each number in fp32."""
+    """Returns int32[...]: the bits of each number in fp32."""
     return narrow.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
 
 
@@ -204,7 +204,7 @@ class ResumableAdamW(MixedAdamW):
 
 
 def check_low_precision_training(trainer: Any, precision: Precision, preset: str) -> None:
-    """Raises UsageError where a trainer cannot train low-precision weights."""
+    """Raises UsageError if a trainer cannot train low-precision weights."""
     args = trainer.args
     optim = getattr(args.optim, "value", args.optim)
     reason = ""
@@ -229,7 +229,7 @@ def check_low_precision_training(trainer: Any, precision: Precision, preset: str
 
 
 class LowPrecisionWeights(TrainerCallback):
-    """The gradient buffers and the optimizer of a trainer whose weights are below fp32."""
+    """Gives a trainer whose trained weights are below fp32 its gradient buffers and its optimizer."""
 
     def __init__(self, trainer: Any, precision: Precision) -> None:
         self.trainer = trainer
@@ -244,7 +244,9 @@ class LowPrecisionWeights(TrainerCallback):
         self.trainer.add_callback(self)
 
     def _create_optimizer(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Builds the optimizer from the arguments, when a training begins."""
+        """Makes the trainer build Isotype's AdamW with the settings of its arguments. It is called
+        when a training begins.
+        """
         trainer = self.trainer
         _, settings = type(trainer).get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
         trainer.optimizer_cls_and_kwargs = (
@@ -262,10 +264,10 @@ class LowPrecisionWeights(TrainerCallback):
         return original(*args, **kwargs)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Raises UsageError where the trainer runs another optimizer: it would find no gradient and
+        """Raises UsageError if the trainer has another optimizer, which would find no gradient and
         train nothing.
         """
-        # accelerate wraps it
+        # accelerate wraps the optimizer
         optimizer = getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)
         if not isinstance(optimizer, ResumableAdamW):
             creator = user_override(self.trainer, "create_optimizer") or type(self.trainer).__name__
@@ -282,10 +284,10 @@ class LowPrecisionWeights(TrainerCallback):
         self.accumulator.close()
 
     def _clip_grad_norm(self, original: Callable[..., Any], model: nn.Module) -> Tensor:
-        """torch's clipping, on the buffers."""
+        """Clips the gradients in the buffers by torch's formula."""
         gradients = self.accumulator.gradients()
         norm = get_total_norm(gradients)
-        if bool(norm.isfinite()):  # else the guards stop the run and name the parameter
+        if bool(norm.isfinite()):  # otherwise `Guards` stops the run and names the parameter
             torch._foreach_mul_(
                 gradients, (self.trainer.args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
             )
@@ -317,7 +319,7 @@ def take_autocast(
 ) -> None:
     """Switches accelerate's autocast off, and appends to `undo` what restores it.
 
-    The trainer prepared its reference models when it was built: their forward is unwrapped.
+    The trainer wrapped its reference models when it was created, so their forward is unwrapped.
     """
     undo.append(partial(setattr, accelerator, "native_amp", accelerator.native_amp))
     if precision.loss_scaling == "none":
