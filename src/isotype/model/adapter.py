@@ -1,11 +1,11 @@
 """Attaches a LoRA adapter through PEFT, freezes all other weights, and saves the adapter as a plain
 PEFT folder.
 
-In a vision-language model the adapter is on the language part, and on tower and projectors as
-`adapter.vision` and `adapter.projector` say.
+In a vision-language model the adapter is on the language part, and on towers and projectors if
+`adapter.vision` and `adapter.projector` select them.
 
-PEFT trains a copy of each module in `modules_to_save`; a packed weight has no gradient, so that
-these modules keep their dtype in a 4-bit base.
+PEFT trains a copy of each module in `modules_to_save`. A packed weight has no gradient, so these
+modules are not quantised in a 4-bit base.
 """
 
 from __future__ import annotations
@@ -69,14 +69,15 @@ def attach_adapter(
     has_pictures: bool = False,
     token_ids: Sequence[int] = (),
 ) -> PeftModel:
-    """A PeftModel over `model` with one trainable adapter, new or continued from `start_from`.
+    """Wraps `model` in a PeftModel with one trainable adapter, which is new or loaded from
+    `adapter.start_from`.
 
-    new_tokens    also train embedding and head in full; tied ones stay tied
+    new_tokens    also train embedding and head in full; tied weights stay tied
     has_pictures  whether rows have pictures; without them, layers that only read pictures get no
                   adapter
     token_ids     the ids of `adapter.train_tokens`
     task_type     PEFT's task type; None for a model that is not called through a task's wrapper
-    targets       used in place of the section's, for models whose linear layers PEFT cannot choose
+    targets       replaces `adapter.targets`, for models whose linear layers PEFT cannot choose
     """
     from peft import LoraConfig
 
@@ -116,7 +117,7 @@ def attach_adapter(
         trainable_token_indices=token_indices,
         ensure_weight_tying=is_tied,
     )
-    layer_names = linear_names(model)  # before PEFT puts its own layers in
+    layer_names = linear_names(model)  # read before PEFT replaces layers
     lost_layers = _find_lost_targets(model, config, section)
     if section.targets == "all-linear":
         _exclude_layers(model, config, section, lost_layers, has_pictures=has_pictures)
@@ -131,7 +132,9 @@ def attach_adapter(
 
 
 def _continue_adapter(model: PreTrainedModel, folder: Path, *, new_tokens: bool) -> PeftModel:
-    """The adapter of `adapter.start_from`; only its settings for a model on the meta device."""
+    """Loads the adapter of `adapter.start_from`. For a model on the meta device only its settings
+    are read.
+    """
     if new_tokens:
         raise UsageError(
             "model.add_tokens with adapter.start_from is not offered yet",
@@ -145,7 +148,7 @@ def _continue_adapter(model: PreTrainedModel, folder: Path, *, new_tokens: bool)
 def _refuse_tokens_trained_in_full(
     model: PreTrainedModel, section: AdapterSection, *, new_tokens: bool, token_ids: Sequence[int]
 ) -> None:
-    """Raises  UsageError for `adapter.train_tokens` where the whole embedding is trained"""
+    """Raises UsageError for `adapter.train_tokens` if the whole embedding is trained."""
     if not token_ids:
         return
     if new_tokens or set(token_modules(model)[0]) & set(section.modules_to_save):
@@ -158,8 +161,8 @@ def _refuse_tokens_trained_in_full(
 def _choose_full_modules(
     model: PreTrainedModel, section: AdapterSection, *, new_tokens: bool
 ) -> tuple[list[str], bool]:
-    """(names of the modules that are trained in full, whether embedding and head among them are
-    tied).
+    """Returns the names of the modules that are trained in full, and whether embedding and head are
+    among them and tied.
     """
     full_modules = list(section.modules_to_save)
     is_tied = False
@@ -184,8 +187,8 @@ def _refuse_dora_on_packed_layers(model: PreTrainedModel) -> None:
 def _find_lost_targets(
     model: PreTrainedModel, config: LoraConfig, section: AdapterSection
 ) -> list[str]:
-    """Linear layers whose adapters PEFT would not find again in a saved file; of a vision-language
-    model those in parts that get an adapter.
+    """Finds linear layers whose adapters PEFT could not load from a saved file. In a
+    vision-language model it looks only at parts that get an adapter.
     """
     linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
     lost_layers = find_lost_layers(model, config, linear)
@@ -203,16 +206,16 @@ def _exclude_layers(
     *,
     has_pictures: bool,
 ) -> None:
-    """Leaves out of `all-linear` the layers on which an adapter would fail, have no effect or be
-    lost.
+    """Excludes layers from `all-linear` on which an adapter would fail, have no effect, or not be
+    found in its saved file.
     """
     excluded = find_other_products(model) + lost_layers
     parts = vision_parts(model)
     if parts is not None:
         if not has_pictures:
             excluded += picture_layers(model, parts)
-        # the pattern of last names also matches a tower's patch embedding, a convolution named as a
-        # linear layer is
+        # the pattern of last names also matches a tower's patch embedding, a convolution with the
+        # name of a linear layer
         last_names = {name.rpartition(".")[2] for name, _ in linear_layers(model, section)}
         for name, module in model.named_modules():
             if name.rpartition(".")[2] in last_names and not isinstance(module, nn.Linear):
@@ -227,7 +230,7 @@ def _exclude_layers(
 def _wrap_with_peft(
     model: PreTrainedModel, config: LoraConfig, section: AdapterSection, layer_names: list[str]
 ) -> PeftModel:
-    """Raises  UsageError for targets that PEFT does not accept"""
+    """Adds PEFT's layers. Raises UsageError for targets that PEFT does not accept."""
     from peft import get_peft_model
 
     try:
@@ -248,8 +251,8 @@ def _wrap_with_peft(
 def _refuse_misplaced_adapters(
     model: PreTrainedModel, adapted: PeftModel, section: AdapterSection, lost_layers: list[str]
 ) -> None:
-    """Raises  UsageError for adapters on parts that are to have none, and for adapters that PEFT
-    would not find again in their saved file
+    """Raises UsageError for adapters on parts that must not have one, and for adapters that PEFT
+    could not load from their saved file.
     """
     parts = vision_parts(model)
     if parts is not None:
@@ -282,7 +285,9 @@ def _attach_lokr(model: Any, section: AdapterSection, targets: list[str]) -> Pef
 
 
 def refuse_unmatched_patterns(adapted: nn.Module, section: AdapterSection) -> None:
-    """Raises  UsageError for a pattern that no adapted module has; PEFT ignores it."""
+    """Raises UsageError for a rank or alpha pattern that matches no adapted module. PEFT would
+    ignore it.
+    """
     names = []
     for name, layer in lora_layers(adapted):
         if hasattr(layer, "parameter_name"):
@@ -302,8 +307,8 @@ def refuse_unmatched_patterns(adapted: nn.Module, section: AdapterSection) -> No
 
 
 def _compute_dora_magnitudes(adapted: nn.Module) -> None:
-    """Computes DoRA's magnitudes in fp32. PEFT stores them in the base's dtype: rounded to bf16
-    they differ from the base's by up to 2^-9, which is as much as training changes them.
+    """Computes DoRA's magnitudes in fp32. PEFT stores them in the base's dtype. Rounded to bf16
+    they would be wrong by up to 2^-9, which is as much as training changes them.
     """
     for _, layer in lora_layers(adapted):
         weight = layer.base_layer.weight
@@ -322,13 +327,15 @@ def _compute_dora_magnitudes(adapted: nn.Module) -> None:
 
 
 def _attach_outline(model: PreTrainedModel, folder: Path) -> PeftModel:
-    """A model on the meta device with an adapter of the folder's settings. Raises UsageError."""
+    """Wraps a model on the meta device in an adapter with the settings of a saved one. Raises
+    UsageError.
+    """
     from peft import PeftConfig, get_peft_model
 
     try:
         settings = PeftConfig.from_pretrained(str(folder))
         refuse_packed_modules(model, read_modules_to_save(folder), f"adapter.start_from: {folder}")
-        # a saved adapter says that it is not trained; a run goes on with it
+        # a saved adapter is marked for inference, and this run trains it further
         settings.inference_mode = False
         wrapped: PeftModel = get_peft_model(model, settings)
         return wrapped
@@ -337,10 +344,9 @@ def _attach_outline(model: PreTrainedModel, folder: Path) -> PeftModel:
 
 
 def freeze_vision(model: Any, section: AdapterSection, precision: Precision) -> list[str]:
-    """Freezes tower and projector where every other weight is trained and the configuration does
-    not select them; casts them to the dtype of frozen weights.
-
-    Returns a header line.
+    """Freezes the towers and projectors that the configuration does not select, in a run that
+    trains every other weight, and casts them to the dtype of frozen weights. Returns a line for the
+    run's header.
     """
     parts = vision_parts(model)
     if parts is None:
@@ -365,7 +371,7 @@ def freeze_vision(model: Any, section: AdapterSection, precision: Precision) -> 
 
 
 def check_vision(model: Any, section: AdapterSection, *, has_pictures: bool) -> None:
-    """Raises  UsageError for `adapter.vision` or `adapter.projector` without effect"""
+    """Raises UsageError if `adapter.vision` or `adapter.projector` has no effect."""
     for key, mode in (("adapter.vision", section.vision), ("adapter.projector", section.projector)):
         if mode == "none":
             continue
@@ -386,8 +392,8 @@ def check_vision(model: Any, section: AdapterSection, *, has_pictures: bool) -> 
 
 
 def check_lora_branch(config: RunConfig, precision: Precision) -> None:
-    """Raises  UsageError for a `model.lora_branch: fp32` that would have no effect, before anything
-    is loaded.
+    """Raises UsageError if `model.lora_branch: fp32` would have no effect. It is called before
+    anything is loaded.
     """
     reasons = {
         "adapter.kind: none, which trains no adapter": config.adapter.kind == "none",
@@ -404,8 +410,8 @@ def check_lora_branch(config: RunConfig, precision: Precision) -> None:
 
 
 def refuse_packed_experts_without_ops(model: nn.Module) -> None:
-    """For `model.optimize: false`. Raises  UsageError for adapters on packed experts, which PEFT's
-    code cannot compute
+    """Raises UsageError for adapters on packed experts in a run with `model.optimize: false`,
+    because PEFT's code cannot compute them.
     """
     for name, layer in lora_layers(model):
         if hasattr(layer, "parameter_name") and is_quantised(layer.get_param()):
@@ -417,10 +423,10 @@ def refuse_packed_experts_without_ops(model: nn.Module) -> None:
 
 
 def load_adapter(model: PreTrainedModel, folder: Path, *, setting: str = "adapter") -> PeftModel:
-    """Loads a saved PEFT adapter on `model`, trainable. Accepts only safetensors, since a pickle
+    """Loads a saved PEFT adapter on `model`, trainable. Accepts only safetensors, because a pickle
     can run code.
 
-    Raises  UsageError when it is damaged, of another kind, or for another model (PEFT itself
+    Raises  UsageError for an adapter that is damaged, of another kind, or for another model (PEFT
             ignores weights that do not match)
     """
     from peft import PeftConfig, PeftModel, get_peft_model_state_dict
@@ -462,7 +468,7 @@ def load_adapter(model: PreTrainedModel, folder: Path, *, setting: str = "adapte
     else:
         fix = "take the base model it was trained on"
     try:
-        # low_cpu_mem_usage would leave what the file lacks on the meta device
+        # low_cpu_mem_usage would leave weights that the file lacks on the meta device
         loaded = PeftModel.from_pretrained(model, str(folder), config=settings, is_trainable=True)
     except Exception as error:
         if out_of_memory_message(error) is not None:
@@ -484,9 +490,8 @@ def load_adapter(model: PreTrainedModel, folder: Path, *, setting: str = "adapte
 
 
 def is_trained_on_text_class(folder: Path) -> bool:
-    """Whether a saved adapter names the layers of a family's class for text alone (`model.layers`),
-    which the released class of a vision-language model has elsewhere
-    (`model.language_model.layers`).
+    """Whether a saved adapter was trained on the text-only class of a vision-language family. Its
+    layers are named `model.layers`; in the released class they are `model.language_model.layers`.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -494,11 +499,11 @@ def is_trained_on_text_class(folder: Path) -> bool:
         with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
             return any(name.startswith(f"{PEFT_PREFIX}model.layers.") for name in file.keys())  # noqa: SIM118  # not a dictionary
     except (OSError, SafetensorError):
-        return False  # `load_adapter` says what is wrong with it
+        return False  # `load_adapter` reports what is wrong with the file
 
 
 def _restore_wider_values(model: PeftModel, weights: Path) -> None:
-    """Loads modules that were trained in full again in the file's dtype, where that is wider.
+    """Reloads modules that were trained in full in the file's dtype, if that is wider.
 
     PEFT copies these modules in the base's dtype and rounds the file's values to it: fp32 weights
     trained on a bf16 base would come back as bf16. Tied weights stay tied.
@@ -520,7 +525,7 @@ def _restore_wider_values(model: PeftModel, weights: Path) -> None:
 
 
 def save_adapter(model: PeftModel, folder: Path, precision: Precision) -> None:
-    """A plain PEFT folder in `save_adapter`'s dtype."""
+    """Saves the adapter as a plain PEFT folder, in the dtype of `precision.save_adapter`."""
     dtype = to_torch(precision.save_adapter)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     state = {
@@ -529,7 +534,7 @@ def save_adapter(model: PeftModel, folder: Path, precision: Precision) -> None:
     }
     for config in model.peft_config.values():
         for key, value in vars(config).items():
-            # of names, written in an order that differs from process to process
+            # PEFT writes sets of names in an order that differs between processes
             if isinstance(value, set):
                 setattr(config, key, sorted(value))
     model.save_pretrained(str(folder), state_dict=state)
@@ -537,8 +542,8 @@ def save_adapter(model: PeftModel, folder: Path, precision: Precision) -> None:
 
 
 def trainable_share(model: nn.Module) -> tuple[int, int]:
-    """(trainable elements, all elements); of a packed 4-bit weight the unpacked elements are
-    counted.
+    """Returns (trainable elements, all elements). For a packed 4-bit weight it counts the unpacked
+    elements.
     """
     trainable = total = 0
     for parameter in model.parameters():
@@ -551,7 +556,7 @@ def trainable_share(model: nn.Module) -> tuple[int, int]:
 
 
 def modules_trained_in_full(section: AdapterSection) -> list[str]:
-    """Names of the modules that the run's adapter trains in full, as in `modules_to_save`."""
+    """Names of the modules that the run's adapter trains in full, in the form of `modules_to_save`."""
     if section.kind == "none":
         return []
     if section.start_from is None:
@@ -560,8 +565,8 @@ def modules_trained_in_full(section: AdapterSection) -> list[str]:
 
 
 def read_modules_to_save(folder: Path) -> list[str]:
-    """The `modules_to_save` of a saved adapter; none for a folder that cannot be read, which
-    `load_adapter` refuses.
+    """The `modules_to_save` of a saved adapter. Empty for a folder that cannot be read, which
+    `load_adapter` refuses later.
     """
     try:
         settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
@@ -574,7 +579,7 @@ def read_modules_to_save(folder: Path) -> list[str]:
 
 
 def find_modules(model: nn.Module, names: Collection[str]) -> dict[str, nn.Module]:
-    """Path -> module, for each module that PEFT trains in full for these names."""
+    """Returns path -> module, for each module that PEFT trains in full for these names."""
     return {
         path: module
         for path, module in model.named_modules(remove_duplicate=False)
@@ -583,11 +588,11 @@ def find_modules(model: nn.Module, names: Collection[str]) -> dict[str, nn.Modul
 
 
 def unquantised_patterns(model: PreTrainedModel, names: Collection[str]) -> list[str]:
-    """Patterns of the layers that keep their dtype when `model` is quantised, in the form of
-    `llm_int8_skip_modules`. Vision tower and projector are among them: they are a small share of a
-    large model, and 4 bits harm them more.
+    """Patterns of the layers that are not quantised, in the form of `llm_int8_skip_modules`. They
+    include the vision tower and projector, which are a small share of a large model and lose more
+    in 4 bits.
 
-    model  not yet quantised; on the meta device for example
+    model  the model before it is quantised, for example on the meta device
     names  `modules_trained_in_full`
     """
     vision = vision_modules(model, AdapterSection(vision="full", projector="full"), "full")
@@ -604,7 +609,7 @@ def layers_to_quantise(model: PreTrainedModel, skip_modules: Sequence[str]) -> s
 
 
 def skip_modules_from_config(config: Any) -> list[str] | None:
-    """`llm_int8_skip_modules` of a base that was saved quantised; None where it has none."""
+    """`llm_int8_skip_modules` of a base that was saved quantised; None if it has none."""
     quantisation = config.quantization_config
     if isinstance(quantisation, dict):
         skip_modules = quantisation.get("llm_int8_skip_modules")
@@ -614,8 +619,8 @@ def skip_modules_from_config(config: Any) -> list[str] | None:
 
 
 def refuse_packed_modules(model: nn.Module, names: Collection[str], setting: str) -> None:
-    """Raises  UsageError where a module that is to be trained in full has packed weights, as in a
-    base that was saved quantised
+    """Raises UsageError if a module that must be trained in full has packed weights, as in a base
+    that was saved quantised.
     """
     for path, module in find_modules(model, names).items():
         packed = next((name for name, p in module.named_parameters() if is_quantised(p)), None)

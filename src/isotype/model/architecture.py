@@ -1,7 +1,8 @@
-"""What a model's configuration says: its class, whether it predicts the next token, which attention
-it runs, the settings of each layer.
+"""Reads a model's configuration: its class, whether it predicts the next token, its attention
+implementation, and the settings of each layer.
 
-`model.rope_parameters` changes it before the model is loaded, by transformers' own names and rules.
+`model.rope_parameters` changes the configuration before the model is loaded, with the names and
+rules of transformers.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from ..errors import UsageError
 from ..wording import first_line
 
 AUTO = "auto"
-# our word -> transformers' name; `auto` names none: transformers then takes sdpa where the class
-# has it, else eager
+# the value of `model.attention` -> transformers' name. For `auto` no name is passed: transformers
+# then uses sdpa if the class has it, else eager
 IMPLEMENTATIONS = {
     AUTO: None,
     "sdpa": "sdpa",
@@ -41,8 +42,8 @@ _REFUSED = re.compile(
 
 
 def attention_options(attention: str, device: torch.device) -> dict[str, Any]:
-    """The attention arguments for `from_pretrained`. Raises UsageError for an implementation that
-    trains only on a GPU.
+    """Returns the attention arguments for `from_pretrained`. Raises UsageError for an
+    implementation that trains only on a GPU.
     """
     if attention in ("flash", "flex") and device.type == "cpu":
         raise UsageError(
@@ -54,23 +55,23 @@ def attention_options(attention: str, device: torch.device) -> dict[str, Any]:
 
 
 def has_attention(model: Any) -> bool:
-    """Whether the model's configuration states its attention, as those of transformers do;
-    diffusers' do not.
+    """Whether the model's configuration names its attention implementation. Those of transformers
+    do, those of diffusers do not.
     """
     return hasattr(getattr(model, "config", None), "_attn_implementation")
 
 
 def attention_setting(model: Any) -> str:
-    """The word for what `model` runs with, as `model.attention` takes it; another library's name as
-    it is.
+    """The value of `model.attention` for the implementation that `model` uses; transformers' name
+    if there is no such value.
     """
     name = getattr(model.config, "_attn_implementation", None) or "eager"
     return _SETTINGS_BY_NAME.get(name) or str(name)
 
 
 def describe_attention(model: Any, requested: str) -> str:
-    """A header line: the implementation, and the reason if it is not the requested one; "" for a
-    model that is not from transformers.
+    """Describes the attention implementation for the run's header, with the reason if it is not the
+    requested one; "" for a model that is not from transformers.
     """
     if not has_attention(model):
         return ""
@@ -86,8 +87,8 @@ def describe_attention(model: Any, requested: str) -> str:
 
 
 def explain_attention(model: str, attention: str, error: BaseException) -> UsageError | None:
-    """One line for an implementation that the family or the machine lacks; None for errors about
-    something else.
+    """Returns a short error for an implementation that the family or the machine lacks; None if the
+    error has another cause.
     """
     text = str(error)
     if attention == AUTO or not _REFUSED.search(text):
@@ -110,14 +111,15 @@ SCORE = "score"  # the head of transformers' sequence classifiers
 
 
 def auto_class(architecture: Any, *, text_only: bool = False, has_score_head: bool = False) -> Any:
-    """transformers' class that loads this configuration as the class that it was released as.
+    """Returns the auto class of transformers that loads this configuration as the class with which
+    it was released.
 
-    A vision-language model is loaded as one for text too: an adapter then has the names that
-    servers of the released model expect.
+    A vision-language model is loaded with its released class also for training on text, so that an
+    adapter has the names that servers of the released model expect.
 
-    text_only  the family's class for text alone, where it has one
-    has_score_head  the family's sequence classifier; of one label
-    Raises   UsageError for a family without one
+    text_only       return the family's text-only class if it has one
+    has_score_head  return the family's sequence classifier, with one label
+    Raises          UsageError for a family without a sequence classifier
     """
     from transformers import (
         AutoModelForCausalLM,
@@ -144,7 +146,7 @@ def auto_class(architecture: Any, *, text_only: bool = False, has_score_head: bo
 
 
 def is_vision_language(architecture: Any) -> bool:
-    """Whether the configuration is of a class that takes pictures and text, and answers with text."""
+    """Whether the configuration belongs to a class that reads pictures and text and generates text."""
     family = getattr(architecture, "model_type", None) or ""
     multimodal_class = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(family)
     text_class = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family)
@@ -155,7 +157,7 @@ def is_vision_language(architecture: Any) -> bool:
 
 
 DECODERS = "a decoder-only language model (Llama, Qwen, Gemma, ...)"
-# the end of a class's name -> what it answers with
+# the end of a class's name -> what it predicts
 _NO_NEXT_TOKEN = {
     "ForSequenceClassification": "classes of a text", "ForTokenClassification": "classes of tokens", "ForMultipleChoice": "a choice",
     "ForQuestionAnswering": "places in a text",
@@ -163,10 +165,10 @@ _NO_NEXT_TOKEN = {
 
 
 def refuse_other_objectives(architecture: Any, name: str, *, has_score_head: bool = False) -> None:
-    """Raises  UsageError for a model in which a position sees later ones, which needs an encoder's
-               input, or whose head gives classes.
+    """Raises UsageError for a model that cannot be trained to predict the next token: its positions
+    attend to later ones, it needs an encoder's input, or its head predicts classes.
 
-    has_score_head  a classifier of one label is what is trained
+    has_score_head  the run trains a classifier with one label
     """
     family = getattr(architecture, "model_type", "") or "this model"
     classes = getattr(architecture, "architectures", None) or []
@@ -197,7 +199,7 @@ def refuse_other_objectives(architecture: Any, name: str, *, has_score_head: boo
         and classes[0] == MODEL_MAPPING_NAMES.get(family)
         and not has_score_head
     ):
-        # with tied embeddings its weights would make a language model
+        # with tied embeddings its weights would load as a language model
         reason = f"{classes[0]} is a model without a head for tokens, as embedding models are saved"
         fix = (
             "the base that it was made from; a language model that was saved so: "
@@ -221,7 +223,7 @@ def refuse_other_objectives(architecture: Any, name: str, *, has_score_head: boo
             f"{DECODERS}; a model that was trained as a decoder has is_decoder: true in config.json"
         )
     elif family in CONFIG_MAPPING_NAMES and not (
-        # a model's own code may have one
+        # a model's custom code may have a next-token head
         with_head or getattr(architecture, "auto_map", None) or is_vision_language(architecture)
     ):
         kinds = ", ".join(classes) or "config.json names no architecture"
@@ -233,8 +235,8 @@ def refuse_other_objectives(architecture: Any, name: str, *, has_score_head: boo
 
 
 def layer_settings(config: Any) -> list[Any]:
-    """One configuration for each layer of the text model; where all layers are alike, the same one.
-    Empty without a count of layers.
+    """Returns one configuration per layer of the text model; if all layers are alike, the same one
+    for each. Empty if the configuration has no number of layers.
     """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     count = getattr(text, "num_hidden_layers", 0)
@@ -247,11 +249,11 @@ ROPE = "model.rope_parameters"
 
 
 def apply_rope_parameters(config: Any, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Changes a configuration, and returns the settings that changed: all rotary parameters, and
-    the positions that a factor adds.
+    """Changes the rotary parameters of a configuration. Returns the settings that changed: all
+    rotary parameters, and `max_position_embeddings` if a factor extends it.
 
-    Raises  UsageError for a name or a type that transformers does not know, a model without rotary
-            parameters, or with several
+    Raises  UsageError for a name or a type that transformers does not have, and for a model with no
+            or several sets of rotary parameters
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 

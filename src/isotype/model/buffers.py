@@ -1,14 +1,14 @@
-"""Buffers that transformers leaves uninitialised, or that depend on earlier batches.
+"""Corrects buffers that transformers leaves uninitialised, or that depend on earlier batches.
 
-transformers 5 builds a model without memory, and then gives each buffer that is not saved
-(`persistent=False`) memory as it comes. Its own families fill it in `_init_weights`. Code written
-for transformers 4 fills it in `__init__` alone: its rotary table is then whatever the memory held,
-without an error, and the model another one at each start.
+transformers 5 builds a model on the meta device, and then allocates each buffer that is not saved
+(`persistent=False`) without initialising it. Its own families fill these buffers in
+`_init_weights`. Model code for transformers 4 fills them only in `__init__`. Its rotary table then
+holds random memory, without an error, and differs at each start.
 
-With dynamic rotary embeddings transformers makes the table anew for a batch with more positions
-than all before, and keeps it for later batches that are longer than the original positions. The
-loss of a row then depends on the rows before it, those of an evaluation among them, and a resumed
-or reloaded model, which begins with the first table, has another loss.
+With dynamic rotary embeddings transformers recomputes the table for a batch with more positions
+than all batches before, and keeps it for later batches that are longer than the original positions.
+The loss of a row then depends on earlier rows, also on those of an evaluation. A resumed or
+reloaded model begins with the first table and has another loss.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 @contextmanager
 def mark_unfilled_memory() -> Iterator[None]:
-    """Fills new memory with NaN, the largest integer, or True within this block, so that memory that
-    nobody fills is recognised. `torch.utils.deterministic` does this by default.
+    """Makes PyTorch fill new memory with NaN, the largest integer, or True within this block, so
+    that uninitialised memory is recognised. `torch.utils.deterministic` does this by default.
     """
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     was_warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -42,12 +42,12 @@ def mark_unfilled_memory() -> Iterator[None]:
 
 
 def fill_buffers(model: PreTrainedModel, name: str) -> list[str]:
-    """Fills what the loader left unfilled, with the values that the model's own constructor gives;
-    returns the names of these buffers.
+    """Fills buffers that the loader left uninitialised with the values that the model's constructor
+    computes. Returns the names of these buffers.
 
-    model   loaded within `mark_unfilled_memory`
-    name    of the model, for the error
-    Raises  UsageError where the constructor does not give them
+    model   a model that was loaded within `mark_unfilled_memory`
+    name    the name of the model, for the error
+    Raises  UsageError if the constructor fails
     """
     unfilled = {
         buffer_name: buffer
@@ -59,13 +59,13 @@ def fill_buffers(model: PreTrainedModel, name: str) -> list[str]:
     from accelerate import init_empty_weights
 
     try:
-        # weights take no memory, buffers get their values
+        # weights get no memory, buffers get their values
         with init_empty_weights(include_buffers=False):
             fresh: nn.Module = type(model)(copy.deepcopy(model.config))
         with torch.no_grad():
             for buffer_name, buffer in unfilled.items():
                 buffer.copy_(fresh.get_buffer(buffer_name))
-    except Exception as error:  # the model's own code, which may raise anything
+    except Exception as error:  # the model's custom code may raise any error
         raise UsageError(
             f"model {name}: its buffer {next(iter(unfilled))} is in no file and uninitialised:"
             " transformers 5 fills it only if the model's code does so in _init_weights, and"
@@ -79,8 +79,8 @@ def fill_buffers(model: PreTrainedModel, name: str) -> list[str]:
 
 
 def _is_unfilled(buffer: Tensor) -> bool:
-    """Whether all elements are what `mark_unfilled_memory` puts there. A buffer meant to be all
-    True is filled again, the same.
+    """Whether all elements have the value that `mark_unfilled_memory` writes. A buffer whose
+    correct values are all True is filled with True again.
     """
     if not buffer.numel() or buffer.is_meta:
         return False
@@ -93,7 +93,7 @@ def _is_unfilled(buffer: Tensor) -> bool:
 
 def reset_dynamic_rope_tables(model: nn.Module) -> None:
     """Makes every forward of a dynamic rotary embedding begin with the first table, so that a batch
-    has the values that a newly loaded model gives it.
+    has the same result as in a newly loaded model.
     """
     for module in model.modules():
         if getattr(module, "rope_type", None) == "dynamic" and hasattr(module, "original_inv_freq"):

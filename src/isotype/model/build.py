@@ -53,18 +53,18 @@ def build_model(
 ) -> tuple[nn.Module, Manifest]:
     """Returns the model and the manifest of the replaced modules.
 
-    device  of the run: a model that several processes share is made for it, and its weights lie on
-            the CPU until they are cut
-    part    what this process will keep of that model
-    has_pictures  rows have some
+    device        the device of the run. The weights of a sharded model stay on the CPU until they
+                  are split
+    part          the rows of a sharded model that this process will keep
+    has_pictures  whether rows have pictures
     """
     trains_every_weight = config.adapter.kind == "none"
-    # an adapter begins with values that depend on the base's: rounded to its dtype, and copies of
-    # it in `modules_to_save`
+    # the initial values of an adapter depend on the base's dtype: they are rounded to it, and
+    # `modules_to_save` are copies
     keeps_file_dtype = part is not None and trains_every_weight
     notes: list[str] = []
     if source.has_score_head:
-        torch.manual_seed(config.train.seed)  # its head is drawn
+        torch.manual_seed(config.train.seed)  # its head is initialised at random
     base = load_base(
         source,
         precision,
@@ -92,7 +92,7 @@ def build_model(
     )
     if precision.base == "nf4":
         check_share(base, consent=config.model.allow_unquantised, kept_in=precision.unquantised)
-    # before the precision, which wraps the forward that the ops look at
+    # the ops are placed before the precision wraps the forward that they read
     if config.model.optimize:
         manifest = optimize(
             model, precision, device_type=device.type, lora_branch=config.model.lora_branch
@@ -115,10 +115,10 @@ def attach_trained_parts(
     token_ids: Sequence[int],
     notes: list[str],
 ) -> nn.Module:
-    """The base with its adapter, or with what stays frozen where every weight is trained; also on
-    the meta device.
+    """Attaches the adapter to the base, or freezes the vision parts in a run that trains all other
+    weights. Works on the meta device too.
 
-    notes  gets header lines
+    notes  a list to which lines for the run's header are appended
     """
     check_vision(base, config.adapter, has_pictures=has_pictures)
     if not has_pictures and vision_parts(base) is not None:
@@ -144,8 +144,8 @@ def attach_trained_parts(
 
 
 def add_embedding_noise(model: Any, alpha: float) -> None:
-    """NEFTune (Jain et al. 2023): while the model trains, its input embeddings get uniform noise
-    from -m to m, m = alpha / sqrt(tokens of a row x width).
+    """NEFTune (Jain et al. 2023): adds uniform noise from -m to m to the input embeddings in
+    training, with m = alpha / sqrt(tokens of a row x width).
     """
 
     def add_noise(module: nn.Module, args: Any, embedded: Tensor) -> Tensor | None:
@@ -164,11 +164,11 @@ def resolve_precision(
     hardware: Hardware,
     task_roles: Mapping[str, str] | None = None,
 ) -> Resolved:
-    """The contract of this configuration on this hardware. Raises UsageError with every
+    """Resolves the precision of a configuration on this hardware. Raises UsageError with every
     contradiction.
 
-    task_roles  roles that only this kind of run has -> a dtype by default, or the role that is
-                followed
+    task_roles  roles that only this kind of run has -> a default dtype, or the role that they
+                follow
     """
     return resolve(
         config.precision.model_dump(),
@@ -184,11 +184,11 @@ def resolve_precision(
 
 
 def published_quantisation(section: ModelSection, parts: Sequence[str]) -> tuple[str, str] | None:
-    """(word, description) of a base that was published quantised; None for others, and where no
-    configuration can be read, which loading the model explains.
+    """Returns (dtype name, description) of a base that was published quantised. None for other
+    bases, and if no configuration can be read; loading the model reports that error later.
 
-    parts  folders below the model's of which the first that has a configuration is asked; "" for
-           the model's own
+    parts  subfolders of the model's folder, of which the first with a configuration is read; "" for
+           the model's folder itself
     """
     if section.name is None or section.init == "random":
         return None

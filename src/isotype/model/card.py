@@ -1,4 +1,6 @@
-"""`README.md` of a saved result: its base, data and precision, and how plain transformers loads it."""
+"""Writes the `README.md` of a saved result: its base, data and precision, and how plain transformers
+loads it.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,11 @@ def write_card(
     is_adapter: bool,
     has_score_head: bool,
 ) -> None:
-    """Replaces the card that PEFT writes, whose fields are empty.
+    """Writes the model card of a result. It replaces PEFT's card, whose fields are empty.
 
-    data      the counts of the rows, in words
-    observed  role -> dtype -> how many things of that role had it when the run was last observed
-    has_score_head  a sequence classifier of one label
+    data            a description of the numbers of rows
+    observed        role -> dtype -> how many things of that role had it in the last observation
+    has_score_head  whether the model is a sequence classifier with one label
     """
     inner: Any = inner_model(model)
     class_name = auto_class(
@@ -48,7 +50,7 @@ def write_card(
             f"model = {class_name}.from_pretrained({name}{labels}, dtype='auto')",
             "model = PeftModel.from_pretrained(model, FOLDER)",
         ]
-        # transformers would widen it, and leave Llama 3's scaling of positions out
+        # transformers would dequantise the file, and ignore Llama 3's scaling of positions
         if gguf_file(base) is not None:
             import_lines.insert(0, "import isotype")
             load_lines[0] = f"model = isotype.load_packed({name})"
@@ -96,7 +98,10 @@ def _card_header(
     observed: Mapping[str, Mapping[str, int]],
     library: str = "",
 ) -> list[str]:
-    """The hub's metadata, then the facts that every card has. declared: role -> dtype"""
+    """Returns the lines that every card has: the hub's metadata, then base, data and dtypes.
+
+    declared  role -> dtype
+    """
     # the hub refuses a card whose base_model is a path
     on_hub = not is_folder_name(base) and not Path(base).exists()
     metadata = []
@@ -127,9 +132,9 @@ def _card_header(
 
 
 def merged_card(card: str, dtype: str, noise: float) -> str:
-    """The card of a merged model, from that of its adapter.
+    """Converts the card of an adapter to that of the merged model.
 
-    noise  error of the rounding to `dtype`, as a share of the adapter's effect on the weights
+    noise  the error of the rounding to `dtype`, as a share of the adapter's effect on the weights
     """
     facts, _, load = card.partition("FOLDER is this folder:")
     kind = re.search(r"^from transformers import (\w+),", load, re.MULTILINE)
@@ -154,9 +159,9 @@ def merged_card(card: str, dtype: str, noise: float) -> str:
 def plain_card(
     *, base: str, data: Mapping[str, Any], precision: Mapping[str, Any], step: int | None
 ) -> str:
-    """The card of a result that was saved without one, as those of pictures are.
+    """The card of a result that was saved without one, such as that of a diffusion run.
 
-    data, precision  data.json and precision.json of the run
+    data, precision  the content of the run's data.json and precision.json
     """
     counted = {
         key: value

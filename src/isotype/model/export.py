@@ -1,8 +1,8 @@
 """Ensures that the saved model equals the trained one: compares weights bit for bit in their saved
 dtype, and corrects config.json.
 
-Programs that obey `tie_word_embeddings: true` use the embedding as the head and ignore a head in
-the file.
+The entry `tie_word_embeddings` matters because programs that obey it use the embedding as the head,
+and ignore a head in the file.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Digests = Mapping[str, str]
 
 
 def cast_once(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Floating-point tensors in `dtype`; tensors that share memory still share it, so that a tied
-    head is stored once.
+    """Casts floating-point tensors to `dtype`. Tensors that share memory still share it, so that a
+    tied head is stored once.
     """
     cast: dict[tuple[Any, ...], Tensor] = {}
     result = {}
@@ -55,7 +55,7 @@ def unshare_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def embedding_and_head(model: Any) -> tuple[str, str] | None:
-    """Names of the embedding's and the head's weight; None where the model has not both."""
+    """Names of the embedding's and the head's weight; None if the model lacks one of them."""
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     names = {id(module): f"{name}.weight" for name, module in model.named_modules()}
@@ -65,15 +65,15 @@ def embedding_and_head(model: Any) -> tuple[str, str] | None:
 
 
 def write_config(folder: Path, dtype: torch.dtype, *, tied: bool | None) -> None:
-    """Writes into config.json the dtype of the weights, and whether the head is the embedding
-    (None: unknown, not changed).
+    """Writes the dtype of the weights and `tie_word_embeddings` into config.json. Both are written
+    explicitly, because the default of a missing entry differs between families, engines and
+    versions of transformers.
 
-    Both are written explicitly, since the default of a missing entry differs between families,
-    engines and versions of transformers.
+    tied  whether the head is the embedding; None if this is unknown and the entry is not changed
     """
     file = folder / "config.json"
     config = json.loads(file.read_text(encoding="utf-8"))
-    # else dtype="auto" would widen it to what it was trained in
+    # otherwise dtype="auto" would load the model in the dtype in which it was trained
     config["dtype"] = str(dtype).removeprefix("torch.")
     if tied is not None:
         config["tie_word_embeddings"] = tied
@@ -84,17 +84,17 @@ def write_config(folder: Path, dtype: torch.dtype, *, tied: bool | None) -> None
 
 
 def refuse_wrong_tying(folder: Path, embedding: str, head: str) -> None:
-    """Raises  RunError SV001 when the file holds a head that its config hides, or lacks one that
-               its config promises.
+    """Raises RunError SV001 if `tie_word_embeddings` in config.json contradicts the file: the file
+    has a head although the entry is true, or has none although it is false.
 
-    Some families are saved under other names than the model's (GPT-NeoX's head is `embed_out`):
-    there the names say nothing.
+    Some families save the head under another name (`embed_out` of GPT-NeoX). There the check does
+    nothing.
     """
     tied = json.loads((folder / "config.json").read_text(encoding="utf-8")).get(
         "tie_word_embeddings"
     )
     names = read_tensor_parts(folder.glob("*.safetensors"))
-    # of the head: "" where it is the model's own
+    # the module that owns the head; "" for the model itself
     owner = head.rpartition(".")[0].rpartition(".")[0]
     head_names = {
         name
@@ -112,7 +112,7 @@ def refuse_wrong_tying(folder: Path, embedding: str, head: str) -> None:
 
 
 def digest_tensors(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Digests:
-    """name -> SHA-256 of the floating-point tensor's bytes in `dtype`."""
+    """Returns name -> SHA-256 of the tensor's bytes in `dtype`, for each floating-point tensor."""
     return {
         name: _digest(tensor, dtype)
         for name, tensor in tensors.items()
@@ -121,7 +121,7 @@ def digest_tensors(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Digests
 
 
 def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """name -> every parameter that is trained, tied ones under each of their names."""
+    """Returns name -> trained parameter. A tied parameter appears under each of its names."""
     return {
         name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad
     }
@@ -130,8 +130,8 @@ def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
 def refuse_difference(
     folder: Path, expected: Digests, loaded: nn.Module, dtype: torch.dtype
 ) -> None:
-    """Compares a model loaded from `folder` with what should have been saved in `dtype`. Raises
-    RunError SV001 naming the first tensor.
+    """Compares the tensors of a model that was loaded from `folder` with the digests of those that
+    were saved in `dtype`. Raises RunError SV001 naming the first tensor that differs.
     """
     loaded_tensors = dict(loaded.named_parameters(remove_duplicate=False)) | dict(
         loaded.named_buffers(remove_duplicate=False)

@@ -1,9 +1,10 @@
-"""GGUF files of llama.cpp as bases: their architecture and tensors in transformers' names, the
-blocks as they are in the file.
+"""Reads GGUF files of llama.cpp as base models: it converts their settings and names to those of
+transformers, and keeps the quantised blocks unchanged.
 
-Families of the Llama and Qwen kind. llama.cpp has rows of q and k of a Llama in neighbouring pairs,
-where transformers has halves: rows are put back, which leaves each row's blocks as they are. The
-embedding is no linear layer, and is widened when it is read.
+It supports Llama and Qwen families. In a Llama file the rows of q and k that rotary embeddings
+combine are neighbours; in transformers they are in two halves. So these rows are reordered, which
+does not change the blocks inside a row. The embedding is no linear layer, and is dequantised when
+it is read.
 """
 
 from __future__ import annotations
@@ -33,9 +34,11 @@ _PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloa
 
 @dataclass(frozen=True)
 class Family:
-    """model_type      of transformers
-    permutes_rows   rows of q and k are stored in neighbouring pairs
-    fixed_settings  settings that llama.cpp has in its code, not in the file
+    """How a model family of llama.cpp is converted.
+
+    model_type      the family's name in transformers
+    permutes_rows   whether rows of q and k are stored in neighbouring pairs
+    fixed_settings  settings that are fixed in llama.cpp's code and not stored in the file
     """
 
     model_type: str
@@ -43,7 +46,7 @@ class Family:
     fixed_settings: Mapping[str, Any] | None = None
 
 
-# by llama.cpp's name
+# llama.cpp's name of a family -> how it is converted
 FAMILIES = {
     "llama": Family("llama", permutes_rows=True),
     "qwen2": Family("qwen2"),
@@ -75,7 +78,7 @@ _SETTINGS = {
     "attention.key_length": "head_dim", "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
 }  # fmt: skip
-# read apart, or told by the tensors
+# settings that are read separately, or follow from the tensors
 _HANDLED_SETTINGS = (
     "vocab_size", "attention.value_length", "rope.dimension_count", "rope.freq_base", "rope.scaling.type", "rope.scaling.factor",
     "rope.scaling.original_context_length", "rope.scaling.finetuned", "tensor_data_layout",
@@ -86,8 +89,11 @@ DENSE = "the dense model that it was made from, with precision.base: nf4, fp8 or
 
 @dataclass(frozen=True)
 class _Tensor:
-    """kind: `Q4_K`, `F32`, ...; data: uint8[O bytes], [E O bytes] of experts, a part of the file
-    until it is used; shape: of the values.
+    """A tensor of a GGUF file.
+
+    kind   `Q4_K`, `F32`, ...
+    data   uint8[O bytes], or uint8[E O bytes] for experts; mapped from the file until it is used
+    shape  the shape of the values
     """
 
     kind: str
@@ -106,8 +112,10 @@ class _File:
 
 
 def read(file: Path) -> _File:
-    """Raises  UsageError for a file that is damaged or a part of several, a family or a kind of
-    blocks that is not read, and no package.
+    """Opens a GGUF file.
+
+    Raises  UsageError for a file that is damaged or split, for a family or a kind of blocks that is
+            not supported, and if the package gguf is missing
     """
     return _read(file, file.stat().st_mtime_ns)
 
@@ -137,7 +145,7 @@ def _read(file: Path, _changed: int) -> _File:
             for tensor in opened.tensors
         }
         architecture = str(fields["general.architecture"])
-        # llama.cpp's default, and not every class's own
+        # this is llama.cpp's default; some classes of transformers have another
         if (heads := fields.get(f"{architecture}.attention.head_count")) is not None:
             fields.setdefault(f"{architecture}.attention.head_count_kv", heads)
     except (ValueError, KeyError, IndexError, OverflowError) as error:
@@ -166,7 +174,7 @@ def _read(file: Path, _changed: int) -> _File:
 
 
 def dense_copy_instructions(file: Path) -> str:
-    """What to run for a dense copy of a file."""
+    """Describes how the user can make a dense copy of a file."""
     load_call = f"from_pretrained({str(file.parent)!r}, gguf_file={file.name!r}"
     save_call = "save_pretrained('DENSE')"
     load_options = "quantization_config=GgufConfig(dequantize=True), dtype='bfloat16'"
@@ -180,8 +188,8 @@ def dense_copy_instructions(file: Path) -> str:
 def read_architecture(
     name: str, revision: str | None = None, *, trust_remote_code: bool = False
 ) -> PretrainedConfig:
-    """The configuration of a folder or hub id, or of a GGUF file. Raises UsageError for a file with
-    a setting that is not read.
+    """Reads the configuration of a folder, a hub id or a GGUF file. Raises UsageError for a GGUF
+    file with a setting that is not supported.
     """
     path = gguf_file(name)
     if path is None:
@@ -266,8 +274,8 @@ def read_architecture(
 
 
 def _rope_parameters(file: _File, path: Path, head: int) -> dict[str, Any]:
-    """transformers' rotary parameters. Llama 3's scaling is a tensor in the file, of which the
-    factor is found again.
+    """Returns transformers' rotary parameters. The file stores Llama 3's scaling as a tensor, from
+    which its factor is computed.
     """
     rope: dict[str, Any] = {
         "rope_type": "default",
@@ -315,8 +323,8 @@ def _rope_parameters(file: _File, path: Path, head: int) -> dict[str, Any]:
 
 
 def tensor_parts(path: Path) -> dict[str, Part]:
-    """Name -> dtype and shape of every tensor, in transformers' names; blocks have the name of
-    their kind in the place of `weight`.
+    """Returns name -> dtype and shape of every tensor, with transformers' names. A tensor of blocks
+    has the name of its kind in place of `weight`.
     """
     return {
         name: Part(value.dtype, tuple(value.shape))
@@ -332,7 +340,9 @@ def _is_packed_embedding(name: str) -> bool:
 
 
 def load_tensors(path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The same tensors, parts of the file, and the embedding, `dtype`[V H]."""
+    """Loads the tensors with transformers' names. They stay mapped to the file, except for the
+    embedding, `dtype`[V H].
+    """
     result = {}
     for name, tensor, heads in _rename_tensors(path):
         value = _tensor_values(tensor)
@@ -362,10 +372,10 @@ def _tensor_values(tensor: _Tensor) -> Tensor:
 
 
 def _rename_tensors(path: Path) -> Iterator[tuple[str, _Tensor, int]]:
-    """Each tensor under its name in transformers; of experts, each one's; with the heads whose rows
-    are in pairs, or 0.
+    """Yields (name in transformers, tensor, heads) of each tensor. Stacked experts are split, one
+    tensor per expert. `heads` is the number of heads whose rows are stored in pairs, or 0.
 
-    Raises  UsageError for a tensor without a name there
+    Raises  UsageError for a tensor that has no name in transformers
     """
     file = read(path)
     if file.family.permutes_rows:
@@ -406,8 +416,8 @@ def _rename_tensors(path: Path) -> Iterator[tuple[str, _Tensor, int]]:
 
 
 def load_gguf_tokenizer(path: Path) -> Any:
-    """The tokenizer of a file, as transformers builds it. Raises UsageError where that would split
-    text in another way than the model's.
+    """Builds the tokenizer of a file with transformers. Raises UsageError if it would split text in
+    another way than the model's tokenizer.
     """
     kind, pre_tokenizer = (
         read(path).fields.get(f"tokenizer.ggml.{key}") for key in ("model", "pre")
@@ -416,7 +426,7 @@ def load_gguf_tokenizer(path: Path) -> Any:
         from transformers.integrations.gguf.gguf_tokenizer_mapping import (
             GGUF_PRE_TOKENIZER_SPLITS as PRE_TOKENIZERS,
         )
-    except ImportError:  # before 5.23 it split every text as GPT-2
+    except ImportError:  # before 5.23 transformers split every text as GPT-2 does
         PRE_TOKENIZERS = {}
     if kind == "gpt2" and pre_tokenizer not in (*PRE_TOKENIZERS, "gpt-2"):
         message = (

@@ -1,9 +1,9 @@
-"""Loads or builds a language model, with a vision tower or without, and its tokenizer in the
-declared dtypes. Each failure is an error of one line with a fix.
+"""Loads or builds a language model or vision-language model in the declared dtypes, and its
+tokenizer. Each failure becomes a short error with a fix.
 
-Processes that share a model load it in the dtype of its files: transformers then maps the files, a
-weight is read when it is used, and each process casts only the rows that it keeps
-(`precision.parts`).
+The processes of a sharded run load the model in the dtype of its files. transformers then maps the
+files into memory, a weight is read only when it is used, and each process casts only the rows that
+it keeps (`precision.parts`).
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Source:
-    """Where a base model comes from: a folder or hub id that can be loaded again, and the revision.
+    """The folder or hub id from which a base model is loaded, and how.
 
-    text_only       as the family's class for text alone, where an adapter was trained on it
-                    (Qwen3.5, Llama 3.2 Vision, Llama 4)
-    has_score_head  as a sequence classifier of one label; its head is initialised at random where
-                    the files have none
+    text_only       load it as the family's text-only class, for an adapter that was trained on that
+                    class (Qwen3.5, Llama 3.2 Vision, Llama 4)
+    has_score_head  load it as a sequence classifier with one label, whose head is initialised at
+                    random if the files have none
     rope            `model.rope_parameters`
     """
 
@@ -96,10 +96,11 @@ class Source:
 
 
 def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
-    """The tokenizer of the model, or `model.tokenizer`, with `model.add_tokens`.
+    """Loads the tokenizer of `model.tokenizer`, else that of the model, and adds the tokens of
+    `model.add_tokens`.
 
-    A missing padding token becomes the end token, or any other where there is none: padding has no
-    weight in attention and no label.
+    If the padding token is missing, the end token is used, or any other token. This is harmless,
+    because padding has no weight in attention and no label.
     """
     name = section.tokenizer or section.name
     if name is None:
@@ -139,7 +140,7 @@ def base_source(
     seed: int,
     dtype: str,
 ) -> Source:
-    """The source of the base model.
+    """Returns the source of the base model.
 
     With `init: random` or `add_tokens` the base is created once and saved as an ordinary model
     folder, so that it can be loaded again.
@@ -175,9 +176,9 @@ def load_architecture(
     *,
     has_score_head: bool = False,
 ) -> PretrainedConfig:
-    """The configuration of the model that a run would load or build, without its weights.
+    """Reads the configuration of the model that a run loads or builds, without its weights.
 
-    has_score_head  as `Source` has it
+    has_score_head  the same as in `Source`
     """
     if section.init == "random":
         assert tokenizer is not None, "a random model takes its vocabulary from the tokenizer"
@@ -198,8 +199,8 @@ def load_architecture(
 def _with_added_tokens(
     source: Source, section: ModelSection, tokenizer: PreTrainedTokenizerBase, folder: Path
 ) -> Source:
-    """Writes the base with embedding rows for the added tokens, in the dtype of its files; the
-    folder is written atomically.
+    """Saves a copy of the base with embedding rows for the added tokens, in the dtype of its files.
+    The folder is written atomically.
     """
     if find_damage(folder) is not None:
         architecture = _architecture(source)
@@ -243,24 +244,24 @@ def load_base(
     full_modules: Sequence[str] = (),
     offload: str = "none",
 ) -> PreTrainedModel:
-    """The base model for `device`; every weight in `trainable`'s dtype when all are trained, else
-    in the base's, quantised for nf4.
+    """Loads the base model for `device`. If all weights are trained, they get the dtype of
+    `precision.trainable`; else they get that of the base, and are quantised if it is nf4, fp8 or
+    int8.
 
-    keeps_file_dtype  weights may keep the dtype of their file: they are then read when they are
-                      used, and the caller casts them
-    part    what this process will keep of the model, where several share it: the weights stay on
-            the CPU (`loading_device`)
-    notes   gets header lines about a base that was saved quantised, and about buffers that plain
-            transformers would leave uninitialised
-    full_modules  `modules_trained_in_full`: quantising leaves these modules as they are
-    offload  `model.offload`: blocks stay on the CPU too
-    Raises  UsageError for a base that the precision does not declare, and for an architecture that
-            does not predict the next token
+    keeps_file_dtype  weights may keep the dtype of their file; they are then read only when they
+                      are used, and the caller casts them
+    part              the rows of a sharded model that this process will keep; the weights then stay
+                      on the CPU (`loading_device`)
+    notes             a list to which lines for the run's header are appended
+    full_modules      the result of `modules_trained_in_full`; these modules are not quantised
+    offload           `model.offload`, with which blocks stay on the CPU
+    Raises            UsageError for a base that the precision does not declare, and for an
+                      architecture that does not predict the next token
     """
     loading_on = loading_device(device, part, offload)
     options = attention_options(attention, device)
     dtype = to_torch(precision.trainable if trainable else precision.unquantised)
-    # transformers would load it unchanged, and ignore the requested dtype
+    # transformers would load a quantised base without an error, and ignore the requested dtype
     architecture = _architecture(source)
     refuse_other_objectives(architecture, source.name, has_score_head=source.has_score_head)
     quantisation_notes = check_base(quantisation_from_config(architecture), precision, source.name)
@@ -294,12 +295,13 @@ def load_base(
         )
     if "device_map" not in options:
         model.to(loading_on)  # type: ignore[arg-type]  # transformers wraps Module.to in a way that hides its first argument from mypy
-    # a rotary table in half precision is wrong from position 256 on; it is a buffer, and buffers
-    # stay as transformers made them
+    # buffers keep the dtype that transformers gave them: a rotary table in half precision would be
+    # wrong from position 256 on
     return model
 
 
-_ALWAYS_FP32 = ("inv_freq", "original_inv_freq")  # buffers of rotary embeddings
+# buffers of rotary embeddings, which are fp32 in a model of any dtype
+_ALWAYS_FP32 = ("inv_freq", "original_inv_freq")
 
 
 def _load_in_file_dtype(
@@ -309,17 +311,17 @@ def _load_in_file_dtype(
     options: dict[str, Any],
     notes: list[str],
 ) -> PreTrainedModel | None:
-    """The model with weights in the dtype of their files, and `options["dtype"]` in its
-    configuration; None where that would be another model than the one that is loaded in
-    `options["dtype"]`.
+    """Loads the model with weights in the dtype of their files, and writes `options["dtype"]` into
+    its configuration. None if the model would differ from one that is loaded in `options["dtype"]`
+    and cast.
     """
     with explain_loading_errors(source.name, "model", source.revision, attention):
         dtype = detect_file_dtype(source.name, source.revision)
     if dtype is None or dtype == options["dtype"]:
         return None
     model = _load_pretrained(source, architecture, attention, options | {"dtype": dtype}, notes)
-    # buffers may have been computed in the dtype that the model was loaded in: a later cast of the
-    # weights would leave them so
+    # buffers may have been computed in the dtype in which the model was loaded; a later cast of the
+    # weights does not change them
     if any(
         b.is_floating_point() and full.rpartition(".")[2] not in _ALWAYS_FP32
         for full, b in model.named_buffers()
@@ -341,7 +343,7 @@ def _load_pretrained(
     options: dict[str, Any],
     notes: list[str],
 ) -> PreTrainedModel:
-    """Raises  UsageError where the files lack a weight of the model"""
+    """Loads the model with transformers. Raises UsageError if the files lack a weight of the model."""
     with (
         explain_loading_errors(source.name, "model", source.revision, attention),
         mark_unfilled_memory(),
@@ -366,7 +368,7 @@ def _load_pretrained(
     if scale_names := sorted(
         name for name in loading_info["unexpected_keys"] if name.rpartition(".")[2] in PACKED_PARTS
     ):
-        # transformers would take the numbers without them
+        # transformers would load the packed numbers without their scales
         problem = (
             f"{scale_names[0]} belongs to a packed weight, and config.json has no"
             " quantization_config"
@@ -385,7 +387,7 @@ def _load_pretrained(
             )
         absent = [name for name in absent if name != f"{SCORE}.weight" or name in mismatched]
     if absent:
-        # transformers fills these with random numbers and a warning
+        # transformers initialises these at random and only warns
         problem = (
             f"{pluralise(len(absent), 'weight is missing or has', 'weights are missing or have')}"
             f" another shape, {absent[0]} first"
@@ -421,8 +423,8 @@ def pack_outline(
     precision: Precision,
     full_modules: Sequence[str],
 ) -> None:
-    """Packs the layers of a model on the meta device as the checkpoint has them, from the headers
-    of its files, or as they are quantised when they are loaded. Raises UsageError.
+    """Packs the layers of a model on the meta device as loading would: as in the headers of a
+    packed checkpoint's files, or as the precision quantises them. Raises UsageError.
     """
     quantisation = quantisation_from_config(architecture)
     if quantisation is None:
@@ -445,7 +447,7 @@ def pack_outline(
 
 
 def require_bitsandbytes() -> None:
-    """Raises  UsageError with the command that installs it."""
+    """Raises UsageError with the install command if bitsandbytes is missing."""
     try:
         import bitsandbytes  # noqa: F401
     except ImportError:
@@ -463,7 +465,7 @@ def _nf4_config(
     require_bitsandbytes()
     from transformers import BitsAndBytesConfig
 
-    skip_modules = None  # what transformers keeps
+    skip_modules = None  # None: transformers chooses the layers that it does not quantise
     if full_modules or is_vision_language(architecture):
         model_class = auto_class(architecture, has_score_head=source.has_score_head)
         with explain_loading_errors(source.name, "model", source.revision), torch.device("meta"):
@@ -482,7 +484,7 @@ def _nf4_config(
 
 
 def read_config(value: dict[str, Any] | str | None) -> dict[str, Any] | None:
-    """`model.config` as an object, which may be in a file. Raises UsageError."""
+    """Returns `model.config` as a dictionary, which it may read from a file. Raises UsageError."""
     if not isinstance(value, str):
         return value
     try:
@@ -530,7 +532,7 @@ def _reach_hub(name: str, revision: str | None) -> None:
     """Prints that a model is being downloaded, which may take minutes. If the hub does not answer,
     earlier downloads are used at once.
 
-    Raises  LocalEntryNotFoundError when the hub stops answering during the download
+    Raises  LocalEntryNotFoundError if the hub stops answering during the download
     """
     if is_folder_name(name) or Path(name).exists() or is_unreachable():
         return
@@ -543,7 +545,8 @@ def _reach_hub(name: str, revision: str | None) -> None:
             )
     except LocalEntryNotFoundError:
         raise
-    # the hub answered, or the name is not a hub id: the error of transformers names the cause
+    # the hub answered with an error, or the name is no hub id; transformers' own error then names
+    # the cause
     except (HfHubHTTPError, ValueError):
         return
 
@@ -552,16 +555,15 @@ def _reach_hub(name: str, revision: str | None) -> None:
 def explain_loading_errors(
     name: str, source_kind: str, revision: str | None, attention: str = AUTO
 ) -> Iterator[None]:
-    """Turns errors of transformers and the hub into a UsageError of one line with a fix; the
-    original error stays attached.
+    """Converts errors of transformers and the hub to a short UsageError with a fix. The original
+    error stays attached as its cause.
     """
     try:
         _reach_hub(name, revision)
         yield
     except UsageError:
         raise
-    # files of strangers: a list where an object belongs surfaces as TypeError, AttributeError,
-    # anything
+    # a malformed file, such as a list in place of an object, may raise any type of error
     except Exception as error:
         if out_of_memory_message(error) is not None:
             raise
@@ -601,7 +603,7 @@ def loading_error(name: str, source_kind: str, error: BaseException) -> UsageErr
         return UsageError(
             f"{label}: no such folder{closest_model_hint(name) or missing_folder_hint(name)}"
         )
-    # the error for a repository that is not there speaks of gated ones too
+    # the error for a missing repository mentions gated ones too
     if "GatedRepoError" in kinds or (
         "gated" in text.lower() and "RepositoryNotFoundError" not in kinds
     ):
@@ -626,8 +628,8 @@ def loading_error(name: str, source_kind: str, error: BaseException) -> UsageErr
 
 _GENERATION_SETTINGS = os.path.join("transformers", "generation", "configuration_utils.py")
 _FETCH_AGAIN = "get the folder again from where it came, or save it anew with save_pretrained"
-# a part of the error's kind or text, the message, and the fix. {error}: the error's first line;
-# {files}: names in the folder
+# (a part of the error's type and text, the message, the fix). {error} is the error's first line,
+# {files} are names in the folder
 _FAULTS = (
     (
         "custom code",
@@ -682,7 +684,8 @@ def _damaged_folder_error(name: str, source_kind: str, error: BaseException) -> 
     if isinstance(error, ValueError | RuntimeError) and not isinstance(
         error, json.JSONDecodeError | UnicodeDecodeError
     ):
-        # of the model's kind or of a setting, which another copy of the folder has too
+        # the error is about the model's type or a setting, so another copy of the folder would not
+        # help
         return UsageError(f"{source_kind} {name}: {first_message}")
     if not isinstance(error, OSError):
         first_message = f"{type(error).__name__}: {first_message}"

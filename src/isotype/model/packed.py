@@ -1,11 +1,11 @@
-"""Loads a checkpoint whose weights are packed by its own tensors: a layer is packed where the file
-has packed tensors, and so are experts.
+"""Loads a checkpoint that was published quantised. A layer is packed if the file has packed tensors
+for it; the same is true for experts.
 
-transformers calls a reader of ours in the place of its quantisers: its own renamings of keys,
-shards and devices stay in use, each tensor goes from the file to the device as it is, and no layer
-is ever there dequantised. transformers' quantisers read some of these files wrong (FP8 blocks at
-sizes that are no multiples), need kernel packages, or widen the model at its first forward:
-`docs/lora.md` has the table.
+transformers loads the file, with a quantiser of Isotype in place of its own. So its renaming of
+keys, its shards and its devices are used, each tensor is copied from the file to the device
+unchanged, and no layer is ever dequantised. transformers' own quantisers read some of these files
+wrongly (FP8 blocks at sizes that are no multiples), need kernel packages, or dequantise the model
+at its first forward: `docs/lora.md` has the table.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ from . import gguf
 from .architecture import auto_class
 
 METHOD = "isotype"
-_DTYPES = str_to_torch_dtype | {"F8_E8M0": torch.float8_e8m0fnu}  # by safetensors' names
+_DTYPES = str_to_torch_dtype | {"F8_E8M0": torch.float8_e8m0fnu}  # safetensors' name -> dtype
 
 
 def packed_load_options(config: Any, name: str, dtype: torch.dtype) -> dict[str, Any]:
-    """Arguments of `from_pretrained` with which it loads this checkpoint packed; with a
-    `state_dict` it takes no name.
+    """Returns arguments with which `from_pretrained` loads this checkpoint packed. If they contain
+    a `state_dict`, `from_pretrained` must get no name.
 
-    config  of a model that `quantisation_from_config` finds packed
-    dtype   of what the file does not pack
+    config  the configuration of a packed model
+    dtype   the dtype of the weights that the file does not pack
     """
     quantisation = quantisation_from_config(config)
     assert quantisation is not None
@@ -78,7 +78,7 @@ def packed_load_options(config: Any, name: str, dtype: torch.dtype) -> dict[str,
 
 
 def plain_config(config: Any) -> Any:
-    """The same architecture, whose layers are not quantised."""
+    """Copies a configuration without its quantisation."""
     plain = copy.deepcopy(config)
     for part in (plain, plain.get_text_config()):
         if hasattr(part, "quantization_config"):
@@ -89,15 +89,15 @@ def plain_config(config: Any) -> Any:
 class _PackedConfig(QuantizationConfigMixin):
     """The configuration that transformers passes to `_PackedQuantizer`."""
 
-    parts: Mapping[str, Part] | None = None  # of tensors that are in no safetensors file
+    parts: Mapping[str, Part] | None = None  # the tensors of a file that is not safetensors
 
     def __init__(self, packing: Packing, name: str) -> None:
-        self.quant_method, self.packing, self.name = METHOD, packing, name  # type: ignore[assignment]  # a word of ours beside its enumeration
+        self.quant_method, self.packing, self.name = METHOD, packing, name  # type: ignore[assignment]  # not in transformers' enumeration
 
 
 class _WaitingLayer(nn.Module):
-    """A packed layer until its tensors are loaded: each is a parameter in the dtype and shape of the
-    file, so that nothing is cast.
+    """Stands for a packed layer until its tensors are loaded. Each tensor is a parameter in the
+    dtype and shape of the file, so that transformers casts nothing.
     """
 
     bias: nn.Parameter | None
@@ -120,7 +120,7 @@ class _WaitingLayer(nn.Module):
 
 
 class _PackedQuantizer(HfQuantizer):
-    """A quantiser of transformers: its methods are called before and after weights are loaded."""
+    """A quantiser for transformers, which calls its methods before and after weights are loaded."""
 
     quantization_config: Any
 
@@ -159,7 +159,7 @@ class _PackedQuantizer(HfQuantizer):
 
 
 def read_tensor_parts(files: Iterable[str | Path]) -> dict[str, Part]:
-    """Name -> dtype and shape of every tensor, from the headers of safetensors files."""
+    """Reads name -> dtype and shape of every tensor from the headers of safetensors files."""
     parts = {}
     for file in files:
         if not str(file).endswith(".safetensors"):
@@ -181,10 +181,10 @@ SINGLE = "model.safetensors"
 
 
 def detect_file_dtype(name: str, revision: str | None) -> torch.dtype | None:
-    """fp32, bf16 or fp16 where all floating-point tensors in the model's safetensors files have it;
-    None where they do not.
+    """Returns fp32, bf16 or fp16 if all floating-point tensors in the model's safetensors files
+    have this dtype; else None.
 
-    name  a folder or hub id; files of the hub are fetched as `from_pretrained` would
+    name  a folder, or a hub id whose files are downloaded as by `from_pretrained`
     """
     dtypes = {
         part.dtype
@@ -213,9 +213,10 @@ def weight_files(name: str, revision: str | None) -> list[str]:
 def place_waiting_layers(
     model: Any, names: Mapping[str, Part], packing: Packing, model_name: str
 ) -> None:
-    """Replaces each linear layer that is packed in the files by a layer that waits for its tensors.
+    """Replaces each linear layer that is packed in the files by a `_WaitingLayer`.
 
-    Raises  UsageError for packed tensors that no linear layer has, and as `recognise` does
+    Raises  UsageError for packed tensors that belong to no linear layer, and for those that
+            `recognise` refuses
     """
     packed = group_packed_tensors(names)
     expert_owners = place_waiting_experts(model, packed, names, packing, model_name)
@@ -262,7 +263,7 @@ def place_waiting_layers(
 
 
 def group_packed_tensors(names: Mapping[str, Part]) -> dict[str, dict[str, Part]]:
-    """Path of a layer -> its tensors, for each whose weight is packed."""
+    """Returns path -> tensors of each layer whose weight is packed."""
     owners: dict[str, dict[str, Part]] = {}
     for tensor_name, part in names.items():
         owner, _, last = tensor_name.rpartition(".")
@@ -278,7 +279,9 @@ def place_waiting_layer(
     packing: Packing,
     label: str,
 ) -> None:
-    """Replaces `layer` by one that waits for these tensors. Raises UsageError as `recognise` does."""
+    """Replaces `layer` by a `_WaitingLayer` for these tensors. Raises UsageError for tensors that
+    `recognise` refuses.
+    """
     weight_parts = {
         name: part for name, part in parts.items() if name != "bias" and name not in SERVING_TENSORS
     }
@@ -291,8 +294,8 @@ _DENSE_FIX = "a base that is not quantised, or precision.preset: nf4-lora on it"
 
 
 def pack_waiting_layers(model: nn.Module, packing: Packing) -> None:
-    """Replaces each waiting layer, whose tensors are loaded, by a `PackedLinear`; also on the meta
-    device.
+    """Replaces each `_WaitingLayer`, whose tensors are now loaded, by a `PackedLinear`. Works on
+    the meta device too.
     """
     for path, waiting in list(_waiting_layers(model)):
         tensors = waiting.tensors()
@@ -307,8 +310,8 @@ def pack_waiting_layers(model: nn.Module, packing: Packing) -> None:
 
 
 def quantise_layers(model: nn.Module, layers: Collection[nn.Module], dtype_name: str) -> None:
-    """Packs these plain linear layers as fp8 or int8, one at a time, where they are; also on the
-    meta device. Raises UsageError.
+    """Packs these linear layers as fp8 or int8, one at a time, on their device. Works on the meta
+    device too. Raises UsageError.
     """
     refuse_unquantisable(dtype_name, "the model")
     for parent in list(model.modules()):
@@ -320,7 +323,7 @@ def quantise_layers(model: nn.Module, layers: Collection[nn.Module], dtype_name:
                     name,
                     PackedLinear(child.in_features, child.out_features, weight, state, child.bias),
                 )
-                child.weight = None  # type: ignore[assignment]  # its memory is free before the next is packed
+                child.weight = None  # type: ignore[assignment]  # frees its memory
 
 
 def load_packed(
@@ -330,13 +333,13 @@ def load_packed(
     device: torch.device | str = "cpu",
     **options: Any,
 ) -> Any:
-    """A causal language model of a folder or hub id whose weights were published quantised, frozen,
-    as transformers gives it but for its layers: they hold the file's own bytes and give a right
-    gradient.
+    """Loads a causal language model whose weights were published quantised, from a folder or hub
+    id. It is frozen. Its packed layers hold the bytes of the file and give correct gradients;
+    everything else is as transformers loads it.
 
-    dtype    of what the file does not pack
-    options  of transformers' `from_pretrained`
-    Raises   UsageError for a base that is not packed, and for a packing that is not read
+    dtype    the dtype of the weights that the file does not pack
+    options  further arguments of transformers' `from_pretrained`
+    Raises   UsageError for a base that is not packed, and for a packing that is not supported
     """
     config = gguf.read_architecture(
         name, **{key: options[key] for key in ("revision", "trust_remote_code") if key in options}
@@ -362,11 +365,11 @@ def load_packed(
 
 
 def from_pretrained(model_class: Any, name: str, **options: Any) -> Any:
-    """transformers' `from_pretrained`, which also takes the options of `packed_load_options`."""
+    """Calls transformers' `from_pretrained`, also with the options of `packed_load_options`."""
     if "state_dict" not in options:
         return model_class.from_pretrained(name, **options)
     options["config"].name_or_path = name
-    # an automatic class needs a name
+    # an auto class needs a name, so the model's own class is called
     loaded = model_class._model_mapping[type(options["config"])].from_pretrained(None, **options)
     model = loaded[0] if isinstance(loaded, tuple) else loaded
     model.name_or_path = model.config.name_or_path = name
@@ -395,9 +398,9 @@ def _register_waiting(module: nn.Module, name: str, part: Part) -> None:
     )
 
 
-# --- packed experts: stacked in the file (gpt-oss), or one linear layer each (Qwen3-MoE, DeepSeek).
-# transformers' code has stacks of them, [E O K]; here a stack stays packed: the tensors of every
-# expert, one behind the other
+# --- packed experts: a file stores them stacked (gpt-oss), or as one linear layer per expert
+# (Qwen3-MoE, DeepSeek). transformers' code computes with stacks [E O K]. Here a stack stays packed:
+# it concatenates the packed tensors of all experts
 
 _SEPARATE_EXPERT = re.compile(r"(?P<experts>.*\.experts)\.\d+\.(gate_proj|up_proj|down_proj)$")
 _STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -412,13 +415,12 @@ def place_waiting_experts(
     packing: Packing,
     model_name: str,
 ) -> set[str]:
-    """Replaces the stacks of each mixture's experts by parameters that wait for the file's packed
-    tensors.
+    """Replaces the stacks of each mixture's experts by parameters for the file's packed tensors.
 
-    packed  owner -> its tensors, of layers
-    names   every tensor of the files
-    ->      the owners that are experts
-    Raises  UsageError for a mixture whose code is not transformers' stacked experts
+    packed  path of a layer -> its packed tensors
+    names   all tensors of the files
+    ->      the paths among `packed` that are experts
+    Raises  UsageError for a mixture that does not use transformers' stacked experts
     """
     plans: dict[str, dict[str, Layout]] = {}
     for path in [
@@ -438,7 +440,7 @@ def place_waiting_experts(
         module: Any = model.get_submodule(path)
         for stack in plan:
             delattr(module, stack)
-        # transformers initialises what lacks a tensor, by the names that are gone
+        # otherwise transformers would initialise the stacks, which were deleted
         vars(module)[_PLAN_ATTRIBUTE], module._is_hf_initialized = plan, True
     return {*plans, *separate}
 
@@ -466,8 +468,8 @@ def _find_stacked_experts(model: nn.Module, path: str, model_name: str) -> Any:
 def _place_expert_blocks(
     module: Any, path: str, names: Mapping[str, Part], model_name: str
 ) -> dict[str, Layout]:
-    """gpt-oss: `_blocks` uint8[E O K/32 16] and `_scales` uint8[E O K/32] of a stack that its code
-    has as [E K O].
+    """Prepares the experts of gpt-oss: `_blocks` uint8[E O K/32 16] and `_scales` uint8[E O K/32]
+    replace a stack that is [E K O] in its code.
     """
     plan = {}
     for stack in _STACKS:
@@ -501,8 +503,8 @@ def _place_expert_layers(
     packing: Packing,
     model_name: str,
 ) -> dict[str, Layout]:
-    """A linear layer an expert, under its own name in the file, which transformers then does not
-    join.
+    """Prepares experts that the file stores as one linear layer per expert. Each gets parameters
+    under its name in the file, so that transformers does not join them.
     """
     plan: dict[str, Layout] = {}
     if module.is_transposed or not module.is_concatenated:
@@ -536,8 +538,8 @@ def _place_expert_layers(
 
 
 def pack_experts(model: nn.Module, packing: Packing) -> None:
-    """Stacks the loaded tensors of waiting experts, one layer at a time, and installs the forward
-    for packed stacks; also on the meta device.
+    """Stacks the loaded tensors of packed experts, one layer at a time, and installs the forward
+    for packed stacks. Works on the meta device too.
     """
     for path, module in list(model.named_modules()):
         plan: dict[str, Layout] | None = vars(module).pop(_PLAN_ATTRIBUTE, None)
@@ -589,7 +591,9 @@ def pack_experts(model: nn.Module, packing: Packing) -> None:
 def _expert_pieces(
     module: Any, path: str, stack: str
 ) -> Iterator[list[tuple[str, dict[str, Tensor]]]]:
-    """For every expert the tensors that are stacked by rows in its matrix: (name, tensors) each."""
+    """Yields for every expert a list of (name, tensors): the packed matrices that are stacked by
+    rows in the expert's matrix.
+    """
     blocks, scales = (
         module._parameters.get(f"{stack}_{suffix}") for suffix in ("blocks", "scales")
     )

@@ -1,8 +1,9 @@
-"""The processor of a vision-language model, which turns pictures into pixel tensors and writes
-their tokens: loaded, and its files.
+"""Loads the processor of a vision-language model, which converts pictures to pixel tensors and
+inserts their tokens, and copies its files.
 
-It is loaded with its PIL image processor and without its video part. Both others need torchvision,
-and pixels of the two differ by a level: so every machine computes the same ones.
+It is loaded with the PIL image processor and without its video part, because the alternatives need
+torchvision. Pixels of PIL and torchvision differ by a level, so that a fixed choice gives the same
+pixels on every machine.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from .architecture import is_vision_language
 from .gguf import read_architecture
 
 FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-# where repositories had the template that the processor reads and the tokenizer does not
+# the file of older repositories with the chat template, which the tokenizer does not read
 _TEMPLATE = "chat_template.json"
 
 
 def _find_file(name: str, file_name: str, revision: str | None) -> str | None:
-    """The file's path, fetched from the hub where `name` is no folder; None where it has no such
-    file.
+    """Returns the path of a file of a model, which is downloaded if `name` is a hub id; None if
+    there is no such file.
     """
     from transformers.utils import cached_file
 
@@ -42,8 +43,8 @@ def _find_file(name: str, file_name: str, revision: str | None) -> str | None:
 
 
 def copy_files(name: str, revision: str | None, folder: Path) -> None:
-    """Puts the processor's files of the base beside a saved model or adapter, so that a server
-    finds them there.
+    """Copies the base's processor files beside a saved model or adapter, where servers look for
+    them.
     """
     for file_name in FILES:
         path = _find_file(name, file_name, revision)
@@ -54,7 +55,7 @@ def copy_files(name: str, revision: str | None, folder: Path) -> None:
 def build_picture_reader(
     section: ModelSection, data: DataSection, tokenizer: Any
 ) -> Pictures | None:
-    """Reads the pictures of a run's rows for this model; None for a model without a vision tower."""
+    """Builds the reader of the pictures in a run's rows; None for a model without a vision tower."""
     architecture = _architecture(section) if has_vision(section) else None
     if architecture is None:
         return None
@@ -80,8 +81,8 @@ def build_picture_reader(
 
 
 def has_vision(section: ModelSection) -> bool:
-    """Whether a run's model has a vision tower. A model that cannot be read has none: what loads it
-    says why.
+    """Whether a run's model has a vision tower. False for a model that cannot be read; loading it
+    reports the error later.
     """
     if isinstance(section.config, dict):
         return "vision_config" in section.config
@@ -93,7 +94,7 @@ def has_vision(section: ModelSection) -> bool:
 
 
 def _architecture(section: ModelSection) -> Any:
-    """The configuration of the model that a run loads; None where it builds one from
+    """Reads the configuration of the model that a run loads; None if the run builds the model from
     `model.config`.
     """
     if section.name is None or section.config is not None:
@@ -104,7 +105,7 @@ def _architecture(section: ModelSection) -> Any:
 
 
 def load_processor(name: str, revision: str | None, architecture: Any, tokenizer: Any) -> Any:
-    """transformers' processor of this model. Raises UsageError."""
+    """Loads transformers' processor of this model. Raises UsageError."""
     import transformers
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
@@ -143,18 +144,18 @@ def load_processor(name: str, revision: str | None, architecture: Any, tokenizer
         return class_without_video.from_args_and_dict(
             arguments, {**contents[1], "chat_template": None}
         )
-    # files of strangers, and libraries that a family asks for (num2words)
+    # malformed files and missing libraries (num2words) may raise any type of error
     except Exception as error:
         raise UsageError(f"{label} cannot be loaded: {first_line(error)}") from error
 
 
 class _WithoutVideo:
-    """A processor whose video part is None."""
+    """A mixin for a processor whose video part is None."""
 
     def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
         if argument is None:
             return type(None)
-        return super().check_argument_for_proper_class(argument_name, argument)  # type: ignore[misc]  # of the class it is mixed with
+        return super().check_argument_for_proper_class(argument_name, argument)  # type: ignore[misc]  # the method of the processor class
 
 
 def _read_json_file(name: str, file: str, revision: str | None) -> dict[str, Any]:
@@ -167,6 +168,6 @@ def _read_json_file(name: str, file: str, revision: str | None) -> dict[str, Any
 
 
 def load_processor_template(name: str, revision: str | None) -> str | None:
-    """The chat template of an older repository's processor."""
+    """Reads the chat template of an older repository's processor; None if it has none."""
     template = _read_json_file(name, _TEMPLATE, revision).get("chat_template")
     return template if isinstance(template, str) else None

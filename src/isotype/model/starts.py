@@ -1,10 +1,11 @@
-"""`adapter.start`: where A and B begin. Orthogonal (their product is zero), or taken off the base:
-PiSSA and OLoRA.
+"""`adapter.start`: initialises A and B as orthogonal matrices whose product is zero, or by a
+factorisation of the base weight (PiSSA and OLoRA).
 
-An adapter that was taken off the base belongs to the residual W - s B0 A0, which no other program
-has. So A0 and B0 stay beside A and B. What is saved is W + s (B A - B0 A0): an ordinary adapter [A;
-A0], [B, -B0] of twice the rank, for the untouched base. PEFT's own file of such an adapter has the
-start's name instead, and is loaded by doing the decomposition again.
+PiSSA and OLoRA subtract the initial product from the base weight W. The adapter then belongs to the
+residual W - s B0 A0, which no other program has. So A0 and B0 are kept beside A and B, and the
+adapter is saved as an ordinary one for the unchanged base: W + s (B A - B0 A0), with the matrices
+[A; A0] and [B, -B0] of twice the rank. PEFT instead saves the name of the initialisation, and
+repeats the factorisation when it loads the adapter.
 
 K in features, O out features, R rank.
 """
@@ -22,17 +23,17 @@ from torch import Tensor, nn
 from ..errors import UsageError
 from ..precision.apply import is_quantised
 
-# buffers of PEFT's layer
+# names of the buffers in PEFT's layer
 A0 = "start_A"
 B0 = "start_B"
 SUBTRACTED_STARTS = ("pissa", "olora")
 
 
 def initialise_adapter(model: nn.Module, start: str) -> None:
-    """Sets A and B of every linear layer's adapter; for PiSSA and OLoRA subtracts their product from
-    the base weight.
+    """Initialises A and B of every linear layer's adapter. For PiSSA and OLoRA it subtracts their
+    product from the base weight.
 
-    Raises  UsageError for a packed base, or an odd rank with orthogonal
+    Raises  UsageError for a packed base, and for an odd rank with orthogonal
     """
     from peft.tuners.lora import Linear
 
@@ -60,14 +61,14 @@ def initialise_adapter(model: nn.Module, start: str) -> None:
                 f"adapter.start: orthogonal: rank {len(a)} of {name} is odd",
                 fix="an even adapter.r",
             )
-        if a.is_meta:  # the outline of a memory plan
+        if a.is_meta:  # a memory plan builds the model on the meta device
             initial = a.detach().clone(), b.detach().clone()
         else:
             if start == "orthogonal":
                 initial = _draw_orthogonal(len(a), a.shape[1], len(b))
             else:
                 initial = _factorise_base(base.weight, len(a), scale, start)
-            # LAPACK's results lie column by column, and a restored optimizer's states would not
+            # LAPACK's results are column-major, and the states of a restored optimizer would not be
             a.data, b.data = (t.contiguous().to(a.device) for t in initial)
         if start in SUBTRACTED_STARTS:
             layer.register_buffer(A0, a.detach().clone())
@@ -82,8 +83,8 @@ _FIX = "adapter.start: default"
 
 
 def _draw_orthogonal(rank: int, features: int, out: int) -> tuple[Tensor, Tensor]:
-    """A and B of which B A = 0: combinations of the odd and the even rows of one orthogonal matrix;
-    a tenth of a normal draw, as PEFT's.
+    """Draws A and B with B A = 0: combinations of the odd and of the even rows of one orthogonal
+    matrix. The factors are a tenth of a normal draw, as in PEFT.
     """
     rows = torch.linalg.qr(torch.randn(rank, rank)).Q
     a = rows[0::2].t() @ torch.randn(rank // 2, features) / 10
@@ -93,8 +94,9 @@ def _draw_orthogonal(rank: int, features: int, out: int) -> tuple[Tensor, Tensor
 
 @torch.no_grad()
 def _factorise_base(weight: Tensor, rank: int, scale: float, start: str) -> tuple[Tensor, Tensor]:
-    """A [R K] and B [O R] in fp32 of which s B A is the nearest matrix of that rank (Meng et al.
-    2024, "PiSSA"), or B A the first rows of a QR (Büyükakyüz 2024, "OLoRA").
+    """Factorises a base weight into A [R K] and B [O R] in fp32. For PiSSA (Meng et al. 2024) s B A
+    is the nearest matrix of that rank; for OLoRA (Büyükakyüz 2024) B and A are the first columns
+    and rows of a QR decomposition.
     """
     wide = weight.float()
     if start == "olora":
@@ -110,8 +112,8 @@ def _layers_with_start(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def to_ordinary_adapter(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a state dict with the matrices of an ordinary adapter for the untouched base:
-    of twice the rank, where A and B were taken off the base.
+    """Converts a state dict so that it holds an ordinary adapter for the unchanged base. Adapters
+    of PiSSA and OLoRA get twice the rank.
     """
     result = dict(tensors)
     for name, layer in _layers_with_start(model):
@@ -125,8 +127,8 @@ def to_ordinary_adapter(model: nn.Module, tensors: dict[str, Tensor]) -> dict[st
 
 
 def describe_ordinary_adapter(model: nn.Module, folder: Path) -> None:
-    """Makes a saved adapter_config.json that of an ordinary adapter: twice the rank, and an alpha
-    with which the scale stays the same.
+    """Rewrites a saved adapter_config.json for the ordinary adapter: twice the rank, and an alpha
+    that keeps the scale.
     """
     if next(_layers_with_start(model), None) is None:
         return

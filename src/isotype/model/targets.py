@@ -1,5 +1,5 @@
-"""Which layers of a model get an adapter, in PEFT's words: names and patterns of modules, and
-parameters.
+"""Chooses the layers of a model that get an adapter, in the form of PEFT's settings: names and
+patterns of modules, and parameters.
 
 `all-linear` means the linear layers and stacked experts of the language part, without head and
 routers, in every family.
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-# a Mamba mixer passes the weights of these to its kernel or multiplies them itself, and never calls
-# the layers: adapters on them would get no gradient (PEFT refuses the first two, in all families
-# but Jamba). A quantised Jamba calls its dt_proj; an adapter there would have no effect on the base
-# that is not quantised
+# a Mamba mixer passes the weights of these layers to its kernel or multiplies them itself. It never
+# calls the layers, so adapters on them would get no gradient (PEFT refuses the first two, except in
+# Jamba). A quantised Jamba calls its dt_proj, but an adapter there would have no effect on the
+# unquantised base
 _NEVER_CALLED = dict.fromkeys(
     ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h"),
     frozenset(("out_proj", "conv1d", "x_proj", "dt_proj")),
@@ -37,8 +37,8 @@ _NEVER_CALLED = dict.fromkeys(
 
 
 def linear_names(model: PreTrainedModel) -> list[str]:
-    """Last names of the linear layers that can have an adapter, without the head; of a
-    vision-language model its language part's.
+    """Last names of the linear layers that can have an adapter, without the head. In a
+    vision-language model only the language part counts.
     """
     return sorted(
         {name.rpartition(".")[2] for name, _ in linear_layers(model, AdapterSection())}
@@ -49,7 +49,9 @@ def linear_names(model: PreTrainedModel) -> list[str]:
 def linear_layers(
     model: PreTrainedModel, section: AdapterSection
 ) -> Iterator[tuple[str, nn.Linear]]:
-    """All but the head, in the parts of the model that get an adapter."""
+    """Yields (name, layer) of the linear layers except the head, in the parts of the model that get
+    an adapter.
+    """
     if hasattr(model, "get_output_embeddings"):
         head = model.get_output_embeddings()
     else:
@@ -90,7 +92,9 @@ def vision_modules(model: nn.Module, section: AdapterSection, mode: str) -> list
 
 
 def refuse_other_parts(adapted: PeftModel, parts: VisionParts, section: AdapterSection) -> None:
-    """Raises  UsageError where `adapter.targets` chose layers of a part that is to have none"""
+    """Raises UsageError if `adapter.targets` selects layers of a part that must not have an
+    adapter.
+    """
     for name, _ in adapted.get_base_model().named_modules():
         part = parts.part_kind(name)
         if name.endswith(".lora_A") and part not in adapted_parts(section):
@@ -108,8 +112,8 @@ def refuse_other_parts(adapted: PeftModel, parts: VisionParts, section: AdapterS
 
 
 def picture_layers(model: Any, parts: VisionParts) -> list[str]:
-    """Linear layers of the language part that text alone never reaches: the cross-attention layers
-    of Llama 3.2 Vision.
+    """Linear layers of the language part that do not run for rows without pictures: the
+    cross-attention layers of Llama 3.2 Vision.
     """
     indices = getattr(model.config.get_text_config(), "cross_attention_layers", None) or ()
     prefixes = tuple(f"{parts.language}.layers.{i}." for i in indices)
@@ -185,12 +189,11 @@ def _never_called(model: PreTrainedModel) -> frozenset[str]:
 
 
 def find_other_products(model: nn.Module) -> list[str]:
-    """Last names of linear layers of a family's own kind that are no matrix product of rows: the
-    routers of Llama 4 and Phi-MoE give several tensors, DeepSeek V4's grouped output projection has
-    a matrix for each group.
+    """Last names of linear layers whose subclass does not compute one matrix product: the routers
+    of Llama 4 and Phi-MoE return several tensors, and DeepSeek V4's grouped output projection has
+    one matrix per group.
 
-    PEFT's layer adds a product of its matrices to the result of the linear layer that it wraps, and
-    fails.
+    On such a layer PEFT fails, because it adds the adapter's product to the layer's result.
     """
     family_layers = {
         name: m
@@ -213,7 +216,7 @@ def _is_matrix_product(linear: nn.Linear) -> bool:
             rows = linear(
                 torch.zeros(2, linear.in_features, dtype=weight.dtype, device=weight.device)
             )
-        except RuntimeError:  # of a shape that it does not take
+        except RuntimeError:  # it does not accept rows of this shape
             return False
     return isinstance(rows, torch.Tensor) and rows.shape == (2, linear.out_features)
 
@@ -221,15 +224,15 @@ def _is_matrix_product(linear: nn.Linear) -> bool:
 def choose_targets(
     model: PreTrainedModel, section: AdapterSection
 ) -> tuple[str | list[str], list[str]]:
-    """(target modules, target parameters) for PEFT.
+    """Returns (target modules, target parameters) for PEFT.
 
-    With `all-linear` PEFT would select layers of Mamba models that it then refuses, so they get a
-    list. So do mixtures: their stacked experts are parameters, their routers stay as they are, and
-    linear layers that PEFT renames as a checkpoint's experts are adapted by their parameter, under
-    the names that they would have.
+    For `all-linear` some models get a list of names. In Mamba models PEFT would select layers that
+    it then refuses. In mixtures of experts the stacked experts are parameters, and routers get no
+    adapter. Linear layers that PEFT would rename as experts of an older checkpoint are adapted by
+    their parameter.
 
-    Of a vision-language model a pattern: towers have layers of the same names (`q_proj` in Gemma
-    3's), which names alone would choose.
+    A vision-language model gets a pattern, because its towers have layers of the same names
+    (`q_proj` in Gemma 3).
     """
     parts = vision_parts(model)
     parameters = list(section.parameters)
@@ -263,7 +266,7 @@ def choose_targets(
     routers = {name for name, _ in _find_routers(model)}
     layers = {name: m for name, m in linear_layers(model, section) if name not in routers}
     renamed = _names_renamed_by_peft(model, layers)
-    # PEFT finds no shape in bitsandbytes' weights
+    # PEFT cannot read the shape of bitsandbytes' weights
     parameter_names = [
         f"{last_two_names(name)}.weight"
         for name in sorted(renamed)
@@ -284,7 +287,7 @@ def choose_targets(
 def _module_pattern(
     model: nn.Module, parts: VisionParts, section: AdapterSection, names: Sequence[str]
 ) -> str:
-    """Modules of these names in the parts that get an adapter."""
+    """Builds a pattern for modules of these names in the parts that get an adapter."""
     part_paths = [parts.language, *vision_modules(model, section, "lora")]
     whole_names = [
         name
@@ -304,7 +307,7 @@ def _join_alternatives(names: Iterable[str]) -> str:
 
 
 def _shorten_names(model: nn.Module, names: Collection[str]) -> list[str]:
-    """Last names, where every module of that name is among `names`, else the names themselves."""
+    """Shortens each name to its last part if every module with that last part is among `names`."""
     other_names = {
         name.rpartition(".")[2] for name, _ in model.named_modules() if name not in names
     }
@@ -320,7 +323,7 @@ def last_two_names(name: str) -> str:
 
 
 def find_stacks(model: nn.Module) -> list[str]:
-    """Names of the parameters that hold one matrix of every expert of a mixture."""
+    """Names of the parameters that stack one matrix per expert of a mixture."""
     return [
         f"{path}.{name}"
         for path, module in model.named_modules()
@@ -331,8 +334,8 @@ def find_stacks(model: nn.Module) -> list[str]:
 
 
 def _find_routers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that choose among a mixture's experts: beside them in the model, with a row of
-    weights for each.
+    """Yields the routers of mixtures: modules beside the experts that have one row of weights per
+    expert.
     """
     for path, block in model.named_modules():
         experts = [m for m in map(_base_module, block.children()) if has_stack(m)]
@@ -345,13 +348,13 @@ def _find_routers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def has_stack(module: nn.Module) -> bool:
-    """Whether this module holds the matrices of a mixture's experts in one parameter each."""
+    """Whether this module holds the experts of a mixture as stacked parameters."""
     parameters = module.parameters(recurse=False) if hasattr(module, "num_experts") else ()
     return any(map(is_stack, parameters))
 
 
 def is_stack(parameter: nn.Parameter) -> bool:
-    """Whether this is the matrices of every expert, packed or not."""
+    """Whether this parameter stacks the matrices of all experts, packed or not."""
     return (parameter.dim() == 3 and parameter.is_floating_point()) or isinstance(
         getattr(parameter, "quant_state", None), StackState
     )
@@ -364,7 +367,7 @@ def _base_module(module: Any) -> Any:
 
 
 def _names_renamed_by_peft(model: nn.Module, layers: Iterable[str]) -> set[str]:
-    """Those of `layers` that PEFT would take for names of experts in an older checkpoint, and
+    """Returns the names of `layers` that PEFT would mistake for experts of an older checkpoint and
     replace by the stacks.
     """
     from peft import LoraConfig
@@ -378,7 +381,7 @@ def _names_renamed_by_peft(model: nn.Module, layers: Iterable[str]) -> set[str]:
 
 
 def _parameters_of_module(model: nn.Module, name: str) -> list[str]:
-    """The parameters that a name of `adapter.targets` means where PEFT has no layer for it: a
+    """Returns the parameters for a name of `adapter.targets` that PEFT cannot adapt as a module: a
     router's weight, or stacks of experts.
     """
     modules = [m for path, m in model.named_modules() if path == name or path.endswith(f".{name}")]
@@ -404,8 +407,8 @@ def _is_matrix(weight: Any) -> bool:
 
 
 def refuse_unknown_parameters(model: nn.Module, parameters: Sequence[str]) -> None:
-    """Raises  UsageError for a name of `adapter.parameters` that no matrix and no stack of the
-    model has
+    """Raises UsageError for a name of `adapter.parameters` that belongs to no matrix and no stack
+    of the model.
     """
     parameter_names = [
         path for path, p in model.named_parameters() if p.dim() in (2, 3) or is_stack(p)
@@ -422,7 +425,7 @@ def refuse_unknown_parameters(model: nn.Module, parameters: Sequence[str]) -> No
 
 
 def refuse_settings_on_parameters(section: AdapterSection, parameters: Sequence[str]) -> None:
-    """Raises  UsageError for a setting that PEFT has not for adapters on parameters."""
+    """Raises UsageError for a setting that PEFT does not support for adapters on parameters."""
     for key, value, is_set in (
         ("dora", "true", section.dora),
         ("start", section.start, section.start != "default"),
@@ -441,14 +444,14 @@ _LORA_SUFFIX = ".lora_A.weight"
 
 
 def find_lost_layers(model: nn.Module, config: LoraConfig, layers: Iterable[str]) -> list[str]:
-    """Those of `layers`, names in `model`, whose adapters PEFT loads under another name."""
+    """Returns the names of `layers` whose adapters PEFT would load under another name."""
     from peft.utils.transformers_weight_conversion import (
         convert_peft_adapter_state_dict_for_transformers as converted,
     )
 
     names = {f"{PEFT_PREFIX}{layer}{_LORA_SUFFIX}": layer for layer in layers}
     loaded_names: set[Any] = set()
-    # one at a time: some of these conversions stack or cut what belongs together
+    # one layer at a time, because some conversions stack or split tensors that belong together
     for name in names:
         try:
             loaded_names |= set(converted(model, config, {name: torch.empty(1, 1)}))
@@ -458,8 +461,8 @@ def find_lost_layers(model: nn.Module, config: LoraConfig, layers: Iterable[str]
 
 
 def find_lost_stacks(model: nn.Module, config: LoraConfig) -> set[str]:
-    """The same of stacked experts, as `adapter.parameters` names them: PEFT wraps a module once for
-    each of its stacks.
+    """Returns the stacks of experts whose adapters PEFT would load under another name, in the form
+    of `adapter.parameters`. PEFT wraps a module once per stack.
     """
     stacked = find_stacks(model)
     paths = {name.rpartition(".")[0] for name in stacked}

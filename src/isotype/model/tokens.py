@@ -1,9 +1,9 @@
-"""Tokens of a model: the end, start and padding tokens of a model's configuration, and
-`model.add_tokens`, which a tokenizer did not have.
+"""Handles the tokens of a model: the end, start and padding tokens in its configuration, and new
+tokens of `model.add_tokens`.
 
-A base whose embeddings have grown is saved in the run folder once, as an ordinary model. Whatever
-loads the base later, the check at the end of a run, `chat`, `merge` or PEFT alone, then finds the
-rows that the adapter was trained on. Embedding and head are trained in full.
+A base with new embedding rows is saved once in the run folder, as an ordinary model. Later loads of
+the base (the check at the end of a run, `chat`, `merge`, PEFT) then have the rows on which the
+adapter was trained. Embedding and head are trained in full.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: list[str]) -> None:
-    """Adds special tokens in this order. Raises UsageError for one that is in the vocabulary, or
-    that is empty or has white space around it.
+    """Adds special tokens in this order. Raises UsageError for a token that is already in the
+    vocabulary, is empty, or has white space around it.
     """
     from tokenizers import AddedToken
 
@@ -57,9 +57,9 @@ def align_special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerB
     """Gives the model's configurations the end, start and padding token of the tokenizer, as
     transformers' Trainer does.
 
-    `data.chat_template: chatml` and the like give the tokenizer another end token; with the model's
-    own, `generate` of the saved model runs to its limit. End tokens that the model names are kept
-    beside it.
+    A setting such as `data.chat_template: chatml` gives the tokenizer another end token. With the
+    model's old end token, `generate` of the saved model would not stop. Further end tokens of the
+    model are kept.
     """
     generation = getattr(model, "generation_config", None)
     for config, allows_list in ((model.config.get_text_config(), False), (generation, True)):
@@ -82,14 +82,14 @@ def align_special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerB
 
 
 def grown_config(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
-    """The configuration with a vocabulary that holds the tokenizer's."""
+    """Enlarges the configuration's vocabulary so that it holds all tokens of the tokenizer."""
     text: Any = config.get_text_config()
     text.vocab_size = max(text.vocab_size, len(tokenizer))
     return config
 
 
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises  UsageError when the tokenizer knows more tokens than the model has embeddings for."""
+    """Raises UsageError if the tokenizer has more tokens than the model has embeddings."""
     embedding: Any = model.get_input_embeddings()
     rows = embedding.weight.shape[0]
     if len(tokenizer) > rows:
@@ -106,8 +106,8 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
 
 @torch.no_grad()
 def grow_embeddings(model: Any, tokenizer: PreTrainedTokenizerBase, added: int) -> None:
-    """Rows for the last `added` tokens of the tokenizer, in embedding and head: the mean of the
-    rows before them, in fp32.
+    """Sets the rows of the last `added` tokens in embedding and head to the fp32 mean of the rows
+    before them, and enlarges both if needed.
     """
     first = len(tokenizer) - added
     if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
@@ -123,8 +123,8 @@ def grow_embeddings(model: Any, tokenizer: PreTrainedTokenizerBase, added: int) 
 
 
 def token_modules(model: Any) -> tuple[list[str], bool]:
-    """Names of the embedding and, if it has its own weights, of the head; and whether the head
-    shares the embedding's weights.
+    """Returns the name of the embedding and, if it has separate weights, of the head, and whether
+    the head shares the embedding's weights.
     """
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
