@@ -9,7 +9,8 @@ from importlib import import_module
 
 from isotype.version import __version__ as __version__
 
-TYPE_CHECKING = False  # typing is 10 ms in which Ctrl-C is a traceback
+# importing typing takes 10 ms, during which Ctrl-C would print a traceback
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 

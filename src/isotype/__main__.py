@@ -1,5 +1,5 @@
-"""`isotype` and `python -m isotype`. Ctrl-C while a command is imported ends with status 130, as it
-does later.
+"""`isotype` and `python -m isotype`. Ctrl-C ends with status 130, also while a command is still
+being imported.
 """
 
 import sys

@@ -1,5 +1,5 @@
-"""Names of dtypes: `fp32 bf16 fp16 nf4`, the same in configuration, code, messages and documents.
-Imports no torch.
+"""Names of dtypes: `fp32 bf16 fp16 nf4`. Configuration, code, messages and documents use the same
+names. This module imports no torch.
 
 Legend of a tensor spec: `bf16[T D]`, `F[*n d]` (F a free float dtype), `int[T]`, `any[...]`.
 """
@@ -52,8 +52,8 @@ NO_FP8_PRODUCTS = (
 
 
 def parse(text: str) -> str:
-    """The canonical name of a dtype in any common spelling (`torch.bfloat16`, `BFloat16`,
-    `c10::Half`, `f32`).
+    """The canonical name of a dtype that is written in any common spelling (`torch.bfloat16`,
+    `BFloat16`, `c10::Half`, `f32`).
 
     Raises  ValueError naming the known names.
     """
@@ -94,8 +94,8 @@ def to_torch(dtype: str) -> torch.dtype:
 
 
 def torch_dtype_name(dtype: str) -> str:
-    """`bf16` -> `bfloat16`, as torch and the configurations of other tools spell it; an unknown name is
-    returned unchanged.
+    """`bf16` -> `bfloat16`, as torch and the configurations of other tools spell it. An unknown
+    name is returned unchanged.
     """
     return _TABLE.get(dtype, (None,))[0] or dtype
 
@@ -111,7 +111,7 @@ def eps(dtype: str) -> float:
 
 
 def significant_bits(dtype: str) -> int:
-    """The number of significant bits, with the leading one. Whole numbers up to 2 to this power are
+    """The number of significant bits, the leading bit included. Integers up to 2 to this power are
     exact.
     """
     return _TABLE[parse(dtype)][3] + 1
@@ -124,9 +124,9 @@ _SPEC = re.compile(r"^\s*(?P<dtype>[A-Za-z_][A-Za-z0-9_|]*)\s*\[(?P<dims>[^\]]*)
 class TensorSpec:
     """A declared dtype and shape: `bf16[T D]`.
 
-    dtype  one name, several joined by `|`, `any`, `float`, `int`, or a capital letter that is bound
-           to the first dtype observed
-    dims   a name is bound to the first size observed, a number must match, `*name` and `...` match
+    dtype  one dtype name, several names joined by `|`, `any`, `float`, `int`, or a capital letter.
+           A letter is bound to the first dtype observed
+    dims   a name is bound to the first size observed; a number must match; `*name` and `...` match
            any number of dimensions
     """
 
@@ -164,7 +164,9 @@ class TensorSpec:
         return f"{self.dtype}[{' '.join(self.dims)}]"
 
     def dtype_fault(self, observed: str, bound: dict[str, str]) -> str | None:
-        """The declared dtype when `observed` breaks it, else None; binds free letters in `bound`."""
+        """The declared dtype if `observed` differs from it, else None. Adds the free letters that
+        it binds to `bound`.
+        """
         if self.dtype == "any":
             return None
         if self.is_free:
@@ -183,8 +185,8 @@ class TensorSpec:
         return self.dtype
 
     def shape_fault(self, shape: tuple[int, ...], bound: dict[str, Any]) -> str | None:
-        """A sentence about the first dimension that breaks the spec, else None; binds names in
-        `bound`.
+        """A sentence about the first dimension that differs from the spec, else None. Adds the
+        names that it binds to `bound`.
         """
         run_index = next(
             (i for i, d in enumerate(self.dims) if d.startswith("*") or d == "..."), None
@@ -218,7 +220,7 @@ class TensorSpec:
 
 
 def expect(x: Tensor, spec: str, *, name_of: str = "tensor") -> Tensor:
-    """Returns `x` unchanged when it keeps `spec`.
+    """Returns `x` unchanged if its dtype and shape match `spec`.
 
     spec    `bf16[T D]`, `fp32|bf16[*n 64]`, `F[...]`, `int[T]`; see `isotype.dtypes.TensorSpec`
     Raises  DtypeError DT001, ShapeError SH001

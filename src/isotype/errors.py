@@ -1,19 +1,22 @@
-"""Errors that a user sees, each with a code, the exit status of the command line, and a page.
+"""Errors that a user sees. Each has a code, an exit status for the command line, and a page of
+documentation.
 
-`UsageError` is the caller's mistake: the command line prints one line and exits with 2.
+`UsageError` reports a mistake of the caller: the command line prints one line and exits with 2.
 """
 
 from __future__ import annotations
 
 
 class IsotypeError(Exception):
-    """Base of every error Isotype raises on purpose. `code` names its page (`isotype doctor explain
-    CODE`).
+    """The base class of every error that Isotype raises on purpose. `isotype doctor explain CODE`
+    prints the page of its `code`.
     """
 
     exit_status = 1
     shown_elsewhere = False
-    """Another process of this run prints the error; this one only exits with its status."""
+    """True if another process of this run prints the error: this process then only exits with the
+    status.
+    """
 
     def __init__(self, message: str, *, code: str | None = None, fix: str | None = None) -> None:
         self.code = code
@@ -30,20 +33,24 @@ class UsageError(IsotypeError, ValueError):
 
 
 def refuse_where(*cases: tuple[object, str, str]) -> None:
-    """Raises  UsageError for the first case that is refused: (whether it is refused, message, fix)."""
+    """Raises UsageError for the first case whose condition is true. A case is (condition, message,
+    fix).
+    """
     for is_refused, message, fix in cases:
         if is_refused:
             raise UsageError(message, fix=fix)
 
 
 class PreflightError(IsotypeError, ValueError):
-    """Refused before step 1."""
+    """A check before step 1 refused the run."""
 
     exit_status = 3
 
 
 class RunError(IsotypeError, RuntimeError):
-    """The run failed after it started. Not a ValueError, since the caller's arguments were valid."""
+    """The run failed after it started. This is no ValueError, because the caller's arguments were
+    valid.
+    """
 
 
 class DtypeError(IsotypeError, ValueError):

@@ -1,9 +1,10 @@
 """`Finding`: the form in which every part of Isotype reports a fault, such as the doctor and the
 preflight.
 
-A `Finding` answers five questions: what (code, message), where (place), why (cause), what was
-declared, what to do (fix). Every command of the doctor prints its findings with `print_findings`:
-the worst first on one screen, or one JSON object; the exit status says whether one is severe.
+A `Finding` answers five questions: what happened (code, message), where (place), why (cause), what
+was declared, and what to do (fix). Every command of the doctor prints its findings with
+`print_findings`, which prints the worst findings first, or one JSON object. Its exit status is 1 if
+a finding is severe.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ FULL_FINDINGS = 12  # this many findings are printed in full, further ones in on
 
 
 class Severity(IntEnum):
-    """Ordered so that `max` is the worst."""
+    """Severities in ascending order: `max` returns the worst."""
 
     NOTE = 0
     WARNING = 1
@@ -64,9 +65,9 @@ class Finding:
 
     code      stable, two or three letters and three digits; `isotype doctor explain CODE` prints
               its page
-    severity  error: it fails or trains wrongly; warning: it will, for some caller; note: worth
-              knowing
-    details   further facts, each a label and a value, printed one a line
+    severity  error: the program fails or trains wrongly; warning: it does so for some callers;
+              note: worth knowing
+    details   further facts, each a label and a value, printed one per line
     """
 
     code: str
@@ -99,7 +100,7 @@ class Finding:
         return {key: value for key, value in fields.items() if value not in (None, {}, "")}
 
     def render(self) -> str:
-        """The finding as plain text, one fact a line."""
+        """The finding as plain text, one fact per line."""
         facts: list[tuple[str, str | None]] = [("where", str(self.place)), *self.details]
         facts += [
             ("declared", self.declared),
@@ -124,12 +125,14 @@ def join_names(names: Sequence[str], most: int = 6) -> str:
 
 
 def sort_findings(findings: Iterable[Finding]) -> list[Finding]:
-    """Stable order: severity, then file and line as given."""
+    """The findings sorted by severity, then by file and line. The sort is stable."""
     return sorted(findings, key=lambda f: (-f.severity, f.place.file or "", f.place.line or 0))
 
 
 def render_findings(findings: Sequence[Finding], *, subject: str) -> str:
-    """Findings worst first; past a screenful each gets one line; a last line counts them."""
+    """The findings as text, the worst first. Findings after the first `FULL_FINDINGS` get one line
+    each; a last line counts all.
+    """
     if not findings:
         return f"{subject}: no findings"
     ordered = sort_findings(findings)
@@ -144,8 +147,8 @@ def render_findings(findings: Sequence[Finding], *, subject: str) -> str:
 
 
 def parse_threshold(fail_on: str) -> Severity:
-    """The severity of `--fail-on`, from which on a command exits with 1. Raises  UsageError for
-    another word.
+    """The severity that `--fail-on` names: a command exits with 1 for a finding of at least this
+    severity. Raises UsageError for an unknown severity.
     """
     try:
         return Severity.parse(fail_on)
@@ -161,8 +164,8 @@ def print_findings(
     fail_on: Severity = Severity.ERROR,
     **extra: Any,
 ) -> int:
-    """Prints the findings, as text or as `{"findings": [...], "version": ...}` with `extra`, and
-    returns the exit status.
+    """Prints the findings as text, or as the JSON object `{"findings": [...], "version": ...}` with
+    the fields of `extra`. Returns the exit status.
     """
     if json_output:
         print(

@@ -1,12 +1,13 @@
-"""A method of one instance that replaces the method of its class, and the record of what became of
-a module. `optimize` and `apply_precision` put such methods on modules.
+"""`InstanceMethod`, a method of one instance that replaces the method of its class, and
+`Placement`, the record of which op runs in a module. `optimize` and `apply_precision` put such
+methods on modules.
 
 A plain bound method in an instance's `__dict__` is pickled by its name, which the class does not
-have: such a file can be written but not read. And once another library has wrapped the method,
-removing it from the `__dict__` would remove the wrapper too.
+have: such a file can be written but not read. If another library has wrapped the method, removing
+it from the `__dict__` would remove the wrapper too. `InstanceMethod` avoids both.
 
-Whether the class still has the method that was replaced is checked once a step (`is_current`), not
-at each call. Imports no torch.
+`is_current` tells whether the class still has the method that was replaced. It is checked once per
+step, not at each call. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ class InstanceMethod:
     """Calls `function(instance, ...)`. A deep copy or a pickle of the instance has the method too,
     bound to the copy.
 
-    function   `factory` itself, or, where there are arguments, what `factory(replaced, *arguments)`
-               returns; a pickle that is read calls the factory again
-    factory    a pickle holds it by its name, so it must be importable
+    function   `factory` itself, or the result of `factory(replaced, *arguments)` if there are
+               arguments. Reading a pickle calls the factory again
+    factory    an importable function, because a pickle stores it by its name
     name       the name of the method
-    previous   what the instance's `__dict__` had under this name before; None if nothing
+    previous   the previous value of this name in the instance's `__dict__`; None if there was none
     replaced   the method of the class, whose result the function computes; None if the class had
                another method when this was pickled
     """
 
-    # no __dict__: functools.update_wrapper, which other libraries call, would copy its content to
-    # their wrapper
+    # Instances have no __dict__: functools.update_wrapper, which other libraries call, would copy
+    # its content to their wrapper.
     __slots__ = (
         "__weakref__",
         "arguments",
@@ -75,8 +76,8 @@ class InstanceMethod:
         return duplicate
 
     def __getstate__(self) -> tuple[Any, ...]:
-        # `replaced` is looked up when the pickle is read: the pickle would hold it by its name,
-        # under which the class may have another method by then
+        # `replaced` is not pickled. It is looked up when the pickle is read, because the class may
+        # have another method under this name by then.
         return (
             self.is_current,
             (self.factory, self.instance, self.name, self.arguments),
@@ -114,8 +115,8 @@ class InstanceMethod:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        # the signature of the class's method: trainers read from it which columns of the data a
-        # model takes
+        # The signature of the class's method: trainers read from it which columns of the data a
+        # model takes.
         return inspect.signature(self.bound_class_method())
 
     def bound_class_method(self) -> MethodType:
@@ -128,8 +129,8 @@ class InstanceMethod:
         self.instance.__dict__[self.name] = self
 
     def uninstall(self) -> None:
-        """Restores the previous method. A wrapper that other code has put around this method stays,
-        and then calls the previous method.
+        """Restores the previous method. If other code has wrapped this method, its wrapper stays
+        and calls the previous method from then on.
         """
         attributes = self.instance.__dict__
         original: Any = self.bound_class_method() if self.previous is None else self.previous
@@ -138,7 +139,7 @@ class InstanceMethod:
             if self.previous is not None:
                 attributes[self.name] = self.previous
         for key in [key for key, value in attributes.items() if value is self]:
-            # accelerate keeps the forward it found, to give it back when its own hook is removed
+            # accelerate stores the forward that it wraps and restores it when its hook is removed
             attributes[key] = original
         # a wrapper's closure still holds this object
         self.function = self.factory = original.__func__
@@ -170,8 +171,8 @@ def install_forward(
         method = forward
     else:
         method = InstanceMethod(forward, module)
-    # in the instance's __dict__, past Any's __setattr__, which would register a module found in
-    # settings
+    # Written to the instance's __dict__: nn.Module's __setattr__ would register a module that is in
+    # the settings.
     module.__dict__[SETTINGS_KEY] = settings, entries, method
     method.install()
 
@@ -188,8 +189,8 @@ def get_method(module: Any) -> InstanceMethod | None:
 
 
 def uninstall_forward(module: Any) -> int:
-    """Undoes `install_forward`, also where other code has wrapped the forward since. Returns the
-    number of its entries in the manifest, 0 if nothing was installed.
+    """Undoes `install_forward`, also if other code has wrapped the forward. Returns the number of
+    its entries in the manifest, 0 if nothing was installed.
     """
     if SETTINGS_KEY not in module.__dict__:
         return 0
@@ -203,12 +204,13 @@ def uninstall_forward(module: Any) -> int:
 class Placement:
     """One module and the op that runs in it.
 
-    part    norm, layer, gated mlp, rotary, attention, head, lora, 4-bit, generate, experts, or
-            foreign; of a denoiser also block, modulated norm, joint attention, activation
-    module  its path in the model; "" is the model itself
-    kind    its class; of a LoRA layer, the class of its base layer
-    op      the op; None where the module runs its own code
-    reason  without an op: why there is none. With an op: the result of the probe, or ""
+    part    the kind of place: norm, layer, gated mlp, rotary, attention, head, lora, 4-bit,
+            generate, experts, or foreign (another library's module); a denoiser also has block,
+            modulated norm, joint attention and activation
+    module  the path of the module in the model; "" is the model itself
+    kind    the class of the module; for a LoRA layer, the class of its base layer
+    op      the op that runs in the module; None if the module runs its own code
+    reason  without an op, why there is none; with an op, the result of the probe or ""
     """
 
     part: str

@@ -1,3 +1,3 @@
-"""The version, stated once: a module without imports, which every other may read."""
+"""The version of the package. This module imports nothing, so every other module can import it."""
 
 __version__ = "0.1.0"

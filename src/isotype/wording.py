@@ -1,4 +1,6 @@
-"""Formats numbers and text for people; the first line of an error. Imports no torch."""
+"""Formats numbers and text for people, and takes the first line of an error. This module imports no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ def pluralise(number: int, singular: str, plural: str | None = None) -> str:
 
 
 def align_columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
-    """A line for each row, with its cells in columns; the columns `right` are aligned at their right."""
+    """A line for each row, with its cells in columns; the columns whose indices are in `right` are
+    right-aligned.
+    """
     widths = [max(map(len, column)) for column in zip(*rows)]
     columns = [str.rjust if i in right else str.ljust for i in range(len(widths))]
     return [
@@ -44,14 +48,16 @@ def format_number(value: float) -> str:
 
 
 def format_percent(value: float) -> str:
-    """Two or three significant digits: the ticks of an axis from 98 to 99% need three."""
+    """A fraction as a percentage with two or three significant digits. The ticks of an axis from 98
+    to 99% need three.
+    """
     if abs(value) >= 0.1:
         return f"{100 * value:.3g}%"
     return f"{100 * value:.2g}%"
 
 
 def format_bytes(count: float) -> str:
-    """Bytes: `1.2 GB` (10^9)."""
+    """A number of bytes in decimal units: `1.2 GB` (10^9)."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(count) < 1000:
             if unit == "B" or abs(count) >= 100:
@@ -62,7 +68,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_binary_bytes(count: int) -> str:
-    """Bytes in binary units: `1.40 GiB`, `83.0 MiB`."""
+    """A number of bytes in binary units: `1.40 GiB`, `83.0 MiB`."""
     gib = count / (1 << 30)
     mib = count / (1 << 20)
     if gib >= 1:
@@ -97,8 +103,8 @@ def format_compact(value: float) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of the error's message, else its class. A line that only announces a list, as
-    torch's does, is skipped.
+    """The first line of the error's message; without a message, the name of its class. A first line
+    that ends in a colon, as some of torch's do, is skipped.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if lines:
@@ -118,8 +124,8 @@ def remove_control_characters(text: str) -> str:
 
 
 def closest_file_name(name: str, candidates: Iterable[str]) -> str | None:
-    """The candidate most similar to `name`, if they are similar without their endings: `a.jsonl` is
-    not similar to `b.jsonl`.
+    """The candidate most similar to `name`; None if none is similar. Similarity is judged without
+    the endings: `a.jsonl` is not similar to `b.jsonl`.
     """
     requested = name.casefold()
     stems = {candidate: _file_stem(candidate.casefold()) for candidate in candidates}

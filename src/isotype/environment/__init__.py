@@ -1,3 +1,3 @@
-"""Facts about this machine: hardware, library versions, their known dtype faults, and the
-connection to the hub.
+"""Facts about this machine: its hardware, the versions of libraries and their known dtype faults,
+and the connection to the Hugging Face hub.
 """

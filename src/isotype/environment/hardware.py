@@ -1,19 +1,18 @@
-"""What a device can do: which number formats, how fast, with how much memory. Imports no torch
-until a device is looked at.
+"""The number formats, speed and memory of a device. torch is imported only when a device is
+detected.
 
-Two tables, `GENERATIONS` and `DEVICES`, and two functions: `lookup_hardware("t4")` reads them for a
-device by its name, `detect()` for the device of this machine.
+There are two tables, `GENERATIONS` and `DEVICES`, and two functions that read them:
+`lookup_hardware("t4")` for a device by its name, and `detect()` for the device of this machine.
 
-bf16  native    products run in hardware
-      emulated  right, but no faster than fp32, or slower
-      none      Isotype refuses it: GPU libraries emulate it at a fraction of fp32's speed or have
-                no kernels (Triton, flash attention)
+bf16  native    matrix products run in hardware
+      emulated  results are correct, but products are as slow as in fp32, or slower
+      none      Isotype refuses the format: GPU libraries emulate it at a fraction of fp32's speed,
+                or have no kernels for it (Triton, flash attention)
 
-Peaks are TFLOP/s of dense matrix products (datasheets print twice as much with 2:4 sparsity) with
-fp32 accumulation; bandwidth is GB/s.
+Peaks are TFLOP/s of dense matrix products with fp32 accumulation (datasheets print twice as much,
+for 2:4 sparsity). Bandwidth is in GB/s.
 
-The figures are those of the documents below as known when the table was written; they were not
-looked up again one by one.
+The figures are taken from the documents below. They were not looked up again one by one.
 
 Source  NVIDIA: CUDA C++ Programming Guide (tensor core input types by compute capability);
         datasheets of P100, V100, T4, A100, A10, A40, L4, L40S, H100, H200, HGX B200; Ampere GA102,
@@ -43,7 +42,7 @@ GiB = 1 << 30
 
 
 class Generation(NamedTuple):
-    """Number formats of one hardware generation, as torch uses them: `native`, `emulated` or
+    """How torch supports each number format on one hardware generation: `native`, `emulated` or
     `none`.
     """
 
@@ -59,12 +58,13 @@ class Hardware:
     """One device.
 
     kind            cuda, rocm or cpu
-    name            as its maker calls it
+    name            the maker's name of the device
     generation      a key of GENERATIONS
-    architecture    compute capability `8.0`, `gfx942`, or the machine (`x86_64`)
+    architecture    the compute capability `8.0`, `gfx942`, or the type of the machine (`x86_64`)
     bf16 fp16 fp8 tf32   native, emulated or none
     memory          bytes, 0 where unknown
-    cores           CPU threads torch may use, or multiprocessors / compute units; 0 where unknown
+    cores           CPU threads that torch may use, or multiprocessors / compute units; 0 where
+                    unknown
     peak_tflops     format -> dense TFLOP/s as published; empty where none is published
     bandwidth_gbs   GB/s as published, or None
     """
@@ -136,7 +136,8 @@ def _device(
     )
 
 
-# What `--device NAME` takes. The first of a family's variants is the one that clouds offer most.
+# The names that `--device NAME` accepts. The first variant of a family is the one that clouds offer
+# most often.
 DEVICES: dict[str, Hardware] = {
     "p100": _device("Tesla P100", "pascal", "6.0", 16, 732, fp32=10.6, fp16=21.2),
     "v100": _device("Tesla V100", "volta", "7.0", 16, 900, fp32=15.7, fp16=125),
@@ -174,8 +175,8 @@ _GENERATION_BY_GFX = (
 
 
 def lookup_hardware(name: str) -> Hardware:
-    """The device a person calls `h100`, `T4`, `A100-80GB`, `nvidia h200`, `sm_90`, `8.0`, `gfx942`,
-    or a generation (`turing`).
+    """The device with this name. Accepted spellings are like `h100`, `T4`, `A100-80GB`, `nvidia
+    h200`, `sm_90`, `8.0`, `gfx942`, or a generation (`turing`).
 
     Raises  UsageError with the nearest names.
     """
@@ -211,8 +212,8 @@ def lookup_hardware(name: str) -> Hardware:
 
 
 def detect(device: str = "auto") -> Hardware:
-    """The device here: `auto` takes CUDA or ROCm where there is one, else the CPU; `cuda` must
-    exist; anything else is refused.
+    """The device of this machine. `auto` takes a CUDA or ROCm GPU if there is one, else the CPU.
+    `cuda` needs a GPU. Other names are refused.
 
     Raises  UsageError with the reason.
     """
@@ -271,8 +272,8 @@ def _gpu(torch: Any, index: int) -> Hardware:
 
 
 def _find_published(name: str, memory: int) -> Hardware | None:
-    """The device of the table whose name is in `name`: longest match, and of equal ones the nearest
-    memory.
+    """The device of the table whose name is part of `name`. If there are several, the one whose
+    memory is nearest to `memory`.
     """
     compact_name = re.sub(r"[-_ ]", "", name.lower())
     variant = r"(?=$|sxm|pcie|oam|nvl|hbm|\d+gb)"
@@ -316,7 +317,7 @@ def _cpu() -> Hardware:
 
 
 def cpu_generation(flags: Iterable[str], machine: str) -> str:
-    """The generation of a CPU from the flags of /proc/cpuinfo."""
+    """The generation of a CPU, from the flags of /proc/cpuinfo."""
     flags = set(flags)
     if machine in ("aarch64", "arm64"):
         return "cpu-arm-bf16" if "bf16" in flags else "cpu"
@@ -343,8 +344,8 @@ def _cpu_facts() -> tuple[str, frozenset[str]]:
 
 
 def _memory() -> int:
-    """Bytes this process may use: the machine's, or its control group's limit where that is
-    smaller.
+    """The bytes of memory that this process may use: the machine's memory, or the limit of its
+    control group if that is smaller.
     """
     try:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -375,17 +376,18 @@ def wait_passively(
     environ: MutableMapping[str, str] | None = None,
     is_torch_loaded: bool | None = None,
 ) -> bool:
-    """Lets threads sleep while they wait, if other programs use the cores and the user has not set
-    how they wait. Returns whether it did.
+    """Makes OpenMP's threads sleep while they wait, if other programs use the cores and the user
+    has not set how threads wait. Returns whether it changed the setting.
 
-    OpenMP, which reads the variable when torch is loaded, lets a thread that has finished its part
-    of a loop spin for about a millisecond, and on shared cores it spins where the last thread has
-    to run. The number of threads, and so every bit of a result, stays.
+    OpenMP reads the variable when torch is loaded. By default a thread that has finished its part
+    of a loop spins for about a millisecond. On shared cores it then occupies the core on which the
+    last thread has to run. The number of threads stays the same, and so does every bit of a result.
 
-    always   whatever the cores do now
-    load     processes that want to run, as os.getloadavg's first number
-    environ  os.environ
-    is_torch_loaded  whether torch is loaded, so that it is too late
+    always   also changes the setting if the cores are idle
+    load     the number of processes that are ready to run; by default the first number of
+             os.getloadavg
+    environ  the variables to change; by default os.environ
+    is_torch_loaded  whether torch is loaded, in which case the setting has no effect any more
     """
     environ = os.environ if environ is None else environ
     if ("torch" in sys.modules if is_torch_loaded is None else is_torch_loaded) or any(
@@ -409,8 +411,8 @@ _MEMORY_MESSAGES = ("std::bad_alloc", "Cannot allocate memory")
 
 
 def out_of_memory_message(error: BaseException) -> str | None:
-    """The line of an error that says how much memory could not be allocated; None for other errors. On
-    a CPU PyTorch raises a plain RuntimeError.
+    """The line of an error that says how much memory could not be allocated; None for other errors.
+    For an allocation on the CPU, PyTorch raises a plain RuntimeError.
     """
     import torch
 

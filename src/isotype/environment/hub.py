@@ -1,7 +1,7 @@
-"""Checks once per process whether the hub of models and datasets answers.
+"""Checks once per process whether the Hugging Face hub answers.
 
-The library alone waits half a minute for each file where nothing answers, also for one that was
-downloaded before.
+Without this check, huggingface_hub waits half a minute per file if the hub does not answer, also
+for files that are in the cache.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from huggingface_hub.utils import get_session
 
 from ..errors import UsageError
 
-# seconds of the first try and of the pause after it; the second try has HF_HUB_ETAG_TIMEOUT
+# Seconds of the first attempt and of the pause after it. The second attempt takes up to
+# HF_HUB_ETAG_TIMEOUT.
 FIRST_TRY = 5.0
 PAUSE = 1.0
 _unreachable: dict[str, bool] = {}  # by endpoint, as at the first check
 
 
 def is_unreachable() -> bool:
-    """Whether the hub cannot be used: it does not answer, which is printed once, or HF_HUB_OFFLINE
-    is set.
+    """Whether the hub cannot be used, because it does not answer or HF_HUB_OFFLINE is set. A
+    message is printed the first time that it does not answer.
 
     If the hub does not answer, the libraries are switched to offline mode in this process, so that
     earlier downloads are found at once.
@@ -33,14 +34,15 @@ def is_unreachable() -> bool:
         _unreachable[constants.ENDPOINT] = not _can_connect()
         if _unreachable[constants.ENDPOINT]:
             constants.HF_HUB_OFFLINE = True
-            # else it takes the one above when it is imported
+            # if datasets is imported later, it reads the value that was set above
             if datasets := sys.modules.get("datasets"):
                 datasets.config.HF_HUB_OFFLINE = True
     return _unreachable[constants.ENDPOINT]
 
 
 def not_in_cache(subject: str, alternative: str, *, is_partial: bool = False) -> UsageError:
-    """The error for a model or dataset that is not in the local cache and cannot be downloaded.
+    """Returns the error for a model or dataset that is not in the local cache and cannot be
+    downloaded.
 
     alternative  what the user can give instead: `a local folder`
     is_partial   whether a part of it is in the cache

@@ -1,8 +1,8 @@
-"""The command that installs an extra of this package, as this copy of it was installed.
+"""The command that installs an extra of this package from the same source as the installed copy.
 
-The name `isotype` alone is no answer for a copy that came from a checkout or a wheel: an index may
-not have it. The package's own place and `direct_url.json` (PEP 610), which pip and uv write beside
-an installed package, tell where this copy came from.
+A copy may come from a checkout or a wheel, and a package index may not have the name `isotype`. The
+source of this copy is read from the location of the package and from `direct_url.json` (PEP 610),
+which pip and uv write beside an installed package.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def install_command(*extras: str) -> str:
-    """`pip install ...` for these extras, to be typed in the current folder."""
+    """The command `pip install ...` for these extras. Paths in it are relative to the current
+    folder.
+    """
     suffix = f"[{','.join(extras)}]"
     checkout = _checkout_folder()
     if checkout is not None:
@@ -42,7 +44,7 @@ def install_command(*extras: str) -> str:
 
 
 def _checkout_folder() -> Path | None:
-    """The folder of the checkout whose `src` this copy runs from."""
+    """The folder of the checkout from whose `src` this copy runs; None for an installed copy."""
     folder = _PACKAGE.parent.parent
     if _PACKAGE.parent.name == "src" and (folder / "pyproject.toml").is_file():
         return folder
@@ -50,7 +52,9 @@ def _checkout_folder() -> Path | None:
 
 
 def _read_direct_url() -> dict[str, Any]:
-    """Empty for a copy that an index gave, or that nothing installed."""
+    """The content of `direct_url.json`. It is empty for a copy that came from an index or was not
+    installed.
+    """
     try:
         text = metadata.distribution(NAME).read_text("direct_url.json")
     except metadata.PackageNotFoundError:
@@ -59,7 +63,7 @@ def _read_direct_url() -> dict[str, Any]:
 
 
 def _shorten(path: Path) -> str:
-    """`.` for the current folder, which is how people write it."""
+    """`.` for the current folder, else the path."""
     return "." if path == Path.cwd() else str(path)
 
 

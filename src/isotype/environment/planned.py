@@ -1,9 +1,10 @@
 """Runs code without data for a device that this machine does not have: tensors on the meta device
 represent tensors of that device.
 
-PyTorch's fake tensors of a CUDA device need CUDA: autograd asks for the device's guard and ends the
-interpreter. Meta tensors need nothing and have no autocast: inside `plan_device` autocast is a
-value of this module, which the ops read and which plain products follow.
+PyTorch's fake tensors of a CUDA device need CUDA: without it autograd asks for the device's guard
+and the interpreter ends. Meta tensors need no device, but torch.autocast does not apply to them.
+Inside `plan_device` this module therefore stores the autocast dtype: Isotype's ops read it, and
+plain products are cast to it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from torch.utils._pytree import tree_map
 
 
 class _State:
-    """Plain attributes: the graphs that Dynamo traces read them too."""
+    """The current planned device and autocast dtype. They are plain class attributes, which Dynamo
+    can trace.
+    """
 
     device_type: str | None = None
     cast: torch.dtype | None = None
@@ -33,13 +36,13 @@ _PRODUCTS = {
 
 
 def is_planned(device: torch.device) -> bool:
-    """Whether tensors of this device currently represent those of another device."""
+    """Whether tensors of this device currently represent tensors of another device."""
     return device.type == "meta" and _State.device_type is not None
 
 
 def planned_device_type(device: torch.device) -> str:
-    """The type of the device whose code runs on this device's tensors: its own, or, of meta
-    tensors, the planned one.
+    """The type of device whose code path the tensors of `device` take: for meta tensors the planned
+    type, else the device's own type.
     """
     if device.type == "meta":
         return _State.device_type or device.type
@@ -59,8 +62,8 @@ def plan_device(device_type: str) -> Iterator[None]:
 
 
 def autocast(device_type: str, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """torch.autocast in `dtype`, or off for None; inside `plan_device` the same for meta tensors,
-    which have none outside it.
+    """torch.autocast in `dtype`; None switches it off. Inside `plan_device` it has the same effect
+    on meta tensors. Outside, meta tensors have no autocast.
     """
     if _State.device_type is None:
         if device_type == "meta":
@@ -91,15 +94,16 @@ def autocast_off() -> AbstractContextManager[Any]:
 
 
 def keep_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` that always runs under the planned autocast of this moment; outside `plan_device`,
-    `function` itself.
+    """Wraps `function` so that it always runs under the planned autocast dtype that is set now.
+    Outside `plan_device` it returns `function` itself.
     """
     if _State.device_type is None:
         return function
     cast = _State.cast
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        # inside backward PyTorch has taken the mode off: `backward` itself went through it
+        # PyTorch disables the mode inside backward, because the call of `backward` already passed
+        # through it
         with planned_autocast(cast), _MetaAutocast():
             return function(*args, **kwargs)
 

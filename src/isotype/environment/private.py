@@ -1,7 +1,7 @@
-"""Folders that only this user can change: what lies in one may be executed.
+"""Folders that only this user can change, so that compiled code in them may be executed.
 
 A folder is private when nobody else can replace it, a folder above it, or a link on the way to it.
-The root user and the owner of `/` count as this user: they can change every file anyway.
+The root user and the owner of `/` count as this user, because they can change every file anyway.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-MOST_LINKS = 40  # as the kernel's own limit
+MOST_LINKS = 40  # the same limit as Linux has
 
 
 class NotPrivateError(Exception):
-    """Who else can change a folder or a file, in one line."""
+    """Another user can change a folder or a file. The message names that user in one line."""
 
 
 def temporary_folder() -> Path:
-    """This user's folder among the temporary ones: `/tmp/isotype-1000`. It may not exist."""
+    """The folder for this user's temporary files: `/tmp/isotype-1000`. It may not exist."""
     return Path(tempfile.gettempdir()) / f"isotype-{_user_name()}"
 
 
@@ -40,7 +40,7 @@ def make_private(folder: Path) -> Path:
 
 def check_private(folder: Path) -> Path:
     """The folder's path without links. Raises NotPrivateError where others can change it."""
-    if not hasattr(os, "getuid"):  # Windows: the user's folders have lists of rights instead
+    if not hasattr(os, "getuid"):  # Windows protects the user's folders by access control lists
         return folder.resolve()
     path = Path("/")
     pending = list(reversed(Path(os.path.abspath(folder)).parts[1:]))
@@ -70,7 +70,8 @@ def check_private(folder: Path) -> Path:
 
 @contextmanager
 def open_private(folder: Path) -> Iterator[Path]:
-    """A path that stays this folder while it is open, whatever happens to its name.
+    """Opens the folder and returns a path to it. The path stays valid if the folder is renamed or
+    replaced meanwhile.
 
     Raises  NotPrivateError where others can change it
     """
@@ -89,9 +90,10 @@ def open_private(folder: Path) -> Iterator[Path]:
 
 
 def read_private(file: Path) -> bytes:
-    """The content of a file that is this user's alone.
+    """The content of a file that only this user can change.
 
-    Raises  NotPrivateError for a link, for what is no file, and where others can write it
+    Raises  NotPrivateError for a link, for anything that is not a regular file, and for a file that
+            others can write
     """
     flags = os.O_RDONLY
     for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"):  # not every system has them
@@ -110,14 +112,14 @@ def read_private(file: Path) -> bytes:
 
 
 def _refuse_folder(path: Path, *, is_last: bool) -> None:
-    """Raises NotPrivateError where others can replace what the folder holds."""
+    """Raises NotPrivateError if other users can replace the files of this folder."""
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode):
         raise NotPrivateError(f"{path} is no folder")
     if is_last and status.st_uid != os.getuid():
         raise NotPrivateError(f"{path} belongs to {_owner(status)}")
     _refuse_owner(path, status)
-    # in a folder with the sticky bit, as /tmp, only a file's owner can replace it
+    # in a folder with the sticky bit, such as /tmp, only the owner of a file can replace it
     is_sticky = bool(status.st_mode & stat.S_ISVTX)
     if _others_can_write(status) and (is_last or not is_sticky):
         raise NotPrivateError(f"others can write into {path}")
@@ -129,8 +131,8 @@ def _refuse_owner(path: Path, status: os.stat_result) -> None:
 
 
 def _others_can_write(status: os.stat_result) -> bool:
-    """Whether the mode lets another user write. A group of this user alone is no other user: many
-    systems give each user one, and let it write.
+    """Whether the file's mode lets another user write. Write permission for a group that only this
+    user belongs to does not count: many systems create such a group for each user.
     """
     writable = status.st_mode & OTHERS_WRITE
     if writable == stat.S_IWGRP:
@@ -163,6 +165,6 @@ def _owner(status: os.stat_result) -> str:
 def _user_name() -> str:
     if hasattr(os, "getuid"):
         return str(os.getuid())
-    import getpass  # Windows has no numbers for users
+    import getpass  # Windows has no numeric user ids
 
     return getpass.getuser()

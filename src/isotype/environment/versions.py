@@ -1,7 +1,7 @@
-"""The environment of this process: versions, devices, and environment variables that change the
+"""The environment of this process: versions, devices, and the environment variables that change the
 precision.
 
-`environment()` becomes a run's `env.json`. torch is imported only to look at devices.
+A run writes the result of `environment()` to `env.json`. torch is imported only to detect devices.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ def environment() -> dict[str, Any]:
 
 
 def installed() -> dict[str, str]:
-    """Every installed distribution: normalised name -> version. The first on the path wins, as for
-    imports.
+    """Every installed distribution: normalised name -> version. If a distribution is installed
+    twice, the first on the path counts, as for imports.
     """
     versions: dict[str, str] = {}
     for distribution in metadata.distributions():
-        # the two fields alone: importlib reads every header, which takes eight times as long
+        # reads only two fields: importlib reads every header, which takes eight times as long
         text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
         fields = dict(_FIELD.findall(text.split("\n\n", 1)[0]))
         if "Name" in fields and "Version" in fields:
@@ -78,7 +78,7 @@ def devices() -> list[dict[str, Any]]:
         for index in range(torch.cuda.device_count()):
             try:
                 rows.append(detect(f"cuda:{index}").to_dict())
-            except IsotypeError as error:  # an architecture that is not in the table is named too
+            except IsotypeError as error:  # its architecture is not in the table
                 rows.append(
                     {
                         "kind": "unknown",
@@ -115,8 +115,8 @@ def _import_torch() -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class KnownFault:
-    """A dtype fault of released versions. `applies` sees the whole environment, since each needs a
-    device or a setting too.
+    """A dtype fault of released versions of a package. `applies` receives the whole environment,
+    because each fault also needs a certain device or setting.
     """
 
     package: str
@@ -125,8 +125,8 @@ class KnownFault:
     finding: Finding
 
     def affects(self, version: str) -> bool:
-        """Whether this version has the fault; a local part (`2.13.0+cpu`) is not looked at, and a
-        word that is no version has none.
+        """Whether this version has the fault. The local part of a version (`2.13.0+cpu`) is
+        ignored. A string that is no version has no fault.
         """
         from packaging.specifiers import SpecifierSet
         from packaging.version import InvalidVersion
@@ -143,8 +143,8 @@ def _has_device(*generations: str) -> Callable[[Mapping[str, Any]], bool]:
     )
 
 
-# Each was reproduced in a version named, is there in the source of the others, is stated by the
-# project's own fix, or is reported in the project's own tracker with a program that shows it.
+# Each fault was reproduced in one of the versions and found in the source of the others, or is
+# stated by the project's fix, or is reported in the project's tracker with a program that shows it.
 KNOWN_FAULTS = (
     KnownFault(
         package="torch",
@@ -210,7 +210,7 @@ KNOWN_FAULTS = (
 
 
 def faults(environment: Mapping[str, Any]) -> list[Finding]:
-    """Every finding about an environment as `environment()` gives it."""
+    """All findings about an environment that `environment()` returned."""
     return [
         *_known_fault_findings(environment),
         *_device_findings(environment),

@@ -1,3 +1,3 @@
-"""The run folder: its files, its lock, its metrics, its checkpoints, and the checks of a folder
-from an untrusted source.
+"""The folder of a run: its files, lock, metrics and checkpoints, and the checks of a folder from an
+untrusted source.
 """

@@ -1,5 +1,5 @@
-"""The run folder: created once, locked by one process, its small files replaced atomically, its
-metrics; checks of an untrusted one.
+"""The folder of a run. It is locked by one process, its small files are replaced atomically, and
+folders from an untrusted source are checked.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from .checkpoint.atomic_folder import write_text
 from .foreign import MAX_BYTES, parse_json
 
 RESOLVED = "resolved.yaml"
-LOG = "log.txt"  # what the run printed, of all its parts
+LOG = "log.txt"  # the printed output of the run and of all its resumed parts
 
 
 def default_run_name(config: RunConfig) -> str:
-    """`MODEL-DATA-TIME`, in letters that every file system takes."""
+    """`MODEL-DATA-TIME`, in characters that every file system accepts."""
     model = config.model.name or str(
         (config.model.config or {}).get("model_type", "model")
         if isinstance(config.model.config, dict)
@@ -65,7 +65,9 @@ class RunFolder:
         write_text(self.path / name, json.dumps(content, indent=1, default=str) + "\n")
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """What a file of the run holds; empty where it cannot be read, or holds something else."""
+        """The JSON object in a file of the run. It is empty if the file cannot be read or holds
+        something else.
+        """
         try:
             content = parse_json(read_inside(self.path, self.path / name))
         except (OSError, ValueError):
@@ -78,8 +80,8 @@ class RunFolder:
     def write_samples(
         self, step: int, samples: Sequence[tuple[dict[str, Any], tuple[str, bytes] | None]]
     ) -> list[dict[str, Any]]:
-        """Writes a round of samples: of each its facts, and suffix and bytes of its file, if any.
-        Returns the facts, with the files.
+        """Writes the samples of one step. Each sample has its facts and, if it has a file, the
+        suffix and bytes of that file. Returns the facts with the names of the files.
         """
         self.samples.mkdir(exist_ok=True)
         rows = []
@@ -93,10 +95,11 @@ class RunFolder:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Locks the folder for this process. Where no run begins, and nothing is left behind, the
-        folders made for it are removed again.
+        """Locks the folder for this process. If no run begins and the folder stays empty, the
+        folders that were created for it are removed again.
 
-        Raises  UsageError when another run uses it, it is not writable, or links lead out
+        Raises  UsageError if another run uses the folder, if it is not writable, or if a link in it
+                leads outside
         """
         created_folders = [
             path for path in (self.path, *self.path.parents) if not os.path.lexists(path)
@@ -117,7 +120,7 @@ class RunFolder:
             raise UsageError(f"run.folder: {str(self.path)[:200]!r}: {reason}", fix=fix) from None
         try:
             take_lock(lock, self.path)
-            # a full disk: nobody can find the process, and the run itself says more
+            # On a full disk the process id is not recorded. The run itself reports the full disk.
             with suppress(OSError):
                 os.truncate(lock, 0)
                 os.write(lock, str(os.getpid()).encode())
@@ -127,11 +130,11 @@ class RunFolder:
                 if created_lock and not self.is_run:
                     self._remove_created(created_folders)
         finally:
-            os.close(lock)  # which also lets the lock go, as a kill does
+            os.close(lock)  # this also releases the lock, as a kill does
 
     def _remove_created(self, created_folders: list[Path]) -> None:
-        """Removes the lock's file, and of the folders `created_folders`, the inner first, those that are empty
-        then.
+        """Removes the lock file if the folder holds nothing else, then those of `created_folders`
+        that are empty, the innermost first.
         """
         with suppress(OSError):
             if not set(os.listdir(self.path)) - {LOCK}:
@@ -141,7 +144,9 @@ class RunFolder:
 
 
 class Metrics:
-    """Appends to a file; a last line cut short by a kill is dropped on resume."""
+    """Appends rows of metrics to a file. On resume, a last line that a kill left incomplete is
+    dropped.
+    """
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -170,15 +175,15 @@ class Metrics:
 
 
 def open_inside(folder: Path, path: Path) -> IO[bytes]:
-    """Opens a file of a run folder, which may come from a stranger: nothing outside is read.
+    """Opens a file of a run folder from an untrusted source. No file outside the folder is opened.
 
-    Raises  OSError for a link that leads out of the folder, and for a pipe or a device. The folder
+    Raises  OSError for a link that leads out of the folder, and for a pipe or a device; the folder
             itself may be a link
     """
     resolved = path.resolve()
     if not resolved.is_relative_to(folder.resolve()):
         raise OSError(errno.ELOOP, "a link out of the run's folder: not followed", str(path))
-    # a link that took its place meanwhile is not followed, a pipe is not waited for
+    # does not follow a link that replaced the file meanwhile, and does not wait for a pipe
     flags = os.O_RDONLY
     for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"):  # not every system has them
         flags |= getattr(os, name, 0)
@@ -190,7 +195,7 @@ def open_inside(folder: Path, path: Path) -> IO[bytes]:
 
 
 def read_inside(folder: Path, path: Path) -> str:
-    """The text of a file of a run folder, as `open_inside`."""
+    """The text of a file of a run folder, opened by `open_inside`."""
     with open_inside(folder, path) as file:
         if os.fstat(file.fileno()).st_size > MAX_BYTES:
             raise OSError(errno.EFBIG, f"more than {MAX_BYTES >> 20} MiB", str(path))
@@ -213,8 +218,8 @@ def parse_metrics(text: str) -> tuple[list[dict[str, Any]], list[int]]:
 
 
 def require_run(path: Path) -> Path:
-    """The folder, if it holds a run. Raises  UsageError naming a run beside it that is spelt nearly
-    so.
+    """Returns the folder if it holds a run. Otherwise raises UsageError, which suggests a run with
+    a similar name.
     """
     if (path / RESOLVED).is_file():
         return path
@@ -248,8 +253,8 @@ def require_run(path: Path) -> Path:
 
 
 def split_run_and_adapter(path: Path) -> tuple[Path, Path | None]:
-    """The run that a folder is, or of which it is an adapter that was written on the way
-    (`RUN/adapters/step_N`), and that adapter.
+    """Returns the run's folder and, if `path` is an adapter that the run wrote during training
+    (`RUN/adapters/step_N`), the adapter's folder.
     """
     run = path.absolute().parent.parent
     is_intermediate_adapter = path.absolute().parent.name == "adapters" and RunFolder(run).is_run
@@ -257,8 +262,8 @@ def split_run_and_adapter(path: Path) -> tuple[Path, Path | None]:
 
 
 def detect_run_kind(path: Path) -> str:
-    """The kind of run that a folder is of, from its plan.json; those from before there were several
-    are `language`.
+    """The kind of the run, from its plan.json. A run of an older version, whose plan.json names no
+    kind, is `language`.
     """
     return str(
         RunFolder(split_run_and_adapter(path)[0]).read_json("plan.json").get("task", "language")
@@ -266,8 +271,8 @@ def detect_run_kind(path: Path) -> str:
 
 
 def detect_model_folder(path: Path) -> str | None:
-    """`adapter` or `model` where the folder is a PEFT adapter's or a Hugging Face model's own; None
-    for a run, and for anything else.
+    """`adapter` for the folder of a PEFT adapter, `model` for the folder of a Hugging Face model;
+    None for a run and for other folders.
     """
     if (path / RESOLVED).is_file() or split_run_and_adapter(path)[1] is not None:
         return None
@@ -276,7 +281,9 @@ def detect_model_folder(path: Path) -> str | None:
 
 
 def refuse_filled(out: Path) -> None:
-    """Raises  UsageError for a folder that is to be written and has files already, or is a file"""
+    """Raises UsageError if the folder `out`, which is to be written, already has files or is a
+    file.
+    """
     if out.is_file():
         raise UsageError(f"{out}: is a file", fix="--out another folder")
     if out.exists() and any(out.iterdir()):
@@ -287,8 +294,8 @@ LOCK = ".lock"
 
 
 def take_lock(handle: int, path: Path) -> None:
-    """Locks the run folder `path`, whose lock file is open as `handle`. Raises UsageError when
-    another process has the lock, or had it and has just removed the file with it.
+    """Locks the run folder `path`, whose lock file is open as `handle`. Raises UsageError if
+    another process has the lock, or has just released it and removed the lock file.
     """
     import fcntl
 
@@ -311,7 +318,7 @@ def is_held(path: Path) -> bool:
     try:
         import fcntl
 
-        # a pipe of that name is not waited for
+        # does not wait for a pipe of that name
         handle = os.open(path / LOCK, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     except (ImportError, OSError):
         return False
@@ -325,10 +332,10 @@ def is_held(path: Path) -> bool:
 
 
 def holder(path: Path) -> int | None:
-    """The process that trains in this folder now. None where none does, and for one of another
-    machine, container or user.
+    """The id of the process that trains in this folder now. None if there is none, and for a
+    process of another machine, container or user.
 
-    The number in the lock's file is believed if that process has the file open.
+    The number in the lock file counts only if the process with that id has the file open.
     """
     if not is_held(path):
         return None
@@ -349,8 +356,8 @@ CONSENT = "ISOTYPE_TRUST_REMOTE_CODE"
 
 
 def refuse_remote_code(loaded: LoadedConfig, folder: Path) -> None:
-    """Raises  UsageError where a run's own file says `trust_remote_code: true` and the user, now,
-    does not.
+    """Raises UsageError if the run's configuration file says `trust_remote_code: true` and the user
+    has not confirmed it for this command.
     """
     if (
         not loaded.config.model.trust_remote_code
@@ -369,10 +376,9 @@ def refuse_remote_code(loaded: LoadedConfig, folder: Path) -> None:
 
 
 def refuse_foreign_entries(folder: Path) -> None:
-    """Raises  UsageError for what a run would write through or wait at: a link that leads out of
-               the folder, a pipe, a device, a socket.
+    """Raises UsageError if the folder holds a link that leads outside, a pipe, a device or a socket.
 
-    The folder itself may be a link.
+    A run would write through the link, or wait for the pipe. The folder itself may be a link.
     """
     inside = folder.resolve()
     for parent, folders, files in os.walk(folder):

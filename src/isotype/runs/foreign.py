@@ -1,5 +1,5 @@
-"""Limits for JSON and YAML that may come from a stranger: how large, how deep, how many values, how
-many digits. What passes can be shown, compared and converted to a float.
+"""Limits for JSON and YAML from an untrusted source: the size, the depth, the number of values and
+of digits. A value within the limits can be printed, compared and converted to a float.
 """
 
 from __future__ import annotations
@@ -8,16 +8,16 @@ import json
 import math
 from typing import Any
 
-MAX_BYTES = 256 << 20  # of one file; metrics of a million steps have half of it
+MAX_BYTES = 256 << 20  # per file; the metrics of a million steps take half of this
 MAX_DEPTH = 64
-MAX_VALUES = 2_000_000  # of one file, each counted as often as aliases repeat it
-MAX_INTEGER = 10**40  # a float holds it
+MAX_VALUES = 2_000_000  # per file; a value that YAML aliases repeat counts each time
+MAX_INTEGER = 10**40  # fits into a float
 
 
 def parse_json(text: str) -> Any:
     """The value of a JSON text.
 
-    Raises  ValueError for what is not JSON, and for a value beyond the limits
+    Raises  ValueError for a text that is not JSON, and for a value beyond the limits
     """
     try:
         value = json.loads(text)
@@ -28,8 +28,8 @@ def parse_json(text: str) -> Any:
 
 
 def check_limits(value: Any) -> None:
-    """Raises  ValueError for a value that is nested too deep, holds too many values, or a whole
-    number with too many digits.
+    """Raises ValueError for a value that is nested too deep, holds too many values, or holds an
+    integer with too many digits.
     """
     level = [value]
     count = 0

@@ -1,9 +1,9 @@
-"""Files that a run reads while it trains, since parts of them are mapped into memory: frozen
-weights, tokenised rows. Whoever writes into one changes the run.
+"""Detects changes of the files that are mapped into memory during training, such as frozen weights
+and tokenised rows. A program that writes into such a file changes the run.
 
-`MappedFiles` is made once everything is loaded. A file that is replaced by a rename, or removed, is
-no change: what is mapped stays as it was. A file that was only touched is told by its content, of
-which blocks at even distances are kept as a checksum.
+`MappedFiles` is created once everything is loaded. Replacing a file by a rename, or removing it, is
+no change: the mapped content stays the same. If only the modification time differs, the content
+decides: a checksum of evenly spaced blocks is compared.
 
 Source  proc_pid_maps(5)
 """
@@ -20,19 +20,21 @@ from pathlib import Path
 
 from ..errors import RunError
 
-MAPS = Path("/proc/self/maps")  # other systems have none: no file is watched there
-# what the system and Python's packages map is not the run's
+MAPS = Path("/proc/self/maps")  # only Linux has this file; on other systems no file is checked
+# files of the system and of Python packages do not belong to the run
 _OF_THE_SYSTEM = (
     "/usr/lib", "/usr/share/locale/", "/lib/", "/lib64/", "/etc/", "/dev/", "/proc/", "/sys/", "/var/cache/", "/memfd:",
 )  # fmt: skip
 BLOCK = 4096  # bytes
 MOST_BLOCKS, MOST_BLOCKS_A_FILE, FEWEST_BLOCKS_A_FILE = 2048, 256, 8
-MOST_FILES = 400  # each keeps a descriptor, of the 1,024 that a process usually has
+MOST_FILES = 400  # each needs a file descriptor, and a process usually has 1,024
 
 
 @dataclass
 class _Mapped:
-    """One file: an open descriptor, which stays with the mapped content, and what it was."""
+    """One file: an open descriptor, which refers to the mapped content also after a rename, and its
+    size, modification time and checksum when it was mapped.
+    """
 
     path: Path
     handle: int
@@ -43,7 +45,9 @@ class _Mapped:
 
 
 class MappedFiles:
-    """The files of which this process has parts mapped now. `close` lets them go."""
+    """The files that this process has mapped when the object is created. `close` closes their
+    descriptors.
+    """
 
     def __init__(self) -> None:
         self._files: list[_Mapped] = []
@@ -51,7 +55,7 @@ class MappedFiles:
         blocks = MOST_BLOCKS // max(1, len(paths))
         blocks = max(FEWEST_BLOCKS_A_FILE, min(MOST_BLOCKS_A_FILE, blocks))
         for path, identity in paths:
-            with suppress(OSError):  # removed since, or no descriptor is left
+            with suppress(OSError):  # removed meanwhile, or no descriptor is left
                 handle = os.open(path, os.O_RDONLY)
                 status = os.fstat(handle)
                 if (status.st_dev, status.st_ino) != identity:  # another file by now
@@ -66,8 +70,8 @@ class MappedFiles:
         return [file.path for file in self._files]
 
     def refuse_changes(self, step: int) -> list[Path]:
-        """Raises RunError CK004 for a file whose size or content is not what it was; returns those
-        that were written without another content.
+        """Raises RunError CK004 for a file whose size or content has changed. Returns the files
+        whose modification time changed, but not their content.
         """
         touched: list[Path] = []
         for file in self._files:
@@ -97,7 +101,7 @@ class MappedFiles:
 
 
 def mapped_paths() -> list[tuple[Path, tuple[int, int]]]:
-    """(path, (device, inode)) of each file with data of the run that this process has mapped."""
+    """The files with data of the run that this process has mapped, each as (path, (device, inode))."""
     try:
         lines = MAPS.read_text(errors="surrogateescape").splitlines()
     except OSError:
@@ -124,7 +128,9 @@ def mapped_paths() -> list[tuple[Path, tuple[int, int]]]:
 
 
 def _identity(name: str, identity: tuple[int, int]) -> tuple[int, int]:
-    """The device as `stat` has it: file systems with subvolumes show another one in the maps."""
+    """The (device, inode) of a mapped file as `stat` returns it. For file systems with subvolumes,
+    /proc/self/maps shows another device.
+    """
     with suppress(OSError):
         status = os.stat(name)
         if stat.S_ISREG(status.st_mode) and status.st_ino == identity[1]:
@@ -133,7 +139,7 @@ def _identity(name: str, identity: tuple[int, int]) -> tuple[int, int]:
 
 
 def _checksum(handle: int, size: int, blocks: int) -> str:
-    """Of blocks at even distances, the first and the last among them."""
+    """The checksum of evenly spaced blocks, which include the first and the last."""
     digest = hashlib.sha256()
     last = max(0, size - BLOCK)
     count = min(blocks, last // BLOCK + 2)

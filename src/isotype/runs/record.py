@@ -15,12 +15,13 @@ PRECISION_FILE = "precision.json"
 
 
 class PrecisionRecord:
-    """The record of one run, in its folder.
+    """Writes and reads the observed dtypes of one run.
 
-    task_roles  roles that only this kind of run has
-    lora_branch `model.lora_branch`: fp32 where the adapters' own products have a dtype of their own
-    writes      False in the other processes of a run: they judge their own observations, and the
-                first process writes the file
+    task_roles   the roles that only this kind of run has
+    lora_branch  `model.lora_branch`: "fp32" if the adapters' products are computed in fp32, else
+                 "compute"
+    writes       whether this process writes the file. Only the first process does; the others check
+                 their own observations
     """
 
     def __init__(
@@ -44,13 +45,13 @@ class PrecisionRecord:
 
     @property
     def observed(self) -> Mapping[str, Mapping[str, int]]:
-        """Role -> dtype -> how many things of the role had it when it was last observed."""
+        """Role -> dtype -> how many tensors of the role had this dtype at the last observation."""
         observed: Mapping[str, Mapping[str, int]] = self._observed.get("observed", {})
         return observed
 
     def add(self, observation: Observation) -> None:
-        """Adds an observation; roles that it does not contain keep their earlier counts. Raises
-        DtypeError DT003.
+        """Adds an observation. Roles that it does not contain keep their earlier counts. Raises
+        DtypeError DT003 if it violates the declared precision.
         """
         self._observed = merge_observation(self._observed, observation)
         if self.writes:
@@ -66,12 +67,14 @@ class PrecisionRecord:
         observation.raise_if_violated()
 
     def watched(self, names: Iterable[str]) -> None:
-        """What was watched beside steps and files: for `not watched`."""
+        """Sets the names of the phases that were observed besides the steps and the files. The
+        record lists the others as `not watched`.
+        """
         self._observed["watched"] = list(names)
 
     def restore(self, step: int) -> None:
-        """Reads the observations of an earlier part of this run, up to `step`. Where the file is
-        gone or damaged, they begin anew.
+        """Reads the observations of an earlier part of this run, up to `step`. If the file is
+        missing or damaged, the record starts empty.
         """
         self._observed = {}
         with suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):

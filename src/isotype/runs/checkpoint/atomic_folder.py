@@ -1,5 +1,5 @@
-"""Writes a folder atomically: into a temporary folder beside the target, which is synced, sealed
-with checksums, and then renamed.
+"""Writes a folder atomically. Files are written into a temporary folder beside the target. This
+folder is synced, sealed with a file of checksums, and then renamed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ...errors import RunError
 
 SEAL = "DONE"
 _OS_ERROR = re.compile(r"\(os error \d+\)")
-# what helps where a folder that can be written is not the matter
+# what to do about errors other than missing write permission
 _FIXES = {
     errno.ENOSPC: "free space",
     errno.EDQUOT: "free space",
@@ -36,12 +36,12 @@ def write_folder(
     check: Callable[[Path], None] | None = None,
     next_action: str = "resume",
 ) -> None:
-    """Calls `fill(folder)` on a temporary folder and renames it to `target`, replacing what was
-    there.
+    """Calls `fill(folder)` on a temporary folder and renames it to `target`. An existing `target`
+    is replaced.
 
-    check  looks at the finished folder; where it raises, or the program is killed in it, `target`
-           is unchanged
-    next_action  what the user does once the folder can be written
+    check  checks the finished folder. If it raises, or the program is killed during the check,
+           `target` is unchanged
+    next_action  what the error message tells the user to do once the folder can be written
     Raises  RunError CK001 when the disk is full or read-only; the temporary folder is then removed
             and `target` is unchanged
     """
@@ -55,7 +55,7 @@ def write_folder(
 
 
 class Processes(Protocol):
-    """What several processes need that write one folder together."""
+    """The interface that lets several processes write one folder together."""
 
     rank: int
     size: int
@@ -69,11 +69,11 @@ class Processes(Protocol):
 def write_folder_together(
     target: Path, fill: Callable[[Path], Sequence[Path]], processes: Processes
 ) -> None:
-    """As `write_folder`, by several processes that all call it: each writes files of its own, and
-    the first one seals and renames.
+    """Like `write_folder`, but called by several processes together. Each process writes its own
+    files, and the first process seals and renames the folder.
 
     fill  writes into the folder and returns the files that it wrote
-    Raises  in all processes what one of them raised
+    Raises  in all processes the error that one of them raised
     """
     with _temporary_folder(target, removes_on_error=processes.first) as temporary:
         processes.first_does(lambda: _create_empty(temporary))
@@ -95,7 +95,7 @@ def write_folder_together(
 def _temporary_folder(
     target: Path, *, removes_on_error: bool = True, next_action: str = "resume"
 ) -> Iterator[Path]:
-    """The temporary folder beside `target`, removed when something fails."""
+    """The temporary folder beside `target`. It is removed if an error occurs."""
     temporary = target.parent / f".{target.name}.partial"
     try:
         yield temporary
@@ -131,15 +131,15 @@ def describe_io_error(error: BaseException) -> str | None:
     """The operating system's message about a failed read or write; None for other errors."""
     if isinstance(error, OSError) and error.errno is not None:
         return f"{error.strerror or error}"
-    # safetensors and tokenizers are Rust: their I/O errors are no OSErrors and end in `(os error
-    # 28)`
+    # safetensors and tokenizers are written in Rust: their I/O errors are not OSErrors and end in
+    # `(os error 28)`
     if isinstance(error, Exception) and _OS_ERROR.search(str(error)):
         return str(error)
     return None
 
 
 def suggest_fix(reason: str) -> str:
-    """What helps against a failed write, by the message of the operating system."""
+    """The fix for a failed write, selected by the message of the operating system."""
     if "(os error 2)" in reason or os.strerror(errno.ENOENT) in reason:
         return "another program removed or renamed a folder of the run: put it back"
     return next(
@@ -149,10 +149,10 @@ def suggest_fix(reason: str) -> str:
 
 
 def seal(folder: Path, hashed: Mapping[str, dict[str, Any]] | None = None) -> None:
-    """Syncs every file, then writes DONE with the sizes and SHA-256 checksums. Files get its mode:
-    safetensors makes them 600.
+    """Syncs every file, then writes DONE with the sizes and SHA-256 checksums. All files get the
+    mode of DONE, because safetensors creates files with mode 600.
 
-    hashed  those of files that other processes have written and synced
+    hashed  sizes and checksums of the files that other processes have written and synced
     """
     files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != SEAL)
     names = [(file.relative_to(folder).as_posix(), file) for file in files]
@@ -169,14 +169,14 @@ def seal(folder: Path, hashed: Mapping[str, dict[str, Any]] | None = None) -> No
 
 
 def _sync_and_hash(file: Path) -> dict[str, Any]:
-    """Size and checksum of a file that is on the disk."""
+    """Syncs a file to the disk and returns its size and checksum."""
     _sync(file)
     return {"bytes": file.stat().st_size, "sha256": _sha256(file)}
 
 
 def find_damage(folder: Path, needs: Sequence[str] = ()) -> str | None:
-    """Why a sealed folder cannot be trusted, or None when every file, those of `needs` among them,
-    has its size and checksum.
+    """Why a sealed folder cannot be trusted. None if every file has the recorded size and checksum
+    and the files `needs` are among them.
     """
     try:
         sums = json.loads((folder / SEAL).read_text())["files"]
@@ -222,8 +222,8 @@ def write_text(target: Path, text: str) -> None:
     """Replaces a small file atomically: a reader sees either the old text or the new text."""
     temporary = target.with_name(f".{target.name}.partial")
     try:
-        # creates a new file, so that a leftover of a killed run or a link in its place is never
-        # written through
+        # creates a new file, so that nothing is written through a link or a leftover of a killed
+        # run
         temporary.unlink(missing_ok=True)
         with temporary.open("x", encoding="utf-8") as file:
             file.write(text)

@@ -1,9 +1,9 @@
-"""The state for a bit-identical resume: trainable weights, optimizer, random state of every
-process, progress. Only tensors and JSON.
+"""The state for a bit-identical resume: the trainable weights, the optimizer, the random state of
+every process, and the progress. It consists only of tensors and JSON.
 
-With the same number of processes a resumed run is bit-identical. With another number it draws other
-random numbers. The first process's state is where a run of one process has its own, so that either
-can go on with the other's checkpoint.
+A run that is resumed with the same number of processes is bit-identical. With another number it
+draws other random numbers. The state of the first process is stored under the same names as in a
+run of one process, so that a checkpoint can be resumed with any number of processes.
 """
 
 from __future__ import annotations
@@ -24,17 +24,21 @@ from ...precision.parts import is_sharded, local_part, local_rows
 from .atomic_folder import Processes
 from .store import Rows
 
-# states with an element for each of the parameter's: torch's and our AdamW's, bitsandbytes',
-# schedulefree's
+# optimizer states with one element per element of the parameter, in torch's and Isotype's AdamW,
+# bitsandbytes and schedulefree
 _ELEMENTWISE_STATES = ("exp_avg", "exp_avg_sq", "state1", "state2", "z")
 OTHER_RANKS = "random_of_other_processes"  # in state.json: of the ranks from 1 on
 
 
 @dataclass
 class Progress:
-    """How far a run is. `evaluated`: a hash of the evaluation rows that `best_loss` and
-    `without_gain` are of; `eval_stride`: each evaluation takes one row of so many, 0 in checkpoints
-    of older runs; `units`: tokens or pictures seen.
+    """How far a run has come.
+
+    best_loss       the lowest evaluation loss, reached at `best_step`
+    without_gain    the number of evaluations since then
+    evaluated       a hash of the evaluation rows of `best_loss` and `without_gain`
+    eval_stride     an evaluation uses every `eval_stride`-th row; 0 in checkpoints of older versions
+    units           the number of tokens or pictures that were trained on
     """
 
     step: int = 0
@@ -49,10 +53,10 @@ class Progress:
 
     @classmethod
     def from_file(cls, values: Mapping[str, Any]) -> Progress:
-        """Reads the values of a checkpoint. Older runs name `units` `tokens`, and have the seconds
-        of their samples.
+        """The progress of a checkpoint. Older versions wrote `units` as `tokens`, and also
+        `sampled_seconds`, which is ignored.
 
-        Raises  TypeError for a value that no run writes
+        Raises  TypeError for a value of a wrong type, and for a negative one
         """
         renamed = {
             ("units" if name == "tokens" else name): value
@@ -72,7 +76,7 @@ class Progress:
         return progress
 
     def set_evaluation_rows(self, rows: str) -> None:
-        """Forgets the best evaluation where it was of other rows.
+        """Resets the best evaluation if it used other evaluation rows.
 
         rows  a hash of the evaluation rows
         """
@@ -84,12 +88,12 @@ class Progress:
 
 
 def random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Python's, NumPy's and torch's generators as (tensors, JSON)."""
+    """The states of Python's, NumPy's and torch's random generators, as (tensors, JSON)."""
     import numpy as np
 
     tensors = {"rng.torch": torch.get_rng_state()}
-    # asking would take a context (some 500 MB) on every GPU of the machine, also for a run on the
-    # CPU
+    # reading the state would create a CUDA context (some 500 MB) on every GPU, also for a run on
+    # the CPU
     if torch.cuda.is_initialized():
         tensors |= {
             f"rng.cuda.{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())
@@ -118,7 +122,9 @@ def restore_random_state(tensors: dict[str, Tensor], state: dict[str, Any]) -> N
 
 
 def gather_random_state(world: Processes) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """(tensors, JSON) for a checkpoint. All processes call it; the first one writes."""
+    """The random states of all processes, as (tensors, JSON) for a checkpoint. All processes call
+    this function; the first process writes the checkpoint.
+    """
     tensors, state = random_state()
     if world.size == 1:
         return tensors, {"random": state}
@@ -130,8 +136,8 @@ def gather_random_state(world: Processes) -> tuple[dict[str, Tensor], dict[str, 
 def restore_rank_random_state(
     tensors: dict[str, Tensor], state: Mapping[str, Any], rank: int, *, seed: tuple[int, int]
 ) -> int:
-    """Puts back the state that this rank had; a rank that had none draws from `seed`, the run's and
-    the step's.
+    """Restores the random state of this rank. A rank that is not in the checkpoint is seeded from
+    `seed`, which holds the run's seed and the step.
 
     ->  the number of processes that wrote the checkpoint
     """
@@ -151,8 +157,8 @@ def restore_rank_random_state(
 
 
 def seed_rank(seed: int, step: int, rank: int) -> None:
-    """Draws of their own for each process, the same in every run: dropout must differ between rows,
-    whichever process computes them.
+    """Seeds this process differently from the others, and equally in every run. Dropout must differ
+    between the rows of different processes.
     """
     seed_generators(int.from_bytes(hashlib.sha256(f"{seed} {step} {rank}".encode()).digest()[:4]))
 
@@ -167,7 +173,9 @@ def seed_generators(seed: int) -> None:
 
 
 def trainable_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """`model.NAME` -> every trainable parameter, and the buffers that a state dict keeps."""
+    """Every trainable parameter as `model.NAME`, and every buffer of the state dict as
+    `buffer.NAME`.
+    """
     persistent = set(model.state_dict(keep_vars=True))
     tensors = {f"model.{name}": p for name, p in model.named_parameters() if p.requires_grad}
     return tensors | {
@@ -180,7 +188,7 @@ def trainable_tensors(model: nn.Module) -> dict[str, Tensor]:
 def optimizer_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The optimizer's state under the names of its parameters: (tensors, JSON)."""
+    """The optimizer's state, by the names of the parameters, as (tensors, JSON)."""
     tensors: dict[str, Tensor] = {}
     plain: dict[str, Any] = {}
     for name, parameter in model.named_parameters():
@@ -193,9 +201,10 @@ def optimizer_tensors(
 
 
 def restore_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """tensors  as `CheckpointStore.load` gives them: of a sharded parameter, its own rows. Raises
-                RunError CK003 when the checkpoint
-    belongs to another model or adapter.
+    """Copies the tensors of a checkpoint into the model.
+
+    tensors  the result of `CheckpointStore.load`; of a sharded parameter, the rows of this process
+    Raises   RunError CK003 if the checkpoint belongs to another model or adapter
     """
     current = trainable_tensors(model)
     saved = {name: t for name, t in tensors.items() if name.startswith(("model.", "buffer."))}
@@ -220,7 +229,7 @@ def restore_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
             if name.endswith((".start_A", ".start_B")) and not torch.equal(
                 part, saved[name].to(part.device)
             ):
-                # the base's residual belongs to them
+                # the base's weights are the residual of these start values
                 raise RunError(
                     "adapter.start: this machine decomposes the base's weights in another way than"
                     " the one that began the run",
@@ -231,8 +240,8 @@ def restore_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
 
 
 def average_weights(tensors: dict[str, Tensor], beta1: float) -> dict[str, Tensor]:
-    """The tensors of a checkpoint with the averages of a schedule-free optimizer in the place of
-    its weights; without one, as they are.
+    """The tensors of a checkpoint, with each weight replaced by the average that a schedule-free
+    optimizer computes. Tensors of other optimizers are returned unchanged.
 
     A weight y lies between the average x and the state z: y = beta1 x + (1 - beta1) z (Defazio et
     al. 2024, "The road less scheduled").
@@ -251,8 +260,8 @@ def average_weights(tensors: dict[str, Tensor], beta1: float) -> dict[str, Tenso
 
 
 def local_rows_by_name(model: nn.Module) -> Rows:
-    """Which rows of a checkpoint's tensors this process holds, by the names of `trainable_tensors`
-    and `optimizer_tensors`.
+    """Returns a function that takes the name of a checkpoint's tensor and returns the range of rows
+    that this process holds. The names are those of `trainable_tensors` and `optimizer_tensors`.
     """
     sharded = {full: local_rows(p) for full, p in model.named_parameters() if is_sharded(p)}
 
@@ -269,8 +278,8 @@ def local_rows_by_name(model: nn.Module) -> Rows:
 
 
 def local_tensors(tensors: dict[str, Tensor], *, is_first: bool) -> dict[str, Tensor]:
-    """What this process writes: its rows of each sharded tensor; the first one also what every
-    process holds whole.
+    """The tensors that this process writes: its rows of each sharded tensor. The first process also
+    writes the tensors that are not sharded.
     """
     return {
         name: local_part(tensor)
@@ -285,11 +294,11 @@ def restore_optimizer(
     tensors: dict[str, Tensor],
     plain: dict[str, Any],
 ) -> None:
-    """Restores the optimizer's states, on the devices of their parameters. Raises RunError CK003
-    for a state of another shape.
+    """Restores the optimizer's states on the devices of their parameters. Raises RunError CK003 for
+    a state of another shape.
     """
     parameters = dict(model.named_parameters())
-    # one a tensor: what several parameters shared they share again
+    # one copy per tensor, so that parameters which shared a state share it again
     copies: dict[tuple[int, torch.device], Tensor] = {}
     for name, tensor in tensors.items():
         if name.startswith("optimizer."):

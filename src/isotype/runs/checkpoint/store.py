@@ -1,10 +1,10 @@
-"""The checkpoints of a run, `checkpoints/step_N/`: retains the newest few and the best, and finds
-the newest complete one.
+"""The checkpoints of a run, in `checkpoints/step_N/`. The store retains the newest few and the
+best, and finds the newest complete one.
 
-Each process of a sharded run writes its rows of a tensor, and any number of processes reads them:
-`tensors.safetensors` has the first process's rows, and every tensor that is not sharded;
-`tensors.1.safetensors` has the next rows, and so on. A tensor in several files is their rows in
-this order.
+Each process of a sharded run writes its rows of a tensor, and any number of processes can read
+them. `tensors.safetensors` has the first process's rows and every tensor that is not sharded,
+`tensors.1.safetensors` has the next rows, and so on. A tensor in several files is the concatenation
+of their rows in this order.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ ALIASES = (
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Tensors by name and everything else as JSON: no pickle, so a checkpoint from a stranger runs
-    no code.
+    """Tensors by name, and everything else as JSON. There is no pickle, so loading an untrusted
+    checkpoint executes no code.
     """
 
     step: int
@@ -45,14 +45,14 @@ class Checkpoint:
 
 
 class CheckpointStore:
-    """Retains the `keep` newest checkpoints and the one marked as best."""
+    """Retains the `keep` newest checkpoints and the checkpoint that is marked as best."""
 
     def __init__(self, folder: Path, *, keep: int = 2) -> None:
         self.folder = folder
         self.keep = keep
 
     def steps(self) -> list[int]:
-        """Steps with a folder, whole or not, oldest first."""
+        """The steps that have a folder, complete or not, in ascending order."""
         if not self.folder.is_dir():
             return []
         return sorted(
@@ -73,10 +73,10 @@ class CheckpointStore:
         write_text(self.folder / "best.json", json.dumps({"step": step}) + "\n")
 
     def clean_up(self, best: int | None) -> None:
-        """Cleans up for a resumed run: removes half-written files, and marks as best the checkpoint
-        that the resumed one names (`best`).
+        """Cleans up for a resumed run: removes half-written folders, and marks the checkpoint
+        `best`, which the resumed checkpoint names, as the best.
 
-        The mark is wrong after a kill between writing a checkpoint and marking it, or when the
+        The mark can be wrong after a kill between writing and marking a checkpoint, or if the
         newest checkpoint is damaged.
         """
         for rest in self.folder.glob(".step_*"):
@@ -103,11 +103,11 @@ class CheckpointStore:
         parts: int,
         best: bool = False,
     ) -> None:
-        """The same by the processes of a sharded run, which all call it; each has its own rows of
-        the sharded tensors.
+        """Like `save`, for a sharded run. All processes call it, each with its own rows of the
+        sharded tensors.
 
-        part, parts  which file this process writes, and how many there are; a process whose part is
-                     not below `parts` writes none
+        part, parts  the index of the file that this process writes, and the number of files. A
+                     process whose index is not below `parts` writes no file
         """
         write_folder_together(
             self.path(checkpoint.step),
@@ -120,8 +120,8 @@ class CheckpointStore:
         """Marks a new checkpoint, then removes old ones."""
         if best:
             self.mark_best(step)
-        # a later one was damaged, else the run had gone on from there: it must not take the place
-        # of a whole one
+        # A checkpoint of a later step is damaged, else the run would have resumed from it. It must
+        # not displace an intact checkpoint.
         steps_to_keep = {
             *[existing for existing in self.steps() if existing <= step][-self.keep :],
             self.best,
@@ -131,12 +131,12 @@ class CheckpointStore:
                 shutil.rmtree(self.path(existing), ignore_errors=True)
 
     def find_damage(self, step: int) -> str | None:
-        """Why this checkpoint cannot be trusted, or None."""
+        """Why this checkpoint cannot be trusted; None if it is intact."""
         return find_damage(self.path(step), needs=(TENSORS, STATE))
 
     def find_newest_intact(self) -> tuple[int | None, list[str]]:
-        """(step of the newest complete checkpoint, messages about damaged newer ones). The step is
-        None if none is complete.
+        """Returns the step of the newest complete checkpoint, None if there is none, and messages
+        about newer checkpoints that are damaged.
         """
         damage_messages: list[str] = []
         for step in reversed(self.steps()):
@@ -147,9 +147,10 @@ class CheckpointStore:
         return None, damage_messages
 
     def load(self, step: int, rows: Rows | None = None) -> Checkpoint:
-        """Raises  RunError CK002 for a checkpoint that is not whole, or whole and not one of ours.
+        """Loads the checkpoint of a step.
 
-        rows  which rows of each tensor this process keeps; by default all
+        rows    the rows of each tensor that this process keeps; by default all
+        Raises  RunError CK002 for a checkpoint that is incomplete, or that Isotype did not write
         """
         path = self.path(step)
         reason = self.find_damage(step)
@@ -172,8 +173,8 @@ class CheckpointStore:
             ) as error:
                 reason = f"cannot be read: {error}"
             except RuntimeError as error:
-                # torch's word for a file that went while it was opened: a running run has removed
-                # its oldest checkpoint
+                # torch raises this if a file is removed while it is opened: a running run removes
+                # its oldest checkpoints
                 if (path / TENSORS).is_file():
                     raise
                 reason = f"{TENSORS} is gone: {error}"
@@ -185,7 +186,7 @@ class CheckpointStore:
 
 
 def _write(checkpoint: Checkpoint, folder: Path, part: int = 0, parts: int = 1) -> list[Path]:
-    """Returns the files written."""
+    """Writes one process's files of a checkpoint and returns their paths."""
     if part >= parts:
         return []
     tensors, aliases = deduplicate_tensors(checkpoint.tensors)
@@ -208,7 +209,9 @@ def part_file(part: int) -> str:
 
 
 def read_parts(folder: Path, parts: int, rows: Rows) -> dict[str, Tensor]:
-    """Every tensor, or of each the rows that are asked for: no process holds more than it asks for."""
+    """Every tensor, each with only the rows that `rows` names, so that no process holds more than
+    it needs.
+    """
     pieces: dict[str, list[Any]] = {}
     with ExitStack() as files:
         for part in range(parts):
@@ -242,8 +245,8 @@ def _join_pieces(pieces: list[Any], rows: range | None) -> Tensor:
 
 
 def pop_part_count(state: dict[str, Any]) -> int:
-    """The number of files of a checkpoint with this state, taken out of it. Raises TypeError for a
-    value that no run writes.
+    """Removes the number of files from a checkpoint's state and returns it. Raises TypeError for an
+    invalid number.
     """
     parts = state.pop(PARTS, 1)
     if type(parts) is not int or parts < 1:
@@ -252,8 +255,8 @@ def pop_part_count(state: dict[str, Any]) -> int:
 
 
 def deduplicate_tensors(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """(tensors on the CPU that share no memory, other name -> the name under which the same tensor
-    is saved).
+    """Returns the tensors on the CPU without shared memory, and the aliases: other name -> the name
+    under which the same tensor is saved.
     """
     saved: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
@@ -273,7 +276,7 @@ def deduplicate_tensors(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor
 
 
 def restore_aliases(tensors: dict[str, Tensor], aliases: Mapping[str, str]) -> dict[str, Tensor]:
-    """Undoes `stored_once`: the names of one tensor hold the same object again. Raises KeyError for
-    a name without a tensor.
+    """Undoes `deduplicate_tensors`: all names of one tensor hold the same object again. Raises
+    KeyError for an alias of a tensor that is missing.
     """
     return tensors | {name: tensors[saved] for name, saved in aliases.items()}
