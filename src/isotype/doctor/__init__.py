@@ -1,1 +1,3 @@
-"""The doctor: finds dtype faults in anyone's code and configuration. Each part is usable alone."""
+"""The doctor finds dtype faults in the code and configuration of any training program. Each of its
+parts can be used alone.
+"""

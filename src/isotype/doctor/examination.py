@@ -1,10 +1,10 @@
-"""`isotype doctor PATH_OR_LOG`: chooses the parts of the doctor that apply to a path or a log.
+"""`isotype doctor PATH_OR_LOG` chooses the parts of the doctor that apply to a path or a log.
 
-check    runs on configurations, and on the settings of programs
+check    runs on configurations and on the settings in programs
 explain  runs on logs
 
-kernels, conform and trace import or run code; for Triton kernels, autograd functions and training
-scripts the command is only suggested.
+The parts kernels, conform and trace import or run code. For Triton kernels, autograd functions and
+training scripts, only the command is printed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..wording import pluralise
 from .check.checker import SKIPPED_FOLDERS, check, format_record, may_be_configuration
 
 _LOG_SUFFIXES = (".log", ".err", ".out")
-_MAX_SOURCE_BYTES = 2_000_000  # bytes of a source file that is looked into
+_MAX_SOURCE_BYTES = 2_000_000  # larger source files are not read
 _TRITON_KERNEL = re.compile(r"^\s*@(?:triton\.)?jit\b", re.MULTILINE)
 _AUTOGRAD_FUNCTION = re.compile(r"^class (\w+)\((?:[\w.]*autograd\.)?Function\):", re.MULTILINE)
 _BUILD_FUNCTION = re.compile(r"^def build\(\)", re.MULTILINE)
@@ -31,10 +31,11 @@ _TOP_LEVEL_STATEMENT = re.compile(r"^(?:if __name__|for |with |while |\w[\w.]*\(
 
 @dataclass
 class Examination:
-    """The result of one part of the doctor, or the reason or command where it did not run.
+    """The result of one part of the doctor. If the part did not run, `subject` holds the reason or
+    the command to run.
 
-    subject  what was examined, in words
-    table    printed above the findings
+    subject  a description of what was examined
+    table    a table that is printed above the findings
     """
 
     part: str
@@ -45,7 +46,7 @@ class Examination:
 
 
 def examine_path(path: Path) -> list[Examination]:
-    """Runs or suggests each part that applies to a file or folder.
+    """Runs the parts that apply to a file or folder, or suggests their commands.
 
     Raises  UsageError for a path that does not exist
     """
@@ -84,7 +85,7 @@ def examine_log(lines: Iterable[str]) -> Examination:
 
 
 def _list_files(path: Path) -> Iterator[Path]:
-    """Regular files only: no pipes and no broken links."""
+    """The regular files under a path, without pipes and broken links."""
     if path.is_file():
         yield path
         return
@@ -150,7 +151,7 @@ def _explain_logs(logs: list[Path]) -> Examination:
 
 
 def _suggest_commands(sources: dict[Path, str]) -> Iterator[Examination]:
-    """The commands for code that only the user may decide to run."""
+    """Suggests the commands that run the user's code."""
     kernels = [
         file for file, text in sources.items() if "triton" in text and _TRITON_KERNEL.search(text)
     ]

@@ -1,5 +1,5 @@
-"""`isotype doctor check`: contradictions in training configurations, found before a run. Imports no
-torch.
+"""`isotype doctor check` finds contradictions in training configurations before a run. It imports
+no torch.
 """
 
 from .checker import Checked, check

@@ -1,5 +1,5 @@
-"""Checks configurations: reads every file that may be one, groups them into runs, compiles each run
-into its record, and applies every rule to it.
+"""Checks training configurations. It reads every file that may be one, groups the files into runs,
+resolves each run's precision into a record, and applies every rule to that record.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from .tools import identify_tool
 
 @dataclass
 class Checked:
-    """What a check found.
+    """The result of a check.
 
-    records  one for each run of another tool
+    records  the resolved precision of each run; runs of Isotype have none here
     files    how many files were read
     """
 
@@ -41,10 +41,10 @@ class Checked:
 
 
 def check(paths: Iterable[str], *, device: str | None = None) -> Checked:
-    """Everything wrong with the configurations under `paths`.
+    """Checks all configurations under `paths`.
 
-    device       what it will run on, as `h100`; None leaves rules about hardware to what the files
-                 say
+    device       the device on which they will run, such as `h100`; None means that rules about
+                 hardware use only the files
     Raises       UsageError
     """
     if device is not None:
@@ -70,7 +70,7 @@ def check(paths: Iterable[str], *, device: str | None = None) -> Checked:
             records.append(record)
         for function in RULES.values():
             findings += function(record)
-    # files shared by several runs say the same thing once
+    # a finding in a file that several runs share is reported once
     distinct: dict[tuple[str, str, str], Finding] = {}
     for finding in findings:
         distinct.setdefault((finding.code, str(finding.place), finding.message), finding)
@@ -90,7 +90,9 @@ def _make_finding(
 
 
 def nothing_recognised_finding(checked: Checked, paths: Iterable[str]) -> Finding | None:
-    """A note when no file was recognised, since an empty report would look like a clean result."""
+    """Returns a note if no file was recognised, because an empty report would look like a clean
+    result.
+    """
     if checked.records or checked.findings:
         return None
     message = f"no configuration found in {pluralise(checked.files, 'file')}"
@@ -100,7 +102,9 @@ def nothing_recognised_finding(checked: Checked, paths: Iterable[str]) -> Findin
 
 
 def format_record(record: Record) -> str:
-    """The record as a table: role, value, reason, and the line of the setting that decided."""
+    """The record as a table with the columns role, value, reason, and location of the deciding
+    setting.
+    """
     rows = []
     for role in ROLES:
         if role in record.roles:
@@ -154,8 +158,8 @@ MAIN_TOOLS = (
 
 
 def group_runs(collection: Collection, device: str | None) -> list[Facts]:
-    """One Facts for each main document (a trainer's arguments) with the documents that belong to
-    it; further documents are separate runs.
+    """Returns one `Facts` per run: each main document (a trainer's arguments) with the documents
+    that belong to it. The remaining documents form separate runs.
     """
     mains = [(folder, d) for folder, d in collection.documents if d.tool in MAIN_TOOLS]
     used: set[int] = set()
@@ -176,8 +180,8 @@ def group_runs(collection: Collection, device: str | None) -> list[Facts]:
 
 
 def _documents_of_run(folder: Path, main: Document, collection: Collection) -> list[Document]:
-    """The documents that belong to a main document: its launcher, the files that it names, and for
-    each tool the documents near it.
+    """The documents that belong to a main document: its launcher's options, the files that it
+    names, and for each tool the documents in the same or a nearby folder.
     """
     launchers = [d for _, d in collection.documents if _launches_main(d, main)]
     referenced = _referenced_files(main, *launchers)
@@ -195,7 +199,9 @@ def _documents_of_run(folder: Path, main: Document, collection: Collection) -> l
     for tool, candidates in by_tool.items():
         referenced_documents = [d for d in candidates if os.path.basename(d.file) in referenced]
         same_folder = [d for d in candidates if _is_in_same_folder(d, main)]
-        if tool == "accelerate" and launchers:  # its options win over its file's
+        if (
+            tool == "accelerate" and launchers
+        ):  # the launcher's options take precedence over accelerate's file
             documents += launchers
             chosen = referenced_documents or [
                 d for d in same_folder if not d.attributes.get("launcher")
@@ -209,7 +215,7 @@ def _documents_of_run(folder: Path, main: Document, collection: Collection) -> l
 
 
 def _launches_main(document: Document, main: Document) -> bool:
-    """Whether the document holds the launcher's options of the command that runs `main`."""
+    """Whether the document holds the options of the launcher that starts `main`."""
     if not document.attributes.get("launcher") or document.file != main.file:
         return False
     return _first_line(document) == _first_line(main)
@@ -241,8 +247,8 @@ def _may_be_several(tool: str, documents: list[Document]) -> bool:
 
 
 def _runs_without_main(documents: list[Document], device: str | None) -> list[Facts]:
-    """Runs of a folder that has no trainer's arguments: one for all its documents, and one for each
-    of several files of the same tool.
+    """The runs of a folder without a trainer's arguments. All its documents form one run, except
+    that several files of the same tool form one run each.
     """
     counts = Counter(document.tool for document in documents)
     repeated = {tool for tool in ("deepspeed", "accelerate", "model") if counts[tool] > 1}
@@ -272,9 +278,9 @@ _RUN_FILES = {
     "plan.json",
     "manifest.json",
     "env.json",
-}  # what a run of Isotype leaves
+}  # the files that a run of Isotype writes
 _TEST_FILE = re.compile(r"^test_.*\.py$|^conftest\.py$|_test\.py$")
-MAX_TEXT_BYTES = 8 << 20  # bytes of a text file that may be a configuration
+MAX_TEXT_BYTES = 8 << 20  # larger text files are not read
 MAX_FILES = 5000
 _TRAINING_WORDS = re.compile(
     r"bf16|fp16|mixed_precision|learning_rate|load_in_4bit|bfloat16|float16"
@@ -298,9 +304,9 @@ _SUFFIXES = {
 
 @dataclass
 class Collection:
-    """The documents of all files, each with its folder.
+    """The documents of all files that were read, each with its folder.
 
-    findings    files that look like configurations and cannot be read
+    findings    findings about files that look like configurations but cannot be read
     file_count  how many files were read
     """
 
@@ -310,7 +316,9 @@ class Collection:
 
 
 def collect_documents(paths: Iterable[str]) -> Collection:
-    """Raises UsageError for a path that does not exist."""
+    """Reads all files under the paths that may be configurations. Raises UsageError for a path that
+    does not exist.
+    """
     collection = Collection()
     for path_text in paths:
         path = Path(path_text)
@@ -343,14 +351,14 @@ def _walk_configurations(folder: Path) -> Iterator[Path]:
             continue
         for name in sorted(files):
             path = Path(directory, name)
-            # no pipe, no link to nowhere; tests mix dtypes on purpose, each function as a program
-            # of its own
+            # `is_file` excludes pipes and broken links. Tests are skipped because they mix dtypes
+            # on purpose.
             if may_be_configuration(name) and path.is_file() and not _TEST_FILE.search(name):
                 yield path
 
 
 def may_be_configuration(name: str) -> bool:
-    """Decided by the name of the file alone."""
+    """Whether a file with this name may be a configuration."""
     return Path(name).suffix.lower() in _SUFFIXES or name == ".env"
 
 
@@ -394,7 +402,7 @@ def _read_file(path: Path, collection: Collection, *, is_named: bool) -> None:
             if document is not None and document.settings
         ]
     except Unreadable as error:
-        # a text that says nothing of training (a template of something else) is nobody's fault
+        # A text that does not mention training, such as a template, is not reported.
         if (
             is_named
             or error.line is None
@@ -407,7 +415,7 @@ def _read_file(path: Path, collection: Collection, *, is_named: bool) -> None:
         )
     except UsageError:
         raise
-    # one file that defeats its reader is no reason to say nothing of the others
+    # The other files are still checked if the reader of one file fails.
     except Exception as error:
         collection.findings.append(
             _unreadable_finding(display_path, None, f"{type(error).__name__}: {error}")
@@ -415,7 +423,9 @@ def _read_file(path: Path, collection: Collection, *, is_named: bool) -> None:
 
 
 def _parse_file(path: Path, text: str, display_path: str) -> Sequence[Document | None]:
-    """Reads a file by its suffix; None stands for a tree of settings that belongs to no known tool."""
+    """Reads a file according to its suffix. An entry is None if the settings of the file belong to
+    no known tool.
+    """
     match path.suffix.lower():
         case ".safetensors":
             return [_document_from_safetensors(path, display_path)]
@@ -454,7 +464,7 @@ def _unreadable_finding(file: str, line: int | None, reason: str) -> Finding:
 def _document_from_tree(tree: Tree, name: str, display_path: str) -> Document | None:
     tool = identify_tool(tree.data, name)
     tables: set[str] = set()
-    # kohya's scripts take the keys of all tables as if there were no tables
+    # kohya's scripts ignore the names of the tables and use the keys of all tables
     if tool is None and name.endswith(".toml"):
         tables = {key for key, value in tree.data.items() if isinstance(value, dict)}
         flat = {k: v for key in tables for k, v in tree.data[key].items()} | {
@@ -501,7 +511,8 @@ MAX_HEADER_BYTES = 100 << 20
 
 
 def read_safetensors_header(path: Path) -> Counter[str]:
-    """The number of elements of each dtype (`BF16`, `F32`, `U8`, as the file spells it).
+    """The number of elements of each dtype. The names of dtypes are spelt as in the file (`BF16`,
+    `F32`, `U8`).
 
     Raises  Unreadable
     """

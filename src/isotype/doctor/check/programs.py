@@ -1,5 +1,5 @@
-"""Reads what programs set: calls in Python files, commands and exports in scripts, env files. Each
-becomes a document of its tool.
+"""Reads the settings in programs: calls in Python files, commands and exports in shell scripts, and
+env files. The settings become documents, one for each tool.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .python_calls import Call
 from .settings import Document, Setting, parse_dtype
 from .tools import identify_tool
 
-# Variables that SimpleTuner maps to arguments, of those that precision rests on.
+# The variables that affect precision, with the argument to which SimpleTuner maps each.
 SIMPLETUNER_VARIABLES = {
     "MODEL_TYPE": "model_type",
     "MODEL_FAMILY": "model_family",
@@ -51,7 +51,9 @@ def is_config_env(names: set[str]) -> bool:
 
 
 def _flatten_argument(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The values of an argument that can be read; nested ones get dotted keys."""
+    """The values of an argument that are known without running the program. Nested values get
+    dotted keys.
+    """
     if isinstance(value, dict):
         for inner, item in value.items():
             if inner != "__call__":
@@ -63,8 +65,8 @@ def _flatten_argument(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 _RELEVANT_CALLS = re.compile(
     r"TrainingArguments|from_pretrained|Config\(|Accelerator|Trainer\(|Fabric\(|autocast|GradScaler|environ|FSDPStrategy|get_peft_model"
 )
-# without one of these words a file's calls say nothing of precision, and its syntax tree is not
-# built
+# A file without any of these words has no calls that affect precision. Its syntax tree is not
+# built.
 _PRECISION_WORDS = re.compile(
     r"bf16|fp16|fp8|float16|half\(|precision|load_in_|GradScaler|autocast|TrainingArguments|ACCELERATE_|FSDP_|FSDPStrategy|TRITON_|GPU"
     r"|LoraConfig|get_peft_model|kbit|Fast\w+Model|FullySharded|(?:SFT|DPO|GRPO|ORPO|CPO|KTO|RLOO|Reward|PRM|BCO|GKD|MD|XPO|PPO)Config\b"
@@ -77,7 +79,7 @@ _LIGHTNING_IMPORT = re.compile(r"\b(?:lightning|pytorch_lightning|lightning_fabr
 
 
 def documents_from_python(text: str, display_path: str) -> list[Document]:
-    """The calls that decide precision, as documents of their tools."""
+    """Returns the calls that affect precision, as one document for each tool."""
     if not _RELEVANT_CALLS.search(text) or not _PRECISION_WORDS.search(text):
         return []
     calls = python_calls.read_calls(text)
@@ -88,9 +90,10 @@ def documents_from_python(text: str, display_path: str) -> list[Document]:
 
 
 class _ProgramReader:
-    """Collects the documents of one program, call by call.
+    """Reads the calls of one program and collects its documents.
 
-    code  what the program itself does: autocast regions, a GradScaler, when it trains
+    code  the program's own statements about precision: autocast regions, a GradScaler, and the
+          calls of train and evaluate
     """
 
     def __init__(self, text: str, display_path: str, calls: list[Call]) -> None:
@@ -98,8 +101,11 @@ class _ProgramReader:
         self.calls = calls
         self.documents: list[Document] = []
         self.code = Document("code", display_path)
-        self._trainer_arguments: dict[str, Document] = {}  # by the variable that holds them
-        # two calls disagree, and only running the program would tell which counts
+        self._trainer_arguments: dict[
+            str, Document
+        ] = {}  # keyed by the variable that holds the arguments
+        # settings on which two calls disagree: only running the program would show which call
+        # counts
         self._ambiguous: list[tuple[Document, str]] = []
         self._uses_lightning = _LIGHTNING_IMPORT.search(text) is not None
         quantisations = {
@@ -129,8 +135,8 @@ class _ProgramReader:
         return self.documents
 
     def _document(self, tool: str, **attributes: Any) -> Document:
-        """The tool's document. Each call that makes a trainer's arguments gets a document of its
-        own.
+        """Returns the document of a tool, and creates it if necessary. Each call that creates a
+        trainer's arguments gets a separate document.
         """
         document = None
         if tool not in ("hf", "lightning"):
@@ -146,7 +152,7 @@ class _ProgramReader:
     ) -> None:
         """Adds a call's named arguments as settings.
 
-        replaces  whether a value that differs from an earlier call's takes its place
+        replaces  whether a value replaces a different value of an earlier call
         """
         may_change = replaces or document.tool in ("accelerate", "code")
         for key, (value, line) in call.arguments.items():
@@ -173,12 +179,12 @@ class _ProgramReader:
             self._trainer_arguments[call.target] = document
 
     def _read_assignment(self, call: Call) -> None:
-        """`args.bf16 = True` on a trainer's arguments."""
+        """Reads an assignment such as `args.bf16 = True` to a trainer's arguments."""
         if call.owner in self._trainer_arguments:
             self._copy_arguments(call, self._trainer_arguments[call.owner], replaces=True)
 
     def _read_quantisation(self, call: Call) -> None:
-        if self._has_one_quantisation:  # several are a program's alternatives
+        if self._has_one_quantisation:  # several are alternatives
             self._copy_arguments(call, self._document("model"), "quantization_config.")
 
     def _read_model_loading(self, call: Call) -> None:
@@ -217,7 +223,7 @@ class _ProgramReader:
             document.add(key, value, line)
 
     def _read_phase(self, call: Call) -> None:
-        """`trainer.train()`, `model.generate()`: the first call of each is kept."""
+        """Records the first call of each phase, such as `trainer.train()` or `model.generate()`."""
         if not call.owner:
             return
         setting = Setting(True, f"{call.owner}.{call.name}()", self.display_path, call.line)
@@ -258,7 +264,7 @@ _CALL_READERS: dict[str, Callable[[_ProgramReader, Call], None]] = {
 
 
 def _loaded_cast_dtype(call: Call) -> str | None:
-    """The dtype of `Model.from_pretrained(...).half()` and the like."""
+    """The dtype of a call such as `Model.from_pretrained(...).half()`; None for another call."""
     owner, _, method = call.owner.rpartition(".")
     if method == "from_pretrained" and re.search(_MODEL_CLASS, owner):
         return _cast_dtype(call)
@@ -266,7 +272,7 @@ def _loaded_cast_dtype(call: Call) -> str | None:
 
 
 def _cast_dtype(call: Call) -> str | None:
-    """The dtype of `.to(torch.bfloat16)`, `.half()` and the like; None for another call."""
+    """The dtype of a cast such as `.to(torch.bfloat16)` or `.half()`; None for another call."""
     if call.name == "to":
         dtype = call.arguments.get("dtype", call.arguments.get("0", (None, 0)))[0]
     else:
@@ -283,8 +289,8 @@ _CAST_METHODS = {"half": "torch.float16", "bfloat16": "torch.bfloat16", "float":
 def _casts_before_training(
     calls: list[Call],
 ) -> Iterator[tuple[Call, str]]:
-    """Casts of the program's own models: `model = Net().half()` or `model.half()` above an
-    optimizer over `model.parameters()`.
+    """The casts of models that the program defines itself: `model = Net().half()`, or
+    `model.half()` before an optimizer is created with `model.parameters()`.
     """
     trained = {c.owner: c.line for c in reversed(calls) if c.name == "parameters"}
     for call in calls:
@@ -307,7 +313,9 @@ _SIMPLETUNER = re.compile(r"(?:^|/)simpletuner$|simpletuner/train\.py|SimpleTune
 
 
 def documents_from_script(text: str, display_path: str) -> list[Document]:
-    """The environment that a script exports, and the options of its launchers and programs."""
+    """Returns the environment that a script exports, and the options of the launchers and programs
+    that it runs.
+    """
     script = shell.read_script(text)
     documents: list[Document] = []
     environment = Document("env", display_path)
@@ -324,7 +332,7 @@ def _documents_from_command(command: shell.Command, display_path: str) -> list[D
     argv = command.arguments
     lines = command.lines
     program = next((i for i, w in enumerate(argv) if w.endswith(".py")), None)
-    # DeepSpeed's launcher spells it out
+    # DeepSpeed's launcher spells the option `--module`
     flag = next((w for w in argv[:-1] if w in ("-m", "--module")), None)
     module = argv.index(flag) + 1 if program is None and flag else None
     executable = argv[0].rpartition("/")[2]
@@ -367,7 +375,9 @@ def _documents_from_command(command: shell.Command, display_path: str) -> list[D
 
 
 def _add_overrides(document: Document, arguments: list[str], lines: list[int]) -> None:
-    """`tune run RECIPE key=value`: each value, and the recipe's name, which says what is trained."""
+    """Adds the settings of `tune run RECIPE key=value`: each value, and the name of the recipe,
+    which tells whether adapters are trained.
+    """
     document.tool = "torchtune"
     words: list[str] = []
     for argument, line in zip(arguments, lines, strict=True):
@@ -380,7 +390,7 @@ def _add_overrides(document: Document, arguments: list[str], lines: list[int]) -
 
 
 def _command_tool(executable: str, program: str, options: dict[str, str | bool]) -> str | None:
-    """The tool of a command, from its executable, its program and its options."""
+    """The tool of a command, determined by its executable, its program and its options."""
     if (
         _KOHYA_SCRIPT.search(program)
         or {"full_bf16", "full_fp16", "network_module"} & options.keys()
@@ -403,7 +413,9 @@ def _command_tool(executable: str, program: str, options: dict[str, str | bool])
 
 
 def documents_from_environment(text: str, display_path: str) -> list[Document]:
-    """An env file: SimpleTuner's config.env when it has its variables, else a plain environment."""
+    """Reads an env file. It is SimpleTuner's config.env if it has SimpleTuner's variables, else a
+    plain environment.
+    """
     variables = shell.read_script(text).variables
     if not is_config_env(set(variables)):
         environment = Document("env", display_path)

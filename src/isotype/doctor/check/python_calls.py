@@ -14,7 +14,7 @@ from .text_files import Unreadable
 
 
 class Unknown:
-    """Stands for a value that can be known only by running the program."""
+    """Represents a value that is known only after running the program."""
 
 
 class Name(str):
@@ -25,16 +25,18 @@ class Name(str):
 
 @dataclass(slots=True)
 class Call:
-    name: str  # last part: `TrainingArguments`, `from_pretrained`
-    owner: str  # what it is called on: `AutoModelForCausalLM`, `torch`, `trainer`
+    name: str  # the last part of the dotted name: `TrainingArguments`, `from_pretrained`
+    owner: str  # the part before it: `AutoModelForCausalLM`, `torch`, `trainer`
     line: int
     arguments: dict[str, tuple[Any, int]] = field(default_factory=dict)
-    target: str = ""  # the variable that takes the result
+    target: str = ""  # the variable to which the result is assigned
     conditional: bool = False  # runs only under a condition
 
 
 def read_calls(text: str) -> list[Call]:
-    """Every call, in the order of lines. Raises Unreadable."""
+    """Every call of a program, in the order of lines. Raises Unreadable if the program cannot be
+    parsed.
+    """
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError) as error:
@@ -60,7 +62,9 @@ def read_calls(text: str) -> list[Call]:
 
 
 def _call_targets(tree: ast.Module) -> dict[int, str]:
-    """id of a node -> the one variable that it is assigned to."""
+    """Returns the id of each node that is assigned to a single variable -> the name of that
+    variable.
+    """
     targets = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and len(node.targets) == 1:
@@ -73,7 +77,7 @@ def _call_targets(tree: ast.Module) -> dict[int, str]:
 def _read_environment(
     node: ast.Assign, target: ast.Subscript, constants: dict[str, ast.expr]
 ) -> Iterator[Call]:
-    """`os.environ["NAME"] = value` as a call named `environ`."""
+    """Represents `os.environ["NAME"] = value` as a call named `environ`."""
     if _dotted_name(target.value) in ("os.environ", "environ"):
         name = str(_evaluate(target.slice, constants))
         value = _evaluate(node.value, constants)
@@ -83,7 +87,7 @@ def _read_environment(
 def _read_attribute(
     node: ast.Assign, target: ast.Attribute, constants: dict[str, ast.expr]
 ) -> Iterator[Call]:
-    """`args.bf16 = True` as a call named `setattr`."""
+    """Represents `args.bf16 = True` as a call named `setattr`."""
     if isinstance(target.value, ast.Name):
         value = _evaluate(node.value, constants)
         arguments = {target.attr: (value, node.lineno)}
@@ -108,7 +112,7 @@ def _read_call(node: ast.Call, constants: dict[str, ast.expr]) -> Call:
 
 
 def _conditional_nodes(tree: ast.Module) -> set[int]:
-    """The nodes inside branches and loops, which do not always run."""
+    """The ids of the nodes inside branches and loops, which do not always run."""
     branches = (ast.If, ast.Try, ast.While, ast.For, ast.Match, ast.IfExp)
     return {
         id(inner)
@@ -128,7 +132,9 @@ def _dotted_name(node: ast.expr) -> str:
 
 
 def _single_assignments(tree: ast.Module) -> dict[str, ast.expr]:
-    """Names that are assigned exactly once in the file, so that each use has that value."""
+    """The value of every name that is assigned exactly once in the file, so that each use has that
+    value.
+    """
     values: dict[str, ast.expr | None] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign):
@@ -145,7 +151,9 @@ def _single_assignments(tree: ast.Module) -> dict[str, ast.expr]:
 
 
 def _evaluate(node: ast.expr, constants: dict[str, ast.expr], depth: int = 0) -> Any:
-    """A constant, a dotted name as text (`torch.bfloat16`), a container of them, or Unknown."""
+    """Evaluates an expression to a constant, a dotted name as text (`torch.bfloat16`), a container
+    of these, or Unknown.
+    """
     if depth > 8:
         return Unknown
     if isinstance(node, ast.Constant):
@@ -190,7 +198,7 @@ def _evaluate(node: ast.expr, constants: dict[str, ast.expr], depth: int = 0) ->
 
 
 _NOT_PYTHON = ("%", "!", "?")
-# `%%bash` and all others hold another language
+# cells with other magics, such as `%%bash`, hold another language
 _PYTHON_MAGICS = {"capture", "time", "timeit", "prun", "python", "python3"}
 
 
@@ -210,8 +218,8 @@ def _code_cells(data: Any) -> Iterator[list[str]]:
 
 
 def read_notebook(text: str) -> tuple[str, Callable[[int | None], int | None]]:
-    """Returns the code of a notebook, and a function from a line of that code to its line in the
-    file. Shell and magic lines become comments.
+    """Returns the code of a notebook, and a function that maps a line of this code to its line in
+    the file. Shell and magic lines become comments.
 
     Raises  Unreadable
     """
@@ -235,10 +243,11 @@ def read_notebook(text: str) -> tuple[str, Callable[[int | None], int | None]]:
                 position = offset if offset >= 0 else position
             plain = line.lstrip()
             indent = line[: len(line) - len(plain)]
-            # a comment needs no indentation; the first line of a command may be a block's only one
+            # A comment needs no indentation. A command becomes `pass`, because it may be the only
+            # statement of a block.
             is_comment = is_other_language or continues_command
             is_command = is_comment or plain.startswith(_NOT_PYTHON)
-            # `!pip install \` goes on in the next line
+            # `!pip install \` continues on the next line
             continues_command = is_command and plain.endswith("\\")
             if is_comment:
                 code.append(f"# {plain}")

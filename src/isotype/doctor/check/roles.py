@@ -27,16 +27,16 @@ from .settings import (
     parse_dtype,
 )
 
-# ms-swift's words for it, old and new
+# the names of ms-swift's setting, old and new
 _SWIFT_METHOD_KEYS = ("hf.train_type", "hf.tuner_type", "hf.sft_type", "hf.finetuning_type")
 
 
 @dataclass(frozen=True, slots=True)
 class MixedPrecision:
-    """The half precision that a Trainer runs in, with the setting and the reason that decided it.
+    """The half precision of a Trainer, with the setting and the reason that decided it.
 
-    compute            None where nothing switches it on
-    deepspeed_section  the half that DeepSpeed's configuration enables by itself
+    compute            the dtype; None if no setting switches half precision on
+    deepspeed_section  the bf16 or fp16 setting that DeepSpeed's configuration enables by itself
     """
 
     compute: str | None
@@ -89,7 +89,9 @@ def set_hf_roles(record: Record) -> None:
 
 
 def _resolve_hf_mixed_precision(facts: Facts) -> MixedPrecision:
-    """Precedence: the trainer's flag, the launcher's mode, the default of TRL's configs, DeepSpeed."""
+    """Finds what decides mixed precision. The order of precedence is the trainer's flag, the
+    launcher's mode, the default of TRL's configs, and DeepSpeed's section.
+    """
     section = _enabled_deepspeed_section(facts)
     flag = mixed_flag(facts)
     if flag is not None:
@@ -119,7 +121,9 @@ def _enabled_deepspeed_section(facts: Facts) -> Setting | None:
 
 
 def _hf_arguments_class(facts: Facts) -> str:
-    """The class that a program calls (`TrainingArguments`, `SFTConfig`, ...); "" for a file."""
+    """The class of the trainer's arguments (`TrainingArguments`, `SFTConfig`, ...); "" if they come
+    from a file.
+    """
     document = facts.first_document("hf")
     if document is None:
         return ""
@@ -127,7 +131,7 @@ def _hf_arguments_class(facts: Facts) -> str:
 
 
 def _is_hf_half_computed(facts: Facts) -> bool:
-    """Whether the program computes bf16 or fp16, so that their values are not known."""
+    """Whether the program computes the values of bf16 or fp16, so that they are unknown."""
     document = facts.first_document("hf")
     if document is None:
         return False
@@ -176,7 +180,7 @@ def _set_hf_trained(
     dtype: str | None,
     dtype_setting: Setting | None,
 ) -> None:
-    """The dtype of the weights that are trained: adapters, or every weight."""
+    """Sets the dtype of the trained weights, which are the adapters or every weight."""
     if trained_dtype is not None and parse_dtype(trained_dtype.value):
         record.set("trained", parse_dtype(trained_dtype.value), "as set", trained_dtype)
         return
@@ -240,8 +244,9 @@ def _set_hf_fsdp_roles(
     keeps_4bit_model = version == 2 and record.quantised_bits == 4
     is_half_trained = record.value("trained") in ("bf16", "fp16")
     if is_half_trained and not is_trained_dtype_set and not keeps_4bit_model:
-        # accelerate 1.15 as installed (1.10 to 1.14 by its history, not run): prepare_model
-        # (FSDP1) and fsdp2_prepare_model, which leaves models with 4-bit weights alone
+        # accelerate does this in prepare_model (FSDP1) and in fsdp2_prepare_model, which skips
+        # models with 4-bit weights. This was run with 1.15; for 1.10 to 1.14 only the source was
+        # read.
         record.set(
             "trained",
             "fp32",
@@ -251,7 +256,7 @@ def _set_hf_fsdp_roles(
 
 
 def _loop_autocast(facts: Facts) -> Setting | None:
-    """The dtype of `torch.autocast(...)` in a training loop without a trainer."""
+    """The dtype argument of `torch.autocast(...)` in a training loop that uses no trainer."""
     dtype = facts.get("code.autocast.dtype")
     if dtype is not None and not facts.has("hf") and parse_dtype(dtype.value):
         return dtype
@@ -259,7 +264,9 @@ def _loop_autocast(facts: Facts) -> Setting | None:
 
 
 def _axolotl_bf16_mode(bf16: Setting | None) -> str:
-    """`unset`, `True`, `False`, or the value as text (`auto`, `full`)."""
+    """The mode of axolotl's bf16 setting: `unset`, `True`, `False`, or the value as text (`auto`,
+    `full`).
+    """
     if bf16 is None:
         return "unset"
     enabled = parse_boolean(bf16.value)
@@ -380,7 +387,7 @@ def set_torchtitan_roles(record: Record) -> None:
 
 
 def _dtype_or(setting: Setting | None, default: str | None) -> str | None:
-    """The dtype that a setting names, or the default where it is not set."""
+    """The dtype that a setting names; the default if it is not set."""
     if setting is None:
         return default
     return parse_dtype(setting.value)
@@ -399,7 +406,7 @@ def set_lightning_roles(record: Record) -> None:
         half = "bf16"
     loaded, loaded_by = model_dtype(record.facts)
     record.adapter = True if record.facts.has("peft") else None
-    # a mixed mode casts no weight: the module keeps what it was loaded in
+    # a mixed mode casts no weights: the module keeps the dtype in which it was loaded
     if full.endswith("mixed") and loaded:
         record.set("parameters", loaded, "as loaded", loaded_by)
         record.set("trained", loaded, "as loaded", loaded_by)
@@ -500,7 +507,9 @@ def set_kohya_roles(record: Record) -> None:
 
 
 def set_script_roles(record: Record) -> None:
-    """For a training script with the arguments of diffusers' or accelerate's examples."""
+    """Sets the roles of a training script that has the arguments of diffusers' or accelerate's
+    example scripts.
+    """
     mixed = record.facts.get("script.mixed_precision")
     record.set("compute", _dtype_or(mixed, None), "the script's argument", mixed)
 
@@ -530,7 +539,7 @@ def _find_target_device(facts: Facts) -> Device | None:
 
 
 def _set_derived_roles(record: Record) -> None:
-    """Sets the roles that follow from other roles, for all tools."""
+    """Sets the roles that follow from other roles. They are the same for all tools."""
     trained = record.value("trained")
     if trained:
         setting = record.deciding_setting("gradients") or record.deciding_setting("trained")

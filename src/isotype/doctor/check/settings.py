@@ -1,10 +1,10 @@
-"""Settings with the line that made them, documents of settings, the facts of one run, and its
-effective precision record.
+"""Settings with their file and line, documents of settings, the facts of one run, and the record of
+its effective precision.
 
-The record says what each role of a run will really be, with the setting that decided it. Each
-tool's settings are compiled into the same record (`roles.py`), so that a rule about precision is
-written once. The functions at the end read settings that several tools have in different places:
-the model's dtype, half precision, quantisation, adapters, DeepSpeed and FSDP.
+The record holds the effective dtype of each role of a run, with the setting that decided it.
+`roles.py` resolves the settings of every tool into the same kind of record, so that a rule about
+precision is written once. The functions at the end read settings that each tool has in a different
+place: the model's dtype, half precision, quantisation, adapters, DeepSpeed and FSDP.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from ...finding import Place
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What a run's device supports.
+    """The device of a run and the formats that it supports.
 
-    architecture     CUDA's compute capability (`9.0`), or AMD's gfx name
-    bf16, tf32, fp8  whether the device has them
+    architecture     the CUDA compute capability (`9.0`), or AMD's gfx name
+    bf16, tf32, fp8  whether the device supports the format
     """
 
     name: str
@@ -36,8 +36,8 @@ class Device:
 
 
 def parse_device(name: str) -> Device:
-    """Raises UsageError with the nearest names."""
-    # which Isotype does not train on, and other tools do
+    """The device with this name. Raises UsageError with similar names for an unknown name."""
+    # other tools train on this device, Isotype does not
     if name.strip().lower() in ("mps", "apple"):
         return Device(name, "mps")
     hardware = lookup_hardware(name)
@@ -57,7 +57,7 @@ def parse_device(name: str) -> Device:
 
 
 def find_device(name: str) -> Device | None:
-    """None for a name that is not in the table of hardware."""
+    """The device with this name; None if the name is not in the table of hardware."""
     try:
         return parse_device(name)
     except UsageError:
@@ -66,10 +66,10 @@ def find_device(name: str) -> Device | None:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One value with its place.
+    """A value with its key, file and line.
 
-    value  as its reader parsed it (Python bool, number, str, None, list)
-    key    as it is written in the file
+    value  the parsed value (bool, number, str, None or list)
+    key    the key as it is written in the file
     """
 
     value: Any
@@ -103,8 +103,8 @@ class Setting:
 
 @dataclass(slots=True)
 class Document:
-    """One file's settings for one tool; `tool` is the namespace of its keys (`hf`, `deepspeed`,
-    ...).
+    """The settings of one file for one tool. `tool` is the namespace of its keys (`hf`,
+    `deepspeed`, ...).
     """
 
     tool: str
@@ -121,7 +121,7 @@ FALSE_WORDS = ("false", "no", "off", "0", "none", "null", "")
 
 
 def parse_boolean(value: Any) -> bool | None:
-    """How a trainer parses a boolean; None for a value that is none (`auto`)."""
+    """Parses a boolean as trainers do. Returns None for a value that is not a boolean (`auto`)."""
     if isinstance(value, bool) or value is None:
         return value
     if isinstance(value, int | float):
@@ -142,7 +142,7 @@ def parse_dtype(value: Any) -> str | None:
 
 @dataclass
 class Facts:
-    """All documents of one run; `facts.get("hf.bf16")` looks a setting up."""
+    """All documents of one run. `facts.get("hf.bf16")` looks up a setting."""
 
     documents: list[Document] = field(default_factory=list)
     device: str | None = None
@@ -154,7 +154,7 @@ class Facts:
         return any(d.tool in tools for d in self.documents)
 
     def get(self, *names: str) -> Setting | None:
-        """The first of `tool.key` that is set to something other than null."""
+        """The first of the settings `tool.key` that has a value other than null."""
         for name in names:
             tool, _, key = name.partition(".")
             for document in self.documents:
@@ -167,7 +167,7 @@ class Facts:
         return None
 
     def get_written(self, name: str) -> Setting | None:
-        """The setting if its key is written, even with null as its value."""
+        """The setting if its key is written in a file, even with the value null."""
         tool, _, key = name.partition(".")
         return next(
             (d.settings[key] for d in self.documents if d.tool == tool and key in d.settings), None
@@ -181,7 +181,7 @@ class Facts:
         return str(self.value(*names, default="")).strip().lower()
 
     def first_enabled(self, *names: str) -> Setting | None:
-        """The first of the names that is switched on (`auto` is not)."""
+        """The first of the settings that is switched on. `auto` does not count as on."""
         return next(
             (
                 s
@@ -238,11 +238,11 @@ ROLES = (
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What one role will be.
+    """The effective value of one role.
 
-    value    a dtype, or a phrase
-    reason   in a few words
-    setting  the one that decided; None for the tool's default
+    value    a dtype or a short description
+    reason   a short phrase
+    setting  the setting that decided the value; None for the tool's default
     """
 
     value: str
@@ -254,8 +254,8 @@ class Decision:
 class Record:
     """The effective precision of a run: a decision for each role.
 
-    adapter         None where no setting says whether adapters are trained
-    quantised_bits  None for a base that is not quantised
+    adapter         whether adapters are trained; None if no setting says so
+    quantised_bits  the bits per weight of a quantised base model; None if it is not quantised
     """
 
     tool: str
@@ -281,7 +281,7 @@ class Record:
 
     @property
     def trains_every_weight(self) -> bool:
-        """Whether every weight is trained, as far as the settings say."""
+        """Whether every weight is trained. Unknown cases count as True."""
         return self.adapter is not True and self.quantised_bits is None
 
     @property
@@ -315,7 +315,7 @@ _ALL_TOOLS = [
     "deepspeed",
     "accelerate",
 ]
-# these have the Trainer's arguments for DeepSpeed and FSDP
+# these tools have the Trainer's arguments for DeepSpeed and FSDP
 _TRAINER_TOOLS = ("hf", "axolotl", "llamafactory")
 
 
@@ -347,7 +347,9 @@ QUANTIZATION_SECTION = "quantization_config"
 
 
 def model_dtype(facts: Facts) -> tuple[str | None, Setting | None]:
-    """The dtype that the weights are loaded in: the requested one, or the checkpoint's own."""
+    """The dtype in which the weights are loaded, and its setting: the requested dtype, or the dtype
+    of the checkpoint.
+    """
     requested = facts.get(*MODEL_DTYPE_KEYS)
     if requested is not None and parse_dtype(requested.value):
         return parse_dtype(requested.value), requested
@@ -358,7 +360,7 @@ def model_dtype(facts: Facts) -> tuple[str | None, Setting | None]:
 
 
 def mixed_flag(facts: Facts, tool: str = "hf") -> Setting | None:
-    """The trainer's flag for half precision that is on; bf16 comes first."""
+    """The trainer's flag for half precision that is on. bf16 takes precedence."""
     return facts.first_enabled(f"{tool}.bf16", f"{tool}.fp16")
 
 
@@ -388,7 +390,9 @@ def detect_quantisation(record: Record, *prefixes: str) -> None:
 
 
 def detect_adapter(record: Record, *names: str) -> None:
-    """Decides by the first of these settings that is written, else by calls of PEFT."""
+    """Decides whether adapters are trained, by the first of the settings that is written, else by
+    calls of PEFT.
+    """
     facts = record.facts
     if setting := next(filter(None, map(facts.get_written, names)), None):
         record.adapter = str(setting.value).lower() not in (
@@ -431,7 +435,9 @@ def find_deepspeed(facts: Facts) -> Setting | None:
 
 
 def deepspeed_half(record: Record) -> str | None:
-    """The half precision that DeepSpeed's file switches on, by itself or by "auto"."""
+    """The half precision that DeepSpeed's file enables with true or "auto"; None if it enables
+    none.
+    """
     for half in ("bf16", "fp16"):
         section = deepspeed_setting(record.facts, f"{half}.enabled")
         if section is not None and (
@@ -443,8 +449,8 @@ def deepspeed_half(record: Record) -> str | None:
 
 
 def zero_stage(facts: Facts) -> tuple[int | None, Setting | None]:
-    """The stage in DeepSpeed's settings, else a digit in the name of its file (`zero3.json`,
-    `ds_z2_config.json`).
+    """The ZeRO stage and its setting. It comes from DeepSpeed's settings, else from the name of the
+    file (`zero3.json`, `ds_z2_config.json`).
     """
     if stage := deepspeed_setting(facts, "zero_optimization.stage") or facts.get(
         "accelerate.deepspeed_config.zero_stage"
@@ -512,8 +518,8 @@ def find_fsdp(facts: Facts) -> Setting | None:
 
 
 def fsdp_version(facts: Facts) -> tuple[int | None, Setting | None]:
-    """The version that is set. Without one, transformers' arguments mean FSDP2 since 5.10, and
-    accelerate's own file means FSDP1.
+    """The FSDP version and its setting. If no version is set, the arguments of transformers 5.10
+    and newer mean FSDP2, and accelerate's file means FSDP1.
     """
     if version := facts.get(*_FSDP_VERSION_KEYS):
         return _parse_int(version), version

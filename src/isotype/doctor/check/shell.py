@@ -1,4 +1,4 @@
-"""Assignments and commands of a shell script or an env file.
+"""Reads the assignments and commands of a shell script or an env file.
 
 No shell is run: quotes, `export`, `+=`, `${NAME}`, `${NAME:-default}` and continued lines are
 interpreted; `$(...)` is left as it is written.
@@ -27,7 +27,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """lines: the line of each argument"""
+    """A command of a script, with the line of each of its arguments."""
 
     arguments: list[str]
     lines: list[int]
@@ -35,7 +35,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """`--name value ...` of a command. A flag has no values."""
+    """An option of a command, `--name value ...`. A flag has no values."""
 
     name: str
     values: tuple[str, ...]
@@ -48,10 +48,10 @@ class Option:
 
 @dataclass(slots=True)
 class Script:
-    """What a script assigns and runs.
+    """The assignments and commands of a script.
 
-    variables  the last value of each
-    prefixed   assignments written before a command, which hold only for it
+    variables  the last assignment of each variable
+    prefixed   assignments that precede a command on its line and apply only to it
     """
 
     variables: dict[str, Assignment] = field(default_factory=dict)
@@ -68,9 +68,9 @@ _TOKEN = re.compile(
 
 @dataclass(slots=True)
 class _Word:
-    """A word of a command as it is written, without its quotes.
+    """A word of a command, without its quotes.
 
-    is_single_quoted  single quotes keep it from expansion
+    is_single_quoted  whether single quotes prevent the expansion of variables in it
     """
 
     text: str
@@ -78,7 +78,7 @@ class _Word:
     is_single_quoted: bool = False
 
 
-# their lines are left out
+# lines that begin with these words are skipped
 _COMPOUND = {"if", "then", "else", "fi", "for", "do", "done", "while", "function", "case", "esac"}
 
 
@@ -152,9 +152,10 @@ def _read_command(script: Script, words: list[_Word]) -> None:
 
 
 def read_options(arguments: Sequence[str], lines: Sequence[int] = ()) -> list[Option]:
-    """`--name value`, `--name=value`, `--name a b`, `--flag`; dashes of a name are underscores.
+    """Reads the options of a command line: `--name value`, `--name=value`, `--name a b` or
+    `--flag`. Dashes in names become underscores.
 
-    lines  the line of each argument
+    lines  the line number of each argument
     """
     options: list[Option] = []
     position = 0
@@ -180,5 +181,5 @@ def _is_option(argument: str) -> bool:
 
 
 def parse_options(arguments: Sequence[str]) -> dict[str, str | bool]:
-    """Name -> the first value of each option; a flag without a value is True."""
+    """The options of a command line as name -> first value. A flag without a value is True."""
     return {option.name: option.value for option in read_options(arguments)}

@@ -1,8 +1,8 @@
-"""JSON, YAML and TOML with the line of every key. Nothing that is read is executed.
+"""Reads JSON, YAML and TOML together with the line of every key. No content is executed.
 
 JSON may have comments and trailing commas, which several trainers allow. Plain scalars of YAML are
-resolved by YAML 1.1, as PyYAML and the trainers do: an unquoted `no` is False. Values of TOML come
-from `tomllib`, their lines from a scan of its plain syntax.
+resolved by YAML 1.1, as in PyYAML and the trainers: an unquoted `no` is False. Values of TOML come
+from `tomllib`; their lines are found by a scan of the text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ KeyPath = tuple[str | int, ...]
 class Unreadable(ValueError):
     """A file that cannot be parsed.
 
-    line  where parsing stopped; None in a binary file
+    line  the line at which parsing stopped; None for a binary file
     """
 
     def __init__(self, message: str, line: int | None = None) -> None:
@@ -34,7 +34,9 @@ class Tree:
     lines: dict[KeyPath, int] = field(default_factory=dict)
 
     def leaves(self) -> Iterator[tuple[str, Any, int | None]]:
-        """(dotted key, value, line); empty containers and lists of plain values count as leaves."""
+        """Yields (dotted key, value, line) for each leaf. Empty containers and lists of plain
+        values count as leaves.
+        """
         yield from self._leaves(self.data, ())
 
     def _leaves(self, node: Any, path: KeyPath) -> Iterator[tuple[str, Any, int | None]]:
@@ -68,7 +70,9 @@ def read_json(text: str) -> Tree:
 
 
 def _blank_match(match: re.Match[str]) -> str:
-    """Keeps a string, and replaces a comment or a comma by blanks without losing line breaks."""
+    """Returns a string literal unchanged, and blanks of the same length for a comment or a comma.
+    Line breaks are kept.
+    """
     if match[0].startswith('"'):
         return match[0]
     return re.sub(r"[^\n]", " ", match[0])
@@ -77,7 +81,7 @@ def _blank_match(match: re.Match[str]) -> str:
 def _json_lines(text: str) -> dict[KeyPath, int]:
     """The line of every key and of every list entry of a JSON text."""
     lines: dict[KeyPath, int] = {}
-    path: list[str | int] = []  # the key, or the position, in each of the containers around
+    path: list[str | int] = []  # the current key or index in each enclosing container
     line = 1
     at = 0
     for token in _TOKEN.finditer(text):
@@ -112,12 +116,12 @@ MAX_VALUES = 200_000
 
 
 def read_yaml(text: str) -> Tree:
-    """The first document of a file. Raises Unreadable."""
+    """Parses the first document of a YAML text. Raises Unreadable."""
     from ruamel.yaml import YAML
     from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
     try:
-        with warnings.catch_warnings(action="ignore"):  # an anchor may be given again
+        with warnings.catch_warnings(action="ignore"):  # an anchor may be defined twice
             root = next(iter(YAML(typ="safe", pure=True).compose_all(text)), None)
     except MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
@@ -147,7 +151,7 @@ def parse_scalar(text: str) -> Any:
 def _node_value(node: Any, path: KeyPath, tree: Tree, depth: int) -> Any:
     if depth > 100:
         raise Unreadable("nested too deeply", node.start_mark.line + 1)
-    if len(tree.lines) > MAX_VALUES:  # aliases of aliases grow without end
+    if len(tree.lines) > MAX_VALUES:  # nested aliases can expand to a huge number of values
         raise Unreadable(f"more than {MAX_VALUES} values", node.start_mark.line + 1)
     tree.lines.setdefault(path, node.start_mark.line + 1)
     if node.id == "mapping":

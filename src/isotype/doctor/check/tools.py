@@ -1,5 +1,5 @@
-"""Which tool a tree of settings belongs to, decided by its keys (`tools.txt`): a distinctive key of
-a tool counts three points, an ordinary one counts one.
+"""Identifies the tool to which a tree of settings belongs, by its keys. `tools.txt` lists the keys
+of each tool: a distinctive key counts three points, an ordinary key one.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 class ToolKeys(NamedTuple):
     """The keys of one tool in `tools.txt`.
 
-    distinctive  those that few other tools have
-    ordinary     those that others have, too
-    read         further ones that rules read
+    distinctive  keys that few other tools have
+    ordinary     keys that other tools have too
+    read         further keys that rules use
     """
 
     distinctive: list[str]
@@ -38,7 +38,7 @@ def _load_tool_keys() -> dict[str, ToolKeys]:
 
 
 TOOL_KEYS = _load_tool_keys()
-# tool -> the keys that rules may name
+# tool -> the keys that rules may use
 RULE_KEYS = {tool: frozenset(chain(*keys)) for tool, keys in TOOL_KEYS.items()}
 _ISOTYPE_SECTIONS = {"model", "data", "adapter", "precision", "train", "run"}
 _TIE_ORDER = (
@@ -57,8 +57,8 @@ _TIE_ORDER = (
 
 
 def identify_tool(data: Any, name: str = "") -> str | None:
-    """The tool's namespace, or None when the keys say nothing of training. The file's name decides
-    between tools that fit equally well.
+    """The namespace of the tool; None if the keys are not about training. The name of the file
+    decides between tools with the same score.
     """
     if not isinstance(data, dict) or not data:
         return None
@@ -77,7 +77,7 @@ def identify_tool(data: Any, name: str = "") -> str | None:
         return None
     is_model_file = best in (scores["model"], scores["peft"])
     if is_model_file and keys & {"bf16", "fp16"} and "output_dir" in keys:
-        # a trainer's arguments and its model's in one flat file, as TRL's scripts take them
+        # a flat file with the arguments of a trainer and of its model, as TRL's scripts use it
         return "hf"
     if best == 1:
         return "accelerate"
@@ -86,7 +86,7 @@ def identify_tool(data: Any, name: str = "") -> str | None:
 
 
 def _collect_keys(data: dict[str, Any]) -> set[str]:
-    """The keys of the tree and, dotted, those one level below."""
+    """The top-level keys of the tree, and the keys one level below in dotted form."""
     keys = {str(key).removeprefix("--") for key in data}
     for key, value in data.items():
         if isinstance(value, dict):
@@ -95,7 +95,7 @@ def _collect_keys(data: dict[str, Any]) -> set[str]:
 
 
 def _score_tools(data: dict[str, Any], keys: set[str], file_name: str) -> dict[str, int]:
-    """Points of each tool for its keys; file_name is in lower case."""
+    """The score of each tool. `file_name` is in lower case."""
     scores = {
         tool: 3 * len(keys & set(known.distinctive)) + len(keys & set(known.ordinary))
         for tool, known in TOOL_KEYS.items()
@@ -109,7 +109,7 @@ def _score_tools(data: dict[str, Any], keys: set[str], file_name: str) -> dict[s
     if "base_model" not in keys and scores["axolotl"] < 6:
         scores["axolotl"] = 0
     if not keys & {"checkpointer", "tokenizer.path"}:
-        scores["torchtune"] = 0  # the other words of torchtune are words that everybody uses
+        scores["torchtune"] = 0  # torchtune's other keys are too common
     if not keys & _LLAMAFACTORY_KEYS:
         scores["llamafactory"] = 0
     if keys & {"finetuning_type", "pure_bf16"}:

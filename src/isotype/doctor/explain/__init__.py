@@ -1,5 +1,5 @@
-"""`isotype doctor explain`: from a pasted error or a whole log to the cause and the fix. Imports no
-torch.
+"""`isotype doctor explain` finds the cause and the fix of an error in a pasted message or a whole
+log. It imports no torch.
 """
 
 from .explainer import explain

@@ -1,5 +1,5 @@
-"""The rules, each registered under its code when its module is imported, and the pages of these
-codes.
+"""The rules, which are registered under their codes when their modules are imported, and the pages
+of these codes.
 """
 
 from ....pages import docstring_page
@@ -7,7 +7,7 @@ from . import keys  # noqa: F401
 from .autocast_regions import CODE, autocast_around_backward
 from .base import RULES as _REGISTERED
 
-RULES = dict(sorted(_REGISTERED.items()))  # by code: which file a rule lies in decides nothing
+RULES = dict(sorted(_REGISTERED.items()))  # sorted by code, so that a rule can move to another file
 
 _OTHER_PAGES = {
     CODE: docstring_page(CODE, autocast_around_backward),

@@ -18,11 +18,11 @@ _OTHER_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda
 def autocast_around_backward(text: str, display_path: str) -> Iterator[Finding]:
     """backward or an optimizer step inside an autocast region
 
-    **Why it matters.** Autocast chooses dtypes for the forward pass; backward takes them over by
-    itself. Run inside the region, hand-written backwards and recomputations see autocast a second
-    time. An optimizer step inside it is worse: autocast keeps a low-precision copy of each weight
-    until the region ends, so that a forward pass after the step multiplies with the weights from
-    before it.
+    **Why it matters.** Autocast chooses dtypes for the forward pass, and backward uses the same
+    dtypes. If backward runs inside the region, autocast applies a second time to hand-written
+    backwards and to recomputations. An optimizer step inside the region is worse. Autocast keeps a
+    low-precision copy of each weight until the region ends, so that a forward pass after the step
+    uses the old weights.
 
     **Example.** `with torch.autocast("cuda", dtype=torch.bfloat16):` around a loop with
     `loss.backward()` and `optimizer.step()`.
@@ -30,15 +30,16 @@ def autocast_around_backward(text: str, display_path: str) -> Iterator[Finding]:
     **What to do.** Close the region after the loss: only the forward pass and the loss belong
     inside `with autocast`.
 
-    **Known problems.** Only calls written inside the region are seen, not those of functions called
-    from it. Regions with `enabled=False` are left alone; of a folder files of tests are not read.
+    **Known problems.** Only calls that are written inside the region are found, not calls in
+    functions that the region calls. Regions with `enabled=False` are skipped. In a folder, test
+    files are not read.
     """
     if not _WORTH_PARSING.search(text):
         return
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError):
-        return  # the reader of calls reports it
+        return  # `read_calls` reports it
     aliases = {
         a.asname
         for n in ast.walk(tree)
@@ -67,8 +68,8 @@ def autocast_around_backward(text: str, display_path: str) -> Iterator[Finding]:
 
 
 def _regions(tree: ast.Module, names: set[str]) -> Iterator[tuple[ast.With | ast.FunctionDef, str]]:
-    """`with` statements and decorated functions that switch autocast on, each with the qualified
-    name of the function or class that holds it.
+    """The `with` statements and decorated functions that switch autocast on, each with the
+    qualified name of the enclosing function or class.
     """
 
     def enables_autocast(node: ast.AST) -> bool:
@@ -114,8 +115,8 @@ def _regions(tree: ast.Module, names: set[str]) -> Iterator[tuple[ast.With | ast
 
 
 def _method_calls(region: ast.AST, is_disabled: bool = False) -> Iterator[tuple[ast.Call, bool]]:
-    """The method calls of a region, each with whether `autocast(enabled=False)` surrounds it.
-    Functions defined inside the region are left out.
+    """The method calls of a region, each with a flag that tells whether it is inside
+    `autocast(enabled=False)`. Functions that are defined inside the region are skipped.
     """
     for child in ast.iter_child_nodes(region):
         if isinstance(child, _OTHER_SCOPES):
@@ -134,7 +135,9 @@ def _method_calls(region: ast.AST, is_disabled: bool = False) -> Iterator[tuple[
 
 
 def _classify_call(call: ast.Call) -> tuple[str, str, Severity] | None:
-    """The name of a call that does not belong in the region, the cause and the severity."""
+    """The name, cause and severity of a call that does not belong in the region; None for other
+    calls.
+    """
     assert isinstance(call.func, ast.Attribute)
     receiver = _last_name(call.func.value)
     first_argument = _last_name(call.args[0]) if call.args else ""
@@ -157,8 +160,8 @@ def _classify_call(call: ast.Call) -> tuple[str, str, Severity] | None:
 
 
 def _has_zero_factor(call: ast.Call) -> bool:
-    """Whether a loss is multiplied by 0, as `(logits * 0).sum().backward()`: its gradients are zero
-    in every dtype.
+    """Whether a loss is multiplied by 0, as in `(logits * 0).sum().backward()`. Its gradients are
+    zero in every dtype.
     """
     products = [
         n for n in ast.walk(call.func) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mult)
@@ -171,13 +174,15 @@ def _has_zero_factor(call: ast.Call) -> bool:
 
 
 def _is_disabled(call: ast.Call) -> bool:
-    """Whether a literal switches autocast off: `autocast("cuda", enabled=False)`."""
+    """Whether a literal argument switches autocast off: `autocast("cuda", enabled=False)`."""
     enabled_values = [k.value for k in call.keywords if k.arg == "enabled"] + call.args[:1]
     return any(isinstance(v, ast.Constant) and v.value is False for v in enabled_values)
 
 
 def _last_name(node: ast.AST) -> str:
-    """`a.b.c` -> c; `c` -> c; for a call the name of its function; "" for anything else."""
+    """The last part of a dotted name: `a.b.c` -> c, `c` -> c. For a call it is the name of the
+    function, and "" for any other node.
+    """
     if isinstance(node, ast.Call):
         return _last_name(node.func)
     if isinstance(node, ast.Attribute):

@@ -1,11 +1,15 @@
-"""What a rule is: a function from a record to findings, which name the settings, their places and
-whose value counts; its docstring is its page.
+"""A rule is a function from a run's record to findings. Its docstring is the page of its code. A
+finding names the settings, their locations, and the setting that takes effect.
 
-Rules are sheets (`*.txt` beside this file, read by `pages.sheets`); those that look at every key of
-a file are functions (`keys.py`). The header of a section may hold rows of variables, `half=bf16
-other=fp16; half=fp16 other=bf16`: the section is judged once for each row. An entry's title is the
-finding's message, its ranks are the severities, its fields: `settings` (those that are listed, each
-the first of `one|another` that is there), `cause`, `fix`, `today`, `holds`.
+Most rules are written in sheets: text files (`*.txt` beside this file) whose entries have a
+condition and fields, read by `pages.sheets`. Rules that look at every key of a file are Python
+functions (`keys.py`).
+
+The header of a section may hold rows of variables, such as `half=bf16 other=fp16; half=fp16
+other=bf16`. The section is evaluated once for each row. The title of an entry is the message of the
+finding, and its rank is the severity. The fields are `settings` (the settings to list; of
+`one|another` the first that exists), `cause`, `fix`, `today` (the effect of the current settings)
+and `holds` (the versions for which the rule is known).
 """
 
 from __future__ import annotations
@@ -36,10 +40,10 @@ def make_finding(
     current_effect: str | None = None,
     known_versions: str | None = None,
 ) -> Finding:
-    """A finding at the first setting, listing all of them.
+    """Returns a finding that is placed at the first setting and lists all of them.
 
-    current_effect  what happens today, when two settings disagree
-    known_versions  the versions the rule is known for
+    current_effect  the effect of the current settings, if two of them disagree
+    known_versions  the versions for which the rule is known
     """
     distinct_settings = list(
         {(s.key, s.file, s.line): s for s in settings if s is not None}.values()
@@ -71,7 +75,7 @@ error = partial(make_finding, Severity.ERROR)
 
 
 def _parse_rows(section: Section) -> list[dict[str, str]]:
-    """The rows of variables in a header; one empty row where there is none."""
+    """The rows of variables in the header of a section; one empty row if there are none."""
     return [dict(pair.split("=") for pair in row.split()) for row in section.header.split(";")]
 
 
@@ -92,7 +96,7 @@ def _find_section(section: Section, record: Record) -> Iterator[Finding]:
 
 
 def load_sheet(path: Path) -> dict[str, list[Section]]:
-    """The sections of a sheet by code. Raises SheetError."""
+    """The sections of a sheet, grouped by code. Raises SheetError for a sheet with mistakes."""
     by_code: dict[str, list[Section]] = {}
     for section in read_sections(
         path, ranks="error|warning|note", fields="settings|cause|fix|today|holds"

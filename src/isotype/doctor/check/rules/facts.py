@@ -1,4 +1,6 @@
-"""The names that the sheets of `check` use: facts of a run's record, and settings of its tools."""
+"""The names that conditions in the rule sheets (`*.txt`) of `check` can use: facts about a run's
+record, and settings of its tools.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ from ..tools import RULE_KEYS
 
 
 def _evaluated_before_training(r: Record) -> Setting | None:
-    """The program's first call of evaluate or predict, where it stands above its call of train."""
+    """The program's first call of evaluate or predict, if a call of train follows it."""
     calls = [
         (s.line or 0, name.partition("@")[0], s)
         for name, s in r.facts.tool_settings("code")
@@ -42,7 +44,7 @@ def _evaluated_before_training(r: Record) -> Setting | None:
 
 
 def _undivided_size(r: Record) -> Setting | None:
-    """A size of the model that an FP8 block does not divide."""
+    """A size of the model that is not divisible by the FP8 block size."""
     block = r.facts.value("checkpoint.quantization_config.weight_block_size")
     if not isinstance(block, list) or len(block) != 2:
         return None
@@ -61,7 +63,7 @@ def _undivided_size(r: Record) -> Setting | None:
             and size.value % int(block[0])
         ):
             return size
-    # of DeepSeek's kv_a_proj_with_mqa: 512 + 64 are 576
+    # the output size of DeepSeek's kv_a_proj_with_mqa: 512 + 64 = 576
     rank, angles = (
         r.facts.get(f"checkpoint.{name}") for name in ("kv_lora_rank", "qk_rope_head_dim")
     )
@@ -81,7 +83,9 @@ def _undivided_size(r: Record) -> Setting | None:
 
 
 def _rounded_activations(r: Record) -> Setting | None:
-    """The setting of a published checkpoint that asks for them, by compressed-tensors or torchao."""
+    """The setting of compressed-tensors or torchao in a published checkpoint that demands rounded
+    activations.
+    """
     for setting in r.facts.nested_settings("checkpoint.quantization_config"):
         if (
             ".config_groups." in setting.key
@@ -149,20 +153,20 @@ _RECORD_FACTS: dict[str, Callable[[Record], Any]] = {
 
 
 def _read_value(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Reads the value of a setting, or any other value."""
+    """Applies `read` to the value of a setting; other values are passed to it unchanged."""
     return lambda value: read(value.value if isinstance(value, Setting) else value)
 
 
 def _read_key(read: Callable[[str], str | None]) -> Callable[[Any], str | None]:
-    """Reads the key of a setting; None for another value."""
+    """Applies `read` to the key of a setting; returns None for other values."""
     return lambda value: read(value.key) if isinstance(value, Setting) else None
 
 
 class _ToolKeys(Collection[str]):
-    """The settings `TOOL.KEY` that rules may name, one or several with `, ` between them. A key may
-    have `{tool}` in the place of its tool.
+    """The names of settings, `TOOL.KEY`, that rules may use. A string may hold several names
+    separated by `, `. `{tool}` may replace the name of the tool.
 
-    tools  those whose settings are meant
+    tools  the tools whose settings may be named; by default all
     """
 
     def __init__(self, *tools: str) -> None:
@@ -199,7 +203,7 @@ def _first_nested(facts: RuleFacts, prefixes: str) -> Setting | None:
 
 
 def _is_computed(facts: RuleFacts, name: str) -> bool:
-    """Whether a program computes the value, so that it cannot be read."""
+    """Whether a program computes the value of a setting, so that it is unknown."""
     tool, _, key = name.partition(".")
     return any(
         key in document.attributes.get("unknown", ())
@@ -217,19 +221,19 @@ def _role_value(role: str) -> Callable[[RuleFacts], Any]:
 
 
 class RuleFacts(sheets.Facts):
-    """What is known of a run, by name: variables of the section, roles of the record, and the
-    following.
+    """Looks up facts about a run by name. A name is a variable of the section, a role of the
+    record, one of `_RECORD_FACTS`, or one of the following.
 
-    TOOL.KEY, TOOL.KEY     the first of these settings that is given; after `on` or `off` the first
-                           that is switched so, after `given` that is written at all, after `under`
-                           that begins so
-    by ROLE                the setting that decided a role
-    deepspeed KEY          a setting of DeepSpeed's, wherever the tool keeps it
-    has TOOL               whether a file of the tool is there
-    unknown TOOL.KEY       whether a program computes the value
+    TOOL.KEY, TOOL.KEY     the first of these settings that is set; after `on` or `off` the first
+                           that is switched on or off, after `given` the first that is written at
+                           all, after `under` the first whose key begins with KEY
+    by ROLE                the setting that decided the dtype of a role
+    deepspeed KEY          a setting of DeepSpeed, in any place where the tool may have it
+    has TOOL               whether the run has a file of the tool
+    unknown TOOL.KEY       whether a program computes the value of the setting
 
-    and the names of `_RECORD_FACTS`. `NAME as dtype` and other endings read a value, `NAME as key`,
-    `as name` and `as half` the key of a setting.
+    Endings convert a fact: `NAME as dtype` and others convert the value of a setting; `NAME as
+    key`, `as name` and `as half` use its key.
     """
 
     facts = {
@@ -276,7 +280,7 @@ class RuleFacts(sheets.Facts):
         return set() if name in _KEYS else None
 
     def setting(self, names: str) -> Setting | None:
-        """The first of `one|another` that is a setting."""
+        """The first name of `one|another` that is a setting of the run."""
         return next(
             (value for name in names.split("|") if isinstance(value := self.get(name), Setting)),
             None,

@@ -1,5 +1,5 @@
-"""Rules that look at every key of a file: two halves side by side, words and keys that a tool
-refuses or drops.
+"""Rules that look at every key of a file. They find fp16 and bf16 enabled together, and values and
+keys that a tool refuses or ignores.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _EXCLUSIVE_PAIRS = (
 
 
 def _enabled_siblings(r: Record) -> Iterator[tuple[Setting, Setting]]:
-    """`bf16` and `fp16` both on in the same section, for any tool."""
+    """The pairs of `bf16` and `fp16` settings that are both on in the same section of any tool."""
     for document in r.facts.documents:
         if document.tool in ("env", "checkpoint", "code"):
             continue
@@ -47,14 +47,14 @@ def _enabled_siblings(r: Record) -> Iterator[tuple[Setting, Setting]]:
 def both_halves(r: Record) -> Iterator[Finding]:
     """fp16 and bf16 are both on
 
-    **Why it matters.** They exclude each other: bf16 has fp32's range and no loss scaling, fp16
-    needs it. Most trainers stop with "At most one of fp16 and bf16 can be True"; some go on with
-    whichever they look at first.
+    **Why it matters.** The two exclude each other: fp16 needs loss scaling, bf16 has the range of
+    fp32 and uses none. Most trainers stop with "At most one of fp16 and bf16 can be True". Some
+    continue with the setting that they check first.
 
     **Example.** `{"fp16": true, "bf16": true}`; a DeepSpeed file with both sections enabled; `bf16`
     for training and `fp16_full_eval` for evaluation under DeepSpeed's "auto".
 
-    **What to do.** Keep one: bf16 on Ampere and newer, else fp16.
+    **What to do.** Keep one of them: bf16 on Ampere and newer GPUs, else fp16.
     """
     f = r.facts
     for bf16, fp16 in [
@@ -114,21 +114,22 @@ def both_halves(r: Record) -> Iterator[Finding]:
 
 
 _NOT_TORCH_NAMES = ("bf16", "fp16", "fp32")
-# attributes of torch, and yet not among the words that a storage dtype may be
+# attributes of torch that are not allowed as a storage dtype
 _NOT_FOR_STORAGE = ("half", "float", "double")
 
 
 @rule("CF043")
 def unresolvable_dtype_name(r: Record) -> Iterator[Finding]:
-    """A dtype of weights in a word that is not found: `torch.bfloat16`, `bf16`
+    """A dtype of weights has a name that is not found: `torch.bfloat16`, `bf16`
 
-    **Why it matters.** `bnb_4bit_compute_dtype`, and a text given as `dtype` to `from_pretrained`,
-    are handed to `getattr(torch, ...)`: "module torch has no attribute torch.bfloat16".
-    `bnb_4bit_quant_storage` takes six words, and not `half`, `float` and `double`.
+    **Why it matters.** `bnb_4bit_compute_dtype`, and a string that is passed as `dtype` to
+    `from_pretrained`, are looked up with `getattr(torch, ...)`, which fails: "module torch has no
+    attribute torch.bfloat16". `bnb_4bit_quant_storage` accepts six names, which do not include
+    `half`, `float` and `double`.
 
     **Example.** `"bnb_4bit_compute_dtype": "torch.bfloat16"`; `from_pretrained(..., dtype="bf16")`.
 
-    **What to do.** `"bfloat16"`.
+    **What to do.** Write `"bfloat16"`.
     """
     for document in r.facts.documents:
         if document.tool not in ("model", "hf", "peft", "axolotl"):
@@ -196,9 +197,9 @@ _FP16_ONLY = {
 
 @rule("CF055")
 def deepspeed_foreign_keys(r: Record) -> Iterator[Finding]:
-    """fp16's keys in DeepSpeed's bf16 section
+    """A key of fp16 is in DeepSpeed's bf16 section
 
-    **Why it matters.** bf16 has no loss scaling, and unknown keys are forbidden.
+    **Why it matters.** bf16 has no loss scaling, and DeepSpeed refuses unknown keys.
 
     **Example.** `"bf16": {"enabled": true, "loss_scale_window": 1000}`.
 
@@ -228,13 +229,13 @@ def deepspeed_foreign_keys(r: Record) -> Iterator[Finding]:
 def wrong_policy_keys(r: Record) -> Iterator[Finding]:
     """A mixed precision policy with a key of the other FSDP version
 
-    **Why it matters.** FSDP1's policy has `buffer_dtype`, FSDP2's has `output_dtype`; accelerate
-    refuses the wrong one.
+    **Why it matters.** The policy of FSDP1 has `buffer_dtype`, the policy of FSDP2 has
+    `output_dtype`. accelerate refuses the key of the other version.
 
     **Example.** `FullyShardedDataParallelPlugin(fsdp_version=2,
     mixed_precision_policy={"buffer_dtype": "bf16"})`.
 
-    **What to do.** The keys of the version that is used.
+    **What to do.** Use the keys of the FSDP version that is set.
     """
     f = r.facts
     version, version_setting = fsdp_version(f)
