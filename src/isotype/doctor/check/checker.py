@@ -32,7 +32,7 @@ class Checked:
     """The result of a check.
 
     records  the resolved precision of each run; runs of Isotype have none here
-    files    how many files were read
+    files    the number of files that were read
     """
 
     findings: list[Finding]
@@ -199,9 +199,8 @@ def _documents_of_run(folder: Path, main: Document, collection: Collection) -> l
     for tool, candidates in by_tool.items():
         referenced_documents = [d for d in candidates if os.path.basename(d.file) in referenced]
         same_folder = [d for d in candidates if _is_in_same_folder(d, main)]
-        if (
-            tool == "accelerate" and launchers
-        ):  # the launcher's options take precedence over accelerate's file
+        # the launcher's options take precedence over accelerate's file
+        if tool == "accelerate" and launchers:
             documents += launchers
             chosen = referenced_documents or [
                 d for d in same_folder if not d.attributes.get("launcher")
@@ -307,7 +306,7 @@ class Collection:
     """The documents of all files that were read, each with its folder.
 
     findings    findings about files that look like configurations but cannot be read
-    file_count  how many files were read
+    file_count  the number of files that were read
     """
 
     documents: list[tuple[Path, Document]] = field(default_factory=list)

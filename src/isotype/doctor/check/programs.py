@@ -101,9 +101,8 @@ class _ProgramReader:
         self.calls = calls
         self.documents: list[Document] = []
         self.code = Document("code", display_path)
-        self._trainer_arguments: dict[
-            str, Document
-        ] = {}  # keyed by the variable that holds the arguments
+        # keyed by the variable that holds the arguments
+        self._trainer_arguments: dict[str, Document] = {}
         # settings on which two calls disagree: only running the program would show which call
         # counts
         self._ambiguous: list[tuple[Document, str]] = []

@@ -1,10 +1,11 @@
-"""Explains the errors of a text: recognises each, reads its situation, and ranks its causes. The last
-error comes first.
+"""Explains the errors in a text. It recognises each error, reads its situation from the traceback,
+and ranks its causes. The last error is reported first.
 
-The families of errors are sheets (`families/*.txt`, read by `pages.sheets`). The header of a
-section lists the operators that refused, separated by `;`, and its head has a `message`. A rank is
-the score of a cause, whose fields are `cause`, `fix` and `evidence`. `+ outside autocast -2 if
-TEST` includes causes of `shared.txt`.
+Each family of errors is a sheet: a text file of entries with conditions (`families/*.txt`, read by
+`pages.sheets`). The header of a section lists the operators that raise the error, separated by `;`,
+and its first entry has the `message`. The other entries are causes with the fields `cause`, `fix`
+and `evidence`; their rank is a score. `+ outside autocast -2 if TEST` includes causes of
+`shared.txt`.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from .situation import RecognisedError, find_report_flags, read_situation
 class Cause:
     """A possible cause of an error.
 
-    name      in a few words
-    score     higher is likelier
-    evidence  what in the text supports it; empty when it is only the usual cause
+    name      a short name
+    score     a higher score means a likelier cause
+    evidence  the part of the text that supports the cause; empty if it is only the usual cause
     """
 
     name: str
@@ -46,7 +47,7 @@ _SHARED_SHEET = "shared.txt"
 
 
 def load_shared_causes(path: Path) -> dict[str, list[Entry]]:
-    """Name -> causes that several families include. Raises SheetError."""
+    """Returns name -> causes that several families include. Raises SheetError."""
     causes = {}
     for section in read_sections(path, ranks=r"[\d.]+", fields=_CAUSE_FIELDS):
         check_section(section, ErrorFacts)
@@ -58,9 +59,9 @@ _SHARED_CAUSES = load_shared_causes(_SHEET_FOLDER / _SHARED_SHEET)
 
 
 def load_families(path: Path, shared: Collection[str]) -> dict[str, Section]:
-    """Operator -> the section of this sheet that explains its errors.
+    """Returns operator -> the section of this sheet that explains its errors.
 
-    shared  the sections of `shared.txt`
+    shared  the names of the sections in `shared.txt`
     Raises  SheetError
     """
     families: dict[str, Section] = {}
@@ -97,7 +98,7 @@ def _collect_causes(
 
 
 def diagnose_error(error: RecognisedError) -> tuple[str, Severity, list[Cause]]:
-    """The message, the severity and the causes of an error, the likeliest cause first."""
+    """Returns the message, the severity and the causes of an error, the likeliest cause first."""
     facts = ErrorFacts(error)
     section = FAMILIES[error.operator]
     section.define_variables(facts)
@@ -118,10 +119,10 @@ def page(code: str) -> str | None:
     return next((section.to_page() for section in FAMILIES.values() if section.code == code), None)
 
 
-# lines: a text as long as this at most is one report, and what it says in words belongs to its
-# error
+# A text of at most this many lines counts as one report. Words in it, such as "under autocast",
+# describe its error.
 MAX_REPORT_LINES = 400
-MAX_DISTINCT_ERRORS = 200  # different errors kept of one log
+MAX_DISTINCT_ERRORS = 200  # distinct errors kept per log
 MAX_PLAIN_PASSAGES = 5000  # passages without an error that are remembered
 _COMPLAINT = re.compile(
     r"(?i)\berror\b|\bexpected\b|\b(?:but )?got\b|\bfound\b|does not"
@@ -131,17 +132,17 @@ _NUMBER = re.compile(r"\d+")
 
 
 def explain(lines: Iterable[str], *, source: str | None = None) -> list[Finding]:
-    """One finding for each distinct dtype error; the last keeps its severity, earlier ones become
-    warnings. Without a dtype error: one note, EX000.
+    """Returns one finding for each distinct dtype error. The last error keeps its severity; earlier
+    errors become warnings. Without a dtype error, it returns one note, EX000.
 
-    source  the log's file, for the places of errors without a traceback
+    source  the path of the log, which is the place of errors without a traceback
     """
     lines = iter(lines)
     head = list(islice(lines, MAX_REPORT_LINES + 1))
     report = ""
     if len(head) <= MAX_REPORT_LINES:
         report = "".join(line if line.endswith("\n") else line + "\n" for line in head)
-    # so short a text speaks of one error: the code that it quotes is the error's
+    # A text this short is about one error, so the code that it quotes is the code of the error.
     quoted_text = report if len(head) <= MAX_PASSAGE_LINES else ""
     collector = _ErrorCollector(source, find_report_flags(report), quoted_text)
     for incident in read_incidents(chain(head, lines)):
@@ -156,12 +157,12 @@ class _ErrorCollector:
         self._source = source
         self._report_flags = report_flags
         self._quoted_text = quoted_text
-        # code, message and place -> the finding, and how often it occurred
+        # (code, message, place) -> the finding and its number of occurrences
         self._errors: dict[tuple[str, str, str], tuple[Finding, int]] = {}
-        # passages that are no error, without their numbers: a log repeats the same line ten
-        # thousand times
+        # passages without an error, with their digits masked, because a log may repeat the same
+        # line ten thousand times
         self._plain_passages: set[str] = set()
-        self._other_error: Incident | None = None  # the last that is no dtype error
+        self._other_error: Incident | None = None  # the last error that is no dtype error
         self._last_exception = ""
 
     def add(self, incident: Incident) -> None:
@@ -169,7 +170,7 @@ class _ErrorCollector:
         if incident.exception:
             self._last_exception = incident.text.partition("\n")[0]
         if incident.chained and self._last_exception == previous:
-            return  # raised again where it was awaited: its first traceback was explained already
+            return  # the same exception was raised again; its first traceback is already explained
         passage_key = ""
         if incident.exception is None and not incident.frames:
             passage_key = _NUMBER.sub("#", incident.text)
@@ -193,12 +194,12 @@ class _ErrorCollector:
             return error
         is_prose = incident.exception is None and "Error" not in incident.text
         complains = len(incident.text) <= 600 and _COMPLAINT.search(incident.text) is not None
-        # prose about dtypes counts only where it is short and complains
+        # text without an exception counts only if it is short and mentions a mismatch
         return None if is_prose and not complains else error
 
     def _add_error(self, error: RecognisedError, incident: Incident) -> None:
-        """Adds an error, or counts it again: it then takes its last position, and keeps its first
-        line where it has no traceback.
+        """Adds an error. A repeated error is counted and moves to its latest position. Without a
+        traceback it keeps the line of its first occurrence.
         """
         finding = _build_finding(error, incident, self._source)
         place = str(finding.place) if incident.frames else ""
@@ -211,11 +212,11 @@ class _ErrorCollector:
         self._errors[key] = (finding, count + 1)
 
     def findings(self) -> list[Finding]:
-        """One finding for each distinct error, the last error first."""
+        """Returns one finding for each distinct error, the last error first."""
         if not self._errors:
             return [_no_dtype_error_finding(self._other_error, self._source)]
         traced = {key[:2] for key in self._errors if key[2]}
-        # a logger's line beside its traceback is left out
+        # a logged line is left out if the same error also has a traceback
         ordered = [entry for key, entry in self._errors.items() if key[2] or key[:2] not in traced]
         findings = []
         for position, (finding, count) in enumerate(ordered, 1):
@@ -232,7 +233,9 @@ class _ErrorCollector:
 
 
 def _error_text(incident: Incident) -> str:
-    """The exception's text; the asserted expression for an assertion without a message."""
+    """The text of the exception. For an assertion without a message, the asserted expression is
+    appended.
+    """
     code = incident.frames[-1].code if incident.frames else ""
     if incident.text == "AssertionError" and code.startswith("assert "):
         return f"{incident.text}: {code}"
@@ -253,7 +256,7 @@ _CONTEXT = (
 
 def _build_finding(error: RecognisedError, incident: Incident, source: str | None) -> Finding:
     message, severity, ranked = diagnose_error(error)
-    if "autocast" in error.situation:  # it is on already: a remedy that switches it on is none
+    if "autocast" in error.situation:  # autocast is on, so a fix that enables it is ranked last
         ranked = sorted(ranked, key=lambda c: "torch.autocast(" in c.fix.splitlines()[0])
     top = ranked[0]
     alternatives = ranked[1:]
@@ -307,7 +310,7 @@ def _format_alternative(cause: Cause) -> str:
 
 
 def _recognised_line(text: str, error: RecognisedError) -> str:
-    """The line of a message by which the error is recognised."""
+    """The line of a message from which the error is recognised."""
     lines = text.splitlines()
     line = lines[0]
     if len(lines) > 1:
@@ -317,7 +320,9 @@ def _recognised_line(text: str, error: RecognisedError) -> str:
 
 
 def _log_line(incident: Incident, error: RecognisedError) -> int:
-    """The line of the log by which a passage is recognised; the first line of a traceback."""
+    """The line number in the log from which a passage is recognised; for a traceback, its first
+    line.
+    """
     if incident.exception is None:
         for offset, line in enumerate(incident.text.splitlines()):
             if recognise_error(line, error.situation):
@@ -358,14 +363,14 @@ def _no_dtype_error_finding(incident: Incident | None, source: str | None) -> Fi
     )
 
 
-CLOSE_SCORE = 2.0  # a cause that scores less than this below the first is as good a guess
+CLOSE_SCORE = 2.0  # a cause whose score is less than this below the best is equally likely
 _AUTOCAST_ADVICE = re.compile(
     r"(?:, |; )?(?:or )?run[^,;\n(]*under torch\.autocast\([^)]*\)(?:, or |; or |; )?"
 )
 
 
 def describe_confidence(ranked: Sequence[Cause]) -> str:
-    """`likely`, `open` or `a guess`, with the reason."""
+    """Returns `likely`, `open` or `a guess`, followed by the reason."""
     top = ranked[0]
     close_rivals = [c for c in ranked[1:] if ranked[0].score - c.score < CLOSE_SCORE]
     if not top.evidence:

@@ -1,4 +1,6 @@
-"""The names that the sheets of `explain` use: what the error's text and its traceback showed."""
+"""The names that conditions in the sheets (`families/*.txt`) of `explain` can use: facts from the
+text and the traceback of an error.
+"""
 
 from __future__ import annotations
 
@@ -59,21 +61,22 @@ def _describe_line(facts: ErrorFacts) -> str | None:
 
 
 class ErrorFacts(sheets.Facts):
-    """What an incident showed, by name: variables of the section, dtypes by role, captures of the
-    text, flags of the situation, and the following.
+    """Looks up facts about an error by name. A name is a variable of the section, the role of a
+    dtype, a capture of the text, a flag of the situation, or one of the following.
 
-    operator, text, half, torch_half, autocast  as in `RecognisedError`; `autocast is on` is the
-                              flag
-    where FLAG                the frame that proves a flag, in words
-    word NAME                 a capture of the text, where a dtype's role has the same name
-    first of set, second of set   the dtypes of a set that the text prints
-    package NAME              whether a frame lies in it
-    call, in_place, product   the failing call; where it is a product in place; where it is a
-                              product of two tensors
-    user, inner, frame        the innermost frame of the user's code, of all, and the one that
-                              `frames ~ regex` found; its `place` and `line`
+    operator, text, half, torch_half, autocast  attributes of `RecognisedError`
+    autocast is on            whether autocast was on
+    where FLAG                a description of the frame that shows the flag
+    word NAME                 a capture of the text, if a dtype's role has the same name
+    first of set, second of set   the first and second dtype of a set that the text prints
+    package NAME              whether a frame is in this package
+    call                      the failing call
+    in_place, product         the failing call, if it is an in-place product, or a product of two
+                              tensors
+    user, inner               the innermost frame of the user's code, and of all code
+    frame, place, line        the frame that `frames ~ regex` found, and descriptions of it
 
-    `NAME as dtype` and other endings read a text.
+    Endings such as `NAME as dtype` convert a text.
     """
 
     facts = {

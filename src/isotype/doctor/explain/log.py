@@ -1,9 +1,9 @@
-"""Reads a log of any length as a stream of incidents: exceptions with their frames, and passages
-that mention an error without a traceback.
+"""Reads a log of any length as a stream of incidents. An incident is an exception with its frames,
+or a passage of text without a traceback.
 
-Memory does not grow with the log: at most one open traceback for each process (lines of ranks are
-interleaved) and one passage are held. Tracebacks printed by rich and pytest are first rewritten as
-CPython prints them.
+Memory does not grow with the length of the log: at most one open traceback per process (the lines
+of several ranks can be interleaved) and one passage are held. Tracebacks that rich and pytest print
+are first rewritten to the form of CPython.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _PATH = re.compile(r"^(?:[/~.]|[A-Za-z]:\\|<)\S*(?: in)?$")
 class _RichBox:
     """A traceback that rich prints in a box.
 
-    head     the text before the box on its lines (a rank)
-    message  the exception's text so far, which follows the box
+    head     the text before the box on each line, such as a rank
+    message  the lines of the exception's text, which follows the box
     """
 
     head: str
@@ -34,7 +34,7 @@ class _RichBox:
     path: str = ""
     inside: bool = True
     message: list[NumberedLine] = field(default_factory=list)
-    last: str = ""  # the message's last line as printed
+    last: str = ""  # the last line of the message as it was printed
 
 
 def _rewrite_rich(lines: Iterable[NumberedLine]) -> Iterator[NumberedLine]:
@@ -87,8 +87,8 @@ def _convert_box_line(box: _RichBox, line: str) -> list[str]:
 
 
 def _continues_message(box: _RichBox, line: str) -> bool:
-    """Whether a line continues the previous one: rich breaks a line only where the next word does
-    not fit, so a shorter line ends where the message has a line break.
+    """Whether a line continues the previous one. rich breaks a line only if the next word does not
+    fit, so a shorter line ends at a line break of the message.
     """
     text = line[len(box.head) :]
     if not line.startswith(box.head) or not text.strip() or text[0].isspace():
@@ -105,8 +105,8 @@ _PYTEST_LOCATION = re.compile(
 
 @dataclass(slots=True)
 class _PytestFailure:
-    """One failed test. pytest prints the code of a frame before its location; its short form prints
-    the location first.
+    """One failed test in pytest's output. pytest prints the code of a frame before its location,
+    and in its short form after it.
     """
 
     function: str
@@ -163,7 +163,7 @@ def _rewrite_pytest(lines: Iterable[NumberedLine]) -> Iterator[NumberedLine]:
         elif failure is None:
             if not (in_summary and re.match(r"(?:FAILED|ERROR) \S+\.py\b", line)):
                 yield number, line
-        elif _TRACEBACK_TITLE in line:  # --tb=native: CPython's own
+        elif _TRACEBACK_TITLE in line:  # --tb=native prints CPython's form
             yield from failure.traceback_lines()
             in_summary = True
             failure = None
@@ -179,9 +179,9 @@ def _rewrite_pytest(lines: Iterable[NumberedLine]) -> Iterator[NumberedLine]:
         yield from failure.traceback_lines()
 
 
-MAX_MESSAGE_LINES = 80  # lines of an exception's text that are kept
-MAX_PASSAGE_LINES = 40  # lines of loose text looked at together
-MAX_FRAMES = 400  # a RecursionError has more; its ends are what matters
+MAX_MESSAGE_LINES = 80  # lines kept of an exception's text
+MAX_PASSAGE_LINES = 40  # lines of text without a traceback that are read as one passage
+MAX_FRAMES = 400  # of a longer traceback, such as a RecursionError's, both ends are kept
 MAX_LINE_LENGTH = 4000
 MAX_PREFIXES = 16
 
@@ -223,10 +223,10 @@ class Frame:
 class Incident:
     """An exception, or a passage without one.
 
-    line     its first line in the log
+    line     the number of its first line in the log
     message  the lines of the exception's text, or of the passage
-    frames   outermost first
-    chained  whether the exception before it is its cause or context
+    frames   the frames of the traceback, outermost first
+    chained  whether the previous exception is its cause or context
     """
 
     line: int
@@ -240,22 +240,22 @@ class Incident:
         return "\n".join(self.message).strip()
 
     def add_frame(self, match: re.Match[str], line: str) -> None:
-        """Adds the frame that a line of a traceback names."""
+        """Adds the frame that a line of a traceback describes."""
         if len(self.frames) >= MAX_FRAMES:
             del self.frames[MAX_FRAMES // 2]
         self.frames.append(Frame(match["file"], int(line), match["function"] or ""))
 
 
 def read_incidents(lines: Iterable[str]) -> Iterator[Incident]:
-    """Every exception and every passage, in the order of their last lines."""
+    """Yields every exception and every passage, in the order of their last lines."""
     open_by_rank: dict[str, Incident] = {}
-    chained: set[str] = set()  # ranks whose next traceback was raised on account of their last
+    chained: set[str] = set()  # ranks whose previous exception is the cause of the next one
     passage = Incident(0)
-    # what stood before a traceback's first line: its other lines have the same there
+    # the text before the first line of a traceback, which its other lines have too
     prefixes: dict[str, re.Pattern[str]] = {}
 
     def close_incidents(*ended: Incident | None) -> Iterator[Incident]:
-        """The incidents that have a message."""
+        """Yields the incidents that have a message."""
         yield from (incident for incident in ended if incident is not None and incident.message)
 
     def flush_passage() -> Iterator[Incident]:
@@ -289,7 +289,7 @@ def read_incidents(lines: Iterable[str]) -> Iterator[Incident]:
                 if line.strip():
                     passage.line = number
                     passage.message.append(line)
-        elif frame := _FRAME.match(line):  # pasted without its first line
+        elif frame := _FRAME.match(line):  # a traceback without its first line
             yield from flush_passage()
             open_by_rank[rank] = Incident(number)
             open_by_rank[rank].add_frame(frame, frame["line"])
@@ -305,15 +305,15 @@ def read_incidents(lines: Iterable[str]) -> Iterator[Incident]:
 
 
 def _clean_lines(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
-    """Numbered lines without colours and line ends; very long lines are cut."""
+    """Yields numbered lines without colour codes and line ends. Very long lines are cut."""
     for number, raw in _unfold_json_lines(lines):
         line = _ANSI.sub("", raw[:MAX_LINE_LENGTH]) if "\x1b" in raw else raw[:MAX_LINE_LENGTH]
         yield number, line.rstrip("\r\n")
 
 
 def _learn_prefix(head: str, prefixes: dict[str, re.Pattern[str]]) -> None:
-    """Remembers the text before a traceback (a timestamp, a level, a container's stream), in which
-    numbers may change from line to line.
+    """Records a pattern for the text before a traceback, such as a timestamp, a log level or the
+    name of a container. Its numbers may change from line to line.
     """
     if not head.strip() or "Group" in head or len(prefixes) >= MAX_PREFIXES:
         return
@@ -322,8 +322,8 @@ def _learn_prefix(head: str, prefixes: dict[str, re.Pattern[str]]) -> None:
 
 
 def _unfold_json_lines(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
-    """Numbered lines. A traceback inside a JSON string, with its line breaks escaped, becomes lines
-    again.
+    """Yields numbered lines. A traceback inside a JSON string, whose line breaks are escaped, is
+    split into its lines.
     """
     for number, raw in enumerate(lines, 1):
         if "\\n" in raw and "Traceback" in raw:
@@ -338,7 +338,7 @@ def _unfold_json_lines(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
 
 
 def _extend_traceback(current: Incident, line: str) -> bool:
-    """Adds a line to an open traceback; True when the line is no longer part of it."""
+    """Adds a line to an open traceback. Returns True if the line is no longer part of it."""
     if not current.message:
         if frame := _FRAME.match(line):
             current.add_frame(frame, frame["line"])
@@ -367,7 +367,7 @@ def _extend_traceback(current: Incident, line: str) -> bool:
         return False
     if len(current.message) >= MAX_MESSAGE_LINES:
         return True
-    if not line.strip():  # a message may hold one blank line, not two
+    if not line.strip():  # a message may contain one blank line, but not two in a row
         if current.message[-1] == "":
             return True
         current.message.append("")

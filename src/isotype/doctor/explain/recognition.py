@@ -1,8 +1,9 @@
-"""Recognises from an error's text which operator refused and which dtypes it got. Imports no torch.
+"""Recognises from the text of an error which operator raised it and which dtypes it received. This
+module imports no torch.
 
-Each form is a template of `forms.tsv`: `<name>` stands for a dtype in any of the spellings below.
-A text that fits no form, but names two dtypes and a disagreement, is recognised too; its operator
-is then taken from the traceback.
+Each line of `forms.tsv` is a template of a message: `<name>` stands for a dtype in any of the
+spellings below. A text that matches no template but names two dtypes and a mismatch is recognised
+too. Its operator is then inferred from the traceback.
 """
 
 from __future__ import annotations
@@ -16,14 +17,16 @@ from .situation import RecognisedError, Situation, failing_call
 
 _FORMS_TEXT = Path(__file__).with_name("forms.tsv").read_text(encoding="utf-8")
 
-# operator, template. `<x>` is a dtype named x; everything else is a regular expression.
+# Pairs of operator and template. `<x>` is a dtype with the role x; the rest is a regular
+# expression.
 FORMS: tuple[tuple[str, str], ...] = tuple(
     (operator, form)
     for operator, _, form in (
         line.partition("\t") for line in _FORMS_TEXT.splitlines() if not line.startswith("#")
     )
 )
-# what a form captures: dtypes by role, and other facts, whose groups begin with an underscore
+# The groups of a template are dtypes by role, and other facts, whose names begin with an
+# underscore.
 _GROUPS = set(re.findall(r"<(\w+)>", _FORMS_TEXT))
 DTYPE_ROLES = frozenset(
     {name for name in _GROUPS if not name.startswith("_")}
@@ -32,7 +35,8 @@ DTYPE_ROLES = frozenset(
 CAPTURES = frozenset(
     {name[1:].rstrip("2") for name in _GROUPS if name.startswith("_")} | {"operator", "asserted"}
 )
-# those of the forms, and those that only a traceback or another wording tells
+# the operators of the templates, and those that are recognised only from a traceback or another
+# wording
 OPERATORS = frozenset(
     {operator for operator, _ in FORMS}
     | {"recompute", "integer input", "interpolation", "unknown wording", "unknown refusal"}
@@ -50,8 +54,9 @@ _DTYPE_NAME = (
     r"(?:struct "
     rf")?(?:c10::complex<\w+>|(?:c10::|at::)?(?:torch\.(?:cuda\.)?|tl\.|triton\.language\.)?(?:CUDA|CPU|XPU|MPS)?{_DTYPE_WORD}(?:Type|Tensor)?)"
 )
-# What a template's `<name>` takes: any one word or Triton type; words that are no dtype are turned
-# away after the match. (Spelling the dtypes out in every form would cost 0.15 s of compiling.)
+# The pattern for `<name>` in a template: any single word or Triton type. Words that are no dtype
+# are rejected after the match, because listing the dtypes in every template would add 0.15 s of
+# compile time.
 _TYPE_PATTERN = (
     r"(?:struct )?(?:<\[[^\]]*\], ?[\w.]+>|[A-Za-z][\w.:]*(?:\[constexpr\[[^\s'\"]*\])?(?: int|"
     r" char)?)"
@@ -61,7 +66,7 @@ _EXPLICIT_DTYPE = re.compile(
     r")?(?:c10::(?:BFloat16|Half|Float\w*)|torch\.(?:cuda\.)?(?:bfloat16|float16|float32|half|float64|float|BFloat16Tensor|HalfTensor|FloatTensor|float8_\w+)|"
     r"BFloat16|Half|Float|Double|bfloat16|float16|float32|float64|bf16|fp16|fp32|fp64)(?![\w])"
     # `tensor(float16)` of ONNX, `tensor<1x3xf16>` of MLIR, `bf16[2,340]` of XLA, and words that are
-    # dtypes only where the text says so
+    # dtypes only after "dtype"
     r"|(?<=tensor\()\w+(?=\))|(?<=[<x])(?:bf16|f16|f32|f64|i1|i64)(?=>)|\b(?:bf16|f16|f32|f64)(?=\[\d)|(?<=dtype"
     r" )(?:float|half|double)\b"
 )
@@ -79,8 +84,8 @@ _C_TYPE_NAMES = {
 
 
 def normalise_dtype(text: str) -> str:
-    """`struct c10::BFloat16`, `torch.cuda.HalfTensor`, `<['64'], fp32>` -> `bf16`, `fp16`, `fp32`;
-    unknown words unchanged.
+    """The dtype's name: `struct c10::BFloat16`, `torch.cuda.HalfTensor`, `<['64'], fp32>` ->
+    `bf16`, `fp16`, `fp32`. Unknown words are returned unchanged.
     """
     name = text.strip().rstrip(".,:;")
     if block := re.search(rf"({_DTYPE_NAME})", name):
@@ -106,8 +111,8 @@ def _is_dtype(name: str) -> bool:
     return True
 
 
-# Text without a word of each kind is not about dtypes; a test holds every form to it. (Trying a
-# hundred forms takes forty times longer.)
+# A text is about dtypes only if it contains a hint from each of these two lists. A test checks this
+# for every template. Matching a hundred templates would take forty times longer.
 _SUBJECT_HINTS = (
     "type",
     "half",
@@ -205,7 +210,7 @@ _REFUSAL = re.compile(
     r"|no (?:kernel|support|implementation|conversion)|has no|requires?|invalid (?:data"
     r" ?type|dtype)|incompatible)\b"
 )
-# What a refusal lists as taken is not what it refuses.
+# The dtypes that a message lists as accepted are not the refused dtype.
 _ACCEPTED_DTYPES = re.compile(
     r"(?i)(?:only (?:supported|available|implemented) (?:for|on|with|in)|supported (?:d?types|data"
     r" types) are:?|expected [\w ]*to be|"
@@ -236,8 +241,8 @@ _DISAGREEMENT = re.compile(
 
 @cache
 def _compile_forms() -> tuple[tuple[str, re.Pattern[str]], ...]:
-    """The pattern of each form. A blank matches a line break as well, since long messages are
-    wrapped.
+    """The compiled pattern of each template. A blank also matches a line break, because long
+    messages are wrapped.
     """
     folded = [(op, form.replace(" ", r"\s") if "[" not in form else form) for op, form in FORMS]
     return tuple(
@@ -247,8 +252,8 @@ def _compile_forms() -> tuple[tuple[str, re.Pattern[str]], ...]:
 
 
 def recognise_error(text: str, situation: Situation) -> RecognisedError | None:
-    """The refusing operator and its dtypes, or None when the text is about no disagreement between
-    dtypes.
+    """Returns the operator that raised the error and its dtypes; None if the text is not about a
+    mismatch of dtypes.
     """
     if not _mentions_dtypes(text):
         return None
@@ -275,7 +280,7 @@ def recognise_error(text: str, situation: Situation) -> RecognisedError | None:
             if not all(_is_dtype(dtype) for dtype in dtypes.values()):
                 continue
             if len(dtypes) > 1 and len(set(dtypes.values())) == 1:
-                return None  # one dtype on both sides: the disagreement is about devices or shapes
+                return None  # the dtypes are equal: the error is about devices or shapes
             captures = {
                 name[1:].rstrip("2"): value
                 for name, value in groups.items()
@@ -295,7 +300,7 @@ def recognise_error(text: str, situation: Situation) -> RecognisedError | None:
 def _refine_operator(
     operator: str, captures: dict[str, str], dtypes: dict[str, str], situation: Situation
 ) -> str:
-    """Decides by the traceback where several operators have the same message."""
+    """Determines the operator from the traceback if several operators have the same message."""
     if operator == "old type check":
         names = " ".join(captures.values())
         convolution = (
@@ -326,7 +331,7 @@ _PATTERNED_FUNCTIONS = r"norm|attention|flash_attn|conv|index_|scatter|linear|ls
 
 
 def infer_operator(situation: Situation) -> str:
-    """The operator in the innermost frames, for messages that do not name it."""
+    """Infers the operator from the innermost frames, for messages that do not name it."""
     if "optimizer" in situation:
         return "optimizer update"
     if (
@@ -354,12 +359,14 @@ def infer_operator(situation: Situation) -> str:
 
 
 def _recognise_unknown_wording(text: str, situation: Situation) -> RecognisedError | None:
-    """A dtype error in a new wording: two different dtypes and a disagreement in one line."""
+    """Recognises a dtype error that matches no template: one line names two different dtypes and a
+    mismatch, or refuses a dtype.
+    """
     lines = text.splitlines()
     captures = {"operator": infer_operator(situation) if situation.frames else ""}
     for number, line in enumerate(lines):
         if _SAME_TYPE.search(line) and not _EXPLICIT_DTYPE.search(line):
-            line = "\n".join(lines[number : number + 3])  # the types stand in a note of their own
+            line = "\n".join(lines[number : number + 3])  # the types are on a following line
         dtype_names = [
             name
             for name in dict.fromkeys(
@@ -414,8 +421,8 @@ def _recognise_unknown_wording(text: str, situation: Situation) -> RecognisedErr
 
 
 def find_half_dtypes(text: str) -> list[str]:
-    """The half-precision dtypes (and fp8) that a text names, in order, without those in paths and
-    flags.
+    """The half-precision and fp8 dtypes that a text names, in order. Names inside paths and flags
+    are ignored.
     """
     dtype_names = dict.fromkeys(
         name
@@ -426,8 +433,8 @@ def find_half_dtypes(text: str) -> list[str]:
 
 
 def _find_refused_dtype(line: str) -> dict[str, str] | None:
-    """The half-precision dtype that a line with an exception refuses: empty where the refusal names
-    no dtype, None where the line refuses nothing.
+    """The half-precision dtype that an exception's line refuses, as {"refused": dtype}. It is empty
+    if the line names no such dtype, and None if the line refuses nothing.
     """
     if (
         not re.match(r"[\w.]*(?:Error|Exception|error)\b", line.strip())

@@ -1,6 +1,6 @@
-"""What a traceback tells besides its message: whose frame failed, what the program was doing
-(generate, backward, callback, ...), and which function was called with which tensors on the
-user's own line. `RecognisedError` adds the operator and the dtypes of the message.
+"""Reads the facts of a traceback: whose code failed, what the program was doing (generate,
+backward, callback, ...), and which function the user's line called with which tensors.
+`RecognisedError` combines them with the operator and the dtypes of the message.
 """
 
 from __future__ import annotations
@@ -46,13 +46,14 @@ def package_name(file: str) -> str | None:
 
 @dataclass(frozen=True)
 class Situation:
-    """Facts of one traceback; each flag's evidence is a frame, kept under the flag's name in
-    `evidence`.
+    """The facts of one traceback.
 
-    report_flags  what the lines around the traceback say: autocast, resumed, sharded, features (of
-                  images or audio), adapters, muon, grouped product, cpu, mps, compiled only,
-                  kv cache, unfrozen, structured input, hard-coded
-    quoted_frame  without a traceback, the line of code that the text quotes, as a frame without a file
+    evidence      flag -> the frame that shows it
+    report_flags  flags that the lines around the traceback state: autocast, resumed, sharded,
+                  features (of images or audio), adapters, muon, grouped product, cpu, mps, compiled
+                  only, kv cache, unfrozen, structured input, hard-coded
+    quoted_frame  if there is no traceback, the line of code that the text quotes, as a frame
+                  without a file
     """
 
     frames: Sequence[Frame] = ()
@@ -70,12 +71,12 @@ class Situation:
 
     @property
     def user_frame(self) -> Frame | None:
-        """The innermost frame of the user's own code."""
+        """The innermost frame of the user's code."""
         return next((f for f in reversed(self.frames) if not is_library(f.file)), None)
 
     @property
     def caller_frame(self) -> Frame | None:
-        """The innermost frame outside torch, for a traceback without the user's own code."""
+        """The innermost frame outside torch, for a traceback without the user's code."""
         return next(
             (
                 f
@@ -92,7 +93,7 @@ class Situation:
         return f"{frame.function or 'code'} at {frame.file}:{frame.line}"
 
     def find_frame(self, pattern: str) -> Frame | None:
-        """The innermost frame whose code, function or file matches."""
+        """The innermost frame whose code, function or file matches the pattern."""
         return next(
             (
                 f
@@ -103,7 +104,7 @@ class Situation:
         )
 
 
-# flag -> what shows it in a frame: a function's whole name, a line of code, a file's path
+# flag -> patterns for the name of a frame's function, its line of code, and its file's path
 _FLAG_PATTERNS: dict[str, tuple[str, str, str]] = {
     "generate": (
         "_?generate|_?sample|_greedy_search|beam_search",
@@ -195,7 +196,7 @@ _QUOTED_CODE = re.compile(
 
 
 def find_report_flags(text: str) -> frozenset[str]:
-    """The flags that a report states in words."""
+    """The flags that the words of a report state."""
     return frozenset(
         flag for flag, pattern in _TEXT_PATTERNS.items() if re.search(pattern, text, re.IGNORECASE)
     )
@@ -214,7 +215,9 @@ def find_quoted_code(text: str) -> Frame | None:
 def read_situation(
     frames: Sequence[Frame], report_flags: frozenset[str] = frozenset(), text: str = ""
 ) -> Situation:
-    """The situation of a traceback. Without one, code is looked for in `text`, the error's passage."""
+    """The situation of a traceback. If there is none, quoted code is searched in `text`, the
+    passage of the error.
+    """
     evidence: dict[str, Frame] = {}
     for frame in frames:
         for flag in _frame_flags(frame):
@@ -254,8 +257,8 @@ class Call:
     """A call on the line that failed.
 
     function  `einsum`, `grid_sample`, `@`
-    tensors   the arguments that can be tensors, as they are written
-    in_place  whether it writes into the first of them
+    tensors   the source of the arguments that can be tensors
+    in_place  whether the call writes into the first of them
     """
 
     function: str
@@ -265,7 +268,7 @@ class Call:
 
     @property
     def place(self) -> str:
-        """The call's line of code and its location."""
+        """The line of code of the call, and its location."""
         if self.frame.file:
             return f"{self.frame.code} at {self.frame.file}:{self.frame.line}"
         return f"the text quotes {self.frame.code}"
@@ -276,8 +279,8 @@ class Call:
 
 
 def failing_call(situation: Situation) -> Call | None:
-    """The call on the user's innermost line where it goes straight into torch; None where a layer
-    or another library lies between. Without a traceback: the call that the text quotes.
+    """The call on the user's innermost line if it calls torch directly; None if a layer or another
+    library is in between. Without a traceback, it is the call that the text quotes.
     """
     if situation.quoted_frame is not None:
         return _parse_call(situation.quoted_frame)
@@ -344,12 +347,13 @@ def _shorten_source(node: ast.AST) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RecognisedError:
-    """What an incident showed.
+    """An error that was recognised in a text.
 
-    operator  what refused: `matrix product`, `convolution`, ...
+    operator  the operator that raised the error: `matrix product`, `convolution`, ...
     dtypes    role -> dtype, in the order of the text (`left`, `right`; `expected`, `got`; `query`,
               `key`, `value`; ...)
-    captures  other facts of the text: a variable, an operator's internal name
+    captures  other facts of the text, such as the name of a variable or the internal name of an
+              operator
     """
 
     text: str
@@ -360,7 +364,7 @@ class RecognisedError:
 
     @property
     def half(self) -> str:
-        """The 16-bit float that is involved, bf16 when none is named."""
+        """The 16-bit float dtype that is involved; bf16 if none is named."""
         return next((d for d in self.dtypes.values() if d in ("bf16", "fp16")), "bf16")
 
     @property
@@ -369,7 +373,7 @@ class RecognisedError:
 
     @property
     def autocast(self) -> str:
-        """The call that switches autocast on, for the device that the text names, or CUDA."""
+        """The call that switches autocast on, for the device that the text names, by default CUDA."""
         device = next(
             (kind for kind in ("cpu", "mps") if kind in self.situation.report_flags), "cuda"
         )

@@ -1,5 +1,5 @@
-"""`isotype doctor kernels`: a Triton kernel's dtype matrix compiled on a machine without a GPU, and
-what fails in it explained.
+"""`isotype doctor kernels` compiles a Triton kernel for a matrix of dtypes on a machine without a
+GPU, and explains the failures.
 """
 
 from .checker import check
