@@ -1,4 +1,6 @@
-"""What the command line names: the module of a file or a dotted name, and NAME in it."""
+"""Loads the objects that the command line names: the module of a file or a dotted name, and an
+object in it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from ..errors import IsotypeError, UsageError
 
 
 def load_module(target: str, *, as_package_member: bool = False) -> ModuleType:
-    """The module of a path or a dotted name. Exceptions of the module's code propagate.
+    """Imports the module of a path or a dotted name. Exceptions of the module's code propagate.
 
     as_package_member  imports a file of a package under its dotted name, so that its relative
                        imports work
@@ -48,7 +50,9 @@ def load_module(target: str, *, as_package_member: bool = False) -> ModuleType:
 
 @contextmanager
 def convert_import_errors(target: str) -> Iterator[None]:
-    """Converts a failed import inside the block to a UsageError that says what failed and where."""
+    """Converts a failed import inside the block to a UsageError that names the error and its
+    location.
+    """
     try:
         yield
     except IsotypeError:
@@ -67,16 +71,16 @@ def convert_import_errors(target: str) -> Iterator[None]:
 
 
 def describe_exception(error: Exception) -> str:
-    """File and line, type and text of an exception, on one line."""
+    """The file, line, type and text of an exception, on one line."""
     frames = traceback.extract_tb(error.__traceback__)
     location = f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""
     return f"{location}{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def get_member(module: ModuleType, name: str, target: str) -> Any:
-    """The object behind `NAME` or `Class.method`.
+    """The object of the module with the name `NAME` or `Class.method`.
 
-    Raises  UsageError that lists what the module defines
+    Raises  UsageError that lists the functions of the module
     """
     value: Any = module
     for part in name.split("."):
@@ -97,7 +101,7 @@ def get_member(module: ModuleType, name: str, target: str) -> Any:
 
 
 def required_parameters(function: Callable[..., Any]) -> list[str]:
-    """The parameters that have no default."""
+    """The parameters of a function that have no default."""
     kinds = (
         inspect.Parameter.POSITIONAL_ONLY,
         inspect.Parameter.POSITIONAL_OR_KEYWORD,

@@ -1,7 +1,7 @@
-"""Calls a wrapper with CPU tensors of every input dtype, and checks the kernels that it launches,
-with the signatures that Triton's launcher would compile.
+"""Calls a wrapper function with CPU tensors of every input dtype, and checks the kernels that it
+launches with the signatures that Triton's launcher would compile.
 
-Launches are recorded and not run (`trap_launches`). `compile_matrix` is the same as an assertion,
+Launches are recorded but not run (`trap_launches`). `compile_matrix` does the same as an assertion
 for tests.
 """
 
@@ -36,14 +36,14 @@ from .signature import (
     require_triton,
 )
 
-# of one autotuned kernel: the first configurations differ as much as the last
+# per autotuned kernel; the first configurations differ as much from each other as the later ones
 MAX_CONFIGURATIONS = 8
 
 
 @dataclass
 class Launch:
-    """One `kernel[grid](...)`: the function, its arguments, and the configuration chosen by
-    autotuning.
+    """One call `kernel[grid](...)`: the function and its arguments, which include the values of an
+    autotuning configuration.
     """
 
     function: Any
@@ -51,8 +51,8 @@ class Launch:
     kwargs: dict[str, Any]
 
     def combination(self, target: Any, label: str, reach: Reach = Reach.CONFIRMED) -> Combination:
-        """What Triton's launcher makes of the arguments: types, constexprs (also an integer 1 and
-        None), divisibility.
+        """The combination to which Triton's launcher specialises the arguments: types, constexprs
+        (an integer 1 and None count as such), and divisibility.
         """
         from triton._utils import find_paths_if, get_iterable_path
         from triton.compiler.compiler import make_backend
@@ -85,7 +85,7 @@ class Launch:
 
 
 def _mock_tensor(value: Any) -> Any:
-    """A tensor as Triton's launcher sees it: a dtype and an aligned pointer."""
+    """Replaces tensors by Triton's mock tensors, which have only a dtype and an aligned pointer."""
     from triton.runtime.jit import MockTensor
 
     if isinstance(value, Tensor):
@@ -96,8 +96,8 @@ def _mock_tensor(value: Any) -> Any:
 
 
 class _SkippedLaunch:
-    """What a trapped launch returns; it has small figures for code that reads a compiled kernel's
-    resources.
+    """The return value of a trapped launch. It has small numbers for code that reads the resources
+    of a compiled kernel.
     """
 
     n_regs = 32
@@ -117,7 +117,7 @@ class _SkippedLaunch:
 
 @dataclass
 class LaunchTrap:
-    """The recorded launches, and remarks on what could not be followed."""
+    """The recorded launches, and remarks about failures while recording."""
 
     launches: list[Launch] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
@@ -125,7 +125,9 @@ class LaunchTrap:
 
 @contextlib.contextmanager
 def trap_launches() -> Iterator[LaunchTrap]:
-    """No kernel runs inside; every launch is recorded, with each autotuning configuration."""
+    """Inside this context no kernel runs. Every launch is recorded once for each autotuning
+    configuration.
+    """
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import JITFunction
 
@@ -163,10 +165,10 @@ def trap_launches() -> Iterator[LaunchTrap]:
 
 @dataclass
 class WrapperCalls:
-    """What calling a wrapper showed.
+    """The result of calling a wrapper.
 
-    reached  id of a kernel -> the kernel, and the combinations in which calls launched it
-    refused  label -> the wrapper's own error, by which it refuses that combination
+    reached  id of a kernel -> the kernel, and the combinations with which it was launched
+    refused  label of a combination -> the error with which the wrapper refused it
     """
 
     reached: dict[int, tuple[Any, list[Combination]]] = field(default_factory=dict)
@@ -176,10 +178,11 @@ class WrapperCalls:
 
     @contextlib.contextmanager
     def record(self, target: Any, label: str, reach: Reach = Reach.CONFIRMED) -> Iterator[None]:
-        """Traps launches on a pretended GPU. An error counts as a refusal; on exit, `reached` holds
-        the combinations.
+        """Records the launches inside this context, on a simulated GPU. An error counts as a
+        refusal. On exit the combinations are added to `reached`.
         """
-        import torch._dynamo  # noqa: F401  its table of torch's functions must hold the real ones, not the pretended ones
+        # imported first, because its table of torch's functions must hold the unpatched functions
+        import torch._dynamo  # noqa: F401
 
         with trap_launches() as trap, pretend_gpu(target):
             try:
@@ -204,7 +207,7 @@ class WrapperCalls:
             )
 
     def report(self, targets: Sequence[str | int], *, binary: bool = False) -> Report:
-        """Checks every kernel that was reached."""
+        """Checks every kernel that was launched."""
         result = Report(
             launches=self.launches, refused=self.refused, remarks=list(dict.fromkeys(self.remarks))
         )
@@ -218,8 +221,8 @@ def _float_tensors(tree: Any) -> list[Tensor]:
 
 
 def _cast_inputs(inputs: Any, dtype_names: Sequence[str]) -> Any:
-    """The inputs with their float tensors cast to these dtypes, in order of appearance; a tensor
-    that is given twice stays one tensor.
+    """Casts the float tensors of the inputs to these dtypes, in order of appearance. A tensor that
+    appears twice stays one tensor.
     """
     queue = iter(dtype_names)
     cast_tensors = dict[int, Tensor]()
@@ -240,12 +243,12 @@ def _cast_inputs(inputs: Any, dtype_names: Sequence[str]) -> Any:
 
 
 def _dtype_variants(inputs: Any) -> Iterator[tuple[str, Reach, list[str]]]:
-    """First the dtypes as given, then all float tensors in one dtype, then bf16 with one tensor in
-    another dtype.
+    """Yields (label, reach, dtypes of the float tensors): first the given dtypes, then all tensors
+    in one dtype, then bf16 with one tensor in another dtype.
     """
     given_dtypes = [dtype_name(t.dtype) for t in _float_tensors(inputs)]
     yield "inputs as given", Reach.CONFIRMED, given_dtypes
-    # inputs of several dtypes are meant so: their roles are the author's
+    # if the given inputs have several dtypes, the author chose them by role
     is_uniform = len(set(given_dtypes)) <= 1
     reach = Reach.CONFIRMED if is_uniform else Reach.MIXED
     for dtype in ("fp32", "bf16", "fp16"):
@@ -260,8 +263,8 @@ def _dtype_variants(inputs: Any) -> Iterator[tuple[str, Reach, list[str]]]:
 
 
 def split_calls(inputs: Any) -> list[Any]:
-    """The calls that `inputs` describes: a list of tuples or dicts is several calls, anything else
-    is one.
+    """Splits `inputs` into calls. A list of tuples or dicts describes several calls; anything else
+    describes one.
     """
     if isinstance(inputs, list) and inputs and all(isinstance(i, (tuple, dict)) for i in inputs):
         return inputs
@@ -278,11 +281,11 @@ def check_wrapper(
     backward: bool = True,
     binary: bool = False,
 ) -> Report:
-    """Calls `function(*inputs)` (or `**inputs`) in every dtype, and backward where a gradient can
-    be asked for.
+    """Calls `function(*inputs)` (or `**inputs`) in every dtype, and backward if an output requires
+    a gradient.
 
-    Exact signatures, constexprs, autotuning configurations and heuristics, as the wrapper's own
-    launches have them.
+    Signatures, constexprs, autotuning configurations and heuristics are taken from the wrapper's
+    launches.
     """
     require_triton()
     calls = WrapperCalls()
@@ -311,18 +314,19 @@ def compile_matrix(
     backward: bool = True,
     binary: bool = False,
 ) -> None:
-    """Calls `function(*inputs)` on the CPU in every dtype with launches trapped, then compiles what
-    it launched; no GPU is needed.
+    """Calls `function(*inputs)` on the CPU in every dtype, records the kernel launches, and
+    compiles the kernels. No GPU is needed.
 
-    function  a wrapper, an autograd.Function, an nn.Module, or a `@triton.jit` kernel (its
-              signatures are then inferred)
-    inputs    a tuple, a list or a dict of arguments; a list of tuples is several calls. Float
-              tensors are cast, the rest is kept
-    fail_on   "error": dtypes alike; "warning" (default): also one tensor in another dtype, unless
-              the function refuses it itself
-    backward  also calls backward on the outputs
-    binary    also to machine code, with registers, spills and shared memory (seconds a target)
-    Raises    AssertionError naming kernel, line, variable and dtypes, also when nothing was
+    function  a wrapper, an autograd.Function, an nn.Module, or a `@triton.jit` kernel, whose
+              signatures are then inferred
+    inputs    a tuple, a list or a dict of arguments; a list of tuples describes several calls.
+              Float tensors are cast, other arguments stay the same
+    fail_on   "error": fails if a combination of equal dtypes fails; "warning" (default): also if
+              one with a tensor in another dtype fails, unless the function refuses it with an error
+    backward  whether to call backward on the outputs
+    binary    whether to compile to machine code too, which reports registers, spills and shared
+              memory and takes seconds per target
+    Raises    AssertionError that names the kernel, line, variable and dtypes, also if no kernel was
               launched
     """
     threshold = Severity.parse(fail_on) if isinstance(fail_on, str) else fail_on

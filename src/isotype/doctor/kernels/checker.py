@@ -1,8 +1,8 @@
-"""`check`: compiles a kernel's dtype matrix with Triton's front end, and reports what fails as
-findings. Needs no GPU.
+"""`check` compiles a kernel for a matrix of dtypes with Triton's front end and reports failures as
+findings. It needs no GPU.
 
-With `binary` kernels are compiled to machine code as well: registers, spills and shared memory
-(KN010).
+With `binary`, kernels are also compiled to machine code, and registers, spills and shared memory
+are reported (KN010).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .signature import (
 
 @dataclass
 class FaultGroup:
-    """One fault with every combination that shows it, the most reachable first."""
+    """One fault with every combination in which it occurs, the most reachable combination first."""
 
     fault: Fault
     observations: list[Observation]
@@ -52,11 +52,11 @@ class FaultGroup:
 
 @dataclass
 class Report:
-    """What was checked: findings, kernels, the number of compilations, and remarks on the rest.
+    """The result of a check: findings, kernels, the number of compilations, and remarks.
 
-    usages    with `binary`: a line for each compiled program
-    launches  how many a wrapper made
-    refused   label -> why the wrapper itself refuses that combination
+    usages    with `binary`, a line about the resources of each compiled program
+    launches  the number of launches that a wrapper made
+    refused   label of a combination -> the error with which the wrapper refused it
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -88,16 +88,18 @@ def check(
     *,
     binary: bool = False,
 ) -> Report:
-    """Compiles `kernel` for its dtype matrix and says what fails.
+    """Compiles `kernel` for a matrix of dtypes and reports the failures.
 
-    kernel      a `@triton.jit` function, autotuned or with heuristics or not
-    signatures  label -> {parameter: "*bf16", "i32", "fp32"}; inferred from the source when left out
-    constexprs  values of the `tl.constexpr` parameters; guessed where left out (a finding's details
-                say what was used)
+    kernel      a `@triton.jit` function, with or without autotuning and heuristics
+    signatures  label -> {parameter: "*bf16", "i32", "fp32"}; by default they are inferred from the
+                source
+    constexprs  values of the `tl.constexpr` parameters; missing values are guessed, and the details
+                of a finding show them
     targets     "sm_80", "sm_90", "sm_100", "gfx942"
-    binary      also to machine code: registers, spills and shared memory (seconds a target)
-    Raises      UsageError when `kernel` is none, a signature does not fit it, or Triton is missing
-                or unknown
+    binary      whether to compile to machine code too, which reports registers, spills and shared
+                memory and takes seconds per target
+    Raises      UsageError if `kernel` is not a kernel, if a signature does not fit it, or if Triton
+                is missing or of an untested version
     """
     require_triton()
     unwrapped = unwrap_kernel(kernel)
@@ -116,7 +118,7 @@ def check(
 def _explicit_combination(
     unwrapped: UnwrappedKernel, label: str, types: Mapping[str, str], constexprs: Mapping[str, Any]
 ) -> Combination:
-    """A combination from one entry of an author's matrix.
+    """The combination of one entry in `signatures`.
 
     Raises  UsageError that names unknown or missing parameters
     """
@@ -173,7 +175,7 @@ def check_combinations(
 
 
 def build_findings(function: Any, observations: Sequence[Observation]) -> list[Finding]:
-    """One finding for each fault, over all the combinations and targets that show it."""
+    """Builds one finding per fault from all combinations and targets in which it occurs."""
     groups: dict[tuple, FaultGroup] = {}
     for observation in sorted(observations, key=lambda o: -o.combination.reach):
         name = function.__name__
@@ -193,8 +195,8 @@ def build_findings(function: Any, observations: Sequence[Observation]) -> list[F
 
 
 def _is_due_to_guess(group: FaultGroup, observations: Sequence[Observation]) -> bool:
-    """Whether guessed arguments, and not the kernel, explain a failure: it is no dtype error, and
-    no caller gave the combination.
+    """Whether the guessed arguments probably caused a failure: it is no dtype error, the
+    combination was inferred, and other combinations compile.
     """
     some_compile = any(not o.failed for o in observations)
     return (
@@ -211,9 +213,9 @@ def _decide_severity(
     if group.fault.severity is not None:
         return group.fault.severity
     if group.reach == Reach.INFERRED:
-        # if no guess compiles, the guesses are probably wrong: a kernel that was never run is less
-        # likely. Running sums and maxima of rows are fp32 buffers by design (trl.kernels keeps them
-        # across launches)
+        # If no guess compiles, the guesses are probably wrong. It is less likely that the kernel
+        # never worked. Running sums and maxima of rows are fp32 buffers by design (trl.kernels
+        # keeps them across launches).
         if not group.fault.is_dtype or group.fault.statistic or all(o.failed for o in observations):
             return Severity.NOTE
         if group.fault.code == "KN003" and _one_pointer_in_fp32_compiles(function, group):
@@ -224,9 +226,9 @@ def _decide_severity(
 def _one_pointer_in_fp32_compiles(function: Any, group: FaultGroup) -> bool:
     """Whether the kernel compiles with one pointer in fp32 and the others in bf16.
 
-    Operands of two pointers need not share a dtype: gates, decays and intermediate gradients are
-    fp32 by design in many libraries (`chunk_gla_bwd_kernel_intra` of flash-linear-attention, whose
-    dA is), so that one dtype for all of them is our guess and not a caller's choice.
+    Two pointers need not have the same dtype. In many libraries gates, decays and intermediate
+    gradients are fp32 by design, for example dA of `chunk_gla_bwd_kernel_intra` in
+    flash-linear-attention. One dtype for all pointers is only a guess of this module.
     """
     observation = group.observations[0]
     types = {
@@ -283,12 +285,12 @@ def _build_finding(
     )
 
 
-MAX_SPILLS = 64  # 4-byte values a thread; fewer cost nothing one can measure
+MAX_SPILLS = 64  # 4-byte values per thread; fewer spills have no measurable cost
 
 
 @dataclass(frozen=True)
 class Usage:
-    """The resources of one compiled program. None where the tool that reports them is not
+    """The resources of one compiled kernel. A value is None if the tool that reports it is not
     installed.
     """
 
@@ -308,8 +310,8 @@ class Usage:
 def check_machine_code(
     function: Any, observations: Sequence[Observation], targets: Sequence[Any]
 ) -> tuple[list[Finding], list[str]]:
-    """Compiles the first combination of each signature dtype and target to machine code. Returns
-    findings, and a line of usage for each program.
+    """Compiles one combination for each set of pointer dtypes and each target to machine code.
+    Returns findings, and a line about the resources of each program.
     """
     findings: list[Finding] = []
     usages: list[str] = []
@@ -343,7 +345,7 @@ def _check_program(
     combination, target_label = observation.combination, target_name(target)
     usage, allowed, is_confirmed = None, shared_bytes(target), combination.reach == Reach.CONFIRMED
     try:
-        # Triton prints a whole PTX file when ptxas refuses it
+        # Triton prints the whole PTX file if ptxas refuses it
         with contextlib.redirect_stdout(io.StringIO()):
             usage = measure_usage(function, combination, target)
     except Exception as error:
@@ -398,8 +400,8 @@ def _check_program(
 
 
 def measure_usage(function: Any, combination: Any, target: Any) -> Usage:
-    """Compiles to machine code and reads the program's resources; Triton's cache makes a second
-    call quick.
+    """Compiles to machine code and reads the resources of the program. A second call is fast
+    because of Triton's cache.
     """
     import triton
     from triton.compiler import ASTSource
@@ -431,7 +433,7 @@ def _nvidia_usage(cubin: bytes | None) -> tuple[int | None, int | None]:
         text = subprocess.run(
             [tool, "-res-usage", file.name], capture_output=True, text=True, check=False
         ).stdout
-    # Triton's kernels keep nothing on the stack but what did not fit in registers
+    # the stack of a Triton kernel holds only spilled registers
     stack_bytes = _find_number(r"STACK:(\d+)", text)
     spills = None if stack_bytes is None else stack_bytes // 4
     return _find_number(r"REG:(\d+)", text), spills

@@ -1,10 +1,10 @@
-"""Explains a failed compilation as a fault: which variable, which two dtypes, why, and what to
-change.
+"""Explains a failed compilation as a fault, with the variable, its two dtypes, the cause and the
+fix.
 
-Each function recognises one kind of refusal in Triton's message: mathematics (KN004) and `tl.dot`
-(KN003). One name with two dtypes is KN001 (a run-time branch) and KN002 (a loop). Anything else is
-KN009, which quotes Triton's message with the dtypes at that expression. In kernels that compile,
-sums in low precision are a fault (KN020).
+Each `diagnose_` function recognises one kind of Triton message: a variable that changes its dtype
+in a run-time branch (KN001) or in a loop (KN002), the operands of `tl.dot` (KN003), and math
+functions (KN004). Other messages become KN009, which quotes the message and lists the dtypes at
+that expression. In kernels that compile, sums in low precision are a fault (KN020).
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ def diagnose_math_dtype(scene: Scene) -> Fault | None:
     wrong = [a for a in arguments if scene.frame.dtypes.get(a) in (*LOW, "int32", "int64")]
     if not match and not (kind and wrong):
         return None
-    # libdevice's table of functions by dtype has no entry: its message is the dtypes it was asked
-    # for
+    # libdevice has no function for these dtypes, and its message only lists them
     argument = next(
         (a for a in wrong if not match or scene.frame.dtypes[a] == match[2]),
         arguments[0] if arguments else None,
@@ -78,7 +77,7 @@ def diagnose_math_dtype(scene: Scene) -> Fault | None:
 
 
 def _math_function(scene: Scene) -> str | None:
-    """`math` or `libdevice` when the node calls one of their functions."""
+    """`math` or `libdevice` if the node calls a function of that module, else None."""
     if not isinstance(scene.node, ast.Call):
         return None
     if find_names(scene.node.func):
@@ -162,7 +161,7 @@ def diagnose_dot_operands(scene: Scene) -> Fault | None:
 
 
 def find_typed_operands(scene: Scene) -> list[ast.AST]:
-    """The outermost typed operands of the expression or loop at which Triton stopped."""
+    """The outermost operands with a known type in the expression or loop where Triton stopped."""
     root = scene.node.iter if isinstance(scene.node, ast.For) else scene.node
     typed = [n for n in ast.walk(root) if n in scene.frame.dtypes and n is not scene.node]
     return [
@@ -219,7 +218,7 @@ def diagnose_branch(scene: Scene) -> Fault | None:
     if entry_origin:
         cause += f", while it enters as {entry_dtype}: {entry_origin.text}{scene.format_location(entry_origin)}"
     fix = _suggest_widening(name, entry_dtype, new_dtype, entry_origin, "before the branch")
-    # parameters in the condition that reach the kernel at run time
+    # parameters in the condition that are not constexpr
     if test:
         flags = [
             n
@@ -317,7 +316,9 @@ def diagnose_loop(scene: Scene) -> Fault | None:
 def _find_assignments(
     frame: Frame, name: str, dtype: str | None, block: ast.AST | None
 ) -> list[ast.AST]:
-    """Statements that gave `name` this dtype, inside a block or before it."""
+    """The statements inside the block that assign a value of this dtype to `name`. Without a block,
+    all statements of the function count.
+    """
     statements = []
     for binding in frame.bindings:
         if (
@@ -332,7 +333,7 @@ def _find_assignments(
 
 
 def _entry_origin(frame: Frame, name: str, node: ast.AST, dtype: str) -> Origin | None:
-    """The origin of the value that enters a branch or a loop."""
+    """The origin of the dtype that a variable has before a branch or a loop."""
     probe = ast.Name(id=name, ctx=ast.Load(), lineno=getattr(node, "lineno", 1) - 1, col_offset=0)
     frame.dtypes[probe] = dtype
     return find_origin(frame, probe)
@@ -355,7 +356,9 @@ def _suggest_widening(
 
 
 def _wider_dtype(first: str, second: str) -> str:
-    """The dtype to cast both to; fp32 in place of fp64, which is rarely intended."""
+    """The dtype to which both should be cast. It is fp32 instead of fp64, because fp64 is rarely
+    intended.
+    """
     order = ["bool", "int8", "int16", "int32", "int64", "fp16", "bf16", "fp32"]
     ordered = [dtype for dtype in (first, second) if dtype in order]
     if "fp64" in (first, second):
@@ -372,12 +375,12 @@ RECOGNISERS: tuple[Callable[[Scene], Fault | None], ...] = (
 
 
 def diagnose(kernel_name: str, file: str, line: int, observation: Observation) -> Fault:
-    """The fault behind a failed observation.
+    """Returns the fault that explains a failed compilation.
 
-    file, line  those of the kernel, for failures outside any expression
+    file, line  the location of the kernel, for failures outside any expression
     """
     assert observation.failed, "only failures are diagnosed"
-    # the innermost function of the user's
+    # the innermost function outside Triton's library
     failure = next(
         (f for f in observation.failures if not f[0].is_triton_library),
         next(iter(observation.failures), None),
@@ -420,7 +423,9 @@ def _unrecognised_fault(scene: Scene) -> Fault:
 
 
 def find_low_precision_sums(kernel: str, observation: Observation) -> list[Fault]:
-    """KN020 for one combination that compiled, from the dtypes of its syntax tree."""
+    """Returns the KN020 faults of a combination that compiled, found from the dtypes in its syntax
+    tree.
+    """
     frames = [
         frame
         for frame in observation.frames
@@ -445,7 +450,9 @@ def find_low_precision_sums(kernel: str, observation: Observation) -> list[Fault
 
 
 def _iterate_sums(frame: Frame) -> Iterator[tuple[ast.AST, str, str, str, str, str]]:
-    """node, variable, dtype, message, cause and fix of each sum that is kept in bf16 or fp16."""
+    """Yields node, variable, dtype, message, cause and fix of each sum that is accumulated in bf16
+    or fp16.
+    """
     for loop in [n for n in frame.nodes() if isinstance(n, (ast.For, ast.While))]:
         for statement in [n for part in loop.body for n in ast.walk(part)]:
             name = _accumulator_name(statement)
@@ -496,7 +503,7 @@ def _iterate_sums(frame: Frame) -> Iterator[tuple[ast.AST, str, str, str, str, s
 
 
 def _accumulator_name(statement: ast.AST) -> str | None:
-    """The name that a statement adds to: `x += y`, `x = x + y`, `x = tl.dot(a, b, x)`."""
+    """The variable to which a statement adds: `x += y`, `x = x + y`, `x = tl.dot(a, b, x)`."""
     if (
         isinstance(statement, ast.AugAssign)
         and isinstance(statement.target, ast.Name)
@@ -525,7 +532,7 @@ def _accumulator_name(statement: ast.AST) -> str | None:
 
 
 def _lives_across(frame: Frame, name: str, loop: ast.AST) -> bool:
-    """Whether the name holds a value from before the loop and is not initialised again inside it."""
+    """Whether the variable is assigned before the loop and is not initialised again inside it."""
     inside = set(ast.walk(loop))
     is_restarted = any(
         isinstance(n, ast.Assign) and is_assignment_to(n, name) and name not in find_names(n.value)

@@ -1,10 +1,10 @@
-"""Infers a signature for a kernel that has none, from how its parameters are used and from the
-launches in its file.
+"""Infers the signatures of a kernel from the uses of its parameters and from the launches in its
+file.
 
-A parameter that is the base of an address is a pointer; one that is compared with indices or
-multiplies them is an integer; the rest are float scalars. In the launches of the kernel's own file,
-a buffer with an explicit dtype (`torch.empty(..., dtype=torch.float32)`) keeps it whatever the
-caller passes. The result is a guess, and findings say so.
+A parameter that is the base of an address is a pointer. A parameter that is compared or multiplied
+with indices is an integer. The others are float scalars. If a launch in the file of the kernel
+passes a buffer with an explicit dtype (`torch.empty(..., dtype=torch.float32)`), the parameter
+always has this dtype. The result is a guess, and the findings say so.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ _CREATION_FUNCTIONS = (
 
 
 def find_fixed_dtypes(function: Any) -> dict[str, str]:
-    """Pointer parameter -> `*fp32`, where a launch in the kernel's own file fixes the dtype."""
+    """Pointer parameter -> type such as `*fp32`, for parameters whose dtype a launch in the file of
+    the kernel fixes.
+    """
     fixed = dict[str, str]()
     tree = _parse_source(function)
     if tree is None:
@@ -104,7 +106,7 @@ def _parse_source(function: Any) -> ast.AST | None:
 
 
 def _created_dtypes(scope: ast.AST) -> dict[str, str | None]:
-    """The dtypes that a function gives to its local tensors; None where two assignments disagree."""
+    """The dtypes with which a function creates local tensors; None if two assignments differ."""
     dtypes: dict[str, str | None] = {}
     for node in ast.walk(scope):
         if (
@@ -167,18 +169,18 @@ _DTYPE_METHODS = ("to", "cast", "zeros", "full")
 
 @dataclass
 class ParameterUses:
-    """How one function's parameters are used."""
+    """The uses of the parameters of one function."""
 
     pointers: set[str] = field(default_factory=set)
     integer_pointers: set[str] = field(default_factory=set)
     integers: set[str] = field(default_factory=set)
-    tests: set[str] = field(default_factory=set)  # used as a bare condition
-    sizes: set[str] = field(default_factory=set)  # of an arange or a shape
-    dtypes: set[str] = field(default_factory=set)  # used where a dtype stands
+    tests: set[str] = field(default_factory=set)  # used as a condition
+    sizes: set[str] = field(default_factory=set)  # used as the size of an arange or a shape
+    dtypes: set[str] = field(default_factory=set)  # used as a dtype
 
 
 class _UseReader(ast.NodeVisitor):
-    """Visits a kernel's source and records how its parameters are used."""
+    """Visits the source of a kernel and records the uses of its parameters."""
 
     def __init__(self, function: Any, depth: int = 0) -> None:
         self.use = ParameterUses()
@@ -186,7 +188,7 @@ class _UseReader(ast.NodeVisitor):
         self.scope = dict(function.__globals__)
         self.parameters = list(function.arg_names)
         self.tree = function.parse()
-        self.values: dict[str, list[ast.expr]] = {}  # name -> what is assigned to it
+        self.values: dict[str, list[ast.expr]] = {}  # variable -> the assigned values
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Assign):
                 for target in node.targets:
@@ -208,7 +210,7 @@ class _UseReader(ast.NodeVisitor):
     def base_parameter(
         self, node: ast.AST | None, visited: frozenset[str] = frozenset()
     ) -> str | None:
-        """The parameter an address starts from."""
+        """The parameter that is the base of an address."""
         if isinstance(node, ast.Name):
             if node.id in self.values and node.id not in visited:
                 for value in self.values[node.id]:
@@ -244,7 +246,9 @@ class _UseReader(ast.NodeVisitor):
         return None
 
     def find_parameters(self, node: ast.AST, depth: int = 0) -> set[str]:
-        """Parameters in an expression, through local names, without what is loaded from memory."""
+        """The parameters in an expression. Local variables are followed; values loaded from memory
+        are ignored.
+        """
         parameters: set[str] = set()
         if isinstance(node, ast.Call) and call_name(node) == "load":
             return parameters
@@ -259,7 +263,7 @@ class _UseReader(ast.NodeVisitor):
         return parameters
 
     def find_loaded_pointers(self, node: ast.AST, depth: int = 0) -> set[str]:
-        """Pointers from which values in an expression were loaded."""
+        """The pointers from which values in an expression are loaded."""
         pointers: set[str] = set()
         for child in ast.walk(node):
             if call_name(child) == "load":
@@ -304,7 +308,7 @@ class _UseReader(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _read_called_function(self, node: ast.Call) -> None:
-        """Takes over how a called `@triton.jit` function uses the parameters that it is given."""
+        """Records how a called `@triton.jit` function uses the parameters that are passed to it."""
         if not isinstance(node.func, ast.Name):
             return
         callee = self.scope.get(node.func.id)
@@ -370,8 +374,8 @@ def _is_float_cast(value: ast.AST) -> bool:
 def infer_combinations(
     unwrapped: UnwrappedKernel, constexprs: Mapping[str, Any]
 ) -> list[Combination]:
-    """All float pointers in fp32, bf16 and fp16, with flags on and off. Pointers whose dtype the
-    launches fix keep it.
+    """Returns combinations with all float pointers in fp32, bf16 and fp16, each with boolean flags
+    on and off. A pointer whose dtype is fixed by a launch keeps this dtype.
     """
     function = unwrapped.function
     use = _UseReader(function).use
@@ -410,8 +414,8 @@ def infer_combinations(
 
 
 def _guess_constexpr(parameter: Any, use: ParameterUses, flags: bool) -> Any:
-    """A value for a constexpr that suits its uses, in a size that compiles fast and satisfies
-    tl.dot.
+    """Guesses a value for a constexpr from its uses. Sizes are small enough to compile fast and
+    large enough for tl.dot.
     """
     import triton.language as tl
 
@@ -464,8 +468,8 @@ def _infer_type(
 
 
 def returns_value(function: Any) -> bool:
-    """Whether it returns a value: such a function is no kernel itself, and is checked with the
-    kernels that call it.
+    """Whether the function returns a value. Such a function is not a kernel and is checked together
+    with the kernels that call it.
     """
     values = [node.value for node in ast.walk(function.parse()) if isinstance(node, ast.Return)]
     return any(

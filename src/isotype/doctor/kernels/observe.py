@@ -1,11 +1,11 @@
-"""Runs Triton's front end on one combination, and records the dtype of every expression and the
-origin of a value's dtype.
+"""Runs Triton's front end on one combination of argument types, and records the dtype of every
+expression and the origin of a value's dtype.
 
-Triton compiles a kernel by visiting its syntax tree; each visit of an expression returns a typed
-value. Recording these types costs one compilation. A failure is then explained from the tree rather
-than from the text of the message: a load through a pointer, a scalar that promoted a block, a cast.
-Types are Triton's scalar names: `fp32`, `int32`, `*bf16`. `Scene` describes a failed compilation
-and `Fault` what is wrong with it.
+Triton compiles a kernel by visiting its syntax tree, and each visit of an expression returns a
+typed value. Recording these types takes one compilation. A failure can then be explained from the
+tree, for example by a load through a pointer, a scalar that promoted a block, or a cast, and not
+only from the text of the message. Types are Triton's scalar names: `fp32`, `int32`, `*bf16`.
+`Scene` describes where a compilation failed, and `Fault` describes the mistake.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Binding:
     name: str
     dtype: str
     node: ast.AST | None
-    value: ast.AST | None = None  # the typed right side; of `x += y`, Triton's own `x + y`
+    value: ast.AST | None = None  # the right side; for `x += y`, the `x + y` that Triton creates
 
 
 @dataclass(eq=False)
@@ -48,7 +48,7 @@ class Frame:
     shapes: dict[ast.AST, tuple[int, ...]] = field(default_factory=dict)
     bindings: list[Binding] = field(default_factory=list)
     parameters: dict[str, str] = field(default_factory=dict)
-    # the nodes of `tree`: Triton adds its own, an `x = x + y` for an `x += y`
+    # the nodes of `tree`, because Triton creates further nodes, such as `x = x + y` for `x += y`
     source_nodes: set[ast.AST] = field(default_factory=set)
     statements: list[ast.stmt] = field(default_factory=list)
     assigned: ast.AST | None = None  # the right side of the last assignment visited
@@ -58,22 +58,22 @@ class Frame:
         return self.first_line + getattr(node, "lineno", 1) - 1
 
     def nodes(self) -> Iterator[ast.AST]:
-        """Every node of the tree; none where the function was not visited."""
+        """Every node of the tree; none if the function was not visited."""
         if self.tree is not None:
             return ast.walk(self.tree)
         return iter(())
 
     @property
     def is_triton_library(self) -> bool:
-        """Whether it belongs to Triton's own library (`tl.sum`, `tl.softmax`)."""
+        """Whether the function belongs to Triton's library (`tl.sum`, `tl.softmax`)."""
         return f"{os.sep}triton{os.sep}language{os.sep}" in self.file
 
 
 @dataclass
 class Observation:
-    """What one compilation showed.
+    """The result of one compilation.
 
-    frames    the first is the kernel
+    frames    the functions that were visited, the kernel first
     failures  the node at which each frame stopped, innermost first
     """
 
@@ -90,7 +90,9 @@ class Observation:
 
 
 def _get_attribute(value: Any, name: str) -> Any:
-    """An attribute or None. Triton's tuples raise ValueError for a missing one (up to 3.6)."""
+    """An attribute of a value; None if it is missing. Triton's tuples raise ValueError for a
+    missing attribute up to version 3.6.
+    """
     try:
         return getattr(value, name, None)
     except ValueError:
@@ -98,7 +100,9 @@ def _get_attribute(value: Any, name: str) -> Any:
 
 
 def value_dtype(value: Any) -> str | None:
-    """`fp32`, `int32`, `*bf16`; None for values without a type (modules, functions, None)."""
+    """The dtype of a value: `fp32`, `int32` or `*bf16`. None for values without a type, such as
+    modules, functions and None.
+    """
     kind = _get_attribute(value, "type")
     scalar = _get_attribute(kind, "scalar") or kind
     text = str(scalar) if scalar is not None else None
@@ -114,7 +118,7 @@ def value_dtype(value: Any) -> str | None:
 
 def _value_shape(value: Any) -> tuple[int, ...]:
     sizes = [getattr(n, "value", n) for n in _get_attribute(value, "shape") or ()]
-    # a tensor descriptor's sizes are run-time values
+    # the sizes of a tensor descriptor are run-time values, which are left out
     return tuple(n for n in sizes if isinstance(n, int))
 
 
@@ -137,11 +141,10 @@ def _root_error(error: BaseException) -> BaseException:
 
 
 def _error_message(error: BaseException) -> str:
-    """The message of a failure, without the source excerpt that Triton puts before it."""
+    """The message of a failure, without the excerpt of the source that Triton prints before it."""
     text = str(getattr(error, "error_message", None) or error)
     with contextlib.suppress(SyntaxError, ValueError):
-        # Triton keeps repr(exception) of Python's own assertions: AssertionError('initial value
-        # ...')
+        # for Python's assertions Triton stores the repr: AssertionError('initial value ...')
         call = ast.parse(text.strip(), mode="eval").body
         if isinstance(call, ast.Call) and call.args and isinstance(call.args[0], ast.Constant):
             text = str(call.args[0].value)
@@ -150,12 +153,12 @@ def _error_message(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _record_visits(observation: Observation) -> Iterator[None]:
-    """Wraps the code generator's `visit` and `set_value` for the length of one compilation."""
+    """Wraps `visit` and `set_value` of Triton's code generator during one compilation."""
     from triton.compiler.code_generator import CodeGenerator
 
     visit = CodeGenerator.visit
     set_value = CodeGenerator.set_value
-    frames: dict[int, tuple[Any, Frame]] = {}  # the generator is kept, so that its id stays its own
+    frames: dict[int, tuple[Any, Frame]] = {}  # holds the generator, so that its id is not reused
 
     def get_frame(generator: Any) -> Frame:
         entry = frames.get(id(generator))
@@ -200,7 +203,7 @@ def _record_visits(observation: Observation) -> Iterator[None]:
             node = generator.cur_node
             if isinstance(node, (ast.FunctionDef, ast.arguments, ast.arg)) or node is None:
                 frame.parameters.setdefault(name, dtype)
-            # the assignment that is visited: `set_value` itself is given only a name
+            # the statement that is being visited, because `set_value` receives only a name
             frame.bindings.append(
                 Binding(
                     name, dtype, frame.statements[-1] if frame.statements else node, frame.assigned
@@ -213,8 +216,8 @@ def _record_visits(observation: Observation) -> Iterator[None]:
 
 
 def observe(kernel: Any, combination: Combination, target: Any) -> Observation:
-    """Runs the front end (syntax tree to TTIR), which raises every dtype error, on one combination
-    for one target. Takes 10 to 60 ms.
+    """Runs Triton's front end (syntax tree to TTIR) on one combination for one target. The front
+    end raises every dtype error. One run takes 10 to 60 ms.
     """
     from triton._C.libtriton import ir
     from triton.compiler import ASTSource
@@ -240,8 +243,8 @@ def observe(kernel: Any, combination: Combination, target: Any) -> Observation:
             "module_map": backend.get_module_map(),
             "context": context,
         }
-        parameters = inspect.signature(source.make_ir).parameters  # 3.4 takes no target
-        # a module that does not verify is printed whole
+        parameters = inspect.signature(source.make_ir).parameters  # Triton 3.4 takes no target
+        # Triton prints the whole module if it does not verify
         with _record_visits(observation), contextlib.redirect_stdout(io.StringIO()):
             source.make_ir(**{name: arguments[name] for name in parameters})
     except Exception as error:
@@ -257,17 +260,18 @@ LOW = ("bf16", "fp16")
 class Origin:
     """The step that gave a value its dtype.
 
-    kind  load, scalar (a float scalar promoted a block), promotion (two blocks), cast, call,
-          parameter, constant
-    text  the end of a sentence: `loaded through x_ptr (*bf16)`
+    kind  load, scalar (a float scalar promoted a block), promotion (one block promoted another),
+          cast, call, parameter or constant
+    text  a description such as `loaded through x_ptr (*bf16)`
     """
 
     kind: str
     text: str
     line: int
     source: str
-    name: str | None = None  # the scalar, pointer or parameter that decided it
-    # a load of one number a program, as of a row's maximum or sum, rather than of a block
+    name: str | None = None  # the scalar, pointer or parameter that decided the dtype
+    # whether it is a load of a single number per program, such as the maximum of a row, and not of
+    # a block
     statistic: bool = False
 
 
@@ -288,8 +292,8 @@ def find_names(node: ast.AST) -> list[str]:
 
 
 def variable_name(node: ast.AST) -> str:
-    """The variable in an expression: `x` of `-x`, `x[:, None]` or `x.to(...)`; else the expression
-    itself.
+    """The variable in an expression: `x` in `-x`, `x[:, None]` or `x.to(...)`. For other
+    expressions it is their source.
     """
     while True:
         if isinstance(node, ast.Name):
@@ -325,7 +329,7 @@ def _is_module_call(node: ast.Call) -> bool:
 
 
 def call_name(node: ast.AST) -> str:
-    """`dot` of `tl.dot(...)`."""
+    """The name of the called function: `dot` for `tl.dot(...)`; "" if the node is no call."""
     if not isinstance(node, ast.Call):
         return ""
     if isinstance(node.func, ast.Attribute):
@@ -338,9 +342,9 @@ def call_name(node: ast.AST) -> str:
 def find_origin(
     frame: Frame, node: ast.AST, *, last_line: int | None = None, _depth: int = 0
 ) -> Origin | None:
-    """The step in this function that gave `node` its dtype; None where it cannot be determined.
+    """The step in this function that gave `node` its dtype; None if it cannot be determined.
 
-    last_line  only bindings on earlier lines of the function count (a name may be bound again below)
+    last_line  bindings after this line are ignored, because a name may be assigned again later
     """
     if _depth > 12:
         return None
@@ -461,7 +465,7 @@ def _call_origin(frame: Frame, node: ast.Call, last_line: int | None, depth: int
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of a kernel; it becomes one Finding for all the combinations that show it."""
+    """A fault of a kernel. It becomes one Finding for all combinations in which it occurs."""
 
     code: str
     file: str
@@ -473,14 +477,16 @@ class Fault:
     fix: str
     dtypes: tuple[str, str] | tuple[str] | tuple[()] = ()
     facts: tuple[tuple[str, str], ...] = field(default=())
-    is_dtype: bool = True  # whether the failure is about dtypes at all
-    statistic: bool = False  # whether the value at fault is one loaded number a program
-    severity: Severity | None = None  # None: decided by how reachable the combination is
+    is_dtype: bool = True  # whether the failure is about dtypes
+    statistic: bool = False  # whether the value at fault is a single loaded number per program
+    severity: Severity | None = None  # None: it depends on how reachable the combination is
 
 
 @dataclass(frozen=True)
 class Scene:
-    """Where a compilation failed: the innermost function of the user's, the node, and the message."""
+    """The place where a compilation failed: the innermost function of the user's code, the node,
+    and the message.
+    """
 
     frame: Frame
     node: ast.AST
@@ -504,14 +510,16 @@ class Scene:
         )
 
     def format_location(self, origin: Origin | None) -> str:
-        """` (case.py:12)` of an origin."""
+        """The location of an origin as ` (case.py:12)`; "" if there is none."""
         if origin:
             return f" ({self.frame.file.rsplit('/', 1)[-1]}:{origin.line})"
         return ""
 
 
 def scalar_dtype(text: str) -> str:
-    """`fp32` of `fp32[constexpr[256]]` (Triton 3.9) and of `<[256], fp32>` (older)."""
+    """The dtype of a block type: `fp32` for `fp32[constexpr[256]]` (Triton 3.9) and `<[256], fp32>`
+    (older versions).
+    """
     name = re.sub(r"^<\[.*\], *(.+)>$", r"\1", text.strip()).partition("[")[0]
     return {"int1": "bool"}.get(name, name)
 

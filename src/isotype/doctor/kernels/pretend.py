@@ -1,9 +1,9 @@
-"""Pretends that the machine has a GPU, so that code that asks for `x.is_cuda`, device properties or
-`.cuda()` runs on the CPU.
+"""Simulates a GPU on the CPU, for code that uses `x.is_cuda`, device properties or `.cuda()`.
 
-Inside `pretend_gpu(target)` tensors are on the CPU and report `cuda:0`; a CUDA device in a call
-makes a CPU tensor; new memory is zeroed, so that outputs of kernels that do not run have plausible
-values; Triton's active driver reports `target`. Nothing runs on a GPU, even where there is one.
+Inside `pretend_gpu(target)` tensors are on the CPU but report `cuda:0`. A call with a CUDA device
+creates a CPU tensor. New memory is zeroed, so that the outputs of kernels that do not run have
+plausible values. Triton's active driver reports `target`. Nothing runs on a GPU, even if there is
+one.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _TENSOR_METHODS = (
 
 
 def _run_on_cpu(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Calls `func` with CUDA devices replaced by the CPU, and with fresh memory zeroed."""
+    """Calls `func` with CUDA devices replaced by the CPU, and zeroes new memory."""
     if func in _HOST_TRANSFERS:
         return args[0]
     if func in (torch.empty_strided, torch.Tensor.new_empty_strided):
@@ -91,7 +91,7 @@ def _replace_device(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 class _CpuMode(TorchFunctionMode):
-    """Intercepts every call of torch, also under `with torch.device("cuda")`."""
+    """Intercepts every call of a torch function, also under `with torch.device("cuda")`."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -100,8 +100,8 @@ class _CpuMode(TorchFunctionMode):
 
 
 def _patch_function(func: Any) -> Any:
-    """A replacement of `torch.empty` and the like, for code that a function mode does not reach:
-    backward, and the inside of custom operators.
+    """Returns a replacement for a function such as `torch.empty`. A function mode does not reach
+    backward and the code inside custom operators.
     """
 
     def on_the_cpu(*args: Any, **kwargs: Any) -> Any:
@@ -112,7 +112,7 @@ def _patch_function(func: Any) -> Any:
 
 
 class _Stream:
-    """Replaces any CUDA stream or event."""
+    """A replacement for CUDA streams and events."""
 
     cuda_stream = 0
     device = _CUDA
@@ -188,7 +188,7 @@ _WITHOUT_EFFECT = (
 
 
 def _cuda_answers(target: Any) -> dict[str, Any]:
-    """Replacements of functions of `torch.cuda`."""
+    """The replacements for functions of `torch.cuda`."""
     properties = _device_properties(target)
     answers: dict[str, Any] = {
         "is_available": lambda: True,
@@ -215,8 +215,8 @@ def _cuda_answers(target: Any) -> dict[str, Any]:
 
 
 def _make_noop(name: str) -> Any:
-    """Makes a separate function for each name, because torch.compile's table of functions may hold
-    each one only once.
+    """Returns a function without effect. Each name gets a separate function, because
+    torch.compile's table of functions may hold each function only once.
     """
 
     def nothing(*args: Any, **kwargs: Any) -> None:
@@ -228,7 +228,7 @@ def _make_noop(name: str) -> Any:
 
 @contextlib.contextmanager
 def pretend_gpu(target: Any) -> Iterator[None]:
-    """Code inside sees a GPU of this target; everything is restored on exit."""
+    """Simulates a GPU of this target inside the context. On exit all functions are restored."""
     from triton.runtime.driver import driver
 
     with contextlib.ExitStack() as stack:
@@ -242,7 +242,7 @@ def pretend_gpu(target: Any) -> Iterator[None]:
         }
         for name, value in tensor_answers.items():
             stack.enter_context(mock.patch.object(torch.Tensor, name, value))
-        # importing torch.compile reads it when CUDA reports that it is available
+        # torch.compile reads this when it is imported while CUDA reports that it is available
         stack.enter_context(
             mock.patch.object(
                 torch._C,
@@ -270,7 +270,9 @@ def pretend_gpu(target: Any) -> Iterator[None]:
 
 
 def _restore_driver(driver: Any, previous_driver: Any) -> None:
-    """Restores the driver that was active, or none: Triton then looks for one when it is asked."""
+    """Restores the previous active driver. If there was none, Triton searches for one when it needs
+    it.
+    """
     if hasattr(driver, "_active"):
         driver._active = previous_driver
     else:  # Triton 3.4

@@ -1,5 +1,5 @@
-"""What one compilation gets: a kernel without its decorators, a target, each parameter's type, the
-constexprs, and how likely a caller produces them.
+"""The input of one compilation: a kernel without its decorators, a target, the type of each
+parameter, the constexprs, and how likely a caller uses this combination.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ DEFAULT_TARGET = "sm_90"
 SUPPORTED_TRITON = (
     (3, 4),
     (3, 9),
-)  # first and last minor version of Triton that was read and tried
+)  # the first and the last minor version of Triton that was tested
 
 
-# NVIDIA's opt-in shared memory a block in KiB, by compute capability; AMD's local data share.
-# Source: CUDA C++ programming guide, table of compute capabilities; AMD CDNA3 ISA guide
+# Shared memory per block in KiB: for NVIDIA the opt-in maximum by compute capability, for AMD the
+# local data share. Source: CUDA C++ programming guide, table of compute capabilities; AMD CDNA3 ISA
+# guide
 _NVIDIA_SHARED_KIB = {
     70: 96,
     75: 64,
@@ -44,7 +45,7 @@ _AMD_SHARED_KIB = {"gfx950": 160}
 
 
 def parse_target(text: str | int) -> GPUTarget:
-    """`sm_90`, `sm90`, `90` or `gfx942` as a Triton target.
+    """Parses `sm_90`, `sm90`, `90` or `gfx942` to a Triton target.
 
     Raises  UsageError for anything else
     """
@@ -74,7 +75,7 @@ def target_name(target: GPUTarget) -> str:
 
 
 def shared_bytes(target: GPUTarget) -> int:
-    """Shared memory that one program (block) may use."""
+    """The bytes of shared memory that one program (block) may use."""
     if target.backend == "cuda":
         return 1024 * _NVIDIA_SHARED_KIB.get(int(target.arch), 99)
     return 1024 * _AMD_SHARED_KIB.get(str(target.arch), 64)
@@ -83,7 +84,7 @@ def shared_bytes(target: GPUTarget) -> int:
 def require_triton() -> str:
     """The version of the installed Triton.
 
-    Raises  UsageError when there is none, or an untested version
+    Raises  UsageError if Triton is not installed, or has an untested version
     """
     try:
         installed = version("triton")
@@ -105,7 +106,7 @@ OPTION_NAMES = ("num_warps", "num_stages", "num_ctas", "maxnreg")
 
 @dataclass(frozen=True)
 class Configuration:
-    """What one `triton.Config` sets."""
+    """The values that one `triton.Config` sets."""
 
     constexprs: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
@@ -118,7 +119,9 @@ class UnwrappedKernel:
     heuristics: dict[str, Any]
 
     def with_defaults(self, constexprs: Mapping[str, Any]) -> dict[str, Any]:
-        """The constexprs, completed by the defaults of `tl.constexpr` parameters."""
+        """Completes the constexprs with the defaults of the `tl.constexpr` parameters and the
+        values of heuristics.
+        """
         defaults = {
             p.name: p.default for p in self.function.params if p.is_constexpr and p.has_default
         }
@@ -128,14 +131,13 @@ class UnwrappedKernel:
                 try:
                     values[name] = decide(values)
                 except Exception:
-                    # a heuristic that looks at tensors: without a launch there is nothing to look
-                    # at
+                    # the heuristic reads tensors, which exist only at a launch
                     continue
         return values
 
 
 def is_kernel(value: Any) -> bool:
-    """Whether it is a `@triton.jit` function, also inside other decorators."""
+    """Whether the value is a `@triton.jit` function, also inside other decorators."""
     from triton.runtime.jit import JITFunction, KernelInterface
 
     while isinstance(value, KernelInterface) and not isinstance(value, JITFunction):
@@ -153,7 +155,7 @@ def read_configuration(config: Any) -> Configuration:
 def unwrap_kernel(kernel: Any) -> UnwrappedKernel:
     """Removes the decorators of a kernel.
 
-    Raises  UsageError when it is no kernel, or runs in Triton's interpreter
+    Raises  UsageError if it is no kernel, or runs in Triton's interpreter
     """
     from triton.runtime.jit import JITFunction, KernelInterface
 
@@ -185,11 +187,11 @@ FLOATS = ("fp64", "fp32", "bf16", "fp16")
 
 
 class Reach(IntEnum):
-    """Where a combination comes from, in the order in which its failures matter."""
+    """How likely a caller uses a combination. A failure of a higher value is more important."""
 
-    INFERRED = 1  # plausible from the kernel's source or its launch sites alone
-    MIXED = 2  # a caller's call with one tensor in another dtype reached the launch
-    CONFIRMED = 3  # in the author's matrix, or a launch that was recorded
+    INFERRED = 1  # inferred from the source of the kernel and its launches
+    MIXED = 2  # launched by a call with one tensor in another dtype
+    CONFIRMED = 3  # in the given matrix, or a recorded launch
 
     @property
     def description(self) -> str:
@@ -202,11 +204,11 @@ class Reach(IntEnum):
 
 @dataclass(frozen=True)
 class Combination:
-    """One entry of a kernel's matrix.
+    """One combination of argument types for which a kernel is compiled.
 
-    types       parameter -> Triton's word (`*bf16`, `i32`, `fp32`, `constexpr`)
+    types       parameter -> Triton's type name (`*bf16`, `i32`, `fp32`, `constexpr`)
     constexprs  parameter (or a path into a tuple parameter) -> value
-    attributes  path -> Triton's attribute list, as its own launcher would set it
+    attributes  path -> the list of attributes that Triton's launcher would set
     options     num_warps, num_stages and the like
     """
 
@@ -219,7 +221,7 @@ class Combination:
 
     @property
     def key(self) -> str:
-        """Equal for combinations that Triton would compile to the same program."""
+        """A key that is equal for combinations which Triton compiles to the same program."""
         return repr(
             [
                 sorted(map(repr, part.items()))
@@ -246,7 +248,7 @@ def is_float_pointer(type_name: Any) -> bool:
 
 
 def remove_duplicates(combinations: Sequence[Combination]) -> list[Combination]:
-    """Keeps, of equal combinations, the most reachable one at the first position."""
+    """Removes equal combinations. The most reachable one is kept, at the position of the first."""
     unique: dict[str, Combination] = {}
     for combination in combinations:
         unique[combination.key] = max(

@@ -1,4 +1,6 @@
-"""Loads and checks the TARGET of the command line: a file, a module, a kernel, or a `build()`."""
+"""Loads and checks the TARGET of the command line, which is a file, a module, a kernel, or a
+function `build()`.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ from .signature import DEFAULT_TARGET, is_kernel, parse_target, require_triton, 
 def check_target(text: str, targets: Sequence[str] | None = None) -> Report:
     """Checks the kernels that `text` names.
 
-    targets  architectures; None takes the module's TARGETS, or sm_90
-    Raises   UsageError when it cannot be loaded, or holds no kernel
+    targets  the architectures; None means TARGETS of the module, or sm_90
+    Raises   UsageError if it cannot be loaded, or holds no kernel
     """
     require_triton()
     chosen = list(targets) if targets else None
@@ -46,10 +48,10 @@ def check_target(text: str, targets: Sequence[str] | None = None) -> Report:
 
 
 def load_modules(location: str) -> list[ModuleType]:
-    """The module of a path or a dotted name, with the submodules of a package. Kernels that it
-    launches when it is imported are not run.
+    """Imports the module of a path or a dotted name, with the submodules of a package. Kernels that
+    are launched during the import are not run.
 
-    Raises  UsageError in one line: no such file, a syntax error, an import that fails
+    Raises  UsageError for a missing file, a syntax error, or a failed import
     """
     with convert_import_errors(location), trap_launches():
         try:
@@ -57,8 +59,8 @@ def load_modules(location: str) -> list[ModuleType]:
         except (IsotypeError, ModuleNotFoundError, SyntaxError):
             raise
         except Exception:
-            # code that selects a driver or a device when it is imported: once more, with a
-            # simulated GPU
+            # the module may select a driver or a device when it is imported, so it is imported
+            # again with a simulated GPU
             with pretend_gpu(parse_target(DEFAULT_TARGET)):
                 return _import_modules(location)
 
@@ -84,15 +86,15 @@ def _submodules(module: ModuleType) -> Iterator[ModuleType]:
         try:
             submodule = importlib.import_module(info.name)
         except Exception:
-            # an optional part of a package that needs what is not installed; its other parts are
-            # checked
+            # an optional submodule may need a package that is not installed; the other submodules
+            # are checked
             continue
         yield submodule
 
 
 def find_kernels(module: ModuleType) -> dict[str, Any]:
-    """Name -> kernel, for those defined in this module. Functions that only kernels call are
-    checked with their callers.
+    """Name -> kernel, for the kernels that are defined in this module. `@triton.jit` functions that
+    return a value are checked together with the kernels that call them.
     """
     kernels = {
         name: value
@@ -136,7 +138,7 @@ def _check_name(
 def _check_kernel(
     module: ModuleType, kernel: Any, matrix: Any, targets: Sequence[str], report: Report
 ) -> None:
-    """Checks a kernel with its module's MATRIX and CONSTEXPRS, or with inferred signatures."""
+    """Checks a kernel with MATRIX and CONSTEXPRS of its module, or with inferred signatures."""
     signatures = (
         matrix if isinstance(matrix, Mapping) and matrix else getattr(module, "MATRIX", None)
     )

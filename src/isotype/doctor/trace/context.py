@@ -1,7 +1,7 @@
-"""What the parts of a trace share: its state (`Context`), the names of modules and parameters, and
-the events that a watcher may handle.
+"""The shared state of a trace (`Context`), the names of modules and parameters, and `Watcher`, the
+base class of the detectors of silent faults.
 
-The tracer is the `Context`; no file that uses it imports the tracer.
+The tracer inherits from `Context`, so that the watchers need not import the tracer.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ say = load_finding_formatter(Path(__file__).with_name("findings.txt"))
 
 
 def site_detail(label: str, site: Site | None) -> tuple[tuple[str, str], ...]:
-    """A detail of a finding that shows a line of code with its location."""
+    """A detail of a finding that shows a line of code and its location; () without a site."""
     if site is not None:
         return ((label, f"{site}: {site.text}"),)
     return ()
@@ -60,34 +60,36 @@ class ModuleNames:
     """The paths of all modules that ran, and the names of their parameters and buffers."""
 
     def __init__(self) -> None:
-        # its path, "" for a root
+        # module -> its path, "" for a root
         self.modules: MutableMapping[torch.nn.Module, str] = weakref.WeakKeyDictionary()
         self._roots: list[weakref.ref[torch.nn.Module]] = []
 
     def register(self, root: torch.nn.Module) -> None:
-        """Names every module below a root. A larger tree replaces the names of its parts."""
+        """Records the paths of all modules below a root. If the root contains earlier roots, their
+        modules get the longer paths.
+        """
         paths = {module: clean_path(path) for path, module in root.named_modules()}
         self.modules.update(paths)
         self._roots = [ref for ref in self._roots if ref() not in paths]
         self._roots.append(weakref.ref(root))
 
     def module_path(self, module: torch.nn.Module) -> str:
-        """The module's path in its model, or the class's name for a model itself."""
+        """The path of the module in its model; for a model itself, the name of its class."""
         return self.modules.get(module) or type(module).__name__
 
     def roots(self) -> list[torch.nn.Module]:
         return [root for ref in self._roots if (root := ref()) is not None]
 
     def find_root(self, module: torch.nn.Module) -> torch.nn.Module:
-        """The root that contains the module, or the module itself where there is none."""
+        """The root that contains the module; the module itself if there is none."""
         return next(
             (root for root in self.roots() if any(inner is module for inner in root.modules())),
             module,
         )
 
     def register_live_modules(self) -> None:
-        """Registers the models that exist but have not run yet (for an error while one is wrapped
-        or prepared).
+        """Registers the models that exist but have not run yet, for an error that occurs while a
+        model is wrapped or prepared.
         """
         modules = [
             candidate
@@ -102,7 +104,7 @@ class ModuleNames:
                 self.register(module)
 
     def tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """kind, name and tensor of every parameter and buffer of the roots."""
+        """Yields the kind, name and tensor of every parameter and buffer of the roots."""
         for root in self.roots():
             for name, parameter in root.named_parameters():
                 yield "parameter", clean_path(name), parameter
@@ -113,7 +115,7 @@ class ModuleNames:
         return next((name for _, name, parameter in self.tensors() if parameter is tensor), None)
 
     def census(self, root: torch.nn.Module | None = None) -> Counter[torch.dtype]:
-        """Floating parameter elements by dtype, of one root or of all."""
+        """The number of floating-point parameter elements by dtype, of one root or of all roots."""
         counts: Counter[torch.dtype] = Counter()
         for module in [root] if root is not None else self.roots():
             for parameter in module.parameters():
@@ -123,15 +125,15 @@ class ModuleNames:
 
 
 def is_due(count: int, first: int) -> bool:
-    """Whether an expensive check runs for the count-th time: the first `first` times, then where
-    the count is a power of two.
+    """Whether an expensive check runs at the count-th opportunity: at the first `first` ones, and
+    then if the count is a power of two.
     """
     return count <= first or not count & (count - 1)
 
 
 class Context:
-    """The state of a trace: what runs now, the names and origins of tensors, and the other parts of
-    the trace.
+    """The state of a trace: the running module and call, the names and origins of tensors, and the
+    other parts of the trace.
     """
 
     suspend: Any
@@ -139,7 +141,7 @@ class Context:
     provenance: Any
     pace: Any
     failures: Any
-    # watchers that others ask
+    # watchers that other parts query
     autocast: Any
     parameters: Any
     promotions: Any
@@ -150,14 +152,14 @@ class Context:
         self.names = ModuleNames()
         self.modules = ModuleStack()
         self.device = "cpu"
-        self.current_call: Any = None  # what the program called above the dispatcher
-        self.factory_dtype: torch.dtype | None = None  # what the running factory call names
-        # whether autocast was on where the program called; it reads as off below the dispatcher
+        self.current_call: Any = None  # the torch function that the program called
+        self.factory_dtype: torch.dtype | None = None  # the dtype argument of a factory call
+        # whether autocast was on when the program called; below the dispatcher it reads as off
         self.autocast_around = False
         self.forwards = 0  # calls of root modules
-        # by number of an autograd node
+        # sequence number of an autograd node -> module and line of its forward
         self.forward_sites: dict[int, tuple[torch.nn.Module | None, Site | None]] = {}
-        # with parameters, called last from outside any other
+        # the root module with parameters that was called last
         self.last_root: weakref.ref[torch.nn.Module] | None = None
         self._census: Counter[torch.dtype] | None = None
 
@@ -166,8 +168,8 @@ class Context:
         return self.modules.stack
 
     def locate_op(self) -> tuple[Site | None, str, str]:
-        """Line, module path and (in backward) autograd node of the running op. A backward op has
-        the line of its forward.
+        """The line, the module path and (in backward) the autograd node of the running op. A
+        backward op gets the line of its forward.
         """
         node = torch._C._current_autograd_node()
         site = innermost_site()
@@ -184,7 +186,7 @@ class Context:
         return ""
 
     def uses_default_dtype(self, site: Site | None, dtype: torch.dtype, op: Operator) -> bool:
-        """Whether a factory call got the default dtype because it has no dtype argument."""
+        """Whether a factory call used the default dtype because it has no dtype argument."""
         if dtype != torch.get_default_dtype() or self.factory_dtype is not None:
             return False
         if op.lift and (
@@ -197,8 +199,8 @@ class Context:
         return True
 
     def is_engine_cast(self) -> bool:
-        """Whether autograd casts what a custom Function's backward returned: no Python frame of
-        that backward is left.
+        """Whether autograd casts the gradient that a custom Function's backward returned. This is
+        the case if no Python frame of that backward is left.
         """
         if not isinstance(
             torch._C._current_autograd_node(), torch.autograd.function.BackwardCFunction
@@ -211,14 +213,14 @@ class Context:
         return above is not None and above.f_code.co_name == "_engine_run_backward"
 
     def is_autocast_cast(self) -> bool:
-        """Whether autocast inserted the running cast: autocast is on, and the program called no
+        """Whether autocast inserted the running cast: autocast is on and the program did not call a
         cast.
         """
         return self.autocast_around and self.call_name() not in _CAST_FUNCTIONS
 
     def infer_origin(self, tensor: torch.Tensor) -> Origin:
-        """The origin of a tensor that no traced op made: a parameter that is not yet named or has a
-        new dtype, or a tensor from outside.
+        """The origin of a tensor that no traced op created: a parameter that has no name yet or has
+        a new dtype, or a tensor from outside.
         """
         mark = tensor.__dict__.get(MARK)
         if mark is not None and mark[0].kind in ("parameter", "buffer"):
@@ -241,15 +243,15 @@ class Context:
         self.pace.reset()
 
     def census(self) -> Counter[torch.dtype]:
-        """Parameter elements by dtype of the model that is running."""
+        """The number of parameter elements by dtype of the running model."""
         if self._census is None:
             root = self.stack[0].module if self.stack else None
             self._census = self.names.census(root)
         return self._census
 
     def failure_census(self) -> Counter[torch.dtype]:
-        """As `census`, of the whole model that is running, or that ran last (in a loss, or between
-        two forwards); of all models before any has run.
+        """Like `census`, for the whole model that is running or, in a loss or between two forwards,
+        that ran last. Before any model has run, it counts all models.
         """
         running = self.stack[0].module if self.stack else None
         if running is None or next(running.parameters(), None) is None:
@@ -273,9 +275,9 @@ EVENTS = (
 
 
 class Watcher:
-    """Detects one kind of silent fault.
+    """Detects one kind of silent fault: a fault that raises no error.
 
-    reports  findings by a key of the watcher's own
+    reports  the findings, by a key that the watcher chooses
     """
 
     def __init__(self, context: Context) -> None:
@@ -283,21 +285,22 @@ class Watcher:
         self.reports: dict[Any, Finding] = {}
 
     def activate(self) -> AbstractContextManager[Any]:
-        """Entered for the length of the trace."""
+        """A context manager that is active during the trace."""
         return nullcontext()
 
     def on_forward_start(self) -> None:
-        """A watched forward of the model is about to run."""
+        """Called before a watched forward of the model."""
 
     def on_module_enter(self, module: torch.nn.Module, args: tuple) -> None:
-        """A module's forward begins; the module is the last of `context.stack`."""
+        """Called when a module's forward begins. The module is the last of `context.stack`."""
 
     def on_module_exit(self, module: torch.nn.Module, args: tuple, output: Any) -> None:
-        """A module's forward has ended; `context.stack` holds the modules around it."""
+        """Called when a module's forward has ended. `context.stack` holds the modules around it."""
 
     def op_hooks(self) -> dict[str, tuple[BeforeHook, AfterHook | None]]:
-        """Name of an op -> the hook before it, called with (op, args, kwargs), and the hook after
-        it, called with what the first returned unless that was None.
+        """Returns name of an op -> two hooks. The hook before the op is called with (op, args,
+        kwargs). The hook after the op is called with the result of the first hook, unless it is
+        None.
         """
         return {}
 
@@ -309,17 +312,17 @@ class Watcher:
         narrow: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """An op widened one of its operands to the dtype of another."""
+        """Called when an op widened one of its operands to the dtype of another."""
 
     def on_cast(self, origin: Origin, source: torch.Tensor, out: torch.Tensor) -> None:
-        """A tensor was cast: by the program, by autocast, or by autograd (`origin.kind`)."""
+        """Called after a cast by the program, by autocast or by autograd (`origin.kind`)."""
 
     def on_step_start(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to step."""
+        """Called before an optimizer steps."""
 
     def on_step_end(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer has stepped."""
+        """Called after an optimizer has stepped."""
 
     def findings(self) -> list[Finding]:
-        """What was found so far."""
+        """The findings so far."""
         return list(self.reports.values())

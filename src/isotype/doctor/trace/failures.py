@@ -1,6 +1,6 @@
-"""Explains a dtype error: from the operands that the op got, or, for checks made in Python
-(GradScaler, FSDP, checkpoint, an attention backend), from the tensors in the failing frames. The
-exception is not replaced; the explanation is added as a note.
+"""Explains a dtype error from the operands that the op received. For checks in Python code
+(GradScaler, FSDP, checkpoint, an attention backend) it uses the tensors in the frames of the
+traceback. The exception is not replaced; the explanation is added as a note.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ MENTIONS_DTYPE = re.compile(
     "overflow|floating|CheckpointError",
     re.IGNORECASE,
 )
-# ops that write one operand into another: the first is the destination, and its dtype rules
+# ops that write one operand into another; the first operand is the destination, whose dtype is
+# required
 _WRITING_OPS = {
     "index_put",
     "_index_put_impl",
@@ -52,7 +53,8 @@ _WRITING_OPS = {
     "setitem",
 }
 _MAX_OPERANDS = 8  # operands shown in full
-# on the exception itself: to keep exceptions would keep the frames and tensors of their tracebacks
+# The finding is stored on the exception. A list of exceptions would keep the frames and tensors of
+# their tracebacks alive.
 _FINDING_ATTRIBUTE = "_isotype_finding"
 
 
@@ -81,7 +83,7 @@ class Operand:
         return dtype_name(self.dtype)
 
     def describe_chain(self) -> tuple[str, str]:
-        """A detail of a finding: dtype, shape, and the chain of origins."""
+        """Returns a detail of a finding with the dtype, the shape, and the chain of origins."""
         written = f"   last written by {self.writer}" if self.writer else ""
         return self.label, "\n".join(
             [
@@ -96,8 +98,8 @@ def _is_writing(op: str) -> bool:
 
 
 def find_odd_operand(operands: Sequence[Operand], census: Counter[torch.dtype], op: str) -> Operand:
-    """The operand whose dtype differs from the model's usual one. For a write it is the source;
-    without a usual dtype, the widest.
+    """The operand whose dtype differs from the model's usual dtype. For an op that writes into its
+    first operand, it is the source. If the model has no usual dtype, it is the widest operand.
     """
     strays = [operand for operand in operands[1:] if operand.dtype != operands[0].dtype]
     if strays and _is_writing(op):
@@ -107,12 +109,12 @@ def find_odd_operand(operands: Sequence[Operand], census: Counter[torch.dtype], 
         dtypes, key=lambda d: d.itemsize
     )
     strays = [operand for operand in operands if operand.dtype != usual] or list(operands)
-    # something decided inside the program explains more than something that came in
+    # prefers an operand whose dtype was decided inside the program to one that came from outside
     return min(strays, key=lambda operand: operand.origin.decider().kind == "input")
 
 
 def describe_majority(census: Counter[torch.dtype]) -> str:
-    """`99% of the parameters are bf16`."""
+    """A sentence such as `99% of the parameters are bf16`."""
     if not census:
         return ""
     dtype, count = census.most_common(1)[0]
@@ -131,7 +133,7 @@ _DECISION_TEMPLATES = {
 def describe_cause(
     odd_operand: Operand, op: str, census: Counter[torch.dtype], autocast: str
 ) -> str:
-    """Where the dtype was decided, and how it reached the op that failed."""
+    """Describes where the dtype was decided, and how it reached the op that failed."""
     decider = odd_operand.origin.decider()
     location = decider.location()
     decided_dtype = dtype_name(decider.dtype)
@@ -171,10 +173,10 @@ def describe_fix(
     device: str,
     autocast_call: str | None,
 ) -> str:
-    """The possible fixes, the likeliest first.
+    """Describes the possible fixes, the likeliest first.
 
-    autocast_call  the call that autocast covered before and does not now; "" where autocast is on,
-                   None where it never was
+    autocast_call  the call that ran under autocast before and does not now; "" if autocast is on,
+                   None if it never was on
     """
     decider = odd_operand.origin.decider()
     matching = next(
@@ -182,7 +184,7 @@ def describe_fix(
     )
     target_dtype = str(matching.dtype)
     at_line = str(decider.site or "the place where it is made")
-    # autocast to fp32 is switched off with a warning
+    # autocast to fp32 has no effect except a warning, so only half dtypes are suggested
     half = next(
         (
             operand.dtype
@@ -264,24 +266,24 @@ def _mentions_dtype(error: BaseException) -> bool:
 
 
 class Failures:
-    """Explains each failing op once, where it first fails. Errors that the program catches are not
+    """Explains each failing op once, at its first failure. Errors that the program catches are not
     reported.
     """
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        # places and names in the chains that a failure shows: a silent finding need not repeat them
+        # sites and names in the chains of explained errors, which other findings do not repeat
         self.explained_origins: set[Any] = set()
 
     def op_failed(self, error: Exception, op: Operator, args: tuple, kwargs: dict) -> None:
-        """Called below the dispatcher, with the arguments that the op itself got."""
+        """Called below the dispatcher, with the arguments that the op received."""
         self._explain(error, op.name, list(op.operands(args, kwargs)))
 
     def call_failed(self, error: Exception, func: Any, args: tuple, kwargs: dict) -> None:
-        """Called above the dispatcher, for a check made in a composite op or in Python."""
+        """Called above the dispatcher, for a check in a composite op or in Python code."""
         name = getattr(func, "__name__", str(func))
         if name in ("backward", "grad"):
-            return  # what failed is inside: an op has explained it, or the program's end will
+            return  # the failing op inside is explained there, or at the end of the program
         labels = _parameter_names(func)
         labels += [f"argument {index}" for index in range(len(labels), len(args))]
         labelled = list(zip(labels, args, strict=False))
@@ -290,7 +292,7 @@ class Failures:
     def rerun_forward(
         self, error: Exception, module: torch.nn.Module, args: tuple, kwargs: dict
     ) -> None:
-        """Runs a failed, unwatched forward once more to find the operands."""
+        """Runs a failed forward, which was not watched, once more to find the operands."""
         if hasattr(error, _FINDING_ATTRIBUTE) or not _mentions_dtype(error):
             return
         context = self._context
@@ -306,8 +308,8 @@ class Failures:
             context.modules.stack = outer
 
     def explain_exception(self, error: BaseException) -> Finding | None:
-        """The explanation of an exception that ended the program, or of its cause. It is made now
-        where no op failed (a check in Python).
+        """The explanation of an exception that ended the program, or of its cause. If no op failed,
+        as for a check in Python code, the explanation is built now.
         """
         chain: list[BaseException] = []
         link: BaseException | None = error
@@ -339,7 +341,7 @@ class Failures:
             return
         mixed = len({t.dtype for _, t in tensors}) > 1
         if not MENTIONS_DTYPE.search(str(error)) and not (mixed and "same" in str(error)):
-            return  # the complaint is about something else (a shape, an index)
+            return  # the error is about something else, such as a shape or an index
         self._context.names.register_live_modules()
         operands = [Operand.from_tensor(self._context, label, tensor) for label, tensor in tensors]
         for operand in operands:
@@ -427,7 +429,9 @@ class Failures:
         )
 
     def _describe_earlier_cast(self, operands: Sequence[Operand]) -> str:
-        """Where the model was cast after something (an optimizer state, a cache) was made from it."""
+        """Describes a cast of the model after a tensor, such as an optimizer state or a cache, was
+        created from it.
+        """
         context = self._context
         current_dtypes = {name: tensor.dtype for _, name, tensor in context.names.tensors()}
         steps = [
@@ -447,8 +451,8 @@ class Failures:
 
 
 def _parameter_names(func: Any) -> list[str]:
-    """Names of a torch function's positional arguments, from its signature, or for a builtin from
-    the first line of its documentation.
+    """The names of a torch function's positional arguments, from its signature, or for a builtin
+    from the first line of its documentation.
     """
     try:
         return list(inspect.signature(func).parameters)
@@ -464,11 +468,11 @@ Chains = tuple[tuple[str, str], ...]
 
 @dataclass(slots=True)
 class Evidence:
-    """What the frames of a traceback hold.
+    """The tensors in the frames of a traceback.
 
-    stack       lines, innermost first
-    parameters  dtype -> names
-    tensors     the other tensors of the innermost frame that has any, by the name of their variable
+    stack       the lines of the traceback, innermost first
+    parameters  dtype -> names of parameters
+    tensors     the other tensors of the innermost frame that holds any, with their variables
     """
 
     stack: list[Site]
@@ -490,7 +494,7 @@ def _find_tensors(value: Any, label: str, depth: int = 2) -> Iterator[tuple[str,
 
 
 def gather_evidence(context: Context, error: BaseException) -> Evidence:
-    """The tensors of the innermost frame that holds any."""
+    """Collects the tensors of the innermost frame that holds any."""
     frames = list(traceback.walk_tb(error.__traceback__))[::-1]
     evidence = Evidence([Site(frame.f_code, line) for frame, line in frames])
     parameter_names = {
@@ -519,8 +523,8 @@ def gather_evidence(context: Context, error: BaseException) -> Evidence:
 
 
 def explain_refusal(context: Context, error: BaseException) -> Finding | None:
-    """A finding for a check in Python that refused, or None when the frames hold no tensors to
-    explain it by.
+    """Returns a finding for an error that a check in Python code raised; None if the frames hold no
+    tensors that explain it.
     """
     context.names.register_live_modules()
     evidence = gather_evidence(context, error)
@@ -530,7 +534,7 @@ def explain_refusal(context: Context, error: BaseException) -> Finding | None:
         and isinstance(error, AssertionError)
         and "dtype" not in read_statement(evidence.stack[0])
     ):
-        # the program's own complaint, about something else than the dtype of a tensor at hand
+        # an assertion of the program that is not about a dtype
         return None
     for pattern, explain in _REFUSALS:
         if (
@@ -576,7 +580,9 @@ def _refusal_finding(
 
 
 def _explain_unscale(context: Context, error: BaseException, evidence: Evidence) -> Finding | None:
-    """GradScaler.unscale_: the gradients, hence the trainable parameters, are fp16."""
+    """Explains an error of GradScaler.unscale_: the gradients are fp16 because the trainable
+    parameters are.
+    """
     trainable = [
         (n, p)
         for kind, n, p in context.names.tensors()
@@ -603,7 +609,9 @@ def _explain_unscale(context: Context, error: BaseException, evidence: Evidence)
 def _explain_mixed_unit(
     context: Context, error: BaseException, evidence: Evidence
 ) -> Finding | None:
-    """FSDP: one unit flattens its parameters into one tensor (FSDP1) or one group (FSDP2)."""
+    """Explains an error of FSDP about two dtypes in a unit. A unit combines its parameters into one
+    tensor (FSDP1) or one group (FSDP2).
+    """
     if len(evidence.parameters) < 2:
         evidence.parameters = defaultdict(list)
         for kind, name, tensor in context.names.tensors():
@@ -641,7 +649,9 @@ _CHECKPOINT_METADATA = re.compile(
 def _explain_recompute(
     context: Context, error: BaseException, evidence: Evidence
 ) -> Finding | None:
-    """torch.utils.checkpoint: the recomputed tensors have another dtype than the saved ones."""
+    """Explains an error of torch.utils.checkpoint: the recomputed tensors have another dtype than
+    the saved tensors.
+    """
     recomputed: Finding | None = context.autocast.recomputation_finding(_first_line(error))
     if recomputed is not None:
         return recomputed
@@ -670,7 +680,7 @@ _REFUSALS: tuple[tuple[str, Callable[[Context, BaseException, Evidence], Finding
 def _explain_by_tensors(
     context: Context, error: BaseException, evidence: Evidence
 ) -> Finding | None:
-    """For any other check: the tensors of the failing frame with their chains of origins."""
+    """Explains any other check by the tensors of the failing frame and their chains of origins."""
     operands = [
         Operand.from_tensor(context, label, tensor) for label, tensor in evidence.tensors[:12]
     ]

@@ -1,9 +1,9 @@
-"""Origin: what gave a tensor its dtype. Ops that keep a dtype pass the origin on, so that a chain
-of origins leads back to the decision.
+"""`Origin` describes what gave a tensor its dtype. The result of an op that keeps the dtype gets
+the origin of its operand, so that a chain of origins leads back to the decision.
 
-An origin is stored on its tensor and, for the copies that autograd unpacks, on its storage.
-torch.save and pickle do not write it; otherwise they would write everything that a tensor refers
-to.
+An origin is stored on its tensor and also on the tensor's storage, for the copies that autograd
+unpacks. torch.save and pickle do not write it, because they would then also write every object to
+which it refers.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from ...observe.origin import Site
 _FOLLOWING_CAST = re.compile(
     r"\.to\([^()]*(?:\w\.dtype|_dtype|\bdtype\s*=\s*\w+\.dtype)|\.type_as\("
 )
-# without a limit, a state that is cast back and forth in every step has an ever longer chain
+# the chain of a state that is cast back and forth in every step would grow without a limit
 MAX_CHAIN = 8
 
 UNWATCHED_NOTE = "or made by a step like those before it, which was not watched"
-# kind -> its description
+# kind of an origin -> its description
 _KIND_TEMPLATES = {
     "parameter": "parameter {what}",
     "buffer": "buffer {what}",
@@ -46,14 +46,14 @@ _KIND_TEMPLATES = {
 
 @dataclass(slots=True, eq=False)
 class Origin:
-    """Why a tensor has its dtype.
+    """The reason for the dtype of a tensor.
 
-    maker     the parameter's name, or the op
-    module    path of the module that was running
-    backward  the autograd node, when it happened in backward
-    upstream  what it was before: a cast's operand, or the operand that forced a promotion
-    writer    the op and module that wrote the operand `upstream` last
-    event     the promotion that made it, while its result may still spread
+    maker     the name of the parameter, or the op
+    module    the path of the module that was running
+    backward  the autograd node, if it happened in backward
+    upstream  the origin of the operand of a cast, or of the operand that forced a promotion
+    writer    the op and the module that wrote this operand last
+    event     the promotion that created the tensor, as long as its result may still spread
     """
 
     dtype: torch.dtype
@@ -74,21 +74,21 @@ class Origin:
             self.depth = self.upstream.depth + 1
 
     def __deepcopy__(self, memo: Any) -> Origin:
-        return self  # a copied tensor came to its dtype as the first did
+        return self  # a copy of a tensor has the same origin
 
     def chain(self) -> Iterator[Origin]:
-        """This origin and those upstream of it."""
+        """This origin and the origins upstream of it."""
         origin: Origin | None = self
         while origin is not None:
             yield origin
             origin = origin.upstream
 
     def decider(self) -> Origin:
-        """The origin that decided the dtype: upstream of promotions, of ops that kept it, and of
-        casts that autocast inserted.
+        """The origin that decided the dtype. It is upstream of promotions, of ops that kept the
+        dtype, and of casts that autocast inserted.
 
-        A cast to the dtype of another tensor only undoes an earlier change of dtype; then the first
-        such change decided.
+        A cast to the dtype of another tensor only undoes an earlier change of the dtype. In this
+        case the first such change decided.
         """
         decision = self._nearest_decision()
         while decision.kind == "cast" and decision.follows_tensor and decision.upstream is not None:
@@ -110,15 +110,15 @@ class Origin:
 
     @property
     def follows_tensor(self) -> bool:
-        """Whether a cast follows another tensor: `.to(x.dtype)`, `.type_as(x)`."""
+        """Whether a cast takes the dtype of another tensor: `.to(x.dtype)`, `.type_as(x)`."""
         return self.site is not None and bool(_FOLLOWING_CAST.search(self.site.text or ""))
 
     def describe(self) -> str:
-        """A sentence without the location."""
+        """A description of the origin without its location."""
         return f"{dtype_name(self.dtype)}: {_KIND_TEMPLATES[self.kind].format(what=self.maker)}"
 
     def location(self) -> str:
-        """Module path, file and line, as far as known."""
+        """The module path, file and line, as far as they are known."""
         parts = [
             self.module and f"in {self.module}",
             str(self.site) if self.site else "",
@@ -127,7 +127,9 @@ class Origin:
         return ", ".join(part for part in parts if part)
 
     def explain(self) -> list[str]:
-        """The first five origins of the chain as lines: what, where, and the source text."""
+        """Lines about the first five origins of the chain, each with its description, location and
+        source text.
+        """
         lines = []
         for number, origin in enumerate(islice(self.chain(), 5)):
             line = origin.describe()
@@ -145,15 +147,15 @@ MARK = "_isotype_origin"
 
 
 class Provenance:
-    """Finds origins and passes them on. Each is stored on its tensor and freed with it, so that
-    memory does not grow.
+    """Determines the origins of tensors. Each origin is stored on its tensor and freed with it, so
+    that memory does not grow.
     """
 
     def __init__(self, context: Any) -> None:
         self._context = context
 
     def activate(self) -> AbstractContextManager[Any]:
-        """Entered for the length of the trace: torch.save and pickle write no marks."""
+        """A context manager in which torch.save and pickle write no origins."""
         original: Callable[[Any], Any] = torch._utils._get_obj_state
 
         def state_without_mark(value: Any) -> Any:
@@ -166,7 +168,7 @@ class Provenance:
 
     @staticmethod
     def clear_marks() -> None:
-        """Removes all remaining marks at the end."""
+        """Removes the origins from all tensors at the end of the trace."""
         for tensor in gc.get_objects():
             if issubclass(type(tensor), torch.Tensor):
                 tensor.__dict__.pop(MARK, None)
@@ -174,17 +176,17 @@ class Provenance:
     def set(
         self, tensor: torch.Tensor, origin: Origin, writer: tuple[str, str] | None = None
     ) -> None:
-        """Stores an origin.
+        """Stores the origin of a tensor.
 
-        writer  the op that wrote the values last, and the path of its module
+        writer  the op that wrote the values of the tensor last, and the path of its module
         """
         tensor.__dict__[MARK] = (origin, writer)
-        # no memory of its own (fake, sparse, functional)
+        # fake, sparse and functional tensors have no storage
         with suppress(RuntimeError, NotImplementedError):
             tensor.untyped_storage().__dict__[MARK] = origin
 
     def get(self, tensor: torch.Tensor) -> Origin:
-        """The tensor's origin; an inferred one where none was recorded."""
+        """The origin of a tensor. If none was recorded, it is inferred."""
         mark: tuple[Origin, Any] | None = tensor.__dict__.get(MARK)
         if mark is not None and mark[0].dtype == tensor.dtype:
             return mark[0]
@@ -197,12 +199,12 @@ class Provenance:
         return origin
 
     def get_recorded(self, tensor: torch.Tensor) -> Origin | None:
-        """The recorded origin, or None."""
+        """The recorded origin of a tensor; None if there is none."""
         mark = tensor.__dict__.get(MARK)
         return mark[0] if mark is not None and mark[0].dtype == tensor.dtype else None
 
     def last_writer(self, tensor: torch.Tensor) -> str:
-        """`mul in layers.0`: the op that wrote the tensor's values last."""
+        """The op that wrote the values of the tensor last, such as `mul in layers.0`."""
         mark = tensor.__dict__.get(MARK)
         if mark is None or mark[1] is None:
             return ""
@@ -210,8 +212,8 @@ class Provenance:
         return f"{op} in {module}" if module else op
 
     def record(self, op: Operator, inputs: list[torch.Tensor], out: torch.Tensor) -> None:
-        """Gives an op's floating result its origin: the operand's where the dtype is kept, a new
-        one where it changed.
+        """Sets the origin of an op's floating-point result: the origin of the operand if the dtype
+        is kept, else a new origin.
         """
         context = self._context
         if op.view and inputs:
@@ -241,7 +243,7 @@ class Provenance:
                 self.set(out, self.get(same_dtype), (op.name, module))
             return
         if out is same_dtype or (inputs and out is inputs[0]):
-            return  # in place: the dtype stays what it was
+            return  # an in-place op does not change the dtype
         self.set(out, self._new_origin(op, inputs, out), (op.name, module))
 
     def _new_origin(self, op: Operator, inputs: list[torch.Tensor], out: torch.Tensor) -> Origin:

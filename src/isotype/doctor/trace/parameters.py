@@ -1,8 +1,8 @@
-"""Parameters and buffers that change dtype while the program runs: a cast down and back rounds the
-values for good.
+"""Detects parameters and buffers that change their dtype while the program runs. A cast to a
+narrower dtype and back rounds the values permanently.
 
-Also frozen layers of quantised checkpoints: those that block gradients, and those that were
-dequantised.
+It also detects frozen layers of quantised checkpoints that block gradients, and checkpoints that
+were dequantised.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from ...observe.origin import (
 from ...wording import pluralise
 from .context import Context, Watcher, say, site_detail
 
-SAMPLE = 4096  # elements of a tensor that are compared before and after a cast
+SAMPLE = 4096  # the number of elements of a tensor that are compared before and after a cast
 _EVALUATION_NAMES = frozenset(
     {"eval", "evaluate", "evaluation", "valid", "validate", "validation", "predict", "prediction"}
 )
-_MAX_CALLERS = 6  # callers of a cast in which an evaluation is looked for
+_MAX_CALLERS = 6  # the number of callers of a cast that are checked for an evaluation
 
 
 @dataclass(slots=True)
 class Change:
-    """One tensor's change of dtype.
+    """One change of a tensor's dtype.
 
-    rounded  share of the sampled values that the new dtype cannot hold
-    calls    forward calls of the owning module before it
-    steps    optimizer steps before it
+    rounded  the share of the sampled values that the new dtype cannot represent
+    calls    the number of forward calls of the owning module before the change
+    steps    the number of optimizer steps before the change
     """
 
     name: str
@@ -65,7 +65,9 @@ class Change:
 
     @property
     def evaluation_site(self) -> Site | None:
-        """The line of the cast in a function named after evaluation."""
+        """The line of the cast in a function whose name indicates an evaluation; None if there is
+        none.
+        """
         near = [site for site in self.stack if not site.file.startswith(TORCH_FOLDER)][
             :_MAX_CALLERS
         ]
@@ -91,7 +93,7 @@ class Change:
 
 @dataclass(slots=True)
 class Fault:
-    """A harmful change: which tensors, when they were cast down, and what showed the harm."""
+    """A harmful change of dtype, with its kind and the names of the tensors."""
 
     kind: str  # round trip | between steps | before training
     down: Change
@@ -100,19 +102,21 @@ class Fault:
 
 
 class Parameters(Watcher):
-    """Watches `module.to(dtype)`."""
+    """Watches `module.to(dtype)` and similar calls."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._history: dict[tuple[int, str], list[Change]] = {}
         self._calls: Counter[int] = Counter()  # id of a module -> its forward calls
-        self._evaluated: Counter[int] = Counter()  # the same, of its last call without gradients
+        self._evaluated: Counter[int] = (
+            Counter()
+        )  # id of a module -> number of its last call without gradients
         # id of a parameter -> optimizer steps that updated it
         self._steps: Counter[int] = Counter()
         self._casting = False
         self._dirty = True
         self._faults: dict[tuple[str, str], Fault] = {}
-        # module, its calls, parameter: cast down, used, and cast back
+        # (module, its calls, parameter, cast down, cast back) of parameters used in between
         self._round_trips: list[tuple[int, int, int, Change, Change]] = []
 
     def activate(self) -> AbstractContextManager[Any]:
@@ -142,8 +146,8 @@ class Parameters(Watcher):
             self._evaluated[id(module)] = self._calls[id(module)]
 
     def on_step_end(self, optimizer: torch.optim.Optimizer) -> None:
-        """Finds parameters that train rounded: they had a wider dtype in earlier steps, or an
-        evaluation cast them down.
+        """Finds parameters that are trained with rounded values, because they had a wider dtype in
+        earlier steps or because an evaluation cast them down.
         """
         parameters = [
             p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
@@ -173,14 +177,14 @@ class Parameters(Watcher):
         self._dirty = False
 
     def describe_change(self, tensor: torch.Tensor) -> str:
-        """The last change of a parameter as a sentence."""
+        """A sentence about the last change of a parameter; "" if it never changed."""
         for key, parameter in self._root_tensors():
             if parameter is tensor and self._history.get(key):
                 return str(self._history[key][-1])
         return ""
 
     def describe_first_change(self, names: set[str]) -> str:
-        """The last change of the first of these parameters that changed, as a sentence."""
+        """A sentence about the last change of one of these parameters; "" if none changed."""
         changes = (
             history[-1]
             for history in self._history.values()
@@ -248,8 +252,8 @@ class Parameters(Watcher):
             fault.names.append(down.name)
 
     def _is_copy(self, module: int) -> bool:
-        """Whether a module belongs to a copy of another model. Rounding a copy that is not trained
-        later does no harm.
+        """Whether a module belongs to a copy of another model. Rounding a copy does no harm if it
+        is not trained later.
         """
         roots = self._context.names.roots()
         own_root = next(
@@ -274,7 +278,7 @@ class Parameters(Watcher):
 
 
 def _module_tensors(module: torch.nn.Module) -> Iterator[tuple[tuple[int, str], torch.Tensor]]:
-    """Parameters and buffers, each under its owner's identity and its name there."""
+    """Yields every parameter and buffer, with the id of its owner and its name there."""
     for owner in module.modules():
         for leaf, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
             if tensor is not None:
@@ -305,7 +309,7 @@ def _build_finding(fault: Fault) -> Finding:
     )
 
 
-# nodes whose derivative is zero
+# autograd nodes whose derivative is zero
 _ZERO_DERIVATIVE_NODES = (
     "RoundBackward",
     "FloorBackward",
@@ -317,16 +321,17 @@ _PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class GradientCuts(Watcher):
-    """Checks the graph of each frozen linear layer: whether the gradient of its output reaches its
-    input.
+    """Checks for each frozen linear layer whether the gradient of its output reaches its input.
 
-    transformers' W8A8 models of compressed-tensors round activations under no_grad, torchao's by
-    `round`: LoRA gradients are 97% off.
+    In transformers, W8A8 models of compressed-tensors round activations under no_grad, and models
+    of torchao use `round`. LoRA gradients are then 97% off.
     """
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._cut: dict[str, tuple[Site | None, str]] = {}  # layer -> where it was called, why
+        self._cut: dict[
+            str, tuple[Site | None, str]
+        ] = {}  # layer -> where it was called, and the reason
 
     def on_module_exit(self, module: torch.nn.Module, args: tuple, output: Any) -> None:
         if (
@@ -371,8 +376,8 @@ class GradientCuts(Watcher):
 
 
 class DequantisedLayers(Watcher):
-    """Checks, after a forward that trains, whether a model whose configuration is quantised has
-    only plain weights.
+    """Checks after a training forward whether a model with a quantised configuration has only plain
+    weights.
     """
 
     def on_module_exit(self, module: torch.nn.Module, args: tuple, output: Any) -> None:
@@ -387,7 +392,7 @@ class DequantisedLayers(Watcher):
         head = getattr(module, "get_output_embeddings", lambda: None)()
         layers = [m for m in module.modules() if m is not head and _is_frozen_linear(m)]
         weights = [w for m in layers if isinstance(w := getattr(m, "weight", None), torch.Tensor)]
-        # subclasses of Tensor (torchao) say bf16 and hold other bytes
+        # Tensor subclasses of torchao report bf16 but hold quantised bytes
         if weights and all(
             type(w.data) is torch.Tensor and w.dtype in _PLAIN_DTYPES for w in weights
         ):
@@ -425,7 +430,7 @@ def _gradient_reaches(output: torch.Tensor, source: torch.Tensor) -> bool:
         node = pending.pop()
         if node is target_node:
             return True
-        # a node that was made before `given` does not lead to it
+        # a node that is older than the target node does not lead to it
         if (
             node in visited
             or node.name().startswith(_ZERO_DERIVATIVE_NODES)

@@ -1,8 +1,9 @@
-"""What a program sets for the whole process: autocast, the default dtype, and torch.compile.
+"""Watches the settings that apply to the whole process: autocast, the default dtype, and
+torch.compile.
 
-Watches how each module ran under autocast, recomputations that ran otherwise, and stale copies of
-weights; who set the default dtype, and whether a function failed to restore it. Compiled regions
-run eagerly, so that they can be watched.
+`Autocast` finds recomputations that ran under another autocast state than the forward, and stale
+copies of weights. `DefaultDtype` finds functions that set the default dtype and do not restore it.
+`CompiledRegions` runs compiled regions eagerly, so that they can be watched.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ from .origin import Origin
 class DefaultDtypeChange:
     """A call of `torch.set_default_dtype`.
 
-    setter        the line that decided: the user's own, else the library's outside torch
-    tensor_count  tensors created with it while its setter ran
-    late_sites    lines that created tensors with it after its setter had ended
+    setter        the line that called it: the innermost line of the user, else of a library
+    tensor_count  the number of tensors that were created with it while its setter ran
+    late_sites    the lines that created tensors with it after its setter had ended
     """
 
     old_dtype: torch.dtype
@@ -54,8 +55,8 @@ class DefaultDtypeChange:
 
 
 class DefaultDtype(Watcher):
-    """Watches `torch.set_default_dtype`. A function that restores the old dtype in its code, and
-    ended without doing so, has leaked the new one.
+    """Watches `torch.set_default_dtype`. A function leaks the new dtype if its code restores the
+    old dtype but it ended without doing so.
     """
 
     def __init__(self, context: Context) -> None:
@@ -80,7 +81,7 @@ class DefaultDtype(Watcher):
         if new_dtype == old_dtype:
             return
         if new_dtype == self._initial:
-            self._unrestored.clear()  # somebody put it back after all
+            self._unrestored.clear()  # the initial dtype was restored
         stack = [site for site in call_sites(2) if not site.file.startswith("<")]
         if new_dtype == self._initial:
             self._current_change = None
@@ -93,8 +94,8 @@ class DefaultDtype(Watcher):
         self.find_leak()
 
     def find_leak(self) -> DefaultDtypeChange | None:
-        """The change that is still in force although the function that made it, and should have
-        undone it, has ended.
+        """The change of the default dtype that is still in force although the function that made
+        it, and whose code would undo it, has ended. None if there is none.
         """
         change = self._current_change
         if change is None or torch.get_default_dtype() != change.new_dtype:
@@ -106,7 +107,7 @@ class DefaultDtype(Watcher):
         return change
 
     def record_creation(self, site: Site | None) -> None:
-        """Called when a tensor is created without dtype= while a change is in force."""
+        """Called when a tensor is created without dtype= under a changed default dtype."""
         change = self._current_change
         if change is None or change.new_dtype not in NARROW_FLOATS or len(change.late_sites) > 2:
             return
@@ -118,7 +119,7 @@ class DefaultDtype(Watcher):
             self._unrestored.setdefault(code, change)
 
     def explain(self) -> Finding | None:
-        """The finding of a leak that is in force."""
+        """The finding about a leak that is in force; None if there is none."""
         change = self.find_leak()
         if change is not None:
             return _build_finding(change, leaked=True)
@@ -158,15 +159,15 @@ def _is_running(code: CodeType) -> bool:
 
 
 def _restores_dtype(code: CodeType) -> bool:
-    """Whether a function's code restores the default dtype: it reads the old one, or sets it more
-    than once.
+    """Whether the code of a function restores the default dtype: it reads the old dtype, or sets
+    the dtype more than once.
     """
     calls = [i.argval for i in dis.get_instructions(code) if isinstance(i.argval, str)]
     return "get_default_dtype" in calls or calls.count("set_default_dtype") > 1
 
 
 class CompiledRegions(Watcher):
-    """Switches torch.compile off while tracing, with a note."""
+    """Switches torch.compile off during the trace, and reports it as a note."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -189,26 +190,28 @@ class CompiledRegions(Watcher):
 
 
 class Autocast(Watcher):
-    """Remembers, for each module, the autocast dtype of its last forward, and whether it ever ran
-    with autocast on.
+    """Records for each module the autocast dtype of its last forward, and whether it ever ran with
+    autocast on.
     """
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        # id of a module -> autocast dtype in its last forward, None when off
+        # id of a module -> autocast dtype in its last forward, None if autocast was off
         self._last_dtype: dict[int, torch.dtype | None] = {}
         self._ever_on: set[int] = set()
-        # module -> where, and the two states
+        # module -> line, autocast state of its forward, and of its recomputation
         self._differing: dict[str, tuple[Site | None, str, str]] = {}
-        # by storage of a weight's low-precision copy
+        # storage of a weight's low-precision copy -> its reference, the weight, and the origin
         self._copies: dict[int, tuple[StorageWeakRef, weakref.ref[torch.Tensor], Origin]] = {}
-        # copies whose weight was updated since
+        # copies whose weight was updated after the copy was made
         self.stale: dict[int, tuple[StorageWeakRef, Origin, Site | None]] = {}
-        # weight -> where it was updated, and its copy used again
+        # weight -> the line of its update, and the line that used the stale copy
         self._used: dict[str, tuple[Site | None, Site | None]] = {}
 
     def on_module_enter(self, module: torch.nn.Module, args: tuple) -> None:
-        """Also called when a checkpoint runs the module again in backward."""
+        """Records the autocast state of a module. It is also called when a checkpoint recomputes
+        the module in backward.
+        """
         device = self._context.device
         key = id(module)
         if torch.is_autocast_enabled(device):
@@ -221,7 +224,7 @@ class Autocast(Watcher):
                 self._ever_on.add(key)
         elif self._last_dtype.get(key, dtype) != dtype:
             name = self._context.names.module_path(module)
-            # the modules inside it differ for the same reason: the outermost one is enough
+            # inner modules differ for the same reason, so only the outermost module is recorded
             if not any(name.startswith(f"{outer}.") for outer in self._differing):
                 self._differing.setdefault(
                     name,
@@ -233,16 +236,16 @@ class Autocast(Watcher):
                 )
 
     def on_cast(self, origin: Origin, source: torch.Tensor, out: torch.Tensor) -> None:
-        """Records autocast's copy of a trainable weight, which it keeps until the outermost
-        autocast ends.
+        """Records the low-precision copy of a trainable weight, which autocast caches until the
+        outermost autocast ends.
         """
         if origin.kind == "autocast" and isinstance(source, torch.nn.Parameter):
             storage = out.untyped_storage()
             self._copies[storage._cdata] = (StorageWeakRef(storage), weakref.ref(source), origin)
 
     def on_update(self, parameter: torch.Tensor) -> None:
-        """Called when a tensor is updated in place while autocast is on: from then on autocast's
-        cached copy of it is stale.
+        """Called when a tensor is updated in place while autocast is on. The cached copy of the
+        tensor is stale from then on.
         """
         if not torch.is_autocast_cache_enabled():
             return
@@ -267,7 +270,9 @@ class Autocast(Watcher):
         self.stale = {key: entry for key, entry in self.stale.items() if not entry[0].expired()}
 
     def describe_state(self) -> tuple[str, bool]:
-        """The autocast state as text, and whether the running module ran with autocast on before."""
+        """Returns the autocast state as text, and whether the running module ran with autocast on
+        before.
+        """
         device = self._context.device
         ran_with_autocast = (
             bool(self._context.stack) and id(self._context.stack[-1].module) in self._ever_on
@@ -279,9 +284,10 @@ class Autocast(Watcher):
         return "off here", False
 
     def recomputation_finding(self, error: str = "") -> Finding | None:
-        """The finding where autocast differed between a module's forward and its recomputation.
+        """The finding about a module whose forward and recomputation had different autocast states;
+        None if there is none.
 
-        error  the error that the recomputation raised, if any
+        error  the message of the error that the recomputation raised, if any
         """
         if not self._differing:
             return None

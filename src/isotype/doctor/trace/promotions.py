@@ -1,5 +1,5 @@
-"""Promotions that spread (a wide tensor widens the activations and what is computed from them), and
-gradients that autograd casts.
+"""Detects promotions that spread, in which a wide tensor widens an activation and the values
+computed from it, and gradients that autograd casts.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from .origin import MARK, Origin
 
 @dataclass(slots=True)
 class Promotion:
-    """Widenings of an activation by one op at one line.
+    """The promotions of an activation by one op at one line.
 
-    spread  where the widened tensor was used before anything cast it back
+    spread  the places that used the widened tensor before it was cast back
     """
 
     origin: Origin
@@ -34,14 +34,15 @@ class Promotion:
     count: int = 0
     extra_bytes: int = 0
     is_vector: bool = False
-    # the wide operand is as large as the result: an activation, not a scale, mask or table
+    # whether the wide operand is as large as the result, so that it is an activation and not a
+    # scale, mask or table
     is_full_size: bool = False
     spread: dict[str, None] = field(default_factory=dict)
 
 
 class Promotions(Watcher):
-    """Counts promotions in forward, and reports those whose result spreads: into another module, a
-    product, or the model's output.
+    """Counts promotions in forward. Reports a promotion whose result spreads into another module, a
+    matrix product, or the model's output.
     """
 
     def __init__(self, context: Context) -> None:
@@ -79,7 +80,9 @@ class Promotions(Watcher):
         origin.event = promotion
 
     def record_spread(self, tensor: Any, destination: str) -> None:
-        """Called when a tensor enters a product or another module, or leaves the model."""
+        """Called when a tensor is passed to a matrix product or another module, or is returned by
+        the model.
+        """
         if type(tensor) is torch.Tensor:
             mark = tensor.__dict__.get(MARK)
             if mark is not None and mark[0].event is not None:
@@ -110,8 +113,8 @@ class Promotions(Watcher):
             )
 
     def findings(self) -> list[Finding]:
-        """One finding for each decision that spread, but for the places that the explanation of an
-        error shows already.
+        """One finding for each decision whose promotion spread. Places in the explanation of an
+        error are not reported again.
         """
         explained = self._context.failures.explained_origins
         deciders: dict[tuple[str, Any, torch.dtype], list[Promotion]] = {}
@@ -132,8 +135,8 @@ def _build_finding(group: list[Promotion]) -> Finding:
     wide = dtype_name(origin.dtype)
     narrow = dtype_name(first.narrow)
     norm = decider.kind == "parameter" and ("norm" in first.module_class.lower() or first.is_vector)
-    # someone wrote that the stream be wide (residual_in_fp32), rather than widened an adapter or a
-    # router and forgot to cast back
+    # True if the residual stream is wide on purpose (residual_in_fp32), and not because the cast
+    # back after an adapter or a router was forgotten
     residual = (
         decider.kind == "cast" and first.is_full_size and origin.writer.startswith("_to_copy")
     )
@@ -162,7 +165,7 @@ def _build_finding(group: list[Promotion]) -> Finding:
 
 
 def format_bytes(count: float) -> str:
-    """`3 bytes`, `1.5 MiB`."""
+    """A number of bytes in binary units: `3 bytes`, `1.5 MiB`."""
     for unit in ("bytes", "KiB", "MiB"):
         if count < 1024:
             if unit == "bytes":
@@ -173,7 +176,7 @@ def format_bytes(count: float) -> str:
 
 
 class EngineCasts(Watcher):
-    """Counts gradients that autograd casts."""
+    """Counts the gradients that autograd casts."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)

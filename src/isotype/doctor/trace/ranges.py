@@ -1,5 +1,5 @@
-"""Values that a low-precision dtype cannot hold: positions, timesteps and rotary angles, log-
-probabilities, and what overflows in fp16.
+"""Detects values that a low-precision dtype cannot represent: positions, timesteps, rotary angles,
+log-probabilities, and activations that overflow in fp16.
 
 Integers above 256 are not exact in bf16, and the sine of a rounded angle is noise. A
 log-probability of -8 in bf16 has steps of 0.03 to 0.06; a sum of 128 of them was off by 1.7 nats.
@@ -21,17 +21,15 @@ from ...observe.origin import innermost_site, site_place
 from .context import AfterHook, BeforeHook, Context, Watcher, is_due, say, site_detail
 from .origin import Origin
 
-# whole numbers up to here are exact
+# dtype -> the largest integer up to which all integers are exact
 _MAX_EXACT = {to_torch(word): 2 ** significant_bits(word) for word in ("bf16", "fp16")}
-_MAX_ANGLE_ERROR = 0.2  # radians: an error from which on a rotation is wrong rather than rough
-_FULL_CHECKS = (
-    16  # calls of a line whose values are looked at, then those whose number is a power of two
-)
+_MAX_ANGLE_ERROR = 0.2  # in radians; a rotation with a larger error is wrong, not only imprecise
+_FULL_CHECKS = 16  # a line's values are checked at this many first calls, then at calls 2^n
 
 
 @dataclass(slots=True)
 class Rounded:
-    """What was rounded at one line: the largest value, and the origin of the dtype."""
+    """A quantity that was rounded at one line, its largest value, and the origin of the dtype."""
 
     quantity: str
     dtype: torch.dtype
@@ -46,18 +44,22 @@ class Rounded:
 
 
 class Positions(Watcher):
+    """Checks integers that are cast to low precision, and the angles of cos and sin."""
+
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._rounded: dict[Any, Rounded] = {}
         self._look_counts: Counter[Any] = Counter()
-        # where whole numbers beyond the exact ones were cast: to what, the largest
+        # line of a cast of inexact integers -> the dtype, and the largest integer
         self._casts: dict[Any, tuple[torch.dtype, float]] = {}
 
     def op_hooks(self) -> dict[str, tuple[BeforeHook, AfterHook | None]]:
         return dict.fromkeys(("cos", "sin", "arange", "_to_copy"), (self.check_op, None))
 
     def check_op(self, op: Operator, args: tuple, kwargs: dict) -> None:
-        """Checks the angles of cos and sin, and integers that are cast to low precision."""
+        """Checks the angles of cos and sin, and the integers of a cast or an arange in low
+        precision.
+        """
         dtype = kwargs.get("dtype")
         if op.name == "_to_copy":
             source = args[0]
@@ -104,7 +106,7 @@ class Positions(Watcher):
                 return
             self._casts[key] = (dtype, largest)
             if fractional and not _is_range(values):
-                return  # whole numbers, but no positions
+                return  # integers that are not positions
         self._record("whole numbers", dtype, largest, source)
 
     def _check_angle(self, angle: torch.Tensor) -> None:
@@ -126,8 +128,8 @@ class Positions(Watcher):
             self._record(quantity, low, largest, angle)
 
     def _check_earlier_rounding(self, angle: torch.Tensor) -> None:
-        """Checks fp32 angles that were computed from integers rounded by an earlier cast (a
-        timestep in the model's dtype).
+        """Checks fp32 angles that were computed from integers which an earlier cast rounded, such
+        as a timestep in the model's dtype.
         """
         origin = next(
             (
@@ -146,8 +148,8 @@ class Positions(Watcher):
             )
 
     def _low_precision_table(self, angle: torch.Tensor) -> torch.dtype | None:
-        """The dtype of a low-precision buffer of the running module (inv_freq) whose multiples the
-        angles are.
+        """The dtype of a low-precision buffer of the running module (inv_freq), if the angles are
+        multiples of its values.
         """
         if not self._context.stack or angle.ndim == 0:
             return None
@@ -189,7 +191,7 @@ class Positions(Watcher):
 
 
 def _is_range(values: torch.Tensor) -> bool:
-    """Whether the numbers of a float tensor increase by one, as positions do."""
+    """Whether the values of a float tensor change by one from entry to entry, as positions do."""
     steps = values.diff(dim=-1)
     if values.ndim == 1:
         return bool((steps.abs() <= 1).all())
@@ -197,8 +199,8 @@ def _is_range(values: torch.Tensor) -> bool:
 
 
 def _are_multiples(angle: torch.Tensor, table: torch.Tensor) -> bool:
-    """Whether each of the last rows of angles is one position times the table. The table may be
-    there twice, side by side or interleaved.
+    """Whether each of the last four rows of angles is a position times the table. A row may contain
+    the table twice, side by side or interleaved.
     """
     count = table.numel()
     width = angle.shape[-1]
@@ -245,7 +247,7 @@ def _build_finding(rounded: Rounded) -> Finding:
 
 
 class Overflows(Watcher):
-    """Checks the fp16 outputs of modules until one is not finite."""
+    """Checks the fp16 outputs of modules until one output is not finite."""
 
     def on_module_exit(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if self.reports or not self._context.pace.checks_values:
@@ -276,18 +278,18 @@ class Overflows(Watcher):
         )
 
 
-_MIN_ERROR_NATS = (
-    0.1  # of a sequence: a difference that losses of preferences and ratios of policies feel
-)
+_MIN_ERROR_NATS = 0.1  # per sequence; such an error changes preference losses and policy ratios
 
 
 class LogProbs(Watcher):
+    """Checks log-probabilities that are computed in low precision."""
+
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        # of the last log_softmax in low precision, until they are gathered
+        # the logits of the last log_softmax in low precision, until its result is gathered
         self._logits: torch.Tensor | None = None
         self._look_counts: Counter[Any] = Counter()
-        self._worst: dict[Any, float] = {}  # nats
+        self._worst: dict[Any, float] = {}  # line -> the largest error in nats
 
     def op_hooks(self) -> dict[str, tuple[BeforeHook, AfterHook | None]]:
         return {"_log_softmax": (self.on_log_softmax, None), "gather": (self.on_gather, None)}
@@ -303,7 +305,9 @@ class LogProbs(Watcher):
         self._logits = logits.detach() if plain else None
 
     def on_gather(self, op: Operator, args: tuple, kwargs: dict) -> None:
-        """Compares the gathered log-probabilities with those computed from the logits in fp32."""
+        """Compares the gathered log-probabilities with log-probabilities that are computed from the
+        logits in fp32.
+        """
         log_probs, dim, index = args[:3]
         logits = self._logits
         key = innermost_site()
@@ -325,7 +329,8 @@ class LogProbs(Watcher):
         with torch.no_grad():
             exact = logits.float().log_softmax(-1).gather(-1, index).squeeze(-1)
             error = log_probs.detach().gather(-1, index).squeeze(-1).float() - exact
-            # more than a rounding: these are other values than that log_softmax's
+            # an error above one rounding means that other values than this log_softmax's are
+            # gathered
             if not bool((error.abs() <= eps(dtype_name(logits.dtype)) * exact.abs()).all()):
                 return
             worst = float(error.sum(-1).abs().max())

@@ -1,4 +1,6 @@
-"""`with isotype.trace(model):`, and `SCRIPT.py [args]` or `FILE.py:FUNCTION` run under a trace."""
+"""Runs code under a trace: `with isotype.trace(model):`, or a program given as `SCRIPT.py [args]`
+or `FILE.py:FUNCTION`.
+"""
 
 from __future__ import annotations
 
@@ -21,22 +23,22 @@ from ..loading import get_member, load_module
 from .context import say
 from .tracer import Tracer
 
-# files of frames between a program and the command that runs it
+# the files of the frames between a program and the command that runs it
 _ISOTYPE_FILES = (*OBSERVER_FOLDERS, "<frozen runpy>")
 
 
 class trace:
-    """Follows every floating tensor's dtype while the block runs; `findings` afterwards says what
-    went wrong, also in silence.
+    """Traces the dtype of every floating-point tensor while the block runs. Afterwards `findings`
+    holds the dtype errors and the silent faults, which raise no error.
 
         with isotype.trace(model) as seen:
             train(model)
         for finding in seen.findings:
             print(finding.render())
 
-    model  names parameters and modules from the start; without it they are named when they run for
-           the first time
-    A dtype error inside keeps its type and message and carries the explanation as a note.
+    model  the model whose parameters and modules get names from the start. Without it they get
+           names when they first run A dtype error inside keeps its type and message and carries the
+           explanation as a note.
     """
 
     def __init__(self, model: torch.nn.Module | None = None) -> None:
@@ -64,12 +66,14 @@ class trace:
 
     @property
     def failure(self) -> Finding | None:
-        """The explanation of the dtype error that left the block, if one did."""
+        """The explanation of the dtype error that ended the block; None if there was none."""
         return self._failure
 
     @property
     def findings(self) -> list[Finding]:
-        """Worst first. A fault that the explanation of the failure contains is not repeated."""
+        """The findings, the worst first. A fault that the explanation of the error contains is not
+        repeated.
+        """
         findings = list(self._silent_findings)
         if self._failure is not None:
             findings = [
@@ -83,16 +87,16 @@ class trace:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A script, or a function of a file."""
+    """The program to run: a script, or a function of a file."""
 
     path: Path
     function: str | None
 
     @classmethod
     def parse(cls, text: str) -> Target:
-        """`train.py` or `train.py:run`.
+        """Parses `train.py` or `train.py:run`.
 
-        Raises  UsageError when there is no such file, or it is no Python file
+        Raises  UsageError if there is no such file, or it is no Python file
         """
         path = Path(text)
         function = None
@@ -148,7 +152,7 @@ class Outcome:
 
     @property
     def status(self) -> int:
-        """The program's own exit status."""
+        """The exit status of the program."""
         code = self.error.code if isinstance(self.error, SystemExit) else self.error
         if isinstance(code, int):
             return code
@@ -156,9 +160,9 @@ class Outcome:
 
 
 def run_traced(target: Target, arguments: Sequence[str] = ()) -> Outcome:
-    """Runs a program under a trace; an exception of the program is part of the outcome.
+    """Runs a program under a trace. An exception of the program is part of the outcome.
 
-    Raises  UsageError when the file has no such function
+    Raises  UsageError if the file has no such function
     """
     with run_as_main(target, arguments):
         session = trace()
@@ -177,7 +181,9 @@ def run_traced(target: Target, arguments: Sequence[str] = ()) -> Outcome:
 
 
 def plain_traceback(error: BaseException) -> str:
-    """The traceback without Isotype's frames and without its note, which the finding replaces."""
+    """The traceback without the frames of Isotype and without the note that explains the error,
+    because the finding contains it.
+    """
     formatted = traceback.TracebackException.from_exception(error)
     link: traceback.TracebackException | None = formatted
     while link is not None:

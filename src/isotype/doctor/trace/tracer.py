@@ -1,8 +1,8 @@
-"""The tracer observes every op, the calls of torch functions above it, and the hooks of modules.
+"""The tracer observes every op, every call of a torch function, and the hooks of modules.
 
-Each op runs once, unchanged, and its result is returned unchanged. While the program repeats
-itself, PyTorch's modes are switched off (`Pace`). The tracer calls the watchers, which share its
-state as their `Context`.
+Each op runs once and its result is returned unchanged. While the program repeats the same forwards
+and steps, the tracer switches its PyTorch modes off (`Pace`). The tracer notifies the watchers,
+each of which detects one kind of fault; they use the tracer as their `Context`.
 """
 
 from __future__ import annotations
@@ -51,43 +51,46 @@ _WATCHERS: tuple[type[Watcher], ...] = (
     CompiledRegions,
 )
 
-# autograd nodes whose forward place is remembered; a step makes a few thousand
+# the maximum number of autograd nodes whose forward line is stored; a step creates a few thousand
 _MAX_SITES = 20_000
 
-# The first forwards of a kind, and steps of an optimizer, are watched; later those whose number is a
-# power of two or a multiple of the period, for faults that come up late.
+# The first forwards of a kind, and the first steps of an optimizer, are watched. Later only those
+# whose number is a power of two or a multiple of the period are watched, to find faults that appear
+# late.
 FIRST_WATCHED = 8
 SAMPLE_PERIOD = 64
-_NEW_SIZE_FORWARDS = 2  # forwards that are watched when only the sizes of the inputs are new
-# depth and items up to which containers among the inputs are distinguished
+_NEW_SIZE_FORWARDS = 2  # watched forwards for new sizes of the inputs
+# limits for the depth and the number of items of nested inputs that are compared
 _MAX_DEPTH = 3
 _MAX_ITEMS = 16
 
 
 class Pace:
-    """Counts forwards and steps by kind, and switches the tracer off for those that repeat.
+    """Counts forwards and steps by kind, and switches the tracer off for repeated ones.
 
-    PyTorch's modes cost a Python call for every op, which is most of the cost of a trace. After
-    eight forwards of a kind, further ones run without the modes and hooks, and so do their
-    backwards and the optimizer's steps. What the program does elsewhere (losses, metrics, averages,
-    assignments, casts) is always watched, and so is a forward while a sum in low precision grows. A
-    dtype error in an unwatched forward is explained by running that forward again, watched.
+    PyTorch's modes call Python for every op, which is most of the cost of a trace. After eight
+    forwards of a kind, further forwards run without the modes and hooks, and so do their backwards
+    and the optimizer steps. Other code of the program (losses, metrics, averages, assignments,
+    casts) is always watched. A forward is also watched while a sum in low precision grows. If a
+    dtype error occurs in an unwatched forward, this forward runs again with the tracer to explain
+    the error.
     """
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._counts: Counter[Any] = Counter()
-        self._forward_number = 0  # of the running forward among those of its kind
+        self._forward_number = 0  # number of the running forward within its kind
         # whether a forward since the last backward was not watched
         self._unwatched_since_backward = False
         self.forward_unwatched = False  # whether the last forward was not watched
         self._end_hook: Any = None  # the hook at the end of an unwatched forward
-        # such hooks of forwards that ended in an error, which torch was walking through then
+        # end hooks of failed forwards; they are removed later, because torch was iterating over the
+        # hooks
         self._finished_hooks: list[Any] = []
 
     @property
     def is_sampled(self) -> bool:
-        """Whether the running forward is one of the later ones that are still watched."""
+        """Whether the running forward is one of the later forwards that are still watched."""
         return self._forward_number > FIRST_WATCHED and _is_sampled(self._forward_number)
 
     @property
@@ -96,17 +99,17 @@ class Pace:
         return self._forward_number <= FIRST_WATCHED // 2 or self.is_sampled
 
     def reset(self) -> None:
-        """Forgets all counts: parameters changed their dtype, or something failed."""
+        """Resets all counts, after parameters changed their dtype or after an error."""
         self._counts.clear()
 
     # ---- forwards
     def start_forward(self, module: torch.nn.Module, args: tuple) -> bool:
-        """Called at the start of a root module's forward. Returns whether this forward is not
+        """Called at the start of a root module's forward. Returns True if this forward is not
         watched.
         """
         while self._finished_hooks:
             self._finished_hooks.pop().remove()
-        # of Module.__call__; a global hook before forward is not given them
+        # the keyword arguments of Module.__call__, which a global forward pre-hook does not receive
         kwargs = sys._getframe(2).f_locals.get("kwargs", {})
         kind, sizes = self._forward_key(module, args, kwargs)
         self._counts[kind] += 1
@@ -155,7 +158,7 @@ class Pace:
             self._finished_hooks.pop().remove()
 
     def _forward_key(self, module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[Any, Any]:
-        """What identifies the kind of a forward, and the sizes of its inputs."""
+        """Returns a key for the kind of a forward, and the rounded sizes of its inputs."""
         device = self._context.device
         sizes = []
 
@@ -189,7 +192,7 @@ class Pace:
 
     # ---- backwards, and steps of an optimizer
     def backward_unwatched(self) -> bool:
-        """Called when a backward begins. Returns whether it is not watched, since tensors of an
+        """Called when a backward begins. Returns True if it is not watched, because tensors of an
         unwatched forward have no origins.
         """
         unwatched = self._unwatched_since_backward
@@ -197,8 +200,8 @@ class Pace:
         return unwatched
 
     def step_unwatched(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> bool:
-        """Called when a step begins. A step with a closure is watched, because the closure runs
-        forwards.
+        """Called when an optimizer step begins. Returns True if it is not watched. A step with a
+        closure is always watched, because the closure runs forwards.
         """
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         kind = (
@@ -217,7 +220,7 @@ def _is_sampled(number: int) -> bool:
 
 
 class Tracer(Context):
-    """Gives every floating tensor an origin, and notifies the watchers of events."""
+    """Sets the origin of every floating-point tensor, and notifies the watchers of events."""
 
     def __init__(self, model: torch.nn.Module | None = None) -> None:
         super().__init__()
@@ -230,7 +233,7 @@ class Tracer(Context):
         )
         self.sums = self._watchers[Sums]
         self.promotions = self._watchers[Promotions]
-        # for each event, the methods of the watchers that declare it
+        # event -> the methods of the watchers that handle it
         self._events = {
             event: [getattr(w, event) for w in self._watchers.values() if event in vars(type(w))]
             for event in EVENTS
@@ -240,13 +243,14 @@ class Tracer(Context):
             for watcher in self._watchers.values()
             for name, hooks in watcher.op_hooks().items()
         }
-        self.op_count = 0  # watched
+        self.op_count = 0  # the number of watched ops
         self._hooks: list[Any] = []
         self._running = ExitStack()
         self._module_hooks: list[Any] = []
         self._tape = Tape(self._run_op, on_new_operator=self._attach_hooks)
         self._calls = FunctionTape(self._run_call)
-        # whether the function mode and the hooks are off too, while the dispatch mode is
+        # set while the dispatch mode is off: whether the function mode and the module hooks are off
+        # too
         self._suspended: tuple[bool, bool] | None = None
         if model is not None:
             self.register_model(model)
@@ -282,7 +286,7 @@ class Tracer(Context):
 
     def suspend(self, *, hooks: bool) -> bool:
         """Removes the modes, and with `hooks` the hooks of modules, until `resume`. Returns False
-        where the program has a mode of its own above them.
+        if the program has activated another mode above them.
         """
         if self._suspended is not None or _get_current_dispatch_mode() is not self._tape:
             return False
@@ -309,7 +313,9 @@ class Tracer(Context):
         self._tape.__enter__()
 
     def register_model(self, root: torch.nn.Module) -> None:
-        """Names a model's modules, and gives its parameters and buffers their origins."""
+        """Records the names of a model's modules, and sets the origins of its parameters and
+        buffers.
+        """
         self.names.register(root)
         parameter = next(root.parameters(), None)
         if parameter is not None:
@@ -321,8 +327,8 @@ class Tracer(Context):
                     self.provenance.set(tensor, Origin(tensor.dtype, kind, name))
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self.resume()  # an exception may have ended a suspended part
-        self.suspend(hooks=False)  # what the watchers compute is no part of the program
+        self.resume()  # an exception may have ended a suspended forward
+        self.suspend(hooks=False)  # the computations of the watchers are not traced
         self._notify("on_step_start", optimizer)
         if not self.pace.step_unwatched(optimizer, args, kwargs):
             self.resume()
@@ -355,8 +361,8 @@ class Tracer(Context):
 
     # ---- the modes
     def _run_call(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """Runs a function that the program called, above the dispatcher: its name describes casts
-        and factory calls, and its checks may fail.
+        """Runs a torch function that the program called. Its name is used to describe casts and
+        factory calls, and its checks may raise errors.
         """
         name = func.__name__
         outer = self.current_call
@@ -395,7 +401,7 @@ class Tracer(Context):
         if op.product or self.autocast.stale:
             self._report_inputs(op, args)
         if self.stack and torch._C._current_autograd_node() is None:
-            # an op in forward: the autograd node that it gets has its number already
+            # an op in forward, whose autograd node already has its sequence number
             number = torch._C._autograd._get_sequence_nr() - 1
             if number not in self.forward_sites:
                 self.forward_sites[number] = (self.stack[-1].module, innermost_site())
@@ -413,8 +419,8 @@ class Tracer(Context):
         return out
 
     def _report_inputs(self, op: Operator, args: tuple) -> None:
-        """Reports tensors that enter a product to the promotions, and any inputs while copies are
-        stale.
+        """Reports the inputs of a matrix product to `Promotions`, and all inputs to `Autocast`
+        while cached copies of weights are stale.
         """
         if torch._C._current_autograd_node() is not None:
             return
@@ -429,7 +435,7 @@ class Tracer(Context):
             self.autocast.on_use(inputs)
 
     def findings(self) -> list[Finding]:
-        """The silent faults that were found so far."""
+        """The silent faults that the watchers have found."""
         return [finding for watcher in self._watchers.values() for finding in watcher.findings()]
 
     # ---- events

@@ -1,11 +1,11 @@
-"""Updates that are rounded away: an in-place op on a low-precision tensor is repeated in fp32 on a
-sample, and the two movements are compared. Also sums in low precision over many steps, compared
-with the same sums in fp32: each addition loses little, the sum loses much.
+"""Detects updates that are rounded away. An in-place op on a low-precision tensor is repeated in
+fp32 on a sample of its elements, and the two changes are compared. Sums in low precision over many
+steps are compared with the same sums in fp32: each addition loses little, but the sum loses much.
 
-The same mechanism covers optimizers (single, foreach and fused), optimizer states, weight decay,
-averaged weights and accumulators: everything that is updated in place. Stochastic rounding writes
-values that are exact in the low precision, so its movement agrees with the fp32 one. A sum is a
-tensor that only `add_` or `sub_` writes: `.grad` over micro-batches, buffers, totals of a metric.
+This covers everything that is updated in place: optimizers (single, foreach and fused), optimizer
+states, weight decay, averaged weights and accumulators. Stochastic rounding writes values that are
+exact in the low precision, so its change agrees with the fp32 change. A sum is a tensor that only
+`add_` or `sub_` writes, such as `.grad` over micro-batches, a buffer, or the total of a metric.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from ...observe.operators import NARROW_FLOATS, Operator
 from ...observe.origin import Site, innermost_site, site_place
 from .context import AfterHook, BeforeHook, Context, Watcher, is_due, say, site_detail
 
-SAMPLE = 16_384  # elements of a tensor that are compared
-MIN_MOVEMENT = 0.5  # below this share of the fp32 movement the update counts as rounded away
+SAMPLE = 16_384  # the number of elements of a tensor that are compared
+MIN_MOVEMENT = 0.5  # below this share of the fp32 change the update counts as rounded away
 _ARITHMETIC = ("add_", "sub_", "mul_", "div_", "lerp_", "addcdiv_", "addcmul_")
 UPDATE_OPS = frozenset(
     {*_ARITHMETIC, "copy_", *(f"_foreach_{name}" for name in _ARITHMETIC), "_foreach_copy_"}
 ) | frozenset(f"_fused_{name}_" for name in ("adam", "adamw", "sgd", "adagrad"))
-_MAX_REMAINDERS = 64  # additions of a step whose rounding errors are looked for
-_MIN_STORED_SHARE = 0.9  # share of the elements whose rounding error an operand must hold
-_MAX_LIST_ITEMS = 2  # tensors of a list that are compared
+_MAX_REMAINDERS = 64  # the number of additions per step whose rounding errors are searched
+_MIN_STORED_SHARE = 0.9  # the share of elements whose rounding error an operand must contain
+_MAX_LIST_ITEMS = 2  # the number of tensors of a list that are compared
 
 
 @dataclass(slots=True)
 class UpdatedTensor:
-    """One updated tensor under one op: the sums of <real, expected> and <expected, expected>
-    over the sampled updates.
+    """One tensor that one op updates. `agreement` is the sum of <real, expected> over the sampled
+    updates and `expected_norm` the sum of <expected, expected>.
     """
 
     storage: StorageWeakRef
@@ -55,8 +55,8 @@ class UpdatedTensor:
     unchanged: float = 0.0
     source: StorageWeakRef | None = None
     from_master: bool = False
-    # samples whose rounding error was found in the operand afterwards: compensated (Kahan)
-    # summation
+    # the number of samples whose rounding error was found in the operand afterwards, as in
+    # compensated (Kahan) summation
     compensated: int = 0
 
     @property
@@ -70,11 +70,11 @@ class _Sample:
     tensor: torch.Tensor
     old_values: torch.Tensor
     expected: torch.Tensor
-    operand: torch.Tensor | None  # what was added, where it may keep what the addition lost
+    operand: torch.Tensor | None  # the added tensor, which may store the rounding error
 
 
 class Updates(Watcher):
-    """Watches in-place ops, and knows which optimizer is stepping."""
+    """Watches in-place ops and optimizer steps."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -95,7 +95,7 @@ class Updates(Watcher):
         return dict.fromkeys(UPDATE_OPS, (self.before_update, self.after_update))
 
     def before_update(self, op: Operator, args: tuple, kwargs: dict) -> list[_Sample] | None:
-        """Computes the fp32 movement of the op's destinations that are due for a comparison."""
+        """Computes the fp32 update of the op's destinations that are due for a comparison."""
         is_list = not isinstance(args[0], torch.Tensor)
         targets = args[0] if is_list else args[:1]
         if self._context.autocast_around:
@@ -121,7 +121,7 @@ class Updates(Watcher):
         return samples or None
 
     def after_update(self, samples: Sequence[_Sample]) -> None:
-        """Compares the movement that happened with the expected one."""
+        """Compares the real change with the expected change."""
         for sample in samples:
             real = _sampled_part(sample.tensor, sample.tensor).float() - sample.old_values
             expected = sample.expected - sample.old_values
@@ -137,8 +137,8 @@ class Updates(Watcher):
                 self._remainders.append((watched, sample.tensor, sample.operand, expected - real))
 
     def _look_for_remainders(self) -> None:
-        """Detects compensated sums: what the additions of a step lost is in their operands now, and
-        the next step adds it again.
+        """Detects compensated sums. There the rounding errors of a step's additions are stored in
+        the operands, and the next step adds them again.
         """
         for watched, tensor, operand, remainder in self._remainders:
             stored = _sampled_part(operand, tensor).float()
@@ -175,14 +175,14 @@ class Updates(Watcher):
             watched = self._watched[key] = self._start_watching(op, target, storage)
         watched.calls += 1
         if copies:
-            # a copy from a tensor that lives on is a copy from master weights: rounding there loses
-            # nothing
+            # a copy from a tensor that still exists is a copy from master weights, where rounding
+            # loses nothing
             watched.from_master = watched.from_master or (
                 watched.source is not None and not watched.source.expired()
             )
             watched.source = StorageWeakRef(source.untyped_storage())
         if watched.role == "tensor" and watched.calls == 1:
-            return None  # not known yet to live longer than one step
+            return None  # it may not live longer than one step
         due = is_due(watched.calls, 4) or (self._context.stack and self._context.pace.is_sampled)
         return watched if due else None
 
@@ -197,7 +197,7 @@ class Updates(Watcher):
                 and target.grad is None
                 and ("lerp_" in op.name or "mul_" in op.name)
             )
-            # decayed by mul_ before this add_: an average too
+            # a tensor that mul_ decays before this add_ is an average too
             if not average and self._optimizer is None and target.grad is None:
                 decay = self._watched.get((storage._cdata, op.name.replace("add_", "mul_")))
                 average = decay is not None and decay.role == "tensor"
@@ -249,7 +249,7 @@ class Updates(Watcher):
         return _Sample(watched, target, old_values, expected, operand if adds else None)
 
     def _archive(self, key: tuple[int, str]) -> None:
-        """Keeps what an entry showed before the entry is dropped."""
+        """Drops an entry. If it showed a loss, it is kept for the findings."""
         old = self._watched.pop(key, None)
         if old is not None and self._is_lost(old):
             archived = self._archived[(old.role, old.op, str(old.site))]
@@ -276,7 +276,9 @@ class Updates(Watcher):
             self._archive(key)
 
     def findings(self) -> list[Finding]:
-        """One finding for the parameters, one for other tensors that are updated in place."""
+        """At most two findings: one for the parameters and one for other tensors that are updated
+        in place.
+        """
         for key in list(self._watched):
             self._archive(key)
         groups: dict[str, list[UpdatedTensor]] = defaultdict(list)
@@ -341,8 +343,8 @@ def _parameters_finding(lost: list[UpdatedTensor], states: list[UpdatedTensor]) 
 
 
 def _loss_facts(lost: list[UpdatedTensor]) -> dict[str, Any]:
-    """dtype, its rounding, the share of the fp32 movement, and the share of elements that did not
-    change, both in percent.
+    """Facts for a finding: the dtype, its rounding unit, the share of the fp32 change, and the
+    share of elements that did not change. Both shares are in percent.
     """
     low_name = dtype_name(lost[0].dtype)
     share = 100 * sum(w.agreement for w in lost) / sum(w.expected_norm for w in lost)
@@ -355,24 +357,25 @@ def _loss_facts(lost: list[UpdatedTensor]) -> dict[str, Any]:
 
 
 def _list_item(value: Any, index: int | None) -> Any:
-    """The argument for one tensor of a foreach op; the value itself where it is the same for all."""
+    """The argument for one tensor of a foreach op; the value itself if it is the same for all."""
     if index is not None and isinstance(value, (list, tuple)) and len(value) > index:
         return value[index]
     return value
 
 
 def _sampled_part(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The elements of an operand that belong to the sampled elements of the target."""
+    """The elements of an operand that correspond to the sampled elements of the target."""
     if target.numel() <= SAMPLE or value.numel() == 1:
         return value.detach()
     return value.detach().expand_as(target).reshape(-1)[:SAMPLE]
 
 
-SUM_SAMPLE = 4_096  # elements of a sum that are followed in fp32
-# forwards a sum must span: within one forward it may be a residual stream, which is bf16 by design
+SUM_SAMPLE = 4_096  # the number of elements of a sum that are also summed in fp32
+# The minimum number of forwards that a sum spans. Within one forward it may be a residual stream,
+# which is bf16 by design.
 _MIN_FORWARDS = 8
 _MAX_SUM_ERROR = (
-    5e-3  # relative error of a sum above which it is reported; one rounding to bf16 is 2e-3
+    5e-3  # sums with a larger relative error are reported; one rounding to bf16 is 2e-3
 )
 
 
@@ -385,26 +388,28 @@ class _Sum:
     is_gradient: bool
     fp32: torch.Tensor
     version: int
-    in_model: bool  # added to by a forward or a backward
+    in_model: bool  # whether a forward or a backward adds to it
     additions: int = 0
     forwards: set[int] = field(default_factory=set)
     last_forward: int = 0
     error: float = 0.0
-    measured_at: int = 0  # additions when `error` was measured
+    measured_at: int = 0  # the number of additions when `error` was measured
     is_compensation: bool = (
         False  # stores the rounding errors of additions to another tensor (Kahan)
     )
 
 
 class Sums(Watcher):
+    """Compares sums in low precision with the same sums in fp32."""
+
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._sums: dict[tuple[int, int], _Sum] = {}
         self._reported: dict[tuple[bool, Any], list[_Sum]] = {}
 
     def record_addition(self, op: Operator, args: tuple, kwargs: dict) -> None:
-        """Called before an in-place addition to a low-precision tensor that is no parameter,
-        outside an optimizer's step.
+        """Called before an in-place addition to a low-precision tensor outside an optimizer step.
+        Parameters are skipped.
         """
         target = args[0]
         addend = args[1]
@@ -440,14 +445,14 @@ class Sums(Watcher):
         running_sum.forwards.add(running_sum.last_forward)
 
     def mark_compensation(self, tensor: torch.Tensor) -> None:
-        """Marks a tensor that stores the rounding errors of additions to a weight, so that its own
-        rounding is harmless.
+        """Marks a tensor that stores the rounding errors of additions to a weight. The rounding of
+        such a tensor is harmless.
         """
         if (running_sum := self._sums.get(_storage_key(tensor))) is not None:
             running_sum.is_compensation = True
 
     def is_growing(self) -> bool:
-        """Whether the last forward or its backward added to a sum that earlier ones began."""
+        """Whether the last forward or its backward added to a sum that earlier forwards began."""
         previous_forward = self._context.forwards - 1
         return any(
             running_sum.in_model
@@ -488,7 +493,7 @@ class Sums(Watcher):
             running_sum.measured_at = running_sum.additions
 
     def measure_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called before an optimizer's step: measures the gradients as they are used."""
+        """Measures the error of the gradients before an optimizer step uses them."""
         gradients = [
             p.grad
             for group in optimizer.param_groups
