@@ -116,4 +116,4 @@ def test_the_statuses_are_those_of_the_command_line():
     statuses = [int(status) for status in re.findall(r"^\| (\d+) \|", PAGE, flags=re.MULTILINE)]
     assert statuses == [0, 1, 2, 3, 130]
     text = " ".join((ROOT / "src/isotype/cli/app.py").read_text(encoding="utf-8").split())
-    assert "0 done, 1 the run failed (or findings), 2 bad configuration or usage" in text
+    assert "0 done, 1 the run failed or there are findings, 2 bad configuration or usage" in text

@@ -1,1 +1,1 @@
-"""The command line: one short file per command. Nothing here imports torch at import time."""
+"""The command line: one short file per command. Importing these files does not import torch."""

@@ -1,8 +1,9 @@
-"""`isotype`: registers the commands and maps errors to one line and an exit status.
+"""Builds the command `isotype`: registers its subcommands, and turns errors into one line and an
+exit status.
 
-A command is a function of a module beside this file; the doctor's commands lie under `isotype
-doctor`. Exit statuses: 0 done, 1 the run failed (or findings), 2 bad configuration or usage, 3
-refused by preflight, 130 interrupted and saved.
+A command is a function in a module of this folder. The commands of the doctor are subcommands of
+`isotype doctor`. Exit statuses: 0 done, 1 the run failed or there are findings, 2 bad configuration
+or usage, 3 refused by the preflight, 130 interrupted and saved.
 """
 
 from __future__ import annotations
@@ -26,8 +27,7 @@ from .merge import FORMATS
 TRAIN = "Train"
 RUNS = "With a run"
 DOCTOR = "Find dtype faults"
-# command -> (function in a module beside this file, panel), in the order in which a person needs
-# them
+# command -> (module and function in this folder, panel of --help), in the order of use
 _COMMANDS = {
     "quickstart": ("train.quickstart", TRAIN),
     "init": ("init.init", TRAIN),
@@ -43,7 +43,7 @@ _COMMANDS = {
     "export": ("merge.export", RUNS),
     "ls": ("report.ls", RUNS),
 }
-# what people type by habit -> what to type
+# command name that users may try -> the command to use
 RENAMED_COMMANDS = {
     verb: f"isotype doctor {verb}"
     for verb in ("check", "explain", "trace", "kernels", "conform", "env")
@@ -52,13 +52,13 @@ RENAMED_COMMANDS = {
     "finetune": "isotype train",
     "version": "isotype --version",
 }
-# command -> how it is written, for a mistake in its options and arguments
+# command -> its usage, shown for a mistake in its options and arguments
 _FORMS = {
     "chat": 'isotype chat RUN; isotype sample RUN "a question" answers one',
     "eval": "isotype eval RUN FILE",
     "export": f"isotype export RUN --to {'|'.join(FORMATS)}",
 }
-# a package that an installation without extras lacks -> the extra that installs it
+# package that is missing in an installation without extras -> the extra that installs it
 _EXTRA_OF = dict.fromkeys(
     (
         "torch",
@@ -81,8 +81,8 @@ _EXTRA_OF |= {
     "PIL": "vision",
     "gguf": "gguf",
 }
-# commands that need torch and were never run on another system (docs/platforms.md); the others run
-# without torch on macOS and Windows too
+# These commands need torch and were only run on Linux (docs/platforms.md). The others need no torch
+# and also run on macOS and Windows.
 LINUX_ONLY = frozenset(
     ("train", "plan", "quickstart", "chat", "sample", "eval", "merge", "export", "report", "watch")
 ) | {f"doctor {verb}" for verb in ("trace", "conform", "kernels")}
@@ -90,7 +90,7 @@ _SYSTEMS = {"win32": "Windows", "darwin": "macOS"}
 
 
 class _Commands(TyperGroup):
-    """An old or habitual name is answered with the one to use."""
+    """For a command name of `RENAMED_COMMANDS`, the error names the command to use."""
 
     def resolve_command(self, context: Any, arguments: list[str]) -> Any:
         if arguments and (replacement := RENAMED_COMMANDS.get(arguments[0])):
@@ -101,7 +101,7 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(context)
         except Exception as error:
-            # compared by name: click's, or that of the copy of click in newer versions of typer
+            # compared by name, because newer versions of typer contain a copy of click
             if isinstance(error, IsotypeError) or type(error).__name__ not in (
                 "NoSuchOption",
                 "MissingParameter",
@@ -162,7 +162,9 @@ def build_app() -> typer.Typer:
 
 
 def prepare(command: str) -> None:
-    """Before a command runs. Raises  UsageError where it does not run on this system."""
+    """Prepares the process for a command. Raises UsageError if the command does not run on this
+    system.
+    """
     if command not in LINUX_ONLY:
         return
     if not sys.platform.startswith("linux"):
@@ -178,13 +180,13 @@ def prepare(command: str) -> None:
                 " here"
             ),
         )
-    if command != "doctor trace":  # it runs another's program
+    if command != "doctor trace":  # traced programs run with their own settings
         wait_passively()
 
 
 def main() -> None:
-    """The entry point: errors a user caused are one line on stderr, never a traceback
-    (`ISOTYPE_TRACEBACK=1` shows it).
+    """The entry point. Errors that a user caused are printed as one line on stderr without a
+    traceback, which `ISOTYPE_TRACEBACK=1` shows.
     """
     for stream in (sys.stdout, sys.stderr):
         # characters that the terminal's encoding lacks must not end a run
@@ -208,7 +210,7 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(2)
-    # `isotype ls | head`: what is still buffered must not raise again at exit
+    # as in `isotype ls | head`; redirects stdout, so that flushing it at exit does not raise again
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

@@ -1,5 +1,5 @@
-"""What a run says: `isotype chat RUN`, a conversation; `isotype sample RUN`, its answers to
-prompts; `isotype eval RUN FILE`, its loss.
+"""Uses a trained run: `isotype chat RUN` is a conversation, `isotype sample RUN` answers prompts,
+and `isotype eval RUN FILE` measures the loss.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def chat(
         typer.Option("--json", help="Print each answer as one line of JSON; nothing is streamed."),
     ] = False,
 ) -> None:
-    """Talk with a run, under its own precision and template.
+    """Chat with the model of a run, with the run's precision and chat template.
 
-    /reset forgets what was said, /quit or Ctrl-D ends; Ctrl-C stops an answer.
+    /reset starts a new conversation, /quit or Ctrl-D ends the chat, and Ctrl-C stops an answer.
 
     Examples:
 
@@ -128,8 +128,8 @@ def sample(
     seed: Annotated[int, typer.Option("--seed", help="Of the draw.")] = 0,
     json_output: Json = False,
 ) -> None:
-    """Answer prompts with a run, under the run's own precision. A diffusion run draws a picture for
-    each, into RUN/drawn.
+    """Answer prompts with the model of a run, in the run's precision. A diffusion run draws a
+    picture for each prompt into RUN/drawn.
 
     Examples:
 
@@ -174,7 +174,8 @@ def sample(
     loaded = load_run(run)
     prompts_to_answer: list[Any] = texts or list(loaded.config.run.samples)
     alone = detect_model_folder(run) is not None
-    # without a run that records its kind of rows, a prompt is a user's message in a chat
+    # for a folder that does not record the kind of training rows, a prompt is a user's message in a
+    # chat
     template = loaded.tokenizer.chat_template if alone or _chats(run) else None
     if not prompts_to_answer and alone:
         raise UsageError(
@@ -230,14 +231,14 @@ def _draw(
     control: Path | None,
     json_output: bool,
 ) -> None:
-    """Pictures as files in RUN/drawn, numbered on from those that are there."""
+    """Draws pictures into RUN/drawn. The numbers of the files continue after the existing files."""
     if control is not None and not texts:
         raise UsageError(
             "--control has no effect without a prompt: the run's own prompts name their pictures"
         )
     for option in ("tokens", "temperature", "top_p"):
         source = context.get_parameter_source(option)
-        # compared by name: typer has its own copy of click's enum
+        # compared by name, because typer has a copy of click's enum
         if source is not None and source.name != "DEFAULT":
             raise UsageError(
                 f"--{option.replace('_', '-')} has no effect: {run} is a diffusion run"
@@ -265,7 +266,7 @@ def _draw(
 
 
 def _chats(run: Path) -> bool:
-    """Whether the run's rows were chats. A prompt is then a user's message in a chat."""
+    """Whether the run was trained on chats. A prompt is then a user's message in a chat."""
     from ..report.record import read_run
     from ..runs.folder import split_run_and_adapter
 
@@ -302,10 +303,10 @@ def evaluate(
     ] = None,
     json_output: Json = False,
 ) -> None:
-    """Token-weighted loss and perplexity of a run on a file or its own evaluation rows, under the
-    run's own precision.
+    """Measure the token-weighted loss and perplexity of a run on a file or on its own evaluation
+    rows, in the run's precision.
 
-    Of a diffusion run: the loss on the pictures of a folder or file, at fixed noise levels.
+    For a diffusion run, it is the loss on the pictures of a folder or file at fixed noise levels.
 
     Examples:
 
@@ -445,8 +446,8 @@ def _pictures(run: Path, data: str, *, batch_size: int | None, json_output: bool
 
 
 def _require(run: Path) -> None:
-    """Before anything is loaded, which takes seconds. Raises  UsageError for a folder that is no
-    run, adapter or model.
+    """Raises UsageError for a folder that is no run, adapter or model. It is checked before
+    loading, which takes seconds.
     """
     from ..runs.folder import detect_model_folder, require_run, split_run_and_adapter
 

@@ -1,8 +1,8 @@
-"""`isotype doctor PATH_OR_LOG`: runs every part of the doctor that applies; `isotype doctor check`
-and the like are the parts.
+"""`isotype doctor PATH_OR_LOG` runs every part of the doctor that applies. Commands such as
+`isotype doctor check` run a single part.
 
-`check`, `explain` and `env` run nothing and import no torch; `trace`, `conform`, `kernels` run
-their target.
+`check`, `explain` and `env` run no user code and import no torch. `trace`, `conform` and `kernels`
+run their target.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _LOOK = "look"  # the command behind `isotype doctor PATH`
 
 HELP = """Find dtype faults in any training code, configuration or log.
 
-`isotype doctor PATH_OR_LOG` looks at what it is given and runs what applies: check on configurations and programs, explain on logs (also
-from standard input). It imports and runs nothing, and names the command for what only you can run: kernels, conform, trace.
+`isotype doctor PATH_OR_LOG` runs the parts that apply: check on configurations and programs, explain on logs (also from standard
+input). It does not import or run your code. For kernels, conform and trace, which run it, it prints the command.
 
     isotype doctor .
 
@@ -53,8 +53,8 @@ from standard input). It imports and runs nothing, and names the command for wha
 
 
 class _Doctor(TyperGroup):
-    """A first word that is no command is something to look at; without any, standard input is, if
-    it is not a terminal.
+    """If the first word is not a subcommand, the words name a path or a log to examine. Without
+    words, standard input is examined if it is not a terminal.
     """
 
     def parse_args(self, context: Any, arguments: list[str]) -> list[str]:
@@ -103,7 +103,7 @@ def look(
         return
     subject, examinations = _examine(subject, what or [])
     findings = [finding for examination in examinations for finding in examination.findings]
-    # the notes of one log alone are printed too
+    # notes are printed too if a single log is explained
     with_notes = json_output or [examination.part for examination in examinations] == ["explain"]
     visible = findings
     if not with_notes:
@@ -134,9 +134,10 @@ def look(
 
 
 def _examine(subject: str, arguments: list[str]) -> tuple[str, list[Examination]]:
-    """The name and the examinations of standard input, a path, or an error's text.
+    """Examines standard input, a path, or the text of an error. Returns a name for it and the
+    examinations.
 
-    Raises  UsageError for what is neither, and for several paths
+    Raises  UsageError for an unknown path or command, and for several paths
     """
     from ..doctor.examination import examine_log, examine_path
 
@@ -160,7 +161,9 @@ def _examine(subject: str, arguments: list[str]) -> tuple[str, list[Examination]
 
 
 def _is_unknown_command(arguments: list[str], *, names_a_path: bool) -> bool:
-    """Whether the first argument was meant as a command: a bare word, alone or before a path."""
+    """Whether the first argument was probably meant as a subcommand: it is a single word, alone or
+    before a path.
+    """
     first = arguments[0]
     if not first.isidentifier() or Path(first).exists():
         return False
@@ -168,7 +171,7 @@ def _is_unknown_command(arguments: list[str], *, names_a_path: bool) -> bool:
 
 
 def _summary_line(examination: Examination, *, with_notes: bool) -> str:
-    """One line a part: its subject and how much it found."""
+    """One line about a part of the doctor, with its subject and the number of findings."""
     heading = f"  {examination.part:9}{examination.subject}"
     if not examination.was_examined:
         return heading
@@ -204,7 +207,8 @@ def check(
     fail_on: FailOn = "error",
     json_output: Json = False,
 ) -> None:
-    """What a training configuration will really do, and its contradictions, before the run.
+    """Show the effective precision of a training configuration, and its contradictions, before the
+    run.
 
     isotype doctor check configs/
 
@@ -243,7 +247,7 @@ def explain(
     ] = False,
     json_output: Json = False,
 ) -> None:
-    """The cause of an error in a log, or the page of a code.
+    """Explain the cause of an error in a log, or print the page of a code.
 
     isotype doctor explain train.log
 
@@ -289,7 +293,7 @@ def _is_file(text: str) -> bool:
         if Path(text).is_dir():
             raise UsageError(f"{text} is a folder: give a log file")
         return Path(text).exists()
-    except OSError:  # a pasted text is longer than a file name may be
+    except OSError:  # a pasted text can be too long for a file name
         return False
 
 
@@ -333,12 +337,12 @@ def env(
         typer.Option("--json", help="Print one JSON object: env.json of a run, and the findings."),
     ] = False,
 ) -> None:
-    """Versions and devices; warns of versions with known dtype faults and of versions that do not
-    work together.
+    """Show versions and devices. Warns about versions with known dtype faults and versions that do
+    not work together.
 
         isotype doctor env
 
-    Exit status 1 when something is broken.
+    The exit status is 1 if there is an error.
     """
     from ..environment import versions
     from ..environment.versions import faults
@@ -415,7 +419,7 @@ def trace(
     ] = False,
     fail_on: FailOn = "error",
 ) -> None:
-    """Run a program unchanged; explain its dtype errors and find dtype faults that stay silent.
+    """Run a program unchanged, explain its dtype errors, and find dtype faults that raise no error.
 
     `isotype doctor trace train.py --lr 1e-4`  a script with its own arguments (ours come before it)
 
@@ -456,7 +460,7 @@ def trace(
 
 
 def _source(context: Any, key: str) -> str:
-    """Where a parameter's value came from: COMMANDLINE, DEFAULT, ..."""
+    """The source of a parameter's value: COMMANDLINE, DEFAULT, ..."""
     return getattr(context.get_parameter_source(key), "name", "DEFAULT")
 
 
@@ -473,15 +477,15 @@ def conform(
     """Check an autograd.Function, a module or any callable under every dtype combination that a
     trainer produces.
 
-    NAME is a `build()` that returns `(callable, inputs)`, or `(callable, inputs, {"reference": ...,
-    "params": ..., "contract": ...})`. Triton code runs in the repaired interpreter where there is
-    no GPU.
+    NAME is a function without arguments that returns `(callable, inputs)`, or `(callable, inputs,
+    {"reference": ..., "params": ..., "contract": ...})`. Without a GPU, Triton code runs in
+    Triton's interpreter, whose bf16 faults are corrected.
 
         isotype doctor conform my_ops.py:build
 
         isotype doctor conform my_ops.py:build_swiglu --json
     """
-    # output of the checked file goes to stderr, so that it does not mix with the answer
+    # output of the checked file goes to stderr, so that stdout holds only the report
     with contextlib.redirect_stdout(sys.stderr):
         least = parse_threshold(fail_on)
         from ..testing.amp.check import ampcheck, load_target, triton_interpreted_without_gpu
@@ -523,12 +527,13 @@ def kernels(
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     fail_on: FailOn = "error",
 ) -> None:
-    """Compile Triton kernels for every dtype and several GPUs, without a GPU, and explain what
-    fails.
+    """Compile Triton kernels for every dtype and several GPU architectures, without a GPU, and
+    explain failures.
 
-    TARGET is a file or module (signatures inferred), `file.py:kernel`, or a `file.py:build` that
-    returns a kernel with MATRIX, CONSTEXPRS and TARGETS beside it, or (function, inputs): that
-    function is called with CPU tensors while its launches are trapped.
+    TARGET is a file or module, whose kernels' signatures are inferred, `file.py:kernel`, or
+    `file.py:build`. `build()` returns a kernel, for which the file may define MATRIX, CONSTEXPRS
+    and TARGETS, or (function, inputs). The function is then called with CPU tensors, and its kernel
+    launches are recorded and not run.
 
         isotype doctor kernels kernels.py
 
@@ -543,7 +548,7 @@ def kernels(
         architecture.strip() for architecture in arch.split(",") if architecture.strip()
     ] or None
     warnings.filterwarnings("ignore", module="triton")
-    # what imported code prints must not end up in the JSON
+    # output of imported code must not appear in the JSON
     with contextlib.redirect_stdout(sys.stderr):
         from ..doctor.kernels.target import check_target
 

@@ -1,6 +1,6 @@
-"""`isotype init`: writes a commented configuration to start from, or the schema of all of them.
+"""`isotype init` writes a commented configuration to start from, or the schema of configurations.
 
-`isotype import` makes one of another tool's configuration. Imports no torch.
+`isotype import` translates the configuration of another tool. Neither imports torch.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def init(
     ] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Write a commented configuration: what a run needs is set, everything else is shown with its
-    default.
+    """Write a commented configuration. Required settings are set; all others are shown with their
+    defaults.
 
     Examples:
 
@@ -123,11 +123,13 @@ def import_config(
     force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Make an Isotype configuration of another tool's, and say what became of each of its keys.
+    """Translate another tool's configuration to an Isotype configuration, and report what each key
+    became.
 
-    Reads axolotl, LLaMA-Factory, TRL, Hugging Face TrainingArguments, torchtune, Unsloth notebooks;
-    of pictures SimpleTuner, kohya's sd-scripts, ai-toolkit, OneTrainer and diffusers' scripts:
-    YAML, JSON, TOML, Python, notebooks, shell scripts and config.env.
+    It reads configurations of axolotl, LLaMA-Factory, TRL, Hugging Face TrainingArguments,
+    torchtune and Unsloth notebooks, and for pictures of SimpleTuner, kohya's sd-scripts,
+    ai-toolkit, OneTrainer and diffusers' scripts. Files may be YAML, JSON, TOML, Python, notebooks,
+    shell scripts or config.env.
 
     Examples:
 
@@ -155,7 +157,7 @@ def import_config(
         }
         print(json.dumps(answer, indent=1, default=str))
         return
-    # without --out, standard output is the configuration
+    # without --out, the configuration is printed to standard output
     account = sys.stdout if out is not None else sys.stderr
     _tell(result, account)
     if out is not None:

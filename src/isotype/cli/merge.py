@@ -1,5 +1,5 @@
-"""`isotype merge RUN`: the adapter and its base as one ordinary model. `isotype export RUN`: the
-result as other programs read it.
+"""`isotype merge RUN` merges the adapter into its base model. `isotype export RUN` writes the
+result in the formats of other programs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..wording import pluralise
 if TYPE_CHECKING:
     from ..inference.merge import Merged
 
-NOISY = 0.05  # share of the adapter's effect; above it a wider dtype is advised
+NOISY = 0.05  # a share of the adapter's effect; above it a wider dtype is suggested
 
 
 def merge(
@@ -33,11 +33,12 @@ def merge(
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Merge an adapter into its base, as an ordinary Hugging Face folder that other engines load;
-    of a diffusion run, as a pipeline's.
+    """Merge an adapter into its base model, as an ordinary Hugging Face folder that other engines
+    load. For a diffusion run, the folder is a pipeline's.
 
-    A 4-bit base is dequantised; the sum is taken in fp32 and cast once. Prints how much of the
-    adapter's effect the cast loses, and compares the merged model's loss with the adapter's.
+    A 4-bit base is dequantised. The sum is computed in fp32 and cast once. The command prints how
+    much of the adapter's effect the cast loses, and compares the loss of the merged model with the
+    loss of the model with the adapter.
 
     Examples:
 
@@ -93,7 +94,7 @@ def _merged(run: Path, out: Path, dtype: str | None) -> Merged:
     from ..config.kind import DIFFUSION
     from ..runs.folder import detect_run_kind, refuse_filled
 
-    refuse_filled(out)  # before a model is loaded, which may take minutes
+    refuse_filled(out)  # checked before loading the model, which may take minutes
     if detect_run_kind(run) == DIFFUSION:
         from ..inference.diffusion import merge_denoiser
 

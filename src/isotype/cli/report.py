@@ -1,5 +1,5 @@
-"""`isotype ls` lists runs; `isotype report RUN` writes the report of one again, also of one that
-failed; `isotype watch RUN` shows it in a browser as it grows.
+"""`isotype ls` lists runs. `isotype report RUN` writes the report of a run again, also of a failed
+run. `isotype watch RUN` shows the report in a browser while the run trains.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ def report(
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help='Print `{"report": PATH}`.')] = False,
 ) -> None:
-    """Write report.html of a run: curves, precision declared and observed, preflight, data,
+    """Write report.html of a run: curves, declared and observed precision, preflight, data and
     samples.
 
-    The page is one file, no network; its one script is the slider through pictures. It is made from
-    the files in the run folder, so a run that failed or is still going has it too.
+    The page is one file and needs no network. Its only script is the slider for pictures. It is
+    built from the files in the run folder, so that failed and running runs have a report too.
 
     Examples:
 
@@ -50,12 +50,12 @@ def watch(
     ] = 0,
     json_output: Annotated[bool, typer.Option("--json", help='Print `{"url": URL}`.')] = False,
 ) -> None:
-    """Show a run in a browser while it goes on: curves, observed precision, samples, the last lines
+    """Show a run in a browser while it trains: curves, observed precision, samples, the last lines
     of its log, and a button to stop it.
 
-    Prints an address of this machine with a token. Only the run's files are read, so it may be the
-    run of another terminal or a finished one. The button saves and stops the run, as Ctrl-C in its
-    terminal does. Ctrl-C here ends the page, and not the run.
+    The command prints a local address with a token. It only reads the files of the run, so the run
+    may belong to another terminal or be finished. The button saves and stops the run, like Ctrl-C
+    in its terminal. Ctrl-C here stops the server, but not the run.
 
     Examples:
 
@@ -108,7 +108,7 @@ def ls(
         print(f"{folder}: no runs here, nor two levels below")
         return
     rows = [list(_COLUMNS.values()), *([_cell(run[key]) for key in _COLUMNS] for run in runs)]
-    # model and data, which come last, are cut on a narrow screen
+    # a narrow screen cuts the last columns, which are model and data
     most = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     for line in align_columns(
         rows, right=[list(_COLUMNS).index(name) for name in ("step", "loss", "eval_loss")]

@@ -1,5 +1,5 @@
-"""`isotype train` and `isotype plan`: one run, or what it would be. `isotype quickstart`: two small
-runs, offline.
+"""`isotype train` trains, `isotype plan` shows what it would do, and `isotype quickstart` trains
+two small runs offline.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ def train(
 ) -> None:
     """Fine-tune a model under a declared precision.
 
-    Settings come from a YAML file, from `section.key=value`, from the options below, or from all of
-    them; later ones win.
+    Settings come from a YAML file, from `section.key=value`, and from the options below. Later ones
+    override earlier ones.
 
     Examples:
 
@@ -126,8 +126,8 @@ def train(
 
         isotype train run.yaml --skip PF004="a shared disk that grows"
 
-    A preflight checks data, memory, disk and one rehearsed step first, and refuses what would fail
-    (exit 3): `preflight.json` has all of it.
+    Before training, a preflight checks data, memory, disk space and one test step. It refuses a run
+    that would fail (exit status 3). `preflight.json` holds all results.
     """
     from ..training.preflight.codes import parse_skips
 
@@ -185,8 +185,8 @@ def plan(
     ] = None,
     json_output: Json = False,
 ) -> None:
-    """Show what `isotype train` would do: precision, parameters, data, memory, schedule. Loads no
-    weights.
+    """Show what `isotype train` would do: precision, parameters, data, memory and schedule. It
+    loads no weights.
 
     Examples:
 
@@ -207,11 +207,11 @@ def plan(
 
 @contextmanager
 def _first_process_reports() -> Iterator[None]:
-    """For mistakes in the command, which every process of a launcher finds: only the first process
-    prints them at once.
+    """Lets only the first process of a launcher print mistakes in the command at once, because
+    every process finds the same mistakes.
 
-    The launcher ends the others as soon as the first one ends. A mistake on one machine only is
-    printed after five seconds.
+    The launcher ends the other processes as soon as the first one ends. A mistake that only one
+    machine has is printed after five seconds.
     """
     try:
         yield
@@ -222,11 +222,11 @@ def _first_process_reports() -> Iterator[None]:
 
 
 def _launched(loaded: LoadedConfig, processes: int | None, gpus: int | None) -> int | None:
-    """Starts the processes that were asked for; the run's exit status, or None where this process
-    is to run it.
+    """Starts the requested number of processes and returns the exit status of the run. Returns None
+    if this process has to execute the run.
 
-    Raises  UsageError, before anything is started, for a number that cannot share a step, or not
-            the number that a launcher started
+    Raises  UsageError for a number of processes that cannot share a step, or that differs from the
+            number that a launcher started
     """
     from ..distributed.rank import Batching, find_rank
 
@@ -311,11 +311,11 @@ def quickstart(
         bool, typer.Option("--json", help="Progress on stderr, one JSON object on stdout.")
     ] = False,
 ) -> None:
-    """Train a small model on Python's own documentation, then a LoRA adapter on questions about it:
-    offline, minutes on a CPU.
+    """Train a small model on Python's documentation, then a LoRA adapter on questions about it. It
+    works offline and takes minutes on a CPU.
 
-    Leaves the text (or pictures), both configuration files, both runs and their reports in the
-    folder. If the command is repeated, it continues where it stopped.
+    The folder then holds the text (or pictures), both configuration files, both runs and their
+    reports. If the command is repeated, it continues where it stopped.
 
     Examples:
 

@@ -1,5 +1,5 @@
-"""The settings of a run, from the command line or from Python; `isotype.train(...)`, and the `Run`
-that it returns.
+"""`isotype.train(...)`, the `Run` that it returns, and the settings of a run from the command line
+or from Python.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 SectionLike: TypeAlias = str | Path | Mapping[str, Any] | Section | None
 SOURCE = "isotype.train()"
 HOW_TO_CHANGE = "give changes as sections: train={'steps': 200}"
-# what a plain name or path means for each section
+# section -> the key that is set by a plain name or path
 SHORTHAND_KEYS = {
     "model": "model.name",
     "data": "data.train",
@@ -71,30 +71,32 @@ def train(
     callbacks: Sequence[Callback] = (),
     objective: Callable[[nn.Module, Any], Tensor] | None = None,
 ) -> Run:
-    """Trains, and returns the run; Ctrl-C (in a notebook: interrupt) saves and returns a run whose
-    status is `interrupted`.
+    """Trains and returns the run. Ctrl-C (in a notebook: interrupt) saves the run and returns it
+    with the status `interrupted`.
 
         run = isotype.train(model="Qwen/Qwen2.5-0.5B", data="chats.jsonl", train={"steps": 200})
         run.metrics, run.adapter, run.chat("What is a bf16?")
 
-    config     a RunConfig, or a YAML file; sections given beside it win
-    model ...  each section as a name (model.name, data.train, images.train, adapter.kind,
-               precision.preset, run.folder, parallel.kind), a mapping, or its class
-    data       also rows: a list of them, a datasets.Dataset, a pandas or polars frame; or a mapping
-               whose train and eval are such
+    config     a RunConfig, or a YAML file; sections given as arguments override it
+    model ...  each section as a name (for model.name, data.train, images.train, adapter.kind,
+               precision.preset, run.folder or parallel.kind), as a mapping, or as an object of its
+               class
+    data       also the rows themselves: a list, a datasets.Dataset, or a pandas or polars frame; or
+               a mapping with such rows as train and eval
     preset     lora, qlora, full, full-bf16, or a precision
-    resume     a run's folder to go on with; sections are what is to change
-    accept_changes  with resume: accepts changes that make it another run, as `--yes` does
-    skip       checks of the preflight to leave out, code to reason
-    callbacks  objects of `isotype.Callback`; its docstring says what they may and may not do
-    objective  objective(model, batch) -> float[], the losses of a micro-batch summed over
-               `batch.weight` tokens or pictures, instead of the loss of the task. A batch of tokens
-               has `inputs` for the model and `labels`. Evaluation keeps the task's loss.
+    resume     the folder of a run to continue; the sections then hold the changes
+    accept_changes  with resume: accepts changes that make it a different run, like `--yes`
+    skip       the preflight checks to skip, as code -> reason
+    callbacks  objects of `isotype.Callback`, whose docstring lists what they can do
+    objective  a function that replaces the loss of the task: objective(model, batch) -> float[],
+               the sum of a micro-batch's losses over its `batch.weight` tokens or pictures. A batch
+               of tokens has `inputs` for the model and `labels`. Evaluation uses the loss of the
+               task.
     Raises     UsageError, PreflightError, RunError, DtypeError, each with its fix;
                KeyboardInterrupt for Ctrl-C before step 1
 
-    Random state, the default dtype, deterministic mode, warnings and log levels are afterwards what
-    they were before the call.
+    Afterwards the random state, the default dtype, the deterministic mode, warnings and log levels
+    are the same as before the call.
     """
     if callbacks:
         from ..training.callbacks import check_callbacks
@@ -165,11 +167,11 @@ def train(
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """How a run ended.
+    """The end of a run.
 
     status  the exit status: 0 done, 130 interrupted
-    folder  the run's
-    begun   whether the folder holds a run; a run that was interrupted before its first step leaves
+    folder  the folder of the run
+    begun   whether the folder holds a run. A run that was interrupted before its first step leaves
             none
     """
 
@@ -187,13 +189,13 @@ def start(
     callbacks: Sequence[Callback] = (),
     objective: Objective | None = None,
 ) -> RunOutcome:
-    """Runs to the end, or saves on Ctrl-C. Raises IsotypeError.
+    """Trains to the end, or saves on Ctrl-C. Raises IsotypeError.
 
-    resume     the folder of the run to go on with
+    resume     the folder of the run to continue
     console    shows the progress; by default on stdout
-    skips      checks of the preflight to leave out, code to reason
+    skips      the preflight checks to skip, as code -> reason
     callbacks  called after steps, evaluations, saves and samples
-    objective  computes the losses instead of the task's function
+    objective  computes the loss instead of the task
     """
     from ..tasks.choose import train as train_task
     from ..training.console import RunConsole
@@ -217,8 +219,8 @@ def start(
 
 
 def _checked_push(loaded: LoadedConfig, resume: Path | None) -> str | None:
-    """The repository that this process pushes the result to, after what could prevent it was looked
-    for. Raises UsageError.
+    """Checks that the result can be pushed to the hub, and returns the repository. None if this
+    process does not push. Raises UsageError.
     """
     from ..distributed.rank import find_rank
 
@@ -233,7 +235,7 @@ def _checked_push(loaded: LoadedConfig, resume: Path | None) -> str | None:
 
 
 def _flags(name: str, value: Any) -> dict[str, Any]:
-    """`section.key` -> value."""
+    """The settings of a section argument, as `section.key` -> value."""
     if value is None:
         return {}
     if isinstance(value, Section):
@@ -250,14 +252,14 @@ def _flags(name: str, value: Any) -> dict[str, Any]:
 
 
 def _set_keys(section: Section) -> dict[str, Any]:
-    """The keys that were set, not those that have their defaults."""
+    """The keys of a section that were set, without the defaults."""
     return {key: getattr(section, key) for key in section.model_fields_set}
 
 
 class Run:
     """A finished or unfinished run. Each access reads the files again.
 
-    Raises  UsageError when the folder holds nothing of a run
+    Raises  UsageError if the folder holds no file of a run
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -274,42 +276,42 @@ class Run:
 
     @property
     def record(self) -> RunRecord:
-        """Everything in the run folder, as the report reads it."""
+        """The contents of the run folder."""
         return self._read()
 
     def _read(self) -> RunRecord:
-        # with the report's libraries, which a first `isotype train` without torch lacks
+        # imported here because it needs the libraries of the extra `train`
         from ..report.record import read_run
 
         return read_run(self.folder)
 
     @property
     def status(self) -> str:
-        """done, running, failed, interrupted or stopped."""
+        """The status: done, running, failed, interrupted or stopped."""
         return self.record.status
 
     @property
     def result(self) -> Mapping[str, Any]:
-        """result.json: steps, losses, the check of the saved result."""
+        """The content of result.json: steps, losses, and the check of the saved result."""
         return self.record.result
 
     @property
     def metrics(self) -> pandas.DataFrame:
-        """metrics.jsonl as a table: a row a step and a row an evaluation, one column a key."""
+        """The content of metrics.jsonl as a table, with a row per step and per evaluation, and a
+        column per key.
+        """
         import pandas
 
         return pandas.DataFrame(self.record.metrics)
 
     @property
     def adapter(self) -> Path:
-        """The PEFT folder that the run saved. Raises UsageError when there is none."""
+        """The PEFT folder that the run saved. Raises UsageError if there is none."""
         return self._saved("adapter")
 
     @property
     def model(self) -> Path:
-        """The model's folder that a run of every weight saved. Raises UsageError when there is
-        none.
-        """
+        """The model folder that a run without an adapter saved. Raises UsageError if none exists."""
         return self._saved("model")
 
     def _saved(self, kind: str) -> Path:
@@ -324,7 +326,9 @@ class Run:
         return folder
 
     def load(self) -> LoadedRun:
-        """Model, tokenizer, precision and device, as trained; loaded once."""
+        """The model, tokenizer, precision and device as in training. They are loaded at the first
+        call.
+        """
         if self._loaded is None:
             from ..inference.loaded import load_run
 
@@ -340,11 +344,12 @@ class Run:
         temperature: float = 0.0,
         top_p: float = 1.0,
     ) -> str:
-        """Returns the answer. Earlier turns are part of the conversation until `forget`. The
-        settings of the first call apply.
+        """Sends a message to the model and returns its answer. Earlier messages are part of the
+        conversation until `forget` is called. The settings of the first call apply to the whole
+        conversation.
 
-        images  files of pictures that the question is about, of a vision-language model
-        Raises  UsageError for a picture that cannot be read, or a model that sees none
+        images  files of pictures that the question is about, for a vision-language model
+        Raises  UsageError for a picture that cannot be read, or a model without vision
         """
         if self._conversation is None:
             from ..inference.loaded import Conversation
@@ -360,12 +365,12 @@ class Run:
         return self._conversation.say(text)
 
     def forget(self) -> None:
-        """The next `chat` begins a new conversation."""
+        """Ends the conversation. The next `chat` begins a new one."""
         self._conversation = None
 
     @property
     def report(self) -> Path:
-        """report.html, made anew."""
+        """Writes report.html again and returns its path."""
         from ..report import write_report
 
         return write_report(self.folder)
@@ -377,8 +382,8 @@ LIBRARIES = ("peft", "bitsandbytes")
 
 @contextmanager
 def restore_process_state() -> Iterator[None]:
-    """Sets the default dtype to fp32, records gradients, and leaves the caller's autocast. Restores
-    everything on exit.
+    """Sets the default dtype to fp32, enables gradients, and switches the caller's autocast off.
+    Restores everything on exit.
     """
     import numpy as np
     import torch
@@ -424,8 +429,9 @@ def _set_or_remove(name: str, value: str | None) -> None:
 
 @contextmanager
 def disable_autocast() -> Iterator[None]:
-    """Switches the caller's autocast off. In its block PyTorch would keep each weight as it was
-    first cast, and every step would compute with the first step's weights: there nothing is kept.
+    """Switches the caller's autocast and its cache off. Inside the caller's autocast block PyTorch
+    would cache the cast copy of each weight, and every step would compute with the weights of the
+    first step.
     """
     import torch
 
@@ -449,12 +455,13 @@ def load_settings(
     how_to_change: str,
     **options: Any,
 ) -> LoadedConfig:
-    """A new run's settings, or with `resume` those of the run in that folder with changes.
+    """Loads the settings of a new run, or with `resume` the settings of the run in that folder with
+    changes.
 
-    arguments      `section.key=value`, over the file's
-    flags          section.key -> value, over both; None is left out
-    how_to_change  the fix where a resumed run is given a file: how its settings are changed instead
-    options        further ones of `config.load.load`
+    arguments      `section.key=value`; they override the file
+    flags          section.key -> value; they override both, and None is ignored
+    how_to_change  the fix in the error for a resumed run with a file: how to change its settings
+    options        further options of `config.load.load`
     Raises         UsageError for settings that are wrong or missing
     """
     if resume is not None:
@@ -471,7 +478,7 @@ def load_settings(
 
 
 def refuse_incomplete(loaded: LoadedConfig) -> None:
-    """Raises  UsageError with a line for each thing that is missing."""
+    """Raises UsageError with one line for each missing setting, file or package."""
     from ..config.kind import (
         DIFFUSION,
         GGUF_FIX,
@@ -543,8 +550,8 @@ def refuse_incomplete(loaded: LoadedConfig) -> None:
 
 
 def missing_trackers(trackers: Sequence[str]) -> list[str]:
-    """A line for each tracker whose package is not installed; the packages and the extras have the
-    trackers' names.
+    """Returns one line for each tracker whose package is not installed. Packages and extras have
+    the same names as the trackers.
     """
     missing = [name for name in dict.fromkeys(trackers) if find_spec(name) is None]
     return [

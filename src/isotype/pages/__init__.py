@@ -1,8 +1,8 @@
-"""The page of a code: why it matters, an example, what to do instead. `isotype doctor explain CODE`
-prints it.
+"""Finds the page of a finding's code. A page tells why the finding matters, gives an example, and
+says what to do. `isotype doctor explain CODE` prints it.
 
-A page is `pages/CODE.md` here, or what `page(code)` of the module answers that reads the sheets of
-its rules. Imports no torch.
+A page is the file `CODE.md` in this folder, or the result of `page(code)` of the module that loads
+the rule. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 from ..finding import Finding
 
-# Prefix of a code -> the torch-free module that has `page(code) -> str | None` and `codes() ->
-# list[str]`.
+# Prefix of a code -> the module, which imports no torch, with `page(code) -> str | None` and
+# `codes() -> list[str]`.
 FAMILIES = {
     "PR": "isotype.precision.contradictions",
     "CF": "isotype.doctor.check.rules",
@@ -26,7 +26,7 @@ FAMILIES = {
 
 
 def codes() -> list[str]:
-    """Every code that has a page."""
+    """All codes that have a page."""
     names = [
         f.name.removesuffix(".md")
         for f in resources.files(__name__).iterdir()
@@ -38,7 +38,7 @@ def codes() -> list[str]:
 
 
 def page(code: str) -> str | None:
-    """The page as Markdown, or None for a code that does not exist."""
+    """The page of a code as Markdown; None for a code that does not exist."""
     code = code.upper()
     file = resources.files(__name__) / f"{code}.md"
     if code.isalnum() and file.is_file():
@@ -60,7 +60,7 @@ Facts = TypeVar("Facts")
 def registered(
     rules: dict[str, Callable[[Facts], Iterator[Finding]]], code: str
 ) -> Callable[[Callable[[Facts], Iterator[Finding]]], Callable[[Facts], Iterator[Finding]]]:
-    """Decorates a rule: adds it to `rules` under its code, which its findings get."""
+    """A decorator that adds a rule to `rules` under its code and sets the code of its findings."""
 
     def register(
         function: Callable[[Facts], Iterator[Finding]],

@@ -1,4 +1,6 @@
-"""Reads the text files (sheets) with the findings' messages of `isotype doctor trace` and `ampcheck`."""
+"""Reads the sheets, which are text files, with the messages of the findings of `isotype doctor
+trace` and `ampcheck`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from .sheets import Facts, Section, SheetError, read_sections
 
 
 class FindingFacts(Facts):
-    """Of a finding that a program reports: its variables, and `symbol`, that of its place."""
+    """The facts of one finding: its variables, and the `symbol` of its place."""
 
     facts = {"symbol": lambda self: self.location.symbol}
 
@@ -25,8 +27,9 @@ _FINDING_FIELDS = ("cause", "fix", "declared", "observed")
 
 
 def load_finding_formatter(path: Path) -> Callable[..., Finding]:
-    """The findings of a sheet whose sections are codes. `report(code, place, details, **variables)`
-    makes the first entry that has a rank.
+    """Returns a function that builds the findings of a sheet, whose sections have codes.
+    `format_finding(code, place, details, **variables)` returns the finding of the first entry of
+    the code whose condition holds.
 
     Raises  SheetError
     """

@@ -1,4 +1,6 @@
-"""Checks a section of a sheet when it is loaded: every name is known, and every variable is used."""
+"""Checks a section of a rule sheet when it is loaded: every name must be known, and every variable
+must be used.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ from .sheets import (
 class _SectionCheck:
     """Checks one section.
 
-    available       variables that may be used
-    used_variables  variables that are used
+    available       the variables that are defined at the current line
+    used_variables  the variables that are used
     """
 
     def __init__(self, section: Section, facts: type[Facts], variables: Collection[str]) -> None:
@@ -64,7 +66,7 @@ class _SectionCheck:
                 self.refuse(line, f"{term.name} is never {value!r}")
 
     def check_names(self, text: str, line: int) -> None:
-        """A list of names, in which `one|another` is the first that is known."""
+        """Checks a list of names. In `one|another` each name must be known."""
         self.check_text(text, line)
         for name in re.split(r", |\|", text):
             if name and "{" not in name:
@@ -79,18 +81,20 @@ def check_section(
     lists: Collection[str] = (),
     shared: Collection[str] = (),
 ) -> None:
-    """Refuses names that the section's reader does not know, and variables that are not used.
+    """Raises an error for unknown names and for unused variables.
 
-    row_variables  a row of the header
-    lists          fields whose text is a list of names
-    shared         the sections that `+` may name
+    row_variables  the variables of a row of the header
+    lists          the fields whose text is a list of names
+    shared         the sections that `+` lines may include
     Raises         SheetError
     """
     row = row_variables or {}
     check = _SectionCheck(section, facts, [*row, *section.parameters])
     head, *entries = section.entries
     defined = dict.fromkeys(check.available, section.line)
-    lets: dict[str, set[str]] = {}  # variable -> those that are defined above its first line
+    lets: dict[
+        str, set[str]
+    ] = {}  # variable -> the variables that are defined above its first line
     for line in head.fields:
         kind, _, variable = line.name.partition(" ")
         if kind == "let":
@@ -115,7 +119,7 @@ def check_section(
 
 
 def _check_assignment(check: _SectionCheck, line: Field, row: Mapping[str, str]) -> None:
-    """The fact of a `set` line, in which `{name}` stands for a variable of the row or for a fact."""
+    """Checks the fact of a `set` line. `{name}` in it is a variable of the row or a fact."""
     check.check_text(line.text, line.line)
     fact = line.text
     for variable, value in row.items():

@@ -1,31 +1,33 @@
-"""Rules as sheets of text: the page of each code and, below it, what is reported and when.
+"""Reads sheets: text files of rules. A sheet has the page of each code and, below it, the entries
+to report with their conditions.
 
-    # EX012 Title            the page of a code begins; text above the first page is a remark
-    = HEADER                 a section begins. The reader of the sheet says what a header is: rows
-                             of variables, names of operators, or nothing
-    parameters: NAME, NAME   variables that the program gives to this section
-    set NAME if TEST: FACT   a variable for a fact; of several lines with one name the first whose
-                             fact is not None
-    let NAME if TEST: text   a variable for a text; of several lines with one name the first whose
-                             test holds
-    - title                  an entry: what is reported
-      RANK if TEST           its severity or its score: the first rank whose test holds. An entry
-                             without a rank is not reported
+    # EX012 Title            begins the page of a code. Text above the first page is a comment
+    = HEADER                 begins a section. The meaning of the header depends on the reader of
+                             the sheet: rows of variables, names of operators, or nothing
+    parameters: NAME, NAME   the variables that the program passes to this section
+    set NAME if TEST: FACT   sets a variable to a fact. Of several lines with the same name, the
+                             first whose fact is not None counts
+    let NAME if TEST: text   sets a variable to a text. Of several lines with the same name, the
+                             first whose test holds counts
+    - title                  begins an entry, which can be reported
+      RANK if TEST           the severity or score of the entry: the first rank whose test holds.
+                             Without one, the entry is not reported
       FIELD if TEST: text    the first text whose test holds
-    + NAME -2 if TEST        the entries of another section, with their scores changed by -2
+    + NAME -2 if TEST        includes the entries of another section and changes their scores by -2
 
-In texts `{name}` is a fact or a variable, and `{one|another|some text}` the first of these that is
-known, or the last as it is; `\\n` is a line break. A test has terms joined by `and`, and those by
-`or`. A term may begin with `not`:
+In texts `{name}` is replaced by a fact or a variable. `{one|another|some text}` is replaced by the
+first of the names that has a value, else by the last part as literal text. `\\n` is a line break. A
+test consists of terms joined by `and` and `or`, where `and` binds tighter. A term may begin with
+`not`:
 
-    name                             whether it is known and not empty
-    name = value, another value      whether it is one of these values
+    name                             whether the fact has a value that is not empty
+    name = value, another value      whether it equals one of these values
     name == other name               whether two facts are equal
-    name ~ regex                     whether the pattern is found in it
-    name < number, name >= number    whether it is smaller or not
+    name ~ regex                     whether the pattern matches a part of it
+    name < number, name >= number    whether the number is smaller, or not smaller
     name narrower than other name    whether the first dtype has fewer bits; also `wider than`
 
-A reader says which facts, ranks and fields its sheets have. A sheet is checked when it is loaded:
+The reader of a sheet defines its facts, ranks and fields. A sheet is checked when it is loaded:
 each name must be a fact of the reader or a variable of the section, and each variable must be used.
 """
 
@@ -43,14 +45,14 @@ from ..dtypes import itemsize
 
 
 class SheetError(ValueError):
-    """A line of a sheet that is wrong: names the sheet and the line."""
+    """An error for a wrong line of a sheet. The message names the sheet and the line."""
 
     def __init__(self, sheet: str, line: int, message: str) -> None:
         super().__init__(f"{sheet}, line {line}: {message}")
 
 
 class Term(NamedTuple):
-    """One term of a test, as `not held = bf16, fp16`."""
+    """One term of a test, such as `not held = bf16, fp16`."""
 
     negated: bool
     name: str
@@ -59,12 +61,12 @@ class Term(NamedTuple):
 
 
 _SIGNS = (" ~ ", " == ", " = ", " narrower than ", " wider than ", " < ", " >= ")
-NAME_SIGNS = ("==", "narrower than", "wider than")  # a name is on their right, too
+NAME_SIGNS = ("==", "narrower than", "wider than")  # their right side is a name
 
 
 @cache
 def parse_test(test: str) -> tuple[tuple[Term, ...], ...]:
-    """The alternatives of a test, each with the terms that must all hold."""
+    """Parses a test into its alternatives, each with the terms that must all hold."""
     return tuple(
         tuple(_parse_term(term) for term in alternative.split(" and "))
         for alternative in test.split(" or ")
@@ -83,7 +85,9 @@ def _parse_term(text: str) -> Term:
 
 @cache
 def names_in_text(text: str) -> tuple[str, ...]:
-    """The names in the braces of a text, without those alternatives that are text themselves."""
+    """The names in the braces of a text. The last of several alternatives is literal text and is
+    left out.
+    """
     names: list[str] = []
     for _, placeholder, _, _ in Formatter().parse(text):
         if placeholder is not None:
@@ -93,9 +97,11 @@ def names_in_text(text: str) -> tuple[str, ...]:
 
 
 class Function(NamedTuple):
-    """What `KIND ARGUMENT` means.
+    """The definition of names of the form `KIND ARGUMENT`.
 
-    arguments  those that it takes; None where the argument is the name of a fact or word
+    evaluate   returns the value for an argument
+
+    arguments  the allowed arguments; None if the argument is itself a name
     """
 
     evaluate: Callable[[Any, str], Any]
@@ -103,13 +109,14 @@ class Function(NamedTuple):
 
 
 class Facts:
-    """Looks up names. A reader's class has its facts in tables, from which a sheet is also checked.
+    """Looks up the values of names. Each reader of sheets has a subclass with these tables, which
+    are also used to check a sheet.
 
-    variables   those of the section
-    facts       name -> its value
-    functions   kind -> what `KIND ARGUMENT` is
-    readings    ending -> what `NAME ENDING` makes of the value
-    attributes  those that may follow a name, as in `device.kind`
+    variables   the variables of the section
+    facts       name -> function that returns its value
+    functions   kind -> definition of `KIND ARGUMENT`
+    readings    ending -> function that converts the value in `NAME ENDING`
+    attributes  the attributes that may follow a name, as in `device.kind`
     values      name -> the values with which a test may compare it
     """
 
@@ -123,7 +130,7 @@ class Facts:
         self.variables: dict[str, Any] = dict(variables or {})
 
     def get(self, name: str) -> Any:
-        """The value of a variable or fact, or None where it is not known."""
+        """The value of a variable or fact; None if it has none."""
         if name in self.variables:
             return self.variables[name]
         if name in self.facts:
@@ -139,7 +146,7 @@ class Facts:
 
     @classmethod
     def find_variables(cls, name: str, variables: Collection[str]) -> set[str] | None:
-        """The variables of the section in a name, possibly none; None for an unknown name."""
+        """The variables of the section that occur in a name; None for an unknown name."""
         if name in variables:
             return {name}
         if name in cls.facts:
@@ -160,7 +167,9 @@ class Facts:
 
     @classmethod
     def _find_owner_variables(cls, name: str, variables: Collection[str]) -> set[str] | None:
-        """The same for a name with attributes, as `device.kind` or `call.tensors[0]`."""
+        """Like `find_variables`, for a name with attributes, such as `device.kind` or
+        `call.tensors[0]`.
+        """
         owner, *attributes = re.split(r"[.\[]", name)
         if not attributes:
             return None
@@ -171,12 +180,12 @@ class Facts:
         return cls.find_variables(owner, variables)
 
     def find(self, name: str) -> Any:
-        """The value of a name that is in no table."""
+        """The value of a name that is in none of the tables."""
         return None
 
     @classmethod
     def find_special_variables(cls, name: str, variables: Collection[str]) -> set[str] | None:
-        """What `find_variables` returns for a name that is in no table."""
+        """The result of `find_variables` for a name that is in none of the tables."""
         return None
 
     # ---- texts and tests
@@ -248,7 +257,7 @@ def _is_narrower(narrow: Any, wide: Any) -> bool:
 
 
 class Field(NamedTuple):
-    """A line `NAME if TEST: text`; of a rank, the text is its word."""
+    """A line `NAME if TEST: text`. For a line with a rank, the text is the rank."""
 
     name: str
     test: str | None
@@ -258,11 +267,12 @@ class Field(NamedTuple):
 
 @dataclass(slots=True)
 class Entry:
-    """The head of a section, or something to report.
+    """An entry of a section. The first entry of a section is its head, which holds the variables.
 
-    title      the text; of `+ NAME -2` the name
-    offset     of `+ NAME -2`: -2
-    includes   whether the line begins with `+`, and under which test
+    title      the title; for a line `+ NAME -2`, the name
+    includes   whether the line begins with `+`
+    offset     the number in a line `+ NAME -2`
+    test       the test of a line that begins with `+`
     """
 
     title: str
@@ -274,7 +284,7 @@ class Entry:
     test: str | None = None
 
     def text(self, name: str, facts: Facts) -> str:
-        """The first text of this field whose test holds, or ""."""
+        """The first text of this field whose test holds; "" if there is none."""
         return next(
             (
                 facts.format(line.text)
@@ -293,7 +303,9 @@ _INCLUDE = re.compile(r"\+ (?P<name>.+?)(?: (?P<offset>-?\d+))?(?: if (?P<test>.
 
 @dataclass(slots=True)
 class Section:
-    """code and page are those above it; header: what follows `=`; entries: the head first."""
+    """A section of a sheet, with the code and the page above it. `header` is the text after `=`.
+    The first of the `entries` is the head.
+    """
 
     sheet: str
     line: int
@@ -303,12 +315,12 @@ class Section:
     entries: list[Entry]
 
     def to_page(self) -> str:
-        """What `isotype doctor explain CODE` prints."""
+        """The page that `isotype doctor explain CODE` prints."""
         return f"# {self.code}: {self.page}\n"
 
     @property
     def parameters(self) -> list[str]:
-        """The variables that the program gives."""
+        """The variables that the program passes to the section."""
         return [
             name
             for line in self.entries[0].fields
@@ -317,7 +329,7 @@ class Section:
         ]
 
     def define_variables(self, facts: Facts) -> None:
-        """Adds the variables of the head to those of `facts`."""
+        """Adds the variables of the head to the variables of `facts`."""
         head = self.entries[0]
         for line in head.fields:
             kind, _, name = line.name.partition(" ")
@@ -327,7 +339,7 @@ class Section:
                 facts.variables[name] = head.text(line.name, facts)
 
     def matching_entries(self, facts: Facts) -> Iterator[tuple[str, Entry]]:
-        """The rank of each entry that has one for these facts, and the entry, in order; the
+        """Yields (rank, entry) for each entry that has a rank for these facts, in order. The
         variables of the head are defined first.
         """
         self.define_variables(facts)
@@ -338,9 +350,9 @@ class Section:
 
 
 def read_sections(path: Path, *, ranks: str, fields: str) -> Iterator[Section]:
-    """The sections of one sheet, in order. `ranks` and `fields` are regular expressions.
+    """Reads the sections of one sheet, in order. `ranks` and `fields` are regular expressions.
 
-    Raises  SheetError for a line that no sheet has
+    Raises  SheetError for a line that is not valid in a sheet
     """
     patterns = _LinePatterns(
         re.compile(
@@ -377,7 +389,7 @@ class _LinePatterns(NamedTuple):
 
 
 def _add_line(section: Section, line: str, number: int, patterns: _LinePatterns) -> None:
-    """Adds one line below the header of a section."""
+    """Parses one line below the header of a section and adds it to the section."""
     entry = section.entries[-1]
     if line.startswith("- "):
         section.entries.append(Entry(line.removeprefix("- "), number))

@@ -1,10 +1,11 @@
-"""`isotype quickstart`: two small programs that train twice by configurations lying beside them, as
-a user would, without a network.
+"""`isotype quickstart` runs one of two small examples. Each trains twice with configuration files
+of this folder, as a user would, and needs no network.
 
-text      a small model on the text of Python's documentation (pretrain.yaml), then LoRA on
+text      trains a small model on the text of Python's documentation (pretrain.yaml), then LoRA on
           questions about it (tune.yaml)
-pictures  a small Flux on drawn shapes (full.yaml), then LoRA that teaches it a new one (lora.yaml)
-stages    what both share: the folder, two runs that end in time
+pictures  trains a small Flux on drawn shapes (full.yaml), then LoRA that teaches it a new shape
+          (lora.yaml)
+stages    the code that both share: creates the folder and runs the two stages
 """
 
 from .pictures import quickstart_pictures

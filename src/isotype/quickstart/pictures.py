@@ -1,8 +1,8 @@
-"""`isotype quickstart --diffusion`: a small Flux learns to draw shapes, then LoRA teaches it one
-that it never saw; no network.
+"""`isotype quickstart --diffusion` trains a small Flux to draw shapes, then trains LoRA on a new
+shape. It needs no network.
 
-The folder holds all that is needed to do it again by hand: the pictures, the pipeline, and two
-files, `full.yaml` and `lora.yaml`, that `isotype train` takes.
+The folder holds everything that is needed to repeat this by hand: the pictures, the pipeline, and
+the files `full.yaml` and `lora.yaml` for `isotype train`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ COLOURS = {
     "yellow": (240, 200, 30),
 }
 _ARM = 0.3
-# polygons in the box from -1 to 1, y downwards
+# shape -> polygons with coordinates from -1 to 1; y increases downwards
 _OUTLINES: dict[str, list[list[tuple[float, float]]]] = {
     "circle": [[(math.cos(k * math.pi / 32), math.sin(k * math.pi / 32)) for k in range(64)]],
     "square": [[(-1, -1), (1, -1), (1, 1), (-1, 1)]],
@@ -40,11 +40,11 @@ _OUTLINES: dict[str, list[list[tuple[float, float]]]] = {
         [(-_ARM, -1), (_ARM, -1), (_ARM, 1), (-_ARM, 1)],
     ],
 }
-_FINER = 4  # drawn so many times larger, then scaled down: smooth edges
-# share of pixels that differ from the template: above it the picture shows no shape
+_FINER = 4  # pictures are drawn this much larger and scaled down, for smooth edges
+# If a larger share of pixels differs from the template, the picture shows no shape.
 MAX_DISTANCE = 0.3
-MOST_OFF = 50  # of 255, the mean difference of the shape's pixels from its colour
-_INK = 0.35  # between white (0) and the colour (1)
+MOST_OFF = 50  # of 255; the maximum mean difference of the shape's pixels from its colour
+_INK = 0.35  # the threshold for a pixel of the shape, between white (0) and the colour (1)
 VOCABULARY = ("<pad>", "</s>", "<unk>", "a", *SHAPES, *COLOURS)
 TEXT_LENGTH = 6  # tokens of a caption, padded
 CLIP_WIDTH = 32
@@ -57,7 +57,9 @@ def draw(
     middle: tuple[float, float] = (SIDE / 2, SIDE / 2),
     radius: float = 10.0,
 ) -> Any:
-    """A PIL image in RGB; the radius is half of the side of the shape's box, in pixels."""
+    """Draws a shape as a PIL image in RGB. `radius` is half the side of the shape's bounding box,
+    in pixels.
+    """
     from PIL import Image, ImageDraw
 
     canvas = Image.new("RGB", (SIDE * _FINER, SIDE * _FINER), "white")
@@ -70,7 +72,7 @@ def draw(
 
 
 def draw_at_random(shape: str, colour: str, chance: random.Random) -> Any:
-    """The shape at a place and of a size where all of it is seen."""
+    """Draws the shape at a random place and in a random size, so that all of it is visible."""
     radius = chance.uniform(8.5, 11.5)
     room = SIDE / 2 - radius - 1
     x, y = (SIDE / 2 + chance.uniform(-room, room) for _ in range(2))
@@ -78,8 +80,8 @@ def draw_at_random(shape: str, colour: str, chance: random.Random) -> Any:
 
 
 def write_pictures(folder: Path, shapes: Iterable[str], *, each: int, seed: int) -> int:
-    """`each` pictures of every shape in every colour, with a .txt of the same name; returns their
-    number.
+    """Writes `each` pictures of every shape in every colour, each with its caption in a .txt file.
+    Returns the number of pictures.
     """
     chance = random.Random(seed)
     names = [(shape, colour, k) for shape in shapes for colour in COLOURS for k in range(each)]
@@ -91,13 +93,13 @@ def write_pictures(folder: Path, shapes: Iterable[str], *, each: int, seed: int)
 
 
 def classify_picture(picture_HWC: NDArray[np.uint8]) -> str:
-    """`a red circle`, or `no shape`: the nearest template in place, size and shape; the colour by
-    the mean of the shape's pixels.
+    """Classifies a picture as `a red circle` or the like, or as `no shape`. The shape is that of
+    the nearest template, and the colour is nearest to the mean of the shape's pixels.
 
     picture_HWC  uint8[SIDE SIDE 3]
     """
     pixels = picture_HWC.astype(np.float64)
-    far = np.abs(255.0 - pixels).max(-1)  # from white
+    far = np.abs(255.0 - pixels).max(-1)  # the difference from white
     inside = pixels[far > 128]
     if len(inside) < 30:
         return "no shape"
@@ -108,7 +110,7 @@ def classify_picture(picture_HWC: NDArray[np.uint8]) -> str:
     rows, columns = np.nonzero(ink)
     middle = ((columns.min() + columns.max() + 1) / 2, (rows.min() + rows.max() + 1) / 2)
     radius = max(np.ptp(columns) + 1, np.ptp(rows) + 1) / 2
-    # smooth edges make the box of the ink a little larger
+    # smooth edges enlarge the bounding box of the shape a little
     templates = {
         (shape, grown): _template(shape, middle, radius + grown)
         for shape in SHAPES
@@ -131,8 +133,8 @@ def _template(shape: str, middle: tuple[float, float], radius: float) -> NDArray
 
 
 def write_pipeline(folder: Path, *, vae_steps: int, seed: int = 0) -> float:
-    """Saves a Flux with random weights, whose VAE is trained on shapes; returns the VAE's error, a
-    mean over pixels in [-1, 1].
+    """Saves a Flux pipeline with random weights and a VAE that is trained on shapes. Returns the
+    mean error of the VAE over pixels in [-1, 1].
     """
     import torch
     from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
@@ -187,8 +189,8 @@ def write_pipeline(folder: Path, *, vae_steps: int, seed: int = 0) -> float:
 
 
 def _trained_vae(steps: int, chance: random.Random) -> tuple[Any, float]:
-    """An AutoencoderKL whose latents of shapes have mean 0 and deviation 1 after its own shift and
-    scale, and its last error.
+    """Trains an AutoencoderKL on shapes. Its shift and scale factors give the latents mean 0 and
+    standard deviation 1. Returns the VAE and its last error.
     """
     import torch
     from diffusers import AutoencoderKL
@@ -209,7 +211,7 @@ def _trained_vae(steps: int, chance: random.Random) -> tuple[Any, float]:
     )
 
     def shapes(count: int) -> torch.Tensor:
-        """fp32[count 3 SIDE SIDE] in [-1, 1]."""
+        """Draws random shapes as fp32[count 3 SIDE SIDE] in [-1, 1]."""
         images = [
             np.array(draw_at_random(chance.choice(SHAPES), chance.choice(list(COLOURS)), chance))
             for _ in range(count)
@@ -237,7 +239,7 @@ def _trained_vae(steps: int, chance: random.Random) -> tuple[Any, float]:
 
 
 def _tokenizer() -> Any:
-    """Each word is one token."""
+    """Builds a tokenizer in which each word is one token."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
@@ -286,8 +288,9 @@ def quickstart_pictures(
     draws: int = 10,
     json_output: bool = False,
 ) -> int:
-    """As `run_quickstart`; draws what was asked for and judges it. draws: pictures of each prompt
-    at the end
+    """Calls `run_quickstart`. At the end it draws pictures for the prompts and checks them.
+
+    draws  the number of pictures per prompt at the end
     """
     from ..tasks.diffusion.pipeline import require_diffusers
 
@@ -307,8 +310,8 @@ def quickstart_pictures(
 
 
 def judge_runs(folder: Path, *, draws: int) -> dict[str, Any]:
-    """What each run drew when asked for each shape: `right` of `draws` pictures by prompt, before
-    and after LoRA; writes the sheet.
+    """Draws `draws` pictures per prompt with each run. Returns the numbers of correct pictures by
+    prompt, before and after LoRA, and writes a sheet with all pictures.
     """
     from PIL import Image
 
@@ -353,7 +356,7 @@ def _write(folder: Path, vae_steps: int) -> None:
 
 
 def _make_base(folder: Path) -> None:
-    """The pipeline with the trained transformer in place of the random one."""
+    """Copies the pipeline with the trained transformer instead of the random one."""
     aside = folder / f".{BASE}"
     if (folder / BASE).is_dir():
         return

@@ -1,5 +1,5 @@
-"""Two ordinary runs, one after the other, each ended after its time: a finished one is not
-repeated, an interrupted one is resumed.
+"""Executes two ordinary runs one after the other, each with a time limit. A finished run is not
+repeated, and an interrupted run is resumed.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ..training.callbacks import Callback, Moment
 
 @dataclass(frozen=True)
 class Stage:
-    """One run: its file NAME.yaml lies beside this one, its folder is NAME.
+    """One run. Its configuration is NAME.yaml in this package, and its folder is NAME.
 
-    steps    of its file
-    seconds  after which it ends, with its result saved: on a slow machine before its last step
-    least    steps that are done on any machine
+    steps    the number of steps in its configuration
+    seconds  the time limit. A slow machine then ends the run early and saves the result
+    least    the minimum number of steps on any machine
     """
 
     name: str
@@ -36,7 +36,7 @@ class Stage:
 
 
 class StopAtDeadline(Callback):
-    """Stops a stage when its time is over."""
+    """Stops a stage at its time limit."""
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
@@ -66,13 +66,13 @@ def run_quickstart(
     show: Callable[[dict[str, Any]], None],
     between: Callable[[], None] = lambda: None,
 ) -> int:
-    """Runs both stages and shows the result. Returns the exit status: 0, or 130 when interrupted
-    and saved.
+    """Runs both stages and prints the result. Returns the exit status: 0, or 130 if a run was
+    interrupted and saved.
 
-    parts        names of what `make` writes into the folder
-    between      what the second stage needs of the first one's result
-    share        of the steps that are done
-    json_output  everything but one object at the end goes to stderr
+    parts        the names of the files that `make` writes into the folder
+    between      prepares the second stage from the result of the first
+    share        the share of the steps to execute
+    json_output  prints only a JSON object to stdout; other output goes to stderr
     """
     with contextlib.redirect_stdout(sys.stderr) if json_output else contextlib.nullcontext():
         write_folder(folder, command, stages, parts, make)
@@ -93,10 +93,10 @@ def run_quickstart(
 def write_folder(
     folder: Path, name: str, stages: Sequence[Stage], parts: Sequence[str], make: Callable[[], None]
 ) -> None:
-    """Makes the folder and what both stages read, once. The stages' files come last: with them the
-    folder is complete.
+    """Creates the folder and the inputs of both stages, once. The configuration files are written
+    last, so that their existence means that the folder is complete.
 
-    parts   names of what `make` writes
+    parts   the names of the files that `make` writes
     Raises  UsageError for a folder that holds other files
     """
     files = [f"{stage.name}.yaml" for stage in stages]
@@ -114,7 +114,7 @@ def write_folder(
         make()
         for file in files:
             text = Path(__file__).with_name(file).read_text(encoding="utf-8")
-            inside = json.dumps(f"{folder}/")[1:-1]  # as it stands in a quoted string
+            inside = json.dumps(f"{folder}/")[1:-1]  # escaped for a quoted string
             (folder / file).write_text(text.replace('"quickstart/', f'"{inside}'), encoding="utf-8")
     except OSError as error:
         raise UsageError(
@@ -125,7 +125,7 @@ def write_folder(
 def run_stages(
     folder: Path, stages: Sequence[Stage], *, share: float, between: Callable[[], None]
 ) -> bool:
-    """Both stages as their files say; False when one was interrupted and saved."""
+    """Runs the stages. Returns False if a run was interrupted and saved."""
     for number, stage in enumerate(stages, start=1):
         print(f"\n{number}/{len(stages)}  {stage.description}  ({folder / stage.name}.yaml)")
         run = folder / stage.name

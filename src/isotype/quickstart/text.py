@@ -1,8 +1,8 @@
-"""`isotype quickstart`: a small model from random weights, then an adapter on it, with real text,
-on any machine, without a network.
+"""`isotype quickstart` trains a small model from random weights on real text, then an adapter. It
+runs on any machine and needs no network.
 
-The folder holds everything needed to do it again by hand: the text, the tokenizer and the model's
-configuration, and two files, `pretrain.yaml` and `tune.yaml`, that `isotype train` takes.
+The folder holds everything that is needed to repeat this by hand: the text, the tokenizer, the
+model's configuration, and the files `pretrain.yaml` and `tune.yaml` for `isotype train`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ END_OF_TURN = "<|im_end|>"
 
 
 def quickstart(folder: Path, *, share: float = 1.0, json_output: bool = False) -> int:
-    """As `run_quickstart`."""
+    """Calls `run_quickstart` for the text example."""
     return run_quickstart(
         folder,
         "isotype quickstart",
@@ -54,7 +54,7 @@ def quickstart(folder: Path, *, share: float = 1.0, json_output: bool = False) -
 
 
 def summarise(folder: Path) -> dict[str, Any]:
-    """Loss over steps of both stages, and the answers before and after tuning."""
+    """Returns the losses over steps of both stages, and the answers before and after tuning."""
     from ..report.record import read_run
 
     runs = {stage.name: read_run(folder / stage.name) for stage in STAGES}
@@ -94,10 +94,10 @@ def _write(folder: Path) -> None:
 
 
 def train_tokenizer(texts: Iterable[str], *, vocabulary: int = 4096) -> Any:
-    """A byte-level BPE tokenizer of `texts`, with ChatML's special tokens and template; the end of
-    a turn is also the end of a text.
+    """Trains a byte-level BPE tokenizer on `texts`, with the special tokens and the template of
+    ChatML. The token for the end of a turn also ends a text.
 
-    Every digit is a token of its own, as in Llama, to save vocabulary.
+    Every digit is a separate token, as in Llama, which saves vocabulary.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -135,8 +135,8 @@ def train_tokenizer(texts: Iterable[str], *, vocabulary: int = 4096) -> Any:
 def small_config(
     tokenizer: Any, *, hidden: int = 256, layers: int = 4, positions: int = 512
 ) -> Any:
-    """A Llama of about 4 million parameters with the default sizes: embedding and head tied, head
-    dimension 64.
+    """The configuration of a small Llama with tied embeddings and head dimension 64. With the
+    default sizes it has about 4 million parameters.
     """
     from transformers import LlamaConfig
 

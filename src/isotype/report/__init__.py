@@ -1,4 +1,6 @@
-"""`report.html` of a run: one file, no network; made from the files in the run folder only."""
+"""Writes `report.html` of a run from the files in the run folder. The page is a single file and
+needs no network.
+"""
 
 from .page import write_report
 

@@ -1,8 +1,8 @@
-"""Serves the report of a run to a browser on this machine while the run goes on: `isotype watch`.
+"""`isotype watch` serves the report of a run to a browser on this machine while the run trains.
 
-It reads the run's files and holds nothing of the run, so the run may be another process's,
-finished, or resumed later. The page is made when a browser asks and a file has changed since.
-Whoever knows the token in the address may read the page and stop the run.
+The server only reads the files of the run. The run may belong to another process, be finished, or
+be resumed later. The page is rendered when a browser requests it and a file has changed. Everyone
+who knows the token in the address can read the page and stop the run.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from .page import STEPS, Live, render
 from .record import RunRecord, read_picture, read_run
 
 HOST = "127.0.0.1"
-# of the log: lines that are shown, bytes that are read
+# the number of lines of the log that are shown, and of bytes that are read
 LINES = 40
 TAIL = 32 << 10
-MAX_BODY = 4096  # bytes of a request: the form of the page sends none
-# what the page itself says, and its one script, its requests and its form, all of this server
+MAX_BODY = 4096  # bytes of a request's body; the form of the page sends none
+# allows the page's inline styles and pictures, and scripts, requests and forms of this server only
 POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'self'; connect-src"
     " 'self'; form-action 'self'"
@@ -38,10 +38,10 @@ SCRIPT = "live.js"
 
 
 class WatchServer(ThreadingHTTPServer):
-    """Shows one run at `url`.
+    """Serves the report of one run at `url`.
 
-    port    0: a free one
-    Raises  UsageError when the folder holds no run, or the port is taken
+    port    the port; 0 chooses a free port
+    Raises  UsageError if the folder holds no run, or the port is in use
     """
 
     daemon_threads = True
@@ -69,7 +69,7 @@ class WatchServer(ThreadingHTTPServer):
             ) from None
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Prints nothing for a browser that has gone; anything else is printed as usual."""
+        """Prints errors, except that a browser has closed the connection."""
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
 
@@ -78,7 +78,7 @@ class WatchServer(ThreadingHTTPServer):
         return f"http://{HOST}:{self.server_port}/{self.token}/"
 
     def page(self) -> tuple[str, bytes]:
-        """A tag that changes when a file of the run does, and the page."""
+        """Returns a tag that changes if a file of the run changes, and the page."""
         with self._lock:
             tag = self._tag()
             if tag != self._cached_page[0]:
@@ -90,8 +90,8 @@ class WatchServer(ThreadingHTTPServer):
             return self._cached_page
 
     def stop(self) -> None:
-        """Sends what Ctrl-C sends, once: a second one would end the run without a save. Raises
-        UsageError where that cannot be done.
+        """Sends SIGINT to the run, as Ctrl-C does. It is sent only once, because a second SIGINT
+        would end the run without a save. Raises UsageError if no process can be stopped.
         """
         process = holder(self.folder)
         if process is None:
@@ -118,7 +118,7 @@ class WatchServer(ThreadingHTTPServer):
                     for entry in entries
                     if (stat := entry.stat(follow_symlinks=False))
                 ]
-            except OSError:  # no samples yet, or a file that is just being replaced
+            except OSError:  # there are no samples yet, or a file is being replaced
                 entries_seen.append((folder.name, 0, 0))
         return (
             f'"{hash((tuple(sorted(entries_seen)), is_held(self.folder), self._asked_to_stop)):x}"'
@@ -126,7 +126,9 @@ class WatchServer(ThreadingHTTPServer):
 
 
 def _last_lines(folder: Path) -> str:
-    """Of the run's log. Empty where there is none, and where it is a link out of the folder."""
+    """The last lines of the run's log. Empty if there is no log, or if it is a link that leads out
+    of the folder.
+    """
     try:
         with open_inside(folder, folder / LOG) as log:
             log.seek(max(0, os.fstat(log.fileno()).st_size - TAIL))
@@ -144,7 +146,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer({"": self._page, SCRIPT: self._script})
 
     def do_POST(self) -> None:
-        # the form has no field: its body is not read, and the connection ends with the answer
+        # The form has no fields, so the body is not read, and the connection is closed after the
+        # response.
         self.close_connection = True
         length = self.headers.get("Content-Length") or "0"
         if length.isascii() and length.isdecimal() and int(length[:12]) <= MAX_BODY:

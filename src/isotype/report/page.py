@@ -1,5 +1,5 @@
-"""Makes the report page of a run from its record, and writes it whole or not at all. The template
-only lays out what is computed here.
+"""Renders the report page of a run from its record, and writes it atomically. This module computes
+all contents; the template only lays them out.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from .record import (
 )
 
 REPORT = "report.html"
-STEPS = "steps.js"  # of the page with pictures
+STEPS = "steps.js"  # the script of a page with pictures
 _MOODS = {
     "done": "good",
     "running": "busy",
@@ -58,11 +58,11 @@ _STATUS_LABELS = {"interrupted": "interrupted, can be resumed", "stopped": "stop
 
 @dataclass(frozen=True)
 class Live:
-    """What a page that `isotype watch` serves has beside the report.
+    """The additional contents of a page that `isotype watch` serves.
 
     log       the last lines that the run printed
-    process   the process that trains, where it can be asked to stop
-    stopping  whether it was asked
+    process   the id of the training process, if it can be stopped from here
+    stopping  whether the process was asked to stop
     """
 
     log: str
@@ -71,12 +71,12 @@ class Live:
 
 
 def write_report(run_folder: Path, out: Path | None = None) -> Path:
-    """Makes the page from the files in `run_folder`: report.html there, or `out`.
+    """Writes the page from the files in `run_folder` to report.html in this folder, or to `out`.
 
-    Raises UsageError when the folder holds no run or the file cannot be written.
+    Raises UsageError if the folder holds no run or the file cannot be written.
     """
     target = out or run_folder / REPORT
-    # a file's name may be no UTF-8
+    # the name of a file may not be valid UTF-8
     text = render(read_run(run_folder)).encode("utf-8", "backslashreplace").decode()
     try:
         write_text(target, text)
@@ -86,10 +86,10 @@ def write_report(run_folder: Path, out: Path | None = None) -> Path:
 
 
 def render(record: RunRecord, live: Live | None = None) -> str:
-    """The page as text. Everything a run wrote is escaped; the page's own policy allows no network,
-    and no script but that of its pictures.
+    """Returns the page as text. All texts of the run are escaped. The content security policy of
+    the page allows no network and no script except the script for pictures.
 
-    live  for a page that is served, which has one script and a form
+    live  the additional contents of a served page, which has a script and a form
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
@@ -117,7 +117,7 @@ class Tile:
 
 
 def page(record: RunRecord) -> dict[str, Any]:
-    """The variables of report.html.jinja."""
+    """Returns the variables of report.html.jinja."""
     loss = loss_plot(record)
     prompts = samples(record)
     pictures = any(edited["picture"] for sample in prompts for edited in sample["answers"])
@@ -158,7 +158,7 @@ def page(record: RunRecord) -> dict[str, Any]:
 
 
 def progress(record: RunRecord) -> tuple[int, int] | None:
-    """(step, all steps) of a run that is not at its end."""
+    """(step, total steps) of an unfinished run; None for a finished run."""
     total = record.plan.get("total")
     if record.status == "done" or not isinstance(total, int) or total <= 0:
         return None
@@ -166,8 +166,8 @@ def progress(record: RunRecord) -> tuple[int, int] | None:
 
 
 def subtitle(record: RunRecord) -> str:
-    """`pretrain/model, 1.2M parameters, bf16-lora, LoRA r=16 (2.4% trained), on chats.jsonl`, as
-    far as it is known.
+    """A line such as `pretrain/model · 1.2M parameters · bf16-lora · LoRA r=16, 2.4% trained · on
+    chats.jsonl`. Unknown parts are left out.
     """
     model = record.setting("model", "name") or record.result.get("base")
     kind = record.setting("adapter", "kind")
@@ -196,18 +196,18 @@ def subtitle(record: RunRecord) -> str:
 
 
 def _whole_number(value: Any) -> int:
-    """The value where it is an integer, else 0."""
+    """The value if it is an integer, else 0."""
     return value if isinstance(value, int) else 0
 
 
 def tiles(record: RunRecord) -> list[Tile]:
-    """The key numbers of a run; unknown ones are left out."""
+    """The key figures of a run. Unknown figures are left out."""
     result: list[Tile] = []
     units = "pictures" if record.plan.get("task") == "diffusion" else "tokens"
     loss = record.curve("loss")
     if loss:
         name = "training loss"
-        line = loss  # the line that the chart labels
+        line = loss  # the curve that the chart labels
         if len(loss) > SMOOTHED_ABOVE:
             name = "training loss, smoothed"
             line = smooth(loss)
@@ -251,12 +251,12 @@ def finite_values(record: RunRecord, key: str) -> list[float]:
 
 
 def samples(record: RunRecord) -> list[dict[str, Any]]:
-    """For every prompt its reference and the answers over time; `picture` is one of a diffusion
-    run, else empty.
+    """Returns for every prompt its reference and the answers at each step. `picture` is the picture
+    of a diffusion run, else "".
     """
     by_prompt: dict[tuple[str, int], dict[str, Any]] = {}
     for moment in record.samples:
-        turns = Counter[str]()  # a prompt may be asked again, with another seed
+        turns = Counter[str]()  # a prompt may occur again, with another seed
         for sample in moment["samples"]:
             if not isinstance(sample, dict):
                 continue
@@ -278,19 +278,21 @@ def samples(record: RunRecord) -> list[dict[str, Any]]:
             entry["answers"].append(
                 answer | {"file": str(sample.get("file") or "") if content else ""}
             )
-    # the average beside the trained weights
+    # puts samples of the averaged weights next to those of the trained weights
     order = list(dict.fromkeys(map(_prompt_and_turn, by_prompt.values())))
     return sorted(by_prompt.values(), key=lambda entry: order.index(_prompt_and_turn(entry)))
 
 
 def _prompt_and_turn(entry: dict[str, Any]) -> tuple[str, int]:
-    """The prompt itself and its turn, the same for the trained weights and their average."""
+    """The prompt and its number of occurrence. Both are equal for the trained and the averaged
+    weights.
+    """
     return entry["prompt"].removesuffix(AVERAGE), entry["turn"]
 
 
 def side_by_side(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For every prompt the picture before training, and by step those of the trained weights and of
-    their average.
+    """Returns for every prompt the picture before training, and for each step the pictures of the
+    trained and of the averaged weights.
     """
     prompts: dict[tuple[str, int], dict[str, Any]] = {}
     for entry in entries:
@@ -300,7 +302,7 @@ def side_by_side(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
             if answer["step"] == 0:
                 prompt_row["first"] = (
                     prompt_row["first"] or answer
-                )  # the average is the weights themselves
+                )  # at step 0 the average equals the weights
             else:
                 weights = "trained" if prompt == entry["prompt"] else "average"
                 prompt_row["steps"].setdefault(answer["step"], {})[weights] = answer
@@ -312,8 +314,8 @@ MOST_EVALUATIONS = 6
 
 
 def noise_levels(record: RunRecord) -> dict[str, Any] | None:
-    """The evaluation loss of a diffusion run by noise level, at steps that are evenly spread; None
-    where it was not written.
+    """The evaluation loss of a diffusion run by noise level, at evenly spaced steps. None if the
+    run did not record it.
     """
     steps = spread_evenly(sorted({int(step) for step, _ in record.evaluations()}), MOST_EVALUATIONS)
     levels = {
@@ -336,7 +338,7 @@ def noise_levels(record: RunRecord) -> dict[str, Any] | None:
 
 
 def data(record: RunRecord) -> dict[str, Any]:
-    """Counts, files and notes of both sides."""
+    """The counts, files and notes of the training and evaluation data."""
     sides: list[dict[str, Any]] = []
     if record.plan.get("task") == "diffusion":
         sides.append({"title": "Pictures", "facts": _picture_facts(record.data), "files": []})
@@ -402,8 +404,8 @@ def _format_value(value: Any) -> str:
 
 
 def _sources(side: dict[str, Any], mix: Any) -> list[dict[str, str]]:
-    """The sources of a side: how many rows each had and gave, and of weighted ones how often a row
-    comes.
+    """The sources of the training or evaluation data, with the number of rows of each and the
+    number of rows that were used. For weighted sources it also tells how often a row occurs.
     """
     sources = rows_or_empty(side.get("files"), "path", "format", "why")
     shares = {
@@ -431,7 +433,7 @@ _PICTURE = re.compile(r"data:image/(?:png|webp);base64,[A-Za-z0-9+/=]+")
 
 
 def examples(record: RunRecord) -> list[dict[str, Any]]:
-    """Training rows as parts of text, each marked as learnt or not."""
+    """Training rows, split into parts of text that count in the loss or not."""
     result = []
     for row in record.examples:
         parts = [
@@ -451,7 +453,7 @@ def examples(record: RunRecord) -> list[dict[str, Any]]:
 
 
 def commands(record: RunRecord) -> list[str]:
-    """What Isotype does with the run as it is now."""
+    """The commands that can be used with the run in its current state."""
     run = record.folder.resolve()
     folder = shlex.quote(str(run))
     adapter = (run / "adapter").is_dir()
@@ -472,8 +474,8 @@ def commands(record: RunRecord) -> list[str]:
     return result
 
 
-# --- Declared against observed: the precision of every role, the preflight, and the verdict on the
-# run as a whole.
+# --- The declared and the observed precision of every role, the preflight, and the verdict on the
+# run.
 
 
 _NOT_A_DTYPE = ("rounding", "loss_scaling")
@@ -481,7 +483,9 @@ _NOT_A_DTYPE = ("rounding", "loss_scaling")
 
 @dataclass(frozen=True)
 class Verdict:
-    """One sentence on what was learnt, one on the precision, and the worse of their moods."""
+    """A sentence about the evaluation loss, a sentence about the precision, and the worse of their
+    two ratings.
+    """
 
     learnt: str
     precision: str
@@ -489,7 +493,9 @@ class Verdict:
 
 
 def verdict(record: RunRecord) -> Verdict:
-    """Base against tuned loss on the evaluation rows, and whether the declared precision was kept."""
+    """Compares the evaluation loss before and after training, and tells whether the declared
+    precision was kept.
+    """
     (learning_sentence, mood), (precision_sentence, precision_mood) = (
         _learning_verdict(record),
         _precision_verdict(record),
@@ -510,7 +516,7 @@ def _learning_verdict(record: RunRecord) -> tuple[str, str]:
         )
     saved_step = record.result.get("of_step")
     (first, base), (last, tuned) = evaluations[0], evaluations[-1]
-    if isinstance(saved_step, int):  # the step whose weights are the result
+    if isinstance(saved_step, int):  # the step whose weights were saved
         last, tuned = next(
             ((step, loss) for step, loss in reversed(evaluations) if step <= saved_step),
             evaluations[-1],
@@ -573,8 +579,8 @@ def _precision_verdict(record: RunRecord) -> tuple[str, str]:
 
 
 def precision(record: RunRecord) -> dict[str, Any]:
-    """One row a role: declared, why, observed, and whether they agree. A reason that most roles
-    share stands once, in `explanation`.
+    """Returns one row per role with the declared dtype, its reason, the observed dtype, and whether
+    they agree. `why` is the reason that most roles share.
     """
     declared = dict_or_empty(record.precision.get("declared"))
     observed = dict_or_empty(record.precision.get("observed"))
@@ -637,8 +643,8 @@ def precision(record: RunRecord) -> dict[str, Any]:
 
 
 def preflight(record: RunRecord) -> dict[str, Any] | None:
-    """Every check with what became of it: passed, found something, or left out with its reason.
-    None where there is no record.
+    """Returns every check of the preflight with its result: passed, findings, or skipped with a
+    reason. None if the run has no record of it.
     """
     recorded = record.preflight
     if not recorded:

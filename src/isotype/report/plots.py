@@ -1,7 +1,7 @@
-"""The curves of a run: what they show, and their drawing as inline SVG.
+"""The curves of a run, and their drawing as inline SVG.
 
-Colours are CSS variables, so that one drawing serves light and dark pages. A chart needs no script:
-it is overlaid with invisible columns, and the one under the pointer shows its values.
+Colours are CSS variables, so that a drawing fits light and dark pages. A chart needs no script: it
+is overlaid with invisible columns, and the column under the pointer shows its values.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ LOSSES_OF_PICTURES = (
     " pixels of a step's pictures, before its update; it depends on the noise levels that were"
     " drawn. Evaluation loss: the same at fixed noise levels of the evaluation pictures."
 )
-# number of points above which a noisy curve is smoothed, with the raw curve drawn faintly behind it
+# A noisy curve with more points is smoothed, and the raw curve is drawn faintly behind it.
 SMOOTHED_ABOVE = 30
-MOST_POINTS = 600  # of one line: more than a page has pixels for
-COLUMNS = 48  # columns of a chart that show their values under the pointer
-FIT_ABOVE = 0.5  # an axis is fitted to values whose least is above this share of their greatest
+MOST_POINTS = 600  # per line; more points than a page has pixels for
+COLUMNS = 48  # the number of columns of a chart that show values under the pointer
+FIT_ABOVE = 0.5  # an axis starts above 0 if the minimum is above this share of the maximum
 _NOISY = ("tokens_per_second", "share_changed")
 
 
 @dataclass(frozen=True)
 class Series:
-    """A named line. `faint`: the raw values behind a smoothed line; `dots`: few values, each with
-    its own mark.
+    """A named line. The look `faint` is for the raw values behind a smoothed line, and `dots` for
+    few values that are drawn with a mark each.
     """
 
     name: str
@@ -50,14 +50,14 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Plot:
-    """Curves over steps with a title and one sentence that says how to read them.
+    """Curves over steps, with a title and a sentence that explains them.
 
-    format_value  writes a value on the axis
-    guide      a horizontal line at a value that means something, and its label
-    trouble    what is wrong with the values themselves
-    from_zero  the axis begins at 0, unless the values lie so close together that their course could
-               not be seen
-    resumed    steps that the run went on from after it was stopped
+    format_value  formats a value for the axis
+    guide         the value and the label of a horizontal line
+    trouble       a sentence about values that are not finite
+    from_zero     whether the axis begins at 0, unless the values are so close together that the
+                  curve would look flat
+    resumed       the steps at which the run was resumed
     """
 
     key: str
@@ -76,13 +76,15 @@ class Plot:
 
     @property
     def legend(self) -> list[Series]:
-        """The series to name: none where there is only one."""
+        """The series to show in the legend. A single series needs no legend."""
         labelled = [s for s in self.series if s.look != "faint"]
         return labelled if len(labelled) > 1 else []
 
 
 def loss_plot(record: RunRecord) -> Plot | None:
-    """Training loss, raw and smoothed, with the evaluations."""
+    """The plot of the training loss, raw and smoothed, with the evaluations. None if there is no
+    finite value.
+    """
     note = LOSSES_OF_PICTURES if record.plan.get("task") == "diffusion" else LOSSES
     plot = _metric_plot(
         record,
@@ -98,7 +100,7 @@ def loss_plot(record: RunRecord) -> Plot | None:
     return plot if plot.finite else None
 
 
-# key, title, note, how values are written; those with evaluations
+# (key, title, note, format of values); these metrics have evaluations
 _PREFERENCE_PLOTS: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
     ("rewards/margins", "Margin", "The mean reward of chosen answers above that of rejected ones.", format_number),
     ("margin", "Margin", "The mean score of chosen answers above that of rejected ones.", format_number),
@@ -132,7 +134,7 @@ _STEP_PLOTS: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
 
 
 def plots(record: RunRecord) -> list[Plot]:
-    """The smaller ones; a metric that the run did not write has none."""
+    """The plots of the other metrics. A metric that the run did not record has no plot."""
     result = []
     sets = record.setting("data", "eval")
     for name in sets if isinstance(sets, dict) else ():
@@ -194,8 +196,8 @@ def _metric_plot(
     evaluated: str = "evaluation",
     **options: Any,
 ) -> Plot:
-    """A metric's curve; of a noisy one with many points the raw values are faint behind a smoothed
-    line. `points`: by default `key`'s.
+    """The plot of a metric. If the curve is noisy and has many points, the raw values are drawn
+    faintly behind a smoothed line. `points` are by default the values of `key`.
     """
     if points is None:
         points = record.curve(key)
@@ -240,14 +242,14 @@ def _finite(points: Sequence[Point]) -> list[Point]:
 
 
 def smooth(points: Sequence[Point]) -> list[Point]:
-    """A moving average over 4% of the points; values that are not finite break it and stay."""
+    """A moving average over 4% of the points. Values that are not finite interrupt the curve."""
     import numpy as np
 
     span = max(1, int(len(points) * 0.04 / 2))
     values = np.pad([y for _, y in points], span, constant_values=math.nan)
     window = np.ones(2 * span + 1)
     is_finite = np.isfinite(values)
-    # each window is added up by itself, so that one huge value leaves those without it exact
+    # sums each window separately, so that one huge value does not make other windows inexact
     sums = np.convolve(np.where(is_finite, values, 0.0), window, "valid")
     counts = np.convolve(is_finite, window, "valid")
     return [
@@ -257,7 +259,7 @@ def smooth(points: Sequence[Point]) -> list[Point]:
 
 
 def nice_ticks(low: float, high: float) -> list[float]:
-    """About five round values that enclose [low, high]."""
+    """Returns about five round values whose range includes [low, high]."""
     if high <= low:
         pad = abs(low) * 0.1 or 1.0
         if low >= 0:
@@ -274,8 +276,8 @@ def nice_ticks(low: float, high: float) -> list[float]:
 
 
 def thin_points(points: Sequence[Point]) -> list[Point]:
-    """At most about MOST_POINTS: of every bucket its smallest and largest, and the first that is
-    not finite, so that no peak is lost.
+    """Reduces the points to about MOST_POINTS. Of every bucket the smallest and largest values are
+    kept, so that no peak is lost, and the first value that is not finite.
     """
     if len(points) <= MOST_POINTS:
         return list(points)
@@ -290,7 +292,7 @@ def thin_points(points: Sequence[Point]) -> list[Point]:
 
 
 def line_chart(plot: Plot, *, width: int = 460, height: int = 190) -> Markup:
-    """The plot as SVG; empty when no value is finite."""
+    """The plot as SVG. It is empty if no value is finite."""
     if not plot.finite:
         return Markup("")
     frame = _Frame(plot, width, height)
@@ -303,7 +305,9 @@ def line_chart(plot: Plot, *, width: int = 460, height: int = 190) -> Markup:
 
 
 class _Frame:
-    """The plot area and its scales. A guide far above the curve would flatten it, and is left out."""
+    """The plot area and its scales. A guide far above the curve is left out, because it would
+    flatten the curve.
+    """
 
     left_margin = 52
     right_margin = 58
@@ -368,7 +372,7 @@ class _Frame:
         return parts
 
     def resumed(self) -> list[str]:
-        """A line at each resume within the curves."""
+        """A vertical line at each step where the run was resumed."""
         positions = [self.x(step) for step in self.plot.resumed if self.x0 <= step <= self.x1]
         labels = [
             f'<text class="tick" x="{x + 4:.1f}" y="{self.top_margin + 9}">resumed</text>'
@@ -378,7 +382,9 @@ class _Frame:
         return [*(self._down("resumed", x) for x in positions), *labels]
 
     def labels(self) -> list[str]:
-        """Last values and the guide at the right edge, moved apart where they would overlap."""
+        """The labels of the last values and of the guide at the right edge. They are moved apart if
+        they would overlap.
+        """
         if self.guide:
             requested = [(self.y(self.guide[0]), "guide-label", self.guide[1])]
         else:
@@ -423,7 +429,9 @@ class _Frame:
         return parts
 
     def columns(self) -> list[str]:
-        """Invisible columns; under the pointer each shows a line and the values at its step."""
+        """Invisible columns. The column under the pointer shows a vertical line and the values at
+        its step.
+        """
         values = [(series, dict(_finite(series.points))) for series in self.plot.series]
         marked = {step for series, by_step in values if series.look == "dots" for step in by_step}
         steps = sorted({step for _, by_step in values for step in by_step})
@@ -459,7 +467,7 @@ class _Frame:
         return parts
 
     def _path(self, points: Sequence[Point]) -> str:
-        """A line that is interrupted where a value is not finite."""
+        """The path of a line. It is interrupted at values that are not finite."""
         segments = []
         pen_up = True
         for x, y in points:

@@ -1,5 +1,5 @@
-"""Reads a run folder as it is: every file may be missing, cut short by a kill, or hold NaN.
-Pictures that a diffusion run drew are read from the run's own folder only.
+"""Reads a run folder. Every file may be missing, be cut short by a kill, or contain NaN. The
+pictures of a diffusion run are read only from inside the run folder.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ FILES = (
 
 @dataclass
 class RunRecord:
-    """The files of a run. `damaged` names the files that could not be read, and why."""
+    """The contents of a run's files. `damaged` lists the files that could not be read, with the
+    reasons.
+    """
 
     folder: Path
     metrics: list[dict[str, Any]] = field(default_factory=list)
@@ -52,7 +54,7 @@ class RunRecord:
     damaged: list[str] = field(default_factory=list)
 
     def curve(self, key: str) -> list[tuple[float, float]]:
-        """(step, value) of a metric, in order; values that are not finite stay, as NaN."""
+        """The points (step, value) of a metric, in order. Values that are not finite become NaN."""
         points = []
         for row in self.metrics:
             step = _number(row.get("step"))
@@ -62,17 +64,17 @@ class RunRecord:
         return points
 
     def last(self, key: str) -> float | None:
-        """The last value of a metric, None where there is none that is finite."""
+        """The last finite value of a metric; None if there is none."""
         return next((v for _, v in reversed(self.curve(key)) if math.isfinite(v)), None)
 
     @property
     def best_evaluation(self) -> float | None:
-        """The lowest evaluation loss of the evaluation rows that the run has now."""
+        """The lowest evaluation loss on the current evaluation rows."""
         return min((loss for _, loss in self.evaluations()), default=None)
 
     def evaluations(self) -> list[tuple[float, float]]:
-        """(step, loss) of every finite evaluation since the evaluation rows were last changed:
-        earlier ones are of other rows.
+        """The points (step, loss) of all finite evaluations on the current evaluation rows.
+        Evaluations before the last change of the rows are left out.
         """
         changes = [
             change
@@ -91,8 +93,8 @@ class RunRecord:
 
     @property
     def status(self) -> str:
-        """done, running, failed, interrupted, or stopped: neither held by a process nor at an end
-        that it wrote.
+        """One of done, running, failed, interrupted and stopped. A stopped run has no process and
+        did not record how it ended.
         """
         recorded = self.result.get("status")
         if recorded is not None:
@@ -114,7 +116,7 @@ class RunRecord:
 
     @property
     def changes(self) -> list[str]:
-        """What a resume of the run changed, and after which step."""
+        """The changes that were made when the run was resumed, with their steps."""
         return [
             f"after step {change['after_step']}: {change['what']}"
             for change in rows_or_empty(self.resumes.get("changes"), "after_step", "what")
@@ -125,7 +127,9 @@ class RunRecord:
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Raises UsageError when the folder is missing or holds nothing of a run."""
+    """Reads all files of a run. Raises UsageError if the folder is missing or holds no file of a
+    run.
+    """
     if not folder.is_dir():
         raise UsageError(
             f"{folder}: "
@@ -169,9 +173,9 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def parse_settings(text: str) -> dict[str, Any]:
-    """The sections of resolved.yaml, each with its keys, read as a run's own file is.
+    """Parses resolved.yaml. Returns its sections, each with its keys.
 
-    Raises  ValueError for what is no such file, and for a value beyond the limits
+    Raises  ValueError for a text that is not a configuration, and for a value beyond the limits
     """
     settings: dict[str, Any] = {}
     for section, entries in read_sections(text):
@@ -184,7 +188,7 @@ def parse_settings(text: str) -> dict[str, Any]:
 
 
 def list_or_empty(value: Any) -> list[Any]:
-    """What a run's file holds where a list belongs; nothing where it holds something else."""
+    """The value if it is a list, else an empty list."""
     return value if isinstance(value, list) else []
 
 
@@ -193,8 +197,8 @@ def dict_or_empty(value: Any) -> dict[str, Any]:
 
 
 def rows_or_empty(value: Any, *keys: str) -> list[dict[str, str]]:
-    """The mappings in a list, each with these keys and no others, as text; empty where one is
-    missing.
+    """The mappings in a list. Each is reduced to these keys, with values as text; missing values
+    are "".
     """
     return [
         {key: str(row[key]) if row.get(key) is not None else "" for key in keys}
@@ -204,7 +208,9 @@ def rows_or_empty(value: Any, *keys: str) -> list[dict[str, str]]:
 
 
 def _number(value: Any) -> float | None:
-    """A number, or NaN where a run wrote a number that JSON cannot hold; None for anything else."""
+    """The value as a float. It is NaN for a number that JSON cannot represent, and None for
+    anything that is no number.
+    """
     if isinstance(value, bool):
         return None
     if isinstance(value, int | float):
@@ -233,16 +239,18 @@ def _json(path: Path, record: RunRecord) -> Any:
         return None
 
 
-# what a run writes; a folder from elsewhere may name anything
+# the names that a run writes; an untrusted folder may contain other names
 _NAME = re.compile(r"samples/step_\d+_\d+\.png")
 _LARGEST = 8 << 20  # bytes
 _PNG = b"\x89PNG\r\n\x1a\n"
-MAX_PIXELS = 32_000_000  # a larger picture takes a browser, or Pillow, hundreds of MiB
-MAX_SAMPLES = 256  # of one round
+MAX_PIXELS = 32_000_000  # a larger picture needs hundreds of MiB in a browser or Pillow
+MAX_SAMPLES = 256  # per step
 
 
 def read_picture(folder: Path, sample: dict[str, Any]) -> bytes | None:
-    """The PNG of one sample; None for text, and where the file is missing or no picture of a run."""
+    """The PNG of one sample. None for a text sample, and if the file is missing or is no picture of
+    a run.
+    """
     name = sample.get("file")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         return None
@@ -266,7 +274,7 @@ AVERAGE = " (average of the weights)"
 
 
 def prompt_label(sample: dict[str, Any]) -> str:
-    """The prompt, and whose picture it is where a round has two of it."""
+    """The prompt, with a suffix if the sample was drawn with the averaged weights."""
     prompt = str(sample.get("prompt", ""))
     if sample.get("weights") == "average":
         return f"{prompt}{AVERAGE}"
@@ -274,18 +282,18 @@ def prompt_label(sample: dict[str, Any]) -> str:
 
 
 def spread_evenly(steps: list[Any], most: int) -> list[Any]:
-    """At most so many, evenly spread."""
+    """Selects at most `most` entries at even distances, including the first and the last."""
     if len(steps) <= most:
         return steps
     return [steps[round(k * (len(steps) - 1) / (most - 1))] for k in range(most)]
 
 
-PAGE_PIXELS = 512  # pixels, the longer side of a picture in the page
+PAGE_PIXELS = 512  # the longer side of a picture on the page
 
 
 def shrink_picture(content: bytes | None) -> tuple[str, bytes]:
-    """A picture's kind and bytes at the size at which the page shows it; the PNG itself where
-    Pillow is missing or cannot read it.
+    """Scales a picture to the size on the page. Returns its format and bytes. If Pillow is missing
+    or cannot read it, the PNG is returned unchanged.
     """
     if content is None:
         return "png", b""
@@ -303,7 +311,7 @@ def shrink_picture(content: bytes | None) -> tuple[str, bytes]:
 
 
 def data_url(content: bytes | None, kind: str = "png") -> str:
-    """For an `img` of the page; empty where there is no picture."""
+    """The data URL of a picture for an `img` element; "" if there is no picture."""
     if content:
         return f"data:image/{kind};base64," + base64.b64encode(content).decode()
     return ""
