@@ -1,14 +1,15 @@
 """`isotype.optimize(model, precision)` replaces modules of a model by Isotype's ops;
 `isotype.restore(model)` undoes it.
 
-place       the walk over a model
-manifest    the list of replaced modules, and the reasons why others were not replaced
-instances   probes, and forwards over private globals
+place       `optimize` and `restore`, which go through all modules of a model
+manifest    the list of replaced modules, with the reasons why others were not replaced
+instances   comparison of modules on small probe inputs, and forwards over private globals
 layers, norms, gated, rotary, attention, head, denoiser, joint_attention
-            one kind of module each: recognise it by structure, probe it, replace it on the instance
-forwards    the forwards of replaced modules, and the check once a step that they are unchanged
+            one kind of module each: they recognise it by its structure, compare it with the op
+            on a probe, and replace the instance's forward
+forwards    the forwards of replaced modules, and the check in each step that they are unchanged
 deferred, deferred_tensor, deferred_values
-            logits that are not computed yet, for losses in other libraries' loops
+            logits that are computed only when needed, for losses in other libraries' loops
 generation  `model.generate` during training
 """
 
@@ -27,8 +28,8 @@ __all__ = ["Manifest", "check_placed", "deferring", "optimize", "restore"]
 
 
 class _Callable(ModuleType):
-    """`isotype.optimize` is this package once it is imported, and the function before: both are
-    called alike.
+    """Makes this package callable. `isotype.optimize` is the function until this package is
+    imported, and then the package, so both must accept the same call.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Manifest:

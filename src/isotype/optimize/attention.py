@@ -1,11 +1,11 @@
-"""Attention: replaces transformers' attention function, which a forward looks up in a table of its
-globals, by one that calls the op `attention`.
+"""Replaces transformers' attention function, which a forward looks up in a table of its globals, by
+one that calls the op `attention`.
 
-On a CPU PyTorch's own function takes three to four times as long in bf16. On a GPU the op computes
-packed documents, sliding windows and softcaps without a mask of positions x positions; its output
-and logsumexp can be saved for a recompute. Calls that the op does not support (dropout, a bias, few
-queries as in generation, a compiled graph) go to the original function, and so does every other
-implementation.
+On a CPU PyTorch's function takes three to four times as long in bf16. On a GPU the op computes
+packed documents, sliding windows and softcaps without a mask of positions x positions, and its
+output and logsumexp can be saved for a recompute. The original function runs for calls that the op
+does not support (dropout, a bias, few queries as in generation, a compiled graph) and for every
+other attention implementation.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ PART = "attention"
 FUNCTION_TABLE = "ALL_ATTENTION_FUNCTIONS"
 # with fewer queries PyTorch's forward is as fast: most lanes of a block of 64 would be empty
 MIN_QUERIES = 32
-# arguments that change the result, where they are given, and that the op does not take
+# arguments that would change the result, and that the op does not support
 UNSUPPORTED_ARGUMENTS = ("position_bias", "cache", "s_aux", "output_attentions")
 
 
 def attention_implementation(module: nn.Module) -> str | None:
     """The name under which the module's forward looks up its attention function in transformers'
-    table; None where it does not use the table.
+    table; None if it does not use the table.
     """
     forward = inspect.unwrap(type(module).forward)
     if not isinstance(forward, FunctionType) or FUNCTION_TABLE not in forward.__code__.co_names:
@@ -57,8 +57,8 @@ def attention_softcap(module: nn.Module) -> float | None:
 
 
 def is_candidate(module: nn.Module, device_type: str) -> bool:
-    """Whether the module's attention function is "sdpa", or on a GPU the only other one that
-    computes its softcap.
+    """Whether the module's attention function is "sdpa", or on a GPU "eager" if the module has a
+    softcap, which "sdpa" cannot compute.
     """
     implementation = attention_implementation(module)
     return implementation == "sdpa" or (
@@ -69,8 +69,8 @@ def is_candidate(module: nn.Module, device_type: str) -> bool:
 def place_attention(
     path: str, module: nn.Module, device_type: str, replacements: list[Replacement]
 ) -> Placement:
-    """Adds the replacement of the table to `replacements`, with which the module's forward is rebuilt
-    later; the reason names a GPU's back ends.
+    """Adds the replacement of the table to `replacements`, with which the module's forward is
+    rebuilt later. On a GPU the note of the placement names the back ends.
     """
     reason = replacement_blocker(module) or rebuild_blocker(type(module).forward)
     if reason is not None:
@@ -81,11 +81,14 @@ def place_attention(
 
 
 def describe_backends(module: nn.Module) -> str:
-    """The back ends of a training step in bf16 on the device of the module's weights."""
+    """Names the attention back ends of a training step in bf16 on the device of the module's
+    weights.
+    """
     device = next((p.device for p in module.parameters()), torch.device("meta"))
     device = device if device.type == "cuda" else torch.device("meta")
     config: Any = getattr(module, "config", None)
-    # transformers refuses to read from all layers what differs between them
+    # transformers does not allow to read settings that differ between layers from the common
+    # configuration
     if getattr(config, "is_heterogeneous", False):
         config = config.per_layer_config[cast(int, module.layer_idx)]
     depth = (
@@ -121,9 +124,10 @@ class AttentionFunctions:
 
     def __init__(self, table: Any) -> None:
         self.table = table
-        # one function for each original, so that Dynamo does not compile again for every call
+        # one wrapper per original function, so that Dynamo does not recompile for every call
         self.wrappers: dict[Any, Callable[..., Any]] = {}
-        # made ahead: a graph of the first call would otherwise hold for an empty table only
+        # created in advance: otherwise a graph of the first call would be valid only for an empty
+        # table
         self.get_interface("sdpa", _no_default)
 
     def get_interface(self, implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
@@ -153,7 +157,7 @@ def _run_original(
     arguments: tuple[nn.Module, Tensor, Tensor, Tensor, Tensor | None],
     options: dict[str, Any],
 ) -> tuple[Tensor, None]:
-    """transformers' own function; on a GPU with a mask, without cuDNN's attention."""
+    """Runs transformers' function. On a GPU with a mask it disables cuDNN's attention."""
     mask = arguments[-1]
     if mask is None or mask.is_cpu or torch.compiler.is_compiling():
         return original(*arguments, **options)
@@ -164,11 +168,10 @@ def _run_original(
 def wrap_attention(
     original: Callable[..., tuple[Tensor, None]], *, is_eager: bool
 ) -> Callable[..., Any]:
-    """transformers' attention function (module, query, key, value, mask) -> ([B S N D], None), by
-    `attention` where it serves.
+    """Wraps transformers' attention function (module, query, key, value, mask) -> ([B S N D],
+    None). The wrapper calls the op `attention` if it supports the call.
 
-    is_eager  the original is the model's own function, which is used by default or because only it
-           computes softcaps
+    is_eager  whether the original is the eager function of the model's file
     """
 
     def forward(
@@ -231,8 +234,8 @@ def wrap_attention(
 
 
 def document_mask_blocker(model: nn.Module) -> str | None:
-    """Why document bounds cannot replace the mask in this model, or None: all its attention runs the
-    op, and nothing else reads a mask.
+    """Says why document bounds cannot replace the mask in this model. None if all its attention
+    runs the op, and nothing else reads a mask.
     """
     language = get_language_part(inner_model(model))
     layers = [
@@ -259,7 +262,7 @@ def document_mask_blocker(model: nn.Module) -> str | None:
 
 
 class DocumentMask(Tensor):
-    """int32[1 1 1 E+1], `documents.bounds`."""
+    """A mask that holds the bounds of packed documents: int32[1 1 1 E+1], `documents.bounds`."""
 
     documents: Documents
 
@@ -276,9 +279,8 @@ PLAIN_LAYERS = {"full_attention", "sliding_attention"}
 
 
 def padding_mask_reason(model: Any) -> str | None:
-    """Why this model needs a mask of padding, or None where only causal attention reads it.
-
-    With None, padding on the right needs no mask: no real token attends to a later position.
+    """Says why this model needs a mask of padding. None if only causal attention reads the mask:
+    then padding on the right needs none, because no real token attends to a later position.
     """
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     config: Any = getattr(model, "config", None)
@@ -294,7 +296,7 @@ def padding_mask_reason(model: Any) -> str | None:
         return f"it has layers of {', '.join(other_types)}"
     for name, module in get_language_part(
         model
-    ).named_modules():  # a tower has no mask of the text's
+    ).named_modules():  # towers do not get the text's mask
         if getattr(module, "is_causal", True) is False:
             return f"{name} is not causal"
         if isinstance(module, nn.Conv1d) or hasattr(module, "A_log"):
@@ -305,8 +307,10 @@ def padding_mask_reason(model: Any) -> str | None:
 
 
 class MaskNeeds(NamedTuple):
-    """padding_mask_reason    why the model needs a mask of padding; None where it does not
-    document_mask_blocker  why it cannot use a mask of documents; None where it can
+    """Which masks a model needs.
+
+    padding_mask_reason    why the model needs a mask of padding; None if it does not
+    document_mask_blocker  why it cannot use a mask of documents; None if it can
     """
 
     padding_mask_reason: str | None
@@ -317,10 +321,10 @@ MASK_NEEDS_KEY = "_isotype_mask_needs"
 
 
 def mask_needs(model: nn.Module) -> MaskNeeds:
-    """Decided once for training and once for evaluation mode; `optimize` and `restore` delete the
-    cached result.
+    """Returns the mask needs of a model, which are computed once for training and once for
+    evaluation mode. `optimize` and `restore` delete the cached result.
     """
-    # past nn.Module's own __setattr__
+    # vars() bypasses nn.Module.__setattr__
     needs_by_mode: dict[bool, MaskNeeds] = vars(model).setdefault(MASK_NEEDS_KEY, {})
     if model.training not in needs_by_mode:
         needs_by_mode[model.training] = MaskNeeds(

@@ -1,12 +1,13 @@
-"""Deferred logits: a tensor that stands for `post * tanh(pre * (hidden @ weight.T + bias))`, or for
-`pre * (...)`, not yet computed.
+"""Deferred logits: a tensor subclass for the logits `post * tanh(pre * (hidden @ weight.T +
+bias))`, or `pre * (...)`, which are computed only when needed.
 
-Its cross-entropy is computed by `linear_cross_entropy`; a logit, a logsumexp or a log-probability
-of each row is computed without the others (`deferred_values`). Scale, softcap, casts that lose
-nothing, reshapes and row selections give deferred logits again. Any other operation computes the
-real tensor, once, as part of forward's graph. A wrapper tensor, it has the shape, dtype and device
-of the logits, and no memory. It can be read until an optimizer changes the head's weight. To keep
-the values, use `logits.detach().clone()`.
+Their cross-entropy is computed by `linear_cross_entropy`. A logit, a logsumexp or a log-probability
+of each row is computed without the other logits (`deferred_values`). Scale, softcap, lossless
+casts, reshapes and row selections give deferred logits again. Any other operation computes the real
+tensor, once, as part of the forward's graph.
+
+The tensor has the shape, dtype and device of the logits, but no memory. It can be read until an
+optimizer changes the head's weight. To keep the values, use `logits.detach().clone()`.
 """
 
 from __future__ import annotations
@@ -39,11 +40,12 @@ from .deferred_values import (
     op_counts,
 )
 
-# Where a training step turned deferred logits into real ones: place -> times
+# code location -> how often a training step computed deferred logits there
 materialisations: Counter[str] = Counter()
 
 
-# besides names that end in one underscore: what needs the memory or the graph of the tensor itself
+# functions that need the tensor's own memory or graph, besides those whose name ends in one
+# underscore
 _IN_PLACE = {
     "__setitem__",
     *(
@@ -63,28 +65,28 @@ _VIEWS = {
         Tensor.__getitem__,
     ),
     *(Tensor.flatten, torch.flatten),
-}  # what may share its argument's memory
+}  # functions whose result may share memory with their argument
 
 
 @dataclass(frozen=True)
 class Recipe:
     """How the logits are computed: T leading dimensions, H hidden, V vocabulary."""
 
-    hidden: Tensor  # X[*n H], with its graph
+    hidden: Tensor  # X[*n H], with its autograd graph
     weight: Tensor  # W[V H]
     bias: Tensor | None
-    source: Tensor  # the head's own weight: `weight` may be a detached view of it
-    changes: tuple[int, int]  # of `source`, when the head was called
-    grad: bool  # whether gradients were on then
-    cast: torch.dtype | None  # autocast's dtype then
-    head_dtype: torch.dtype  # in which the head's product leaves
-    dtype: torch.dtype  # of the logits as seen now
+    source: Tensor  # the head's weight, of which `weight` may be a detached view
+    changes: tuple[int, int]  # `count_changes(source)` when the head was called
+    grad: bool  # whether gradients were enabled at that time
+    cast: torch.dtype | None  # autocast's dtype at that time
+    head_dtype: torch.dtype  # the dtype of the head's product
+    dtype: torch.dtype  # the current dtype of the logits
     pre: float = 1.0
-    post: float | None = None  # None before a tanh
-    # what a summed loss will be divided by, where the forward was given it
+    post: float | None = None  # None without a softcap
+    # the number by which a summed loss will be divided, if the forward got it
     items: int | Tensor | None = None
-    # FSDP's hooks, called when backward reaches the logits or their loss; the same for all that is
-    # made of these logits
+    # FSDP's hooks, called when backward reaches the logits or their loss; all tensors that are
+    # derived from these logits share them
     backward_hooks: OrderedDict[int, Callable[[Any], Any]] = field(default_factory=OrderedDict)
 
     def scaled(self, factor: float) -> Recipe:
@@ -103,7 +105,7 @@ class Recipe:
         return [self.hidden, self.weight, self.bias]
 
     def with_sources(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Recipe:
-        """The same logits of other sources."""
+        """Returns the same recipe with other source tensors."""
         return replace(self, hidden=hidden, weight=weight, bias=bias)
 
     def check(self) -> None:
@@ -133,7 +135,9 @@ class Recipe:
 
     @contextmanager
     def head_context(self) -> Iterator[None]:
-        """Checks the weight, then restores autocast and gradient mode of the head's call in this block."""
+        """Checks the weight, and restores autocast and gradient mode of the head's call within this
+        block.
+        """
         self.check()
         with (
             planned.autocast(self.hidden.device.type, self.cast),
@@ -142,8 +146,8 @@ class Recipe:
             yield
 
     def compute(self) -> Tensor:
-        """The real logits in the dtypes in which the model would have computed them, with a graph if
-        the model would have recorded one.
+        """Computes the real logits in the dtypes of the model's own computation, with a graph if
+        gradients were enabled when the head was called.
         """
         with torch.inference_mode(self.hidden.is_inference()), torch.set_grad_enabled(self.grad):
             with self.head_context():
@@ -158,7 +162,9 @@ class Recipe:
                 return self._add_backward_hooks(x.to(self.dtype))
 
     def loss(self, targets: Tensor, **options: Any) -> Tensor:
-        """`options` are `cross_entropy`'s, but for a scale and a softcap, which are the recipe's."""
+        """Computes the cross-entropy with the recipe's scale and softcap. `options` are further
+        arguments of `cross_entropy`.
+        """
         scale, cap = self.scale_and_softcap
         with self.head_context():
             op_counts["linear_cross_entropy"] += 1
@@ -175,7 +181,7 @@ class Recipe:
             return self._add_backward_hooks(loss)
 
     def _add_backward_hooks(self, result: Tensor) -> Tensor:
-        """`result` of the logits, with the hooks that wait for its backward."""
+        """Registers the backward hooks on a tensor that was computed from the logits."""
         if result.requires_grad:
             for hook in self.backward_hooks.values():
                 result.register_hook(partial(_call_hook, hook))
@@ -183,16 +189,16 @@ class Recipe:
 
 
 def _call_hook(hook: Callable[[Any], Any], gradient: Tensor) -> None:
-    """What FSDP's hook returns is the gradient that it was given."""
+    """Calls FSDP's hook, and ignores its result, which is the unchanged gradient."""
     hook(gradient)
 
 
 class DeferredLogits(DeferredTensor):
-    """See the module's docstring. Made by `defer`."""
+    """Logits that are not computed yet: see the module's docstring. `defer` creates them."""
 
     recipe: Recipe
-    # shared by deferred logits that would share memory: the functions that have written to one of
-    # them
+    # names of the functions that have written in place; one list is shared by all deferred logits
+    # that would share memory
     memory: list[str]
 
     @staticmethod
@@ -217,7 +223,9 @@ class DeferredLogits(DeferredTensor):
         return logits
 
     def materialise(self, function_name: str = "materialise") -> Tensor:
-        """The real tensor, computed once; a training step's is counted with its line."""
+        """Computes the real tensor once. In a training step this is counted with the line of code
+        that needed it.
+        """
         if self.computed is None:
             self.check()
             if torch.is_grad_enabled() and self.recipe.hidden.requires_grad:
@@ -226,8 +234,8 @@ class DeferredLogits(DeferredTensor):
         return self.computed
 
     def check(self) -> None:
-        """Raises IsotypeError where other logits in the same memory were written to before these
-        were computed.
+        """Raises IsotypeError if other logits that share memory with these were written in place
+        before these were computed.
         """
         if self.computed is None and self.memory:
             raise IsotypeError(
@@ -265,8 +273,9 @@ class DeferredLogits(DeferredTensor):
 def defer(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, items: int | Tensor | None = None
 ) -> DeferredLogits:
-    """What `F.linear(hidden, weight, bias)` would be. items: what a loss that is summed over them
-    will be divided by, where it is known.
+    """Creates the deferred result of `F.linear(hidden, weight, bias)`.
+
+    items  the number by which a summed loss will be divided, if it is known
     """
     grad = torch.is_grad_enabled()
     product = product_dtype(hidden, weight)
@@ -298,8 +307,8 @@ def _needs_memory(func: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _materialise_before_write(name: str, arguments: tuple[Any, ...]) -> None:
-    """Before an in-place write: computes these logits; others that would share their memory raise
-    from then on. Gradient hooks are rejected.
+    """Computes deferred logits before an in-place write. Other deferred logits that would share
+    their memory then raise an error when they are needed. Gradient hooks are rejected.
     """
     for x in arguments:
         if isinstance(x, DeferredLogits):
@@ -313,9 +322,7 @@ def _materialise_before_write(name: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _calling_line() -> str:
-    """The innermost line outside torch, this package and the observer, which makes each call
-    itself.
-    """
+    """Finds the innermost line of code outside torch, these files and the observer."""
     for frame in reversed(traceback.extract_stack()):
         if not any(
             part in frame.filename
@@ -325,17 +332,18 @@ def _calling_line() -> str:
     return "an unknown line"
 
 
-# --- rules for what stays deferred: each returns the result, or None where the logits are needed
+# --- rules for functions of deferred logits: each returns a result, or None if the real logits are
+# needed
 
 
 def _replace_recipe(x: DeferredLogits, **changes: Any) -> DeferredLogits | None:
-    # once real, the real tensor is what everything else should build on
+    # after the real tensor was computed, later operations should use it
     if x.computed is not None:
         return None
     return DeferredLogits(replace(x.recipe, **changes))
 
 
-# `other` is PyTorch's name of the argument
+# PyTorch calls this argument `other`
 def _scale(x: Any, other: Any, **rest: Any) -> DeferredLogits | None:
     if (
         rest
@@ -354,14 +362,16 @@ def _divide(x: Any, other: Any, **rest: Any) -> DeferredLogits | None:
 
 
 def _tanh(x: DeferredLogits) -> DeferredLogits | None:
-    """The op rejects a negative softcap; a second tanh is not of this form."""
+    """A second tanh cannot be deferred. The op rejects a negative softcap."""
     if x.recipe.post is not None:
         return None
     return _replace_recipe(x, post=1.0)
 
 
 def _clone(x: DeferredLogits, **rest: Any) -> DeferredLogits | None:
-    """DDP clones the output of a forward. A clone without a graph is made to keep the values."""
+    """DDP clones the output of a forward. A clone without a graph is computed, because its purpose
+    is to keep the values.
+    """
     if rest or not _requires_grad(x):
         return None
     return _replace_recipe(x)
@@ -429,7 +439,7 @@ def _select_rows(x: DeferredLogits, index: Any) -> DeferredLogits | None:
     if not all(p is Ellipsis or type(p) in (slice, int) for p in parts):
         return None
     dims = x.recipe.hidden.dim()
-    # Python's rule for an ellipsis, so that the part for the vocabulary is known
+    # expand an ellipsis as Python does, to find the index of the vocabulary dimension
     if Ellipsis in parts:
         at = parts.index(Ellipsis)
         parts = (*parts[:at], *[slice(None)] * (dims - len(parts) + 1), *parts[at + 1 :])
@@ -443,7 +453,7 @@ def _select_rows(x: DeferredLogits, index: Any) -> DeferredLogits | None:
 
 
 def _select_by_tensor(x: DeferredLogits, index: Tensor) -> DeferredLogits | None:
-    """Rows chosen by a mask of the leading dimensions, or by numbers along the first one."""
+    """Selects rows by a mask of the leading dimensions, or by indices of the first dimension."""
     leading = x.recipe.hidden.dim() - 1
     plain = type(index) is Tensor and (
         index.dim() <= leading
@@ -456,7 +466,7 @@ def _select_by_tensor(x: DeferredLogits, index: Tensor) -> DeferredLogits | None
 
 
 def _unbind(x: DeferredLogits, dim: int = 0, **rest: Any) -> tuple[Tensor, ...] | None:
-    """Iterating over the logits calls this too."""
+    """Splits the logits along the first dimension. Iterating over the logits calls this too."""
     if rest or dim != 0 or x.dim() < 3 or x.computed is not None:
         return None
     return tuple(x[i] for i in range(len(x)))
@@ -503,7 +513,7 @@ def _cross_entropy(
     ):
         return None
     recipe = input.recipe
-    # PyTorch's own: autocast computes this loss in fp32
+    # as in PyTorch, autocast gives this loss in fp32
     narrow = input.dtype in (torch.bfloat16, torch.float16)
     if narrow and autocast_dtype(recipe.hidden) is not None:
         dtype = torch.float32
@@ -517,7 +527,7 @@ def _cross_entropy(
 
 def _register_hook(x: DeferredLogits, hook: Any) -> RemovableHandle | None:
     """FSDP registers a hook on a unit's output to gather its weights before the backward. The hook
-    reads no gradient, so that no logits are needed.
+    does not read the gradient, so the logits are not computed.
     """
     of_fsdp = type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp.")
     if x.computed is not None or not of_fsdp:
@@ -556,5 +566,5 @@ _RULES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((Tensor.log_softmax, torch.log_softmax, F.log_softmax), log_softmax),
     Tensor.register_hook: _register_hook,
     **dict.fromkeys((Tensor.index_select, torch.index_select), _index_select),
-    Tensor.requires_grad.__get__: _requires_grad,  # type: ignore[attr-defined]  # a property to Python, an attribute to its annotation
+    Tensor.requires_grad.__get__: _requires_grad,  # type: ignore[attr-defined]  # its annotation lacks `__get__`
 }

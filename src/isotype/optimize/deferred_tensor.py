@@ -1,5 +1,5 @@
-"""A tensor that is not yet computed: what deferred logits and deferred log-probabilities have in
-common.
+"""The base class of deferred logits and deferred log-probabilities: a tensor that is computed only
+when needed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..ops.backend import refuse_second_derivative
 
 T = TypeVar("T", bound="DeferredTensor")
 
-# functions that need no values
+# functions that need no values of a tensor
 _METADATA = {
     *(
         Tensor.size,
@@ -57,12 +57,12 @@ _METADATA = {
 
 class Graph(torch.autograd.Function):
     """Adds a deferred tensor to autograd's graph, for code that bypasses `__torch_function__`:
-    autograd functions, `vmap` and other transforms, TorchScript. Backward recomputes the tensor from
-    its sources and differentiates that.
+    autograd functions, `vmap` and other transforms, TorchScript. Its backward recomputes the tensor
+    from its sources and differentiates the result.
 
     make     returns the deferred tensor
-    sources  the tensors that it is computed from, with their graphs
-    remake   computes the real tensor from other sources
+    sources  the tensors from which it is computed, with their graphs
+    remake   computes the real tensor from detached sources
     """
 
     @staticmethod
@@ -95,14 +95,14 @@ class Graph(torch.autograd.Function):
 def attach_to_graph(
     make: Callable[[], T], sources: list[Any], remake: Callable[..., Tensor], *, grad: bool
 ) -> T:
-    """`make()`, with gradients for its sources where `grad` and the sources ask for them. See
-    `Graph`.
+    """Calls `make()`, and adds the result to autograd's graph if `grad` is set and a source
+    requires gradients. See `Graph`.
     """
     needs_graph = (
         grad and torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in sources)
     )
-    # a transform refuses this form of an autograd function, and gives what it differentiates to
-    # __torch_function__
+    # a functorch transform refuses this form of an autograd function, and calls __torch_function__
+    # itself
     if (
         not needs_graph
         or torch.is_inference_mode_enabled()
@@ -114,8 +114,8 @@ def attach_to_graph(
 
 
 def _is_inside_autograd_function() -> bool:
-    """Whether the forward of an autograd function is running. What it computes from its inputs has
-    to be real: a deferred tensor has its own graph, which bypasses the function's backward.
+    """Whether the forward of an autograd function is running. Inside it tensors must be real,
+    because the graph of a deferred tensor would bypass the function's backward.
     """
     frame: FrameType | None = sys._getframe(2)
     method: Any = torch.autograd.Function.apply
@@ -126,7 +126,7 @@ def _is_inside_autograd_function() -> bool:
 
 
 def _has_graph(x: Any) -> bool:
-    """Whether it is a deferred tensor that PyTorch itself differentiates."""
+    """Whether this is a deferred tensor that is part of autograd's graph."""
     if not isinstance(x, DeferredTensor):
         return False
     with torch._C.DisableTorchFunctionSubclass():
@@ -134,21 +134,26 @@ def _has_graph(x: Any) -> bool:
 
 
 class DeferredTensor(Tensor):
-    """A wrapper tensor: it has shape, dtype and device, and no memory. Functions that need values get
-    the real tensor.
+    """A wrapper tensor: it has shape, dtype and device, and no memory. Functions that need its
+    values get the real tensor.
 
-    computed  the real tensor, once it was needed
+    computed  the real tensor, or None while it was not needed
     """
 
     computed: Tensor | None
 
     def materialise(self, function_name: str = "materialise") -> Tensor:
-        """The real tensor, computed once. `function_name`: the function that needs it."""
+        """Computes the real tensor once.
+
+        function_name  the function that needs it
+        """
         raise NotImplementedError
 
     @classmethod
     def compute_without_values(cls, func: Any, args: Any, kwargs: Any) -> Any | None:
-        """The result of `func` where it needs no values; None where it does."""
+        """Returns the result of `func` if it can be computed without the tensor's values; else
+        None.
+        """
         raise NotImplementedError
 
     @classmethod
@@ -168,10 +173,11 @@ class DeferredTensor(Tensor):
         return result
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch declares it as the C function that stands in its place, without cls
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares a C function without cls
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        # C++ callers that never met __torch_function__ (an autograd.Function's inputs, for one)
+        # reached by C++ callers that bypass __torch_function__, such as the inputs of an
+        # autograd.Function
         return cls._with_real_tensors(func, str(func), args, kwargs or {})
 
     @classmethod
@@ -182,14 +188,17 @@ class DeferredTensor(Tensor):
         return func(*tree_map(real, args), **tree_map(real, kwargs))
 
 
-# id of a trained weight that was asked about -> steps. Not a weak reference:
-# torch.utils.swap_tensors refuses a weight that has one. A new tensor may get the id of a dead one:
-# its count then begins above 0, and only differences matter.
+# id of a trained weight -> optimizer steps since `count_changes` was first called with it. The key
+# is not a weak reference, because torch.utils.swap_tensors refuses a weight that has one. A new
+# tensor may get the id of a freed one; its count then begins above 0, which is harmless because
+# only differences matter
 _steps: dict[int, int] = {}
 
 
 def count_changes(weight: Tensor) -> tuple[int, int]:
-    """(version, optimizer steps since the first question)."""
+    """Returns PyTorch's version counter of a weight, and the optimizer steps since the first call
+    with it.
+    """
     trained = weight.requires_grad and weight.is_leaf
     if trained:
         _register_step_hook()

@@ -1,9 +1,9 @@
-"""Values of single rows of deferred logits, without the logits: selected logits, logsumexp, means,
+"""Computes values per row of deferred logits without the logits: selected logits, logsumexp, means,
 the most likely class.
 
 Preference losses use these: TRL's ORPO and CPO gather a logit, subtract a logsumexp and log a mean.
-T rows, H hidden, V vocabulary. `x` is a `DeferredLogits` everywhere. Each function returns None
-where it needs the real logits.
+T rows, H hidden, V vocabulary. `x` is always a `DeferredLogits`. Each function returns None if it
+needs the real logits.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from .deferred_tensor import DeferredTensor, attach_to_graph
 
 # how often each op computed a value of deferred logits
 op_counts: Counter[str] = Counter()
-# never a valid target: a class that is out of range is an error, as in PyTorch's gather
+# an ignore_index that no class has, so that a class out of range is an error as in PyTorch's gather
 NEVER_IGNORED = -(2**31)
 
 
 class SelectedLogits(torch.autograd.Function):
-    """fp32[T]: the product of each hidden row with the head's row of its class; no V-sized tensor
-    but a trainable head's gradient.
+    """Computes fp32[T]: the product of each hidden row with the head's row of its class. The only
+    V-sized tensor is the gradient of a trainable head.
     """
 
     @staticmethod
@@ -62,11 +62,13 @@ class SelectedLogits(torch.autograd.Function):
         return dhidden, dweight, None, None
 
 
-_BLOCK = 2**22  # elements of the head that are wide at once
+_BLOCK = 2**22  # elements of the head that are widened at a time
 
 
 class HeadMean(torch.autograd.Function):
-    """fp32[H]: the mean of the head's rows; in blocks, without a wide copy of the head."""
+    """Computes fp32[H]: the mean of the head's rows. It works in blocks, without a wide copy of the
+    head.
+    """
 
     @staticmethod
     def forward(ctx: Any, weight_VH: Tensor) -> Tensor:
@@ -88,7 +90,7 @@ def is_last_dimension(x: Any, dim: Any) -> bool:
 
 
 def classes_per_row(x: Any, dim: Any, index: Any) -> Tensor | None:
-    """index[*n 1] as classes[*n], where `gather` takes one logit of each row; None otherwise."""
+    """Returns index[*n 1] as classes[*n] if `gather` selects one logit of each row; else None."""
     plain = (
         is_last_dimension(x, dim)
         and isinstance(index, Tensor)
@@ -117,11 +119,11 @@ def gather(x: Any, dim: Any = None, index: Any = None, **rest: Any) -> Tensor | 
                 z = z * r.pre
             if r.post is not None:
                 z = r.post * torch.tanh(z)
-            return z.to(x.dtype).reshape(index.shape)  # type: ignore[no-any-return]  # z is an autograd function's result
+            return z.to(x.dtype).reshape(index.shape)  # type: ignore[no-any-return]  # the result of an autograd function is untyped
 
 
 def compute_per_row(x: Any, output: str, classes: Tensor | None = None) -> Tensor:
-    """One of `linear_log_probs`'s outputs for each row: [*n]. Outputs that do not depend on the
+    """Computes one output of `linear_log_probs` per row: [*n]. Outputs that do not depend on the
     class need no `classes`.
     """
     r = x.recipe
@@ -145,10 +147,10 @@ def compute_per_row(x: Any, output: str, classes: Tensor | None = None) -> Tenso
 
 
 def is_lossless_cast(x: Any, dtype: torch.dtype) -> bool:
-    """Whether deferred logits cast to `dtype` may stay deferred, because the ops compute in fp32: a
-    cast to fp32, or to the head's own dtype where no scale or softcap came in between. Any other
-    cast is computed: a program's own fp16 logits have another loss, and an observer must see fp64
-    logits too.
+    """Whether deferred logits cast to `dtype` may stay deferred, because the ops compute in fp32
+    anyway: a cast to fp32, or to the dtype of the head's product before any scale or softcap. Any
+    other cast computes the real logits: logits in fp16 have another loss, and an observer must see
+    fp64 logits.
     """
     is_unscaled = x.recipe.pre == 1.0 and x.recipe.post is None
     return dtype == torch.float32 or (is_unscaled and dtype == x.recipe.head_dtype)
@@ -163,7 +165,9 @@ def logsumexp(x: Any, dim: Any = None, keepdim: bool = False, **rest: Any) -> Te
 
 
 def row_means(x: Any) -> Tensor | None:
-    """fp32[*n]: the mean of each row's logits; under a softcap only without gradients."""
+    """Computes fp32[*n]: the mean of each row's logits. With a softcap this works only without
+    gradients.
+    """
     r = x.recipe
     if r.post is not None:
         if x.requires_grad and torch.is_grad_enabled():
@@ -179,7 +183,7 @@ def row_means(x: Any) -> Tensor | None:
 
 
 def mean(x: Any, dim: Any = None, keepdim: bool = False, **rest: Any) -> Tensor | None:
-    """Of all logits, or of each row."""
+    """Computes the mean of all logits, or of each row."""
     if (
         rest
         or x.computed is not None
@@ -200,15 +204,18 @@ def argmax(x: Any, dim: Any = None, keepdim: bool = False, **rest: Any) -> Tenso
     return classes.unsqueeze(-1) if keepdim else classes
 
 
-# --- deferred log-probabilities: `factor * log_softmax(logits)`, not yet computed. Losses of users'
-# own, and Trainer's label smoothing, call `log_softmax(...)`, perhaps negate it, and then gather one
-# class a row or sum a row: both are computed without the logits. Any other function gets the real
-# log-probabilities, computed once
+# --- deferred log-probabilities: `factor * log_softmax(logits)`, not yet computed. Users' losses
+# and Trainer's label smoothing call `log_softmax(...)`, perhaps negate it, and then gather one
+# class per row or sum each row. Both are computed without the logits. Any other function gets the
+# real log-probabilities, which are computed once
 
 
 class DeferredLogProbs(DeferredTensor):
-    """See the module's docstring. Made by `log_softmax`. logits: a DeferredLogits; cast:
-    log_softmax's own dtype, or None.
+    """Log-probabilities that are not computed yet. `log_softmax` creates them.
+
+    logits  a DeferredLogits
+    factor  the number by which the log-probabilities are multiplied
+    cast    the `dtype` argument of log_softmax, or None
     """
 
     logits: Any
@@ -241,7 +248,7 @@ class DeferredLogProbs(DeferredTensor):
         return log_probs
 
     def materialise(self, function_name: str = "materialise") -> Tensor:
-        """The real log-probabilities, computed once, with the graph that the logits have."""
+        """Computes the real log-probabilities once, with the graph of the logits."""
         if self.computed is None:
             with torch.set_grad_enabled(self.logits.recipe.grad):
                 log_probs = F.log_softmax(
@@ -267,8 +274,8 @@ class DeferredLogProbs(DeferredTensor):
 def log_softmax(
     x: Any, dim: Any = None, *args: Any, dtype: torch.dtype | None = None, **rest: Any
 ) -> DeferredLogProbs | None:
-    """F.log_softmax's third positional argument is a stack level without a meaning here; Tensor's
-    is a dtype.
+    """Defers the log-softmax of deferred logits. A third positional argument is not supported,
+    because it is a stack level in F.log_softmax and a dtype in Tensor.log_softmax.
     """
     if (
         args
@@ -279,11 +286,11 @@ def log_softmax(
         return None
     if dtype is not None and not is_lossless_cast(x, dtype):
         return None
-    # PyTorch's own: autocast computes it in fp32
+    # as in PyTorch, autocast gives it in fp32
     narrow = (
         x.dtype in (torch.bfloat16, torch.float16) and autocast_dtype(x.recipe.hidden) is not None
     )
-    # logits of its own: a later write to x does not change what was computed before
+    # a copy of the deferred logits, because a later write to x must not change them
     return DeferredLogProbs(
         type(x)(x.recipe), 1.0, dtype, dtype or (torch.float32 if narrow else x.dtype)
     )
@@ -310,7 +317,7 @@ def _sum(
     dtype: torch.dtype | None = None,
     **rest: Any,
 ) -> Tensor | None:
-    """Of each row: V (mean of the logits - logsumexp)."""
+    """Computes the sum of each row: V (mean of the logits - logsumexp)."""
     means = None if rest or not is_last_dimension(x, dim) else row_means(x.logits)
     if means is None:
         return None
@@ -320,7 +327,7 @@ def _sum(
 
 
 def _select_rows(function: Callable[..., Any]) -> Callable[..., DeferredLogProbs | None]:
-    """Rows sliced or reshaped, as the logits' own rule gives them."""
+    """Makes a rule that slices or reshapes rows with the logits' rule for the same function."""
 
     def rule(x: DeferredLogProbs, *args: Any, **kwargs: Any) -> DeferredLogProbs | None:
         logits = function(x.logits, *args, **kwargs)

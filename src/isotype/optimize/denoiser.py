@@ -1,10 +1,10 @@
-"""The parts of diffusers' transformers that have ops: blocks, adaptive norms, activations; attention
-has its own file.
+"""Replaces parts of diffusers' transformers by ops: blocks, adaptive norms and activations.
+`joint_attention` does so for attention.
 
-A block has one stream for the picture and one for the text, or one for both (Flux, SD3). It is
-recognised by its children and a probe. The instance's forward becomes one that calls the same
-children and adds to a stream by `gated_residual`. In a block of one stream the last layer reads
-attention's output and the activation, concatenated; backward recomputes both from their inputs.
+A block has one residual stream for the picture and one for the text, or one stream for both (Flux,
+SD3). It is recognised by its children and a probe. The new forward calls the same children and adds
+to a stream with `gated_residual`. In a block with one stream the last layer reads the concatenation
+of attention's output and the activation; backward recomputes both from their inputs.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def is_block(module: nn.Module) -> bool:
     )
 
 
-# the forms: (block, picture [B T H], text [B S H], embedding of the time [B H], what attention is
-# given besides) -> (text, picture)
+# the two forms of a block: (block, picture [B T H], text [B S H], time embedding [B H], further
+# arguments of attention) -> (text, picture)
 
 
 def run_two_streams(
@@ -88,16 +88,17 @@ def run_two_streams(
 
 
 def _add_gated(residual: Tensor, x: Tensor, gate: Tensor) -> Tensor:
-    """residual + gate * x, by the op; in plain PyTorch, as in the class, where the dtypes differ."""
+    """Computes residual + gate * x with the op, or in plain PyTorch if the dtypes differ."""
     if residual.dtype == x.dtype:
         return gated_residual(residual, x, gate)
     return residual + gate[:, None] * x
 
 
 def _add_gated_recomputable(residual: Tensor, x: Tensor, gate: Tensor) -> Tensor:
-    """`_add_gated` for a sum that a norm of the same block recomputes: the norm before saves the
-    residual, and the gate's gradient saves x. A block's result is not recomputable: it is the next
-    block's input, and where blocks recompute it would keep both tensors alive.
+    """Like `_add_gated`, for a sum that the next norm of the same block recomputes in backward.
+    This costs no memory: the norm before saves the residual, and the gate's gradient saves x. The
+    result of a block is not made recomputable, because it is the next block's input, and gradient
+    checkpointing would then keep both tensors alive.
     """
     total = _add_gated(residual, x, gate)
     if gate.requires_grad and find_recipe(residual) is None:
@@ -124,8 +125,8 @@ def run_one_stream(
 def _attend_and_activate(
     block: Any, stream: Tensor, emb: Tensor, attention_kwargs: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """(what the last layer reads, the gate): a function, so that what they are made of is given up
-    before that layer runs.
+    """Returns the input of the last layer, and the gate. It is a function so that its intermediate
+    tensors are freed before the last layer runs.
     """
     rows, gate = block.norm(stream, emb=emb)
     inner = block.act_mlp(block.proj_mlp(rows))
@@ -140,11 +141,10 @@ def _concatenate_features(attended: Tensor, inner: Tensor) -> Tensor:
 
 
 class _ProbeLayer(nn.Module):
-    """Replaces a child in the probe: a simple function of one tensor, or of picture and text, with
-    extra outputs where the child has them.
+    """Replaces a child in the probe by a simple function of one tensor, or of picture and text.
 
-    more  the outputs after the rows: vectors of the embedding, or (at `repeat_at`) the rows a second
-          time
+    extra_count  number of outputs after the rows: vectors of the embedding, or at `repeat_at` the
+                 rows a second time
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class _ProbeLayer(nn.Module):
 
 
 class _NarrowingProbeLayer(_ProbeLayer):
-    """Replaces a layer whose input is wider than its output in the probe."""
+    """Replaces a child whose input is wider than its output in the probe."""
 
     def _map_rows(self, x: Tensor) -> Tensor:
         parts = x.split(_WIDTH, -1)
@@ -190,7 +190,7 @@ class _NarrowingProbeLayer(_ProbeLayer):
 
 @cache_by_kind
 def recognise_block(module: Any) -> Form | str:
-    """The form that gives this module's output on a probe, or why none does."""
+    """Returns the form that reproduces this module's output on a probe, or why none does."""
     unknown = "its output is not that of a known form on a probe"
     stubs: dict[str, nn.Module]
     if isinstance(getattr(module, "norm1_context", None), nn.Module):
@@ -259,8 +259,8 @@ def stream_forward(
     joint_attention_kwargs: dict[str, Any] | None = None,
     **extra: Any,
 ) -> Any:
-    """The recognised form; the class's forward where attention gets other arguments, rows are
-    computed in chunks, or fp16 values are clipped.
+    """The new forward of a block. It runs the recognised form, or the class's forward if attention
+    gets other arguments, rows are computed in chunks, or fp16 values are clipped.
     """
     streams = (hidden_states, encoder_hidden_states)
     is_usual = (
@@ -293,7 +293,7 @@ def projected_gelu_forward(self: Any, hidden_states: Tensor) -> Tensor:
 
 
 def is_activation(module: Any) -> bool:
-    """Whether it is diffusers' layer of an MLP with its GELU."""
+    """Whether this is diffusers' GELU module, which is a linear layer followed by GELU."""
     is_diffusers_gelu = (
         type(module).__module__.startswith("diffusers.") and type(module).__name__ == "GELU"
     )
@@ -305,8 +305,8 @@ def is_activation(module: Any) -> bool:
 
 
 def place_activation(path: str, module: Any) -> Placement:
-    """Installs `gelu` on diffusers' GELU layer of an MLP, or on PyTorch's GELU, where it reproduces
-    the module's output.
+    """Installs `gelu` on diffusers' GELU module or on PyTorch's, if it reproduces the module's
+    output.
     """
     reason = replacement_blocker(module)
     forward: Form = gelu_forward
@@ -326,8 +326,8 @@ def place_activation(path: str, module: Any) -> Placement:
 
 
 def place_block(path: str, module: Any, out_dtype: torch.dtype | None) -> list[Placement]:
-    """Installs the recognised form on the block at this path, and ops on its norms and activation,
-    where the form reproduces the block's output.
+    """Installs the recognised form on a block, and ops on its norms and activation, if the form
+    reproduces the block's output.
     """
     placements = [
         place_replacement(
@@ -349,21 +349,24 @@ def place_block(path: str, module: Any, out_dtype: torch.dtype | None) -> list[P
     return placements
 
 
-# --- LayerNorm without weights that a picture's own scale and shift follow (adaptive LayerNorm).
-# Two kinds of place: a module that computes scale, shift and more of the time's embedding and
-# returns the modulated rows with the rest (`AdaLayerNormZero` and its like), and a block that
-# modulates a norm's output itself. Both call the norm through `modulate`, so that observers of the
-# norm see a call
+# --- adaptive LayerNorm: a LayerNorm without weights, followed by a scale and a shift per picture.
+# Two kinds of modules use it. One computes scale, shift and more from the time embedding and
+# returns the modulated rows with the rest (`AdaLayerNormZero` and similar classes). The other is a
+# block that modulates a norm's output itself. Both call the norm through `modulate`, so that
+# observers of the norm see a call
 
 
 @dataclass(frozen=True)
 class AdaptiveSettings:
-    """argument    the embedding's name in the forward; first: it is the first one after x
-    chunks      of the linear layer's output
-    scale, shift  which of them; the others are returned after the rows
-    returns_rows_only  the rows are returned without others
-    has_second_rows  nine chunks: after the fourth of the others, the same rows come again with the
-                seventh as shift and the eighth as scale
+    """How an adaptive norm computes and returns its results.
+
+    argument            the name of the embedding in the forward
+    embedding_is_first  whether it is the first argument after x
+    chunks              number of chunks of the linear layer's output
+    scale, shift        the indices of these two chunks
+    returns_rows_only   whether the other chunks are not returned after the rows
+    has_second_rows     nine chunks: after four further chunks the rows are returned again with
+                        chunk 6 as shift and chunk 7 as scale, and then chunk 8
     """
 
     argument: str
@@ -376,7 +379,7 @@ class AdaptiveSettings:
 
 
 def is_plain_norm(module: Any) -> bool:
-    """Whether it is PyTorch's own LayerNorm over the last dimension, without weights."""
+    """Whether this is PyTorch's LayerNorm over the last dimension, without weights."""
     return (
         type(module) is nn.LayerNorm
         and not module.elementwise_affine
@@ -385,7 +388,7 @@ def is_plain_norm(module: Any) -> bool:
 
 
 def is_adaptive_norm(module: nn.Module) -> bool:
-    """Whether it is a norm of diffusers with its own linear layer for scale and shift."""
+    """Whether this is a norm of diffusers that has a linear layer for scale and shift."""
     layers = ("linear", "silu", "norm")
     return (
         type(module).__module__.startswith("diffusers.")
@@ -406,8 +409,8 @@ def layer_norm_forward(
 
 
 def modulate(norm: Any, x: Tensor, scale_BH: Tensor, shift_BH: Tensor) -> Tensor:
-    """norm(x) * (1 + scale) + shift, by the op where `place_norm` has put it and nothing else
-    follows the norm.
+    """Computes norm(x) * (1 + scale) + shift. It uses the op if `place_norm` has installed it and
+    no hook changes the norm.
     """
     if (
         getattr(vars(norm).get("forward"), "__func__", None) is layer_norm_forward
@@ -421,8 +424,8 @@ def modulate(norm: Any, x: Tensor, scale_BH: Tensor, shift_BH: Tensor) -> Tensor
 
 
 def _hooks_change_norm(norm: nn.Module) -> bool:
-    """Whether a hook may change what the norm is given or gives: one that only narrows the output
-    to the op's own dtype does not.
+    """Whether a hook may change the norm's input or output. A hook that only casts the output to
+    the op's output dtype does not.
     """
     if hooks_change_input(norm):
         return True
@@ -437,7 +440,7 @@ def _hooks_change_norm(norm: nn.Module) -> bool:
 
 
 def place_norm(path: str, norm: nn.Module, out_dtype: torch.dtype | None) -> Placement:
-    """Makes a LayerNorm without weights run `modulated_layer_norm` where `modulate` calls it."""
+    """Makes a LayerNorm without weights run `modulated_layer_norm` when `modulate` calls it."""
     return place_replacement(
         NORM,
         path,
@@ -450,8 +453,8 @@ def place_norm(path: str, norm: nn.Module, out_dtype: torch.dtype | None) -> Pla
 
 @cache_by_kind
 def recognise_adaptive(module: Any) -> AdaptiveSettings | str:
-    """The settings with which `adaptive_forward` gives this module's output on a probe, or why none
-    do.
+    """Returns the settings with which `compute_adaptive` reproduces this module's output on a
+    probe, or why there are none.
     """
     unknown = "its output is not a LayerNorm's, scaled and shifted, on a probe"
     width = module.norm.normalized_shape[0]
@@ -503,7 +506,7 @@ def recognise_adaptive(module: Any) -> AdaptiveSettings | str:
 
 
 def _flatten_outputs(function: Callable[[], Any]) -> Tensor:
-    """The outputs in one row, their number first: 0 for a tensor that is in no tuple."""
+    """Concatenates the outputs in one row. Their number comes first, or 0 for a single tensor."""
     outputs = function()
     tensors = outputs if isinstance(outputs, tuple) else (outputs,)
     return torch.cat(
@@ -528,7 +531,9 @@ def compute_adaptive(module: Any, settings: AdaptiveSettings, x: Tensor, emb: Te
 
 
 def adaptive_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The form; the class's forward for a call with other arguments than the embedding."""
+    """The new forward of an adaptive norm. It runs the class's forward for a call with other
+    arguments than the embedding.
+    """
     settings: AdaptiveSettings = get_settings(self)
     emb = (
         args[0]
@@ -541,8 +546,8 @@ def adaptive_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def place_adaptive(path: str, module: Any, out_dtype: torch.dtype | None) -> list[Placement]:
-    """Puts the form on the module at this path of the model, and the op on its norm, where it gives
-    the module's output.
+    """Replaces the forward of an adaptive norm, and installs the op on its inner norm, if that
+    reproduces the module's output.
     """
     placement = place_replacement(
         NORM,
@@ -557,7 +562,7 @@ def place_adaptive(path: str, module: Any, out_dtype: torch.dtype | None) -> lis
     return [placement, place_norm(f"{path}.norm", module.norm, out_dtype)]
 
 
-# --- all of them
+# --- all parts of a denoiser
 
 OPS = ("gated", "modulation")
 
@@ -569,7 +574,9 @@ def is_denoiser(model: nn.Module) -> bool:
 def place_denoiser_part(
     path: str, module: nn.Module, out_dtype: torch.dtype | None
 ) -> list[Placement]:
-    """What became of this module of the model; nothing for one that is no such part."""
+    """Replaces this module if it is one of these parts. Returns the placements; empty for any other
+    module.
+    """
     if is_block(module):
         return place_block(path, module, out_dtype)
     if is_adaptive_norm(module):

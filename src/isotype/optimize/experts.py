@@ -1,8 +1,8 @@
-"""Stacked experts of a mixture: they have one signature and five flags in transformers, so that one
-forward on the instance serves all families.
+"""Replaces the forward of a mixture's stacked experts. In transformers all families share one
+signature and five flags, so one forward serves all of them.
 
-With adapters it is put on the outermost of PEFT's wrappers, one for each adapted stack, and takes A
-and B of each at the call.
+PEFT wraps the experts once per adapted stack. With adapters the forward is installed on the
+outermost wrapper, and reads A and B of each wrapper in every call.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _SIZES = (
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSettings:
-    """Names of the module's parts.
+    """The names and layout of a module's stacks.
 
-    activation  None: the module's own function is called
+    activation  None if the module's own activation function is called
     """
 
     up: str
@@ -54,7 +54,7 @@ class ExpertsSettings:
 
 
 def unwrap_experts(module: Any) -> tuple[dict[str, Any], Any]:
-    """(PEFT's wrappers by the name of their stack, the wrapped experts)."""
+    """Returns PEFT's wrappers by the name of their stack, and the wrapped experts."""
     wrappers = {}
     while is_expert_stack(module):
         wrappers[module.parameter_name] = module
@@ -68,13 +68,13 @@ def has_stacks(module: nn.Module) -> bool:
 
 
 def _packed_state(stack: Tensor) -> StackState | None:
-    """The state of a packed stack; None for a dense one."""
+    """The quantisation state of a packed stack; None for a dense one."""
     state = getattr(stack, "quant_state", None)
     return state if isinstance(state, StackState) else None
 
 
 def _packed_state_on_device(stack: Any) -> StackState | None:
-    """`_packed_state` on the stack's device: moving a module moves the packed bytes, but not their
+    """`_packed_state` on the stack's device: moving a module moves the packed bytes but not their
     scales.
     """
     if _packed_state(stack) is not None:
@@ -83,15 +83,17 @@ def _packed_state_on_device(stack: Any) -> StackState | None:
 
 
 def is_candidate(module: nn.Module) -> bool:
-    """Whether this is a mixture's stacked experts, or the outermost wrapper of them: a caller meets
-    the inner ones too.
+    """Whether this module is a mixture's stacked experts, or one of PEFT's wrappers around them.
+    The caller skips the inner ones.
     """
     return has_stacks(unwrap_experts(module)[1])
 
 
 @cache_by_kind
 def recognise(module: Any) -> ExpertsSettings | str:
-    """The settings with which the op gives these experts' output on a probe, or why there are none."""
+    """Returns the settings with which the op reproduces these experts' output on a probe, or why
+    there are none.
+    """
     if not all(hasattr(module, flag) for flag in ("has_gate", "has_bias", "is_transposed")):
         return "its experts do not follow transformers' interface for experts"
     up = "gate_up_proj" if module.has_gate else "up_proj"
@@ -159,7 +161,7 @@ def compute_experts(
     weights: Tensor,
     settings: ExpertsSettings,
 ) -> Tensor:
-    """The op over this module's own weights."""
+    """Runs the op with this module's weights."""
     parameters = module._parameters
     if settings.activation is not None:
         activation = settings.activation
@@ -185,8 +187,8 @@ def compute_experts(
 
 
 def read_adapter(wrapper: Any) -> Adapter:
-    """A [(E R) N] and B [O (R E)], as PEFT keeps them: the expert is A's slow index and B's fast
-    one.
+    """Reads a wrapper's adapter. PEFT stores A [(E R) N] and B [O (R E)]: the expert is the slower
+    index in A and the faster one in B.
     """
     name = active_adapter(wrapper)
     a = wrapper.lora_A[name].weight
@@ -200,7 +202,9 @@ def read_adapter(wrapper: Any) -> Adapter:
 
 
 def experts_blocker(wrappers: dict[str, Any], module: Any, settings: ExpertsSettings) -> str | None:
-    """Why PEFT's or transformers' own code runs as these experts are now, or None."""
+    """Says why PEFT's or transformers' code must run for these experts in their current state, or
+    None.
+    """
     if getattr(module, "_is_expert_parallel", False):
         return "its experts are divided over several processes"
     for part in (*wrappers.values(), module):
@@ -242,8 +246,8 @@ def experts_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any)
 
 
 def packed_forward(self: Any, hidden_states: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """In place of the forward of transformers' stacked experts whose stacks are packed, from when
-    they are loaded.
+    """Replaces the forward of transformers' stacked experts if their stacks are packed. It is
+    installed when they are loaded.
 
     hidden_states  F[... K]
     index          int[... C], the experts of each token
@@ -259,11 +263,9 @@ def packed_forward(self: Any, hidden_states: Tensor, index: Tensor, weights: Ten
 
 
 def place_experts(path: str, module: Any, *, branch_fp32: bool) -> Placement:
-    """Puts the op on the experts at this path of the model, or on their outermost wrapper, where it
-    gives their output.
-    """
+    """Installs the op on the experts, or on their outermost wrapper, if it reproduces their output."""
     wrappers, base = unwrap_experts(module)
-    replaceable = [  # `packed_forward` is no other library's
+    replaceable = [  # `packed_forward` does not belong to another library
         m
         for m in (*wrappers.values(), base)
         if SETTINGS_KEY in vars(m)

@@ -1,7 +1,7 @@
-"""The forwards of modules in which `optimize` has placed an op, and the check once a step that these
-modules are unchanged.
+"""The forwards of modules in which `optimize` has placed an op, and the check in each step that
+these modules are unchanged.
 
-One forward for each kind of module: norm, decoder layer, gated MLP, rotary function. `norms`,
+There is one forward per kind of module: norm, decoder layer, gated MLP, rotary function. `norms`,
 `layers`, `gated` and `rotary` find the modules.
 """
 
@@ -39,12 +39,13 @@ logger = logging.get_logger(__name__)
 
 
 def check_placed(model: nn.Module) -> None:
-    """Checks that the model is as `optimize` left it; called once a step by the training loop and by
-    an attached trainer.
+    """Checks that no class's forward was changed after `optimize` replaced it on an instance. The
+    training loop and an attached trainer call this in each step.
 
-    A LoRA layer that has received a hook or another child runs PEFT's code from now on; one that has
-    lost it runs the fused code again.
-    Raises  UsageError where a class's forward was replaced since
+    A LoRA layer that has got a hook or another child runs PEFT's code from then on; when that is
+    removed, it runs the fused code again.
+
+    Raises  UsageError if the forward of a class was replaced after `optimize`
     """
     for module in vars(model).get(PLACED_KEY, ()):
         method = get_method(module)
@@ -68,9 +69,12 @@ USUAL_EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class NormSettings:
-    """eps     the attribute that has it, read at every call: it may be changed afterwards; None
-               where it is written in the class's code
-    saves_input  a LoRA layer or an attention that reads the output saves the norm's input in its place
+    """How a norm runs `rms_norm`.
+
+    eps_attribute  the attribute with epsilon, which is read in every call because it may change;
+                   None if the value is written in the class's code
+    saves_input    whether a LoRA layer or attention that reads the norm's output saves the norm's
+                   input in its place
     """
 
     eps: str | None
@@ -86,15 +90,17 @@ def norm_forward(
     residual_slot: list[Tensor | None] | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """residual_slot  one tensor that is added to the input first, or None: the call leaves the sum there,
-    whose gradient comes back too
+    """The new forward of a norm.
+
+    residual_slot  a list with a tensor that is added to the input first, or with None; the call
+                   stores the sum in it, and backward returns the sum's gradient too
     """
     if args or kwargs:
         normed: Tensor = type(self).forward(self, hidden_states, *args, **kwargs)
         return normed
     settings: NormSettings = self.__dict__[SETTINGS_KEY][0]
     eps = USUAL_EPSILON if settings.eps is None else self.__dict__[settings.eps]
-    # read once: `torch.nn.utils.parametrize` makes it anew at every reading
+    # read once, because `torch.nn.utils.parametrize` computes it anew for every access
     weight: Tensor = self._parameters["weight"] if residual_slot is not None else self.weight
     if residual_slot is not None:
         normed, residual_slot[0] = add_rms_norm(
@@ -123,7 +129,7 @@ def norm_forward(
 def norm_with_residual(
     norm: nn.Module, x: Tensor, residual: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """(norm(x + residual), x + residual) by a call of the module, so that whoever observes it sees
+    """Computes (norm(x + residual), x + residual) by a call of the module, so that observers see
     the call.
     """
     method = norm.__dict__.get("forward")
@@ -134,8 +140,8 @@ def norm_with_residual(
     )
     hooks = norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks
     if not is_norm_op or "weight" not in norm._parameters or (hooks and hooks_change_input(norm)):
-        # no wrapper around it, on a weight that is its parameter and not made from others; a hook
-        # may change what the norm is given
+        # the op needs an unwrapped norm whose weight is an ordinary parameter; a hook may change
+        # the norm's input
         total = x if residual is None else residual + x
         return norm(total), total
     residual_slot = [residual]
@@ -145,19 +151,21 @@ def norm_with_residual(
 
 
 def hooks_change_input(norm: nn.Module) -> bool:
-    """Whether a hook may change what the norm is given, or its gradients."""
+    """Whether a hook may change the norm's input or its gradients."""
     changing = (norm._forward_pre_hooks, norm._backward_hooks, norm._backward_pre_hooks)
     return any(
         not getattr(hook, "observes", False) for hooks in changing for hook in hooks.values()
     )
 
 
-# --- decoder layers of two halves
+# --- decoder layers with two halves
 
 
 @dataclass(frozen=True)
 class Half:
-    """Names of children: x + scale * after(part(before(x))), where either norm may be missing."""
+    """The children's names of one half of a decoder layer: x + scale * after(part(before(x))),
+    where either norm may be missing.
+    """
 
     norm_before: str | None
     part: str
@@ -172,10 +180,12 @@ class Half:
 
 @dataclass(frozen=True)
 class LayerSettings:
-    """Both halves, and the forward's parameters after the hidden states with their defaults.
+    """Describes a decoder layer.
 
-    scale      the attribute with the number that both halves are multiplied by; None for 1
-    mlp_first  the MLP gives a tuple, whose first element counts
+    scale      the attribute with the number by which both halves are multiplied; None for 1
+    mlp_first  whether the MLP returns a tuple, of which the first element is used
+    names      the parameters of the forward after the hidden states
+    defaults   their default values
     """
 
     attention: Half
@@ -187,8 +197,8 @@ class LayerSettings:
 
 
 def layer_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """`run_layer`, with gradient checkpointing as in the class's forward; the class's forward for
-    calls with other arguments.
+    """The new forward of a decoder layer: `run_layer`, with gradient checkpointing as in the
+    class's forward. Calls with other arguments run the class's forward.
     """
     settings: LayerSettings = get_settings(self)
     is_recomputed = (
@@ -207,8 +217,8 @@ def layer_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -
 
 @cache
 def _is_checkpointed_by_call() -> bool:
-    """Whether transformers puts checkpointing around a layer's call, as 5.17 does, and not around
-    its `forward`.
+    """Whether transformers wraps checkpointing around a layer's `__call__`, as 5.17 does, and not
+    around its `forward`.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -216,8 +226,8 @@ def _is_checkpointed_by_call() -> bool:
 
 
 def drop_cache(arguments: dict[str, Any]) -> None:
-    """Removes the cache from a layer's arguments: a recompute would fill it a second time.
-    transformers' layers remove it too, and warn once.
+    """Removes the key-value cache from a layer's arguments, because a recompute would fill it a
+    second time. It warns once, as transformers' layers do.
     """
     removed = [name for name in CACHES if arguments.get(name) is not None]
     arguments.update(dict.fromkeys(removed))
@@ -251,7 +261,7 @@ def run_layer(
     x = x if half.norm_after is None else children[half.norm_after](x)
     half = settings.mlp
     if half.norm_before is None or settings.scale is not None:
-        # no norm reads this sum, or its terms are not added as they are
+        # no norm reads this sum, or a factor scales one of its terms
         x = _add_scaled(self, settings, residual, x)
         residual = None
     if half.norm_before is None:
@@ -267,7 +277,7 @@ def run_layer(
 
 
 def _add_scaled(self: nn.Module, settings: LayerSettings, residual: Tensor, term: Tensor) -> Tensor:
-    """residual + scale * term, rounded once: the class's own code rounds the product too."""
+    """Computes residual + scale * term with one rounding. The class's code rounds the product too."""
     if settings.scale is None:
         total: Tensor = residual + term
     else:
@@ -289,9 +299,10 @@ ACTIVATIONS: dict[Gated, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Ten
 
 @dataclass(frozen=True)
 class GatedSettings:
-    """Names of the children; `up` is None where one layer makes both halves.
+    """The names of a gated MLP's children.
 
-    function  the activation that was probed: another one is the class's to call
+    up        None if one layer computes gate and up
+    function  the probed activation; with any other activation the class's forward runs
     """
 
     gate: str
@@ -305,7 +316,7 @@ class GatedSettings:
 def gated_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     settings: GatedSettings = self.__dict__[SETTINGS_KEY][0]
     children = self._modules
-    # an activation that was exchanged, or has hooks that the op would not call
+    # the activation may have been replaced, or have hooks that the op would not call
     activation: Any = children.get(settings.activation) or self.__dict__.get(settings.activation)
     is_other_activation = activation is not settings.function
     if (
@@ -336,7 +347,8 @@ def compute_gated(module: nn.Module, x: Tensor, settings: GatedSettings) -> Tens
         up = getattr(module, settings.up)(x)
     down: Callable[[Tensor], Tensor] = getattr(module, settings.down)
     if gate.dtype != up.dtype:
-        # an adapter on one of the two may widen it: the module's own product promotes
+        # an adapter on one of the two layers may widen its output; PyTorch's product promotes
+        # dtypes
         return down(getattr(module, settings.activation)(gate) * up)
     return down(ACTIVATIONS[settings.op][1](gate, up))
 
@@ -344,13 +356,13 @@ def compute_gated(module: nn.Module, x: Tensor, settings: GatedSettings) -> Tens
 # --- rotary functions
 
 Form = Literal["runs", "values", "once"]
-# which dimensions a function turns together: d and d + R, 2d and 2d + 1, or those of the second
-# into the order of the first
+# which two dimensions a function rotates together: d and d + R (halves), 2d and 2d + 1
+# (neighbours), or 2d and 2d + 1 with the result in the order of halves
 Pairs = Literal["halves", "neighbours", "neighbours to halves"]
 
 
 def narrow_table(table: Tensor, form: Form) -> Tensor:
-    """One value a pair."""
+    """Reduces a table to one value per pair."""
     if form == "once":
         return table
     if form == "values":
@@ -362,7 +374,7 @@ def rotate(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs, form: Form
 ) -> tuple[Tensor, Tensor]:
     if pairs == "neighbours to halves":
-        # DeepSeek-V3's: one copy into the order of halves
+        # the form of DeepSeek-V3: one copy reorders neighbours to halves
         q, k = (x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (q, k))
     return rope(
         q, k, narrow_table(cos, form), narrow_table(sin, form), interleaved=pairs == "neighbours"
@@ -373,7 +385,7 @@ def wrap_rotary(original: Callable[..., Any], pairs: Pairs, form: Form) -> Calla
     names = tuple(inspect.signature(original).parameters)[:4]
 
     def apply_rotary_pos_emb(*args: Any, **kwargs: Any) -> Any:
-        # any other call is the original's: with more arguments (unsqueeze_dim, position ids of
+        # the original computes any other call: with more arguments (unsqueeze_dim, position ids of
         # older models), or without keys
         if len(args) != 4 or kwargs:
             if len(args) > 4 or set(kwargs) != set(names[len(args) :]):
@@ -391,15 +403,16 @@ def wrap_rotary(original: Callable[..., Any], pairs: Pairs, form: Form) -> Calla
 
 
 class TrainingStateHook:
-    """Forward hook of the input embeddings, which every forward calls (TRL's fused loss never calls
-    the head). An object, for deepcopy.
+    """Forward hook of the input embeddings that stores the random state of training. Every forward
+    calls the embeddings, while TRL's fused loss never calls the head. The hook is an object so that
+    deepcopy copies it.
     """
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
 
     def __call__(self, embeddings: nn.Module, args: Any, output: Any) -> None:
-        # reading the generator would break a compiled graph; a compiled model's samples then come
-        # from training's generators
+        # reading the generator would break a compiled graph; the samples of a compiled model use
+        # the generators of training
         if not torch.compiler.is_compiling() and embeddings.training and torch.is_grad_enabled():
             self.stream.training_state = torch.get_rng_state()

@@ -1,5 +1,5 @@
-"""Gated MLPs: two layers (H to I and back) and an activation, whose forward is
-down(activation(gate(x)) * up(x)), in any naming.
+"""Recognises and replaces gated MLPs: modules whose forward is down(activation(gate(x)) * up(x)),
+whatever the names of their layers. Sizes are H to I and back.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ _INNER = 10
 
 
 def linear_sizes(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """Children that are linear layers by their sizes, PEFT's and quantised ones included."""
+    """Returns name -> (in features, out features) of the children that are linear layers, including
+    PEFT's and quantised ones.
+    """
     return {
         name: (inner, outer)
         for name, child in module.named_children()
@@ -32,8 +34,8 @@ def linear_sizes(module: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def activation_names(module: nn.Module) -> list[str]:
-    """Names of what could be the activation: a child or an attribute that is called and has no
-    weights.
+    """Names of the children and attributes that may be the activation: they can be called and have
+    no weights.
     """
     children = [
         n
@@ -58,7 +60,7 @@ def is_candidate(module: nn.Module) -> bool:
 
 
 def candidates(module: nn.Module) -> list[tuple[str, str | None, str]]:
-    """(gate, up, down) in the orders that the sizes allow."""
+    """Lists (gate, up, down) in all orders that the sizes allow."""
     sizes = linear_sizes(module)
     if len(sizes) == 2:
         return [(a, None, b) for a, b in permutations(sizes, 2) if sizes[a][1] == 2 * sizes[b][0]]
@@ -68,8 +70,8 @@ def candidates(module: nn.Module) -> list[tuple[str, str | None, str]]:
 
 
 def recognise(module: nn.Module) -> GatedSettings | str:
-    """The settings with which a gated product gives this module's output on a probe, or why none
-    do.
+    """Returns the settings with which a gated product reproduces this module's output on a probe,
+    or why there are none.
     """
     x = torch.linspace(-2.0, 3.0, 2 * _HIDDEN, dtype=torch.float64).view(1, 2, _HIDDEN)
     for gate, up, down in candidates(module):
@@ -103,9 +105,7 @@ def recognise(module: nn.Module) -> GatedSettings | str:
 
 
 def place_gated_mlp(path: str, module: nn.Module) -> Placement:
-    """Puts a gated product on the module at this path of the model, where it gives the module's
-    output.
-    """
+    """Replaces the forward of a gated MLP by the op, if that reproduces the module's output."""
     settings = replacement_blocker(module) or recognise(module)
     if isinstance(settings, str):
         return make_placement(PART, path, module, None, settings)

@@ -2,12 +2,12 @@
 unchanged.
 
 Generation and training can disturb each other in two ways. First, sampling uses the same random
-generators as dropout and the data order. Once a model has been trained, it therefore gets a random
-stream of its own, which a seed set before it restarts. Samples that are trained on (GRPO,
-OnlineDPO) draw from training's generators in a trainer that is attached (`sample_from_training_state`). Second,
-a layer with gradient checkpointing in training mode discards the key-value cache and would see one
-token without the earlier ones. Gradient checkpointing is therefore switched off during generation.
-`linear_4bit` prevents bitsandbytes from changing 4-bit weights in evaluation mode.
+generators as dropout and the data order. After a training step, generation therefore uses a
+separate random stream, which the caller can restart with a seed. Samples that are trained on (GRPO,
+OnlineDPO) use the generators of training in an attached trainer (`sample_from_training_state`).
+Second, a layer with gradient checkpointing in training mode discards the key-value cache, and would
+see one token without the earlier ones. Gradient checkpointing is therefore switched off during
+generation. `linear_4bit` prevents bitsandbytes from changing 4-bit weights in evaluation mode.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _STREAM = "_isotype_generation"
 
 
 class SamplingStream:
-    """The generator states for sampling beside training: one random stream that continues from
-    generation to generation and never repeats.
+    """The random stream for sampling during training. It continues from one generation to the next
+    and never repeats.
 
-    training_state   the CPU generator's state in the last training step; None where there was none
-    restored_states  the states that the last generation from the stream restored
-    end_states       the states at its end
-    seeded_states    the states at the end of the last generation from a seed of the caller's own,
-                     which the next one continues
+    training_state   the CPU generator's state in the last training step; None before the first step
+    restored_states  the generator states that the last generation from the stream restored
+    end_states       the generator states at the end of that generation
+    seeded_states    the generator states at the end of the last generation from a caller's seed;
+                     the next generation may continue from them
     """
 
     def __init__(self) -> None:
@@ -47,15 +47,16 @@ class SamplingStream:
         self.seeded_states: list[Tensor] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # a copy or a pickle of the model begins its own
+        # a copy or a pickle of the model begins a new stream
         return SamplingStream, ()
 
     @contextmanager
     def isolate(self, *, training: bool) -> Iterator[None]:
-        """Around a generation. A seed that the caller has set since the last training step is
-        obeyed.
+        """Wraps a generation: it samples from the stream and restores the generators. If the caller
+        has set a seed after the last training step, that seed is used.
 
-        training  the model is in training mode, as it is in a trainer's loop before the first step
+        training  whether the model is in training mode, as in a trainer's loop before the first
+                  step
         """
         states = generator_states()
         if _draws.from_training or (self.training_state is None and not training):
@@ -76,12 +77,12 @@ class SamplingStream:
             and is_freshly_seeded
             and not _are_equal(states, self.restored_states)
         ):
-            # the stream begins with the seed: the trainer's, or the caller's
+            # the stream begins with the current seed, which the trainer or the caller has set
             pass
         elif len(self.end_states) == len(states):
             set_generator_states(self.end_states)
         else:
-            # not the numbers that training is about to draw
+            # a random seed, so that the numbers differ from those that training draws next
             torch.manual_seed(int(torch.randint(2**62, ())))
         try:
             yield
@@ -100,8 +101,8 @@ _draws = _Draws()
 
 @contextmanager
 def sample_from_training_state() -> Iterator[None]:
-    """Within this block generation draws from training's generators: around a training step that
-    trains on its own samples.
+    """Makes generation use the generators of training within this block. It wraps a training step
+    that trains on its own samples.
     """
     previous = _draws.from_training
     _draws.from_training = True
@@ -118,7 +119,7 @@ def _are_equal(states: list[Tensor], other_states: list[Tensor]) -> bool:
 
 
 def generator_states() -> list[Tensor]:
-    """The CPU's, and every GPU's that has been used."""
+    """The states of the generators of the CPU and of every GPU, if CUDA has been used."""
     states = [torch.get_rng_state()]
     if torch.cuda.is_initialized():
         states += torch.cuda.get_rng_state_all()
@@ -133,7 +134,7 @@ def set_generator_states(states: list[Tensor]) -> None:
 
 @contextmanager
 def preserve_random_state() -> Iterator[None]:
-    """Leaves PyTorch's generators as they were."""
+    """Restores PyTorch's generators on exit."""
     states = generator_states()
     try:
         yield
@@ -143,9 +144,7 @@ def preserve_random_state() -> Iterator[None]:
 
 @contextmanager
 def disable_checkpointing(model: nn.Module) -> Iterator[None]:
-    """Within this block no layer recomputes: there are no gradients, and the key-value cache is
-    used.
-    """
+    """Switches gradient checkpointing off within this block, so that the key-value cache is used."""
     switched: list[Any] = [
         m for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True
     ]
@@ -165,7 +164,7 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def place_generate(path: str, lm: Any) -> Placement:
-    """Replaces the `generate` of this causal LM, or of the one that it wraps."""
+    """Replaces the `generate` of a causal LM, or of the model inside PEFT's wrapper."""
     reason = generate_blocker(lm)
     if reason is not None:
         return make_placement(PART, path, lm, None, reason)
@@ -181,7 +180,7 @@ def place_generate(path: str, lm: Any) -> Placement:
 
 
 def generate_blocker(lm: Any) -> str | None:
-    """Why the `generate` of this causal LM is not replaced, or None."""
+    """Says why the `generate` of this causal LM cannot be replaced, or None."""
     inner = inner_model(lm)
     if not callable(getattr(type(inner), "generate", None)):
         return "the model does not generate"
@@ -195,8 +194,8 @@ def generate_blocker(lm: Any) -> str | None:
 
 
 def find_input_embeddings(lm: Any) -> nn.Module | None:
-    """Its input embeddings; None where its class has none, as of a model of time series, which
-    transformers says by an exception.
+    """Returns the input embeddings of a model; None if its class has none (a time-series model),
+    for which transformers raises an exception.
     """
     try:
         embeddings: nn.Module | None = lm.get_input_embeddings()

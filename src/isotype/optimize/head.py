@@ -1,8 +1,9 @@
-"""The head of a causal LM, with its loss.
+"""Replaces the head of a causal LM, and computes the loss without logits.
 
-Our own loop gives the model's forward its targets (`Targets`): the head computes the loss by an op,
-and the model's output has it in place of logits. In other people's loops the head returns deferred
-logits, where the forward was given labels or `deferring` says so; else plain logits.
+Isotype's training loop passes targets to the model's forward (`Targets`). The head then computes
+the loss with an op, and the model's output has the loss in place of logits. In other training loops
+the head returns deferred logits if the forward gets labels or runs inside `deferring`; otherwise it
+returns plain logits.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def head_forward(self: nn.Linear, hidden: Tensor) -> Tensor:
     request: _TargetRequest | None = getattr(_forwards, "request", None)
     if request is not None and request.loss is None and not has_backward_hooks(self):
         return request.compute_loss(self, hidden)
-    # a graph holds real tensors, and a backward hook is given the gradient of real logits
+    # a compiled graph and a backward hook need real logits
     is_deferring = getattr(_forwards, "depth", 0) or (
         getattr(_forwards, "with_gradients", 0) and torch.is_grad_enabled()
     )
@@ -63,14 +64,14 @@ def head_forward(self: nn.Linear, hidden: Tensor) -> Tensor:
 
 
 def head_weight(head: nn.Linear, hidden: Tensor) -> Tensor:
-    """The head's weight; a packed one is widened once for the loss and its gradient."""
+    """Returns the head's weight. A packed weight is dequantised once for the loss and its gradient."""
     if type(head) is PackedLinear:
         return widen(head.weight, head.weight.quant_state, head.compute_dtype or hidden.dtype)
     return head.weight
 
 
 def has_backward_hooks(head: nn.Module) -> bool:
-    """Its own, or those that PyTorch calls for every module."""
+    """Whether the head has backward hooks, or global ones exist."""
     module_globals = nn.modules.module
     global_hooks = (
         module_globals._global_backward_hooks or module_globals._global_backward_pre_hooks
@@ -79,24 +80,28 @@ def has_backward_hooks(head: nn.Module) -> bool:
 
 
 def start_deferring(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A hook of the causal LM: its forward has labels, so the logits will go into a loss."""
+    """Forward pre-hook of the causal LM. If the forward gets labels, a loss will use the logits, so
+    the head defers them.
+    """
     if kwargs.get("fused_lm_head") and find_fused_head(inner_model(model)) is None:
-        # says once that TRL's loss is the one that runs: a setting without effect is never silent
-        manifest: Manifest = get_settings(model.get_output_embeddings())  # type: ignore[operator]  # a causal LM has the method
+        # warn once that TRL's own loss runs, so that the deferral has no effect
+        manifest: Manifest = get_settings(model.get_output_embeddings())  # type: ignore[operator]  # nn.Module does not declare it
         if BYPASSED_NOTE not in manifest.notes:
             manifest.notes.append(BYPASSED_NOTE)
             warnings.warn(f"isotype.optimize: {BYPASSED_NOTE}", stacklevel=2)
     if kwargs.get("labels") is not None:
         _forwards.depth = getattr(_forwards, "depth", 0) + 1
-        # transformers sums the losses and divides by these: the op does before a gradient is
-        # rounded
+        # transformers sums the losses and divides by this number; the op divides before it rounds a
+        # gradient
         _forwards.items = kwargs.get("num_items_in_batch")
 
 
 def stop_deferring(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> None:
-    """Also called when forward raised, so that a failed step does not leave the head deferring."""
+    """Forward hook of the causal LM. It runs also after an error in the forward, so that the head
+    does not keep deferring.
+    """
     if kwargs.get("labels") is not None:
         _forwards.depth = max(0, getattr(_forwards, "depth", 0) - 1)
         _forwards.items = None
@@ -104,11 +109,11 @@ def stop_deferring(
 
 @contextmanager
 def deferring(*, with_gradients: bool = False) -> Iterator[None]:
-    """Within this block optimized heads return deferred logits without labels: for a loop that
-    computes its own loss.
+    """Makes optimized heads return deferred logits within this block, also without labels. It is
+    for loops that compute the loss themselves.
 
-    with_gradients  only where gradients are on: rollouts and reference models of a training step
-                    read real logits
+    with_gradients  defer only while gradients are enabled, because rollouts and reference models of
+                    a training step need real logits
     """
     name = "with_gradients" if with_gradients else "depth"
     setattr(_forwards, name, getattr(_forwards, name, 0) + 1)
@@ -119,8 +124,8 @@ def deferring(*, with_gradients: bool = False) -> Iterator[None]:
 
 
 def place_head(path: str, model: nn.Module, manifest: Manifest) -> Placement:
-    """Makes the head of the causal LM at this path return deferred logits, where nothing else owns
-    the head or its loss.
+    """Replaces the forward of a causal LM's head, if no other library has replaced the head or its
+    loss.
     """
     get_head: Callable[[], nn.Module | None] | None = getattr(model, "get_output_embeddings", None)
     head = get_head() if get_head is not None else None
@@ -133,9 +138,10 @@ def place_head(path: str, model: nn.Module, manifest: Manifest) -> Placement:
     has_trl_forward = find_trl_forward(inner) is not None
     if has_trl_forward:
         place_fused_head(inner)
-    # TRL's reads the weight of any head, as of one that PEFT trains in full, and calls none
+    # TRL's forward reads the head's weight and never calls the head, which may be PEFT's wrapper of
+    # a head that is trained in full
     if type(head) in (nn.Linear, PackedLinear):
-        # which gets a note where TRL's loss does not call the head
+        # the manifest gets a note if TRL's loss does not call the head
         install_forward(head, head_forward, manifest)
         model.register_forward_pre_hook(start_deferring, with_kwargs=True)
         model.register_forward_hook(stop_deferring, with_kwargs=True, always_call=True)
@@ -150,15 +156,15 @@ def place_head(path: str, model: nn.Module, manifest: Manifest) -> Placement:
 
 
 def head_blocker(model: nn.Module, head: nn.Module) -> str | None:
-    """Why this head of a causal LM stays as it is, or None."""
+    """Says why this head of a causal LM cannot be replaced, or None."""
     inner = inner_model(model)
     if type(head) not in (nn.Linear, PackedLinear) and find_trl_forward(inner) is None:
         return f"the head is a {type(head).__name__}, not a plain Linear"
     reason = replacement_blocker(head)
     if reason is not None:
         return reason
-    # a fused loss of TRL's or Liger's replaces the model's forward, on the instance or on its
-    # class, and never calls the head
+    # a fused loss of TRL or Liger replaces the model's forward, on the instance or on the class,
+    # and never calls the head
     foreign_reason = (
         fused_head_blocker(inner)
         if find_trl_forward(inner) is not None
@@ -172,7 +178,9 @@ def head_blocker(model: nn.Module, head: nn.Module) -> str | None:
 
 
 def remove_hooks(model: nn.Module) -> None:
-    """By function, not by handle: a deep copy has the hooks and no handle."""
+    """Removes the hooks of `place_head`. It finds them by their function, because a deep copy has
+    no handles.
+    """
     for hooks, flags, own_hook in (
         (model._forward_pre_hooks, (model._forward_pre_hooks_with_kwargs,), start_deferring),
         (
@@ -192,14 +200,16 @@ def remove_hooks(model: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What a training loop requests from a causal LM in place of logits. N rows of its B x T.
+    """The targets that a training loop passes to a causal LM to get a loss in place of logits. N of
+    the B x T rows have a target.
 
     classes  int64[N]  the class of each row, or -100
-    rows     int64[N]  the places of the rows among the flattened B x T; None: all of these, in
-             their order
-    divisor  of the summed cross-entropy; the op takes it, so that a gradient is rounded once
-    per_row  fp32[N] log-probabilities are wanted, in place of the loss
-    dtype    of the logits inside the loss, as `precision.loss`
+    rows     int64[N]  the indices of these rows in the flattened B x T; None for all rows in
+             order
+    divisor  the divisor of the summed cross-entropy; the op applies it, so that a gradient is
+             rounded once
+    per_row  return fp32[N] log-probabilities in place of the loss
+    dtype    the dtype of the logits inside the loss, `precision.loss`
     """
 
     classes: Tensor
@@ -211,7 +221,7 @@ class Targets:
     def loss_from_hidden(
         self, head: nn.Linear, hidden: Tensor, scale: float, softcap: float | None
     ) -> Tensor:
-        """Without logits, by an op, in fp32."""
+        """Computes the loss from hidden states with an op, without logits, in fp32."""
         x_NH = hidden.reshape(-1, hidden.shape[-1])
         x_NH = x_NH if self.rows is None else x_NH.index_select(0, self.rows)
         if self.per_row:
@@ -239,7 +249,7 @@ class Targets:
         return loss
 
     def loss_from_logits(self, logits_BTV: Tensor) -> Tensor:
-        """From logits, real or deferred, in `dtype`."""
+        """Computes the loss from real or deferred logits, in `dtype`."""
         logits_NV = logits_BTV.reshape(-1, logits_BTV.shape[-1])
         if self.rows is not None:
             logits_NV = logits_NV.index_select(0, self.rows)
@@ -251,10 +261,10 @@ class Targets:
 
 
 def compute_loss(model: nn.Module, inputs: dict[str, Any], targets: Targets) -> Tensor:
-    """The loss of a forward, or its log-probabilities: see `Targets`.
+    """Runs the model and returns the loss, or the log-probabilities: see `Targets`.
 
-    A model that takes no targets (the manifest has the reason) gives deferred logits, or real ones
-    where its head is no plain layer.
+    If the model's forward cannot take targets (the manifest has the reason), the loss is computed
+    from deferred logits, or from real ones if the head was not replaced.
     """
     if targets.dtype != "fp32":
         return targets.loss_from_logits(model(**inputs).logits)
@@ -271,8 +281,8 @@ def takes_targets(model: nn.Module) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LogitTransform:
-    """What the model's forward makes of the head's product z: softcap * tanh(scale * z / softcap),
-    or scale * z.
+    """The function that the model's forward applies to the head's product z: softcap * tanh(scale *
+    z / softcap), or scale * z.
     """
 
     scale: float
@@ -280,7 +290,7 @@ class LogitTransform:
 
 
 class _TargetRequest:
-    """The targets of a forward that runs, and their loss once the head has computed it."""
+    """The targets of a running forward, and their loss after the head has computed it."""
 
     def __init__(self, targets: Targets, transform: LogitTransform) -> None:
         self.targets = targets
@@ -288,8 +298,8 @@ class _TargetRequest:
         self.loss: Tensor | None = None
 
     def compute_loss(self, head: nn.Linear, hidden: Tensor) -> Tensor:
-        """Computes the loss, and returns logits without classes, which the rest of the forward may
-        scale.
+        """Computes the loss. Returns empty logits (0 classes), which the rest of the forward can
+        still scale.
         """
         self.loss = self.targets.loss_from_hidden(
             head, hidden, self.transform.scale, self.transform.softcap
@@ -302,8 +312,8 @@ class _TargetRequest:
 
 
 def lm_forward(self: nn.Module, *args: Any, targets: Targets | None = None, **kwargs: Any) -> Any:
-    """The class's forward; with targets, its output has their loss, through which wrappers of the
-    module reach the graph.
+    """The new forward of a causal LM: the class's forward, whose output contains the loss if
+    targets are passed. Wrappers such as DDP find the graph through this output.
     """
     if targets is None:
         return type(self).forward(self, *args, **kwargs)
@@ -314,7 +324,8 @@ def lm_forward(self: nn.Module, *args: Any, targets: Targets | None = None, **kw
         output = type(self).forward(self, *args, **kwargs)
     finally:
         _forwards.request = previous
-    # a backward hook of the head needs real logits
+    # without a request to the head (it has a backward hook), the loss is computed from the real
+    # logits
     output["loss"] = (
         targets.loss_from_logits(output.logits) if request.loss is None else request.loss
     )
@@ -336,8 +347,8 @@ class _BackboneOutput:
 
 
 class _BackboneStub(nn.Module):
-    """Replaces the backbone in a probe, and a child of it that the forward calls (OPT's decoder); has
-    the backbone's attributes (Falcon H1's scale).
+    """Replaces the backbone in a probe, and also a child of it that the forward calls (OPT's
+    decoder). It has the backbone's attributes, such as Falcon H1's scale.
     """
 
     def __init__(self, hidden: Tensor, real: nn.Module) -> None:
@@ -357,7 +368,7 @@ class _BackboneStub(nn.Module):
 
 
 class _HeadStub(nn.Module):
-    """Replaces the head in a probe by one whose deferred logits record the operations on them."""
+    """Replaces the head in a probe. Its deferred logits record the operations on them."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -370,8 +381,9 @@ class _HeadStub(nn.Module):
 
 
 def probe_logit_transform(model: Any, head: nn.Module) -> LogitTransform | str:
-    """The scale and softcap that the forward of this causal LM applies to the head's output, from a
-    run of its class's forward on a stub of its backbone; or why it takes no targets.
+    """Finds the scale and softcap that the forward of this causal LM applies to the head's output,
+    by running the class's forward with a stub as backbone. Returns a reason if the model cannot
+    take targets.
     """
     embeddings = find_input_embeddings(model)
     children = dict(model.named_children())
@@ -407,7 +419,7 @@ def probe_logit_transform(model: Any, head: nn.Module) -> LogitTransform | str:
 
 
 def place_targets(model: nn.Module, head: nn.Module) -> str | None:
-    """Lets the forward of this causal LM take targets; or why it takes none."""
+    """Makes the forward of this causal LM accept targets. Returns the reason if it cannot."""
     transform = replacement_blocker(model) or probe_logit_transform(model, head)
     if isinstance(transform, str):
         return transform

@@ -1,4 +1,4 @@
-"""Detects forwards that another library has replaced, compares a candidate with a class's own
+"""Detects forwards that another library has replaced, compares a new forward with the class's
 forward on a probe, and rebuilds forwards over private globals.
 """
 
@@ -19,18 +19,18 @@ from torch import Tensor, nn
 from ..instance_method import SETTINGS_KEY, InstanceMethod, Placement, install_forward
 
 T = TypeVar("T")
-# Libraries whose own kernels a model may already run: by import name
+# import names of libraries whose kernels a model may already run
 KERNEL_LIBRARIES = ("liger_kernel", "unsloth", "unsloth_zoo", "cut_cross_entropy")
 
 
 def library_name(function: Any) -> str:
     """The package that defines a function or class; for a decorated function that of the wrapped
-    one, where that is a library of kernels.
+    function, if that is a kernel library.
     """
     layer = getattr(function, "__func__", function)
     packages = []
     while layer is not None:
-        # functools.wraps copies __module__: the globals tell where the wrapper itself is from
+        # functools.wraps copies __module__, but the globals name the wrapper's own module
         module = (
             getattr(layer, "__globals__", {}).get("__name__")
             or getattr(layer, "__module__", None)
@@ -42,8 +42,8 @@ def library_name(function: Any) -> str:
 
 
 def foreign_kernel_reason(module: nn.Module) -> str | None:
-    """Why another library's kernels already run here (its class, or a forward that it installed on
-    the class or the instance), or None.
+    """Says why another library's kernels already run here, or None. The module's class may be from
+    that library, or the library replaced the forward of the class or the instance.
     """
     class_library = library_name(type(module))
     if class_library in KERNEL_LIBRARIES:
@@ -57,7 +57,7 @@ def foreign_kernel_reason(module: nn.Module) -> str | None:
 
 
 def replacement_blocker(module: nn.Module) -> str | None:
-    """Why this instance's forward may not be replaced, or None."""
+    """Says why this instance's forward must not be replaced, or None."""
     if SETTINGS_KEY in module.__dict__:
         return "already optimized"
     return foreign_kernel_reason(module)
@@ -66,7 +66,7 @@ def replacement_blocker(module: nn.Module) -> str | None:
 def make_placement(
     part: str, path: str, module: nn.Module, op: str | None, reason: str = ""
 ) -> Placement:
-    """The result for the module at this path of the model."""
+    """Creates the manifest's entry for the module at this path of the model."""
     return Placement(part, path, type(module).__name__, op, reason)
 
 
@@ -79,8 +79,8 @@ def place_replacement(
     op: str,
     note: str = "",
 ) -> Placement:
-    """Installs `forward` on the module with the recognised settings; where `settings_or_reason` is a
-    text, the module stays as it is for that reason.
+    """Installs `forward` on the module with the recognised settings. If `settings_or_reason` is a
+    text, the module is not changed, and the text is the reason.
     """
     if isinstance(settings_or_reason, str):
         return make_placement(part, path, module, None, settings_or_reason)
@@ -91,8 +91,8 @@ def place_replacement(
 def make_twin(
     module: nn.Module, modules: dict[str, nn.Module], parameters: dict[str, nn.Parameter]
 ) -> nn.Module:
-    """A shallow copy of the module with tiny children and parameters in fp64, on which its class's
-    own forward is the reference of a probe.
+    """A shallow copy of the module with tiny children and parameters in fp64, on which the class's
+    forward computes the reference of a probe.
 
     The module itself is never called: on some CPUs a forward in evaluation mode permanently repacks
     4-bit layers. Children that are not replaced are copies too, so that the twin's mode can be set
@@ -115,9 +115,7 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype, tuple)
 
 
 class ProbeLayer(nn.Module):
-    """Stands for a projection, a norm or an MLP in a probe: a function of its own. first: it is the
-    first of what the call gives.
-    """
+    """Replaces a projection, a norm or an MLP in a probe by a function that depends on `shift`."""
 
     def __init__(self, shift: float, *, returns_tuple: bool = False) -> None:
         super().__init__()
@@ -130,8 +128,8 @@ class ProbeLayer(nn.Module):
 
 
 def module_kind(module: Any) -> tuple[Any, ...]:
-    """A key of a module's code and settings: two modules of one kind compute the same function of
-    their weights.
+    """Returns a key of a module's code and settings. Two modules with the same key compute the same
+    function of their weights.
     """
     parts = tuple((name, type(child), _settings(child)) for name, child in module.named_children())
     weights = tuple(
@@ -152,8 +150,8 @@ def _settings(module: Any) -> tuple[Any, ...]:
 
 
 def cache_by_kind(recognise: Callable[[Any], T]) -> Callable[[Any], T]:
-    """`recognise(module)`, probed once for all modules of a kind: a large model has hundreds of
-    each.
+    """Caches the result of `recognise(module)` for all modules of a kind, because a large model has
+    hundreds of each.
     """
     results: dict[tuple[Any, ...], T] = {}
 
@@ -164,18 +162,18 @@ def cache_by_kind(recognise: Callable[[Any], T]) -> Callable[[Any], T]:
             return results[kind]
         except KeyError:
             return results.setdefault(kind, recognise(module))
-        except TypeError:  # a setting that cannot be a key
+        except TypeError:  # a setting that is not hashable
             return recognise(module)
 
     return look_up
 
 
-# an fp32 step inside the original (a norm's .float()) bounds how well the two can agree: 1.6e-7 in
-# 30 families of transformers. A grid of hundredths is 1e-4 of a probe's values, and no grid may be
-# taken for rounding
+# tolerance for outputs. An fp32 step inside the original (a norm's .float()) limits the agreement
+# to 1.6e-7 in 30 families of transformers. Rounding to hundredths is 1e-4 of a probe's values, and
+# must be detected
 _VALUE_TOLERANCE = 2e-6
-# a norm's gradient has more fp32 steps than its output; what a backward of its own keeps in 8 or 16
-# bits is 2e-4 of it or more
+# tolerance for gradients. A norm's gradient has more fp32 steps than its output. A custom backward
+# that stores 8 or 16 bits differs by 2e-4 or more
 _GRADIENT_TOLERANCE = 2e-5
 
 
@@ -183,10 +181,10 @@ def computes_same(
     reference: Callable[[], Tensor], candidate: Callable[[], Tensor], *inputs: Tensor
 ) -> bool:
     """Whether candidate and reference give the same output and the same gradients with respect to
-    `inputs`; False where one of them raises.
+    `inputs`; False if one of them raises.
 
-    The gradients are compared because a model may have a backward of its own: an autograd function,
-    or hooks on what autograd saves.
+    The gradients are compared because a model may have a custom backward: an autograd function, or
+    hooks on saved tensors.
     """
     try:
         with torch.no_grad():
@@ -212,7 +210,9 @@ def _is_close(truth: Tensor | None, candidate: Tensor | None, tolerance: float) 
 
 
 def _gradients(f: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """Gradients of the output of `f`, with a different weight for each of its values."""
+    """Computes the gradients of a weighted sum of the outputs of `f`, with a different weight for
+    each value.
+    """
     if not inputs:
         return ()
     required_grad = [x.requires_grad for x in inputs]
@@ -253,10 +253,10 @@ def computes_same_in_both_modes(
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """The replacement of a global: `make(the global, *options)`.
+    """Describes how a global variable is replaced: by `make(global, *options)`.
 
-    name     as the forward's globals have it
-    make     a function or class of a module, so that a pickle finds it by name
+    name     the name of the global
+    make     a function or class at module level, so that a pickle finds it by name
     options  plain values
     """
 
@@ -266,12 +266,12 @@ class Replacement:
 
     @property
     def form(self) -> str:
-        """Distinguishes replacements of the same name."""
+        """A text that distinguishes replacements of the same name."""
         return "-".join((self.name, self.make.__name__, *map(str, self.options)))
 
 
 def rebuild_blocker(forward: Any) -> str | None:
-    """Why this forward cannot be rebuilt over other globals, or None."""
+    """Says why this forward cannot be rebuilt over other globals, or None."""
     is_plain = isinstance(forward, FunctionType) and not hasattr(forward, "__wrapped__")
     if is_plain:
         return None
@@ -279,7 +279,7 @@ def rebuild_blocker(forward: Any) -> str | None:
 
 
 def install_rebuilt_forward(module: nn.Module, replacements: list[Replacement]) -> None:
-    """The instance's forward, over globals with these replacements."""
+    """Installs the instance's forward, rebuilt over globals with these replacements."""
     install_forward(
         module,
         InstanceMethod(rebuild_forward, module, arguments=(replacements,)),
@@ -289,8 +289,8 @@ def install_rebuilt_forward(module: nn.Module, replacements: list[Replacement]) 
 
 
 def rebuild_forward(forward: Any, replacements: list[Replacement]) -> Any:
-    """The forward over globals with these replacements. A forward that does not read these globals
-    has replaced the class's own since; it is returned as it is.
+    """Rebuilds a forward over globals with these replacements. A forward that does not read these
+    globals was installed later by other code; it is returned unchanged.
     """
     if rebuild_blocker(forward) or any(r.name not in forward.__globals__ for r in replacements):
         return forward

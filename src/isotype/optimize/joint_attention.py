@@ -1,9 +1,8 @@
-"""Attention of diffusers' transformers, over a picture's tokens alone or joined with the text's:
-recognised by its children and a probe.
+"""Replaces attention in diffusers' transformers, over a picture's tokens alone or joined with the
+text's tokens. It is recognised by its children and a probe.
 
-The instance's forward becomes one that calls the same children and the ops `rope` and `attention`.
-For backward it saves the projections, and recomputes the normed, joined and rotated query and key
-from them.
+The new forward calls the same children and the ops `rope` and `attention`. For backward it saves
+the projections, and recomputes the normed, joined and rotated query and key from them.
 
 B pictures, S tokens, N heads, D head size.
 """
@@ -49,11 +48,13 @@ _SIZE = 4
 
 @dataclass(frozen=True)
 class JointSettings:
-    """joint      the text's tokens are attended to with the picture's
-    text_first whether they come first
-    out        to_out is applied to the picture's result
-    text_out   to_add_out is applied to the text's
-    rotary     query and key are rotated by the tables `image_rotary_emb`
+    """Describes an attention layer.
+
+    joint      whether attention is over the text's tokens too
+    text_first whether they come before the picture's
+    out        whether to_out is applied to the picture's result
+    text_out   whether to_add_out is applied to the text's result
+    rotary     whether query and key are rotated by the tables `image_rotary_emb`
     """
 
     joint: bool
@@ -64,7 +65,7 @@ class JointSettings:
 
 
 def is_candidate(module: nn.Module) -> bool:
-    """Whether it is an attention layer of diffusers with a processor, whose query, key and value
+    """Whether this is an attention layer of diffusers with a processor, whose query, key and value
     read one tensor.
     """
     return (
@@ -78,8 +79,8 @@ def is_candidate(module: nn.Module) -> bool:
 
 @cache_by_kind
 def recognise(module: Any) -> tuple[JointSettings, type] | str:
-    """The settings with which `compute` gives this module's output on a probe, with its processor's
-    class; or why none do.
+    """Returns the settings with which `compute_joint_attention` reproduces this module's output on
+    a probe, and its processor's class; or why there are none.
     """
     unknown = "its output is not that of one attention over all its tokens on a probe"
     width = _HEADS * _SIZE
@@ -109,7 +110,7 @@ def recognise(module: Any) -> tuple[JointSettings, type] | str:
         name for name in inspect.signature(module.processor.__call__).parameters if "rot" in name
     }
     if table_names - {_TABLES}:
-        # tables under another name, as a call of the model will give
+        # the model will pass its tables under another name
         return unknown
     for rotary, text_first, out, text_out in product((True, False), repeat=4):
         settings = JointSettings(joint, text_first, out, text_out, rotary)
@@ -138,7 +139,7 @@ def recognise(module: Any) -> tuple[JointSettings, type] | str:
 
 
 def _concatenate_outputs(function: Callable[[], Any]) -> Tensor:
-    """The outputs in one tensor."""
+    """Concatenates the outputs to one tensor."""
     outputs = function()
     return torch.cat(outputs, 1) if isinstance(outputs, tuple) else outputs
 
@@ -186,8 +187,8 @@ def compute_joint_attention(
 
 
 def join_projections(module: Any, parts: list[Tensor], norms: list[str]) -> Tensor:
-    """[B N S D] of projections [B S_i N*D], one after the other, each normed by a child of the
-    module where it has that.
+    """Joins projections [B S_i N*D] along the tokens to [B N S D]. Each is normed by a child of the
+    module, if the module has that child.
     """
     heads = []
     for i, part in enumerate(parts):
@@ -229,8 +230,8 @@ def joint_forward(
     image_rotary_emb: Any = None,
     **extra: Any,
 ) -> Any:
-    """`compute_joint_attention`; the class's forward for calls with other arguments, a processor that
-    was replaced since, and fused projections.
+    """The new forward of an attention layer: `compute_joint_attention`. The class's forward runs
+    for calls with other arguments, after the processor was replaced, and with fused projections.
     """
     settings, processor = get_settings(self)
     unknown_arguments = {name: value for name, value in extra.items() if value is not None}
@@ -257,8 +258,8 @@ def joint_forward(
 
 
 def describe_backends(model: nn.Module, compute_dtype: str, *, device_type: str) -> str:
-    """The back ends of a denoiser's attention in a training step, with the number of its layers
-    that each computes; "" for other models.
+    """Names the back ends of a denoiser's attention in a training step, with the number of layers
+    that use each; "" for other models.
     """
     layers = [
         m
@@ -292,7 +293,7 @@ def _describe_backend(layer: Any, dtype: torch.dtype, device_type: str) -> str:
 
 
 def place_joint_attention(path: str, module: nn.Module) -> Placement:
-    """Puts the form on the module at this path of the model, where it gives the module's output."""
+    """Replaces the forward of an attention layer, if that reproduces the module's output."""
     settings_or_reason = replacement_blocker(module) or recognise(module)
     note = (
         "with rope"

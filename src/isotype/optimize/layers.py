@@ -1,9 +1,9 @@
-"""Decoder layers of two halves, x + attention(x) and then x + mlp(x), known by their children and a
-probe, whatever their names.
+"""Replaces decoder layers with two halves, x + attention(x) and then x + mlp(x). They are
+recognised by their children and a probe, not by names.
 
-A norm stands before attention and MLP (Llama), after them (OLMo 2), or both (Gemma 2); what they
-give may be multiplied by a number of the layer (Granite). Such a layer's two sums are ours: a norm
-before a half hands its input's gradient on together with the residual's (`add_rms_norm`).
+Norms are before attention and MLP (Llama), after them (OLMo 2), or both (Gemma 2). The outputs of
+both may be multiplied by a number of the layer (Granite). The new forward joins each sum with the
+norm that reads it (`add_rms_norm`), so that backward adds the gradients of both in one pass.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Children:
 
 
 def find_children(module: nn.Module) -> Children | str:
-    """The norms, attention and MLP of a decoder layer, or why its children are others. Identities and
-    dropouts with p = 0 are ignored.
+    """Finds the norms, attention and MLP of a decoder layer, or returns why it has other children.
+    Identities and dropouts with p = 0 are ignored.
     """
     children = {
         n: c
@@ -68,8 +68,8 @@ def find_children(module: nn.Module) -> Children | str:
 
 
 def is_candidate(module: nn.Module) -> bool:
-    """Whether the module is one of the layers that transformers can checkpoint, with an attention
-    layer of its own.
+    """Whether this is a layer that transformers can checkpoint and that has an attention layer as
+    child.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -79,7 +79,7 @@ def is_candidate(module: nn.Module) -> bool:
 
 
 class _AttentionStub(nn.Module):
-    """Replaces the attention in the probe, and records the arguments of each call."""
+    """Replaces attention in the probe, and records the arguments of each call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class _AttentionStub(nn.Module):
 def enumerate_forms(
     children: Children, module: nn.Module
 ) -> Iterator[tuple[Half, Half, str | None]]:
-    """Every assignment of these children to the two halves of a layer."""
+    """Yields every assignment of these children to the two halves of a layer."""
     numbers = [
         name
         for name, value in vars(module).items()
@@ -112,7 +112,7 @@ def enumerate_forms(
 def _norm_orders(
     names: Sequence[str],
 ) -> Iterator[tuple[tuple[str | None, str | None], tuple[str | None, str | None]]]:
-    """(before, after) of both halves for these norms in this order."""
+    """Yields (norm before, norm after) of both halves for these norms in this order."""
     if len(names) == 4:
         yield (names[0], names[1]), (names[2], names[3])
     else:
@@ -121,7 +121,7 @@ def _norm_orders(
 
 
 def recognise(module: nn.Module) -> LayerSettings | str:
-    """The settings with which `run_layer` reproduces this module, or why none do."""
+    """Returns the settings with which `run_layer` reproduces this module, or why there are none."""
     children = find_children(module)
     if isinstance(children, str):
         return children
@@ -148,7 +148,7 @@ def recognise(module: nn.Module) -> LayerSettings | str:
             },
             {},
         )
-        # the class's own forward hands on what it was given under the same names
+        # the class's forward must pass its arguments to attention under the same names
         arguments: dict[str, Any] = {name: object() for name in names} | {
             name: p for name, p in defaults if name in CACHES
         }
@@ -156,7 +156,7 @@ def recognise(module: nn.Module) -> LayerSettings | str:
             with torch.no_grad():
                 forward(twin, x, **arguments)
         except Exception:
-            # it takes apart what the MLP gives, or it does not run on a probe
+            # the forward unpacks the MLP's output, or it does not run on a probe
             continue
         if stub.calls[0] != arguments:
             continue
@@ -174,9 +174,7 @@ def recognise(module: nn.Module) -> LayerSettings | str:
 
 
 def place_layer(path: str, module: nn.Module) -> Placement:
-    """Puts `layer_forward` on the module at this path of the model, where it gives the module's
-    output.
-    """
+    """Installs `layer_forward` on a decoder layer, if it reproduces the layer's output."""
     settings = replacement_blocker(module) or recognise(module)
     if not isinstance(settings, str):
         children = (*settings.attention.children, *settings.mlp.children)

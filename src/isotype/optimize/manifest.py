@@ -1,4 +1,4 @@
-"""The manifest: what `optimize` replaced, where, and why something was left alone."""
+"""The manifest: which modules `optimize` replaced by which op, and why others were not replaced."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from ..precision.quantised_base import (
 
 @dataclass(slots=True)
 class Manifest:
-    """What `optimize` changed in a model; `print(manifest)` prints one line for modules that are
-    alike.
+    """The changes of `optimize` in a model. `print(manifest)` prints one line for all modules that
+    are alike.
     """
 
     precision: str = ""
     entries: list[Placement] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     unused: tuple[str, ...] = ()
-    """Layers whose result the model itself drops, by the beginning of their names: a weight or an
-    adapter there gets no gradient.
+    """Beginnings of the names of layers whose result the model does not use. A weight or an adapter
+    there gets no gradient.
     """
 
     @property
@@ -56,7 +56,7 @@ class Manifest:
         return rows + [f"note       {note}" for note in self.notes]
 
     def to_dict(self) -> dict[str, object]:
-        """For run folders and --json."""
+        """The content for run folders and `--json`."""
         return {
             "precision": self.precision,
             "entries": [asdict(entry) for entry in self.entries],
@@ -77,8 +77,8 @@ class Manifest:
 
 
 def base_notes(model: nn.Module, precision: Any = None) -> list[str]:
-    """A line each about the base's weights: how they are quantised, and which frozen weights have
-    another dtype than declared.
+    """Notes on the base's weights: how they are quantised, and which frozen weights have another
+    dtype than declared.
     """
     notes = []
     quantisation = detect_quantisation(model)

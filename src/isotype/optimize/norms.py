@@ -1,5 +1,5 @@
-"""Replaces RMSNorm modules by `rms_norm`: modules with one vector `weight`, no bias and no children,
-whose output `rms_norm` reproduces.
+"""Replaces RMSNorm modules by `rms_norm`: modules with one vector `weight`, without bias and
+children, whose output `rms_norm` reproduces.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def is_candidate(module: nn.Module) -> bool:
 
 
 def epsilon_names(module: nn.Module) -> list[str | None]:
-    """The attributes of the instance that have a small positive number."""
+    """Names of the instance's attributes with a small positive number, which may be epsilon."""
     names: list[str | None] = [
         name
         for name, value in vars(module).items()
@@ -46,12 +46,14 @@ def epsilon_names(module: nn.Module) -> list[str | None]:
 def recognise_norm(
     module: nn.Module, out_dtype: torch.dtype | None, *, saves_input: bool
 ) -> NormSettings | str:
-    """The settings with which `rms_norm` gives this module's output on a probe, or why none do."""
-    # as wide as the module: torch's own norm refuses any other width
+    """Returns the settings with which `rms_norm` reproduces this module's output on a probe, or why
+    there are none.
+    """
+    # as wide as the module, because torch's norm refuses any other width
     size = module.get_parameter("weight").shape[0]
     weight = nn.Parameter(torch.linspace(-1.0, 2.0, size, dtype=torch.float32), requires_grad=False)
     twin = make_twin(module, {}, {"weight": weight})
-    # small enough that a wrong eps shows
+    # so small that a wrong epsilon changes the output
     x = torch.linspace(-3e-3, 4e-3, 2 * size).view(2, size)
     for eps_attribute in epsilon_names(module):
         for unit_offset in (False, True):
@@ -68,8 +70,8 @@ def recognise_norm(
                     for parameter in inputs
                     if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
                 ][2:]
-                # the probe has none, and with a gate it is another function: the model's own code
-                # would run behind the name of the op
+                # the probe does not pass it, and with a gate the norm computes another function, so
+                # the op would not run in the model
                 if extra_inputs:
                     return f"its forward takes {extra_inputs[0]} beside its input"
                 return NormSettings(eps_attribute, unit_offset, out_dtype, saves_input)
@@ -79,7 +81,7 @@ def recognise_norm(
 def place_norm(
     path: str, module: nn.Module, out_dtype: torch.dtype | None, *, saves_input: bool = False
 ) -> Placement:
-    """Puts `rms_norm` on the module at this path of the model, where it gives the module's output."""
+    """Installs `rms_norm` on a norm, if it reproduces the module's output."""
     settings_or_reason = replacement_blocker(module) or recognise_norm(
         module, out_dtype, saves_input=saves_input
     )

@@ -1,4 +1,4 @@
-"""`optimize` and `restore`: the walk over a model."""
+"""`optimize` places ops in all modules of a model, and `restore` removes them."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from .manifest import Manifest, base_notes
 
 
 def find_causal_lms(model: nn.Module) -> list[nn.Module]:
-    """The modules that own a head and a loss: the model itself, or what an adapter library has
-    wrapped.
+    """Finds the modules that own a head and a loss: the model itself, or the model inside the
+    wrapper of an adapter library.
     """
     models: list[Any] = [
         m
@@ -42,8 +42,8 @@ def find_causal_lms(model: nn.Module) -> list[nn.Module]:
         and hasattr(m, "get_output_embeddings")
         and hasattr(m, "config")
     ]
-    # the inner model (LlamaModel in LlamaForCausalLM) has the same methods and no head; an adapter
-    # library's wrappers have the same head
+    # the inner model (LlamaModel in LlamaForCausalLM) has the same methods but no head; the
+    # wrappers of an adapter library return the same head
     by_head: dict[int, nn.Module] = {}
     for m in models:
         head: nn.Module | None = m.get_output_embeddings()
@@ -59,23 +59,23 @@ def optimize(
     device_type: str | None = None,
     lora_branch: str = "compute",
 ) -> Manifest:
-    """Places the ops in a causal LM of transformers, by structure and after a probe, on instances
-    only.
+    """Places ops in a causal LM of transformers or a denoiser of diffusers. Modules are recognised
+    by their structure, and compared with the op on a probe. Only instances are changed.
 
-    model      a causal LM, or a PEFT model of one
-    precision  a Precision, a preset's name, `bf16-pure grads=bf16`, or the dtype alone: norms then
-               give their output in its compute dtype; without one, in their input's
-    device_type  where it will run, for a model that is not there yet; by default where its
-                 parameters are
+    model      the model, or a PEFT model of it
+    precision  a Precision, a preset's name, the short text form (`bf16-pure grads=bf16`), or a
+               dtype. The output of norms then has the compute dtype; without a precision it has the
+               dtype of the input
+    device_type  the type of the device on which the model will run; by default that of its
+                 parameters
     lora_branch  "fp32" computes the adapters' own products in fp32 beside narrower base products
-    ->         the Manifest: print it
+    ->         the Manifest, which can be printed
     Norms run `rms_norm`, rotary functions `rope`, attention in bf16 on a CPU `attention`, gated
     MLPs `silu_mul` or `gelu_mul`, the head with its loss `linear_cross_entropy`, LoRA layers
     `lora_linear`, gated MLPs of them `lora_mlp`, stacked experts with and without LoRA `experts`,
-    and 4-bit layers `linear_4bit`.
-    `model.generate` may be called in a trainer's callback: see `generation`.
-    Raises  UsageError for something that is no module, an unknown precision, and an unknown
-            lora_branch
+    and 4-bit layers `linear_4bit`. `model.generate` may be called during training: see
+    `generation`.
+    Raises  UsageError if `model` is no module, and for an unknown precision or lora_branch
     """
     if lora_branch not in ("compute", "fp32"):
         raise UsageError(f"lora_branch is {lora_branch!r}: expected compute or fp32")
@@ -84,8 +84,8 @@ def optimize(
     precision = parse_precision(precision)
     vars(model).pop(attention.MASK_NEEDS_KEY, None)
     dtype_name = getattr(precision, "compute", precision)
-    # probes draw numbers, and a module's own dropout may; they have values, also while a model is
-    # outlined under torch.device("meta")
+    # probes draw random numbers, and need real tensors also while the model is built under
+    # torch.device("meta")
     with generation.preserve_random_state(), torch.device("cpu"):
         return _place_ops(
             model, precision, dtype_name, device_type=device_type, lora_branch=lora_branch
@@ -93,8 +93,8 @@ def optimize(
 
 
 def _find_gpus(model: nn.Module, device_type: str | None) -> set[torch.device]:
-    """On which the model runs: where its parameters are, or will be once their blocks or parts come
-    from the host.
+    """The GPUs on which the model runs: those of its parameters, or the current GPU if the weights
+    are still on the CPU.
     """
     devices = {p.device for p in model.parameters() if p.is_cuda}
     is_waiting_on_host = (
@@ -127,7 +127,7 @@ def _place_ops(
     if missing_kernels:
         manifest.notes.append(_note_missing_kernels(missing_kernels, out_dtype))
     manifest.notes += _note_gpus_without_kernels(_find_gpus(model, device_type))
-    # first, because a gated MLP asks whether its layers are fused
+    # LoRA layers are fused first, because a gated MLP depends on whether its layers are fused
     adapters = fuse_lora(model, branch_fp32=branch_fp32)
     if on_cpu and any(adapter.op for adapter in adapters):
         manifest.notes += _note_missing_products()
@@ -170,9 +170,9 @@ def _runs_on_cpu(model: nn.Module, device_type: str | None) -> bool:
 
 
 def _find_missing_kernels(model: nn.Module, *, on_cpu: bool, is_denoiser: bool) -> str:
-    """Why the C++ kernels of a CPU's ops are missing; "" where they are there or not needed.
+    """Says why the C++ kernels of ops are missing on a CPU; "" if they are present or not needed.
 
-    Without its kernels an op is formulas of plain PyTorch, no faster than the model's own code.
+    Without its kernel an op runs plain PyTorch and is no faster than the model's code.
     """
     if not on_cpu:
         return ""
@@ -181,7 +181,7 @@ def _find_missing_kernels(model: nn.Module, *, on_cpu: bool, is_denoiser: bool) 
         ops += denoiser.OPS
     reason = missing(*ops)
     if any(map(experts.has_stacks, model.modules())):
-        # called to load the kernels: without them the op computes by PyTorch's products
+        # called to load the kernels; without them the op uses PyTorch's products
         missing("experts")
     return reason
 
@@ -220,7 +220,7 @@ def _place_4bit(path: str, module: nn.Module) -> Placement:
 
 
 def parse_precision(precision: Any) -> Any:
-    """The Precision for this argument, a dtype, or None."""
+    """Converts the argument `precision` to a Precision, a dtype's name, or None."""
     if (
         precision is None
         or isinstance(precision, Precision)
@@ -251,7 +251,9 @@ def _place_row_ops(
 def _place_attention(
     path: str, module: nn.Module, tables: rotary.Tables, on_cpu: bool
 ) -> list[Placement]:
-    """The two functions that an attention layer's forward calls, in one rebuilt forward."""
+    """Replaces the rotary function and the attention function that an attention layer's forward
+    calls, in one rebuilt forward.
+    """
     device_type = "cpu" if on_cpu else "cuda"
     placements: list[Placement] = []
     replacements: list[Replacement] = []
@@ -265,8 +267,8 @@ def _place_attention(
 
 
 def restore(model: nn.Module) -> int:
-    """Undoes `optimize` exactly, on the model or a deep copy of it; gives the number of entries of
-    the manifest that were undone.
+    """Undoes `optimize` exactly, on the model or a deep copy of it. Returns the number of entries
+    of the manifest that were undone.
     """
     vars(model).pop(PLACED_KEY, None)
     vars(model).pop(attention.MASK_NEEDS_KEY, None)

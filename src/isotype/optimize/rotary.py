@@ -1,8 +1,8 @@
-"""Rotary embedding: a function of the model's module, reached by rebuilding the instance's forward
-over private globals (`rebuild_forward`).
+"""Replaces the rotary embedding, which is a function in the file of the model. The instance's
+forward is rebuilt over private globals that contain the replacement (`rebuild_forward`).
 
-It is recognised by its signature, `f(q, k, cos, sin, ...)`, whatever its name, and then by a probe.
-A function that is only named like a rotation is left alone, with a line in the manifest.
+The function is recognised by its signature, `f(q, k, cos, sin, ...)`, and by a probe. A function
+that only has the name of a rotation is not replaced; the manifest says so.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ PART = "rotary"
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """The form of a model's tables of cos and sin.
+    """The layout of a model's tables of cos and sin.
 
-    form    the run of values stands twice in a row, each value does, or they stand `once`; None
-            where it is unknown
+    form    `runs` if a row repeats all its values after each other, `values` if it repeats each
+            value, `once` if it repeats none; None if it is unknown
     reason  why it is unknown
     """
 
@@ -47,8 +47,8 @@ class Tables:
 
 
 def rotary_name(module: nn.Module) -> str | None:
-    """The global name under which the module's forward calls a rotation, or something named like
-    one; the first has precedence.
+    """Returns the name of the global function that the module's forward calls as rotation: one with
+    the signature of a rotation, else one with the name of a rotation.
     """
     forward = inspect.unwrap(type(module).forward)
     if not isinstance(forward, FunctionType):
@@ -63,15 +63,13 @@ def rotary_name(module: nn.Module) -> str | None:
 
 
 def has_rotary_signature(function: Callable[..., Any]) -> bool:
-    """Whether it is `f(q, k, cos, sin, ...)`: two tensors, then the tables."""
+    """Whether the function is `f(q, k, cos, sin, ...)`: two tensors, then the tables."""
     names = list(inspect.signature(function).parameters)
     return len(names) >= 4 and names[2:4] == ["cos", "sin"]
 
 
 def make_tables(positions: int, pairs: int, form: Form) -> tuple[Tensor, Tensor]:
-    """cos and sin as wide as transformers makes them: the angles twice, each of them repeated, or
-    once.
-    """
+    """Makes tables of cos and sin in one of transformers' layouts."""
     angle = torch.arange(positions, dtype=torch.float64)[:, None] / (
         1.0 + torch.arange(pairs, dtype=torch.float64)
     )
@@ -85,8 +83,8 @@ def make_tables(positions: int, pairs: int, form: Form) -> tuple[Tensor, Tensor]
 
 @cache
 def recognise(original: Callable[..., Any], form: Form) -> Pairs | None:
-    """The pairs with which `rope` gives this function's output on tables of the model's own form;
-    None where none do.
+    """Returns the pairs with which `rope` reproduces this function's output on tables of the
+    model's form; None if there are none.
     """
     size = 8
     generator = torch.Generator().manual_seed(0)
@@ -103,8 +101,8 @@ def recognise(original: Callable[..., Any], form: Form) -> Pairs | None:
                 k,
             )
 
-        # the whole head is enough for a function without partial rotation; a half must agree where
-        # it runs at all
+        # the whole head must agree; a rotation of half the head must agree too if the function
+        # supports partial rotation
         if agree(size // 2) and (agree(size // 4) or not _runs(original, q, k, size // 4, form)):
             result: Pairs = pairs
             return result
@@ -120,7 +118,7 @@ def _runs(original: Callable[..., Any], q: Tensor, k: Tensor, pairs: int, form: 
 
 
 def detect_tables(model: nn.Module) -> Tables:
-    """The form of the tables that the model's own rotary module makes."""
+    """Detects the form of the tables that the model's rotary module computes."""
     for module in model.modules():
         buffers = [
             name for name, _ in module.named_buffers(recurse=False) if name.endswith("inv_freq")
@@ -139,8 +137,8 @@ def detect_tables(model: nn.Module) -> Tables:
                 continue
             if cos.dim() != 3:
                 return Tables(None, "its tables are not [B S D]")
-            # a single pair, or equal neighbours, would fit both kinds: the angles differ from one
-            # pair to the next
+            # real angles differ from one pair to the next; with a single pair, or with equal
+            # neighbours, both forms would fit
             half = cos.shape[-1] // 2
             if torch.equal(cos[..., :half], cos[..., half:]):
                 return Tables("runs")
@@ -153,14 +151,12 @@ def detect_tables(model: nn.Module) -> Tables:
 
 
 def fill_meta_buffers(module: nn.Module) -> nn.Module:
-    """The module itself, or a copy whose buffers have values, where those of a model outlined on
-    the meta device have none.
-    """
+    """Returns the module, or for a model on the meta device a copy whose buffers have values."""
     if not any(buffer.is_meta for buffer in module.buffers(recurse=False)):
         return module
     filled = copy.copy(module)
-    # angles that differ from pair to pair, as every model's do: the form of the tables is asked
-    # for, not their values
+    # angles that differ from pair to pair, as in every model; only the form of the tables is
+    # needed, not their values
     filled._buffers = {
         name: (
             buffer
@@ -175,8 +171,8 @@ def fill_meta_buffers(module: nn.Module) -> nn.Module:
 def place_rotary(
     path: str, module: nn.Module, tables: Tables, replacements: list[Replacement]
 ) -> Placement:
-    """Adds a replacement of the rotary function to those with which the module's forward will be
-    rebuilt.
+    """Adds the replacement of the rotary function to `replacements`, with which the module's
+    forward is rebuilt later.
     """
     called = rotary_name(module)
     forward = type(module).forward
@@ -203,7 +199,7 @@ def place_rotary(
 
 
 def rotary_blocker(called: str, original: Callable[..., Any]) -> str | None:
-    """Why the function that is called by this name is not probed, or None."""
+    """Says why the function with this name is not probed, or None."""
     if library_name(original) in KERNEL_LIBRARIES:
         return f"{called} was already replaced by {library_name(original)}"
     if not has_rotary_signature(original):

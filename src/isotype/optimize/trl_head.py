@@ -1,9 +1,10 @@
-"""TRL's fused head, computed by `linear_log_probs`: `model(..., labels=..., fused_lm_head=True)`
+"""Computes TRL's fused head with `linear_log_probs`. `model(..., labels=..., fused_lm_head=True)`
 returns the same fields.
 
-SFT, DPO, KTO, GRPO, RLOO and their like put a forward on the model (`add_fused_lm_head`) that runs
-the backbone, projects the labelled positions and returns per-token values. Its settings
-(temperature, softcap, scale, fields) are read from its closure; without the flag TRL's runs.
+TRL's trainers (SFT, DPO, KTO, GRPO, RLOO and others) install a forward on the model
+(`add_fused_lm_head`) that runs the backbone, projects the labelled positions and returns values per
+token. Its settings (temperature, softcap, scale, fields) are read from its closure. Without the
+flag TRL's forward runs.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ..ops import linear_log_probs
 from ..ops.backend import autocast_off
 
 IGNORED = -100
-# TRL's name of a field -> the op's
+# TRL's name of a field -> the op's name
 FIELDS = {
     "entropy": "entropy",
     "log_sum_sq_probs": "log_sum_sq_probs",
@@ -36,10 +37,10 @@ _REQUIRED_VARIABLES = {
 
 @dataclass
 class FusedHead:
-    """The settings of TRL's forward, and counts of what has run.
+    """The settings of TRL's forward, and counts of its calls.
 
     trl_forward  TRL's bound forward
-    calls   how often the op answered, and why TRL's own code did
+    calls   the op, or why TRL's own code ran -> number of calls
     """
 
     trl_forward: Any
@@ -52,7 +53,7 @@ def find_trl_forward(model: nn.Module) -> Any | None:
     bound = model.__dict__.get("forward")
     function = getattr(bound, "__func__", None)
     module_name = getattr(function, "__globals__", {}).get("__name__")
-    # functools.wraps renames it: its code keeps its name
+    # functools.wraps renames the function, but its code keeps the name
     code = getattr(function, "__code__", None)
     if module_name == "trl.trainer.utils" and code is not None and code.co_name == "_fused_forward":
         return bound
@@ -66,7 +67,7 @@ def find_fused_head(model: nn.Module) -> FusedHead | None:
 
 
 def fused_head_blocker(model: nn.Module) -> str | None:
-    """Why the op cannot replace TRL's forward on this instance, or None."""
+    """Says why the op cannot replace TRL's forward on this instance, or None."""
     options = _closure(find_trl_forward(model))
     missing = _REQUIRED_VARIABLES - set(options)
     if missing:
@@ -78,7 +79,7 @@ def fused_head_blocker(model: nn.Module) -> str | None:
 
 
 def place_fused_head(model: nn.Module) -> None:
-    """Puts the op in the place of TRL's forward."""
+    """Replaces TRL's forward by one that calls the op."""
     bound = find_trl_forward(model)
     install_forward(model, fused_head_forward, FusedHead(bound, _closure(bound)))
 
@@ -107,7 +108,7 @@ def fused_head_forward(
             "num_items_in_batch": num_items_in_batch,
         }
         kwargs |= {name: value for name, value in arguments.items() if value is not None}
-        # by the function, so that a deep copy's calls its own model
+        # the unbound function, so that a deep copy calls it on itself
         return head.trl_forward.__func__(self, *args, fused_lm_head=fused_lm_head, **kwargs)
     options, text_config = head.options, head.options["text_config"]
     kwargs["use_cache"] = False
@@ -124,7 +125,7 @@ def fused_head_forward(
 
 
 def _fallback_reason(model: Any, labels: Any, shift_labels: Any) -> str | None:
-    """Why TRL's own code computes this call, or None."""
+    """Says why TRL's own code must compute this call, or None."""
     if shift_labels is not None:
         labels = shift_labels
     if not isinstance(labels, Tensor):
@@ -153,7 +154,7 @@ def _compute_output(
     projection = model.get_output_embeddings()
     weight = projection.weight
     bias = projection.bias
-    if hasattr(weight, "full_tensor"):  # sharded by FSDP2
+    if hasattr(weight, "full_tensor"):  # FSDP2 shards it
         weight = weight.full_tensor()
         bias = None if bias is None else bias.full_tensor()
     hidden = hidden.to(weight.device)
@@ -183,7 +184,7 @@ def _compute_output(
     aux_loss: Any = None
     config = options["text_config"]
     if kwargs.get("output_router_logits"):
-        # the mixture's load-balancing loss, as transformers' own forward adds it
+        # add the mixture's load-balancing loss, as transformers' forward does
         from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
         aux_loss = load_balancing_loss_func(
