@@ -19,7 +19,7 @@ from isotype.tasks.diffusion.families import FAMILIES, REFUSED
 PAGE = Path(__file__).with_name("diffusion.md")
 BEGIN, END = "<!-- pipelines -->\n", "<!-- end of pipelines -->\n"
 HEAD = (
-    "| `_class_name` in model_index.json | learns | the LoRA is read by | and by ComfyUI | resumed |",
+    "| `_class_name` in model_index.json | objective | loader of the LoRA | read by ComfyUI | resumed run |",
     "|---|---|---|---|---|",
 )
 LEARNS = {"flow_matching": "flow matching", "epsilon": "noise, or v", "v": "noise, or v"}
@@ -28,7 +28,7 @@ LEARNS = {"flow_matching": "flow matching", "epsilon": "noise, or v", "v": "nois
 def row(name: str, outcome: Any) -> str:
     """outcome  `tests.tasks.diffusion.every_family.Outcome`"""
     learns = LEARNS[outcome.objective] + (", from pairs" if outcome.pairs else "")
-    resumed = "to the bit" if outcome.resumed else "no"
+    resumed = "bit-identical" if outcome.resumed else "no"
     return f"| `{name}` | {learns} | `{outcome.loader}` | {outcome.comfyui} | {resumed} |"
 
 
