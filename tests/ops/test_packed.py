@@ -203,13 +203,13 @@ BAD = {
     "missing scale": ("fp8-block", lambda t: t.pop("weight_scale_inv"), r"layer\.weight is float8_e4m3fn and has no scale"),
     "scale of another shape": ("fp8-block", lambda t: t.update(weight_scale_inv=torch.ones(2, 3)), r"inv is \[2, 3\].*fits no block"),
     "scale by the grid": ("fp8-ct-block", lambda t: t.update(weight_scale=torch.ones(4, 3)), r"fits no block of .*\(32 x 32\)"),
-    "NaN scale": ("fp8-ct-channel", lambda t: t["weight_scale"][5].fill_(torch.nan), r"weight_scale is not finite at \[5, 0\] \(1 such\)"),
-    "NaN weight": ("fp8-block", lambda t: t["weight"].view(torch.uint8)[2, 3].fill_(0xFF), r"weight is not finite at \[2, 3\] \(1 such\)"),
+    "NaN scale": ("fp8-ct-channel", lambda t: t["weight_scale"][5].fill_(torch.nan), r"scale is not finite at \[5, 0\] \(1 in all\)"),
+    "NaN weight": ("fp8-block", lambda t: t["weight"].view(torch.uint8)[2, 3].fill_(0xFF), r"is not finite at \[2, 3\] \(1 in all\)"),
     "NaN exponent": ("mxfp4-ct", lambda t: t["weight_scale"][1, 1].fill_(255), r"weight_scale is not finite at \[1, 1\]"),
     "missing zero points": ("gptq", lambda t: t.pop("qzeros"), r"layer\.qzeros is missing"),
     "groups of another size": ("awq", lambda t: t.update(scales=torch.ones(2, OUT)), r"layer\.scales is \[2, 72\], expected \[5, 72\]"),
     "rows that are not there": ("int8-bnb", lambda t: t.update(weight=t["weight"][:-1]), r"layer\.weight is \[71, 80\], expected"),
-    "only scales": ("nvfp4-ct", lambda t: t.pop("weight_packed"), r"and no weight to which they belong"),
+    "only scales": ("nvfp4-ct", lambda t: t.pop("weight_packed"), r"but no weight to which they belong"),
 }  # fmt: skip
 
 

@@ -1,13 +1,13 @@
 """Fused LoRA over PEFT's own layers: `fuse_lora(model)` attaches it, `unfuse_lora(model)` removes it.
 
-attach     which layers the fused code computes exactly as PEFT does, and the forward that it gets;
-           layers of one input share a function
-linear     the op: its dtypes, the base product, the adapter's branch, and every gradient
-group      several projections of one input in one function
-mlp        a gated MLP in one function, and when its layers run so
-dora       DoRA: LoRA's function and a trained scale for each output
-quantised  packed weights, dequantised once for each use, and linear layers over them
-products   the adapters' own products with fp32 sums; A and B in the dtype of the products
+attach     finds the layers that the fused code computes exactly as PEFT does, and replaces their
+           forward
+linear     one LoRA layer: its dtypes, the base product, the adapter's branch, and all gradients
+group      several LoRA layers with the same input (such as Q, K and V) in one autograd function
+mlp        a gated MLP in one autograd function
+dora       DoRA: the function of `linear`, and a trained scale for each output
+quantised  packed weights, which are dequantised for each use, and linear layers with such weights
+products   products with A and B, summed in fp32, and A and B in the dtype of the products
 """
 
 from .attach import fuse_lora, unfuse_lora

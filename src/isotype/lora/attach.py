@@ -1,16 +1,16 @@
-"""Attaches the fused op to PEFT's own layers, by instance, and detaches it. No class is patched.
+"""Attaches the fused LoRA op to instances of PEFT's layers and detaches it. No class is patched.
 
-A layer is fused where the op computes exactly what PEFT computes. Other layers run PEFT's code, and
-the manifest has the reason.
+A layer is fused only if the op computes exactly what PEFT computes. Other layers run PEFT's code,
+and the manifest (the list of what `optimize` replaced) states the reason.
 
-A `LayerPlan` records what a layer is. It is made when the op is attached and renewed once a step
-(`refresh_plan`). A call reads PEFT's own state alone: whether the adapter is disabled or merged, and
-which one is active. Tensors, scale and dropout are read at the call. The forward is a bound method;
-deepcopy binds it to the copy.
+A `LayerPlan` records whether a layer can be fused, and its modules. It is created when the op is
+attached and renewed once per step (`refresh_plan`). Each call reads from PEFT whether the adapter
+is disabled or merged, which adapter is active, and the tensors, scale and dropout. The attached
+forward is a bound method; deepcopy binds it to the copy.
 
-Layers with the same input are siblings. The first computes all of them and stores their outputs;
-each sibling returns its stored output if its input is the same tensor, and else computes its own. No
-attention or MLP class is changed.
+Layers with the same input are called siblings. The first of them computes the outputs of all and
+stores them. Each sibling returns its stored output if its input is the same tensor; otherwise it
+computes the output itself. No attention or MLP class is changed.
 """
 
 from __future__ import annotations
@@ -43,33 +43,34 @@ from .quantised import (
     packed_state_blocker,
 )
 
-# the dictionaries in which PyTorch keeps the hooks of `register_module_forward_hook` and the like
+# the dictionaries in which PyTorch stores hooks for all modules (`register_module_forward_hook` and
+# similar functions)
 _GLOBAL_HOOKS = GLOBAL_FORWARD_HOOKS, GLOBAL_FORWARD_PRE_HOOKS, _, _ = (
     module_globals._global_forward_hooks,
     module_globals._global_forward_pre_hooks,
     module_globals._global_backward_hooks,
     module_globals._global_backward_pre_hooks,
 )
-# the forward that a fused op computes instead; another one was patched in
+# the forward that a fused op replaces; if nn.Linear has another forward, it was patched
 _NN_LINEAR_FORWARD = nn.Linear.forward
 # types of the weight of a plain nn.Linear
 DENSE_WEIGHT_TYPES = (nn.Parameter, Tensor, FakeTensor)
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """(path, layer) for every LoRA layer of any kind; nothing where PEFT was never imported."""
+    """Yields (path, layer) for every LoRA layer of any kind, or nothing if PEFT was never imported."""
     return ((path, module) for path, module in model.named_modules() if is_lora(module))
 
 
 def is_lora(layer: nn.Module) -> bool:
-    """Whether this is a LoRA layer of PEFT's."""
+    """Whether this is a LoRA layer of PEFT."""
     peft_layers = sys.modules.get("peft.tuners.lora.layer")
     return peft_layers is not None and isinstance(layer, peft_layers.LoraLayer)
 
 
 def is_expert_stack(layer: Any) -> bool:
-    """Whether this is PEFT's wrapper of a parameter of three dimensions, one stack of experts:
-    `optimize.experts` computes those.
+    """Whether this is PEFT's wrapper of a three-dimensional parameter, which is a stack of experts.
+    `optimize.experts` handles such layers.
     """
     if not hasattr(layer, "parameter_name") or not is_lora(layer):
         return False
@@ -78,7 +79,7 @@ def is_expert_stack(layer: Any) -> bool:
 
 
 def layer_kind_blocker(layer: Any) -> str | None:
-    """Why this kind of layer has no fused op, or None."""
+    """Returns the reason why this kind of layer has no fused op, or None."""
     from peft.tuners import lora
 
     base_layer = layer.base_layer
@@ -92,7 +93,8 @@ def layer_kind_blocker(layer: Any) -> str | None:
         and type(base_layer) in (nn.Linear, PackedLinear)
         and layer.parameter_name == "weight"
     ):
-        # PEFT adapts this linear layer by its parameter: its A and B are as in any other layer
+        # PEFT adapts this linear layer through its parameter; A and B are the same as in any other
+        # layer
         return None
     if type(layer) is getattr(lora, "Linear4bit", None) and type(base_layer).__name__ in (
         "Linear4bit",
@@ -103,14 +105,14 @@ def layer_kind_blocker(layer: Any) -> str | None:
             return None
         return "not bitsandbytes' own 4-bit layer"
     if type(base_layer).__name__ == "Linear8bitLt":
-        # on a GPU that layer also rounds activations to 8 bits: a product with the dequantised
+        # on a GPU this layer also rounds activations to 8 bits, so a product with the dequantised
         # weight would have another result
         return "an 8-bit layer's product also quantises activations"
     return f"no fused op for {type(layer).__name__} over {type(base_layer).__name__}"
 
 
 def active_adapter(layer: Any) -> str | None:
-    """The one adapter of this layer that is active."""
+    """Returns the name of the layer's active adapter, or None unless exactly one is active."""
     active = [adapter for adapter in layer.active_adapters if adapter in layer.lora_A]
     if len(active) != 1:
         return None
@@ -119,7 +121,7 @@ def active_adapter(layer: Any) -> str | None:
 
 
 def adapter_parts(layer: Any) -> tuple[str, Any, Any, Any, Any]:
-    """(adapter, A, B, dropout, base layer) of a layer with one active adapter."""
+    """Returns (adapter name, A, B, dropout, base layer) of a layer with one active adapter."""
     adapter = active_adapter(layer)
     assert adapter is not None
     return (
@@ -132,9 +134,9 @@ def adapter_parts(layer: Any) -> tuple[str, Any, Any, Any, Any]:
 
 
 def fusion_blocker(layer: Any, *, allow_dora: bool = False) -> str | None:
-    """Why a layer of a kind that can be fused runs PEFT's own code now, or None.
+    """Returns the reason why a layer that could be fused runs PEFT's code at present, or None.
 
-    allow_dora  as for `adapter_blocker`
+    allow_dora  as in `adapter_blocker`
     """
     if layer._disable_adapters:
         return "the adapter is disabled"
@@ -144,9 +146,10 @@ def fusion_blocker(layer: Any, *, allow_dora: bool = False) -> str | None:
 
 
 def adapter_blocker(layer: Any, *, allow_dora: bool = False) -> str | None:
-    """`fusion_blocker` without PEFT's two switches, which every call reads.
+    """Returns the reason that `fusion_blocker` gives, apart from a disabled or merged adapter,
+    which every call checks.
 
-    allow_dora  DoRA's variant does not count: `dora.apply_dora` computes it
+    allow_dora  DoRA is not a reason, since `dora.apply_dora` computes it
     """
     adapter = active_adapter(layer)
     if adapter is None:
@@ -177,8 +180,8 @@ def adapter_blocker(layer: Any, *, allow_dora: bool = False) -> str | None:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a call of this module runs a hook: its own, or one registered for every module of the
-    process.
+    """Whether a call of this module runs a hook, either a hook of the module or one for all modules
+    of the process.
     """
     hook_tables = (
         module._forward_hooks,
@@ -187,14 +190,17 @@ def has_hooks(module: nn.Module) -> bool:
         module._backward_pre_hooks,
         *_GLOBAL_HOOKS,
     )
-    # the observer's hooks change no result: an observed step runs the same code as any other step
+    # the hooks of isotype.observe change no result, so they do not count: an observed step runs the
+    # same code as any other step
     return any(hook_tables) and any(
         not getattr(hook, "observes", False) for hooks in hook_tables for hook in hooks.values()
     )
 
 
 def has_replaced_forward(part: nn.Module) -> bool:
-    """Whether another forward than the layer's runs. `forward_4bit` has the result of its layer's."""
+    """Whether another forward than the one of the layer's class runs. `forward_4bit` does not
+    count, since it returns the same result.
+    """
     if type(part) is nn.Linear and nn.Linear.forward is not _NN_LINEAR_FORWARD:
         return True
     return (
@@ -204,7 +210,9 @@ def has_replaced_forward(part: nn.Module) -> bool:
 
 
 def unadapted_layer_blocker(layer: nn.Module) -> str | None:
-    """Why a layer without an adapter cannot be part of a fused function, or None."""
+    """Returns the reason why a layer without an adapter cannot be part of a fused function, or
+    None.
+    """
     quantised = is_packed(layer)
     if type(layer) is not nn.Linear and not quantised:
         return f"a {type(layer).__name__}"
@@ -216,11 +224,11 @@ def unadapted_layer_blocker(layer: nn.Module) -> str | None:
 
 
 def weight_blocker(base: nn.Module) -> str | None:
-    """Why this base layer's weight, as it is now, has no fused product; or None. A sharded weight is
-    gathered when its layer is called.
+    """Returns the reason why the present weight of this base layer has no fused product, or None. A
+    sharded weight does not count, since it is gathered when its layer is called.
     """
-    # `base.weight` would compute it under a parametrisation: each read of a weight under
-    # `spectral_norm` is one step of its power iteration
+    # `base.weight` would evaluate a parametrisation. With `spectral_norm`, each read of the weight
+    # is a step of its power iteration
     weight = base._parameters.get("weight")
     if weight is None:
         return "the weight is no parameter of the layer"
@@ -231,34 +239,34 @@ def weight_blocker(base: nn.Module) -> str | None:
     return packed_state_blocker(base)
 
 
-# attributes of a fused layer: its forward, its LayerPlan, the layers that share its input, the
-# output that another layer computed for it, and whether its branch is requested in fp32
+# names of a fused layer's attributes: its fused forward, its LayerPlan, the layers that share its
+# input, the output that another layer computed for it, and whether its branch is requested in fp32
 FUSED = "_isotype_fused"
 _PLAN = "_isotype_plan"
 _SIBLINGS = "_isotype_siblings"
 _SHARED_OUTPUT = "_isotype_shared_output"
 _BRANCH_FP32 = "_isotype_branch_fp32"
 
-# Children of one module that families of transformers and diffusers call with one tensor, in the
+# names of child modules that models of transformers and diffusers call with the same input, in the
 # order of the calls
 GROUPS = (
     ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"),
     ("to_q", "to_k", "to_v"), ("add_q_proj", "add_k_proj", "add_v_proj"),
 )  # fmt: skip
-# the same in cross-attention, where Q reads another tensor. Its class is often that of
-# self-attention: the path tells
+# the same for cross-attention, where Q reads another tensor. Self-attention and cross-attention
+# often have the same class, so cross-attention is recognised by its path
 CROSS_GROUPS = (("k_proj", "v_proj"), ("to_k", "to_v"), ("add_k_proj", "add_v_proj"))
 _CROSS = re.compile("cross|^encoder_attn|^encoder_decoder", re.IGNORECASE)
 
 
 def fuse_lora(model: nn.Module, *, branch_fp32: bool = False) -> list[Placement]:
-    """Attaches the fused op to every LoRA layer whose kind has one. Returns a line for every LoRA
-    layer but those of experts, in the model's order.
+    """Attaches the fused op to every LoRA layer of a supported kind. Returns one `Placement` for
+    each LoRA layer except those of experts, in the model's order.
 
-    branch_fp32  computes the adapters' own products in fp32 beside narrow base products
+    branch_fp32  computes products with A and B in fp32, while base products stay narrow
 
-    A layer that runs PEFT's code for now (its adapter is disabled or merged, or several are active)
-    gets the op too, and is fused when that ends.
+    The op is also attached to a layer whose adapter is disabled or merged, or that has several
+    active adapters. Such a layer runs PEFT's code until this changes.
     """
     placements = []
     for path, layer in lora_layers(model):
@@ -271,7 +279,7 @@ def fuse_lora(model: nn.Module, *, branch_fp32: bool = False) -> list[Placement]
             vars(layer)[FUSED] = InstanceMethod(lora_forward, layer)
             vars(layer)[FUSED].install()
         if reason is None:
-            # by vars(): nn.Module's __setattr__ is slow
+            # through vars(), since nn.Module's __setattr__ is slow
             vars(layer)[_BRANCH_FP32] = branch_fp32
             refresh_plan(layer)
             reason = fusion_blocker(layer, allow_dora=True)
@@ -288,8 +296,8 @@ def fuse_lora(model: nn.Module, *, branch_fp32: bool = False) -> list[Placement]
 
 
 def unfuse_lora(model: nn.Module) -> int:
-    """Undoes `fuse_lora` and returns the number of layers. Other layers stay as they are, and so do
-    wrappers that other libraries added since.
+    """Undoes `fuse_lora` and returns the number of layers. Other layers do not change, and wrappers
+    that other libraries added later stay.
     """
     fused = [layer for _, layer in lora_layers(model) if FUSED in vars(layer)]
     for layer in fused:
@@ -300,23 +308,23 @@ def unfuse_lora(model: nn.Module) -> int:
 
 
 def is_dora_layer(layer: Any) -> bool:
-    """Whether a fused layer runs DoRA's function."""
+    """Whether a fused layer runs the function for DoRA."""
     plan = layer.__dict__.get(_PLAN)
     return plan is not None and plan.dora
 
 
 def is_fused(layer: nn.Module) -> bool:
-    """Whether calling this layer calls the forward that `fuse_lora` attached, with no wrapper
+    """Whether a call of this layer calls the forward that `fuse_lora` attached, without a wrapper
     around it.
     """
     return FUSED in layer.__dict__ and layer.__dict__.get("forward") is layer.__dict__[FUSED]
 
 
 def _link_siblings(parent: nn.Module, path: str) -> None:
-    """Records its siblings in the first layer of a group, where every layer is fused.
+    """Stores the siblings of a group on its first layer, if every layer of the group is fused.
 
-    With LoRA dropout, an output that is computed for a sibling and never used draws a mask that
-    PEFT's layers would not draw.
+    With LoRA dropout, an output that is computed for a sibling but never used consumes random
+    numbers that PEFT's layers would not consume.
     """
     is_cross_attention = getattr(parent, "is_cross_attention", False) or _CROSS.search(
         path.rpartition(".")[2]
@@ -327,7 +335,7 @@ def _link_siblings(parent: nn.Module, path: str) -> None:
             all(layer is not None and is_fused(layer) for layer in layers)
             and len({layer.in_features for layer in layers}) == 1
         ):
-            # a tuple: modules in an attribute would become children of the first
+            # a tuple, since a module stored as an attribute would become a child of the first layer
             vars(layers[0])[_SIBLINGS] = tuple(layers[1:])
 
 
@@ -335,18 +343,18 @@ def _link_siblings(parent: nn.Module, path: str) -> None:
 
 
 class LayerPlan(DroppedOnCopy):
-    """What a LoRA layer is.
+    """Whether a LoRA layer can be fused, and its modules.
 
-    active  PEFT's names of its active adapters, when the plan was made
-    reason  why PEFT's own code runs while the adapter is on, or None. The layer's parts are set where
-            it is None, and for DoRA
-    dora    whether DoRA is the only reason: it has a function of its own
+    active  PEFT's names of the active adapters when the plan was created
+    reason  the reason why an enabled adapter runs PEFT's code, or None. The fields of the layer's
+            modules are set if it is None, and for DoRA
+    dora    whether DoRA is the only reason; the layer then runs the function for DoRA
     """
 
     __slots__ = ("a", "active", "adapter", "b", "base", "dora", "dropout", "forward", "reason")
 
     def __init__(self, layer: Any) -> None:
-        # an adapter may be appended to a list in place
+        # a copy, since adapters may be appended to the list in place
         if isinstance(layer._active_adapter, list):
             self.active = list(layer._active_adapter)
         else:
@@ -359,8 +367,8 @@ class LayerPlan(DroppedOnCopy):
 
 
 def refresh_plan(layer: Any) -> LayerPlan:
-    """Makes a new plan for a fused layer: when the op is attached, once a step, and where PEFT's own
-    state has changed.
+    """Creates a new plan for a fused layer: when the op is attached, once per step, and after
+    PEFT's state has changed.
     """
     plan = layer.__dict__[_PLAN] = LayerPlan(layer)
     return plan
@@ -369,10 +377,10 @@ def refresh_plan(layer: Any) -> LayerPlan:
 def read_projection(
     layer: Any, x: Tensor, *, in_graph: bool = False, allow_dora: bool = False
 ) -> Projection | None:
-    """Reads the tensors of a fused layer whose input is x; None where PEFT's own code runs now.
+    """Reads the tensors of a fused layer whose input is x. Returns None if PEFT's code has to run.
 
-    in_graph    Dynamo traces the call: the plan is not used, as the graph has guards of its own
-    allow_dora  also reads a layer with DoRA, without its magnitude
+    in_graph    Dynamo traces the call. The plan is then not used, since the graph has guards
+    allow_dora  also reads a layer with DoRA, except its magnitude
     """
     if layer._disable_adapters or layer.merged_adapters:
         return None
@@ -385,8 +393,8 @@ def read_projection(
         if plan is None or layer._active_adapter != plan.active:
             plan = refresh_plan(layer)
         if plan.reason is None or plan.dora:
-            # an adapter may be deleted and added again under its name; accelerate's forward loads a
-            # weight for each call
+            # an adapter may be deleted and added again under the same name; accelerate replaces the
+            # forward to load a weight for each call
             is_current = (
                 layer._modules["lora_A"]._modules.get(plan.adapter) is plan.a
                 and plan.base.__dict__.get("forward") is plan.forward
@@ -426,7 +434,7 @@ def read_projection(
     return _make_projection(values)
 
 
-# Projection(*values) without a Python call
+# the same as Projection(*values), without a Python call
 _make_projection: Callable[[Any], Projection] = partial(tuple.__new__, Projection)
 
 
@@ -454,11 +462,13 @@ def read_unadapted_projection(layer: Any) -> Projection:
 
 
 def lora_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """A LoRA layer's forward: fused while the layer is plain, else PEFT's own."""
+    """The forward of a fused LoRA layer. It runs the fused op if the layer's present state allows
+    it, else PEFT's forward.
+    """
     if args or kwargs or not x.dtype.is_floating_point:
         return _run_peft_forward(self, x, *args, **kwargs)
     if torch.compiler.is_dynamo_compiling():
-        # each layer for itself: the compiler finds products that layers share
+        # each layer is computed alone, since the compiler finds products that layers share
         projection = read_projection(self, x, in_graph=True)
         if projection is None:
             return _run_peft_forward(self, x)
@@ -492,7 +502,7 @@ def _compute_with_siblings(
     siblings: Sequence[Any], x: Tensor, first_projection: Projection
 ) -> Tensor | None:
     """Computes a layer and its siblings in one function, and stores the siblings' outputs for their
-    calls. None where they cannot share a function.
+    calls. Returns None if they cannot share a function.
     """
     projections = [first_projection]
     for sibling in siblings:
@@ -512,21 +522,23 @@ def _compute_with_siblings(
     version = 0 if x.is_inference() else x._version
     grad_enabled = torch.is_grad_enabled()
     for sibling, output in zip(siblings, sibling_outputs):
-        # by __dict__: nn.Module's __setattr__ takes 2 us
+        # through __dict__, since nn.Module's __setattr__ takes 2 us
         sibling.__dict__[_SHARED_OUTPUT] = _SharedOutput((x, output, version, grad_enabled))
     return y
 
 
 class _SharedOutput(DroppedOnCopy, tuple[Any, ...]):
-    """(x, the layer's output for it, x's version, whether gradients were enabled)."""
+    """(x, the layer's output for x, the version of x, whether gradients were enabled)."""
 
 
-# the results of `projection_dtypes`: a model has few, and needs them several times a layer
+# results of `projection_dtypes`; a model needs only a few, but several times per layer
 _dtypes_cache: dict[tuple[Any, ...], LoraDtypes] = {}
 
 
 def cached_dtypes(projection: Projection, x: Tensor, x_dtype: torch.dtype) -> LoraDtypes:
-    """The dtypes of this projection for an input of `x_dtype` on x's device, from a cache."""
+    """Returns the dtypes of this projection for an input of `x_dtype` on the device of x, from a
+    cache.
+    """
     device = x.device.type
     if device == "meta":
         autocast = autocast_dtype(x)
@@ -543,7 +555,7 @@ def cached_dtypes(projection: Projection, x: Tensor, x_dtype: torch.dtype) -> Lo
 
 
 def projection_dtypes(projection: Projection, x: Tensor, x_dtype: torch.dtype) -> LoraDtypes:
-    """`cached_dtypes` without the cache: for graphs."""
+    """Computes the result of `cached_dtypes` without the cache, as compiled graphs need it."""
     weight_dtype, dense, a_dtype, b_dtype, branch_fp32 = projection.dtype_key
     adapter_dtype = None
     if projection.a is not None:
@@ -561,8 +573,8 @@ def projection_dtypes(projection: Projection, x: Tensor, x_dtype: torch.dtype) -
 def shared_dtypes(
     x: Tensor, projections: Sequence[Projection], resolve: Callable[..., LoraDtypes] = cached_dtypes
 ) -> LoraDtypes | None:
-    """The dtypes in which these projections can share a function of x; None where their dtypes
-    differ, or one computes its branch in fp32.
+    """Returns the dtypes in which these projections of x can share a function. Returns None if
+    their dtypes differ, or if one computes its branch in fp32.
     """
     first = projections[0]
     features = x.shape[-1]
@@ -570,7 +582,7 @@ def shared_dtypes(
     for projection in projections:
         if projection.dtype_key != first.dtype_key and resolve(projection, x, x.dtype) != dtypes:
             return None
-        # `in_features` would be a Python call in each layer
+        # without an adapter only, since the property `in_features` costs a Python call
         a_RK = projection.a
         in_features = projection.in_features if a_RK is None else a_RK.shape[1]
         if features != in_features:
@@ -581,8 +593,8 @@ def shared_dtypes(
 
 
 def refuse_packed_adapter(reason: str) -> None:
-    """Raises UsageError for an adapter on a packed parameter that would run PEFT's code: PEFT adds
-    its update to the packed bytes.
+    """Raises UsageError for an adapter on a packed parameter that would run PEFT's code, since PEFT
+    would add its update to the packed bytes.
     """
     raise UsageError(
         f"an adapter on packed experts: {reason}: not offered",
@@ -591,8 +603,8 @@ def refuse_packed_adapter(reason: str) -> None:
 
 
 def _run_peft_forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Runs PEFT's code. bitsandbytes must not repack the weight in place meanwhile: it never undoes
-    that, and later gradients would be wrong.
+    """Runs PEFT's forward. Meanwhile bitsandbytes is kept from repacking the weight in place, since
+    it never undoes this and later gradients would be wrong.
     """
     base = layer.base_layer
     if (

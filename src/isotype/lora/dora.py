@@ -1,11 +1,11 @@
-"""DoRA: each row of W + s B A scaled to a length m that is trained (Liu et al. 2024, "DoRA:
+"""DoRA: each row of W + s B A is scaled to a trained length m (Liu et al. 2024, "DoRA:
 weight-decomposed low-rank adaptation").
 
-y = (m / n) (x Wᵀ + s x Aᵀ Bᵀ) + bias. n, the norms of the rows of W + s B A, takes no gradient, as
-in the paper and in PEFT. So the product is LoRA's, with a scale for each column; and n² = |W|² + 2 s
-<W Aᵀ, B> + s² <B (A Aᵀ), B> by rows, which does not need W + s B A itself. |W|² is computed once for
-a weight. n is fp32: m / n is near 1 at the start, where the spacing of bf16 is as large as the
-learnt change.
+y = (m / n) (x Wᵀ + s x Aᵀ Bᵀ) + bias. n are the norms of the rows of W + s B A. They get no
+gradient, as in the paper and in PEFT. So the product is the same as in LoRA, with a scale for each
+column. The norms are computed by rows as n² = |W|² + 2 s <W Aᵀ, B> + s² <B (A Aᵀ), B>, without
+computing W + s B A. |W|² is computed once per weight. n is fp32: m / n is near 1 at the start,
+where the spacing of bf16 numbers is as large as the learnt change.
 
 T tokens, K in features, O out features, R rank.
 """
@@ -22,12 +22,13 @@ from ..ops.backend import autocast_off
 from .linear import LoraDtypes, Projection, apply_linear, base_weight
 from .products import can_call_kernels_directly, row_blocks, scaled_product
 
-# weight -> (its data pointer, its version, |W|² by rows)
+# weight -> (data pointer, version, |W|² of each row)
 _row_squares_cache: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 class ScaleToMagnitude(torch.autograd.Function):
-    """u m / n + bias, written over u, in fp32 for one block of rows at a time. Saves the result alone.
+    """Replaces u by u m / n + bias, in fp32 for one block of rows at a time. Of the large tensors
+    only the result is saved.
 
     u     F[T O]      overwritten
     m, n  fp32[O]
@@ -77,7 +78,7 @@ class ScaleToMagnitude(torch.autograd.Function):
 
 
 def adapted_row_norms(projection: Projection, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Norms of the rows of W + s B A: fp32[O], or fp64 of an fp64 weight.
+    """Returns the norms of the rows of W + s B A as fp32[O], or fp64 for an fp64 weight.
 
     dtype  of the products
     """
@@ -99,7 +100,7 @@ def adapted_row_norms(projection: Projection, x: Tensor, dtype: torch.dtype) -> 
 
 
 def _row_squares(weight: Tensor, w_OK: Tensor, dtype: torch.dtype) -> Tensor:
-    """|W|² by rows, from a cache as long as nothing writes to the weight."""
+    """Returns |W|² of each row. The result is cached until the weight is written to."""
     cached: tuple[int, int, Tensor] | None = _row_squares_cache.get(weight)
     if (
         cached is None
@@ -117,7 +118,7 @@ def _row_squares(weight: Tensor, w_OK: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def apply_dora(x: Tensor, projection: Projection, magnitude: Tensor, dtypes: LoraDtypes) -> Tensor:
-    """A projection with a DoRA adapter, without dropout.
+    """Computes a projection with a DoRA adapter, without dropout.
 
     magnitude  m, any float [O]
     """

@@ -1,9 +1,10 @@
-"""Several LoRA linears of one input (Q, K and V; gate and up) in one autograd function: x meets
-every A in one product.
+"""Several LoRA linear layers of the same input (Q, K and V, or gate and up) in one autograd
+function. x is multiplied by all A in one product.
 
-Saved for backward: x once (or what x is recomputed from: `ops.recomputable`), x Aᵀ of all
-projections together, the weights, A and B, and a byte an element for each dropout. The input's
-gradient is one sum. The gated MLP (`mlp`) combines the same functions in another way.
+These tensors are saved for backward: x once (or the tensors from which x is recomputed, see
+`ops.recomputable`), x Aᵀ of all projections, the weights, A and B, and one byte per element for
+each dropout. The input's gradient is computed as a single sum. The gated MLP (`mlp`) uses the
+functions of this module too.
 
 T tokens, K in features, O out features of a projection, R ranks of all projections together.
 """
@@ -41,19 +42,22 @@ from .products import (
 )
 from .quantised import bias_gradient
 
-# An autograd function takes the tensors of several projections in one flat list, five for each: at
-# these positions. KEEP: bool[T K], the elements of x that the dropout before A keeps, or None
+# An autograd function takes the tensors of several projections in one flat list, five for each
+# projection, in this order. KEEP is bool[T K], the elements of x that the dropout before A keeps,
+# or None
 WEIGHT, BIAS, A, B, KEEP = range(5)
 FIELDS = 5
 
-# (every A in one tensor, each B), in the dtype of the products
+# (all A in one tensor, the list of B), in the dtype of the products
 CastAdapters = tuple[Tensor, list[Tensor | None]]
-# (x Aᵀ of all projections, every A in one tensor, each B)
+# (x Aᵀ of all projections, all A in one tensor, the list of B)
 AdapterProducts = tuple[Tensor, Tensor, list[Tensor | None]]
 
 
 def rank_slices(b_matrices: Sequence[Tensor | None]) -> list[slice]:
-    """The columns of x Aᵀ that belong to each projection: no column without an adapter."""
+    """Returns for each projection the columns of x Aᵀ that belong to it. A projection without an
+    adapter has none.
+    """
     slices = []
     start = 0
     for b in b_matrices:
@@ -66,7 +70,7 @@ def rank_slices(b_matrices: Sequence[Tensor | None]) -> list[slice]:
 
 
 def are_all_none(tensors: Sequence[Tensor | None]) -> bool:
-    # called several times in each layer: a generator would add a call
+    # a loop, since it is called several times per layer and a generator would add a call
     for tensor in tensors:  # noqa: SIM110
         if tensor is not None:
             return False
@@ -80,7 +84,7 @@ def adapter_products(
     *,
     direct_kernels: bool = False,
 ) -> AdapterProducts:
-    """x Aᵀ of all projections, with A and B as cast down."""
+    """Computes x Aᵀ of all projections. Returns it with the cast A and B."""
     if adapters is None:
         adapters = cast_adapters(flat[A::FIELDS], flat[B::FIELDS], x_TK, x_TK.shape[1], x_TK.dtype)
     a_RK, b_matrices = adapters
@@ -104,10 +108,10 @@ def compute_projections(
     *,
     direct_kernels: bool = False,
 ) -> tuple[list[Tensor], AdapterProducts]:
-    """Every projection of x, in x's dtype and dimensions, and the `AdapterProducts` that backward
-    needs.
+    """Computes every projection of x, with the dtype and leading dimensions of x. Returns the
+    outputs and the `AdapterProducts` that backward needs.
 
-    adapters        the result of `cast_adapters`, where it serves several tiles
+    adapters        the result of `cast_adapters`, if several tiles share it
     direct_kernels  the result of `can_call_kernels_directly` for x
     """
     x_TK = x
@@ -150,9 +154,10 @@ def branch_gradient(
     *,
     direct_kernels: bool = False,
 ) -> Tensor:
-    """The gradient of x Aᵀ times each branch's scale: scale dy B; zero where an output was not used.
+    """Computes the gradient of x Aᵀ, including each branch's scale: scale dy B. It is zero for an
+    output that was not used.
 
-    xa  has the result's shape
+    xa_TR  a tensor of the result's shape
     """
     if xa_TR.shape[1] == 0:
         return xa_TR
@@ -179,13 +184,13 @@ def input_gradient(
     *,
     direct_kernels: bool = False,
 ) -> Tensor:
-    """The gradient of x in `dtype`: every dy W and the adapters' part dxa A in one sum. One weight
-    is dequantised at a time.
+    """Computes the gradient of x in `dtype` as one sum of all dy W and the adapters' part dxa A.
+    Only one weight is dequantised at a time.
 
-    The adapters' part is rounded to the products' dtype, and each base product adds to it while it
-    multiplies; where the C++ kernels run, the adapters' part is added last, unrounded.
+    The adapters' part is rounded to the products' dtype, and each base product is added to it
+    inside the matrix product. With the C++ kernels the adapters' part is added last, unrounded.
 
-    keeps  None where there is no dropout
+    keeps  None without dropout
     """
     dx_TK: Tensor | None = None
     add_adapters_last = False
@@ -239,12 +244,12 @@ def tensor_gradients(
     *,
     direct_kernels: bool = False,
 ) -> list[Tensor | None]:
-    """The gradient of each tensor of the flat list, in its dtype; None where none is needed. x may
-    be None where no weight and no A needs a gradient.
+    """Computes the gradient of each tensor of the flat list, in the tensor's dtype, or None if it
+    is not needed. x may be None if no weight and no A needs a gradient.
 
     dys           in the products' dtype
-    incoming_dys  as autograd gave them: the biases' gradients are their sums
-    keeps         None where there is no dropout
+    incoming_dys  the gradients that autograd passed; the gradients of biases are their sums
+    keeps         None without dropout
     """
     grads: list[Tensor | None] = [None] * len(needs)
     all_da: Tensor | None = None
@@ -260,13 +265,14 @@ def tensor_gradients(
             assert x_TK is not None
             grads[weight] = (dy.t() @ x_TK).to(dtypes[weight])
         if needs[bias]:
-            grads[bias] = bias_gradient(incoming_dy, dtypes[bias])  # type: ignore[arg-type]  # a bias that has a gradient has a dtype
+            # a bias with a gradient has a dtype
+            grads[bias] = bias_gradient(incoming_dy, dtypes[bias])  # type: ignore[arg-type]
         if needs[b]:
             grads[b] = gradient_product(
                 dy,
                 xa_TR[:, slices[i]],
                 scales[i],
-                dtypes[b],  # type: ignore[arg-type]  # as above, of B
+                dtypes[b],  # type: ignore[arg-type]  # the same holds for B
                 direct_kernels=direct_kernels,
             )
         if not needs[a]:
@@ -283,7 +289,7 @@ def tensor_gradients(
             )
         else:
             if all_da is None:
-                # without dropout one product has the gradients of every A
+                # without dropout one product computes the gradients of all A
                 all_da = gradient_product(
                     dxa_TR, x_TK, 1.0, sum_dtype, direct_kernels=direct_kernels
                 )
@@ -293,12 +299,12 @@ def tensor_gradients(
 
 
 def needs_input(needs: Sequence[bool]) -> bool:
-    """Whether backward reads the projections' input: for the gradient of a weight or of an A."""
+    """Whether backward reads the projections' input, which the gradients of a weight or an A need."""
     return any(needs[WEIGHT::FIELDS]) or any(needs[A::FIELDS])
 
 
 class LoraGroup(torch.autograd.Function):
-    """`lora_group` in given dtypes; `flat` has FIELDS tensors a projection."""
+    """The autograd function of `lora_group`. `flat` has FIELDS tensors per projection."""
 
     @staticmethod
     def forward(
@@ -340,7 +346,7 @@ class LoraGroup(torch.autograd.Function):
         ctx.x_shape = x.shape
         ctx.x_dtype = x.dtype
         ctx.leaf_dtypes = [None if t is None else t.dtype for t in flat]
-        # an output that nobody used gets None as its gradient, and costs no product
+        # an output that was not used gets None as its gradient, and needs no product
         ctx.set_materialize_grads(False)
         return tuple(outputs)
 
@@ -426,11 +432,11 @@ _apply = direct_apply(LoraGroup)
 def flatten_projections(
     x: Tensor, projections: Sequence[Projection]
 ) -> tuple[list[Tensor | None], tuple[float, ...], tuple[Any, ...]]:
-    """(the flat list of the projections' tensors, the scales of their branches, the states of their
-    packed weights): what an autograd function takes.
+    """Returns the arguments of an autograd function: (the flat list of the projections' tensors,
+    the scales of their branches, the states of their packed weights).
 
-    Dropout masks are drawn in the order in which PEFT's layers would draw them, and their factor
-    goes into the scale.
+    Dropout masks are drawn in the same order as in PEFT's layers, and the factor of the dropout is
+    included in the scale.
     """
     flat: list[Tensor | None] = []
     scales = []
@@ -449,8 +455,8 @@ def flatten_projections(
 def lora_group(
     x: Tensor, projections: Sequence[Projection], dtypes: LoraDtypes
 ) -> tuple[Tensor, ...]:
-    """`lora_linear` of each projection, in one set of dtypes without a branch in fp32. Not under
-    torch.func or in a graph.
+    """Computes `lora_linear` of each projection. All projections have the same dtypes, without a
+    branch in fp32. It must not be called under torch.func or in a compiled graph.
     """
     assert not dtypes.fp32_branch
     flat, scales, states = flatten_projections(x, projections)

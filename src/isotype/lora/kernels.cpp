@@ -1,4 +1,4 @@
-// The products of `ops/low_rank.h` for one layer.
+// Exports the products of `ops/low_rank.h` for one layer.
 #include "low_rank.h"
 
 extern "C" void shrink(const uint16_t* x, const uint16_t* a, uint16_t* out, int64_t tokens, int64_t n, int64_t ranks, int64_t x_step,

@@ -1,9 +1,10 @@
-"""`lora_linear`: x Wᵀ + bias + scale (x Aᵀ) Bᵀ in one autograd function, and the pieces that groups
-of projections share with it.
+"""`lora_linear` computes x Wᵀ + bias + scale (x Aᵀ) Bᵀ in one autograd function. The functions of
+this module are also used by groups of projections.
 
-Saved for backward: x (or what x is recomputed from: `ops.recomputable`), x Aᵀ (tokens x rank), the
-weight itself, A and B, and a byte per element where there is dropout.
-Adapter gradients come from products summed in fp32. The scale multiplies sums, not rounded values.
+These tensors are saved for backward: x (or the tensors from which x is recomputed, see
+`ops.recomputable`), x Aᵀ (tokens x rank), the weight, A and B, and one byte per element with
+dropout. Adapter gradients are products that are summed in fp32. The scale multiplies the fp32 sums,
+before they are rounded.
 
 T tokens, K in features, O out features, R rank.
 """
@@ -49,16 +50,16 @@ LORA_LINEAR = OpContract(
     grads={"x": "X", "weight": "W", "a": "A", "b": "A"},
     autocast="follows",
 )
-"""For a dense weight. Without autocast X and W are one dtype."""
+"""The contract for a dense weight. Without autocast X and W must be the same dtype."""
 
 
 class LoraDtypes(NamedTuple):
     """The dtypes of one call.
 
-    compute      of both operands of the base product
-    output       of the result: always PEFT's
-    fp32_branch  the adapter branch is computed in fp32, one block of rows at a time, instead of in
-                 `compute`
+    compute      the dtype of both operands of the base product
+    output       the dtype of the result, the same as with PEFT
+    fp32_branch  whether the adapter branch is computed in fp32, one block of rows at a time, and
+                 not in `compute`
     """
 
     compute: torch.dtype
@@ -75,19 +76,20 @@ def resolve_dtypes(
     branch_fp32: bool = False,
     x_dtype: torch.dtype | None = None,
 ) -> LoraDtypes:
-    """The dtypes of one call.
+    """Resolves the dtypes of one call.
 
-    weight_dtype   a dense weight's own dtype; for a quantised weight the layer's compute dtype
-    adapter_dtype  None without an adapter
-    x_dtype        decides as if x had this dtype, for an input that is not computed yet
-    branch_fp32    asks for the adapter branch in fp32 wherever `compute` is narrower
+    weight_dtype   the dtype of a dense weight; for a quantised weight the layer's compute dtype
+    adapter_dtype  the promoted dtype of A and B; None without an adapter
+    x_dtype        the dtype of an input that is not computed yet; x then only has its device
+    branch_fp32    requests the adapter branch in fp32 wherever `compute` is narrower
 
-    A dense product follows autocast; a quantised one computes in its layer's dtype and answers in
-    its input's, as bitsandbytes does. PEFT's adapter branch runs in autocast's dtype, or else in
-    the adapter's. Where that is not `compute`, the branch is computed in fp32, which loses nothing.
+    A dense product follows autocast. A quantised product is computed in the layer's dtype and
+    returned in the input's dtype, as in bitsandbytes. PEFT computes the adapter branch in
+    autocast's dtype, or else in the adapter's dtype. If this differs from `compute`, the branch is
+    computed in fp32, which loses no precision.
 
-    Raises  DtypeError DT001 where autocast is off and a dense weight and its input differ: plain
-            `nn.Linear` refuses those too
+    Raises  DtypeError DT001 if autocast is off and the dtypes of a dense weight and its input
+            differ, as `nn.Linear` does
     """
     autocast = autocast_dtype(x)
     x_dtype = x_dtype or x.dtype
@@ -114,28 +116,32 @@ def resolve_dtypes(
     )
 
 
-# --- dropout: a mask of a byte an element, and a factor that goes into the branch's scale
+# --- dropout: a mask of one byte per element, and a factor that is included in the branch's scale
 
 
 def draw_dropout_mask(like: Tensor, p: float) -> Tensor:
-    """bool, in the shape of `like`: what a dropout keeps of it, drawn as PEFT's draws it, so that
-    on a CPU a seed gives the same mask.
+    """Draws a dropout mask: bool in the shape of `like`, true for elements that are kept. It is
+    drawn in the same way as in PEFT, so that on a CPU the same seed gives the same mask.
 
-    PyTorch draws in the order in which a tensor lies in memory: the mask of a transposed one is
-    transposed too.
+    PyTorch draws random numbers in the order of a tensor's memory, so the mask of a transposed
+    tensor is transposed too.
     """
     return torch.empty_like(like, dtype=torch.bool).bernoulli_(1.0 - p)
 
 
 def scale_with_dropout(scale: float, p: float) -> float:
-    """The branch's scale with the dropout's own factor: 0 where everything is dropped."""
+    """Returns the branch's scale times the dropout's factor 1 / (1 - p), or 0 if everything is
+    dropped.
+    """
     if p >= 1.0:
         return 0.0
     return scale / (1.0 - p)
 
 
 def apply_dropout_mask(x_TK: Tensor, keep_TK: Tensor | None) -> Tensor:
-    """x where dropout kept it, zero elsewhere; the factor 1/(1-p) belongs to the branch's scale."""
+    """Returns x with zeros where dropout drops it. The factor 1 / (1 - p) is part of the branch's
+    scale.
+    """
     if keep_TK is None:
         return x_TK
     return x_TK * keep_TK
@@ -145,7 +151,7 @@ def apply_dropout_mask(x_TK: Tensor, keep_TK: Tensor | None) -> Tensor:
 
 
 def base_product(x_TK: Tensor, weight: Tensor, bias: Tensor | None, quant_state: Any) -> Tensor:
-    """x Wᵀ + bias in x's dtype."""
+    """Computes x Wᵀ + bias in the dtype of x."""
     dtype = x_TK.dtype
     if bias is not None and bias.dtype != dtype:
         bias = bias.to(dtype)
@@ -167,8 +173,9 @@ def base_weight(weight: Tensor, quant_state: Any, dtype: torch.dtype) -> Tensor:
 
 
 def should_run_adapter_first(x: Tensor) -> bool:
-    """Whether the adapter's product of x runs before the base product: on a GPU, for more than one
-    row. The single row of a generated token has a product of its own over a packed weight.
+    """Whether the adapter's product runs before the base product. That is so on a GPU for more than
+    one row. For the single row of a generated token, packed weights have a special product that
+    cannot add to another result.
     """
     if x.is_cpu or planned_device_type(x.device) == "cpu":
         return False
@@ -188,10 +195,11 @@ def adapted_product(
     adapter_first: bool,
     direct_kernels: bool,
 ) -> Tensor:
-    """x Wᵀ + bias + scale xa Bᵀ in x's dtype, fresh memory in x's dimensions.
+    """Computes x Wᵀ + bias + scale xa Bᵀ as a new tensor with the dtype and leading dimensions of
+    x.
 
-    On a GPU the adapter's product runs first, and the base product adds to it while it multiplies:
-    that moves 2 bytes an element of the output, where a sum after the product moves 4.
+    On a GPU the adapter's product runs first, and the base product is added to it inside the matrix
+    product. This moves 2 bytes per element of the output; a sum after the product would move 4.
 
     adapter_first   the result of `should_run_adapter_first(x)`
     direct_kernels  the result of `can_call_kernels_directly` for x
@@ -227,9 +235,9 @@ def adapted_product(
     return unsafe_view(y_TO, (*x.shape[:-1], y_TO.shape[-1]))
 
 
-# --- the branch in fp32 beside a narrow base product: for adapters whose dtype differs from the
-# product's without autocast, where PEFT widens the whole input. One block of rows at a time, so
-# that no activation is widened whole
+# --- the branch in fp32 with a narrow base product. It is for adapters whose dtype differs from the
+# product's when autocast is off; PEFT then widens the whole input. Here one block of rows is
+# widened at a time, so that no activation is widened as a whole
 
 
 def add_branch_fp32(
@@ -237,7 +245,7 @@ def add_branch_fp32(
 ) -> Tensor:
     """Adds scale (x Aᵀ) Bᵀ to `y` in place and returns x Aᵀ.
 
-    y       any float [T O]   written: the caller's own, fresh
+    y       any float [T O]   written in place; a new tensor of the caller
     x       any float [T K]
     a, b    fp32[R K], fp32[O R]
     ->      fp32[T R]
@@ -271,10 +279,10 @@ def branch_gradients_fp32(
     needs_a: bool,
     needs_b: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(dA, dB) in fp32; adds the branch's share to `dx` in place where there is one.
+    """Returns (dA, dB) in fp32, and adds the branch's part to `dx` in place if `dx` is not None.
 
     dy      any float [T O]
-    dx      any float [T K]   written: the caller's own, fresh
+    dx      any float [T K]   written in place; a new tensor of the caller
     """
     da = db = None
     if needs_a:
@@ -305,13 +313,13 @@ def branch_gradients_fp32(
 
 
 class Projection(NamedTuple):
-    """A linear layer with its adapter: weight [O K] or packed with its state, bias [O] or None, a
-    [r K] and b [O r], or None without an adapter.
+    """The tensors of a linear layer with its adapter: weight [O K], or a packed weight with its
+    state; bias [O] or None; a [r K] and b [O r], or None without an adapter.
 
-    dropout    the part of the branch's input that is dropped
-    dtype_key  everything that decides its dtypes beside its input and autocast: the weight's dtype
-               (of a packed layer its compute dtype), whether the weight is dense, A's dtype, B's
-               dtype, whether the branch is requested in fp32
+    dropout    the probability with which elements of the branch's input are dropped
+    dtype_key  all values that decide the call's dtypes besides the input and autocast: (the
+               weight's dtype, or the compute dtype of a packed layer; whether the weight is dense;
+               the dtype of A; the dtype of B; whether the branch is requested in fp32)
     """
 
     weight: Tensor
@@ -325,7 +333,7 @@ class Projection(NamedTuple):
 
     @property
     def in_features(self) -> int:
-        """Of the layer's weight as it multiplies, also where it is packed."""
+        """The layer's number of input features, also for a packed weight."""
         if self.a is not None:
             return self.a.shape[1]
         if self.quant_state is not None:
@@ -346,7 +354,9 @@ def lora_linear_reference(
     scale: float = 1.0,
     keep: Tensor | None = None,
 ) -> Tensor:
-    """In plain PyTorch, right at fp64. keep: the elements of x that dropout keeps for the branch."""
+    """Computes `lora_linear` in plain PyTorch, correct also for fp64 inputs. `keep` are the
+    elements of x that dropout keeps for the branch.
+    """
     branch_input = x
     if keep is not None:
         branch_input = x * keep
@@ -359,16 +369,18 @@ def lora_linear_reference(
 
 
 class LinearChoices(NamedTuple):
-    """How one call is computed. `choose_linear` decides all of it at the start of forward, and
-    backward follows it.
+    """The choices of how one call is computed. `choose_linear` makes them at the start of forward;
+    backward reads them.
 
-    dtypes          of the products and the output, and whether the branch is computed in fp32
-    scale           of the branch, with dropout's factor 1 / (1 - p)
-    quant_state     of a packed weight; None for a dense one
-    skip_output     this is a recompute whose output nobody reads: backward needs x Aᵀ alone
-    recipe          how backward recomputes x; None where x itself is saved
-    direct_kernels  the C++ kernels are called past PyTorch's dispatcher
-    adapter_first   the adapter's product runs first, and the base product adds to it
+    dtypes          dtypes of the products and the output, and whether the branch is computed in
+                    fp32
+    scale           scale of the branch, including dropout's factor 1 / (1 - p)
+    quant_state     state of a packed weight; None for a dense weight
+    skip_output     whether the call is a recompute whose output is not read; backward then needs
+                    only x Aᵀ
+    recipe          how backward recomputes x, or None if x itself is saved
+    direct_kernels  whether the C++ kernels are called without PyTorch's dispatcher
+    adapter_first   whether the adapter's product runs first and the base product is added to it
     """
 
     dtypes: LoraDtypes
@@ -383,7 +395,9 @@ class LinearChoices(NamedTuple):
 def choose_linear(
     ctx: Any, x: Tensor, scale: float, quant_state: Any, dtypes: LoraDtypes
 ) -> LinearChoices:
-    """Called once for each forward: `is_output_unused` counts the products of a layer."""
+    """Chooses how a call is computed. It must be called exactly once per forward, since
+    `is_output_unused` counts the products of a layer.
+    """
     _, needs_weight, _, needs_a, _ = ctx.needs_input_grad[:5]
     is_unused = bool(layers_running) and is_output_unused(ctx)
     recipe = find_recipe(x) if needs_weight or needs_a else None
@@ -397,7 +411,7 @@ def choose_linear(
 
 
 class LoraLinear(torch.autograd.Function):
-    """`lora_linear_reference` in the dtypes of `LoraDtypes`, and its gradients:
+    """Computes `lora_linear_reference` in the dtypes of `LoraDtypes`, and these gradients:
 
     dx = dy W + scale (dy B A) * keep      dA = scale (dy B)ᵀ (x * keep)
     dW = dyᵀ x    dbias = sum of dy        dB = scale dyᵀ ((x * keep) Aᵀ)
@@ -565,9 +579,9 @@ def _input_gradient(
     *,
     direct_kernels: bool,
 ) -> Tensor:
-    """dy W + scale dxa A, where dropout kept x, in x's dtype.
+    """Computes dy W + scale (dxa A) * keep in the dtype of x.
 
-    dy, dxa, a  in the products' dtype
+    dy, dxa, a  have the products' dtype
     """
     compute = choices.dtypes.compute
     scale = choices.scale
@@ -579,7 +593,7 @@ def _input_gradient(
         adds_directly = direct_kernels and x_dtype == compute and a_RK.shape[0] <= MAX_KERNEL_RANK
         if adds_directly or can_add_in_one_pass(x_dtype, dxa_TR, a_RK):
             return add_product_(dy_TO @ w_OK, dxa_TR, a_RK, scale, direct_kernels=direct_kernels)
-    # the adapter's small product is rounded to the products' dtype; the base product adds to it
+    # the adapter's product is rounded to the products' dtype; the base product is added to it
     branch_dx_TK = apply_dropout_mask(dxa_TR @ a_RK, keep_TK)
     if x_dtype == compute:
         return branch_dx_TK.addmm_(dy_TO, w_OK, beta=scale)
@@ -592,9 +606,9 @@ _apply = direct_apply(LoraLinear)
 def apply_linear(
     x: Tensor, projection: Projection, dtypes: LoraDtypes, *, is_eager: bool = False
 ) -> Tensor:
-    """x through one projection with an adapter, in these dtypes.
+    """Applies one projection with an adapter to x, in these dtypes.
 
-    is_eager  the call is neither under torch.func nor in a graph
+    is_eager  the call is neither under torch.func nor in a compiled graph
     """
     weight, bias, a, b, quant_state, scale, dropout, _ = projection
     assert a is not None
@@ -627,18 +641,19 @@ def lora_linear(
     compute_dtype: torch.dtype | None = None,
     branch_fp32: bool = False,
 ) -> Tensor:
-    """x Wᵀ + bias + scale (dropout(x) Aᵀ) Bᵀ, fused, in the dtypes of PEFT's layer.
+    """Computes x Wᵀ + bias + scale (dropout(x) Aᵀ) Bᵀ in one autograd function, with the dtypes of
+    PEFT's layer.
 
     x        X[*n k]
-    weight   W[o k]     dense, or packed with its `quant_state` (`ops.packed`, or bitsandbytes' 4
-             bits)
+    weight   W[o k]     dense, or packed with its `quant_state` (of `ops.packed`, or bitsandbytes'
+             4-bit state)
     a, b     A[r k], A[o r]
     bias     any float dtype [o], or None
-    ->       Y[*n o]    autocast's dtype, else X; of a packed weight always X
-    inside   Y; a packed weight: `compute_dtype`, else X; adapter gradients are summed in fp32; the
-             branch is fp32 where `branch_fp32` asks for it, and where PEFT computes it in a dtype
-             that is not the product's
-    grads    each in its tensor's dtype; none for a packed weight
+    ->       Y[*n o]    autocast's dtype, else X; for a packed weight always X
+    inside   Y; for a packed weight `compute_dtype`, else X. Adapter gradients are summed in fp32.
+             The branch is fp32 with `branch_fp32`, and if PEFT computes it in another dtype than
+             the product
+    grads    each in the dtype of its tensor; none for a packed weight
     Raises   DtypeError DT001 when autocast is off and X is not W; ShapeError SH001
     """
     weight_dtype = weight.dtype

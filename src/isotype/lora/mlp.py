@@ -1,15 +1,15 @@
-"""`lora_mlp`: down(activation(gate(x)) * up(x)) with LoRA on any of the three, in one autograd
-function.
+"""`lora_mlp` computes down(activation(gate(x)) * up(x)), with LoRA on any of the three layers, in
+one autograd function.
 
-Saved for backward: x, the outputs of gate and up, and tokens x rank. The activation and its product
-with up are not saved: one pass in backward computes them again together with their gradients. Gate
-and up may be one layer of twice the width.
+These tensors are saved for backward: x, the outputs of gate and up, and the products with A (tokens
+x rank). The activation and its product with up are not saved; one pass in backward computes them
+again together with their gradients. Gate and up may be a single layer of twice the width.
 
-In a layer that is recomputed, backward owns the outputs of gate and up. On a GPU it writes their
-gradients over them, and computes the product and its gradient for one tile of tokens at a time: two
-tensors of tokens x inner features are alive instead of six. Where nothing reads the layer's output
-again, the recompute leaves out down's base product: backward needs the product of down's input with
-A alone.
+In a decoder layer that is recomputed (gradient checkpointing), backward may overwrite the outputs
+of gate and up. On a GPU it writes their gradients over them, and computes the product and its
+gradient for one tile of tokens at a time. Two tensors of tokens x inner features then exist instead
+of six. If the recompute's output is not read, the recompute skips down's base product, since
+backward only needs the product of down's input with A.
 
 T tokens, K in features, I inner features, R ranks. h is activation(gate) * up.
 """
@@ -82,14 +82,14 @@ from .linear import (
 )
 from .products import can_call_kernels_directly, cast_adapters, product_fp32, scaled_product
 
-# Tokens of a tile. A product of 2,048 x 4,096 x 14,336 takes 0.3 ms on an H200, as long as 50
-# launches, and is 896 tiles of 128 x 256 for its 132 multiprocessors. Gate, up and the gradient of
-# their product are 56 MB each then
+# Tokens per tile. A product of 2,048 x 4,096 x 14,336 takes 0.3 ms on an H200, as long as 50
+# launches. Its 896 output tiles of 128 x 256 occupy the 132 multiprocessors well. Gate, up and the
+# gradient of their product are then 56 MB each
 TILE_TOKENS = 2048
 
 
 def split_gate_up(outputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """(gate, up) from the outputs of two layers, or from the halves of one."""
+    """Returns (gate, up), from the outputs of two layers or from the halves of one output."""
     if len(outputs) == 1:
         outputs = outputs[0].chunk(2, dim=-1)
     gate, up = outputs
@@ -114,10 +114,11 @@ def _compute_mlp(
     adapters: tuple[CastAdapters | None, CastAdapters | None] = (None, None),
     direct_kernels: bool = False,
 ) -> tuple[list[Tensor], AdapterProducts, AdapterProducts, Tensor]:
-    """(outputs of gate and up, adapter products of gate and up, adapter products of down, output).
+    """Returns (outputs of gate and up, adapter products of gate and up, adapter products of down,
+    output).
 
-    skip_output  the output gets no values: nobody reads it
-    adapters     the result of `_cast_mlp_adapters`, where it serves several tiles
+    skip_output  the output is not read and gets no values
+    adapters     the result of `_cast_mlp_adapters`, if several tiles share it
     """
     gate_up, inner = compute_projections(
         x_TK,
@@ -153,8 +154,8 @@ def _compute_mlp_in_tiles(
     scales: Sequence[float],
     states: Sequence[Any],
 ) -> tuple[list[Tensor], AdapterProducts, AdapterProducts, Tensor]:
-    """`_compute_mlp` for one tile of tokens at a time. The outputs of gate and up are placeholders
-    without values.
+    """Computes `_compute_mlp` for one tile of tokens at a time. The returned outputs of gate and up
+    are placeholders without values.
     """
     # adapters are cast and weights dequantised once for all tiles
     adapters = _cast_mlp_adapters(x_TK, flat, states)
@@ -176,7 +177,7 @@ def _compute_mlp_in_tiles(
         inner_xas.append(inner[0])
         outer_xas.append(outer[0])
         outputs.append(y_TO)
-        # frees this tile's before the next tile's are computed
+        # frees the tensors of this tile before those of the next tile are computed
         del gate_up, y_TO
     placeholders = [placeholder_tensor((x_TK.shape[0], n), x_TK, x_TK.dtype) for n in widths]
     return (
@@ -190,7 +191,7 @@ def _compute_mlp_in_tiles(
 def _cast_mlp_adapters(
     x_TK: Tensor, flat: Sequence[Tensor | None], states: Sequence[Any]
 ) -> tuple[CastAdapters, CastAdapters]:
-    """(A and B of gate and up, A and B of down), as cast down."""
+    """Returns (A and B of gate and up, A and B of down), cast to the dtype of x."""
     widths = _output_widths(flat, states)
     inner_features = widths[0] if len(widths) == 3 else widths[0] // 2
     dtype = x_TK.dtype
@@ -203,7 +204,7 @@ def _cast_mlp_adapters(
 
 
 def _output_widths(flat: Sequence[Tensor | None], states: Sequence[Any]) -> list[int]:
-    """Out features of each projection."""
+    """Returns the number of output features of each projection."""
     return [
         out_features(weight, state)
         for weight, state in zip(flat[WEIGHT::FIELDS], states)
@@ -214,7 +215,8 @@ def _output_widths(flat: Sequence[Tensor | None], states: Sequence[Any]) -> list
 def _down_adapter_products(
     gated_op: Gated, gate_TI: Tensor, up_TI: Tensor, flat: Sequence[Tensor | None]
 ) -> AdapterProducts:
-    """h Aᵀ, with A and B as cast down; on a GPU one tile at a time, as each tile fills the device.
+    """Computes h Aᵀ, and returns it with the cast A and B. On a GPU it works on one tile at a time,
+    since each tile occupies the whole device.
 
     flat  the tensors of down
     """
@@ -246,10 +248,11 @@ def _down_gradients(
     tiled: bool,
     direct_kernels: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-    """(gradient of gate's output, gradient of up's output, gradients of down's tensors).
+    """Returns (gradient of gate's output, gradient of up's output, gradients of down's tensors).
 
     ha     h Aᵀ
-    tiled  the gradients of gate and up may be written over them, a tile of tokens at a time
+    tiled  whether the gradients of gate and up may overwrite gate and up, one tile of tokens at a
+           time
     """
     compute_dy_TK = dy_TK.to(compute)
     slices = rank_slices([b])
@@ -286,7 +289,7 @@ def _down_gradients(
             direct_kernels=direct_kernels,
         )
         return dgate_TI, dup_TI, grads
-    # dequantised once for all tiles; the copy that a recompute shares serves here
+    # dequantised once for all tiles, or taken from the copy that the recompute made
     dense_weight = base_weight(weight, state, compute)
     da_fp32: Tensor | None = None
     for rows in _token_tiles(gate_TI.shape[0]):
@@ -308,9 +311,9 @@ def _down_gradients(
                 da_fp32 = tile_da_fp32
             else:
                 da_fp32.add_(tile_da_fp32)
-        # frees this tile's before the next tile's are computed
+        # frees the tensors of this tile before those of the next tile are computed
         del dh_TI, h_TI
-    # the gradients of the bias and of B read dy and h Aᵀ alone
+    # the gradients of the bias and of B only read dy and h Aᵀ
     needs_small = list(needs)
     needs_small[A] = False
     grads = tensor_gradients(
@@ -334,8 +337,8 @@ def _down_gradients(
 
 
 def _can_recompute_from_x(flat: Sequence[Tensor | None], needs: Sequence[bool]) -> bool:
-    """Whether `_gradients_from_x` computes every gradient that is needed: of x and of the adapters.
-    The adapters are fp32, so that the sums over tiles are rounded once.
+    """Whether `_gradients_from_x` computes all gradients that are needed. It computes those of x
+    and of the adapters. The adapters must be fp32, so that the sums over tiles are rounded once.
     """
     if any(needs[WEIGHT::FIELDS]) or not are_all_none(flat[BIAS::FIELDS]):
         return False
@@ -346,8 +349,8 @@ def _can_recompute_from_x(flat: Sequence[Tensor | None], needs: Sequence[bool]) 
 def _save_adapters_only(
     x_TK: Tensor, flat: Sequence[Tensor | None], states: Sequence[Any]
 ) -> tuple[list[Tensor], AdapterProducts, AdapterProducts, Tensor]:
-    """What a recompute saves for `_gradients_from_x`, in the form of `_compute_mlp`'s result: A and
-    B as cast down. All tensors of token size are placeholders without values.
+    """Returns what a recompute saves for `_gradients_from_x`, in the form of `_compute_mlp`'s
+    result. Only the cast A and B have values; all tensors with a row per token are placeholders.
     """
     tokens = x_TK.shape[0]
     dtype = x_TK.dtype
@@ -376,11 +379,12 @@ def _gradients_from_x(
     leaf_dtypes: Sequence[torch.dtype | None],
     x_dtype: torch.dtype | None,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """(gradient of x, gradients of the flat list's tensors): the backward of the three layers from
-    x on. Gate, up, their gradients and h exist for one tile of tokens at a time.
+    """Computes the backward of the three layers from x alone. Returns (gradient of x, gradients of
+    the flat list's tensors). Gate, up, their gradients and h exist for one tile of tokens at a
+    time.
 
-    dense_weights  the weights, dequantised, in the dtype of the products
-    x_dtype        of x's gradient; None where none is needed
+    dense_weights  the dequantised weights, in the dtype of the products
+    x_dtype        dtype of the gradient of x; None if it is not needed
     """
     n = len(b_matrices) - 1
     slices = rank_slices(b_matrices[:-1])
@@ -444,13 +448,15 @@ def _gradients_from_x(
             dx_TK[rows] = input_gradient(
                 dxa, a_RK, dys, dense_weights[:-1], no_states, None, slices, dx_TK.dtype
             )
-        # frees this tile's before the next tile's are computed
+        # frees the tensors of this tile before those of the next tile are computed
         del gate_up, dh, dgate, dup, h, dys
     return dx_TK, totals
 
 
 class LoraMlp(torch.autograd.Function):
-    """`lora_mlp` in given dtypes; `flat` has FIELDS tensors a projection, down's last."""
+    """The autograd function of `lora_mlp`. `flat` has FIELDS tensors per projection; those of down
+    are last.
+    """
 
     @staticmethod
     def forward(
@@ -483,7 +489,7 @@ class LoraMlp(torch.autograd.Function):
             if can_tile and skip_output and _can_recompute_from_x(flat, needs):
                 gate_up, inner, outer, y_TO = _save_adapters_only(x_TK, flat, states)
             elif can_tile and ctx.owns_gate_up:
-                # the layer will run again, and what is saved now is dropped
+                # the layer will run again, and the tensors that are saved now are dropped
                 gate_up, inner, outer, y_TO = _compute_mlp_in_tiles(
                     gated_op, x_TK, flat, scales, states
                 )
@@ -546,7 +552,7 @@ class LoraMlp(torch.autograd.Function):
             dx = None
             dy_TK = dy.reshape(-1, dy.shape[-1])
             if x_TK is not None and x_TK.shape[0] > 0 and gate_up[0].stride(-1) == 0:
-                # placeholders: the recompute left gate and up out
+                # the tensors are placeholders, since the recompute did not compute gate and up
                 dense_weights = [
                     base_weight(weight, state, compute) for weight, state in zip(weights, states)
                 ]
@@ -630,14 +636,14 @@ def lora_mlp(
     *,
     is_eager: bool = False,
 ) -> Tensor:
-    """down(activation(gate) * up), where gate and up are `inner`'s two outputs, or the halves of
-    its one.
+    """Computes down(activation(gate) * up), where gate and up are the outputs of the two
+    projections in `inner`, or the halves of the output of its only projection.
 
     x       any float [*n K]
-    ->      Y[*n K]   the one dtype that all three layers compute and answer in
-    grads   each in its tensor's dtype; adapter gradients are summed in fp32
+    ->      Y[*n K]   the dtype in which all three layers compute and return their results
+    grads   each in the dtype of its tensor; adapter gradients are summed in fp32
 
-    is_eager  the call is neither under torch.func nor in a graph
+    is_eager  the call is neither under torch.func nor in a compiled graph
     """
     assert not dtypes.fp32_branch
     assert dtypes.output == dtypes.compute
@@ -645,7 +651,7 @@ def lora_mlp(
     keep = None
     scale = down.scale
     if down.dropout:
-        # h is not computed yet: its mask needs the shape and the device alone
+        # h is not computed yet, but its mask only needs the shape and the device
         keep = draw_dropout_mask(
             torch.empty((*x.shape[:-1], down.in_features), dtype=torch.bool, device=x.device),
             down.dropout,
@@ -658,12 +664,12 @@ def lora_mlp(
     return output
 
 
-# --- over a model's own layers
+# --- the gated MLP of a model's layers
 
 
 def mlp_fusion_blocker(layers: Sequence[Any]) -> str | None:
-    """Why these layers (gate, up, down; or gate and up in one, down) do not run as one function;
-    None where they do.
+    """Returns the reason why these layers (gate, up and down; or gate and up in one, and down) do
+    not run as one function, or None.
     """
     has_adapter = False
     for layer in layers:
@@ -684,8 +690,8 @@ def mlp_fusion_blocker(layers: Sequence[Any]) -> str | None:
 
 
 def run_gated_mlp(layers: Sequence[Any], x: Tensor, gated_op: Gated) -> Tensor | None:
-    """down(activation(gate(x)) * up(x)) in one function, with PEFT's result; None where the layers
-    have to be called one by one.
+    """Computes down(activation(gate(x)) * up(x)) in one function, with the same result as PEFT.
+    Returns None if the layers have to be called one by one.
     """
     in_graph = torch.compiler.is_dynamo_compiling()
     if not x.dtype.is_floating_point:
@@ -702,7 +708,7 @@ def run_gated_mlp(layers: Sequence[Any], x: Tensor, gated_op: Gated) -> Tensor |
         if (hooks or GLOBAL_FORWARD_HOOKS or GLOBAL_FORWARD_PRE_HOOKS) and has_hooks(layer):
             return None
         attributes = layer.__dict__
-        # `fuse_lora` puts its forward on LoRA layers only
+        # `fuse_lora` attaches its forward only to LoRA layers
         if FUSED in attributes and attributes.get("forward") is attributes[FUSED]:
             projection = read_projection(layer, x, in_graph=in_graph)
             has_adapter = True

@@ -1,10 +1,10 @@
-"""The adapters' own products, in which one dimension is a rank: by C++ kernels for bf16 on a CPU
-with instructions for it, else by PyTorch.
+"""Products with A and B, in which one dimension is a rank. C++ kernels compute them for bf16 on a
+CPU that has bf16 instructions; elsewhere PyTorch does.
 
 A kernel reads each large operand once, sums in fp32 and rounds the result once. The gradient of an
-adapter is summed and returned in fp32 while its operands are narrow. PyTorch has no such product on
-a CPU: without the kernels it takes two products (bf16) or works in blocks of rows (fp16), so that
-no activation is widened whole.
+adapter is summed and returned in fp32, although its operands are narrow. PyTorch has no such
+product on a CPU. Without the kernels the gradient takes two products (bf16) or works in blocks of
+rows (fp16), so that no activation is widened as a whole.
 
 T tokens, M and N features, R ranks.
 """
@@ -22,17 +22,17 @@ from ..ops.backend import PLAIN_TENSOR_TYPES, arithmetic_dtype, forced_path, has
 from ..ops.cpp import CppKernels, fallbacks
 from ..ops.library import library_op
 
-# Elements of one widened block of rows. On a CPU 1 MiB in fp32, which fits a core's own cache; on a
-# GPU 256 MiB, one block for most layers, since each block is a launch
+# Elements of a widened block of rows. On a CPU it is 1 MiB in fp32, which fits into a core's cache.
+# On a GPU it is 256 MiB, which is a single block for most layers, since each block is a launch
 BLOCK_ELEMENTS_CPU = 2**18
 BLOCK_ELEMENTS_GPU = 2**26
 
-# Below this many elements the overhead of a bf16 product's call dominates: 128 x (256 + 16) take 25
-# us widened and 46 us in two terms; 256 x (512 + 16) take 94 and 78
+# Below this many elements operands are widened, since the overhead of calls dominates: 128 x (256 +
+# 16) elements take 25 us widened and 46 us in two terms; 256 x (512 + 16) take 94 and 78 us
 SMALL_ELEMENTS = 2**16
 
-# Up to this rank a kernel is no slower than PyTorch's product: 2048 x 768 take 0.52 and 0.53 ms at
-# rank 64, 2.4 and 2.0 ms at rank 256
+# Up to this rank a kernel is not slower than PyTorch's product: with 2048 x 768 they take 0.52 and
+# 0.53 ms at rank 64, and 2.4 and 2.0 ms at rank 256
 MAX_KERNEL_RANK = 64
 
 
@@ -48,14 +48,15 @@ KERNELS = CppKernels(
     gradient="pppiiiiiiif",
 )
 
-# the result of `kernels_available` for graphs: Dynamo cannot trace its calls
+# the result of `kernels_available` for compiled graphs, since Dynamo cannot trace the calls of that
+# function
 _availability_for_graphs: dict[str, bool] = {}
 
 
 @cache
 def kernels_available() -> bool:
-    """Whether the kernels can run here: they are built, the processor has AVX512-BF16, and the
-    compiler supports it.
+    """Whether the kernels can run on this machine. They must be built, and the processor and the
+    compiler must support AVX512-BF16.
     """
     if KERNELS.loaded():
         _availability_for_graphs["native"] = KERNELS.native()
@@ -63,25 +64,28 @@ def kernels_available() -> bool:
 
 
 def kernels_unavailable_reason() -> str:
-    """Why PyTorch's products run on this CPU instead of the kernels, or ""."""
+    """Returns the reason why PyTorch's products run on this CPU instead of the kernels, or ""."""
     if kernels_available():
         return ""
     return fallbacks().get(KERNELS.op, "no AVX512-BF16 in this processor, or in its compiler")
 
 
 def can_run_kernels(x: Tensor) -> bool:
-    """Whether the kernels compute products of x: bf16 on a CPU where they are available."""
+    """Whether the kernels compute products of x. x must be bf16 on a CPU, and the kernels must be
+    available.
+    """
     if x.dtype is not torch.bfloat16 or not x.is_cpu:
         return False
     if torch.compiler.is_dynamo_compiling():
         return _availability_for_graphs.get("native", False)
-    # a graph cannot read which path is forced
+    # a compiled graph cannot read which path is forced
     return kernels_available() and (torch.compiler.is_compiling() or forced_path() in (None, "cpp"))
 
 
 def can_call_kernels_directly(dtype: torch.dtype, x: Tensor) -> bool:
-    """Whether products of x in `dtype` may call the kernels past PyTorch's dispatcher: where no
-    observer, plan or compiler watches operators. A function calls this once for all its products.
+    """Whether products of x in `dtype` may call the kernels without PyTorch's dispatcher. That is
+    so if no dispatch mode (observation, memory planning) or compiler has to see the operators. An
+    autograd function calls this once for all its products.
     """
     if dtype is not torch.bfloat16 or not x.is_cpu or torch.compiler.is_dynamo_compiling():
         return False
@@ -116,15 +120,16 @@ def _gradient(left_TM: Tensor, right_TN: Tensor, scale: float) -> Tensor:
     return gradient_product(left_TM, right_TN, scale, torch.float32, direct_kernels=True)
 
 
-# --- products. direct_kernels: the result of `can_call_kernels_directly`. The kernels need adjacent
-# elements in each row of an operand; of a matrix with ranks, in each row or column
+# --- products. direct_kernels is the result of `can_call_kernels_directly`. The kernels need
+# adjacent elements in each row of an operand; for a matrix with ranks, in each row or in each
+# column
 
 
 def scaled_product(
     left: Tensor, right: Tensor, scale: float = 1.0, *, direct_kernels: bool = False
 ) -> Tensor:
-    """scale * left @ right in their dtype, where right has ranks as its columns. The sum is scaled
-    before it is rounded.
+    """Computes scale * left @ right in the operands' dtype. The columns of right are ranks. The sum
+    is scaled before it is rounded.
 
     left    F[T N]
     right   F[N R]
@@ -160,7 +165,9 @@ def scaled_product(
 
 
 def can_add_in_one_pass(dtype: torch.dtype, left_TR: Tensor, right_RN: Tensor) -> bool:
-    """Whether `add_product_` onto a sum of this dtype adds left @ right unrounded, by a kernel."""
+    """Whether `add_product_` to a sum of this dtype runs as one kernel, which adds left @ right
+    before it is rounded.
+    """
     return (
         dtype == left_TR.dtype
         and 0 < right_RN.shape[0] <= MAX_KERNEL_RANK
@@ -176,7 +183,7 @@ def add_product_(
     *,
     direct_kernels: bool = False,
 ) -> Tensor:
-    """y + scale * left @ right in place, in their common dtype. The sum is rounded once."""
+    """Computes y += scale * left @ right, in the common dtype of all. The sum is rounded once."""
     ranks = right_RN.shape[0]
     if direct_kernels and 0 < ranks <= MAX_KERNEL_RANK:
         if left_TR.stride(1) != 1:
@@ -200,9 +207,9 @@ def add_product_(
             torch.get_num_threads(),
         )
         return y_TN
-    # In a graph y is always the result of a product, so its strides need no check. Dynamo cannot
-    # read strides in a backward: it traces that backward again, and autocast stays off afterwards
-    # (torch 2.13)
+    # In a compiled graph y is always the result of a product, so its strides need no check. Dynamo
+    # cannot read strides in a backward: it would trace the backward again, and autocast would stay
+    # off afterwards (torch 2.13)
     if can_add_in_one_pass(y_TN.dtype, left_TR, right_RN) and (
         torch.compiler.is_dynamo_compiling() or y_TN.stride(-1) == 1
     ):
@@ -219,8 +226,8 @@ def gradient_product(
     *,
     direct_kernels: bool = False,
 ) -> Tensor:
-    """scale * leftᵀ @ right in `dtype`, rounded once: by an fp32 product where `dtype` is wider than
-    the operands.
+    """Computes scale * leftᵀ @ right in `dtype`, rounded once. It is an fp32 product if `dtype` is
+    wider than the operands.
     """
     if dtype == left_TM.dtype and scale == 1.0:
         return left_TM.t() @ right_TN
@@ -233,7 +240,7 @@ def gradient_product(
     tokens, left_features = left_TM.shape
     right_features = right_TN.shape[1]
     out_MN = left_TM.new_empty((left_features, right_features), dtype=torch.float32)
-    # the kernel takes the narrower side as its ranks
+    # the kernel takes the narrower operand as the one whose features are ranks
     if left_features <= right_features:
         large = right_TN
         small = left_TM
@@ -261,14 +268,14 @@ def gradient_product(
 
 
 def product_fp32(left_TM: Tensor, right_TN: Tensor, scale: float = 1.0) -> Tensor:
-    """scale * leftᵀ @ right, summed and returned in fp32 (fp64 for fp64): the gradient of an adapter
-    without rounding to bf16.
+    """Computes scale * leftᵀ @ right, summed and returned in fp32 (fp64 for fp64). It is the
+    gradient of an adapter, without rounding to bf16.
 
-    Relative error of bf16 operands (2048 tokens, rank 16): 1e-7 on a GPU, 4e-7 by the kernels,
-    2.5e-6 in two terms, 1.7e-3 for a bf16 result.
+    The relative error for bf16 operands (2048 tokens, rank 16) is 1e-7 on a GPU, 4e-7 with the
+    kernels, 2.5e-6 with two terms, and 1.7e-3 for a bf16 result.
 
     left    F[T M]
-    right   F[T N]   of left's dtype
+    right   F[T N]   in the dtype of left
     ->      fp32[M N]
     """
     assert left_TM.dtype == right_TN.dtype
@@ -299,11 +306,11 @@ def _product_fp32(left_TM: Tensor, right_TN: Tensor) -> Tensor:
 
 
 def _two_term_product(left_TM: Tensor, right_TN: Tensor) -> Tensor:
-    """The product rounded to bf16, plus the rounding error: a second product subtracts the first
-    result inside its fp32 sum.
+    """Returns the product rounded to bf16 plus its rounding error. A second product computes the
+    error by subtracting the first result inside its fp32 sum.
 
-    bf16 has fp32's range, so the first term overflows no earlier. On a CPU whose addmm rounds
-    before it adds, the second term is zero.
+    bf16 has the range of fp32, so the first term does not overflow earlier. On a CPU whose addmm
+    rounds before it adds, the second term is zero.
     """
     rounded_MN = left_TM.t() @ right_TN
     error_MN = torch.addmm(rounded_MN, left_TM.t(), right_TN, beta=-1.0)
@@ -311,8 +318,8 @@ def _two_term_product(left_TM: Tensor, right_TN: Tensor) -> Tensor:
 
 
 def row_blocks(rows: int, width: int, device: torch.device) -> Iterator[slice]:
-    """Slices over `rows`, each of about BLOCK_ELEMENTS elements at `width` elements a row; one
-    slice inside a compiled graph.
+    """Yields slices of `rows` with about BLOCK_ELEMENTS_CPU or BLOCK_ELEMENTS_GPU elements each, at
+    `width` elements per row. In a compiled graph there is only one slice.
     """
     if torch.compiler.is_compiling():
         step = rows
@@ -320,17 +327,17 @@ def row_blocks(rows: int, width: int, device: torch.device) -> Iterator[slice]:
         step = max(BLOCK_ELEMENTS_CPU // max(width, 1), 16)
     else:
         step = max(BLOCK_ELEMENTS_GPU // max(width, 1), 16)
-    # at least one step, so that an empty batch takes the same path
+    # at least one slice, so that an empty batch takes the same path
     return (slice(start, start + step) for start in range(0, max(rows, 1), max(step, 1)))
 
 
-# --- A and B in the dtype of the products. Autograd does not see the cast: the fused functions take
-# the matrices themselves and return gradients in their dtype
+# --- A and B in the dtype of the products. Autograd does not see the cast: the fused functions get
+# the original matrices and return gradients in their dtype
 
 
 def should_recast_adapters(x: Tensor) -> bool:
-    """Whether backward gets A and B themselves and casts them again. On a GPU each cast is a launch:
-    there backward gets the casts.
+    """Whether the original A and B are saved and backward casts them again. On a GPU the cast
+    matrices are saved, since each cast is a launch.
     """
     return x.is_cpu or planned_device_type(x.device) == "cpu"
 
@@ -342,8 +349,8 @@ def cast_adapters(
     features: int,
     dtype: torch.dtype,
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """(every A in one tensor, each B), in `dtype`. The tensor has no rows where there is no A, and is
-    on the device of `like`.
+    """Returns (all A in one tensor, the list of B), in `dtype`. The tensor has no rows if there is
+    no A, and is on the device of `like`.
     """
     low_a: list[Tensor] = []
     low_b: list[Tensor | None] = []

@@ -1,15 +1,16 @@
-"""Packed weights: their product, the dequantised copy that backward needs, and linear layers over
-both.
+"""Packed (quantised) weights: their product, the dequantised copy that backward needs, and linear
+layers with packed weights.
 
-A packed weight is a tensor with a state that has its shape and can dequantise it (`ops.packed`):
-bitsandbytes' 4 bits, or the format in which a checkpoint was published. Nothing here depends on a
-format.
+A packed weight is a tensor of bytes with a state, which has the weight's shape and can dequantise
+it (`ops.packed`). The format is bitsandbytes' 4 bits, or the format in which a checkpoint was
+published. Nothing in this module depends on the format.
 
-A weight is dequantised once for the product of forward and once for that of backward. Under gradient
-checkpointing on a CPU the recompute's copy serves the backward that follows it, and is freed with
-it: a step makes two copies instead of three, and one layer's weights are held dequantised
-meanwhile. On a GPU dequantising is one launch at 85% of the bandwidth, 1% of a step of
-Llama-3.1-8B; a copy would hold 318 MB, so backward dequantises again.
+A weight is dequantised once for the product of forward and once for the product of backward. With
+gradient checkpointing on a CPU, the copy of the recompute is also used by the backward that follows
+it, and is freed afterwards. So a step makes two copies instead of three, and the dequantised
+weights of one layer are held meanwhile. On a GPU, dequantisation is one launch at 85% of the memory
+bandwidth, 1% of a step of Llama-3.1-8B. There a copy would hold 318 MB, so backward dequantises
+again.
 
 T tokens, K in features, O out features.
 """
@@ -30,7 +31,9 @@ _SHARED_COPY = "_isotype_wide"
 
 
 class DroppedOnCopy:
-    """A value that belongs to one layer: copies and pickles of the layer have None in its place."""
+    """Base class of values that belong to one layer. In copies and pickles of the layer they are
+    replaced by None.
+    """
 
     __slots__ = ()
 
@@ -42,7 +45,7 @@ class DroppedOnCopy:
 
 
 class SharedCopy(DroppedOnCopy):
-    """A dequantised weight, kept for `remaining_uses` products of backward."""
+    """A dequantised weight that is kept for `remaining_uses` products of backward."""
 
     def __init__(self, weight: Tensor, packed: Tensor) -> None:
         self.weight = weight
@@ -58,11 +61,11 @@ class SharedCopy(DroppedOnCopy):
 
 
 def packed_product(x_TK: Tensor, packed: Tensor, state: Any, bias: Tensor | None) -> Tensor:
-    """x @ Wᵀ + bias in x's dtype, with the weight dequantised; in a recompute on a CPU with the copy
-    that backward uses too.
+    """Computes x @ Wᵀ + bias in the dtype of x, with the dequantised weight. In a recompute on a
+    CPU it uses a copy that backward uses too.
 
-    bitsandbytes has kernels for its 4 bits that need no copy: on a CPU, and for the single row of a
-    generated token.
+    For its 4-bit formats bitsandbytes has kernels that need no dequantised copy: on a CPU, and for
+    the single row of a generated token.
     """
     if is_recomputing() and not uses_fused_kernel(packed):
         return F.linear(x_TK, _use_shared_copy(packed, state, x_TK.dtype), bias)
@@ -77,7 +80,8 @@ def packed_product(x_TK: Tensor, packed: Tensor, state: Any, bias: Tensor | None
 
 
 def dequantise_weight(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
-    """W in `dtype`, as the forward product used it: the recompute's copy where there is one.
+    """Returns W in `dtype`, the same values as in the forward product. If the recompute left a
+    copy, the copy is used.
 
     packed  uint8[...]
     ->      dtype[O K]
@@ -92,13 +96,13 @@ def dequantise_weight(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
 
 
 def bias_gradient(dy_TO: Tensor, dtype: torch.dtype) -> Tensor:
-    """Summed in fp32."""
+    """Returns the gradient of a bias in `dtype`, summed in fp32."""
     return dy_TO.sum(0, dtype=torch.promote_types(torch.float32, dy_TO.dtype)).to(dtype)
 
 
 def is_recomputing() -> bool:
-    """Whether this forward runs inside a backward: then it is a checkpoint's recompute, and its own
-    backward follows.
+    """Whether this forward runs inside a backward. It is then a recompute of gradient
+    checkpointing, and the backward of this forward follows.
     """
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
@@ -109,12 +113,12 @@ def _use_shared_copy(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
         copy = SharedCopy(widen(packed, state, dtype), packed)
         setattr(state, _SHARED_COPY, copy)
 
-        # weak: the engine holds the callback until the whole backward ends, and would hold every
-        # layer's copy until then
+        # a weak reference, since the engine holds the callback until the whole backward ends, and
+        # would hold every layer's copy until then
         copy_reference = weakref.ref(copy)
 
         def drop_copy() -> None:
-            # the backward of an unused output never runs
+            # a copy is left if its backward did not run, as for an unused output
             if (
                 copy_reference() is not None
                 and getattr(state, _SHARED_COPY, None) is copy_reference()
@@ -127,7 +131,7 @@ def _use_shared_copy(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
 
 
 class LinearPacked(torch.autograd.Function):
-    """x Wᵀ + bias for a frozen packed W; saves the packed weight only."""
+    """Computes x Wᵀ + bias for a frozen packed W. It saves only the packed weight."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, packed: Tensor, bias: Tensor | None, state: Any) -> Tensor:
@@ -154,9 +158,9 @@ class LinearPacked(torch.autograd.Function):
 
 
 def forward_4bit(self: Any, x: Tensor) -> Tensor:
-    """Replaces the forward of bitsandbytes' 4-bit layer, with the same result. That forward repacks
-    the weight on a CPU in its first call without gradients and never unpacks it, casts the stored
-    bias to the compute dtype, and dequantises the weight once more in backward.
+    """Replaces the forward of bitsandbytes' 4-bit layer, with the same result. It avoids three
+    effects of that forward: on a CPU the first call without gradients repacks the weight for good,
+    the stored bias is cast to the compute dtype, and backward always dequantises the weight again.
     """
     if packed_state_blocker(self) is not None:
         output: Tensor = type(self).forward(self, x)
@@ -170,16 +174,16 @@ def forward_4bit(self: Any, x: Tensor) -> Tensor:
 
 
 def fix_compute_dtype(layer: Any, x: Tensor) -> None:
-    """Fixes the compute dtype as bitsandbytes' layer does: that of its first input, where none was
-    set.
+    """Sets the compute dtype as bitsandbytes' layer does: if none was set, it becomes the dtype of
+    the first input.
     """
     layer.set_compute_type(x)
     layer.compute_type_is_set = True
 
 
 class PackedWeight(nn.Parameter):
-    """The bytes of a packed weight, uint8[n], frozen, with its `quant_state`. As bytes they are safe
-    from casts of floating tensors, and no program adds to an fp8 weight.
+    """The bytes of a frozen packed weight, uint8[n], with its `quant_state`. Since they are bytes,
+    code that casts floating-point tensors or adds to fp8 weights does not change them.
     """
 
     quant_state: PackedState
@@ -193,8 +197,8 @@ class PackedWeight(nn.Parameter):
 
     @property
     def ds_shape(self) -> torch.Size:
-        """The shape of the weight. PEFT reads it under this name where a parameter has another shape,
-        as with DeepSpeed.
+        """The shape of the weight. PEFT reads this attribute of DeepSpeed if a parameter's shape is
+        not the weight's shape.
         """
         return self.quant_state.shape
 
@@ -211,11 +215,11 @@ class PackedWeight(nn.Parameter):
 
 
 class PackedLinear(nn.Linear):
-    """A frozen linear layer over a packed weight. It is an nn.Linear: PEFT and others that look for
-    linear layers find it.
+    """A frozen linear layer with a packed weight. It is a subclass of nn.Linear, so that PEFT and
+    other libraries that look for linear layers find it.
 
-    compute_dtype  of its product; None for its input's dtype. The result has its input's dtype, as
-                   with bitsandbytes' layers
+    compute_dtype  dtype of the product; None means the input's dtype. The result has the input's
+                   dtype, as in bitsandbytes' layers
     """
 
     weight: PackedWeight
@@ -236,11 +240,12 @@ class PackedLinear(nn.Linear):
             "bias", None if bias is None else nn.Parameter(bias, requires_grad=False)
         )
         self.compute_dtype: torch.dtype | None = None
-        # the flag of bitsandbytes' layers: no input decides the compute dtype
+        # a flag of bitsandbytes' layers; true, since the first input does not decide the compute
+        # dtype
         self.compute_type_is_set = True
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: F[*n K] -> F[*n O]; the gradient of x is that of the widened weight."""
+        """Computes x: F[*n K] -> F[*n O]. The gradient of x is computed with the widened weight."""
         product: Tensor = LinearPacked.apply(
             x.to(self.compute_dtype or x.dtype), self.weight, self.bias, self.weight.quant_state
         )
@@ -258,8 +263,8 @@ class PackedLinear(nn.Linear):
 
 
 def is_4bit(module: nn.Module) -> bool:
-    """Whether this is bitsandbytes' own 4-bit layer. Exact types: a subclass may compute something
-    else.
+    """Whether this is a 4-bit layer of bitsandbytes itself. Types must match exactly, since a
+    subclass may compute something else.
     """
     layer_type = type(module)
     return layer_type.__name__ in (
@@ -270,12 +275,14 @@ def is_4bit(module: nn.Module) -> bool:
 
 
 def is_packed(module: nn.Module) -> bool:
-    """Whether this is a linear layer over a packed weight that the fused functions take."""
+    """Whether this is a linear layer with a packed weight that the fused functions support."""
     return type(module) is PackedLinear or is_4bit(module)
 
 
 def packed_state_blocker(base: Any) -> str | None:
-    """Why this packed layer's weight, as it is now, has no product here; or None."""
+    """Returns the reason why the present weight of this packed layer has no product in this module,
+    or None.
+    """
     state = getattr(base.weight, "quant_state", None)
     if state is None:
         return "the weight is not quantised yet"

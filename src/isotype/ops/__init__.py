@@ -1,5 +1,5 @@
-"""Ops with contracts: each is a folder of `op.py` (contract, reference, function), `triton.py` and
-`cpu.cpp`.
+"""The fused ops, each with a declared dtype rule (its `OpContract`). An op is a folder of `op.py`
+(contract, reference, function), `triton.py` and `cpu.cpp`.
 
 Attributes are imported when first used, so that the doctor can read `isotype.ops.contract` without
 torch.
@@ -60,8 +60,8 @@ def __getattr__(name: str) -> Any:
 
 class _Ops(ModuleType):
     def __setattr__(self, name: str, value: Any) -> None:
-        # importing the folder isotype.ops.rope would bind its module to the name of the op: the op
-        # keeps it
+        # importing the package isotype.ops.rope binds the package to the name `rope` here; the name
+        # must stay bound to the op
         if not (name in _LAZY and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 

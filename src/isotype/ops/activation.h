@@ -10,7 +10,7 @@ struct Activated {
   f32 value, slope;
 };
 
-// the activation and its derivative from one exp and one division
+// computes the activation and its derivative with one exp and one division
 template <Activation A>
 inline Activated activated(f32 x) {
   if (A == SILU) {
@@ -24,7 +24,7 @@ inline Activated activated(f32 x) {
   }
   f32 density;
   const f32 p = normal_cdf(x, density);
-  // far out both factors are exact, and their product is not 0 times inf
+  // for large |x| both factors are exact, and their product is not 0 times inf
   return {x * p, p + x * density};
 }
 

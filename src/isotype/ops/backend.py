@@ -1,9 +1,9 @@
 """The dtype in which an op computes, and the path on which it runs.
 
-An op reads autocast's dtype, and then switches autocast off. The paths are Triton kernels on a GPU,
-C++ kernels on a CPU, and plain PyTorch elsewhere. An op has first derivatives only: `torch.func`,
-forward-mode AD and `create_graph=True` are refused. Its reference, in plain PyTorch, has
-derivatives of any order.
+An op reads autocast's dtype and then switches autocast off. A path is one of several
+implementations of the op: Triton kernels on a GPU, C++ kernels on a CPU, or plain PyTorch
+elsewhere. An op has first derivatives only: it rejects `torch.func`, forward-mode AD and
+`create_graph=True`. Its reference, in plain PyTorch, has derivatives of any order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..environment.planned import is_planned, planned_device_type
 from ..errors import UsageError
 from .cpp import DTYPES, CppKernels
 
-# looked up once, since the three attribute lookups take 2 us, ten times a layer
+# looked up once: the three attribute lookups take 2 us, and a layer needs ten of them
 _UNSAFE_VIEW_OP = torch.ops.aten._unsafe_view.default
 
 
@@ -36,11 +36,11 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype autocast would use on `x`'s device, or None where it is off."""
     device_type = x.device.type
     if device_type == "meta":
-        # PyTorch raises when it is asked about autocast of the meta device
+        # PyTorch raises an error for questions about autocast on the meta device
         if planned.is_planned(x.device):
             return planned.autocast_dtype()
         return None
-    # torch.is_autocast_enabled() without an argument answers for CUDA only
+    # torch.is_autocast_enabled() without an argument concerns CUDA only
     if torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return None
@@ -55,15 +55,16 @@ def autocast_off(x: Tensor) -> AbstractContextManager[object]:
         return nullcontext()
     if not torch.is_autocast_enabled(device_type):
         return nullcontext()
-    # torch.autocast is known to compiled graphs, and takes 5 us; it is entered six times a layer
+    # Compiled graphs can trace torch.autocast. Elsewhere it is avoided, since it takes 5 us and a
+    # layer enters it six times
     if torch.compiler.is_compiling():
         return torch.autocast(device_type, enabled=False)
     return _AutocastOff(device_type)
 
 
-# A context manager in C++, which PyTorch's compiled graphs use too. It is for code outside graphs
-# and plans that does not read whether autocast is on: inside it `autocast_dtype` returns the same
-# as outside
+# A context manager in C++, which PyTorch's compiled graphs use too. `autocast_dtype` does not
+# notice it and returns the same value inside the block as outside. So it is only for code that does
+# not read whether autocast is on, outside compiled graphs and memory plans
 disable_autocast = torch._C._DisableAutocast
 
 
@@ -90,11 +91,11 @@ def arithmetic_dtype(*dtypes: torch.dtype) -> torch.dtype:
 
 
 def cast_output(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x` in `dtype`; `x` itself where it has that dtype. An autograd function's forward casts its
-    result by it.
+    """Returns `x` in `dtype`, or `x` itself if it already has that dtype. The forward of an
+    autograd function casts its result with it.
 
-    In a compiled graph of torch 2.11 an output of a `.to` that changes nothing, or an input of one,
-    gets a gradient of zero, without an error.
+    In a compiled graph of torch 2.11, the input and the output of a `.to` that changes nothing get
+    a gradient of zero, without an error.
     """
     if x.dtype == dtype:
         return x
@@ -102,19 +103,19 @@ def cast_output(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def unsafe_view(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """`x` in another shape, in the same memory. An autograd function's forward reshapes its result
-    by it.
+    """Returns `x` in another shape, in the same memory. The forward of an autograd function
+    reshapes its result with it.
 
-    PyTorch refuses in-place writes to an ordinary view that forward returns, and models do them
-    (OLMo clamps its queries). `F.linear` returns an unsafe view too.
+    PyTorch rejects in-place writes to an ordinary view that forward returns, and some models write
+    in place (OLMo clamps its queries). `F.linear` returns an unsafe view too.
     """
     reshaped: Tensor = _UNSAFE_VIEW_OP(x, list(shape))
     return reshaped
 
 
 def empty_rows_like(x_BNSD: Tensor) -> Tensor:
-    """An empty tensor whose dimensions lie in memory in the order of x's: a projection's [B S N D],
-    seen as [B N S D], then needs no copy before the output projection.
+    """Returns an empty tensor whose dimensions have the same order in memory as those of x. A
+    projection's [B S N D], viewed as [B N S D], then needs no copy before the output projection.
     """
     y_BNSD = torch.empty_like(x_BNSD)
     if y_BNSD.stride(-1) == 1:
@@ -123,8 +124,8 @@ def empty_rows_like(x_BNSD: Tensor) -> Tensor:
 
 
 def product_dtype(x: Tensor, *operands: Tensor) -> torch.dtype:
-    """The dtype of a matrix product of these tensors: autocast's where it is on (fp64 is exempt),
-    else the promoted one.
+    """Returns the dtype of a matrix product of these tensors: autocast's dtype where autocast is on
+    (fp64 is exempt), else the promoted dtype.
     """
     dtype = x.dtype
     for operand in operands:
@@ -148,8 +149,8 @@ PLAIN_TENSOR_TYPES = (Tensor, torch.nn.Parameter)
 
 @contextmanager
 def force_backend(backend: str) -> Iterator[None]:
-    """Within this block every op takes its "triton", "cpp" or "eager" path, whatever the device:
-    for tests and comparisons.
+    """Within this block every op takes its "triton", "cpp" or "eager" path, whatever the device. It
+    serves tests and comparisons.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r}: expected {', '.join(BACKENDS)}")
@@ -168,8 +169,8 @@ def kernel_unavailable_reason(device: torch.device) -> str:
     """Why the ops' Triton kernels do not run on this CUDA device, or "".
 
     The first call compiles and launches a tiny kernel, since Triton may be installed without a C
-    compiler or a driver. A reason is cached if it is permanent, as a missing package or compiler
-    is. Any other, such as a lack of memory, may be gone at the next call.
+    compiler or a driver. A reason is cached if it is permanent, such as a missing package or
+    compiler. Any other reason, such as a lack of memory, may no longer hold at the next call.
     """
     if device in _unavailable_reasons:
         return _unavailable_reasons[device]
@@ -189,11 +190,14 @@ def kernel_unavailable_reason(device: torch.device) -> str:
 
 
 def _run_probe(device: torch.device) -> tuple[str, bool]:
-    """(why no kernel runs or "", whether that is permanent)"""
+    """Launches the probe. Returns (the reason why no kernel runs, or "", whether the reason is
+    permanent).
+    """
     try:
         from .launch import probe
 
-        # a dispatch mode would get the probe's operators, and a fake mode computes nothing
+        # without this, a dispatch mode would intercept the probe's operators, and a fake mode would
+        # compute nothing
         with _disable_current_modes():
             probe(device)
     # whatever fails (the compiler, the driver, a missing header), the kernels do not run
@@ -220,12 +224,12 @@ def _warn_once(reason: str) -> None:
 def choose_path(
     kernels: CppKernels, *tensors: Tensor, out_dtype: torch.dtype | None = None
 ) -> Path:
-    """The path on which an op runs on these tensors, for its forward and its backward.
+    """Returns the path on which an op runs on these tensors, in its forward and its backward.
 
     fp64 runs as plain PyTorch, since the kernels compute in fp32. In a compiled graph the op is its
     formula in plain PyTorch, which Inductor fuses.
 
-    out_dtype  of the op's result, where it differs from the tensors'
+    out_dtype  dtype of the op's result, if it differs from the dtype of the tensors
     """
     if torch.compiler.is_dynamo_compiling():
         return "graph"
@@ -252,8 +256,8 @@ def choose_path(
 
 
 def uses_triton(x: Tensor) -> bool:
-    """Whether the op's Triton kernels run on `x`: not for fp64, since they compute in fp32, and not
-    in a compiled graph, where Inductor fuses the formula.
+    """Whether the op's Triton kernels run on `x`. They do not run for fp64, since they compute in
+    fp32, nor in a compiled graph, where Inductor fuses the formula.
     """
     if torch.compiler.is_compiling():
         return False
@@ -264,8 +268,9 @@ def uses_triton(x: Tensor) -> bool:
 
 
 def uses_fused_kernel(x: Tensor) -> bool:
-    """Whether Triton kernels run on `x`, or will run where a plan's tensors stand for a GPU's. For
-    ops whose kernel is one library op with its own fake results.
+    """Whether Triton kernels run on `x`, or would run on the GPU for which memory is planned (`x`
+    is then a tensor without data). It is for ops whose kernel is a single `torch.library` op with a
+    fake implementation.
     """
     if uses_triton(x):
         return True
@@ -276,13 +281,13 @@ def uses_fused_kernel(x: Tensor) -> bool:
 
 @cache
 def _device_has_fp32_output(operand: torch.dtype, device_type: str, index: int | None) -> bool:
-    """Whether a product of bf16 or fp16 may return its fp32 sums (`out_dtype`): on CUDA, and for
-    bf16 from compute capability 8.0 on.
+    """Whether a product of bf16 or fp16 can return its fp32 sums (`out_dtype`). This needs CUDA,
+    and for bf16 a compute capability of at least 8.0.
     """
     if device_type != "cuda" or operand not in (torch.bfloat16, torch.float16):
         return False
     if operand == torch.float16 or not torch.cuda.is_available():
-        # without a GPU the question is about a plan, whose device is a recent one
+        # without a GPU the caller plans memory for a GPU, which is assumed to be a recent one
         return True
     return torch.cuda.get_device_capability(index)[0] >= 8
 
@@ -298,14 +303,15 @@ def has_fp32_output(operand: torch.dtype, device: torch.device) -> bool:
 
 def can_count_rows(x: Tensor) -> bool:
     """Whether the host can count the elements of `x` that fulfil a condition without waiting for a
-    device: on a CPU only.
+    device. That is so on a CPU only.
     """
     return planned_device_type(x.device) == "cpu"
 
 
 def uses_cpp(kernels: CppKernels, *tensors: Tensor) -> bool:
-    """Whether the op's C++ kernels run on these tensors: not for fp64, in a compiled graph only
-    those that allow it, and only where a compiler built them.
+    """Whether the op's C++ kernels run on these tensors. They do not run for fp64, they run in a
+    compiled graph only if they are declared with `in_graphs`, and they need a compiler that built
+    them.
     """
     if torch.compiler.is_compiling():
         return (
@@ -318,7 +324,7 @@ def uses_cpp(kernels: CppKernels, *tensors: Tensor) -> bool:
     if forced not in (None, "cpp"):
         return False
     if not x.is_cpu and (isinstance(x, FakeTensor) or is_planned(x.device)):
-        # a plan for another device, whose kernels too allocate only their outputs
+        # memory is planned for another device, whose kernels also allocate only their outputs
         return forced == "cpp" and all(t.dtype in DTYPES for t in tensors)
     for t in tensors:
         if not t.is_cpu or t.dtype not in DTYPES:
@@ -327,8 +333,8 @@ def uses_cpp(kernels: CppKernels, *tensors: Tensor) -> bool:
 
 
 def direct_apply(function: type[Function]) -> Callable[..., Any]:
-    """`apply_function` of this function without a call in Python, for calls that are neither under
-    torch.func nor in a compiled graph.
+    """Returns the dispatcher's `apply` of this autograd function, which skips the Python code of
+    `apply_function`. It is for calls that are neither under torch.func nor in a compiled graph.
     """
     function_class: Any = function
     dispatcher: Any = super(Function, function_class)
@@ -337,11 +343,11 @@ def direct_apply(function: type[Function]) -> Callable[..., Any]:
 
 
 def apply_function(function: type[Function], *args: Any) -> Any:
-    """`function.apply(*args)` in less time, for a function without `setup_context`.
+    """Calls `function.apply(*args)` in less time, for an autograd function without `setup_context`.
 
-    Outside torch.func and compiled graphs `Function.apply` searches every argument for tensors of a
-    torch.func transform, and the dispatcher searches them again. That is 150 calls in a decoder
-    layer with adapters; a call with 20 arguments takes 28 us instead of 15.
+    Outside torch.func and compiled graphs, `Function.apply` searches every argument for tensors of
+    a torch.func transform, and the dispatcher searches them again. A decoder layer with adapters
+    makes 150 such calls. With 20 arguments, `Function.apply` takes 28 us and this function 15.
     """
     if torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active():
         return function.apply(*args)
@@ -351,12 +357,12 @@ def apply_function(function: type[Function], *args: Any) -> Any:
 
 
 def refuse_second_derivative(op: str) -> None:
-    """Refuses `create_graph=True` in a backward whose result has no graph. PyTorch's
-    `once_differentiable` refuses it only where a later `backward` reaches its node, and
+    """Raises UsageError for `create_graph=True` in a backward whose result has no graph. PyTorch's
+    `once_differentiable` raises only when a later `backward` reaches its node, and
     `torch.autograd.grad` treats the missing derivative as zero.
     """
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise UsageError(
             f"{op} has no second derivative (create_graph=True): its backward is fused",
-            fix="isotype.restore(model), or the same in plain PyTorch",
+            fix="call isotype.restore(model), or compute the same in plain PyTorch",
         )

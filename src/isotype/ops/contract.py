@@ -1,5 +1,5 @@
-"""OpContract: the declared dtype rule of a differentiable function. Imports no torch, so that the
-doctor can read it.
+"""OpContract: the declared dtype rule of a differentiable function. The module does not import
+torch, so that the doctor's commands can read contracts quickly.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from typing import Literal
 
 from ..dtypes import TensorSpec
 
-# ignored: the op's dtypes are the same with autocast on; follows: a free letter becomes the
-# autocast dtype, as a matmul's does; fp32: the output is fp32 under autocast, as torch's own
-# cross_entropy's is
+# ignored: autocast does not change the op's dtypes. follows: a free letter becomes the autocast
+# dtype, as in a matmul. fp32: the output is fp32 under autocast, as in torch's cross_entropy
 Autocast = Literal["ignored", "follows", "fp32"]
 
 
 @dataclass(frozen=True)
 class OpContract:
-    """`OpContract("gate: F[*n d], up: F[*n d] -> F[*n d]", inside="fp32", grads={"gate": "F"},
-    autocast="ignored")`
+    """The dtype rule of an op. Example: `OpContract("gate: F[*n d], up: F[*n d] -> F[*n d]",
+    inside="fp32", grads={"gate": "F"}, autocast="ignored")`
 
     signature  inputs `name: spec` in call order, `->`, one output spec or several
     inside     dtype of the arithmetic (fp64 when the inputs are fp64)
-    grads      the dtype in which each gradient leaves; `F` is the input's own letter
+    grads      the dtype of each returned gradient; `F` is the letter of an input's dtype in the
+               signature
     autocast   the effect of autocast: see `Autocast`
     """
 
@@ -37,7 +37,7 @@ class OpContract:
         if unknown:
             raise ValueError(
                 f"grads name {', '.join(sorted(unknown))}, which the signature {self.signature!r}"
-                " has not"
+                " does not have"
             )
         assert self.outputs, "a contract has at least one output"
 

@@ -1,8 +1,10 @@
-"""An op's C++ kernels on a CPU: built when first needed, once per machine, and called. Where that
-fails, plain PyTorch runs, and the manifest says so.
+"""Builds and calls an op's C++ kernels on a CPU. They are built once per machine, when they are
+first needed. If the build fails, plain PyTorch runs instead, and the manifest (the list of what
+`optimize` replaced) says so.
 
 A row-wise formula in plain PyTorch reads and writes wide tensors at every step; a fused kernel
-reads and writes each narrow tensor once. Libraries are stored on disk and shared by processes.
+reads and writes each narrow tensor once. The built libraries are stored on disk and shared by
+processes.
 """
 
 from __future__ import annotations
@@ -35,28 +37,29 @@ from ..environment.private import (
 
 HEADERS = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-Wno-psabi")
-# a build that takes longer says so, while it runs
+# a build that takes longer prints a message
 PATIENCE_S = 5.0
 
 
 class BuildError(Exception):
-    """Why there is no library, in one line."""
+    """No library could be built. The message is the reason, in one line."""
 
 
 @cache
 def cpu_compiler() -> str | None:
-    """The C++ compiler, from CXX or by its name, or None."""
+    """Returns the path of the C++ compiler (CXX, or g++, clang++ or c++), or None."""
     return shutil.which(os.environ.get("CXX", "")) or next(
         filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None
     )
 
 
 def library_folder() -> Path:
-    """Where libraries are kept: ISOTYPE_CACHE, or `isotype` in the user's cache folder, or a
-    temporary one. A folder that cannot be written, or that others can change, is passed over.
+    """Returns the folder in which libraries are stored: ISOTYPE_CACHE, or `isotype` in the user's
+    cache folder, or a temporary folder. A folder that cannot be written, or that other users can
+    change, is skipped.
 
-    ISOTYPE_CACHE=none, which keeps no tokens (`data.cache`), stores them in the temporary one,
-    since a library must be a file.
+    ISOTYPE_CACHE=none means that tokens are not cached (`data.cache`). Libraries are then stored in
+    the temporary folder, since a library must be a file.
 
     Raises  BuildError
     """
@@ -97,7 +100,9 @@ def warn_of_shared_folder(reason: str) -> None:
 
 @cache
 def machine(compiler: str) -> str:
-    """What `-march=native` and the compiler make of a source, apart from the source."""
+    """Returns a text that identifies the compiler and the processor. Builds of a source may differ
+    if it differs.
+    """
     version = subprocess.run(
         [compiler, "--version"], capture_output=True, text=True, check=False
     ).stdout
@@ -113,8 +118,8 @@ def machine(compiler: str) -> str:
 
 
 def library(source: Path) -> ctypes.CDLL:
-    """`source`, built with its headers where no build of the same text, compiler and processor is
-    kept.
+    """Loads the library of `source`. It is built first, unless a build of the same text (with
+    headers), compiler and processor is stored.
 
     Raises  BuildError
     """
@@ -143,11 +148,11 @@ def library(source: Path) -> ctypes.CDLL:
 
 
 def load_library(folder: Path, stem: str) -> ctypes.CDLL | None:
-    """The library that is kept under this name; None where there is none.
+    """Loads the stored library of this name, or returns None if there is none.
 
-    Its name ends with a checksum of its content. One with another content (half a file, left by a
-    machine that stopped) is removed, and so is one that others can write; one that the system
-    cannot load now stays.
+    The file's name ends with a checksum of its content. A file with other content (such as an
+    incomplete file, left by a machine that stopped) is removed, and so is a file that other users
+    can write. A file that the system cannot load is not removed.
 
     Raises  BuildError, NotPrivateError
     """
@@ -175,10 +180,11 @@ def checksum(content: bytes) -> str:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """One process builds while the others of this machine (the ranks of a run, test workers) wait.
+    """Holds a file lock within the block, so that one process builds while other processes of the
+    machine (ranks of a run, test workers) wait.
 
-    Without `flock` (Windows) each builds for itself: the result is renamed into place, so that the
-    last one replaces the others and no file is incomplete.
+    Without `flock` (on Windows) every process builds. Each result is renamed into place, so that
+    the last one replaces the others and no file is incomplete.
     """
     try:
         import fcntl
@@ -201,7 +207,7 @@ def say_building(folder: Path) -> None:
 
 def build(compiler: str, source: Path, folder: Path, stem: str) -> None:
     """Compiles the source into the folder, as `STEM-CHECKSUM.so`. Raises BuildError."""
-    # written aside and renamed, so that no process loads half a file
+    # written to a temporary file and renamed, so that no process loads an incomplete file
     aside = folder / f"{stem}.{os.getpid()}.tmp"
     command = [compiler, *FLAGS, f"-I{HEADERS}", str(source), "-o", str(aside)]
     start = time.monotonic()
@@ -227,7 +233,7 @@ def build(compiler: str, source: Path, folder: Path, stem: str) -> None:
     aside.replace(folder / f"{stem}-{checksum(aside.read_bytes())}.so")
 
 
-# the kernels' numbers for their dtypes: fp64 has none, and runs as plain PyTorch
+# the kernels' numbers of dtypes. fp64 has no number, since it runs in plain PyTorch
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 _fallbacks: dict[str, str] = {}
@@ -236,21 +242,27 @@ _kernels: dict[str, CppKernels] = {}
 
 
 def fallbacks() -> dict[str, str]:
-    """Op -> why it runs as plain PyTorch on this CPU: a line each in the manifest."""
+    """Maps each op that runs in plain PyTorch on this CPU to the reason. Each is a line of the
+    manifest.
+    """
     return dict(_fallbacks)
 
 
 class CppKernels:
-    """The functions of the C++ source beside the module `file`; each is declared as a string of its
-    arguments' kinds.
+    """The functions of the C++ source in the folder of the module `file`. Each function is declared
+    as a string with one letter per argument:
 
-    p  a tensor, or None for a null pointer     a  an array or address     d  a dtype     i  an int
-          f  a float
-    Every function takes the number of threads last, which is torch's.
+    p  a tensor, or None for a null pointer
+    a  an array or address
+    d  a dtype
+    i  an int
+    f  a float
 
-    in_graphs  whether compiled graphs call them too, where a compiler had built them before. The
-               row-wise formulas are left to PyTorch's compiler, which fuses them with what stands
-               beside them.
+    Every function takes torch's number of threads as its last argument.
+
+    in_graphs  whether compiled graphs call the kernels too, if they were built before. Kernels of
+               row-wise formulas are not called, since PyTorch's compiler fuses these formulas with
+               neighbouring operations.
     """
 
     def __init__(
@@ -262,7 +274,8 @@ class CppKernels:
         self.op = self.source.parent.name
         _kernels[self.op] = self
         self.functions = functions
-        # positions of what is no number yet: asked for at every call, 16 times a layer
+        # positions of the arguments that a call must convert to numbers. They are stored, since a
+        # layer makes 16 calls
         self.pointers = {
             name: [i for i, kind in enumerate(kinds) if kind == "p"]
             for name, kinds in functions.items()
@@ -275,12 +288,12 @@ class CppKernels:
         self.calls: dict[str, Any] = {}
 
     def native(self) -> bool:
-        """What the library's function `native` answers, whether this processor multiplies bf16;
-        False where nothing is built.
+        """Whether this processor multiplies bf16, which the library's function `native` returns.
+        False if no library is built.
         """
         if not self.loaded():
             return False
-        # no tensor, which would be one without data while memory is planned
+        # not a tensor, since a tensor has no data while memory is planned
         answer = ctypes.c_int64()
         self("native", ctypes.addressof(answer))
         return bool(answer.value)
@@ -321,8 +334,8 @@ class CppKernels:
 
 
 def missing(*ops: str) -> str:
-    """Why an op of these has no C++ kernels on this machine, or "". Builds, side by side, what was
-    never built on it: 2 to 5 s.
+    """Returns the reason why one of these ops has no C++ kernels on this machine, or "". Libraries
+    that were not built on it yet are built in parallel, which takes 2 to 5 s.
     """
     with ThreadPoolExecutor() as pool:
         list(pool.map(CppKernels.loaded, [_kernels[op] for op in ops]))
@@ -330,8 +343,8 @@ def missing(*ops: str) -> str:
 
 
 def as_rows(*tensors: Tensor) -> list[Tensor]:
-    """Tensors of one shape as [rows, columns] whose columns are adjacent: one long row where all
-    are contiguous.
+    """Views tensors of the same shape as [rows, columns] with adjacent columns. If all are
+    contiguous, each becomes a single long row.
     """
     whole = True
     for t in tensors:

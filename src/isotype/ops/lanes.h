@@ -52,7 +52,7 @@ struct Narrow<bf16> {
   static f32 widen(V x) { return float_of(__builtin_convertvector(x, u32) << 16); }
   static V narrow(f32 x) {
 #if defined(__AVX512BF16__) && defined(__AVX512VL__)
-    // one instruction, which takes subnormals for zero: those go the long way
+    // one instruction, which treats subnormals as zero: vectors with subnormals take the code below
     const u32 magnitude = bits_of(x) & 0x7fffffff;
     if (!_mm512_cmplt_epu32_mask((__m512i)(magnitude - 1), _mm512_set1_epi32(0x7fffff))) return (V)_mm512_cvtneps_pbh((__m512)x);
 #endif
@@ -84,7 +84,7 @@ struct Narrow<fp16> {
   }
 };
 
-// p may have any alignment; only `count` values exist there, and the other lanes are `rest`
+// p may have any alignment. Only `count` values exist at p; the other lanes get the value `rest`
 template <class T>
 inline f32 load(const T* p) {
   typename Narrow<T>::V v;
@@ -120,8 +120,8 @@ inline float load_one(const T* p) {
   return load(p, 1, 0.0f)[0];
 }
 
-// f(first, count) over the vectors of a row. The count of a full one is of a type of its own, so that its loads and stores hold no branch:
-// half the time of silu_mul.
+// Calls f(first, count) for each vector of a row. For a full vector the count has the type Full, so
+// that its loads and stores have no branch. This halves the time of silu_mul.
 struct Full {};
 
 template <class T>
@@ -141,7 +141,7 @@ inline void each_vector(int64_t count, F&& f) {
   if (i < count) f(i, count - i);
 }
 
-// --- neighbours: lanes 2k and 2k + 1
+// --- pairs of neighbouring lanes 2k and 2k + 1
 
 struct Lanes {
   i32 swapped = {}, lower = {}, upper = {};
@@ -156,7 +156,7 @@ struct Lanes {
   }
 };
 
-// x with its lanes in the order of `at`
+// x with its lanes in the order of the indices `at`
 inline f32 ordered(f32 x, i32 at) {
 #if defined(__clang__)
   f32 y;
@@ -185,7 +185,7 @@ inline float max(f32 x) {
 // exp(x) = 2^n exp(r), |r| <= ln(2) / 2, with 1 + r + r^2 q(r) fitted to exp(r) (minimax, relative error 3.5e-9 before rounding).
 inline f32 exp(f32 x) {
   const f32 clamped = x < -86.6f ? broadcast(-86.6f) : x > 89.0f ? broadcast(89.0f) : x;
-  // adding 1.5 x 2^23 leaves the nearest integer in the low bits
+  // after 1.5 x 2^23 is added, the low bits hold the nearest integer
   const f32 shifted = clamped * 1.44269504f + 12582912.0f, n = shifted - 12582912.0f;
   const f32 r = (clamped - n * 0.693145752f) - n * 1.42860677e-6f;
   f32 q = broadcast(1.3811663e-3f);
@@ -194,7 +194,7 @@ inline f32 exp(f32 x) {
   q = q * r + 1.6666509e-1f;
   q = q * r + 4.9999994e-1f;
   const f32 p = (q * r) * r + r + 1.0f;
-  // in two steps, as 2^128 does not exist where 2^128 exp(r) < inf does
+  // in two steps, since 2^128 is not an fp32 number although 2^128 exp(r) may be one
   const f32 half = float_of((bits_of(shifted) + 126) << 23);
   return x < -86.6f ? f32{} : p * half * 2.0f;
 }
@@ -213,10 +213,11 @@ inline f32 tanh(f32 x) {
   return s < 0.390625f ? near : far;
 }
 
-// Of positive, normal x: relative error below 2e-7. log(x) = e ln 2 + log(1 + f), sqrt(1/2) <= 1 + f < sqrt(2), with f - f^2/2 + f^3 q(f)
-// fitted to log(1 + f) (minimax, relative error 6e-9 before rounding).
+// For positive, normal x. Relative error below 2e-7. log(x) = e ln 2 + log(1 + f), sqrt(1/2) <= 1 +
+// f < sqrt(2), with f - f^2/2 + f^3 q(f) fitted to log(1 + f) (minimax, relative error 6e-9 before
+// rounding).
 inline f32 log(f32 x) {
-  // the bits of sqrt(1/2) taken off leave the exponent of 1 + f above the mantissa
+  // after the bits of sqrt(1/2) are subtracted, the exponent of 1 + f is above the mantissa
   const i32 e = (i32)(bits_of(x) - 0x3f3504f3) >> 23;
   const f32 n = __builtin_convertvector(e, f32), f = float_of(bits_of(x) - ((u32)e << 23)) - 1.0f;
   f32 q = broadcast(-7.6344810e-2f);
@@ -261,13 +262,16 @@ inline void with_dtype(int64_t dtype, F&& f) {
 
 // --- sharing work among threads
 
-// How many items a thread takes at once: about 16k elements, so that taking costs little, and work is shared on a busy machine.
+// The number of items that a thread takes at once: about 16k elements. Taking work then costs
+// little, and work is still shared on a busy machine.
 inline int64_t share(int64_t elements_an_item) { return elements_an_item >= 16384 ? 1 : 16384 / (elements_an_item > 0 ? elements_an_item : 1); }
 
-// Waking threads costs some microseconds: more than a small tensor takes.
+// The number of threads for this many elements. Waking threads costs some microseconds, which is
+// more than a small tensor takes.
 inline int team(int64_t elements, int threads) { return elements < 32768 ? 1 : threads; }
 
-// f(row, first column, number of columns) over all of [rows, columns], in blocks that fit a core's cache
+// calls f(row, first column, number of columns) for all of [rows, columns], in blocks that fit into
+// a core's cache
 template <class F>
 inline void each_block(int64_t rows, int64_t columns, int threads, F&& f) {
   constexpr int64_t BLOCK = 16384;

@@ -1,5 +1,5 @@
-"""Launches Triton kernels on the device of their tensors; and a kernel that shows whether Triton
-works there.
+"""Launches of Triton kernels on the device of their tensors, and a probe kernel that shows whether
+Triton works there.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def warps(elements: int) -> int:
-    """The number of warps for a tile of this many elements: 16 elements a thread, which are two
-    loads of 16 bytes in bf16, up to 16,384 elements.
+    """The number of warps for a tile of this many elements. Up to 16,384 elements each thread gets
+    at most 16, which are two loads of 16 bytes in bf16.
     """
     if elements <= 2048:
         return 4
@@ -68,8 +68,8 @@ def add_one(x):  # type: ignore[no-untyped-def]  # Triton reads an annotation as
 
 
 def probe(device: torch.device) -> None:
-    """Adds one to a value on `device` and checks the result. Raises the errors of compiling and
-    launching.
+    """Adds one to a value on `device` and checks the result. Errors of compiling and launching pass
+    through.
     """
     x = torch.ones(1, device=device)
     with torch.cuda.device(device):

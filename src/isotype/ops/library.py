@@ -1,5 +1,5 @@
-"""Registers functions as ops of PyTorch, so that compiled graphs, tracers, fake tensors and
-dispatch modes see one op and its outputs.
+"""Registers functions as PyTorch operators. Compiled graphs, tracers, fake tensors and dispatch
+modes then see one operator and its outputs.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def library_op(schema: str, *, fake: Callable[..., Any]) -> Callable[[F], F]:
-    """The decorated function as `torch.ops.isotype.NAME`, for any device; `fake` gives its outputs
-    without values.
+    """Registers the decorated function as `torch.ops.isotype.NAME` for every device. `fake` returns
+    outputs without values.
 
     The operator has no autograd formula: the op's autograd.Function calls it.
     `torch.library.custom_op` does the same, but imports torch._dynamo at its first call (1.2 s and
-    148 MiB in a process that compiles nothing), and takes 8 us a call instead of 2.
+    148 MiB in a process that compiles nothing), and takes 8 us per call instead of 2.
     """
     name = schema[: schema.index("(")]
     _OPS.define(schema)

@@ -1,4 +1,5 @@
-// What is done to the logits of a head before their softmax: scale, softcap, and the largest logits of a row recomputed in fp32.
+// Changes to the logits of a head before their softmax: the scale, the softcap, and the
+// recomputation of a row's largest logits in fp32.
 #pragma once
 #include <algorithm>
 
@@ -11,14 +12,14 @@ struct Rule {
   float smoothing, scale, softcap, z_loss;
 };
 
-// a logit after scale and softcap; CAPPED: there is a softcap
+// a logit after scale and softcap; CAPPED is whether there is a softcap
 template <bool CAPPED>
 inline f32 apply_rule(f32 x, const Rule& rule) {
   const f32 z = x * rule.scale;
   return CAPPED ? rule.softcap * tanh(z / rule.softcap) : z;
 }
 
-// d z / d x of the above
+// the derivative of apply_rule by x
 template <bool CAPPED>
 inline f32 slope(f32 x, const Rule& rule) {
   if (!CAPPED) return broadcast(rule.scale);
@@ -26,7 +27,8 @@ inline f32 slope(f32 x, const Rule& rule) {
   return rule.scale * (1.0f - t * t);
 }
 
-// The operands of bf16 logits: x[rows size] W[classes size]^T + bias[classes] (or null), each row's elements adjacent. Null x: unknown.
+// The operands of bf16 logits: x[rows size] W[classes size]^T + bias[classes] (or null). Elements
+// of a row are adjacent. x is null where the operands are not known.
 struct Source {
   const void* x;
   int64_t x_stride;
@@ -35,8 +37,9 @@ struct Source {
   const void* bias;
 };
 
-// A bf16 product loses its fp32 sum where the logit is largest, and there the softmax weighs most: the target's and the LARGEST logits of
-// a row are recomputed in fp32. Of 9 logits of 32,000 that is 0.03% of the product.
+// Rounding a product to bf16 loses most precision at the largest logits, which also have the
+// largest weight in the softmax. So the target's logit and the LARGEST other logits of a row are
+// recomputed in fp32. For 9 logits of 32,000 this is 0.03% of the product's work.
 constexpr int LARGEST = 8, RECOMPUTED = LARGEST + 1;
 
 // The recomputed logits of a row, after scale and softcap: their columns, their values as rounded to bf16, and their values in fp32.
@@ -45,7 +48,7 @@ struct RecomputedLogits {
   int64_t columns[RECOMPUTED];
   float rounded[RECOMPUTED], values[RECOMPUTED];
 
-  // the position of a column, or -1
+  // returns the position of a column, or -1
   int find(int64_t column) const {
     for (int k = 0; k < count; ++k)
       if (columns[k] == column) return k;
@@ -53,7 +56,7 @@ struct RecomputedLogits {
   }
 };
 
-// the logit of one class in fp32, after the rule
+// recomputes the logit of one class in fp32, after scale and softcap
 template <bool CAPPED, class T>
 float recompute_logit(const Rule& rule, const Source& source, int64_t r, int64_t column) {
   const T *x = (const T*)source.x + r * source.x_stride, *w = (const T*)source.weight + column * source.weight_stride;
@@ -62,7 +65,7 @@ float recompute_logit(const Rule& rule, const Source& source, int64_t r, int64_t
   return apply_rule<CAPPED>(broadcast(sum(total) + (source.bias ? load_one((const T*)source.bias + column) : 0.0f)), rule)[0];
 }
 
-// the largest logits of a row: `columns` and `rounded`
+// finds the largest logits of a row and fills `columns` and `rounded`
 template <bool CAPPED, class T>
 RecomputedLogits find_largest(const T* logits, int64_t columns, const Rule& rule) {
   constexpr int UNROLLED = 4;

@@ -1,7 +1,9 @@
-// Products one of whose dimensions is an adapter's rank, of bf16 with fp32 sums: each large operand is read once, row after row.
-// PyTorch's products of these shapes take up to three times the time, and their fp32 result takes two of them.
+// Matrix products of bf16 with fp32 sums, in which one dimension is an adapter's rank. Each large
+// operand is read once, row by row. PyTorch's products of these shapes take up to three times as
+// long, and an fp32 result takes two of them.
 //
-// T tokens, N features, R ranks. Operands of one instruction are pairs: two bf16 that are multiplied with two others and summed in fp32.
+// T tokens, N features, R ranks. The operands of an instruction are pairs: two bf16 are multiplied
+// with two others, and the products are summed in fp32.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -14,7 +16,7 @@
 #define NATIVE 1
 #endif
 
-// whether this processor multiplies bf16; of the one source of a library
+// Whether this processor multiplies bf16. Exactly one source of a library includes this header
 extern "C" void native(int64_t* answer, int) {
 #ifdef NATIVE
   *answer = 1;
@@ -27,10 +29,11 @@ extern "C" void native(int64_t* answer, int) {
 namespace low_rank {
 
 using Pairs = uint32_t;
-// a block of tokens stays in a core's own cache between the product that reads it first and the one that reads it again
+// Tokens per block. A block stays in a core's cache between the first and the second product that
+// reads it
 constexpr int64_t TOKENS = 32;
 
-// memory that lives as long as its thread: a step asks for the same sizes again and again
+// memory that lives as long as its thread, since every step needs the same sizes
 struct Scratch {
   std::vector<char> bytes;
   template <class T>
@@ -55,7 +58,7 @@ inline Pairs pair_at(const uint16_t* p) {
   return x;
 }
 
-// 16 rows of 16 values, turned over.
+// Transposes 16 rows of 16 values.
 inline void transpose(__m512i r[16]) {
   __m512i t[16];
 #pragma GCC unroll 8
@@ -84,7 +87,8 @@ inline void transpose(__m512i r[16]) {
   }
 }
 
-// A matrix of [count, lanes] as pairs along `count`: out[count / 2][width], zero past either end. One of the two steps is 1.
+// Copies a matrix of [count, lanes] into pairs along `count`: out[count / 2][width], padded with
+// zeros. `step` or `lane_step` must be 1.
 inline void pack(const uint16_t* from, int64_t count, int64_t step, int64_t lanes, int64_t lane_step, Pairs* out, int64_t width) {
   const int64_t pairs = (count + 1) / 2;
   for (int64_t l = 0; l < width; l += 16) {
@@ -132,7 +136,8 @@ inline void shrink_tile(const uint16_t* x, int64_t x_step, int64_t n, const Pair
   };
   int64_t p = 0;
   for (; p + 16 <= n / 2; p += 16) {
-    // a line of every row of the next tile: the rows are too many, and too short, for the processor to foresee
+    // fetches a cache line of every row of the next tile: the rows are too many and too short for
+    // the processor's own prefetching
     for (int t = 0; t < ROWS; ++t) _mm_prefetch((const char*)(x + (t + ROWS) * x_step + 2 * p), _MM_HINT_T1);
     for (int64_t q = p; q < p + 16; ++q) step(q, pair_at);
   }
@@ -159,7 +164,7 @@ inline void shrink_block(const uint16_t* x, int64_t x_step, int64_t tokens, int6
                   int64_t out_step, int64_t ranks) {
   for (int64_t r = 0; r < ranks;) {
     const int64_t left = ranks - r;
-    // as many sums as hide an instruction's latency, in registers
+    // enough sums in registers to hide an instruction's latency
     if (left > 32) {
       int64_t t = shrink_rows<8, 3>(0, tokens, x, x_step, n, a + r, width, scale, out + r, out_step, left);
       shrink_rows<1, 3>(t, tokens, x, x_step, n, a + r, width, scale, out + r, out_step, left);
@@ -178,7 +183,8 @@ inline void shrink_block(const uint16_t* x, int64_t x_step, int64_t tokens, int6
 
 // --- lT x: [T R] by [T N] -> fp32 [R N], added to sums that last over blocks of tokens
 
-// The order in which two rows of 32 columns, interleaved within quarters of a register, leave their 32 sums.
+// Sorts 32 sums by column. The instruction leaves the sums of 32 columns interleaved within
+// quarters of two registers.
 inline void in_order(__m512 even, __m512 odd, __m512& first, __m512& second) {
   first = _mm512_permutex2var_ps(even, _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23), odd);
   second = _mm512_permutex2var_ps(even, _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31), odd);
@@ -228,7 +234,7 @@ inline void gradient_block(const uint16_t* x, int64_t x_step, int64_t tokens, in
   }
 }
 
-// The sums, scaled and in order, to [R N] or [N R].
+// Writes the sums, scaled and sorted, to [R N] or [N R].
 inline void finish(const float* sums, int64_t sums_step, int64_t ranks, int64_t n, float scale, float* out, int64_t rank_step,
             int64_t column_step) {
   const __m512i index = _mm512_mullo_epi32(COUNT, _mm512_set1_epi32((int)column_step));
@@ -319,7 +325,7 @@ inline void expand(uint16_t* y, const uint16_t* l, const uint16_t* b, int64_t to
   Pairs* packed = scratch.take<Pairs>(pairs * width);
   pack(b, ranks, b_rank_step, n, b_step, packed, width);
   if (ranks % 2) {
-    // a pair may not reach into the next column, whose value times zero need not be zero
+    // a pair must not reach into the next column, since its value times zero may be NaN
     uint16_t* copy = even.take<uint16_t>(tokens * (ranks + 1));
     for (int64_t t = 0; t < tokens; ++t) {
       std::memcpy(copy + t * (ranks + 1), l + t * l_step, ranks * 2);
@@ -339,7 +345,8 @@ inline void expand(uint16_t* y, const uint16_t* l, const uint16_t* b, int64_t to
   }
 }
 
-// grad = scale lT x as fp32 with strides (grad_rank_step, grad_step). Threads share the columns, so that no sum depends on their number.
+// grad = scale lT x as fp32 with strides (grad_rank_step, grad_step). The columns are divided among
+// threads, so that no sum depends on the number of threads.
 inline void gradient(const uint16_t* x, const uint16_t* l, float* grad, int64_t tokens, int64_t n, int64_t ranks, int64_t x_step,
                          int64_t l_step, int64_t grad_rank_step, int64_t grad_step, float scale, int threads) {
   const int used = isotype::team(tokens * n, threads);

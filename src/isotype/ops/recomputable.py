@@ -15,17 +15,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# the function that recomputes a tensor, or None where the tensor itself is saved; and how many
-# saved tensors it takes
+# (the function that recomputes a tensor, or None if the tensor itself is saved; the number of saved
+# tensors that it takes)
 InputRecipe = tuple[Callable[..., Tensor] | None, int]
 _RECIPE_ATTRIBUTE = "_isotype_recipe"
 
 
 class Recipe(NamedTuple):
-    """How a tensor is recomputed: `compute(*tensors)`, which is differentiable, gives the same
-    bits.
+    """How a tensor is recomputed. `compute(*tensors)` is differentiable and returns the tensor bit
+    for bit.
 
-    version  of the tensor (the number of in-place writes) when the recipe was stored
+    version  the tensor's `_version` (its number of in-place writes) when the recipe was stored
     """
 
     compute: Callable[..., Tensor]
@@ -34,7 +34,7 @@ class Recipe(NamedTuple):
 
 
 class _Chain:
-    """`compute`, some of whose inputs are recomputed first."""
+    """A function that recomputes some of the inputs of `compute`, and then calls `compute`."""
 
     def __init__(self, compute: Callable[..., Tensor], input_recipes: list[InputRecipe]) -> None:
         self.compute = compute
@@ -54,9 +54,9 @@ class _Chain:
 
 
 def mark_recomputable(output: Tensor, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """Stores on `output` that it is `compute(*tensors)`, and returns it.
+    """Stores on `output` the recipe that it equals `compute(*tensors)`, and returns `output`.
 
-    tensors  those that its own backward saves, or that can be recomputed themselves
+    tensors  tensors that the backward of `output` saves anyway, or that have a recipe themselves
     """
     if not output.requires_grad or torch.compiler.is_compiling():
         return output
@@ -79,7 +79,9 @@ def mark_recomputable(output: Tensor, compute: Callable[..., Tensor], *tensors: 
 
 
 def find_recipe(x: Tensor) -> Recipe | None:
-    """How `x` can be recomputed; None where no recipe is stored, or `x` was written to since."""
+    """Returns how `x` can be recomputed, or None if no recipe is stored or `x` was written to
+    afterwards.
+    """
     if torch.compiler.is_compiling():
         # the partitioner of a compiled graph decides what is recomputed
         return None
@@ -92,8 +94,8 @@ def find_recipe(x: Tensor) -> Recipe | None:
 def propagate_recomputable(
     output: Tensor, compute: Callable[..., Tensor], *tensors: Tensor
 ) -> Tensor:
-    """`mark_recomputable` where one of the tensors can be recomputed; else `output` is returned
-    without a recipe, since saving it takes the least memory.
+    """Calls `mark_recomputable` if one of the tensors can be recomputed. Otherwise it returns
+    `output` without a recipe, since saving the output takes the least memory.
     """
     if any(find_recipe(t) is not None for t in tensors):
         return mark_recomputable(output, compute, *tensors)
@@ -103,10 +105,10 @@ def propagate_recomputable(
 def saved_or_recomputed(
     x: Tensor, saved: Tensor | None
 ) -> tuple[Callable[..., Tensor] | None, tuple[Tensor | None, ...]]:
-    """(the function that recomputes x in backward or None, the tensors to save for it).
+    """Returns (the function that recomputes x in backward, or None, the tensors to save for it).
 
-    saved  x in the shape and dtype that backward reads, which is saved where x cannot be
-           recomputed; None where backward does not read x
+    saved  x in the shape and dtype that backward reads. It is saved if x cannot be recomputed. None
+           if backward does not read x
     """
     if saved is None:
         return None, (None,)

@@ -1,9 +1,10 @@
-"""What the recompute of a layer skips: results that backward does not read, or that were kept.
+"""Gradient checkpointing that skips part of a layer's recompute: results that backward does not
+read, and results that were kept from the forward.
 
 A layer under gradient checkpointing runs twice: once for its output, and again inside backward for
-the tensors that its gradients need. Ops ask here which of the two runs it is. Nothing is skipped
-where a hook reads a result of the layer, since its values would not exist, nor in a compiled graph,
-which is the same for both runs.
+the tensors that its gradients need. This module tells an op which of the two runs is in progress.
+Nothing is skipped if a hook reads a result of the layer, since the hook would read values that do
+not exist. Nothing is skipped in a compiled graph either, since both runs use the same graph.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# the layers that run now, the innermost last
+# the layers that are running, the innermost last
 layers_running: list[RecomputedLayer] = []
 
 
@@ -23,13 +24,12 @@ def _identity(x: Any) -> Any:
 
 
 class RecomputedLayer:
-    """One call of one layer. Call `run` first for the forward, then for every recompute.
+    """One call of a layer. The first call of `run` is the forward; every later call is a recompute.
 
-    keep_attention     whether the results of attentions are kept from the forward to the recompute:
-                       output and logsumexp, 8 KiB and 128 bytes a token with 32 heads of 128 in
-                       bf16
-    offload, restore   move each of these results away and back
-    attention_results  these results, in the order of the attentions
+    keep_attention     whether attention results are kept from the forward for the recompute: output
+                       and logsumexp, 8 KiB and 128 bytes per token with 32 heads of 128 in bf16
+    offload, restore   functions that move an attention result to other memory and back
+    attention_results  the kept results, in the order in which the attentions ran
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class RecomputedLayer:
         self.is_hooked = False
         # the ids of the autograd nodes of the products whose output can be skipped
         self.product_nodes = list[int]()
-        # the position among them of the product whose output no recompute needs; -1: none
+        # the position in `product_nodes` of the product whose output no recompute needs, or -1
         self.unused_product = -1
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -78,23 +78,23 @@ class RecomputedLayer:
 
 
 def current_layer() -> RecomputedLayer | None:
-    """The layer that runs now; None outside recomputed layers and in a compiled graph."""
+    """Returns the layer that is running, or None outside recomputed layers and in a compiled graph."""
     if not layers_running or torch.compiler.is_compiling():
         return None
     return layers_running[-1]
 
 
 def is_recomputed() -> bool:
-    """Whether this is the forward of a layer that will be recomputed: the tensors that it saves for
-    backward are dropped.
+    """Whether the current run is the forward of a layer that will be recomputed. The tensors that
+    such a forward saves for backward are dropped.
     """
     layer = current_layer()
     return layer is not None and not layer.recomputing
 
 
 def is_output_unused(node: Any) -> bool:
-    """Whether this is a recompute that does not read the output of this product. Each product whose
-    output can be skipped calls it once a run.
+    """Whether the current run is a recompute that does not read the output of this product. Each
+    product whose output can be skipped calls it once per run.
 
     node  the context of the product's autograd function, which becomes the output's `grad_fn`
     """
@@ -110,20 +110,20 @@ def is_output_unused(node: Any) -> bool:
 
 
 def mark_layer_hooked() -> None:
-    """Notes that a hook reads a result inside the layer that runs now."""
+    """Records that a hook reads a result inside the running layer."""
     layer = current_layer()
     if layer is not None:
         layer.is_hooked = True
 
 
 def compute_or_restore_attention(compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """`compute()`; in a recompute the results that it returned in the forward."""
+    """Returns `compute()`. In a recompute it returns the results of the forward instead."""
     layer = current_layer()
     if layer is None or not layer.keep_attention:
         return compute()
     if not layer.recomputing:
         results = compute()
-        # aliases: autograd writes the graph onto the very tensors that a function returns
+        # aliases are stored, since autograd attaches the graph to the returned tensors themselves
         layer.attention_results.append(tuple(layer.offload(t.detach()) for t in results))
         return results
     # a recompute calls the same attentions in the same order as the forward
@@ -137,8 +137,8 @@ _VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
 
 
 def _output_product_node(output: Any) -> Any:
-    """The autograd node of the product that is a term of the layer's output, where that is a sum: a
-    sum saves no tensor, so a recompute need not compute the term.
+    """Returns the autograd node of the product that is a term of the layer's output, if the output
+    is a sum. A sum saves no tensor, so a recompute need not compute the term.
 
     In Gemma the term is a norm of the MLP's output; the norm saves its input, so there is no such
     product.
@@ -176,19 +176,19 @@ def _skip_views(edge: Any) -> Any:
     return node
 
 
-# one zero of each device and dtype
+# one zero for each device and dtype
 _zeros: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
 
 def placeholder_tensor(shape: tuple[int, ...], like: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor of this shape in the memory of one element, for values that nobody reads.
-    Checkpointing compares its metadata.
+    """Returns a tensor of this shape in the memory of one element, for values that are never read.
+    Checkpointing compares only its metadata.
 
-    The element is created once for each device and dtype: filling it is a kernel launch, of which
-    there would be 416 in a step of 32 layers.
+    The element is created once for each device and dtype. Filling it is a kernel launch, and a step
+    of 32 layers would launch 416.
     """
     if like.is_meta or type(like) not in (Tensor, torch.nn.Parameter):
-        # a tensor without data, or of a mode that tracks its tensors
+        # a tensor without data, or a subclass of a mode that tracks tensors
         return like.new_zeros((), dtype=dtype).expand(shape)
     zero = _zeros.get((like.device, dtype))
     if zero is None:

@@ -1,5 +1,5 @@
-"""`linear_log_probs`: per-token values of a head's logits with gradients, and its autograd
-function. T tokens, H hidden, V vocabulary.
+"""`linear_log_probs`: per-token values of a head's logits, such as the target's log-probability,
+with gradients; and its autograd function. T tokens, H hidden size, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def linear_log_probs_reference(
     softcap: float | None = None,
     temperature: float = 1.0,
 ) -> tuple[Tensor, ...]:
-    """What `linear_log_probs` computes, every output of it, differentiated by PyTorch (log_probs,
-    entropy and logsumexp have gradients).
+    """Computes every output of `linear_log_probs` in plain PyTorch, differentiated by autograd
+    (log_probs, entropy and logsumexp have gradients).
     """
     rule = LossRule.from_options(
         ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap
@@ -87,7 +87,7 @@ def linear_log_probs_reference(
             -1
         )
         log_p = z - lse.unsqueeze(-1)
-        # p log p is 0 where p is, also for a class masked with -inf
+        # p log p is 0 where p is 0, also for a class that is masked with -inf
         p = log_p.exp()
         entropy = -(p * log_p.clamp_min(torch.finfo(z.dtype).min)).sum(-1)
         squares = torch.logsumexp(2 * log_p.detach(), -1)
@@ -99,9 +99,9 @@ def linear_log_probs_reference(
 class Forward(NamedTuple):
     """The results of forward.
 
-    dhidden_TH  the gradient of one value of each row by its hidden row; empty where it is not
+    dhidden_TH  the gradient of one of each row's values by its hidden row; empty if it is not
                 needed
-    recomputed  the logits that the C++ kernels recomputed in fp32; empty where they recompute none
+    recomputed  the logits that the C++ kernels recomputed in fp32; empty if none was recomputed
     """
 
     values: RowValues
@@ -119,7 +119,7 @@ def loses_fp32_sums(hidden_TH: Tensor) -> bool:
 def empty_outputs(
     hidden_TH: Tensor, requested: RequestedValues, gradient_of: str, has_recomputed: bool
 ) -> Forward:
-    """Outputs of the right shapes and dtypes, zeroed since ignored rows stay 0."""
+    """Allocates outputs of the right shapes and dtypes. They are zeroed, since ignored rows stay 0."""
     stored = stored_gradient_dtype(hidden_TH.dtype, hidden_TH.device)
     tokens = hidden_TH.shape[0]
     gradient_shape = shape_if(bool(gradient_of), hidden_TH.shape)
@@ -139,9 +139,10 @@ OUTPUTS = ("log_probs", "entropy", "logsumexp", "log_sum_sq_probs", "mean_logits
 
 
 class TokenLogProbs(NamedTuple):
-    """One value a token, 0 where ignored (top1: -1); None for an output that was not requested.
+    """One value per token, 0 for an ignored token (-1 in top1). An output that was not requested is
+    None.
 
-    log_probs         fp32[*n]   of the target; has a gradient
+    log_probs         fp32[*n]   log-probability of the target; has a gradient
     entropy           fp32[*n]   nats; has a gradient
     logsumexp         fp32[*n]   has a gradient: z-loss is its square
     log_sum_sq_probs  fp32[*n]   log of the sum of p^2
@@ -182,10 +183,11 @@ def _forward(
     requested: Sequence[bool],
     gradient_of: str,
 ) -> tuple[Tensor, ...]:
-    """The values of every row that is not ignored; ignored rows are not computed.
+    """Computes the values of every row that is not ignored.
 
-    requested    as `RequestedValues` has them
-    gradient_of  log_probs or logsumexp: its gradient by the hidden row is made too; "" makes none
+    requested    the fields of a `RequestedValues`
+    gradient_of  "log_probs" or "logsumexp": the gradient of this value by the hidden row is
+                 computed too; "" for none
     """
     rule = LossRule.from_arguments(ignore_index, factors)
     requested = RequestedValues(*requested)
@@ -256,8 +258,8 @@ def _backward(
     want_dhidden: bool,
     want_dweight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of hidden, weight and bias; empty where not wanted. dlog_probs, dlse and dentropy
-    are upstream ones or None.
+    """Computes the gradients of hidden, weight and bias; one that is not wanted is empty.
+    dlog_probs, dlse and dentropy are upstream gradients or None.
     """
     rule = LossRule.from_arguments(ignore_index, factors)
     fp32 = arithmetic_dtype(hidden_TH.dtype)
@@ -314,8 +316,8 @@ def _backward(
 
 
 class LinearLogProbs(torch.autograd.Function):
-    """`linear_log_probs` with its dtype decided. Outputs without an upstream gradient cost nothing
-    in backward.
+    """`linear_log_probs` after its compute dtype is decided. Outputs without an upstream gradient
+    cost nothing in backward.
     """
 
     @staticmethod
@@ -332,7 +334,9 @@ class LinearLogProbs(torch.autograd.Function):
         first_output: str,
         needs: tuple[bool, bool, bool],
     ) -> tuple[Tensor, ...]:
-        """first: the output whose gradient is made at once where the head is frozen"""
+        """Computes the outputs. first_output names the output whose gradient is computed in forward
+        if the head is frozen.
+        """
         ctx.set_materialize_grads(False)
         gradient_of = ""
         if needs == (True, False, False):
@@ -429,20 +433,20 @@ def linear_log_probs(
     temperature: float = 1.0,
     chunk: int | None = None,
 ) -> TokenLogProbs:
-    """Per-token log-probabilities of `F.linear(hidden, weight, bias)`, and what else `outputs`
-    names, without tokens x vocabulary logits.
+    """Computes per-token log-probabilities of `F.linear(hidden, weight, bias)`, and the other
+    values that `outputs` names, without storing all logits (tokens x vocabulary).
 
     hidden   X[*n H]   any float dtype
     weight   W[V H]    any float dtype, frozen or trainable
     targets  int[*n]   classes 0..V-1, or ignore_index: those rows are not computed
     bias     B[V]
     ->       TokenLogProbs of fp32[*n]; fp64 for fp64 inputs
-    inside   the product in autocast's dtype, or the promoted one of hidden and weight; the rest in
-             fp32, on softcap * tanh(logit_scale * logits / softcap) / temperature
+    inside   the product in autocast's dtype, or in the promoted dtype of hidden and weight; the
+             rest in fp32, on softcap * tanh(logit_scale * logits / softcap) / temperature
     grads    hidden: X   weight: W   bias: B   through log_probs, entropy and logsumexp, for any
-             upstream gradient a token
-    chunk is the number of rows whose logits exist at once; by default it follows from V and a
-    budget of bytes, never from free memory.
+                                               upstream gradient per token
+    chunk    the number of rows whose logits exist at once; by default it follows from V and a
+             budget of bytes, never from free memory
     Raises   IsotypeError SH002 for a target out of range; DtypeError DT001, ShapeError SH001;
              UsageError
     """
@@ -463,7 +467,7 @@ def linear_log_probs(
     needs = required_gradients(hidden, weight, bias)
     if chunk is None:
         chunk = default_chunk(targets.numel(), weight, (dtype,), False)
-    # c tanh(s x / c) / T is (c / T) tanh((s / T) x / (c / T))
+    # c tanh(s x / c) / T equals (c / T) tanh((s / T) x / (c / T))
     rule = replace(
         rule, logit_scale=rule.logit_scale / temperature, softcap=rule.softcap / temperature
     )

@@ -1,4 +1,4 @@
-"""Checks for anyone's own tests: `ampcheck`, `compile_matrix`, the pytest plugin.
+"""Checks for the tests of other projects: `ampcheck`, `compile_matrix`, and a pytest plugin.
 
 Attributes are imported when first used.
 """

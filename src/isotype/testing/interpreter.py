@@ -1,14 +1,15 @@
-"""Runs Triton kernels on a CPU with correct numbers: Triton's interpreter with repairs, for kernels
-with the usual decorator.
+"""Runs Triton kernels on a CPU with correct results, in Triton's interpreter with its faults
+repaired. Kernels need only the usual decorator.
 
     with interpreted():
         silu_mul_forward[grid](gate, up, out, n, BLOCK=128)      # CPU tensors
 
-It needs neither TRITON_INTERPRET=1 nor a particular order of imports: launches of ordinary JIT
-functions are diverted to the interpreter, and afterwards everything is put back. Triton 3.9 itself
-keeps bf16 as raw bits (uint16), truncates fp32 to bf16, and adds, multiplies, compares and reduces
-the bits themselves; it sums fp16 in fp32; and it does not wrap Python floats, so that `.to` on one
-fails. Here every operator widens bf16, computes, and rounds once, to nearest even.
+Neither TRITON_INTERPRET=1 nor a particular order of imports is needed. Within the block, launches
+of ordinary JIT functions run in the interpreter; at its end everything is restored. The interpreter
+of Triton 3.9 has these faults: it stores bf16 as raw bits (uint16), truncates fp32 to bf16, and
+adds, multiplies, compares and reduces the bits; it sums fp16 in fp32; and it does not wrap Python
+floats, so that `.to` on a float fails. In the repaired interpreter every operator widens bf16,
+computes, and rounds once, to nearest even.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ Replacement = tuple[Any, str, Any]
 
 
 def widen(bits: Any) -> Array:
-    """uint16 bits -> fp32, exactly."""
+    """Converts the uint16 bits of bf16 to fp32, exactly."""
     raw = np.asarray(bits, dtype=np.uint16)
     shifted = raw.astype(np.uint32) << np.uint32(16)
     wide: Array = np.ascontiguousarray(shifted).view(np.float32)
@@ -45,8 +46,8 @@ def widen(bits: Any) -> Array:
 
 
 def narrow(values: Any) -> Array:
-    """fp16, fp32, fp64 or integers -> uint16 bits, rounded once to nearest even; overflow becomes
-    infinity, NaN stays NaN.
+    """Converts fp16, fp32, fp64 or integers to the uint16 bits of bf16, rounded once to nearest
+    even. Overflow becomes infinity, and NaN stays NaN.
     """
     numbers = np.asarray(values)
     if numbers.dtype not in (np.float32, np.float16):
@@ -61,8 +62,8 @@ def narrow(values: Any) -> Array:
 
 
 def _to_odd(values: Array) -> Array:
-    """fp64 -> fp32 with inexact results made odd, so that the rounding to bf16 that follows is the
-    only one.
+    """Converts fp64 to fp32 by rounding to odd. A later rounding to bf16 then gives the same result
+    as a single rounding.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         single = values.astype(np.float32)
@@ -80,7 +81,7 @@ def _to_odd(values: Array) -> Array:
 Handle = stock.TensorHandle
 Builder = stock.InterpreterBuilder
 
-# the interpreter of Triton 3.6, which lacks more than that of 3.9
+# the interpreter of Triton 3.6 has more faults than the one of 3.9
 IS_TRITON_3_6 = not hasattr(Builder, "get_bf16")
 
 # Operators whose operands and result share a dtype; comparisons among them give int1.
@@ -108,14 +109,14 @@ def is_bf16(handle: Any) -> bool:
 
 
 def _wide(handle: Any) -> Any:
-    """The same value in fp32 where it is bf16."""
+    """Returns the value in fp32 if it is bf16, else unchanged."""
     if is_bf16(handle):
         return Handle(widen(handle.data), tl.float32)
     return handle
 
 
 def repair_elementwise(original: Operation) -> Operation:
-    """bf16 operands are widened to fp32, and the result is rounded once."""
+    """Wraps an operator so that bf16 operands are widened to fp32 and the result is rounded once."""
 
     def operator(self: Any, *operands: Any, **options: Any) -> Any:
         if not any(is_bf16(o) for o in operands):
@@ -130,7 +131,7 @@ def repair_elementwise(original: Operation) -> Operation:
 
 
 def repair_cast(original: Operation) -> Operation:
-    """Casts from and to bf16 convert the value and not its bits."""
+    """Wraps a cast so that casts from and to bf16 convert the value and not its bits."""
 
     def operator(self: Any, src: Any, dst_type: Any) -> Any:
         source = src.dtype.scalar
@@ -148,7 +149,7 @@ def repair_cast(original: Operation) -> Operation:
 
 
 def repair_float_cast(original: Operation) -> Operation:
-    """Casts between floats; those from and to fp8 are the interpreter's own."""
+    """Wraps the cast between floats. Casts from and to fp8 run the interpreter's code."""
 
     def operator(self: Any, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
         source = src.dtype.scalar
@@ -167,7 +168,7 @@ def repair_float_cast(original: Operation) -> Operation:
 
 
 def repair_dot(original: Operation) -> Operation:
-    """bf16 products accumulate in the accumulator's own dtype."""
+    """Wraps the matrix product so that bf16 operands are summed in the accumulator's dtype."""
 
     def operator(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
         result = original(self, _wide(a), _wide(b), _wide(d), *options)
@@ -179,7 +180,7 @@ def repair_dot(original: Operation) -> Operation:
 
 
 def repair_fma(original: Operation) -> Operation:
-    """One rounding for bf16, fp16 and fp32, as on a GPU."""
+    """Wraps the fused multiply-add so that bf16, fp16 and fp32 are rounded once, as on a GPU."""
 
     def operator(self: Any, x: Any, y: Any, z: Any) -> Any:
         if is_bf16(z):
@@ -187,7 +188,7 @@ def repair_fma(original: Operation) -> Operation:
             product = widen(x.data).astype(np.float64) * widen(y.data)
             return Handle(narrow(product + widen(z.data)), tl.bfloat16)
         if IS_TRITON_3_6 and z.dtype.scalar in (tl.float16, tl.float32):
-            # its own version rounds twice
+            # the version of Triton 3.6 rounds twice
             with np.errstate(all="ignore"):
                 total = x.data.astype(np.float64) * y.data + z.data
                 return Handle(total.astype(z.data.dtype), z.dtype.scalar)
@@ -197,8 +198,8 @@ def repair_fma(original: Operation) -> Operation:
 
 
 def refuse_bf16(operation: str, original: Operation, get_operand: Operation) -> Operation:
-    """An operator whose bf16 form no kernel that was met has; Triton's own would compute on the
-    bits.
+    """Wraps an operator so that it raises NotImplementedError for bf16. Triton's version would
+    compute with the bits, and no kernel is known that needs the operator in bf16.
     """
 
     def operator(self: Any, *operands: Any) -> Any:
@@ -212,7 +213,9 @@ def refuse_bf16(operation: str, original: Operation, get_operand: Operation) -> 
 
 
 def _sum_by_halves(data: Any, axis: int, add: Callable[[Any, Any], Any]) -> Any:
-    """A sum as a GPU computes it: halves are added to halves, and each sum is rounded."""
+    """Sums like a GPU: the second half is added to the first half until one element is left, and
+    each sum is rounded.
+    """
     data = np.moveaxis(data, axis, 0)
     while data.shape[0] > 1:
         half = data.shape[0] // 2
@@ -224,7 +227,7 @@ def _sum_by_halves(data: Any, axis: int, add: Callable[[Any, Any], Any]) -> Any:
 
 
 def _add_low(dtype: Any) -> Callable[[Any, Any], Any]:
-    """The addition of two arrays in bf16 or fp16."""
+    """Returns a function that adds two arrays in bf16 or fp16."""
     if dtype == tl.bfloat16:
         return lambda x, y: narrow(widen(x) + widen(y))
     return lambda x, y: np.add(x, y, dtype=np.float16)
@@ -235,7 +238,7 @@ def _is_low(tensor: Any) -> bool:
 
 
 def repair_sum(original: Operation) -> Operation:
-    """Sums of bf16 and fp16 in their own dtype."""
+    """Wraps the reduction `sum` so that bf16 and fp16 are summed in their dtype."""
 
     def operator(self: Any, tensor: Any) -> Any:
         if not _is_low(tensor):
@@ -259,7 +262,7 @@ def repair_sum(original: Operation) -> Operation:
 
 
 def repair_min_max(original: Operation) -> Operation:
-    """The extremes of bf16 values, compared in fp32."""
+    """Wraps the reductions `min` and `max` so that bf16 values are compared in fp32."""
 
     def operator(self: Any, operand: Any, val_reduce_op: Any, idx_reduce_op: Any = None) -> Any:
         tensor = operand
@@ -287,7 +290,9 @@ def repair_min_max(original: Operation) -> Operation:
 
 
 def wrap_argument(original: Operation) -> Operation:
-    """A Python float is an fp32 scalar to a compiled kernel, not a bare float."""
+    """Wraps the conversion of arguments so that a Python float becomes an fp32 scalar, as in a
+    compiled kernel.
+    """
 
     def convert(arg: Any) -> Any:
         if isinstance(arg, float):
@@ -298,12 +303,12 @@ def wrap_argument(original: Operation) -> Operation:
 
 
 def repairs() -> Iterator[Replacement]:
-    """(owner, attribute, its replacement), for each fault."""
+    """Yields (owner, attribute, replacement) for each fault of the interpreter."""
     for name in ELEMENTWISE.split():
         attribute = f"create_{name}"
         if hasattr(Builder, attribute):
             yield Builder, attribute, repair_elementwise(getattr(Builder, attribute))
-    if IS_TRITON_3_6:  # a Python number beside a bf16 value has no form there
+    if IS_TRITON_3_6:  # Triton 3.6 cannot convert a Python number to bf16
         yield (
             Builder,
             "get_bf16",
@@ -334,8 +339,9 @@ def repairs() -> Iterator[Replacement]:
     yield stock, "_implicit_cvt", wrap_argument(stock._implicit_cvt)
 
 
-# libdevice, of which the interpreter has only empty stubs: the functions that kernels of libraries
-# call, by torch, in fp32 and fp64. bf16 and fp16 arguments are refused, as on a GPU
+# --- libdevice. The interpreter has only empty stubs for it. The functions that kernels of
+# libraries call are computed here by torch, in fp32 and fp64. bf16 and fp16 arguments are rejected,
+# as on a GPU
 _SAME_NAMES = """
     abs floor ceil trunc exp exp2 expm1 log log2 log10 log1p sqrt rsqrt sin cos tan asin acos atan
     sinh cosh tanh asinh acosh atanh erf erfc erfinv lgamma round atan2 hypot copysign fmod pow
@@ -358,7 +364,7 @@ FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def interpreted_libdevice(name: str, *arguments: Any) -> Any:
-    """What the stub of this name returns while the interpreter runs."""
+    """Computes the libdevice function of this name in the interpreter."""
     if name not in FUNCTIONS:
         raise NotImplementedError(
             f"libdevice.{name} has no CPU version; known: {', '.join(sorted(FUNCTIONS))}"
@@ -394,8 +400,8 @@ def _to_torch(argument: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def stubs() -> Iterator[tuple[FunctionType, Any]]:
-    """(stub, the code to run in its place): the code is exchanged, so that names imported from
-    libdevice earlier change too.
+    """Yields (stub, function whose code replaces the stub's code). The code is replaced and not the
+    name, so that functions that were imported from libdevice earlier change too.
     """
     libdevice.__dict__.setdefault("_interpreted_libdevice", interpreted_libdevice)
     for name, stub in list(vars(libdevice).items()):
@@ -418,9 +424,10 @@ _MISSING = object()
 
 @contextmanager
 def interpreted() -> Iterator[None]:
-    """Within this block Triton kernels run on the CPU, in the repaired interpreter; may be nested.
+    """Within this block Triton kernels run on the CPU in the repaired interpreter. Blocks may be
+    nested.
 
-    Raises  UsageError for a Triton whose interpreter was not read
+    Raises  UsageError for a Triton version whose interpreter is not supported
     """
     if getattr(_active, "depth", 0):
         yield
@@ -449,7 +456,9 @@ def _set_attribute(undo: ExitStack, owner: Any, attribute: str, value: Any) -> N
 
 
 def _diversions() -> Iterator[Replacement]:
-    """What runs a launch, a device function and an autotuner in the interpreter."""
+    """Yields the replacements by which launches, device functions and autotuners run in the
+    interpreter.
+    """
     call = jit.JITFunction.__call__
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> Any:
@@ -463,7 +472,9 @@ def _diversions() -> Iterator[Replacement]:
         return _rewrite_function(self.fn)(*args, **kwargs)
 
     def first_configuration(self: Any, *args: Any, config: Any, **meta: Any) -> list[float]:
-        """Nothing is measured on a CPU: all configurations tie, and the first is taken."""
+        """Gives every configuration the same time, so that the autotuner takes the first. Nothing
+        is measured on a CPU.
+        """
         return [0.0, 0.0, 0.0]
 
     yield jit.JITFunction, "run", run
@@ -474,7 +485,7 @@ def _diversions() -> Iterator[Replacement]:
 
 
 def _rewrite_function(function: Any) -> Any:
-    """The function as the interpreter rewrites it, once for each function."""
+    """Returns the function as rewritten by the interpreter. A function is rewritten only once."""
     cache = stock.InterpretedFunction.rewritten_fn
     if function not in cache:
         cache[function] = stock.FunctionRewriter(function).rewrite_ast()
@@ -484,8 +495,8 @@ def _rewrite_function(function: Any) -> Any:
 def _run(
     function: Any, args: tuple[Any, ...], grid: Any, kwargs: dict[str, Any], hooks: list[Any]
 ) -> None:
-    """One launch. The language is patched once for all device functions that the kernel calls, and
-    always restored afterwards.
+    """Runs one launch. `triton.language` is patched once for all device functions that the kernel
+    calls, and is always restored afterwards.
     """
     names = list(stock.inspect.signature(function).parameters)
     interpreting = triton.knobs.runtime.interpret
@@ -496,16 +507,16 @@ def _run(
         undo.callback(setattr, _active, "launches", _active.launches - 1)
         for owner, attribute, replacement in _language():
             _set_attribute(undo, owner, attribute, replacement)
-        # the executor patches once more for every launch, by inspection: 10 ms, and only the
-        # modules that the kernel's file names
+        # the executor would patch the language again for every launch, which takes 10 ms and covers
+        # only modules that the kernel's file names
         _set_attribute(undo, stock, "_patch_lang", lambda _: stock._LangPatchScope())
         stock.GridExecutor(_rewrite_function(function), names, grid, hooks)(*args, **kwargs)
 
 
 @functools.cache
 def _language() -> list[Replacement]:
-    """What the interpreter puts in place of the language: found once, since finding it takes ten
-    times longer than a small kernel.
+    """Returns the replacements that the interpreter makes in `triton.language`. They are cached,
+    since computing them takes ten times longer than a small kernel.
     """
     replacements: list[Replacement] = []
     scope = stock._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
@@ -514,11 +525,13 @@ def _language() -> list[Replacement]:
             replacements.append((owner, attribute, vars(owner)[attribute]))
     finally:
         scope.restore()
-    # Triton before 3.9 asks NumPy for the int of an array of one element, which NumPy 2.5 refuses
+    # Triton before 3.9 converts an array with one element to an int, for which NumPy 2.5 raises an
+    # error
     replacements.append(
         (tl.tensor, "__index__", lambda self: int(self.handle.data.reshape(()))),
     )
-    # x.sum(1): a JIT function stored on the class is not bound to the instance
+    # for calls such as x.sum(1): a JIT function that is stored on the class is not bound to the
+    # instance
     for name, member in vars(tl.tensor).items():
         if isinstance(member, jit.JITFunction):
             replacements.append((tl.tensor, name, functools.partialmethod(member)))

@@ -1,5 +1,5 @@
-"""The pytest plugin: a fixture for `ampcheck`, and failures that print the report instead of a
-traceback.
+"""The pytest plugin. It has a fixture for `ampcheck`, whose failures print the report instead of a
+traceback, and a marker for Triton kernels on a CPU.
 
     def test_silu_mul(ampcheck):
         ampcheck(silu_mul, (gate, up), reference=silu_mul_reference)
@@ -7,7 +7,7 @@ traceback.
     @pytest.mark.interpreted          # Triton kernels run on the CPU, in the repaired interpreter
     def test_kernel(): ...
 
-Imports neither torch nor Triton until a test asks for them.
+The plugin imports torch and Triton only when a test uses the fixture or the marker.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def ampcheck() -> Any:
-    """`isotype.testing.ampcheck`."""
+    """Returns `isotype.testing.ampcheck`."""
     from .amp.check import ampcheck as check
 
     return check
@@ -54,8 +54,8 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A ConformanceError prints its report: the report shows the failure; the traceback would only
-    show ampcheck.
+    """Prints the report of a ConformanceError instead of the traceback, which would only show
+    ampcheck's frames.
     """
     result = yield
     info = call.excinfo

@@ -1,4 +1,4 @@
-"""`adamw_`: the update of one tensor, by one kernel on a GPU and by plain PyTorch elsewhere."""
+"""`adamw_` updates one tensor, with one kernel on a GPU and in plain PyTorch elsewhere."""
 
 from __future__ import annotations
 
@@ -38,19 +38,20 @@ class AdamwHyperparameters(NamedTuple):
         return 1 / (1 - self.beta2**self.step)
 
 
-BLOCK = 1 << 18  # elements whose noise is drawn at a time
+BLOCK = 1 << 18  # number of elements per random generator
 _64_BITS = (1 << 64) - 1
 
 
 def stochastic_round_(
     target_bf16: Tensor, value_fp32: Tensor, seed: int, first_index: int = 0
 ) -> None:
-    """Writes fp32 into bf16, up or down with probability by distance, so that the mean is kept.
+    """Writes fp32 into bf16. Each value is rounded up or down at random; the nearer number is more
+    probable, so that the expected value is exact.
 
-    The 16 bits that bf16 drops are added to 16 random bits; a carry rounds up. Exact values stay;
-    infinities stay.
+    16 random bits are added to the 16 bits that bf16 drops; a carry rounds up. Values that bf16
+    represents exactly, and infinities, do not change.
 
-    seed, first_index  of the noise, as in `noise`
+    seed, first_index  arguments of `noise`
     """
     bits = value_fp32.view(torch.int32) + noise(
         seed, first_index, value_fp32.numel(), value_fp32.device
@@ -61,11 +62,11 @@ def stochastic_round_(
 
 
 def noise(seed: int, first_index: int, count: int, device: torch.device) -> Tensor:
-    """16 random bits for each of `count` elements from `first_index` on: int32[count], a function
-    of seed and element alone.
+    """Returns 16 random bits for each of `count` elements from `first_index` on, as int32[count].
+    The bits depend only on the seed and the element's index.
 
-    So processes that share a tensor draw the same bits as one process would. Each block of BLOCK
-    elements has its own generator.
+    So processes that hold parts of a tensor draw the same bits as a single process. Each block of
+    BLOCK elements has a separate generator.
     """
     if device.type == "meta":
         return torch.empty(count, dtype=torch.int32, device=device)
@@ -90,8 +91,8 @@ def noise(seed: int, first_index: int, count: int, device: torch.device) -> Tens
 
 
 def _mix_seed(seed: int, block: int) -> int:
-    """A seed whose lower 32 bits depend on every bit of both numbers: torch's CPU generator reads
-    no others.
+    """Returns a seed whose lower 32 bits depend on every bit of both numbers. torch's CPU generator
+    reads only these 32 bits.
 
     Source: SplitMix64, Steele et al. 2014, "Fast splittable pseudorandom number generators".
     """
@@ -112,8 +113,9 @@ def adamw_reference_(
 ) -> None:
     """Updates weight, mean and square in place.
 
-    seed   of the noise that rounds a bf16 weight stochastically; None rounds to nearest
-    first_index  index of the tensors' first element in the whole ones, where they are parts
+    seed         seed of the noise that rounds a bf16 weight stochastically; None rounds to nearest
+    first_index  index of the first element in the whole tensor, if the tensors are parts of larger
+                 ones
     """
     h = hyperparameters
     g_fp32 = gradient.float()
@@ -122,8 +124,8 @@ def adamw_reference_(
     mean.copy_(mean_fp32)
     square.copy_(square_fp32)
     denominator = (square_fp32 / (1 - h.beta2**h.step)).sqrt_().add_(h.eps)
-    # .float() of an fp32 weight is the weight itself: the update is then in place and there is
-    # nothing to store
+    # .float() of an fp32 weight returns the weight itself: the update is then in place and nothing
+    # has to be stored
     weight_fp32 = weight.float()
     weight_fp32.mul_(1 - h.lr * h.weight_decay)
     weight_fp32.addcdiv_(mean_fp32, denominator, value=-h.lr / (1 - h.beta1**h.step))
@@ -173,21 +175,21 @@ def adamw_(
     seed: int | None,
     first_index: int = 0,
 ) -> None:
-    """One AdamW update in place, in fp32 whatever the tensors' dtypes.
+    """Computes one AdamW update in place, in fp32 for tensors of any dtype.
 
     weight        any float [*n]
     gradient      any float [*n]
     mean, square  any float [*n]   the moments
-    seed          of the noise that rounds a bf16 weight stochastically; None for rounding to
+    seed          seed of the noise that rounds a bf16 weight stochastically; None for rounding to
                   nearest
-    first_index   index of the tensors' first element in the whole ones, where they are one
-                  process's parts of them
+    first_index   index of the first element in the whole tensor, if a process holds only a part of
+                  it
 
     The kernel and plain PyTorch draw different noise of the same distribution.
     """
     tensors = (weight, gradient, mean, square)
     is_supported = all(t.is_contiguous() and t.dtype != torch.float64 for t in tensors)
-    # the kernel draws for four neighbours at a time
+    # the kernel draws noise for four neighbouring elements at a time
     if uses_fused_kernel(weight) and is_supported and first_index % 4 == 0:
         _update(*tensors, hyperparameters[:-1], hyperparameters.step, seed, first_index)
     else:

@@ -1,9 +1,9 @@
-"""AdamW as one kernel: every tensor is read once and written once, with stochastic rounding into a
-bf16 weight.
+"""AdamW as a single kernel with stochastic rounding into a bf16 weight. It reads and writes every
+tensor once.
 
-In plain PyTorch the same update is 16 launches, with up to four fp32 copies of the tensor: 8.4 GB
-for a bf16 embedding of 128,256 x 4,096. The noise is Philox of the seed and the element's index,
-and depends on nothing else.
+In plain PyTorch the same update takes 16 launches and up to four fp32 copies of the tensor: 8.4 GB
+for a bf16 embedding of 128,256 x 4,096. The noise is computed by Philox from the seed and the
+element's index only.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor
 
 from ..launch import on_tensor_device
 
-# 8 values a thread at 4 warps
+# 8 values per thread with 4 warps
 BLOCK = 1024
 
 
-# The seed differs at every step, and the first index with every part of a tensor; neither changes
-# the compiled code
+# The seed differs at every step, and the first index differs for every part of a tensor. Triton
+# must not compile the kernel anew for their values
 @triton.jit(do_not_specialize=["seed", "first_quarter"])
 def adamw_kernel(
     weight,
@@ -62,7 +62,8 @@ def adamw_kernel(
         noise = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (BLOCK,)) & 0xFFFF
         bits = w_fp32.to(tl.int32, bitcast=True) + noise.to(tl.int32)
         rounded_fp32 = (bits & -65536).to(tl.float32, bitcast=True)
-        # an infinity would become nan, and a nan perhaps an infinity
+        # the addition of noise would turn an infinity into nan, and might turn a nan into an
+        # infinity
         w_fp32 = tl.where(tl.abs(w_fp32) < float("inf"), rounded_fp32, w_fp32)
     tl.store(weight + first + i, w_fp32.to(weight.dtype.element_ty), mask=inside)
 
@@ -77,8 +78,8 @@ def adamw_(
     seed: int | None,
     first_index: int = 0,
 ) -> None:
-    """The update of `adamw_reference_`. All four tensors are contiguous, and `first_index` is a
-    multiple of 4.
+    """Computes the update of `adamw_reference_`. All four tensors must be contiguous, and
+    `first_index` must be a multiple of 4.
     """
     if not weight.numel():
         return

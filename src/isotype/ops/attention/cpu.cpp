@@ -1,8 +1,11 @@
-// Scaled dot-product attention in bf16 and its backward, without the [queries x keys] matrix: the recurrences of FlashAttention-2 (Dao, 2023).
+// Scaled dot-product attention in bf16 and its backward, by the recurrences of FlashAttention-2
+// (Dao, 2023), without a [queries x keys] matrix.
 //
-// Scores are computed transposed, [keys x queries]: a vector's lanes are queries, so that a softmax's maximum and sum run down the rows and
-// need nothing across lanes, and the probabilities leave in the layout that the next product reads. Products take bf16 in pairs along the
-// summed dimension and add in fp32: one instruction for 32 of them with AVX512-BF16, two multiply-adds a vector elsewhere.
+// Scores are computed transposed, [keys x queries], so that the lanes of a vector are queries. The
+// maximum and the sum of a softmax then need no operation across lanes, and the probabilities have
+// the layout that the next product reads. Products take pairs of bf16 along the summed dimension
+// and add in fp32. This is one instruction for 32 values with AVX512-BF16, and two multiply-adds
+// per vector elsewhere.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -16,9 +19,9 @@ using namespace isotype;
 
 namespace {
 
-// queries and keys of a block: its scores, 16 KB, stay in the first cache beside their operands
+// queries and keys per block; its scores (16 KB) and their operands stay in the L1 cache
 constexpr int64_t QUERIES = 64, KEYS = 64;
-// what a product holds in registers
+// rows and vectors of a product that are held in registers
 #if defined(__AVX512F__)
 constexpr int ROWS = 6, COLUMNS = 4;
 #else
@@ -47,7 +50,7 @@ inline u32 same_pair(const bf16* p) {
   return u32{} + pair;
 }
 
-// in each lane, sum + a.first b.first + a.second b.second
+// returns in each lane sum + a.first b.first + a.second b.second
 inline f32 dot(f32 sum, u32 a, u32 b) {
 #ifdef __AVX512BF16__
   return (f32)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
@@ -57,7 +60,7 @@ inline f32 dot(f32 sum, u32 a, u32 b) {
 #endif
 }
 
-// c[R, V vectors] = a[R, pairs] b[pairs, V vectors], or added to it
+// c[R, V vectors] = a[R, pairs] b[pairs, V vectors], or += with ADD
 template <int R, int V, bool ADD>
 inline void tile(const bf16* a, int64_t a_stride, const Pairs* b, int64_t b_stride, float* c, int64_t c_stride, int64_t pairs) {
   f32 sum[R][V];
@@ -89,7 +92,8 @@ inline void strip(const bf16* a, int64_t a_stride, const Pairs* b, float* c, int
   for (; v < columns; v += LANES) tile<R, 1, ADD>(a, a_stride, b + v, columns, c + v, columns, pairs);
 }
 
-// c[rows, columns] = a[rows, 2 pairs] b[pairs, columns], or added to it; b and c have adjacent rows
+// c[rows, columns] = a[rows, 2 pairs] b[pairs, columns], or += with ADD. Rows of b and of c are
+// adjacent
 template <bool ADD>
 void product(const bf16* a, int64_t a_stride, const Pairs* b, float* c, int64_t rows, int64_t columns, int64_t pairs) {
   for (; rows >= ROWS; rows -= ROWS, a += ROWS * a_stride, c += ROWS * columns) strip<ROWS, ADD>(a, a_stride, b, c, columns, pairs);
@@ -102,7 +106,7 @@ void product(const bf16* a, int64_t a_stride, const Pairs* b, float* c, int64_t 
   }
 }
 
-// --- the layouts of operands; what lies past `rows` is zero
+// --- the layouts of operands; values past `rows` are zero
 
 struct Rows {
   const bf16* first;
@@ -111,7 +115,7 @@ struct Rows {
   Rows from(int64_t i) const { return {(*this)[i], stride}; }
 };
 
-// x[rows, depth] -> [depth / 2, QUERIES]: lanes are rows, and pairs lie along depth
+// copies x[rows, depth] to [depth / 2, QUERIES]: lanes are rows, and pairs lie along depth
 void rows_as_lanes(Rows x, int64_t rows, int64_t depth, Pairs* out) {
   for (int64_t m = 0; m < QUERIES; ++m)
     for (int64_t p = 0; p < depth / 2; ++p) {
@@ -121,7 +125,7 @@ void rows_as_lanes(Rows x, int64_t rows, int64_t depth, Pairs* out) {
     }
 }
 
-// x[rows, depth] -> [QUERIES / 2, depth]: lanes lie along depth, and pairs are rows
+// copies x[rows, depth] to [QUERIES / 2, depth]: lanes lie along depth, and pairs are rows
 void rows_as_pairs(Rows x, int64_t rows, int64_t depth, Pairs* out) {
   for (int64_t p = 0; p < QUERIES / 2; ++p)
     for (int64_t d = 0; d < depth; ++d) {
@@ -130,7 +134,7 @@ void rows_as_pairs(Rows x, int64_t rows, int64_t depth, Pairs* out) {
     }
 }
 
-// x[rows, depth] -> [depth, padded], in strips that reuse the cache lines of a few rows
+// copies x[rows, depth] to [depth, padded], in strips that reuse the cache lines of a few rows
 void transpose(Rows x, int64_t rows, int64_t depth, bf16* out, int64_t padded) {
   constexpr int64_t STRIP = 32;
   for (int64_t start = 0; start < padded; start += STRIP)
@@ -138,7 +142,7 @@ void transpose(Rows x, int64_t rows, int64_t depth, bf16* out, int64_t padded) {
       for (int64_t n = start; n < start + STRIP; ++n) out[d * padded + n].bits = n < rows ? x[n][d].bits : 0;
 }
 
-// x[depth, QUERIES] -> rows of `out`, each times its factor
+// copies x[depth, QUERIES] to rows of `out`, each multiplied by its factor
 void store_rows(const float* x, const float* factor, int64_t rows, int64_t depth, bf16* out, int64_t stride) {
   for (int64_t m = 0; m < rows; ++m)
     for (int64_t d = 0; d < depth; d += LANES) {
@@ -157,7 +161,7 @@ struct Mask {
   int64_t stride, queries, keys;
   bool causal;
 
-  // of the block whose first key and query these are
+  // how much of the block that starts at key n0 and query m0 is attended to
   Cover cover(int64_t n0, int64_t m0) const {
     const int64_t key_count = std::min(KEYS, keys - n0), query_count = std::min(QUERIES, queries - m0);
     if (causal && n0 > m0 + query_count - 1) return NONE;
@@ -169,7 +173,7 @@ struct Mask {
     return !any ? NONE : every && all_past ? EVERY : SOME;
   }
 
-  // the scores of key n for the queries from m on: -inf where they do not attend to it
+  // replaces the scores of key n by -inf for the queries from m on that do not attend to it
   f32 apply(f32 score, int64_t n, int64_t m) const {
     if (causal) {
       i32 query;
@@ -185,7 +189,7 @@ struct Mask {
   }
 };
 
-// --- the arguments, as cpp.py's _shape lays them out
+// --- the arguments, in the order of op.py's _pack_shape
 
 struct Stride {
   int64_t batch, head, position;
@@ -212,7 +216,8 @@ struct Softmax {
   float top[QUERIES], total[QUERIES];
 };
 
-// Turns scores [keys, QUERIES] into exp(scale score - the highest so far), as pairs of keys, and shrinks `sum` by what the highest has grown.
+// Replaces scores [keys, QUERIES] by exp(scale score - highest), as pairs of keys, where highest is
+// the highest scaled score of all blocks so far. Scales `sum` to the new highest score.
 void softmax(float* score, int64_t keys, float scale, Softmax& state, Pairs* share, float* sum, int64_t depth) {
   for (int64_t m = 0; m < QUERIES; m += LANES) {
     const f32 before = load(state.top + m);
@@ -221,7 +226,7 @@ void softmax(float* score, int64_t keys, float scale, Softmax& state, Pairs* sha
       const f32 x = load(score + n * QUERIES + m);
       top = x > top ? x : top;
     }
-    // a query that has met no key yet has -inf: exp(-inf - 0) is 0
+    // for a query without keys so far, top is -inf and base 0: exp(-inf - 0) is 0
     const f32 base = top == broadcast(-INFINITY) ? f32{} : top * scale, shrink = exp(before * scale - base);
     f32 added = {};
     for (int64_t n = 0; n < KEYS; n += 2) {
@@ -238,7 +243,8 @@ void softmax(float* score, int64_t keys, float scale, Softmax& state, Pairs* sha
 
 }  // namespace
 
-// out in bf16, and the logsumexp of each query's scores, inf where it attends to no key. `turned` is scratch for the transposed values.
+// Writes out in bf16 and the logsumexp of each query's scores, which is inf for a query that
+// attends to no key. `turned` is scratch memory for the transposed values.
 extern "C" void forward(const void* shape, const void* q, const void* k, const void* v, const void* allowed, void* out, void* lse,
                         void* turned, float scale, int threads) {
   const Shape s = *(const Shape*)shape;
@@ -252,7 +258,7 @@ extern "C" void forward(const void* shape, const void* q, const void* k, const v
     std::vector<float> score(KEYS * QUERIES), sum(depth * QUERIES);
 #pragma omp for schedule(dynamic, 1)
     for (int64_t item = 0; item < heads * s.query_blocks(); ++item) {
-      // the last queries first: with a causal mask they take longest
+      // the last queries come first, since they take longest with a causal mask
       const int64_t m0 = (s.query_blocks() - 1 - item / heads) * QUERIES, b = item % heads / s.heads, h = item % s.heads;
       const int64_t rows = std::min(QUERIES, s.queries - m0), key_head = h / s.shared();
       const Rows keys = rows_of(k, s.k, b, key_head);
@@ -283,13 +289,15 @@ extern "C" void forward(const void* shape, const void* q, const void* k, const v
   }
 }
 
-// dq [batch, heads, queries, depth] in bf16; dk and dv [batch, key_heads, parts, keys, depth], fp32 where parts > 1, else bf16: each of the
-// parts has the gradients from its share of the query heads that read a key head.
+// Writes dq [batch, heads, queries, depth] in bf16, and dk and dv [batch, key_heads, parts, keys,
+// depth], in fp32 if parts > 1, else in bf16. The query heads that read a key head are divided
+// among the parts; each part holds the gradients of its query heads.
 extern "C" void backward(const void* shape, const void* q, const void* k, const void* v, const void* allowed, const void* out,
                          const void* lse, const void* dy, void* dq, void* dk, void* dv, int64_t parts, float scale, int threads) {
   const Shape s = *(const Shape*)shape;
   const int64_t depth = s.depth, padded = s.padded_keys(), blocks = s.query_blocks(), heads = s.shared() / parts;
-  // one head's gradients are finished key block by key block; those of several are kept until the last head
+  // with one head the gradients of a key block are complete after the block; with several heads
+  // they are kept until the last head
   const int64_t kept_rows = heads > 1 ? padded : KEYS;
   const int64_t lanes_block = depth / 2 * QUERIES, pairs_block = QUERIES / 2 * depth;
   const std::vector<float> ones(QUERIES, 1.0f);

@@ -1,17 +1,18 @@
-"""Chooses the back end of an attention from its device, dtypes, sizes and options. No value of a
-tensor is read.
+"""The choice of an attention's back end from device, dtypes, sizes and options, and the calls of
+the GPU back ends. The choice reads no tensor values.
 
-`cpp`    the C++ kernels of this op: bf16 on a CPU
+`cpp`    the C++ kernels of this op, for bf16 on a CPU
 `cudnn`  cuDNN's kernel, for plain causal attention on Hopper and Blackwell; it builds a plan for
          each new length (about 170 ms)
-`flash`  PyTorch's FlashAttention: also packed documents and sliding windows, heads up to 256
-`flex`   PyTorch's flex_attention, compiled: softcaps on a GPU
-`sdpa`   PyTorch's scaled_dot_product_attention, which chooses among its own: other dtypes, masks,
-         older GPUs, a CPU without kernels
-`plain`  the reference, with all scores at once: softcaps where flex_attention is not compiled
+`flash`  PyTorch's FlashAttention, also for packed documents and sliding windows; heads up to 256
+`flex`   PyTorch's flex_attention, compiled, for softcaps on a GPU
+`sdpa`   PyTorch's scaled_dot_product_attention, which chooses one of PyTorch's kernels; for other
+         dtypes, masks, older GPUs, and a CPU without the C++ kernels
+`plain`  the reference, with all scores in memory, for softcaps where flex_attention cannot be
+         compiled
 
 cuDNN and FlashAttention are called as operators, so PyTorch does not check whether they support the
-call; the conditions that it would check are here. Source: `can_use_cudnn_attention`,
+call. This module checks the same conditions. Source: `can_use_cudnn_attention`,
 `can_use_flash_attention` and `check_prefer_cudnn_attention` in PyTorch 2.13's
 aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
 """
@@ -33,11 +34,12 @@ from ..backend import kernel_unavailable_reason
 
 
 class Documents(NamedTuple):
-    """The documents of all rows, one row after the other.
+    """The documents of a packed batch; the rows of the batch follow each other.
 
-    bounds      int32[E+1]  the first token of each of E documents, and the number of tokens
+    bounds      int32[E+1]  the index of the first token of each of E documents, and then the number
+                            of tokens
     longest     the number of tokens of the longest document
-    whole_rows  whether each row is one document, so that the attention is that of a plain batch
+    whole_rows  whether each row is one document, as in a batch that is not packed
     """
 
     bounds: Tensor
@@ -46,7 +48,7 @@ class Documents(NamedTuple):
 
     @classmethod
     def from_rows(cls, batch: int, positions: int, device: torch.device) -> Documents:
-        """Every row is a separate document."""
+        """Creates documents for a batch in which every row is one document."""
         bounds = torch.arange(
             0, (batch + 1) * positions, max(positions, 1), dtype=torch.int32, device=device
         )
@@ -54,7 +56,7 @@ class Documents(NamedTuple):
 
     @classmethod
     def from_lengths(cls, lengths: Iterable[int]) -> Documents:
-        """Documents of these lengths, in order, without empty ones; on the CPU."""
+        """Creates documents of these lengths, in order, on the CPU. Lengths of 0 are skipped."""
         lengths = [n for n in lengths if n]
         return cls(
             torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32),
@@ -65,15 +67,15 @@ class Documents(NamedTuple):
         return self._replace(bounds=self.bounds.to(device, non_blocking=True))
 
     def document_ids(self, batch: int, positions: int) -> Tensor:
-        """int64[B S]: the index of each token's document."""
+        """Returns the index of each token's document, as int64[B S]."""
         ends = self.bounds[1:].to(torch.int64)
         return torch.bucketize(
             torch.arange(batch * positions, device=ends.device), ends, right=True
         ).view(batch, positions)
 
     def mask(self, batch: int, positions: int) -> Tensor:
-        """bool[B 1 S S], true where query and key are of one document: for back ends that take a
-        mask.
+        """Returns bool[B 1 S S], true where query and key belong to the same document. It is for
+        back ends that take a mask.
         """
         ids_BS = self.document_ids(batch, positions)
         return ids_BS[:, None, :, None] == ids_BS[:, None, None, :]
@@ -84,12 +86,12 @@ class Documents(NamedTuple):
 Backend = Literal["cpp", "cudnn", "flash", "flex", "sdpa", "plain"]
 
 _HALF = (torch.bfloat16, torch.float16)
-# the GPU that a plan assumes where none is present: Hopper
+# the compute capability (Hopper) that is assumed when memory is planned without a GPU
 PLANNED_CAPABILITY = (9, 0)
 # the oldest and the newest compute capability that FlashAttention supports
 FLASH_OLDEST = (8, 0)
 FLASH_NEWEST = (12, 1)
-# PyTorch prefers cuDNN from the next version on: 9.15.1 repairs lengths that are no multiple of 128
+# PyTorch prefers cuDNN above this version: 9.15.1 fixes lengths that are not a multiple of 128
 # (pytorch issue 169849)
 CUDNN_AFTER = 91500
 
@@ -100,8 +102,8 @@ def _capability(index: int | None) -> tuple[int, int]:
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:
-    """The compute capability; None off CUDA, and for AMD's GPUs, whose numbers have
-    another scale.
+    """Returns the compute capability. None for other devices than CUDA, and for AMD's GPUs, whose
+    numbers have another meaning.
     """
     if is_planned(device) and planned_device_type(device) == "cuda":
         if not torch.cuda.is_available():
@@ -114,8 +116,8 @@ def capability(device: torch.device) -> tuple[int, int] | None:
 
 @cache
 def cudnn_version() -> int:
-    """The version of cuDNN, 91501 for 9.15.1; 0 where PyTorch was built without it. A plan without
-    a GPU assumes a version that supports attention.
+    """Returns the version of cuDNN, 91501 for 9.15.1, or 0 if PyTorch was built without it. Without
+    a GPU (when memory is planned) a version that supports attention is assumed.
     """
     if not torch.cuda.is_available():
         return CUDNN_AFTER + 1
@@ -124,16 +126,18 @@ def cudnn_version() -> int:
 
 @cache
 def has_flash() -> bool:
-    """Whether this PyTorch was built with FlashAttention. A plan without a GPU assumes so."""
+    """Whether this PyTorch was built with FlashAttention. Without a GPU (when memory is planned)
+    this is assumed.
+    """
     return not torch.cuda.is_available() or torch.backends.cuda.is_flash_attention_available()
 
 
 @contextmanager
 def disable_cudnn_with_mask(mask: Tensor | None) -> Iterator[None]:
-    """Within this block PyTorch's attention does not use cuDNN if there is a mask; for calls
-    outside compiled graphs. With a mask cuDNN's backward gives NaN for some lengths (64 past a
-    multiple of 128, pytorch issue 196678), and it reads an fp32 mask of bf16 queries as bf16
-    (pytorch pull request 191612).
+    """Within this block PyTorch's attention does not use cuDNN if there is a mask. With a mask
+    cuDNN's backward gives NaN for some lengths (a multiple of 128 plus 64, pytorch issue 196678),
+    and cuDNN reads an fp32 mask for bf16 queries as bf16 (pytorch pull request 191612). It is for
+    calls outside compiled graphs.
     """
     if (
         mask is None
@@ -162,7 +166,8 @@ def _cudnn_supports(compute_capability: tuple[int, int], depth: int) -> bool:
         or os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1"
     ):
         return False
-    # cuDNN's backward adds in another order each time; FlashAttention has a deterministic backward
+    # the order of additions in cuDNN's backward differs from call to call; FlashAttention has a
+    # deterministic backward
     return (
         not torch.are_deterministic_algorithms_enabled()
         or torch.is_deterministic_algorithms_warn_only_enabled()
@@ -177,8 +182,8 @@ def _flash_supports(compute_capability: tuple[int, int], depth: int) -> bool:
         or not torch.backends.cuda.flash_sdp_enabled()
     ):
         return False
-    # heads of 200 to 224 have no backward where a multiprocessor has less shared memory than an
-    # A100's
+    # heads of 200 to 224 have no backward on GPUs with less shared memory per multiprocessor than
+    # an A100
     return not (
         192 < depth <= 224
         and ((8, 6) <= compute_capability <= (8, 9) or compute_capability >= (12, 0))
@@ -197,10 +202,10 @@ def choose_gpu_backend(
     packed: bool,
     device: torch.device | None = None,
 ) -> Backend:
-    """The back end for tensors of these shapes on a GPU: `flex` for softcaps, `sdpa` for calls that
-    no fast kernel computes.
+    """Returns the back end for tensors of these shapes on a GPU: `flex` for softcaps, and `sdpa`
+    for calls that no fast kernel supports.
 
-    device  another device than the tensors'
+    device  the device to choose for, if it is not the tensors' device
     """
     device = device or query.device
     compute_capability = capability(device)
@@ -229,7 +234,7 @@ aten = torch.ops.aten
 
 
 def _to_flash_layout(x_BNSD: Tensor, documents: Documents | None) -> Tensor:
-    """FlashAttention's layout: [B S N D], or [T N D] with documents."""
+    """Returns x in FlashAttention's layout: [B S N D], or [T N D] with documents."""
     x_BSND = x_BNSD.transpose(1, 2)
     if documents is None:
         return x_BSND
@@ -242,7 +247,9 @@ def _from_flash_layout(y: Tensor, like_BNSD: Tensor) -> Tensor:
 
 
 def _sequence_bounds(query: Tensor, documents: Documents | None) -> tuple[Any, ...]:
-    """The bounds of queries and of keys, and the longest of each, as FlashAttention takes them."""
+    """Returns FlashAttention's arguments: the documents' bounds for queries and for keys, and the
+    longest length of each.
+    """
     if documents is None:
         return None, None, query.shape[2], query.shape[2]
     return documents.bounds, documents.bounds, documents.longest, documents.longest
@@ -251,7 +258,7 @@ def _sequence_bounds(query: Tensor, documents: Documents | None) -> tuple[Any, .
 def _flash_options(window: int | None, causal: bool, scale: float) -> dict[str, Any]:
     if window is None:
         return {"scale": scale}
-    # the number of keys before and after a query; -1 for all
+    # the number of keys before and after a query, or -1 for all
     return {
         "scale": scale,
         "window_size_left": window - 1,
@@ -268,7 +275,9 @@ def flash_forward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, ...]:
-    """(out, logsumexp, random state, its unused half); `flash_backward` needs all of them."""
+    """Returns (out, logsumexp, random state, unused part of the random state). `flash_backward`
+    needs all of them.
+    """
     inputs = (_to_flash_layout(x, documents) for x in (q_BNSD, k_BMSD, v_BMSD))
     out, lse, state, unused, _ = aten._flash_attention_forward(
         *inputs,
@@ -312,7 +321,7 @@ def flash_backward(
 def cudnn_forward(
     q_BNSD: Tensor, k_BMSD: Tensor, v_BMSD: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, ...]:
-    """(out, logsumexp, seed, offset)."""
+    """Returns (out, logsumexp, seed, offset)."""
     results = aten._scaled_dot_product_cudnn_attention(
         q_BNSD, k_BMSD, v_BMSD, None, True, 0.0, causal, False, scale=scale
     )
@@ -330,7 +339,7 @@ def cudnn_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     lse, seed, offset = saved
-    # None for bias and bounds, where PyTorch's own backward passes undefined tensors
+    # bias and bounds are None; PyTorch's backward passes undefined tensors here
     gradients: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_cudnn_attention_backward(
         dy,
         q,
@@ -352,13 +361,13 @@ def cudnn_backward(
     return gradients
 
 
-# --- softcaps: PyTorch's flex_attention, compiled once for each kind of call, whatever the lengths
+# --- softcaps: PyTorch's flex_attention, compiled once for each kind of call and for any length
 
-# The number of kinds of calls that may be compiled: windows, packed or not, with gradients or
-# without, dtypes, devices, each for one length and for any length. Dynamo's default limit of 8 is
-# too small; past the limit flex_attention runs uncompiled, with every score in memory.
+# The number of kinds of calls that may be compiled. Kinds differ in window, dtype, device, packing
+# and gradients, and each may be compiled for one length and for any length. Dynamo's default limit
+# of 8 is too small; above the limit flex_attention runs uncompiled, with all scores in memory.
 RECOMPILE_LIMIT = 64
-# every layer of a batch, and its recompute, needs the same one or two block masks
+# all layers of a batch, and their recomputes, need the same one or two block masks
 BLOCK_MASK_CACHE_SIZE = 8
 _block_masks: OrderedDict[tuple[object, ...], tuple[Any, Tensor | None]] = OrderedDict()
 
@@ -366,8 +375,8 @@ _block_masks: OrderedDict[tuple[object, ...], tuple[Any, Tensor | None]] = Order
 def compile_any_length(
     function: Callable[..., Any], backend: Any = "inductor"
 ) -> Callable[..., Any]:
-    """`function`, compiled for the first length and then, with the second, for any length. One
-    compilation for each length would exceed the limit.
+    """Compiles `function`: for the first length, and at the second length for any length. One
+    compilation per length would exceed the limit.
     """
     compiled = torch.compile(function, backend=backend)
 
@@ -380,8 +389,8 @@ def compile_any_length(
 
 @cache
 def _flex_functions(on_gpu: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """(flex_attention, create_block_mask), compiled on a GPU. An uncompiled create_block_mask
-    allocates a mask of positions x positions.
+    """Returns (flex_attention, create_block_mask), compiled on a GPU. An uncompiled
+    create_block_mask allocates a mask of positions x positions.
     """
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -403,8 +412,8 @@ def flex_attention_softcapped(
     softcap: float,
     documents: Documents | None,
 ) -> Tensor:
-    """As `attention`; blocks of keys that no query of a block attends to are skipped. mask bool[B
-    or 1, 1 or N, S, T].
+    """Computes `attention` with a softcap. It skips a block of keys if no query of a block attends
+    to it. mask is bool[B or 1, 1 or N, S, T].
     """
 
     def cap_score(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -435,10 +444,10 @@ def _cached_block_mask(
     window: int | None,
     documents: Documents | None,
 ) -> Any:
-    """`build()`, or the mask that it returned for another layer of this batch."""
+    """Returns `build()`, or the block mask that it returned for another layer of this batch."""
     bounds = None if documents is None else documents.bounds
     batch = None if documents is None else query.shape[0]
-    # a mask made in inference mode cannot be saved for backward
+    # a mask that was built in inference mode cannot be saved for backward
     cache_key = (
         query.device,
         query.shape[2],
@@ -450,7 +459,7 @@ def _cached_block_mask(
         torch.is_inference_mode_enabled(),
     )
     if cache_key not in _block_masks:
-        # the bounds are stored too, so that no other tensor gets their id
+        # the bounds are stored too, so that no later tensor gets the same id
         _block_masks[cache_key] = build(), bounds
         while len(_block_masks) > BLOCK_MASK_CACHE_SIZE:
             _block_masks.popitem(last=False)

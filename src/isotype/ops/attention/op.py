@@ -1,4 +1,4 @@
-"""`attention`: the public op and its autograd function. B batch, N query heads, M key heads, S
+"""The public op `attention` and its autograd function. B batch size, N query heads, M key heads, S
 queries, T keys, D head size.
 """
 
@@ -42,8 +42,8 @@ ATTENTION = OpContract(
 
 
 def mask_outside_window(allowed_ST: Tensor, window: int) -> Tensor:
-    """`allowed` without the keys `window` or more positions before their query. Keys after a query
-    are not changed.
+    """Returns `allowed` without keys that are `window` or more positions before their query. Keys
+    after a query do not change.
     """
     return allowed_ST.triu(1 - window)
 
@@ -51,7 +51,7 @@ def mask_outside_window(allowed_ST: Tensor, window: int) -> Tensor:
 def _allowed_pairs(
     queries: int, keys: int, causal: bool, window: int | None, device: torch.device
 ) -> Tensor:
-    """bool[S T], true where a query attends to a key."""
+    """Returns bool[S T], true where a query attends to a key."""
     allowed_ST = torch.ones(queries, keys, dtype=torch.bool, device=device)
     if causal:
         allowed_ST = allowed_ST.tril()
@@ -71,7 +71,7 @@ def attention_reference(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """What `attention` computes, in plain PyTorch, right at fp64."""
+    """Computes `attention` in plain PyTorch, correct also for fp64 inputs."""
     with autocast_off(query_BNSD):
         dtype = arithmetic_dtype(query_BNSD.dtype)
         heads_per_key = query_BNSD.shape[1] // key_BMTD.shape[1]
@@ -88,7 +88,7 @@ def attention_reference(
         if mask is not None:
             allowed = allowed & mask
         probability_BNST = score_BNST.masked_fill(~allowed, -torch.inf).softmax(-1)
-        # a query without any key gets zeros
+        # a query that attends to no key gets zeros
         probability_BNST = probability_BNST.masked_fill(~allowed.any(-1, keepdim=True), 0.0)
         return (probability_BNST @ value_BNTD).to(query_BNSD.dtype)
 
@@ -98,8 +98,9 @@ def attention_reference(
 KERNELS = CppKernels(__file__, in_graphs=True, forward="apppppppf", backward="appppppppppif")
 # queries and keys of a block in cpu.cpp
 BLOCK = 64
-# Threads share the key heads where there are at least so many of them, else the query heads. It is
-# a constant, and not the number of threads, so that the order of a sum never depends on the machine
+# If a batch has at least this many key heads, they are divided among threads; otherwise query heads
+# are. It is a constant and not the number of threads, so that the order of a sum does not depend on
+# the machine
 _KEY_HEADS = 16
 
 
@@ -113,7 +114,9 @@ def _make_rows_contiguous(*tensors: Tensor) -> list[Tensor]:
 
 
 def _mask_bytes(mask: Tensor, batch: int, queries: int, keys: int) -> Tensor:
-    """[B T S'] bytes, S' whole blocks: the queries of one key are adjacent, as the scores are."""
+    """Returns the mask as bytes [B T S'], where S' is S rounded up to whole blocks. The queries of
+    a key are adjacent, as in the scores.
+    """
     mask_BST = mask[:, 0].expand(mask.shape[0], queries, keys)
     bytes_BTS = mask_BST.transpose(1, 2).view(torch.uint8)
     return F.pad(bytes_BTS, (0, -queries % BLOCK)).contiguous()
@@ -122,13 +125,13 @@ def _mask_bytes(mask: Tensor, batch: int, queries: int, keys: int) -> Tensor:
 def _pack_shape(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, dy: Tensor, mask: Tensor | None, causal: bool
 ) -> Any:
-    """struct Shape of cpu.cpp."""
+    """Returns the fields of `struct Shape` in cpu.cpp."""
     batch, heads, queries, depth = q.shape
     mask_strides = (0, 0)
     if mask is not None:
         row_stride = mask.stride(0)
         if mask.shape[0] == 1:
-            # all rows of the batch have one mask
+            # all rows of the batch share one mask
             row_stride = 0
         mask_strides = (row_stride, mask.stride(1))
     sizes = (batch, heads, k.shape[1], queries, k.shape[2], depth, int(causal), *mask_strides)
@@ -146,7 +149,7 @@ def _fake_forward(
     q_BNSD: Tensor, k_BMTD: Tensor, v_BMTD: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     batch, heads, queries, depth = q_BNSD.shape
-    # positions before heads in memory, the layout that the output projection reads
+    # positions come before heads in memory, which is the layout that the output projection reads
     out_BSND = torch.empty((batch, queries, heads, depth), dtype=q_BNSD.dtype, device=q_BNSD.device)
     lse_BNS = torch.empty((batch, heads, queries), dtype=torch.float32, device=q_BNSD.device)
     return out_BSND.transpose(1, 2), lse_BNS
@@ -160,7 +163,9 @@ def _fake_forward(
 def attention_forward(
     q_BNSD: Tensor, k_BMTD: Tensor, v_BMTD: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """(out, the logsumexp of each query's scores, inf where it has none)."""
+    """Returns (out, the logsumexp of each query's scores). The logsumexp of a query without keys is
+    inf.
+    """
     out_BNSD, lse_BNS = _fake_forward(q_BNSD, k_BMTD, v_BMTD, mask, causal, scale)
     q, k, v = _make_rows_contiguous(q_BNSD, k_BMTD, v_BMTD)
     batch, key_heads, keys, depth = k.shape
@@ -225,8 +230,8 @@ def attention_backward(
     query_head_parts = 1
     if batch * k.shape[1] < _KEY_HEADS:
         query_head_parts = heads // k.shape[1]
-    # each query head that reads a key head has its own part of the key head's gradient: the parts
-    # are summed here, in fp32, and narrowed once
+    # each query head writes a separate part of the gradient of the key head that it reads. The
+    # parts are summed here in fp32 and narrowed once
     if query_head_parts > 1:
         partial_grads = torch.empty(
             (2, *k.shape[:2], query_head_parts, *k.shape[2:]), dtype=torch.float32
@@ -258,9 +263,9 @@ def attention_backward(
 
 
 class Attention(torch.autograd.Function):
-    """Saves query, key and value (or the tensors from which they are recomputed:
-    `ops.recomputable`), the output, and one fp32 logsumexp a query: never a [queries x keys]
-    matrix.
+    """The autograd function of the back ends cpp, flash and cudnn. It saves query, key and value
+    (or the tensors from which they are recomputed, see `ops.recomputable`), the output, and one
+    fp32 logsumexp per query. It saves no [queries x keys] matrix.
     """
 
     @staticmethod
@@ -338,7 +343,9 @@ def choose_backend(
     softcap: float | None = None,
     packed: bool = False,
 ) -> Backend:
-    """The back end that computes attention of these tensors in `dtype`; `gpu` lists them."""
+    """Returns the back end that computes attention of these tensors in `dtype`. The module `gpu`
+    lists the back ends.
+    """
     if key.shape != value.shape and softcap is None:
         return "sdpa"
     if key.shape != value.shape:
@@ -364,8 +371,8 @@ def choose_backend(
 def uses_cpp_kernels(
     dtype: torch.dtype, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> bool:
-    """Whether the C++ kernels run on these in `dtype`: bf16 on a CPU, heads of a multiple of 16,
-    one mask of bools for all heads.
+    """Whether the C++ kernels run on these tensors in `dtype`. They need bf16 on a CPU, a head size
+    that is a multiple of 16, and a bool mask that all heads share.
     """
     return _cpp_supports(dtype, query, key, value, mask) and uses_cpp(KERNELS, query, key, value)
 
@@ -400,25 +407,25 @@ def attention(
     softcap: float | None = None,
     documents: Documents | None = None,
 ) -> Tensor:
-    """Scaled dot-product attention, without a [queries x keys] matrix in memory where a kernel
-    supports the call (`choose_backend`).
+    """Computes scaled dot-product attention. If a kernel supports the call (`choose_backend`), no
+    [queries x keys] matrix is stored.
 
-    query       F[B N S D]   autocast's dtype where that is on
-    key, value  F[B M T D]   N a multiple of M: query heads share key heads in order
+    query       F[B N S D]   cast to autocast's dtype if autocast is on
+    key, value  F[B M T D]   N is a multiple of M: neighbouring query heads share a key head
     mask        bool[B or 1, 1 or N, S, T], true where a query attends to a key
     causal      query i attends to keys 0 to i only
-    scale       of the products; 1 / sqrt(D) by default
+    scale       factor of the scores; 1 / sqrt(D) by default
     window      a query attends to itself and the window - 1 keys before it; `causal` decides about
                 the keys after it
     softcap     scores become softcap * tanh(score / softcap)
-    documents   rows are packed: a query attends to keys of its own document; S = T
+    documents   documents of packed rows: a query attends only to keys of the same document; S = T
     ->          F[B N S D]; zeros for a query that attends to no key
-    inside      scores, their softmax and all sums fp32; probabilities narrowed to F before their
-                product with value
-    grads       query: F   key: F   value: F   (those of shared heads are summed in fp32)
-    In bf16 on a CPU this runs C++ kernels (FlashAttention-2's recurrences, Dao 2023, with queries
-    as vector lanes); on a GPU cuDNN's or FlashAttention's; elsewhere, and in other dtypes,
-    PyTorch's scaled_dot_product_attention.
+    inside      scores, their softmax and all sums in fp32; probabilities are narrowed to F before
+                their product with value
+    grads       query: F   key: F   value: F   (gradients of shared heads are summed in fp32)
+    In bf16 on a CPU this runs C++ kernels (the recurrences of FlashAttention-2, Dao 2023, with
+    queries as vector lanes). On a GPU it runs cuDNN's or FlashAttention's kernels. Elsewhere, and
+    in other dtypes, it calls PyTorch's scaled_dot_product_attention.
     Raises  DtypeError DT001 when the dtypes differ without autocast; ShapeError SH001; UsageError
             for a window or softcap below its range
     """
@@ -464,8 +471,8 @@ def attention(
             packed=documents is not None,
         )
     if backend == "flex" and is_planned(query.device):
-        # a plan runs no compiler: FlashAttention has the operands and results of flex_attention's
-        # kernel
+        # planning memory runs no compiler. FlashAttention has the same operands and results as
+        # flex_attention's kernel
         backend = "flash"
     if backend in ("cpp", "flash", "cudnn"):
         out: Tensor = apply_function(
@@ -494,7 +501,9 @@ def _torch_attention(
     scale: float | None,
     window: int | None,
 ) -> Tensor:
-    """PyTorch's scaled_dot_product_attention, which takes a mask or `is_causal`, and no window."""
+    """Calls PyTorch's scaled_dot_product_attention, which takes either a mask or `is_causal`, and
+    no window.
+    """
     if (mask is not None and causal) or window is not None:
         allowed = _allowed_pairs(query.shape[2], key.shape[2], causal, window, query.device)
         if mask is None:
@@ -527,7 +536,9 @@ def kernel_attention(
     causal: bool,
     scale: float | None,
 ) -> Tensor | None:
-    """`attention` where a kernel computes it; None where it would call PyTorch's attention."""
+    """Returns `attention` if a kernel computes it, or None if `attention` would call PyTorch's
+    attention.
+    """
     autocast = autocast_dtype(query)
     if autocast is not None and query.dtype != torch.float64:
         query = query.to(autocast)

@@ -1,6 +1,7 @@
-// Cross-entropy and per-token values of rows that stay in a core's cache: a row is read once for its maximum, once for exp and its sums, once
-// for the gradient.
-// fp32 inside whatever the logits' dtype; block sums are added in double, so that the error does not grow with the vocabulary.
+// Cross-entropy and per-token values of rows. A row stays in a core's cache and is read three
+// times: for its maximum, for exp and its sums, and for the gradient. Arithmetic is fp32 for logits
+// of any dtype. Sums of blocks are added in double, so that the error does not grow with the
+// vocabulary.
 #include <vector>
 
 #include "logits.h"
@@ -19,7 +20,8 @@ struct Row {
 
 constexpr int64_t BLOCK = 8192;
 
-// The loss and logsumexp of a row; writes exp(z - top) of every element to `exps`, unless it is null.
+// Computes the loss and logsumexp of a row. Writes exp(z - top) of every element to `exps`, unless
+// `exps` is null.
 template <bool CAPPED, class T>
 Row row_loss(const T* logits, int64_t columns, int64_t target, const Rule& rule, const RecomputedLogits& exact, float* exps) {
   constexpr int UNROLLED = 4;
@@ -105,7 +107,7 @@ void losses(const T* logits, Shape s, const int64_t* targets, float* loss, float
       loss[r] = row.loss, lse[r] = row.lse;
       if (!out) continue;
       const float factor = dloss * (1 + 2 * rule.z_loss * row.lse) / row.total, uniform = dloss * rule.smoothing / s.columns;
-      // the target's own element from fp32, before its logit may be overwritten
+      // the target's gradient is computed from fp32, before its logit may be overwritten
       const float at_target =
           (exps[target] * factor - uniform - (1 - rule.smoothing) * dloss) * slope<CAPPED>(broadcast(load_one(x + target)), rule)[0];
       each_vector(s.columns, [&](int64_t i, auto left) {
@@ -143,11 +145,11 @@ void gradients(const T* logits, Shape s, const int64_t* targets, const float* ls
 
 // --- per-token values
 
-// a null pointer: not requested
+// a pointer is null if its value is not requested
 struct RowValues {
   float *log_probs, *lse, *entropy, *log_sum_sq, *mean;
   int64_t* top1;
-  // [rows RECOMPUTED], for the gradients
+  // [rows RECOMPUTED], which the backward reads
   int64_t* recomputed_columns;
   float* recomputed_logits;
 };
@@ -156,7 +158,7 @@ struct Upstream {
   const float *dlog_probs, *dlse, *dentropy, *entropy;
 };
 
-// f(start, stop) for each block of columns
+// calls f(start, stop) for each block of columns
 template <class F>
 inline void by_block(int64_t columns, F&& f) {
   for (int64_t start = 0; start < columns; start += BLOCK) f(start, start + BLOCK < columns ? start + BLOCK : columns);
@@ -271,7 +273,7 @@ void value_gradients(const T* logits, Shape s, const int64_t* targets, const flo
     const bool has_target = up.dlog_probs && target >= 0 && target < s.columns;
     float at_target = 0;
     if (has_target) {
-      // in fp32, before its logit may be overwritten
+      // computed in fp32, before the target's logit may be overwritten
       const f32 v = broadcast(load_one(x + target));
       at_target = ((gradient(v) + at) * slope<CAPPED>(v, rule))[0];
     }
@@ -294,7 +296,7 @@ void value_gradients(const T* logits, Shape s, const int64_t* targets, const flo
 
 }  // namespace
 
-// out may be null (no gradient), or the logits themselves
+// out may be null if no gradient is needed, or may be the logits themselves
 extern "C" void losses_and_gradients(int64_t dtype, const void* logits, int64_t rows, int64_t columns, int64_t row_stride,
                                      const int64_t* targets, float* loss, float* lse, int64_t ignore_index, float smoothing, float scale,
                                      float softcap, float z_loss, const void* x, int64_t x_stride, const void* weight,

@@ -1,4 +1,4 @@
-"""`cross_entropy`: the public op and its autograd function. T tokens, V vocabulary."""
+"""The public op `cross_entropy` and its autograd function. T tokens, V vocabulary size."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CROSS_ENTROPY = OpContract(
 
 
 def apply_rule(logits_TV: Tensor, rule: LossRule) -> Tensor:
-    """The wide logits after scale and softcap."""
+    """Returns the logits in fp32 (or fp64), after scale and softcap."""
     z_TV = logits_TV.to(arithmetic_dtype(logits_TV.dtype)) * rule.logit_scale
     if rule.softcap:
         return rule.softcap * torch.tanh(z_TV / rule.softcap)
@@ -31,7 +31,7 @@ def apply_rule(logits_TV: Tensor, rule: LossRule) -> Tensor:
 
 
 def row_losses(logits_TV: Tensor, targets_T: Tensor, rule: LossRule) -> Tensor:
-    """fp32[T], 0 where ignored."""
+    """Returns the loss of each row as fp32[T]; the loss of an ignored row is 0."""
     ignored_T = targets_T == rule.ignore_index
     z_TV = apply_rule(logits_TV, rule)
     lse_T = torch.logsumexp(z_TV, -1)
@@ -56,7 +56,7 @@ def cross_entropy_reference(
     z_loss: float = 0.0,
     num_items: int | float | Tensor | None = None,
 ) -> Tensor:
-    """What `cross_entropy` computes, differentiated by PyTorch."""
+    """Computes `cross_entropy` in plain PyTorch, differentiated by autograd."""
     rule = LossRule.from_options(
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
@@ -115,11 +115,12 @@ def _backward(
 
 
 class CrossEntropy(torch.autograd.Function):
-    """The losses of rows. Saves the logits and one fp32 a row, and never writes to the logits.
+    """Computes the loss of each row. It saves the logits and one fp32 value per row, and never
+    writes to the logits.
 
-    The gradient is a new tensor, since other code may read the logits later (a second consumer,
-    `retain_graph`, the caller). `linear_cross_entropy` allocates its logits itself, and writes
-    their gradient in place.
+    The gradient is a new tensor, since other code may still read the logits (a second consumer, a
+    backward with `retain_graph`, the caller). `linear_cross_entropy` allocates the logits itself,
+    so it overwrites them with their gradient.
     """
 
     @staticmethod
@@ -146,8 +147,8 @@ def reduce_losses(
     num_items: int | float | Tensor | None,
     ignore_index: int,
 ) -> Tensor:
-    """Reduces fp32[T] row losses (0 where ignored) to the mean, the sum, or not at all, in plain
-    differentiable PyTorch.
+    """Reduces the row losses fp32[T] (0 for ignored rows) to their mean or sum, or returns them
+    unreduced. It is plain differentiable PyTorch.
     """
     if reduction == "none":
         return loss_T
@@ -160,8 +161,8 @@ def reduce_losses(
     else:
         count = total.new_full((), count)
     is_empty = count == 0
-    # without any row the mean is nan and its gradient 0, as PyTorch's; the gradient of 0 / 0 would
-    # be nan, and so would the weights
+    # if every row is ignored, the mean is nan and its gradient 0, as in PyTorch. The gradient of 0
+    # / 0 would be nan, and would make the weights nan
     return torch.where(is_empty, torch.nan, total / count.masked_fill(is_empty, 1).to(total))
 
 
@@ -177,7 +178,8 @@ def cross_entropy(
     z_loss: float = 0.0,
     num_items: int | float | Tensor | None = None,
 ) -> Tensor:
-    """Cross-entropy of any vocabulary, computed in fp32 without an fp32 copy of the logits.
+    """Computes the cross-entropy for a vocabulary of any size, in fp32 but without an fp32 copy of
+    the logits.
 
     logits   F[*n V]   any float dtype; never written to
     targets  int[*n]   classes 0..V-1, or ignore_index
@@ -185,8 +187,8 @@ def cross_entropy(
     inside   fp32      on softcap * tanh(logit_scale * logits / softcap); z_loss adds z_loss *
              logsumexp^2
     grads    logits: F
-    mean divides by the number of rows that are not ignored, or by num_items (the count of a
-    gradient-accumulation window).
+    reduction="mean" divides by the number of rows that are not ignored, or by num_items (the number
+    of such rows in all micro-batches of a step).
     Raises   IsotypeError SH002 for a target out of range; DtypeError DT001, ShapeError SH001;
              UsageError
     """

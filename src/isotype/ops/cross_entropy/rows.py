@@ -1,5 +1,5 @@
-"""Chooses the kernels for rows of logits: Triton on a GPU, C++ on a CPU, blocks of plain PyTorch
-elsewhere. T tokens, V vocabulary.
+"""The choice of kernels for rows of logits (Triton on a GPU, C++ on a CPU, blocks of plain PyTorch
+elsewhere), and the C++ kernels. T tokens, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ def _make_rows_contiguous(logits_TV: Tensor) -> Tensor:
     return logits_TV.contiguous()
 
 
-RECOMPUTED_LOGITS = 9  # as cpu.cpp has it
+RECOMPUTED_LOGITS = 9  # RECOMPUTED in logits.h
 
 
 class RecomputedLogits(NamedTuple):
-    """classes  int64[N 9]  classes of the recomputed logits of a row; -1: none
-    logits  fp32[N 9]   these logits, after scale and softcap
+    """Logits of each row that the C++ kernels recomputed in fp32.
+
+    classes  int64[N 9]  classes of the recomputed logits, -1 where there are fewer than 9
+    logits   fp32[N 9]   the recomputed logits, after scale and softcap
     """
 
     classes: Tensor
@@ -53,11 +55,11 @@ class LogitsSource:
     """The operands of bf16 logits of a CPU product, from which the C++ kernels recompute the
     target's and the largest logits in fp32.
 
-    A bf16 product rounds its fp32 sums: a logit of 20 by up to 0.06. In peaked rows (mean
-    log-probability -1.2, V 32,000) the root mean square of a token's error is 4.5e-2, and 6.2e-4
-    with recomputed logits.
+    A bf16 product rounds its fp32 sums, a logit of 20 by up to 0.06. In rows with a peaked
+    distribution (mean log-probability -1.2, V 32,000) the root mean square of a token's error is
+    4.5e-2. With recomputed logits it is 6.2e-4.
 
-    recomputed  the logits that `row_values` has recomputed
+    recomputed  the logits that `row_values` recomputed
     """
 
     def __init__(self, x_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> None:
@@ -70,7 +72,9 @@ class LogitsSource:
     def from_product(
         cls, logits_NV: Tensor, x_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None
     ) -> LogitsSource | None:
-        """The source of these logits; None where the product returns its fp32 sums."""
+        """Returns the source of these logits, or None if they are not the bf16 result of a CPU
+        product of bf16.
+        """
         is_narrow = (
             logits_NV.is_cpu
             and logits_NV.dtype == x_NH.dtype == weight_VH.dtype == torch.bfloat16
@@ -94,8 +98,8 @@ NO_SOURCE_ARGUMENTS = (None, 0, None, 0, 0, None)
 
 
 class CppRowKernels:
-    """The C++ kernels, for fp32, bf16 or fp16 logits on a CPU, with rows of any stride. They
-    compute the same as the functions of `rule`.
+    """Calls the C++ kernels, for fp32, bf16 or fp16 logits on a CPU, with rows of any stride. Each
+    method computes the same as the function of the same name in `rule`.
     """
 
     @staticmethod
@@ -234,8 +238,9 @@ class CppRowKernels:
 
 
 def choose_row_kernels(x: Tensor) -> Any:
-    """The object whose functions (those of `CppRowKernels`) compute on rows of `x`: Triton kernels
-    on a GPU, C++ kernels on a CPU, blocks of plain PyTorch elsewhere.
+    """Returns the module or class whose functions compute on rows of `x`: Triton kernels on a GPU,
+    C++ kernels on a CPU, blocks of plain PyTorch elsewhere. All have the functions of
+    `CppRowKernels`.
     """
     if uses_triton(x):
         from . import triton

@@ -1,5 +1,6 @@
-"""The rule of a row's loss, and its formulas in plain PyTorch for any device, in blocks of rows
-without a wide copy of the logits. T tokens, V vocabulary.
+"""`LossRule`, the options of a row's loss, and the loss formulas in plain PyTorch for any device.
+The formulas work on blocks of rows and make no fp32 copy of all logits. T tokens, V vocabulary
+size.
 """
 
 from __future__ import annotations
@@ -16,22 +17,25 @@ from ...errors import DtypeError, IsotypeError, ShapeError, UsageError
 from ..backend import arithmetic_dtype, can_count_rows
 
 Reduction = Literal["mean", "sum", "none"]
-# `LossRule.arguments`, as the schema of a library op has them
+# the schema of `LossRule.arguments` in a `torch.library` op
 RULE = "int ignore_index, float[] factors"
 RuleArguments = tuple[int, tuple[float, float, float, float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossRule:
-    """loss = (1 - s) nll + s mean_v(nll_v) + z lse^2, on z = softcap tanh(logit_scale x / softcap).
+    """The options of a row's loss.
 
-    Raises  UsageError for values without a meaning
+    loss = (1 - label_smoothing) nll + label_smoothing mean_v(nll_v) + z_loss lse^2, where nll and
+    lse are computed from softcap tanh(logit_scale x / softcap) of the logits x.
+
+    Raises  UsageError for values out of range
     """
 
     ignore_index: int = -100
     label_smoothing: float = 0.0
     logit_scale: float = 1.0
-    softcap: float = 0.0  # 0 is none
+    softcap: float = 0.0  # 0 means no softcap
     z_loss: float = 0.0
 
     def __post_init__(self) -> None:
@@ -52,7 +56,7 @@ class LossRule:
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
     ) -> LossRule:
-        """The rule with the options of an op, where None means no scale or no softcap."""
+        """Creates a rule from the options of an op, where None means no scale or no softcap."""
         return cls(
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
@@ -63,7 +67,7 @@ class LossRule:
 
     @classmethod
     def from_arguments(cls, ignore_index: int, factors: Sequence[float]) -> LossRule:
-        """The inverse of `arguments`."""
+        """Creates a rule from `arguments`."""
         label_smoothing, logit_scale, softcap, z_loss = factors
         return cls(
             ignore_index=ignore_index,
@@ -115,7 +119,7 @@ def check_targets(targets: Tensor, rows: tuple[int, ...], classes: int, rule: Lo
 
 
 def check_reduction(reduction: str, num_items: int | float | Tensor | None) -> None:
-    """Raises  UsageError for an unknown reduction, and for a num_items without effect"""
+    """Raises UsageError for an unknown reduction, and for a num_items without effect."""
     if reduction not in get_args(Reduction):
         raise UsageError(f"reduction is {reduction!r}: expected mean, sum or none")
     if num_items is not None and reduction != "mean":
@@ -126,8 +130,9 @@ def check_reduction(reduction: str, num_items: int | float | Tensor | None) -> N
 
 
 def _check_range(targets: Tensor, classes: int, ignore_index: int) -> None:
-    """On a CPU the offending value is named. On a GPU, and in a compiled graph, a device-side
-    assert keeps the check without a sync.
+    """Raises an error for targets out of range. On a CPU the message contains the first such
+    target. On a GPU and in a compiled graph, a device-side assert checks the targets without a
+    synchronisation.
     """
     is_valid = (targets == ignore_index) | ((targets >= 0) & (targets < classes))
     if targets.is_meta:
@@ -152,16 +157,16 @@ def _check_range(targets: Tensor, classes: int, ignore_index: int) -> None:
 
 # --- cross-entropy
 
-# fp32 values a block: 1 MiB on a CPU (an L2 of 1 MiB a core, two buffers); a GPU needs more in
-# flight
+# fp32 values per block: 1 MiB on a CPU (cores have an L2 cache of about 1 MiB). A GPU needs larger
+# blocks to be busy
 _BLOCK_ELEMENTS = {"cpu": 2**18}
 _DEFAULT_BLOCK_ELEMENTS = 2**26
 
 
 def wide_blocks(logits_TV: Tensor, rule: LossRule) -> Iterator[tuple[slice, Tensor]]:
-    """(rows, their wide logits after scale and softcap), in one buffer that all blocks share: fresh
-    pages would take longer than the arithmetic (`benchmarks/ops.py`). Blocks depend on shapes
-    alone, so that results are reproducible.
+    """Yields (rows, their fp32 or fp64 logits after scale and softcap) for blocks of rows. All
+    blocks share one buffer, since allocating new pages takes longer than the arithmetic
+    (`benchmarks/ops.py`). Blocks depend on shapes only, so that results are reproducible.
     """
     tokens, columns = logits_TV.shape
     block_rows = max(
@@ -184,8 +189,8 @@ def wide_blocks(logits_TV: Tensor, rule: LossRule) -> Iterator[tuple[slice, Tens
 
 
 def exp_rows_(z: Tensor, targets: Tensor, rule: LossRule) -> tuple[Tensor, Tensor, Tensor]:
-    """Replaces `z` by exp(z - max), and returns the row losses, the logsumexp and the sums of exp.
-    Loss and gradient share one exp.
+    """Replaces `z` by exp(z - max), and returns (row losses, logsumexp, sums of exp). Loss and
+    gradient share this exp.
     """
     ignored = targets == rule.ignore_index
     target_logit = z.gather(-1, targets.masked_fill(ignored, 0).long().unsqueeze(-1)).squeeze(-1)
@@ -227,7 +232,7 @@ def gradient_rows_(
 
 
 def _add_at_targets_(g: Tensor, values: Tensor, column: Tensor) -> None:
-    """Adds the value of each row at its column, where that is a column of `g`."""
+    """Adds each row's value to `g` at the row's column. A column outside `g` is skipped."""
     is_outside = (column < 0) | (column >= g.shape[-1])
     g.scatter_add_(
         -1,
@@ -237,10 +242,10 @@ def _add_at_targets_(g: Tensor, values: Tensor, column: Tensor) -> None:
 
 
 def _backpropagate_rule_(g: Tensor, logits: Tensor, rule: LossRule) -> None:
-    """Replaces the gradient of scaled and capped logits by that of the logits."""
+    """Replaces the gradient by the scaled and capped logits with the gradient by the logits."""
     if rule.softcap:
-        # d tanh(u) = 1 - tanh(u)^2, with tanh recomputed from the logits: softcapping is rare, and
-        # a second buffer would halve the block
+        # d tanh(u) = 1 - tanh(u)^2. tanh is recomputed from the logits, since softcaps are rare and
+        # a second buffer would halve the size of blocks
         slope = torch.tanh(logits.to(g.dtype) * (rule.logit_scale / rule.softcap))
         g.mul_(1 - slope * slope)
     if rule.logit_scale != 1.0:
@@ -254,10 +259,11 @@ def cross_entropy_forward(
     out_TV: Tensor | None = None,
     dloss: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(loss, logsumexp), each fp32[T]; 0 for an ignored row.
+    """Returns (loss, logsumexp), each fp32[T]. The loss of an ignored row is 0.
 
-    out_TV   receives the logits' gradient for an upstream gradient of `dloss` in every row. It may
-             be `logits_TV` itself where the caller no longer needs them; its dtype may be narrower
+    out_TV   if not None, receives the gradient of the logits for an upstream gradient of `dloss` in
+             every row. It may be `logits_TV` itself if the caller no longer needs the logits; its
+             dtype may be narrower
     """
     loss_T = torch.empty(
         logits_TV.shape[0], dtype=arithmetic_dtype(logits_TV.dtype), device=logits_TV.device
@@ -298,8 +304,8 @@ def cross_entropy_backward(
     classes: int,
     first_class: int = 0,
 ) -> Tensor:
-    """The gradient of the logits, written to `out_TV`, which may be `logits_TV` itself when the
-    caller owns it.
+    """Writes the gradient of the logits to `out_TV` and returns it. `out_TV` may be `logits_TV`
+    itself if the caller no longer needs the logits.
     """
     dloss_T = dloss_T.to(arithmetic_dtype(logits_TV.dtype)).masked_fill(
         targets_T == rule.ignore_index, 0.0
@@ -321,21 +327,22 @@ def cross_entropy_backward(
 
 
 def zero_ignored_(gradient_TV: Tensor, targets_T: Tensor, rule: LossRule) -> Tensor:
-    """Ignored rows get exactly 0, also where their logits are not finite."""
+    """Sets the gradient of ignored rows to 0, also where their logits are not finite."""
     ignored_T = targets_T == rule.ignore_index
     if not can_count_rows(targets_T):
         return gradient_TV.masked_fill_(ignored_T.unsqueeze(-1), 0)
-    # most batches have none, and a mask would rewrite every row
+    # most batches have no ignored rows, and a mask would rewrite every row
     ignored_rows_N = ignored_T.nonzero().squeeze(-1)
     if ignored_rows_N.numel():
         return gradient_TV.index_fill_(0, ignored_rows_N, 0)
     return gradient_TV
 
 
-# --- per-token values. With z the logits after scale and softcap, p = softmax(z) and H the entropy:
-#     d log p_target / dz_v = [v = target] - p_v        d H / dz_v = -p_v (log p_v + H)        d
-#     logsumexp / dz_v = p_v
-# N rows
+# --- per-token values of N rows. z are the logits after scale and softcap, p = softmax(z), and H is
+# the entropy:
+#     d log p_target / dz_v = [v = target] - p_v
+#     d H / dz_v = -p_v (log p_v + H)
+#     d logsumexp / dz_v = p_v
 
 
 class RequestedValues(NamedTuple):
@@ -348,7 +355,7 @@ class RequestedValues(NamedTuple):
 
 
 class RowValues(NamedTuple):
-    """fp32[N] each (top1 int64[N]); a tensor that was not requested is empty."""
+    """The values of N rows, each fp32[N] (top1 int64[N]). A tensor that was not requested is empty."""
 
     log_probs: Tensor
     logsumexp: Tensor
@@ -359,8 +366,8 @@ class RowValues(NamedTuple):
 
 
 class Upstream(NamedTuple):
-    """The upstream gradients of each row, fp32[N]; None for zero. `entropy` is the entropy itself,
-    which is needed with dentropy.
+    """The upstream gradients of each row, fp32[N]; None means zero. `entropy` is the entropy
+    itself, which is needed with dentropy.
     """
 
     dlog_probs: Tensor | None
@@ -372,7 +379,9 @@ class Upstream(NamedTuple):
 def allocate_row_values(
     rows: int, dtype: torch.dtype, device: torch.device, requested: RequestedValues
 ) -> RowValues:
-    """Outputs of the right shapes, for `rows` rows: 0, and -1 for top1, where nothing is written."""
+    """Allocates outputs for `rows` rows. They are filled with 0, and top1 with -1, for rows that
+    are not written later.
+    """
 
     def zeros(is_requested: bool) -> Tensor:
         return torch.zeros(rows if is_requested else 0, dtype=dtype, device=device)
@@ -391,7 +400,7 @@ def allocate_row_values(
 def row_values(
     logits_NV: Tensor, targets_N: Tensor, rule: LossRule, requested: RequestedValues
 ) -> RowValues:
-    """The values of each row; no target is ignored."""
+    """Computes the values of each row. No target may be ignore_index."""
     values = allocate_row_values(
         logits_NV.shape[0], arithmetic_dtype(logits_NV.dtype), logits_NV.device, requested
     )
@@ -413,7 +422,8 @@ def row_values(
                 -1
             ).log() - 2 * total.log()
         if requested.entropy:
-            # from z - max, whose size is that of the entropy: no cancellation for large logits
+            # computed from z - max, which is of the entropy's order of magnitude: large logits then
+            # cause no cancellation
             values.entropy[rows] = total.log() - (exponential * z.clamp_(min=-1e30)).sum(-1) / total
     return values
 
@@ -427,10 +437,10 @@ def row_value_gradients(
     out_NV: Tensor,
     first_class: int = 0,
 ) -> Tensor:
-    """The gradient of the logits, written to `out_NV`, which may be `logits_NV` itself. Column 0 is
-    the class `first_class`.
+    """Writes the gradient of the logits to `out_NV`, which may be `logits_NV` itself, and returns
+    it. Column 0 is the class `first_class`.
 
-    A row whose logsumexp is inf is an ignored row: its gradient is 0, also where its logits are not
+    An ignored row has inf as its logsumexp. Its gradient is 0, also where its logits are not
     finite.
     """
     for rows, z in wide_blocks(logits_NV, rule):
@@ -442,7 +452,7 @@ def row_value_gradients(
             constant -= upstream.dlog_probs[rows]
         factor = constant.unsqueeze(-1)
         if upstream.dentropy is not None and upstream.entropy is not None:
-            # p (log p + H) is 0 where p is, also for a class masked with -inf
+            # p (log p + H) is 0 where p is 0, also for a class that is masked with -inf
             shifted = log_p.clamp(min=-1e30) + upstream.entropy[rows].unsqueeze(-1)
             factor = factor - upstream.dentropy[rows].unsqueeze(-1) * shifted
         g = log_p.exp_().mul_(factor)

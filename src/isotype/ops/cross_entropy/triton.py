@@ -1,12 +1,12 @@
-"""Kernels of the cross-entropy and of per-token values: one program a row, two passes over the
-vocabulary in blocks.
+"""Triton kernels of the cross-entropy and of per-token values. In a forward, each program reads one
+row in blocks; in a backward, each program computes one block of a row.
 
-V vocabulary, offsets in int64.
+V is the vocabulary size. Row offsets are computed in int64.
 
-Every value is widened to fp32 once, where it is loaded, and narrowed once, where it is stored. No
-value changes its dtype inside a branch or a loop, a fault that broke large-vocabulary kernels in
+Every value is widened to fp32 once, when it is loaded, and narrowed once, when it is stored. No
+value changes its dtype inside a branch or a loop; such changes broke large-vocabulary kernels of
 other libraries. Scalars are cast to fp32, since a compiler may pass a Python float as fp64. Flags
-are constexpr, so that an absent feature costs nothing.
+are constexpr, so that an unused feature costs nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from ..launch import on_tensor_device, warps
 from .rule import LossRule, RequestedValues, RowValues, Upstream, allocate_row_values
 
-# 16 values a thread at 8 warps
+# 16 values per thread with 8 warps
 MAX_BLOCK = 4096
 
 
@@ -29,16 +29,16 @@ def apply_rule(x_fp32, scale, softcap, HAS_SCALE: tl.constexpr, HAS_CAP: tl.cons
         x_fp32 = x_fp32 * scale.to(tl.float32)
     if HAS_CAP:
         cap_fp32 = softcap.to(tl.float32)
-        # tanh(u) = 2 sigmoid(2u) - 1: no libdevice needed, so that every target and the interpreter
-        # agree
+        # tanh(u) = 2 sigmoid(2u) - 1 needs no libdevice, so that results agree on every target and
+        # in the interpreter
         x_fp32 = cap_fp32 * (2.0 * tl.sigmoid(2.0 * x_fp32 / cap_fp32) - 1.0)
     return x_fp32
 
 
 @triton.jit
 def load_block(start, v, stop, FULL: tl.constexpr):
-    """Logits in fp32, and zeros past `stop`, which no full block reaches. A full block is loaded
-    without a mask: with a mask 8 values of bf16 are 8 loads, without it one.
+    """Loads logits in fp32, and zeros past `stop`. A full block, which ends before `stop`, is
+    loaded without a mask: without a mask 8 values of bf16 take one load, and with a mask 8 loads.
     """
     if FULL:
         x_fp32 = tl.load(start + v).to(tl.float32)
@@ -71,7 +71,7 @@ def add_to_loss(
     if not FULL:
         z_fp32 = tl.where(v < classes, z_fp32, float("-inf"))
     higher = tl.maximum(top, tl.max(z_fp32, 1))
-    # a lane that has only -inf so far keeps 0 as its shift: exp(-inf - -inf) would be nan
+    # a lane that has read only -inf uses 0 as its shift, since exp(-inf - -inf) is nan
     shift = tl.where(higher == float("-inf"), 0.0, higher)
     total = total * tl.exp(top - shift) + tl.sum(tl.exp(z_fp32 - shift[:, None]), 1)
     return higher, total, summed
@@ -100,9 +100,9 @@ def cross_entropy_forward_kernel(
     target = tl.load(targets + row).to(tl.int64)
     ignored = target == ignore_index
     start = logits + row * row_stride
-    # A lane is one load of 16 bytes of one thread, EACH values: its maximum and its sum stay in
-    # that thread. The loop has no barrier, takes two registers a lane instead of one a value (32 in
-    # all instead of 80 to 93), and costs one exp a value and one a lane
+    # A lane is one load of 16 bytes by one thread, which is EACH values. Its maximum and its sum
+    # stay in that thread. So the loop has no barrier and takes two registers per lane instead of
+    # one per value (32 in all instead of 80 to 93). It costs one exp per value and one per lane
     lanes = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
     top = tl.full([LANES], float("-inf"), tl.float32)
     total = tl.zeros([LANES], tl.float32)
@@ -176,13 +176,13 @@ def cross_entropy_backward_kernel(
     HAS_CAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # the blocks of a row are neighbours in the grid: memory is swept in order
+    # the blocks of a row are neighbours in the grid, so that memory is read in order
     row = (tl.program_id(0) // blocks).to(tl.int64)
     v = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     is_full = (tl.program_id(0) % blocks + 1) * BLOCK <= columns
     target = tl.load(targets + row).to(tl.int64)
     ignored = target == ignore_index
-    # a column of this block, or none of it: 32 bits hold any vocabulary
+    # the target's column, which may lie outside this block. 32 bits are enough for any vocabulary
     column = tl.where(ignored, -1, target - first_class).to(tl.int32)
     row_lse = tl.load(lse + row).to(tl.float32)
     dloss_fp32 = tl.load(dloss + row).to(tl.float32)
@@ -201,7 +201,7 @@ def cross_entropy_backward_kernel(
         g_fp32 *= 1.0 - u_fp32 * u_fp32
     if HAS_SCALE:
         g_fp32 *= scale.to(tl.float32)
-    # a select, not a product: 0 times a non-finite logit's exp would be nan
+    # a select and not a product, since 0 times the exp of a non-finite logit is nan
     g_fp32 = tl.where(ignored, 0.0, g_fp32 * dloss_fp32)
     if is_full:
         tl.store(out + row * out_stride + v, g_fp32.to(out.dtype.element_ty))
@@ -218,8 +218,8 @@ def _flags(rule: LossRule) -> dict[str, bool]:
 
 
 def _tile(classes: int, rule: LossRule) -> tuple[int, int]:
-    """(values, warps): 16 values a thread, and 8 under a softcap, where 16 spill 2 to 4 on sm_80
-    and sm_90.
+    """Returns (values, warps) of a tile. Each thread has 16 values, or 8 with a softcap, since 16
+    would spill 2 to 4 values on sm_80 and sm_90.
     """
     values = min(MAX_BLOCK // 2 if rule.softcap else MAX_BLOCK, triton.next_power_of_2(classes))
     return values, warps(2 * values if rule.softcap else values)
@@ -237,8 +237,8 @@ def cross_entropy_forward(
     out_TV: Tensor | None = None,
     dloss: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(loss, logsumexp), each fp32[T], and in `out_TV` the logits' gradient for an upstream
-    gradient of `dloss` in every row.
+    """Returns (loss, logsumexp), each fp32[T]. If `out_TV` is not None, it receives the gradient of
+    the logits for an upstream gradient of `dloss` in every row.
     """
     logits_TV, targets_T = _make_rows_contiguous(logits_TV), targets_T.contiguous()
     tokens, classes = logits_TV.shape
@@ -282,8 +282,8 @@ def cross_entropy_backward(
     classes: int,
     first_class: int = 0,
 ) -> Tensor:
-    """The gradient of the logits, written to `out_TV`, which may be `logits_TV` itself when the
-    caller owns it.
+    """Writes the gradient of the logits to `out_TV` and returns it. `out_TV` may be `logits_TV`
+    itself if the caller no longer needs the logits.
     """
     logits_TV, targets_T, dloss_T = (
         _make_rows_contiguous(logits_TV),
@@ -356,13 +356,14 @@ def add_to_values(
         first_best = tl.min(tl.where(z_fp32 == block_top[:, None], v, 2147483647), 1).to(tl.int32)
         best = tl.where(block_top > top, first_best, best)
     higher = tl.maximum(top, block_top)
-    # a lane that has only -inf so far keeps 0 as its shift: exp(-inf - -inf) would be nan
+    # a lane that has read only -inf uses 0 as its shift, since exp(-inf - -inf) is nan
     shift = tl.where(higher == float("-inf"), 0.0, higher)
     previous_shift = tl.where(top == float("-inf"), shift, top)
     decay = tl.exp(top - shift)
     e_fp32 = tl.exp(z_fp32 - shift[:, None])
     if HAS_ENTROPY:
-        # sum of e (z - shift), moved to the new shift: no cancellation for large logits
+        # the sum of e (z - shift), corrected for the new shift. Differences to the maximum cause no
+        # cancellation for large logits
         distance = tl.where(e_fp32 > 0.0, z_fp32 - shift[:, None], 0.0)
         weighted = decay * (weighted + (previous_shift - shift) * total) + tl.sum(
             e_fp32 * distance, 1
@@ -398,8 +399,8 @@ def row_values_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * row_stride
-    # a lane is one load of 16 bytes of one thread: its maximum and its sums stay in that thread,
-    # and the loop has no barrier
+    # a lane is one load of 16 bytes by one thread. Its maximum and its sums stay in that thread, so
+    # that the loop has no barrier
     lanes = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
     top = tl.full([LANES], float("-inf"), tl.float32)
     total = tl.zeros([LANES], tl.float32)
@@ -498,7 +499,7 @@ def row_value_gradients_kernel(
     HAS_CAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # the blocks of a row are neighbours in the grid: memory is swept in order
+    # the blocks of a row are neighbours in the grid, so that memory is read in order
     row = (tl.program_id(0) // blocks).to(tl.int64)
     v = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     is_full = (tl.program_id(0) % blocks + 1) * BLOCK <= columns
@@ -527,7 +528,7 @@ def row_value_gradients_kernel(
         g_fp32 *= 1.0 - u_fp32 * u_fp32
     if HAS_SCALE:
         g_fp32 *= scale.to(tl.float32)
-    # an ignored row: a select, as 0 times a non-finite logit's exp would be nan
+    # the gradient of an ignored row is selected, since 0 times the exp of a non-finite logit is nan
     g_fp32 = tl.where(row_lse == float("inf"), 0.0, g_fp32)
     if is_full:
         tl.store(out + row * out_stride + v, g_fp32.to(out.dtype.element_ty))
@@ -539,7 +540,7 @@ def row_value_gradients_kernel(
 def row_values(
     logits_NV: Tensor, targets_N: Tensor, rule: LossRule, requested: RequestedValues
 ) -> RowValues:
-    """The values of each row; no target is ignored."""
+    """Computes the values of each row. No target may be ignore_index."""
     logits_NV, targets_N = _make_rows_contiguous(logits_NV), targets_N.contiguous()
     rows, classes = logits_NV.shape
     values = allocate_row_values(rows, torch.float32, logits_NV.device, requested)
@@ -582,8 +583,8 @@ def row_value_gradients(
     out_NV: Tensor,
     first_class: int = 0,
 ) -> Tensor:
-    """The gradient of the logits, written to `out_NV`, which may be `logits_NV` itself. Column 0 is
-    the class `first_class`.
+    """Writes the gradient of the logits to `out_NV`, which may be `logits_NV` itself, and returns
+    it. Column 0 is the class `first_class`.
     """
     logits_NV, targets_N, lse_N = (
         _make_rows_contiguous(logits_NV),
@@ -591,7 +592,7 @@ def row_value_gradients(
         lse_N.contiguous(),
     )
     rows, columns = logits_NV.shape
-    # a pointer that is not read still needs a tensor
+    # Triton needs a tensor also for a pointer that the kernel does not read
     dlog_probs, dlse, dentropy, entropy = (
         lse_N if t is None else t.to(torch.float32).contiguous() for t in upstream
     )

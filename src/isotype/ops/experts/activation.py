@@ -1,4 +1,4 @@
-"""The function between an expert's two layers: a gated activation, or any function of rows.
+"""The activation between an expert's two layers: a gated activation, or any function of rows.
 
 T rows, G features of the first layer's output, I inner features.
 """
@@ -18,8 +18,8 @@ from .groups import KERNELS as KERNELS_OF_EXPERTS
 
 
 class Clamped(NamedTuple):
-    """gpt-oss's activation: (up + 1) * gate * sigmoid(alpha * gate) of the even columns (gate, at
-    most `limit`) and the odd ones (up, within it).
+    """gpt-oss's activation, (up + 1) * gate * sigmoid(alpha * gate). gate are the even columns,
+    clamped to at most `limit`; up are the odd columns, clamped to -limit..limit.
     """
 
     alpha: float
@@ -35,7 +35,7 @@ def _halves(g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def activation_reference(g: Tensor, kind: Activation) -> Tensor:
-    """In plain PyTorch, right at fp64: [... G] -> [... I]."""
+    """Computes the activation [... G] -> [... I] in plain PyTorch, correct also for fp64 inputs."""
     if isinstance(kind, str):
         return gated_reference(*_halves(g), kind)
     if not isinstance(kind, Clamped):
@@ -48,7 +48,7 @@ def activation_reference(g: Tensor, kind: Activation) -> Tensor:
 
 
 def apply_activation(g_TG: Tensor, kind: Activation) -> Tensor:
-    """F[T I], for a caller that has its own backward."""
+    """Computes the activation as F[T I], for a caller that computes the backward itself."""
     arguments = _kernel_arguments(kind)
     if arguments is not None and (path := choose_path(KERNELS_OF_EXPERTS, g_TG)) in (
         "cpp",
@@ -63,23 +63,24 @@ def apply_activation(g_TG: Tensor, kind: Activation) -> Tensor:
 
 
 def _kernel_arguments(kind: Activation) -> tuple[str, float, float] | None:
-    """(name, alpha, limit) as the kernels take them, or None for a function."""
+    """Returns the kernels' arguments (name, alpha, limit), or None for a function."""
     if isinstance(kind, Clamped):
         return "clamped", kind.alpha, kind.limit
     return (kind, 0.0, 0.0) if isinstance(kind, str) else None
 
 
 def scale_rows(x_TN: Tensor, w_T: Tensor) -> Tensor:
-    """Each row of x times its weight, rounded once to x's dtype."""
+    """Multiplies each row of x by its weight, rounded once to the dtype of x."""
     return (x_TN.to(w_T.dtype) * w_T[:, None]).to(x_TN.dtype)
 
 
 def activation_backward(
     g_TG: Tensor, dh_TI: Tensor, w_T: Tensor, kind: Activation, *, needs_h: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(gradient of g, times w; h where it is needed, else empty; <h, dh> of each row).
+    """Returns (gradient of g, times w; h if it is needed, else empty; the inner product <h, dh> of
+    each row).
 
-    dh  the gradient of h, not yet times w
+    dh  the gradient of h, before it is multiplied by w
     w   the routing weight of each row, fp32
     """
     arguments = _kernel_arguments(kind)
@@ -146,7 +147,9 @@ def _fake_backward(
 def _cpp_backward(
     g_TG: Tensor, dh_TI: Tensor, w_T: Tensor, kind: str, alpha: float, limit: float, want_h: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(gradient of g, times w; h where it is needed, else empty; <h, dh> of each row)."""
+    """Returns (gradient of g, times w; h if it is needed, else empty; the inner product <h, dh> of
+    each row).
+    """
     outputs = dg, h, products = _fake_backward(g_TG, dh_TI, w_T, kind, alpha, limit, want_h)
     KERNELS_OF_EXPERTS(
         "backward",

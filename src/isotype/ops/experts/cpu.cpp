@@ -1,14 +1,15 @@
-// Stacked experts: products with a rank for each expert's rows, what lies between an expert's two layers, and sums over a token's experts.
-// A loop over 32 experts in Python takes 1 ms a product with a rank; here it is one call.
+// Kernels for stacked experts: products with an adapter's rank for each expert's rows, the
+// activation between an expert's two layers, and sums over a token's experts. A Python loop over 32
+// experts would take 1 ms per product with a rank; here it is one call.
 #include "activation.h"
 #include "low_rank.h"
 
 using namespace isotype;
 
-// `ends`: where each expert's rows end. Strides are in elements.
+// `ends` is the end of each expert's rows. Strides are in elements.
 
-// x [rows, n] by the matrix of each row's expert, [n, columns] with strides (w_step, w_column_step), one of which is 1: one call, in which a
-// matrix is transposed once.
+// Multiplies x [rows, n] by the matrix of each row's expert, [n, columns] with strides (w_step,
+// w_column_step), one of which is 1. A matrix is transposed at most once per call.
 extern "C" void multiply(const uint16_t* x, const uint16_t* w, uint16_t* out, const int64_t* ends, int64_t experts, int64_t n,
                          int64_t columns, int64_t x_step, int64_t w_expert_step, int64_t w_step, int64_t w_column_step, int64_t out_step,
                          int threads) {
@@ -61,7 +62,7 @@ extern "C" void gradient(const uint16_t* x, const uint16_t* l, float* grad, cons
 
 namespace {
 
-// gpt-oss's gate, of interleaved columns; its number follows those of Activation
+// gpt-oss's activation, with interleaved columns; its number comes after the numbers of Activation
 constexpr int64_t CLAMPED = 3;
 
 struct Gate {
@@ -83,7 +84,7 @@ inline Gate gated(Clamped, f32 gate, f32 up, float alpha, float limit) {
   return {(u + 1.0f) * value, gate > limit ? f32{} : slope, up > limit || up < -limit ? f32{} : value};
 }
 
-// `count` pairs of a row: halves of it, or neighbours
+// `count` pairs of a row, from its two halves, or (Clamped) from even and odd columns
 template <class A, class T>
 inline void load_pair(A, const T* row, int64_t inner, int64_t i, int64_t count, f32& gate, f32& up) {
   gate = load(row + i, count, 0.0f);
@@ -132,7 +133,7 @@ void with_gate(int64_t dtype, int64_t kind, F&& f) {
 
 }  // namespace
 
-// h [rows, inner] of g [rows, 2 inner]
+// computes h [rows, inner] from g [rows, 2 inner]
 extern "C" void activate(int64_t dtype, const void* g, void* h, int64_t rows, int64_t inner, int64_t kind, float alpha, float limit,
                          int threads) {
   with_gate(dtype, kind, [&](auto t, auto a) {
@@ -147,7 +148,8 @@ extern "C" void activate(int64_t dtype, const void* g, void* h, int64_t rows, in
   });
 }
 
-// dg of dh times each row's weight; h, recomputed, where it is needed; and the inner product of h and dh, before the weight is multiplied in.
+// Computes dg from dh times each row's weight, h again if it is needed, and the inner product of h
+// and dh without the weight.
 extern "C" void backward(int64_t dtype, const void* g, const void* dh, const float* weights, void* dg, void* h, float* products,
                          int64_t rows, int64_t inner, int64_t kind, float alpha, float limit, int threads) {
   with_gate(dtype, kind, [&](auto t, auto a) {
@@ -170,7 +172,8 @@ extern "C" void backward(int64_t dtype, const void* g, const void* dh, const flo
   });
 }
 
-// Adds each row, times its weight where there are weights, to its token's fp32 sums. Threads share the columns: each sum has one order.
+// Adds each row, times its weight if there are weights, to the fp32 sums of its token. The columns
+// are divided among threads, so that each sum has a fixed order.
 extern "C" void scatter(int64_t dtype, const void* y, const int64_t* tokens, const float* weights, float* total, int64_t rows,
                         int64_t columns, int threads) {
   with_dtype(dtype, [&](auto t) {

@@ -1,10 +1,10 @@
-"""Sorts rows by their experts, and multiplies each expert's rows by its matrix.
+"""Groups rows by their experts and multiplies each expert's rows by its matrix.
 
-On a CPU there are parts of a few experts, and one product for each expert's rows. Elsewhere one
-part has all rows, one call computes the products of all experts, and the host never waits for the
-numbers of rows.
+On a CPU the rows are divided into parts of a few experts each, and each expert's rows are one
+product. On other devices a single part holds all rows, and one call computes the products of all
+experts; the host never waits for the numbers of rows.
 
-S rows of a part in the order of their experts, N and M features, R rank, E experts of a part.
+S rows of a part, sorted by expert; N and M features; R rank; E experts of a part.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from ..backend import arithmetic_dtype, choose_path, forced_path, uses_triton
 from ..cpp import CppKernels
 from ..library import library_op
 
-# On a CPU: 512 rows of 1,024 inner features are 1 MiB in bf16, and a part of 64 rows needs as many
-# calls as one of 512
+# for a CPU: 512 rows of 1,024 inner features are 1 MiB in bf16, and a part of 64 rows needs as many
+# calls as a part of 512
 ROWS_PER_PART = 512
-# packed experts that are widened at a time on a GPU: 8 of gpt-oss are 265 MB, all of them 1 GiB
+# the number of packed experts that are widened at a time on a GPU: 8 of gpt-oss's are 265 MB, and
+# all are 1 GiB
 EXPERTS_AT_ONCE = 8
 
 
-# --- the C++ kernels of cpu.cpp, each of which is called once for all experts of a part. `ends` has
-# the end of each expert's rows
+# --- the C++ kernels of cpu.cpp. Each is called once for all experts of a part. `ends` is the end
+# of each expert's rows
 
 KERNELS = CppKernels(
     __file__,
@@ -51,7 +52,7 @@ _MAX_RANK = 64
 
 @cache
 def _has_bf16_kernels() -> bool:
-    """Whether the kernels for adapters can run: they are built, and the processor multiplies
+    """Whether the kernels for adapters can run. They must be built, and the processor must multiply
     bf16.
     """
     return KERNELS.native()
@@ -59,15 +60,15 @@ def _has_bf16_kernels() -> bool:
 
 @cache
 def _max_rows_per_expert() -> int:
-    """The number of rows an expert up to which the kernel for all experts is used. It takes 0.7 to
-    0.97 of the time of PyTorch's products at 16 to 1,024 rows (measured without AMX). It does not
-    use AMX, so with AMX the number is 0.
+    """The number of rows per expert up to which the kernel `multiply` is used. At 16 to 1,024 rows
+    it takes 0.7 to 0.97 of the time of PyTorch's products (measured without AMX). The kernel does
+    not use AMX, so on processors with AMX the number is 0.
     """
     return 0 if torch.cpu._is_amx_tile_supported() else 1024
 
 
 def _make_c_array(ends: list[int]) -> tuple[array[int], int]:
-    # the caller keeps the array, so that its memory lives as long as the call
+    # the caller must keep the array, so that its memory lives as long as the call
     values = array("q", ends)
     return values, values.buffer_info()[0]
 
@@ -77,7 +78,9 @@ def _make_c_array(ends: list[int]) -> tuple[array[int], int]:
     fake=lambda *_: None,
 )
 def _cpp_multiply_(x_SN: Tensor, matrices_ENM: Tensor, out_SM: Tensor, ends: list[int]) -> None:
-    """out = x by the matrix of each row's expert; one of a matrix's two strides is 1."""
+    """Writes each row of x times the matrix of its expert to out. One of a matrix's two strides
+    must be 1.
+    """
     c_ends, address = _make_c_array(ends)
     KERNELS(
         "multiply",
@@ -99,7 +102,7 @@ def _cpp_multiply_(x_SN: Tensor, matrices_ENM: Tensor, out_SM: Tensor, ends: lis
     fake=lambda x, a, _: x.new_empty(len(x), a.shape[1]),
 )
 def _cpp_shrink(x_SN: Tensor, a_ERN: Tensor, ends: list[int]) -> Tensor:
-    """x Aᵀ of each row's expert; one of A's last two strides is 1."""
+    """Returns x Aᵀ with the A of each row's expert. One of A's last two strides must be 1."""
     _, ranks, features = a_ERN.shape
     out = x_SN.new_empty(x_SN.shape[0], ranks)
     c_ends, address = _make_c_array(ends)
@@ -123,7 +126,9 @@ def _cpp_shrink(x_SN: Tensor, a_ERN: Tensor, ends: list[int]) -> Tensor:
     fake=lambda *_: None,
 )
 def _cpp_expand_(y_SM: Tensor, xa_SR: Tensor, b_EMR: Tensor, ends: list[int], scale: float) -> None:
-    """y += scale xa Bᵀ of each row's expert; one of B's last two strides is 1."""
+    """Computes y += scale xa Bᵀ with the B of each row's expert. One of B's last two strides must
+    be 1.
+    """
     c_ends, address = _make_c_array(ends)
     expert_step, step, rank_step = b_EMR.stride()
     KERNELS(
@@ -151,10 +156,10 @@ def _cpp_expand_(y_SM: Tensor, xa_SR: Tensor, b_EMR: Tensor, ends: list[int], sc
 def _cpp_gradient_(
     lhs_SM: Tensor, rhs_SN: Tensor, out_EMN: Tensor, ends: list[int], scale: float
 ) -> None:
-    """into = scale leftᵀ right of each expert with rows, in fp32, of any strides."""
+    """Writes scale lhsᵀ rhs of each expert that has rows to out, in fp32. out may have any strides."""
     c_ends, address = _make_c_array(ends)
     expert_step, m_step, n_step = out_EMN.stride()
-    # the kernel's ranks are the narrower side
+    # the kernel takes the narrower operand as the one whose features are ranks
     if lhs_SM.shape[1] <= rhs_SN.shape[1]:
         wide_side = rhs_SN
         narrow_side = lhs_SM
@@ -185,7 +190,7 @@ def _cpp_gradient_(
     fake=lambda *_: None,
 )
 def _cpp_scatter_(total_TN: Tensor, y_SN: Tensor, tokens_S: Tensor, w_S: Tensor | None) -> None:
-    """Adds each row, times w, to its token's fp32 sums."""
+    """Adds each row, times w, to the fp32 sums of its token."""
     KERNELS("scatter", y_SN.dtype, y_SN, tokens_S, w_S, total_TN, *y_SN.shape)
 
 
@@ -193,14 +198,14 @@ def _cpp_scatter_(total_TN: Tensor, y_SN: Tensor, tokens_S: Tensor, w_S: Tensor 
 
 
 class Groups:
-    """The order of a call's rows.
+    """The rows of a call, sorted by expert.
 
-    order   int64[S]   position in `index` of each row
-    tokens  int64[S]   the token of each row
-    ends    int32[E]   where each expert's rows end; None on a CPU and for fp64, which no grouped
-            product takes
-    counts  how many rows each expert has, where the host knows it: where there are no `ends`, and
-            with `packed` stacks
+    order   int64[S]   each row's position in the flattened `index`
+    tokens  int64[S]   each row's token
+    ends    int32[E]   the end of each expert's rows; None on a CPU, and for fp64, which grouped
+            products do not support
+    counts  the number of rows of each expert, if the host reads it: without `ends`, and for
+            `packed` stacks
     """
 
     def __init__(
@@ -220,7 +225,8 @@ class Groups:
             if not packed:
                 return
         if index_TC.is_meta or isinstance(index_TC, FakeTensor):
-            # indices of a plan have no values: assume as many rows for each expert
+            # when memory is planned, indices have no values: the same number of rows is assumed for
+            # each expert
             self.counts = [sorted_experts.numel() // experts] * (experts - 1)
             self.counts.append(sorted_experts.numel() - sum(self.counts))
         else:
@@ -229,8 +235,8 @@ class Groups:
     def narrow(
         self, a: Tensor | None, b: Tensor | None, dtype: torch.dtype
     ) -> tuple[Tensor | None, Tensor | None]:
-        """A and B in the products' dtype. A grouped product needs ranks of multiples of 16 bytes,
-        so they are padded with zeros.
+        """Casts A and B to the products' dtype. Grouped products need ranks whose size is a
+        multiple of 16 bytes, so A and B are padded with zeros.
         """
         if a is None or b is None:
             return None, None
@@ -257,10 +263,10 @@ class Groups:
 
 
 class Part:
-    """The rows of a few experts.
+    """The rows of a few experts, and the products of these rows.
 
-    experts  of the stacks
-    rows     of the S rows
+    experts  the range of experts in the stacks
+    rows     the range of rows among all rows of the call
     """
 
     def __init__(self, groups: Groups, experts: slice, rows: slice) -> None:
@@ -275,11 +281,13 @@ class Part:
             self.ends.append(start)
 
     def gather_rows(self, x_TN: Tensor) -> Tensor:
-        """[S N]: the features of each row's token."""
+        """Returns [S N], the features of each row's token."""
         return x_TN.index_select(0, self.tokens)
 
     def multiply(self, x_SN: Tensor, matrices_ENM: Tensor, out: Tensor | None = None) -> Tensor:
-        """[S M]: each row by its expert's matrix; both have one dtype."""
+        """Returns [S M], each row times the matrix of its expert. Rows and matrices must have the
+        same dtype.
+        """
         y = x_SN.new_empty(x_SN.shape[0], matrices_ENM.shape[2]) if out is None else out
         if (
             _uses_bf16_kernel(x_SN)
@@ -295,8 +303,8 @@ class Part:
     def multiply_packed(
         self, x_SN: Tensor, read: Callable[[slice], Tensor], out_SM: Tensor
     ) -> Tensor:
-        """`multiply` with the matrices [E' N M] of a few experts at a time, which `read` returns.
-        Experts without rows are not read.
+        """Computes `multiply` with packed matrices. `read` widens the matrices [E' N M] of a few
+        experts at a time. Experts without rows are not read.
         """
         for i, rows in self.expert_rows:
             expert = self.experts.start + i
@@ -304,7 +312,7 @@ class Part:
         return out_SM
 
     def shrink(self, x_SN: Tensor, a_ERN: Tensor) -> Tensor:
-        """[S R]: x Aᵀ."""
+        """Returns x Aᵀ as [S R]."""
         a_ERN = a_ERN[self.experts]
         if _uses_rank_kernel(x_SN, a_ERN.shape[1]):
             return _cpp_shrink(x_SN, a_ERN, self.ends)
@@ -314,7 +322,7 @@ class Part:
         return xa_SR
 
     def expand_(self, y_SM: Tensor, xa_SR: Tensor, b_EMR: Tensor, scale: float) -> None:
-        """y += scale xa Bᵀ."""
+        """Computes y += scale xa Bᵀ."""
         b_EMR = b_EMR[self.experts]
         if _uses_rank_kernel(y_SM, b_EMR.shape[2]):
             _cpp_expand_(y_SM, xa_SR, b_EMR, self.ends, scale)
@@ -323,7 +331,7 @@ class Part:
             y_SM[rows].addmm_(xa_SR[rows], b_EMR[i].t(), alpha=scale)
 
     def gradient(self, lhs_SM: Tensor, rhs_SN: Tensor, scale: float, out_EMN: Tensor) -> None:
-        """into = scale leftᵀ right of each expert, summed in fp32."""
+        """Writes scale lhsᵀ rhs of each expert to out, summed in fp32."""
         if _uses_rank_kernel(lhs_SM, min(out_EMN.shape[1:])) and out_EMN.dtype is torch.float32:
             _cpp_gradient_(lhs_SM, rhs_SN, out_EMN, self.ends, scale)
             return
@@ -335,7 +343,7 @@ class Part:
             )
 
     def outer(self, lhs_SM: Tensor, rhs_SN: Tensor, out_EMN: Tensor) -> None:
-        """into = leftᵀ right of each expert, for a weight of any dtype."""
+        """Writes lhsᵀ rhs of each expert to out, for a weight of any dtype."""
         for i, rows in self.expert_rows:
             out_EMN[i] = lhs_SM[rows].t() @ rhs_SN[rows]
 
@@ -344,7 +352,7 @@ class Part:
             y_SM[rows] += bias_EM[self.experts][i].to(y_SM.dtype)
 
     def inner_with_bias(self, d_SM: Tensor, bias_EM: Tensor) -> Tensor:
-        """fp32[S]"""
+        """Returns the inner product of each row with the bias of its expert, as fp32[S]."""
         dtype = arithmetic_dtype(d_SM.dtype)
         return torch.cat(
             [
@@ -359,7 +367,7 @@ class Part:
             out_EM[i] = dy.sum(0) if w_S is None else w_S[rows] @ dy
 
     def scatter_add_(self, total_TN: Tensor, y_SN: Tensor, w_S: Tensor | None) -> None:
-        """Adds each row, times w, to its token's."""
+        """Adds each row, times w, to the sums of its token."""
         if total_TN.dtype is torch.float32 and choose_path(KERNELS, y_SN) == "cpp":
             _cpp_scatter_(total_TN, y_SN, self.tokens, w_S)
             return
@@ -368,7 +376,7 @@ class Part:
 
 
 def _uses_rank_kernel(x: Tensor, ranks: int) -> bool:
-    """Whether the kernels for adapters compute products of this rank."""
+    """Whether the kernels for adapters compute products with this rank."""
     return 0 < ranks <= _MAX_RANK and _uses_bf16_kernel(x)
 
 
@@ -377,7 +385,7 @@ def _uses_bf16_kernel(x: Tensor) -> bool:
 
 
 class GroupedPart(Part):
-    """All rows, on a GPU."""
+    """All rows of a call, with grouped products, for a GPU."""
 
     def __init__(self, groups: Groups) -> None:
         count = groups.order.shape[0]
@@ -450,7 +458,7 @@ class GroupedPart(Part):
             y = y_SN.to(total_TN.dtype)
         else:
             y = y_SN.to(total_TN.dtype) * w_S[:, None]
-        # the sum of a token's rows, without atomics, in a fixed order
+        # a token's rows are added in a fixed order, without atomics
         total_TN += y[self.token_rows].view(-1, self.experts_per_token, y.shape[1]).sum(1)
 
 

@@ -1,20 +1,20 @@
-"""`experts`: the stacked experts of a mixture as one function, frozen or trained, with and without
-LoRA on their two layers.
+"""The op `experts`: all experts of a mixture-of-experts layer, whose weights are stacked. The
+weights may be frozen or trained, with or without LoRA on their two layers.
 
-Rows are sorted by expert once. Each expert's rows are then one product with its matrix: on a GPU
-all of them in one grouped product, on a CPU one product an expert, a few experts at a time, so that
-what lies between the two layers exists for those rows alone.
+Rows are sorted by expert once. Each expert's rows are then multiplied by its matrix. On a GPU this
+is one grouped product for all experts. On a CPU it is one product per expert, for a few experts at
+a time, so that activations between the two layers exist only for the rows of these experts.
 
-The gradient of a routing weight is the inner product of an expert's result and that result's
-gradient before the routing weight is multiplied in. It equals <h, dh>, with h what the second layer
-reads and dh its gradient (plus <d, bias>): no expert's output is kept, and nothing is divided by
-the routing weight.
+The gradient of a routing weight is the inner product of the expert's result and the incoming
+gradient. It is computed as <h, dh> (plus <d, bias>), where h is the input of the second layer, dh
+its gradient without the routing weight, and d the incoming gradient. So no expert's output has to
+be saved, and nothing is divided by the routing weight.
 
-Saved for backward: x, the order of the rows, what the first layer gives, x Aᵀ and h Aᵀ (rows x
-rank), A and B as cast down.
+These tensors are saved for backward: x, the order of the rows, the output of the first layer, x Aᵀ
+and h Aᵀ (rows x rank), and A and B in the products' dtype.
 
-T tokens, C experts a token, E experts, S = T C rows in the order of their experts, H features, G
-features of the first layer's output, I inner features, R rank.
+T tokens, C experts per token, E experts, S = T C rows sorted by expert, H features, G features of
+the first layer's output, I inner features, R rank.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ EXPERTS = OpContract(
     grads={"x": "X", "weights": "W", "up": "U", "down": "D"},
     autocast="ignored",
 )
-"""The output has x's dtype also under autocast, as transformers' experts have it; the products
-follow autocast.
+"""The output has the dtype of x also under autocast, as in transformers. The products follow
+autocast.
 """
 
 
 class Adapter(NamedTuple):
-    """LoRA on one layer of every expert: a [E R N], b [E O R], of any strides; `scale` multiplies
-    the sum.
+    """LoRA on one layer of every expert: a [E R N] and b [E O R], of any strides. `scale`
+    multiplies the product of both.
     """
 
     a: Tensor
@@ -71,7 +71,9 @@ class Adapter(NamedTuple):
 
 
 class ExpertsOptions(NamedTuple):
-    """What is constant of a call. states: of packed stacks."""
+    """The options of a call. `states` are the states of packed stacks, None for stacks that are not
+    packed.
+    """
 
     activation: Activation
     transposed: bool
@@ -96,7 +98,9 @@ def experts_reference(
     activation: Activation = "silu",
     transposed: bool = False,
 ) -> Tensor:
-    """In plain PyTorch, right at fp64; one expert after the other."""
+    """Computes `experts` in plain PyTorch, one expert after the other, correct also for fp64
+    inputs.
+    """
     dtype = product_dtype(x, up, down)
     y = torch.zeros(x.shape, dtype=arithmetic_dtype(dtype), device=x.device)
     with autocast_off(x):
@@ -137,9 +141,9 @@ def _product(
     transpose: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """x by the matrix of each row's expert, or by its transpose. Stacks are read only here: weights
-    of another dtype are cast for the experts of a part, packed ones are widened for a few experts
-    at a time.
+    """Returns each row of x times the matrix of its expert, or times the transpose. All reads of
+    stacks are here. Weights of another dtype are cast for the experts of a part; packed weights are
+    widened for a few experts at a time.
     """
     state = options.states[layer_index]
     if state is None:
@@ -166,7 +170,7 @@ def _product(
 
 
 class Experts(torch.autograd.Function):
-    """`experts` with its dtype decided."""
+    """The autograd function of `experts`. The dtype of the products is an argument."""
 
     @staticmethod
     def forward(
@@ -198,7 +202,7 @@ class Experts(torch.autograd.Function):
                 groups.narrow(down_a, down_b, dtype),
             )
             rows = groups.order.shape[0]
-            # what backward reads of every row: the first layer's output, and both layers' products
+            # for each row backward reads the first layer's output, and the products of both layers
             # with A
             g_SG = xa_SR = ha_SR = None
             if needs_gradients:
@@ -319,7 +323,7 @@ class Experts(torch.autograd.Function):
                 if dx_TH is not None:
                     assert dxs is not None
                     part.scatter_add_(dx_TH, dxs, None)
-                # freed before the next part's are computed
+                # freed before the tensors of the next part are computed
                 del d, dg, xs, dxs
             dweights = None
             if needs_w:
@@ -342,7 +346,7 @@ def _forward_layer(
     layer_index: int,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """(x W + bias + scale (x Aᵀ) Bᵀ of each row's expert, x Aᵀ)."""
+    """Returns (x W + bias + scale (x Aᵀ) Bᵀ with the tensors of each row's expert, x Aᵀ)."""
     weight, bias, a, b = layer
     y = _product(part, x, weight, options, layer_index, out=out)
     xa = None
@@ -365,23 +369,25 @@ def _input_gradient(
     *,
     needs_input: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """(gradient of the layer's input, or None where it is not needed; gradient of its product with
-    A, not yet scaled).
+    """Returns (the gradient of the layer's input, or None if it is not needed; the gradient of the
+    input's product with A, without the scale).
     """
     dxa = None
     if b is not None:
         dxa = part.shrink(dy, b.transpose(1, 2))
     if not needs_input:
-        return None, dxa  # type: ignore[return-value]  # a caller that does not need it does not read it
+        # a caller without needs_input does not read the first result
+        return None, dxa  # type: ignore[return-value]
     dx = _product(part, dy, weight, options, layer_index, transpose=True)
     if dxa is not None:
-        part.expand_(dx, dxa, a.transpose(1, 2), options.scales[layer_index])  # type: ignore[union-attr]  # an adapter has both
+        # an adapter has both A and B
+        part.expand_(dx, dxa, a.transpose(1, 2), options.scales[layer_index])  # type: ignore[union-attr]
     return dx, dxa
 
 
 class _Gradients:
-    """The gradients of one layer's weight, bias, A and B. `add` fills those of a few experts at a
-    time; those of an expert without rows are zeros.
+    """The gradients of one layer's weight, bias, A and B. `add` writes the gradients of a few
+    experts at a time. The gradients of an expert without rows are zero.
     """
 
     def __init__(self, layer: Layer, needs: Sequence[bool], transposed: bool) -> None:
@@ -398,7 +404,8 @@ class _Gradients:
         if needs_a and a is not None:
             self.a = _wide_zeros(a, a.shape)
         if needs_b and b is not None:
-            # in memory B's gradient has the layout of PEFT's parameter, the expert last
+            # B's gradient has the memory layout of PEFT's parameter, in which the expert is the
+            # last dimension
             experts, features, rank = b.shape
             self.b = _wide_zeros(b, (features, rank, experts)).permute(2, 0, 1)
 
@@ -412,7 +419,9 @@ class _Gradients:
         dxa: Tensor | None,
         scale: float,
     ) -> None:
-        """x is read where a weight or an A has a gradient; w multiplies dy."""
+        """Writes the gradients of the part's experts. x is needed for the gradients of the weight
+        and of A. w multiplies dy.
+        """
         experts = part.experts
         if self.bias is not None:
             part.bias_sums(dy, w, self.bias[experts])
@@ -439,7 +448,7 @@ class _Gradients:
             part.gradient(dy, xa, scale, self.b[experts])
 
     def results(self) -> list[Tensor | None]:
-        """The gradients in their tensors' dtypes; None where one is not needed."""
+        """Returns the gradients in their tensors' dtypes; a gradient that is not needed is None."""
         results: list[Tensor | None] = []
         for gradient, tensor in zip((self.weight, self.bias, self.a, self.b), self.layer):
             if gradient is not None and tensor is not None:
@@ -468,24 +477,24 @@ def experts(
     activation: Activation = "silu",
     transposed: bool = False,
 ) -> Tensor:
-    """The sum over each token's experts of weight * down(activation(up(x))), in one function.
+    """Computes for each token the sum over its experts of weight * down(activation(up(x))).
 
     x           X[t h]
     index       int[t c]   the experts of each token
-    weights     W[t c]     how much each of them counts
+    weights     W[t c]     the routing weights of these experts
     up, down    U[e g h], D[e h i]; with `transposed` U[e h g], D[e i h]
     up_bias, down_bias      [e g], [e h], or None
     up_adapter, down_adapter  LoRA, or None
-    up_state, down_state  of packed stacks, whose bytes `up` and `down` are then, frozen: an expert
-                          is widened where its rows are multiplied
-    activation  "silu", "gelu" or "gelu_tanh" of the first half of g times the second; `Clamped` of
-                even columns times odd ones; or any function [s g] -> [s i] without trained
-                parameters
-    ->          X[t h]     x's dtype, also under autocast
-    inside      products in autocast's dtype, else what x and the stacks that are not packed promote
-                to; sums over experts and an adapter's gradients in fp32
-    grads       each in its tensor's dtype
-    Raises      ShapeError SH001; DtypeError DT001 for an index that is no integer
+    up_state, down_state  states of packed stacks, or None; `up` and `down` are then packed bytes
+                          and frozen, and an expert is widened when its rows are multiplied
+    activation  "silu", "gelu" or "gelu_tanh": the activation of the first half of g times the
+                second half; `Clamped`, on even and odd columns; or any function [s g] -> [s i]
+                without trained parameters
+    ->          X[t h]     the dtype of x, also under autocast
+    inside      products in autocast's dtype, or in the promoted dtype of x and the stacks that are
+                not packed; sums over experts and an adapter's gradients in fp32
+    grads       each in the dtype of its tensor
+    Raises      ShapeError SH001; DtypeError DT001 for an index that is not an integer
     """
     states = up_state, down_state
     _check_arguments(

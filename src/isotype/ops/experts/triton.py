@@ -1,8 +1,8 @@
-"""Kernels for stacked experts that complement torch's grouped products: the activation between an
+"""Triton kernels for stacked experts, besides torch's grouped products: the activation between an
 expert's two layers, sums over a token's experts, and the adapters' gradients, which torch's grouped
 products do not return in fp32.
 
-S rows in the order of their experts, I inner features, N columns, M and N sides of a gradient.
+S rows sorted by expert, I inner features, N columns. A gradient is [M N].
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from torch import Tensor
 from ..gated.triton import activation_factor, activation_slope
 from ..launch import on_tensor_device
 
-# as in gated/triton.py: 8 values a thread at 4 warps
+# as in gated/triton.py: 8 values per thread with 4 warps
 BLOCK = 1024
 
 
 @triton.jit
 def load_pair(g, row_start, first, inner, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    """(gate, up) of BLOCK inner features from `first` on: halves of a row, or neighbours in it."""
+    """Loads (gate, up) of BLOCK inner features from `first` on. They are the two halves of a row,
+    or even and odd columns ("clamped").
+    """
     if KIND == "clamped":
         pair_index = tl.arange(0, 2 * BLOCK)
         inside = pair_index < 2 * tl.minimum(inner - first, BLOCK)
@@ -87,7 +89,9 @@ def backward_kernel(
     WANT_H: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row a program: the gradient of g times the weight, h, and <h, dh> without the weight."""
+    """Computes one row per program: the gradient of g times the weight, h, and <h, dh> without the
+    weight.
+    """
     row = tl.program_id(0).to(tl.int64)
     weight_fp32 = tl.load(weights + row).to(tl.float32)
     sum_fp32 = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -146,7 +150,9 @@ def combine_kernel(
     WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One token a program: the sum of its rows, in one order."""
+    """Sums the rows of a token, in a fixed order. Each program computes a block of one token's
+    columns.
+    """
     token = (tl.program_id(0) // blocks).to(tl.int64)
     first = tl.program_id(0) % blocks * BLOCK
     i = tl.arange(0, BLOCK)
@@ -183,11 +189,11 @@ def gradient_kernel(
     M: tl.constexpr,
     N: tl.constexpr,
 ):
-    """One expert's tile [M, N] of leftᵀ right a program, summed over the expert's rows."""
+    """Sums lhsᵀ rhs over the rows of an expert. Each program computes a tile [M, N] of one expert."""
     expert = tl.program_id(0)
     i = tl.program_id(1) * M + tl.arange(0, M)
     j = tl.program_id(2) * N + tl.arange(0, N)
-    # the rows before the first expert end at 0
+    # the first expert's rows start at 0
     start = tl.load(ends + expert - 1, mask=expert > 0, other=0)
     end = tl.load(ends + expert)
     sums_fp32 = tl.zeros((M, N), dtype=tl.float32)
@@ -229,7 +235,9 @@ def activate(g_SG: Tensor, kind: str, alpha: float, limit: float) -> Tensor:
 def backward(
     g_SG: Tensor, dh_SI: Tensor, w_S: Tensor, kind: str, alpha: float, limit: float, want_h: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(gradient of g, times w; h where it is needed, else empty; <h, dh> of each row)."""
+    """Returns (gradient of g, times w; h if it is needed, else empty; the inner product <h, dh> of
+    each row).
+    """
     dg, products = torch.empty_like(g_SG), torch.empty_like(w_S)
     h = torch.empty_like(dh_SI) if want_h else dh_SI.new_empty(0)
     if dh_SI.numel():
@@ -252,7 +260,7 @@ def backward(
 
 @on_tensor_device
 def combine_(total_TN: Tensor, y_SN: Tensor, token_rows_TC: Tensor, w_S: Tensor | None) -> None:
-    """Adds to each token the sum of its rows, times w."""
+    """Adds to each token the sum of its rows, each times its w."""
     tokens, columns = total_TN.shape
     if total_TN.numel():
         blocks = triton.cdiv(columns, BLOCK)
@@ -273,8 +281,8 @@ def combine_(total_TN: Tensor, y_SN: Tensor, token_rows_TC: Tensor, w_S: Tensor 
 def gradient_(
     lhs_SM: Tensor, rhs_SN: Tensor, ends_E: Tensor, out_EMN: Tensor, scale: float
 ) -> None:
-    """into = scale leftᵀ right of each expert in fp32, of any strides; zeros for an expert without
-    rows.
+    """Writes scale lhsᵀ rhs of each expert to out, in fp32; zeros for an expert without rows. out
+    may have any strides.
     """
     if lhs_SM.shape[1] > rhs_SN.shape[1]:
         lhs_SM, rhs_SN, out_EMN = rhs_SN, lhs_SM, out_EMN.transpose(1, 2)

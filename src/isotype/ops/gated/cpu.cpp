@@ -1,11 +1,13 @@
-// An activation, alone or times `up`, and its backward: each tensor read once, each result written once.
+// An activation, alone or multiplied by `up`, and its backward. Each tensor is read once, and each
+// result is written once.
 #include "activation.h"
 
 using namespace isotype;
 
 namespace {
 
-// f(dtype, activation, whether there is an `up`), each a constant of the compiled code
+// calls f(dtype, activation, whether there is an `up`); each argument is a constant in the compiled
+// code
 template <class F>
 void with_kind(int64_t dtype, int64_t activation, bool gated, F&& f) {
   with_dtype(dtype, [&](auto t) {
@@ -18,7 +20,7 @@ void with_kind(int64_t dtype, int64_t activation, bool gated, F&& f) {
 
 }  // namespace
 
-// up may be null: the activation alone
+// up may be null; then only the activation is computed
 extern "C" void forward(int64_t dtype, const void* x, const void* up, void* out, int64_t rows, int64_t columns, int64_t x_stride,
                         int64_t up_stride, int64_t activation, int threads) {
   with_kind(dtype, activation, up, [&](auto t, auto a, auto gated) {
@@ -38,7 +40,8 @@ extern "C" void forward(int64_t dtype, const void* x, const void* up, void* out,
   });
 }
 
-// `product` may be null; else the forward's result is written there again, for a caller that did not keep it.
+// `product` may be null. Otherwise the result of the forward is written there again, for a caller
+// that did not save it.
 extern "C" void backward(int64_t dtype, const void* x, const void* up, const void* dy, void* dx, void* dup, void* product, int64_t rows,
                          int64_t columns, int64_t x_stride, int64_t up_stride, int64_t dy_stride, int64_t activation, int threads) {
   with_kind(dtype, activation, up, [&](auto t, auto a, auto gated) {

@@ -1,8 +1,8 @@
-"""`silu_mul`, `gelu_mul` and `gelu`: an activation, alone or times `up`, as one op with three
-public functions.
+"""The ops `silu_mul`, `gelu_mul` and `gelu`: an activation, alone or multiplied by `up`. They share
+one implementation.
 
-`gated_product` and `gated_gradients` are for use inside a larger autograd function, which handles
-autograd and autocast itself.
+`gated_product` and `gated_gradients` serve larger autograd functions, which handle autograd and
+autocast themselves.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _CUBIC_FACTOR = 0.044715
 
 
 def gated_reference(x: Tensor, up: Tensor | None, activation: Activation) -> Tensor:
-    """In plain PyTorch, right at fp64."""
+    """The activation, alone or multiplied by `up`, in plain PyTorch, correct also for fp64 inputs."""
     g = x.to(arithmetic_dtype(x.dtype))
     if activation == "silu":
         y = g * torch.sigmoid(g)
@@ -136,7 +136,9 @@ def _fake_backward(
 def _cpp_backward(
     x: Tensor, up: Tensor | None, dy: Tensor, activation: str, product: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x and up, and the result; empty where one is not needed."""
+    """Returns the gradients of x and up, and the result of the forward; one that is not needed is
+    empty.
+    """
     dx, dup, y = _fake_backward(x, up, dy, activation, product)
     if up is None:
         x, dy = as_rows(x, dy)
@@ -176,7 +178,9 @@ def gated_forward(path: Path, x: Tensor, up: Tensor | None, activation: Activati
 def gated_backward(
     path: Path, x: Tensor, up: Tensor | None, dy: Tensor, activation: Activation, product: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The gradients of x and up, and with `product` the result, from the same exp."""
+    """Returns the gradients of x and up. With `product` it also returns the result of the forward,
+    for which the exp need not be computed again.
+    """
     if path == "cpp":
         dx, dup, recomputed = _cpp_backward(x, up, dy, activation, product)
         return dx, None if up is None else dup, recomputed if product else None
@@ -194,8 +198,8 @@ def gated_backward(
 
 
 def _value_and_slope(g: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
-    """The activation and its derivative, from one exp, erf or tanh, which takes most of the time on
-    a CPU.
+    """Returns the activation and its derivative. Both use the same exp, erf or tanh, which takes
+    most of the time on a CPU.
     """
     if activation == "silu":
         s = torch.sigmoid(g)
@@ -211,7 +215,9 @@ def _value_and_slope(g: Tensor, activation: Activation) -> tuple[Tensor, Tensor]
 
 
 class GatedProduct(torch.autograd.Function):
-    """Saves only its inputs. No formula here is changed by autocast: none has a product."""
+    """The autograd function of the three ops. It saves only its inputs. Autocast changes none of
+    these formulas, since they have no matrix product.
+    """
 
     @staticmethod
     def forward(
@@ -251,7 +257,7 @@ def _gelu_activation(approximate: str) -> Activation:
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up in one pass; saves only its inputs.
+    """Computes silu(gate) * up in one pass. Only the inputs are saved for backward.
 
     gate    F[*n d]   any float dtype, unchanged by autocast
     up      F[*n d]
@@ -266,7 +272,8 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def gelu_mul(gate: Tensor, up: Tensor, *, approximate: str = "none") -> Tensor:
-    """gelu(gate) * up in one pass, exact (approximate="none") or "tanh"; saves only its inputs.
+    """Computes gelu(gate) * up in one pass, with the exact GELU (approximate="none") or the tanh
+    approximation ("tanh"). Only the inputs are saved for backward.
 
     gate    F[*n d]   any float dtype, unchanged by autocast
     up      F[*n d]
@@ -283,8 +290,8 @@ def gelu_mul(gate: Tensor, up: Tensor, *, approximate: str = "none") -> Tensor:
 
 
 def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
-    """gelu(x) in one pass, exact (approximate="none") or "tanh"; saves only its input, from which a
-    LoRA layer recomputes it.
+    """Computes gelu(x) in one pass, exactly (approximate="none") or by the tanh approximation
+    ("tanh"). Only x is saved for backward; a LoRA layer that reads the result recomputes it from x.
 
     x       F[*n d]   any float dtype, unchanged by autocast
     ->      F[*n d]
@@ -298,11 +305,11 @@ def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
     return mark_recomputable(y, partial(gelu, approximate=approximate), x)
 
 
-# --- for callers that save only gate and up
+# --- functions for callers that save only gate and up
 
 
 def gated_product(kind: Gated, gate: Tensor, up: Tensor) -> Tensor:
-    """activation(gate) * up, rounded once.
+    """Computes activation(gate) * up, rounded once.
 
     gate, up  F[T I]
     ->        F[T I]
@@ -313,7 +320,8 @@ def gated_product(kind: Gated, gate: Tensor, up: Tensor) -> Tensor:
 def gated_gradients(
     kind: Gated, gate: Tensor, up: Tensor, dy: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(gradient of gate, gradient of up, the product itself), with kernels in one pass.
+    """Returns (gradient of gate, gradient of up, the product). The kernels compute all three in one
+    pass.
 
     gate, up, dy  F[T I]
     """
@@ -328,8 +336,8 @@ def gated_gradients(
 def gated_gradients_(
     kind: Gated, gate: Tensor, up: Tensor, dy: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`gated_gradients` for a caller that no longer needs the three tensors: with kernels on a GPU
-    the results overwrite them, in their order.
+    """Computes `gated_gradients` for a caller that no longer needs gate, up and dy. On a GPU the
+    three results overwrite these tensors, in this order.
     """
     if uses_fused_kernel(gate) and all(
         t.is_contiguous() and t.dtype == gate.dtype for t in (gate, up, dy)

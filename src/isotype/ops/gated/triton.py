@@ -1,7 +1,7 @@
-"""An activation, alone or times `up`: load, widen once, compute, narrow once. One program a block
-of a row; contiguous tensors are one row.
+"""Kernels of an activation, alone or multiplied by `up`: they load, widen once, compute, and narrow
+once. Each Triton program computes a block of a row; contiguous tensors are treated as one row.
 
-gate and up may be halves of one projection, whose rows are then longer than theirs.
+gate and up may be the two halves of one projection, whose rows are longer than theirs.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from torch import Tensor
 from ..cpp import as_rows
 from ..launch import on_tensor_device
 
-# 8 values a thread at 4 warps: one load of 16 bytes a tensor in bf16, and 2,048 threads of a
-# multiprocessor have 64 KiB on their way
+# 8 values per thread with 4 warps: one load of 16 bytes per tensor in bf16. The 2,048 threads of a
+# multiprocessor then have 64 KiB of loads in flight
 BLOCK = 1024
 
 
 @triton.jit
 def activation_factor(x_fp32, ACTIVATION: tl.constexpr):
-    """The factor by which the activation multiplies x."""
+    """Returns the factor by which the activation multiplies x."""
     if ACTIVATION == "gelu":
-        # the normal distribution's function
+        # the cumulative distribution function of the normal distribution
         share_fp32 = 0.5 * (1.0 + tl.erf(x_fp32 * 0.7071067811865476))
     elif ACTIVATION == "gelu_tanh":
         # 0.5 (1 + tanh(u)) = sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3)
@@ -35,7 +35,7 @@ def activation_factor(x_fp32, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def activation_slope(x_fp32, factor_fp32, ACTIVATION: tl.constexpr):
-    """The activation's derivative at x, where `share_of` is share."""
+    """Returns the activation's derivative at x, from the result of `activation_factor`."""
     if ACTIVATION == "gelu":
         slope_fp32 = factor_fp32 + x_fp32 * tl.exp(-0.5 * x_fp32 * x_fp32) * 0.3989422804014327
     elif ACTIVATION == "gelu_tanh":
@@ -154,11 +154,11 @@ def gated_forward(x: Tensor, up: Tensor | None, activation: str) -> Tensor:
 def gated_backward(
     x: Tensor, up: Tensor | None, dy: Tensor, activation: str, product: bool, in_place: bool = False
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The gradients of x and up, and the result, in one pass. With all three it reads and writes
-    six tensors instead of eight.
+    """Computes the gradients of x and up, and the result of the forward, in one pass. With all
+    three it reads and writes six tensors; separate passes would read and write eight.
 
-    in_place  the results overwrite the inputs, which are contiguous; a program reads its block
-              before it writes it
+    in_place  the results overwrite the inputs, which must be contiguous; each program reads its
+              block before it writes it
     """
     dx = x if in_place else _empty_like(x)
     dup = None if up is None else up if in_place else _empty_like(up)

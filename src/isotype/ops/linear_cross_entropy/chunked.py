@@ -1,14 +1,14 @@
-"""Gradients of a head and its inputs without tokens x vocabulary logits, computed in one of two
-ways. T tokens, N tokens not ignored, H hidden, V vocabulary.
+"""Gradients of a head and its inputs without storing all logits (tokens x vocabulary). There are
+two ways. T tokens, N tokens that are not ignored, H hidden size, V vocabulary size.
 
-`Chunks`, `HeadGradient`   chunks of rows, in forward. Logits are overwritten by their gradient at
-                           once, and the head's gradient is accumulated in fp32: three products for
-                           a trainable head, two for a frozen one. All rows have one upstream
-                           gradient.
-`gradients_by_vocabulary`  blocks of the vocabulary, in backward, from the logsumexp that forward
-                           saved: one product more and no fp32 V x H accumulator. Rows may have
-                           different upstream gradients. For a trainable head with
-                           reduction="none".
+`Chunks`, `HeadGradient`   Forward computes the gradients in chunks of rows. The logits are
+                           overwritten by their gradient, and the head's gradient is accumulated in
+                           fp32. This takes three products for a trainable head and two for a
+                           frozen one. All rows have the same upstream gradient.
+`gradients_by_vocabulary`  Backward computes the gradients in blocks of the vocabulary, from the
+                           logsumexp that forward saved. This takes one more product, but no fp32
+                           accumulator of V x H. Rows may have different upstream gradients. It is
+                           used for a trainable head with reduction="none".
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ...errors import ShapeError, UsageError
 from ..backend import arithmetic_dtype, can_count_rows, has_fp32_output
 from ..cross_entropy.rule import LossRule
 
-# Bytes of logits that exist at once. On a CPU a product of more than 256 rows is no faster, and the
-# pages of a new buffer take 0.3 ms a MiB; but the head's gradient, V x H in fp32, is added once for
-# each chunk, so with it chunks are larger.
-# A GPU's product of N rows does 2 N H V operations on 2 H V bytes of weight and 4 N V of logits:
-# 523 rows (256 MiB at V 128,256) are 416 operations a byte at H 4096, past the ridge of an H200
-# (184 measured: 788 TFLOP/s over 4.3 TB/s) and an H100 (about 260). The head's own gradient is read
-# and written in fp32, 8 H V bytes a chunk: N / 4 operations a byte, past the ridge from 1,046 rows
-# on (512 MiB).
+# Bytes of logits that exist at once. On a CPU, products of more than 256 rows are no faster, and
+# allocating a buffer takes 0.3 ms per MiB. But the head's gradient, V x H in fp32, is read and
+# written once per chunk, so chunks are larger if it is computed. On a GPU, a product of N rows
+# makes 2 N H V operations and moves 2 H V bytes of weight and 4 N V bytes of logits. With 523 rows
+# (256 MiB at V 128,256) and H 4096 this is 416 operations per byte. A product is limited by
+# arithmetic above 184 operations per byte on an H200 (measured: 788 TFLOP/s and 4.3 TB/s), and
+# above about 260 on an H100. The head's gradient is read and written in fp32, 8 H V bytes per
+# chunk, which is N / 4 operations per byte: enough from 1,046 rows on (512 MiB).
 _BUDGET = {"cpu": 64 * 2**20}
 _BUDGET_WITH_HEAD = {"cpu": 256 * 2**20}
 _DEFAULT_BUDGET = 256 * 2**20
@@ -40,7 +40,9 @@ _MULTIPLE = 64
 
 
 def logits_budget(device: torch.device, head: bool) -> int:
-    """The bytes of logits that may exist at once."""
+    """Returns the bytes of logits that may exist at once. `head` is whether the head's gradient is
+    computed too.
+    """
     if head:
         return _BUDGET_WITH_HEAD.get(planned_device_type(device), _DEFAULT_BUDGET_WITH_HEAD)
     return _BUDGET.get(planned_device_type(device), _DEFAULT_BUDGET)
@@ -49,8 +51,8 @@ def logits_budget(device: torch.device, head: bool) -> int:
 def fitting_block_size(
     count: int, other_count: int, itemsize: int, device: torch.device, head: bool
 ) -> int:
-    """The size of blocks of `count` rows or classes, such that a block by `other_count` fits the
-    budget and the blocks are equal.
+    """Divides `count` rows (or classes) into equal blocks and returns their size, such that a block
+    times `other_count` classes (or rows) fits the budget.
 
     head  whether the head's gradient is computed too
     """
@@ -75,12 +77,13 @@ def result_dtype(operand: torch.dtype, device: torch.device) -> torch.dtype:
 
 
 def gradient_factors(operand: torch.dtype, upstream: Tensor) -> tuple[Tensor, Tensor | None]:
-    """(pre_scale, post_scale): the factor of a softmax before it is narrowed to `operand`, and the
-    factor of its products afterwards, None for 1. Together they are `upstream`.
+    """Returns (pre_scale, post_scale). A softmax is multiplied by pre_scale before it is narrowed
+    to `operand`, and its products by post_scale afterwards (None means 1). pre_scale * post_scale
+    is `upstream`.
 
-    The upstream gradient is multiplied in before the softmax is narrowed, so that the gradient is
-    rounded as often as that of a plain product. In fp16, where 1/128k is subnormal, the softmax is
-    multiplied by 1024 before it is narrowed, and its products, in fp32, by the rest.
+    The softmax is multiplied by the upstream gradient before it is narrowed, so that the gradient
+    is rounded as often as in a plain product. In fp16, where 1/128k is subnormal, the softmax is
+    multiplied by 1024 before it is narrowed, and its fp32 products by `upstream` / 1024.
     """
     if operand != torch.float16:
         return upstream, None
@@ -88,9 +91,9 @@ def gradient_factors(operand: torch.dtype, upstream: Tensor) -> tuple[Tensor, Te
 
 
 def allocate_logits(rows: int, classes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory for logits or their gradient. On a GPU rows start at multiples of 64 values: cuBLAS's
-    fast kernels need an alignment of 16 bytes, which only one row of eight has in a vocabulary with
-    a few added tokens (32,001).
+    """Allocates memory for logits or their gradient. On a GPU rows start at multiples of 64 values,
+    since cuBLAS's fast kernels need an alignment of 16 bytes. Without padding only one row of eight
+    would be aligned with a vocabulary of 32,001, which has an added token.
     """
     row_stride = classes
     if planned_device_type(device) == "cuda":
@@ -99,18 +102,18 @@ def allocate_logits(rows: int, classes: int, dtype: torch.dtype, device: torch.d
 
 
 def product(lhs: Tensor, rhs: Tensor, out: Tensor) -> Tensor:
-    """`lhs @ rhs` into `out`, whose dtype is `result_dtype`'s."""
+    """Writes `lhs @ rhs` to `out`, whose dtype is the result of `result_dtype`."""
     if out.dtype == lhs.dtype:
-        # the caller has decided one dtype for operands and result, and autocast is off
+        # operands and result have the same dtype, and the caller has switched autocast off
         return torch.mm(lhs, rhs, out=out)
-    # written to `out` directly: another result would be as large as a chunk of logits, and would be
-    # written and read once more
+    # the product is written to `out` directly. A temporary result would be as large as a chunk of
+    # logits, and would be written and read once more
     return torch.mm(lhs, rhs, out_dtype=out.dtype, out=out)
 
 
 def add_product_(lhs: Tensor, rhs: Tensor, total: Tensor) -> Tensor:
-    """`total += lhs @ rhs` in the product's own epilogue: `total`, of `result_dtype`, is read
-    and written once, and nothing else is.
+    """Computes `total += lhs @ rhs` in one product, which reads and writes `total` once and has no
+    temporary result. The dtype of `total` is the result of `result_dtype`.
     """
     if total.dtype == lhs.dtype:
         return torch.addmm(total, lhs, rhs, out=total)
@@ -118,8 +121,8 @@ def add_product_(lhs: Tensor, rhs: Tensor, total: Tensor) -> Tensor:
 
 
 def product_over_classes(dlogits_NV: Tensor, weight_VH: Tensor, out_NH: Tensor) -> Tensor:
-    """`dlogits @ weight` into `out`. On a CPU the transposed product is computed and copied, which
-    is 12% faster at 1024 x 32,000 x 2048 in bf16.
+    """Writes `dlogits @ weight` to `out`. On a CPU the transposed product is computed and copied,
+    which is 12% faster at 1024 x 32,000 x 2048 in bf16.
     """
     device = dlogits_NV.device
     if planned_device_type(device) == "cpu" and out_NH.dtype == dlogits_NV.dtype:
@@ -137,23 +140,24 @@ def product_over_classes(dlogits_NV: Tensor, weight_VH: Tensor, out_NH: Tensor) 
     return product_in_parts(dlogits_NV, weight_VH, out_NH, parts)
 
 
-_ASSUMED_MULTIPROCESSORS = 132  # of an H100, where a plan has no device
-_TILE = (128, 256)  # rows and columns of the result that a program of cuBLAS's fast kernels makes
+_ASSUMED_MULTIPROCESSORS = 132  # as on an H100; used when memory is planned without a GPU
+# rows and columns of the result that a thread block of cuBLAS's fast kernels computes
+_TILE = (128, 256)
 
 
 def count_vocabulary_parts(rows: int, columns: int, classes: int, processors: int) -> int:
-    """The number of parts of the vocabulary into which the product of the hidden states' gradient
-    is split, so that its tiles fill the multiprocessors: 512 x 4,096 are 64 tiles, which leave half
-    of 132 idle; two parts are 128 tiles. A part has at least 4,096 classes, so that adding the
-    parts takes little time beside it.
+    """Returns into how many parts of the vocabulary the product for the hidden states' gradient is
+    split, so that its tiles occupy all multiprocessors. For example, 512 x 4,096 are 64 tiles,
+    which leave half of 132 multiprocessors idle; two parts have 128 tiles. A part has at least
+    4,096 classes, so that adding the parts takes comparatively little time.
     """
     tiles = -(-rows // _TILE[0]) * -(-columns // _TILE[1])
     return max(1, min(processors // tiles, classes // 4096))
 
 
 def product_in_parts(lhs_NV: Tensor, rhs_VH: Tensor, out_NH: Tensor, parts: int) -> Tensor:
-    """`lhs @ rhs` into `out`, in fp32. Equal parts of V are one batched product, whose results are
-    added; the remainder of V is added last.
+    """Writes `lhs @ rhs` to `out`, in fp32. Equal parts of V are computed as one batched product,
+    and its results are added. The remainder of V is added last.
     """
     size = lhs_NV.shape[1] // parts // _MULTIPLE * _MULTIPLE
     lhs_PNV = lhs_NV[:, : parts * size].unflatten(1, (parts, size)).transpose(0, 1)
@@ -170,8 +174,10 @@ def product_in_parts(lhs_NV: Tensor, rhs_VH: Tensor, out_NH: Tensor, parts: int)
 
 
 def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk: int | None) -> None:
-    """Raises  ShapeError SH001 unless hidden is [*n H], weight [V H] and bias [V]; UsageError for a
-    chunk of less than one row.
+    """Checks a head's tensors and the chunk size.
+
+    Raises  ShapeError SH001 unless hidden is [*n H], weight [V H] and bias [V]; UsageError for a
+            chunk of less than one row
     """
     if weight.dim() != 2 or hidden.shape[-1] != weight.shape[-1]:
         raise ShapeError(
@@ -186,7 +192,9 @@ def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk: int |
 
 
 def default_chunk(tokens: int, weight: Tensor, dtypes: Sequence[torch.dtype], head: bool) -> int:
-    """The rows whose logits exist at once; `dtypes` of the products, one for each head."""
+    """Returns the number of rows whose logits exist at once. `dtypes` are the dtypes of the
+    products, one for each head.
+    """
     bytes_per_logit = sum(
         result_dtype(operand_dtype(dtype, weight.device), weight.device).itemsize
         for dtype in dtypes
@@ -197,7 +205,7 @@ def default_chunk(tokens: int, weight: Tensor, dtypes: Sequence[torch.dtype], he
 def cast_head(
     dtype: torch.dtype, hidden: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The tensors of a head in the dtype of its product."""
+    """Casts the tensors of a head to the dtype of its product."""
     if bias is not None:
         bias = bias.to(dtype)
     return hidden.to(dtype), weight.to(dtype), bias
@@ -215,7 +223,7 @@ def head_dtypes(
 def cast_gradients(
     gradients: Sequence[Tensor], dtypes: Sequence[torch.dtype | None], needs: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Each gradient in its dtype; None where it is not needed."""
+    """Casts each gradient to its dtype. A gradient that is not needed becomes None."""
     results: list[Tensor | None] = []
     for gradient, dtype, is_needed in zip(gradients, dtypes, needs):
         if is_needed and dtype is not None:
@@ -238,7 +246,7 @@ def required_gradients(
 
 
 def shape_if(is_needed: bool, shape: Sequence[int]) -> Sequence[int]:
-    """`shape`, or that of an empty tensor where the tensor is not needed."""
+    """Returns `shape`, or the shape of an empty tensor if the tensor is not needed."""
     if is_needed:
         return shape
     return (0,)
@@ -247,8 +255,8 @@ def shape_if(is_needed: bool, shape: Sequence[int]) -> Sequence[int]:
 def empty_gradients(
     hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_T: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Empty gradients of hidden, weight and bias; the last two of `rest` say whether those of
-    hidden and weight are needed.
+    """Allocates the gradients of hidden, weight and bias. The last two values of `rest` are whether
+    the gradients of hidden and weight are needed.
     """
     want_dhidden, want_dweight = rest[-2:]
     fp32 = arithmetic_dtype(hidden_TH.dtype)
@@ -272,8 +280,8 @@ class Forward(NamedTuple):
 
 
 def stored_gradient_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype of a gradient that is computed in forward and stored until backward: fp32 for fp16
-    inputs, since fp16 cannot hold it before it is scaled.
+    """The dtype of a gradient that is computed in forward and stored until backward. For fp16
+    inputs it is fp32, since the gradient before its scaling is too small for fp16.
     """
     if dtype == torch.float16:
         return torch.float32
@@ -288,8 +296,8 @@ def empty_outputs(
     want_dbias: bool,
     chunk: int,
 ) -> Forward:
-    """Outputs of the right shapes and dtypes. They are zeroed, since ignored rows stay zero, except
-    the head's gradient, which the first chunk writes.
+    """Allocates outputs of the right shapes and dtypes. They are zeroed, since ignored rows stay
+    zero; only the head's gradient is not, since the first chunk writes it.
     """
     tokens = hidden_TH.shape[0]
     classes = weight_VH.shape[:1]
@@ -297,7 +305,7 @@ def empty_outputs(
     stored = stored_gradient_dtype(hidden_TH.dtype, hidden_TH.device)
     head_dtype = fp32
     if tokens <= chunk:
-        # one chunk needs no accumulator: the fp32 sum inside the product is rounded once
+        # a single chunk needs no fp32 accumulator: the product sums in fp32 and rounds once
         head_dtype = stored
     loss_T = hidden_TH.new_zeros(tokens, dtype=fp32)
     return Forward(
@@ -310,12 +318,12 @@ def empty_outputs(
 
 
 class HeadGradient:
-    """The sum over chunks of rows of `post_scale * dlogits^T x`, in `total_VH`. The first chunk
-    writes, so `total_VH` may be uninitialised.
+    """Sums `post_scale * dlogits^T x` over chunks of rows in `total_VH`. The first chunk is written
+    and not added, so `total_VH` may be uninitialised.
 
-    Where the product's dtype is not that of `total_VH`, or its result is scaled, it is computed in
-    blocks of the vocabulary, which share one buffer: fresh pages for each block take as long as the
-    product (1,024 rows, 8,192 x 2,048 of the head, one thread: 204 ms against 98).
+    If the product has another dtype than `total_VH`, or is scaled, it is computed in blocks of the
+    vocabulary that share one buffer. A new buffer for each block would take as long as the product
+    (204 ms instead of 98 for 1,024 rows and 8,192 x 2,048 of the head with one thread).
     """
 
     def __init__(self, total_VH: Tensor, post_scale: Tensor | None) -> None:
@@ -326,7 +334,7 @@ class HeadGradient:
         self.wide_buffer: Tensor | None = None
 
     def add(self, dlogits_NV: Tensor, x_NH: Tensor) -> None:
-        """Adds one chunk."""
+        """Adds the product of one chunk."""
         total = self.total_VH
         is_first = self.is_first
         self.is_first = False
@@ -353,19 +361,20 @@ class HeadGradient:
             elif is_first:
                 part.copy_(partial)
             else:
-                # adding a narrower dtype takes 39 ms on a CPU, where widening it first takes 3
+                # on a CPU, adding a tensor of a narrower dtype takes 39 ms; widening it first takes
+                # 3
                 if self.wide_buffer is None:
                     self.wide_buffer = torch.empty_like(self.buffer, dtype=total.dtype)
                 part.add_(self.wide_buffer[: part.shape[0]].copy_(partial))
 
 
 class Chunks:
-    """The logits of the rows that are not ignored, `chunk` rows at a time, in buffers that all
-    chunks share.
+    """Computes the logits of the rows that are not ignored, `chunk` rows at a time, in buffers that
+    all chunks share.
 
-    Iterating gives (rows, x_NH, logits_NV, dlogits_NV): the rows, their hidden states as the
-    product's operand, their logits, and the memory for the gradient of the logits. That is the
-    logits' memory where the product's result has its operands' dtype.
+    Iteration yields (rows, x_NH, logits_NV, dlogits_NV): the rows, their hidden states as the
+    product's operand, their logits, and memory for the gradient of the logits. If the product's
+    result has the dtype of its operands, the gradient uses the memory of the logits.
     """
 
     def __init__(
@@ -422,7 +431,7 @@ class Chunks:
         dlogits_NV: Tensor,
         post_scale: Tensor | None,
     ) -> None:
-        """The gradient of these rows of hidden, times `post_scale`."""
+        """Writes the gradient of these rows of hidden, times `post_scale`."""
         if isinstance(rows, slice) and post_scale is None and dhidden_TH.dtype == self.result:
             product_over_classes(dlogits_NV, self.weight_VH, dhidden_TH[rows])
             return
@@ -439,9 +448,10 @@ class Chunks:
 
 
 def rows_to_compute(targets_T: Tensor, rule: LossRule) -> Tensor | slice:
-    """int[N], the rows that are not ignored, or a slice of all rows. Where the host would have to
-    wait for the device to count them, ignored rows are computed and masked; a caller that has its
-    labels on the host selects the rows before the op.
+    """Returns the rows that are not ignored, as int[N] or as a slice of all rows. On a device other
+    than a CPU it returns all rows, since the host would have to wait for the device to count them;
+    ignored rows are then computed and masked. A caller that has its labels on the host can select
+    the rows before it calls the op.
     """
     if not can_count_rows(targets_T):
         return slice(None)
@@ -452,8 +462,8 @@ def rows_to_compute(targets_T: Tensor, rule: LossRule) -> Tensor | slice:
 
 
 def largest_gradient(*upstream_N: Tensor) -> Tensor:
-    """The largest upstream gradient of any row, which a narrow gradient of the logits must be able
-    to hold.
+    """Returns the largest upstream gradient of any row. The dtype of the logits' gradient must be
+    able to represent it.
     """
     tiny = torch.finfo(upstream_N[0].dtype).tiny
     maxima = []
@@ -475,11 +485,11 @@ def gradients_by_vocabulary(
     want_dhidden: bool,
     want_dweight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of hidden, weight and bias from those of the logits, which are computed again, a
-    block of the vocabulary at a time.
+    """Computes the gradients of hidden, weight and bias from the gradients of the logits. It
+    computes the logits again, one block of the vocabulary at a time.
 
     rows            the result of `rows_to_compute`
-    upstream_size   the largest of the rows' upstream gradients
+    upstream_size   the largest upstream gradient of any row
     write_gradient  (z, out, first_class, factor): writes the gradient of the block's logits `z` to
                     `out`; `first_class` is the class of column 0; every upstream gradient is
                     multiplied by `factor`, unless it is None
@@ -536,13 +546,13 @@ def gradients_by_vocabulary(
 
 
 def scale_to_dtype(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """(x * factor) in `dtype`, without a wide copy of `x` where it would be large."""
+    """Returns (x * factor) in `dtype`. For a large `x` it makes no copy in a wider dtype."""
     if torch.compiler.is_compiling() or x.numel() < 2**22 or x.dtype == dtype == factor.dtype:
         return (x * factor).to(dtype)
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     if planned_device_type(x.device) == "cuda":
-        # one kernel, which widens and narrows each value; the loop below would make 1,500 launches
-        # for a head of 128k x 4,096
+        # one kernel widens and narrows each value. The loop below would make 1,500 launches for a
+        # head of 128k x 4,096
         return torch.mul(x, factor, out=out)
     step = max(1, 2**20 // max(1, x[0].numel()))
     for start in range(0, x.shape[0], step):

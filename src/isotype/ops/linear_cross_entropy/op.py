@@ -1,5 +1,5 @@
-"""`linear_cross_entropy`: the head and the loss as one op, and its autograd function. T tokens, H
-hidden, V vocabulary.
+"""The op `linear_cross_entropy`, which computes the head and the loss together, and its autograd
+function. T tokens, H hidden size, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ LINEAR_CROSS_ENTROPY = OpContract(
 
 
 def reference_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """All logits, in the dtype that the op's product has."""
+    """Computes all logits, in the dtype of the op's product."""
     dtype = product_dtype(hidden, weight)
     with autocast_off(hidden):
         return F.linear(*cast_head(dtype, hidden, weight, bias))
@@ -69,8 +69,8 @@ def reference_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Ten
 def linear_cross_entropy_reference(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, **loss: Any
 ) -> Tensor:
-    """What `linear_cross_entropy` computes, differentiated by PyTorch; `loss` are the options of
-    `cross_entropy`.
+    """Computes `linear_cross_entropy` in plain PyTorch, differentiated by autograd. `loss` are the
+    options of `cross_entropy`.
     """
     return cross_entropy_reference(reference_logits(hidden, weight, bias), targets, **loss)
 
@@ -100,8 +100,8 @@ def _forward(
     want_dbias: bool,
     exact: bool,
 ) -> tuple[Tensor, ...]:
-    """The loss of each row, and the needed gradients for an upstream gradient of `upstream` in
-    every row. Ignored rows are not computed.
+    """Computes the loss of each row, and the gradients that are needed, for an upstream gradient of
+    `upstream` in every row. Ignored rows are not computed.
 
     exact  whether the largest bf16 logits of the C++ path are recomputed in fp32
     """
@@ -138,7 +138,7 @@ def _forward(
             chunks.write_dhidden(out.dhidden_TH, rows, g_NV, post_scale)
         if want_dweight:
             head.add(g_NV, x_NH)
-    # the schema has a plain tuple
+    # the operator's schema requires a plain tuple
     return tuple(out)
 
 
@@ -160,8 +160,8 @@ def _backward(
     want_dhidden: bool,
     want_dweight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of hidden, weight and bias for any upstream gradient a row, in fp32 or the
-    product's dtype; empty where not wanted.
+    """Computes the gradients of hidden, weight and bias for any upstream gradient per row, in fp32
+    or the product's dtype. One that is not wanted is empty.
     """
     rule = LossRule.from_arguments(ignore_index, factors)
     rows = rows_to_compute(targets_T, rule)
@@ -194,14 +194,16 @@ def _backward(
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """The mean over `items`, the sum, or the loss of each row (without items).
+    """Computes the sum of the row losses divided by `items` (with is_mean), their sum, or the loss
+    of each row (without items).
 
-    The gradient of a hidden row is linear in the row's upstream gradient, and the head's in a
-    scalar one. So both are computed in forward, while the logits exist, for an upstream gradient of
-    1, and scaled in backward. Loss scaling and repeated backward calls give correct gradients. They
-    are divided by `items` before they are narrowed, also for a sum, which callers divide by the
-    number of items: where backward then multiplies by 1 or by a power of two, no value is rounded a
-    second time. With a trainable head and a loss per row, the gradients are computed in backward.
+    The gradient of a hidden row is linear in the row's upstream gradient, and the head's gradient
+    is linear in a scalar upstream gradient. So forward computes both for an upstream gradient of 1,
+    while the logits exist, and backward scales them. Loss scaling and repeated backward calls give
+    correct gradients. The gradients are divided by `items` before they are narrowed, also for a
+    sum, since callers usually divide a sum by the number of items. If backward then multiplies by 1
+    or by a power of two, no value is rounded a second time. With a trainable head and a loss per
+    row, the gradients are computed in backward.
     """
 
     @staticmethod
@@ -227,7 +229,8 @@ class LinearCrossEntropy(torch.autograd.Function):
             upstream = hidden_TH.new_ones((), dtype=arithmetic_dtype(dtype))
         else:
             upstream = items.reciprocal()
-        # where backward computes plain logits, their softmax needs the logsumexp of plain logits
+        # if backward computes the logits again, without fp32 recomputation, their softmax needs the
+        # logsumexp of just these logits
         exact = not ctx.is_deferred
         # `linear_cross_entropy` has switched autocast off
         operands = cast_head(dtype, hidden_TH, weight_VH, bias_V)
@@ -293,26 +296,27 @@ def linear_cross_entropy(
     num_items: int | float | Tensor | None = None,
     chunk: int | None = None,
 ) -> Tensor:
-    """`cross_entropy(F.linear(hidden, weight, bias), targets)` without ever holding tokens x
-    vocabulary logits.
+    """Computes `cross_entropy(F.linear(hidden, weight, bias), targets)` without storing all logits
+    (tokens x vocabulary).
 
     hidden   X[*n H]   any float dtype
     weight   W[V H]    any float dtype, frozen or trainable
     targets  int[*n]   classes 0..V-1, or ignore_index: those rows are not computed
     bias     B[V]
     ->       fp32[]    fp32[*n] with reduction="none"; fp64 for fp64 inputs
-    inside   the product in autocast's dtype, or the promoted one of hidden and weight; the loss in
-             fp32, as `cross_entropy`
+    inside   the product in autocast's dtype, or in the promoted dtype of hidden and weight; the
+             loss in fp32, as in `cross_entropy`
     grads    hidden: X   weight: W   bias: B   accumulated over chunks in fp32
-    num_items divides a mean; of a sum it is what the caller divides by next, so that a gradient is
-    rounded once. chunk is the number of rows whose logits exist at once; by default it follows from
-    V and a budget of bytes, never from free memory.
+    With reduction="mean", num_items is the divisor. With "sum" it is the number by which the caller
+    will divide the sum; gradients are then rounded only once. chunk is the number of rows whose
+    logits exist at once; by default it follows from V and a budget of bytes, never from free
+    memory.
     Raises   IsotypeError SH002 for a target out of range; DtypeError DT001, ShapeError SH001;
              UsageError
     """
     check_head(hidden, weight, bias, chunk)
     if reduction == "sum":
-        # num_items has an effect on a sum here: see above
+        # here num_items has an effect on a sum, as the docstring says
         check_reduction(reduction, None)
     else:
         check_reduction(reduction, num_items)
@@ -362,8 +366,8 @@ def loss_divisor(
     ignore_index: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The divisor of the mean, and the probable divisor of a sum, as a scalar tensor on the device
-    of the targets.
+    """Returns the divisor of the mean, or the number by which a caller probably divides a sum, as a
+    scalar tensor on the device of the targets.
     """
     if isinstance(num_items, Tensor):
         divisor = num_items.detach().to(targets_T.device, dtype).reshape(())
@@ -377,8 +381,9 @@ def loss_divisor(
 
 
 def scratch_estimators() -> dict[Any, Callable[..., int]]:
-    """For memory plans: operator -> bytes besides its results, from its arguments: one chunk of
-    logits and of their gradient.
+    """For memory plans: maps an operator to a function that returns, from the operator's arguments,
+    the bytes that it needs besides its results. These are one chunk of logits and of their
+    gradient.
     """
     return {torch.ops.isotype.linear_cross_entropy_forward.default: _forward_scratch_bytes}
 

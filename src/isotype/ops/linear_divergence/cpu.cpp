@@ -1,5 +1,6 @@
-// Divergences of two rows of logits that stay in a core's cache: each row is widened once, and its largest logits are recomputed in fp32.
-// fp32 inside whatever the logits' dtypes; block sums are added in double, so that the error does not grow with the vocabulary.
+// Divergences of two rows of logits, which stay in a core's cache. Each row is widened once, and
+// its largest logits are recomputed in fp32. Arithmetic is fp32 for logits of any dtype. Sums of
+// blocks are added in double, so that the error does not grow with the vocabulary.
 #include <type_traits>
 #include <vector>
 
@@ -18,7 +19,7 @@ struct Side {
   Source source;
 };
 
-// f(whether there is a softcap, a value of the logits' dtype)
+// calls f(whether there is a softcap, a value of the logits' dtype)
 template <class F>
 void with_side(const Side& side, F&& f) {
   with_dtype(side.dtype, [&](auto t) {
@@ -27,7 +28,7 @@ void with_side(const Side& side, F&& f) {
   });
 }
 
-// the logits of a row after the rule
+// widens a row of logits to fp32, after scale and softcap
 void widen(const Side& side, int64_t r, int64_t columns, float* z) {
   with_side(side, [&](auto capped, auto v) {
     const auto* x = (const decltype(v)*)side.logits + r * side.stride;
@@ -43,7 +44,7 @@ void replace_logits(const Side& side, int64_t r, const RecomputedLogits& exact, 
   });
 }
 
-// f(first, count) gives a vector whose lanes past `count` are 0: their sum
+// sums the vectors f(first, count), whose lanes past `count` are 0
 template <class F>
 double sum_columns(int64_t columns, F&& f) {
   constexpr int64_t BLOCK = 8192;
@@ -57,7 +58,7 @@ double sum_columns(int64_t columns, F&& f) {
   return total;
 }
 
-// z becomes log-probabilities; exp(z - top) goes to e
+// replaces z by log-probabilities and writes probabilities to e
 void log_softmax(float* z, float* e, int64_t columns) {
   f32 highest = broadcast(-INFINITY);
   each_vector(columns, [&](int64_t i, auto left) {
@@ -72,20 +73,21 @@ void log_softmax(float* z, float* e, int64_t columns) {
   });
   const float lse = (float)std::log(total) + top, scale = (float)(1 / total);
   each_vector(columns, [&](int64_t i, auto left) {
-    // a masked class: p ln p is 0 where p is
+    // at least -1e30, so that p ln p of a masked class is 0
     const f32 x = load(z + i, left, 0.0f) - lse;
     store(z + i, x > -1e30f ? x : broadcast(-1e30f), left);
     store(e + i, load(e + i, left, 0.0f) * scale, left);
   });
 }
 
-// the student's entropy, -sum of p s
+// returns the student's entropy, -sum of p s
 double row_entropy(const float* s, const float* p, int64_t columns) {
   return -sum_columns(columns, [&](int64_t i, auto left) { return load(p + i, left, 0.0f) * load(s + i, left, 0.0f); });
 }
 
-// The divergence of a row. s, t: log-probabilities. p, q: probabilities. t becomes ln(p / m) of the mixture m (ln(p / q) for beta 1),
-// which the gradient needs, and stays what it is for beta 0. `student_sum`: sum of p ln(p / m).
+// Computes the divergence of a row. s and t are log-probabilities, p and q probabilities. t is
+// replaced by ln(p / m) with the mixture m (ln(p / q) for beta 1), which the gradient needs; for
+// beta 0 it does not change. `student_sum` receives the sum of p ln(p / m).
 double divergence(const float* s, float* t, const float* p, const float* q, int64_t columns, float beta, double& student_sum) {
   if (beta == 0)
     return sum_columns(columns, [&](int64_t i, auto left) {
@@ -97,7 +99,8 @@ double divergence(const float* s, float* t, const float* p, const float* q, int6
     return load(p + i, left, 0.0f) * ratio;
   });
   if (beta == 1) return student_sum;
-  // ln(p / m) = -ln(1 - beta + beta q / p), without the cancellation of two large logarithms; past e^80 one of p and q is nothing
+  // ln(p / m) = -ln(1 - beta + beta q / p) avoids the cancellation of two large logarithms. At a
+  // ratio above e^80 one of p and q is 0
   const auto to_mixture = [&](f32 ratio) {
     const f32 up = -ratio, clamped = up > 80.0f ? broadcast(80.0f) : up < -80.0f ? broadcast(-80.0f) : up;
     return -log(1.0f + beta * (exp(clamped) - 1.0f));
@@ -113,7 +116,8 @@ double divergence(const float* s, float* t, const float* p, const float* q, int6
 
 }  // namespace
 
-// entropy, upstream and out may be null; out, of the student's dtype, may be its logits themselves
+// entropy, upstream and out may be null. out has the dtype of the student's logits and may be these
+// logits themselves
 extern "C" void divergences(int64_t dtype, const void* logits, int64_t rows, int64_t columns, int64_t stride, float scale, float softcap,
                             const void* x, int64_t x_stride, const void* weight, int64_t weight_stride, int64_t size, const void* bias,
                             int64_t teacher_dtype, const void* teacher_logits, int64_t teacher_stride, float teacher_scale,
@@ -147,7 +151,7 @@ extern "C" void divergences(int64_t dtype, const void* logits, int64_t rows, int
         T* g = (T*)out + r * out_stride;
         each_vector(columns, [&](int64_t i, auto left) {
           const f32 probability = load(p + i, left, 0.0f);
-          // through the mixture the derivatives cancel
+          // the derivatives through the mixture cancel
           const f32 gradient = beta == 0 ? probability - load(q + i, left, 0.0f) : probability * (load(t + i, left, 0.0f) - kl);
           store(g + i, gradient * factor * slope<capped>(load(from + i, left, 0.0f), student.rule), left);
         });

@@ -1,8 +1,8 @@
-"""`linear_divergence`: divergences of two heads' distributions with gradients. T tokens, H and G
-hidden sizes, V vocabulary.
+"""The op `linear_divergence`: divergences between the distributions of two heads, with gradients. T
+tokens, H and G hidden sizes, V vocabulary size.
 
-Chunks of rows: the logits of both heads exist for one chunk at a time. Where the student's head is
-frozen, its hidden states' gradient is made in forward from the same logits; else backward computes
+The logits of both heads exist for one chunk of rows at a time. If the student's head is frozen,
+forward computes the gradient of its hidden states from these logits. Otherwise backward computes
 the logits again.
 """
 
@@ -56,8 +56,8 @@ LINEAR_DIVERGENCE = OpContract(
     grads={"hidden": "X", "weight": "W"},
     autocast="fp32",
 )
-# of the student and of the teacher: factor and softcap of the logits, both over the temperature;
-# then beta
+# five numbers: factor and softcap of the student's logits and of the teacher's logits, each divided
+# by the temperature, and beta
 RULES = "float[] rules"
 
 
@@ -76,7 +76,7 @@ def linear_divergence_reference(
     teacher_logit_scale: float | None = None,
     teacher_softcap: float | None = None,
 ) -> Tensor:
-    """What `linear_divergence` computes, differentiated by PyTorch."""
+    """Computes `linear_divergence` in plain PyTorch, differentiated by autograd."""
     sides = (
         (hidden, weight, bias, logit_scale, softcap),
         (teacher_hidden, teacher_weight, teacher_bias, teacher_logit_scale, teacher_softcap),
@@ -95,7 +95,7 @@ def linear_divergence_reference(
 
 
 def divergence(s: Tensor, t: Tensor, beta: float) -> Tensor:
-    """Of log-probabilities [*n V], differentiated by PyTorch."""
+    """Computes the divergence of log-probabilities [*n V], differentiated by autograd."""
     if beta == 0.0:
         return (t.exp() * (t - s)).sum(-1)
     if beta == 1.0:
@@ -105,7 +105,7 @@ def divergence(s: Tensor, t: Tensor, beta: float) -> Tensor:
 
 
 def _choose_kernel(z: Tensor, teacher: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The function that computes the divergences of these logits."""
+    """Returns the function that computes the divergences of these logits."""
     if uses_triton(z):
         from . import triton
 
@@ -116,7 +116,7 @@ def _choose_kernel(z: Tensor, teacher: Tensor) -> Callable[..., tuple[Tensor, Te
 
 
 class Heads(NamedTuple):
-    """The logits of both heads, `chunk` rows at a time."""
+    """Computes the logits of both heads, `chunk` rows at a time."""
 
     student: Chunks
     teacher: Chunks
@@ -127,8 +127,10 @@ class Heads(NamedTuple):
     def from_tensors(
         cls, tensors: Sequence[Any], rules: Sequence[float], chunk: int, gradients: bool
     ) -> Heads:
-        """tensors  hidden, weight and bias of the student, then of the teacher; gradients: of the
-        student's logits
+        """Creates the chunks of both heads.
+
+        tensors    hidden, weight and bias of the student, then of the teacher
+        gradients  whether the gradient of the student's logits is computed
         """
         student_rule, teacher_rule = (
             LossRule(logit_scale=rules[i], softcap=rules[i + 1]) for i in (0, 2)
@@ -148,9 +150,9 @@ class Heads(NamedTuple):
     def __iter__(
         self,
     ) -> Iterator[tuple[Any, Tensor, Tensor, Callable[..., tuple[Tensor, Tensor]]]]:
-        """(rows, x_NH, dlogits_NV, compute): the first three as `Chunks` has them.
+        """Yields (rows, x_NH, dlogits_NV, compute). `Chunks` describes the first three.
         `compute(upstream_N, want_entropy)` returns divergences and entropies of the rows, fp32[N]
-        each (empty where not needed), and with an upstream gradient writes dlogits_NV.
+        each (empty if not needed). With an upstream gradient it also writes dlogits_NV.
         """
         for (rows, x_NH, z_NV, g_NV), (_, y_NG, teacher_NV, _) in zip(self.student, self.teacher):
             sources: dict[str, Any] = {}
@@ -171,8 +173,8 @@ class Heads(NamedTuple):
 def empty_outputs(
     hidden_TH: Tensor, want_gradient: bool, want_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Empty divergences and entropies, and the gradient of the hidden rows where forward computes
-    it.
+    """Allocates divergences, entropies, and the gradient of the hidden rows. The last two are empty
+    if forward does not compute them.
     """
     stored = stored_gradient_dtype(hidden_TH.dtype, hidden_TH.device)
     fp32 = arithmetic_dtype(hidden_TH.dtype)
@@ -187,8 +189,8 @@ def empty_outputs(
 def empty_gradients(
     hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Empty gradients of hidden, weight and bias; the last two of `rest` say whether those of
-    hidden and weight are needed.
+    """Allocates the gradients of hidden, weight and bias. The last two values of `rest` are whether
+    the gradients of hidden and weight are needed.
     """
     want_dhidden, want_dweight = rest[-2:]
     stored = stored_gradient_dtype(hidden_TH.dtype, hidden_TH.device)
@@ -294,7 +296,9 @@ def _backward(
 
 
 class LinearDivergence(torch.autograd.Function):
-    """Decides the dtype of the products once and switches autocast off."""
+    """The autograd function of `linear_divergence`. It casts to the dtypes of the products and
+    switches autocast off.
+    """
 
     @staticmethod
     def forward(
@@ -367,8 +371,8 @@ def divergence_and_entropy(
     chunk: int | None = None,
     want_entropy: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """`linear_divergence`, and the entropies of the student's distributions, fp32[*n] without a
-    gradient; TRL logs them.
+    """Computes `linear_divergence` and the entropies of the student's distributions, fp32[*n]
+    without a gradient. TRL logs these entropies.
     """
     check_head(hidden, weight, bias, chunk)
     check_head(teacher_hidden, teacher_weight, teacher_bias, chunk)
@@ -386,7 +390,7 @@ def divergence_and_entropy(
     dtypes = product_dtype(hidden, weight), product_dtype(teacher_hidden, teacher_weight)
     if chunk is None:
         chunk = default_chunk(hidden.shape[:-1].numel(), weight, dtypes, False)
-    # c tanh(s x / c) / T is (c / T) tanh((s / T) x / (c / T))
+    # c tanh(s x / c) / T equals (c / T) tanh((s / T) x / (c / T))
     rules = [
         LossRule.from_options(ignore_index=-100, logit_scale=scale, softcap=cap)
         for scale, cap in ((logit_scale, softcap), (teacher_logit_scale, teacher_softcap))
@@ -429,24 +433,24 @@ def linear_divergence(
     teacher_softcap: float | None = None,
     chunk: int | None = None,
 ) -> Tensor:
-    """Per-token divergence of a student's next-token distribution from a teacher's, without tokens
-    x vocabulary logits of either.
+    """Computes the per-token divergence between a student's next-token distribution and a
+    teacher's, without storing all logits (tokens x vocabulary) of either.
 
     hidden          X[*n H]   the student's hidden states, any float dtype
-    weight          W[V H]    its head, frozen or trainable
-    teacher_hidden  Y[*n G]   without gradient, as all of the teacher's
-    teacher_weight  U[V G]    of the same vocabulary
+    weight          W[V H]    the student's head, frozen or trainable
+    teacher_hidden  Y[*n G]   the teacher's hidden states; tensors of the teacher get no gradient
+    teacher_weight  U[V G]    the teacher's head, for the same vocabulary
     bias, teacher_bias  [V]
     ->              fp32[*n]  nats; fp64 for fp64 inputs
     beta            0: KL(teacher || student). 1: KL(student || teacher). Between: beta KL(t || m) +
                     (1 - beta) KL(s || m), where m = (1 - beta) s + beta t. Source: Agarwal et al.
-                    2024, as TRL's GKD has it
+                    2024; the definition is the same as in TRL's GKD
     temperature     divides the logits of both; the result is not multiplied by its square
-    inside          each product in autocast's dtype, or the promoted one of its operands; the rest
-                    in fp32
-    grads           hidden: X   weight: W   bias: B   for any upstream gradient a token
-    chunk is the number of rows whose logits exist at once; by default it follows from V and a
-    budget of bytes, never from free memory.
+    inside          each product in autocast's dtype, or in the promoted dtype of its operands; the
+                    rest in fp32
+    grads           hidden: X   weight: W   bias: B   for any upstream gradient per token
+    chunk           the number of rows whose logits exist at once; by default it follows from V and
+                    a budget of bytes, never from free memory
     Raises          ShapeError SH001; UsageError
     """
     return divergence_and_entropy(

@@ -1,13 +1,12 @@
-"""Computes the divergence between the student's and the teacher's logits of each row: with C++
-kernels, or in blocks with plain PyTorch on any device. N is the number of rows, V the vocabulary's
-size.
+"""The divergence between the student's and the teacher's logits of each row, computed by C++
+kernels, or by plain PyTorch in blocks on any device. N rows, V vocabulary size.
 
-With z the student's logits after scale and softcap over the temperature, p its probabilities, q the
-teacher's and m their mixture:
+z are the student's logits after scale and softcap, divided by the temperature; p are its
+probabilities, q the teacher's probabilities, and m their mixture:
     beta 0   D = sum q ln(q / p)       dD / dz = p - q
     beta 1   D = sum p ln(p / q)       dD / dz = p (ln(p / q) - D)
-    between  D = beta sum q ln(q / m) + (1 - beta) K, K = sum p ln(p / m)       dD / dz = (1 - beta)
-             p (ln(p / m) - K)
+    between  D = beta sum q ln(q / m) + (1 - beta) K, K = sum p ln(p / m)
+             dD / dz = (1 - beta) p (ln(p / m) - K)
 """
 
 from __future__ import annotations
@@ -23,11 +22,13 @@ from ..cross_entropy.rows import NO_SOURCE_ARGUMENTS, LogitsSource
 from ..cross_entropy.rule import LossRule, wide_blocks
 
 KERNELS = CppKernels(__file__, divergences="dpiiiffpipiipdpiffpipiipfppppi")
-MIN_LOG_PROB = -1e30  # finite, so that p ln p of a masked class is 0
+MIN_LOG_PROB = -1e30  # a finite number, so that p ln p of a masked class is 0
 
 
 class Pair(NamedTuple):
-    """Scale and softcap of each side's logits, over the temperature, and beta."""
+    """The parameters of a divergence: scale and softcap of the student's and the teacher's logits,
+    divided by the temperature, and beta.
+    """
 
     student: LossRule
     teacher: LossRule
@@ -35,8 +36,8 @@ class Pair(NamedTuple):
 
 
 def divergence_(s: Tensor, t: Tensor, beta: float, *, gradient: bool) -> Tensor:
-    """The divergence of wide log-probabilities, fp32[N]. Both tensors are overwritten: with
-    `gradient` `s` becomes the gradient of the student's logits.
+    """Computes the divergence of fp32 or fp64 log-probabilities, as fp32[N]. Both tensors are
+    overwritten. With `gradient`, `s` becomes the gradient of the student's logits.
     """
     p = s.exp()
     log_ratio = t - s
@@ -50,8 +51,8 @@ def divergence_(s: Tensor, t: Tensor, beta: float, *, gradient: bool) -> Tensor:
         student_weight = 1.0
         divergence = kl = (p * ratio).sum(-1)
     else:
-        # ln(p / m) = -ln(1 - beta + beta q / p), without the cancellation of two large logarithms;
-        # past e^80 one of p and q is 0
+        # ln(p / m) = -ln(1 - beta + beta q / p) avoids the cancellation of two large logarithms. At
+        # a ratio above e^80 one of p and q is 0
         clamped = log_ratio.clamp_(-80, 80)
         student_weight = 1.0 - beta
         ratio = clamped.expm1().mul_(beta).log1p_().neg_()
@@ -60,7 +61,7 @@ def divergence_(s: Tensor, t: Tensor, beta: float, *, gradient: bool) -> Tensor:
             kl, alpha=student_weight
         )
     if gradient:
-        # through the mixture the derivatives cancel
+        # the derivatives through the mixture cancel
         torch.sub(ratio, kl.unsqueeze(-1), out=s).mul_(p).mul_(student_weight)
     return divergence
 
@@ -73,7 +74,7 @@ def divergences(
     upstream_N: Tensor | None,
     want_entropy: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Divergences and entropies, fp32[N] each (empty where not needed); with `upstream_N` the
+    """Returns divergences and entropies, fp32[N] each (empty if not needed). With `upstream_N` the
     gradient of z_NV is written to `out_NV`.
     """
     row_count = z_NV.shape[0]
@@ -108,9 +109,9 @@ def divergences_cpp(
     want_entropy: bool,
     sources: tuple[LogitsSource | None, LogitsSource | None] = (None, None),
 ) -> tuple[Tensor, Tensor]:
-    """`divergences` by the C++ kernel, for fp32, bf16 or fp16 logits on a CPU. Of bf16 products
-    (`sources`) the classes of the eight largest logits of each side are recomputed in fp32, on both
-    sides.
+    """Computes `divergences` with the C++ kernel, for fp32, bf16 or fp16 logits on a CPU. For bf16
+    products (`sources`) the classes of the eight largest logits of student and teacher are
+    recomputed in fp32, in both heads.
     """
     rows = z_NV.shape[0]
     divergence = torch.empty(rows)

@@ -1,8 +1,9 @@
-"""Kernels of the divergence of two rows of logits: one program a row for its value, one a block of
-a row for its gradient.
+"""Triton kernels of the divergence of two rows of logits. For the value, each program computes a
+row; for the gradient, each program computes a block of a row.
 
-V vocabulary, offsets in int64. Values are widened to fp32 where they are loaded and narrowed where
-they are stored; the logsumexp of each side is the cross-entropy kernel's.
+V is the vocabulary size. Row offsets are computed in int64. Values are widened to fp32 when they
+are loaded and narrowed when they are stored. The cross-entropy kernel computes the logsumexp of
+student and teacher.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ..cross_entropy.triton import apply_rule, cross_entropy_forward, load_block
 from ..launch import on_tensor_device, warps
 from .rows import Pair
 
-# 8 values a thread of each side: 16 spill 8 on sm_80
+# 8 values per thread of student and teacher each; with 16 values 8 spill on sm_80
 MAX_BLOCK = 2048
 
 
@@ -33,7 +34,7 @@ def log_prob(
     HAS_SCALE: tl.constexpr,
     HAS_CAP: tl.constexpr,
 ):
-    """fp32, and never below -1e30: of a masked class p ln p is 0."""
+    """Returns log-probabilities in fp32, at least -1e30, so that p ln p of a masked class is 0."""
     return tl.maximum(
         apply_rule(load_block(start, v, stop, FULL), scale, softcap, HAS_SCALE, HAS_CAP) - lse,
         -1e30,
@@ -42,8 +43,8 @@ def log_prob(
 
 @triton.jit
 def to_mixture(up_fp32, beta):
-    """ln(p / m) = -ln(1 - beta + beta e^up) of up = ln(q / p), without the cancellation of two
-    large logarithms; past e^80 one of p and q is nothing.
+    """Returns ln(p / m) = -ln(1 - beta + beta e^up) from up = ln(q / p). This avoids the
+    cancellation of two large logarithms. At a ratio above e^80 one of p and q is 0.
     """
     clamped_fp32 = tl.minimum(tl.maximum(up_fp32, -80.0), 80.0)
     return -tl.log(1.0 + beta * (tl.exp(clamped_fp32) - 1.0))
@@ -72,7 +73,7 @@ def add_to_divergence(
     TEACHER_SCALE: tl.constexpr,
     TEACHER_CAP: tl.constexpr,
 ):
-    """The lanes' sums of p ln(p / m), q ln(q / m) and p ln p with a block of logits added."""
+    """Adds a block of logits to the lanes' sums of p ln(p / m), q ln(q / m) and p ln p."""
     s = log_prob(start, v, classes, lse, scale, softcap, FULL, HAS_SCALE, HAS_CAP)  # [LANES, EACH]
     t = log_prob(
         teacher,
@@ -134,8 +135,9 @@ def divergence_kernel(
     LANES: tl.constexpr,
     EACH: tl.constexpr,
 ):
-    """KIND: 0 and 1 for these beta, 2 between. `student_sum` gets the sum of p ln(p / m), which the
-    gradient needs.
+    """Computes the divergence and the entropy of a row. KIND is 0 or 1 for these values of beta,
+    and 2 for values between. `student_sum` receives the sum of p ln(p / m), which the gradient
+    needs.
     """
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * row_stride
@@ -143,7 +145,8 @@ def divergence_kernel(
     row_lse = tl.load(lse + row).to(tl.float32)
     row_teacher_lse = tl.load(teacher_lse + row).to(tl.float32)
     beta_fp32 = beta.to(tl.float32)
-    # a lane is one load of one thread: its sums stay in that thread, and the loop has no barrier
+    # a lane is one load of one thread. Its sums stay in that thread, so that the loop has no
+    # barrier
     lanes = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
     student_lanes = tl.zeros([LANES], tl.float32)
     teacher_lanes = tl.zeros([LANES], tl.float32)
@@ -231,7 +234,7 @@ def divergence_gradient_kernel(
     TEACHER_CAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # the blocks of a row are neighbours in the grid: memory is swept in order
+    # the blocks of a row are neighbours in the grid, so that memory is read in order
     row = (tl.program_id(0) // blocks).to(tl.int64)
     v = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     is_full = (tl.program_id(0) % blocks + 1) * BLOCK <= classes
@@ -256,7 +259,7 @@ def divergence_gradient_kernel(
     elif KIND == 1:
         g_fp32 = p * (s - t - tl.load(student_sum + row))
     else:
-        # through the mixture the derivatives cancel
+        # the derivatives through the mixture cancel
         beta_fp32 = beta.to(tl.float32)
         g_fp32 = p * (to_mixture(t - s, beta_fp32) - tl.load(student_sum + row)) * (1.0 - beta_fp32)
     if HAS_CAP:
@@ -297,7 +300,7 @@ def divergences(
     upstream_N: Tensor | None,
     want_entropy: bool,
 ) -> tuple[Tensor, Tensor]:
-    """As `rows.divergences`."""
+    """Computes the same as `rows.divergences`."""
     rows, classes = z_NV.shape
     lse_N, teacher_lse_N = _lse(z_NV, pair.student), _lse(teacher_NV, pair.teacher)
     divergence_N, student_sum_N, entropy_N = (

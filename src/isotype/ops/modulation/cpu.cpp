@@ -1,6 +1,7 @@
-// What scales, shifts or gates all rows of a picture alike: LayerNorm of rows with a scale and a shift, and residual + gate * x, with their
-// gradients. These vectors come in fp32, with 1 already added to the scale. Mean and deviation of a row are computed again in backward: the
-// row is in the cache then.
+// LayerNorm of rows with a scale and a shift, and residual + gate * x, with their gradients. All
+// rows of a picture share the vectors scale, shift and gate. These vectors are passed in fp32, with
+// 1 already added to the scale. Backward computes the mean and deviation of a row again, since the
+// row is in the cache anyway.
 #include "lanes.h"
 
 using namespace isotype;
@@ -39,8 +40,9 @@ void norm(const X* x, const float* scale, const float* shift, Y* y, int64_t rows
   }
 }
 
-// partial[block][2][columns]: the gradients of scale and shift, summed over a block of rows of one picture; blocks follow from the shape, not
-// from the threads, so that a run repeats on any number of them
+// partial[block][2][columns] holds the gradients of scale and shift, summed over a block of rows of
+// one picture. Blocks depend on the shape and not on the number of threads, so that results are
+// reproducible with any number of threads
 template <class X, class Y>
 void gradients(const X* x, const float* scale, const Y* dy, X* dx, float* partial, int64_t rows, int64_t columns, int64_t x_stride,
                int64_t dy_stride, int64_t rows_each, int64_t block_rows, float eps, int threads) {
@@ -90,8 +92,9 @@ void add(const X* residual, const X* x, const float* gate, X* y, int64_t rows, i
   }
 }
 
-// partial[block][columns]: the gate's gradient, summed over a block of rows of one picture; blocks follow from the shape, not from the
-// threads, so that a run repeats on any number of them
+// partial[block][columns] holds the gate's gradient, summed over a block of rows of one picture.
+// Blocks depend on the shape and not on the number of threads, so that results are reproducible
+// with any number of threads
 template <class X>
 void gate_gradients(const X* x, const float* gate, const X* dy, X* dx, float* partial, int64_t rows, int64_t columns, int64_t x_stride,
                int64_t dy_stride, int64_t rows_each, int64_t block_rows, int threads) {
@@ -126,7 +129,7 @@ extern "C" void norm_forward(int64_t x_dtype, int64_t y_dtype, const void* x, co
   });
 }
 
-// partial may be null: no gradient of scale and shift
+// partial may be null: the gradients of scale and shift are then not computed
 extern "C" void norm_backward(int64_t x_dtype, int64_t dy_dtype, const void* x, const float* scale, const void* dy, void* dx, float* partial,
                          int64_t rows, int64_t columns, int64_t x_stride, int64_t dy_stride, int64_t rows_each, int64_t block_rows, float eps,
                          int threads) {
@@ -147,7 +150,7 @@ extern "C" void gate_forward(int64_t dtype, const void* residual, const void* x,
   });
 }
 
-// partial may be null: no gradient of the gate
+// partial may be null: the gate's gradient is then not computed
 extern "C" void gate_backward(int64_t dtype, const void* x, const float* gate, const void* dy, void* dx, float* partial, int64_t rows,
                          int64_t columns, int64_t x_stride, int64_t dy_stride, int64_t rows_each, int64_t block_rows, int threads) {
   with_dtype(dtype, [&](auto t) {

@@ -1,7 +1,7 @@
-"""`modulated_layer_norm` and `gated_residual`: all tokens of a picture have the same scale, shift
-or gate.
+"""The ops `modulated_layer_norm` and `gated_residual` of diffusion transformers. All tokens of a
+picture have the same scale, shift or gate.
 
-B pictures, T tokens, H hidden.
+B pictures, T tokens, H hidden size.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from ..cpp import CppKernels
 from ..library import library_op
 from ..recomputable import mark_recomputable, recompute, saved_or_recomputed
 
-# the output has x's dtype, for scale and shift of any one dtype
+# the output has the dtype of x; scale and shift may have another dtype
 MODULATED_LAYER_NORM = OpContract(
     "x: X[B T H], scale: M[B H], shift: M[B H] -> X[B T H]",
     inside="fp32",
     grads={"x": "X", "scale": "M", "shift": "M"},
     autocast="ignored",
 )
-# the stream keeps its dtype, for a gate of any dtype
+# the output has the dtype of the residual, for a gate of any dtype
 GATED_RESIDUAL = OpContract(
     "residual: F[B T H], x: F[B T H], gate: M[B H] -> F[B T H]",
     inside="fp32",
@@ -43,8 +43,8 @@ GATED_RESIDUAL = OpContract(
 
 
 def _check_vectors(x: Tensor, **vectors: Tensor) -> None:
-    """Raises ShapeError SH001 where x is not [B T H] or a vector not [B H], DtypeError DT001 where
-    the vectors have several dtypes.
+    """Raises ShapeError SH001 unless x is [B T H] and each vector [B H]. Raises DtypeError DT001 if
+    the vectors differ in dtype.
     """
     for name, vector in vectors.items():
         if x.dim() != 3 or vector.shape != (x.shape[0], x.shape[2]):
@@ -72,14 +72,14 @@ KERNELS = CppKernels(
     gate_forward="dppppiiiii",
     gate_backward="dpppppiiiiii",
 )
-# the largest number of partial sums of a vector's gradient for a picture, and the smallest number
-# of rows in each
+# the largest number of partial sums of a vector's gradient per picture, and the smallest number of
+# rows per partial sum
 _PARTIAL_SUMS = 64
 _ROWS = 16
 
 
 def _flatten_rows(x_BTH: Tensor) -> Tensor:
-    """[B*T H], with the values of each row adjacent in memory."""
+    """Returns x as [B*T H], with the values of each row adjacent in memory."""
     x_RH = x_BTH.reshape(-1, x_BTH.shape[-1])
     return x_RH if x_RH.stride(-1) == 1 else x_RH.contiguous()
 
@@ -134,7 +134,7 @@ def _fake_norm_backward(
 def _cpp_norm_backward(
     x_BTH: Tensor, scale_BH: Tensor, dy_BTH: Tensor, eps: float, want_modulation: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, scale and shift; the last two are empty where they are not needed."""
+    """Returns the gradients of x, scale and shift. The last two are empty if they are not needed."""
     pictures, tokens, hidden = x_BTH.shape
     x_RH = _flatten_rows(x_BTH)
     dy_RH = _flatten_rows(dy_BTH)
@@ -162,7 +162,8 @@ def _cpp_norm_backward(
     )
     if partial is None:
         return dx_BTH, scale_BH.new_empty(0), scale_BH.new_empty(0)
-    # summed in fp32, and narrowed once; two tensors, since an operator's results share no memory
+    # summed in fp32 and narrowed once. They are two tensors, since results of an operator must not
+    # share memory
     dscale_BH, dshift_BH = (partial[:, :, i].sum(1).to(scale_BH.dtype) for i in range(2))
     return dx_BTH, dscale_BH, dshift_BH
 
@@ -204,7 +205,9 @@ def _fake_gate_backward(
 def _cpp_gate_backward(
     x_BTH: Tensor, gate_BH: Tensor, dy_BTH: Tensor, want_gate: bool
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x and of the gate, which is empty where not needed; the residual's is dy."""
+    """Returns the gradients of x and of the gate. The gate's is empty if it is not needed. The
+    residual's gradient is dy.
+    """
     pictures, tokens, hidden = x_BTH.shape
     x_RH = _flatten_rows(x_BTH)
     dy_RH = _flatten_rows(dy_BTH)
@@ -243,7 +246,7 @@ def modulated_layer_norm_reference(
     *,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """In plain PyTorch, right at fp64."""
+    """The op in plain PyTorch, correct also for fp64 inputs."""
     h = x.to(arithmetic_dtype(x.dtype, scale.dtype))
     centred = h - h.mean(-1, keepdim=True)
     normed = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
@@ -253,14 +256,15 @@ def modulated_layer_norm_reference(
 
 
 def _normalise(x: Tensor, dtype: torch.dtype, eps: float) -> tuple[Tensor, Tensor]:
-    """(each row without its mean and with a variance of 1, the factor of each row)"""
+    """Returns (the rows with a mean of 0 and a variance of 1, 1 / standard deviation of each row)."""
     normed, _, factor = torch.native_layer_norm(x.to(dtype), (x.shape[-1],), None, None, eps)
     return normed, factor
 
 
 class ModulatedLayerNorm(torch.autograd.Function):
-    """Saves only its inputs (or the tensors from which x is recomputed: `ops.recomputable`),
-    without the normed rows, means or deviations.
+    """The autograd function of `modulated_layer_norm`. It saves only its inputs (or the tensors
+    from which x is recomputed, see `ops.recomputable`), and not the normed rows, means or
+    deviations.
     """
 
     @staticmethod
@@ -282,7 +286,7 @@ class ModulatedLayerNorm(torch.autograd.Function):
         if path == "triton":
             from . import triton
 
-            # longer rows, which no model has, run as plain PyTorch
+            # longer rows, which no model has, run in plain PyTorch
             if triton.fits_in_registers(x_BTH):
                 return triton.modulated_layer_norm_forward(
                     x_BTH, scale_BH, shift_BH, eps, out_dtype
@@ -352,16 +356,16 @@ def modulated_layer_norm(
     *,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """LayerNorm without weights, times 1 + scale, plus shift (adaptive LayerNorm), in one pass; a
-    LoRA layer recomputes its result.
+    """Computes LayerNorm without weights, times 1 + scale, plus shift (adaptive LayerNorm), in one
+    pass. A LoRA layer that reads the result recomputes it in backward.
 
     x            X[B T H]   any float dtype, unchanged by autocast
-    scale, shift M[B H]     of each picture, any float dtype: fp32 ones do not widen the output
+    scale, shift M[B H]     of each picture, any float dtype; fp32 vectors do not widen the output
     ->           X[B T H]   or out_dtype
     inside       fp32       (fp64 when either is fp64); narrowed once, after the shift
     grads        x: X       scale: M   shift: M   summed over tokens in fp32
     Raises       ShapeError SH001; DtypeError DT001 when scale and shift differ
-    Source       adaLN of Peebles and Xie 2022, with the norm of Ba et al. 2016
+    Source       adaLN of Peebles and Xie 2022; LayerNorm of Ba et al. 2016
     """
     _check_vectors(x, scale=scale, shift=shift)
     path = choose_path(KERNELS, x, scale, out_dtype=out_dtype)
@@ -375,14 +379,14 @@ def modulated_layer_norm(
 
 
 def gated_residual_reference(residual: Tensor, x: Tensor, gate: Tensor) -> Tensor:
-    """In plain PyTorch, right at fp64."""
+    """The op in plain PyTorch, correct also for fp64 inputs."""
     dtype = arithmetic_dtype(x.dtype, gate.dtype)
     return cast_output(residual.to(dtype) + gate.to(dtype)[:, None] * x.to(dtype), residual.dtype)
 
 
 class GatedResidual(torch.autograd.Function):
-    """Saves the gate, and x where the gate has a gradient; the residual's gradient is the incoming
-    one.
+    """The autograd function of `gated_residual`. It saves the gate, and x if the gate needs a
+    gradient. The residual's gradient is the incoming gradient.
     """
 
     @staticmethod
@@ -404,7 +408,7 @@ class GatedResidual(torch.autograd.Function):
     def backward(ctx: Any, dy_BTH: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("gated_residual")
         saved_x, gate_BH = ctx.saved_tensors
-        # without the gate's gradient only the shape and dtype of x are read
+        # if the gate needs no gradient, only the shape and dtype of x are read
         if saved_x is None:
             x_BTH = dy_BTH
         else:
@@ -437,12 +441,12 @@ class GatedResidual(torch.autograd.Function):
 
 
 def gated_residual(residual: Tensor, x: Tensor, gate: Tensor) -> Tensor:
-    """residual + gate * x in one pass, rounded once; saves the gate, and x where the gate has a
-    gradient.
+    """Computes residual + gate * x in one pass, rounded once. It saves the gate, and x if the gate
+    needs a gradient.
 
     residual  F[B T H]   any float dtype, unchanged by autocast
     x         F[B T H]
-    gate      M[B H]     of each picture, any float dtype: an fp32 gate does not widen the stream
+    gate      M[B H]     of each picture, any float dtype; an fp32 gate does not widen the output
     ->        F[B T H]
     inside    fp32       (fp64 when either is fp64)
     grads     residual: F   x: F   gate: M   summed over tokens in fp32

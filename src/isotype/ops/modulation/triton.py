@@ -1,9 +1,9 @@
-"""Kernels of the modulated LayerNorm and the gated residual: a program a tile of whole rows of one
-picture. B pictures, T tokens, H hidden.
+"""Triton kernels of the modulated LayerNorm and the gated residual. Each program computes a tile of
+whole rows of one picture. B pictures, T tokens, H hidden size.
 
-The gradients of scale, shift and gate, where they are wanted, are summed in fp32 by programs that
-each take a run of tiles, and then over the programs: in an order that shapes and the device decide,
-without atomics.
+For the gradients of scale, shift and gate, each program computes several tiles and sums over them
+in fp32. A second sum adds the programs' results. There are no atomics, so the order of additions
+depends only on shapes and the device.
 """
 
 from __future__ import annotations
@@ -191,7 +191,8 @@ def modulated_layer_norm_backward_kernel(
         at = (picture * tokens + token)[:, None] * hidden + h[None, :]
         x_fp32 = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
         d_fp32 = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
-        # loaded for every tile, from the cache; kept, it would take one register per value
+        # loaded again for every tile, from the cache. Kept in registers, it would take one register
+        # per value
         scale_fp32 = tl.load(scale + picture * hidden + h, mask=h < hidden, other=0.0).to(
             tl.float32
         )  # [BLOCK]

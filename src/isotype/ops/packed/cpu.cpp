@@ -1,5 +1,6 @@
-// A packed weight widened row by row: numbers of 8 or 4 bits, less a zero point, times the scale of their block. Each byte is read once, each
-// value computed in fp32 and written once.
+// Widens a packed weight row by row. A value is (number - zero point) * scale, with numbers of 8 or
+// 4 bits, and a scale and zero point per block. Each byte is read once; each value is computed in
+// fp32 and written once.
 #include "lanes.h"
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -13,8 +14,9 @@ enum Kind : int64_t { E4M3, E5M2, INT8, FP4, INT4 };
 
 using u8 = uint8_t __attribute__((vector_size(LANES)));
 
-// A small float of `MANTISSA` bits. Below its smallest normal number it is an integer times `unit`; from there on its bits are those of a
-// fp32 whose exponent is larger by `bias`. No step makes a subnormal fp32, which takes a hundred times as long.
+// Converts a small float with `MANTISSA` bits of mantissa to fp32. A subnormal number is an integer
+// times `unit`. A normal number has the bits of an fp32 after `bias` is added to the exponent. No
+// step produces a subnormal fp32, which would take a hundred times as long.
 template <int MANTISSA>
 inline f32 small_float(u32 magnitude, u32 sign, uint32_t bias, float unit) {
   const f32 below = __builtin_convertvector((i32)magnitude, f32) * unit;
@@ -33,7 +35,7 @@ inline f32 decoded(u32 q) {
 
 inline u32 widened(const uint8_t* from, Full) {
 #if defined(__AVX512F__)
-  // GCC makes a dozen instructions of the conversion below
+  // GCC compiles the conversion below to a dozen instructions
   return (u32)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
 #else
   u8 bytes;
@@ -48,7 +50,8 @@ inline u32 widened(const uint8_t* from, int64_t left) {
   return __builtin_convertvector(bytes, u32);
 }
 
-// `count` numbers of 4 bits, an even count, as fp32; the low half of a byte first. `to` has room for 2 * LANES more.
+// Converts `count` numbers of 4 bits to fp32, the low half of a byte first. `count` is even, and
+// `to` must have room for 2 * LANES more numbers.
 template <Kind K>
 inline void decode_halves(const uint8_t* from, float* to, int64_t count, const Lanes& lanes, u32 shift) {
   each_vector(count / 2, [&](int64_t i, auto left) {
@@ -71,8 +74,9 @@ void with_kind(int64_t kind, F&& f) {
 
 }  // namespace
 
-// packed   bytes, `packed_stride` a row; of 4 bits the low half first
-// scale    [blocks of `height` rows, groups of `width` columns], for the row `first` of the weight on; zero the same, or null
+// packed   bytes, `packed_stride` per row; of two numbers of 4 bits the low half is first
+// scale    [blocks of `height` rows, groups of `width` columns], from the weight's row `first` on
+// zero     as scale, or null
 extern "C" void widen(int64_t dtype, const void* packed, const void* scale, const void* zero, void* out, int64_t rows, int64_t columns,
                       int64_t packed_stride, int64_t out_stride, int64_t kind, int64_t first, int64_t height, int64_t width, int threads) {
   const int64_t groups = (columns + width - 1) / width;

@@ -1,15 +1,17 @@
-"""Decodes published formats of packed weights by their definition: one function a format, in plain
-torch.
+"""Decoders of published formats of packed (quantised) weights: one function per format, in plain
+PyTorch, written after the format's definition.
 
-A function takes the tensors of one weight under the names of its file, and the rows to widen. It
-computes in `wide` (fp32, or fp64 on request) and returns new memory, which the caller narrows once.
+A function gets the tensors of one weight, under the names of the checkpoint file, and the rows to
+widen. It computes in `wide` (fp32, or fp64 on request) and returns a new tensor, which the caller
+narrows once.
 
-    tensors  of the weight; scales and zero points as in the file
-    rows     of the weight, from a multiple of `Layout.align` on
+    tensors  the weight's tensors; scales and zero points as in the file
+    rows     the rows to widen, starting at a multiple of `Layout.align`
     ->       wide[rows K]
 
-O out features, K in features, G groups of K. A word of 32 bits holds 8 numbers of 4 bits or 4 of 8
-bits, the lowest bits first; a byte holds two numbers of 4 bits, the low half first.
+O out features, K in features, G groups of K. A word of 32 bits holds 8 numbers of 4 bits, or 4
+numbers of 8 bits, with the first number in the lowest bits. A byte holds two numbers of 4 bits,
+with the first in the low half.
 
 Source: compressed-tensors 0.20 (`compressors/`), AutoGPTQ and GPTQModel (`qlinear`), AutoAWQ
 (`WQLinear_GEMM`), bitsandbytes 0.50 (`int8_vectorwise_dequant`), NVIDIA ModelOpt (`NVFP4QTensor`),
@@ -35,7 +37,7 @@ Tensors = Mapping[str, Tensor]
 # Tensor.sub_ or Tensor.mul_
 InPlace = Callable[[Tensor, Tensor], Tensor]
 
-# where columns 0 to 7 of a word of AWQ lie
+# the positions of columns 0 to 7 in a word of AWQ
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
@@ -47,8 +49,8 @@ class Layout:
     shape       [O K] of the decoded weight
     main        name, dtype and shape of the file's tensor that is the parameter, as uint8
     block       rows and columns that share a scale
-    bits        of an integer
-    first_zero  what is added to a stored zero point
+    bits        number of bits of an integer
+    first_zero  the number that is added to a stored zero point
     has_exponent_scales  whether scales are ue8m0 bytes
     """
 
@@ -62,20 +64,20 @@ class Layout:
 
     @property
     def align(self) -> int:
-        """Rows of a piece are a multiple of this: whole blocks, and whole words of every
-        packing.
+        """The number of rows of a piece must be a multiple of this, so that pieces hold whole
+        blocks and whole words in every packing.
         """
         return math.lcm(self.block[0], 8)
 
 
 def scaled(tensors: Tensors, rows: slice, wide: torch.dtype, layout: Layout) -> Tensor:
-    """8-bit floats or integers with a scale for the tensor, a row or a block of rows and columns;
-    the last block may be smaller.
+    """Decodes 8-bit floats or integers with a scale per tensor, per row, or per block of rows and
+    columns. The last block may be smaller.
 
     weight             fp8 or int8 [O K]
     weight_scale       any float [1], [O], [O 1] or [O/block K/block]; `weight_scale_inv` in
                        DeepSeek's files
-    weight_zero_point  int8, the shape of the scale, or absent
+    weight_zero_point  int8, with the shape of the scale, or absent
     """
     values = tensors["weight"][rows].to(wide)
     if "weight_zero_point" in tensors:
@@ -84,18 +86,21 @@ def scaled(tensors: Tensors, rows: slice, wide: torch.dtype, layout: Layout) -> 
 
 
 def int8_rows(tensors: Tensors, rows: slice, wide: torch.dtype, layout: Layout) -> Tensor:
-    """bitsandbytes' int8: `SCB` is the largest magnitude of each row, which 127 stands for."""
+    """Decodes bitsandbytes' int8. `SCB` is the largest magnitude of each row, which is stored as
+    127.
+    """
     return tensors["weight"][rows].to(wide).mul_((tensors["SCB"][rows].to(wide) / 127)[:, None])
 
 
 def packed_rows(tensors: Tensors, rows: slice, wide: torch.dtype, layout: Layout) -> Tensor:
-    """compressed-tensors' integers of 4 or 8 bits, stored with an offset of half their range.
+    """Decodes compressed-tensors' integers of 4 or 8 bits, which are stored with an offset of half
+    their range.
 
     weight_packed      int32[O ceil(K bits / 32)]
     weight_scale       any float [O G] or [O 1]
-    weight_zero_point  int32[ceil(O bits / 32) G], packed along the rows; int16[O G], less the
-                       offset (`pack_along_rows`); or absent
-    weight_g_idx       int32[K], the group of each column where they are not in order, or absent
+    weight_zero_point  int32[ceil(O bits / 32) G], packed along the rows; or int16[O G] after the
+                       offset is subtracted (`pack_along_rows`); or absent
+    weight_g_idx       int32[K], the group of each column, or absent if groups are contiguous
     """
     half = 2 ** (layout.bits - 1)
     values = (
@@ -119,7 +124,7 @@ def packed_rows(tensors: Tensors, rows: slice, wide: torch.dtype, layout: Layout
 
 
 def unpack_zeros(tensors: Tensors, rows: slice, layout: Layout) -> Tensor:
-    """[rows G]: the zero points of `packed_rows`, less the offset."""
+    """Returns the zero points of `packed_rows` as [rows G], after the offset is subtracted."""
     if tensors["weight_zero_point"].dtype == torch.int16:
         return tensors["weight_zero_point"][rows]
     zero: Tensor = unpack_words(tensors["weight_zero_point"], layout.bits, 0)[rows] - 2 ** (
@@ -129,10 +134,11 @@ def unpack_zeros(tensors: Tensors, rows: slice, layout: Layout) -> Tensor:
 
 
 def gptq(tensors: Tensors, rows: slice, wide: torch.dtype, layout: Layout) -> Tensor:
-    """GPTQ's integers of 4 or 8 bits, packed along K.
+    """Decodes GPTQ's integers of 4 or 8 bits, which are packed along K.
 
     qweight  int32[K bits/32 O]
-    qzeros   int32[G O bits/32], less one in files of its first version (`layout.first_zero` is 1)
+    qzeros   int32[G O bits/32]; files of GPTQ's first version store them minus one
+             (`layout.first_zero` is 1)
     scales   any float [G O]
     g_idx    int32[K], the group of each column (act-order), or absent
     """
@@ -153,7 +159,7 @@ def gptq(tensors: Tensors, rows: slice, wide: torch.dtype, layout: Layout) -> Te
 
 
 def awq(tensors: Tensors, rows: slice, wide: torch.dtype, layout: Layout) -> Tensor:
-    """AWQ's 4-bit integers (gemm), packed along O in an order of their own.
+    """Decodes AWQ's 4-bit integers (gemm), which are packed along O in the order `AWQ_ORDER`.
 
     qweight  int32[K O/8]
     qzeros   int32[G O/8]
@@ -171,8 +177,8 @@ def awq(tensors: Tensors, rows: slice, wide: torch.dtype, layout: Layout) -> Ten
 
 
 def nvfp4(tensors: Tensors, rows: slice, wide: torch.dtype, layout: Layout) -> Tensor:
-    """NVFP4: 4-bit floats with an fp8 scale for 16 of a row, and one for the tensor: a divisor in
-    compressed-tensors, a factor in ModelOpt.
+    """Decodes NVFP4: 4-bit floats with an fp8 scale per 16 values of a row, and a scale per tensor,
+    which is a divisor in compressed-tensors and a factor in ModelOpt.
 
     weight_packed        uint8[O K/2], `weight` in ModelOpt
     weight_scale         fp8[O K/16]
@@ -193,7 +199,7 @@ def nvfp4(tensors: Tensors, rows: slice, wide: torch.dtype, layout: Layout) -> T
 
 
 def mxfp4(tensors: Tensors, rows: slice, wide: torch.dtype, layout: Layout) -> Tensor:
-    """MXFP4: 4-bit floats with a power of two for 32 of a row.
+    """Decodes MXFP4: 4-bit floats with a power of two as the scale of 32 values of a row.
 
     weight_packed  uint8[O K/2]
     weight_scale   uint8[O K/32], exponents with a bias of 127
@@ -208,12 +214,12 @@ def mxfp4(tensors: Tensors, rows: slice, wide: torch.dtype, layout: Layout) -> T
 
 
 def ggml(tensors: Tensors, rows: slice, wide: torch.dtype, layout: Layout) -> Tensor:
-    """The blocks of a GGUF file, uint8[O bytes] under the name of their kind."""
+    """Decodes the blocks of a GGUF file, uint8[O bytes] under the name of their kind."""
     return decode_blocks(layout.main[0], tensors[layout.main[0]][rows], wide)
 
 
 def decode_exponents(scale: Tensor, wide: torch.dtype) -> Tensor:
-    """ue8m0 bytes as powers of two; 255 is NaN."""
+    """Decodes ue8m0 bytes to powers of two; 255 is NaN."""
     if scale.dtype != torch.uint8:
         scale = scale.view(torch.uint8)
     powers = torch.ldexp(torch.ones_like(scale, dtype=wide), scale.int() - 127)
@@ -221,7 +227,7 @@ def decode_exponents(scale: Tensor, wide: torch.dtype) -> Tensor:
 
 
 def _decode_fp4(packed: Tensor, wide: torch.dtype) -> Tensor:
-    """Numbers of 4 bits: sign, exponent, exponent, mantissa."""
+    """Decodes 4-bit floats, whose bits are sign, exponent, exponent, mantissa."""
     magnitudes = torch.tensor(
         (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), dtype=wide, device=packed.device
     )
@@ -231,7 +237,7 @@ def _decode_fp4(packed: Tensor, wide: torch.dtype) -> Tensor:
 
 
 def unpack_words(packed: Tensor, bits: int, dim: int, order: Sequence[int] = range(8)) -> Tensor:
-    """The numbers of 32-bit words along `dim`, as int32."""
+    """Unpacks the numbers of 32-bit words along `dim` to int32."""
     shifts = torch.tensor(
         [bits * at for at in order[: 32 // bits]], device=packed.device, dtype=torch.int32
     )
@@ -250,10 +256,12 @@ def _apply_by_group(
     layout: Layout,
     apply: InPlace,
 ) -> Tensor:
-    """Applies `group_values` [rows G], in place, to values [rows K] of its group's columns."""
+    """Applies in place to each of the values [rows K] the value of its group in `group_values`
+    [rows G].
+    """
     size = layout.block[1]
     if column_groups is not None:
-        # in the order of memory, which is that of columns in GPTQ's files
+        # indexed in the order of memory, which is by columns in GPTQ's files
         is_column_major = group_values.stride(0) == 1
         apply(
             values,
@@ -276,7 +284,7 @@ def _apply_by_block(
     layout: Layout,
     apply: InPlace,
 ) -> Tensor:
-    """The same for `block_values` [O/block K/block]."""
+    """Applies in place to each value the value of its block in `block_values` [O/block K/block]."""
     height = layout.block[0]
     first = rows.start // height
     block_values = block_values[first : -(-rows.stop // height)]

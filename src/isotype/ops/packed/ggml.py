@@ -1,10 +1,10 @@
-"""Decodes the blocks of GGUF files by their definition. A block of a few dozen bytes has 32 or 256
-numbers of a row and their scales.
+"""Decoders of the blocks of GGUF files, written after their definition. A block stores 32 or 256
+numbers of a row and their scales, in 18 to 210 bytes.
 
-Arithmetic has the same order as ggml's reference, so that fp32 results are bit-identical.
+The order of operations is the same as in ggml's reference, so that fp32 results are bit-identical.
 
-B blocks. Half precision scales `d` and minima are fp16; a group of a block has an integer of 4, 6
-or 8 bits by which they are multiplied.
+B blocks. A block's scale `d` and its minimum are fp16. They are multiplied by integers of 4, 6 or 8
+bits, one for each group of the block.
 
 Source: llama.cpp, `ggml-quants.c` and `ggml-common.h`; the package gguf 0.19 (`quants.py`) is the
 reference of the tests.
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# kind -> (numbers of a block, its bytes, where its fp16 scales are)
+# kind -> (numbers per block, bytes per block, byte offsets of its fp16 scales)
 BLOCKS = {
     "Q4_0": (32, 18, (0,)), "Q4_1": (32, 20, (0, 2)), "Q5_0": (32, 22, (0,)), "Q5_1": (32, 24, (0, 2)), "Q8_0": (32, 34, (0,)),
     "IQ4_NL": (32, 18, (0,)), "Q2_K": (256, 84, (80, 82)), "Q3_K": (256, 110, (108,)), "Q4_K": (256, 144, (0, 2)),
@@ -27,7 +27,7 @@ _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113
 
 
 def decode_blocks(kind: str, packed: Tensor, wide: torch.dtype) -> Tensor:
-    """The numbers of whole blocks.
+    """Decodes whole blocks.
 
     packed  uint8[rows bytes]
     ->      wide[rows K]
@@ -44,7 +44,7 @@ def decode_blocks(kind: str, packed: Tensor, wide: torch.dtype) -> Tensor:
 
 
 def find_non_finite(kind: str, packed: Tensor) -> Tensor:
-    """bool[rows blocks], true where a scale is infinite or NaN."""
+    """Returns bool[rows blocks], true where a scale is infinite or NaN."""
     _, size, scale_offsets = BLOCKS[kind]
     blocks = packed.reshape(-1, size)
     is_bad = torch.stack([~_read_fp16(blocks, offset).isfinite() for offset in scale_offsets]).any(
@@ -58,7 +58,9 @@ def _read_fp16(blocks: Tensor, offset: int) -> Tensor:
 
 
 def _fields(packed: Tensor, shifts: Sequence[int], width: int, mask: int) -> Tensor:
-    """Each run of `width` bytes once for each shift: uint8[B len(shifts) * bytes]."""
+    """Extracts bit fields. Each run of `width` bytes is returned once per shift, shifted and
+    masked, as uint8[B len(shifts) * bytes].
+    """
     shift = torch.tensor(shifts, dtype=torch.uint8, device=packed.device)[:, None]
     return ((packed.reshape(packed.shape[0], -1, 1, width) >> shift) & mask).reshape(
         packed.shape[0], -1
@@ -66,8 +68,8 @@ def _fields(packed: Tensor, shifts: Sequence[int], width: int, mask: int) -> Ten
 
 
 def _decode_32(kind: str, blocks: Tensor, d: list[Tensor], wide: torch.dtype) -> Tensor:
-    """Blocks of 32 numbers with a scale, and a minimum in Q4_1 and Q5_1. Q5 stores the fifth bits
-    in a separate word.
+    """Decodes blocks of 32 numbers with a scale, and with a minimum in Q4_1 and Q5_1. Q5 stores the
+    fifth bits in a separate word.
     """
     if kind == "Q8_0":
         return blocks[:, 2:].contiguous().view(torch.int8).to(wide) * d[0]
@@ -100,8 +102,9 @@ def _q3_k(blocks: Tensor, d: list[Tensor], wide: torch.dtype) -> Tensor:
 
 
 def _q45_k(blocks: Tensor, d: list[Tensor], wide: torch.dtype) -> Tensor:
-    """Scales and minima of 6 bits: four bytes each, whose two highest bits belong to the last four,
-    whose low halves follow.
+    """Decodes Q4_K and Q5_K. Each block has eight scales and eight minima of 6 bits. The first four
+    of each are the low 6 bits of a byte. Of the last four, the high 2 bits are in the high bits of
+    the same bytes, and the low 4 bits follow.
     """
     first = blocks[:, 4:8]
     second = blocks[:, 8:12]
@@ -125,7 +128,7 @@ def _q6_k(blocks: Tensor, d: list[Tensor], wide: torch.dtype) -> Tensor:
 
 
 def _scale_groups(scale: Tensor, q: Tensor, minimum: Tensor | None = None) -> Tensor:
-    """scale [B groups] * q [B numbers] - least [B groups]."""
+    """Computes scale [B groups] * q [B numbers] - minimum [B groups]."""
     values: Tensor = q.unflatten(1, (scale.shape[1], -1)).mul_(scale[..., None])
     return values if minimum is None else values.sub_(minimum[..., None])
 

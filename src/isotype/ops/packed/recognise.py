@@ -1,7 +1,7 @@
-"""Recognises the tensors of a packed weight in a checkpoint, and its format, by names, dtypes and
-shapes.
+"""Recognises a packed weight and its format from the names, dtypes and shapes of its tensors in a
+checkpoint.
 
-Block sizes and GPTQ's version do not follow from tensors; they come from config.json
+Block sizes and GPTQ's version cannot be derived from the tensors; they come from config.json
 (`precision.packing`).
 """
 
@@ -29,7 +29,7 @@ SERVING_TENSORS = (
     "v_scale",
     "weight_format",
 )
-"""Tensors beside a packed weight that servers use for activations and caches."""
+"""Tensors stored beside a packed weight that only servers use, for activations and caches."""
 TORCHAO_NAMES = {
     "_weight_qdata": "weight",
     "_weight_scale": "weight_scale",
@@ -62,7 +62,7 @@ Parts = Mapping[str, Part]
 
 
 def is_packed(parts: Parts) -> bool:
-    """Whether these tensors are those of a packed weight, complete or not."""
+    """Whether these tensors belong to a packed weight, which may be incomplete."""
     weight = parts.get("weight")
     return bool(PACKED_PARTS & parts.keys()) or (
         weight is not None and weight.dtype in (*FP8, torch.int8, torch.uint8, torch.int32)
@@ -70,7 +70,7 @@ def is_packed(parts: Parts) -> bool:
 
 
 def recognise(layer: str, parts: Parts, packing: Packing, shape: tuple[int, int]) -> Layout:
-    """The layout of one layer's packed weight.
+    """Returns the layout of one layer's packed weight.
 
     layer   the name of the layer, for messages
     shape   [O K] of the weight in the model
@@ -90,7 +90,7 @@ def recognise(layer: str, parts: Parts, packing: Packing, shape: tuple[int, int]
         return Layout("ggml", shape, (kind, torch.uint8, parts[kind].shape), (1, numbers))
     if weight is None:
         raise UsageError(
-            f"{layer}: {', '.join(sorted(parts))}, and no weight to which they belong",
+            f"{layer} has {', '.join(sorted(parts))}, but no weight to which they belong",
             fix=RELOAD_ADVICE,
         )
     if weight.dtype == torch.uint8 and packing.dtype_name == "nvfp4":
@@ -196,8 +196,7 @@ def _column_packed(layer: str, parts: Parts, packing: Packing, shape: tuple[int,
 
 
 RELOAD_ADVICE = (
-    "get the files again from where they came, or save the model anew with the library that"
-    " quantised it"
+    "download the files again, or save the model again with the library that quantised it"
 )
 
 
@@ -208,7 +207,7 @@ def _elements(part: Part) -> int:
 def _require_part(layer: str, parts: Parts, name: str) -> Part:
     if name not in parts:
         raise UsageError(
-            f"{layer}.{name} is missing: {', '.join(sorted(parts))} are there", fix=RELOAD_ADVICE
+            f"{layer}.{name} is missing; the file has {', '.join(sorted(parts))}", fix=RELOAD_ADVICE
         )
     return parts[name]
 
@@ -224,8 +223,8 @@ def _check_shape(layer: str, parts: Parts, name: str, shape: tuple[int, ...]) ->
 def _matching_block(
     layer: str, name: str, actual: tuple[int, ...], packing: Packing, shape: tuple[int, int]
 ) -> tuple[int, int]:
-    """The block size of config.json for which a scale has this shape. It is not computed from the
-    shapes, since the last block may be smaller.
+    """Returns the block size from config.json that fits a scale of this shape. It cannot be
+    computed from the shapes, since the last block may be smaller.
     """
     blocks = [(rows, shape[1] if columns == -1 else columns) for rows, columns in packing.blocks]
     matching = [b for b in blocks if tuple(actual) == (-(-shape[0] // b[0]), -(-shape[1] // b[1]))]
@@ -243,7 +242,7 @@ def _matching_block(
 def build_state(
     layer: str, layout: Layout, dtype_name: str, tensors: Mapping[str, Tensor]
 ) -> PackedState:
-    """The state of a weight from its loaded tensors.
+    """Creates the state of a weight from its loaded tensors.
 
     Raises  UsageError for a scale or an fp8 weight that is not finite
     """
@@ -266,11 +265,11 @@ def build_state(
         if bool(is_bad.any()):
             raise UsageError(
                 f"{layer}.{name} is not finite at {is_bad.nonzero()[0].tolist()}"
-                f" ({int(is_bad.sum())} such)",
+                f" ({int(is_bad.sum())} in all)",
                 fix=RELOAD_ADVICE,
             )
     for name in ("g_idx", "weight_g_idx"):
-        # files without act-order may have it too
+        # files without act-order may contain it too
         if (
             name in state_tensors
             and not state_tensors[name].is_meta

@@ -1,7 +1,8 @@
-"""`PackedState`: the layout and the scales of a packed weight, and how the weight is widened.
+"""`PackedState`, which holds the layout and the scales of a packed weight and widens the weight to
+a float dtype.
 
-A weight is widened in pieces of rows, so that its fp32 values never exist all at once. A piece fits
-a CPU's cache.
+A weight is widened in pieces of rows, so that its fp32 values never exist all at once. On a CPU a
+piece fits into the cache.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ def elements_per_piece(tensor: Tensor) -> int:
     return _CPU_PIECE if tensor.is_cpu else _GPU_PIECE
 
 
-# --- one kernel for the formats whose numbers are in order along a row, in blocks with one scale:
-# fp8, int8, int4 in rows, nvfp4, mxfp4. Its values equal those of `formats` bit for bit. Columns in
+# --- a kernel for formats whose numbers are in order along a row, in blocks with one scale: fp8,
+# int8, int4 in rows, nvfp4, mxfp4. Its results are bit-identical to those of `formats`. Columns in
 # another order (act-order) and fp64 are widened by `formats`
 
 KERNELS = CppKernels(__file__, in_graphs=True, widen="dppppiiiiiiii")
@@ -41,7 +42,7 @@ class BlockScaled(NamedTuple):
     """A weight whose values are (number - zero) * scale.
 
     packed       uint8[rows bytes]
-    scale, zero  fp32[blocks groups], from the block of the first row on
+    scale, zero  fp32[blocks groups], starting at the block of the first row
     """
 
     kind: str
@@ -51,8 +52,8 @@ class BlockScaled(NamedTuple):
 
 
 def to_block_scaled(tensors: Tensors, rows: slice, layout: Layout) -> BlockScaled | None:
-    """These rows of a weight as `BlockScaled`; None for other formats. The arguments are those of
-    the functions in `formats`.
+    """Returns these rows of a weight as `BlockScaled`, or None for other formats. The arguments are
+    the same as for the functions in `formats`.
     """
     height = layout.block[0]
     blocks = slice(rows.start // height, -(-rows.stop // height))
@@ -87,7 +88,8 @@ def to_block_scaled(tensors: Tensors, rows: slice, layout: Layout) -> BlockScale
         zero = (
             unpack_zeros(tensors, rows, layout).float() if "weight_zero_point" in tensors else None
         )
-        # numbers of 8 bits are stored with an offset of 128: int8 with the highest bit inverted
+        # numbers of 8 bits are stored with an offset of 128, which is int8 with the highest bit
+        # inverted
         return BlockScaled(
             "int4" if layout.bits == 4 else "int8",
             packed if layout.bits == 4 else packed ^ 128,
@@ -153,7 +155,7 @@ def _widen_(
 
 def _widen_by_kernel(tensors: Tensors, rows: slice, layout: Layout, out: Tensor) -> bool:
     """Writes these rows into the first K columns of `out`, whose columns are adjacent. Returns
-    False where no kernel supports the format.
+    False if no kernel supports the format.
     """
     if not (uses_cpp(KERNELS, out) or uses_fused_kernel(out)):
         return False
@@ -175,11 +177,12 @@ def _widen_by_kernel(tensors: Tensors, rows: slice, layout: Layout, out: Tensor)
 
 
 class PackedState:
-    """The layout and the scales of a packed weight, whose bytes are the parameter.
+    """The layout and the scales of a packed weight. The bytes of the weight are the layer's
+    parameter and not part of the state.
 
     shape       of the widened weight
-    dtype_name  `fp8 int8 int4 nvfp4 mxfp4 gguf`, as `precision.base` has it
-    tensors     scales, zero points and the like, by the file's names
+    dtype_name  one of `fp8 int8 int4 nvfp4 mxfp4 gguf`, as in the setting `precision.base`
+    tensors     scales, zero points and similar tensors, under the file's names
     """
 
     def __init__(self, layout: Layout, dtype_name: str, tensors: dict[str, Tensor]) -> None:
@@ -189,7 +192,7 @@ class PackedState:
         self.shape = torch.Size(layout.shape)
 
     def widen(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
-        """The weight in `dtype`: computed in fp32 (fp64 for fp64) and narrowed once.
+        """Returns the weight in `dtype`, computed in fp32 (in fp64 for fp64) and narrowed once.
 
         packed  uint8[...]  the bytes of the file's tensor
         ->      dtype[O, K]
@@ -200,7 +203,7 @@ class PackedState:
         return self.widen_rows(packed, slice(0, self.shape[0]), out)
 
     def widen_rows(self, packed: Tensor, rows: slice, out: Tensor) -> Tensor:
-        """Writes these rows, whose first is a multiple of `layout.align`, into `out`."""
+        """Writes these rows into `out`. The first row must be a multiple of `layout.align`."""
         layout = self.layout
         columns = self.shape[1]
         name, dtype, shape = layout.main
@@ -218,26 +221,28 @@ class PackedState:
         return out
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """A copy with `function` applied to each tensor."""
+        """Returns a copy with `function` applied to each tensor."""
         state = copy.copy(self)
         state.tensors = {name: function(tensor) for name, tensor in self.tensors.items()}
         return state
 
     def to_device(self, device: torch.device) -> Self:
-        """The state on this device; dtypes do not change."""
+        """Returns the state on this device. Dtypes do not change."""
         if all(tensor.device == device for tensor in self.tensors.values()):
             return self
         return self.map_tensors(lambda tensor: tensor.to(device))
 
 
 class StackState(PackedState):
-    """The state of the stacked matrices of a mixture's experts. A few of them are widened at a time.
+    """The state of the stacked matrices of a mixture of experts. Only a few matrices are widened at
+    a time.
 
-    layout      of one piece [O K] of one expert: its matrix, or its gate above its up
+    layout      the layout of one piece [O K] of an expert. A piece is the expert's matrix, or one
+                of gate and up, which are stacked
     tensors     [E pieces ...]
     experts     E
     pieces      the number of pieces of one expert
-    transposed  whether a matrix is [K O] in the model
+    transposed  whether a matrix is stored as [K O] in the model
     """
 
     def __init__(
@@ -261,12 +266,12 @@ class StackState(PackedState):
         )
 
     def widen(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
-        """The matrices of all experts, as in the model: dtype[E O K], or dtype[E K O]."""
+        """Returns the matrices of all experts in the model's layout: dtype[E O K], or dtype[E K O]."""
         wide = self.widen_experts(packed, slice(0, self.experts), dtype)
         return wide.transpose(1, 2) if self.transposed else wide
 
     def widen_experts(self, packed: Tensor, experts: slice, dtype: torch.dtype) -> Tensor:
-        """The matrices of some experts: dtype[E O K] for both layouts."""
+        """Returns the matrices of some experts, as dtype[E O K] for both layouts."""
         rows, columns = self.layout.shape
         out = torch.empty(
             experts.stop - experts.start,
@@ -331,10 +336,11 @@ def _widen_4bit(
 
 
 def widen_4bit(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
-    """The weight in `dtype`, computed in fp32 and narrowed once.
+    """Returns a weight of bitsandbytes' 4-bit formats in `dtype`, computed in fp32 and narrowed
+    once.
 
-    packed  any dtype; two values a byte, the first one in the high half
-    state   its bitsandbytes QuantState: nf4 or fp4, with scales in fp32 or quantised too
+    packed  any dtype; two values per byte, the first in the high half
+    state   the weight's QuantState: nf4 or fp4, with scales that are fp32 or quantised too
     ->      dtype[O, K]
     """
     if (
@@ -377,7 +383,7 @@ def widen_4bit(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
 
 
 def widen(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
-    """A packed weight in `dtype`.
+    """Widens a packed weight to `dtype`.
 
     state  a `PackedState`, or bitsandbytes' QuantState of 4 bits
     """
@@ -387,10 +393,10 @@ def widen(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
 
 
 def pack_weight(weight: Tensor, dtype_name: str) -> tuple[Tensor, PackedState]:
-    """A float weight [O K] packed as `fp8` or `int8` with a fp32 scale a row: (its bytes, its
-    state).
+    """Packs a float weight [O K] as `fp8` or `int8` with one fp32 scale per row. Returns (packed
+    weight, state).
 
-    The largest magnitude of a row becomes the largest number of the format.
+    The largest magnitude of a row is stored as the largest number of the format.
     """
     rows, columns = weight.shape
     dtype, largest = (torch.float8_e4m3fn, 448.0) if dtype_name == "fp8" else (torch.int8, 127.0)
@@ -408,16 +414,18 @@ def pack_weight(weight: Tensor, dtype_name: str) -> tuple[Tensor, PackedState]:
     return packed, PackedState(layout, dtype_name, {"weight_scale": scale})
 
 
-# --- a word of GPTQ and AWQ has numbers of eight rows or columns, so that one row cannot be widened
-# alone. When a layer is loaded, its words are packed again along the rows, in as many bytes
+# --- repacking of GPTQ and AWQ. A word of these formats holds numbers of eight rows or columns, so
+# a single row cannot be widened alone. When a layer is loaded, its numbers are packed again along
+# the rows, which takes the same number of bytes
 
 
 def pack_along_rows(weight: Tensor, state: PackedState) -> tuple[Tensor, PackedState]:
-    """Weight and state in the format of `formats.packed_rows`. Other formats, and columns in
-    another order (act-order), are returned unchanged.
+    """Repacks a GPTQ or AWQ weight into the format of `formats.packed_rows`. Other formats, and
+    weights with columns in another order (act-order), are returned unchanged.
 
     weight  int32, `qweight`
-    ->     int32[O ceil(K bits / 32)], zero points int16[O G] less half of their range
+    ->      (int32[O ceil(K bits / 32)], state), with zero points as int16[O G] from which half of
+            their range is subtracted
     """
     layout = state.layout
     source = state.tensors
@@ -454,7 +462,7 @@ def pack_along_rows(weight: Tensor, state: PackedState) -> tuple[Tensor, PackedS
 
 
 def _unpack_rows(tensors: Tensors, name: str, rows: slice, layout: Layout) -> Tensor:
-    """int32[rows K], or [rows G] of the zero points."""
+    """Unpacks rows of the weight as int32[rows K], or of the zero points as int32[rows G]."""
     numbers: Tensor
     if name == "qweight" and layout.format == "gptq":
         numbers = unpack_words(tensors[name][:, rows], layout.bits, 0).t()
@@ -469,7 +477,9 @@ def _unpack_rows(tensors: Tensors, name: str, rows: slice, layout: Layout) -> Te
 
 
 def _pack_words(numbers: Tensor, bits: int) -> Tensor:
-    """Words of 32 bits along a row, the lowest bits first; the last word is padded with zeros."""
+    """Packs numbers along a row into words of 32 bits, the first number in the lowest bits. The
+    last word is padded with zeros.
+    """
     per_word = 32 // bits
     padded: Tensor = (
         F.pad(numbers, (0, -numbers.shape[1] % per_word)).long().unflatten(1, (-1, per_word))

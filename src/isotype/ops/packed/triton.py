@@ -1,7 +1,7 @@
-"""Widens a packed weight in one launch, as `cpu.cpp` does on a CPU.
+"""Triton kernels that widen a packed weight in one launch, as `cpu.cpp` does on a CPU.
 
-Bytes moved for n elements: n or n / 2 packed, their scales and, in bf16, 2 n written. The scales of
-a program are in few cache lines.
+For n elements a kernel reads n or n / 2 packed bytes and their scales, and writes 2 n bytes in
+bf16. The scales that a program reads are in a few cache lines.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from torch import Tensor
 from ..launch import on_tensor_device
 from .formats import HALVES, KINDS
 
-BLOCK = 1024  # bytes of a program, in one row
+BLOCK = 1024  # packed bytes per program, all in one row
 _E4M3, _E5M2, _INT8, _FP4 = (KINDS[kind] for kind in ("e4m3", "e5m2", "int8", "fp4"))
 
 
 @triton.jit
 def small_float(magnitude, sign, MANTISSA: tl.constexpr, BIAS: tl.constexpr, UNIT: tl.constexpr):
-    """A small float as fp32: below its smallest normal number an integer times UNIT, from there on
-    the bits of an fp32 whose exponent is larger by BIAS.
+    """Converts a small float to fp32. A subnormal number is an integer times UNIT. A normal number
+    has the bits of an fp32 after BIAS is added to the exponent.
     """
     below = (magnitude.to(tl.float32) * UNIT).to(tl.int32, bitcast=True)
     bits = tl.where(
@@ -38,7 +38,7 @@ def decode(
     INT8: tl.constexpr,
     FP4: tl.constexpr,
 ):
-    """Numbers as fp32, from their bits in int32."""
+    """Converts numbers from their bits in int32 to fp32."""
     if KIND == E4M3:
         value_fp32 = small_float(q & 0x7F, q >> 7, 3, 120, 0.001953125)
     elif KIND == E5M2:
@@ -122,7 +122,7 @@ def widen_(
     height: int,
     width: int,
 ) -> None:
-    """Writes `out`, whose columns are adjacent. See `state.Ordered`."""
+    """Writes `out`, whose columns are adjacent. `state.BlockScaled` describes the tensors."""
     rows, columns = out.shape
     half = kind in [KINDS[name] for name in HALVES]
     if out.numel():
@@ -149,10 +149,11 @@ def widen_(
         )
 
 
-# --- bitsandbytes' 4-bit numbers, their scales, and the quantisation of the scales, for which
-# bitsandbytes needs three launches. Bytes moved for n elements: n / 2 packed, n / 64 of scales and,
-# in bf16, 2 n written. The tables (16 and 256 values) stay in the first-level cache. A thread makes
-# 21 loads for 8 packed bytes: one of the bytes, 16 of their values, and 4 for their scale
+# --- bitsandbytes' 4-bit numbers. One launch decodes the numbers, their scales, and the quantised
+# scales; bitsandbytes needs three launches. For n elements the kernel reads n / 2 packed bytes and
+# n / 64 bytes of scales, and writes 2 n bytes in bf16. The tables (16 and 256 values) stay in the
+# L1 cache. A thread makes 21 loads for 8 packed bytes: one for the bytes, 16 for their values, and
+# 4 for their scale
 
 
 @triton.jit
@@ -171,7 +172,7 @@ def widen_4bit_kernel(
     BLOCK: tl.constexpr,
 ):
     first = tl.program_id(0).to(tl.int64) * BLOCK
-    # the 8 bytes of a thread have one scale (SCALED is a multiple of 8), which is decoded once
+    # the 8 bytes of a thread share one scale (SCALED is a multiple of 8), which is decoded once
     run = tl.arange(0, BLOCK // 8) * 8
     i = run[:, None] + tl.arange(0, 8)[None, :]
     count = tl.minimum(size - first, BLOCK).to(tl.int32)
@@ -187,7 +188,7 @@ def widen_4bit_kernel(
     else:
         scale_fp32 = tl.load(absmax + scale, mask=inside, other=0.0).to(tl.float32)  # [BLOCK / 8]
     scale_fp32 = scale_fp32[:, None]
-    # a byte's high half comes first
+    # the first number of a byte is in its high half
     high_fp32 = tl.load(code + (byte >> 4)).to(tl.float32) * scale_fp32  # [BLOCK / 8, 8]
     low_fp32 = tl.load(code + (byte & 15)).to(tl.float32) * scale_fp32  # [BLOCK / 8, 8]
     pair_index = tl.arange(0, 2 * BLOCK)
@@ -211,7 +212,9 @@ def widen_4bit(
     inner_blocksize: int,
     out: Tensor,
 ) -> None:
-    """Writes `out`, contiguous, of an even number of elements. See `state.widen_4bit`."""
+    """Writes `out`, which must be contiguous and have an even number of elements.
+    `state.widen_4bit` describes the tensors.
+    """
     nested = inner_absmax is not None
     size = out.numel() // 2
     if size:

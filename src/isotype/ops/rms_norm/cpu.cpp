@@ -1,11 +1,13 @@
-// RMSNorm of rows, and both of its gradients in one pass. The weight comes in fp32, with Gemma's 1 already added.
+// RMSNorm of rows, and a backward that computes both gradients in one pass. The weight is passed in
+// fp32, with Gemma's 1 already added.
 #include "lanes.h"
 
 using namespace isotype;
 
 namespace {
 
-// residual may be null; else the norm is of x + residual, rounded to X and written to total
+// residual may be null. Otherwise x + residual is rounded to X and written to total, and the norm
+// of total is computed
 template <class X, class Y>
 void norm(const X* x, const X* residual, const float* weight, Y* y, float* scale, X* total, int64_t rows, int64_t columns, int64_t x_stride,
           int64_t residual_stride, float eps, int threads) {
@@ -38,8 +40,9 @@ void norm(const X* x, const X* residual, const float* weight, Y* y, float* scale
   }
 }
 
-// partial[block]: the weight's gradient, summed over a block of rows; blocks follow from the shape, not from the threads, so that a run
-// repeats on any number of them. added_grad may be null; else it is added to dx: another gradient of x
+// partial[block] is the weight's gradient, summed over a block of rows. Blocks depend on the shape
+// and not on the number of threads, so that results are reproducible with any number of threads.
+// added_grad may be null; otherwise it is another gradient of x, which is added to dx
 template <class X, class Y>
 void gradients(const X* x, const float* weight, const float* scale, const Y* dy, const X* added_grad, X* dx, float* partial, int64_t rows,
                int64_t columns, int64_t x_stride, int64_t dy_stride, int64_t added_grad_stride, int64_t block_rows, int threads) {
@@ -82,7 +85,7 @@ extern "C" void forward(int64_t x_dtype, int64_t y_dtype, const void* x, const v
   });
 }
 
-// partial may be null: no gradient of the weight
+// partial may be null: the weight's gradient is then not computed
 extern "C" void backward(int64_t x_dtype, int64_t dy_dtype, const void* x, const float* weight, const float* scale, const void* dy,
                          const void* added_grad, void* dx, float* partial, int64_t rows, int64_t columns, int64_t x_stride, int64_t dy_stride,
                          int64_t added_grad_stride, int64_t block_rows, int threads) {

@@ -1,4 +1,4 @@
-"""`rms_norm` and `add_rms_norm`. T rows, H hidden."""
+"""The ops `rms_norm` and `add_rms_norm`. T rows, H hidden size."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..contract import OpContract
 from ..cpp import CppKernels
 from ..library import library_op
 
-# the output has x's dtype, for a weight of any dtype, unless the caller names another
+# the output has the dtype of x, for a weight of any dtype, unless the caller passes out_dtype
 RMS_NORM = OpContract(
     "x: X[*n H], weight: W[H] -> X[*n H]",
     inside="fp32",
@@ -47,7 +47,7 @@ def rms_norm_reference(
     unit_offset: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """In plain PyTorch, right at fp64."""
+    """RMSNorm in plain PyTorch, correct also for fp64 inputs."""
     h = x.to(arithmetic_dtype(x.dtype, weight.dtype))
     w = weight.to(h.dtype)
     if unit_offset:
@@ -58,8 +58,8 @@ def rms_norm_reference(
 # --- the C++ kernels of cpu.cpp
 
 KERNELS = CppKernels(__file__, forward="ddppppppiiiif", backward="ddpppppppiiiiii")
-# the largest number of partial sums of the weight's gradient, and the smallest number of rows that
-# a partial sum has
+# the largest number of partial sums of the weight's gradient, and the smallest number of rows per
+# partial sum
 _PARTIAL_SUMS = 64
 _ROWS = 16
 
@@ -90,7 +90,7 @@ def _cpp_forward(
     unit_offset: bool,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, 1 / rms of each row, x + residual, empty where there is none)"""
+    """Returns (y, 1 / rms of each row, x + residual). The last is empty if residual is None."""
     y, scale, total = _fake_forward(x, residual, weight_H, eps, unit_offset, out_dtype)
     # the kernel reads rows of adjacent values, and the weight in fp32
     x_TH = x.reshape(-1, x.shape[-1])
@@ -212,7 +212,7 @@ def _forward(
     unit_offset: bool,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(y, 1 / rms of each row, x + residual or None)"""
+    """Returns (y, 1 / rms of each row, x + residual or None)."""
     if path == "cpp":
         y, scale, summed = _cpp_forward(x, residual, weight_H, eps, unit_offset, out_dtype)
         if residual is None:
@@ -221,8 +221,8 @@ def _forward(
     if path == "triton":
         from . import triton
 
-        # longer rows run as plain PyTorch: no model has them, and a kernel with a loop would read
-        # them twice
+        # longer rows run in plain PyTorch. No model has such rows, and a kernel with a loop would
+        # read them twice
         if triton.fits_in_registers(x):
             return triton.rms_norm_forward(x, residual, weight_H, eps, unit_offset, out_dtype)
     normed = x
@@ -248,7 +248,7 @@ def _backward(
     unit_offset: bool,
     want_dweight: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of x and weight; `added_grad` is added to that of x."""
+    """Returns the gradients of x and weight. `added_grad` is added to the gradient of x."""
     if path == "cpp":
         dx, dweight_H = _cpp_backward(x, weight_H, scale, dy, added_grad, unit_offset, want_dweight)
         if not want_dweight:
@@ -280,8 +280,8 @@ def _backward(
 
 
 class RmsNorm(torch.autograd.Function):
-    """Saves its inputs and one fp32 a row; never writes to the incoming gradient, which a residual
-    connection shares.
+    """The autograd function of `rms_norm`. It saves its inputs and one fp32 value per row. It never
+    writes to the incoming gradient, since a residual connection shares that tensor.
     """
 
     @staticmethod
@@ -318,7 +318,8 @@ def rms_norm(
     unit_offset: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """x / rms(x) * weight, in one pass; Gemma's form, x / rms(x) * (1 + weight), with unit_offset.
+    """Computes x / rms(x) * weight in one pass. With unit_offset it computes Gemma's form, x /
+    rms(x) * (1 + weight).
 
     x        X[*n H]   any float dtype, unchanged by autocast
     weight   W[H]      any float dtype: an fp32 weight does not widen the output
@@ -343,8 +344,8 @@ def _wrong_weight(x: Tensor, weight: Tensor) -> ShapeError:
 
 
 class AddRmsNorm(torch.autograd.Function):
-    """Saves the sum and one fp32 a row. The two gradients of the sum, through the norm and around
-    it, are returned as one.
+    """The autograd function of `add_rms_norm`. It saves the sum and one fp32 value per row. The sum
+    gets two gradients, one through the norm and one past it; backward returns their sum.
     """
 
     @staticmethod
@@ -365,8 +366,8 @@ class AddRmsNorm(torch.autograd.Function):
         ctx.save_for_backward(total, weight_H, scale)
         ctx.path = path
         ctx.unit_offset = unit_offset
-        # PyTorch lets a leaf keep the gradient tensor that backward returns: two leaves that got
-        # one tensor would each accumulate into the other's .grad
+        # PyTorch may store the tensor that backward returns as a leaf's .grad. If two leaves got
+        # the same tensor, each would accumulate into the other's .grad
         ctx.copies_gradient = (
             residual is not None
             and x.is_leaf
@@ -409,15 +410,15 @@ def add_rms_norm(
     unit_offset: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual), in one pass forward and one backward; the sum has the
-    promoted dtype of the two.
+    """Returns (rms_norm(x + residual), x + residual), in one pass forward and one backward. The sum
+    has the promoted dtype of x and residual.
 
-    x, residual  X[*n H]; with None the result is (rms_norm(x), x), for a layer whose residual
-                 bypasses the norm
+    x, residual  X[*n H]; if residual is None the result is (rms_norm(x), x), for a layer whose
+                 residual bypasses the norm
     ->           (normed X[*n H] or out_dtype, sum X[*n H]), each differentiable
-    inside       as `rms_norm`, of the sum rounded to X
-    grads        x: X   residual: X   weight: W; the sum's two gradients are added in fp32 and
-                 rounded once
+    inside       as in `rms_norm`, which gets the sum rounded to X
+    grads        x: X   residual: X   weight: W; the two gradients of the sum are added in fp32 and
+                                      rounded once
     Raises       ShapeError SH001
     """
     if residual is not None and x.shape != residual.shape:

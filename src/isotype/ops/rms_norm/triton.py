@@ -1,9 +1,9 @@
-"""RMSNorm kernels: a program a tile of whole rows; short rows (a head's, 64 to 256) share one. H
-hidden.
+"""RMSNorm kernels. Each Triton program computes a tile of whole rows; a tile holds several short
+rows (such as the 64 to 256 values of a head). H hidden size.
 
-The weight's gradient is summed in fp32 by programs that each compute several tiles, and then over
-the programs, without atomics, in an order that depends on shapes and the device. A frozen weight,
-as under LoRA, has no such sum.
+For the weight's gradient, each program computes several tiles and sums over them in fp32. A second
+sum adds the programs' results. There are no atomics, so the order of additions depends only on
+shapes and the device. A frozen weight, as in LoRA, needs no such sum.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from ..launch import multiprocessors, on_tensor_device, warps
 
-# A tile has at least so many values, 16 a thread: with a row of 128 alone each thread would load 2
-# bytes
+# The smallest number of values of a tile, which is 16 per thread. If a tile were a single row of
+# 128 values, each thread would load 2 bytes
 MIN_TILE_ELEMENTS = 2048
-# Longer rows do not fit in registers: at 32,768 columns the backward spills 20 to 120 values a
-# thread
+# Longer rows do not fit into registers: with 32,768 columns the backward spills 20 to 120 values
+# per thread
 MAX_COLUMNS = 16384
 # The number of programs that sum the weight's gradient, for each multiprocessor
 PROGRAMS_PER_MULTIPROCESSOR = 4
@@ -47,7 +47,7 @@ def rms_norm_forward_kernel(
     at = row[:, None] * hidden + h[None, :]
     x_fp32 = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
     if ADDS:
-        # the norm is of the sum as it is stored
+        # the norm is computed from the sum as stored, after rounding
         sums = (x_fp32 + tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)).to(
             total.dtype.element_ty
         )
@@ -96,8 +96,8 @@ def rms_norm_backward_kernel(
         scale_fp32 = tl.load(scale + row, mask=row < rows, other=0.0).to(tl.float32)[
             :, None
         ]  # [ROWS, 1]
-        # loaded for every tile, from the cache; kept, it would take one register per value (at
-        # 16,384 columns 48 values spilled)
+        # loaded again for every tile, from the cache. Kept in registers, it would take one register
+        # per value (with 16,384 columns 48 values spilled)
         w_fp32 = tl.load(weight + h, mask=h < hidden, other=0.0).to(tl.float32)  # [BLOCK]
         if OFFSET:
             w_fp32 += 1.0
@@ -120,7 +120,7 @@ def fits_in_registers(x: Tensor) -> bool:
 
 
 def choose_tile(hidden: int) -> tuple[int, int]:
-    """(rows, columns) of a tile."""
+    """Returns (rows, columns) of a tile."""
     block = triton.next_power_of_2(hidden)
     return max(1, MIN_TILE_ELEMENTS // block), block
 
@@ -134,7 +134,7 @@ def rms_norm_forward(
     unit_offset: bool,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(y, 1 / rms of each row, x + residual or None)"""
+    """Returns (y, 1 / rms of each row, x + residual or None)."""
     x, weight_H = x.contiguous(), weight_H.contiguous()
     residual = None if residual is None else residual.contiguous()
     out = torch.empty(x.shape, dtype=out_dtype, device=x.device)
@@ -191,8 +191,8 @@ def rms_norm_backward(
         if want_dweight
         else scale
     )
-    # at 16,384 columns 16 warps spill 2 values a thread (Triton 3.6, sm_90), and 32 where the
-    # weight's gradient is summed too; 32 warps spill none, and 17
+    # with 16,384 columns, 16 warps spill 2 values per thread (Triton 3.6, sm_90), or 32 if the
+    # weight's gradient is summed too; 32 warps spill none, or 17
     rms_norm_backward_kernel[(programs,)](
         x,
         weight_H,

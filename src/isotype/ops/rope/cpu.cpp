@@ -1,4 +1,5 @@
-// The rotation of [batch, heads, positions, size] by tables in fp32. Strides of any order; the last dimension is adjacent.
+// The rotation of [batch, heads, positions, size] by fp32 tables. Strides may have any order;
+// elements of the last dimension are adjacent.
 #include "lanes.h"
 
 using namespace isotype;
@@ -29,7 +30,8 @@ void rotate_neighbours(const T* x, T* y, const float* cos, const float* sin, flo
     store(y + 2 * i, first * ordered(c, lanes.lower) + ordered(first, lanes.swapped) * (ordered(s, lanes.lower) * lanes.sign));
     store(y + 2 * i + LANES, second * ordered(c, lanes.upper) + ordered(second, lanes.swapped) * (ordered(s, lanes.upper) * lanes.sign));
   }
-  // what does not fill a vector goes through fp32 buffers: the compiler vectorises the strided loop over plain floats
+  // pairs that do not fill a vector are copied to fp32 buffers: the compiler vectorises the strided
+  // loop over plain floats
   float in[2 * LANES], out[2 * LANES];
   for (; i < pairs; i += LANES) {
     const int64_t left = 2 * (pairs - i);
@@ -52,7 +54,8 @@ extern "C" void rotate(int64_t dtype, const void* x, void* y, const float* cos, 
   with_dtype(dtype, [&](auto t) {
     using T = decltype(t);
     const int64_t rows = batch * positions;
-    // all heads of a position share its table, and lie beside each other after a projection
+    // all heads of a position share its row of the tables, and are adjacent in memory after a
+    // projection
 #pragma omp parallel for schedule(dynamic, share(heads * size)) num_threads(team(rows * heads * size, threads))
     for (int64_t row = 0; row < rows; ++row) {
       const int64_t b = row / positions, s = row % positions, table = ((tables == 1 ? 0 : b) * positions + s) * pairs;

@@ -1,5 +1,5 @@
-"""`rope`: rotary position embedding. B batch, N and M heads, S positions, D head size, R rotated
-pairs.
+"""The op `rope`: rotary position embedding. B batch size, N query heads, M key heads, S positions,
+D head size, R rotated pairs.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ ROPE = OpContract(
 
 
 def rotate_reference(x_BNSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleaved: bool) -> Tensor:
-    """`x` rotated by the tables, in plain PyTorch, right at fp64; the dimensions past 2R are not
-    changed.
+    """Rotates `x` by the tables in plain PyTorch, correct also for fp64 inputs. Dimensions past 2R
+    do not change.
     """
     dtype = arithmetic_dtype(x_BNSD.dtype, cos_BSR.dtype)
-    # under autocast torch.cat raises for a dtype that is not autocast's
+    # under autocast torch.cat raises for tensors of another dtype than autocast's
     with autocast_off(x_BNSD):
         cos = cos_BSR.unsqueeze(1).to(dtype)
         sin = sin_BSR.unsqueeze(1).to(dtype)
@@ -159,7 +159,7 @@ def _rotate(
     if path == "triton" and q_BNSD.dtype == k_BMSD.dtype:
         return _rotate_pair(q_BNSD, k_BMSD, cos_BSR, sin_BSR, interleaved, inverse)
     if path == "triton":
-        # one launch for each, with no heads of the other
+        # one launch for q and one for k; the other tensor of each launch has no heads
         q, _ = _rotate_pair(q_BNSD, q_BNSD[:, :0], cos_BSR, sin_BSR, interleaved, inverse)
         k, _ = _rotate_pair(k_BMSD, k_BMSD[:, :0], cos_BSR, sin_BSR, interleaved, inverse)
         return q, k
@@ -167,8 +167,8 @@ def _rotate(
 
 
 class Rotate(torch.autograd.Function):
-    """Saves only the tables. The gradient of a rotation is the inverse rotation, by the same
-    kernels.
+    """The autograd function of `rope`. It saves only the tables. The gradient of a rotation is the
+    inverse rotation, which the same kernels compute.
     """
 
     @staticmethod
@@ -201,11 +201,11 @@ class Rotate(torch.autograd.Function):
 def rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """q and k rotated by position, in fp32 inside; dimensions past 2R are not changed.
+    """Rotates q and k by their positions, in fp32. Dimensions past 2R do not change.
 
     q             Q[B N S D]   any float dtype, unchanged by autocast
     k             K[B M S D]
-    cos, sin      C[S R] or C[B S R], R pairs; fp32 for positions past 256 (bf16 has 8 bits)
+    cos, sin      C[S R] or C[B S R], R pairs; use fp32 for positions past 256 (bf16 has 8 bits)
     ->            Q[B N S D], K[B M S D]
     grads         q: Q   k: K   (the tables have none)
     A pair is (d, d + R), or (2d, 2d + 1) when interleaved.
@@ -233,7 +233,8 @@ def rope(
             )
     path = choose_path(KERNELS, q, k)
     if not q.is_cpu and path in ("plain", "cpp") and uses_fused_kernel(q):
-        # a plan for a GPU: the pair is one library op with its own fake results
+        # memory is planned for a GPU, where the kernel is a single `torch.library` op with a fake
+        # implementation
         path = "triton"
     rotated_q, rotated_k = apply_function(Rotate, q, k, cos, sin, interleaved, False, path)
     return rotated_q, rotated_k

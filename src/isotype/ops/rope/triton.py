@@ -1,7 +1,7 @@
-"""The rotation of q and k in one launch: one program a (batch, position) and a tile of heads of
-either, which share a row of the tables.
+"""The rotation of q and k in one launch. Each Triton program rotates a tile of heads of q or k at
+one position of one sequence; these heads share a row of the tables.
 
-B batch, N query heads, M key heads, S positions, D head size.
+B batch size, N query heads, M key heads, S positions, D head size.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from torch import Tensor
 from ..backend import empty_rows_like
 from ..launch import on_tensor_device
 
-# of a program: 16 pairs a thread at 4 warps, which are two loads of 16 bytes in bf16 for each half
+# pairs per program: 16 per thread with 4 warps, which are two loads of 16 bytes in bf16 for each
+# half
 MAX_PAIRS = 2048
 
 
@@ -36,15 +37,15 @@ def rotate_tile(
     BLOCK: tl.constexpr,
     REST: tl.constexpr,
 ):
-    """HEADS heads of one position, from x to out; cos and sin are [1, BLOCK]."""
+    """Rotates HEADS heads at one position from x to out; cos and sin are [1, BLOCK]."""
     head = tile.to(tl.int64) * HEADS + tl.arange(0, HEADS)
     in_heads = (head < heads)[:, None]
     r = tl.arange(0, BLOCK)
     source = x + x_start + head[:, None] * x_head
     target = out + out_start + head[:, None] * out_head
     if INTERLEAVED:
-        # a pair's two values are neighbours: loaded and stored as one run, so that a load is 16
-        # bytes wide and not 2
+        # the two values of a pair are neighbours. All pairs are loaded and stored as one contiguous
+        # run, so that a load is 16 bytes wide and not 2
         pair_index = tl.arange(0, 2 * BLOCK)[None, :]
         is_rotated = in_heads & (pair_index < 2 * pairs)
         x_fp32 = tl.load(source + pair_index, mask=is_rotated, other=0.0).to(
@@ -190,7 +191,7 @@ def rotate_pair(
     interleaved: bool,
     inverse: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Rotates both in one launch; the tables are read in place, with any strides."""
+    """Rotates q and k in one launch. The tables may have any strides and are not copied."""
     q_out, k_out = empty_rows_like(q_BNSD), empty_rows_like(k_BMSD)
     q_BNSD, k_BMSD = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_BNSD, k_BMSD))
     batch, q_heads, positions, size = q_BNSD.shape

@@ -1,9 +1,9 @@
-"""`ampcheck` and what it is made of: gradcheck for mixed precision.
+"""`ampcheck`, a gradcheck for mixed precision, and its modules.
 
 samples   the function under test, its inputs and the dtype combinations
-attempt   one run of the function, and a record of its hand-written backwards
-locate    finds the line of the user's code
-rules     rules about dtypes, exceptions and memory: an outcome gives findings
-numerics  the truth in fp64, the yardstick, and the rules about errors
-check     the whole check, and its report
+attempt   one run of the function, which records calls of its hand-written backwards
+locate    the search for the faulty line of the user's code
+rules     rules about dtypes, exceptions and memory, which turn an outcome into findings
+numerics  rules about numerical errors: the exact result in fp64 and the allowed error
+check     `ampcheck` and its report
 """

@@ -1,8 +1,8 @@
-"""One run of the function under one setting (as it is, in fp64, or as plain PyTorch) and its
-outcome.
+"""One run of the checked function under one setting (unchanged, in fp64, or as plain PyTorch) and
+its outcome.
 
-What hand-written backwards receive and return is recorded before the autograd engine casts it
-without a warning. `Fault` is the result of a rule.
+The gradients that hand-written backwards receive and return are recorded before the autograd engine
+silently casts them. `Fault` is the result of a rule.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from .samples import Sample, Setting, Subject
 class BackwardCall:
     """One call of a Function's backward.
 
-    expected  for each input: the dtype to which autograd will cast its gradient, None where it
-              requires none
-    leaves    for each input: the leaf tensor it is, if it is one
-    returned  what backward gave back, as dtypes
-    context   its ctx, kept only when it raised (reading saved tensors a second time would disturb
-              checkpointing)
+    expected  for each input: the dtype to which autograd casts its gradient, or None if it needs no
+              gradient
+    leaves    for each input: the tensor itself if it is a leaf, else None
+    returned  dtypes of the gradients that backward returned
+    context   the ctx of the call, kept only if backward raised (reading saved tensors a second time
+              would disturb checkpointing)
     """
 
     function: type
@@ -50,19 +50,19 @@ class BackwardCall:
     returned: list[torch.dtype | None] | None = None
 
     def saved(self) -> list[Tensor]:
-        """What it had saved, after it raised."""
+        """Returns the saved tensors of a backward that raised."""
         try:
             if self.context is not None:
                 return [t for t in self.context.saved_tensors if isinstance(t, Tensor)]
             return []
-        except RuntimeError:  # freed, or changed since
+        except RuntimeError:  # freed, or changed after they were saved
             return []
 
 
 @contextmanager
 def record_backward_calls() -> Iterator[list[BackwardCall]]:
-    """Within this block every hand-written backward that runs is recorded, whichever Function it
-    belongs to.
+    """Within this block every call of a hand-written backward is recorded, of any autograd
+    Function.
     """
     calls: list[BackwardCall] = []
     originals = {
@@ -105,7 +105,7 @@ def record_backward_calls() -> Iterator[list[BackwardCall]]:
 
 
 def function_classes(outputs: list[Tensor]) -> list[type]:
-    """The hand-written Functions in the graph above these outputs, nearest first."""
+    """Returns the hand-written Functions in the graph of these outputs, the nearest first."""
     classes: dict[type, None] = {}
     queue = [t.grad_fn for t in outputs if t.grad_fn is not None]
     visited = set()
@@ -124,7 +124,7 @@ _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _compute_in_fp64(op: Operator, args: tuple, kwargs: dict) -> Any:
-    """Computes in fp64; a cast to a narrower float does nothing."""
+    """Computes an operator in fp64. A cast to a narrower float does nothing."""
 
     def widen(value: Any) -> Any:
         if isinstance(value, torch.dtype) and value in _NARROW:
@@ -139,10 +139,9 @@ def _compute_in_fp64(op: Operator, args: tuple, kwargs: dict) -> Any:
 
 @contextmanager
 def fp64_arithmetic() -> Iterator[None]:
-    """Within this block every operator computes in fp64, also what is made without a dtype.
+    """Within this block every operator computes in fp64, and fp64 is the default dtype.
 
-    Code that is not made of torch operators (a Triton kernel) is not reached; it computes as it is
-    written.
+    Code that does not consist of torch operators, such as a Triton kernel, is not affected.
     """
     previous_dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -154,7 +153,7 @@ def fp64_arithmetic() -> Iterator[None]:
 
 
 class _PlainContext:
-    """Takes what forward stores and keeps none of it."""
+    """A ctx for a forward that autograd differentiates. Data stored for backward is never used."""
 
     def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
         self.needs_input_grad = needs_input_grad
@@ -172,8 +171,8 @@ class _PlainContext:
 
 @contextmanager
 def plain_functions() -> Iterator[None]:
-    """Within this block `SomeFunction.apply(...)` runs its forward under autograd and never its
-    backward.
+    """Within this block `SomeFunction.apply(...)` runs the Function's forward as ordinary code that
+    autograd differentiates. The Function's backward never runs.
     """
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -197,13 +196,12 @@ BACKWARD = "backward"
 class Outcome:
     """The results of one run, or its error.
 
-    stage  where it failed, with `error`; None when it ran
-    grads  name -> gradient as the caller sees it (after the engine's cast), None where there is
-           none
-    passed name -> the tensor handed to the function, and a copy of what it held then (kept when
-    `watch_inputs`)
-    values  copies of the outputs as they were when forward returned
-    functions  the hand-written Functions above the outputs
+    stage           the stage at which `error` was raised, or None
+    grads           name -> gradient that the caller gets (after the engine's cast), or None
+    watched_inputs  name -> the tensor that was passed, and a copy of its values before the run
+                    (only with `watch_inputs`)
+    values          copies of the outputs as they were when forward returned
+    functions       the hand-written Functions in the graph of the outputs
     """
 
     outputs: list[Tensor] = field(default_factory=list)
@@ -224,7 +222,7 @@ class Outcome:
         return self.error is None
 
     def results(self) -> dict[str, Tensor]:
-        """Outputs and gradients by name."""
+        """Returns outputs and gradients by name."""
         if len(self.outputs) == 1:
             results = {"output": self.values[0]}
         else:
@@ -251,10 +249,10 @@ def attempt(
 ) -> Outcome:
     """Runs forward and backward once.
 
-    widen_to         cast everything to this dtype after rounding it to the setting's dtypes;
+    widen_to         cast all tensors to this dtype after they are rounded to the setting's dtypes;
                      autocast is then off
-    gradient         another incoming gradient than `incoming_gradient`
-    backward_passes  how often backward runs over the graph
+    gradient         function that replaces `incoming_gradient`
+    backward_passes  number of times that backward runs over the graph
     forward_only     stop after forward
     """
     outcome = Outcome()
@@ -278,7 +276,7 @@ def attempt(
         try:
             with torch.autocast(sample.device, dtype=autocast, enabled=autocast is not None):
                 result = call(*args, **kwargs)
-        except Exception as error:  # the exceptions of the function are what is examined
+        except Exception as error:  # exceptions of the function are a result of the run
             outcome.stage = FORWARD
             outcome.error = error
             return outcome
@@ -291,8 +289,8 @@ def attempt(
         outcome.values = [t.detach().clone() for t in outcome.outputs]
         outcome.functions = function_classes([t for t in outcome.outputs if t.requires_grad])
         differentiable = [t for t in outcome.outputs if t.requires_grad]
-        # numbered among all outputs, so that freezing an input does not change the gradients of the
-        # other outputs
+        # the index counts all outputs, so that freezing an input does not change the gradients of
+        # the other outputs
         outcome.grad_outputs = [
             (gradient or incoming_gradient)(t, i)
             for i, t in enumerate(outcome.outputs)
@@ -320,7 +318,9 @@ def attempt(
 
 
 def _name_tensors(leaves: list[Any], sample: Sample) -> dict[str, Tensor]:
-    """The tensors among the leaves by name: `argument 3` for those that are no slot."""
+    """Returns the tensors among the leaves by name. A tensor without a slot is named `argument 3`,
+    by its position.
+    """
     names = {slot.index: slot.name for slot in sample.slots}
     tensors = {}
     for i, leaf in enumerate(leaves):
@@ -332,8 +332,8 @@ def _name_tensors(leaves: list[Any], sample: Sample) -> dict[str, Tensor]:
 
 
 def _seed(seed: int) -> None:
-    """torch.manual_seed, without the stack trace it keeps for every call on a machine whose GPU is
-    not in use.
+    """Does the same as torch.manual_seed, which stores a stack trace at every call if CUDA is not
+    initialised.
     """
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
@@ -341,7 +341,7 @@ def _seed(seed: int) -> None:
 
 
 def floating(result: Any) -> list[Tensor]:
-    """The floating tensors in the return value of a function, also inside tuples, dicts and
+    """Returns the floating tensors in a function's return value, also from tuples, dicts and
     dataclasses such as ModelOutput.
     """
     flat, _ = pytree.tree_flatten(result)
@@ -349,8 +349,8 @@ def floating(result: Any) -> list[Tensor]:
 
 
 def incoming_gradient(output: Tensor, index: int) -> Tensor:
-    """A gradient exact in every dtype (multiples of 1/8 of at most 2), never all ones, the same in
-    every run.
+    """Returns the gradient that is passed to an output. It is exact in every dtype (multiples of
+    1/8 up to 2), not all ones, and the same in every run.
     """
     generator = torch.Generator().manual_seed(1000 + index)
     magnitudes = torch.randint(3, 17, output.shape, generator=generator)
@@ -371,10 +371,10 @@ def fault(
     details: tuple[tuple[str, str], ...] = (),
     **values: Any,
 ) -> Fault:
-    """A finding, and the key by which it equals another fault: its code with `key`, or else with
-    its location and severity.
+    """Returns a finding and its key. Findings with the same key are the same fault. The key is the
+    code with `key`, or by default with the location and severity.
 
-    values  the names in the text of the code in findings.txt
+    values  values of the placeholders in the text of the code in findings.txt
     """
     finding = format_finding(code, location, details, **values)
     if not key:
@@ -383,7 +383,9 @@ def fault(
 
 
 def faulty_method_location(subject: Subject, outcome: Outcome, stage: str) -> Place:
-    """The hand-written method that has the fault, if there is one."""
+    """Returns the location of the hand-written method that has the fault, or else of the checked
+    function.
+    """
     if outcome.calls:
         function = outcome.calls[0].function
         return method_location(function, stage, method_name(function, stage))
@@ -391,8 +393,8 @@ def faulty_method_location(subject: Subject, outcome: Outcome, stage: str) -> Pl
 
 
 def registered(function: type, method: str) -> Any:
-    """What the author of a torch.library operator registered, for the Function that torch generates
-    around it; else None.
+    """For a Function that torch generated for a torch.library operator, returns the function that
+    the operator's author registered; else None.
     """
     backward = getattr(function, "backward", None)
     if not function.__name__.startswith("GeneratedBackwardFor_") or backward is None:
@@ -410,7 +412,9 @@ def registered(function: type, method: str) -> Any:
 
 
 def method_name(function: type, method: str) -> str:
-    """`Class.backward`; the registered function's own name for an operator of torch.library."""
+    """Returns the method's name, such as `Class.backward`. For an operator of torch.library it is
+    the name of the registered function.
+    """
     written = registered(function, method)
     if written is None:
         return f"{function.__qualname__.split('<locals>.')[-1]}.{method}"
@@ -419,12 +423,14 @@ def method_name(function: type, method: str) -> str:
 
 
 def return_location(function: type, owner: str) -> Place:
-    """The last `return` of a Function's backward."""
+    """Returns the location of the last `return` of a Function's backward."""
     return method_location(function, "backward", owner, statement=True)
 
 
 def method_location(function: type, method: str, owner: str, *, statement: bool = False) -> Place:
-    """Where a method of a Function is defined; its last `return` with `statement`."""
+    """Returns the location at which a method of a Function is defined, or with `statement` the
+    location of its last `return`.
+    """
     written: Any = inspect.unwrap(registered(function, method) or getattr(function, method))
     try:
         lines, first = inspect.getsourcelines(written)

@@ -1,5 +1,5 @@
-"""`ampcheck`: a differentiable function under every dtype combination that a trainer produces, and
-the report of what was found; and how the command line names such a function.
+"""`ampcheck` runs a differentiable function under every dtype combination that a trainer produces,
+and reports faults. `load_target` loads a function that is named on the command line.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .samples import LOW, Sample, Setting, Subject, read_samples, settings
 
 
 class ConformanceError(AssertionError):
-    """The function breaks under mixed precision. `report` holds the findings; the message is the
+    """The function fails under mixed precision. `report` holds the findings; the message is the
     whole report.
     """
 
@@ -53,9 +53,10 @@ class ConformanceError(AssertionError):
 class Report:
     """The result of `ampcheck(..., raises=False)`.
 
-    tried    combinations run
-    refused  combinations that the function refuses, as plain PyTorch does: setting -> why
-    skipped  what could not be looked at, and why
+    tried    number of combinations that were run
+    refused  (setting, reason) of each combination that the function may refuse, since for example
+             plain PyTorch refuses it too
+    skipped  checks that could not be made, with the reason
     """
 
     subject: str
@@ -66,19 +67,19 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """No finding of severity warning or error."""
+        """Whether there is no finding of severity warning or error."""
         return not self.at_least(Severity.WARNING)
 
     def at_least(self, severity: Severity) -> list[Finding]:
-        """Findings at or above `severity`."""
+        """Returns the findings at or above `severity`."""
         return [f for f in self.findings if f.severity >= severity]
 
     def codes(self, severity: Severity = Severity.WARNING) -> list[str]:
-        """Codes of the findings at or above `severity`, each once."""
+        """Returns the codes of the findings at or above `severity`, each once."""
         return sorted({f.code for f in self.at_least(severity)})
 
     def render(self) -> str:
-        """The report as text."""
+        """Returns the report as text."""
         text = render_findings(self.findings, subject=self.subject)
         counts = f"{self.tried} combinations run"
         if self.refused:
@@ -87,7 +88,7 @@ class Report:
 
 
 class Occurrence(NamedTuple):
-    """A finding under one setting; occurrences with the same key are the same fault."""
+    """A finding under one setting. Occurrences with the same key are the same fault."""
 
     key: tuple[object, ...]
     finding: Finding
@@ -95,7 +96,9 @@ class Occurrence(NamedTuple):
 
 
 def merge_findings(occurrences: Sequence[Occurrence]) -> list[Finding]:
-    """One finding for each fault, the worst one, with the settings in which it occurred."""
+    """Returns one finding for each fault: the most severe, with the settings in which the fault
+    occurred.
+    """
     worst: dict[tuple[object, ...], Finding] = {}
     settings_by_key: dict[tuple[object, ...], dict[str, None]] = {}
     for key, finding, setting in occurrences:
@@ -126,19 +129,23 @@ def ampcheck(
     """Gradcheck for mixed precision: runs `fn` under the dtype combinations that trainers produce,
     and reports what breaks, where and why.
 
-    fn         an autograd.Function, an nn.Module, or any callable; on the device its inputs are on
+    fn         an autograd.Function, an nn.Module, or any callable; it runs on the device of its
+               inputs
     inputs     one call: a tensor, a tuple of arguments or a dict of keyword arguments; or a list of
-               calls. Where no tensor requires a gradient, every floating one does
-    reference  the same mathematics in plain PyTorch: judges numerics, output dtypes and which
-               combinations must run. Without one, the truth is `fn` itself in fp64, and the
-               yardstick is its own forward under autograd
+               calls. If no tensor requires a gradient, all floating tensors are treated as if they
+               did
+    reference  the same mathematics in plain PyTorch. Numerical errors, output dtypes, and which
+               combinations must run are compared with it. Without it, results are compared with
+               `fn` in fp64, and the allowed error follows from the forward of `fn`, differentiated
+               by autograd
     params     further arguments, after `inputs`, that a trainer keeps in another dtype (weights).
-               Without them, and without a contract, tensors that do not share the first one's
-               leading size count as weights
-    contract   an OpContract: which arguments share a dtype, and what outputs and gradients must be
-    raises     raise ConformanceError when there is a finding at or above `fail_on`
+               Without params and contract, tensors whose leading size differs from the first
+               tensor's are treated as weights
+    contract   an OpContract, which declares the arguments that share a dtype, and the dtypes of
+               outputs and gradients
+    raises     whether to raise ConformanceError if there is a finding at or above `fail_on`
     ->         the Report
-    Raises     ConformanceError (an AssertionError) with the whole report; UsageError when the
+    Raises     ConformanceError (an AssertionError) with the whole report; UsageError if the
                function runs under no combination
     """
     subject = Subject(fn)
@@ -181,14 +188,14 @@ def ampcheck(
 
 
 _OWN_WEIGHTS = (
-    "reference: it holds the module's own weights, which are cast with the module and not in it; "
-    "give a module with the same parameters and a plain forward"
+    "reference: it refers to the weights of the checked module, so they cannot be cast separately; "
+    "pass a module with the same parameters and a plain forward"
 )
 
 
 @dataclass
 class _Check:
-    """One subject on one sample."""
+    """The check of one function on one sample."""
 
     subject: Subject
     reference: Subject | None
@@ -205,7 +212,7 @@ class _Check:
 
     def run(self) -> None:
         """Runs every setting, and applies the rules."""
-        # an operator that is meant to work in place cannot do so on a leaf that requires a gradient
+        # an in-place operator cannot write to a leaf that requires a gradient
         error = attempt(self.subject, self.sample, Setting(None)).error
         if "leaf Variable that requires grad" in str(error):
             self.sample = replace(self.sample, behind_clone=True)
@@ -253,7 +260,7 @@ class _Check:
         self._record(aliasing_faults(self.numerics, base, outcomes[base], stable=stable), base)
 
     def _record(self, faults: Sequence[Fault], setting: Setting) -> None:
-        """Keeps the faults of one setting."""
+        """Stores the faults of one setting."""
         label = setting.describe()
         self.occurrences += [Occurrence(key, finding, label) for key, finding in faults]
 
@@ -273,7 +280,7 @@ class _Check:
             )
 
     def _classify_failure(self, setting: Setting, outcome: Outcome) -> None:
-        """Records a run that raised as refused or as a fault."""
+        """Records a run that raised, either as refused or as a fault."""
         if self.reference is not None:
             plain_runs = attempt(self.reference, self.sample, setting).ran
         else:
@@ -311,8 +318,8 @@ class _Check:
         return all(_is_close(second[result], value) for result, value in first.items())
 
     def _check_numerics(self, outcomes: dict[Setting, Outcome]) -> None:
-        """Of plain code without a reference, which is its own yardstick, only weights that are
-        rounded before their use are reported.
+        """Checks numerical errors. For plain code without a reference there is nothing to compare
+        with, so only weights that are rounded before their use are reported.
         """
         settings_to_check = [s for s in outcomes if not s.inside and s.produced]
         has_yardstick = self.reference is not None or any(o.functions for o in outcomes.values())
@@ -328,7 +335,7 @@ class _Check:
             for setting in by_precision:
                 self._record(precision_faults(outcomes[setting], setting, self.numerics), setting)
         if any(finding.code == "AC006" for _, finding, _ in self.occurrences):
-            return  # the longer run would find the same error
+            return  # the check with more rows would report the same error
         without_autocast = [s for s in settings_to_check if s.autocast is None]
         with_autocast = [s for s in settings_to_check if s.autocast is not None]
         uniform = [
@@ -340,7 +347,8 @@ class _Check:
                 break
         if not has_yardstick:
             return
-        # as built when that is low, else all of it low; then one under autocast
+        # one setting without autocast (the tensors as built if they are low-precision, else all
+        # cast to a low dtype), and one with autocast
         for candidates in (without_autocast, with_autocast):
             lowest = [s for s in candidates if s.lowest(self.sample) in LOW]
             if not lowest:
@@ -366,8 +374,8 @@ def _is_close(actual: Tensor, expected: Tensor) -> bool:
 
 
 def _drop_repeated_notes(findings: list[Finding]) -> list[Finding]:
-    """Without the notes for guessed combinations that repeat a warning or an error with the same
-    code and function.
+    """Removes notes for guessed combinations if a warning or an error has the same code and
+    function.
     """
     faults = [finding for finding in findings if finding.severity > Severity.NOTE]
     reported = {(fault.code, fault.place.symbol) for fault in faults}
@@ -384,7 +392,9 @@ _OPTIONS = ("reference", "params", "contract")
 
 @dataclass(frozen=True)
 class Target:
-    """What to check: a function, its inputs, and the options `reference`, `params` and `contract`."""
+    """The arguments of `ampcheck`: a function, its inputs, and the options `reference`, `params`
+    and `contract`.
+    """
 
     function: Any
     inputs: Any
@@ -392,11 +402,11 @@ class Target:
 
 
 def load_target(text: str) -> Target:
-    """The target that a function without parameters returns, as `(callable, inputs)` or
-    `(callable, inputs, options)`.
+    """Calls a function without parameters, which returns `(callable, inputs)` or `(callable,
+    inputs, options)`, and returns the target.
 
     text    FILE or FILE:NAME; the name is `build` by default
-    Raises  UsageError, in one line, for a file or a function that cannot be used
+    Raises  UsageError with a message of one line, for a file or a function that cannot be used
     """
     source, colon, name = text.rpartition(":")
     if not colon or not name.replace(".", "").isidentifier():
@@ -429,8 +439,8 @@ def load_target(text: str) -> Target:
 
 
 def triton_interpreted_without_gpu() -> AbstractContextManager[None]:
-    """Within it Triton kernels, if any were imported, run in the repaired interpreter where there
-    is no GPU.
+    """Returns a context in which Triton kernels run in the repaired interpreter if there is no GPU.
+    It does nothing if Triton was not imported.
     """
     if torch.cuda.is_available() or "triton" not in sys.modules:
         return nullcontext()

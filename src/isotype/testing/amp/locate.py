@@ -1,8 +1,8 @@
-"""Finds the line of the user's code at which an exception began, or at which a result lost its
+"""Finds the line of the user's code that raised an exception, or at which a result lost its
 precision.
 
-For an exception, `find_failure` also collects the tensors that the failing expression names. For an
-inexact result, `locate` compares a run with the same run in fp64, operator by operator.
+For an exception, `find_failure` also collects the tensors in the failing expression. For an inexact
+result, `locate` compares a run with the same run in fp64, operator by operator.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from .samples import Sample, Setting, Subject
 
 @dataclass(frozen=True)
 class Failure:
-    """Where an exception began in the user's code.
+    """The place in the user's code that raised an exception.
 
-    function  `Class.forward` or `Class.backward` when the way there leads through a hand-written
-              Function
-    operands  the tensors the failing expression names: name -> tensor
+    function  `Class.forward` or `Class.backward` if the traceback contains a hand-written Function,
+              else None
+    operands  the tensors in the failing expression: name -> tensor
     chain     user frames from the outermost to the innermost, as `file:line symbol`
     """
 
@@ -48,14 +48,16 @@ class Failure:
 
     @property
     def expression(self) -> str:
-        """The source of the failing expression, without its comment."""
+        """The source of the failing expression without a comment."""
         return self.source.split("#")[0].strip()
 
 
 def find_failure(error: BaseException) -> Failure | None:
-    """The failure of an exception; None when no frame of its traceback is the user's."""
+    """Returns the failure of an exception, or None if its traceback has no frame of the user's
+    code.
+    """
     entries = list(_traceback_entries(error.__traceback__))
-    # the line of a Triton kernel is in the cause
+    # the line in a Triton kernel is in the traceback of the cause
     while type(error).__name__ == "InterpreterError" and error.__cause__ is not None:
         error = error.__cause__
         entries += list(_traceback_entries(error.__traceback__))
@@ -96,13 +98,13 @@ def _traceback_entries(tb: TracebackType | None) -> Iterator[TracebackType]:
 
 
 def qualified_name(frame: FrameType) -> str:
-    """`Class.method`, without the functions around it."""
+    """Returns the frame's name, such as `Class.method`, without enclosing functions."""
     return frame.f_code.co_qualname.split("<locals>.")[-1]
 
 
 def function_method(frame: FrameType | None) -> str | None:
-    """`Class.forward` or `Class.backward` of the hand-written Function this frame belongs to or was
-    called from.
+    """Returns `Class.forward` or `Class.backward` of the hand-written Function that this frame
+    belongs to or was called from, or None.
     """
     while frame is not None:
         if may_be_at_fault(frame.f_code.co_filename) and _is_function_method(frame):
@@ -123,7 +125,9 @@ def _is_function_method(frame: FrameType) -> bool:
 
 
 def _span(tb: TracebackType) -> tuple[int, int, int | None, int | None]:
-    """Lines and columns of the instruction that failed."""
+    """Returns the first line, last line, first column and end column of the instruction that
+    failed.
+    """
     line, end, column, end_column = next(
         islice(tb.tb_frame.f_code.co_positions(), tb.tb_lasti // 2, None)
     )
@@ -132,8 +136,8 @@ def _span(tb: TracebackType) -> tuple[int, int, int | None, int | None]:
 
 
 def _operands(frame: FrameType, span: tuple[int, int, int | None, int | None]) -> dict[str, Tensor]:
-    """The tensors that the expression names, in order, without names of attributes and of keyword
-    arguments.
+    """Returns the tensors that are variables in the expression, in order. Names of attributes and
+    of keyword arguments are skipped.
     """
     first, last, column, end_column = span
     lines = [
@@ -153,7 +157,7 @@ def _operands(frame: FrameType, span: tuple[int, int, int | None, int | None]) -
 
 
 def format_tensor(tensor: Tensor) -> str:
-    """`bf16[2 3 4]`"""
+    """Returns dtype and shape as text, such as `bf16[2 3 4]`."""
     return f"{name(tensor.dtype)}[{' '.join(map(str, tensor.shape))}]"
 
 
@@ -230,7 +234,9 @@ class _Recorder:
 
 
 def _adds_to_first(op: Operator, args: tuple, kwargs: dict, output: Tensor) -> bool:
-    """Whether an addition adds to its first argument: in place, or in a result of its shape."""
+    """Whether an addition accumulates into its first argument: it writes in place, or its result
+    has the shape of that argument.
+    """
     if not args or not isinstance(args[0], Tensor):
         return False
     is_in_place = any(op.writes) or kwargs.get("out") is not None
@@ -238,16 +244,16 @@ def _adds_to_first(op: Operator, args: tuple, kwargs: dict, output: Tensor) -> b
 
 
 def _copy_floats(tree: Any) -> tuple[Tensor, ...]:
-    """Copies of the floating tensors, in fp64."""
+    """Returns copies of the floating tensors, in fp64."""
     return tuple(tensor.detach().double().clone() for tensor in floating(tree))
 
 
 def _user_location() -> Place | None:
-    """The innermost line of the checked code; frames outside `attempt` belong to the caller of the
-    check.
+    """Returns the innermost line of the checked code, or None. Frames outside `attempt` belong to
+    the caller of the check.
 
-    No frame is stored: it would keep its tensors alive, and autograd copies a gradient that has
-    another reference.
+    Frames are not stored, since a frame keeps its tensors alive, and autograd copies a gradient
+    that has another reference.
     """
     for frame in running_frames(2):
         if frame.f_code is attempt.__code__:
@@ -264,11 +270,11 @@ def _user_location() -> Place | None:
 def locate(
     subject: Subject, sample: Sample, setting: Setting, *, long_sum: bool = False
 ) -> Culprit | None:
-    """The line at which the result lost its precision; None where the two runs do not call the same
-    operators, or the code is not made of operators.
+    """Returns the line at which the result lost its precision. Returns None if the two runs do not
+    call the same operators, or if the code does not consist of operators.
 
-    long_sum  whether the error grew with the number of rows: then the line that adds most often
-              to a low-precision tensor, if there is one
+    long_sum  the error grew with the number of rows; the line that adds most often to a
+              low-precision tensor is then returned, if there is one
     """
     narrow = _Recorder()
     wide = _Recorder()
@@ -299,8 +305,8 @@ def locate(
 
 
 def _last_of_busiest_sum(steps: list[_Step]) -> int | None:
-    """The last step at the line that adds most often to a low-precision tensor, if it adds more
-    than once.
+    """Returns the last step at the line that adds most often to a low-precision tensor, or None if
+    no line adds more than once.
     """
     counts: Counter[Place] = Counter()
     last: dict[Place, int] = {}
@@ -319,8 +325,8 @@ def _last_of_busiest_sum(steps: list[_Step]) -> int | None:
 def _first_inexact(
     located: list[int], errors: list[float], input_errors: list[float]
 ) -> int | None:
-    """The first step whose error is much larger than that of its inputs and close to the final
-    one.
+    """Returns the first step whose error is much larger than the error of its inputs and close to
+    the final error.
     """
     if not located:
         return None
@@ -360,7 +366,7 @@ def _is_low(dtype: torch.dtype | None) -> bool:
 
 
 def _error(narrow: tuple[Tensor, ...], wide: tuple[Tensor, ...]) -> float:
-    """The largest relative error of a step, infinite where a value is not finite."""
+    """Returns the largest relative error of a step. It is infinite if a value is not finite."""
     worst = 0.0
     for n, w in zip(narrow, wide):
         if n.shape != w.shape or not w.numel():

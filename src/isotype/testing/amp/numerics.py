@@ -1,17 +1,19 @@
 """Rules about numerical errors.
 
-AC006, AC007  results that are further from the truth than their dtypes explain
+AC006, AC007  results with a larger error than their dtypes explain
 AC022         a value made from a weight that is rounded before it is used, as in
               `x * (1 + weight)` in bf16 (four norms of transformers 5.23)
 
-The truth is the reference (or the function itself) in fp64, on the values that the narrow dtypes
-hold. The allowed error is `SLACK` times that of the yardstick at the same dtypes. The yardstick is
-the reference, else the function's plain twin: its own forward as ordinary differentiable PyTorch.
-Where there is neither, errors are not checked. There is no other tolerance.
+Errors are differences from the truth: the results of the reference (or of the function itself) in
+fp64, for inputs that were rounded to the narrow dtypes. The allowed error is `SLACK` times the
+error of the yardstick with the same dtypes. The yardstick is the reference. Without a reference it
+is the function's plain twin, which is its forward as ordinary code that autograd differentiates. If
+there is no yardstick, errors are not checked. There is no other tolerance.
 
-For AC022 each column's error is regressed on its truth over many rows. Roundings of activations
-differ from row to row and average out; the rounding of a weight is the same in every row. So slopes
-that differ from column to column by more than the rows' noise show that a weight was rounded.
+For AC022 the error of each column is regressed on the truth over many rows. Roundings of
+activations differ from row to row and average out, but the rounding of a weight is the same in
+every row. So a weight was rounded if the slopes differ between columns by more than the noise of
+the rows.
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ from .attempt import (
 from .locate import locate
 from .samples import LOW, PARAM, Sample, Setting, Subject, lengthen
 
-SLACK = 4.0  # how many times worse than the yardstick a result may be
-REORDERING_STEPS = 16  # steps of the dtype by which another order of additions may change a result
+SLACK = 4.0  # factor by which a result's error may exceed the yardstick's
+REORDERING_STEPS = 16  # machine epsilons by which another order of additions may change a result
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Excess:
 
 @dataclass
 class Numerics:
-    """Errors of one subject on one sample; truths and yardsticks are computed once for each dtype
+    """Measures the errors of one function on one sample. Truths are computed once for each dtype
     combination.
     """
 
@@ -68,12 +70,12 @@ class Numerics:
     _truths: dict[Any, dict[str, Tensor]] = field(default_factory=dict)
 
     def with_sample(self, sample: Sample) -> Numerics:
-        """The same subject on another sample."""
+        """Returns the same check on another sample."""
         return Numerics(self.subject, self.reference, sample, self.inside_fp32)
 
     def truth(self, setting: Setting) -> dict[str, Tensor]:
-        """The results of the reference, or of the subject itself, in fp64; in fp32 where it refuses
-        fp64; none where it refuses both.
+        """Returns the results of the reference, or of the checked function itself, in fp64. They
+        are in fp32 if it raises in fp64, and empty if it raises in both.
         """
         if setting.dtypes not in self._truths:
             self._truths[setting.dtypes] = self._compute_truth(setting)
@@ -95,8 +97,8 @@ class Numerics:
 
     @cached_property
     def has_plain_twin(self) -> bool:
-        """Whether the subject is made of hand-written Functions whose forward autograd can
-        differentiate to the same gradients.
+        """Whether the checked function consists of hand-written Functions, and autograd gets the
+        same gradients by differentiating their forward.
         """
         written = self._attempt_in_fp64(fp64_arithmetic).results()
         outcome = self._attempt_in_fp64(_exact_twin)
@@ -111,7 +113,9 @@ class Numerics:
         )
 
     def measure(self, outcome: Outcome, setting: Setting) -> tuple[dict[str, float], list[Excess]]:
-        """The relative error of each result, and the results whose error is larger than allowed."""
+        """Returns the relative error of each result, and the results whose error is larger than
+        allowed.
+        """
         truth = self.truth(setting)
         yardstick, label = self._yardstick(setting)
         unit = torch.finfo(setting.lowest(self.sample)).eps / 2
@@ -144,9 +148,10 @@ class Numerics:
         setting: Setting,
         typical: Tensor | None = None,
     ) -> bool:
-        """Whether two results differ by no more than another order of additions explains.
+        """Whether two results differ at most as much as another order of additions can explain.
 
-        typical  the result at its usual size, where `expected` may consist of rounding errors only
+        typical  a result of usual size, for the case that `expected` consists only of rounding
+                 errors
         """
         if actual is None or expected is None:
             return (actual is None) == (expected is None)
@@ -159,7 +164,7 @@ class Numerics:
         return _distance(actual, expected) <= REORDERING_STEPS * step * size
 
     def _yardstick(self, setting: Setting) -> tuple[dict[str, Tensor], str]:
-        """The results to which errors are compared, and how a message names them."""
+        """Returns the results of the yardstick, and its name in messages."""
         if self.reference is not None and self.inside_fp32:
             outcome = attempt(
                 self.reference, self.sample, Setting(setting.dtypes), widen_to=torch.float32
@@ -181,7 +186,7 @@ class Numerics:
 
 @contextmanager
 def _exact_twin() -> Iterator[None]:
-    """The plain twin, computed in fp64."""
+    """Within this block the plain twin runs in fp64."""
     with fp64_arithmetic(), plain_functions():
         yield
 
@@ -194,13 +199,15 @@ def _is_close(actual: Tensor, expected: Tensor) -> bool:
 
 
 def _norm(tensor: Tensor) -> float:
-    """The norm of the finite elements."""
+    """Returns the norm of the finite elements."""
     values = tensor.detach().double()
     return float(values[torch.isfinite(values)].norm())
 
 
 def _distance(actual: Tensor, expected: Tensor) -> float:
-    """Norm of the difference where the truth is finite; infinite where the result is not."""
+    """Returns the norm of the difference over elements whose truth is finite. It is infinite if the
+    result is not finite there.
+    """
     actual = actual.detach().double()
     expected = expected.detach().double()
     finite = torch.isfinite(expected)
@@ -219,25 +226,25 @@ def format_error(value: float) -> str:
 # the number of rows of the first long run, and the largest number of rows
 SOME_ROWS = 512
 MANY_ROWS = 4096
-MAX_ELEMENTS = 8_000_000  # of a lengthened sample
+MAX_ELEMENTS = 8_000_000  # the largest number of elements of a lengthened sample
 # the relative error that another order of additions causes in fp32 sums
 FP32_ORDER_ERROR = 64 * torch.finfo(torch.float32).eps
 
 
 def precision_faults(outcome: Outcome, setting: Setting, numerics: Numerics) -> list[Fault]:
-    """AC006 for the worst excess of one run."""
+    """Returns AC006 for the worst excess of one run."""
     _, excesses = numerics.measure(outcome, setting)
     if not excesses:
         return []
     worst = _worst(excesses)
     if worst.error < FP32_ORDER_ERROR and setting.lowest(numerics.sample) == torch.float32:
-        return []  # the order of addition does not matter here, only that the sum is fp32
+        return []  # another order of additions in fp32 explains the error
     return [_precision_fault("AC006", worst, outcome, setting, numerics.subject, numerics.sample)]
 
 
 def long_sum_faults(numerics: Numerics, setting: Setting) -> tuple[list[Fault], str | None]:
-    """AC007: errors that appear at thousands of rows only; and why they could not be checked, if
-    so.
+    """Returns AC007 for errors that appear only with thousands of rows, and the reason why they
+    could not be checked, or None.
     """
     subject = numerics.subject
     sample = numerics.sample
@@ -253,7 +260,7 @@ def long_sum_faults(numerics: Numerics, setting: Setting) -> tuple[list[Fault], 
         outcome = attempt(subject, grown, setting)
     rows = _count_rows(grown)
     if not outcome.ran:
-        # not a fault: a function may have a fixed number of rows
+        # not a fault, since a function may require a fixed number of rows
         return [], f"long reductions: the function refuses its inputs lengthened to {rows} rows"
     short_errors, short_excesses = numerics.measure(short, setting)
     reported = {excess.result for excess in short_excesses}
@@ -270,20 +277,20 @@ def long_sum_faults(numerics: Numerics, setting: Setting) -> tuple[list[Fault], 
 
 
 def _grows_linearly(short: Outcome, outcome: Outcome, sample: Sample, grown: Sample) -> bool:
-    """Whether the results grew with the rows. A result of rows times rows (weights that look like
-    rows, attention) would cost too much at thousands of rows.
+    """Whether the number of results grew in proportion to the rows. A result of rows times rows (as
+    in attention, or if weights were taken for rows) would take too long with thousands of rows.
     """
     growth = _count_rows(grown) * _count_results(short)
     return _count_results(outcome) * _count_rows(sample) <= 1.5 * growth
 
 
 def _worst(excesses: list[Excess]) -> Excess:
-    """The excess that is the largest multiple of the allowed error."""
+    """Returns the excess that is the largest multiple of the allowed error."""
     return max(excesses, key=lambda e: e.error / max(e.allowed, 1e-30))
 
 
 def _count_rows(sample: Sample) -> int:
-    """The leading size of the first tensor that has one."""
+    """Returns the leading size of the first tensor with a dimension."""
     for slot in sample.slots:
         tensor = sample.tensor(slot)
         if tensor.dim():
@@ -292,14 +299,14 @@ def _count_rows(sample: Sample) -> int:
 
 
 def _count_results(outcome: Outcome) -> int:
-    """The number of elements of all outputs."""
+    """Returns the number of elements of all outputs."""
     return sum(tensor.numel() for tensor in outcome.values)
 
 
 def _precision_fault(
     code: str, excess: Excess, outcome: Outcome, setting: Setting, subject: Subject, sample: Sample
 ) -> Fault:
-    """The finding for one excess, at the line where the precision was lost."""
+    """Returns the finding for one excess, at the line at which the precision was lost."""
     culprit = locate(subject, sample, setting, long_sum=code == "AC007")
     error = format_error(excess.error)
     allowed = format_error(excess.allowed)
@@ -350,20 +357,21 @@ def _precision_fault(
 
 
 ROWS = 1024
-# of a module: in deeper modules the rounding errors of activations do not average out
+# the largest number of parameters of a checked module: in deeper modules the rounding errors of
+# activations do not average out
 MAX_PARAMETERS = 16
 MIN_COLUMNS = 8
-# the least spread of the columns' slopes, in steps of the dtype: one rounding of values between 1
-# and 2 has a deviation of 0.29 steps
+# the smallest standard deviation of the columns' slopes that is reported, in machine epsilons: one
+# rounding of values between 1 and 2 has a standard deviation of 0.29
 MIN_SPREAD = 0.12
-MIN_CORRELATION = 0.7  # of the columns' slopes between two sets of rows
-NOISE_FACTOR = 5.0  # by which the spread must exceed the rows' noise
-OUTLIER_FACTOR = 6.0  # times the median row's error: a row with a larger error is left out
+MIN_CORRELATION = 0.7  # required correlation of the columns' slopes between two sets of rows
+NOISE_FACTOR = 5.0  # factor by which the spread must exceed the rows' noise
+OUTLIER_FACTOR = 6.0  # a row whose error exceeds this multiple of the median error is left out
 
 
 def rounded_weight_faults(numerics: Numerics, setting: Setting) -> list[Fault]:
-    """AC022 in a setting whose tensors all have one low dtype; nothing where there are no weights
-    or no rows.
+    """Returns AC022 for a setting in which all tensors have the same low dtype. Returns nothing if
+    there are no weights or no rows.
     """
     subject = numerics.subject
     sample = numerics.sample
@@ -410,8 +418,8 @@ def _are_correlated(slopes: Tensor, repeated: Tensor) -> bool:
 def _column_slopes(
     numerics: Numerics, setting: Setting, *, seed: int
 ) -> dict[str, tuple[Tensor, float, torch.dtype]]:
-    """For each low-precision output: the columns' slopes, the rows' noise in them, and its
-    dtype.
+    """Returns for each low-precision output (the slopes of its columns, the noise of the slopes,
+    its dtype).
     """
     varied = _vary_rows(numerics.sample, seed)
     if varied is None:
@@ -427,7 +435,8 @@ def _column_slopes(
             continue
         if value.dtype not in LOW or value.dim() < 2 or value.shape[-1] < MIN_COLUMNS:
             continue
-        # the last state of a recurrent layer has one row for each sequence
+        # too few rows, such as in the last state of a recurrent layer, which has one row per
+        # sequence
         if value.numel() // value.shape[-1] < ROWS:
             continue
         slopes = _regress_columns(value.detach().double(), exact_value)
@@ -437,8 +446,8 @@ def _column_slopes(
 
 
 def _vary_rows(sample: Sample, seed: int) -> Sample | None:
-    """The rows drawn again, each element scaled by a random factor, so that no two rows round
-    alike.
+    """Draws rows of the sample again and scales each element by a random factor, so that no two
+    rows are rounded in the same way.
     """
     grown = lengthen(sample, ROWS)
     if grown is None:
@@ -456,11 +465,11 @@ def _vary_rows(sample: Sample, seed: int) -> Sample | None:
 
 
 def _regress_columns(actual: Tensor, expected: Tensor) -> tuple[Tensor, float] | None:
-    """The slope of each column's error on its truth, and the rows' noise in the slopes."""
+    """Returns the slope of each column's error on its truth, and the noise of the slopes."""
     truth = expected.flatten(0, -2)  # [rows columns]
     error = actual.flatten(0, -2) - truth
-    # an error larger than rounding explains has another cause, as in a row whose router chose
-    # between two nearly equal experts
+    # rows with a much larger error are left out, since rounding does not explain it; for example a
+    # router chose another of two nearly equal experts
     tiny = torch.finfo(torch.float64).tiny
     row_sizes = truth.norm(dim=1).clamp(min=tiny)
     row_errors = error.norm(dim=1) / row_sizes

@@ -7,8 +7,8 @@ AC009, AC010  wrong gradients for an expanded incoming gradient, and in a second
 AC012         gradients that depend on which other inputs are frozen
 AC014         an OpContract that is not kept
 
-AC008 to AC012 are checked on one setting that runs, against the function's own gradients in that
-setting; they need no tolerance for dtypes.
+AC008 to AC012 are checked in one setting that runs. The gradients are compared with the function's
+gradients in the same setting, so no tolerance for dtypes is needed.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _NO_KERNEL = re.compile(
     r" implemented",
     re.IGNORECASE,
 )
-# out= and in-place products take no part in autocast. Only the keyword of a call is matched:
-# `out = x @ w` writes nothing into a buffer
+# autocast ignores out= and in-place products. Only a keyword argument is matched, since an
+# assignment such as `out = x @ w` writes into no buffer
 _OUT = re.compile(r"[(,]\s*out\s*=(?!=)")
 _IN_PLACE_PRODUCT = re.compile(r"\.(addmm|addmv|addbmm|baddbmm|addr|matmul|mm)_\(")
 _SCATTER = re.compile(
@@ -58,7 +58,7 @@ _SCATTER = re.compile(
 
 
 def first_line(error: BaseException) -> str:
-    """`RuntimeError: the first line of its message`"""
+    """Returns `RuntimeError: the first line of its message`."""
     name_of_type = type(error).__name__
     for line in str(error).splitlines():
         if line.strip():
@@ -75,10 +75,10 @@ def accepted_failure_reason(
     plain_runs: bool | None,
     declared: bool,
 ) -> str | None:
-    """Why an exception is accepted under this setting; None where it is a fault.
+    """Returns the reason why an exception is accepted under this setting, or None if it is a fault.
 
-    plain_runs  whether the given reference runs under this setting; None without a reference
-    declared    a contract promises that this combination runs
+    plain_runs  whether the reference runs under this setting; None without a reference
+    declared    whether a contract declares that this combination runs
     """
     assert outcome.error is not None
     failure = find_failure(outcome.error)
@@ -111,7 +111,9 @@ def accepted_failure_reason(
 def failure_finding(
     outcome: Outcome, setting: Setting, subject: Subject, *, severity: Severity
 ) -> tuple[tuple[object, ...], Finding]:
-    """The finding for an outcome that raised, and the key by which it equals another fault."""
+    """Returns the key and the finding for a run that raised. Findings with the same key are the
+    same fault.
+    """
     assert outcome.error is not None
     failure = find_failure(outcome.error)
     location = subject.location
@@ -175,13 +177,13 @@ def failure_finding(
 
 
 def _join_dtypes(tensors: Sequence[Tensor]) -> str:
-    """`bf16/fp32`"""
+    """Returns the dtypes as text, such as `bf16/fp32`."""
     return "/".join(sorted({name(tensor.dtype) for tensor in tensors}))
 
 
 def _describe_operands(failure: Failure, outcome: Outcome) -> list[str]:
-    """`d bf16[2 3 4] (the incoming gradient)`, for each tensor that the failing expression
-    names.
+    """Describes each tensor in the failing expression, such as `d bf16[2 3 4] (the incoming
+    gradient)`.
     """
     call = None
     if outcome.calls and outcome.stage == BACKWARD:
@@ -199,7 +201,9 @@ def _describe_operands(failure: Failure, outcome: Outcome) -> list[str]:
 
 
 def _input_role(operand_name: str, tensor: Tensor, outcome: Outcome) -> str:
-    """` (input weight)` where the tensor is an input that has another name; else ""."""
+    """Returns a text such as ` (input weight)` if the tensor is an input with another name, else
+    "".
+    """
     for input_name, candidate in outcome.tensors.items():
         if _same_storage(tensor, [candidate]):
             if input_name != operand_name and not input_name.startswith("input"):
@@ -209,7 +213,7 @@ def _input_role(operand_name: str, tensor: Tensor, outcome: Outcome) -> str:
 
 
 def _same_storage(tensor: Tensor, candidates: list[Tensor]) -> bool:
-    """Whether a candidate has the tensor's memory and dtype; False for tensors without memory."""
+    """Whether a candidate shares the tensor's memory and dtype. False for tensors without memory."""
     try:
         address = tensor.untyped_storage().data_ptr()
         for candidate in candidates:
@@ -228,12 +232,13 @@ def _skips_autocast(failure: Failure) -> bool:
 
 
 def gradient_faults(outcome: Outcome, setting: Setting) -> list[Fault]:
-    """Gradients that the autograd engine had to cast.
+    """Returns AC003 for gradients that the autograd engine had to cast.
 
-    A gradient narrower than every tensor of the call is an error: precision is lost. One in the
-    autocast dtype is right, as plain operators under autocast return it. One in the dtype of
-    another tensor of a mixed call is right, since a cast would have given it. One wider than its
-    tensor is a note: it is cast without loss.
+    A gradient that is narrower than every tensor of the call is an error, since precision is lost.
+    A gradient in the autocast dtype is accepted, since plain operators under autocast return it. A
+    gradient in the dtype of another tensor of the call is accepted too, since the backward of a
+    cast returns it. A gradient that is wider than its tensor is a note, since it can be cast
+    without loss.
     """
     faults = []
     for call in outcome.calls:
@@ -261,7 +266,7 @@ def _gradient_fault(
     wider: bool,
     setting: Setting,
 ) -> Fault:
-    """AC003 for one input of a backward."""
+    """Returns AC003 for one input of a backward."""
     owner = method_name(call.function, "backward")
     argument = _argument_name(call.function, index)
     autocast = "off"
@@ -282,8 +287,8 @@ def _gradient_fault(
 def output_faults(
     outcome: Outcome, setting: Setting, sample: Sample, subject: Subject, reference: Outcome | None
 ) -> list[Fault]:
-    """Outputs narrower than every tensor of the call, or not in the dtype in which the reference
-    returns them.
+    """Returns AC004 for outputs that are narrower than every tensor of the call, or that have
+    another dtype than the reference's.
     """
     inputs = sample.dtypes_in_play(setting.group_dtypes)
     classes = outcome.functions
@@ -292,7 +297,7 @@ def output_faults(
     faults: list[Fault] = []
     for i, tensor in enumerate(outcome.values):
         dtype = tensor.dtype
-        # the dtype of an input, or of autocast, was chosen; any other may be an accident
+        # the dtype of an input or of autocast is intended; any other may be an accident
         if dtype in inputs or dtype == setting.autocast:
             continue
         if reference is not None:
@@ -302,7 +307,7 @@ def output_faults(
             against = "the reference returns"
             wider = torch.finfo(dtype).bits > torch.finfo(expected).bits
             if wider and tensor.dim() < max_dims:
-                continue  # every fused loss returns fp32, which is no fault
+                continue  # not a fault, since every fused loss returns fp32
         elif classes and not subject.captured_dtypes() and torch.finfo(dtype).bits < 32:
             expected = max(inputs, key=lambda d: torch.finfo(d).bits)
             against = "every input is"
@@ -336,7 +341,7 @@ def _output_name(index: int, outputs: Sequence[Any]) -> str:
 
 
 def _argument_name(function: type[torch.autograd.Function], index: int) -> str:
-    """The name of a Function's argument."""
+    """Returns the name of a Function's argument."""
     names = parameter_names(function.forward)
     if function.setup_context is torch.autograd.Function.setup_context:
         # the first parameter is ctx
@@ -349,8 +354,8 @@ def _argument_name(function: type[torch.autograd.Function], index: int) -> str:
 def contract_faults(
     outcome: Outcome, setting: Setting, subject: Subject, contract: OpContract
 ) -> list[Fault]:
-    """The dtypes and shapes of one run that differ from the declared ones."""
-    # the dtype of each free letter, and each named size, as this call's inputs bind them
+    """Returns AC014 for dtypes and shapes of one run that differ from the contract."""
+    # the dtype of each free letter, and each named size, for the inputs of this call
     letters: dict[str, str] = {}
     sizes: dict[str, Any] = {}
     for argument, spec in contract.inputs.items():
@@ -366,8 +371,8 @@ def contract_faults(
 def declared_output(
     spec: TensorSpec, setting: Setting, contract: OpContract, letters: dict[str, str]
 ) -> TensorSpec:
-    """The output's spec under this setting: autocast may lower a free letter, or raise it to
-    fp32.
+    """Returns an output's spec under this setting. Autocast may change a free letter to its dtype
+    or to fp32.
     """
     if setting.autocast is not None:
         if contract.autocast == "follows" and spec.is_free:
@@ -387,7 +392,7 @@ def _declared_output_faults(
     letters: dict[str, str],
     sizes: dict[str, Any],
 ) -> list[Fault]:
-    """AC014 for outputs whose number, dtypes or shapes differ from the contract."""
+    """Returns AC014 for outputs whose number, dtypes or shapes differ from the contract."""
     floats = [
         spec
         for spec in contract.outputs
@@ -441,8 +446,8 @@ def _declared_output_faults(
 def _declared_gradient_faults(
     outcome: Outcome, setting: Setting, contract: OpContract, letters: dict[str, str]
 ) -> list[Fault]:
-    """Only gradients that reach an argument directly are checked; the op does not decide the result
-    of a cast in between.
+    """Returns AC014 for gradients with another dtype than declared. Only gradients that reach an
+    argument directly are checked, since a cast in between changes the dtype.
     """
     names = {id(tensor): argument for argument, tensor in outcome.tensors.items()}
     faults = []
@@ -487,10 +492,10 @@ def _contract_fault(
 def aliasing_faults(
     numerics: Numerics, setting: Setting, baseline: Outcome, *, stable: bool
 ) -> list[Fault]:
-    """AC008 to AC012.
+    """Returns the faults AC008 to AC012.
 
-    baseline  an ordinary run under the same setting, with its inputs watched
-    stable    whether two such runs agree
+    baseline  an ordinary run under the same setting, with `watch_inputs`
+    stable    whether two such runs have the same results
     """
     subject = numerics.subject
     faults = [*_overwritten_inputs(subject, baseline), *_written_gradient(subject, baseline)]
@@ -503,15 +508,15 @@ def aliasing_faults(
 
 
 def _overwritten_inputs(subject: Subject, baseline: Outcome) -> list[Fault]:
-    """AC011: arguments whose values have changed."""
+    """Returns AC011 for arguments whose values have changed."""
     faults = []
     for argument, (tensor, original) in baseline.watched_inputs.items():
         if is_bit_identical(tensor.detach(), original):
             continue
-        # an operator that is meant to work in place returns the tensor that it wrote to
+        # an in-place operator returns the tensor that it wrote to
         if any(_share_storage(tensor, output) for output in baseline.outputs):
             continue
-        # plain in-place code: autograd raises an error where the write matters
+        # plain in-place code, for which autograd raises an error if the write matters
         is_autograd_checked = not baseline.calls and bool(tensor._version)
         stage = BACKWARD
         if argument in baseline.changed_by_forward:
@@ -522,7 +527,7 @@ def _overwritten_inputs(subject: Subject, baseline: Outcome) -> list[Fault]:
 
 
 def _written_gradient(subject: Subject, baseline: Outcome) -> list[Fault]:
-    """AC008: incoming gradients whose values have changed."""
+    """Returns AC008 if the values of an incoming gradient have changed."""
     expected_gradients = []
     for i, output in enumerate(baseline.outputs):
         if output.requires_grad:
@@ -534,7 +539,9 @@ def _written_gradient(subject: Subject, baseline: Outcome) -> list[Fault]:
 
 
 def _expanded_gradient(numerics: Numerics, setting: Setting, baseline: Outcome) -> list[Fault]:
-    """`f(x).sum().backward()` gives backward one number expanded to the shape of the output."""
+    """Returns AC009 if an expanded incoming gradient gives other gradients. `f(x).sum().backward()`
+    passes one number that is expanded to the output's shape.
+    """
     subject = numerics.subject
     sample = numerics.sample
     if all(t.dim() == 0 for t in baseline.outputs):
@@ -555,7 +562,7 @@ def _expanded_gradient(numerics: Numerics, setting: Setting, baseline: Outcome) 
 
 
 def _second_backward(numerics: Numerics, setting: Setting, baseline: Outcome) -> list[Fault]:
-    """AC010: two runs of backward over one graph must give twice the gradients."""
+    """Returns AC010 unless two runs of backward over one graph give twice the gradients."""
     subject = numerics.subject
     sample = numerics.sample
     twice = attempt(subject, sample, setting, backward_passes=2)
@@ -579,8 +586,8 @@ def _compare_gradients(
     numerics: Numerics,
     typical: Outcome | None = None,
 ) -> list[Fault]:
-    """A fault where a run raises, other than by a `raise` of the function's own, or gives other
-    gradients than expected.
+    """Returns a fault if a run raises or gives other gradients than expected. An exception that the
+    function itself raises with `raise` is not a fault.
     """
     if actual.error is None:
         wrong = _differing_gradients(actual, expected, setting, numerics, typical)
@@ -598,7 +605,7 @@ def _compare_gradients(
 
 
 def _frozen_inputs(numerics: Numerics, setting: Setting, baseline: Outcome) -> list[Fault]:
-    """AC012: the other gradients must not depend on which input is frozen."""
+    """Returns AC012 if the gradients of other inputs change when an input is frozen."""
     subject = numerics.subject
     sample = numerics.sample
     faults: list[Fault] = []
@@ -649,7 +656,9 @@ def _differing_gradients(
     numerics: Numerics,
     typical: Outcome | None = None,
 ) -> str:
-    """Names of the gradients that differ by more than the order of additions explains."""
+    """Returns the names of gradients that differ by more than another order of additions can
+    explain.
+    """
     typical_grads: dict[str, Tensor | None] = {}
     if typical is not None:
         typical_grads = typical.grads

@@ -1,5 +1,6 @@
-"""What is run: the function, the inputs of one call, and the dtype combinations that a trainer
-produces: dtypes of inputs and parameters, autocast, and where backward runs.
+"""The checked function (`Subject`), the inputs of one call (`Sample`), and the dtype combinations
+that a trainer produces (`Setting`): dtypes of inputs and parameters, autocast, and whether backward
+runs under autocast.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ...ops.contract import OpContract
 INPUT = "input"
 PARAM = "param"
 FIXED = "fixed"
-# group -> dtype; None: each group as built
+# group -> dtype; None leaves the dtypes of all groups unchanged
 GroupDtypes = Mapping[str, torch.dtype] | None
 # positional and keyword arguments
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -35,8 +36,8 @@ TRAINED = tuple(map(to_torch, TRAINING_FLOATS))
 
 @dataclass(frozen=True)
 class Slot:
-    """One tensor of a sample: its name, its group (tensors of a group share a dtype), and whether
-    it requires a gradient.
+    """One tensor of a sample: its name, its index among the leaves, its group (tensors of a group
+    share a dtype), and whether it requires a gradient.
 
     group  `input`, `param`, a contract's free letter, or `fixed` (never changes dtype)
     """
@@ -49,17 +50,17 @@ class Slot:
 
 @dataclass(frozen=True)
 class Sample:
-    """One call's arguments, flattened: `leaves` in order, `slots` for the floating tensors among
-    them.
+    """The flattened arguments of one call. `leaves` are all arguments in order; `slots` describe
+    the floating tensors among them.
     """
 
     leaves: tuple[Any, ...]
     tree: Any
     slots: tuple[Slot, ...]
     guessed: bool  # whether the groups were guessed from shapes
-    # dtypes of the parameters that the subject itself owns, as built
+    # original dtypes of the parameters of the checked function, if it is a module
     owned: frozenset[torch.dtype] = frozenset()
-    # whether the function is handed clones, so that it may work in place
+    # whether clones are passed to the function, so that it may write in place
     behind_clone: bool = False
 
     @property
@@ -77,19 +78,21 @@ class Sample:
         return tuple(group for group in dict.fromkeys(groups) if group != FIXED)
 
     def tensor(self, slot: Slot) -> Tensor:
-        """The tensor of a slot, as the caller gave it."""
+        """Returns the tensor of a slot, as passed by the caller."""
         leaf: Tensor = self.leaves[slot.index]
         return leaf
 
     def built_dtypes(self) -> dict[str, torch.dtype]:
-        """Group -> the dtype its first tensor was given in."""
+        """Returns group -> original dtype of the group's first tensor."""
         dtypes: dict[str, torch.dtype] = {}
         for slot in self.slots:
             dtypes.setdefault(slot.group, self.tensor(slot).dtype)
         return dtypes
 
     def dtypes_in_play(self, dtypes: GroupDtypes) -> set[torch.dtype]:
-        """Every floating dtype of a call that has each group in its dtype (None: as built)."""
+        """Returns all floating dtypes of a call with these dtypes of groups (None: the original
+        dtypes).
+        """
         if dtypes is not None:
             return set(dtypes.values())
         return {self.tensor(slot).dtype for slot in self.slots} | self.owned
@@ -101,12 +104,12 @@ class Sample:
         widen_to: torch.dtype | None = None,
         frozen: str | None = None,
     ) -> tuple[list[Any], dict[str, Tensor]]:
-        """Copies of the leaves with each group in its dtype (None: as built), and the tensors by
-        name.
+        """Returns copies of the leaves with these dtypes of groups (None: the original dtypes), and
+        the tensors by name.
 
-        widen_to  the dtype to which each tensor is cast afterwards: its values stay those of the
+        widen_to  the dtype to which each tensor is cast afterwards; its values stay rounded to the
                   narrow dtype
-        frozen    the name of a slot that requires no gradient in this run
+        frozen    the name of a tensor that requires no gradient in this run
         """
         leaves = list(self.leaves)
         for index, leaf in enumerate(leaves):
@@ -132,19 +135,19 @@ class Sample:
         return leaves, tensors
 
     def call_arguments(self, leaves: Sequence[Any]) -> Arguments:
-        """The arguments of the call whose leaves these are."""
+        """Returns the arguments of a call with these leaves."""
         arguments: Arguments = pytree.tree_unflatten(list(leaves), self.tree)
         return arguments
 
     def with_tensors(self, tensors: Mapping[int, Tensor]) -> Sample:
-        """The same sample with some leaves exchanged, by index."""
+        """Returns the sample with some leaves replaced, by index."""
         leaves = list(self.leaves)
         for index, tensor in tensors.items():
             leaves[index] = tensor
         return replace(self, leaves=tuple(leaves))
 
     def describe(self) -> str:
-        """`x bf16[2 3], weight fp32[3 3]`"""
+        """Returns the tensors as text, such as `x bf16[2 3], weight fp32[3 3]`."""
         descriptions = []
         for slot in self.slots:
             tensor = self.tensor(slot)
@@ -160,8 +163,8 @@ def read_samples(
     names: Sequence[str] = (),
     owns_parameters: bool = False,
 ) -> list[Sample]:
-    """What a caller may pass as `inputs`: one tensor, a tuple of arguments, a dict of keyword
-    arguments, or a list of such samples.
+    """Creates samples from `inputs`: one tensor, a tuple of arguments, a dict of keyword arguments,
+    or a list of these.
     """
     calls = [inputs]
     is_list = isinstance(inputs, list) and bool(inputs)
@@ -185,7 +188,7 @@ def _read_sample(
     names: Sequence[str],
     grads_by_default: bool,
 ) -> Sample:
-    """The sample of one call."""
+    """Creates the sample of one call."""
     args, kwargs = _split_arguments(item)
     paths, tree = pytree.tree_flatten_with_path(((*args, *params), kwargs))
     leaves = tuple(leaf for _, leaf in paths)
@@ -194,7 +197,7 @@ def _read_sample(
         names = list(contract.inputs)
         specs = list(contract.inputs.values())
     tensors = {i: leaf for i, leaf in enumerate(leaves) if _is_floating(leaf)}
-    # where no tensor is marked, every one requires a gradient
+    # if no tensor requires a gradient, all are treated as if they did
     all_require_grad = grads_by_default and not any(t.requires_grad for t in tensors.values())
     guessed_groups = _guess_groups(list(tensors.values()))
     slots = []
@@ -219,7 +222,9 @@ def _is_floating(leaf: Any) -> bool:
 
 
 def _position(path: Sequence[Any]) -> int | None:
-    """The index of the positional argument that holds a leaf; None for a keyword argument."""
+    """Returns the index of the positional argument that contains a leaf, or None for a keyword
+    argument.
+    """
     root, argument = path[:2]
     if root.idx != 0:
         return None
@@ -228,7 +233,7 @@ def _position(path: Sequence[Any]) -> int | None:
 
 
 def _declared_group(spec: TensorSpec, group: str) -> str:
-    """The group of an argument with this spec; `group` where the spec leaves the dtype open."""
+    """Returns the group of an argument with this spec. It is `group` if the spec allows any dtype."""
     if spec.is_free:
         return spec.dtype
     if spec.dtype in ("any", "float"):
@@ -237,7 +242,7 @@ def _declared_group(spec: TensorSpec, group: str) -> str:
 
 
 def _split_arguments(item: Any) -> Arguments:
-    """The call that a caller means by one tensor, a tuple, a list or a dict."""
+    """Converts one tensor, a tuple, a list or a dict to (positional arguments, keyword arguments)."""
     if isinstance(item, Mapping):
         return (), dict(item)
     if isinstance(item, (tuple, list)):
@@ -246,7 +251,9 @@ def _split_arguments(item: Any) -> Arguments:
 
 
 def _label(path: Sequence[Any], names: Sequence[str]) -> str:
-    """`gate`, `input 2`, `batch['mask']`: the argument's name and the keys below it."""
+    """Returns the name of a leaf, from the argument's name and the keys inside it, such as `gate`,
+    `input 2` or `batch['mask']`.
+    """
     argument, *keys = path[1:]
     index = getattr(argument, "idx", None)
     label = getattr(argument, "key", None)
@@ -261,10 +268,11 @@ def _label(path: Sequence[Any], names: Sequence[str]) -> str:
 
 
 def _guess_groups(tensors: Sequence[Tensor]) -> list[str]:
-    """The group of each tensor, guessed from dtypes and shapes: activations and weights.
+    """Guesses from dtypes and shapes whether each tensor is an activation or a weight, and returns
+    their groups.
 
-    Tensors built in different dtypes are grouped by dtype. Built alike, those that share the
-    leading size of the first one are activations; the others are weights, which a trainer keeps in
+    Tensors with different dtypes are grouped by dtype. If all have the same dtype, tensors with the
+    leading size of the first are activations. The others are weights, which a trainer keeps in
     another dtype than activations.
     """
     dtypes = list(dict.fromkeys(t.dtype for t in tensors))
@@ -284,7 +292,9 @@ def _guess_groups(tensors: Sequence[Tensor]) -> list[str]:
 
 
 def parameter_names(function: Callable[..., Any], *, skip: int = 0) -> list[str]:
-    """The positional parameters' names; empty where the signature says `*args` or nothing."""
+    """Returns the names of the positional parameters. The list is empty if there is no signature or
+    only `*args`.
+    """
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -301,12 +311,11 @@ def parameter_names(function: Callable[..., Any], *, skip: int = 0) -> list[str]
 
 
 def lengthen(sample: Sample, rows: int) -> Sample | None:
-    """The sample with its rows drawn again and again until there are `rows` of them; None where
-    that cannot be done.
+    """Returns the sample with at least `rows` rows, which are drawn from its rows with repetition.
+    Returns None if that is not possible.
 
-    A row is an index of the leading dimension that the first tensor has; every tensor of that
-    leading size that does not look like a weight is drawn with the same indices, so that labels
-    stay with their rows.
+    Indices of the leading dimension of the first tensor are drawn. Every tensor with the same
+    leading size, except weights, is indexed with them, so that labels stay with their rows.
     """
     inputs = [sample.tensor(slot) for slot in sample.slots if slot.group != PARAM]
     first = next((tensor for tensor in inputs if tensor.dim()), None)
@@ -339,10 +348,10 @@ LOW = (torch.bfloat16, torch.float16)
 class Setting:
     """One combination of dtypes and autocast.
 
-    dtypes    group -> dtype; None: as built
-    inside    backward runs inside the autocast region (trainers run it outside)
-    produced  whether a trainer is known to produce the combination; one that rests on guessed
-              groups is reported as a note only
+    dtypes    group -> dtype; None leaves the original dtypes
+    inside    whether backward runs inside the autocast region (trainers run it outside)
+    produced  whether a trainer is known to produce the combination; faults of other combinations
+              are reported as notes
     """
 
     dtypes: tuple[tuple[str, torch.dtype], ...] | None
@@ -358,15 +367,15 @@ class Setting:
         return dict(self.dtypes)
 
     def lowest(self, sample: Sample) -> torch.dtype:
-        """The narrowest dtype of the call, to which results may be rounded."""
+        """Returns the narrowest dtype of the call, to which results may be rounded."""
         dtypes = sample.dtypes_in_play(self.group_dtypes)
         if self.autocast:
             dtypes |= {self.autocast}
         return max(dtypes, key=_step, default=torch.float32)
 
     def produced_by_any_trainer(self, sample: Sample) -> bool:
-        """Whether no input is wider than a weight, a combination that torch's own layers refuse
-        under autocast.
+        """Whether a trainer may produce the combination: no input is wider than a weight, which
+        torch's layers reject under autocast.
         """
         dtypes = self.group_dtypes
         if dtypes is None:
@@ -406,16 +415,16 @@ def uniform_setting(
     groups: tuple[str, ...],
     autocast: torch.dtype | None = None,
 ) -> Setting:
-    """The setting in which every group has one dtype."""
+    """Returns the setting in which all groups have the same dtype."""
     return Setting(tuple((group, dtype) for group in groups), autocast)
 
 
 def settings(sample: Sample, groups: tuple[str, ...], *, exhaustive: bool) -> Iterator[Setting]:
-    """The combinations to try, the likeliest first.
+    """Yields the combinations to try, the most probable first.
 
-    groups      the sample's groups, and `param` for a module's own parameters
-    exhaustive  also those that only a reference or a contract can judge: every dtype of every group
-                under every autocast
+    groups      the sample's groups, and `param` for the parameters of a module
+    exhaustive  also yields combinations that only a reference or a contract can judge: every dtype
+                of every group under every autocast dtype
     """
     distinct: dict[Any, Setting] = {}
     for setting in _candidate_settings(sample, groups, exhaustive):
@@ -429,12 +438,12 @@ def settings(sample: Sample, groups: tuple[str, ...], *, exhaustive: bool) -> It
 def _candidate_settings(
     sample: Sample, groups: tuple[str, ...], exhaustive: bool
 ) -> Iterator[Setting]:
-    """The combinations in their order; some may be the same."""
+    """Yields the combinations in order; some may be duplicates."""
     low_as_built = set(LOW) & sample.dtypes_in_play(None)
     autocasts = (None, *LOW)
     for autocast in autocasts:
-        # not a realistic combination: a model in one low dtype under autocast to the other, which
-        # torch's own cat and stack refuse
+        # a model in one low dtype under autocast to the other is not realistic: torch's cat and
+        # stack reject it
         if autocast is None or not low_as_built - {autocast}:
             yield Setting(None, autocast)
     for autocast in autocasts:
@@ -445,9 +454,9 @@ def _candidate_settings(
     weights = [g for g in groups if g.startswith(PARAM)]
     if weights and len(weights) < len(groups):
         for low in LOW:
-            # activations that an autocast op made, weights kept in fp32
+            # activations that come from an autocast operator, and weights that are kept in fp32
             yield _split_setting(groups, inputs=low, weights=torch.float32, autocast=low)
-            # a model in the low dtype that meets an fp32 norm's output
+            # a model in the low dtype that gets the output of an fp32 norm
             setting = _split_setting(groups, inputs=torch.float32, weights=low, autocast=low)
             yield replace(setting, produced=not sample.guessed)
     if exhaustive and 1 < len(groups) <= 3:
@@ -464,7 +473,7 @@ def _split_setting(
     weights: torch.dtype,
     autocast: torch.dtype,
 ) -> Setting:
-    """The setting in which weights have one dtype and all other groups another."""
+    """Returns the setting in which weights have one dtype and all other groups have another."""
     dtypes = []
     for group in groups:
         dtype = weights if group.startswith(PARAM) else inputs
@@ -473,8 +482,8 @@ def _split_setting(
 
 
 class Subject:
-    """The function under test. Makes, for every run, a callable and the parameters it owns, in the
-    requested dtypes.
+    """The checked function. For every run it creates a callable, with the function's parameters in
+    the requested dtypes.
     """
 
     def __init__(self, target: Any) -> None:
@@ -511,7 +520,7 @@ class Subject:
 
     @property
     def location(self) -> Place:
-        """Where the target is defined, as far as `inspect` can find it."""
+        """The place at which the target is defined, as far as `inspect` can find it."""
         target = self.target
         if self.function_class is not None:
             target = self.function_class
@@ -532,14 +541,14 @@ class Subject:
 
     @property
     def argument_names(self) -> list[str]:
-        """Names of the positional parameters, as far as a signature shows them."""
+        """Names of the positional parameters, as far as the signature has them."""
         if self.function_class is not None:
             # without setup_context the first parameter is ctx
             skip = 0 if self.sets_up_context else 1
             return parameter_names(self.function_class.forward, skip=skip)
         if isinstance(self.target, nn.Module):
             return parameter_names(self.target.forward)
-        # the function from which torch.library.custom_op made an operator
+        # for an operator of torch.library.custom_op, the function from which it was created
         return parameter_names(getattr(self.target, "_init_fn", self.target))
 
     @property
@@ -550,13 +559,13 @@ class Subject:
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """`param` when it owns floating parameters."""
+        """(`param`,) if the function has floating parameters, else ()."""
         if self.owned_dtypes():
             return (PARAM,)
         return ()
 
     def owned_dtypes(self) -> frozenset[torch.dtype]:
-        """Dtypes of its own floating parameters, as built."""
+        """Returns the original dtypes of the function's floating parameters."""
         if self.module is None:
             return frozenset()
         dtypes = {parameter.dtype for parameter in self.module.parameters()}
@@ -569,8 +578,8 @@ class Subject:
         widen_to: torch.dtype | None = None,
         frozen: str | None = None,
     ) -> tuple[Callable[..., Any], dict[str, Tensor]]:
-        """A callable for one run and the parameters it owns, by name; a module is copied, so that
-        no run sees another's.
+        """Returns a callable for one run, and its parameters by name. A module is copied, so that
+        runs do not affect each other.
         """
         if self.function_class is not None:
             function = self.function_class
@@ -597,25 +606,27 @@ class Subject:
         return run, parameters
 
     def shares_parameters(self, module: nn.Module) -> bool:
-        """Whether a plain callable holds on to parameters of this very module."""
+        """Whether a plain callable refers to parameters of this module."""
         parameter_ids = {id(p) for p in module.parameters()}
         return any(id(t) in parameter_ids for t in self._captured_tensors())
 
     def captured_dtypes(self) -> set[torch.dtype]:
-        """Dtypes of the floating tensors a plain callable holds on to (closure, default or partial
-        arguments, globals it names).
+        """Returns the dtypes of floating tensors to which a plain callable refers (in its closure,
+        default or partial arguments, or globals).
         """
         return {t.dtype for t in self._captured_tensors() if t.is_floating_point()}
 
     def _captured_tensors(self) -> Iterator[Tensor]:
-        """The tensors that a plain callable refers to; none of a module or a Function."""
+        """Yields the tensors to which a plain callable refers. It yields none for a module or an
+        autograd Function.
+        """
         if self.function_class is not None or self.module is not None:
             return iter(())
         return _find_captured_tensors(self.target, depth=3)
 
 
 def _find_captured_tensors(target: Any, depth: int) -> Iterator[Tensor]:
-    """The tensors to which an object refers, through at most `depth` functions."""
+    """Yields the tensors to which an object refers, through at most `depth` functions."""
     if isinstance(target, Tensor):
         yield target
         return
@@ -635,7 +646,7 @@ def _find_captured_tensors(target: Any, depth: int) -> Iterator[Tensor]:
 
 
 def _captured_objects(target: Any) -> list[Any]:
-    """The objects that a container, a partial function or a bound method holds."""
+    """Returns the objects to which a container, a partial function or a bound method refers."""
     if isinstance(target, (list, tuple)):
         return list(target)
     if isinstance(target, Mapping):
@@ -649,7 +660,7 @@ def _captured_objects(target: Any) -> list[Any]:
 
 
 def _captured_by_function(function: FunctionType) -> list[Any]:
-    """Defaults, closure variables and globals of a function that may hold tensors."""
+    """Returns defaults, closure variables and globals of a function that may contain tensors."""
     objects = list(function.__defaults__ or ())
     with suppress(ValueError):  # a variable that is not bound yet
         objects += inspect.getclosurevars(function).nonlocals.values()
