@@ -26,20 +26,20 @@ _ESSENTIAL_PICTURE_KEYS = {
 }  # fmt: skip
 _RESOLVED_KEYS = {"precision.preset", *AUTO_KEYS}  # keys that can be `auto`
 _SECTION_DESCRIPTIONS = {
-    "model": "What is fine-tuned.",
-    "data": "What a language model learns from.",
-    "images": "What a diffusion model learns from.",
+    "model": "The model that is fine-tuned.",
+    "data": "The training data of a language model.",
+    "images": "The training pictures of a diffusion model.",
     "diffusion": "The objective of a diffusion model.",
-    "adapter": "What is trained: an adapter, or every weight.",
+    "adapter": "The weights that are trained: an adapter, or every weight of the model.",
     "precision": (
         "The dtype of every role of the run. A preset fills all of them; the keys below override"
         " single roles."
     ),
-    "preference": "Of an objective that learns which answers are preferred (train.objective).",
-    "distil": "Of the objective distil, which learns from a teacher.",
-    "train": "How it is trained.",
-    "run": "What the run writes, and when.",
-    "parallel": "Of a run on several processes: isotype train --gpus N, or torchrun.",
+    "preference": "Settings of the objectives that learn which answers are preferred (train.objective).",
+    "distil": "Settings of the objective distil, which learns from a teacher.",
+    "train": "The objective, the steps, the optimizer and the memory of the training.",
+    "run": "The files that a run writes, and when it writes them.",
+    "parallel": "Settings of a run on several processes: isotype train --gpus N, or torchrun.",
 }
 
 
@@ -134,7 +134,7 @@ def reference_markdown() -> str:
             "",
             _SECTION_DESCRIPTIONS[section],
             "",
-            "| key | default | takes | |",
+            "| key | default | accepted values | description |",
             "|---|---|---|---|",
         ]
         for key, schema in key_schemas().items():
