@@ -1,3 +1,3 @@
-"""From files to rows of tokens: formats, templates, masks. Each module is imported by its own name;
-nothing heavy is imported here.
+"""Reads data files and turns them into rows of tokens with labels. This package imports nothing by
+itself; import its modules by name.
 """

@@ -1,9 +1,9 @@
-"""Collects rows that cannot be used, over all of the data, so that they can be skipped or named in
-one error by kind.
+"""Collects the rows that cannot be used, so that they can be skipped, or named in one error,
+grouped by reason.
 
-A row is bad if it is not JSON, not UTF-8, has the wrong keys or types, or is refused by the chat
-template. A row with an empty answer is not bad, but has nothing to learn: it is always skipped and
-counted. Both are written to bad_rows.jsonl in the run folder.
+A row is bad if it is not JSON or not UTF-8, has wrong keys or types, or is refused by the chat
+template. A row with an empty answer is not bad, but has nothing to learn, so it is always skipped
+and counted. Both kinds are written to bad_rows.jsonl in the run folder.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ..errors import UsageError
 from ..wording import pluralise
 
 BAD_ROWS_FILE = "bad_rows.jsonl"
-MAX_LOCATIONS = 40  # named in one error
-MAX_LISTED = 10_000  # of a source, by place and reason; all are counted
+MAX_LOCATIONS = 40  # number of rows that one error names
+MAX_LISTED = 10_000  # number of rows of a source that are stored; all rows are counted
 EMPTY_REASON = "the answer is empty"
 SKIP_FIX = (
     "data.on_bad_row: skip leaves them out, counts them and lists them in the run's bad_rows.jsonl"
@@ -34,16 +34,16 @@ NO_USABLE_ROWS_FIX = (
 
 
 class RowError(UsageError):
-    """One row cannot be used; others of the file may be sound."""
+    """Raised for a row that cannot be used. Other rows of the file may be valid."""
 
 
 class EmptyAnswer(RowError):
-    """The answer of the row is empty or white space."""
+    """Raised for a row whose answer is empty or white space."""
 
 
 @dataclass(frozen=True, slots=True)
 class BadRow:
-    """A row that is left out. `empty`: only because its answer is empty."""
+    """A row that is left out. `empty`: the reason is that its answer is empty."""
 
     location: str
     reason: str
@@ -52,7 +52,9 @@ class BadRow:
 
     @classmethod
     def from_error(cls, error: UsageError, location: str) -> BadRow:
-        """Raises the error again where it is not about the row."""
+        """Returns the bad row for an error. Raises the error again if its message does not begin
+        with the row's location.
+        """
         if not error.message.startswith(f"{location}: "):
             raise error
         empty = isinstance(error, EmptyAnswer)
@@ -66,8 +68,11 @@ class BadRow:
 
 @dataclass
 class BadRows:
-    """The bad rows of one source or side. `kinds` counts those that are an error unless
-    data.on_bad_row is skip.
+    """The bad rows of one source or of several.
+
+    kinds   reason -> number of bad rows, which are an error unless data.on_bad_row is skip
+    empty   number of rows with an empty answer
+    listed  the rows, at most MAX_LISTED
     """
 
     kinds: Counter[str] = field(default_factory=Counter)
@@ -91,16 +96,16 @@ class BadRows:
         return {"kinds": dict(self.kinds), "empty": self.empty, "rows": rows}
 
     def update(self, counts: dict[str, Any]) -> None:
-        """Adds what `to_dict` of another gave."""
+        """Adds the counts of another one, as its `to_dict` returned them."""
         self.kinds.update(counts["kinds"])
         self.empty += counts["empty"]
         self.listed += [BadRow(*row) for row in counts["rows"]]
 
     def refuse(self, *, usable_rows: int) -> None:
-        """Raises  UsageError that names every kind, and up to PLACES places; nothing where no row
-                   is bad.
+        """Raises UsageError if there are bad rows. It names the reasons, and up to MAX_LOCATIONS
+        locations.
 
-        usable_rows  rows that can be used: with none, leaving out the bad ones is no help
+        usable_rows  number of rows that can be used; with 0 the fix is not to skip the bad rows
         """
         bad = [row for row in self.listed if not row.empty]
         fix = SKIP_FIX if usable_rows else NO_USABLE_ROWS_FIX
@@ -115,7 +120,8 @@ class BadRows:
         free_locations = MAX_LOCATIONS - len(listed_kinds)
         lines = [f"{self.count:,} rows cannot be used"]
         for kind in listed_kinds:
-            reason = by_kind[kind][0].reason  # a real one: a command in it can be copied
+            # the reason of an actual row, so that a command in it can be copied
+            reason = by_kind[kind][0].reason
             rows = by_kind[kind][: 1 + free_locations]
             free_locations -= len(rows) - 1
             more = self.kinds[kind] - len(rows)
@@ -129,8 +135,9 @@ class BadRows:
 
 
 def normalise_reason(reason: str) -> str:
-    """A reason without what differs from row to row: numbers, and text in quotes but for one word,
-    as the name of a role. Digits within a name stay (UTF-8, cp1252.csv).
+    """Returns a reason without the details of a row, so that rows with the same reason can be
+    counted. Numbers and quoted texts are replaced. A single quoted word, such as the name of a
+    role, and digits within a name (UTF-8, cp1252.csv) stay.
     """
     reason = re.sub(
         r"'[^']*'|\"[^\"]*\"",
@@ -141,8 +148,8 @@ def normalise_reason(reason: str) -> str:
 
 
 class BadRowFile:
-    """bad_rows.jsonl of a run: `{"place", "reason"}` a line, each place once. It is made with the
-    first row.
+    """bad_rows.jsonl of a run: one `{"place", "reason"}` per line, each place once. The file is
+    created with the first row.
     """
 
     def __init__(self, path: Path, *, resuming: bool = False) -> None:

@@ -1,15 +1,15 @@
-"""Tokenised sources on disk, so that the next run with the same data, tokenizer and settings begins
-at once.
+"""Caches tokenised sources on disk, so that the next run with the same data, tokenizer and settings
+begins at once.
 
-An entry is one safetensors file, named by a hash of everything that determines its rows: the
+An entry is one safetensors file. Its name is a hash of everything that determines its rows: the
 content of the source, the tokenizer, the template, the settings, and `VERSION` of this code. It is
 written under a temporary name and renamed, so that concurrent or killed runs leave no partial
-entries. Its metadata contain a checksum; a damaged file is made again. Rows are memory-mapped, not
-read into memory.
+entries. Its metadata contain a checksum; a damaged file is written again. Rows are memory-mapped,
+not read into memory.
 
 When a new entry exceeds the folder's limit, the least recently used entries are removed. An entry
-that a run has mapped may be removed too: the system retains its content until that run ends.
-Pictures that rows bring as bytes lie in the folder below, within a limit of the same size.
+that another run has mapped may be removed too: the system keeps its content until that run ends.
+Pictures that the data contain as bytes are stored in a folder below, with a limit of the same size.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ import numpy as np
 from ..errors import UsageError
 from .tokens import COLUMNS, TokenBlock, TokenWriter
 
-VERSION = 21  # raise it whenever the same source gives other rows or other facts
-# bytes of a source below which `auto` keeps nothing: tokenising them takes a second
+VERSION = 21  # must be raised whenever the same source gives other rows or other facts
+# with `auto`, smaller sources are not cached: tokenising them takes a second
 MIN_CACHED_BYTES = 1_000_000
 LIMIT_VARIABLE = "ISOTYPE_CACHE_GB"
 DEFAULT_GB = 20.0
 PICTURES_FOLDER = "pictures"  # below the folder of entries
-# seconds since a picture was last read in which it stays: a run reads each again in its next epoch
+# a picture that was read within this time (in seconds) is not removed: a run may read it again in
+# its next epoch
 IN_USE_SECONDS = 24 * 3600
-# seconds after which a half-written file is taken for one that an ended run left
+# seconds after which a partial file is regarded as left by a run that ended
 _STALE_SECONDS = 24 * 3600
 _CHUNK = 1 << 22
-_ENTRY_NAME = re.compile(
-    r"[0-9a-f]{32}\.(safetensors|picture)"
-)  # other names are somebody's weights
+# files with other names may be a user's weights
+_ENTRY_NAME = re.compile(r"[0-9a-f]{32}\.(safetensors|picture)")
 _DTYPE_CODES = {"int32": "I32", "int64": "I64", "uint64": "U64", "bool": "BOOL", "uint8": "U8"}
 # widest elements first, so that every column begins at a multiple of its element's size
 _COLUMN_ORDER = sorted(COLUMNS, key=lambda name: -np.dtype(COLUMNS[name]).itemsize)
@@ -52,8 +52,8 @@ _NO_CHECKSUM = "0" * 64  # stands in the header while the file's checksum is com
 
 
 def cache_folder(setting: str) -> Path | None:
-    """Where entries lie: a folder as given; `auto` is ISOTYPE_CACHE or the user's cache folder;
-    None for `none`.
+    """Returns the folder of the cache for the setting `data.cache`. `auto` is ISOTYPE_CACHE or the
+    user's cache folder. Returns None for `none`.
     """
     if setting == "none":
         return None
@@ -71,8 +71,8 @@ def cache_folder(setting: str) -> Path | None:
 
 
 def max_cache_bytes() -> int:
-    """Bytes that a cache folder may hold: ISOTYPE_CACHE_GB, else 20 GB. Raises UsageError for what
-    is no size.
+    """Returns the size limit of a cache folder in bytes: ISOTYPE_CACHE_GB, else 20 GB. Raises
+    UsageError for an invalid value.
     """
     value = os.environ.get(LIMIT_VARIABLE) or DEFAULT_GB
     try:
@@ -87,8 +87,9 @@ def max_cache_bytes() -> int:
 
 
 def evict(folder: Path, *, keep: Path | None = None) -> int:
-    """Removes the least recently used entries until the folder is within its limit, and returns how
-    many. `keep` stays, and a picture that was read within a day: another run may need it again.
+    """Removes the least recently used entries until the folder is within its limit, and returns
+    their number. It does not remove `keep`, nor a picture that was read within a day, because
+    another run may need it again.
     """
     entries = []
     for path in folder.glob("*"):
@@ -111,15 +112,15 @@ def evict(folder: Path, *, keep: Path | None = None) -> int:
 
 
 def entry_key(parts: Any) -> str:
-    """The name of an entry: a hash of everything that determines its rows."""
+    """Returns the name of an entry: a hash of everything that determines its rows."""
     return hashlib.sha256(
         json.dumps([VERSION, parts], sort_keys=True, default=str).encode()
     ).hexdigest()[:32]
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """A hash of all that decides what tokens a text gets: vocabulary and rules, special tokens, and
-    the libraries' versions.
+    """Returns a hash of everything that decides the tokens of a text: vocabulary and rules, special
+    tokens, and the libraries' versions.
     """
     import tokenizers
     import transformers
@@ -149,16 +150,18 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 def load_or_create_entry(
     folder: Path, key: str, write_rows: Callable[[TokenWriter], dict[str, Any]]
 ) -> tuple[TokenBlock, list[str]]:
-    """The rows of an entry, else those that `write_rows` writes, which are kept; and notes for the user.
+    """Returns the rows of an entry and notes for the user. A missing or unreadable entry is created
+    with `write_rows` first.
 
     write_rows  writes every row and returns the facts
-    Raises  OSError where the folder cannot be written. An entry that cannot be read is made again
+    Raises      OSError if the folder cannot be written
     """
     path = folder / f"{key}.safetensors"
     notes = []
     try:
         block = read_entry(path)
-        # the last use; the time of writing stays, by which a run notices that a file changed
+        # sets the access time, which is the time of the last use; the modification time stays,
+        # because runs detect a changed file by it
         os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
         if (missing_picture := block.find_missing_picture()) is None:
             block.facts["cache"] = f"from {path}"
@@ -190,7 +193,7 @@ def load_or_create_entry(
 
 
 def _remove_stale_files(folder: Path) -> None:
-    """Removes what killed runs left half written."""
+    """Removes partial files that killed runs left."""
     for leftover in folder.glob(".*"):
         try:
             if time.time() - leftover.stat().st_mtime > _STALE_SECONDS:
@@ -200,8 +203,8 @@ def _remove_stale_files(folder: Path) -> None:
 
 
 def write_entry(path: Path, files: Mapping[str, IO[bytes]], facts: dict[str, Any]) -> None:
-    """Columns as a safetensors file; `facts` and a checksum of everything else in the file are its
-    metadata.
+    """Writes columns as a safetensors file. Its metadata are `facts`, and a checksum of everything
+    else in the file.
     """
     header: dict[str, Any] = {"__metadata__": {"facts": json.dumps(facts), "sha256": _NO_CHECKSUM}}
     offset = 0
@@ -230,8 +233,8 @@ def write_entry(path: Path, files: Mapping[str, IO[bytes]], facts: dict[str, Any
 
 
 def read_entry(path: Path) -> TokenBlock:
-    """Maps an entry. Raises ValueError for one that is not whole, FileNotFoundError where there is
-    none.
+    """Maps an entry into memory. Raises ValueError for a damaged entry, FileNotFoundError for a
+    missing one.
     """
     with path.open("rb") as file:
         length = file.read(8)

@@ -1,11 +1,12 @@
-"""The chat template of a run: selects it, renders conversations with it, and locates the answers in
-the rendered text.
+"""Selects the chat template of a run, renders conversations with it, and locates the answers in the
+rendered text.
 
-Stock templates of Llama, Qwen and Gemma have no `{% generation %}` block, so the learnt spans are
-derived: the text up to an answer is what the template renders for the turns before it plus its
-generation prompt; the answer ends where rendering the turns up to and including it ends. Where a
-template renders the past differently from the present (Qwen3 drops the thinking of earlier turns),
-the answer is found by rendering it once more with other words and comparing.
+The templates of Llama, Qwen and Gemma have no `{% generation %}` block, so the learnt spans are
+derived. The turns before an answer are rendered with the generation prompt: the answer begins at
+the end of this text. The turns up to the answer are rendered too: the answer ends at the end of
+that text. Some templates render an earlier turn differently from the last one; Qwen3 drops the
+thoughts of earlier turns. Then the conversation is rendered again with another text as the answer,
+and the two renderings are compared.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ from .render import TemplateLimitError, TemplateRefusal, render_text
 
 @dataclass(frozen=True, slots=True)
 class NamedTemplate:
-    """`end`: the token after an answer, None for the tokenizer's own end token. `tokens`: all that
-    must be one token each.
+    """A chat template of Isotype. `end`: the token after an answer; None: the tokenizer's end
+    token. `tokens`: texts that must be single tokens of the vocabulary.
     """
 
     text: str
@@ -62,7 +63,7 @@ _LLAMA3 = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
 
-# a system turn is put before the first question: Gemma knows no such role
+# Gemma has no system role: the text of a system turn is put before the first question
 _GEMMA = """\
 {{- bos_token or '' }}
 {%- set state = namespace(system='') %}
@@ -104,8 +105,8 @@ NAMED_TEMPLATES: Mapping[str, NamedTemplate] = {
 
 
 def _apply_named_template(name: str, tokenizer: Any) -> str:
-    """The text of a template. Its end-of-turn token becomes the tokenizer's end token, with which
-    generation stops.
+    """Returns the text of a named template. Its end-of-turn token becomes the tokenizer's end
+    token, so that generation stops there.
     """
     template = NAMED_TEMPLATES[name]
     vocabulary = tokenizer.get_vocab()
@@ -130,8 +131,8 @@ def _apply_named_template(name: str, tokenizer: Any) -> str:
 _CHATML_FIX = 'data.chat_template: chatml, with model.add_tokens: ["<|im_start|>", "<|im_end|>"]'
 
 
-# For tokenizers that bring no template: `User:` and `Assistant:` lines, the end-of-text token after
-# every answer.
+# For tokenizers without a template: `User:` and `Assistant:` lines, with the end-of-text token
+# after every answer.
 DEFAULT_TEMPLATE = """\
 {%- for message in messages %}
 {%- if message.role == 'user' %}{{ 'User: ' + message.content + '\n' }}
@@ -144,15 +145,16 @@ DEFAULT_TEMPLATE = """\
 _OTHER_TEMPLATE_FIX = "data.chat_template: FILE.jinja, or a name, takes another template"
 _TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2", ".txt")
 _GENERATION_TAG = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
-_SENTINEL = "\U000f0f0e\U000f0f0f"  # private-use characters: in no template, in no text
+# private-use characters, which templates and texts do not contain
+_SENTINEL = "\U000f0f0e\U000f0f0f"
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An answer in a rendered conversation, in characters.
+    """The position of an answer in a rendered conversation, in characters.
 
-    `closed`: the span holds the whole turn with its end-of-turn token; otherwise that token is the
-    special one that follows.
+    `closed`: the span contains the whole turn with its end-of-turn token. Otherwise the next
+    special token after the span is the end-of-turn token.
     """
 
     start: int
@@ -165,17 +167,17 @@ _THOUGHT_TAG = re.compile(r"[<\[][^\s<>\[\]]{1,40}[>\]]")  # `</think>`, `[THINK
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A template with the tokenizer that renders it."""
+    """A chat template, and the tokenizer that renders it."""
 
     tokenizer: Any
     text: str
     source: str  # "tokenizer", "default", or the file
-    # `data.template_kwargs`, which the text begins with
+    # `data.template_kwargs`; the template's text begins with them
     default_kwargs: Mapping[str, Any] = field(default_factory=dict)
     thoughts: str = "template"
 
     def reads_key(self, key: str) -> bool:
-        """Whether the template's text has this key of a turn."""
+        """Whether the template's text contains this key of a turn."""
         return re.search(rf"\b{re.escape(key)}\b", self.text) is not None
 
     @property
@@ -184,8 +186,8 @@ class ChatTemplate:
 
     @cached_property
     def needs_parts(self) -> bool:
-        """Whether the template writes a content only as a list of parts, as those of LLaVA and
-        SmolVLM do: of a string nothing is left.
+        """Whether the template writes a turn's content only if it is a list of parts. The templates
+        of LLaVA and SmolVLM write nothing for a string.
         """
         question = [{"role": "user", "content": _SENTINEL}]
         return (
@@ -196,7 +198,7 @@ class ChatTemplate:
 
     @cached_property
     def thought_positions(self) -> frozenset[tuple[str, bool]]:
-        """Of the places that thoughts have in data, those from which the template writes them."""
+        """The positions of thoughts (key, and whether a question follows) that the template writes."""
         return frozenset(
             position
             for position, turns in thought_probes(_SENTINEL)
@@ -210,7 +212,7 @@ class ChatTemplate:
             raise UsageError(
                 f"chat template ({self.source}): {error}", fix=_OTHER_TEMPLATE_FIX
             ) from None
-        except Exception:  # a template may refuse one form with any error
+        except Exception:  # a template may reject a probe with any error
             return False
 
     def render(
@@ -221,8 +223,8 @@ class ChatTemplate:
         generation_prompt: bool = False,
         location: str = "prompt",
     ) -> str:
-        """The text of a conversation. Raises UsageError for a template that is broken, or that
-        refuses the conversation.
+        """Renders a conversation as text. Raises UsageError for a broken template, and if the
+        template refuses the conversation.
         """
         if (
             hides_tags := self.thoughts == "all"
@@ -253,7 +255,7 @@ class ChatTemplate:
             raise UsageError(f"{location}: the chat template refuses the row: {error}") from None
 
     def apply_thoughts(self, messages: Sequence[Message], location: str) -> Sequence[Message]:
-        """The turns with the thoughts that `data.thoughts` keeps."""
+        """Returns the turns with only the thoughts that `data.thoughts` keeps."""
         if self.thoughts == "template":
             return messages
         return select_thoughts(
@@ -265,7 +267,9 @@ class ChatTemplate:
         )
 
     def answer_spans(self, example: Example, rendered: str) -> list[Span]:
-        """Where the answers are in `rendered`, which is `render(example.messages)`."""
+        """Returns the spans of the learnt answers in `rendered`, the rendered conversation of
+        `example`.
+        """
         messages = list(example.messages or ())
         answers = [
             i
@@ -277,14 +281,14 @@ class ChatTemplate:
     def find_omissions(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, text: str, location: str
     ) -> tuple[set[str], bool, bool, bool]:
-        """What of a conversation is nowhere in `text`, its rendering: roles of turns; whether
-        calls, tools, and reasoning.
+        """Finds parts of a conversation that are missing in its rendering `text`. Returns the roles
+        of missing turns, and whether tool calls, tools, and reasoning are missing.
 
-        Templates drop later system turns, calls or thoughts in silence. The words of turns are
-        looked for, each as often as turns have them. Calls and tools are left out once: the text
-        must be another.
+        Some templates silently drop later system turns, calls or thoughts. The texts of turns are
+        searched in `text`, each as often as it comes in turns. For calls and tools, the
+        conversation is rendered once without them: the result must differ.
         """
-        # words -> of each turn that has them: its role, whether they are its thoughts
+        # text -> for each turn that contains it: the role, and whether the text is a thought
         expected: dict[str, list[tuple[str, bool]]] = {}
         for m in messages:
             content = m["content"] if isinstance(m.get("content"), str) else ""
@@ -325,7 +329,7 @@ class ChatTemplate:
     ) -> bool:
         try:
             return self.render(messages, tools=tools, location=location) == text
-        except UsageError:  # a turn without its calls may be refused
+        except UsageError:  # the template may refuse a turn without its calls
             return False
 
     def _answer_span(
@@ -346,8 +350,8 @@ class ChatTemplate:
         has_opening = i > 0 and rendered.startswith(opening)
         if has_opening and rendered.startswith(ending) and len(ending) > len(opening):
             return Span(len(opening), len(ending), closed=True)
-        # The template renders this turn differently with the turns around it: find its words by
-        # changing them.
+        # The template renders this turn differently within the conversation: find the turn by
+        # changing its text.
         changed = (
             messages[i]
             | {key: _SENTINEL for key in THOUGHT_KEYS if messages[i].get(key)}
@@ -376,20 +380,21 @@ def chat_template(
     *,
     thoughts: str = "template",
 ) -> ChatTemplate:
-    """The template of a run: the file or name in `data.chat_template`, else the tokenizer's own,
-    else a plain default.
+    """Returns the template of a run: the file or name in `data.chat_template`, else the tokenizer's
+    template, else a plain default.
 
-    default_kwargs  `data.template_kwargs`: defaults that the template's text begins with, so that a saved
-              tokenizer has them too
+    default_kwargs  `data.template_kwargs`: the template's text begins with these defaults, so that
+                    a saved tokenizer has them too
     thoughts  `data.thoughts`
-    Raises    UsageError for a template that is not there or cannot be used, and for a setting that
-              it does not read
+    Raises    UsageError for a missing or unusable template, and for a setting that the template
+              does not read
     """
     template = replace(_choose_template(tokenizer, file), thoughts=thoughts)
     return _add_defaults(template, default_kwargs) if default_kwargs else template
 
 
-# what a run or transformers gives to every template, so that a default would do nothing
+# variables that every template gets from a run or from transformers: a default for them would have
+# no effect
 _RESERVED_KWARGS = (
     "messages",
     "tools",
@@ -432,7 +437,7 @@ def _add_defaults(template: ChatTemplate, default_kwargs: Mapping[str, Any]) -> 
         f"{{%- if {name} is not defined %}}{{% set {name} = {value!r} %}}{{% endif -%}}\n"
         for name, value in default_kwargs.items()
     )
-    # a run's own tokenizer has them
+    # the tokenizer of a finished run has them already
     text = template.text if template.text.startswith(start) else start + template.text
     return replace(template, text=text, default_kwargs=default_kwargs)
 
@@ -481,7 +486,7 @@ def _choose_template(tokenizer: Any, file: str | None) -> ChatTemplate:
 
 
 def split_into_parts(messages: Sequence[Message]) -> list[Message]:
-    """The conversation with each text as a list of one part."""
+    """Returns the conversation with each text content as a list of one part."""
     return [
         (
             m | {"content": [{"type": "text", "text": m["content"]}]}
@@ -493,7 +498,7 @@ def split_into_parts(messages: Sequence[Message]) -> list[Message]:
 
 
 def _count_occurrences(content_text: str, text: str) -> int:
-    """How often words are in a text, as they are or as JSON writes them."""
+    """Counts how often `content_text` is in `text`, either unchanged or as JSON writes it."""
     return max(
         text.count(content_text),
         *(

@@ -1,10 +1,10 @@
-"""Conversations as chat templates take them: roles, text, tool calls, pictures, thoughts.
-ShareGPT's turns are brought into the same form.
+"""Checks conversations and brings them into the form of chat templates: roles, text, tool calls,
+pictures, thoughts. ShareGPT's turns are converted to the same form.
 
-The thoughts of a reasoning model stand in the content of a turn between `<think>` and `</think>`,
-or in a key beside it; `data.thoughts` says which are kept. Templates in the style of Qwen3 write
-those behind the last question and leave earlier ones out; to keep all, the tags of earlier turns
-are hidden from the template while it renders.
+Data store the thoughts of a reasoning model in the content of a turn between `<think>` and
+`</think>`, or in a separate key of the turn. `data.thoughts` selects which are kept. Templates in
+the style of Qwen3 write the thoughts after the last question and leave out earlier ones. To keep
+all, the tags of earlier turns are replaced by other characters while the template renders.
 """
 
 from __future__ import annotations
@@ -20,39 +20,40 @@ from .bad_rows import EmptyAnswer, RowError
 from .records import RepeatedKey, parse_json
 
 Message = dict[str, Any]
-# keys of a turn that say whether it is learnt: OpenAI's, and two that axolotl's data have
+# keys of a turn that say whether it is learnt: `weight` is OpenAI's, the others are from axolotl's
+# data
 LEARN_KEYS = ("weight", "train", "training")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _ROLE_ALIASES = {
     "human": "user",
     **dict.fromkeys(("gpt", "model", "bot", "ai", "chatbot"), "assistant"),
 }
-# ShareGPT's `from`, as its data sets write it
+# values of ShareGPT's `from` in data sets -> roles
 _SHAREGPT_ROLES = {
     "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
     "bing": "assistant", "bard": "assistant", "model": "assistant", "function_call": "function_call", "tool_call": "function_call",
     "tool": "tool", "observation": "tool", "function_response": "tool", "tool_response": "tool",
 }  # fmt: skip
 
-THOUGHT_KEYS = ("reasoning_content", "thinking")  # keys of a turn in which data write thoughts
+THOUGHT_KEYS = ("reasoning_content", "thinking")  # keys of a turn that contain its thoughts
 BEGIN_THOUGHTS = "<think>"
 END_THOUGHTS = "</think>"
 CONTENT_KEY = "content"
 _EMPTY_THOUGHTS = re.compile(rf"{BEGIN_THOUGHTS}\s*{END_THOUGHTS}")
 DOUBLED_THOUGHTS = re.compile(rf"{_EMPTY_THOUGHTS.pattern}\s*{BEGIN_THOUGHTS}")
-# the key that holds thoughts, and whether a question comes after them
+# (the key that contains thoughts, whether a question follows them)
 ThoughtPositions = AbstractSet[tuple[str, bool]]
 _THOUGHTS_BLOCK = re.compile(rf"{BEGIN_THOUGHTS}(.*?){END_THOUGHTS}\s*", re.DOTALL)
-# private-use characters: in no template, in no text
+# private-use characters, which templates and texts do not contain
 _HIDDEN_TAGS = {BEGIN_THOUGHTS: "\U000f0f10", END_THOUGHTS: "\U000f0f11"}
 
 
 def chat_messages(
     value: Any, key: str, location: str, *, may_be_empty: bool = False
 ) -> tuple[Message, ...]:
-    """A list of messages, checked: text parts joined, arguments of tool calls as objects.
+    """Checks a list of messages. Text parts are joined, and arguments of tool calls become objects.
 
-    key  what the row calls the list, for errors
+    key  the row's key of the list, for errors
     """
     messages = parse_json_cell(value, f"{location}: {key}")
     if not isinstance(messages, list) or not (messages or may_be_empty):
@@ -63,8 +64,8 @@ def chat_messages(
 
 
 def sharegpt_messages(value: Any, key: str, location: str) -> tuple[Message, ...]:
-    """ShareGPT's `conversations`: turns of `from` and `value`. `function_call` holds the call as
-    JSON, `observation` its result.
+    """Converts ShareGPT's `conversations`, turns with `from` and `value`, to messages. A turn from
+    `function_call` contains a tool call as JSON, a turn from `observation` its result.
     """
     turns = parse_json_cell(value, f"{location}: {key}")
     if not isinstance(turns, list) or not turns:
@@ -81,9 +82,7 @@ def sharegpt_messages(value: Any, key: str, location: str) -> tuple[Message, ...
 def add_system_prompt(
     messages: tuple[Message, ...], system: Any, location: str
 ) -> tuple[Message, ...]:
-    """The turns after a system prompt that the row has beside them; one that is the first turn
-    already is not added again.
-    """
+    """Returns the turns, preceded by the row's system prompt unless it is already the first turn."""
     if system is None or system == "":
         return messages
     if not isinstance(system, str):
@@ -95,8 +94,8 @@ def add_system_prompt(
 
 
 def read_tools(row: Mapping[str, Any], location: str) -> list[Any] | None:
-    """The row's tools as the template takes them: a list of descriptions; None for none.
-    `functions` is OpenAI's older name.
+    """Returns the row's tools as a list of descriptions, the form of chat templates; None if there
+    are none. `functions` is OpenAI's older key for tools.
     """
     value = row.get("tools")
     if value is None and isinstance(row.get("functions"), list):
@@ -116,15 +115,15 @@ def read_tools(row: Mapping[str, Any], location: str) -> list[Any] | None:
 
 
 def is_learnt(message: Message) -> bool:
-    """Whether the row lets a run learn this turn: not where the turn says `weight: 0`, `train:
-    false` or `training: false`.
+    """Whether the turn may be learnt. A turn with `weight: 0`, `train: false` or `training: false`
+    is not learnt.
     """
     return all(message.get(key) is None or bool(message[key]) for key in LEARN_KEYS)
 
 
 def parse_json_cell(value: Any, path: str) -> Any:
-    """Parses a table's cell that holds a list or object as JSON; returns anything else unchanged.
-    Raises RowError for a key given twice.
+    """Parses a table's cell that contains a list or object as JSON, and returns other values
+    unchanged. Raises RowError for an object with a repeated key.
     """
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
@@ -138,7 +137,7 @@ def parse_json_cell(value: Any, path: str) -> Any:
 
 
 def json_kind(value: Any) -> str:
-    """The kind of a wrong value, in JSON's terms."""
+    """Describes the type of a wrong value in JSON's terms."""
     if value is None:
         return "null"
     names = {
@@ -199,8 +198,8 @@ def _check_message(raw_message: Any, key: str, location: str) -> Message:
 
 
 def _modernise_message(message: Message) -> Message:
-    """A message with OpenAI's older names of a tool call (`function_call`) and of its result (role
-    `function`) as it is written today.
+    """Replaces OpenAI's older names of a tool call (`function_call`) and of its result (role
+    `function`) by the current ones.
     """
     message = message | {"role": "tool" if message["role"] == "function" else message["role"]}
     if isinstance(message.get("function_call"), dict) and not message.get("tool_calls"):
@@ -209,7 +208,7 @@ def _modernise_message(message: Message) -> Message:
 
 
 def _check_learn_keys(turn: Message, path: str) -> None:
-    """Raises  RowError for a weight between 0 and 1: a turn is learnt, or it is not."""
+    """Raises RowError for a weight other than 0 and 1: a turn is learnt completely or not at all."""
     for key in LEARN_KEYS:
         value = turn.get(key)
         if not (
@@ -224,8 +223,8 @@ def _check_learn_keys(turn: Message, path: str) -> None:
 
 
 def _check_content(content: Any, path: str, *, may_be_empty: bool) -> Any:
-    """The text of a message: as it is, or its text parts joined; the parts themselves where there
-    are pictures among them.
+    """Returns the content of a message as text, with text parts joined. Parts with pictures among
+    them are returned unchanged.
     """
     if isinstance(content, list):
         if any(isinstance(part, dict) and part.get("type") == "image" for part in content):
@@ -240,19 +239,19 @@ def _check_content(content: Any, path: str, *, may_be_empty: bool) -> Any:
     return content
 
 
-PICTURE_MARK = "<image>"  # LLaVA's and ShareGPT's mark of a picture
+PICTURE_MARK = "<image>"  # the placeholder of a picture in texts of LLaVA and ShareGPT
 _PICTURE_KEYS = ("image", "path", "url", "bytes")
 
 
 def take_pictures(
     messages: tuple[Message, ...], row: Mapping[str, Any], location: str
 ) -> tuple[tuple[Message, ...], tuple[Any, ...]]:
-    """(the turns, with parts where there are pictures; the pictures as the row gives them, in their
-    order).
+    """Returns the turns, with a list of parts as content where pictures are, and the pictures in
+    their order, in the row's form.
 
-    A part `{type: image}` brings its picture, or takes the next of the row's `images` (or `image`).
-    Text has its marks `<image>`, or else the pictures stand before the first question, as TRL puts
-    them.
+    A part `{type: image}` contains its picture, or uses the next one of the row's `images` (or
+    `image`). In a text, `<image>` marks the place of a picture. Without marks the pictures are put
+    before the first question, as TRL does.
     """
     row_pictures = _row_pictures(row, location)
     remaining = list(row_pictures)
@@ -296,7 +295,7 @@ def take_pictures(
 
 
 def _row_pictures(row: Mapping[str, Any], location: str) -> list[Any]:
-    """The pictures that a row has beside its turns."""
+    """Returns the pictures in the row's key `images` or `image`."""
     pictures = parse_json_cell(
         row.get("images") if row.get("images") is not None else row.get("image"),
         f"{location}: images",
@@ -334,8 +333,8 @@ def _part_text(part: Any, path: str) -> str:
 
 
 def _check_calls(calls: Any, path: str) -> list[Any]:
-    """Tool calls whose arguments are objects: as text, a template would write them out as JSON in
-    JSON.
+    """Checks tool calls and parses their arguments into objects. A template would write arguments
+    that are text as a JSON string inside JSON.
     """
     if not isinstance(calls, list):
         raise RowError(f"{path}.tool_calls must be a list, got {json_kind(calls)}")
@@ -406,7 +405,7 @@ def _suggestion(key: str, row: Message) -> str:
     return f", but {close[0]!r}: did you mean {key}?" if close else ""
 
 
-# pairs of tags in which answers of reasoning models have their thoughts
+# pairs of tags around the thoughts in answers of reasoning models
 _THOUGHT_TAGS = (
     (BEGIN_THOUGHTS, END_THOUGHTS),
     ("<thinking>", "</thinking>"),
@@ -417,8 +416,8 @@ _THOUGHT_TAGS = (
 
 
 def refuse_cut_thoughts(answer: Any, path: str) -> None:
-    """Raises RowError for an answer that begins with thoughts and ends inside them, as a limit on
-    new tokens leaves it: learnt, it would teach to end there.
+    """Raises RowError for an answer that begins with thoughts and ends inside them. Such answers
+    come from a limit on new tokens, and would teach the model to stop there.
     """
     text = answer.lstrip() if isinstance(answer, str) else ""
     for begin, end in _THOUGHT_TAGS:
@@ -434,13 +433,14 @@ def select_thoughts(
     tags: bool,
     location: str,
 ) -> tuple[Message, ...]:
-    """The turns with the thoughts that are kept, where the template finds them.
+    """Returns the turns with the selected thoughts, moved to a place from which the template writes
+    them.
 
-    selection  `last`: those behind the last question; `all`; `none`
-    writes  what the template writes, as `thought_probes` found it
-    tags    whether the template itself has the tags
-    Raises  RowError for a tag without the other one, EmptyAnswer for a learnt turn that is nothing
-            but thoughts
+    selection  `last`: thoughts after the last question; `all`; `none`
+    writes  the positions of thoughts that the template writes (`thought_probes`)
+    tags    whether the template's text contains the tag `</think>`
+    Raises  RowError for one of the two tags without the other, EmptyAnswer for a learnt turn that
+            contains only thoughts
     """
     last = last_question(messages)
     turns = list(messages)
@@ -455,8 +455,8 @@ def select_thoughts(
 
 
 def thought_probes(thought: str) -> Iterator[tuple[tuple[str, bool], list[Message]]]:
-    """Conversations with a word as a thought, each place of it before the last question and behind
-    it.
+    """Yields conversations that contain the text `thought` as a thought, for each key, before and
+    after the last question. Each comes with its position (key, whether a question follows).
     """
     for key in (CONTENT_KEY, *THOUGHT_KEYS):
         if key == CONTENT_KEY:
@@ -476,13 +476,13 @@ def thought_probes(thought: str) -> Iterator[tuple[tuple[str, bool], list[Messag
 
 
 def last_question(messages: Sequence[Message]) -> int:
-    """The place of the last turn of the user; -1 for none."""
+    """Returns the index of the user's last turn; -1 if there is none."""
     return max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
 
 
 def hide_thought_tags(messages: Sequence[Message]) -> list[Message]:
-    """The turns, those before the last question with tags that no template knows. `restore_thought_tags` brings
-    the tags back.
+    """Replaces the thought tags before the last question by characters that no template recognises.
+    `restore_thought_tags` undoes this.
     """
     last = last_question(messages)
     return [
@@ -500,7 +500,7 @@ def restore_thought_tags(text: str) -> str:
 
 
 def learns_empty_thoughts(text: str, learnt: Sequence[tuple[int, int]]) -> bool:
-    """Whether learnt characters have the end of empty thoughts, whose beginning may be in the
+    """Whether the learnt characters contain the end of empty thoughts. The beginning may be in the
     prompt.
     """
     ends = [match.end() for match in _EMPTY_THOUGHTS.finditer(text)]
@@ -536,10 +536,10 @@ def _remove_thoughts(message: Message, path: str) -> Message:
 def _move_thoughts(
     message: Message, *, is_earlier: bool, writes: ThoughtPositions, tags: bool
 ) -> Message:
-    """A turn whose thoughts stand where the template writes them; else in its content, as Qwen3
-    writes them.
+    """Moves the thoughts of a turn into its content, as Qwen3 writes them, if the template does not
+    write them from their present place.
 
-    They stay where they are if the template has other marks for thoughts, as gpt-oss' has.
+    They are not moved if the template has other marks for thoughts, as the template of gpt-oss has.
     """
     content = message["content"]
     block = _THOUGHTS_BLOCK.match(content)

@@ -1,10 +1,10 @@
 """Turns checked examples into rows of tokens with labels.
 
-A chat is rendered by its template, which writes every special token itself. The encoder adds none,
-so that no beginning-of-text token is doubled. Plain text, and prompt/completion with a tokenizer
-without a template, get the tokenizer's own beginning and the end-of-text token. The tokens of a
-prompt are those that generation will see: if the following answer would change them, prompt and
-answer are tokenised separately.
+A chat is rendered by its template, which writes all special tokens. The encoder adds none, so that
+no beginning-of-text token is doubled. Plain text, and prompt with completion for a tokenizer
+without a template, get the tokenizer's first tokens (usually BOS) and the end-of-text token. A
+prompt has the same tokens in training as in generation: if they depend on the following answer,
+prompt and answer are tokenised separately.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from .formats import Example, Message
 from .pictures import BadPicture, Pictures
 from .rows import IGNORED, Row
 
-BATCH_TEXTS = 256  # texts handed to the tokenizer at once
-Offsets = Sequence[tuple[int, int]]  # of each token, in characters
+BATCH_TEXTS = 256  # number of texts that are tokenised at once
+Offsets = Sequence[tuple[int, int]]  # (start, end) of each token, in characters
 
 
 @dataclass
@@ -38,19 +38,17 @@ class Tally:
     first_dropped: dict[str, str] = field(default_factory=dict)
     end_of_turn: Counter[str] = field(default_factory=Counter)
     borders: int = 0
-    """Answers that had to be tokenised apart from their prompts."""
+    """Answers that were tokenised separately from their prompts."""
     special_in_content: int = 0
     calls_unseen: int = 0
     tools_unseen: int = 0
-    """Rows with tool calls, or with tools, whose names are nowhere in the text that the template
-    made.
-    """
+    """Rows with tool calls, and rows with tools, that the template did not write."""
     reasoning_unseen: int = 0
-    """Rows with reasoning that the template left out, of the content or beside it."""
+    """Rows with reasoning, in the content or in a separate key, that the template did not write."""
     empty_thoughts: int = 0
-    """Rows that learn `<think>` and `</think>` with nothing between them."""
+    """Rows that learn `<think>` directly followed by `</think>`."""
     turns_unseen: Counter[str] = field(default_factory=Counter)
-    """Rows by the role of a turn that the template left out."""
+    """Role -> number of rows in which the template did not write a turn of this role."""
     bad: BadRows = field(default_factory=BadRows)
 
     def drop(self, reason: str, location: str) -> None:
@@ -58,7 +56,7 @@ class Tally:
         self.first_dropped.setdefault(reason, location)
 
     def note_bad(self, row: BadRow) -> None:
-        """Counts a row that cannot be used; one with an empty answer also as dropped."""
+        """Counts a row that cannot be used. A row with an empty answer is also counted as dropped."""
         self.bad.add(row)
         if row.empty:
             self.drop(EMPTY_REASON, row.location)
@@ -68,7 +66,7 @@ class Tally:
 
     @classmethod
     def sum(cls, tallies: Iterable[dict[str, Any]]) -> Tally:
-        """Several sides, as `to_dict` gave them, as one."""
+        """Returns the sum of several tallies, each as a result of `to_dict`."""
         total = cls()
         for tally in tallies:
             total.first_dropped = tally["first_dropped"] | total.first_dropped
@@ -82,30 +80,34 @@ class Tally:
 
 
 def _has_picture_mark(message: Message) -> bool:
-    """Whether a question has LLaVA's mark of a picture; where it is closed it is markup."""
+    """Whether a question contains LLaVA's mark of a picture. `<image>` with a closing `</image>` is
+    markup.
+    """
     content = message["content"] if message["role"] == "user" else ""
     return isinstance(content, str) and PICTURE_MARK in content and "</image>" not in content
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A row as text, with the spans to learn."""
+    """A row as text, with the spans that are learnt."""
 
     location: str
     text: str
     spans: Sequence[Span]
     literal: bool
-    """Not from a template: gets the tokenizer's own beginning, and the end-of-text token."""
+    """The text was not rendered by a template, so it gets the tokenizer's first tokens and the
+    end-of-text token.
+    """
     pictures: tuple[str, ...] = ()
-    """References of its pictures."""
+    """References of the row's pictures."""
     pictures_end: int = 0
-    """Where the text of its last picture ends."""
+    """The position after the text of the last picture."""
     picture_tokens: int = 0
-    """Tokens of the model that stand for its pictures."""
+    """The number of placeholder tokens of the pictures."""
 
 
 class Encoder:
-    """Turns examples into rows with one tokenizer, one template and one length."""
+    """Turns examples into rows of tokens, with one tokenizer, one template and one maximum length."""
 
     def __init__(
         self,
@@ -154,7 +156,7 @@ class Encoder:
             )
 
     def ids(self, text: str) -> list[int]:
-        """The tokens of a text, nothing added."""
+        """Returns the tokens of a text, without added special tokens."""
         tokens: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)[
             "input_ids"
         ]
@@ -163,11 +165,11 @@ class Encoder:
     def rows(
         self, examples: Iterable[Example], tally: Tally
     ) -> Iterator[tuple[Example, Row, bool]]:
-        """Examples with their rows, in order, and whether they were cut; those that teach nothing
+        """Yields (example, row, whether the row was cut) in order. Examples without learnt tokens
         are dropped and counted.
 
-        Those that the chat template refuses are counted in `tally.bad`. Raises UsageError for a
-        template that no row is at fault for.
+        Examples that the chat template refuses are counted in `tally.bad`. Raises UsageError for a
+        template that fails for other reasons than the row.
         """
         examples = iter(examples)
         while batch_examples := list(islice(examples, BATCH_TEXTS)):
@@ -199,7 +201,7 @@ class Encoder:
                     yield source, *row
 
     def render(self, example: Example, tally: Tally) -> Rendered:
-        """The text of an example and what is learnt of it."""
+        """Returns the text of an example, and the spans of it that are learnt."""
         template = self.template
         location = example.location
         messages = example_messages(example)
@@ -264,11 +266,11 @@ class Encoder:
     def insert_pictures(
         self, rendered: Rendered, row_pictures: Sequence[Any], folder: str
     ) -> Rendered:
-        """The text as the processor writes it, each mark as the tokens of its picture, which are
-        not learnt.
+        """Replaces each picture's mark in the text by the picture's placeholder tokens, as the
+        model's processor writes them. These tokens are not learnt.
 
-        Raises  RowError for a picture that cannot be used, and where marks and pictures differ in
-                number
+        Raises  RowError for a picture that cannot be used, and for different numbers of marks and
+                pictures
         """
         pictures = self.pictures
         assert pictures is not None
@@ -290,7 +292,7 @@ class Encoder:
             picture_texts = pictures.picture_texts(references)
         except BadPicture as error:
             raise RowError(f"{rendered.location}: {error}") from None
-        # of each piece: where it begins and ends, and how far it moves
+        # for each piece: its start, its end, and the distance by which it moves
         text = ""
         offset = 0
         shifts = []
@@ -324,11 +326,11 @@ class Encoder:
         )
 
     def windows(self, tokens: Iterable[list[int]], location: str, tally: Tally) -> Iterator[Row]:
-        """A plain text cut into rows of `max_length`, each with the tokenizer's beginning; the
-        end-of-text token closes the last.
+        """Yields a plain text cut into rows of `max_length` tokens. Each begins with the
+        tokenizer's first tokens; the last ends with the end-of-text token.
 
-        tokens  those of the text's pieces, one after another; no more than one piece and a row of
-                them are held
+        tokens  the tokens of the text's pieces, in order; only one piece and one row are held in
+                memory
         """
         for window in _split_windows(
             chain(tokens, [self.suffix_ids]), self.max_length - len(self.prefix_ids)
@@ -342,8 +344,8 @@ class Encoder:
                 tally.drop("one token alone at the end of a text teaches nothing", location)
 
     def _has_special_token(self, ids: list[int]) -> bool:
-        """Whether a plain text's tokens have a special one that its text gave, other than a
-        beginning and an end that it has itself.
+        """Whether tokens of a plain text contain a special token that was written in the text. The
+        tokenizer's first tokens and the final end-of-text token do not count.
         """
         if self.prefix_ids and ids[: len(self.prefix_ids)] == self.prefix_ids:
             start = len(self.prefix_ids)
@@ -356,8 +358,8 @@ class Encoder:
         return not self._special_ids.isdisjoint(ids[start:end])
 
     def _span_edges(self, rendered: Rendered) -> list[int]:
-        """Where a row's parts begin and end, in characters: all that a tokenizer without offsets
-        has to find.
+        """Returns the positions, in characters, at which learnt spans begin and end. A tokenizer
+        without offsets needs only these.
         """
         return sorted(
             {offset for span in rendered.spans for offset in (span.start, span.end)}
@@ -367,8 +369,8 @@ class Encoder:
     def _tokenize_texts(
         self, texts: list[str], edges: list[list[int]]
     ) -> list[tuple[list[int], Offsets]]:
-        """Tokens and their places. Without offsets, every token of a part between two edges gets
-        the part's place.
+        """Returns the tokens of each text, and their positions. With a tokenizer without offsets,
+        every token between two edges gets the edges as its position.
         """
         if not self.has_offsets:
             return [
@@ -380,12 +382,14 @@ class Encoder:
         return list(zip(encoded["input_ids"], encoded["offset_mapping"]))
 
     def _tokenize_parts(self, text: str, edges: list[int]) -> tuple[list[int], Offsets]:
-        """A part's tokens are those by which the text up to its end is longer; where that changes
-        earlier ones, it is tokenised alone.
+        """Tokenises the text up to each edge, and takes the additional tokens as the part before
+        the edge. If this changes earlier tokens, the part is tokenised alone.
         """
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
-        begin = start = settled = 0  # characters and tokens up to which earlier parts are settled
+        begin = 0  # start of the text that is tokenised
+        start = 0  # start of the current part
+        settled = 0  # number of tokens before `begin`, which no longer change
         for edge in [*edges, len(text)]:
             grown = self.ids(text[begin:edge])
             if ids[settled:] != grown[: len(ids) - settled]:
@@ -476,8 +480,8 @@ class Encoder:
         *,
         is_whole: bool,
     ) -> tuple[int, int]:
-        """The tokens of a span, from the first to its end-of-turn token; white space the template
-        writes after that is not learnt.
+        """Returns the range of tokens of a span, up to and including its end-of-turn token. White
+        space that the template writes after it is not learnt.
         """
         first = next((k for k, (a, _) in enumerate(offsets) if a >= span.start), len(ids))
         last = next((k for k in range(first, len(ids)) if offsets[k][0] >= span.end), len(ids))
@@ -508,13 +512,13 @@ class Encoder:
         prompts: Iterable[list[int]],
         tally: Tally,
     ) -> tuple[list[int], Offsets]:
-        """Tokenises the text from an answer on by itself, where the prompt alone has other tokens
-        than the prompt with its answer.
+        """Tokenises an answer and the text after it separately, if the prompt alone has other
+        tokens than the same prompt followed by its answer.
 
-        A tokenizer may merge the last character of one with the first of the other, or cut white
-        space differently at the end of a text.
+        A tokenizer may merge the last character of the prompt with the first of the answer, or
+        split white space at the end of a text differently.
         """
-        # characters and tokens up to the last cut
+        # number of characters and tokens before the last cut
         cut_at = 0
         settled = 0
         for span, prompt in zip(rendered.spans, prompts):
@@ -544,7 +548,7 @@ class Encoder:
 
 
 def _split_windows(pieces: Iterable[list[int]], size: int) -> Iterator[list[int]]:
-    """The tokens of all pieces, `size` at a time; the last may be fewer."""
+    """Yields the tokens of all pieces, `size` at a time; the last window may be shorter."""
     waiting_ids: list[int] = []
     for piece in pieces:
         waiting_ids += piece
@@ -558,8 +562,8 @@ def _split_windows(pieces: Iterable[list[int]], size: int) -> Iterator[list[int]
 
 
 def example_messages(example: Example) -> tuple[Message, ...] | None:
-    """An example as a conversation: messages as they are, prompt and completion as a question and
-    its answer; None for text.
+    """Returns an example as a conversation. Prompt and completion become a question and its answer.
+    Returns None for plain text.
     """
     if example.messages is not None:
         return example.messages

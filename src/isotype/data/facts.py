@@ -1,5 +1,7 @@
-"""The facts of a run's data, which become data.json: counts, lengths, duplicates, special tokens,
-and notes in plain words.
+"""Computes the facts of a run's data for data.json: counts, lengths, duplicates, special tokens,
+and notes for the user.
+
+The two sides of the data are its training rows and its evaluation rows.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from .encode import Encoder, Tally
 from .sources import Source
 from .tokens import TokenRows
 
-MIN_ROWS_TO_HOLD_OUT = 10  # rows below which nothing is held out
-_MAX_KEYS = 10  # named in notes, of a source
+MIN_ROWS_TO_HOLD_OUT = 10  # with fewer rows none is held out
+_MAX_KEYS = 10  # number of a source's unused keys that notes name
 
 
 def data_facts(
@@ -31,9 +33,10 @@ def data_facts(
     *,
     held_out: bool,
 ) -> dict[str, Any]:
-    """What data.json has of rows in memory and of a stream's beginning.
+    """Returns the facts that data.json has for rows in memory and for the first rows of a stream.
 
-    sides, tallies, files  of training and of evaluation; `total` is the sum of the tallies
+    sides, tallies, files  each for training, then for evaluation
+    total                  the sum of the tallies
     """
     train, evaluation = (side_facts(*side) for side in zip(sides, tallies, files, strict=True))
     return {
@@ -49,8 +52,8 @@ def data_facts(
 
 
 def collect_tallies(sides: Sequence[TokenRows], *, refuse: bool) -> tuple[list[Tally], Tally]:
-    """What was counted while the rows of each side were read, and the sum. Raises UsageError for
-    bad rows, if asked to.
+    """Returns the counts that were made while the rows of each side were read, and their sum. With
+    `refuse`, raises UsageError if there are bad rows.
     """
     tallies = [Tally.sum(block.facts["tally"] for block in side.blocks) for side in sides]
     total = Tally.sum(tally.to_dict() for tally in tallies)
@@ -60,7 +63,7 @@ def collect_tallies(sides: Sequence[TokenRows], *, refuse: bool) -> tuple[list[T
 
 
 def side_facts(rows: TokenRows, tally: Tally, files: list[dict[str, Any]]) -> dict[str, Any]:
-    """Counts of one side, training or evaluation."""
+    """Returns the counts of one side, training or evaluation."""
     lengths = np.sort(rows.lengths).tolist()
     digests = rows.column("digest")
     return {
@@ -83,8 +86,8 @@ def side_facts(rows: TokenRows, tally: Tally, files: list[dict[str, Any]]) -> di
 
 
 def eval_set_sizes(sources: Sequence[Source], rows: TokenRows) -> dict[str, int]:
-    """Name of an evaluation set -> its rows, of the sets that have names. Raises  UsageError for
-    one without rows
+    """Returns the number of rows of each named evaluation set. Raises UsageError for a set without
+    rows.
     """
     counts: Counter[str] = Counter()
     for i, source in enumerate(sources):
@@ -96,8 +99,9 @@ def eval_set_sizes(sources: Sequence[Source], rows: TokenRows) -> dict[str, int]
 
 
 def between_facts(train: TokenRows, evaluation: TokenRows) -> dict[str, int]:
-    """Evaluation rows that training has too, and others whose prompt it has, unless all training
-    rows have one prompt.
+    """Counts evaluation rows that are also training rows, and other evaluation rows that share
+    their prompt with a training row. Shared prompts are not counted if all training rows have the
+    same prompt.
     """
     copies = np.isin(evaluation.column("digest"), train.column("digest"))
     prompts = evaluation.column("prompt")
@@ -111,7 +115,7 @@ def between_facts(train: TokenRows, evaluation: TokenRows) -> dict[str, int]:
 
 
 def token_facts(encoder: Encoder, sides: Sequence[TokenRows], total: Tally) -> dict[str, Any]:
-    """Which special tokens frame a row, as seen in the rows."""
+    """Returns the special tokens, and counts of rows that begin or end with them."""
     tokenizer = encoder.tokenizer
     bos = tokenizer.bos_token_id
     eos = tokenizer.eos_token_id
@@ -139,7 +143,9 @@ def token_facts(encoder: Encoder, sides: Sequence[TokenRows], total: Tally) -> d
 
 
 def template_facts(encoder: Encoder) -> dict[str, Any] | None:
-    """The chat template: where it comes from, and whether it marks what is learnt."""
+    """Returns the facts of the chat template: its source, its settings, and whether it marks learnt
+    text with {% generation %}.
+    """
     template = encoder.template
     if template is None:
         return None
@@ -152,7 +158,7 @@ def template_facts(encoder: Encoder) -> dict[str, Any] | None:
 
 
 def source_lines(facts: dict[str, Any], *, max_lines: int = 6) -> list[str]:
-    """A line a source: what it was read as, why, and how many rows it has."""
+    """Returns a line per source: its number of rows, its format, and the reason for the format."""
     lines = []
     for name, side in (("training", facts["train"]), ("evaluation", facts["eval"])):
         for file in side["files"]:
@@ -167,7 +173,7 @@ def source_lines(facts: dict[str, Any], *, max_lines: int = 6) -> list[str]:
 
 
 def data_notes(facts: dict[str, Any], encoder: Encoder, total: Tally) -> list[str]:
-    """Notes for the user, one sentence each. `total`: what was counted on both sides."""
+    """Returns notes for the user, one sentence each. `total`: the sum of the counts of both sides."""
     sides = (("training", facts["train"]), ("evaluation", facts["eval"]))
     notes = []
     for name, side in sides:
@@ -195,7 +201,7 @@ def data_notes(facts: dict[str, Any], encoder: Encoder, total: Tally) -> list[st
 
 
 def _left_out_notes(name: str, side: dict[str, Any], max_length: int) -> list[str]:
-    """Rows of a side that were cut, are bad, or were dropped."""
+    """Returns notes on the rows of a side that were cut, are bad, or were dropped."""
     notes = []
     if count := side["truncated"]:
         verb = "was" if count == 1 else "were"
@@ -216,7 +222,7 @@ def _left_out_notes(name: str, side: dict[str, Any], max_length: int) -> list[st
 
 
 def _ignored_key_notes(side: dict[str, Any]) -> list[str]:
-    """Keys of a side's files that nothing reads."""
+    """Returns notes on the keys of a side's files that are not used."""
     notes = []
     for file in side["files"]:
         ignored = file.get("ignored_keys", {})
@@ -232,7 +238,7 @@ def _ignored_key_notes(side: dict[str, Any]) -> list[str]:
 
 
 def _length_notes(facts: dict[str, Any], encoder: Encoder) -> list[str]:
-    """Whether rows are longer than the model takes."""
+    """Returns a note if rows are longer than the tokenizer's maximum."""
     longest = max(side["lengths"]["longest"] for side in (facts["train"], facts["eval"]))
     limit = encoder.tokenizer.model_max_length
     if longest <= limit:
@@ -244,7 +250,9 @@ def _length_notes(facts: dict[str, Any], encoder: Encoder) -> list[str]:
 
 
 def _split_notes(facts: dict[str, Any]) -> list[str]:
-    """Whether evaluation rows are missing, or known from training."""
+    """Returns notes if there are no evaluation rows, or if training contains rows or prompts of
+    them.
+    """
     notes = []
     train = facts["train"]
     evaluation = facts["eval"]
@@ -281,7 +289,7 @@ def _split_notes(facts: dict[str, Any]) -> list[str]:
 
 
 def _mix_notes(facts: dict[str, Any]) -> list[str]:
-    """Shares of weighted sources, and packing."""
+    """Returns notes on the shares of weighted sources, and on packing."""
     notes = [
         f"{source['path']}: {source['share']:.1%} of the training rows; each of its rows comes"
         f" {source['passes']:.3g} times an epoch"
@@ -296,8 +304,8 @@ def _mix_notes(facts: dict[str, Any]) -> list[str]:
 
 
 def _special_token_notes(facts: dict[str, Any], encoder: Encoder) -> list[str]:
-    """Special tokens that rows lack or have twice, and where the template differs from what a
-    reader may expect.
+    """Returns notes on special tokens that rows lack or have twice, and on surprising properties of
+    the template.
     """
     notes = []
     tokens = facts["tokens"]
@@ -343,7 +351,9 @@ def _empty_thoughts_note(encoder: Encoder, count: int) -> str:
 
 
 def _omission_notes(total: Tally) -> list[str]:
-    """Parts of conversations that the chat template does not write, and special tokens in texts."""
+    """Returns notes on parts of conversations that the chat template does not write, and on texts
+    that contain special tokens.
+    """
     omitted = "that the chat template does not write"
     counts = [
         (total.calls_unseen, f"tool calls {omitted}: they are not learnt"),

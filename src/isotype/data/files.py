@@ -1,7 +1,7 @@
-"""Finds the files that a name in `data.train` means: one file, those of a folder, or those that a
-pattern matches.
+"""Finds the files for a name in `data.train`: a single file, the files of a folder, or the files
+that match a pattern.
 
-The files of runs are left out. Files of another split of the data, and folders that `datasets`
+Files of Isotype's run folders are left out. Files of other splits, and folders that `datasets`
 saved, are recognised by their names.
 """
 
@@ -42,14 +42,14 @@ _SPLIT_PATTERN = re.compile(
 _STATE_FILE = "state.json"
 _INFO_FILE = "dataset_info.json"
 _METADATA_FILES = frozenset((_STATE_FILE, _INFO_FILE, "dataset_infos.json", SPLITS_FILE))
-_FIRST_RUN_FILES = ("preflight.json", "env.json")  # what a run writes before resolved.yaml
-_PIECE_CHARACTERS = 1 << 16  # characters of a plain text handed on at once, cut at line ends
+_FIRST_RUN_FILES = ("preflight.json", "env.json")  # files that a run writes before resolved.yaml
+_PIECE_CHARACTERS = 1 << 16  # characters of a piece of plain text; pieces end at line ends
 _SAMPLE_BYTES = 1 << 18  # bytes from which the number of rows is estimated
 
 
 @dataclass
 class File:
-    """One file of a source, and what its rows are."""
+    """One file of a source. `name`: its path as it appears in messages."""
 
     path: Path
     name: str
@@ -64,7 +64,9 @@ class File:
 
     @property
     def estimated_rows(self) -> int:
-        """By the length of its first lines; of Parquet as the file says; 0 where a line is no row."""
+        """The number of rows: read from the metadata of Parquet, else estimated from the length of
+        the first lines. 0 if rows are not lines.
+        """
         kind = file_suffix(self.path)
         if kind == ".parquet":
             import pyarrow.parquet
@@ -80,13 +82,13 @@ class File:
 
     @property
     def is_blank(self) -> bool:
-        """Whether it is without a byte, or a text without a character but white space."""
+        """Whether the file has 0 bytes, or is a text file with only white space."""
         return self.size == 0 or (
             self.is_text and all(line.isspace() for _, line in text_lines(self.path, self.name))
         )
 
     def pieces(self) -> Iterator[str]:
-        """A plain text in pieces, together every character of the file."""
+        """Yields the plain text of the file in pieces, which together contain every character."""
         piece = ""
         has_text = False
         for _, line in text_lines(self.path, self.name):
@@ -102,8 +104,8 @@ class File:
 
 
 def find_files(spec: SourceSpec) -> tuple[list[File], list[str]]:
-    """The files that a name means, in their order, and notes on what is not read. Raises UsageError
-    where there are none.
+    """Returns the files for a name, in order, and notes on files that are not read. Raises
+    UsageError if there is no file.
     """
     name = spec.name
     path = Path(name).expanduser()
@@ -142,7 +144,7 @@ def _is_pattern(name: str) -> bool:
 
 
 def _visible_paths(folder: Path) -> list[Path]:
-    """Everything below a folder, without what is hidden."""
+    """Returns all paths below a folder, without hidden ones."""
     return sorted(
         path
         for path in folder.rglob("*")
@@ -151,8 +153,8 @@ def _visible_paths(folder: Path) -> list[Path]:
 
 
 def _existing_files(paths: Sequence[Path]) -> list[Path]:
-    """The files among the paths, each once. Raises UsageError for a link to data that do not
-    exist.
+    """Returns the files among the paths, each once. Raises UsageError for a broken link to a data
+    file.
     """
     for path in paths:
         if path.is_symlink() and file_suffix(path) in ENDINGS and not path.exists():
@@ -171,7 +173,9 @@ def _has_data_ending(path: Path, endings: Sequence[str]) -> bool:
 def _match_endings(
     name: str, matched: Sequence[Path], endings: Sequence[str], suffix: str
 ) -> list[Path]:
-    """The files of a pattern that can be read. Raises UsageError where there are none."""
+    """Returns the files with a known ending that a pattern matches. Raises UsageError if there is
+    none.
+    """
     if not matched:
         raise UsageError(f"{name}: the pattern matches no file")
     data_paths = [path for path in matched if _has_data_ending(path, endings)]
@@ -184,7 +188,7 @@ def _match_endings(
 
 
 def _match_folder(name: str, matched: Sequence[Path]) -> list[Path]:
-    """The files of a folder that can be read. Raises UsageError where there are none."""
+    """Returns the files of a folder with a known ending. Raises UsageError if there is none."""
     readable = [path for path in matched if _has_data_ending(path, ENDINGS)]
     if not readable:
         raise UsageError(
@@ -194,14 +198,14 @@ def _match_folder(name: str, matched: Sequence[Path]) -> list[Path]:
                 " text"
             ),
         )
-    # a README beside the data is no data
+    # beside data files, text files such as a README are not read
     return [path for path in readable if file_suffix(path) in DATA_ENDINGS] or readable
 
 
 def _note_left_out(
     name: str, left_out: set[Path], file_count: int, runs: Sequence[Path], root: Path
 ) -> list[str]:
-    """Notes on files of runs, and on others, that are not read."""
+    """Returns notes on files that are not read: files of run folders, and files with other endings."""
     notes = []
     if runs:
         notes.append(f"{name}: the files of runs are not read ({summarise_paths(runs, root)})")
@@ -215,15 +219,14 @@ def _note_left_out(
 
 
 def summarise_paths(paths: Iterable[Path], root: Path) -> str:
-    """Up to three of the paths, as they are below a folder."""
+    """Lists up to three of the paths, relative to a folder."""
     names = sorted(str(p.relative_to(root)) if p.is_relative_to(root) else str(p) for p in paths)
     return ", ".join(names[:3] + ["..."] * (len(names) > 3))
 
 
 def _note_splits(name: str, paths: Sequence[Path], root: Path) -> list[str]:
-    """What to say of files that are named as another split than train, beside files that are named
-    as train. A file's own name says its split, or else the nearest of its folders' names within
-    `root`, where the search began.
+    """Returns a note if some files are named after `train` and others after another split. The
+    split is taken from the file's name, else from the nearest of its folders below `root`.
     """
     splits = {}
     for path in paths:
@@ -251,7 +254,9 @@ def _note_splits(name: str, paths: Sequence[Path], root: Path) -> list[str]:
 
 
 def is_saved_dataset(name: str | Path) -> bool:
-    """Whether `Dataset.save_to_disk` wrote a folder. A `state.json` alone may be a user's own."""
+    """Whether `Dataset.save_to_disk` wrote the folder. A `state.json` alone proves nothing: a user
+    may have written it.
+    """
     folder = Path(name).expanduser()
     return os.path.isfile(folder / SPLITS_FILE) or all(
         os.path.isfile(folder / name) for name in (_STATE_FILE, _INFO_FILE)
@@ -259,10 +264,10 @@ def is_saved_dataset(name: str | Path) -> bool:
 
 
 def exclude_runs(paths: Iterable[Path], root: Path) -> tuple[list[Path], list[Path]]:
-    """The paths that belong to no run, in their order, and the folders of the runs that the others
-    belong to.
+    """Returns the paths outside run folders, in their order, and the run folders that contain the
+    other paths.
 
-    root   where the search began: data that were asked for inside a run are read
+    root   the folder where the search began; if it lies inside a run folder, its files are read
     """
 
     @cache

@@ -1,9 +1,9 @@
-"""The formats of a row: messages, ShareGPT, Alpaca, prompt and completion, a preference pair, a
-labelled answer, or text. Detects the format and checks every row.
+"""Detects the format of rows and checks every row. The formats are messages, ShareGPT, Alpaca,
+prompt and completion, preference pair, labelled answer, and text.
 
-A format is recognised by the keys of the first row. Other keys (`id`, `source`) are not used, and
-the facts name and count them. A checked row of any format becomes an `Example`: a conversation, a
-pair, or a text.
+A format is recognised by the keys of the first row. Other keys (`id`, `source`) are not used;
+data.json names and counts them. A checked row of any format becomes an `Example`: a conversation, a
+prompt with its completion, or a text.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ _LEARN_PAIRS_FIX = "train.objective=dpo learns from pairs (docs/preferences.md)"
 
 @dataclass(frozen=True, slots=True)
 class JudgedFormat:
-    """A format that only some objectives read.
+    """A format of judged answers (pairs or labels), which only some objectives read.
 
-    keys  the keys by which it is recognised
-    noun  what its rows hold, for messages
-    rows  what its rows must have, for messages
-    fix   which objective reads it
+    keys  the keys by which the format is recognised
+    noun  names its rows in messages
+    rows  describes in messages what a row must have
+    fix   names the objective that reads it, for messages
     """
 
     keys: tuple[str, ...]
@@ -101,17 +101,19 @@ class Example:
     completion: str | None = None
     text: str | None = None
     learn_from: int = 0
-    """Of `messages`: answers before this one are a prompt."""
+    """Position in `messages` from which answers are learnt; earlier messages are the prompt."""
     pictures: tuple[Any, ...] = ()
-    """Of `messages`, in the order of their parts: paths, bytes, or what else a row names a picture
-    by.
+    """The pictures of `messages`, in the order of their parts: paths, bytes, or the other forms in
+    which a row can give a picture.
     """
     folder: str = "."
-    """Where the paths of pictures begin."""
+    """The folder to which the paths of pictures are relative."""
     rejected: Example | None = None
-    """Of a preference pair, whose chosen answer this is: the same prompt with the rejected one."""
+    """In a preference pair, this example has the chosen answer, and `rejected` is the same prompt
+    with the rejected answer.
+    """
     is_wanted: bool = True
-    """The label of an answer; every other answer is wanted."""
+    """The label of a labelled answer. True for all other answers."""
 
 
 def detect_format(
@@ -121,11 +123,12 @@ def detect_format(
     *,
     objective_format: FormatName | None = None,
 ) -> tuple[FormatName, str]:
-    """The format of a file from its first row, and the reason.
+    """Returns the format of a file, detected from its first row, and the reason.
 
     requested         `data.format`
-    objective_format  the one format that the run's objective learns from
-    Raises            UsageError for a format that cannot be used here, RowError for a row of none
+    objective_format  the only format that the run's objective learns from, or None
+    Raises            UsageError for a format that cannot be used here, RowError for a row without a
+                      known format
     """
     _refuse_table(record)
     row = rename_columns(record, columns)
@@ -157,8 +160,8 @@ def _check_objective_format(
     objective_format: FormatName,
     location: str,
 ) -> Sequence[str]:
-    """The keys by which a row is recognised as of the objective's format. Raises UsageError for
-    another one.
+    """Returns the keys that show that a row has the objective's format. Raises UsageError for a row
+    of another format.
     """
     if objective_format == "preference":
         checked_row = _pair_from_scores(row, location)
@@ -176,8 +179,8 @@ def _check_objective_format(
 
 
 def _match_format(row: Mapping[str, Any], location: str) -> FormatName:
-    """The only format whose keys the row has, for objectives that learn every answer. Raises
-    UsageError.
+    """Returns the only format whose keys the row has, for objectives that learn every answer.
+    Raises UsageError for none or several.
     """
     matches = [
         name
@@ -214,8 +217,8 @@ def _match_format(row: Mapping[str, Any], location: str) -> FormatName:
 
 
 def _refuse_table(record: Record) -> None:
-    """Raises  UsageError where a file's first value is a whole table by columns, as pandas'
-    `to_json()` writes it
+    """Raises UsageError if the first value of a file is a whole table by columns, as pandas'
+    `to_json()` writes it.
     """
     columns = record.value.values() if isinstance(record.value, dict) else ()
     if columns and all(
@@ -245,7 +248,7 @@ def refuse_other_format(objective_format: FormatName, subject: str) -> NoReturn:
 
 
 def _describe_keys(keys: Sequence[str], columns: Columns) -> str:
-    """The keys of a format, with what the row calls them."""
+    """Lists the keys of a format, each with the row's name for it."""
     names = columns or {}
     return " and ".join(
         f"{names[key]} (read as {key})" if names.get(key, key) != key else key for key in keys
@@ -253,8 +256,8 @@ def _describe_keys(keys: Sequence[str], columns: Columns) -> str:
 
 
 def rename_columns(record: Record, columns: Columns) -> dict[str, Any]:
-    """The row as an object, its keys as `data.columns` names them. A key that is taken over hides
-    one of the same name.
+    """Returns the row with its keys renamed as `data.columns` says. A renamed key replaces a key of
+    the row with the same name.
     """
     if record.error:
         raise RowError(f"{record.location}: {record.error}")
@@ -275,7 +278,7 @@ def rename_columns(record: Record, columns: Columns) -> dict[str, Any]:
         if key not in columns.values() and key not in columns
     }
     for key, column in columns.items():
-        if column is None:  # a key of the data that is not read
+        if column is None:  # `data.columns: {KEY: null}`: the key is not read
             continue
         if key not in (
             known_keys := {
@@ -296,8 +299,8 @@ def rename_columns(record: Record, columns: Columns) -> dict[str, Any]:
 
 
 def _pair_from_scores(row: dict[str, Any], location: str) -> dict[str, Any]:
-    """A row of several answers with scores as a pair: the first of those with the highest score,
-    and the first of those with the lowest.
+    """Turns a row of several answers with scores into a preference pair of the answers with the
+    highest and the lowest score. The first one wins a tie.
     """
     answers, scores = (
         next((key for key in names if key in row), "") for names in (ANSWER_KEYS, SCORE_KEYS)
@@ -345,8 +348,8 @@ def _pair_from_scores(row: dict[str, Any], location: str) -> dict[str, Any]:
 def check_example(
     record: Record, name: FormatName, *, needs_answer: bool, columns: Columns = None
 ) -> Example:
-    """Checks one row. `needs_answer`: the loss is on answers only, so a row without one is an
-    error.
+    """Checks one row and returns it as an example. `needs_answer`: the loss is on answers only, so
+    that a row without an answer is an error.
     """
     row = rename_columns(record, columns)
     if name == "preference":
@@ -360,8 +363,8 @@ def check_example(
 
 
 def _refuse_cut_answers(example: Example) -> None:
-    """Raises RowError where a wanted answer that is learnt ends inside its thoughts; an unwanted or
-    rejected one may.
+    """Raises RowError if a learnt answer ends inside its thoughts. Unwanted and rejected answers
+    may end there.
     """
     if not example.is_wanted:
         return
@@ -402,7 +405,7 @@ def _check_row(
 def _add_pictures(
     example: Example, row: Mapping[str, Any], name: FormatName, record: Record
 ) -> Example:
-    """The example with the pictures of its row."""
+    """Adds the pictures of the row to the example."""
     if example.messages is None:
         return example
     if name in _JUDGED_FORMATS:
@@ -428,7 +431,7 @@ def _has_any_key(row: Mapping[str, Any], keys: Sequence[str]) -> bool:
 
 
 def ignored_keys(row: Mapping[str, Any], name: FormatName, columns: Columns = None) -> list[str]:
-    """Keys of a row that nothing reads."""
+    """Returns the keys of a row that are not used."""
     columns = columns or {}
     used = set(FORMATS[name].keys + FORMATS[name].optional_keys) - set(columns) | set(
         columns.values()
@@ -438,8 +441,8 @@ def ignored_keys(row: Mapping[str, Any], name: FormatName, columns: Columns = No
 
 
 def _preference_example(row: Mapping[str, Any], location: str) -> Example:
-    """A prompt with a chosen and a rejected answer. Of two conversations, the turns with which both
-    begin belong to the prompt; a prompt that these turns have already is not added again.
+    """Returns a prompt with a chosen and a rejected answer. If both are conversations, their common
+    first turns belong to the prompt. The row's prompt is not added again if these turns contain it.
     """
     prompt, chosen, rejected = (
         _turns_or_text(row.get(key), f"{location}: {key}") for key in ("prompt", *PREFERENCE_KEYS)
@@ -499,9 +502,9 @@ def _parse_label(value: Any, location: str) -> bool:
 
 
 def _pair_example(row: Mapping[str, Any], location: str, answer: str = "completion") -> Example:
-    """Prompt and completion as texts, or both as messages, of which only the completion's are
-    learnt. Texts beside a system prompt, tools or pictures become messages. `answer`: the
-    key of the row that holds the completion.
+    """Returns an example of a prompt and its completion. Both are texts, or both are messages, of
+    which only the completion's are learnt. Texts become messages if the row has a system prompt,
+    tools or pictures. `answer`: the row's key of the completion.
     """
     prompt, completion = (
         _turns_or_text(row[key], f"{location}: {key}") for key in ("prompt", answer)
@@ -533,8 +536,8 @@ def _pair_example(row: Mapping[str, Any], location: str, answer: str = "completi
 
 
 def _turns_or_text(value: Any, path: str) -> Any:
-    """A list of messages that a table's cell holds as JSON; any other text as it is, also an answer
-    that is a JSON list.
+    """Parses a table's cell that contains a list of messages as JSON. Other values are returned
+    unchanged, also an answer that is a JSON list of something else.
     """
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return value

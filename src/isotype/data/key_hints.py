@@ -1,5 +1,5 @@
-"""Hints for rows whose keys belong to no format: the key that was probably meant, or what to write
-in `data.columns`.
+"""Hints for rows whose keys match no format: the key that was probably meant, or the setting of
+`data.columns` that makes the row readable.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from ..config.yaml_text import write_value
 from .row_keys import FORMATS, TURN_KEYS
 
-# names of a question and its answer in data sets; a person has to confirm that they mean that
+# common names of a question and its answer in data sets; the hint asks the user to confirm them
 _PAIR_KEYS = (
     ("question", "answer"), ("question", "response"), ("query", "response"), ("query", "answer"), ("instruction", "response"),
     ("input", "output"), ("prompt", "response"), ("prompt", "answer"), ("source", "target"),
@@ -25,7 +25,7 @@ _PAIR_OPTIONAL_KEYS = {
 
 
 def unknown_row_hint(row: Mapping[str, Any]) -> str:
-    """What to do about a row whose keys match no format. The first hint that applies wins."""
+    """Returns a hint for a row whose keys match no format. The first hint that applies is returned."""
     object_lists = [
         key
         for key, value in row.items()
@@ -46,7 +46,7 @@ def unknown_row_hint(row: Mapping[str, Any]) -> str:
 
 
 def _spelling_hint(row: Mapping[str, Any]) -> str:
-    """For keys that are a format's but for capitals and blanks."""
+    """Returns a hint for keys that match a format except for capital letters and blanks."""
     spellings = {key.strip().casefold(): key for key in row if isinstance(key, str)}
     for row_format in FORMATS.values():
         if all(key in spellings for key in row_format.keys):
@@ -62,7 +62,7 @@ def _spelling_hint(row: Mapping[str, Any]) -> str:
 
 
 def _pair_hint(row: Mapping[str, Any]) -> str:
-    """For two keys that are probably a question and its answer."""
+    """Returns a hint for two keys that are probably a question and its answer."""
     pair = next((pair for pair in _PAIR_KEYS if pair[0] in row and pair[1] in row), None)
     if pair is None:
         return ""
@@ -89,7 +89,7 @@ def _pair_hint(row: Mapping[str, Any]) -> str:
 def _similar_key_hint(
     row: Mapping[str, Any], object_lists: Sequence[str], turn_lists: Sequence[str]
 ) -> str:
-    """For a misspelt key of a format."""
+    """Returns a hint for a misspelt key of a format."""
     known_keys = {key for row_format in FORMATS.values() for key in row_format.keys}
     not_values = set(object_lists) - set(turn_lists)
     candidates = [
@@ -105,7 +105,7 @@ def _similar_key_hint(
 
 
 def _missing_key_hint(row: Mapping[str, Any]) -> str:
-    """For a row with one of the two keys of a format."""
+    """Returns a hint for a row with only one of the two keys of a format."""
     for row_format in FORMATS.values():
         for key, missing in zip(row_format.keys, row_format.keys[::-1], strict=True):
             if key in row and missing not in row:
@@ -114,7 +114,7 @@ def _missing_key_hint(row: Mapping[str, Any]) -> str:
 
 
 def _list_hint(object_lists: Sequence[str], turn_lists: Sequence[str]) -> str:
-    """For a key that holds turns or rows under another name."""
+    """Returns a hint for an unknown key whose value is a list of turns or of rows."""
     if turn_lists:
         return f"{turn_lists[0]} is a list of turns: data.columns: {{messages: {turn_lists[0]}}}"
     if object_lists:
@@ -126,7 +126,7 @@ def _list_hint(object_lists: Sequence[str], turn_lists: Sequence[str]) -> str:
 
 
 def column_hint(key: str, column: str, row: Mapping[str, Any]) -> str:
-    """What to write in `data.columns` for `key`, whose `column` the row lacks."""
+    """Returns a hint for an entry `KEY: COLUMN` of `data.columns` whose column the row lacks."""
     names = [name for name in row if isinstance(name, str)]
     close = difflib.get_close_matches(column.lower(), names, n=1, cutoff=0.75)
     if close:
@@ -135,20 +135,23 @@ def column_hint(key: str, column: str, row: Mapping[str, Any]) -> str:
 
 
 def suggest_key(key: str, row: Mapping[str, Any]) -> str:
-    """`, but 'promt': did you mean prompt?` where the row has a similar key, else nothing."""
+    """Returns `, but 'promt': did you mean prompt?` if the row has a similar key, else an empty
+    text.
+    """
     close = _close_keys(key, list(row), row)
     return f", but {close[0]!r}: did you mean {key}?" if close else ""
 
 
 def list_keys(row: Mapping[str, Any]) -> str:
-    """The first keys of a row, for a message."""
+    """Lists the first keys of a row, for a message."""
     return ", ".join(list(row)[:6]) or "none"
 
 
 def _close_keys(key: str, candidates: Sequence[str], row: Mapping[str, Any]) -> list[str]:
-    """The candidate that is spelt most like `key`, as a list of at most one.
+    """Returns a list with the candidate whose spelling is most similar to `key`, or an empty list.
 
-    A key of a conversation is only suggested for a list: `message` with a text is not `messages`.
+    `messages` and `conversations` are only suggested for keys with a list: a key `message` with a
+    text is not meant as `messages`.
     """
     if key in ("messages", "conversations"):
         candidates = [name for name in candidates if _may_be_list(row[name])]
@@ -156,5 +159,5 @@ def _close_keys(key: str, candidates: Sequence[str], row: Mapping[str, Any]) -> 
 
 
 def _may_be_list(value: Any) -> bool:
-    """Whether it is a list, or text that begins as a list in JSON."""
+    """Whether a value is a list, or a text that begins like a JSON list."""
     return isinstance(value, list) or str(value).lstrip().startswith("[")

@@ -1,8 +1,8 @@
-"""`load_data`: turns the data section of a run into rows of tokens, prompts and facts.
+"""Loads the data of a run: turns the section `data` into rows of tokens, prompts and facts.
 
-Sources are read row by row and tokenised into flat arrays (`tokens`), on disk if they are large
-(`cache`). Evaluation rows come from their own sources, or are held out of the training rows by
-content, so that a row and its copy are never on both sides.
+Sources are read row by row and tokenised into flat arrays (`tokens`), which are cached on disk if
+they are large (`cache`). Evaluation rows come from separate sources, or are held out of the
+training rows. A hash of the content decides which, so that copies of a row are never in both.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .rows import LoadedData, Row, SamplePrompt, Share
 from .sources import Source, open_source, refuse_duplicate_files
 from .tokens import TokenRows, TokenWriter, choose_held_out, pack_rows
 
-_SAMPLED_ROWS = 256  # rows, for samples that differ
+_SAMPLED_ROWS = 256  # number of first rows among which different prompts are searched
 _SOURCE_LIMITS_FIX = "a limit for each is data.train: [{name: ..., limit: N}, ...]"
 
 
@@ -54,14 +54,14 @@ def load_data(
 ) -> LoadedData:
     """Reads, checks, tokenises and splits the data of a run.
 
-    data              the data section
-    tokenizer         the model's
-    seed              of the held-out share
-    objective_format  the one format of which the objective learns. A preference pair becomes two
-                      rows, which stay together; a limit counts pairs
-    pictures          of a vision-language model: its processor reads those of the rows
+    data              the section `data` of the configuration
+    tokenizer         the model's tokenizer
+    seed              chooses the held-out rows
+    objective_format  the only format that the objective learns from, or None. A preference pair
+                      becomes two rows, which stay together; a limit counts pairs
+    pictures          reads the rows' pictures with the processor of a vision-language model
     ->                rows, prompts, facts
-    Raises            UsageError naming file, line and key
+    Raises            UsageError with file, line and key
     """
     if data.train is None:
         raise UsageError(
@@ -142,7 +142,9 @@ def load_data(
 def _open_sources(
     data: DataSection, side: str, objective_format: FormatName | None
 ) -> list[Source]:
-    """The sources of `data.train` or `data.eval`. Raises UsageError for a file that two share."""
+    """Opens the sources of `data.train` or `data.eval`. Raises UsageError for a file that belongs
+    to two sources.
+    """
     sources = [
         open_source(
             spec,
@@ -162,7 +164,9 @@ def _add_objective_facts(
     evaluation: TokenRows,
     objective_format: FormatName | None,
 ) -> list[str]:
-    """Adds the facts of preference pairs to both sides; returns notes on pairs or labels."""
+    """Adds the facts of preference pairs to the facts of training and evaluation. Returns notes on
+    pairs or labels.
+    """
     if objective_format == "preference":
         facts["train"] |= pair_facts(train)
         facts["eval"] |= pair_facts(evaluation)
@@ -175,8 +179,8 @@ def _add_objective_facts(
 def build_encoder(
     data: DataSection, tokenizer: Any, sources: Sequence[Source], pictures: Pictures | None = None
 ) -> Encoder:
-    """The encoder that these sources need. If there is a template, prompt/completion rows become
-    chats too, since prompts will be rendered with this template when the model is used.
+    """Returns the encoder for these sources. If there is a template, rows of prompt and completion
+    become chats too, because the template will render the prompts when the model is used.
     """
     template_formats = {"messages", "sharegpt", "alpaca"}
     if data.chat_template is not None or tokenizer.chat_template:
@@ -204,9 +208,9 @@ def build_encoder(
 
 
 def _tokenize_sources(sources: Sequence[Source], encoder: Encoder, data: DataSection) -> TokenRows:
-    """The rows of sources, from the cache where it has them."""
+    """Returns the rows of sources, from the cache if it contains them."""
     folder = cache_folder(data.cache)
-    max_cache_bytes()  # a mistyped name is reported before hours of tokenising
+    max_cache_bytes()  # an invalid ISOTYPE_CACHE_GB is reported before hours of tokenising
     fingerprint = ""
     blocks = []
     for source in sources:
@@ -233,8 +237,8 @@ def _tokenize_sources(sources: Sequence[Source], encoder: Encoder, data: DataSec
 
 
 def _source_key(source: Source, encoder: Encoder, fingerprint: str) -> str:
-    """Everything that shapes the rows of a source. Split and packing come after, and are not part
-    of it.
+    """Returns the name of a source's cache entry: a hash of everything that determines its rows.
+    Held-out rows and packing are chosen later and are not part of it.
     """
     template = encoder.template
     spec = source.spec
@@ -256,9 +260,9 @@ def _source_key(source: Source, encoder: Encoder, fingerprint: str) -> str:
 
 
 def encode_source(source: Source, encoder: Encoder, writer: TokenWriter) -> dict[str, Any]:
-    """Reads a source to its end and writes its rows; returns the counts."""
+    """Reads a whole source and writes its rows. Returns the counts."""
     tally = Tally()
-    # what was read; the encoder drops some and keeps the order
+    # items that were read and not yet encoded; the encoder drops some and keeps the order
     pending: deque[Example | BadRow] = deque()
     source.ignored.clear()
 
@@ -300,8 +304,8 @@ def encode_source(source: Source, encoder: Encoder, writer: TokenWriter) -> dict
 def _limit_rows(
     rows: TokenRows, limit: int | None, sources: Sequence[Source], rows_per_example: int
 ) -> TokenRows:
-    """The first rows of all sources, in their order. Notes which sources that leaves out. `rows_per_example`:
-    rows that are one of the data's.
+    """Returns the first rows of all sources together, at most `limit` examples, and adds a note on
+    the number of rows from each source. `rows_per_example`: 2 for preference pairs, else 1.
     """
     if limit is None or len(rows) <= limit * rows_per_example:
         return rows
@@ -344,8 +348,8 @@ def _source_shares(sources: Sequence[Source], train: TokenRows, limit: int | Non
 
 
 def _file_facts(sources: Sequence[Source], rows: TokenRows) -> list[dict[str, Any]]:
-    """Sources as data.json has them: what was found, what it held, and whether it was tokenised
-    now.
+    """Returns the entries of the sources in data.json: name, format, counts of rows, and use of the
+    cache.
     """
     entries = []
     for i, (source, block) in enumerate(zip(sources, rows.blocks)):
@@ -359,7 +363,9 @@ def _file_facts(sources: Sequence[Source], rows: TokenRows) -> list[dict[str, An
 def _mix_facts(
     sources: Sequence[Source], train: TokenRows, shares: Sequence[Share]
 ) -> list[dict[str, Any]] | None:
-    """Of weighted sources: the share of the rows, and how often a row of theirs comes in an epoch."""
+    """Returns for each weighted source its share of the rows, and how often each of its rows comes
+    in an epoch. Returns None without weights.
+    """
     total = sum(share.weight for share in shares)
     return [
         {
@@ -375,8 +381,8 @@ def _mix_facts(
 def _sample_prompts(
     rows: TokenRows, sources: Sequence[Source], encoder: Encoder
 ) -> list[SamplePrompt]:
-    """Prompts of the first rows, copies left out; a chat's is read again from its source, a text's
-    is the beginning of its tokens.
+    """Returns prompts from the first different rows. The prompt of a chat is read again from its
+    source, the prompt of a text is the beginning of its tokens.
     """
     prompts: list[SamplePrompt] = []
     _, first = np.unique(rows.column("digest")[:_SAMPLED_ROWS], return_index=True)

@@ -1,7 +1,8 @@
-"""Preference pairs and labelled answers as views of flat rows.
+"""Preference pairs and labelled answers, as views of tokenised rows.
 
-Rows 2i and 2i + 1 are the chosen and the rejected answer of pair i. An answer with a label has a
-partner: its prompt with the answer to another prompt, for KTO's reference point.
+Rows 2i and 2i + 1 are the chosen and the rejected answer of pair i. A labelled answer has a
+partner, the same prompt with the answer to another prompt, from which KTO estimates its reference
+point.
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ from .rows import IGNORED, Row
 from .tokens import LazyRows, TokenRows
 
 Encoded = tuple[Example, Row, bool]
-# pairs below which nothing is said of their lengths; the share in which one side is longer
+# a note on the answers' lengths needs more pairs than this, and a larger share of pairs in which
+# the same side is longer
 _MIN_PAIRS = 10
 _LENGTH_SHARE = 0.9
 
 
 class Pair(NamedTuple):
-    """reference  log-probabilities of both answers under the model as the run starts, once they are
-    known
+    """A chosen and a rejected answer to one prompt.
+
+    reference  log-probabilities of both answers under the initial model, or None before they are
+               computed
     """
 
     chosen: Row
@@ -34,13 +38,15 @@ class Pair(NamedTuple):
 
     @property
     def input_ids(self) -> tuple[int, ...]:
-        """Of the longer answer, with its prompt."""
+        """The tokens of the longer answer, with its prompt."""
         return max(self.chosen.input_ids, self.rejected.input_ids, key=len)
 
 
 class Pairs(LazyRows[Pair]):
-    """The pairs of a side. reference: fp32[2 N], a value a row, where an objective has one and it
-    is known.
+    """The preference pairs of the training or the evaluation rows.
+
+    reference  fp32[2 N]  log-probability per row under the initial model; None if the objective
+               does not use it or it is not computed yet
     """
 
     def __init__(self, rows: TokenRows, reference: np.ndarray | None = None) -> None:
@@ -59,14 +65,14 @@ class Pairs(LazyRows[Pair]):
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of the longer answer of each pair, with its prompt."""
+        """The number of tokens of each pair's longer answer, with its prompt."""
         longer: np.ndarray = self.rows.lengths.reshape(-1, 2).max(1)
         return longer
 
 
 def complete_pairs(encoded: Iterable[Encoded], tally: Tally) -> Iterator[tuple[Encoded, ...]]:
-    """Pairs of which both answers have tokens to learn, and other ones; the others are left out and
-    counted.
+    """Yields the pairs whose answers both have learnt tokens and differ. Other pairs are left out;
+    pairs with the same tokens are counted.
     """
     chosen: Encoded | None = None
     for encoded_row in encoded:
@@ -83,7 +89,7 @@ def complete_pairs(encoded: Iterable[Encoded], tally: Tally) -> Iterator[tuple[E
 
 
 def pair_digests(rows: TokenRows) -> np.ndarray:
-    """uint64[N]: of the tokens of both answers of each pair."""
+    """Returns a hash of both answers of each pair, uint64[N]."""
     chosen, rejected = rows.column("digest").reshape(-1, 2).T
     with np.errstate(over="ignore"):
         digests: np.ndarray = chosen * np.uint64(3) + rejected
@@ -91,8 +97,8 @@ def pair_digests(rows: TokenRows) -> np.ndarray:
 
 
 def pair_facts(rows: TokenRows) -> dict[str, Any]:
-    """What data.json has of a side's pairs: their number, how long the answers are, and how many
-    are cut on one side only.
+    """Returns the facts of pairs for data.json: their number, the lengths of the answers, and the
+    number of pairs of which only one answer is cut.
     """
     chosen, rejected = rows.column("supervised").reshape(-1, 2).T
     cut = rows.column("cut").reshape(-1, 2)
@@ -115,7 +121,7 @@ def pair_facts(rows: TokenRows) -> dict[str, Any]:
 
 
 def pair_notes(facts: dict[str, Any]) -> list[str]:
-    """Notes on the training pairs."""
+    """Returns notes on the training pairs."""
     notes = [
         f"answers have {facts['chosen_tokens']:.0f} tokens on average where chosen,"
         f" {facts['rejected_tokens']:.0f} where rejected; the chosen one is longer in"
@@ -139,8 +145,10 @@ def pair_notes(facts: dict[str, Any]) -> list[str]:
 
 
 class Answer(NamedTuple):
-    """reference  log-probabilities of the answer and of its partner under the model as the run
-    starts, once they are known
+    """A labelled answer and its partner.
+
+    reference  log-probabilities of the answer and of its partner under the initial model, or None
+               before they are computed
     """
 
     row: Row
@@ -150,16 +158,16 @@ class Answer(NamedTuple):
 
     @property
     def input_ids(self) -> tuple[int, ...]:
-        """Of the longer one, with its prompt."""
+        """The tokens of the longer of the two, with its prompt."""
         return max(self.row.input_ids, self.partner.input_ids, key=len)
 
 
 class Labelled(LazyRows[Answer]):
-    """The answers of a side. Partners are drawn once, by the seed: they have the answers of rows of
-    `pool` with another prompt.
+    """The labelled answers of the training or the evaluation rows. The partner of an answer is
+    drawn once, from the seed, among the rows of `pool` with another prompt.
 
-    reference  fp32[2 N]  two values an answer, once they are known
-    Raises     UsageError where no row has another prompt
+    reference  fp32[2 N]  two log-probabilities per answer, or None before they are computed
+    Raises     UsageError if no row of `pool` has another prompt
     """
 
     def __init__(self, rows: TokenRows, pool: TokenRows, *, seed: int, max_length: int) -> None:
@@ -188,9 +196,11 @@ class Labelled(LazyRows[Answer]):
 
 
 def draw_partners(prompts: np.ndarray, pool: np.ndarray, seed: int) -> np.ndarray:
-    """int64[R]: for each prompt a row of the pool with another one, each as likely.
+    """Draws for each prompt a row of the pool with another prompt, uniformly at random.
 
-    prompts, pool  uint64[R], uint64[P]  digests of the rows' prompts
+    prompts  uint64[R]  digests of the rows' prompts
+    pool     uint64[P]  digests of the prompts of the pool's rows
+    ->       int64[R]   numbers of rows of the pool
     """
     order = np.argsort(pool, kind="stable")
     begin, end = (np.searchsorted(pool[order], prompts, side) for side in ("left", "right"))
@@ -207,7 +217,7 @@ def draw_partners(prompts: np.ndarray, pool: np.ndarray, seed: int) -> np.ndarra
 
 
 def swap_answer(row: Row, partner: Row, max_length: int) -> Row:
-    """The prompt of a row with another's answer, cut at `max_length`."""
+    """Returns the prompt of a row with the answer of its partner, cut at `max_length`."""
     prompt_length = row.prompt_length
     ids = row.input_ids[:prompt_length] + partner.input_ids[partner.prompt_length :]
     labels = (IGNORED,) * prompt_length + partner.labels[partner.prompt_length :]

@@ -1,11 +1,10 @@
-"""Pictures of a run's rows: where their bytes are, whether they can be used, and what the model's
-processor makes of them.
+"""Reads the pictures of a run's rows, checks them, and prepares them with the model's processor.
 
-A row holds references to files. Pictures that a row brings as bytes are written once into a folder
-of the cache, under a hash of their content; before a run adds its first, those that were not read
-for longest go (`cache`). A picture is decoded when its row is tokenised, so that a
-truncated file is reported before training. It is decoded again for each batch that uses it, so that
-memory holds the pixels of one batch only.
+A row stores references to files. Pictures that the data contain as bytes are written to a folder of
+the cache, each once, named by a hash of its content. Before a run adds its first picture there, the
+least recently used pictures are removed if the folder exceeds its limit (`cache`). A picture is
+decoded when its row is tokenised, so that a truncated file is reported before training. It is
+decoded again for each batch that uses it, so that memory holds the pixels of one batch only.
 """
 
 from __future__ import annotations
@@ -38,17 +37,17 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-MAX_PIXELS = 89_478_485  # PIL's own bound: a larger picture may be made to fill the memory
+MAX_PIXELS = 89_478_485  # Pillow's limit: a larger picture may be an attack that fills the memory
 WHITE = (255, 255, 255)
 _TOKEN_INPUTS = ("input_ids", "attention_mask")
 _READ_AGAIN_FIX = "read the data again: remove the cache entry, or data.cache: none"
 
 
 class BadPicture(ValueError):
-    """A file that is not a complete picture, with the reason in one line."""
+    """Raised for a file that is not a complete picture. The message is one line."""
 
 
-# the word after `ftyp` in a file's first bytes
+# the brand after `ftyp` in a file's first bytes -> format
 _PHONE_FORMATS = {
     **dict.fromkeys((b"heic", b"heix", b"hevc", b"hevx", b"mif1", b"msf1"), "HEIC"),
     **dict.fromkeys((b"avif", b"avis"), "AVIF"),
@@ -58,8 +57,8 @@ _PHONE_SUFFIXES = {".heic": "HEIC", ".heif": "HEIC", ".hif": "HEIC", ".avif": "A
 
 @cache
 def readable_phone_formats() -> frozenset[str]:
-    """HEIC and AVIF, where they can be read here: by pillow-heif, which is told to Pillow, and by
-    Pillow's own AVIF.
+    """Returns those of HEIC and AVIF that can be read: HEIC with pillow-heif, which this function
+    registers in Pillow, and AVIF if Pillow supports it.
     """
     from PIL import features
 
@@ -73,7 +72,7 @@ def readable_phone_formats() -> frozenset[str]:
 
 
 def unreadable_reason(suffix: str) -> str | None:
-    """Why a picture of this ending is not read here; None: it is."""
+    """Returns the reason why a picture with this ending cannot be read, or None."""
     kind = _PHONE_SUFFIXES.get(suffix.lower())
     if kind is None or kind in readable_phone_formats():
         return None
@@ -103,9 +102,8 @@ def bad_picture_reason(error: Exception, content: bytes) -> str:
 
 
 def convert_to_srgb(image: Any) -> Any:
-    """The image with its colours in sRGB, where it names another colour space (Display P3 of a
-    phone, Adobe RGB, a printer's CMYK). A profile that cannot be read is passed over, as viewers
-    do.
+    """Converts the colours of an image with another colour profile (Display P3, Adobe RGB, CMYK) to
+    sRGB. An unreadable profile is ignored, as image viewers do.
     """
     from PIL import ImageCms
 
@@ -126,10 +124,11 @@ def convert_to_srgb(image: Any) -> Any:
 
 
 def open_picture(content: bytes, *, max_pixels: int | None = None, to_srgb: bool = False) -> Any:
-    """A PIL image in RGB, turned as its EXIF says, alpha on white. Raises BadPicture, also where it
-    has more than `max_pixels`.
+    """Opens a picture as a PIL image in RGB, rotated as its EXIF data say, with transparent parts
+    on white. Raises BadPicture for an unusable picture, and for more than `max_pixels`.
 
-    to_srgb  converts its colours by its profile; a model's own processor takes them as they are
+    to_srgb  convert the colours to sRGB by the picture's profile; the processors of vision-language
+             models use the colours unchanged
     """
     from PIL import Image, ImageOps
 
@@ -160,8 +159,8 @@ def open_picture(content: bytes, *, max_pixels: int | None = None, to_srgb: bool
 
 
 def encode_picture(value: Any) -> str | None:
-    """A picture of a row in memory as text, which `_content` reads: bytes, or a PIL image without
-    loss; None for other values.
+    """Encodes a picture, bytes or a PIL image (without loss), as a `data:` URL, which
+    `resolve_picture` reads. Returns None for other values.
     """
     if hasattr(value, "save") and hasattr(value, "getexif"):
         out = io.BytesIO()
@@ -173,7 +172,7 @@ def encode_picture(value: Any) -> str | None:
 
 
 def resolve_picture(picture: Any, folder: Path) -> Path | bytes:
-    """A picture of a row as its file or its bytes.
+    """Returns the file or the bytes of a row's picture.
 
     picture  a path, relative to `folder`; a data: or file: URL; bytes; `datasets`' {bytes, path}; a
             PIL image
@@ -213,12 +212,12 @@ def resolve_picture(picture: Any, folder: Path) -> Path | bytes:
 class Pictures:
     """The pictures of a run, with the processor of its model.
 
-    load                  gives transformers' processor; called when the first row has a picture.
-                          Raises UsageError
-    token_id              the model's own for a place of a picture; None: not known
-    min_pixels, max_pixels  a picture is made smaller or larger to have so many, its shape kept;
-                            None: as it is
-    folder                folder of the pictures that rows bring as bytes
+    load                  returns transformers' processor; called when the first row with a picture
+                          is read; raises UsageError
+    token_id              id of the model's placeholder token of a picture; None: unknown
+    min_pixels, max_pixels  a picture with fewer or more pixels is scaled, with its aspect ratio
+                            kept; None: no limit
+    folder                folder for pictures that the data contain as bytes; None: a temporary one
     """
 
     def __init__(
@@ -240,9 +239,9 @@ class Pictures:
         self.folder = Path(self._temporary.name) if self._temporary is not None else folder
         self._is_evicted = False
         self.dtype: torch.dtype | None = None
-        """Of the pixels that a model is given; None: as the processor makes them."""
+        """The dtype of the pixels that the model gets; None: the processor's output dtype."""
         self.floating_dtypes: dict[str, str] = {}
-        """Name -> dtype of the floating tensors of the last batch."""
+        """Name -> dtype of the floating-point tensors of the last batch."""
 
     @cached_property
     def processor(self) -> Any:
@@ -250,12 +249,12 @@ class Pictures:
 
     @property
     def mark(self) -> str:
-        """The token that a chat template writes for a picture."""
+        """The text that a chat template writes for a picture."""
         return str(self.processor.image_token)
 
     def settings(self) -> dict[str, Any]:
-        """All that decides what tokens and pixels a picture becomes: part of the cache's key, and
-        data.json's `pictures`.
+        """Returns everything that decides the tokens and pixels of a picture. It is a part of the
+        cache's key, and `pictures` in data.json.
         """
         images = self.processor.image_processor
         lengths = sorted(
@@ -273,12 +272,15 @@ class Pictures:
         }
 
     def reference(self, picture: Any, folder: Path) -> str:
-        """`DIGEST TIME PATH` of a picture that can be used. Raises BadPicture."""
+        """Checks a picture and returns its reference, `DIGEST TIME PATH`: hash of the content,
+        modification time, and path. Raises BadPicture.
+        """
         source = resolve_picture(picture, folder)
         content = source.read_bytes() if isinstance(source, Path) else source
         digest = hashlib.sha256(content).hexdigest()[:32]
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Image size")  # PIL's own about a large picture
+            # Pillow's warning about a large picture
+            warnings.filterwarnings("ignore", "Image size")
             open_picture(content, max_pixels=MAX_PIXELS)
         path = source if isinstance(source, Path) else self._store_picture(content, digest)
         return f"{digest} {path.stat().st_mtime_ns} {path.resolve()}"
@@ -299,16 +301,16 @@ class Pictures:
         return path
 
     def _mark_used(self, path: Path) -> None:
-        """Sets the time of the last access, which many systems do not; that of the last change is
-        part of references.
+        """Sets the access time of a stored picture, because many systems do not. The modification
+        time stays: it is part of references.
         """
         if path.parent == self.folder:
             with suppress(OSError):  # a read-only cache
                 os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
 
     def image(self, reference: str) -> Any:
-        """The picture as a PIL image, of a size within the bounds. Raises UsageError for a file
-        that is no longer what it was.
+        """Returns the picture as a PIL image, scaled into the limits of pixels. Raises UsageError
+        if the file was changed or removed after tokenising.
         """
         if not is_picture_unchanged(reference):
             raise UsageError(
@@ -323,7 +325,7 @@ class Pictures:
         target_pixels = min(max(pixels, self.min_pixels or 0), self.max_pixels or pixels)
         if target_pixels == pixels:
             return image
-        # rounded down when it is made smaller: no more than was asked for
+        # sizes are rounded down when scaling down and up when scaling up, so that the limits hold
         scale = math.sqrt(target_pixels / pixels)
         round_size = math.floor if target_pixels < pixels else math.ceil
         return image.resize(
@@ -331,7 +333,7 @@ class Pictures:
         )
 
     def thumbnail(self, reference: str) -> str:
-        """At most 160 pixels wide and high, as a data: URL."""
+        """Returns a thumbnail of at most 160 x 160 pixels as a `data:` URL."""
         image = self.image(reference)
         image.thumbnail((160, 160))
         return str(encode_picture(image)).replace("data:;", "data:image/png;")
@@ -339,12 +341,12 @@ class Pictures:
     def _decode_images(self, references: Sequence[Sequence[str]]) -> list[list[Any]]:
         flat = [reference for row in references for reference in row]
         with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as workers:
-            # decoding does not hold Python's lock
+            # decoding releases Python's global lock, so that threads help
             images = iter(list(workers.map(self.image, flat)))
         return [[next(images) for _ in row] for row in references]
 
     def picture_texts(self, references: Sequence[str]) -> list[str]:
-        """What stands in a text for each picture: the tokens that its pixels will fill, and those
+        """Returns the text that replaces each picture's mark: its placeholder tokens and the tokens
         around them. Raises BadPicture.
         """
         try:
@@ -355,13 +357,13 @@ class Pictures:
             )
         except UsageError:
             raise
-        except Exception as error:  # a processor may refuse a shape with any error
+        except Exception as error:  # a processor may reject a picture's shape with any error
             raise BadPicture(
                 "the processor refuses it:"
                 f" {str(error).splitlines()[0] if str(error) else type(error).__name__}"
             ) from error
         replaced = outputs.get("text_replacement_offsets")
-        # a model that attends to pictures across (Llama 3.2 Vision) has one token for each
+        # a model with cross-attention to pictures (Llama 3.2 Vision) has one token per picture
         if replaced is None:
             texts = [self.mark] * len(references)
         else:
@@ -379,7 +381,7 @@ class Pictures:
         return texts
 
     def insert_texts(self, text: str, written: Sequence[str]) -> str:
-        """A rendered text with what is written for each picture in place of its mark."""
+        """Replaces the mark of each picture in a rendered text by the picture's text."""
         first, *rest = text.split(self.mark)
         return first + "".join(
             picture_text + following_text for picture_text, following_text in zip(written, rest)
@@ -388,11 +390,11 @@ class Pictures:
     def inputs(
         self, input_ids: Tensor, attention_mask: Tensor, references: Sequence[Sequence[str]]
     ) -> dict[str, Tensor]:
-        """What the processor makes of a batch besides its tokens, by name: pixels, their grids or
-        masks, token types.
+        """Returns the inputs of a batch's pictures from the processor, by name: pixels, their grids
+        or masks, token types.
 
         input_ids, attention_mask  int[B T]  rows as they were tokenised, padded
-        references                 of each row, one or more
+        references                 references of each row's pictures, at least one
         """
         processor = copy.copy(self.processor)
         processor.tokenizer = _FixedTokenizer(self.processor.tokenizer, input_ids, attention_mask)
@@ -416,8 +418,8 @@ class Pictures:
 
 
 class _FixedTokenizer:
-    """Stands for a processor's tokenizer, and answers with the tokens that the rows have: token
-    types and masks are then made for them.
+    """Replaces a processor's tokenizer and returns the tokens that the rows already have, so that
+    the processor builds token types and masks for them.
     """
 
     def __init__(self, tokenizer: Any, input_ids: Tensor, attention_mask: Tensor) -> None:
@@ -435,6 +437,6 @@ class _FixedTokenizer:
 
         class FixedEncoding(BatchEncoding):
             def char_to_token(self, *_: Any, **__: Any) -> int:
-                return 0  # asked for token types that no model of these processors reads
+                return 0  # a processor asks for it to build token types that its models do not read
 
         return FixedEncoding(dict(self._encoding))

@@ -1,5 +1,5 @@
-"""Shows the progress of long work: a live line if stderr is a terminal, otherwise a plain line
-every half minute.
+"""Shows the progress of long work: a line that is updated if stderr is a terminal, otherwise a new
+line every half minute.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 
 def track_progress(items: Iterable[T], label: str, estimated_count: int = 0) -> Iterator[T]:
-    """The items, counted on a line that appears after a second and vanishes at the end; with the
-    time left where their number is known.
+    """Yields the items and shows their count on a line, which appears after a second and vanishes
+    at the end. The line has the remaining time if the number of items is known.
 
-    estimated_count  their number, where it can only be estimated
+    estimated_count  the number of items, if it can only be estimated; 0: unknown
     """
     total = len(items) if isinstance(items, Sized) else estimated_count
     live: Any = None
@@ -47,7 +47,7 @@ def track_progress(items: Iterable[T], label: str, estimated_count: int = 0) -> 
 
 
 def progress_line(label: str, count: int, total: int, seconds: float) -> str:
-    """`encoding pictures: 120 rows, 4/s, 31%, 1:08 left`"""
+    """Returns a line such as `encoding pictures: 120 rows, 4/s, 31%, 1:08 left`."""
     line = f"{label}: {pluralise(count, 'row')}, {count / seconds:,.0f}/s"
     if total <= count:
         return line

@@ -1,4 +1,6 @@
-"""Prompts answered during training: from the first evaluation rows, or the user's own."""
+"""Builds the prompts that the model answers during training: from the first evaluation rows, or
+from `run.samples`.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,15 @@ from .encode import Encoder, Rendered, example_messages
 from .formats import Example, Message
 from .rows import LoadedData, SamplePrompt
 
-SAMPLES = 4  # prompts taken from the data
-_TEXT_PROMPT = 24  # tokens of a plain text that are shown as its prompt
+SAMPLES = 4  # number of prompts that are taken from the data
+_TEXT_PROMPT = 24  # number of tokens of a plain text that are its prompt
 
 
 def user_prompts(
     texts: Iterable[str | dict[str, Any]], tokenizer: Any, *, chat_template: str | None = None
 ) -> list[SamplePrompt]:
-    """The user's own prompts (`run.samples`): a question to the template's assistant, or, without a
-    template, the beginning of a text.
+    """Returns the user's prompts (`run.samples`). With a template each is a question to the
+    assistant, without one the beginning of a text.
     """
     encoder = Encoder(tokenizer, max_length=2**31, loss_on="all", template=None)
     if chat_template:
@@ -53,8 +55,8 @@ def user_prompts(
 
 
 def run_prompts(run: RunSection, data: LoadedData, tokenizer: Any) -> list[SamplePrompt]:
-    """The prompts for samples: the configured ones, else prompts of the data. Raises UsageError for
-    prompts that are never used.
+    """Returns the prompts for samples: the configured ones, else prompts from the data. Raises
+    UsageError for configured prompts if the run takes no samples.
     """
     if not run.samples:
         return list(data.prompts)
@@ -66,7 +68,7 @@ def run_prompts(run: RunSection, data: LoadedData, tokenizer: Any) -> list[Sampl
 
 
 def example_prompts(examples: Iterable[Example], encoder: Encoder) -> list[SamplePrompt]:
-    """Prompts with their reference answers from examples."""
+    """Returns prompts with reference answers from examples."""
     return [
         prompt
         for example in examples
@@ -104,12 +106,11 @@ def _example_prompt(example: Example, encoder: Encoder) -> SamplePrompt | None:
 
 
 def text_prompt(ids: Sequence[int], encoder: Encoder) -> SamplePrompt:
-    """The beginning of a text as a prompt, the remainder as its reference."""
+    """Returns the beginning of a text as a prompt, with the following tokens as its reference."""
     cut = min(len(encoder.prefix_ids) + _TEXT_PROMPT, max(1, len(ids) // 2))
     reference_ids = ids[cut : cut + 2 * _TEXT_PROMPT]
-    if (
-        encoder.suffix_ids and encoder.suffix_ids[0] in reference_ids
-    ):  # the next text is another matter
+    # tokens after the end-of-text token belong to another text
+    if encoder.suffix_ids and encoder.suffix_ids[0] in reference_ids:
         reference_ids = reference_ids[: reference_ids.index(encoder.suffix_ids[0])]
     text, reference = (
         encoder.tokenizer.decode(part, skip_special_tokens=True)

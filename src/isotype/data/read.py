@@ -1,8 +1,9 @@
-"""Reads files as lines: file endings, gzip, encodings. `records.py` makes rows of them.
+"""Reads the lines of data files, plain or gzipped, and checks file endings and encodings.
+`records.py` turns the lines into rows.
 
-Lines are read as bytes, one at a time, so that a large file needs only the memory of one record,
-and a byte that is not UTF-8 is reported with its position. Every record stores its file and its
-line, or its row number.
+Lines are read one at a time, so that a large file needs only the memory of one record. They are
+read as bytes, so that a byte that is not UTF-8 can be reported with its position. Every record
+stores its file and its line or row number.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from ..wording import closest_file_name
 JSON_ENDINGS = (".jsonl", ".ndjson", ".json")
 TABLE_ENDINGS = (".csv", ".tsv", ".parquet")
 TEXT_ENDINGS = (".txt", ".text", ".md", ".rst")
-# programs' sources, read as text where a name or pattern ends so: a folder of data may hold the
-# script that made it
+# endings of source code: read as plain text only if the name or pattern has this ending, because a
+# folder of data may also contain the script that made it
 CODE_ENDINGS = (
     ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".rs", ".go", ".java", ".kt", ".scala", ".swift", ".js", ".jsx",
     ".ts", ".tsx", ".rb", ".php", ".pl", ".lua", ".sh", ".jl", ".r", ".m", ".cs", ".hs", ".ml", ".zig", ".tex", ".css",
@@ -35,8 +36,8 @@ CODE_ENDINGS = (
 DATA_ENDINGS = JSON_ENDINGS + TABLE_ENDINGS
 ENDINGS = DATA_ENDINGS + TEXT_ENDINGS
 _BOMS = ((b"\xff\xfe", "UTF-16"), (b"\xfe\xff", "UTF-16"))
-# the first bytes of what is often given under the name of a text file, what it is, and the ending
-# under which it is read ("": none)
+# first bytes of other formats that often have the name of a text file; the format; the ending with
+# which it can be read ("": it cannot)
 _OTHER_FORMATS = (
     (b"\x1f\x8b", "compressed with gzip", ".gz"),
     (b"PAR1\x15", "Parquet", ".parquet"),
@@ -46,13 +47,13 @@ _LINE_ENDS = re.compile(r"\s*[\r\n]\s*")
 
 
 class NoRows(UsageError):
-    """A file that can be read and holds no row."""
+    """Raised for a readable file that contains no row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One row of a file, and where it begins: a line, or with `unit` "row" the row's number, from
-    1.
+    """One row of a file, and its position: the line on which it begins, or with `unit` "row" its
+    row number, from 1.
     """
 
     file: str
@@ -60,9 +61,9 @@ class Record:
     value: Any
     unit: str = "line"
     error: str | None = None
-    """Why the row could not be read; its value is None then."""
+    """The reason why the row could not be read; `value` is then None."""
     row: int | None = None
-    """The row's number, from 1, where another one begins before it in its line."""
+    """The row's number, from 1, if it begins on the same line as the previous row."""
 
     @property
     def location(self) -> str:
@@ -72,15 +73,15 @@ class Record:
 
 
 def file_suffix(path: Path) -> str:
-    """What a file is, by its name: `.jsonl` for `a.jsonl` and `a.jsonl.gz`."""
+    """Returns the ending of a file without `.gz`: `.jsonl` for `a.jsonl` and `a.jsonl.gz`."""
     if path.suffix.lower() == ".gz":
         return Path(path.stem).suffix.lower()
     return path.suffix.lower()
 
 
 def column_name(cell: str) -> str:
-    """A column's name as a row has it: in one line, where a spreadsheet wraps it, and its letters
-    composed (ü as one character).
+    """Normalises a column's name: line breaks from spreadsheets become spaces, and letters are
+    composed (ü is one character).
     """
     return normalize("NFC", _LINE_ENDS.sub(" ", cell.strip()))
 
@@ -92,16 +93,16 @@ def require_file(
     accept_empty: bool = False,
     other_fix: str | None = None,
 ) -> Path:
-    """The path of a readable, regular file with one of the endings, or an error that says what is
-    there instead.
+    """Returns the path of a readable, regular file with one of the endings. Raises UsageError,
+    which says what was found instead.
 
-    accept_empty  a file without a byte is accepted too
-    other_fix  what to do with a file of another ending where its ending does not say it
+    accept_empty  also accept a file of 0 bytes
+    other_fix  the fix in the error for a file with an unknown ending
     """
     path = Path(name).expanduser()
     if os.path.isdir(path):
         raise UsageError(f"{name}: is a folder; name a file in it")
-    if not os.path.exists(path):  # nor where the name is longer than a file name may be
+    if not os.path.exists(path):  # also False for a name that is too long for a file
         if message := missing_name_hint(name):
             raise UsageError(f"{name}: no such file", fix=message)
         if path.parent.is_dir():
@@ -147,10 +148,10 @@ def require_file(
 
 
 def decode_line(raw: bytes, *, file: str, offset: int) -> tuple[str, tuple[str, str] | None]:
-    """The text of a line, and what is wrong with its bytes, with the fix. Raises UsageError where
-    the file is of another kind.
+    """Returns the text of a line, and (problem, fix) for bytes that are not text, else None. Raises
+    UsageError for a file of another format.
 
-    offset  of its first byte in the file
+    offset  position of the line's first byte in the file
     """
     if offset == 0:
         for bom, encoding in _BOMS:
@@ -192,28 +193,28 @@ def decode_line(raw: bytes, *, file: str, offset: int) -> tuple[str, tuple[str, 
 
 
 def _conversion_command(file: str, encoding: str) -> str:
-    """A command for a file that is not compressed; its name may not be one a shell takes as it is."""
+    """Returns a shell command that converts an uncompressed file to UTF-8."""
     return f"iconv -f {encoding} -t UTF-8 {shlex.quote(file)} > utf8{Path(file).suffix}"
 
 
 def is_prose(path: Path) -> bool:
-    """Whether the ending is that of a plain text, not of a program's source."""
+    """Whether the ending is that of plain text and not of source code."""
     return file_suffix(path) in TEXT_ENDINGS
 
 
-# a text that begins so is JSON: an object with a key, or a list of them
+# JSON rows begin like this: an object with a key, or a list of objects
 _JSON_ROWS = re.compile(r'\s*(\[\s*)?\{\s*"[^"\n]{1,100}"\s*:')
 _SAMPLED_LINES = 20
 
 
 def looks_like_json(path: Path, name: str) -> bool:
-    """Whether a file of another ending begins as JSON rows do."""
+    """Whether a file without a JSON ending begins like JSON rows."""
     lines = islice(text_lines(path, name), _SAMPLED_LINES)
     return _JSON_ROWS.match("".join(line for _, line in lines)) is not None
 
 
 def text_lines(path: Path, name: str) -> Iterator[tuple[int, str]]:
-    """Line numbers and lines (line ends kept) of a plain or gzipped file."""
+    """Yields line numbers and lines, with their line ends, of a plain or gzipped file."""
     for number, offset, raw in raw_lines(path, name):
         text, problem = decode_line(raw, file=name, offset=offset)
         if problem:
@@ -222,7 +223,9 @@ def text_lines(path: Path, name: str) -> Iterator[tuple[int, str]]:
 
 
 def raw_lines(path: Path, name: str) -> Iterator[tuple[int, int, bytes]]:
-    """Line numbers, offsets in the file and bytes of the lines of a plain or gzipped file."""
+    """Yields the number, the offset in the file and the bytes of each line of a plain or gzipped
+    file.
+    """
     offset = number = 0
     with _open_file(path) as file:
         try:
@@ -234,8 +237,8 @@ def raw_lines(path: Path, name: str) -> Iterator[tuple[int, int, bytes]]:
 
 
 def first_line(path: Path) -> str:
-    """The beginning of the first line that is not blank, without white space around it; "" of a
-    file that cannot be read.
+    """Returns the beginning of the first line that is not blank, without surrounding white space;
+    "" if the file cannot be read.
     """
     try:
         with _open_file(path) as file:
@@ -276,7 +279,7 @@ def _open_file(path: Path) -> IO[bytes]:
 
 
 def read_text(path: Path, name: str) -> str:
-    """The whole of a plain text file, line ends as `\\n`."""
+    """Reads a whole plain text file, with line ends as `\\n`."""
     text = "".join(line for _, line in text_lines(path, name)).replace("\r\n", "\n")
     if not text.strip():
         raise UsageError(f"{name}: the file holds only white space")
@@ -288,7 +291,7 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# ending -> how a file becomes one that is read
+# ending of an unsupported file -> how to convert it
 _CONVERSION_FIXES = {
     **dict.fromkeys(
         (".zst", ".xz", ".bz2", ".zip", ".7z", ".tar", ".tgz"),
@@ -308,7 +311,9 @@ _CONVERSION_FIXES = {
 
 
 def missing_name_hint(name: str) -> str | None:
-    """What was meant by the name of a file that is not there, where its form says it."""
+    """Returns a fix for the name of a missing file if the name looks like a URL, `-` or a list of
+    files; else None.
+    """
     if re.match(r"[a-z][a-z0-9+.-]*://", name):
         return "a run reads local files: download it first, or name a dataset of the hub, hf:NAME"
     if name == "-":

@@ -1,10 +1,10 @@
-"""The rows of a file as records: JSON lines and arrays, CSV and TSV, Parquet.
+"""Reads the rows of a file as records: JSON lines and arrays, CSV and TSV, Parquet.
 
-Lines of JSON and of tables are read one at a time. The text of a JSON array is held while it is
-read, and its values are parsed one at a time: 119 MiB take as much memory, where `json.loads` took
-739. Objects have each key once: `json` alone keeps the last of two equal keys and does not report
-the others. Parquet is read in batches. It fills missing keys with nulls at every depth, which are
-removed, so that a message without `tool_calls` has no such key.
+Lines of JSON and of tables are read one at a time. The text of a JSON array is held in memory, and
+its values are parsed one at a time: a file of 119 MiB needs 119 MiB, where `json.loads` needed 739.
+An object with a repeated key is an error here; `json` keeps the last value and does not report it.
+Parquet is read in batches. It fills missing keys with nulls at every depth; these are removed, so
+that a message without `tool_calls` has no such key.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from .read import (
     text_lines,
 )
 
-MAX_ARRAY_BYTES = 4 << 30  # bytes of an array's file
-_BATCH_ROWS = 512  # rows of Parquet widened to Python at once
+MAX_ARRAY_BYTES = 4 << 30  # size of the file of a JSON array
+_BATCH_ROWS = 512  # rows of Parquet that are converted to Python objects at once
 # characters of one CSV cell; csv's own limit, 131072, is less than a long document
 _MAX_CELL_CHARACTERS = 1 << 27
 _BLANK = re.compile(r"[ \t\n\r]*")
@@ -43,10 +43,10 @@ _SEVERAL_LINES_HINT = "; an array, or objects over several lines, are read from 
 
 
 def read_records(path: Path, name: str, *, skip: int = 0) -> Iterator[Record]:
-    """The rows of a file in order, by its ending, those that cannot be read among them. `skip`: so
-    many are passed over.
+    """Yields the rows of a file in order; the ending decides the format. Rows that cannot be parsed
+    are yielded with an `error`. The first `skip` rows are skipped.
 
-    Raises  UsageError naming file and line where the file cannot be read on
+    Raises  UsageError with file and line where the rest of the file cannot be read
     """
     kind = file_suffix(path)
     return (
@@ -59,11 +59,11 @@ def read_json(path: Path, name: str, *, skip: int = 0) -> Iterator[Record]:
     that span several lines. The first `skip` lines are not parsed.
     """
     first = first_line(path) if file_suffix(path) == ".json" else ""
-    # a line that is one brace alone opens an object of several lines
+    # a first line that is only `{` begins an object over several lines
     if first[:1] != "[" and first != "{":
         yield from _read_lines(path, name, skip)
         return
-    previous_line = 0  # the line of the row before
+    previous_line = 0  # the line of the previous row
     for i, record in enumerate(_read_values(path, name, in_array=first != "{")):
         if i >= skip:
             yield replace(record, row=i + 1) if record.line == previous_line else record
@@ -109,8 +109,8 @@ def _read_lines(path: Path, name: str, skip: int) -> Iterator[Record]:
 
 
 def _json_hint(line: str, position: int) -> str:
-    """What to do with a line of what is often taken for JSON lines; "" where that is not known.
-    `position`: where the error is.
+    """Returns a hint for a line that is no JSON object, for common mistakes; "" for others.
+    `position`: the place of the error in the line.
     """
     text = line.strip()
     rest = line[position:].strip()
@@ -126,7 +126,9 @@ def _json_hint(line: str, position: int) -> str:
 
 
 def _read_values(path: Path, name: str, *, in_array: bool) -> Iterator[Record]:
-    """The values of an array, or objects one after another, each over several lines."""
+    """Yields the values of a JSON array, or objects that follow one another, each over several
+    lines.
+    """
     if (size := path.stat().st_size) > MAX_ARRAY_BYTES:
         fix = f"one object a line: jq -c '.[]' {shlex.quote(name)} > rows.jsonl"
         raise UsageError(
@@ -149,7 +151,7 @@ def _read_values(path: Path, name: str, *, in_array: bool) -> Iterator[Record]:
         position = skip_blanks(position + 1)
         if text[position : position + 1] == "]":
             return
-    # the line of a character
+    # the line number of the character at `counted_to`
     line = 1
     counted_to = 0
     while in_array or position < len(text):
@@ -186,8 +188,8 @@ def _read_values(path: Path, name: str, *, in_array: bool) -> Iterator[Record]:
 
 
 def _python_limit_message(error: Exception) -> str:
-    """What is JSON, and no value of Python's: nested too deeply, or a whole number of more than
-    4300 digits.
+    """Returns the message for valid JSON that Python cannot represent: nested too deeply, or an
+    integer with more than 4300 digits.
     """
     if isinstance(error, RecursionError):
         return "JSON nested too deeply"
@@ -195,8 +197,9 @@ def _python_limit_message(error: Exception) -> str:
 
 
 def _check_value(name: str, line: int, value: Any, source: str, repeated_key: str | None) -> Record:
-    """A row, unless one of its objects has the key `repeated_key` twice, or half of a surrogate pair:
-    valid JSON, on which tokenizers fail.
+    """Returns the record of a row. It has an error if one of its objects has the key `repeated_key`
+    twice, or if a text contains half of a surrogate pair, which is valid JSON but makes tokenizers
+    fail.
     """
     message = None if repeated_key is None else str(RepeatedKey(repeated_key))
     if (
@@ -209,8 +212,8 @@ def _check_value(name: str, line: int, value: Any, source: str, repeated_key: st
 
 
 def read_csv(path: Path, name: str, *, skip: int = 0) -> Iterator[Record]:
-    """Rows of a CSV or TSV file with a header. A row with more or fewer cells than the header is a
-    record that says so.
+    """Yields the rows of a CSV or TSV file with a header. A row with more or fewer cells than the
+    header has an error.
     """
     table = _Table(path, name)
     for line, cells, error in table.rows():
@@ -224,7 +227,7 @@ def read_csv(path: Path, name: str, *, skip: int = 0) -> Iterator[Record]:
         if error:
             yield Record(name, line, None, error=error)
         else:
-            # spreadsheets end rows in empty columns
+            # spreadsheets write empty columns at the end of rows
             columns = zip(table.header, cells, strict=True)
             row = {column: cell for column, cell in columns if column or cell}
             yield Record(name, line, row)
@@ -233,18 +236,18 @@ def read_csv(path: Path, name: str, *, skip: int = 0) -> Iterator[Record]:
 
 
 class _Table:
-    """A CSV or TSV file. `header`: the names of its columns, once its first row is read."""
+    """A CSV or TSV file. `header`: the names of its columns, known after its first row was read."""
 
     def __init__(self, path: Path, name: str) -> None:
         self.path = path
         self.name = name
         self.header: list[str] = []
-        self._row_error: str | None = None  # the first in the lines of the row that is being read
+        self._row_error: str | None = None  # the first error in the lines of the current row
 
     def rows(self) -> Iterator[tuple[int, list[str], str | None]]:
-        """For each row below the header: its line, its cells, and what is wrong with it, or None.
+        """Yields (line, cells, error or None) for each row below the header.
 
-        Raises  UsageError where the file cannot be read on
+        Raises  UsageError where the rest of the file cannot be read
         """
         csv.field_size_limit(_MAX_CELL_CHARACTERS)
         lines = self._lines()
@@ -258,7 +261,7 @@ class _Table:
                 cells = next(rows)
             except StopIteration:
                 return
-            except csv.Error as error:  # the reader goes on with the next line
+            except csv.Error as error:  # the reader continues with the next line
                 self._refuse_header_or_open_quote(error, line, rows.line_num)
                 self._row_error = self._row_error or f"broken CSV: {error}"
             if self.header:
@@ -269,7 +272,9 @@ class _Table:
             self._row_error = None
 
     def _refuse_header_or_open_quote(self, error: csv.Error, line: int, last_line: int) -> None:
-        """Raises UsageError for a broken header, and for a cell that ran on into the rows below."""
+        """Raises UsageError for a broken header, and for a quoted cell that extends over the
+        following rows.
+        """
         if not self.header:
             raise UsageError(f"{self.name}:{line}: broken CSV: {error}") from None
         if last_line > line or "unexpected end of data" in str(error):
@@ -289,8 +294,8 @@ class _Table:
 
 
 def _find_delimiter(path: Path, header: str) -> str:
-    """A comma, or what divides a header without one: semicolons in many spreadsheets, tabs,
-    vertical bars.
+    """Returns the delimiter of a header: a comma if it contains one, else a semicolon (as many
+    spreadsheets write), a tab or a vertical bar.
     """
     if file_suffix(path) == ".tsv":
         return "\t"
@@ -298,7 +303,7 @@ def _find_delimiter(path: Path, header: str) -> str:
 
 
 def _check_header(cells: Sequence[str], name: str) -> list[str]:
-    """The columns' names. Raises UsageError for one that is there twice."""
+    """Returns the names of the columns. Raises UsageError for a name that comes twice."""
     header = [column_name(cell) for cell in cells]
     if duplicate := _find_duplicate([column for column in header if column]):
         raise UsageError(f"{name}:1: the column {duplicate!r} is named twice")
@@ -317,14 +322,14 @@ def _cell_count_error(cells: Sequence[str], header: Sequence[str]) -> str | None
 
 
 def read_parquet(path: Path, name: str, *, skip: int = 0) -> Iterator[Record]:
-    """Rows of a Parquet file, numbered from 1."""
+    """Yields the rows of a Parquet file, numbered from 1."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     number = 0
     try:
         with pq.ParquetFile(path) as file:
-            # a row would hold the last one's value
+            # a row would only contain the last column's value
             if doubled := _find_duplicate(file.schema_arrow.names):
                 raise UsageError(f"{name}: the column {doubled!r} is there twice")
             for group in range(file.metadata.num_row_groups):
@@ -339,7 +344,7 @@ def read_parquet(path: Path, name: str, *, skip: int = 0) -> Iterator[Record]:
                             yield Record(name, number, remove_inner_nulls(value), "row")
     except UsageError:
         raise
-    # the last of a date that Python cannot hold
+    # OverflowError: a date that Python cannot represent
     except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
         raise UsageError(
             f"{name}, row {number + 1}: broken Parquet: {str(error).splitlines()[0]}"
@@ -347,8 +352,8 @@ def read_parquet(path: Path, name: str, *, skip: int = 0) -> Iterator[Record]:
 
 
 def remove_inner_nulls(row: dict[str, Any]) -> dict[str, Any]:
-    """A row whose values have no key that holds null, at any depth; a column that is null itself
-    stays, for its error's sake.
+    """Removes keys with null from the values of a row, at any depth. A column that is null stays,
+    so that errors can name it.
     """
     return {key: _remove_nulls(value) for key, value in row.items()}
 
@@ -366,18 +371,18 @@ def _find_duplicate(names: Sequence[str]) -> str | None:
 
 
 class RepeatedKey(ValueError):
-    """An object has a key twice."""
+    """Raised for an object that has a key twice."""
 
     def __init__(self, key: str) -> None:
         super().__init__(f"the key {key[:60]!r} is given twice in one object")
 
 
 class ObjectDecoder(json.JSONDecoder):
-    """Decodes as `json` does. `repeated_key` is then the first key that an object of the value has
-    twice, or None.
+    """Decodes like `json`, and sets `repeated_key` to the first key that an object of the value has
+    twice, or to None.
 
-    It does not raise in the middle of a value, so that a reader of many values knows where the next
-    one begins.
+    A repeated key does not raise an error while decoding, so that the reader of several values
+    knows where the next value begins.
     """
 
     def __init__(self) -> None:
@@ -397,7 +402,7 @@ class ObjectDecoder(json.JSONDecoder):
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text. Raises RepeatedKey, or what `json.loads` raises."""
+    """Parses a JSON text. Raises RepeatedKey, and the errors of `json.loads`."""
     decoder = ObjectDecoder()
     value = decoder.decode(text)
     if decoder.repeated_key is not None:

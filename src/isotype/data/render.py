@@ -1,9 +1,9 @@
-"""Chat templates are rendered in a process of their own, under limits of time, memory and text: a
-template is a program from whoever made the tokenizer, and Jinja's sandbox bounds none of these.
+"""Renders chat templates in a separate process with limits on time, memory and length of the text.
+A template is a program by the author of the tokenizer, and Jinja's sandbox does not limit these.
 
-The process is a fork of this one, made at the first rendering: it has the tokenizer as it is, and
-closes every file. It ends with this process. Linux only; elsewhere, and for what cannot be sent
-(a function as a tool), this process renders without a limit.
+The process is forked at the first rendering, with a copy of the tokenizer, and closes all files. It
+ends together with the parent process. This works on Linux. On other systems, and for requests that
+cannot be pickled (a function as a tool), the parent process renders without limits.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from typing import Any, NoReturn
 
 import jinja2
 
-MAX_SECONDS = 10.0  # of processor time for a conversation; stock templates take 0.1 ms
-MAX_MEMORY = 2 << 30  # bytes beyond what the process has at the start
-MAX_CHARACTERS = 1 << 26  # of a conversation's text
-MAX_PROCESSES = 4  # processes, one for each tokenizer
+MAX_SECONDS = 10.0  # processor time for one conversation; usual templates take 0.1 ms
+MAX_MEMORY = 2 << 30  # bytes in addition to the memory that the process has at its start
+MAX_CHARACTERS = 1 << 26  # length of a rendered conversation
+MAX_PROCESSES = 4  # number of processes; each tokenizer has its own
 _UNSENDABLE = (pickle.PicklingError, AttributeError, TypeError, RecursionError)
 
 
 class TemplateLimitError(Exception):
-    """The limit that a template exceeded, in words."""
+    """Raised for a template that exceeds a limit. The message describes the limit."""
 
 
 class TemplateRefusal(Exception):
-    """What a template said against a conversation, in one line."""
+    """Raised for a template that refuses a conversation or fails. The message is one line."""
 
 
 def render_text(tokenizer: Any, messages: Sequence[Any], **options: Any) -> str:
-    """`tokenizer.apply_chat_template(messages, tokenize=False, **options)` under the limits.
+    """Calls `tokenizer.apply_chat_template(messages, tokenize=False, **options)` under the limits.
 
-    Raises  TemplateLimitError; TemplateRefusal for an error of the template or its own refusal;
+    Raises  TemplateLimitError; TemplateRefusal if the template refuses the conversation or fails;
             RecursionError and jinja2.TemplateSyntaxError for a template that cannot be used;
             UnicodeEncodeError for half of a surrogate pair
     """
@@ -58,15 +58,16 @@ def render_text(tokenizer: Any, messages: Sequence[Any], **options: Any) -> str:
 
 
 class _Process:
-    """One child with one tokenizer, as it was when the child was made."""
+    """A child process that renders with one tokenizer, in the tokenizer's state at the fork."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer  # held, so that no other one gets its identity
+        # this reference prevents that another tokenizer gets the same id()
+        self.tokenizer = tokenizer
         self.owner = os.getpid()
         self._lock = threading.Lock()
         parent_end, child_end = Pipe()
         with warnings.catch_warnings():
-            # the child runs Python alone: no thread of this process is needed there
+            # Python warns about forking with threads; the child needs none of the parent's threads
             warnings.simplefilter("ignore", DeprecationWarning)
             self._child = os.fork()
         if self._child == 0:
@@ -86,12 +87,13 @@ class _Process:
                     f"{MAX_SECONDS:g} s" if status == signal.SIGPROF else f"{MAX_MEMORY >> 20} MiB"
                 )
                 return {"limit": f"takes more than {limit} for it"}
-            except BaseException:  # Ctrl-C: an answer would be taken for the next one's
+            # after Ctrl-C the pending answer would be taken for the answer of the next request
+            except BaseException:
                 self._end()
                 raise
 
     def _end(self) -> int:
-        """Ends the child; returns the signal that had ended it."""
+        """Ends the child process, and returns the signal that ended it, or 0."""
         with suppress(KeyError):
             del _processes[_tokenizer_key(self.tokenizer)]
         self._connection.close()
@@ -113,7 +115,7 @@ _processes_lock = threading.Lock()
 
 
 def _tokenizer_key(tokenizer: Any) -> Any:
-    """Of a tokenizer as it is now: a template gets its special tokens."""
+    """Returns a key for a tokenizer and its special tokens, which templates read."""
     return id(tokenizer), json.dumps(tokenizer.special_tokens_map, default=str)
 
 
@@ -139,17 +141,17 @@ def close_processes() -> None:
 
 
 def _serve(tokenizer: Any, connection: Connection) -> NoReturn:
-    """The child: answers until this end of the connection closes."""
+    """Runs in the child process: answers requests until the parent closes the connection."""
     try:
-        gc.freeze()  # what is garbage here is the other process's to finalise
+        gc.freeze()  # the parent process finalises the objects that exist here
         _close_files(connection.fileno())
-        for number in (signal.SIGINT, signal.SIGHUP):  # they are for the process that asks
+        for number in (signal.SIGINT, signal.SIGHUP):  # the parent process handles these signals
             signal.signal(number, signal.SIG_IGN)
         for number in (signal.SIGTERM, signal.SIGPROF):
             signal.signal(number, signal.SIG_DFL)
         _limit_memory()
         while True:
-            request = pickle.loads(connection.recv_bytes())  # from this program
+            request = pickle.loads(connection.recv_bytes())  # written by the parent process
             signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)
             answer = _render(tokenizer, request)
             content = json.dumps(answer).encode()
@@ -160,7 +162,9 @@ def _serve(tokenizer: Any, connection: Connection) -> NoReturn:
 
 
 def _close_files(descriptor: int) -> None:
-    """Closes every file but one: a lock, a socket or a pipe would stay held."""
+    """Closes every file except the connection. Otherwise the child would keep locks, sockets and
+    pipes of the parent open.
+    """
     nothing = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(nothing, standard)
@@ -181,7 +185,7 @@ def _limit_memory() -> None:
 
 
 def _render(tokenizer: Any, request: Mapping[str, Any]) -> dict[str, Any]:
-    """The text, or why there is none, as JSON."""
+    """Renders a conversation. Returns the text, or the reason why there is none, as values of JSON."""
     try:
         text: str = tokenizer.apply_chat_template(**request)
     except MemoryError:

@@ -1,4 +1,4 @@
-"""The keys of each format of a row: those that a row must have, and those that it may."""
+"""The required and the optional keys of each row format."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ Columns = Mapping[str, str | None] | None
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """The keys that a row must have, and those that it may."""
+    """The required and the optional keys of a row format."""
 
     keys: tuple[str, ...]
     optional_keys: tuple[str, ...] = ()
 
 
-# of several answers to one prompt, and of their scores: what they are called in RRHF's,
-# UltraFeedback's and distilabel's data
+# keys of several answers to one prompt, and of their scores, in the data of RRHF, UltraFeedback and
+# distilabel
 ANSWER_KEYS = ("completions", "responses", "generations")
 SCORE_KEYS = ("scores", "rewards", "ratings")
 PREFERENCE_KEYS = ("chosen", "rejected")
-# every format with a conversation reads these keys too, whatever the objective; a plain text has
-# none
+# every format with a conversation also reads these keys, for every objective; plain text has none
+# of them
 PICTURE_KEYS = ("images", "image")
 CONVERSATION_KEYS = ("system", "tools", "functions", *PICTURE_KEYS)
-TURN_KEYS = {"role", "author", "from", "parts"}  # a list of objects with one of these is turns
+# a list of objects with one of these keys is a list of turns
+TURN_KEYS = {"role", "author", "from", "parts"}
 FORMATS: dict[FormatName, Format] = {
     "messages": Format(("messages",), CONVERSATION_KEYS),
     "sharegpt": Format(("conversations",), CONVERSATION_KEYS),

@@ -1,6 +1,5 @@
-"""The data types that training gets: rows of tokens, prompts to sample from, and the facts that
-become data.json; and the order in which it takes the rows, which depends on the seed alone. Imports
-no torch.
+"""The data types that training receives: rows of tokens, prompts for samples, and the facts for
+data.json. Also the order of the rows in training, which depends only on the seed. Imports no torch.
 """
 
 from __future__ import annotations
@@ -17,30 +16,32 @@ from typing import Any, Generic, TypeVar
 from .bad_rows import BadRow
 
 T = TypeVar("T")
-# the label of a token that is not learnt, as in torch's and transformers' cross-entropy
+# the label of a token without a loss: torch's and transformers' cross-entropy ignore it
 IGNORED = -100
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One sequence. `labels[i]` is `input_ids[i]` where the token is learnt and -100 where not: not
-    shifted, the model shifts.
+    """One sequence of tokens. `labels[i]` is `input_ids[i]` where the token is learnt, else -100.
+    Labels are not shifted; the model shifts them.
     """
 
     input_ids: tuple[int, ...]
     labels: tuple[int, ...]
     prompt_length: int
-    """Tokens before the first learnt one."""
+    """The number of tokens before the first learnt one."""
     documents: tuple[int, ...] = ()
-    """Of a packed row: the tokens of each document in it, one after the other. Their first labels
-    are never learnt.
+    """For a packed row: the number of tokens of each document in it, in order. The first label of a
+    document is never learnt.
     """
     pictures: tuple[str, ...] = ()
-    """References, as `pictures.Pictures` makes them, in the order of their tokens."""
+    """References of the row's pictures (`pictures.Pictures.reference`), in the order of their
+    tokens.
+    """
 
     @property
     def supervised(self) -> int:
-        """The number of tokens in the loss. The first token of a row has no prediction, so its
+        """The number of tokens that give a loss. Nothing predicts the first token of a row, so its
         label never counts.
         """
         return sum(label != IGNORED for label in self.labels[1:])
@@ -57,13 +58,13 @@ class SamplePrompt:
     reference: str | None = None
     """The answer in the data, if there is one."""
     pictures: tuple[str, ...] = ()
-    """As a row's."""
+    """References of its pictures, as in `Row`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Training rows that come from one source: `rows` of them, one source after the other, and how
-    often relative to the others.
+    """The share of one source in the training rows. `rows`: the number of its rows; the rows of
+    sources follow one another. `weight`: how often they come, relative to the other sources.
     """
 
     rows: int
@@ -75,30 +76,30 @@ class LoadedData:
     """Everything a run needs from its data."""
 
     train: Sequence[Row]
-    """With `stream`: the first rows only, for what is checked before the start."""
+    """The training rows. With `stream` only the first rows, for the checks before training."""
     eval: Sequence[Row]
     prompts: Sequence[SamplePrompt]
     chat_template: str | None
-    """The template the rows were rendered with: what a run saves in its tokenizer. None when no row
-    is a chat.
+    """The template that rendered the rows. The run saves it in its tokenizer. None if no row is a
+    chat.
     """
     facts: dict[str, Any] = field(repr=False)
     shares: Sequence[Share] = ()
-    """Of weighted sources; none where every row comes once an epoch."""
+    """The shares of weighted sources. Empty if every row comes once per epoch."""
     bad_rows: Sequence[BadRow] = ()
-    """Rows that were left out: those of bad_rows.jsonl."""
+    """The rows that were left out. bad_rows.jsonl lists them."""
     eval_sets: Mapping[str, int] = field(default_factory=dict)
-    """Evaluation rows of each named set, one set after the other; none where the sets have no
-    names.
+    """Name of each evaluation set -> the number of its rows; the rows of sets follow one another.
+    Empty if the sets have no names.
     """
     stream: Any = None
-    """With `data.stream`: a `RowFeed` of the training rows."""
+    """With `data.stream`: the stream of training rows (`stream.StreamedRows`)."""
     pictures: Any = None
-    """A `Pictures`, where a row has some."""
+    """A `Pictures` if a row has pictures, else None."""
 
     def fingerprints(self) -> dict[str, str]:
-        """A hash of the training rows before packing, and one of the evaluation rows: of tokens,
-        labels, and which are learnt.
+        """A hash of the training rows before packing and a hash of the evaluation rows. They cover
+        the tokens and the labels.
         """
         return {"training": _hash_rows(self.documents), "evaluation": _hash_rows(self.eval)}
 
@@ -108,10 +109,10 @@ class LoadedData:
         return getattr(self.train, "rows", self.train)
 
     def longest(self, count: int) -> list[Row]:
-        """The rows of the largest batch that training could ever see."""
+        """Returns the rows of the largest batch that training can get."""
         lengths = row_lengths(self.train)
         order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-        if self.pictures is not None:  # a batch has rows with pictures, or rows without
+        if self.pictures is not None:  # in a batch either all rows have pictures or none has
             has_picture = has_pictures(self.train)
             order = [i for i in order if has_picture[i]] or order
         rows = [self.train[i] for i in order[:count]]
@@ -129,7 +130,9 @@ def picture_digest(reference: str) -> str:
 
 
 def is_picture_unchanged(reference: str) -> bool:
-    """Whether the file is still the one that was tokenised, by its time."""
+    """Whether the picture's file still has the modification time that it had when its row was
+    tokenised.
+    """
     _, time, path = reference.split(" ", 2)
     try:
         return os.stat(path).st_mtime_ns == int(time)
@@ -152,26 +155,28 @@ def _hash_rows(rows: Sequence[Row]) -> str:
 
 
 def row_lengths(rows: Sequence[Any]) -> Sequence[int]:
-    """Tokens of each row, without making the rows where their storage knows."""
+    """Returns the number of tokens of each row. Rows in flat arrays know their lengths, so no `Row`
+    is built for them.
+    """
     lengths = getattr(rows, "lengths", None)
     return [len(row.input_ids) for row in rows] if lengths is None else lengths
 
 
 def row_supervised(rows: Sequence[Row]) -> Sequence[int]:
-    """Tokens of each row that give a loss, as `row_lengths`."""
+    """Returns the number of tokens with a loss of each row, without building rows where possible."""
     column = getattr(rows, "column", None)
     return [row.supervised for row in rows] if column is None else column("supervised").tolist()
 
 
 def has_pictures(rows: Sequence[Row]) -> Sequence[bool]:
-    """Whether each row has some, as `row_lengths`."""
+    """Returns for each row whether it has pictures, without building rows where possible."""
     flags = getattr(rows, "has_pictures", None)
     return [bool(row.pictures) for row in rows] if flags is None else flags
 
 
 def tokens_used(rows: Sequence[Row], *, learnt: bool = False) -> set[int]:
-    """Every token of the rows, or every one that is learnt; rows in flat arrays know it without
-    being made.
+    """Returns the set of token ids in the rows, or of the learnt ones. Rows in flat arrays are not
+    built for this.
     """
     if (read_tokens := getattr(rows, "tokens_used", None)) is not None:
         return set(read_tokens(learnt=learnt))
@@ -179,7 +184,7 @@ def tokens_used(rows: Sequence[Row], *, learnt: bool = False) -> set[int]:
 
 
 def _stretch_row(row: Row, length: int) -> Row:
-    """A row of a stream, repeated to the longest that may come."""
+    """Repeats a row of a stream until it has `length` tokens, the longest that a row can have."""
     times = -(-length // len(row.input_ids))
     if times == 1:
         return row
@@ -192,19 +197,19 @@ def _stretch_row(row: Row, length: int) -> Row:
     )
 
 
-# rows among which the median and the longest are found: a run's rows may be a stream
+# the first rows, among which the median and the longest row are searched; a stream has no end
 SAMPLED_ROWS = 1000
-MAX_TOKENS = 512  # shown of a row
+MAX_TOKENS = 512  # tokens of a row that are shown
 
 
 def example_rows(rows: Sequence[Row], tokenizer: Any, pictures: Any = None) -> list[dict[str, Any]]:
-    """The first row, one of median length, the longest and the first with a picture, each cut into
-    parts that are learnt or not.
+    """Returns up to four examples: the first row, a row of median length, the longest row, and the
+    first row with a picture. Each is split into learnt and other parts.
 
-    pictures  the run's `Pictures`: rows that have some get them as small ones, `data:` URLs
+    pictures  the run's `Pictures`: it gives thumbnails of a row's pictures as `data:` URLs
 
-    A part is `{"text", "learnt"}`, special tokens written out. `tokens` and `learnt` count the
-    whole row, `left_out` what is not shown.
+    A part is `{"text", "learnt"}`, and its text contains the special tokens. `tokens` and `learnt`
+    count tokens of the whole row, `left_out` the tokens that are not shown.
     """
     sample = list(islice(rows, SAMPLED_ROWS))
     by_length = sorted(range(len(sample)), key=lambda i: len(sample[i].input_ids))
@@ -229,7 +234,7 @@ def example_rows(rows: Sequence[Row], tokenizer: Any, pictures: Any = None) -> l
     ]
 
 
-_REPEATED = re.compile(r"(<[^<>\s]+>)\1{3,}")  # the places of a picture
+_REPEATED = re.compile(r"(<[^<>\s]+>)\1{3,}")  # the placeholder tokens of a picture
 
 
 def _shorten_repeats(match: re.Match[str]) -> str:
@@ -261,7 +266,9 @@ def _example_facts(row: Row, tokenizer: Any, pictures: Any) -> dict[str, Any]:
 
 
 def epoch_order(rows: int, *, seed: int, epoch: int, shuffle: bool) -> list[int]:
-    """The order of one epoch. It depends only on seed and epoch, not on the global random state."""
+    """Returns the order of the rows in one epoch. It depends only on seed and epoch, not on the
+    global random state.
+    """
     if not shuffle:
         return list(range(rows))
     import torch
@@ -271,11 +278,12 @@ def epoch_order(rows: int, *, seed: int, epoch: int, shuffle: bool) -> list[int]
 
 
 def mixed_order(shares: Sequence[Share], *, seed: int, epoch: int, shuffle: bool) -> list[int]:
-    """The order of one epoch of weighted sources. It has as many rows as all sources together,
-    shared out by weight.
+    """Returns the order of the rows in one epoch of weighted sources. An epoch has as many rows as
+    all sources together, divided among them by weight.
 
-    Each source continues where it stopped in the last epoch, and is shuffled again after each pass
-    over its rows. The order of the sources is random, or evenly spread without shuffling.
+    Each source continues where it stopped in the previous epoch, and is shuffled again after each
+    pass over its rows. Rows of the sources alternate at random, or at even distances without
+    shuffling.
     """
     quotas = _quotas(shares)
     queues = []
@@ -309,8 +317,8 @@ def mixed_order(shares: Sequence[Share], *, seed: int, epoch: int, shuffle: bool
 
 
 def _quotas(shares: Sequence[Share]) -> list[int]:
-    """Rows of each source in an epoch. Shares are rounded down; the rows left over go to the
-    sources with the largest remainders.
+    """Returns the number of rows of each source in an epoch. Shares are rounded down; the remaining
+    rows go to the sources with the largest remainders.
     """
     rows = sum(s.rows for s in shares)
     weight = sum(s.weight for s in shares)
@@ -322,8 +330,9 @@ def _quotas(shares: Sequence[Share]) -> list[int]:
 
 
 class RowStream(Generic[T]):
-    """An endless feed of rows that are all in memory or in the cache. `position` (rows handed out
-    so far) is its whole state, so that resuming is exact. A `training.task.Feed`.
+    """Yields rows without end from rows in memory or in the cache. Implements `training.task.Feed`.
+    The number of rows taken so far, `position`, is its only state, so that a resumed run continues
+    exactly.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""What `data.train` and `data.eval` name: files, folders, globs, datasets of the hub, the built-in
-set, rows in memory. Each is a `Source`.
+"""Opens the sources that `data.train` and `data.eval` name: files, folders, globs, datasets of the
+hub, the built-in set `stdlib`, and rows in memory. Each is a `Source`.
 
-A source is read as often as asked, from any row on, and never held: rows are tokenised as they are
-read.
+A source can be read several times and from any row. Its rows are not kept in memory: they are
+tokenised while they are read.
 """
 
 from __future__ import annotations
@@ -39,16 +39,18 @@ from .records import read_records, remove_inner_nulls
 from .row_keys import FormatName
 from .stdlib import stdlib_pairs
 
-_SAMPLED_ROWS = 64  # rows from whose first sound one the format is taken
+_SAMPLED_ROWS = 64  # the first rows; the first valid one among them decides the format
 
 
 @dataclass
 class Source:
-    """One entry of data.train or data.eval, found and looked at, not yet read.
+    """One entry of data.train or data.eval. Its format was detected from its first rows; the other
+    rows are not read yet.
 
-    objective_format  the one format that the objective learns from
-    forms             format and reason of each part, in order
-    ignored           keys that nothing reads, counted while reading
+    objective_format  the only format that the objective learns from, or None
+    forms             the detected format of each file, and the reason, in order
+    ignored           keys of the rows that are not used, with the number of rows, counted while
+                      reading
     """
 
     spec: SourceSpec
@@ -68,32 +70,32 @@ class Source:
 
     @property
     def bytes(self) -> int:
-        """Of the files; 0 where that is not known."""
+        """The size of the files; 0 if it is unknown."""
         return 0
 
     @property
     def estimated_rows(self) -> int:
-        """For the time left while they are read; 0 where nothing is known."""
+        """The estimated number of rows, for the progress display; 0 if it is unknown."""
         return self.spec.limit or 0
 
     def identity(self) -> dict[str, Any]:
-        """Identifies the content, for the cache's key and for data.json: its `sha256`, or another
-        name.
+        """Returns facts that identify the content, such as its `sha256`, for the cache's key and
+        for data.json.
         """
         raise NotImplementedError
 
     def examples(self, *, skip: int = 0) -> Iterator[Example | BadRow]:
-        """The checked rows, at most `limit` of them, those that cannot be used among them. `skip`:
-        so many are passed over.
+        """Yields the checked rows, at most `limit`; a row that cannot be used is a `BadRow`. The
+        first `skip` rows are skipped.
         """
         raise NotImplementedError
 
     def texts(self) -> Iterator[tuple[str, Iterator[str]]]:
-        """Plain text files, each a name with its pieces."""
+        """Yields each plain text file as its name and its pieces."""
         return iter(())
 
     def facts(self) -> dict[str, Any]:
-        """The entry of a source in data.json before it is read."""
+        """Returns the source's entry in data.json, without the counts of its rows."""
         weight = {} if self.spec.weight is None else {"weight": self.spec.weight}
         form = {"format": ", ".join(sorted(self.formats)), "why": self.forms[0][1]}
         return {"path": self.name, **weight, **self.identity(), **form}
@@ -114,8 +116,8 @@ class Source:
             yield checked
 
     def detect_row_format(self, records: Iterator[Record], name: str) -> None:
-        """Takes the format of the first row that has one. Raises UsageError where none of the first
-        rows has.
+        """Adds the format of the first valid row to `forms`. Raises RowError if none of the first
+        rows is valid, and NoRows if there is no row.
         """
         first_error: RowError | None = None
         for record in islice(records, _SAMPLED_ROWS):
@@ -136,8 +138,8 @@ class Source:
 
 @dataclass
 class FileSource(Source):
-    """A file, the files of a folder, or those that a pattern matches. Files that hold no rows
-    beside others are passed over: a part of an export may be empty.
+    """A file, the files of a folder, or the files that match a pattern. Among several files, those
+    without rows are skipped, because a part of an export may be empty.
     """
 
     files: Sequence[File] = ()
@@ -161,8 +163,8 @@ class FileSource(Source):
             )
 
     def _detect_file_format(self, file: File, *, is_only_file: bool) -> bool:
-        """Notes the format of a file; False for one that holds no rows beside others. Raises
-        UsageError where no first row has a format.
+        """Adds the format of a file to `forms` and returns True. Returns False for a file without
+        rows if it is not the only file. Raises UsageError if none of its first rows is valid.
         """
         try:
             if not is_only_file and file.is_blank:
@@ -241,8 +243,8 @@ class FileSource(Source):
         return several | {"bytes": self.bytes, "sha256": self._digest}
 
     def examples(self, *, skip: int = 0) -> Iterator[Example | BadRow]:
-        # of several files, those before the first that is wanted are read through: how many rows
-        # they have is not known
+        # with several files the skipped rows are read too, because the number of rows of each file
+        # is unknown
         skipped = skip if len(self.files) == 1 else 0
         examples = (
             example
@@ -261,7 +263,7 @@ class FileSource(Source):
 
 @dataclass
 class StdlibSource(Source):
-    """`stdlib`: questions and answers from the docstrings of the Python that runs this."""
+    """`stdlib`: questions and answers from the docstrings of Python's standard library."""
 
     def __post_init__(self) -> None:
         if self.objective_format:
@@ -299,9 +301,9 @@ class StdlibSource(Source):
 
 @dataclass
 class HubSource(Source):
-    """`hf:org/name`, `hf:./folder`, or a folder of `save_to_disk`.
+    """A dataset of the hub (`hf:org/name`, `hf:./folder`), or a folder that `save_to_disk` wrote.
 
-    streaming  rows come over the network as they are needed
+    streaming  rows are downloaded while they are used
     """
 
     streaming: bool = False
@@ -323,7 +325,7 @@ class HubSource(Source):
     def identity(self) -> dict[str, Any]:
         if self.streaming:
             return {"split": self.spec.split, "revision": self.spec.revision}
-        # a fingerprint is a hash of the files it was made from and of every step since
+        # the fingerprint is a hash of the files of the dataset and of all processing steps
         return {
             "split": self.spec.split,
             "fingerprint": self.rows._fingerprint,
@@ -351,13 +353,14 @@ class HubSource(Source):
 
 
 def _load_dataset(source: HubSource) -> Any:
-    """The split of a dataset. Turns every error of the library into a UsageError of one line."""
+    """Loads the split of a dataset. Every error of `datasets` becomes a UsageError of one line."""
     import datasets
 
     spec = source.spec
     name = spec.name.removeprefix(HUB_PREFIX)
     folder = Path(name).expanduser()
-    if sys.stderr is None or not sys.stderr.isatty():  # where its bars are a line for each change
+    # without a terminal each update of a progress bar would be a line
+    if sys.stderr is None or not sys.stderr.isatty():
         datasets.disable_progress_bars()
     is_offline = not folder.exists() and is_unreachable()
     try:
@@ -419,7 +422,7 @@ def _load_error_fix(error: BaseException, name: str) -> str | None:
 
 
 def require_source(spec: SourceSpec) -> None:
-    """Checks a file, folder or glob before a row is read. Raises UsageError."""
+    """Checks that the files of a source exist, without reading rows. Raises UsageError."""
     if (
         spec.name != STDLIB
         and not spec.name.startswith(HUB_PREFIX)
@@ -435,8 +438,8 @@ def open_source(
     objective_format: FormatName | None = None,
     streaming: bool = False,
 ) -> Source:
-    """Finds what a name means and looks at its first rows. Raises UsageError naming file, line and
-    key.
+    """Opens a source, and reads its first rows to detect the format. Raises UsageError with file,
+    line and key.
     """
     if spec.name == STDLIB:
         return StdlibSource(spec, needs_answer, objective_format)
@@ -449,7 +452,7 @@ def open_source(
 
 
 def refuse_duplicate_files(sources: Sequence[Source]) -> None:
-    """Raises  UsageError for a file that two sources of a list lead to"""
+    """Raises UsageError for a file that belongs to two sources of a list."""
     owner: dict[Path, Source] = {}
     for source in sources:
         for file in source.files if isinstance(source, FileSource) else ():
@@ -461,14 +464,15 @@ def refuse_duplicate_files(sources: Sequence[Source]) -> None:
 
 
 def save_rows(data: Any) -> Any:
-    """The name of a file of the rows where `data` holds rows; else `data` itself: names, and
-    mappings that name sources.
+    """Writes rows in memory to a file and returns the file's name. Names and mappings that name
+    sources are returned unchanged.
 
-    The file is named by its content and lies in the cache's folder, so that the run can be resumed.
+    The file's name is a hash of its content, and it is written to the cache's folder, so that the
+    run can be resumed.
 
     data    rows as a list, a `datasets.Dataset`, a pandas or polars frame; or a mapping of
             evaluation sets to these
-    Raises  UsageError for rows that are no JSON, and where no file can be written
+    Raises  UsageError for rows that are not JSON, and if the file cannot be written
     """
     from .cache import cache_folder
 
@@ -489,7 +493,7 @@ def save_rows(data: Any) -> Any:
     folder = (temporary_folder() if tokens is None else tokens.parent) / "rows"
     file = folder / f"{hashlib.sha256(text).hexdigest()[:32]}.jsonl"
     try:
-        if tokens is None:  # another user may have made the folder there first
+        if tokens is None:  # in the system's temporary folder another user may have created it
             make_private(folder.parent)
             make_private(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -507,7 +511,7 @@ def save_rows(data: Any) -> Any:
 
 
 def _collect_rows(data: Any) -> list[Any] | None:
-    """The rows as mappings; None for what is no collection of rows."""
+    """Returns the rows of a list, a data set or a data frame as mappings; None for other values."""
     if isinstance(data, list):
         if all(isinstance(row, Mapping) and "name" not in row for row in data):
             return data
@@ -516,7 +520,7 @@ def _collect_rows(data: Any) -> list[Any] | None:
         return list(data.to_dicts())
     if hasattr(data, "to_list") and hasattr(data, "column_names"):  # datasets
         return list(data.to_list())
-    # pandas, which has NaN, NaT or NA where a cell is empty
+    # pandas; its empty cells are NaN, NaT or NA
     if hasattr(data, "to_dict") and hasattr(data, "columns"):
         filled = data.astype(object).where(data.notna(), None)
         return list(filled.to_dict("records"))
@@ -524,7 +528,7 @@ def _collect_rows(data: Any) -> list[Any] | None:
 
 
 def _json_value(value: Any) -> Any:
-    """Arrays and their numbers as Python has them; pictures and times as text."""
+    """Converts a value for JSON: arrays to lists, pictures and times to text."""
     from .pictures import encode_picture
 
     if (picture := encode_picture(value)) is not None:

@@ -1,8 +1,8 @@
-"""The built-in set `stdlib`: question and answer pairs, and text, from the docstrings of the Python
-that runs this.
+"""The built-in data set `stdlib`: question and answer pairs, and texts, from the docstrings of
+Python's standard library.
 
-The standard library's source files are parsed, never imported. The same Python gives the same pairs
-in the same order.
+The source files of the running Python are parsed and never imported. The same version of Python
+gives the same pairs in the same order.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SKIPPED = {
     "__pycache__",
     "pydoc_data",
 }
-# characters of an answer
+# number of characters of an answer
 _SHORTEST = 20
 _LONGEST = 480
 
@@ -92,8 +92,8 @@ class Pair:
 
 @cache
 def stdlib_pairs() -> tuple[Pair, ...]:
-    """Question and answer pairs in a fixed, mixed order; no question and no answer to a "what"
-    twice.
+    """Returns question and answer pairs in a fixed, mixed order. No question comes twice, and no
+    description is the answer of two questions.
     """
     pairs: list[Pair] = []
     questions: set[str] = set()
@@ -108,22 +108,22 @@ def stdlib_pairs() -> tuple[Pair, ...]:
             if pair.question not in questions:
                 questions.add(pair.question)
                 pairs.append(pair)
-    # Mixed by a checksum, so that the first rows, and any `data.limit`, are from all over the
+    # Sorted by a checksum, so that the first rows, also with `data.limit`, come from the whole
     # library.
     return tuple(sorted(pairs, key=lambda pair: (crc32(pair.question.encode()), pair.question)))
 
 
 @cache
 def stdlib_text() -> tuple[str, ...]:
-    """Texts that teach a small model English and Python: docstrings under their signatures, and the
-    topics of `help()`.
+    """Returns texts that teach a small model English and Python: docstrings below their signatures,
+    and the topics of `help()`.
     """
     texts: dict[str, None] = {}
     for item in documented_items():
         if len(item.doc) >= _SHORTEST:
             head = item.name if item.kind == "module" else f"{item.name}{item.signature}"
             texts[f"{head}\n\n{item.doc}"] = None
-    with suppress(ImportError):  # some distributions of Python lack it
+    with suppress(ImportError):  # some distributions of Python lack these topics
         from pydoc_data.topics import topics
 
         texts |= dict.fromkeys(inspect.cleandoc(topic) for _, topic in sorted(topics.items()))
@@ -132,7 +132,9 @@ def stdlib_text() -> tuple[str, ...]:
 
 @cache
 def documented_items() -> tuple[Documented, ...]:
-    """Everything with a docstring in the standard library's source, by file name."""
+    """Returns all modules, classes and functions of the standard library that have a docstring,
+    ordered by file name.
+    """
     root = Path(sysconfig.get_path("stdlib"))
     items: list[Documented] = []
     for path in sorted(root.rglob("*.py")):
@@ -185,8 +187,8 @@ def _constructor(node: ast.Module | ast.ClassDef) -> str:
 
 
 def _summary(doc: str) -> str | None:
-    """The first paragraph as one line of prose, and the second where the first is short; None where
-    it is no prose.
+    """Returns the first paragraph of a docstring as one line of prose, or the second if the first
+    is only a signature. Returns None if the paragraph is not prose.
     """
     paragraphs = [" ".join(p.split()) for p in re.split(r"\n\s*\n", doc)]
     text = paragraphs[0]

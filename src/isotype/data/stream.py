@@ -1,10 +1,11 @@
-"""Streams: rows tokenised while training, for data that no disk holds.
+"""Streams rows that are tokenised during training, for data that are larger than the disk.
 
-A stream is read in blocks of `data.shuffle_buffer` rows. The rows of a block are chosen from the
+A stream is read in blocks of `data.shuffle_buffer` rows. The rows of a block are taken from the
 sources by weight, tokenised, shuffled, and packed if configured. Only one block is in memory. The
 state is the position of each source at the beginning of the block, and the number of rows already
-used, so that a resumed run reads one block again and continues with the same row. Rows are held out
-for evaluation by a hash of their tokens: the first of them are evaluated, and none is trained on.
+used, so that a resumed run reads one block again and continues with the same row. A hash of a row's
+tokens decides whether it is held out for evaluation. The first held-out rows are evaluated, and no
+held-out row is trained on.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ from .rows import LoadedData, Row, SamplePrompt
 from .sources import Source
 from .tokens import TokenRows, TokenWriter, is_held_out, pack_rows, row_digest
 
-MAX_EVALUATED_ROWS = 256  # held-out rows that an evaluation takes
-_MAX_SEARCHED_ROWS = 20_000  # rows of the beginning in which they are looked for
+MAX_EVALUATED_ROWS = 256  # number of held-out rows that are evaluated
+_MAX_SEARCHED_ROWS = 20_000  # number of first rows in which they are searched
 
 
 class StreamedRows:
-    """A `RowFeed` over sources that are read as they are needed."""
+    """Yields training rows from sources that are read during training. Implements
+    `training.task.Feed`.
+    """
 
     def __init__(
         self,
@@ -53,7 +56,10 @@ class StreamedRows:
         self._reset([[0, 0]] * len(sources), block=0)
 
     def _reset(self, read: Sequence[Sequence[int]], *, block: int) -> None:
-        """read  of each source: rows read in its current pass, and completed passes"""
+        """Sets the state to the beginning of a block.
+
+        read  [rows read in the current pass, number of completed passes] for each source
+        """
         self.block_start = [list(pair) for pair in read]
         self.read = [list(pair) for pair in read]
         self.block = block
@@ -63,7 +69,9 @@ class StreamedRows:
         self._open: list[Iterator[Example | BadRow] | None] = [None] * len(self.sources)
 
     def _examples(self, count: int) -> Iterator[Example | BadRow]:
-        """The next rows, each from the source whose share so far is furthest below its weight."""
+        """Yields the next rows. Each comes from the source whose share of the rows so far is lowest
+        in relation to its weight.
+        """
         weights = [source.spec.weight or 1.0 for source in self.sources]
         counts = [0] * len(weights)
         for _ in range(count):
@@ -86,7 +94,9 @@ class StreamedRows:
         return example
 
     def take(self, count: int) -> list[Row]:
-        """Raises  RunError naming file and row when one cannot be read in the middle of a run."""
+        """Returns the next rows. Raises RunError with file and row if a row cannot be read during
+        training.
+        """
         rows: list[Row] = []
         empty = 0
         while len(rows) < count:
@@ -107,7 +117,9 @@ class StreamedRows:
         return rows
 
     def _read_block(self) -> None:
-        """The block that begins where the sources stand."""
+        """Reads, tokenises and shuffles the block that begins at the current position of the
+        sources.
+        """
         try:
             tokens, _, tally = tokenize_examples(
                 self._examples(self.data.shuffle_buffer), self.encoder
@@ -132,7 +144,7 @@ class StreamedRows:
 
     @property
     def epochs(self) -> float:
-        """Complete passes over the source with the fewest passes."""
+        """The number of complete passes over the source with the fewest passes."""
         return float(min(passes for _, passes in self.read))
 
     def state(self) -> dict[str, Any]:
@@ -154,8 +166,8 @@ def load_stream(
     *,
     seed: int,
 ) -> LoadedData:
-    """The result of `load_data` for a stream: its first rows, for the checks before step 1, its
-    held-out rows, and the stream.
+    """Returns the result of `load_data` for a stream: the stream, its first rows for the checks
+    before step 1, and its held-out rows.
     """
     _refuse_unstreamable(sources)
     was_held_out = not eval_sources
@@ -163,7 +175,8 @@ def load_stream(
     beginning, examples, _ = tokenize_examples(
         islice(_interleave_sources(sources), data.shuffle_buffer), encoder
     )
-    ignored = [dict(source.ignored) for source in sources]  # before any row is read again
+    # copied before rows are read again and counted twice
+    ignored = [dict(source.ignored) for source in sources]
     train = beginning.select(~is_held_out(beginning.column("digest"), share, seed))
     tallies, total = collect_tallies([beginning, evaluation], refuse=data.on_bad_row == "error")
     if not len(train):
@@ -232,14 +245,14 @@ def _refuse_unstreamable(sources: Sequence[Source]) -> None:
 
 
 def usable_examples(examples: Iterable[Example | BadRow]) -> Iterator[Example]:
-    """Without the rows that cannot be used."""
+    """Yields the examples, without the rows that cannot be used."""
     return (example for example in examples if not isinstance(example, BadRow))
 
 
 def tokenize_examples(
     examples: Iterator[Example | BadRow], encoder: Encoder
 ) -> tuple[TokenRows, list[Example], Tally]:
-    """Rows in memory, the examples they came from, and what was counted."""
+    """Tokenises examples. Returns the rows in memory, the usable examples, and the counts."""
     used_examples: list[Example] = []
     tally = Tally()
     writer = TokenWriter()
@@ -260,7 +273,9 @@ def tokenize_examples(
 def _held_out_rows(
     sources: Sequence[Source], encoder: Encoder, share: float, seed: int
 ) -> tuple[TokenRows, list[Example]]:
-    """The first rows that the hash holds out, at most `MAX_EVALUATED_ROWS`, and the first of their examples."""
+    """Returns the first held-out rows, at most `MAX_EVALUATED_ROWS`, and the examples of the first
+    few of them.
+    """
     writer = TokenWriter()
     tally = Tally()
     examples: list[Example] = []
@@ -278,7 +293,7 @@ def _held_out_rows(
 
 
 def _interleave_sources(sources: Sequence[Source]) -> Iterator[Example | BadRow]:
-    """Rows of all sources in turn, each to its end."""
+    """Yields rows from all sources in turn, until each is exhausted."""
     opened: Iterator[Iterator[Example | BadRow]] = (source.examples() for source in sources)
     for count in range(len(sources), 0, -1):
         opened = cycle(islice(opened, count))
@@ -288,7 +303,7 @@ def _interleave_sources(sources: Sequence[Source]) -> Iterator[Example | BadRow]
 def _sample_prompts(
     examples: Sequence[Example], rows: TokenRows, encoder: Encoder
 ) -> list[SamplePrompt]:
-    """Prompts of examples; for texts, of the first rows."""
+    """Returns prompts for samples from examples; for plain texts from the first rows."""
     if examples and examples[0].text is None:
         return example_prompts(examples, encoder)
     return [text_prompt(rows[i].input_ids, encoder) for i in range(min(SAMPLES, len(rows)))]

@@ -1,18 +1,19 @@
-"""Tokenised rows in flat arrays, in memory or mapped from a file; mapped rows need memory only
-while they are used.
+"""Tokenised rows in flat arrays, in memory or mapped from a file. Mapped rows need memory only
+while they are used. R is the number of rows, N the number of their tokens.
 
 ids         int32[N]   tokens of all rows, one after the other
 learnt      bool[N]    whether a token is learnt
-ends        int64[R]   where each row ends in them
-example     int64[R]   which of its source's rows it is, from 0; -1 for a window of plain text
-cut         bool[R]    longer than data.max_length
+ends        int64[R]   end of each row in `ids`
+example     int64[R]   number of the row in its source, from 0; -1 for a window of plain text
+cut         bool[R]    the row was longer than data.max_length
 wanted      bool[R]    the label of an answer; true where rows have none
-supervised  int32[R]   tokens that give a loss
-digest      uint64[R]  of the tokens: rows with the same one are the same row (64 bits: 1 pair in 40
-            million among a million rows)
-prompt      uint64[R]  of the tokens before the first learnt one; 0 where that is the first of all
-pictures    uint8[P]   the references of all rows' pictures as UTF-8, a line each
-pictures_end int64[R]  where those of each row end
+supervised  int32[R]   number of tokens that give a loss
+digest      uint64[R]  hash of the tokens and pictures: rows with the same digest are the same row
+            (with 64 bits, a million rows have two different rows with one digest with probability 1
+            in 40 million)
+prompt      uint64[R]  hash of the tokens before the first learnt one; 0 if there are none
+pictures    uint8[P]   the references of all rows' pictures as UTF-8, one per line
+pictures_end int64[R]  end of each row's references in `pictures`
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from .rows import (
 )
 
 T = TypeVar("T")
-_CHUNK = 1 << 22  # tokens looked at at once
+_CHUNK = 1 << 22  # number of tokens that are counted at once
 COLUMNS: Mapping[str, str] = {
     "ids": "int32", "learnt": "bool", "ends": "int64", "example": "int64", "cut": "bool", "wanted": "bool",
     "supervised": "int32", "digest": "uint64", "prompt": "uint64", "pictures": "uint8",
@@ -48,7 +49,7 @@ COLUMNS: Mapping[str, str] = {
 
 
 class TokenBlock:
-    """The rows of one source, with the counts made while reading (`facts`)."""
+    """The rows of one source. `facts` holds the counts that were made while reading it."""
 
     def __init__(self, columns: Mapping[str, np.ndarray], facts: dict[str, Any]) -> None:
         self.ids = columns["ids"]
@@ -84,7 +85,7 @@ class TokenBlock:
         )
 
     def references(self, i: int) -> tuple[str, ...]:
-        """Of a row's pictures."""
+        """Returns the references of a row's pictures."""
         start = int(self.pictures_end[i - 1]) if i else 0
         end = int(self.pictures_end[i])
         if end > start:
@@ -92,7 +93,9 @@ class TokenBlock:
         return ()
 
     def find_missing_picture(self) -> str | None:
-        """The first picture that is no longer what was tokenised, or None."""
+        """Returns the path of the first picture that was changed or removed after tokenising, or
+        None.
+        """
         every = self.pictures.tobytes().decode().splitlines() if len(self.pictures) else []
         return next(
             (
@@ -105,7 +108,7 @@ class TokenBlock:
 
 
 def row_digest(input_ids: Sequence[int] | np.ndarray, pictures: Sequence[str]) -> int:
-    """A 64-bit hash of the tokens of a row, and of its pictures."""
+    """Returns a 64-bit hash of a row's tokens and pictures."""
     ids = np.asarray(input_ids, np.int32)
     picture_digests = "".join(map(picture_digest, pictures)).encode()
     return int.from_bytes(
@@ -114,7 +117,9 @@ def row_digest(input_ids: Sequence[int] | np.ndarray, pictures: Sequence[str]) -
 
 
 class TokenWriter:
-    """Collects rows into the columns of a block: in memory, or in files that `opened` makes."""
+    """Collects rows into the columns of a block, in memory or in `files` (column name -> open
+    file).
+    """
 
     def __init__(self, files: Mapping[str, IO[bytes]] | None = None) -> None:
         if files is not None:
@@ -150,7 +155,7 @@ class TokenWriter:
             self.files[name].write(np.asarray(value, COLUMNS[name]).tobytes())
 
     def block(self, facts: dict[str, Any]) -> TokenBlock:
-        """The rows collected in memory."""
+        """Returns the rows that were collected in memory."""
         return TokenBlock(
             {
                 name: np.frombuffer(self.files[name].getvalue(), dtype)
@@ -161,8 +166,8 @@ class TokenWriter:
 
 
 class LazyRows(Sequence[T]):
-    """Rows that are made one at a time, by `build_row`, when they are asked for; a slice is a `Selection`
-    of them.
+    """A sequence whose rows are built by `build_row` when they are accessed. A slice is a
+    `Selection`.
     """
 
     @abstractmethod
@@ -179,7 +184,7 @@ class LazyRows(Sequence[T]):
 
 
 class Selection(LazyRows[T]):
-    """Some of the rows, by number."""
+    """A selection of rows, by their numbers."""
 
     def __init__(self, rows: Sequence[T], numbers: Sequence[int]) -> None:
         self.rows = rows
@@ -198,7 +203,9 @@ class Selection(LazyRows[T]):
 
 
 class TokenRows(LazyRows[Row]):
-    """Rows of several blocks, one block after the other, or a selection of them, in order."""
+    """The rows of several blocks, one block after the other, or a selection of these rows.
+    `chosen`: the numbers of the selected rows.
+    """
 
     def __init__(self, blocks: Sequence[TokenBlock], chosen: np.ndarray | None = None) -> None:
         self.blocks = blocks
@@ -206,7 +213,7 @@ class TokenRows(LazyRows[Row]):
         self.chosen = np.arange(self._starts[-1]) if chosen is None else chosen
 
     def select(self, selection: np.ndarray | slice) -> TokenRows:
-        """Rows by mask, by number, or from one on to another."""
+        """Selects rows by a mask, by numbers, or by a slice."""
         return TokenRows(self.blocks, self.chosen[selection])
 
     def __len__(self) -> int:
@@ -217,13 +224,15 @@ class TokenRows(LazyRows[Row]):
         return self.blocks[block].row(row)
 
     def locate(self, i: int) -> tuple[int, int]:
-        """Block of a row, and its number there."""
+        """Returns the number of a row's block, and the row's number in the block."""
         row = int(self.chosen[i])
         block = bisect_right(self._starts, row) - 1
         return block, row - self._starts[block]
 
     def column(self, name: str) -> np.ndarray:
-        """One value a row: `lengths`, `supervised`, `cut`, `wanted`, `digest`, `prompt`, `example`."""
+        """Returns one value per row: `lengths`, `supervised`, `cut`, `wanted`, `digest`, `prompt`
+        or `example`.
+        """
         return np.concatenate(
             [np.asarray(getattr(block, name)) for block in self.blocks] or [np.zeros(0, np.int64)]
         )[self.chosen]
@@ -238,14 +247,14 @@ class TokenRows(LazyRows[Row]):
         return np.concatenate(ends or [np.zeros(0, bool)])[self.chosen]
 
     def block_rows(self, block: int) -> np.ndarray:
-        """Which of the rows, by number, come from a block."""
+        """Returns the numbers of the rows that come from a block."""
         return np.flatnonzero(
             (self.chosen >= self._starts[block]) & (self.chosen < self._starts[block + 1])
         )
 
     def tokens_used(self, *, learnt: bool = False) -> set[int]:
-        """Every token of the blocks that rows were selected from, or every one that is learnt
-        there; chunk by chunk.
+        """Returns the set of token ids in all blocks, or of the learnt ones. The blocks are read in
+        chunks.
         """
         used: set[int] = set()
         for block in self.blocks:
@@ -256,8 +265,8 @@ class TokenRows(LazyRows[Row]):
         return used
 
     def count_framed(self, bos: int | None, eos: int | None) -> np.ndarray:
-        """int64[3]: rows that begin with `bos`, rows that begin with it twice, and rows whose last
-        token is `eos`, and learnt.
+        """Returns int64[3]: the number of rows that begin with `bos`, that begin with `bos` twice,
+        and whose last token is `eos` and is learnt.
         """
         counts = np.zeros(3, np.int64)
         for i, block in enumerate(self.blocks):
@@ -274,17 +283,17 @@ class TokenRows(LazyRows[Row]):
 
 
 def choose_held_out(digests: np.ndarray, share: float, seed: int) -> np.ndarray:
-    """bool[R]: about `share` of the rows, at least one, and every copy of a row with it; never all
-    of them.
+    """Chooses about `share` of the rows to hold out, at least one and never all. Copies of a row
+    stay together.
 
-    digests  uint64[R]  of the rows' tokens
+    digests  uint64[R]  hashes of the rows' tokens
+    ->       bool[R]    whether the row is held out
     """
     distinct, inverse, copies = np.unique(digests, return_inverse=True, return_counts=True)
     order = np.argsort(mix_digests(distinct, seed), kind="stable")
     target = max(1, round(len(digests) * share))
-    previous_rows = (
-        np.cumsum(copies[order]) - copies[order]
-    )  # rows already held when one's turn comes
+    # number of rows before each distinct row in this order
+    previous_rows = np.cumsum(copies[order]) - copies[order]
     selected = order[previous_rows < target][: len(distinct) - 1]
     chosen = np.zeros(len(distinct), bool)
     chosen[selected] = True
@@ -292,7 +301,9 @@ def choose_held_out(digests: np.ndarray, share: float, seed: int) -> np.ndarray:
 
 
 def mix_digests(digests: np.ndarray, seed: int) -> np.ndarray:
-    """uint64[R]: digests mixed with a seed, evenly spread. Source: splitmix64, Steele et al. 2014."""
+    """Mixes digests with a seed into evenly distributed numbers, uint64[R]. Source: splitmix64,
+    Steele et al. 2014.
+    """
     with np.errstate(over="ignore"):
         x = digests.astype(np.uint64) ^ (np.uint64(seed % 2**64) * np.uint64(0x9E3779B97F4A7C15))
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -301,14 +312,14 @@ def mix_digests(digests: np.ndarray, seed: int) -> np.ndarray:
 
 
 def is_held_out(digests: np.ndarray, share: float, seed: int) -> np.ndarray:
-    """bool[R]: the same choice for a stream, which decides about each row alone, since the other
-    rows are unknown.
+    """Chooses the rows of a stream to hold out, bool[R]. Each row is decided alone, because the
+    other rows are unknown.
     """
     return mix_digests(digests, seed) < share * 2**64
 
 
 class PackedRows(LazyRows[Row]):
-    """Packed rows over `rows`; `packs[i]` are the numbers of the rows in the i-th."""
+    """Packed rows: packed row i joins the rows with the numbers `packs[i]`."""
 
     def __init__(
         self,
@@ -339,7 +350,7 @@ class PackedRows(LazyRows[Row]):
         return np.array([int(lengths[pack].sum()) for pack in self.packs], np.int64)
 
     def shares(self, shares: Sequence[Share]) -> list[Share]:
-        """The shares of weighted sources, counted in packed rows."""
+        """Returns the shares of weighted sources, counted in packed rows."""
         return [Share(self.pack_blocks.count(i), share.weight) for i, share in enumerate(shares)]
 
     def facts(self) -> dict[str, Any]:
@@ -354,8 +365,8 @@ class PackedRows(LazyRows[Row]):
 
 
 def pack_rows(rows: TokenRows, capacity: int) -> PackedRows:
-    """Packs the rows of each source by themselves. A row with pictures stays alone: each family has
-    positions of its own for it.
+    """Packs the rows of each source separately. A row with pictures is not joined with others,
+    because model families number its positions differently.
     """
     packs: list[np.ndarray] = []
     pack_blocks: list[int] = []
@@ -372,11 +383,11 @@ def pack_rows(rows: TokenRows, capacity: int) -> PackedRows:
 
 
 def pack_best_fit(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
-    """Numbers of rows by pack; every row is in exactly one, no pack has more than `capacity`
-    tokens.
+    """Packs rows by best fit and returns the numbers of the rows in each pack. Every row is in
+    exactly one pack, and no pack has more than `capacity` tokens.
     """
     packs: list[list[int]] = []
-    # packs that have so much room left
+    # by_room[r]: the packs with room for r more tokens
     by_room: list[list[int]] = [[] for _ in range(capacity + 1)]
     has_room = 0  # bit r: by_room[r] is not empty
     for i in np.argsort(-lengths, kind="stable").tolist():
@@ -398,7 +409,7 @@ def pack_best_fit(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
 
 
 def join_rows(rows: Sequence[Row]) -> Row:
-    """Several rows as one, each document's first label masked."""
+    """Joins several rows into one. The first label of each document is masked."""
     ids = tuple(i for row in rows for i in row.input_ids)
     labels = tuple(label for row in rows for label in (IGNORED, *row.labels[1:]))
     first = next((k for k, label in enumerate(labels) if label != IGNORED), 0)

@@ -1,8 +1,8 @@
-"""Columns that say whether an answer is wanted (`label`, `kto_tag`, `feedback`, ...).
+"""Recognises columns that mark answers as unwanted (`label`, `kto_tag`, `feedback`, ...).
 
 An objective that learns every answer would learn the unwanted ones too, so it refuses the first row
-that says so. Whether such a column judges the answer or names a class only a person can say: the
-error names the settings for both.
+with such a mark. Only the user knows whether the column judges the answer or names a class, so the
+error names the settings for both cases.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..config.yaml_text import write_value
 from ..errors import UsageError
 from .conversations import is_learnt
 
-# columns whose value says "wanted" or "unwanted"; of the second kind a true value says "unwanted"
+# columns in which false marks an unwanted answer, and columns in which true does
 _WANTED_COLUMNS = (
     "label", "kto_tag", "kto_label", "feedback", "thumbs", "thumb", "thumbs_up", "vote", "score", "verdict", "liked", "preferred",
     "desirable", "accepted", "is_accepted", "wanted", "correct", "is_correct", "is_good",
@@ -28,18 +28,18 @@ _NO = (
     "false", "f", "no", "n", "0", "-1", "down", "thumbs_down", "thumbsdown", "👎", "bad", "dislike", "disliked", "downvote",
     "reject", "rejected", "unwanted", "undesirable", "wrong", "incorrect",
 )  # fmt: skip
-# `label: negative` is a class of a review, `feedback: negative` a verdict
+# `feedback: negative` marks an unwanted answer, `label: negative` is the class of a review
 _CLASS_NAMES = ("negative", "neg")
 LEARN_LABELS_FIX = "train.objective=kto learns from labels (docs/preferences.md)"
 
 
 def refuse_unwanted_answer(row: Mapping[str, Any], location: str, *, has_answer: bool) -> None:
-    """Raises UsageError where a column of the row, or a key of a learnt turn, marks the answer as
+    """Raises UsageError if a column of the row, or a key of a learnt turn, marks the answer as
     unwanted.
 
-    row         with the keys that `data.columns` gives it
-    has_answer  False for a plain text, of which numbers and words are classes: only JSON's false
-                counts
+    row         the row, with its keys renamed by `data.columns`
+    has_answer  False for a plain text, whose numbers and words are classes: only the JSON value
+                false counts
     """
     for key, value in row.items():
         if not marks_unwanted(key, value) or not (has_answer or isinstance(value, bool)):
@@ -61,7 +61,7 @@ def refuse_unwanted_answer(row: Mapping[str, Any], location: str, *, has_answer:
 
 
 def marks_unwanted(key: str, value: Any) -> bool:
-    """Whether a column of this name says with this value that the answer is wrong or unwanted."""
+    """Whether a column with this name and value marks the answer as wrong or unwanted."""
     name = str(key).strip().casefold().replace(" ", "_").replace("-", "_")
     if isinstance(value, str):
         value = value.strip().casefold().replace(" ", "_")
@@ -81,7 +81,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _judged_turns(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The keys of learnt turns that mark an unwanted answer."""
+    """Yields (key, value) of learnt turns that mark an unwanted answer."""
     for key in ("messages", "conversations", "completion"):
         turns = row.get(key)
         for turn in turns if isinstance(turns, list) else ():
