@@ -1,3 +1,3 @@
-"""Kinds of runs. Each folder is one `training.task.Task`; `choose` takes the right one for a
-configuration.
+"""The kinds of runs. Each folder implements one `training.task.Task`; `choose` selects the one for
+a configuration.
 """

@@ -1,4 +1,4 @@
-"""Chooses the task of a configuration, and trains or plans it."""
+"""Chooses the task for a configuration, and trains or plans it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..training.task import Task
 
 
 def choose_task(config: RunConfig) -> Task:
-    """The task of a configuration."""
+    """Returns the task for a configuration."""
     if detect_run_kind(config) == DIFFUSION:
         from .diffusion.task import DiffusionTask
 
@@ -36,8 +36,8 @@ def train(
     callbacks: Sequence[Callback] = (),
     objective: Objective | None = None,
 ) -> int:
-    """Runs a configuration to its end, or saves and returns 130 on Ctrl-C. Raises IsotypeError;
-    returns the exit status.
+    """Trains a configuration to its end, or saves and returns 130 on Ctrl-C. Returns the exit
+    status; raises IsotypeError.
     """
     return train_task(
         loaded,
@@ -51,8 +51,9 @@ def train(
 
 
 def plan_run(loaded: LoadedConfig, *, device: str | None = None, gpus: int | None = None) -> Plan:
-    """What `train` would do, here or on another `device`, on so many `gpus` too.
+    """Describes what `train` would do. Raises UsageError where `train` would.
 
-    Raises  UsageError as it would
+    device  the name of another device than that of this machine
+    gpus    also plans for this many processes, each on its own GPU
     """
     return plan_task(choose_task(loaded.config), loaded.sources, device=device, gpus=gpus)

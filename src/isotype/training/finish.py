@@ -48,7 +48,9 @@ def finish(loop: Loop, prepared: Prepared) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _SavedResult:
-    """A written result, with the loss and the tensor digests that it must have when it is loaded."""
+    """A written result, with the loss and the tensor digests that it must have when it is
+    loaded.
+    """
 
     folder: Path
     dtype: torch.dtype

@@ -328,7 +328,9 @@ class Loop:
                 self.trackers.row(row)
 
     def _evaluate_sample_save(self, *, evaluate: bool, sample: bool, save: bool) -> bool:
-        """Evaluates, samples and saves after a step; returns True when the run should stop early."""
+        """Evaluates, samples and saves after a step; returns True when the run should stop
+        early.
+        """
         is_best = should_stop = False
         if evaluate and self.task.eval_rows:
             self.world.at(self.progress.step, "an evaluation")
@@ -444,7 +446,9 @@ class Loop:
         self.schedule.eval_stride = self.progress.eval_stride or 1
 
     def _evaluate_rows(self, stride: int) -> Evaluation:
-        """Evaluates one row per `stride` rows. Raises RunError NF001 for a loss that is not finite."""
+        """Evaluates one row per `stride` rows. Raises RunError NF001 for a loss that is not
+        finite.
+        """
         result = self.task.evaluate(
             self.model,
             self.device,

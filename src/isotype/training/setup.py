@@ -239,7 +239,9 @@ def build_stepper(task: Task, precision: Precision, built: BuiltModel, world: Wo
 
 
 def seed_process(train: TrainSection, world: World) -> None:
-    """Seeds the generators of this process; every process but the first adds its rank to the seed."""
+    """Seeds the generators of this process; every process but the first adds its rank to the
+    seed.
+    """
     seed_everything(train.seed, deterministic=train.deterministic)
     if not world.first:
         seed_rank(train.seed, 0, world.rank)

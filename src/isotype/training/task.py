@@ -380,7 +380,9 @@ class Task(Protocol):
     def rehearse_evaluation(
         self, model: nn.Module, device: torch.device, *, dtype: str
     ) -> Evaluation | None:
-        """Runs one pass over the largest evaluation rows; returns None where nothing is evaluated."""
+        """Runs one pass over the largest evaluation rows; returns None where nothing is
+        evaluated.
+        """
 
     @property
     def samples(self) -> int:

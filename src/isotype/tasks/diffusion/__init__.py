@@ -1,1 +1,3 @@
-"""Diffusion models: pictures with captions, a loss for each noised latent, sampled pictures."""
+"""Fine-tuning of diffusion models: it reads pictures with captions, computes a loss for each noised
+latent, and draws sample pictures.
+"""

@@ -1,8 +1,9 @@
-"""What a denoiser is given: rows of the data with the numbers drawn for them, as tensors.
+"""The rows of a diffusion run, the stream that feeds them, and the batches that the denoiser
+receives.
 
-Everything drawn for a row is a function of the seed and of its position in the stream. So 4 x 2
-rows are the same as 1 x 8, a resumed run draws the same numbers as an uninterrupted one, and
-nothing that happens between steps changes it.
+All random numbers of a row are a function of the seed and of the row's position in the stream. So
+4 micro-batches of 2 rows are the same as 1 of 8, a resumed run draws the same numbers as an
+uninterrupted one, and nothing that happens between steps changes them.
 """
 
 from __future__ import annotations
@@ -22,9 +23,14 @@ from .pixels import Size
 
 @dataclass(frozen=True)
 class Row:
-    """Keys of the store; one of each kind is drawn each time: `latents` of each window, `mirrored`
-    of its mirror image (empty where pictures are not mirrored), `text` of each caption. `empty`: of
-    the empty caption. `weight`: of its loss.
+    """A row of the data: the keys of its entries in the store. A step draws one key of each kind.
+
+    latents   the keys of each window's latents
+    mirrored  the keys of the windows' mirror images; empty if pictures are not mirrored
+    text      the key of each caption
+    size      the size of the windows in pixels
+    weight    the factor of the row's loss
+    empty     the key of the empty caption
     """
 
     latents: tuple[str, ...]
@@ -45,17 +51,20 @@ class PlacedRow:
 
 @dataclass(frozen=True)
 class Batch:
-    """Pictures of one size. Its weight, and its units for the speed, are its pictures.
+    """A batch of pictures of one size. Its weight, and its units for the speed, are the number of
+    pictures.
 
-    latents, noise  F[N C H W]   `precision.latents`
-    sigma           F[N]         the same
-    text            tensors of the family, [N ...] each
-    mask            F[N 1 H W]   where the loss of a picture counts; None: everywhere
-    weights         F[N]         of each picture's loss; None: 1
-    crop            fp32[N 4]    of `pixels.size_and_crop`; None: whole pictures of the size of the latents
-    lengths                      tokens of each caption, where they differ
-    control         F[N C H W]   latents of the pictures before the edit; None: of a model that does
-                    not edit
+    latents, noise  F[N C H W]   in the dtype of `precision.latents`
+    sigma           F[N]         noise levels, in the same dtype
+    text            [N ...]      each of the family's text tensors, by name
+    mask            F[N 1 H W]   where the loss of a picture counts; None for everywhere
+    weights         F[N]         the factor of each picture's loss; None for 1
+    crop            fp32[N 4]    the result of `pixels.size_and_crop`; None for whole pictures of
+                    the
+                                 size of the latents
+    lengths                      the number of tokens of each caption, if they differ
+    control         F[N C H W]   latents of the pictures before the edit; None for a model that does
+                                 not edit
     """
 
     latents: Tensor
@@ -102,7 +111,7 @@ Item = TypeVar("Item")
 
 
 def group_by_size(items: Iterable[Item], size_of: Callable[[Item], Size]) -> dict[Size, list[Item]]:
-    """The things of each size, in the order of the first ones."""
+    """Groups items by size. The groups are in the order of their first items."""
     groups: dict[Size, list[Item]] = {}
     for item in items:
         groups.setdefault(size_of(item), []).append(item)
@@ -110,10 +119,10 @@ def group_by_size(items: Iterable[Item], size_of: Callable[[Item], Size]) -> dic
 
 
 class PictureStream(RowStream[Row]):
-    """Rows with their positions; the position is the whole state, as in any stream of rows.
+    """Feeds rows with their positions. The position is the whole state, as in any stream of rows.
 
-    step_rows  number of rows of a step. So many consecutive rows have the same size while there are
-              enough; the others come last
+    step_rows  the number of rows of a step. All rows of a step have the same size, except for the
+               rows that are left over of each size, which come last in an epoch
     """
 
     def __init__(
@@ -142,14 +151,17 @@ class PictureStream(RowStream[Row]):
 
 
 def row_generator(purpose: str, seed: int, position: int) -> torch.Generator:
-    """The generator of one row."""
+    """Returns the random generator of one row."""
     digest = hashlib.sha256(f"{purpose}:{seed}:{position}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
 class DrawnRow(NamedTuple):
-    """A row with what was drawn for it. latents, noise, control: fp32[C H W]; mask: fp32[1 H W] or
-    None; cut: fp32[4].
+    """A row with the numbers that were drawn for it.
+
+    latents, noise, control  fp32[C H W]
+    mask                     fp32[1 H W]
+    crop                     fp32[4]
     """
 
     latents: Tensor
@@ -165,7 +177,9 @@ class DrawnRow(NamedTuple):
 def stack_rows(
     rows: Sequence[DrawnRow], *, dtype: torch.dtype, keeps_text_lengths: bool = False
 ) -> Batch:
-    """Rows of one size as a batch. `keeps_text_lengths`: texts are padded to the longest, and get a mask."""
+    """Stacks rows of one size into a batch. With `keeps_text_lengths` texts are padded to the
+    longest, and get a mask.
+    """
     masked = any(row.mask is not None for row in rows)
     weighted = any(row.weight != 1.0 for row in rows)
     masks = [torch.ones_like(row.latents[:1]) if row.mask is None else row.mask for row in rows]
@@ -188,8 +202,9 @@ def stack_rows(
 
 
 def _pad_texts(texts: Sequence[Tensor]) -> dict[str, Tensor]:
-    """`text` F[N S D] of texts F[S D], zero behind a shorter one, and `mask` F[N S], 1 where there
-    is a token.
+    """Pads texts F[S D] to the longest one.
+
+    ->  `text` F[N S D], 0 after the end of a text; `mask` F[N S], 1 where there is a token
     """
     lengths = torch.tensor([len(text) for text in texts])
     padded = torch.nn.utils.rnn.pad_sequence(list(texts), batch_first=True)

@@ -1,7 +1,7 @@
-"""Captions that are longer than the text encoders read: what lies beyond is not learnt.
+"""Finds captions that are longer than the text encoders read. Their ends are not learnt.
 
-Each tokenizer of the pipeline is asked; a caption counts where even the one that reads furthest
-does not reach its end. A family's own template, which some put around a caption, is not counted in.
+A caption counts as cut if it exceeds the limit of every tokenizer of the pipeline. The template
+that some families put around a caption is not counted.
 """
 
 from __future__ import annotations
@@ -13,15 +13,19 @@ from typing import Any
 
 from .pipeline import PipelineFolder
 
-SHOWN_CHARACTERS = 60  # characters of a caption
-UNBOUNDED = 10**6  # tokenizers without a limit have a far larger one
+SHOWN_CHARACTERS = 60  # characters of a caption in the message
+UNBOUNDED = 10**6  # a tokenizer without a limit has a larger model_max_length
 
 
 @dataclass(frozen=True)
 class CutCaptions:
-    """number  of captions that are cut, of `total` different ones
-    limit   tokens that are read
-    first, longest  the first of them, and the tokens of the longest
+    """The captions that are cut.
+
+    number   how many captions are cut
+    total    how many different captions there are
+    limit    the number of tokens that are read
+    first    the first caption that is cut
+    longest  the number of tokens of the longest caption
     """
 
     number: int = 0
@@ -46,9 +50,13 @@ class CutCaptions:
 def count_cut_captions(
     captions: Iterable[str], folder: PipelineFolder, text_length: int
 ) -> CutCaptions:
-    """text_length  of a family that has a longest caption; 0: the CLIP tokenizer's own"""
+    """Counts the captions that no tokenizer reads to their end.
+
+    text_length  the limit of the run for tokenizers that are not CLIP's; 0 for each tokenizer's
+                 limit
+    """
     if folder.family.encodes_control:
-        return CutCaptions()  # its instructions are never cut
+        return CutCaptions()  # such a family never cuts its instructions
     tokenizer, limit = _longest_tokenizer(folder, text_length)
     different = list(dict.fromkeys(captions))
     if tokenizer is None or not different:
@@ -62,7 +70,7 @@ def count_cut_captions(
 
 
 def _longest_tokenizer(folder: PipelineFolder, text_length: int) -> tuple[Any, int]:
-    """The tokenizer that reads most tokens of a caption, and how many."""
+    """The tokenizer that reads the most tokens of a caption, and this number."""
     furthest: tuple[Any, int] = (None, 0)
     for part in folder.family.encoder_parts:
         path = folder.path / part
@@ -80,10 +88,10 @@ def _longest_tokenizer(folder: PipelineFolder, text_length: int) -> tuple[Any, i
 
 
 def _load_tokenizer(path: Path) -> Any:
-    """None where transformers cannot read it alone: loading the pipeline says why."""
+    """Loads a tokenizer; None if transformers cannot. Loading the pipeline will then report why."""
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except Exception:  # whatever a tokenizer's file leads to
+    except Exception:  # a damaged tokenizer file can raise any exception
         return None

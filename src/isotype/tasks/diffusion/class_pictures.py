@@ -22,7 +22,9 @@ EncodePrompts = Callable[
 
 
 def class_picture_facts(run: ResolvedRun) -> dict[str, Any]:
-    """What decides class pictures beside their caption; a model on this disk by its whole path."""
+    """The settings that, with their caption, decide class pictures. A local model is named by its
+    full path.
+    """
     settings = run.sample_settings
     name = str(run.config.model.name)
     path = Path(name).expanduser()
@@ -40,8 +42,8 @@ def draw_class_pictures(
     device: torch.device,
     encode_prompts: EncodePrompts,
 ) -> None:
-    """Draws with the base model and the run's settings of samples, under the run's precision. The
-    model is freed before the pictures are encoded.
+    """Draws the missing class pictures with the base model, under the run's precision and its
+    settings for samples. The model is freed before the pictures are encoded.
     """
     config = run.config
     settings = run.sample_settings

@@ -1,5 +1,5 @@
-"""The data of a diffusion run: its pictures and captions, encoded once, and the rows that are
-trained and evaluated.
+"""The data of a diffusion run: its pictures and captions, which are encoded once, and the rows for
+training and evaluation.
 """
 
 from __future__ import annotations
@@ -35,9 +35,12 @@ def make_encoder(run: ResolvedRun, device: torch.device) -> Encoder:
 
 
 class PictureData:
-    """pictures       of the run, after `load`
-    encoder, text  with the store of what was encoded, and the key of each text in it; after
-                   `encode`, as are `train_rows` and `evaluation_rows`
+    """The pictures, captions and prompts of a run, and the rows made of them.
+
+    pictures                     exist after `load`
+    encoder                      encodes pictures and texts into its store; exists after `encode`
+    text                         the key in the store of each encoded text; exists after `encode`
+    train_rows, evaluation_rows  exist after `encode`
     """
 
     pictures: RunPictures
@@ -67,13 +70,13 @@ class PictureData:
         )
 
     def encode(self, device: torch.device) -> None:
-        """Writes latents and text embeddings of the run into its store and frees the encoders.
-        Raises UsageError.
+        """Encodes pictures and texts of the run into its store, and frees the encoders. Raises
+        UsageError.
         """
         pictures = self.pictures
         self.encoder = encoder = make_encoder(self.run, device)
         self.text = encoder.encode_captions(self._text_inputs())
-        # none where another process has drawn them
+        # another process may have drawn the class pictures already
         if missing := [picture for picture in pictures.to_draw if not picture.path.is_file()]:
             draw_class_pictures(self.run, missing, device, self.encoded_prompts)
             free_memory(device)
@@ -94,14 +97,14 @@ class PictureData:
         self.evaluation_rows = [row for picture_rows in rows[split:] for row in picture_rows]
 
     def encode_prompts(self, device: torch.device) -> None:
-        """Encodes the texts of the run's prompts alone."""
+        """Encodes only the texts of the run's prompts."""
         self.encoder = make_encoder(self.run, device)
         self.text = self.encoder.encode_captions(prompt_text_inputs(self.run.prompts, self.encoder))
 
     def encoded_prompts(
         self, prompts: Sequence[Prompt]
     ) -> list[tuple[Prompt, dict[str, Tensor], dict[str, Tensor]]]:
-        """Each prompt with its embeddings and those of its negative prompt, which are in the store."""
+        """Reads from the store the embeddings of each prompt's text and of its negative text."""
         encoded = []
         for prompt in prompts:
             text, negative = (
@@ -112,7 +115,7 @@ class PictureData:
         return encoded
 
     def _text_inputs(self) -> list[TextInput]:
-        """What is encoded as text: every caption, the empty one, and the texts of prompts."""
+        """The texts to encode: every caption, the empty caption, and the texts of prompts."""
         text_input = self.encoder.text_input
         drops_captions = self.run.config.images.caption_dropout > 0
         inputs = [] if self.run.family.encodes_control else [TextInput(EMPTY)]
@@ -132,8 +135,8 @@ class PictureData:
 
     @property
     def row_count(self) -> int:
-        """Training rows of an epoch; before the pictures are encoded those are counted too that
-        will turn out to be bad.
+        """The number of training rows of an epoch. Before the pictures are encoded, it includes
+        pictures that will turn out to be bad.
         """
         if self.train_rows is not None:
             return len(self.train_rows)
@@ -147,7 +150,7 @@ class PictureData:
 
     @property
     def encoded_rows(self) -> list[Row]:
-        """The training rows."""
+        """The training rows; the pictures must be encoded already."""
         assert self.train_rows is not None, "pictures are encoded before the model is built"
         return self.train_rows
 

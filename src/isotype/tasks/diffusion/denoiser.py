@@ -1,12 +1,12 @@
-"""The denoiser as it is trained: nf4 layers, adapter, exact noise levels, Isotype's ops, precision;
-with its weights or on the meta device.
+"""Builds the denoiser for training: with nf4 layers, adapter, exact noise levels, Isotype's ops and
+precision. It has its weights, or is on the meta device.
 
 diffusers quantises on a GPU only. Here bitsandbytes' layers are made from the loaded weights, one
 at a time, on the device of the run.
 
-Flux computes `timestep.to(hidden_states.dtype) * 1000`: in bf16 1000 noise levels become 498, up to
-3.5 of 1000 off. The instance's forward records the exact level, and the sinusoidal embedding uses
-it. No class is changed.
+Flux computes `timestep.to(hidden_states.dtype) * 1000`. In bf16 1000 different noise levels become
+498 different ones, with an error of up to 3.5 of 1000. So the forward of the denoiser instance
+records the exact level, and the sinusoidal embedding uses it. No class is changed.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def build_denoiser(
     device_type: str,
     part: Part | None = None,
 ) -> tuple[nn.Module, Manifest]:
-    """The model that is trained, and what Isotype replaced in it. `part`: what this process will
-    keep of it, where several share it.
+    """Builds the model that is trained, and the manifest of what Isotype replaced in it. `part` is
+    the part of the weights that this process will keep, where several processes share the model.
     """
     denoiser.requires_grad_(config.adapter.kind == "none")
     if config.adapter.kind == "none":
@@ -86,7 +86,7 @@ def install_ops_and_precision(
     device_type: str,
     part: Part | None = None,
 ) -> Manifest:
-    """Puts exact noise levels, ops and precision on a denoiser that has its adapter already."""
+    """Installs exact noise levels, ops and precision on a denoiser that has its adapter already."""
     family.prepare(denoiser)
     if family.time_scale is not None:
         keep_time_exact(denoiser, family.time_scale)
@@ -112,8 +112,8 @@ def install_ops_and_precision(
 
 
 def adapter_targets(denoiser: Any, family: Family, config: RunConfig) -> list[str]:
-    """The modules that get an adapter: with `all-linear` every linear layer of the denoiser's
-    blocks; and of its text encoders, where they are trained.
+    """The names of the modules that get an adapter. With `all-linear` they are the linear layers of
+    the denoiser's blocks. Layers of its text encoders follow, where these are trained.
     """
     configured = config.adapter.targets
     if configured != "all-linear":
@@ -124,7 +124,7 @@ def adapter_targets(denoiser: Any, family: Family, config: RunConfig) -> list[st
 
 
 def load_frozen_denoiser(folder: PipelineFolder, precision: Precision, device: torch.device) -> Any:
-    """The folder's denoiser on `device`, without gradients. Raises UsageError."""
+    """Loads the folder's denoiser on `device`, without gradients. Raises UsageError."""
     if (quantisation := folder.published_quantisation) is not None:
         return _load_published(folder, quantisation, precision, device)
     denoiser = folder.denoiser(to_torch(precision.unquantised)).requires_grad_(False)
@@ -142,7 +142,7 @@ def load_frozen_denoiser(folder: PipelineFolder, precision: Precision, device: t
 def load_frozen_base(
     folder: PipelineFolder, config: RunConfig, precision: Precision, device: torch.device
 ) -> Any:
-    """`frozen_denoiser`, with the text encoders in it where the run trains them."""
+    """Loads the frozen denoiser, with its text encoders attached where the run trains them."""
     denoiser = load_frozen_denoiser(folder, precision, device)
     if config.adapter.text_encoders:
         attach_encoders(denoiser, folder, folder.text_encoders(to_torch(precision.text_encoder)))
@@ -150,12 +150,16 @@ def load_frozen_base(
 
 
 def outline_base(folder: PipelineFolder, config: RunConfig) -> Any:
-    """The same without weights: on the meta device, and not quantised."""
+    """Builds the base of `load_frozen_base` on the meta device, without weights and not
+    quantised.
+    """
     return _with_encoder_outlines(folder.denoiser_outline(), folder, config)
 
 
 def outline_frozen_base(folder: PipelineFolder, config: RunConfig, precision: Precision) -> Any:
-    """The same without weights: on the meta device, packed as it will be. Raises UsageError."""
+    """Builds the base of `load_frozen_base` on the meta device, without weights but quantised in
+    the same way. Raises UsageError.
+    """
     if (quantisation := folder.published_quantisation) is not None:
         return _with_encoder_outlines(
             _outline_published(folder, quantisation, precision), folder, config
@@ -179,7 +183,7 @@ def _with_encoder_outlines(outline: Any, folder: PipelineFolder, config: RunConf
 
 
 def block_layers(denoiser: Any, classes: tuple[str, ...]) -> dict[str, nn.Linear]:
-    """name -> each linear layer below a module whose class is one of `classes`."""
+    """The linear layers below modules whose class is one of `classes`, by name."""
     blocks = tuple(
         f"{name}." for name, module in denoiser.named_modules() if type(module).__name__ in classes
     )
@@ -191,8 +195,8 @@ def block_layers(denoiser: Any, classes: tuple[str, ...]) -> dict[str, nn.Linear
 
 
 def quantised_layers(denoiser: Any, family: Family, precision: Precision) -> dict[str, nn.Linear]:
-    """name -> each linear layer that a packed base packs: those of the blocks, but for what the
-    model keeps in fp32.
+    """The linear layers that a packed base packs, by name: those of the blocks, without layers that
+    the model keeps in fp32.
     """
     in_fp32 = names_kept_in_fp32(denoiser, to_torch(precision.unquantised))
     layers = block_layers(denoiser, family.adapted_classes(denoiser))
@@ -200,8 +204,8 @@ def quantised_layers(denoiser: Any, family: Family, precision: Precision) -> dic
 
 
 def quantise(denoiser: Any, family: Family, precision: Precision, device: torch.device) -> None:
-    """Puts nf4 layers with doubly quantised scales in place of the blocks' linear layers. Raises
-    UsageError without bitsandbytes.
+    """Replaces the linear layers of the blocks by nf4 layers with doubly quantised scales. Raises
+    UsageError if bitsandbytes is missing.
     """
     for name, linear in quantised_layers(denoiser, family, precision).items():
         packed, nf4 = _put_nf4(denoiser, name, linear, precision)
@@ -213,8 +217,8 @@ def quantise(denoiser: Any, family: Family, precision: Precision, device: torch.
 
 
 def _put_nf4(denoiser: Any, name: str, like: nn.Linear, precision: Precision) -> tuple[Any, Any]:
-    """Puts bitsandbytes' layer, yet without a weight, in the place of `like`; returns it and the
-    class of its weight.
+    """Replaces the layer `like` by bitsandbytes' layer, which has no weight yet. Returns this layer
+    and the class of its weight.
     """
     require_bitsandbytes()
     import bitsandbytes
@@ -229,13 +233,14 @@ def _put_nf4(denoiser: Any, name: str, like: nn.Linear, precision: Precision) ->
     )
     parent, _, last = name.rpartition(".")
     setattr(denoiser.get_submodule(parent), last, packed)
-    denoiser.is_loaded_in_4bit = True  # PEFT asks
+    denoiser.is_loaded_in_4bit = True  # PEFT reads this attribute
     return packed, bitsandbytes.nn.Params4bit
 
 
-# --- a denoiser that was published quantised: read by its own tensors, on any device. diffusers'
-# quantisers need a GPU for bitsandbytes, and a package for each of the others.
-# `quantization_config` in its config.json says the library, the files which layers are packed
+# --- a denoiser that was published in a quantised format. It is read tensor by tensor, on any
+# device, because diffusers' quantisers need a GPU for bitsandbytes, and a package for each other
+# format. `quantization_config` in config.json names the library; the files show which layers are
+# packed
 
 _NF4_SUFFIX = ".quant_state.bitsandbytes__nf4"
 _DOWNLOAD_AGAIN = "get the folder again, or give the pipeline that it was quantised from"
@@ -244,8 +249,8 @@ _DOWNLOAD_AGAIN = "get the folder again, or give the pipeline that it was quanti
 def _outline_published(
     folder: PipelineFolder, quantisation: Quantisation, precision: Precision
 ) -> Any:
-    """The denoiser on the meta device, packed as the headers of its files have it. Raises
-    UsageError.
+    """Builds the denoiser on the meta device, with the packed layers that the headers of its files
+    list. Raises UsageError.
     """
     denoiser = folder.denoiser_outline()
     layers = _place_waiting_layers(denoiser, folder, quantisation)
@@ -265,7 +270,7 @@ def _outline_published(
 def _load_published(
     folder: PipelineFolder, quantisation: Quantisation, precision: Precision, device: torch.device
 ) -> Any:
-    """The denoiser on `device`, frozen, its packed layers with the bytes of their files. Raises
+    """Loads the frozen denoiser on `device`; its packed layers keep the bytes of the files. Raises
     UsageError.
     """
     from accelerate import init_empty_weights
@@ -290,7 +295,7 @@ def _load_published(
     tensors = {name: t for name, t in tensors.items() if not name.endswith(SERVING_TENSORS)}
     for name, buffer in denoiser.named_buffers():
         if buffer.is_floating_point() and name in tensors:
-            # tables of positions stay exact, as in `widen_buffers`
+            # tables of positions must stay exact, as in `PipelineFolder.widen_buffers`
             tensors[name] = tensors[name].float()
     dtype = to_torch(precision.unquantised)
     in_fp32 = names_kept_in_fp32(denoiser, dtype)
@@ -315,8 +320,8 @@ def _load_published(
 def _place_waiting_layers(
     denoiser: nn.Module, folder: PipelineFolder, quantisation: Quantisation
 ) -> dict[str, nn.Linear]:
-    """Each packed layer by its name; where the packing is read here, layers that wait for their
-    tensors take their places.
+    """Returns the packed layers by name. If Isotype reads their format itself, each layer is
+    replaced in the denoiser by a placeholder that waits for its tensors.
     """
     label = f"model.name: {folder.path / folder.denoiser_part}"
     parts = read_tensor_parts(folder.denoiser_files())
@@ -352,10 +357,11 @@ _LEVELS_ATTRIBUTE = "_isotype_noise_levels"
 
 
 class _ExactLevels:
-    """Forward pre-hook of sinusoidal embeddings. An object, so that deepcopy and pickling keep it.
+    """A forward pre-hook of sinusoidal embeddings, which replaces a rounded noise level by the
+    exact one. It is an object, so that deepcopy and pickling preserve it.
 
-    pending  what one forward pass was given, in the order in which a denoiser embeds it; empty
-           between passes
+    pending  the noise level and guidance of the current forward pass, in the order in which the
+             denoiser embeds them; empty between passes
     """
 
     def __init__(self, scale: float) -> None:
@@ -366,15 +372,16 @@ class _ExactLevels:
         if not self.pending:
             return None
         level = self.pending.pop(0)
-        # Qwen-Image-Edit 2511 (`zero_cond_t`): of the picture before the edit it is 0
+        # Qwen-Image-Edit 2511 (`zero_cond_t`) embeds a second level, 0, for the picture before the
+        # edit
         if len(args[0]) == 2 * len(level):
             level = torch.cat([level, level * 0])
         return (level.to(torch.float32) * self.scale, *args[1:])
 
 
 def keep_time_exact(denoiser: nn.Module, scale: float) -> None:
-    """Makes the sinusoidal embeddings of `denoiser` take its `timestep` and `guidance` in fp32,
-    times `scale`. Before `apply_precision`.
+    """Makes the sinusoidal embeddings of `denoiser` use its `timestep` and `guidance` in fp32,
+    times `scale`. Call it before `apply_precision`.
     """
     levels = _ExactLevels(scale)
     denoiser.__dict__[_LEVELS_ATTRIBUTE] = levels
@@ -391,7 +398,9 @@ def time_embeddings(model: nn.Module) -> list[nn.Module]:
 
 
 def record_time_dtypes(model: nn.Module, observed: dict[tuple[str, str], str]) -> None:
-    """Notes the dtype of every noise level that is embedded, and of its embedding."""
+    """Records the dtype of every noise level that is embedded, and of its embedding, in
+    `observed`.
+    """
 
     def record(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         if args[0].is_floating_point():
@@ -415,8 +424,10 @@ def _exact_forward(denoiser: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 @dataclass(frozen=True)
 class ForwardCost:
-    """output_bytes: bytes of everything that its operators make, views included; blocks: FLOPs of each
-    block, in products, convolutions and attention
+    """The cost of one forward pass of a denoiser.
+
+    output_bytes  bytes of all results of its operators, views included
+    blocks        FLOPs of each block, for products, convolutions and attention
     """
 
     output_bytes: int
@@ -424,7 +435,10 @@ class ForwardCost:
 
     @classmethod
     def measure(cls, denoiser: nn.Module, run: Callable[[], Any]) -> ForwardCost:
-        """run  a forward pass of `denoiser` on the meta device"""
+        """Measures a forward pass.
+
+        run  runs a forward pass of `denoiser` on the meta device
+        """
         blocks = set(denoiser_blocks(denoiser))
         with (
             torch.no_grad(),
@@ -441,6 +455,8 @@ class ForwardCost:
 
 
 class _OutputBytes(TorchDispatchMode):
+    """Adds up the bytes of all results of operators, while active."""
+
     def __init__(self) -> None:
         super().__init__()
         self.total = 0

@@ -1,9 +1,9 @@
 """Encodes captions and pictures once with the pipeline's encoders, into a store. The encoders are
 freed before the denoiser is loaded.
 
-Latents and text embeddings lie each under a key of everything that shaped it, in memory or in a
-folder of limited size. A file is written under another name and renamed, so that a killed run
-leaves complete entries only, which the next run uses.
+The store is in memory, or in a folder of limited size. The key of an entry is a hash of everything
+that its content depends on. A file is written under a temporary name and then renamed. So a killed
+run leaves only complete entries, which the next run uses.
 """
 
 from __future__ import annotations
@@ -52,26 +52,29 @@ from .text_encoders import tokenize_captions
 
 
 class TextInput(NamedTuple):
-    """What a text encoder is given: a caption, and the picture before the edit where the family's
-    encoder sees it.
+    """The input of a text encoder: a caption, and the picture before the edit if the family's
+    encoder reads it too.
     """
 
     caption: str
     control: Content | None = None
 
 
-VERSION = 4  # raise it whenever the same picture or caption gives other tensors
+VERSION = 4  # to be raised whenever the same picture or caption gives other tensors
 
 
 def entry_key(parts: Any) -> str:
-    """The name of an entry: a hash of what shaped it."""
+    """The name of an entry in the store: a hash of what its content depends on."""
     return hashlib.sha256(
         json.dumps([VERSION, parts], sort_keys=True, default=str).encode()
     ).hexdigest()[:32]
 
 
 class Store:
-    """folder  where entries lie; None: in memory, for this run only"""
+    """The latents and text embeddings of a run, by key.
+
+    folder  the folder of the entries; None if they are only in memory
+    """
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
@@ -80,14 +83,18 @@ class Store:
 
     @classmethod
     def open(cls, setting: str) -> Store:
-        """The store of `images.cache`. In `auto` it lies beside the cache of tokens."""
+        """Opens the store of the setting `images.cache`. With `auto` it is beside the cache of
+        tokens.
+        """
         folder = cache_folder(setting)
         return cls(
             folder.parent / "pictures" if folder is not None and setting == "auto" else folder
         )
 
     def has(self, key: str) -> bool:
-        """Whether there is a whole entry; one that is damaged is removed, so that it is made again."""
+        """Whether the store has an intact entry. A damaged entry is removed, so that it is made
+        again.
+        """
         if self.folder is None:
             return key in self._memory
         path = self._path(key)
@@ -103,7 +110,7 @@ class Store:
         return True
 
     def write(self, key: str, tensors: Mapping[str, Tensor]) -> None:
-        """Raises  UsageError where the disk refuses."""
+        """Stores an entry. Raises UsageError when the disk cannot be written."""
         stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         if self.folder is None:
             self._memory[key] = stored
@@ -124,7 +131,7 @@ class Store:
         self._used.add(key)
 
     def get(self, key: str) -> dict[str, Tensor]:
-        """Raises  RunError when the entry went while the run was running."""
+        """Reads an entry. Raises RunError if it was removed or damaged during the run."""
         if self.folder is None:
             return self._memory[key]
         try:
@@ -132,12 +139,12 @@ class Store:
         except (OSError, SafetensorError, ValueError) as error:
             raise RunError(
                 f"images.cache: {self._path(key)}: {str(error).splitlines()[0]}",
-                fix="resume: what is missing is made again",
+                fix="resume: missing entries are made again",
             ) from None
 
     def enforce_bound(self) -> None:
-        """Removes entries of other runs until the folder is within its bound. Raises UsageError
-        where this run alone takes more.
+        """Removes entries of other runs until the folder is within its size limit. Raises
+        UsageError if the entries of this run alone exceed it.
         """
         if self.folder is None or not self._used:
             return
@@ -156,7 +163,7 @@ class Store:
 
 
 def library_versions() -> dict[str, str]:
-    """The versions that shape what an encoder gives."""
+    """The versions of the libraries on which an encoder's result depends."""
     import diffusers
     import PIL
     import transformers
@@ -171,6 +178,8 @@ CAPTIONS_PER_PASS = 8  # captions in one pass of the text encoders
 
 
 class _StoredWindow(NamedTuple):
+    """A window of a picture, or its mirror image, that is one entry of the store."""
+
     picture: Picture
     window: Window
     mirrored: bool
@@ -178,13 +187,14 @@ class _StoredWindow(NamedTuple):
 
 @dataclass
 class Encoder:
-    """One run's encoding.
+    """Encodes the pictures and texts of a run into its store.
 
-    text_length  longest caption in T5 tokens
-    keeps_tokens  captions are kept as the tokens of encoders that are trained
-                 (`text_encoders.tokens_of`)
-    observed     (role, tensor) -> dtype, of what ran; `encoded_count` and `cached_count` count the entries made now
-                 and those found in the store
+    text_length    the longest caption, in tokens of the T5 encoder
+    keeps_tokens   whether captions are stored as tokens (`tokenize_captions`), because the run
+                   trains the text encoders
+    observed       (role, tensor) -> dtype, of the encoders that ran
+    encoded_count  the number of entries that were made now
+    cached_count   the number of entries that the store had already
     """
 
     folder: PipelineFolder
@@ -198,11 +208,13 @@ class Encoder:
     cached_count: int = 0
 
     def text_input(self, caption: str, control: Content | None) -> TextInput:
-        """`control`: the picture before the edit; None: of a model that does not edit."""
+        """The text encoder's input for a caption. `control` is the picture before the edit, or None
+        for a model that does not edit.
+        """
         return TextInput(caption, control if self.folder.family.encodes_control else None)
 
     def encode_captions(self, inputs: Sequence[TextInput]) -> dict[TextInput, str]:
-        """The key of the embeddings of each."""
+        """Encodes the texts that the store lacks; returns the key of each text's embeddings."""
         part_names = [
             part
             for part in self.folder.family.encoder_parts
@@ -254,7 +266,7 @@ class Encoder:
         pipe = self.folder.pipeline(
             to_torch(self.precision.text_encoder), vae=None, **{self.folder.denoiser_part: None}
         )
-        # a pipeline that lacks an encoder asks the denoiser for its widths
+        # a pipeline without one of its encoders reads the denoiser's widths
         setattr(pipe, self.folder.denoiser_part, self.folder.denoiser_outline())
         if family.encodes_control:
             pipe.processor = self.folder.processor(pipe.tokenizer)
@@ -298,8 +310,8 @@ class Encoder:
         *,
         seed: int,
     ) -> list[list[Row]]:
-        """The rows of each picture, one for each repeat; none for a bad one, which is added to
-        `bad`.
+        """Encodes the pictures that the store lacks. Returns the rows of each picture, one per
+        repeat. A bad picture has no rows, and is added to `bad`.
         """
         key_parts = {
             "what": "latents",
@@ -346,8 +358,8 @@ class Encoder:
     def _windows(
         self, picture: Picture, key_parts: Mapping[str, Any], run: RunSizes, seed: int
     ) -> dict[str, _StoredWindow]:
-        """Key -> what is stored under it: every window of a picture, and its mirror image. Raises
-        BadPicture, OSError.
+        """Maps keys of the store to the windows of a picture and, with `images.flip`, their mirror
+        images. Raises BadPicture, OSError.
         """
         content = picture.content.fingerprint()
         mask = picture.mask.fingerprint() if picture.mask is not None else None
@@ -372,7 +384,7 @@ class Encoder:
     def _encode_missing_pictures(
         self, pending: Mapping[str, _StoredWindow], bad: BadPictures
     ) -> set[str]:
-        """Returns the keys of those that cannot be used."""
+        """Encodes and stores the pending windows; returns the keys of those that cannot be used."""
         vae = (
             self.folder.vae(to_torch(self.precision.vae))
             .to(self.device)
@@ -433,8 +445,8 @@ class Encoder:
 
 
 def _open_controls(inputs: Sequence[TextInput]) -> tuple[list[TextInput], list[Any]]:
-    """Captions whose pictures can be opened, and these (PIL). The row of another one is found bad
-    when its picture is encoded.
+    """Returns the inputs whose pictures can be opened, and these pictures (PIL). Another input's
+    picture is reported as bad when pictures are encoded.
     """
     readable = []
     for item in inputs:

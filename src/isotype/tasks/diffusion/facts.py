@@ -1,4 +1,4 @@
-"""What header, plan, report and the files of a run say about its pictures."""
+"""The facts about a run's pictures, for its header, plan, report and files."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _describe_pictures(facts: Mapping[str, Any]) -> str:
 
 
 def header_rows(data: PictureData) -> list[tuple[str, str]]:
-    """Lines of the run's header about its data."""
+    """Rows of the run's header about its data."""
     encoder = data.encoder
     folder = encoder.store.folder
     location = f"in {folder}" if folder else "in memory"
@@ -84,7 +84,7 @@ def header_rows(data: PictureData) -> list[tuple[str, str]]:
 
 
 def run_records(data: PictureData) -> dict[str, Any]:
-    """JSON files that the run writes at its start, by name."""
+    """The JSON files that the run writes at its start, by name."""
     pictures = data.pictures
     counts = Counter(row.size for row in data.encoded_rows)
     return {

@@ -1,8 +1,8 @@
-"""What a checkpoint in one file says about its own training: tensors and metadata that ComfyUI,
-A1111, Forge and kohya's tools write and read.
+"""Reads the markers of a checkpoint in one file: tensors and metadata by which ComfyUI, A1111,
+Forge and kohya's tools record how the checkpoint was trained.
 
-The settings beside such a file, or on the hub, are its family's. A v-prediction checkpoint of that
-family differs from them in its markers alone.
+The settings beside such a file, or on the hub, are those of its model family. Only the markers show
+that a checkpoint of this family was trained otherwise, for example with v-prediction.
 
 Sources  ComfyUI `supported_models.py` and its node that saves a checkpoint (`v_pred`, `ztsnr`,
          `edm_...`, `modelspec.predict_key`); Stability's ModelSpec 1.0; kohya's `ss_...`
@@ -23,7 +23,7 @@ V_TENSOR, ZERO_SNR_TENSOR = "v_pred", "ztsnr"
 EDM_TENSORS = ("edm_mean", "edm_std", "edm_vpred.sigma_max", "edm_vpred.sigma_min")
 PREDICTION_KEYS = ("modelspec.prediction_type", "modelspec.predict_key", "prediction_type")
 SHIFT_KEYS = ("modelspec.shift", "ss_discrete_flow_shift", "discrete_flow_shift", "flow_shift")
-# as others spell it -> as a scheduler's configuration does
+# spelling in a file -> spelling in a scheduler's configuration
 PREDICTIONS = {
     "epsilon": "epsilon",
     "eps": "epsilon",
@@ -48,10 +48,12 @@ LAST_LAYER = ("", "0", "1")
 
 @dataclass(frozen=True)
 class FileMarkers:
-    """prediction   marker -> `epsilon`, `v_prediction` or `flow_prediction`
-    zero_snr     the markers of a schedule whose last step is noise alone
+    """The markers of a checkpoint in one file.
+
+    prediction   marker -> `epsilon`, `v_prediction` or `flow_prediction`
+    zero_snr     the markers of a schedule whose last step is pure noise
     shift        marker -> the shift of flow matching
-    notes        what the file says and training does not take by itself, a sentence each
+    notes        sentences about markers that training does not apply by itself
     """
 
     prediction: Mapping[str, str] = field(default_factory=dict)
@@ -61,8 +63,8 @@ class FileMarkers:
 
 
 def read_markers(file: Path) -> FileMarkers:
-    """Raises UsageError for a file that was trained in a way that is not offered, or a value that
-    cannot be read.
+    """Reads the markers of a file. Raises UsageError for a way of training that is not supported,
+    and for a value that cannot be read.
     """
     with safe_open(file, framework="pt") as opened:
         names = set(opened.keys())
@@ -146,11 +148,12 @@ def _notes(metadata: Mapping[str, str]) -> tuple[str, ...]:
 def scheduler_changes(
     markers: FileMarkers, scheduler: Mapping[str, Any], file: Path, *, objective: str, shift: Any
 ) -> dict[str, Any]:
-    """What the file's markers change in its scheduler's configuration.
+    """The keys that the file's markers change in its scheduler's configuration.
 
-    objective, shift  the settings of `diffusion`, which decide where markers do not agree; `auto`
-    Raises            UsageError where they decide nothing and the markers contradict each other or
-                      the family
+    objective, shift  the settings of `diffusion`. Unless they are `auto`, they take precedence over
+                      the markers
+    Raises            UsageError where they are `auto` and the markers contradict each other or the
+                      family
     """
     if learns_velocity(scheduler):
         _refuse_other_shift(markers, scheduler, file, shift=shift)
@@ -181,10 +184,10 @@ def scheduler_changes(
 
 
 def refuse_unknown_prediction(file: Path, settings_repository: str | None) -> None:
-    """Files of Stable Diffusion 2 exist for epsilon (512 pixels) and for v (768), with the same
-    tensors, and the hub's settings are those of one of them.
+    """Raises UsageError for a file of Stable Diffusion 2 without a marker.
 
-    Raises  UsageError for such a file without a marker
+    Such files exist for epsilon (512 pixels) and for v (768 pixels), with the same tensors, and the
+    hub's settings are those of only one of the two.
     """
     if "stable-diffusion-2" in (settings_repository or ""):
         raise UsageError(
@@ -195,7 +198,9 @@ def refuse_unknown_prediction(file: Path, settings_repository: str | None) -> No
 
 
 def _zero_snr_settings(scheduler: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a schedule with zero terminal SNR (Lin et al. 2023), by a class that has it."""
+    """The scheduler settings for zero terminal SNR (Lin et al. 2023). If the scheduler's class does
+    not support it, they name another class.
+    """
     import diffusers
 
     name = "rescale_betas_zero_snr"
@@ -209,7 +214,9 @@ def _zero_snr_settings(scheduler: Mapping[str, Any]) -> dict[str, Any]:
 def _refuse_other_shift(
     markers: FileMarkers, scheduler: Mapping[str, Any], file: Path, *, shift: Any
 ) -> None:
-    """A shift that the scheduler does not have, unless the run names one itself."""
+    """Raises UsageError where a marker names another shift than the scheduler, unless the run sets
+    the shift itself.
+    """
     if shift != "auto":
         return
     usual = scheduler.get("shift", scheduler.get("flow_shift", 1.0))
@@ -225,7 +232,7 @@ def _refuse_other_shift(
 
 
 def learns_velocity(scheduler: Mapping[str, Any]) -> bool:
-    """Whether a scheduler is one of flow matching."""
+    """Whether a scheduler is for flow matching."""
     is_flow = "FlowMatch" in str(scheduler.get("_class_name"))
     return is_flow or scheduler.get("prediction_type") == "flow_prediction"
 
@@ -233,7 +240,7 @@ def learns_velocity(scheduler: Mapping[str, Any]) -> bool:
 def describe_markers(
     markers: FileMarkers, changes: Mapping[str, Any], scheduler: Mapping[str, Any], file: Path
 ) -> list[str]:
-    """What the file says, for the header and the plan."""
+    """Lines about the file's markers, for the header and the plan."""
     lines = []
     if learns_velocity(scheduler):
         epsilon_markers = [

@@ -1,8 +1,9 @@
-"""What a denoiser is trained to predict, its loss, and its evaluation at fixed noise levels.
+"""The target that a denoiser is trained to predict, its loss, and its evaluation at fixed noise
+levels.
 
-It predicts the velocity of flow matching, or the noise or v of a DDPM schedule. The loss of a batch
-is a mean over each picture, summed over pictures. An evaluation draws the same levels and noise in
-every run of the same seed.
+A denoiser predicts the velocity of flow matching, or the noise or v of a DDPM schedule. The loss of
+a batch is a mean over each picture, summed over pictures. An evaluation uses the same levels and
+noise in every run of the same seed.
 """
 
 from __future__ import annotations
@@ -27,10 +28,13 @@ from .families import Conditioning, Family
 
 @dataclass(frozen=True)
 class NoiseLevels:
-    """shift        s in s t / (1 + (s - 1) t), of the run's largest pictures; 1 leaves levels as
-                    drawn
-    mean, deviation  of the logit, for `logit_normal`; mode: the scale of `mode`
-    least, most      levels are between these
+    """The distribution of the noise levels in training.
+
+    timesteps        `uniform`, `logit_normal` or `mode`
+    shift            s in s t / (1 + (s - 1) t), for the run's largest pictures; 1 changes nothing
+    mean, deviation  mean and standard deviation of the logit, for `logit_normal`
+    mode             the scale, for `mode`
+    least, most      the bounds of the levels
     Source           Esser et al. 2024, 3.1, for `logit_normal` and `mode`
     """
 
@@ -43,8 +47,8 @@ class NoiseLevels:
     most: float = 1.0
 
     def draw(self, generator: torch.Generator, shift: float) -> float:
-        """One level in (0, 1) of the training distribution, shifted. Uses one number of the
-        generator.
+        """Draws one level in (0, 1) of the training distribution, and shifts it. It takes one
+        number from the generator.
         """
         if self.timesteps == "logit_normal":
             logit = self.mean + self.deviation * torch.randn(
@@ -62,9 +66,9 @@ class NoiseLevels:
 def resolve_shift(section: DiffusionSection, scheduler: Mapping[str, Any], *, tokens: int) -> float:
     """The shift of a run with flow matching.
 
-    scheduler  the content of scheduler_config.json: `shift` (`flow_shift` of DPMSolver), or with
-               `use_dynamic_shifting` one that grows with the picture
-    tokens     latent tokens of a training picture
+    scheduler  the content of scheduler_config.json. Its shift is `shift` (`flow_shift` in
+               DPMSolver); with `use_dynamic_shifting` it grows with the picture
+    tokens     number of latent tokens of a training picture
     Source     diffusers' FlowMatchEulerDiscreteScheduler and `calculate_shift` of its Flux pipeline
     """
     if section.shift != "auto":
@@ -92,19 +96,23 @@ _OBJECTIVE_BY_PREDICTION = {
 
 
 class Objective(ABC):
-    """Shapes: N pictures, C latent channels, H x W latent pixels. A noise level lies in [0, 1]; 0
-    is the latent itself.
+    """The target of training. A noise level lies in [0, 1]; at 0 the noisy latent is the latent
+    itself.
+
+    Shapes: N pictures, C latent channels, H x W latent pixels.
 
     kind    `flow_matching`, `epsilon` or `v`
-    levels  how a training picture's level is drawn
+    levels  the distribution of a training picture's noise level
     """
 
     kind: str
     levels: NoiseLevels
 
     def draw(self, generator: torch.Generator, tokens: int | None = None) -> float:
-        """One noise level of the training distribution, for a picture of so many latent tokens; by
-        default the run's largest. Uses one number of the generator.
+        """Draws one noise level of the training distribution. It takes one number from the
+        generator.
+
+        tokens  number of latent tokens of the picture; by default that of the run's largest picture
         """
         return self.levels.draw(generator, self.levels.shift)
 
@@ -112,16 +120,16 @@ class Objective(ABC):
     def mix(
         self, latents_NCHW: Tensor, noise_NCHW: Tensor, level_N: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """(noisy latents, target), both F[N C H W] in the latents' dtype"""
+        """Returns (noisy latents, target), both F[N C H W] in the latents' dtype."""
 
     @abstractmethod
     def time(self, level_N: Tensor) -> Tensor:
-        """What the denoiser gets as its time: F[N] in [0, 1] for flow matching, else int64[N], the
-        number of the schedule's step
+        """The denoiser's time input: F[N] in [0, 1] for flow matching, else int64[N], the number of
+        the schedule's step.
         """
 
     def weights(self, level_N: Tensor) -> Tensor | None:
-        """fp32[N]: the factor of each picture's loss; None: 1"""
+        """The factor of each picture's loss, fp32[N]; None if all are 1."""
         return None
 
     def __str__(self) -> str:
@@ -143,9 +151,11 @@ class Objective(ABC):
 
 @dataclass(frozen=True)
 class FlowMatching(Objective):
-    """The straight line from a latent to noise, and its velocity.
+    """Flow matching: the noisy latent lies on the straight line from a latent to noise, and the
+    target is its velocity.
 
-    shift_at  the shift of a picture of so many latent tokens; None: the same for all
+    shift_at  returns the shift of a picture from its number of latent tokens; None if it is the
+              same for all pictures
     Source    Lipman et al. 2023, in the direction of diffusers' FlowMatchEulerDiscreteScheduler
     """
 
@@ -174,12 +184,12 @@ class FlowMatching(Objective):
 
 @dataclass(frozen=True)
 class Ddpm(Objective):
-    """A step t of a schedule: signal_t latent + spread_t noise. The denoiser predicts the noise
-    (epsilon), or v = signal_t noise - spread_t latent.
+    """A DDPM schedule. At its step t the noisy latent is signal_t latent + spread_t noise. The
+    denoiser predicts the noise (epsilon), or v = signal_t noise - spread_t latent.
 
-    signal, spread  fp32[T]  sqrt(a_t) and sqrt(1 - a_t), with a_t the cumulative products of the
-                    schedule
-    factors         fp32[T]  the weight of a loss at t; None: 1
+    signal, spread  fp32[T]  sqrt(a_t) and sqrt(1 - a_t); a_t are the cumulative products of the
+                             schedule
+    factors         fp32[T]  the factor of the loss at step t; None if all are 1
     Source          Ho et al. 2020; v: Salimans and Ho 2022
     """
 
@@ -223,12 +233,12 @@ class Ddpm(Objective):
 
 
 def min_snr(snr_T: Tensor, gamma: float, *, kind: str) -> Tensor:
-    """min(SNR, gamma) / SNR for epsilon, min(SNR, gamma) / (SNR + 1) for v: the same weight of the
-    predicted latent.
+    """The min-SNR factor of a loss: min(SNR, gamma) / SNR for epsilon, min(SNR, gamma) / (SNR + 1)
+    for v. Both give the same weight to the error of the predicted latent.
 
     Source  Hang et al. 2023
     """
-    if kind == EPSILON:  # 1 also where the SNR is 0
+    if kind == EPSILON:  # it is 1 where the SNR is 0
         return torch.where(snr_T <= gamma, torch.ones_like(snr_T), gamma / snr_T)
     return snr_T.clamp(max=gamma) / (snr_T + 1)
 
@@ -247,11 +257,11 @@ def build_objective(
     supported: tuple[str, ...],
     tokens: int,
 ) -> Objective:
-    """The objective of a run.
+    """Builds the objective of a run.
 
     scheduler  the content of scheduler_config.json
     supported  the objectives that the model family has
-    tokens     latent tokens of the largest training picture
+    tokens     number of latent tokens of the largest training picture
     Raises     UsageError where the file declares another objective than the configuration, or a key
                would have no effect
     """
@@ -311,7 +321,7 @@ def build_objective(
 
 
 def _refuse_without_effect(section: DiffusionSection, timesteps: str, *, is_flow: bool) -> None:
-    """Raises  UsageError for keys that change nothing beside the others"""
+    """Raises UsageError for settings that have no effect together with the other ones."""
     default = DiffusionSection()
     for key, requirement, is_met in (
         ("logit_mean", "timesteps: logit_normal", timesteps == "logit_normal"),
@@ -346,10 +356,10 @@ def picture_losses(
     dtype: str,
     huber: float | None = None,
 ) -> Tensor:
-    """Squared error of what the denoiser predicts, averaged over each picture's latent pixels (as
-    far as its mask shows them), times the weights of the objective and of the picture. `huber`: c
-    of the smooth error in its place.
+    """The loss of each picture: the squared error of the denoiser's prediction, averaged over the
+    latent pixels by the picture's mask, times the weights of the objective and of the picture.
 
+    huber   the parameter c of the smooth error, which replaces the squared error
     ->      float[N]  in `dtype`, `precision.loss`
     inside  the denoiser under the model's precision; the difference, its square and the mean in
             `dtype`
@@ -367,7 +377,7 @@ def picture_losses(
 
 
 def mean_of_pictures(errors_NCHW: Tensor, mask_N1HW: Tensor | None) -> Tensor:
-    """F[N]: the mean of each picture's errors, weighted by its mask."""
+    """The mean of each picture's errors, weighted by its mask: F[N]."""
     if mask_N1HW is None:
         return errors_NCHW.flatten(1).mean(1)
     mask = mask_N1HW.to(errors_NCHW.dtype).expand_as(errors_NCHW)
@@ -388,15 +398,16 @@ def evaluate(
     losses: Callable[[nn.Module, Batch], Tensor],
     world: World = ALONE,
 ) -> Evaluation:
-    """Mean loss over `draws` noise levels of each row, in the middle of equal parts of [0, 1], and
-    by part (`t250_500`); sums are in fp64.
+    """Returns the mean loss over `draws` noise levels of each row. The levels are the middles of
+    `draws` equal parts of [0, 1]; the loss of each part is returned too (`t250_500`). Sums are in
+    fp64.
 
-    build_batch  makes a batch of (number of the draw, row, noise level), rows of one size
-    losses    float[N] of a batch, in its rows' order
-    world     its processes take the batches in turn, and all return the same. All make as many
-              passes, since the forward of a shared model is one of all processes: where the batches
-              do not come out even, the last passes compute the first row once more, and count
-              nothing
+    build_batch  makes a batch of (number of the draw, row, noise level); its rows have one size
+    losses       computes float[N], the loss of each row of a batch
+    world        the processes that share the work: they take the batches in turn, and all return
+                 the same. All make the same number of passes, since the processes run the forward
+                 of a shared model together. If a process has no batch left, it computes the first
+                 row again, and this loss does not count.
     """
     parts = [f"t{round(1000 * k / draws)}_{round(1000 * (k + 1) / draws)}" for k in range(draws)]
     all_draws = [

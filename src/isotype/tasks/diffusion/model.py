@@ -1,4 +1,6 @@
-"""The model of a diffusion run: loaded, outlined without weights, and the cost of a step of it."""
+"""Loads the model of a diffusion run, builds it without weights, and measures the cost of a
+step.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,9 @@ def load_model(
     observed: dict[tuple[str, str], str],
     part: Part | None = None,
 ) -> tuple[nn.Module, Manifest]:
-    """The model that is trained, with the folder's weights.
+    """Loads the model that is trained, with the weights of the pipeline's folder.
 
-    observed  gets the dtypes of noise levels in each step
+    observed  receives the dtypes of noise levels in each step, by (role, tensor)
     """
     config = run.config
     offload = config.model.offload
@@ -57,7 +59,7 @@ def load_model(
 
 
 def outline_model(run: ResolvedRun, precision: Precision, *, device_type: str) -> Outline:
-    """The model as `load_model` makes it, without its weights. Raises UsageError."""
+    """Builds the model as `load_model` does, but without its weights. Raises UsageError."""
     config = run.config
     trains_every_weight = config.adapter.kind == "none"
     total = sum(p.numel() for p in run.folder.denoiser_outline().parameters())
@@ -74,7 +76,7 @@ def outline_model(run: ResolvedRun, precision: Precision, *, device_type: str) -
 
 
 def empty_batch(run: ResolvedRun, rows: int, device: torch.device) -> Batch:
-    """The shapes and dtypes of a batch of the largest pictures."""
+    """A batch without data, with the shapes and dtypes of a batch of the largest pictures."""
     family = run.family
     folder = run.folder
     dtype = to_torch(run.precision.latents)
@@ -108,7 +110,9 @@ def empty_batch(run: ResolvedRun, rows: int, device: torch.device) -> Batch:
 
 
 def measure_forward_cost(run: ResolvedRun) -> ForwardCost:
-    """Of one training picture in the denoiser without adapter, in fp32."""
+    """Measures the cost of a forward on one training picture, for the denoiser without adapter in
+    fp32.
+    """
     denoiser = outline_base(run.folder, run.config)
     batch = empty_batch(run, 1, torch.device("meta"))
     run.family.prepare(denoiser)

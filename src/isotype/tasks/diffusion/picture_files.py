@@ -1,8 +1,8 @@
-"""The pictures of one source: a folder with captions beside them or in a metadata file, or the rows
-of a JSONL, CSV or Parquet file.
+"""Reads the pictures of one source. A source is a folder whose captions are in text files or in a
+metadata file, or a table: a JSONL, CSV or Parquet file.
 
 A picture's bytes are in a file or in a cell of a Parquet file. They are read when they are needed,
-and never held.
+and not kept in memory.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ def _hashed(path: Path, size: int, time: int) -> str:
 
 @dataclass(frozen=True)
 class FileContent:
+    """A file that contains a picture."""
+
     path: Path
 
     def read(self) -> bytes:
@@ -53,8 +55,10 @@ class FileContent:
 
 @dataclass(frozen=True)
 class ParquetContent:
-    """A cell that holds a picture: bytes, or a struct with `bytes` as `datasets` writes it. `row`
-    from 0 within the row group.
+    """A cell of a Parquet file that contains a picture: bytes, or a struct with `bytes`, as
+    `datasets` writes it.
+
+    group, row  the number of the row group, and of the row within it, from 0
     """
 
     path: Path
@@ -83,19 +87,21 @@ def _cells(path: Path, column: str, group: int) -> Any:
 
 
 Content = FileContent | ParquetContent
-"""The bytes of one picture; `read` and `fingerprint`, a hash of them, raise OSError."""
+"""Where the bytes of one picture are. `read` returns them and `fingerprint` a hash; both raise
+OSError.
+"""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture with its captions, of which one is drawn each time.
+    """A picture with its captions. A step draws one of them.
 
-    origin       its file, or the row that names it
-    mask         where its loss counts; None: everywhere
-    control      the picture before the edit, of a model that edits
-    repeats      how often it comes in an epoch
-    weight       of its loss
-    resolutions  of which it comes in each; none: that of the run
+    origin       the picture's file, or the row that names it
+    mask         the parts of the picture where the loss counts; None for everywhere
+    control      the picture before the edit, for a model that edits
+    repeats      the number of its rows in an epoch
+    weight       the factor of its loss
+    resolutions  the resolutions in which it is used; empty for that of the run
     """
 
     content: Content
@@ -111,14 +117,15 @@ class Picture:
 CAPTION_SUFFIXES = (".txt", ".caption")
 METADATA_FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 ReportBad = Callable[[str, str], None]
-"""Takes the place of a bad row and the reason."""
+"""A function that records a bad row: it receives the row's file or location, and the reason."""
 
 
 def read_captioned_pictures(
     files: list[Path], report_bad: ReportBad, *, uncaptioned: str = "error"
 ) -> Iterator[Picture]:
-    """Each picture with the captions of its text file, a caption a line. `uncaptioned`:
-    `images.uncaptioned`.
+    """Yields each picture with the captions of its text file, which has one caption per line.
+
+    uncaptioned  the setting `images.uncaptioned`
     """
     stems: dict[Path, Path] = {}
     for path in readable_pictures(files):
@@ -146,7 +153,7 @@ def read_captioned_pictures(
 
 
 def read_captions(picture: Path) -> tuple[str, ...]:
-    """The captions of a picture's text file, a line each; an empty file holds the empty caption.
+    """The captions of a picture's text file, one per line. An empty file means the empty caption.
     Raises BadPicture.
     """
     captions_by_file: dict[str, tuple[str, ...]] = {}
@@ -171,18 +178,20 @@ def read_captions(picture: Path) -> tuple[str, ...]:
 
 
 def list_files(folder: Path) -> list[Path]:
-    """The files of a folder and below, without those of runs: their samples are pictures too."""
+    """The files of a folder and its subfolders, without run folders, whose samples are pictures
+    too.
+    """
     files = sorted(p for p in folder.rglob("*") if p.is_file() and not p.name.startswith("."))
     return exclude_runs(files, folder)[0]
 
 
 def readable_pictures(files: list[Path]) -> list[Path]:
-    """Those that are pictures, and of a kind that is read here."""
+    """The files that are pictures of a format that can be read."""
     return [path for path in files if is_picture(path) and unreadable_reason(path.suffix) is None]
 
 
 def report_unreadable(files: list[Path], report_bad: ReportBad) -> list[Path]:
-    """Pictures of a kind that is not read here. Each is a bad row."""
+    """Reports each picture of a format that cannot be read as bad, and returns them."""
     unreadable = []
     for path in files:
         reason = unreadable_reason(path.suffix)
@@ -197,20 +206,20 @@ def is_picture(path: Path) -> bool:
 
 
 def count_other_files(files: list[Path], read_files: Iterable[Path]) -> Counter[str]:
-    """Ending -> the number of files that are neither pictures nor among `read_files`."""
+    """Counts, by file ending, the files that are neither pictures nor among `read_files`."""
     read_paths = set(read_files)
     other_files = [path for path in files if not is_picture(path) and path not in read_paths]
     return Counter(path.suffix.lower() or "no ending" for path in other_files)
 
 
 def find_metadata(folder: Path) -> Path | None:
-    """The file that holds the captions of the folder's pictures."""
+    """The metadata file with the captions of the folder's pictures; None if there is none."""
     return next((folder / name for name in METADATA_FILES if (folder / name).is_file()), None)
 
 
 def pictures_by_name(folder: Path) -> dict[str, Path]:
-    """Name without suffix, relative to the folder -> picture: the masks or controls of pictures of
-    that name.
+    """The pictures of a folder by their name without suffix, relative to the folder. They are masks
+    or controls of the pictures of the same name.
     """
     return {
         p.relative_to(folder).with_suffix("").as_posix(): p
@@ -223,7 +232,8 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "text": ("text", "caption", "captions", "prompt"),
     "mask": ("mask", "mask_path"),
 }
-# of a pair; `image` is the picture before the edit where another column is the edited one
+# the column names of pairs; `image` is the picture before the edit if another column is the edited
+# one
 PAIR_NAMES: Mapping[str, tuple[str, ...]] = {
     "image": (
         "edited_image", "edited", "target_image", "target_img", "target", "output_image", "output", "after", *NAMES["image"],
@@ -246,13 +256,13 @@ def read_table_pictures(
     *,
     pairs: bool = False,
 ) -> Iterator[Picture]:
-    """The pictures of a file's rows, in order of their first row. Paths are relative to the file's
-    folder.
+    """Yields the pictures of a table's rows, in order of their first row. Paths are relative to the
+    file's folder. Rows of the same picture become one picture with several captions.
 
-    columns  the file's own names for `image`, `text`, `mask`, `control`
+    columns  the file's column names for `image`, `text`, `mask`, `control`
     key      the setting that names the file, for messages
     pairs    whether rows are edits
-    Raises   UsageError for a file that has no such columns, or is no table
+    Raises   UsageError for a file without these columns, or that is no table
     """
     pictures: dict[Any, Picture] = {}
     names: dict[str, str] | None = None
@@ -278,7 +288,9 @@ def read_table_pictures(
 
 
 def _read_rows(file: Path) -> Iterator[tuple[Record, tuple[int, int]]]:
-    """Rows, and in Parquet their row group and their position in it."""
+    """Yields each row with its row group and its position in the group, which are 0 except in
+    Parquet.
+    """
     positions = _parquet_positions(file) if file_suffix(file) == ".parquet" else repeat((0, 0))
     return zip(read_records(file, str(file)), positions)
 
@@ -299,7 +311,7 @@ def _match_columns(
     key: str,
     common: Mapping[str, tuple[str, ...]],
 ) -> dict[str, str]:
-    """Our key -> the file's column."""
+    """Maps `image`, `text`, `mask` and `control` to the file's columns. Raises UsageError."""
     columns = columns or {}
     for ours, theirs in columns.items():
         if theirs not in row:
@@ -327,7 +339,7 @@ def _match_columns(
 def _row_picture(
     record: Record, names: Mapping[str, str], file: Path, position: tuple[int, int]
 ) -> tuple[Any, Picture]:
-    """What names the picture (with the one before the edit), and the picture. Raises BadPicture."""
+    """Returns the identity of the row's picture and control, and the picture. Raises BadPicture."""
     row = record.value
     key = names["text"]
     texts = [row.get(key)] if isinstance(row.get(key), str) else row.get(key)
@@ -348,7 +360,7 @@ def _row_picture(
 
 
 def _cell_content(cell: Any, column: str, file: Path, position: tuple[int, int]) -> Content:
-    """A cell's picture. Raises BadPicture."""
+    """The picture of a cell. Raises BadPicture."""
     if isinstance(cell, dict) and isinstance(cell.get("path"), str) and not cell.get("bytes"):
         cell = cell["path"]
     if isinstance(cell, bytes) or (isinstance(cell, dict) and isinstance(cell.get("bytes"), bytes)):

@@ -1,6 +1,8 @@
-"""The pictures and captions of a run, class pictures among them: found, paired and checked before
-anything is computed. Pictures that cannot be used are named together in one error, or left out and
-listed up to a bound.
+"""Collects the pictures and captions of a run, and checks them before anything is computed.
+
+Pictures that cannot be used are named together in one error. With `images.on_bad_row: skip` a
+limited share of them is left out and listed instead. Class pictures for prior preservation belong
+to the pictures of a run too.
 """
 
 from __future__ import annotations
@@ -41,14 +43,19 @@ from .picture_files import (
 )
 from .pixels import BadPicture, thumbnail_url
 
-EXAMPLE_COUNT = 6  # pictures in the report
+EXAMPLE_COUNT = 6  # example pictures in the report
 
 
 @dataclass
 class RunPictures:
-    """The pictures of a run. Those of regularisation are at the end of `train`, `regularisation` of
-    them; `to_draw` are not there yet. `pairs`: each has a control. `other_files`: folder -> ending
-    -> the number of its files that are no pictures and were not read.
+    """The pictures of a run.
+
+    train           training pictures; the regularisation pictures are at the end
+    bad             the pictures that cannot be used
+    regularisation  the number of regularisation pictures
+    pairs           whether each picture has a control, the picture before the edit
+    to_draw         the class pictures that do not exist yet
+    other_files     folder -> file ending -> number of files that are no pictures and were not read
     """
 
     train: list[Picture]
@@ -65,7 +72,9 @@ class RunPictures:
         return [*self.train, *self.eval]
 
     def unmasked_pictures(self) -> list[Picture]:
-        """Training pictures without a mask, where others have one: they are learnt whole."""
+        """The training pictures without a mask, if others have one. The loss counts everywhere in
+        them.
+        """
         subject_pictures = self.train[: len(self.train) - self.regularisation]
         unmasked = [picture for picture in subject_pictures if picture.mask is None]
         return unmasked if len(unmasked) < len(subject_pictures) else []
@@ -80,7 +89,7 @@ class RunPictures:
         ]
 
     def other_file_lines(self) -> list[str]:
-        """What each folder holds besides, for the header and the plan."""
+        """Lines about files that were not read, for the header and the plan."""
         lines = []
         for folder, counts in self.other_files.items():
             kinds = ", ".join(f"{number} {ending}" for ending, number in sorted(counts.items()))
@@ -88,7 +97,7 @@ class RunPictures:
         return lines
 
     def examples(self) -> list[dict[str, Any]]:
-        """The first training pictures with their captions, small, for the report."""
+        """Thumbnails of the first training pictures with their captions, for the report."""
         examples = []
         for picture in self.train[:EXAMPLE_COUNT]:
             with suppress(BadPicture, OSError):
@@ -113,8 +122,10 @@ class RunPictures:
 
 
 def collect_pictures(images: ImagesSection, *, seed: int, pairs: bool = False) -> RunPictures:
-    """Training and evaluation pictures. `pairs`: each with the picture before the edit. Raises
-    UsageError naming every one that cannot be paired.
+    """Collects training and evaluation pictures. Raises UsageError that names every picture that
+    cannot be used.
+
+    pairs  whether each picture needs a picture before the edit
     """
     from ...data.rows import epoch_order
 
@@ -149,7 +160,7 @@ def collect_pictures(images: ImagesSection, *, seed: int, pairs: bool = False) -
 
 
 def _split_by_resolution(pictures: Iterable[Picture]) -> list[Picture]:
-    """Each once for each of its resolutions."""
+    """Repeats each picture once per resolution, with that resolution alone."""
     return [
         replace(picture, resolutions=picture.resolutions[i : i + 1])
         for picture in pictures
@@ -225,7 +236,9 @@ def _read_source(
 
 
 def _files_of_source(folder: Path, images: ImagesSection) -> list[Path]:
-    """The files of a folder and below, but for those of `images.masks` where that lies in it."""
+    """The files of a folder and its subfolders, without the masks if `images.masks` is one of
+    these.
+    """
     files = list_files(folder)
     if images.masks is None:
         return files
@@ -238,8 +251,9 @@ def _files_of_source(folder: Path, images: ImagesSection) -> list[Path]:
 def _read_with_metadata(
     files: list[Path], file: Path, source: PictureSource, result: RunPictures
 ) -> Iterable[Picture]:
-    """The pictures that the folder's metadata file names; of pairs, whose controls lie among them,
-    the rows as they are. A picture that it does not name has no caption.
+    """Yields the pictures of the folder that its metadata file names. A picture that it does not
+    name is bad, since it has no caption. For pairs it yields all rows of the metadata file, because
+    the controls lie in the same folder.
     """
     rows = list(
         read_table_pictures(file, source.columns, source.key, result.bad.add, pairs=result.pairs)
@@ -270,7 +284,7 @@ def _read_with_metadata(
 
 
 def _report_disagreeing(pictures: Iterable[Picture], result: RunPictures) -> None:
-    """Pictures that another source gives other captions are bad."""
+    """Reports as bad the pictures for which another source has other captions."""
     for picture in pictures:
         if not isinstance(picture.content, FileContent):
             continue
@@ -289,7 +303,7 @@ def _report_disagreeing(pictures: Iterable[Picture], result: RunPictures) -> Non
 def _attach_masks(
     pictures: list[Picture], images: ImagesSection, result: RunPictures
 ) -> list[Picture]:
-    """Pictures with the masks of `images.masks`."""
+    """Adds the masks of `images.masks` to the pictures, by name."""
     if images.masks is None:
         return pictures
     folder = Path(images.masks).expanduser()
@@ -316,8 +330,8 @@ def _attach_masks(
 def _attach_controls(
     pictures: Sequence[Picture], source: PictureSource, report_bad: ReportBad
 ) -> list[Picture]:
-    """The edited pictures that have one before the edit: their row's, or the one of the same name
-    in the source's `controls`.
+    """Adds to each edited picture its picture before the edit: that of its row, or the picture of
+    the same name in the source's `controls`. Leaves out and reports edited pictures that have none.
     """
     root = Path(source.name).expanduser()
     controls = dict[str, Path]()
@@ -357,13 +371,14 @@ def _relative_name(picture: Picture, roots: Sequence[Path]) -> str:
     return path.stem
 
 
-MAX_SKIPPED_SHARE = 0.05  # of the pictures; more means that the data as a whole is wrong
+MAX_SKIPPED_SHARE = 0.05  # of the pictures; a larger share means that the data as a whole is wrong
 
 
 class BadPictures:
-    """The bad ones of a run, each place once, in the order in which they were found.
+    """The pictures of a run that cannot be used, each with its file or row and the reason, in the
+    order in which they were found.
 
-    skip  `images.on_bad_row: skip`
+    skip  whether `images.on_bad_row: skip` is set
     """
 
     def __init__(self, *, skip: bool) -> None:
@@ -374,10 +389,10 @@ class BadPictures:
         self.rows.setdefault(origin, BadRow(origin, reason))
 
     def settle(self, good: int, *, fix: str | None = None) -> None:
-        """Raises UsageError naming them, unless they may be left out.
+        """Raises UsageError that names the bad pictures, unless they may be left out.
 
         good  number of pictures that can be used
-        fix   the fix of the error; that `skip` would leave them out is added where it would
+        fix   the fix of the error, to which `images.on_bad_row: skip` is added where it would help
         """
         if not self.rows:
             return
@@ -403,9 +418,9 @@ class BadPictures:
         raise UsageError("\n".join(lines), fix="; or ".join(offered) or "mend or remove these")
 
 
-# --- captions: a trigger word, tags in other orders, tags left out. Text is encoded once, before
-# training, so that a caption's random forms are drawn then, so many of each, of which one is taken
-# each time the picture is seen; they depend on the seed and the caption only
+# --- captions: a trigger word, tags in random order, tags left out at random. Text is encoded once,
+# before training. So a number of random forms of each caption is drawn at that time, and a step
+# takes one of them. The forms depend only on the seed and the caption
 
 SEPARATOR = ","
 
@@ -413,8 +428,8 @@ SEPARATOR = ","
 def apply_caption_settings(
     pictures: Sequence[Picture], images: ImagesSection, *, seed: int
 ) -> list[Picture]:
-    """The pictures with the captions that are learnt. Raises UsageError for tags that no caption
-    separates.
+    """Replaces the captions of pictures by the forms that are trained on. Raises UsageError for
+    settings of tags if no caption contains a comma.
     """
     wants_tags = images.tag_orders is not None
     if not wants_tags:
@@ -451,8 +466,8 @@ def _caption_forms(captions: Sequence[str], images: ImagesSection, *, seed: int)
 
 
 def _shuffle_tags(caption: str, images: ImagesSection, *, seed: int) -> list[str]:
-    """`images.tag_orders` forms of a caption; the same form may come twice, as it would when drawn
-    anew each time.
+    """Draws `images.tag_orders` forms of a caption. The same form may come twice, as it may in
+    independent draws.
     """
     tags = [tag.strip() for tag in caption.split(SEPARATOR) if tag.strip()]
     first_tags = tags[: images.keep_tags]
@@ -468,21 +483,24 @@ def _shuffle_tags(caption: str, images: ImagesSection, *, seed: int) -> list[str
 
 
 def caption_of_name(path: Path) -> str:
-    """`red_circle-2.png`: red circle 2"""
+    """The caption that a file's name gives: `red circle 2` for `red_circle-2.png`."""
     return " ".join(path.stem.replace("_", " ").replace("-", " ").split())
 
 
-# --- class pictures for prior preservation: what the base model draws for the class's caption,
-# trained on beside the subject's pictures, so that the class stays what it was (Ruiz et al. 2023,
-# "DreamBooth"). They are drawn once, before training, into a folder that later runs find
+# --- class pictures for prior preservation (Ruiz et al. 2023, "DreamBooth"): the base model draws
+# pictures for the caption of the class. They are trained on together with the subject's pictures,
+# so that the model does not forget the class. They are drawn once, before training, into a folder
+# that later runs use again
 
 RECORD_FILE = "drawn.json"
 
 
 @dataclass(frozen=True)
 class MissingPicture:
-    """number  from 1 in its folder; with the run's seed it decides the noise
-    size    its side in pixels; None: the run's
+    """A class picture that must still be drawn.
+
+    number  its number in the folder, from 1; it decides the noise, together with the run's seed
+    size    its side in pixels; None for the run's resolution
     """
 
     path: Path
@@ -494,11 +512,12 @@ class MissingPicture:
 def read_class_pictures(
     source: PictureSource, *, pairs: bool = False
 ) -> tuple[list[Picture], list[MissingPicture]]:
-    """The pictures of a source with `draw`, the first of those in its folder and the missing ones;
-    and the missing ones alone.
+    """Returns the class pictures of a source with `draw`, and those of them that must still be
+    drawn. Existing pictures of the folder are taken first.
 
-    pairs   of a model that edits: class pictures have none before the edit
-    Raises  UsageError for these, and for a file in the folder's place
+    pairs   whether the model edits pictures
+    Raises  UsageError for a model that edits, because class pictures have no picture before the
+            edit, and for a source that is a file
     """
     if pairs:
         raise UsageError(
@@ -522,7 +541,7 @@ def read_class_pictures(
         MissingPicture(path, caption, number, size)
         for (number, path), _ in zip(free, range((source.draw or 0) - len(existing)))
     ]
-    # the order that the next run finds them in
+    # the order in which a later run lists them
     paths = sorted([*existing, *(picture.path for picture in missing)])
     return [Picture(FileContent(path), (caption,), str(path)) for path in paths], missing
 
@@ -530,8 +549,8 @@ def read_class_pictures(
 def balance_repeats(
     train: Sequence[Picture], classes: Sequence[Picture]
 ) -> tuple[list[Picture], list[Picture]]:
-    """Both with as many rows in an epoch as the one that has more; the pictures of the other come
-    again in turn.
+    """Repeats the pictures of the smaller of the two lists in turn, so that both have the same
+    number of rows in an epoch.
     """
     longest = max(sum(picture.repeats for picture in pictures) for pictures in (train, classes))
     return _repeat_in_turn(train, longest), _repeat_in_turn(classes, longest)
@@ -550,9 +569,10 @@ def _repeat_in_turn(pictures: Sequence[Picture], rows: int) -> list[Picture]:
 def refuse_other_class_pictures(
     sources: Sequence[PictureSource], missing: Sequence[MissingPicture], facts: dict[str, Any]
 ) -> None:
-    """Raises  UsageError for a folder whose pictures were drawn from another caption or by another
-               model; where some of them are still to
-    be drawn, also for one with others of the `facts`
+    """Raises UsageError for a folder whose class pictures were drawn with another caption or model.
+    If some pictures must still be drawn there, all `facts` must be equal.
+
+    facts  the settings of drawing, by the keys of the folder's record
     """
     incomplete = {picture.path.parent for picture in missing}
     for source in sources:
@@ -580,11 +600,11 @@ def refuse_other_class_pictures(
 def write_class_pictures(
     missing: Sequence[MissingPicture], facts: dict[str, Any], drawn: Iterator[bytes]
 ) -> None:
-    """Writes the pictures that are not there, a whole file each, so that a run that is stopped
-    meanwhile goes on with the next one.
+    """Writes the missing class pictures. Each file appears only when it is complete, so that an
+    interrupted run continues with the next picture.
 
-    facts  what they were drawn with, kept beside them
-    drawn  the PNG of each, in order, as it is drawn
+    facts  the settings of drawing, which are recorded in the folder
+    drawn  yields the PNG of each picture, in order
     """
     for folder, caption in {picture.path.parent: picture.caption for picture in missing}.items():
         folder.mkdir(parents=True, exist_ok=True)

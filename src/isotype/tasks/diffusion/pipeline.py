@@ -1,8 +1,8 @@
-"""A diffusers pipeline, a folder or on the hub: its family, its parts, and loading them one at a
-time, in safetensors only.
+"""A diffusers pipeline in a folder or on the hub: its family and its parts. The parts are loaded
+one at a time, from safetensors files only.
 
-Of one on the hub settings and tokenizers are fetched first, the weights of a part when it is
-loaded. A plan fetches no weights.
+For a pipeline on the hub, settings and tokenizers are downloaded first, and the weights of a part
+when it is loaded. A plan downloads no weights.
 """
 
 from __future__ import annotations
@@ -44,16 +44,20 @@ _DOWNLOAD_AGAIN = "get the folder again from where it came, or save it anew with
 
 @dataclass(frozen=True)
 class PipelineFolder:
-    """index      the content of model_index.json
-    hub_name   the pipeline's name on the hub, where `path` is its copy here: weights are fetched
-               when they are needed
-    denoiser_settings  the denoiser's configuration, where it is not the folder's (`model.init:
-               random`); then its weights are in `random_weights`
-    file       a checkpoint in one file that has the denoiser, and with `has_all_parts` the other
-               parts too; `path` has settings and tokenizers
-    markers    what the file says about its training; `scheduler_overrides` is what that, or the run, changes in
-               the settings of the scheduler
-    settings_repository  the name on the hub of the settings of a file without a folder beside it
+    """A diffusers pipeline.
+
+    path                 the pipeline's folder, with settings and tokenizers
+    index                the content of model_index.json
+    hub_name             the pipeline's name on the hub, if `path` is its copy in the local cache;
+                         its weights are then downloaded when they are needed
+    denoiser_settings    the denoiser's configuration for `model.init: random`; else None
+    random_weights       the folder of the denoiser's weights for `model.init: random`
+    file                 a checkpoint in one file, which has the denoiser
+    has_all_parts        whether this file has all other parts too
+    markers              what the file says about its training
+    scheduler_overrides  the keys of the scheduler's settings that the markers or the run change
+    settings_repository  the repository on the hub with the settings of a file that has no folder
+                         beside it
     """
 
     path: Path
@@ -70,8 +74,9 @@ class PipelineFolder:
 
     @classmethod
     def open(cls, name: str, *, revision: str | None = None) -> PipelineFolder:
-        """`name`: a folder, or a name on the hub. Raises UsageError for a pipeline of another
-        family, or one that lacks a part.
+        """Opens a pipeline. Raises UsageError if its family is not supported, or a part is missing.
+
+        name  a folder, a .safetensors file, or a name on the hub
         """
         path = Path(name).expanduser()
         require_diffusers()
@@ -139,7 +144,9 @@ class PipelineFolder:
 
     @property
     def denoiser_part(self) -> str:
-        """The denoiser's folder, its name in model_index.json, and the pipeline's attribute."""
+        """The name of the denoiser: of its folder, in model_index.json, and as the pipeline's
+        attribute.
+        """
         return self.family.denoiser
 
     def files(self, part: str) -> list[Path]:
@@ -150,8 +157,10 @@ class PipelineFolder:
         return part_files
 
     def with_markers(self, *, objective: str, shift: Any) -> PipelineFolder:
-        """This pipeline with the schedule that its single file was trained on; objective and shift:
-        the settings of `diffusion`. Raises UsageError where the file contradicts itself.
+        """Returns this pipeline with the schedule on which its single file was trained. Raises
+        UsageError if the file's markers contradict each other.
+
+        objective, shift  the settings of `diffusion`
         """
         if self.file is None:
             return self
@@ -164,7 +173,7 @@ class PipelineFolder:
         return replace(self, scheduler_overrides=changes)
 
     def marker_lines(self) -> list[str]:
-        """What a single file says about its training, for the header."""
+        """Lines about a single file's markers, for the header."""
         if self.file is None:
             return []
         return describe_markers(
@@ -172,7 +181,7 @@ class PipelineFolder:
         )
 
     def fetch(self) -> None:
-        """All weights, where the pipeline is on the hub. Raises UsageError."""
+        """Downloads all weights if the pipeline is on the hub. Raises UsageError."""
         self._fetch(self.denoiser_part, "vae", *self.family.encoder_parts)
 
     def _fetch(self, *parts: str) -> None:
@@ -180,7 +189,9 @@ class PipelineFolder:
             fetch_weights(self.hub_name, self.path, parts)
 
     def refuse_missing_weights(self) -> None:
-        """Raises  UsageError for a folder on this disk in which a part has no weights that are read"""
+        """Raises UsageError if a part of a local folder has no weights in a format that can be
+        read.
+        """
         parts = (
             ()
             if self.hub_name or self.has_all_parts
@@ -210,7 +221,7 @@ class PipelineFolder:
                 )
 
     def config(self, part: str) -> dict[str, Any]:
-        """The part's own configuration. Raises UsageError."""
+        """The configuration of a part. Raises UsageError."""
         if self.denoiser_settings is not None and part == self.denoiser_part:
             return dict(self.denoiser_settings)
         file = (
@@ -223,17 +234,17 @@ class PipelineFolder:
         return {**settings, **self.scheduler_overrides} if part == "scheduler" else settings
 
     def clip_length(self) -> int:
-        """Tokens that the CLIP tokenizer pads a caption to."""
+        """The number of tokens to which the CLIP tokenizer pads a caption."""
         try:
             settings = json.loads(
                 (self.path / "tokenizer" / "tokenizer_config.json").read_text(encoding="utf-8")
             )
             return int(settings["model_max_length"])
         except (OSError, ValueError, LookupError, TypeError):
-            return 77  # CLIP's own
+            return 77  # the length of CLIP's published tokenizers
 
     def processor(self, tokenizer: Any) -> Any:
-        """What gives a text encoder its pictures. Raises UsageError."""
+        """Loads the processor that prepares pictures for the text encoder. Raises UsageError."""
         from transformers import AutoConfig
 
         from ...model.processor import load_processor
@@ -247,7 +258,7 @@ class PipelineFolder:
 
     @property
     def published_quantisation(self) -> Quantisation | None:
-        """How the denoiser's own files are quantised; None where they are not."""
+        """The quantisation of the denoiser's files; None if they are not quantised."""
         is_plain = self.denoiser_settings is not None or self.file is not None
         if is_plain:
             settings = None
@@ -282,7 +293,7 @@ class PipelineFolder:
         return getattr(diffusers, self.family.latents.vae)
 
     def denoiser(self, dtype: torch.dtype) -> Any:
-        """The denoiser with its weights. Raises UsageError."""
+        """Loads the denoiser with its weights. Raises UsageError."""
         with self._explain_errors(self.denoiser_part):
             if self.denoiser_settings is None and self.file is not None:
                 return read_model(
@@ -302,8 +313,8 @@ class PipelineFolder:
         return self.random_weights
 
     def widen_buffers(self, denoiser: torch.nn.Module) -> None:
-        """Puts floating buffers back in fp32, with the numbers of the files: loading in a narrower
-        dtype rounds them, and tables of positions must stay exact.
+        """Restores floating-point buffers in fp32 from the files. Loading in a narrower dtype
+        rounds them, and tables of positions must stay exact.
         """
         narrow_names = {
             name
@@ -313,7 +324,7 @@ class PipelineFolder:
         if not narrow_names:
             return
         if self.denoiser_settings is None and self.file is not None:
-            # fp32, whatever the weights are
+            # `read_model` reads buffers in fp32 for any dtype of the weights
             exact_buffers = dict(self.denoiser(widest_dtype(self.file)).named_buffers())
         else:
             exact_buffers = {}
@@ -328,12 +339,12 @@ class PipelineFolder:
             denoiser.get_submodule(module)._buffers[buffer_name] = exact_buffers[name]
 
     def denoiser_outline(self) -> Any:
-        """The denoiser without weights: on the meta device."""
+        """The denoiser on the meta device, without weights."""
         with self._explain_errors(self.denoiser_part), torch.device("meta"):
             return self.denoiser_class().from_config(self.dense_config())
 
     def dense_config(self) -> dict[str, Any]:
-        """The denoiser's configuration, without how its files are quantised."""
+        """The denoiser's configuration, without the settings of quantisation."""
         return {
             key: value
             for key, value in self.config(self.denoiser_part).items()
@@ -341,7 +352,7 @@ class PipelineFolder:
         }
 
     def encoder_outlines(self) -> list[Any]:
-        """The text encoders without weights: on the meta device."""
+        """The text encoders on the meta device, without weights."""
         import transformers
 
         outlines = []
@@ -356,7 +367,7 @@ class PipelineFolder:
         return outlines
 
     def text_encoders(self, dtype: torch.dtype) -> dict[str, Any]:
-        """Part -> each encoder that can be trained, with its weights, frozen. Raises UsageError."""
+        """Loads the text encoders that can be trained, frozen, by part. Raises UsageError."""
         pipe = self.pipeline(dtype, vae=None, **{self.denoiser_part: None})
         return {
             part: getattr(pipe, part).eval().requires_grad_(False)
@@ -364,11 +375,11 @@ class PipelineFolder:
         }
 
     def with_random_denoiser(self, settings: Mapping[str, Any] | None) -> PipelineFolder:
-        """This pipeline with a denoiser of fresh weights: of the configuration `settings`, or of the
-        folder's.
+        """Returns this pipeline with the configuration of a denoiser whose weights are random.
 
-        Raises  UsageError for a configuration of another class, with a key that the class does not
-                have, or that it does not take
+        settings  the configuration; None for that of the folder
+        Raises    UsageError for a configuration of another class, with a key that the class does
+                  not have, or with values that it rejects
         """
         if settings is None:
             return replace(self, denoiser_settings=self.dense_config())
@@ -389,7 +400,7 @@ class PipelineFolder:
         try:
             with torch.device("meta"):
                 denoiser_class.from_config(dict(settings))
-        except Exception as error:  # whatever a class raises for values that do not fit
+        except Exception as error:  # a class can raise any exception for unsuitable values
             raise UsageError(
                 f"model.config: {denoiser_class.__name__}:"
                 f" {str(error).splitlines()[0] or type(error).__name__}"
@@ -397,8 +408,8 @@ class PipelineFolder:
         return replace(self, denoiser_settings=settings)
 
     def draw_denoiser(self, folder: Path, *, seed: int) -> PipelineFolder:
-        """This pipeline with its fresh denoiser in `folder`, where its weights are drawn unless
-        they are there already.
+        """Returns this pipeline with the random denoiser of `folder`. Its weights are drawn now,
+        unless they exist there already.
         """
         if find_damage(folder) is not None:
             torch.manual_seed(seed)
@@ -417,8 +428,8 @@ class PipelineFolder:
             )
 
     def pipeline(self, dtype: torch.dtype, **parts: Any) -> Any:
-        """The pipeline with `parts` instead of those in the folder; None for parts that are not
-        needed.
+        """Builds the pipeline with `parts` in place of those of the folder. A part that is not
+        needed is None.
         """
         import diffusers
 
@@ -437,7 +448,7 @@ class PipelineFolder:
                     dtype=dtype,
                     **parts,
                 )
-                # diffusers leaves what the file lacks on the meta device
+                # diffusers leaves weights that the file lacks on the meta device
                 for part in self.family.encoder_parts:
                     encoder = getattr(pipe, part, None)
                     for name, tensor in (
@@ -461,13 +472,15 @@ class PipelineFolder:
     def pipeline_for_sampling(
         self, denoiser: Any, vae: Any, encoders: Mapping[str, Any] = MappingProxyType({})
     ) -> Any:
-        """The pipeline around a denoiser, without its text encoders but for those that are given."""
+        """Builds the pipeline around a denoiser. It has only those text encoders that are in
+        `encoders`.
+        """
         parts = {**dict.fromkeys(self.family.encoder_parts), **encoders}
         return self.pipeline(torch.float32, **parts, vae=vae, **{self.denoiser_part: denoiser})
 
     def save_other_parts(self, folder: Path) -> None:
-        """Saves VAE and text encoders of a whole pipeline in one file, each in its own folder in
-        `folder`, in the file's dtype; and the settings of its scheduler where the file changed them.
+        """Saves the parts that come from a single file: VAE and text encoders, each in a subfolder
+        of `folder`, in the file's dtype. Also saves the scheduler's settings if they were changed.
         """
         if self.scheduler_overrides:
             self._save_scheduler(folder)
@@ -510,7 +523,7 @@ class PipelineFolder:
 
 
 def require_diffusers() -> None:
-    """Raises  UsageError with the command that installs it."""
+    """Raises UsageError, with the command that installs diffusers and Pillow, if one is missing."""
     try:
         import diffusers
         import PIL  # noqa: F401
@@ -523,13 +536,13 @@ def require_diffusers() -> None:
 
 
 SETTINGS_PATTERNS = ["*.json", "*/*.json", "*/*.txt", "*/*.model", "*/*.jinja"]
-# the same weights in another dtype or form, beside the main file
+# files with the same weights in another dtype or form, which are not downloaded
 VARIANT_PATTERNS = ["*.fp16*", "*.bf16*", "*.non_ema*", "*.ema*"]
 
 
 def fetch_settings(name: str, revision: str | None) -> Path:
-    """The folder of the local cache that holds the pipeline's settings and tokenizers. Raises
-    UsageError.
+    """Downloads a pipeline's settings and tokenizers; returns their folder in the local cache.
+    Raises UsageError.
     """
     from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
@@ -549,13 +562,13 @@ def fetch_settings(name: str, revision: str | None) -> Path:
 
 
 def fetch_weights(name: str, folder: Path, parts: Sequence[str]) -> None:
-    """Fetches the safetensors of some parts into `folder`, a snapshot in the cache, unless they are
-    there. Raises UsageError.
+    """Downloads the safetensors files of some parts into `folder`, a snapshot in the cache, unless
+    they exist there. Raises UsageError.
     """
     from huggingface_hub import constants, snapshot_download
 
     if not parts or is_unreachable():
-        return  # where a file is missing the error of loading it says so
+        return  # if a file is missing, loading it raises an error
     if not all(
         any((folder / part).glob("*.safetensors"))
         for part in parts

@@ -1,6 +1,8 @@
-"""The sizes of a run's pictures, and a picture file as the tensor that a VAE takes: its aspect
-bucket, the windows in it, and its pixels as a viewer shows them (EXIF rotation, alpha on white,
-CMYK, 16 bit, colour profiles).
+"""The sizes of a run's pictures, and the conversion of a picture file to the tensor that a VAE
+takes.
+
+A picture is assigned to an aspect bucket and cropped to windows. Its pixels are those that a viewer
+shows: with EXIF rotation and colour profiles applied and alpha on white, also for CMYK and 16 bits.
 """
 
 from __future__ import annotations
@@ -25,16 +27,15 @@ from ...config.sources import PictureSource
 from ...data.pictures import BadPicture, bad_picture_reason, open_picture, readable_phone_formats
 from ...errors import UsageError
 
-MIN_SIDE = 16  # pixels of a training picture's side
-THUMBNAIL_SIDE = 192  # pixels of the longer side in the report
-# a bucket's sides are multiples of a 16th of the resolution, as far as the model's own multiple
-# allows
+MIN_SIDE = 16  # the smallest side of a training picture, in pixels
+THUMBNAIL_SIDE = 192  # the longer side of a picture in the report, in pixels
+# a bucket's sides are multiples of a 16th of the resolution, rounded to the model's multiple
 _STEPS_PER_SIDE = 16
 
 
 @dataclass(frozen=True, order=True)
 class Size:
-    """In pixels."""
+    """The size of a picture in pixels."""
 
     height: int
     width: int
@@ -49,8 +50,10 @@ class Size:
 
 @dataclass(frozen=True)
 class Window:
-    """The part of a picture that is scaled to `size`: between 0 (left or top) and 1 (right or
-    bottom) of the room that is left over.
+    """The part of a picture that is scaled to `size`.
+
+    x_share, y_share  its position in the part of the picture that does not fit: from 0 (left, top)
+                      to 1 (right, bottom)
     """
 
     size: Size
@@ -59,10 +62,10 @@ class Window:
 
 
 def bucket_sizes(resolution: int, *, max_aspect: float, multiple: int) -> list[Size]:
-    """The shapes of pictures, the square first: sides are multiples of `multiple`, areas at most
-    `resolution` squared.
+    """The sizes of aspect buckets, the square first. Their sides are multiples of `multiple`, and
+    their areas at most `resolution` squared.
 
-    multiple  pixels in a token of the model, in each direction
+    multiple  the number of pixels per token of the model, in each direction
     """
     step = max(multiple, resolution // _STEPS_PER_SIDE // multiple * multiple)
     square = Size(resolution, resolution)
@@ -77,7 +80,10 @@ def bucket_sizes(resolution: int, *, max_aspect: float, multiple: int) -> list[S
 
 @dataclass(frozen=True)
 class RunSizes:
-    """multiple  side of a latent token, in pixels"""
+    """The sizes of the pictures of a run.
+
+    multiple  the side of a latent token, in pixels
+    """
 
     images: ImagesSection
     sources: Sequence[PictureSource]
@@ -85,7 +91,9 @@ class RunSizes:
 
     @cached_property
     def resolutions(self) -> list[tuple[str, int]]:
-        """Those of training and evaluation pictures, each with the key that it comes from."""
+        """The resolutions of training and evaluation pictures in ascending order, each with its
+        setting.
+        """
         key_by_side = dict[int, str]()
         for source in self.sources:
             for size in source.resolution or (self.images.resolution,):
@@ -96,12 +104,12 @@ class RunSizes:
 
     @property
     def largest_side(self) -> int:
-        """Of the squares of the resolutions, in pixels."""
+        """The side of a square picture of the largest resolution, in pixels."""
         return self.resolutions[-1][1]
 
     @property
     def tokens(self) -> int:
-        """Latent tokens of the largest training picture."""
+        """The number of latent tokens of the largest training picture."""
         return self.count_tokens(Size(self.largest_side, self.largest_side))
 
     def count_tokens(self, size: Size) -> int:
@@ -109,9 +117,7 @@ class RunSizes:
 
     @cached_property
     def buckets(self) -> dict[int, list[Size]]:
-        """The shapes of training pictures at each resolution, the square first: it has the most
-        tokens.
-        """
+        """The bucket sizes of each resolution. The square is first, and has the most tokens."""
         return {
             side: bucket_sizes(side, max_aspect=self.images.max_aspect, multiple=self.multiple)
             for _, side in self.resolutions
@@ -122,10 +128,11 @@ class RunSizes:
         return {size for sizes in self.buckets.values() for size in sizes}
 
     def refuse(self, sample_sizes: Iterable[tuple[str, int]], max_side_tokens: int | None) -> None:
-        """Raises  UsageError for a size that the model cannot have
+        """Raises UsageError for a size that the model does not support.
 
-        sample_sizes  sizes of samples, each with its key
-        max_side_tokens  tokens of a side that the model has positions for; None: any number
+        sample_sizes     sizes of samples, each with its setting
+        max_side_tokens  the largest number of tokens per side that the model has positions for;
+                         None for no limit
         """
         multiple = self.multiple
         for key, size in (*self.resolutions, *sample_sizes):
@@ -156,8 +163,8 @@ class RunSizes:
 
 
 def nearest_bucket(width: int, height: int, sizes: Sequence[Size]) -> Size:
-    """The shape nearest to a picture's, by the logarithm of width over height; of two equally near
-    ones the larger.
+    """The bucket whose aspect is nearest to that of a picture, by the logarithm of width over
+    height. Of two equally near buckets it is the larger.
     """
     aspect = math.log(width / height)
     return min(
@@ -169,8 +176,8 @@ def nearest_bucket(width: int, height: int, sizes: Sequence[Size]) -> Size:
 def crop_windows(
     size: Size, crop: Literal["center"] | int, *, seed: int, content: str
 ) -> list[Window]:
-    """The windows of a picture that are trained on. Those at random depend on the seed and the
-    picture's content only.
+    """The windows of a picture for training. Random windows depend only on the seed and the
+    picture's content.
     """
     if crop == "center":
         return [Window(size)]
@@ -179,7 +186,7 @@ def crop_windows(
     return [Window(size, draw.random(), draw.random()) for _ in range(crop)]
 
 
-_ORIENTATION = 0x0112  # EXIF; from 5 on width and height are exchanged
+_ORIENTATION = 0x0112  # the EXIF tag; from value 5 on width and height are exchanged
 
 
 def displayed_size(content: bytes) -> tuple[int, int]:
@@ -199,7 +206,7 @@ def displayed_size(content: bytes) -> tuple[int, int]:
 
 @contextmanager
 def label_control_errors() -> Iterator[None]:
-    """Says of a BadPicture that it is about the picture before the edit."""
+    """Adds to a BadPicture in this block that it is about the picture before the edit."""
     try:
         yield
     except BadPicture as error:
@@ -207,8 +214,8 @@ def label_control_errors() -> Iterator[None]:
 
 
 def refuse_other_shape(edited: bytes, original: bytes) -> None:
-    """Raises  BadPicture where the halves of an edit differ in shape by more than a pixel: both are
-    scaled to the same window
+    """Raises BadPicture if the two pictures of an edit differ in aspect by more than a pixel,
+    because both are scaled to the same window.
     """
     width, height = displayed_size(edited)
     with label_control_errors():
@@ -221,13 +228,15 @@ def refuse_other_shape(edited: bytes, original: bytes) -> None:
 
 
 def open_displayed(content: bytes) -> Any:
-    """A PIL image in RGB as a viewer shows it, its colours in sRGB. Raises BadPicture."""
+    """Opens a picture as a PIL image in RGB, as a viewer shows it, with sRGB colours. Raises
+    BadPicture.
+    """
     return open_picture(content, to_srgb=True)
 
 
 def pixels(content: bytes, window: Window) -> Tensor:
-    """fp32[3 H W] in [-1, 1]: scaled to cover the window's size, what is over is cut off. Raises
-    BadPicture.
+    """Reads a picture as fp32[3 H W] in [-1, 1]. It is scaled to cover the window, and cropped to
+    it. Raises BadPicture.
     """
     image = open_displayed(content)
     if min(image.size) < MIN_SIDE:
@@ -240,11 +249,11 @@ def pixels(content: bytes, window: Window) -> Tensor:
 
 
 def size_and_crop(width: int, height: int, window: Window, *, mirrored: bool) -> Tensor:
-    """fp32[4]: the picture's own height and width, and top and left of its window in the scaled
-    picture, mirrored or not, in pixels.
+    """The original size and the crop of a picture, fp32[4], in pixels: its height and width, and
+    top and left of its window in the scaled picture, which may be mirrored.
     """
     size = window.size
-    # scaled to the window's height: what is over lies beside it
+    # a picture that is scaled to the window's height may only be too wide
     if width * size.height >= height * size.width:
         vertical_room = 0
         horizontal_room = width * size.height // height - size.width
@@ -264,8 +273,8 @@ def size_and_crop(width: int, height: int, window: Window, *, mirrored: bool) ->
 
 
 def mask_pixels(content: bytes, window: Window) -> Tensor:
-    """fp32[1 H W] in [0, 1], of a grey picture: 1 where it is white. Raises BadPicture, also where
-    nothing is white.
+    """Reads a mask from a grey picture, fp32[1 H W] in [0, 1], with 1 for white. Raises BadPicture,
+    also for a mask that is black everywhere.
     """
     mask = (
         np.array(_fit_to_window(open_picture(content).convert("L"), window), dtype=np.float32)
@@ -286,7 +295,7 @@ def _fit_to_window(image: Any, window: Window) -> Any:
 
 
 def encode_png(picture_CHW: Tensor) -> bytes:
-    """The PNG of fp32[3 H W] in [-1, 1]."""
+    """Encodes a picture fp32[3 H W] in [-1, 1] as PNG."""
     from PIL import Image
 
     levels = (
@@ -303,8 +312,8 @@ def encode_png(picture_CHW: Tensor) -> bytes:
 
 
 def thumbnail_url(content: bytes) -> str:
-    """A picture's file as a data: URL, scaled down to `SMALL` pixels of its longer side. Raises
-    BadPicture.
+    """Scales a picture down to a longer side of THUMBNAIL_SIDE pixels, and returns it as a data:
+    URL. Raises BadPicture.
     """
     image = open_displayed(content)
     image.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))

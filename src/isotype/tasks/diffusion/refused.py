@@ -1,4 +1,6 @@
-"""Refuses settings of a run that do not fit its pipeline, or each other, before anything is loaded."""
+"""Refuses settings of a run that do not fit its pipeline, or each other, before anything is
+loaded.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,10 @@ def refuse_incompatible_settings(
     sources: Sequence[PictureSource],
     prompts: Sequence[Prompt],
 ) -> None:
-    """Raises  UsageError. folder: with the denoiser of the run."""
+    """Raises UsageError for settings that do not fit the pipeline or each other.
+
+    folder  the pipeline, with the denoiser settings of the run
+    """
     family = folder.family
     adapter = config.adapter
     check_lora_branch(config, precision)
@@ -109,7 +114,9 @@ def _refuse_controls(config: RunConfig, sources: Sequence[PictureSource], pipeli
 
 
 def _refuse_text_encoders(config: RunConfig, folder: PipelineFolder, precision: Precision) -> None:
-    """Raises  UsageError where `adapter.text_encoders` does not fit the pipeline or another key"""
+    """Raises UsageError where `adapter.text_encoders` does not fit the pipeline or another
+    setting.
+    """
     adapter = config.adapter
     family = folder.family
     if not adapter.text_encoders:
@@ -161,8 +168,8 @@ def _refuse_text_encoders(config: RunConfig, folder: PipelineFolder, precision: 
 
 
 def _refuse_start(config: RunConfig, folder: PipelineFolder) -> None:
-    """Raises  UsageError for an adapter to go on from that is another model's, of another kind, or
-    not what the run is to write
+    """Checks the adapter of `adapter.start_from`. Raises UsageError if it belongs to another model,
+    is of another kind, or cannot be written in `run.adapter_format`.
     """
     adapter = config.adapter
     setting = "adapter.start_from"
@@ -196,13 +203,13 @@ def _refuse_start(config: RunConfig, folder: PipelineFolder) -> None:
         )
 
 
-# as diffusers, transformers and kohya's scripts name them
+# the names of text encoders in diffusers, transformers and kohya's scripts
 _ENCODERS = re.compile(r"text_?encoder|text_model|(^|[._])te[123]?($|[._])")
 
 
 def _refuse_encoders(targets: str | Sequence[str], folder: PipelineFolder) -> None:
-    """Raises  UsageError for a name of `adapter.targets` that the denoiser does not have, and that
-    means a text encoder or its layers
+    """Raises UsageError for a name of `adapter.targets` that matches no layer of the denoiser but a
+    text encoder or its layers.
     """
     denoiser = folder.denoiser_outline()
     unknown = [

@@ -1,5 +1,5 @@
-"""A diffusion run before its data is read: its configuration with its pipeline, the sizes of its
-pictures, its objective and its prompts.
+"""The settings of a diffusion run, resolved before its data is read: its configuration with its
+pipeline, the sizes of its pictures, its objective and its prompts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ from .sample import Prompt
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """folder  the pipeline, with the schedule and the denoiser of this run"""
+    """A diffusion run's settings, with everything that follows from them before data is read.
+
+    folder   the pipeline, with the schedule and the denoiser settings of this run
+    sources  the picture sources of training, regularisation and evaluation
+    """
 
     config: RunConfig
     precision: Precision
@@ -37,7 +41,9 @@ class ResolvedRun:
 
     @classmethod
     def open(cls, config: RunConfig, precision: Precision) -> ResolvedRun:
-        """Raises UsageError for settings that do not fit the pipeline or each other."""
+        """Opens the pipeline and checks the settings. Raises UsageError for settings that do not
+        fit the pipeline or each other.
+        """
         run = cls(
             config,
             precision,
@@ -51,8 +57,8 @@ class ResolvedRun:
         return run
 
     def with_random_denoiser(self, folder: Path) -> ResolvedRun:
-        """With `model.init: random`: this run with the denoiser in `folder`, where its weights are
-        drawn unless they are there already.
+        """Returns this run with its random denoiser for `model.init: random`, else the run itself.
+        The weights are drawn into `folder`, unless they exist there already.
         """
         if self.config.model.init != "random":
             return self
@@ -65,7 +71,7 @@ class ResolvedRun:
 
     @cached_property
     def downscale(self) -> int:
-        """Pixels in a latent pixel, in each direction."""
+        """The number of pixels per latent pixel, in each direction."""
         return self.family.latents.downscale(self.folder.config("vae"))
 
     @property
@@ -88,7 +94,7 @@ class ResolvedRun:
 
     @property
     def sample_settings(self) -> SampleSettings:
-        """The settings of a sample whose prompt sets none itself."""
+        """The settings of a sample, for prompts that do not override them."""
         run = self.config.run
         return SampleSettings(
             run.sample_size or self.config.images.resolution,
@@ -98,7 +104,7 @@ class ResolvedRun:
         )
 
     def losses(self, model: nn.Module, batch: Batch, *, dtype: str) -> Tensor:
-        """float[N] in `dtype`: the loss of each picture of a batch."""
+        """The loss of each picture of a batch: float[N] in `dtype`."""
         settings = self.config.diffusion
         huber = settings.huber_c if settings.loss == "huber" else None
         conditioning = Conditioning(
@@ -123,8 +129,8 @@ class ResolvedRun:
 
 
 def _open_pipeline(config: RunConfig) -> PipelineFolder:
-    """The pipeline of `model.name`, with the schedule that a single file was trained on, and the
-    configuration of fresh weights. Raises UsageError.
+    """Opens the pipeline of `model.name`. A single file's markers adapt its schedule, and
+    `model.init: random` sets the configuration of its denoiser. Raises UsageError.
     """
     pipeline = PipelineFolder.open(str(config.model.name), revision=config.model.revision)
     pipeline = pipeline.with_markers(

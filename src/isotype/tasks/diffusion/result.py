@@ -1,5 +1,5 @@
-"""Saves what was trained, also as the file that diffusers reads, and loads that file as a user
-would.
+"""Saves the trained adapter or denoiser, also in the format that diffusers reads, and loads this
+file in the way a user would.
 """
 
 from __future__ import annotations
@@ -42,9 +42,11 @@ def save_lora(
     *,
     comfyui: bool = False,
 ) -> None:
-    """A PEFT folder, and beside it the adapter under diffusers' names where the pipeline can load
-    that. That file's metadata has rank, alpha and the other settings: without them diffusers would
-    take the rank as alpha. `comfyui`: one more file, for ComfyUI.
+    """Saves the adapter as a PEFT folder. If the pipeline can load LoRA files, the folder also gets
+    the adapter under diffusers' names. The metadata of this file contains rank, alpha and the other
+    settings, because diffusers would otherwise take the rank as alpha.
+
+    comfyui  also writes a file for ComfyUI
     """
     from peft import PeftConfig
 
@@ -53,7 +55,7 @@ def save_lora(
         write_comfyui(folder, folder / COMFYUI_FILE, pipeline.family)
     if not pipeline.family.loads_lora or is_lokr(folder):
         return
-    # else its tensors load in the base's dtype
+    # inference_mode is off, since otherwise its tensors load in the base's dtype
     settings = PeftConfig.from_pretrained(str(folder)).to_dict() | {"inference_mode": False}
     parts: dict[str, dict[str, Tensor]] = {}
     for name, tensor in load_file(folder / "adapter_model.safetensors").items():
@@ -61,8 +63,8 @@ def save_lora(
         parts.setdefault(part, {})[inner_name] = tensor
     arguments: dict[str, Any] = {}
     for part, tensors in parts.items():
-        # of an encoder without `text_model`, whose flat names diffusers makes of the file's, the
-        # ends of names fit too
+        # names are without `text_model.`, since diffusers removes it for an encoder without that
+        # level; PEFT also matches the ends of names
         names = sorted(
             {name.rpartition(".lora_")[0].removeprefix("text_model.") for name in tensors}
         )
@@ -72,7 +74,7 @@ def save_lora(
 
 
 def read_adapter_settings(adapter: Path, setting: str = "adapter") -> dict[str, Any]:
-    """Those of a PEFT folder. Raises UsageError."""
+    """Reads the settings of a PEFT folder. Raises UsageError."""
     file = adapter / "adapter_config.json"
     try:
         settings: dict[str, Any] = dict(json.loads(file.read_text(encoding="utf-8")))
@@ -85,12 +87,16 @@ def read_adapter_settings(adapter: Path, setting: str = "adapter") -> dict[str, 
 
 
 def is_lokr(adapter: Path) -> bool:
-    """Of a PEFT folder. Most pipelines of diffusers read no such file: it is loaded by PEFT."""
+    """Whether a PEFT folder contains a LoKr. PEFT loads it, since most pipelines of diffusers do
+    not read LoKr files.
+    """
     return read_adapter_settings(adapter).get("peft_type") == "LOKR"
 
 
 def save_denoiser(model: Any, folder: Path, precision: Precision) -> None:
-    """A diffusers model's folder in `save_model`'s dtype."""
+    """Saves the denoiser as a folder that diffusers reads, in the dtype of
+    `precision.save_model`.
+    """
     dtype = to_torch(precision.save_model)
     model.save_config(folder)
     tensors = {
@@ -108,8 +114,9 @@ def load_result(
     device: torch.device,
     part: Part | None = None,
 ) -> nn.Module:
-    """The saved adapter on a freshly loaded denoiser by `load_lora_weights` (by PEFT where the
-    pipeline has none), or the saved denoiser, under the run's precision.
+    """Loads the saved denoiser, or the saved adapter onto a freshly loaded denoiser, under the
+    run's precision. An adapter is loaded by the pipeline's `load_lora_weights`, or by PEFT if the
+    pipeline has no such method.
 
     Raises  RunError SV001 when a tensor of the file is missing in the model, or differs; UsageError
             for the adapter of another model
@@ -144,8 +151,8 @@ def load_result(
 
 
 class NamedAsPeft(nn.Module):
-    """A denoiser that diffusers put an adapter on, whose parameters have the names that PEFT's
-    wrapper gives them.
+    """Wraps a denoiser to which diffusers attached an adapter, so that its parameters have the same
+    names as under PEFT's wrapper.
     """
 
     def __init__(self, denoiser: nn.Module) -> None:
@@ -168,8 +175,8 @@ def _layer_shape(
     base_module: nn.Module | None = None,
     base_weight_param_name: str | None = None,
 ) -> torch.Size:
-    """The shape of a linear layer's weight, which diffusers asks for to compare an adapter of Flux
-    with it; a packed weight is bytes.
+    """The shape of a linear layer's weight, with which diffusers compares an adapter of Flux. A
+    packed weight is stored as bytes, so its shape comes from its quantisation state.
     """
     layer = base_module or model.get_submodule(str(base_weight_param_name).rpartition(".")[0])
     if isinstance(layer, PackedLinear):
@@ -182,12 +189,13 @@ def _layer_shape(
 def load_adapter_as_diffusers(
     denoiser: Any, folder: Path, pipeline: PipelineFolder, encoders: Mapping[str, nn.Module]
 ) -> None:
-    """Loads the adapter as diffusers does, and checks it: diffusers leaves tensors that the file
-    lacks uninitialised, and ignores tensors that no part of the model takes. Raises RunError SV001.
+    """Loads the adapter by diffusers and checks it. Raises RunError SV001.
 
-    diffusers narrows the adapter to the denoiser's dtype; afterwards each tensor is the file's own.
+    The check is needed because diffusers leaves a tensor uninitialised if the file lacks it, and
+    ignores a tensor that belongs to no part of the model. diffusers also casts the adapter to the
+    denoiser's dtype; so each tensor is replaced by that of the file afterwards.
 
-    encoders  part -> text encoder, of a run that trained them; not yet in the denoiser
+    encoders  the text encoders that the run trained, by part; they are not in the denoiser yet
     """
     if not encoders:
         refuse_adapter_of_another_model(denoiser, folder)
@@ -265,7 +273,7 @@ def refuse_adapter_of_another_model(
 
 
 def read_shapes(file: Path, setting: str) -> dict[str, list[int]]:
-    """name -> shape of a file's tensors. Raises UsageError."""
+    """The shapes of a file's tensors, by name. Raises UsageError."""
     try:
         with safe_open(file, framework="pt") as opened:
             return {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118  # not a mapping
@@ -278,8 +286,8 @@ def read_shapes(file: Path, setting: str) -> dict[str, list[int]]:
 
 
 def _saved_name(name: str) -> str:
-    """The name of an adapter's parameter as PEFT writes it: without the adapter's own name, and
-    DoRA's lengths as a bare tensor.
+    """The name under which PEFT saves a parameter of an adapter. It leaves out the adapter's name
+    `default`, and the `.weight` of DoRA's magnitude vector.
     """
     return name.replace(".default.", ".").replace(
         ".lora_magnitude_vector.weight", ".lora_magnitude_vector"
@@ -304,11 +312,12 @@ def pipeline_class(pipeline: PipelineFolder) -> Any:
     return getattr(diffusers, pipeline.family.pipeline)
 
 
-# --- ComfyUI takes a LoRA's alpha from tensors named `MODULE.alpha` only, and 1 times the product
-# of the matrices without one: the file that diffusers reads, whose alpha is in its metadata, would
-# act there at rank / alpha of its strength. Modules of a U-Net have kohya names
-# (`lora_unet_down_blocks_0_...`), a transformer's those of diffusers after `transformer.`, which
-# ComfyUI maps to its own. Source: ComfyUI's comfy/lora.py and comfy/weight_adapter/lora.py
+# --- files for ComfyUI. ComfyUI reads a LoRA's alpha only from tensors named `MODULE.alpha`;
+# without one it uses the product of the matrices times 1. The file for diffusers has its alpha in
+# the metadata, so it would have rank / alpha of its strength in ComfyUI. Modules of a U-Net have
+# kohya's names (`lora_unet_down_blocks_0_...`). Modules of a transformer have diffusers' names
+# after `transformer.`, which ComfyUI translates. Source: ComfyUI's comfy/lora.py and
+# comfy/weight_adapter/lora.py
 
 COMFYUI_FILE = "comfyui.safetensors"
 NO_DORA = "a DoRA, which is not written for ComfyUI: it scales by other lengths"
@@ -336,8 +345,9 @@ def refuse_unread(family: Family) -> None:
 
 
 def comfyui_tensors(adapter: Path, family: Family) -> dict[str, Tensor]:
-    """name -> F[r in], F[out r] of each module, F the dtype of the adapter, and its alpha, fp32[]:
-    a program multiplies by alpha / r, and bf16 would round the 313.53 of rsLoRA to 314.
+    """The tensors of the ComfyUI file, by name. Each module has its two matrices, F[r in] and
+    F[out r], in the dtype F of the adapter, and its alpha, fp32[]. ComfyUI multiplies by alpha / r.
+    alpha is in fp32, because bf16 would round an rsLoRA's 313.53 to 314.
     """
     settings = read_adapter_settings(adapter)
     if settings.get("use_dora"):
@@ -361,7 +371,9 @@ def comfyui_tensors(adapter: Path, family: Family) -> dict[str, Tensor]:
 
 
 def _module_setting(module: str, settings: Mapping[str, Any], patterns: str, default: str) -> float:
-    """A module's alpha or rank, by the pattern that PEFT takes."""
+    """A module's alpha or rank: that of the matching pattern, as PEFT chooses it, or the
+    default.
+    """
     from peft.utils.other import get_pattern_key
 
     value_by_pattern: dict[str, float] = settings.get(patterns) or {}
@@ -386,8 +398,9 @@ def _comfyui_name(module: str, family: Family) -> str:
 
 
 def _lokr_tensors(adapter: Path, settings: dict[str, Any], family: Family) -> dict[str, Tensor]:
-    """The factors with PEFT's scale, alpha / r, in the small one and no alpha: ComfyUI divides an
-    alpha by the rank of a factor that is kept as two matrices, and ignores it where both are whole.
+    """The factors of a LoKr for ComfyUI. PEFT's scale, alpha / r, is multiplied into the small
+    factor, and no alpha is written. ComfyUI would divide an alpha by the rank of a factor that is
+    stored as two matrices, and ignore it if both factors are stored whole.
     """
     tensors: dict[str, Tensor] = {}
     for name, tensor in load_file(adapter / "adapter_model.safetensors").items():

@@ -1,5 +1,5 @@
-"""Makes batches of rows: reads what was encoded, and draws noise, noise level, window, mirror image
-and caption of each row.
+"""Makes batches of rows: reads the encoded latents and texts, and draws noise, noise level, window,
+mirroring and caption for each row.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from .resolved_run import ResolvedRun
 
 
 class BatchMaker:
-    """observed  (role, tensor) -> dtype, of the batches that are made"""
+    """Makes training and evaluation batches.
+
+    observed  receives the dtypes of the batches, by (role, tensor)
+    """
 
     def __init__(
         self, run: ResolvedRun, store: Store, observed: MutableMapping[tuple[str, str], str]
@@ -28,7 +31,9 @@ class BatchMaker:
         self.observed = observed
 
     def make_training_batch(self, rows: Sequence[PlacedRow]) -> Batch:
-        """Rows of one size. What is drawn depends on the seed and the row's position only."""
+        """Makes a batch of rows of one size. All random numbers depend only on the seed and the
+        row's position.
+        """
         return self._stack([self._draw_training_row(placed) for placed in rows])
 
     def _draw_training_row(self, placed: PlacedRow) -> DrawnRow:
@@ -50,8 +55,8 @@ class BatchMaker:
         return self._drawn_row(row, entry, latents, noise, sigma, text)
 
     def make_evaluation_batch(self, draws: Sequence[EvaluationDraw]) -> Batch:
-        """The batch of fixed draws: the posterior's mean of the first window, noise by the draw's
-        number, the row's first caption.
+        """Makes a batch of fixed draws: each has the posterior's mean of the first window, noise
+        that depends on the draw's number, and the row's first caption.
         """
         drawn = []
         for number, row, level in draws:

@@ -1,5 +1,5 @@
-"""Makes pictures during training, with the model's own pipeline, under the run's precision. They do
-not change training.
+"""Draws sample pictures during training, with the model's diffusers pipeline and under the run's
+precision. Sampling does not change training.
 """
 
 from __future__ import annotations
@@ -29,7 +29,11 @@ from .pixels import BadPicture, Size, Window, encode_png, open_displayed, pixels
 
 @dataclass(frozen=True)
 class Sample:
-    """png  the picture's file"""
+    """A sample picture.
+
+    size  the width of the picture in pixels
+    png   the content of the picture's file
+    """
 
     prompt: str
     size: int
@@ -52,10 +56,12 @@ class Sample:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One entry of `run.samples`. own: what it sets of `Drawing`. With a seed of its own a
-    picture's noise depends on that alone.
+    """One entry of `run.samples`.
 
-    control  file of the picture before the edit
+    negative   the text that the picture is guided away from
+    overrides  the fields of `SampleSettings` that this prompt sets itself. If it sets a seed, the
+               noise of its picture depends on this seed alone.
+    control    the file of the picture before the edit
     """
 
     text: str
@@ -65,7 +71,9 @@ class Prompt:
 
     @classmethod
     def parse(cls, entry: str | Mapping[str, Any], setting: str = "run.samples") -> Prompt:
-        """Raises  UsageError for a mapping with other keys or values"""
+        """Parses an entry of `run.samples`. Raises UsageError for unknown keys or unsuitable
+        values.
+        """
         if isinstance(entry, str):
             return cls(entry)
         for key in entry:
@@ -123,10 +131,10 @@ def sample(
     *,
     world: World = ALONE,
 ) -> Iterator[Sample]:
-    """A picture a prompt, each as it is drawn. Its noise depends on the seed and the prompt's
-    position only.
+    """Yields one picture per prompt, as soon as it is drawn. Its noise depends only on the seed and
+    on the position of the prompt.
 
-    prompts  each with its embeddings and those of what it is guided away from
+    prompts  each prompt with the embeddings of its text and of its negative text
     world    the processes that share the model and call this together: all draw the same pictures
     """
     dtype = to_torch(precision.latents)
@@ -140,7 +148,7 @@ def sample(
             ]
             if "ids" in text:
                 texts = [inner_model(model)(None, None, tensors) for tensors in texts]
-            # the pipeline takes its latents' dtype from the text's
+            # the pipeline gives its latents the dtype of the text embeddings
             prompt_text, negative_text = (
                 {name: tensor.to(dtype) for name, tensor in tensors.items()} for tensors in texts
             )
@@ -165,7 +173,7 @@ def sample(
 
 
 def prompt_text_inputs(prompts: Sequence[Prompt], encoder: Encoder) -> list[TextInput]:
-    """What is encoded for them: of each its text, and what is guided away from."""
+    """The inputs of the text encoder for these prompts: the text and the negative text of each."""
     inputs = []
     for prompt in prompts:
         control = None if prompt.control is None else FileContent(prompt.control)
@@ -174,8 +182,8 @@ def prompt_text_inputs(prompts: Sequence[Prompt], encoder: Encoder) -> list[Text
 
 
 def refuse_prompts(prompts: Sequence[Prompt], family: Family) -> None:
-    """Raises  UsageError for a prompt of a model that edits without a picture, or with one that
-    cannot be read, and for one of another
+    """Checks the pictures of prompts. Raises UsageError for an editing model and a prompt without a
+    readable picture, and for a prompt with a picture where the model does not edit.
     """
     for prompt in prompts:
         if prompt.control is None and family.edits_pictures:
@@ -200,7 +208,7 @@ def refuse_prompts(prompts: Sequence[Prompt], family: Family) -> None:
 
 
 def control_thumbnails(prompts: Sequence[Prompt]) -> dict[str, str]:
-    """Prompt as the report shows it -> the picture that it edits, small."""
+    """Maps the label of each prompt in the report to a thumbnail of the picture that it edits."""
     return {
         prompt.label: thumbnail_url(prompt.control.read_bytes())
         for prompt in prompts

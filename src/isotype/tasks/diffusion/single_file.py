@@ -1,9 +1,9 @@
-"""A checkpoint in one .safetensors file (Pony, Illustrious, Flux without its encoders), whose parts
-diffusers reads out of it.
+"""Reads a checkpoint in one .safetensors file (Pony, Illustrious, Flux without its encoders).
 
-Settings and tokenizers come from a pipeline's folder beside the file, of the file's name without
-ending, or from the hub, where diffusers knows whose the file is. Where the folder beside it has a
-VAE's weights the file holds the denoiser alone, and the other parts are the folder's.
+Settings and tokenizers come from a pipeline's folder beside the file, whose name is the file's name
+without its ending. Without such a folder they come from the hub, if diffusers recognises the model
+family of the file. If the folder contains the weights of a VAE, the file has the denoiser alone,
+and all other parts come from the folder.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.floa
 
 
 def read_model(file: Path, model_class: Any, settings: Path, part: str, dtype: torch.dtype) -> Any:
-    """A part (denoiser or VAE) with the file's weights in `dtype`; its buffers, and what its class
-    keeps in fp32, are the file's numbers in fp32. Raises whatever diffusers does, ValueError for a
-    file without some of its weights.
+    """Reads a part (denoiser or VAE) with the file's weights in `dtype`. Buffers, and weights that
+    the part's class keeps in fp32, are in fp32, without rounding. Raises the errors of diffusers,
+    and ValueError for a file that lacks weights.
     """
     try:
         model = model_class.from_single_file(
@@ -48,7 +48,7 @@ def read_model(file: Path, model_class: Any, settings: Path, part: str, dtype: t
         if buffer.is_floating_point():
             module, _, last = name.rpartition(".")
             model.get_submodule(module)._buffers[last] = buffer.float()
-    # the file's weights are plain, also beside the settings of a packed denoiser
+    # the file's weights are not quantised, even if the settings are those of a quantised denoiser
     model._internal_dict = type(model.config)(
         {key: value for key, value in model.config.items() if key != "quantization_config"}
     )
@@ -58,10 +58,10 @@ def read_model(file: Path, model_class: Any, settings: Path, part: str, dtype: t
 def refuse_other_family(
     file: Path, kinds: Mapping[str, Any], settings: Path, pipeline: str
 ) -> None:
-    """By the names and shapes of the tensors alone. kinds: part -> class of those that the file
-    has.
+    """Raises UsageError where diffusers cannot read the parts from the file. Only the names and
+    shapes of its tensors are used.
 
-    Raises  UsageError where diffusers does not read the parts out of them
+    kinds  part -> class, for the parts that the file has
     """
     from ...training.console import silence_library_warnings
 
@@ -78,7 +78,7 @@ def refuse_other_family(
                     local_files_only=True,
                     device="meta",
                 )
-        except Exception as error:  # a file of another family raises whatever its tensors lead to
+        except Exception as error:  # a file of another family can raise any exception
             message = next(
                 (line.strip() for line in str(error).splitlines() if line.strip()),
                 type(error).__name__,
@@ -94,8 +94,8 @@ def refuse_other_family(
 
 
 def find_settings_repository(file: Path) -> str:
-    """The hub's repository whose settings the file has, by the names of its tensors. Raises
-    UsageError for an unknown family.
+    """The repository on the hub with the settings for this file, by the names of its tensors.
+    Raises UsageError for an unknown family.
     """
     from diffusers.loaders.single_file_utils import (
         DIFFUSERS_DEFAULT_PIPELINE_PATHS,
@@ -107,7 +107,7 @@ def find_settings_repository(file: Path) -> str:
         kind = infer_diffusers_model_type(
             {name: torch.empty(shape, device="meta") for name, (_, shape) in headers.items()}
         )
-    except Exception as error:  # it looks into tensors, which this file may not have
+    except Exception as error:  # diffusers reads tensors that this file may not have
         raise _unknown_family_error(file) from error
     defaults: Any = DIFFUSERS_DEFAULT_PIPELINE_PATHS.get(kind, {})
     if "pretrained_model_name_or_path" not in defaults or (
@@ -128,7 +128,7 @@ def _unknown_family_error(file: Path) -> UsageError:
 
 
 def _read_headers(file: Path) -> dict[str, tuple[str, list[int]]]:
-    """name -> dtype as the file names it, and shape. Raises UsageError."""
+    """The dtype, as the file names it, and the shape of each tensor, by name. Raises UsageError."""
     if file.suffix != ".safetensors":
         if file.suffix in (".ckpt", ".pt", ".pth", ".bin"):
             reason = "a pickle can run code"
@@ -149,10 +149,10 @@ def _read_headers(file: Path) -> dict[str, tuple[str, list[int]]]:
 
 
 def widest_dtype(file: Path) -> torch.dtype:
-    """Of its weights, the widest. Raises UsageError for fp8, and for packed weights (whole numbers
-    of 8 bits).
+    """The widest dtype of the file's weights. Raises UsageError for fp8, and for packed weights
+    (8-bit integers).
     """
-    # a tensor without elements is a marker, in fp32 whatever the weights are
+    # a tensor without elements is a marker, and its dtype says nothing about the weights
     dtype_names = {
         dtype_name for dtype_name, shape in _read_headers(file).values() if 0 not in shape
     }
@@ -177,11 +177,11 @@ UNET_PREFIX = "model.diffusion_model."
 def write_with_unet(
     original: Path, unet: Mapping[str, Tensor], config: Mapping[str, Any], out: Path
 ) -> bool:
-    """Writes the tensors of a single file with another U-Net in it, each where diffusers reads it.
-    False, and nothing written, for a file that has other names than Stable Diffusion's and SDXL's
-    own code.
+    """Writes a copy of a single file with another U-Net, under the names from which diffusers reads
+    it. Returns False, and writes nothing, if the file does not use the names of the original code
+    of Stable Diffusion and SDXL.
 
-    config  the U-Net's own
+    config  the configuration of the U-Net
     """
     from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
 

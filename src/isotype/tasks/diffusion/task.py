@@ -1,4 +1,4 @@
-"""LoRA and full fine-tuning of a diffusion model, as the training code sees it."""
+"""LoRA and full fine-tuning of a diffusion model: the implementation of `training.task.Task`."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ from .result import load_result, save_denoiser, save_lora
 from .row_draws import BatchMaker
 from .sample import Sample, sample
 
-REHEARSED_STEPS = 2  # of a shortened sample
+REHEARSED_STEPS = 2  # denoising steps of a shortened sample
 
 
 class DiffusionTask:
-    """Pictures with captions, a loss for each noised latent, sampled pictures. Implements
-    `training.task.Task`.
+    """The task of a diffusion run. It delegates its data, model, samples and results to the other
+    modules of this folder.
 
-    run, data  after `check`
+    run, data  exist after `check`
     """
 
     kind = "diffusion"
@@ -55,7 +55,7 @@ class DiffusionTask:
 
     run: ResolvedRun
     data: PictureData
-    _batches: BatchMaker  # after `encode`
+    _batches: BatchMaker  # exists after `encode`
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config

@@ -1,9 +1,9 @@
-"""Text encoders that are trained with the denoiser (`adapter.text_encoders`): a part of it, named
-`text_encoders.PART`.
+"""Text encoders that are trained with the denoiser (`adapter.text_encoders`). They become
+submodules of the denoiser, named `text_encoders.PART`.
 
-So adapter, optimizer, checkpoint, average and precision see one model, and a step is one forward:
-where the denoiser is given token ids in place of embeddings, it encodes them first. Captions are
-kept as their tokens.
+So adapter, optimizer, checkpoint, average and precision see one model, and a step is one forward.
+The denoiser then receives token ids in place of embeddings, and encodes them first. The store keeps
+the tokens of captions instead of embeddings.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ ADAPTED_LAYERS = (
 
 
 class TextEncoders(nn.Module):
-    """The encoders of a pipeline by their parts' names.
+    """The text encoders of a pipeline, by the names of their parts.
 
-    zeros  the embeddings of an empty caption are zeros (`force_zeros_for_empty_prompt`)
+    zeros  whether the embeddings of an empty caption are zeros (`force_zeros_for_empty_prompt`)
     """
 
     def __init__(self, encoders: Mapping[str, nn.Module], family: Family, *, zeros: bool) -> None:
@@ -43,8 +43,11 @@ class TextEncoders(nn.Module):
             self.add_module(part, encoder)
 
     def forward(self, ids: Tensor, captioned: Tensor) -> dict[str, Tensor]:
-        """ids int64[N P S] of P encoders, captioned bool[N] -> what `Family.encode_text` gives, F[N
-        ...] each, in `compute`.
+        """Encodes tokens as `Family.encode_text` encodes captions.
+
+        ids        int64[N P S]  the tokens of each caption for P encoders
+        captioned  bool[N]       whether the caption is not empty
+        ->         F[N ...]      each, in the dtype of `compute`
         """
         text = self.family.encode_tokens(dict(self.named_children()), ids)
         if not self.zeros:
@@ -58,8 +61,8 @@ class TextEncoders(nn.Module):
 def attach_encoders(
     denoiser: nn.Module, folder: PipelineFolder, encoders: Mapping[str, nn.Module]
 ) -> None:
-    """Makes frozen encoders a part of the denoiser. Before its adapter is attached, and before
-    `apply_precision`.
+    """Makes frozen text encoders submodules of the denoiser. Call it before the adapter is
+    attached, and before `apply_precision`.
     """
     if len(encoders) > 1:
         zeros = bool(folder.index.get("force_zeros_for_empty_prompt", True))
@@ -78,8 +81,8 @@ def _forward(
     added_cond_kwargs: dict[str, Tensor] | None = None,
     **kwargs: Any,
 ) -> Any:
-    """The denoiser's forward, which also takes tokens (`ids`, `captioned`) as its text; without
-    `sample` it returns the text encoded.
+    """The denoiser's forward, which also accepts tokens (`ids`, `captioned`) as its text. Without
+    `sample` it returns only the encoded text.
     """
     if isinstance(encoder_hidden_states, dict):
         text = denoiser.text_encoders(**encoder_hidden_states)
@@ -99,8 +102,8 @@ def _forward(
 
 
 def encoder_targets(denoiser: nn.Module, family: Family) -> list[str]:
-    """Attention and MLP of every layer of the encoders, but for a last one whose result the family
-    does not take.
+    """The attention and MLP layers of the encoders that get an adapter. The last layer of an
+    encoder is left out if the family does not use its result.
     """
     targets = []
     for part in family.trainable_encoders if hasattr(denoiser, PREFIX[:-1]) else ():
@@ -118,8 +121,8 @@ def encoder_targets(denoiser: nn.Module, family: Family) -> list[str]:
 
 
 def split_part(name: str, family: Family) -> tuple[str, str]:
-    """The pipeline's part of an adapter's module or tensor, and its name there as published files
-    have it (`text_model.encoder...`).
+    """Splits the name of an adapter's module or tensor into the part of the pipeline and the name
+    within it. The latter is the name in published files (`text_model.encoder...`).
     """
     if not name.startswith(PREFIX):
         return family.denoiser, name
@@ -128,8 +131,9 @@ def split_part(name: str, family: Family) -> tuple[str, str]:
 
 
 def tokenize_captions(pipe: Any, captions: Sequence[str], family: Family) -> dict[str, Tensor]:
-    """`ids` int64[N P S] as the pipeline's own tokenizers give them, `captioned` bool[N]. pipe:
-    with its tokenizers.
+    """Tokenizes captions with the tokenizers of the pipeline.
+
+    ->  `ids` int64[N P S], `captioned` bool[N]
     """
     ids_by_encoder = []
     for part in family.trainable_encoders:

@@ -182,7 +182,9 @@ def outline_step(
             )
 
     def sampling(model: nn.Module, device: torch.device) -> None:
-        """Runs the prompt with its answer in one pass: at its end the cache has its largest size."""
+        """Runs the prompt with its answer in one pass: at its end the cache has its largest
+        size.
+        """
         ids = torch.empty(1, sample_length, dtype=torch.long, device=device)
         with eval_mode(model), generating(model):
             outputs = model(input_ids=ids, use_cache=True, logits_to_keep=1)

@@ -1,4 +1,6 @@
-"""Generates samples during training, in the same precision, without changing the state of training."""
+"""Generates samples during training, in the same precision, without changing the state of
+training.
+"""
 
 from __future__ import annotations
 

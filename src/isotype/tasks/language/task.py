@@ -62,7 +62,9 @@ REHEARSED_TOKENS = 4  # of a shortened sample: the cache is used from the second
 
 
 class LanguageTask:
-    """Rows of tokens, a loss for each next token, sampled answers. Implements `training.task.Task`."""
+    """Rows of tokens, a loss for each next token, sampled answers. Implements
+    `training.task.Task`.
+    """
 
     kind = "language"
 
@@ -424,7 +426,9 @@ class LanguageTask:
         return str(getattr(architecture, "model_type", "model")), notes
 
     def plan_facts(self) -> dict[str, Any]:
-        """Counts of the training rows as the run sees them: packed ones, and of a stream the first."""
+        """Counts of the training rows as the run sees them: packed ones, and of a stream the
+        first.
+        """
         data = self.data
         return {
             "train_rows": self.rows,

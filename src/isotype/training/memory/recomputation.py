@@ -180,7 +180,9 @@ def checkpointable_layers(model: nn.Module) -> list[Any]:
 
 
 def apply_checkpointing(model: nn.Module, checkpointing: Checkpointing) -> None:
-    """Switches recomputation of every layer on or off. It may be called again with another choice."""
+    """Switches recomputation of every layer on or off. It may be called again with another
+    choice.
+    """
     call: Callable[..., Any] = partial(
         call_and_recompute, keep_attention=checkpointing.keep_attention
     )

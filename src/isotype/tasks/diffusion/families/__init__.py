@@ -1,4 +1,4 @@
-"""What the denoiser of each family of diffusers' models is given and gives."""
+"""The model families of diffusers: the inputs and outputs of each family's denoiser."""
 
 from __future__ import annotations
 

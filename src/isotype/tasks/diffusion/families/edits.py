@@ -1,5 +1,5 @@
-"""Families that edit a picture: its latents come after the noisy ones as further tokens, and what
-they predict is dropped.
+"""Families that edit a picture. The latents of the picture before the edit follow the noisy ones as
+further tokens, and the denoiser's predictions for them are not used.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from .flow import Flux, QwenImage, pack_latents, unpack_latents
 
 
 class FluxKontext(Flux):
-    """Flux.1 Kontext: the tokens of the picture before the edit come after the noisy ones, at the
-    same places of a second picture.
+    """Flux.1 Kontext. The tokens of the picture before the edit follow the noisy ones. They have
+    the same row and column ids, and 1 as their first id.
     """
 
     pipeline = "FluxKontextPipeline"
@@ -26,10 +26,10 @@ class FluxKontext(Flux):
 
 
 class QwenImageEdit(QwenImage):
-    """Qwen-Image-Edit: the picture before the edit as latents beside the noisy ones, and before the
-    instruction in the language model.
+    """Qwen-Image-Edit. The denoiser gets the latents of the picture before the edit, and the
+    language model reads this picture before the instruction.
 
-    tokens  of that picture in the language model, at most
+    tokens  the largest number of tokens of this picture in the language model
     """
 
     pipeline = "QwenImageEditPipeline"
@@ -41,14 +41,14 @@ class QwenImageEdit(QwenImage):
     tokens: ClassVar[int] = 1369
 
     def text_tokens(self, clip_length: int, max_length: int) -> int:
-        """Instructions are not cut: a plan takes them to be as long as the picture is, or 256
-        tokens.
+        """The number of text tokens in a plan: those of the picture, and 256 for the instruction,
+        which has no limit.
         """
         return self.tokens + 256
 
     def prepare_picture(self, pipe: Any, picture: Any) -> Any:
-        """A picture as the pipeline gives it to its language model: of about so many pixels as it
-        draws.
+        """Resizes a picture as the pipeline does for its language model, to about 1024 x 1024
+        pixels.
         """
         from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import calculate_dimensions
 
@@ -60,7 +60,7 @@ class QwenImageEdit(QwenImage):
     ) -> dict[str, list[Tensor]]:
         texts = []
         for caption, picture in zip(captions, pictures):
-            # one at a time: without padding
+            # one caption at a time, so that none is padded
             text_1SD, _ = pipe.encode_prompt([caption], image=self.prepare_picture(pipe, picture))
             texts.append(text_1SD[0])
         return {"text": texts}
@@ -74,8 +74,8 @@ class QwenImageEdit(QwenImage):
         generator: Any,
         control: Tensor | None = None,
     ) -> Tensor:
-        """As the pipeline's loop does, which scales every picture before an edit to about 1024 x
-        1024 pixels.
+        """Draws a picture in the same steps as the pipeline. The pipeline itself is not called,
+        because it scales every picture before an edit to about 1024 x 1024 pixels.
         """
         from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import (
             calculate_shift,
@@ -132,8 +132,8 @@ class QwenImageEdit(QwenImage):
 
 
 class QwenImageEditPlus(QwenImageEdit):
-    """Qwen-Image-Edit of September 2025 and later, with one picture before the edit, which its
-    language model sees smaller.
+    """Qwen-Image-Edit of September 2025 and later, with one picture before the edit. Its language
+    model reads this picture at a smaller size.
     """
 
     pipeline = "QwenImageEditPlusPipeline"

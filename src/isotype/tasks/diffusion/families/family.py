@@ -1,5 +1,5 @@
-"""What differs between diffusers' model families, as training needs it: the form of their latents,
-what the denoiser is given and gives; and the pipelines that are not trained, each with its reason.
+"""The base class of diffusers' model families, with the form of their latents and the inputs and
+outputs of their denoiser. A table names the pipelines that are not trained, each with its reason.
 
 Shapes: N pictures, C channels and H x W pixels of the denoiser's latents, S text tokens, D text
 width.
@@ -18,27 +18,30 @@ from torch import Tensor, nn
 FLOW_ONLY = ("flow_matching",)
 
 
-# --- latents: what a family's VAE is given and gives, and what stands between its latents and the
-# denoiser's
+# --- latents: how a family's VAE encodes and decodes, and how its latents are converted to those of
+# the denoiser
 
 Config = Mapping[str, Any]
 
 
 class Latents:
-    """A picture's VAE (AutoencoderKL): one factor and one offset for all channels."""
+    """The latents of a VAE for pictures (AutoencoderKL), with one factor and one offset for all
+    channels.
+    """
 
     vae: ClassVar[str] = "AutoencoderKL"
 
     def downscale(self, config: Config) -> int:
-        """Pixels in a latent pixel, in each direction."""
+        """The number of pixels per latent pixel, in each direction."""
         return int(2 ** (len(config["block_out_channels"]) - 1))
 
     def channels(self, config: Config) -> int:
-        """C"""
+        """The number of latent channels C."""
         return int(config["latent_channels"])
 
     def encode(self, vae: Any, x_N3HW: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation of the posterior as the denoiser sees it: fp32[N C H W] each.
+        """The mean and standard deviation of the posterior, in the denoiser's scale: fp32[N C H W]
+        each.
 
         x_N3HW  pixels in [-1, 1], in the VAE's dtype
         """
@@ -48,20 +51,22 @@ class Latents:
         return (posterior.mean.float() - offset) * factor, posterior.std.float() * factor
 
     def decode(self, vae: Any, latents_NCHW: Tensor) -> Tensor:
-        """F[N 3 H W] in the VAE's dtype."""
+        """Decodes latents of the denoiser's scale to pixels: F[N 3 H W] in the VAE's dtype."""
         return decode_pixels(
             vae, latents_NCHW / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
         )
 
 
 def decode_pixels(vae: Any, latents: Tensor, *arguments: Tensor) -> Tensor:
-    """A VAE's pixels, in its dtype, of its own latents."""
+    """Decodes latents of the VAE's own scale to pixels, in the VAE's dtype."""
     pixels: Tensor = vae.decode(latents.to(vae.dtype), *arguments, return_dict=False)[0]
     return pixels
 
 
 class VideoLatents(Latents):
-    """A video's VAE on one frame, with an offset and a factor for each channel (Qwen-Image)."""
+    """The latents of a VAE for videos, used on one frame, with an offset and a factor per channel
+    (Qwen-Image).
+    """
 
     vae = "AutoencoderKLQwenImage"
 
@@ -72,7 +77,7 @@ class VideoLatents(Latents):
         return int(config["z_dim"])
 
     def statistics(self, vae: Any, device: torch.device) -> tuple[Tensor, Tensor]:
-        """fp32[C 1 1] each: the mean and the deviation of the VAE's latents."""
+        """The mean and standard deviation of the VAE's latents: fp32[C 1 1] each."""
         mean, deviation = (
             torch.tensor(values, device=device)[:, None, None]
             for values in (vae.config.latents_mean, vae.config.latents_std)
@@ -88,7 +93,7 @@ class VideoLatents(Latents):
 
     def decode(self, vae: Any, latents_NCHW: Tensor) -> Tensor:
         offset, deviation = self.statistics(vae, latents_NCHW.device)
-        # LTX's
+        # LTX's VAE takes a time
         if vae.config.get("timestep_conditioning"):
             time = [latents_NCHW.new_zeros(len(latents_NCHW), dtype=vae.dtype)]
         else:
@@ -97,7 +102,7 @@ class VideoLatents(Latents):
 
 
 class DeterministicLatents(Latents):
-    """A deep compression autoencoder, which has no posterior (Sana)."""
+    """The latents of a deep compression autoencoder, which has no posterior (Sana)."""
 
     vae = "AutoencoderDC"
 
@@ -113,7 +118,9 @@ class DeterministicLatents(Latents):
 
 
 class PatchedLatents(Latents):
-    """2 x 2 latent pixels in one, normalised by the VAE's running statistics (Flux.2)."""
+    """Latents in which each pixel combines 2 x 2 pixels of the VAE's latents, normalised by the
+    VAE's running statistics (Flux.2).
+    """
 
     vae = "AutoencoderKLFlux2"
 
@@ -132,7 +139,7 @@ class PatchedLatents(Latents):
         )
 
     def normalise(self, vae: Any, patched_NCHW: Tensor) -> Tensor:
-        """fp32[N C H W]: the VAE's latents, patched, as the denoiser sees them."""
+        """Normalises the VAE's patched latents for the denoiser: fp32[N C H W]."""
         offset, deviation = _running_statistics(vae)
         return (patched_NCHW - offset) / deviation
 
@@ -142,13 +149,15 @@ class PatchedLatents(Latents):
 
 
 def _running_statistics(vae: Any) -> tuple[Tensor, Tensor]:
-    """fp32[C 1 1] each."""
+    """The running mean and standard deviation of the VAE's latents: fp32[C 1 1] each."""
     deviation = (vae.bn.running_var.float() + vae.config.batch_norm_eps).sqrt()
     return vae.bn.running_mean.float()[:, None, None], deviation[:, None, None]
 
 
 def patchify(x_NCHW: Tensor) -> Tensor:
-    """F[N C H W] -> F[N 4C H/2 W/2], channel first, then row and column in the patch."""
+    """Combines patches of 2 x 2 pixels: F[N C H W] -> F[N 4C H/2 W/2]. The channel comes first,
+    then row and column in the patch.
+    """
     n, c, h, w = x_NCHW.shape
     return (
         x_NCHW.reshape(n, c, h // 2, 2, w // 2, 2)
@@ -158,7 +167,7 @@ def patchify(x_NCHW: Tensor) -> Tensor:
 
 
 def unpatchify(x_NCHW: Tensor) -> Tensor:
-    """The inverse of `patched`."""
+    """The inverse of `patchify`."""
     n, c, h, w = x_NCHW.shape
     return (
         x_NCHW.reshape(n, c // 4, 2, 2, h, w)
@@ -171,20 +180,21 @@ def unpatchify(x_NCHW: Tensor) -> Tensor:
 
 Text = dict[str, Tensor]
 Denoiser = Callable[..., Sequence[Tensor]]
-"""A denoiser as it is called, with `return_dict=False`."""
+"""A denoiser, called with `return_dict=False`."""
 
 
 @dataclass(frozen=True)
 class Conditioning:
     """The inputs of a denoiser besides picture, time and text.
 
-    guidance  the guidance scale of a guidance-distilled model
-    downscale  pixels in a latent pixel, in each direction: models that are told a picture's size
-               get it in pixels
-    lengths    tokens of each caption, of a family with `keeps_text_lengths`
-    crop       fp32[N 4]  of each picture, as `pixels.size_and_crop` gives it; None: whole pictures of the
-               size of the latents
-    control    F[N C H W]  latents of the pictures before the edit, of a family with `edits_pictures`
+    guidance   the guidance scale of a guidance-distilled model
+    downscale  the number of pixels per latent pixel, in each direction; models that take a
+               picture's size need it in pixels
+    lengths    the number of tokens of each caption, for a family with `keeps_text_lengths`
+    crop       fp32[N 4]   the result of `pixels.size_and_crop` for each picture; None for whole
+                           pictures of the size of the latents
+    control    F[N C H W]  latents of the pictures before the edit, for a family with
+               `edits_pictures`
     """
 
     guidance: float = 1.0
@@ -196,7 +206,7 @@ class Conditioning:
 
 @dataclass(frozen=True)
 class SampleSettings:
-    """How samples are drawn: side in pixels, denoising steps, guidance scale, seed."""
+    """The settings of a sample: side in pixels, denoising steps, guidance scale, seed."""
 
     size: int
     steps: int
@@ -205,45 +215,47 @@ class SampleSettings:
 
 
 class Family:
-    """One family. Its latents are what the VAE gives after its own shift and scale, whatever the
-    denoiser takes.
+    """A model family: how its denoiser is called, and how its pipeline encodes texts and draws.
 
-    pipeline          the `_class_name` in model_index.json, a class of diffusers
-    denoiser          the denoiser's folder and the pipeline's attribute
-    objectives        what such models are trained to predict
-    time_scale        where the denoiser rounds its noise level to the dtype of its hidden states:
-                      the factor of the level before the sinusoidal embedding (`keep_time_exact`);
-                      None where the level is not rounded
-    downscale         of latents: their sides are multiples of it; where the denoiser has tokens,
-                      the side of one
-    max_text_length   longest caption by default, in tokens of the text encoder; None where every
-                      caption has the length of CLIP's
-    keeps_text_lengths  a caption keeps its own length; those of a batch are padded to the longest,
-                      with a `mask`
-    encoder_parts     the folders of text encoders and tokenizers
-    unneeded_parts    parts of the pipeline that are never loaded
-    latents           what stands between the VAE and the denoiser
-    text_outputs      the encoded texts, and the index of each in what `encode_prompt` returns:
-                      `text` F[N S D], `pooled` F[N D], `mask` F[N S]
-    text_width_key    the key of D in the denoiser's configuration
-    text_arguments    argument of the pipeline -> encoded text; `negative_` precedes that of the
-                      negative prompt
-    takes_negative_prompt  the pipeline guides away from a second text; else the guidance is a
-                      number that the denoiser is given
-    loads_lora        whether the pipeline has `load_lora_weights`; else an adapter is a PEFT folder
-                      only
-    comfyui_blocker   why ComfyUI does not read an adapter of this family; empty: it does
-    comfyui_prefix    what precedes the names of a transformer's modules in ComfyUI, and
-                      `comfyui_names` the parts of names that differ there
-    block_classes     classes of the blocks that are recomputed, shared and adapted, where the
-                      denoiser's `_no_split_modules` lacks them
-    adapted_blocks    see `adapted_classes`; empty: the blocks
-    guidance_argument  the pipeline's argument for the guidance scale
-    edits_pictures    a row has a picture before the edit, whose latents the denoiser gets beside
-                      the noisy ones
-    encodes_control   the text encoder gets that picture too (`encode_instructions`)
-    trainable_encoders  those that `adapter.text_encoders` trains; of `unused_last_layers` the last
-                      layer's result is not used
+    A family's latents are those of the VAE after shift and scale. Their packing into tokens is a
+    part of `predict`.
+
+    pipeline               the `_class_name` in model_index.json, a class of diffusers
+    denoiser               the name of the denoiser's folder and of the pipeline's attribute
+    objectives             the objectives with which such models are trained
+    time_scale             the factor of the noise level before the sinusoidal embedding, if the
+                           denoiser would round its level to the dtype of its hidden states
+                           (`keep_time_exact`); None if it does not
+    downscale              a number of which the sides of latents are multiples; if the denoiser
+                           works on tokens, the side of one token in latent pixels
+    max_text_length        the default limit of a caption, in tokens of the text encoder; None if
+                           every caption has the length of CLIP's tokenizer
+    keeps_text_lengths     whether captions are stored in their own length; in a batch they are
+                           padded to the longest, with a `mask`
+    encoder_parts          the folders of text encoders and tokenizers
+    unneeded_parts         the parts of the pipeline that are never loaded
+    latents                the conversion between pictures, latents of the VAE and of the denoiser
+    text_outputs           the encoded texts, and the index of each in the result of
+                           `encode_prompt`: `text` F[N S D], `pooled` F[N D], `mask` F[N S]
+    text_width_key         the key of D in the denoiser's configuration
+    text_arguments         argument of the pipeline -> encoded text; the arguments of the negative
+                           prompt have the prefix `negative_`
+    takes_negative_prompt  whether the pipeline guides away from a second text; otherwise the
+                           guidance is a number that the denoiser takes
+    loads_lora             whether the pipeline has `load_lora_weights`; otherwise an adapter is
+                           saved as a PEFT folder only
+    comfyui_blocker        why ComfyUI does not read an adapter of this family; empty if it does
+    comfyui_prefix         the prefix of a transformer's modules in ComfyUI
+    comfyui_names          the parts of module names that are different in ComfyUI
+    block_classes          the classes of the blocks that are recomputed, shared and adapted, if the
+                           denoiser's `_no_split_modules` does not name them
+    adapted_blocks         the classes that `adapted_classes` returns; empty for the blocks
+    guidance_argument      the pipeline's argument for the guidance scale
+    edits_pictures         whether a row has a picture before the edit, whose latents the denoiser
+                           gets in addition to the noisy ones
+    encodes_control        whether the text encoder reads this picture too (`encode_instructions`)
+    trainable_encoders     the text encoders that `adapter.text_encoders` trains
+    unused_last_layers     the text encoders of which the last layer's result is not used
     """
 
     pipeline: ClassVar[str]
@@ -273,34 +285,41 @@ class Family:
     unused_last_layers: ClassVar[tuple[str, ...]] = ()
 
     def adapted_classes(self, denoiser: Any) -> tuple[str, ...]:
-        """The classes whose linear layers get an adapter, and are quantised in an nf4 base."""
+        """The classes of the modules whose linear layers get an adapter, and are quantised in an
+        nf4 base.
+        """
         return self.adapted_blocks or self.block_classes or tuple(denoiser._no_split_modules or ())
 
     def refusal(self, index: Mapping[str, Any]) -> str | None:
-        """Why a pipeline of this class is not trained, from its model_index.json; None: it is."""
+        """The reason why a pipeline of this class is not trained, from its model_index.json; None
+        if it is.
+        """
         return None
 
     def prepare(self, denoiser: Any) -> None:
-        """Changes an instance that names no blocks, computes wider than declared, or could not be
-        planned (on the meta device).
+        """Adapts a denoiser instance: some name no blocks, some compute in a wider dtype than
+        declared, and some could not be planned on the meta device.
         """
         if self.block_classes:
             denoiser._no_split_modules = list(self.block_classes)
 
     def unused_layers(self, denoiser: Any) -> tuple[str, ...]:
-        """Names, or beginnings of names, of layers in the blocks whose result the denoiser drops:
-        nothing there gets a gradient.
+        """The names, or beginnings of names, of layers whose result the denoiser does not use, so
+        that they get no gradient.
         """
         return ()
 
     def text_tokens(self, clip_length: int, max_length: int) -> int:
-        """S, from the lengths of the CLIP tokenizer and of T5's sequence."""
+        """The number of text tokens S, from the lengths of the CLIP tokenizer and of T5's
+        sequence.
+        """
         return max_length
 
     def text_shapes(self, config: Config, length: int) -> dict[str, tuple[int, ...]]:
         """The shape of each tensor of `encode_text`, without N.
 
-        config  the denoiser's; length: S
+        config  the denoiser's configuration
+        length  S
         """
         shapes: dict[str, tuple[int, ...]] = {"text": (length, int(config[self.text_width_key]))}
         if "pooled" in self.text_outputs:
@@ -312,10 +331,10 @@ class Family:
     def encode_text(
         self, pipe: Any, captions: list[str], *, max_length: int, **options: Any
     ) -> Mapping[str, Any]:
-        """The texts that `text_outputs` names, of the pipeline's own text encoders: a tensor each, or
-        with `keeps_text_lengths` a list of F[S D], without mask.
+        """Encodes captions with the pipeline's text encoders. Returns a tensor for each name of
+        `text_outputs`; with `keeps_text_lengths` a list of F[S D] for `text` instead, without mask.
 
-        options  of the pipeline's `encode_prompt`
+        options  further arguments of the pipeline's `encode_prompt`
         """
         accepted = inspect.signature(pipe.encode_prompt).parameters
         arguments = {"do_classifier_free_guidance": False, "max_sequence_length": max_length}
@@ -330,14 +349,16 @@ class Family:
     def encode_instructions(
         self, pipe: Any, captions: list[str], pictures: list[Any]
     ) -> Mapping[str, Sequence[Tensor]]:
-        """`encode_text` of captions with the pictures before their edits (PIL), of a family with
-        `encodes_control`.
+        """Encodes captions together with the pictures before their edits (PIL), for a family with
+        `encodes_control`. Returns the same as `encode_text`.
         """
         raise NotImplementedError
 
     def encode_tokens(self, encoders: Mapping[str, nn.Module], ids_NPS: Tensor) -> Text:
-        """`encode_text` of tokens, with gradient, of a family with `trainable_encoders`; encoders: by
-        those names, P of them.
+        """Encodes tokens, with gradients, for a family with `trainable_encoders`. Returns the same
+        as `encode_text`.
+
+        encoders  P text encoders by the names in `trainable_encoders`
         """
         raise NotImplementedError
 
@@ -349,13 +370,13 @@ class Family:
         text: Text,
         conditioning: Conditioning,
     ) -> Tensor:
-        """What the denoiser predicts for `noisy_NCHW` at `time_N` (`Objective.time`): F[N C H W]."""
+        """Returns the denoiser's prediction for `noisy_NCHW` at `time_N` (`Objective.time`): F[N C
+        H W].
+        """
         raise NotImplementedError
 
     def text_inputs(self, text: Text, empty: Text) -> dict[str, Any]:
-        """What the pipeline is given of the encoded texts, and of the empty one that it guides away
-        from.
-        """
+        """The pipeline's arguments for the encoded texts, and for the negative texts."""
         sides = {"": text, "negative_": empty} if self.takes_negative_prompt else {"": text}
         masked_sides = {sign: {"mask": full_mask(texts)} | texts for sign, texts in sides.items()}
         return {
@@ -365,12 +386,12 @@ class Family:
         }
 
     def extra_arguments(self, pipe: Any, size: int, control: Tensor | None) -> dict[str, Any]:
-        """What the pipeline is given besides texts, size, steps, guidance and generator."""
+        """The pipeline's further arguments, besides texts, size, steps, guidance and generator."""
         return {}
 
     def output_latents(self, pipe: Any, output: Tensor, size: int) -> Tensor:
-        """Latents F[N C H W], as the denoiser sees them, from what the pipeline gives for pictures
-        of `size` pixels.
+        """Converts the pipeline's output for pictures of `size` pixels to latents F[N C H W] in the
+        denoiser's scale.
         """
         return output
 
@@ -383,8 +404,11 @@ class Family:
         generator: Any,
         control: Tensor | None = None,
     ) -> Tensor:
-        """Latents F[N C H W] from noise, as the denoiser sees them, through the pipeline's own
-        loop. `control`: `Asked.control`.
+        """Draws latents F[N C H W], in the denoiser's scale, from noise by the pipeline's denoising
+        loop.
+
+        empty    the encoded negative text
+        control  the latents of the picture before the edit
         """
         arguments = {
             "height": settings.size,
@@ -411,17 +435,17 @@ def denoiser_config(model: Any) -> Any:
 
 
 def full_mask(text: Text) -> Tensor:
-    """bool[N S]: every token counts, of a caption in its own length."""
+    """A mask bool[N S] in which every token counts, for captions without padding."""
     return text["text"].new_ones(text["text"].shape[:2]).bool()
 
 
 def tokens_to_latents(tokens_NTC: Tensor, height: int, width: int) -> Tensor:
-    """F[N C H W] of tokens of a latent pixel each."""
+    """Arranges tokens, one per latent pixel, as latents F[N C H W]."""
     count, _, channels = tokens_NTC.shape
     return tokens_NTC.transpose(1, 2).reshape(count, channels, height, width)
 
 
-# --- pipelines of diffusers that are not trained, and why: an error names the reason
+# --- pipelines of diffusers that are not trained, with the reason that the error names
 
 _VIDEO = "it makes videos: Isotype trains on pictures"
 

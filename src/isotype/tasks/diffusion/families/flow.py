@@ -1,5 +1,5 @@
-"""Families that learn a velocity by flow matching. What a token holds and how a text is encoded is
-each family's own.
+"""Families that learn a velocity by flow matching. They differ in the content of a token and in the
+encoding of texts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ from .family import (
 
 
 def pack_latents(latents_NCHW: Tensor) -> Tensor:
-    """F[N C H W] -> F[N HW/4 4C]: each token holds 2 x 2 latent pixels, channel first."""
+    """Packs latents into tokens of 2 x 2 latent pixels, channel first: F[N C H W] -> F[N HW/4
+    4C].
+    """
     n, c, h, w = latents_NCHW.shape
     return (
         latents_NCHW.reshape(n, c, h // 2, 2, w // 2, 2)
@@ -41,7 +43,7 @@ def pack_latents(latents_NCHW: Tensor) -> Tensor:
 
 
 def unpack_latents(tokens_NTC: Tensor, height: int, width: int) -> Tensor:
-    """The inverse of `packed`, to latents of `height` x `text_width_key`."""
+    """The inverse of `pack_latents`, to latents of `height` x `width`."""
     n, _, c = tokens_NTC.shape
     return (
         tokens_NTC.reshape(n, height // 2, width // 2, c // 4, 2, 2)
@@ -51,7 +53,9 @@ def unpack_latents(tokens_NTC: Tensor, height: int, width: int) -> Tensor:
 
 
 class PackedTokens(Family):
-    """Latents in tokens of 2 x 2; those of a picture before the edit come after the noisy ones."""
+    """A family with tokens of 2 x 2 latent pixels. The tokens of a picture before the edit follow
+    the noisy ones.
+    """
 
     def pack_tokens(self, noisy_NCHW: Tensor, conditioning: Conditioning) -> Tensor:
         if conditioning.control is None:
@@ -64,7 +68,7 @@ class PackedTokens(Family):
 
 
 class Flux(PackedTokens):
-    """Flux.1: CLIP's pooled text and T5's sequence, guidance as an input number of the model."""
+    """Flux.1. It takes CLIP's pooled text, T5's sequence, and the guidance as a number."""
 
     pipeline = "FluxPipeline"
     time_scale = 1000.0
@@ -87,7 +91,7 @@ class Flux(PackedTokens):
         text: Text,
         conditioning: Conditioning,
     ) -> dict[str, Any]:
-        """What the denoiser is given besides tokens, time and sequence."""
+        """The denoiser's further inputs, besides tokens, time and text sequence."""
         return {
             "guidance": guidance_input(model, time_N, conditioning),
             "pooled_projections": text["pooled"],
@@ -119,8 +123,8 @@ class Flux(PackedTokens):
 
 
 def guidance_input(model: Any, time_N: Tensor, conditioning: Conditioning) -> Tensor | None:
-    """F[N] for a model that has an input for the guidance scale (Flux.1-dev), None for one without
-    (schnell).
+    """The guidance scale F[N] for a model with such an input (Flux.1-dev); None for a model without
+    it (Flux.1-schnell).
     """
     if denoiser_config(model).guidance_embeds:
         return torch.full_like(time_N, conditioning.guidance)
@@ -128,7 +132,9 @@ def guidance_input(model: Any, time_N: Tensor, conditioning: Conditioning) -> Te
 
 
 def position_ids(rows: int, columns: int, device: torch.device, axes: int = 3) -> Tensor:
-    """fp32[rows*columns axes]: 0, row and column of each token, then 0."""
+    """The position ids of each token, fp32[rows*columns axes]: 0, row, column, and 0 for further
+    axes.
+    """
     ids = torch.zeros(rows, columns, axes, device=device)
     ids[..., 1] = torch.arange(rows, device=device)[:, None]
     ids[..., 2] = torch.arange(columns, device=device)[None]
@@ -136,8 +142,8 @@ def position_ids(rows: int, columns: int, device: torch.device, axes: int = 3) -
 
 
 class Chroma(Flux):
-    """Chroma: Flux without CLIP, whose text is masked behind its first padding token, and that
-    guides away from an empty text.
+    """Chroma: Flux without CLIP. Its text is masked after the first padding token, and it guides
+    away from an empty text.
     """
 
     pipeline = "ChromaPipeline"
@@ -155,14 +161,14 @@ class Chroma(Flux):
         text: Text,
         conditioning: Conditioning,
     ) -> dict[str, Any]:
-        # of numbers, which attention adds, as in the pipeline
+        # a floating-point mask, which attention adds to its scores, as in the pipeline
         mask_NS = text["mask"].to(tokens_NTC.dtype)
         return {"attention_mask": torch.cat((mask_NS, mask_NS.new_ones(tokens_NTC.shape[:2])), 1)}
 
 
 class Flux2(Family):
-    """Flux.2 and Klein: latents of 2 x 2 in one as tokens, three layers of a language model as
-    text, four positions a token.
+    """Flux.2. A token is one pixel of `PatchedLatents`, with four position ids. The text is three
+    layers of a language model.
     """
 
     pipeline = "Flux2Pipeline"
@@ -195,24 +201,28 @@ class Flux2(Family):
         return tokens_to_latents(made_NTC, height, width)
 
     def output_latents(self, pipe: Any, output: Tensor, size: int) -> Tensor:
-        """The pipeline gives tokens, as the denoiser sees them."""
+        """Converts the pipeline's output, which is the denoiser's tokens."""
         side = size // self.latents.downscale(pipe.vae.config)
         return tokens_to_latents(output, side, side)
 
 
 class Flux2Klein(Flux2):
-    """Guides away from an empty text, where Flux.2 has the guidance as an input."""
+    """Flux.2 Klein. It guides away from an empty text, while Flux.2 takes the guidance as a
+    number.
+    """
 
     pipeline = "Flux2KleinPipeline"
     takes_negative_prompt = True
 
     def output_latents(self, pipe: Any, output: Tensor, size: int) -> Tensor:
-        """The pipeline gives the VAE's own latents."""
+        """Converts the pipeline's output, which is latents of the VAE's own scale."""
         return self.latents.normalise(pipe.vae, patchify(output))
 
 
 class QwenImage(PackedTokens):
-    """Qwen-Image: the sequence of a vision language model, guidance away from an empty text."""
+    """Qwen-Image. It takes the text sequence of a vision-language model, and guides away from an
+    empty text.
+    """
 
     pipeline = "QwenImagePipeline"
     time_scale = 1.0  # its sinusoidal embedding multiplies by 1000 itself
@@ -223,7 +233,7 @@ class QwenImage(PackedTokens):
     guidance_argument = "true_cfg_scale"
 
     def unused_layers(self, denoiser: Any) -> tuple[str, ...]:
-        """What the last block makes of the text, which is not used."""
+        """The layers of the last block that only change the text, whose result is not used."""
         last = f"transformer_blocks.{len(denoiser.transformer_blocks) - 1}"
         return (f"{last}.attn.add_q_proj", f"{last}.attn.to_add_out", f"{last}.txt_mlp")
 
@@ -260,7 +270,7 @@ class QwenImage(PackedTokens):
 
 
 class ZImage(Family):
-    """Z-Image: each picture and each caption is a sequence of its own length; the velocity points
+    """Z-Image. Each picture and each caption is a sequence of its own length. The velocity points
     from noise to the latent.
     """
 
@@ -272,7 +282,7 @@ class ZImage(Family):
     def encode_text(
         self, pipe: Any, captions: list[str], *, max_length: int, **options: Any
     ) -> Mapping[str, list[Tensor]]:
-        # the pipeline writes into the list that it is given
+        # the pipeline changes the list of captions that it receives
         texts = super().encode_text(pipe, list(captions), max_length=max_length)
         return {"text": list(texts["text"])}
 
@@ -295,8 +305,8 @@ class ZImage(Family):
 
 
 class SD3(Family):
-    """Stable Diffusion 3 and 3.5: latents as pictures, two CLIP encoders and T5 in one sequence,
-    classifier-free guidance.
+    """Stable Diffusion 3 and 3.5. The denoiser takes latents as pictures, and one sequence of two
+    CLIP encoders and T5. It has classifier-free guidance.
     """
 
     pipeline = "StableDiffusion3Pipeline"
@@ -313,7 +323,7 @@ class SD3(Family):
     text_arguments = POOLED
 
     def unused_layers(self, denoiser: Any) -> tuple[str, ...]:
-        """The text's queries of the last block, whose text is not used."""
+        """The text queries of the last block, whose text result is not used."""
         return tuple(
             f"transformer_blocks.{i}.attn.add_q_proj"
             for i, b in enumerate(denoiser.transformer_blocks)
@@ -348,11 +358,13 @@ class SD3(Family):
 
 
 class AuraFlow(Family):
-    """AuraFlow: latents as pictures, the sequence of one T5 encoder, zero where it is padded."""
+    """AuraFlow. It takes latents as pictures, and the sequence of one T5 encoder, whose padding is
+    0.
+    """
 
     pipeline = "AuraFlowPipeline"
     max_text_length = 256
-    text_arguments = MASKED  # of the mask the pipeline checks the shape only
+    text_arguments = MASKED  # the pipeline only checks the shape of the mask
     adapted_blocks = ("AuraFlowJointTransformerBlock", "AuraFlowSingleTransformerBlock")
 
     def predict(
@@ -369,8 +381,8 @@ class AuraFlow(Family):
 
 
 class Sana(Family):
-    """Sana: latents of 32 x 32 pixels as pictures, a language model's sequence with its mask,
-    linear attention.
+    """Sana. It takes latents as pictures (32 x 32 pixels per latent pixel), and a language model's
+    sequence with its mask. Its attention is linear.
     """
 
     pipeline = "SanaPipeline"
@@ -386,8 +398,8 @@ class Sana(Family):
     def encode_text(
         self, pipe: Any, captions: list[str], *, max_length: int, **options: Any
     ) -> Mapping[str, Tensor]:
-        """A caption is encoded behind the instruction that the pipeline draws with; the empty one,
-        which is guided away from, alone.
+        """Encodes each caption after the instruction with which the pipeline draws. The empty
+        caption, which is the negative text, is encoded without it.
         """
         instruction = (
             inspect.signature(type(pipe).__call__).parameters["complex_human_instruction"].default
@@ -428,8 +440,8 @@ class Sana(Family):
 
 
 class Lumina2(Family):
-    """Lumina 2: a caption behind the pipeline's system prompt in its own length, the velocity from
-    noise to the latent.
+    """Lumina 2. A caption follows the pipeline's system prompt, and keeps its own length. The
+    velocity points from noise to the latent.
     """
 
     pipeline = "Lumina2Pipeline"
@@ -440,15 +452,17 @@ class Lumina2(Family):
     comfyui_blocker = "ComfyUI keeps its queries, keys and values in one matrix of other widths"
 
     def prepare(self, denoiser: Any) -> None:
-        """Its positions are complex numbers of fp64 halves, which would make queries and keys fp64."""
+        """Converts the table of positions from complex128 to complex64, because complex128 would
+        make queries and keys fp64.
+        """
         rope = denoiser.rope_embedder
         rope.freqs_cis = [table.to(torch.complex64) for table in rope.freqs_cis]
 
     def encode_text(
         self, pipe: Any, captions: list[str], *, max_length: int, **options: Any
     ) -> Mapping[str, list[Tensor]]:
-        """The empty caption, which is guided away from, is encoded without system prompt, as the
-        pipeline does.
+        """Encodes each caption after the system prompt. The empty caption, which is the negative
+        text, is encoded without it, as the pipeline does.
         """
         texts = []
         for caption in captions:
@@ -477,7 +491,7 @@ class Lumina2(Family):
         )[0]
 
     def text_inputs(self, text: Text, empty: Text) -> dict[str, Any]:
-        """Both of one length, which the pipeline asks for."""
+        """The pipeline's arguments for texts that are padded to the same length, as it requires."""
         longest = max(texts["text"].shape[1] for texts in (text, empty))
 
         def pad_to_longest(texts: Text) -> Text:
@@ -491,8 +505,9 @@ class Lumina2(Family):
 
 
 class _MaskWithLengths:
-    """A mask [N S] whose rows' sums are known: the denoiser asks for them in each pass, which would
-    wait for the device, and cannot be answered by a plan, whose tensors have no data.
+    """A mask [N S] that knows the sums of its rows. The denoiser reads the sums in each pass.
+    Computing them would wait for the device, and is impossible in a plan, whose tensors have no
+    data.
     """
 
     def __init__(self, mask_NS: Tensor, lengths: tuple[int, ...]) -> None:
@@ -511,8 +526,8 @@ class _MaskWithLengths:
 
 
 class HiDream(Family):
-    """HiDream: every layer of a language model beside T5's sequence and CLIP's pooled texts,
-    experts, the velocity from noise to latent.
+    """HiDream. It takes every layer of a language model, T5's sequence and CLIP's pooled texts. It
+    has experts. The velocity points from noise to the latent.
     """
 
     pipeline = "HiDreamImagePipeline"
@@ -577,13 +592,14 @@ class HiDream(Family):
         return super().text_inputs(*by_layer)
 
     def extra_arguments(self, pipe: Any, size: int, control: Tensor | None) -> dict[str, Any]:
-        # it scales every size to the area of this one
+        # the pipeline scales every size to the area of this one
         pipe.default_sample_size = size // pipe.vae_scale_factor
         return {}
 
     def prepare(self, denoiser: Any) -> None:
         super().prepare(denoiser)
-        # in evaluation it reads the pictures' sizes from a tensor
+        # in evaluation mode `unpatchify` reads the sizes of pictures from a tensor, which has no
+        # data here
         if denoiser.final_layer.linear.weight.is_meta:
             InstanceMethod(_unpatchify, denoiser, "unpatchify").install()
         for module in denoiser.modules():
@@ -597,8 +613,8 @@ def _unpatchify(denoiser: Any, x_NTP: Tensor, sizes: Any, is_training: bool) -> 
 
 
 def _tokens_to_picture(tokens_NCTP: Tensor, like_NCHW: Tensor, side: int) -> Tensor:
-    """F[N C H W] of the tokens F[N C T side*side] that the denoiser gives in training; those behind
-    the picture's are padding.
+    """Arranges the tokens F[N C T side*side] that the denoiser returns in training mode as latents
+    F[N C H W]. Tokens after those of the picture are padding.
     """
     height, width = (length // side for length in like_NCHW.shape[-2:])
     tokens: Tensor = (
@@ -608,8 +624,8 @@ def _tokens_to_picture(tokens_NCTP: Tensor, like_NCHW: Tensor, side: int) -> Ten
 
 
 def _split_evenly_over_experts(moe: Any, x_NSD: Tensor) -> Tensor:
-    """The shapes of the layer's own forward where each expert gets equally many tokens: of a plan,
-    in which a token has no value.
+    """Replaces the forward of a layer of experts in a plan, where tensors have no values: each
+    expert gets the same number of tokens. The shapes are those of the original forward.
     """
     tokens_TD = x_NSD.flatten(0, 1).repeat_interleave(moe.num_activated_experts, 0)
     parts = zip(tokens_TD.tensor_split(len(moe.experts)), moe.experts)

@@ -1,4 +1,4 @@
-"""Families that learn the noise or its velocity on a schedule of discrete times."""
+"""Families that learn to predict the noise or v, on a schedule of discrete steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .family import MASKED, POOLED, Conditioning, Config, Denoiser, Family, Text
 
 
 class StableDiffusion(Family):
-    """Stable Diffusion 1.5 and 2: a U-Net on latents, one CLIP encoder."""
+    """Stable Diffusion 1.5 and 2, with a U-Net on latents and one CLIP encoder."""
 
     pipeline = "StableDiffusionPipeline"
     denoiser = "unet"
@@ -55,7 +55,9 @@ class StableDiffusion(Family):
 
 
 class SDXL(StableDiffusion):
-    """Stable Diffusion XL: two CLIP encoders side by side, the picture's size as further input."""
+    """Stable Diffusion XL. It takes the features of two CLIP encoders, concatenated, and the
+    picture's size.
+    """
 
     pipeline = "StableDiffusionXLPipeline"
     downscale = 4
@@ -80,7 +82,7 @@ class SDXL(StableDiffusion):
         has_caption = torch.tensor(
             [caption != "" for caption in captions], device=texts["text"].device
         )
-        # the pipeline guides away from zeros: a dropped caption is the same
+        # the pipeline guides away from zeros, so a dropped caption is encoded as zeros too
         return {
             text_name: text * has_caption.view(-1, *[1] * (text.ndim - 1))
             for text_name, text in texts.items()
@@ -117,9 +119,9 @@ class SDXL(StableDiffusion):
 
 
 def size_conditioning(noisy_NCHW: Tensor, conditioning: Conditioning) -> Tensor:
-    """fp32[N 6]: original height and width, top and left of the crop, target height and width, in
-    pixels. Without a crop the picture counts as whole, in its target size: what the pipeline tells
-    by default when it draws.
+    """The size inputs of SDXL, fp32[N 6], in pixels: original height and width, top and left of the
+    crop, target height and width. Without a crop the original size is the target size, as in the
+    pipeline's defaults.
 
     Source  Podell et al. 2023, 2.2, in the order of diffusers' train_text_to_image_lora_sdxl
     """
@@ -135,8 +137,8 @@ def size_conditioning(noisy_NCHW: Tensor, conditioning: Conditioning) -> Tensor:
 
 
 class PixArtAlpha(Family):
-    """PixArt-alpha and PixArt-Sigma: latents as pictures, T5's sequence with its mask, a predicted
-    variance that training does not use.
+    """PixArt-alpha. It takes latents as pictures, and T5's sequence with its mask. It also predicts
+    a variance, which training does not use.
     """
 
     pipeline = "PixArtAlphaPipeline"
@@ -171,13 +173,15 @@ class PixArtAlpha(Family):
 
 
 class PixArtSigma(PixArtAlpha):
+    """PixArt-Sigma, which differs from PixArt-alpha in the length of captions."""
+
     pipeline = "PixArtSigmaPipeline"
     max_text_length = 300
 
 
 def size_inputs(model: Any, noisy_NCHW: Tensor, downscale: int) -> dict[str, Tensor | None]:
-    """Height and width in pixels and their ratio, fp32[N 2] and fp32[N 1], for a model that takes
-    them as inputs (alpha at 1024 pixels).
+    """The size inputs of PixArt: height and width in pixels, fp32[N 2], and their ratio, fp32[N 1].
+    They are None for a model without these inputs; PixArt-alpha at 1024 pixels has them.
     """
     config = denoiser_config(model)
     if not (

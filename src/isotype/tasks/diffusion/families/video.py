@@ -1,4 +1,4 @@
-"""Families that make videos, with a picture as the only frame of one."""
+"""Families that make videos. A picture is a video of one frame."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from .family import (
 
 
 class WanLatents(VideoLatents):
+    """The latents of Wan's VAE."""
+
     vae = "AutoencoderKLWan"
 
     def downscale(self, config: Config) -> int:
@@ -28,14 +30,16 @@ class WanLatents(VideoLatents):
 
 
 class SingleFrame(Family):
-    """A video of one frame."""
+    """A family of videos that draws one frame."""
 
     def extra_arguments(self, pipe: Any, size: int, control: Tensor | None) -> dict[str, Any]:
         return {"num_frames": 1}
 
 
 class Wan(SingleFrame):
-    """Wan 2.1, and of 2.2 the model with one denoiser: UMT5's sequence, zero where it is padded."""
+    """Wan 2.1, and the model of Wan 2.2 with one denoiser. It takes UMT5's sequence, whose padding
+    is 0.
+    """
 
     pipeline = "WanPipeline"
     max_text_length = 512
@@ -78,7 +82,7 @@ class Wan(SingleFrame):
 
 
 class LTXLatents(VideoLatents):
-    """Offsets and factors of the channels are in the VAE's own file."""
+    """The latents of LTX's VAE, whose file contains the offsets and factors of the channels."""
 
     vae = "AutoencoderKLLTXVideo"
 
@@ -97,7 +101,9 @@ class LTXLatents(VideoLatents):
 
 
 class LTX(SingleFrame):
-    """LTX-Video: a latent pixel is a token, T5's sequence with its mask, positions in pixels."""
+    """LTX-Video. A token is one latent pixel, and positions are in pixels. It takes T5's sequence
+    with its mask.
+    """
 
     pipeline = "LTXPipeline"
     downscale = 1
