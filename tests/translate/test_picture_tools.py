@@ -277,6 +277,17 @@ def test_kohyas_v_prediction_is_the_objective(tmp_path):
     assert config.diffusion.objective == "v"
 
 
+def test_kohyas_caption_lengths_are_carried(tmp_path):
+    def limit(setting):
+        text = KOHYA.replace('dataset_config = "data.toml"', setting)
+        return made(tmp_path, "run.toml", text, **{"prompts.txt": "a cat\n"})[1].diffusion
+
+    assert limit("max_token_length = 225").max_text_length == 225
+    with_t5 = limit('t5xxl = "t5.safetensors"\nmax_token_length = 225')
+    assert with_t5.max_text_length is None, "CLIP's length does not bound T5"
+    assert limit("t5xxl_max_token_length = 256").max_text_length == 256
+
+
 def test_ai_toolkits_yaml(tmp_path):
     result, config = made(tmp_path, "dog.yaml", AI_TOOLKIT)
     assert (result.tool, detect_run_kind(config), config.adapter.r, config.train.ema) == (

@@ -326,7 +326,9 @@ class DiffusionSection(Section):
     and the same in every evaluation.
     """
     max_text_length: PositiveInt | None = None
-    """Longest caption, in tokens of the largest text encoder. By default the model family's limit."""
+    """Longest caption, in tokens of the largest text encoder. By default the model family's limit.
+    75, 150 or 225 for Stable Diffusion 1.5, 2 and XL, which read a caption in windows of 75 tokens.
+    """
 
 
 class AdapterSection(Section):

@@ -63,6 +63,13 @@ def _convert_network_args(draft: Draft, source_key: SourceKey) -> None:
         )
 
 
+def _convert_token_length(draft: Draft, source_key: SourceKey) -> None:
+    if draft.keys.get("clip_l") or draft.keys.get("t5xxl"):
+        draft.no_effect(source_key, "T5 reads the caption: t5xxl_max_token_length")
+    else:
+        draft.set(source_key, "diffusion.max_text_length", int(source_key.value))
+
+
 def _convert_samples(draft: Draft, source_key: SourceKey) -> None:
     file = next(
         (
@@ -206,7 +213,7 @@ _NO_EFFECT = {
         "clip_l clip_g t5xxl ae vae v2 tokenizer_cache_dir clip_skip"
         " network_module model_prediction_type sample_sampler output_name logging_dir log_*"
         " max_data_loader_n_workers persistent_data_loader_workers xformers sdpa mem_eff_attn"
-        " lowvram highvram max_token_length metadata_* training_comment console_* config_file"
+        " lowvram highvram metadata_* training_comment console_* config_file"
         " wandb_* torch_compile dynamo_* apply_t5_attn_mask prior_* split_mode no_metadata"
     ),
 }
@@ -243,13 +250,17 @@ KEYS: dict[str, transforms.Handler] = {
     **transforms.handlers_by_reason(transforms.not_offered, _NOT_OFFERED),
     **transforms.copy_values(
         images="train=train_data_dir regularisation=reg_data_dir",
-        diffusion="logit_std=sigmoid_scale shift=discrete_flow_shift",
+        diffusion=(
+            "logit_std=sigmoid_scale shift=discrete_flow_shift"
+            " max_text_length=t5xxl_max_token_length"
+        ),
         adapter="r=network_dim alpha=network_alpha dropout=network_dropout",
         train="epochs=max_train_epochs",
         run="adapters_every=save_every_n_steps sample_every=sample_every_n_steps",
     ),
     pictures.DATASET_PREFIX: pictures.dataset_handler(_SUBSET_KEYS),
     **_DATASET_KEYS,
+    "max_token_length": _convert_token_length,
     # adapter
     "network_args": _convert_network_args,
     **transforms.same_handler(

@@ -265,7 +265,17 @@ REFUSED = (
         "diffusion.weighting: min_snr is not defined for flow matching",
     ),
     ("sdxl", {"diffusion": {"shift": 3.0}}, "diffusion.shift: 3.0 has no effect with epsilon"),
-    ("sdxl", {"diffusion": {"max_text_length": 8}}, "diffusion.max_text_length: 8 has no effect"),
+    (
+        "sdxl",
+        {"diffusion": {"max_text_length": 8}},
+        "max_text_length: 8: StableDiffusionXLPipeline reads captions in windows of 6 tokens:"
+        " expected 6, 12, 18",
+    ),
+    (
+        "qwen_edit",
+        {"diffusion": {"max_text_length": 8}},
+        "diffusion.max_text_length: 8 has no effect",
+    ),
     (
         "sd3",
         {"diffusion": {"noise_offset": 0.1}},

@@ -79,9 +79,12 @@ def _longest_tokenizer(folder: PipelineFolder, text_length: int) -> tuple[Any, i
         tokenizer = _load_tokenizer(path)
         if tokenizer is None:
             continue
-        tokenizer_limit = int(getattr(tokenizer, "model_max_length", UNBOUNDED))
-        is_clip = "CLIP" in type(tokenizer).__name__ or not text_length
-        limit = tokenizer_limit if is_clip else text_length
+        limit = int(getattr(tokenizer, "model_max_length", UNBOUNDED))
+        windows = folder.family.clip_windows(limit, text_length)
+        if windows > 1:
+            limit = windows * (limit - 2) + 2  # a caption's tokens are counted with begin and end
+        elif text_length and "CLIP" not in type(tokenizer).__name__:
+            limit = text_length
         if limit > furthest[1]:
             furthest = (tokenizer, limit)
     return furthest if furthest[1] < UNBOUNDED else (None, 0)

@@ -189,7 +189,8 @@ class _StoredWindow(NamedTuple):
 class Encoder:
     """Encodes the pictures and texts of a run into its store.
 
-    text_length    the longest caption, in tokens of the T5 encoder
+    text_length    the longest caption, in tokens of the text encoder; 0 for the length of CLIP's
+                   tokenizer
     keeps_tokens   whether captions are stored as tokens (`tokenize_captions`), because the run
                    trains the text encoders
     observed       (role, tensor) -> dtype, of the encoders that ran
@@ -255,7 +256,9 @@ class Encoder:
                 keys[item],
                 {
                     name: tensor[0]
-                    for name, tensor in tokenize_captions(pipe, [item.caption], family).items()
+                    for name, tensor in tokenize_captions(
+                        pipe, [item.caption], family, self.text_length
+                    ).items()
                 },
             )
 

@@ -79,13 +79,30 @@ def refuse_incompatible_settings(
             fix="images.flip: false",
         )
     refuse_prompts(prompts, family)
-    if config.diffusion.max_text_length is not None and family.max_text_length is None:
-        raise UsageError(
-            f"diffusion.max_text_length: {config.diffusion.max_text_length} has no effect:"
-            f" {family.pipeline}"
-            f" {'does not cut instructions' if family.encodes_control else 'has CLIP encoders only'}",
-            fix="remove diffusion.max_text_length",
-        )
+    _refuse_text_length(config.diffusion.max_text_length, folder)
+
+
+def _refuse_text_length(length: int | None, folder: PipelineFolder) -> None:
+    family = folder.family
+    if length is None or family.max_text_length is not None:
+        return
+    if family.most_clip_windows > 1:
+        window = folder.clip_length() - 2
+        accepted = [window * count for count in range(1, family.most_clip_windows + 1)]
+        if length not in accepted:
+            raise UsageError(
+                f"diffusion.max_text_length: {length}: {family.pipeline} reads captions in windows of"
+                f" {window} tokens: expected {', '.join(map(str, accepted))}"
+            )
+        return
+    if family.encodes_control:
+        reason = "does not cut instructions"
+    else:
+        reason = "has CLIP encoders only"
+    raise UsageError(
+        f"diffusion.max_text_length: {length} has no effect: {family.pipeline} {reason}",
+        fix="remove diffusion.max_text_length",
+    )
 
 
 TRAINED_ON_PAIRS = "on pairs: " + ", ".join(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ...instance_method import InstanceMethod
 from .families import Family
+from .families.noise import tokenize_windows
 from .pipeline import PipelineFolder
 
 PREFIX = "text_encoders."
@@ -130,24 +131,19 @@ def split_part(name: str, family: Family) -> tuple[str, str]:
     return part, inner_name if inner_name.startswith("text_model.") else f"text_model.{inner_name}"
 
 
-def tokenize_captions(pipe: Any, captions: Sequence[str], family: Family) -> dict[str, Tensor]:
+def tokenize_captions(
+    pipe: Any, captions: Sequence[str], family: Family, max_length: int
+) -> dict[str, Tensor]:
     """Tokenizes captions with the tokenizers of the pipeline.
 
-    ->  `ids` int64[N P S], `captioned` bool[N]
+    max_length  `diffusion.max_text_length`, or 0 if it is not set
+    ->          `ids` int64[N P S], `captioned` bool[N]
     """
     ids_by_encoder = []
     for part in family.trainable_encoders:
         tokenizer = getattr(pipe, part.replace("text_encoder", "tokenizer"))
-        length = tokenizer.model_max_length
-        ids_by_encoder.append(
-            tokenizer(
-                list(captions),
-                padding="max_length",
-                max_length=length,
-                truncation=True,
-                return_tensors="pt",
-            ).input_ids
-        )
+        windows = family.clip_windows(tokenizer.model_max_length, max_length)
+        ids_by_encoder.append(tokenize_windows(tokenizer, captions, windows))
     return {
         "ids": torch.stack(ids_by_encoder, 1),
         "captioned": torch.tensor([caption != "" for caption in captions]),

@@ -229,7 +229,9 @@ class Family:
     downscale              a number of which the sides of latents are multiples; if the denoiser
                            works on tokens, the side of one token in latent pixels
     max_text_length        the default limit of a caption, in tokens of the text encoder; None if
-                           every caption has the length of CLIP's tokenizer
+                           every caption has the length of CLIP's tokenizer, or of several windows
+                           of that length
+    most_clip_windows      the largest number of windows in which CLIP encoders read a caption
     keeps_text_lengths     whether captions are stored in their own length; in a batch they are
                            padded to the longest, with a `mask`
     encoder_parts          the folders of text encoders and tokenizers
@@ -264,6 +266,7 @@ class Family:
     time_scale: ClassVar[float | None] = None
     downscale: ClassVar[int] = 2
     max_text_length: ClassVar[int | None]
+    most_clip_windows: ClassVar[int] = 1
     encoder_parts: ClassVar[tuple[str, ...]] = ("text_encoder", "tokenizer")
     unneeded_parts: ClassVar[tuple[str, ...]] = ()
     latents: ClassVar[Latents] = Latents()
@@ -308,6 +311,16 @@ class Family:
         that they get no gradient.
         """
         return ()
+
+    def clip_windows(self, clip_length: int, max_length: int) -> int:
+        """The number of windows in which a CLIP encoder reads a caption.
+
+        clip_length  the length of a window, with its begin and end token
+        max_length   the longest caption, without begin and end tokens; 0 if it is not set
+        """
+        if self.most_clip_windows == 1:
+            return 1
+        return max(1, max_length // (clip_length - 2))
 
     def text_tokens(self, clip_length: int, max_length: int) -> int:
         """The number of text tokens S, from the lengths of the CLIP tokenizer and of T5's

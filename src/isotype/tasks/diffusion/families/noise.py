@@ -2,13 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from .family import MASKED, POOLED, Conditioning, Config, Denoiser, Family, Text, denoiser_config
+
+MOST_CLIP_WINDOWS = 3
+
+
+def tokenize_windows(tokenizer: Any, captions: Sequence[str], windows: int) -> Tensor:
+    """Tokens of captions that a CLIP encoder reads in several windows, as ComfyUI, Forge and kohya's
+    scripts do with a long prompt: each window has its own beginning and end. The rest of a caption
+    that is longer than all windows is dropped.
+
+    tokenizer  CLIP's, with L = `model_max_length`; a window has L - 2 tokens of the caption
+    ->         int64[N windows*L]
+    """
+    length = tokenizer.model_max_length
+    if windows == 1:
+        tokens = tokenizer(
+            list(captions),
+            padding="max_length",
+            max_length=length,
+            truncation=True,
+            return_tensors="pt",
+        )
+        ids: Tensor = tokens.input_ids
+        return ids
+    content = length - 2
+    rows = []
+    for caption in captions:
+        ids = tokenizer(caption, add_special_tokens=False, verbose=False).input_ids
+        row: list[int] = []
+        for start in range(0, windows * content, content):
+            window = [
+                tokenizer.bos_token_id,
+                *ids[start : start + content],
+                tokenizer.eos_token_id,
+            ]
+            row += window + [tokenizer.pad_token_id] * (length - len(window))
+        rows.append(row)
+    return torch.tensor(rows)
 
 
 class StableDiffusion(Family):
@@ -19,17 +56,26 @@ class StableDiffusion(Family):
     objectives = ("epsilon", "v")
     downscale = 8
     max_text_length = None
+    most_clip_windows = MOST_CLIP_WINDOWS
     text_width_key = "cross_attention_dim"
     trainable_encoders: ClassVar[tuple[str, ...]] = ("text_encoder",)
     unneeded_parts = ("safety_checker", "feature_extractor", "image_encoder")
     adapted_blocks = ("Transformer2DModel",)
 
     def text_tokens(self, clip_length: int, max_length: int) -> int:
-        return clip_length
+        return clip_length * self.clip_windows(clip_length, max_length)
 
     def encode_text(
         self, pipe: Any, captions: list[str], *, max_length: int, **options: Any
     ) -> Mapping[str, Tensor]:
+        windows = self.clip_windows(pipe.tokenizer.model_max_length, max_length)
+        if windows > 1:
+            encoders = {part: getattr(pipe, part) for part in self.trainable_encoders}
+            tokenizers = [
+                getattr(pipe, part.replace("text_encoder", "tokenizer")) for part in encoders
+            ]
+            ids = [tokenize_windows(tokenizer, captions, windows) for tokenizer in tokenizers]
+            return self.encode_tokens(encoders, torch.stack(ids, 1).to(pipe._execution_device))
         return super().encode_text(
             pipe,
             captions,
@@ -39,7 +85,9 @@ class StableDiffusion(Family):
         )
 
     def encode_tokens(self, encoders: Mapping[str, nn.Module], ids_NPS: Tensor) -> Text:
-        return {"text": encoders["text_encoder"](ids_NPS[:, 0])[0]}
+        encoder: Any = encoders["text_encoder"]
+        hidden = encoder(_split_windows(encoder, ids_NPS[:, 0]))[0]
+        return {"text": _join_windows(hidden, len(ids_NPS))}
 
     def predict(
         self,
@@ -90,13 +138,13 @@ class SDXL(StableDiffusion):
 
     def encode_tokens(self, encoders: Mapping[str, nn.Module], ids_NPS: Tensor) -> Text:
         outputs = [
-            encoder(ids_NPS[:, i], output_hidden_states=True)
+            encoder(_split_windows(encoder, ids_NPS[:, i]), output_hidden_states=True)
             for i, encoder in enumerate(encoders.values())
         ]
-        return {
-            "text": torch.cat([output.hidden_states[-2] for output in outputs], -1),
-            "pooled": outputs[-1].text_embeds,
-        }
+        hidden = torch.cat([output.hidden_states[-2] for output in outputs], -1)
+        # the pooled text is that of a caption's first window
+        pooled = outputs[-1].text_embeds.unflatten(0, (len(ids_NPS), -1))[:, 0]
+        return {"text": _join_windows(hidden, len(ids_NPS)), "pooled": pooled}
 
     def predict(
         self,
@@ -116,6 +164,16 @@ class SDXL(StableDiffusion):
                 "time_ids": size_conditioning(noisy_NCHW, conditioning),
             },
         )[0]
+
+
+def _split_windows(encoder: Any, ids_NS: Tensor) -> Tensor:
+    """int64[N*windows L] for an encoder with L positions."""
+    return ids_NS.reshape(-1, encoder.config.max_position_embeddings)
+
+
+def _join_windows(hidden: Tensor, captions: int) -> Tensor:
+    """F[N*windows L D] -> F[N windows*L D]"""
+    return hidden.reshape(captions, -1, hidden.shape[-1])
 
 
 def size_conditioning(noisy_NCHW: Tensor, conditioning: Conditioning) -> Tensor:
