@@ -1,1 +1,3 @@
-"""Causal language models: rows of tokens, a loss for each next token, sampled answers."""
+"""Fine-tuning of causal language models: it reads rows of tokens, computes a loss by an objective,
+and generates sample answers.
+"""

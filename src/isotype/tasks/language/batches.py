@@ -1,5 +1,5 @@
-"""Batches for a causal language model: rows of tokens as tensors, padded or packed, with what its
-forward and its loss are given.
+"""Batches for a causal language model: rows of tokens as padded or packed tensors, and the inputs
+of the model's forward and of the loss.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from ...optimize.head import Targets
 from ...training.task import Feed
 from ...wording import pluralise
 
-# Rows are padded to a multiple: half-precision products prefer aligned sizes. On a GPU cuDNN's
-# attention also builds a plan for each new length, about 170 ms on an H100, so that there are few
-# of them.
+# Rows are padded to a multiple of one of these, because half-precision products are faster for
+# aligned sizes. On a GPU a larger multiple gives fewer different lengths, because cuDNN's attention
+# builds a plan for each new length, which takes about 170 ms on an H100.
 CPU_MULTIPLE = 8
 SHORT_ROW_MULTIPLE = 32
 GPU_MULTIPLE = 128
 
 
 def padded_length(longest: int, device_type: str) -> int:
-    """Of a batch whose longest row has so many tokens."""
+    """The length of a batch whose longest row has `longest` tokens."""
     is_short = longest <= GPU_MULTIPLE
     if device_type == "cpu":
         multiple = CPU_MULTIPLE
@@ -46,18 +46,18 @@ class Batch:
     """The inputs of the model and the labels of the loss.
 
     input_ids, labels  int[B T]
-    attention_mask     int[B T]  1 for real tokens; None where rows are packed
-    tokens             real ones
-    supervised         those that a causal loss counts
-    position_ids       int[B T]  of packed rows, beginning at 0 in each document: transformers keeps
-                       documents apart by them
-    counted            int[N]    where in the flattened B x T a next token is supervised, sorted;
-                       made on the host, so that a device's loss
-                                 computes those rows alone without telling the host how many there
-                                 are; None where every row is counted
-    documents          of packed rows, where each begins, made on the host
-    pictures           what the processor makes of the rows' pictures, by the names of the model's
-                       arguments: pixels, grids, token types
+    attention_mask     int[B T]  1 for real tokens; None if rows are packed
+    tokens                       the number of real tokens
+    supervised                   the number of tokens that a causal loss counts
+    position_ids       int[B T]  positions of packed rows, which begin at 0 in each document;
+                                 transformers separates documents by them
+    counted            int[N]    the sorted positions in the flattened B x T at which the next token
+                       is
+                                 supervised; None if all are. It is computed on the host, so that
+                                 the loss on a device need not tell the host how many there are
+    documents                    where each document of packed rows begins, computed on the host
+    pictures                     the processor's outputs for the rows' pictures, by the names of the
+                                 model's arguments: pixels, grids, token types
     """
 
     input_ids: Tensor
@@ -96,8 +96,8 @@ class Batch:
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """The arguments of a causal model's forward. Without a cache: with one, transformers would
-        ignore the positions.
+        """The arguments of a causal model's forward. The cache is off, because transformers ignores
+        the positions if it is on.
         """
         if self.position_ids is None:
             mask_or_positions = {"attention_mask": self.attention_mask}
@@ -111,7 +111,7 @@ class Batch:
         }
 
     def join_packed_rows(self) -> Batch:
-        """Packed rows one after the other, as varlen attention takes them. The first label of each
+        """Joins packed rows into one row, as varlen attention requires. The first label of each row
         is masked already.
         """
         assert self.position_ids is not None, "only packed rows may lie in one"
@@ -124,7 +124,9 @@ class Batch:
 
 
 def move_to_device(values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Those that lie on a device, on this one: tensors, and batches of them."""
+    """Moves the values that lie on a device, tensors and batches, to this one; leaves out the
+    others.
+    """
     return {
         name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value.to(device)
         for name, value in values.items()
@@ -135,11 +137,11 @@ def move_to_device(values: Mapping[str, Any], device: torch.device) -> dict[str,
 def collate(
     rows: Sequence[Row], *, pad_id: int, device_type: str = "cpu", pictures: Pictures | None = None
 ) -> Batch:
-    """Pads on the right to the longest row, rounded up to the multiple that `device_type` wants;
-    padding is never supervised.
+    """Makes a batch of rows, padded on the right to `padded_length` of the longest row. Padding is
+    never supervised.
 
-    All rows have pictures, or none has. Rows of one document each get a mask. Where one is packed,
-    all get positions, and padding is a document of its own.
+    All rows must have pictures, or none. If no row is packed, the batch has a mask. If a row is
+    packed, the batch has positions instead, and padding counts as another document.
     """
     longest = padded_length(max(len(row.input_ids) for row in rows), device_type)
     input_ids = torch.full((len(rows), longest), pad_id, dtype=torch.long)
@@ -158,7 +160,7 @@ def collate(
             parts = [*(row.documents or (n,)), longest - n]
             lengths += parts
             positions[i] = torch.cat([torch.arange(part) for part in parts])
-    # the first label of a row is not predicted: the loss uses labels[1:]
+    # nothing predicts the first label of a row: the loss uses labels[1:]
     counted = (
         (F.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten() != IGNORED).nonzero().squeeze(-1)
     )
@@ -181,8 +183,8 @@ def collate(
 
 
 def split_by_pictures(rows: Sequence[Any]) -> list[Sequence[Any]]:
-    """The rows in parts that can be one batch: processors take pictures for all rows of a batch, or
-    for none.
+    """Splits rows into those with pictures and those without. A batch may contain only one kind,
+    because processors take pictures for all rows of a batch or for none.
     """
     has_pictures = [bool(getattr(row, "pictures", ())) for row in rows]
     if all(has_pictures) or not any(has_pictures):
@@ -194,22 +196,22 @@ def split_by_pictures(rows: Sequence[Any]) -> list[Sequence[Any]]:
 
 
 def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
-    """What the model's forward is given: the smallest mask with which every supervised token sees
-    what it should.
+    """The arguments of the model's forward, with the smallest mask under which every supervised
+    token attends to the right tokens.
 
-    Right padding needs none under causal attention: no real token attends to what comes after it,
-    and nothing is counted of padding. A mask costs the fast kernels, so that models keep one only
-    where they read it otherwise. On a GPU packed documents are told apart by their bounds, which
-    also let windows and softcaps run in kernels.
+    Causal attention needs no mask for padding on the right: no real token attends to later tokens,
+    and the loss does not count padding. With a mask attention cannot use its fast kernels. So the
+    mask is removed unless the model needs it for something else. On a GPU packed documents are
+    separated by their bounds, with which windows and softcaps also run in kernels.
     """
     inputs = batch.inputs
     if batch.position_ids is not None and has_grid_positions(model):
-        # the first row keeps documents apart, the others are time, height and width: of text they
-        # are equal
+        # the first row separates documents; the others are time, height and width, which are equal
+        # for text
         inputs["position_ids"] = batch.position_ids.expand(4, -1, -1)
     if batch.pictures:
-        # the family's own mask: tokens of a picture may see each other (Gemma 3), or text its
-        # pictures across (Llama 3.2 Vision)
+        # the model makes its mask itself: tokens of a picture may attend to each other (Gemma 3),
+        # or text to its pictures by cross-attention (Llama 3.2 Vision)
         return inputs
     if (
         planned_device_type(batch.input_ids.device) == "cuda"
@@ -225,8 +227,9 @@ def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
 
 
 def has_grid_positions(model: nn.Module) -> bool:
-    """Whether the model's positions have rows for time, height and width, as those of Qwen's
-    vision-language models do. Given one row of packed positions, Qwen2.5-VL would see one document.
+    """Whether the model's positions have rows for time, height and width, as in Qwen's
+    vision-language models. With a single row of packed positions Qwen2.5-VL would take all
+    documents for one.
     """
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else None
@@ -234,19 +237,20 @@ def has_grid_positions(model: nn.Module) -> bool:
 
 
 def needs_single_packed_row(model: nn.Module) -> bool:
-    """Whether packed rows must lie in one row to be kept apart: FlashAttention's varlen path looks
-    at positions of a single row only.
+    """Whether packed rows must be joined into one row, so that attention separates their documents.
+    FlashAttention's varlen path reads the positions of a single row only.
     """
     return "flash" in str(getattr(getattr(model, "config", None), "_attn_implementation", ""))
 
 
 def next_tokens(batch: Batch, *, every_row: bool) -> Targets:
-    """What a causal loss predicts: the label at t is predicted at t - 1, and -100 is no label.
+    """The targets of a causal loss: the label at t is the target of position t - 1, and -100 is no
+    label.
 
-    every_row  rows without a label are given too, and skipped by the loss; else the rows of
-               `batch.counted`
+    every_row  includes positions without a label, which the loss skips; otherwise only the
+               positions of `batch.counted`
     """
-    # the labels move, not the hidden states, which would be copied
+    # shifts the labels instead of the hidden states, since shifting would copy these
     targets_N = F.pad(batch.labels[:, 1:], (0, 1), value=IGNORED).flatten()
     if every_row or batch.counted is None:
         return Targets(targets_N)
@@ -254,7 +258,7 @@ def next_tokens(batch: Batch, *, every_row: bool) -> Targets:
 
 
 def row_feed(data: LoadedData, *, seed: int, shuffle: bool) -> Feed[Row]:
-    """The training rows of a run in the order it sees them."""
+    """The feed of a run's training rows, in the order in which it trains on them."""
     if data.stream is not None:
         stream: Feed[Row] = data.stream
         return stream
@@ -262,6 +266,6 @@ def row_feed(data: LoadedData, *, seed: int, shuffle: bool) -> Feed[Row]:
 
 
 def longest_rows(rows: Sequence[Any], count: int) -> list[Any]:
-    """The longest of the rows, the longest first."""
+    """The `count` longest rows, the longest first."""
     lengths = row_lengths(rows)
     return [rows[i] for i in sorted(range(len(rows)), key=lambda i: -lengths[i])[:count]]

@@ -1,4 +1,4 @@
-"""The checks of tokens before step 1: labels, the tokenizer, positions, packing."""
+"""The preflight's checks of language data: labels, the tokenizer, positions, packing."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ MIN_UNLEARNT_SHARE = (
     0.05  # below this share, rows without a token to learn are only listed in data.json
 )
 ANSWER_FORMATS = {"messages", "sharegpt", "alpaca", "prompt_completion", "preference", "labelled"}
-# of the median distance from the mean row: transformers draws new rows around the mean with 1e-9 of
-# the covariance
+# a share of the median distance from the mean row; transformers draws new rows around the mean with
+# 1e-9 of the covariance
 NEAR_MEAN = 0.05
-NEAR_ZERO = 1e-3  # of the median norm
-# tokens of each document in the trial of packing: a leak is there from the first token on
+NEAR_ZERO = 1e-3  # a share of the median norm
+# tokens of each document in the check of packing: a leak shows from the first token on
 TRIAL_TOKENS = 64
-LEAK_TOLERANCE = 1e-3  # of the largest logit; masked attention gives exactly 0
+LEAK_TOLERANCE = 1e-3  # a share of the largest logit; masked attention gives exactly 0
 
 
 def training_formats(subject: Subject) -> set[str]:
-    """The formats of the training files, as data.json has them."""
+    """The formats of the training files, as data.json names them."""
     return {
         form
         for file in subject.task.data.facts["train"]["files"]
@@ -45,7 +45,9 @@ def training_formats(subject: Subject) -> set[str]:
 
 
 def rows_without_learnt_tokens(subject: Subject) -> Iterator[Finding]:
-    """PF005: Rows that were dropped for it while the data was read, and rows that got through."""
+    """PF005: counts rows without a token to learn, both those that were dropped when the data was
+    read and those that remain.
+    """
     for name, rows in (("train", subject.task.data.documents), ("eval", subject.task.data.eval)):
         facts = subject.task.data.facts[name]
         masked = sum(n == 0 for n in row_supervised(rows))
@@ -72,7 +74,9 @@ def rows_without_learnt_tokens(subject: Subject) -> Iterator[Finding]:
 
 
 def _fix_for_unlearnt_rows(drop_reasons: set[str], masked: int, names: SettingNames) -> str:
-    """Advice that fits the reasons: a larger max_length does not help a row without an answer."""
+    """Advice that depends on the reasons, since a larger max_length does not help a row without an
+    answer.
+    """
     if drop_reasons == {EMPTY_REASON} and not masked:
         return (
             "write the missing answers, or take these rows out of the file; training goes on"
@@ -85,8 +89,8 @@ def _fix_for_unlearnt_rows(drop_reasons: set[str], masked: int, names: SettingNa
 
 
 def learnt_prompts(subject: Subject) -> Iterator[Finding]:
-    """PF006: Chats and prompt/completion pairs of which every token is learnt, although only
-    answers are meant.
+    """PF006: finds data of chats or prompt/completion pairs in which every token is learnt,
+    although only answers should be.
     """
     rows = subject.task.data.documents
     if (
@@ -112,8 +116,8 @@ def learnt_prompts(subject: Subject) -> Iterator[Finding]:
 
 
 def unlearnt_end_token(subject: Subject) -> Iterator[Finding]:
-    """PF007: Generation stops at the tokenizer's end token and those of the model; a run that never
-    learns one of them does not stop.
+    """PF007: finds data in which no end token is learnt. Generation stops only at the end tokens of
+    the tokenizer and the model, so a model that never learns one does not stop.
     """
     data = subject.task.data
     tokenizer = subject.task.tokenizer
@@ -176,8 +180,8 @@ def _has_masked_end(row: Row, end_ids: set[int]) -> bool:
 
 
 def ids_beyond_embeddings(subject: Subject) -> Iterator[Finding]:
-    """PF008: Ids in rows and prompts. A tokenizer's size is checked when the model is loaded; ids
-    may lie beyond it.
+    """PF008: finds token ids in rows and prompts for which the model has no embedding. The size of
+    the tokenizer is checked when the model is loaded, but single ids may lie beyond it.
     """
     rows = _embedding_table(subject, output=False).weight.shape[0]
     prompts = [i for prompt in subject.task.prompts for i in prompt.input_ids]
@@ -203,8 +207,8 @@ def ids_beyond_embeddings(subject: Subject) -> Iterator[Finding]:
 
 
 def untrained_new_tokens(subject: Subject) -> Iterator[Finding]:
-    """PF009: Added tokens that occur in the training rows, and whose frozen row is zero or the mean
-    of all, as resizing leaves it.
+    """PF009: finds added tokens of the training rows whose frozen embedding was never trained: it
+    is zero or the mean of all, as resizing leaves it.
     """
     added_ids = set(subject.task.tokenizer.added_tokens_decoder) - {
         subject.task.tokenizer.pad_token_id
@@ -239,7 +243,7 @@ def untrained_new_tokens(subject: Subject) -> Iterator[Finding]:
 
 
 def untrained_rows(weight: Tensor, rows: list[int]) -> list[int]:
-    """Those of `rows` that are nearly zero or nearly the mean row.
+    """The rows of `weight`, among `rows`, that are nearly zero or nearly the mean row.
 
     weight  F[V H]
     inside  fp32, over at most 4096 rows
@@ -250,7 +254,7 @@ def untrained_rows(weight: Tensor, rows: list[int]) -> list[int]:
     mean_H = sample_SH.mean(0)
     usual_norm = sample_SH.norm(dim=1).median()
     usual_distance = (sample_SH - mean_H).norm(dim=1).median()
-    # the same row for every token: a test model, or one that is broken in another way
+    # every token has the same row: a test model, or a model with another defect
     if usual_distance == 0:
         return []
     rows_RH = weight.detach()[torch.tensor(rows, device=weight.device)].float()
@@ -261,7 +265,7 @@ def untrained_rows(weight: Tensor, rows: list[int]) -> list[int]:
 
 
 def missing_template(subject: Subject) -> Iterator[Finding]:
-    """PF010: chats without a template."""
+    """PF010: finds chats with a tokenizer that has no chat template."""
     template = subject.task.data.facts["template"]
     if not template or template["source"] != "default":
         return
@@ -287,13 +291,13 @@ def _embedding_table(subject: Subject, *, output: bool) -> Any:
 
 
 def rows_beyond_positions(subject: Subject) -> Iterator[Finding]:
-    """PF020: A table of positions ends; rotary positions continue, with angles that the model was
-    not trained on.
+    """PF020: finds rows that are longer than the model's positions. This is an error for a table of
+    positions. Rotary positions continue, with angles that the model was not trained on.
     """
     model: Any = inner_model(subject.prepared.model)
     position_count = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     facts = subject.task.data.facts
-    # of documents: packed ones begin at 0 each
+    # lengths of documents, since positions begin at 0 in each packed document
     longest = max(facts[side]["lengths"]["longest"] for side in ("train", "eval"))
     if not isinstance(position_count, int) or longest <= position_count:
         return
@@ -323,12 +327,13 @@ def rows_beyond_positions(subject: Subject) -> Iterator[Finding]:
 
 
 def packed_document_leakage(subject: Subject) -> Iterator[Finding]:
-    """PF018: in a packed row, one document changes what the model predicts in another.
+    """PF018: finds models for which, in a packed row, one document changes the predictions in
+    another.
 
-    Attention is kept apart by positions, which every attention back end of transformers turns into
-    a mask or into cumulative lengths. A layer that carries a state along the row (a convolution, a
-    recurrence) does not look at them, and neither does an attention of a model's own, or a model
-    that has its mask made without them (GPT-OSS).
+    Positions separate the documents: every attention back end of transformers converts them to a
+    mask or to cumulative lengths. Some layers ignore them: a layer with a state along the row (a
+    convolution, a recurrence), a custom attention, or an attention whose mask is made without
+    positions (GPT-OSS).
     """
     if not subject.config.data.packing:
         return
@@ -342,7 +347,7 @@ def packed_document_leakage(subject: Subject) -> Iterator[Finding]:
                 pad_id=subject.task.tokenizer.pad_token_id,
                 device=prepared.device,
             )
-        except STEP_ERRORS:  # the rehearsed step has said it
+        except STEP_ERRORS:  # the rehearsal of the step has reported this error
             return
     if leak <= LEAK_TOLERANCE:
         return
@@ -367,8 +372,8 @@ def packed_document_leakage(subject: Subject) -> Iterator[Finding]:
 def measure_leakage(
     model: nn.Module, rows: Sequence[Row], *, pad_id: int, device: torch.device
 ) -> float:
-    """By how much the logits of a document move when the tokens of the one before it in a packed
-    row change, relative to the largest.
+    """The largest change of a document's logits, relative to the largest logit, when the tokens of
+    the previous document in a packed row change.
     """
     lengths = (min([TRIAL_TOKENS, *row.documents[:1], len(row.input_ids)]) for row in rows)
     documents = [Row(row.input_ids[:n], row.labels[:n], 0) for row, n in zip(rows, lengths)]

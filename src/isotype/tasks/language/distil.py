@@ -1,8 +1,8 @@
 """`distil`: the model learns the next-token distributions of a teacher with the same vocabulary, at
 every learnt token.
 
-loss of a token  (1 - cross_entropy) D + cross_entropy (-ln p(token)), D as `ops.linear_divergence`
-                 defines it by `beta` and `temperature`
+The loss of a token is (1 - cross_entropy) D + cross_entropy (-ln p(token)). D is the divergence
+that `ops.linear_divergence` defines by `beta` and `temperature`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .objective import NextToken, OtherModels, refuse_balancing_loss
 
 
 class Distil(NextToken):
-    """A step's loss is the mean over its learnt tokens."""
+    """The objective `distil`. A step's loss is the mean over its learnt tokens."""
 
     teacher: nn.Module | None = None
 
@@ -74,8 +74,8 @@ class Distil(NextToken):
     def load_other_models(
         self, tokenizer: Any, precision: Precision, device: torch.device | None
     ) -> OtherModels:
-        """The teacher, frozen, in the dtype of products. Raises UsageError for one with another
-        vocabulary.
+        """Loads the teacher, frozen, in the dtype of `precision.compute`. Raises UsageError for a
+        teacher with another vocabulary.
         """
         assert self.settings.teacher is not None, "checked before anything is loaded"
         name = self.settings.teacher
@@ -131,8 +131,8 @@ class Distil(NextToken):
         )
 
     def loss_sum(self, model: nn.Module, batch: Batch, divisor: int = 1, *, dtype: str) -> Tensor:
-        """float[], or float[3] with a share of cross-entropy. Where there is no teacher yet, in a
-        plan, the student is its own.
+        """Returns the sum of the losses, float[], or float[3] with its measures if cross-entropy
+        has a share. In a plan no teacher is loaded, and the student takes its place.
         """
         teacher = model if self.teacher is None else self.teacher
         if batch.position_ids is not None and (
@@ -161,8 +161,11 @@ class Distil(NextToken):
 
 
 class HeadInputs(NamedTuple):
-    """What a head made its logits of: softcap tanh(scale z / softcap) of z = hidden @ weight^T +
-    bias, or scale z; or the logits.
+    """The inputs from which a head computes its logits, or, without `weight`, the logits in
+    `hidden`.
+
+    With z = hidden @ weight^T + bias the logits are scale z, or with a softcap
+    softcap tanh(scale z / softcap).
     """
 
     hidden: Tensor
@@ -172,7 +175,7 @@ class HeadInputs(NamedTuple):
     softcap: float | None = None
 
     def logits(self, classes: int, dtype: str) -> Tensor:
-        """[N classes] in `dtype`: the first ones."""
+        """The logits of the first `classes` classes, [N classes] in `dtype`."""
         if self.weight is None:
             return self.hidden[:, :classes].to(to_torch(dtype))
         z = F.linear(self.hidden, self.weight, self.bias)[:, :classes].to(to_torch(dtype))
@@ -192,7 +195,7 @@ class HeadInputs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HeadRecorder(Targets):
-    """Keeps what the teacher's head was given, in place of a loss."""
+    """Targets that record the inputs of the teacher's head instead of computing a loss."""
 
     heads: list[HeadInputs] = field(default_factory=list)
 
@@ -216,8 +219,8 @@ def _select_rows(x_BTH: Tensor, rows: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudentTargets(Targets):
-    """The loss of a student beside this teacher. Heads that are padded differently are compared
-    over the classes that both have.
+    """Targets that compute the student's loss against the recorded teacher. If the two heads have
+    different numbers of classes, as padding may cause, the common classes are compared.
     """
 
     teacher_head: HeadInputs

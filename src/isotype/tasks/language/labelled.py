@@ -1,10 +1,16 @@
-"""`kto`: learns from answers with a label. Source: Ethayarajh et al. 2024, equation 8.
+"""`kto`: learns from answers that are labelled as wanted or unwanted.
 
-h = beta (c - cr - z) of a wanted answer, beta (z - (c - cr)) of an unwanted one; its loss is w (1 -
-sigmoid(h)), w its side's weight
-c, cr  log-probability of the answer, and that under the model as the run starts
-z      max(0, mean of p - pr) of the partners of a whole step, without gradient: an estimate of how
-       far the model is from its start
+The loss of an answer is w (1 - sigmoid(h)). For a wanted answer h = beta (c - cr - z), and for an
+unwanted one h = beta (z - (c - cr)).
+
+w       the weight of wanted, or of unwanted answers
+c, cr   the log-probability of the answer under the model, and under the reference, which is the
+        model as the run starts
+z       max(0, mean of p - pr) over a whole step, without gradient. It estimates how far the model
+        is from the reference
+p, pr   the log-probabilities of the answer's partner: the same prompt with the answer to another
+        one
+Source  Ethayarajh et al. 2024, equation 8
 """
 
 from __future__ import annotations
@@ -39,8 +45,8 @@ KTO_MEASURES = (
 
 
 def kto_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """TRL's metrics of a step or an evaluation from its means over all answers; a side without
-    answers has none.
+    """Computes TRL's metrics of a step or an evaluation from its means over all answers. If there
+    is no wanted or no unwanted answer, the metrics of this side are left out.
     """
     metrics = {name: sums[name] for name in ("rewards/accuracies", "kl")}
     for side, share in (("chosen", sums["wanted"]), ("rejected", 1.0 - sums["wanted"])):
@@ -56,11 +62,14 @@ def kto_metrics(sums: Mapping[str, float]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class AnswerBatch(BatchOfAnswers):
-    """answers, partners  B rows each
-    desirable          bool[B]
-    reference          fp32[2 B]  of each answer and its partner in turn, under the model as the run
-                       starts; None where not known
-    reference_point    fp32[]     z, once the whole step's is known
+    """A batch of labelled answers, each with its partner.
+
+    answers, partners             B rows each
+    desirable          bool[B]    whether the answer is wanted
+    reference          fp32[2 B]  log-probabilities under the reference: of each answer and its
+                       partner
+                                  in turn; None before they are computed
+    reference_point    fp32[]     z of the whole step; None before `prepare_step`
     """
 
     answers: Batch
@@ -78,7 +87,7 @@ class AnswerBatch(BatchOfAnswers):
 
 
 class Kto(Preference):
-    """Learns from labels. A step's loss is the mean over its answers."""
+    """The objective `kto`. A step's loss is the mean over its answers."""
 
     metric_names = MetricNames(
         units="tokens",
@@ -139,7 +148,9 @@ class Kto(Preference):
     def prepare_step(
         self, model: nn.Module, batches: Iterable[Any], world: World, *, dtype: str
     ) -> Iterable[Any]:
-        """Gives the batches of a step, or of an evaluation, their reference point."""
+        """Computes the reference point z of a step, or of an evaluation, and adds it to its
+        batches.
+        """
         batch_list = list(batches)
         drifts = []
         count = 0.0
@@ -169,8 +180,8 @@ class Kto(Preference):
     def loss_sum(
         self, model: nn.Module, batch: AnswerBatch, divisor: int = 1, *, dtype: str
     ) -> Tensor:
-        """fp32[1 + measures]. A reference that is not known yet is taken to be the model itself, as
-        it is in the first step.
+        """Returns the sums of the losses and measures, fp32[1 + measures]. Without reference values
+        it uses those of the model itself, which are equal in the first step.
         """
         logps = answer_log_probs(model, batch.answers, dtype=dtype)
         section = self.config.preference

@@ -1,5 +1,5 @@
-"""What a language run learns: `train.objective` chooses the object that has the rows, the batch,
-the loss and the words.
+"""The objectives of a language run. `train.objective` selects one; it defines the rows, the
+batches, the loss and the names of metrics.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ Header = list[tuple[str, str]]  # rows of a label and a text
 
 @dataclass(frozen=True)
 class OtherModels:
-    """Other models that a run holds: their bytes, and lines about them."""
+    """The other models that a run keeps in memory: their bytes, and lines about them."""
 
     bytes: int = 0
     notes: Sequence[str] = ()
 
 
 class Objective(ABC):
-    """The part of a language run that depends on what is learnt.
+    """The part of a language run that depends on its objective.
 
-    format       the one format of data that the objective learns from; None for formats of one
-                 answer a row
-    answers_per_row  rows of the model that are one of the data's
-    has_score_head  the model has a score head in place of one for tokens
-    train, eval  the rows, after `set_data`
+    format           the data format that the objective requires; None for all formats with one
+                     answer per row
+    answers_per_row  the number of rows of the model's input per row of the data
+    has_score_head   whether the model has a score head in place of the language-model head
+    train, eval      the rows; they exist after `set_data`
     """
 
     metric_names: MetricNames
@@ -61,21 +61,21 @@ class Objective(ABC):
     def __init__(self, config: RunConfig) -> None:
         self.config = config
 
-    def check(self) -> None:  # noqa: B027  # some keep every setting
-        """Raises  UsageError for settings that the objective cannot keep"""
+    def check(self) -> None:  # noqa: B027  # some objectives support every setting
+        """Raises UsageError for settings that the objective does not support."""
 
     @abstractmethod
     def set_data(self, data: LoadedData) -> None: ...
 
     @abstractmethod
     def check_model(self, model: nn.Module) -> None:
-        """Raises  UsageError for a model that the objective cannot train"""
+        """Raises UsageError for a model that the objective cannot train."""
 
     def load_other_models(
         self, tokenizer: Any, precision: Precision, device: torch.device | None
     ) -> OtherModels:
-        """Loads the other models that the objective reads; only counts them without a device.
-        Raises UsageError
+        """Loads the other models that the objective needs. Without a device it only counts their
+        bytes. Raises UsageError.
         """
         return OtherModels()
 
@@ -89,7 +89,7 @@ class Objective(ABC):
     def collate(self, rows: Sequence[Any], *, pad_id: int, device_type: str) -> Batch: ...
 
     def outline_batch(self, batch: Any) -> Any:
-        """The batch of a memory plan, from one of tokens without data."""
+        """Builds the objective's batch for a memory plan, from a batch of tokens without data."""
         return batch
 
     @abstractmethod
@@ -98,7 +98,7 @@ class Objective(ABC):
     def prepare_step(
         self, model: nn.Module, batches: Iterable[Any], world: World, *, dtype: str
     ) -> Iterable[Any]:
-        """As `Task.prepare_step`, of a step or of all batches of an evaluation."""
+        """Implements `Task.prepare_step`, for a step or for all batches of an evaluation."""
         return batches
 
     def checks(self) -> Mapping[str, tuple[Check, ...]]:
@@ -118,7 +118,7 @@ class Objective(ABC):
 
 
 class NextToken(Objective):
-    """`sft`: cross-entropy of every learnt token."""
+    """The objective `sft`: the cross-entropy of every learnt token."""
 
     metric_names = MetricNames(units="tokens", unit="tok", weight="supervised")
 
@@ -131,7 +131,7 @@ class NextToken(Objective):
         self.data, self.train, self.eval, self.pictures = data, data.train, data.eval, data.pictures
 
     def check_model(self, model: nn.Module) -> None:
-        """Every model is trained; a mixture with its family's balancing loss."""
+        """Accepts every model, and reads the coefficient of a mixture's balancing loss."""
         self.balance_coefficient = balancing_coefficient(model, self.config.train.aux_loss)
         if self.balance_coefficient:
             self.metric_names = replace(self.metric_names, measures=(AUX_LOSS,), live=(AUX_LOSS,))
@@ -150,7 +150,7 @@ class NextToken(Objective):
             return batch_loss_sum(model, batch, divisor, dtype=dtype)
         with record_router_scores(model) as scores:
             loss = batch_loss_sum(model, batch, divisor, dtype=dtype).float()
-        # as a share of a step's; an evaluation's loss stays the tokens' own
+        # weighted by the batch's share of the step; in an evaluation it is not added to the loss
         balance_loss = balancing_loss(model, scores, batch.attention_mask).to(loss.device) * (
             batch.weight / divisor
         )
@@ -165,27 +165,27 @@ class NextToken(Objective):
 def batch_loss_sum(
     model: nn.Module, batch: TokenBatch, divisor: int = 1, *, dtype: str = "fp32"
 ) -> Tensor:
-    """The cross-entropy of a batch, summed over its supervised tokens, over `divisor`: float[] in
-    `dtype`, `precision.loss`.
+    """The cross-entropy of a batch, summed over its supervised tokens and divided by `divisor`:
+    float[] in `dtype`, which is that of `precision.loss`.
 
     An optimized head computes an fp32 loss by an op, without storing the logits.
     """
     if batch.position_ids is not None and needs_single_packed_row(model):
         batch = batch.join_packed_rows()
-    # on a CPU the loss finds the rows that count itself
+    # on a CPU the loss itself skips the positions without a label
     targets = next_tokens(batch, every_row=planned_device_type(batch.labels.device) == "cpu")
     inputs = model_inputs(model, batch)
     if getattr(getattr(model, "config", None), "output_router_logits", False):
-        # `scores_of` reads them, for a loss with the mask of the data
+        # `record_router_scores` reads them by hooks instead
         inputs["output_router_logits"] = False
     return compute_loss(model, inputs, replace(targets, divisor=divisor, dtype=dtype))
 
 
-# --- a mixture's balancing loss, which keeps its router from choosing few experts: the family's own
-# function and coefficient. transformers adds it to the loss of a model that is given labels and has
-# `output_router_logits`. The head's loss is computed apart from the model here, so that the
-# routers' scores are read by hooks, and the family's function is called on them with the mask of
-# the data
+# --- the balancing loss of a mixture of experts, which prevents its router from choosing few
+# experts. Function and coefficient are those of the model family. transformers adds it to the loss
+# of a model that gets labels and has `output_router_logits`. Here the loss is computed outside of
+# the model. So hooks read the scores of the routers, and the family's function is called with them
+# and the mask of the data
 
 AUX_LOSS = "aux_loss"
 _FUNCTION_NAME = "load_balancing_loss_func"
@@ -194,8 +194,8 @@ _ROUTERS: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()
 
 
 def balancing_coefficient(model: nn.Module, configured: float | None) -> float:
-    """The coefficient of a run: `train.aux_loss`, else the model's own where its config asks for
-    the loss, else 0.
+    """The coefficient of the balancing loss: `train.aux_loss`, or else that of the model if its
+    config asks for the loss, or else 0.
 
     Raises  UsageError for a model whose family has no such loss
     """
@@ -216,8 +216,8 @@ def balancing_coefficient(model: nn.Module, configured: float | None) -> float:
 
 
 def refuse_balancing_loss(model: nn.Module, configured: float | None, objective: str) -> None:
-    """Raises UsageError for a mixture whose config asks for its balancing loss, in a run whose loss
-    has none.
+    """Raises UsageError for a mixture whose config asks for its balancing loss, with an objective
+    that does not support it.
     """
     if coefficient := balancing_coefficient(model, configured):
         raise UsageError(
@@ -228,7 +228,9 @@ def refuse_balancing_loss(model: nn.Module, configured: float | None, objective:
 
 
 def find_mixture(model: nn.Module) -> Any:
-    """The causal LM inside that has routers and a balancing loss, or None."""
+    """The causal language model within `model` that has routers and a balancing loss; None if there
+    is none.
+    """
     candidates = (
         m
         for m in model.modules()
@@ -238,8 +240,8 @@ def find_mixture(model: nn.Module) -> Any:
 
 
 def _find_balancing_function(model: nn.Module) -> Any:
-    """The family's; None without one. FSDP makes a class of its own for the model, in another
-    module than the family's.
+    """The function of the model family that computes its balancing loss; None if it has none. All
+    base classes are searched, because FSDP replaces the model's class by one of another module.
     """
     modules = (sys.modules[kind.__module__] for kind in type(model).__mro__)
     return next(
@@ -250,8 +252,8 @@ def _find_balancing_function(model: nn.Module) -> Any:
 
 @contextmanager
 def record_router_scores(model: nn.Module) -> Iterator[list[Tensor]]:
-    """What the routers give in the forward that runs within this block, layer by layer; a
-    recompute's, inside backward, are not read.
+    """Records the scores of the routers in the forward within this block, layer by layer. The
+    scores of a recompute, in backward, are not recorded.
     """
     if model not in _ROUTERS:
         recorded = [getattr(m, "_can_record_outputs", None) or {} for m in model.modules()]
@@ -276,7 +278,7 @@ def record_router_scores(model: nn.Module) -> Iterator[list[Tensor]]:
 
 
 def balancing_loss(model: nn.Module, scores: list[Tensor], mask: Tensor | None) -> Tensor:
-    """fp32[]: of the tokens that are no padding."""
+    """The balancing loss of all tokens that are not padding: fp32[]."""
     mixture_model = find_mixture(model)
     loss: Tensor = _find_balancing_function(mixture_model)(
         tuple(logits.float() for logits in scores),

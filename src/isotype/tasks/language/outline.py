@@ -1,5 +1,5 @@
-"""A language run without data, for the memory plan: the model on the meta device, its largest step,
-evaluation and sample.
+"""Builds the parts of a language run that a memory plan needs, without data: the model on the meta
+device, and its largest step, evaluation and sample.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ def outline(
     device_type: str,
     has_pictures: bool = False,
 ) -> Outline:
-    """The model as `build_model` makes it, without its weights. Raises UsageError for adapter
-    targets it lacks.
+    """Builds the model as `build_model` does, but without its weights. Raises UsageError for
+    adapter targets that the model does not have.
     """
     trains_every_weight = config.adapter.kind == "none"
     dtype = precision.trainable if trains_every_weight else precision.unquantised
-    # flash and flex have the memory of auto's sdpa, and need packages or devices that a plan does
-    # not
+    # sdpa stands for flash and flex, which use the same memory but need packages or devices that
+    # may be missing here
     requested = config.model.attention
     attention = attention_options(
         AUTO if requested in ("flash", "flex") else requested, torch.device(device_type)
@@ -73,7 +73,8 @@ def outline(
                 or error
             ) from error
         base.config.use_cache = False
-        # finds a row's last token by the padding, for which a run gives it the tokenizer's
+        # a score head finds a row's last token by the padding token; a run sets that of the
+        # tokenizer
         if hasattr(base, SCORE):
             base.config.get_text_config().pad_token_id = 0
         total = sum(p.numel() for p in base.parameters())
@@ -123,7 +124,7 @@ def outline_largest_step(
     device_type: str = "cpu",
     objective: Objective | None = None,
 ) -> StepOutline:
-    """The largest step, evaluation and sample of a run on this data."""
+    """Describes the largest step, evaluation and sample of a run on this data."""
     longest = max((len(prompt.input_ids) for prompt in prompts), default=0)
     return outline_step(
         config,
@@ -152,12 +153,14 @@ def outline_step(
     device_type: str = "cpu",
     objective: Objective | None = None,
 ) -> StepOutline:
-    """The same from lengths in tokens; 0 where a run does not evaluate or sample.
+    """Describes the largest step, evaluation and sample of a run from lengths in tokens.
 
-    length         of the longest training row
-    sample_length  of the longest prompt with its answer
-    Packed rows bring a mask of every document instead of the causal one that attention makes
-    itself.
+    length         the length of the longest training row
+    eval_rows      the number of rows of an evaluation pass; 0 for a run that does not evaluate
+    eval_length    the length of the longest evaluation row
+    sample_length  the length of the longest prompt with its answer; 0 for a run that does not
+                   sample
+    With packing, batches have the positions and bounds of documents in place of a mask.
     """
     learned_objective = objective or NextToken(config)
     packing = config.data.packing
@@ -182,9 +185,7 @@ def outline_step(
             )
 
     def sampling(model: nn.Module, device: torch.device) -> None:
-        """Runs the prompt with its answer in one pass: at its end the cache has its largest
-        size.
-        """
+        """Runs prompt and answer in one pass, at whose end the cache has its largest size."""
         ids = torch.empty(1, sample_length, dtype=torch.long, device=device)
         with eval_mode(model), generating(model):
             outputs = model(input_ids=ids, use_cache=True, logits_to_keep=1)
@@ -207,8 +208,7 @@ def _empty_batch(rows: int, length: int, device: torch.device, *, packing: bool)
     mask, positions = (None, mask_BT) if packing else (mask_BT, None)
     supervised = rows * (length - 1)
     counted = torch.empty(supervised, dtype=torch.long, device=device)
-    # assumes one document per row: the number of documents changes only the size of the tensor of
-    # their bounds
+    # assumes one document per row: more documents only enlarge the small tensor of their bounds
     if packing:
         documents = Documents.from_rows(rows, length, device)._replace(whole_rows=False)
     else:
@@ -217,8 +217,8 @@ def _empty_batch(rows: int, length: int, device: torch.device, *, packing: bool)
 
 
 def _fill_inverse_frequencies(model: nn.Module) -> None:
-    """`optimize` runs the rotary module to see how its tables repeat: its frequencies need values,
-    any that differ.
+    """Gives the frequencies of rotary modules values on the CPU. `optimize` runs such a module to
+    see how its tables repeat, for which any different values will do.
     """
     for module in model.modules():
         for name, _ in module.named_buffers(recurse=False):

@@ -1,5 +1,5 @@
-"""dpo, ipo, simpo, orpo, cpo and reward: what a language run does with preference pairs, their
-batches and losses, and the log-probabilities that the model gives as the run starts.
+"""The objectives dpo, ipo, simpo, orpo, cpo and reward, which learn from preference pairs: their
+batches, their losses, and the reference log-probabilities of the model as the run starts.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from .checks import CHECKS, unlearnt_end_token
 from .objective import Header, Objective, refuse_balancing_loss
 
 REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
-# of models that call the function themselves
+# attributes with the dropout of modules that call `torch.nn.functional.dropout`
 DROPOUTS = ("dropout", "attention_dropout", "activation_dropout")
 LOGPS = ("logps/chosen", "logps/rejected")
 
 
 class BatchOfAnswers:
-    """What a batch shows of its `answers`, which are the rows of the model; `rows` are those of the
-    data.
+    """The common part of batches of pairs and of labelled answers. `answers` are the rows of the
+    model's input, and `rows` counts rows of the data.
     """
 
     answers: Batch
@@ -80,10 +80,12 @@ class BatchOfAnswers:
 
 @dataclass(frozen=True)
 class PairBatch(BatchOfAnswers):
-    """answers    2 B rows: the chosen and the rejected one of each pair in turn
-    lengths    fp32[2 B]  learnt tokens of each
-    reference  fp32[2 B]  log-probabilities under the model as the run starts; None where they are
-               not known or not used
+    """A batch of preference pairs.
+
+    answers               2 B rows: the chosen and the rejected answer of each pair in turn
+    lengths    fp32[2 B]  the number of learnt tokens of each answer
+    reference  fp32[2 B]  log-probabilities under the model as the run starts; None before they are
+                          computed, or if they are not used
     """
 
     answers: Batch
@@ -99,7 +101,9 @@ class PairBatch(BatchOfAnswers):
 
 
 def stack_references(rows: Sequence[Any]) -> Tensor | None:
-    """fp32[2 B]: of pairs, or of answers; None where they are not known yet."""
+    """Stacks the reference log-probabilities of rows, two per row: fp32[2 B]. None before they are
+    computed.
+    """
     values = [row.reference for row in rows if row.reference is not None]
     if len(values) == len(rows):
         return torch.tensor(values, dtype=torch.float32).flatten()
@@ -107,8 +111,8 @@ def stack_references(rows: Sequence[Any]) -> Tensor | None:
 
 
 def answer_log_probs(model: nn.Module, batch: Batch, *, dtype: str) -> Tensor:
-    """The log-probability of each row's learnt tokens, summed: fp32[B]. Only rows of learnt tokens
-    reach the head.
+    """The sum of the log-probabilities of each row's learnt tokens: fp32[B]. The head computes only
+    the positions of learnt tokens.
 
     inside  `dtype` for a token, fp32 for the sum
     """
@@ -124,8 +128,8 @@ def answer_log_probs(model: nn.Module, batch: Batch, *, dtype: str) -> Tensor:
 
 
 def row_sums(values_BT: Tensor) -> Tensor:
-    """fp32[B]. Halves are added, so that zeros behind a row change no bit of its sum: a row has one
-    sum however long its batch is.
+    """The sum of each row, fp32[B]. The sum is computed by adding halves, so that padding with
+    zeros does not change a bit of it: a row has the same sum in a batch of any length.
     """
     length = values_BT.shape[1]
     half = 1 << max(0, length - 1).bit_length()
@@ -137,7 +141,7 @@ def row_sums(values_BT: Tensor) -> Tensor:
 
 
 class Preference(Objective):
-    """Learns from pairs. A step's loss is the mean over its pairs."""
+    """The objectives that learn from pairs. A step's loss is the mean over its pairs."""
 
     metric_names = MetricNames(
         units="tokens",
@@ -241,8 +245,8 @@ class Preference(Objective):
         return PairBatch(batch, torch.empty(batch.rows, device=batch.input_ids.device), None)
 
     def loss_sum(self, model: nn.Module, batch: Any, divisor: int = 1, *, dtype: str) -> Tensor:
-        """fp32[1 + measures]. A reference that is not known yet is taken to be the model itself, as
-        it is in the first step.
+        """Returns the sums of the losses and measures, fp32[1 + measures]. Without reference values
+        it uses those of the model itself, which are equal in the first step.
         """
         logps = answer_log_probs(model, batch.answers, dtype=dtype)
         reference = batch.reference if batch.reference is not None else logps.detach()
@@ -270,7 +274,9 @@ class Preference(Objective):
         )
 
     def reference_log_probs(self, model: nn.Module, batch: Any, *, dtype: str) -> Tensor:
-        """fp32[2 B]: two values a row of the data."""
+        """Computes the log-probabilities for the reference: fp32[2 B], two values per row of the
+        data.
+        """
         return answer_log_probs(model, batch.answers, dtype=dtype)
 
     def prepare_training(
@@ -304,7 +310,9 @@ class Preference(Objective):
 
 
 class PairLogProbs(NamedTuple):
-    """Of B pairs, fp32[B] each. The reference is 0 for an objective without one."""
+    """The log-probabilities and lengths of the answers of B pairs, fp32[B] each. The reference
+    values are 0 for an objective without a reference.
+    """
 
     chosen: Tensor
     rejected: Tensor
@@ -315,7 +323,7 @@ class PairLogProbs(NamedTuple):
 
 
 class PairLosses(NamedTuple):
-    """losses, and what TRL calls rewards and logps: fp32[B] each."""
+    """The losses of B pairs, with the rewards and logps as TRL defines them: fp32[B] each."""
 
     losses: Tensor
     chosen_rewards: Tensor
@@ -325,9 +333,10 @@ class PairLosses(NamedTuple):
 
 
 def pair_losses(objective: str, settings: PreferenceSection, a: PairLogProbs) -> PairLosses:
-    """The losses of an objective, `nll` included. Rewards are beta times the log-probability of an
-    answer, over that of the reference where there is one; simpo and orpo take means over an
-    answer's tokens.
+    """The losses of an objective, `nll` included.
+
+    A reward is beta times the log-probability of an answer, minus that of the reference if the
+    objective has one. simpo and orpo use the mean over an answer's tokens instead of the sum.
     """
     beta = settings.beta
     smoothing = settings.label_smoothing
@@ -357,21 +366,22 @@ def pair_losses(objective: str, settings: PreferenceSection, a: PairLogProbs) ->
 
 
 def log1mexp(x: Tensor) -> Tensor:
-    """ln(1 - e^x) for x < 0, without cancellation on either side of ln 1/2; at 0, where it is -inf,
-    the value of -1e-6.
+    """Computes ln(1 - e^x) for x < 0 without cancellation. Near 0, where it tends to -inf, the
+    result is that of x = -1e-6.
     """
     x = x.clamp(max=-1e-6)
     return torch.where(x > -math.log(2), torch.log(-torch.expm1(x)), torch.log1p(-torch.exp(x)))
 
 
-# --- the reference: log-probabilities of every answer under the model as the run starts, adapter
-# on. They are computed once, before step 1, and kept in the run folder. So no second model is held,
-# and the reference is the same in full fine-tuning, on a 4-bit base, from a started adapter, and
-# after a start that changes the base
+# --- the reference: the log-probabilities of every answer under the model as the run starts, with
+# its adapter. They are computed once, before step 1, and stored in the run folder. So no second
+# model is in memory. The method is the same for full fine-tuning, a 4-bit base, an adapter that
+# continues an earlier one, and an adapter whose start changes the base
 
 REFERENCE_FILE = "reference.safetensors"
 Rows = Pairs | Labelled
-SHARDED_MODEL = "shared"  # in place of a fingerprint where no process has the whole model
+# recorded in place of a fingerprint if no process has the whole model
+SHARDED_MODEL = "shared"
 
 
 def add_reference(
@@ -385,11 +395,12 @@ def add_reference(
     folder: Path,
     world: World,
 ) -> Header:
-    """Gives the rows their reference, from the run folder where it has one of these rows; returns a
-    row of the header.
+    """Adds the reference log-probabilities to the rows; returns a row of the header. They are read
+    from the run folder if it has those of the same rows, and otherwise computed.
 
-    log_probs  two values a row: of both answers of a pair, or of an answer and its partner
-    Raises     UsageError where the folder's is of another model
+    log_probs  computes two values per row: of both answers of a pair, or of an answer and its
+               partner
+    Raises     UsageError if the folder has the reference of another model
     """
     is_sharded = any(local_part(p) is not p for p in model.parameters())
     identity = {
@@ -445,8 +456,8 @@ def _compute_log_probs(
     batch_size: int,
     world: World,
 ) -> list[float]:
-    """In the flat order. The processes take batches in turn, and all make as many passes, as a
-    shared model needs.
+    """Computes the reference log-probabilities: two values per row, in the order of the rows. The
+    processes take batches in turn, and all make the same number of passes, as a shared model needs.
     """
     by_length = np.argsort(pairs.lengths, kind="stable").tolist() if len(pairs) else []
     results = [0.0] * (2 * len(pairs))
@@ -463,8 +474,8 @@ def _compute_log_probs(
 
 
 def _load_reference(path: Path, identity: Mapping[str, str]) -> dict[str, list[float]]:
-    """What the folder has of the same rows; other rows are computed anew. Raises UsageError where
-    it is of another model.
+    """Reads the reference log-probabilities of the same rows from the run folder, for training and
+    evaluation rows. Raises UsageError if they are those of another model.
     """
     if not path.is_file():
         return {}
@@ -495,7 +506,9 @@ REWARD_MEASURES = ("accuracy", "margin", "mean_reward")
 
 
 class Reward(Preference):
-    """Learns scores from pairs. A step's loss is the mean over its pairs."""
+    """The objective `reward`: a reward model learns scores from pairs. A step's loss is the mean
+    over its pairs.
+    """
 
     metric_names = MetricNames(
         units="tokens",
@@ -538,8 +551,8 @@ class Reward(Preference):
         )
 
     def checks(self) -> Mapping[str, tuple[Check, ...]]:
-        """Those of rows and tokens; nothing is generated, and the trials of packing and padding
-        read logits of every position.
+        """The checks of the data, without that of the end token, because a reward model generates
+        nothing. The check of packing is left out too, because it reads logits of every position.
         """
         return {
             "data": tuple(check for check in CHECKS["data"] if check.run is not unlearnt_end_token)

@@ -1,4 +1,4 @@
-"""Saves what was trained, loads it as a user would, and evaluates it."""
+"""Saves a fully trained model, loads a result in the way a user would, and evaluates it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ from .objective import NextToken, Objective
 
 
 def save_model(model: Any, folder: Path, precision: Precision) -> None:
-    """An ordinary Hugging Face folder in `save_model`'s dtype."""
+    """Saves the model as an ordinary Hugging Face folder, in the dtype of
+    `precision.save_model`.
+    """
     dtype = to_torch(precision.save_model)
     names = embedding_and_head(model)
     state = model.state_dict()
@@ -54,13 +56,14 @@ def load_result(
     part: Part | None = None,
     adapter: AdapterSection | None = None,
 ) -> nn.Module:
-    """The saved adapter on a freshly loaded base, or the saved model, under the run's precision.
+    """Loads the saved model, or the saved adapter onto a freshly loaded base, under the run's
+    precision.
 
-    Code that came with the base lies beside a saved model, and is trusted there as it was in the
-    base.
+    The code of a base with remote code is saved beside the model. It is executed if the code of the
+    base was.
 
-    part  what this process will keep of the model, where several share it
-    adapter  the run's, which says what of a vision-language model stayed frozen
+    part     the part of the weights that this process will keep, if several share the model
+    adapter  the run's adapter settings, which decide what of a vision-language model was frozen
     """
     if (folder / "adapter_config.json").is_file():
         source = replace(source, text_only=is_trained_on_text_class(folder))
@@ -109,14 +112,14 @@ def evaluate(
     world: World = ALONE,
     objective: Objective | None = None,
 ) -> Evaluation:
-    """Rows are taken by length, so that little is padding; sums are kept in fp64; `weight` of the
-    result is what batches count.
+    """Returns the mean loss over the rows, and the objective's measures. Rows are sorted by length,
+    to reduce padding. Sums are in fp64. `weight` of the result is the sum of the batches' weights.
 
-    objective  by default that of next tokens
+    objective  by default `NextToken`
 
-    The processes of `world` take the batches in turn. All make as many passes, since the forward of
-    a sharded model is one of all processes: where the batches do not come out even, the last passes
-    compute the first rows once more, and count nothing.
+    The processes of `world` take the batches in turn. All make the same number of passes, because
+    the processes run the forward of a sharded model together. If a process has no batch left, it
+    computes the first row again, and this loss does not count.
     """
     objective = objective or NextToken(RunConfig())
     lengths = row_lengths(rows)

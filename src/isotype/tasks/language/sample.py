@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sample:
+    """A generated answer. `reference` is the answer of the data, if the prompt comes from a row."""
+
     prompt: str
     answer: str
     reference: str | None
@@ -44,7 +46,9 @@ def generation_config(
     temperature: float = 0.0,
     top_p: float = 1.0,
 ) -> GenerationConfig:
-    """Greedy at temperature 0; ends at the tokenizer's end token and at those the model names."""
+    """The settings of a generation, which is greedy at temperature 0. It ends at the tokenizer's
+    end token and at the end tokens that the model's configuration names.
+    """
     from transformers import GenerationConfig
 
     model_end_ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
@@ -78,12 +82,12 @@ def sample(
     world: World = ALONE,
     pictures: Pictures | None = None,
 ) -> list[Sample]:
-    """Generates answers, one prompt at a time, greedily by default. The training that follows is
-    bit-identical to one without samples.
+    """Generates answers, one prompt at a time, greedily by default. Later training steps are
+    bit-identical to those of a run without samples.
 
-    min_new_tokens  no answer ends before
-    world           the processes that share the model and call this together: all end with the one
-                    whose answer is longest
+    min_new_tokens  the least number of tokens of an answer
+    world           the processes that share the model and call this together: all continue until
+                    the longest answer has ended
     """
     config = generation_config(
         model,
@@ -108,7 +112,7 @@ def sample(
 def prompt_inputs(
     prompt: SamplePrompt, pictures: Pictures | None, device: torch.device
 ) -> dict[str, Tensor]:
-    """The arguments of `generate` for a prompt, its pictures among them."""
+    """The arguments of `generate` for a prompt, including its pictures."""
     ids = torch.tensor([list(prompt.input_ids)])
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if prompt.pictures and pictures is not None:

@@ -1,4 +1,4 @@
-"""Fine-tuning of a causal language model, as the training code sees it."""
+"""Fine-tuning of a causal language model: the implementation of `training.task.Task`."""
 
 from __future__ import annotations
 
@@ -57,8 +57,9 @@ OBJECTIVES: Mapping[str, Callable[[RunConfig], Objective]] = {
     "kto": Kto,
     "reward": Reward,
     "distil": Distil,
-}  # the others learn from pairs
-REHEARSED_TOKENS = 4  # of a shortened sample: the cache is used from the second on
+}  # all other objectives learn from pairs, by `Preference`
+# tokens of a shortened sample; generation uses the cache from the second token on
+REHEARSED_TOKENS = 4
 
 
 class LanguageTask:
@@ -72,7 +73,7 @@ class LanguageTask:
     data: LoadedData
     prompts: Sequence[SamplePrompt]
     source: Source
-    # of the model that was built or outlined last: rows are padded as it wants them
+    # the device of the model that was built or outlined last; rows are padded for it
     device_type = "cpu"
 
     def __init__(self, config: RunConfig) -> None:
@@ -143,7 +144,7 @@ class LanguageTask:
             self.prompts = run_prompts(config.run, data, self.tokenizer)
 
     def encode(self, device: torch.device) -> None:
-        """No other model reads the data."""
+        """Does nothing, since no other model encodes the data."""
 
     def build_model(
         self, precision: Precision, device: torch.device, folder: Path, part: Part | None = None
@@ -246,7 +247,7 @@ class LanguageTask:
         )
 
     def split_by_shape(self, rows: Sequence[Any]) -> list[Sequence[Any]]:
-        return split_by_pictures(rows)  # rows of any length are padded
+        return split_by_pictures(rows)  # rows of different lengths are padded
 
     def collate(self, rows: Sequence[Any]) -> Batch:
         return self.objective.collate(
@@ -361,7 +362,7 @@ class LanguageTask:
             adapter=self.config.adapter,
         )
 
-    # what is told
+    # what is shown and recorded
 
     def header(self) -> list[tuple[str, str]]:
         facts = self.data.facts
@@ -386,7 +387,7 @@ class LanguageTask:
         }
 
     def begin(self, folder: Path, *, resuming: bool) -> None:
-        """Lists the rows that are left out; a stream finds more of them while it is read."""
+        """Writes the list of rows that are left out. A stream adds rows to it while it is read."""
         bad_rows_file = BadRowFile(folder / BAD_ROWS, resuming=resuming)
         bad_rows_file.write(self.data.bad_rows)
         if self.data.stream is None:
@@ -426,8 +427,8 @@ class LanguageTask:
         return str(getattr(architecture, "model_type", "model")), notes
 
     def plan_facts(self) -> dict[str, Any]:
-        """Counts of the training rows as the run sees them: packed ones, and of a stream the
-        first.
+        """The numbers of rows and tokens for `isotype plan`. They count packed rows, and only the
+        first rows of a stream.
         """
         data = self.data
         return {
@@ -457,7 +458,8 @@ class LanguageTask:
         line = f"{rows}, {tokens}, longest {facts['longest']}; {evaluation}"
         picture_lines = []
         lengths = facts["lengths"]
-        if facts["pictures"] is not None:  # which are most of a row's tokens
+        # most tokens of a row are those of its pictures
+        if facts["pictures"] is not None:
             spread = f"{lengths['median']} tokens in the median, 95% at most {lengths['p95']}"
             rows_with_pictures = (
                 f"{pluralise(facts['pictures']['rows'], 'training row')} with pictures"
@@ -469,13 +471,15 @@ class LanguageTask:
 
 
 def flops_per_token(model: nn.Module, config: Any) -> float:
-    """FLOPs of one token through the products with weights, forward and backward.
+    """The FLOPs of one token for the products with weights, in forward and backward.
 
-    A product with an M-element weight costs 2 M forward, 2 M for the input's gradient, 2 M for the
-    weight's own where it is trained. Every Linear of `model`, a layer or a model for text, is
-    counted (adapters included), and of stacked experts those that a token is sent to; `config` is a
-    transformers configuration.
-    Source: Kaplan et al. 2020, section 2.1, with the weight gradient of frozen weights left out.
+    A product with an M-element weight costs 2 M in forward and 2 M for the input's gradient. If the
+    weight is trained, its gradient costs another 2 M. Every Linear of `model` is counted, adapters
+    included; of stacked experts only as many as process a token.
+
+    model   a layer, or a model for text
+    config  a transformers configuration
+    Source  Kaplan et al. 2020, section 2.1, without the weight gradient of frozen weights
     """
     flops = 0.0
     stacked_experts = {
