@@ -1,1 +1,1 @@
-"""Uses a run: chat, sample, evaluate, merge."""
+"""Uses the result of a run: chats with it, draws samples, evaluates, merges and exports it."""

@@ -1,5 +1,5 @@
-"""A saved PEFT adapter as pairs of matrices, for programs that read LoRA and nothing else of PEFT;
-and written as vLLM reads it.
+"""Reads a saved PEFT adapter as pairs of matrices, for programs that support only LoRA, and writes
+adapters for vLLM.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _PREFIX = "base_model.model."
 
 @dataclass(frozen=True)
 class Pair:
-    """What an adapter adds to one linear layer: `scale * b @ a`.
+    """The change of one linear layer by an adapter: `scale * b @ a` is added to its weight.
 
-    module  the layer's name in the base
+    module  the layer's name in the base model
     a       F[r in]
     b       F[out r]
     """
@@ -44,8 +44,8 @@ class Pair:
         return self.a.shape[0]
 
     def rescaled_b(self, scale: float) -> Tensor:
-        """b for a reader that multiplies with `scale`; the same bytes where that is this pair's
-        own.
+        """Returns `b` for a program that multiplies with `scale`. If this is the pair's scale, `b`
+        is unchanged.
         """
         if scale == self.scale:
             return self.b
@@ -53,7 +53,7 @@ class Pair:
 
 
 def read_settings(adapter: Path) -> dict[str, Any]:
-    """adapter_config.json. Raises UsageError."""
+    """Reads adapter_config.json. Raises UsageError."""
     try:
         settings = json.loads((adapter / SETTINGS).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -64,8 +64,8 @@ def read_settings(adapter: Path) -> dict[str, Any]:
 
 
 def read_pairs(adapter: Path, reader: str) -> list[Pair]:
-    """The pairs of a PEFT folder. Raises UsageError for what `reader`, named in the error, does not
-    apply.
+    """Reads the pairs of matrices from a PEFT folder. Raises UsageError if the adapter has parts
+    that the program `reader` does not support.
     """
     from peft.utils.other import get_pattern_key
     from safetensors.torch import load_file
@@ -99,11 +99,12 @@ def read_pairs(adapter: Path, reader: str) -> list[Pair]:
 def refuse_more_than_pairs(
     adapter: Path, settings: dict[str, Any], names: list[str], reader: str
 ) -> None:
-    """Raises  UsageError for experts, DoRA, layers that were trained in full, embeddings and biases"""
+    """Raises UsageError for adapters of experts, DoRA, layers trained in full, embeddings and
+    biases.
+    """
     unread = [name for name in names if not name.endswith((_A, _B))]
     kind = settings.get("peft_type")
-    # a pair on stacked experts is named after the module that holds them, and has a row for each
-    # expert and rank
+    # the pair of stacked experts has the name of their module, and a row for each expert and rank
     experts = settings.get("target_parameters") or [name for name in names if ".experts." in name]
     if kind != "LORA":
         complaint = f"is {kind}, and {reader} reads LoRA"
@@ -126,16 +127,17 @@ def refuse_more_than_pairs(
     )
 
 
-# what vLLM 0.6 to 0.23 take as --max-lora-rank
+# values that vLLM 0.6 to 0.23 accept for --max-lora-rank
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def export_vllm(adapter: Path, out: Path, name: str) -> str:
-    """Writes the folder, and returns the command that serves it as model `name`.
+    """Writes a folder for vLLM, and returns the command that serves it as model `name`.
 
-    vLLM computes one scale from r, lora_alpha and use_rslora and ignores rank_pattern and
-    alpha_pattern; where layers differ, each one's own scale goes into its B.
-    Raises  UsageError for an adapter that vLLM reads as another one, or refuses
+    vLLM computes one scale from r, lora_alpha and use_rslora, and ignores rank_pattern and
+    alpha_pattern. If the scales of layers differ, each layer's scale is multiplied into its B.
+
+    Raises  UsageError for an adapter that vLLM refuses or would apply wrongly
     """
     pairs = read_pairs(adapter, "vLLM")
     settings = read_settings(adapter)
@@ -150,7 +152,7 @@ def export_vllm(adapter: Path, out: Path, name: str) -> str:
     def fill(folder: Path) -> None:
         from safetensors.torch import save_file
 
-        for file in adapter.iterdir():  # tokenizer and template among them; the seal is a new one
+        for file in adapter.iterdir():  # includes tokenizer and template; DONE is written anew
             if file.is_file() and file.name != "DONE":
                 shutil.copy2(file, folder / file.name)
         if len({(pair.scale, pair.rank) for pair in pairs}) > 1:

@@ -1,5 +1,5 @@
-"""A diffusion run after training: merged into its pipeline, drawn with, or evaluated on other
-pictures.
+"""Uses a diffusion run after training: merges it into its pipeline, draws pictures, or evaluates it
+on other pictures.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from .loaded import find_result, load_newest, result_name
 from .merge import Merged, merged_dtype, merged_state, refuse_other_loss
 
 ROWS = 4
-# captions of trained encoders
+# captions for text encoders that the run trained
 CAPTIONS = ("a red circle", "a photo of a dog in the snow", "a house on a hill", "")
 
 
 def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> Merged:
-    """Writes the pipeline's folder with the merged denoiser in it, and compares its loss with the
-    adapter's on random latents.
+    """Writes the folder of the pipeline with the merged denoiser. Compares the loss of the merged
+    denoiser with the adapter's, on random latents.
 
-    Raises  UsageError without an adapter, RunError SV001 when the result differs
+    Raises  UsageError if the run has no adapter, RunError SV001 if the losses differ
     """
     run, intermediate = split_run_and_adapter(run)
     task, device = _open_task(run, lambda config: _drop_start(_drop_samples(config)))
@@ -122,8 +122,8 @@ def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> Merged:
 
 
 def random_batch(task: DiffusionTask, device: torch.device) -> Batch:
-    """Latents, noise and text that need no picture and no encoder but one that the run trained;
-    levels spread over time.
+    """Returns a batch of random latents and noise at evenly spaced noise levels. Text embeddings
+    are random too, unless the run trained the text encoders, which then encode captions.
     """
     empty = empty_batch(task.run, ROWS, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
@@ -163,8 +163,8 @@ def _loss(task: DiffusionTask, model: nn.Module, batch: Batch, precision: Precis
 def _load_merged(
     out: Path, task: DiffusionTask, precision: Precision, dtype: str, device: torch.device
 ) -> Any:
-    # fp32 products of half-precision weights do not exist: the merged model computes in what it is
-    # kept in
+    # fp32 products of half-precision weights do not exist, so the merged model computes in the
+    # dtype of its weights
     compute = dtype if precision.compute == "fp32" else precision.compute
     merged_precision = precision.but(
         base=dtype,
@@ -185,10 +185,11 @@ def _load_merged(
 
 
 def export_comfyui(run: Path, intermediate: Path | None, out: Path) -> int:
-    """Writes an adapter as ComfyUI reads it; returns the number of its modules.
+    """Writes an adapter for ComfyUI, and returns the number of its modules.
 
-    intermediate  one in `adapters`; None: the result. Raises UsageError for a run without adapter, or
-                a family that ComfyUI does not read
+    intermediate  the folder of an intermediate adapter; None: the result
+    Raises        UsageError for a run without an adapter, and for a family that ComfyUI does not
+                  support
     """
     config = load(run / RESOLVED, resolved=True).config
     adapter = _find_adapter(run, intermediate, config, "there is no adapter to export")
@@ -213,11 +214,12 @@ def _find_adapter(
 def draw_pictures(
     folder: Path, prompts: Sequence[str], *, seed: int | None = None, control: Path | None = None
 ) -> tuple[str, list[Sample]]:
-    """Which weights were taken (`adapter`, `model`, `checkpoint step_N`), and a picture for each
-    prompt; the run's own prompts by default. `control`: the picture that `prompts` edit.
+    """Draws a picture for each prompt. Returns the name of the weights (`adapter`, `model`,
+    `checkpoint step_N`) and the pictures.
 
-    Raises  UsageError when there are no prompts, or the run has neither a result nor a checkpoint
-            yet
+    prompts  by default the run's prompts
+    control  the picture that the prompts edit
+    Raises   UsageError if there are no prompts, or the run has no result and no checkpoint
     """
     control_setting = {} if control is None else {"control": str(control)}
 
@@ -248,11 +250,11 @@ def draw_pictures(
 def evaluate_pictures(
     folder: Path, pictures: str, *, batch_size: int | None = None
 ) -> tuple[str, Evaluation]:
-    """Which weights were taken, and the loss on all pictures that `pictures` names, at fixed noise
-    levels and by part of them.
+    """Evaluates a run on the pictures that `pictures` names. Returns the name of the weights and
+    the loss, at fixed noise levels and for parts of their range.
 
-    Raises  UsageError as a run on these pictures would, and when the run has neither a result nor a
-            checkpoint yet
+    Raises  UsageError for pictures that a run refuses, and if the run has no result and no
+            checkpoint
     """
     cleared_keys = ("eval", "regularisation", "masks", "controls", "columns", "limit")
     images = {**dict.fromkeys(cleared_keys), "train": pictures, "eval_split": 0.0}
@@ -274,7 +276,7 @@ def evaluate_pictures(
 def _open_task(
     folder: Path, change: Callable[[RunConfig], RunConfig]
 ) -> tuple[DiffusionTask, torch.device]:
-    """The task of a run's folder under its precision, and the device."""
+    """Returns the task of a run with its precision, and the device."""
     loaded = load(require_run(folder) / RESOLVED, resolved=True)
     config = change(loaded.config)
     hardware = detect(config.model.device)
@@ -284,12 +286,14 @@ def _open_task(
 
 
 def _drop_samples(config: RunConfig) -> RunConfig:
-    """Its prompts, whose files may be gone, are neither read nor encoded."""
+    """Removes the prompts, so that they are not encoded; their pictures may be missing."""
     return _change_section(config, "run", samples=[])
 
 
 def _drop_start(config: RunConfig) -> RunConfig:
-    """The adapter that a finished run began with may be gone."""
+    """Removes `adapter.start_from`, because the adapter with which a finished run began may be
+    missing.
+    """
     return _change_section(config, "adapter", start_from=None)
 
 
@@ -302,8 +306,8 @@ def _load_run(
     encode: Callable[[DiffusionTask, torch.device], None],
     change: Callable[[RunConfig], RunConfig] = lambda config: config,
 ) -> tuple[DiffusionTask, Any, torch.device, str]:
-    """The task, the model in evaluation mode, the device, and which weights were taken. `encode`
-    comes before the denoiser is loaded.
+    """Returns the task, the model in evaluation mode, the device, and the name of the weights.
+    `encode` is called before the denoiser is loaded.
     """
     folder, intermediate = split_run_and_adapter(folder)
     result = find_result(folder, intermediate)

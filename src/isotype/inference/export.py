@@ -1,7 +1,7 @@
-"""Exports the result of a run on text: chooses between its adapter and the whole model, which is
-merged first where it has to be.
+"""Exports the result of a language run: its adapter or the whole model, which is merged first if
+necessary.
 
-What can be refused is refused before the merge, which may take minutes.
+Unsupported models are refused before the merge, which may take minutes.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Export = tuple[dict[str, Any], list[str]]
 
 
 def export_language(run: Path, out: Path, *, to: str, kind: str | None, name: str) -> Export:
-    """Writes `out`; returns what was written, for `--json`, and as lines.
+    """Writes `out`. Returns facts for `--json`, and the lines for the terminal.
 
     to      vllm, gguf or ollama
-    kind    of the whole model; None: gguf writes an adapter alone, and a model in the type that
-            keeps its values
+    kind    GGUF type of the whole model. None: gguf writes only the adapter, and a model without
+            adapter in the type that keeps its values
     Raises  UsageError
     """
     result = _find_saved(run)
@@ -62,7 +62,7 @@ def export_language(run: Path, out: Path, *, to: str, kind: str | None, name: st
             fix="ollama create --quantize q8_0",
         )
     if not uses_converter:
-        import_module("gguf")  # where it is missing, the command says so before a merge
+        import_module("gguf")  # a missing package is reported before the merge
         command = _conversion_command(run, result, kind or "F16")
         refuse_model(config, command)
         tokenizer_keys(tokenizer, config.vocab_size, command)
@@ -81,7 +81,7 @@ def export_language(run: Path, out: Path, *, to: str, kind: str | None, name: st
 
 
 def _find_saved(run: Path) -> Path:
-    """The folder of the adapter or the model to export. Raises UsageError where there is none."""
+    """Returns the folder of the adapter or model to export. Raises UsageError if there is none."""
     if detect_model_folder(run) is not None:
         return run.absolute()
     folder, intermediate = split_run_and_adapter(run)
@@ -103,20 +103,20 @@ def _export_to_vllm(run: Path, result: Path, out: Path, name: str) -> Export:
 
 
 def _conversion_command(run: Path, result: Path, kind: str) -> str:
-    """The command of llama.cpp's own converter, after a merge where there is an adapter."""
+    """Returns the command of llama.cpp's converter, after a merge if there is an adapter."""
     if (result / SETTINGS).is_file():
         return f"isotype merge {run} --out merged && {llama_cpp('merged', kind)}"
     return llama_cpp(result, kind)
 
 
 def _lossless_type(folder: Path) -> str:
-    """The type that keeps the values of a model's folder; F16 for fp32 ones."""
+    """Returns the GGUF type that keeps the values of a model: BF16 for bf16 weights, else F16."""
     dtype = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("dtype")
     return "BF16" if dtype == "bfloat16" else "F16"
 
 
 def _write_ollama_folder(model: Path, out: Path, modelfile_text: str, *, kind: str | None) -> None:
-    """Weights and Modelfile. `kind` None: safetensors for Ollama's own converter."""
+    """Writes weights and Modelfile. `kind`: GGUF type; None: safetensors for Ollama's converter."""
 
     def fill(folder: Path) -> None:
         if kind is None:
@@ -132,7 +132,7 @@ def _write_ollama_folder(model: Path, out: Path, modelfile_text: str, *, kind: s
 
 @contextmanager
 def _merge_aside(run: Path, result: Path, parent: Path) -> Iterator[Path]:
-    """The model's folder; an adapter is merged into a temporary one."""
+    """Yields the folder of the whole model. An adapter is merged into a temporary folder first."""
     if not (result / SETTINGS).is_file():
         yield result
         return

@@ -1,9 +1,8 @@
-"""Adapters and whole models as GGUF files, which llama.cpp and Ollama read; written with the
-package `gguf`.
+"""Writes adapters and whole models as GGUF files for llama.cpp and Ollama, with the package `gguf`.
 
-llama.cpp rotates neighbouring pairs in families of the Llama kind, where transformers rotates
-halves: rows of q and k are put in its order. Its norms of Gemma have the 1 added that transformers
-adds in the layer.
+For Llama and similar families the rotary embedding of llama.cpp rotates neighbouring pairs, where
+transformers rotates halves, so the rows of q and k are reordered. The weights of Gemma's norms are
+stored with the 1 that transformers adds in the layer.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ _FP16_MAX = 65504.0  # the largest fp16
 
 @dataclass(frozen=True)
 class Family:
-    """How llama.cpp names a family and lays its weights out.
+    """The name of a model family in llama.cpp, and the layout of its weights there.
 
     architecture  the name of gguf's MODEL_ARCH
-    permutes_rows  rows of q and k are in pairs
-    norm          is added to the weights of norms
-    writes_model  whole models are written: a test reads one back with transformers
+    permutes_rows  rows of q and k are in neighbouring pairs
+    norm          value that is added to the weights of norms
+    writes_model  whole models can be written, which a test checks by reading one with transformers
     """
 
     architecture: str
@@ -74,7 +73,9 @@ MODEL_FAMILIES = tuple(name for name, family in FAMILIES.items() if family.write
 
 
 def llama_cpp(model: Path | str, kind: str) -> str:
-    """The commands of llama.cpp that write what is not written here."""
+    """Returns the commands of llama.cpp that write types and models that this module does not
+    write.
+    """
     convert = f"python llama.cpp/convert_hf_to_gguf.py {model} --outfile"
     if kind in TYPES:
         return f"{convert} {kind}.gguf --outtype {kind.lower()}"
@@ -85,12 +86,14 @@ def llama_cpp(model: Path | str, kind: str) -> str:
 
 
 def export_adapter(adapter: Path, out: Path) -> int:
-    """Writes a LoRA adapter; returns the number of its layers. Matrices keep their fp32.
+    """Writes a LoRA adapter, and returns the number of its layers. Matrices stay fp32.
 
-    llama.cpp scales with `alpha / rank of the layer`, so alpha is written as scale times rank: for
-    rsLoRA alpha * sqrt(r). A layer whose own product is another has the quotient in its B.
-    Raises  UsageError for a family or a layer without a known name, and for what is more than pairs
-            of matrices
+    llama.cpp scales with `alpha / rank of the layer`, so alpha is written as scale times rank,
+    which is alpha * sqrt(r) for rsLoRA. If a layer's product of scale and rank differs, the
+    quotient is multiplied into its B.
+
+    Raises  UsageError for a family or layer without a known name, and for an adapter that is more
+            than pairs of matrices
     """
     import gguf
 
@@ -135,12 +138,12 @@ def export_adapter(adapter: Path, out: Path) -> int:
 
 
 def export_model(folder: Path, out: Path, kind: str) -> int:
-    """Writes a Hugging Face folder as one file, tokenizer and template included; returns the number
-    of tensors.
+    """Writes a Hugging Face folder as one file, with tokenizer and template. Returns the number of
+    tensors.
 
-    kind    F16, BF16 or Q8_0, of matrices; vectors stay fp32. A matrix whose rows are no multiple
-            of 32 is F16 where Q8_0 is asked for
-    Raises  UsageError for a family or a tokenizer that is not known, and weights beyond fp16 in F16
+    kind    type of matrices: F16, BF16 or Q8_0. Vectors stay fp32. With Q8_0, a matrix whose rows
+            are no multiple of 32 long is F16
+    Raises  UsageError for an unknown family or tokenizer, and for F16 with weights beyond fp16
     """
     import gguf
 
@@ -184,8 +187,8 @@ def export_model(folder: Path, out: Path, kind: str) -> int:
 
 
 def refuse_model(config: PreTrainedConfig, command: str) -> None:
-    """Raises  UsageError for a model that cannot be written whole, with the `command` of llama.cpp
-    that may convert it
+    """Raises UsageError for a model that this module cannot write. `command`: the command of
+    llama.cpp that may convert it.
     """
     family = FAMILIES.get(config.model_type)
     rope = getattr(config, "rope_parameters", None) or {}
@@ -233,8 +236,8 @@ def header_keys(config: PreTrainedConfig) -> list[tuple[str, Any]]:
         "key_length": head,
         "value_length": head,
         "rope_dimension_count": int(head * (c.rope_parameters.get("partial_rotary_factor") or 1)),
-        # Gemma 3 has a base for each kind of layer; llama.cpp has the local one, 10,000, as a
-        # constant
+        # Gemma 3 has a rotary base for each kind of layer; llama.cpp has the local one, 10,000, as
+        # a constant
         "rope_freq_base": c.rope_parameters.get("full_attention", c.rope_parameters)["rope_theta"],
         "layer_norm_rms_eps": c.rms_norm_eps,
         "vocab_size": c.vocab_size,
@@ -251,8 +254,8 @@ def header_keys(config: PreTrainedConfig) -> list[tuple[str, Any]]:
 
 
 def _rope_factors(config: PreTrainedConfig) -> Tensor | None:
-    """By what llama.cpp divides each frequency under Llama 3's scaling: transformers' own
-    frequencies without and with it.
+    """Returns the factors by which llama.cpp divides the rotary frequencies for Llama 3's scaling:
+    transformers' frequencies without scaling divided by those with it.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -269,10 +272,10 @@ def _rope_factors(config: PreTrainedConfig) -> Tensor | None:
 def _reorder_rows(
     tensor: Tensor, module: str, config: Any, family: Family, norm: float = 0.0
 ) -> Tensor:
-    """Rows of q and k from halves to neighbouring pairs, where the family has them so; bias and
-    LoRA's B as the weight.
+    """Reorders the rows of q and k from halves to neighbouring pairs if the family needs it. Biases
+    and LoRA's B are reordered like weights.
 
-    norm  is added
+    norm  is added to the tensor, for weights of norms
     """
     if norm:
         return tensor + norm
@@ -290,10 +293,11 @@ def _reorder_rows(
 
 @dataclass(frozen=True)
 class _StoredTensor:
-    """A tensor of the file, read when it is written: a model need not fit into memory.
+    """A tensor of the output file. It is read when it is written, so that the model need not fit
+    into memory.
 
-    stored  the tensor, or its place in a safetensors file
-    order   makes the values that are written of it, in fp32
+    stored  the tensor, or its slice of a safetensors file
+    order   converts the fp32 values to the order of llama.cpp
     """
 
     name: str
@@ -308,7 +312,7 @@ class _StoredTensor:
         )
 
     def content(self, out: Path) -> np.ndarray[Any, Any]:
-        """The bytes as ggml has them. Raises UsageError."""
+        """Returns the bytes in ggml's format. Raises UsageError."""
         import gguf
 
         value = self.order(self.stored[:].float())
@@ -325,7 +329,9 @@ class _StoredTensor:
 def _write(
     out: Path, architecture: str, head: Sequence[tuple[Any, ...]], tensors: Sequence[_StoredTensor]
 ) -> None:
-    """The file as a whole, or not at all. head: methods of gguf's writer with their arguments"""
+    """Writes the file completely or not at all. `head`: methods of gguf's writer with their
+    arguments.
+    """
     import gguf
 
     try:
@@ -355,9 +361,9 @@ def _write(
         raise UsageError(f"{out}: cannot be written: {error.strerror}") from None
 
 
-# --- the tokenizer. llama.cpp splits text before it merges by code of its own, chosen by a name
-# (`tokenizer.ggml.pre`): the name is taken where the tokenizer splits by the very pattern that
-# llama.cpp has under it. A tokenizer with another pattern is refused
+# --- the tokenizer. Before it merges tokens, llama.cpp splits a text with its own code, which is
+# chosen by a name (`tokenizer.ggml.pre`). The name is found by comparing the tokenizer's split
+# pattern with llama.cpp's patterns. A tokenizer with another pattern is refused
 
 _WORD_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s|"
@@ -368,8 +374,8 @@ _TEKKEN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
     r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# the patterns of a tokenizer's Split steps -> llama.cpp's name; none is GPT-2's own, inside the
-# step ByteLevel
+# patterns of a tokenizer's Split steps -> llama.cpp's name; without Split steps, ByteLevel splits
+# as GPT-2 does
 _SPLITS = {
     (_WORD_PATTERN % "{1,3}",): "llama-bpe",
     (_WORD_PATTERN % "",): "qwen2",
@@ -380,13 +386,12 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 
 
 def tokenizer_keys(folder: Path | str, vocabulary: int, command: str) -> list[tuple[str, Any]]:
-    """Tokens, merges or scores, special tokens and chat template of a tokenizer: methods of gguf's
-    writer, each with its argument.
+    """Returns tokens, merges or scores, special tokens and chat template of a tokenizer, as pairs:
+    a method of gguf's writer, and its argument.
 
-    vocabulary  rows of the model's embedding; ids without a token get one that nothing is split
-                into
-    command     of llama.cpp, which knows more tokenizers
-    Raises      UsageError for a tokenizer that llama.cpp would read as another one
+    vocabulary  number of rows of the model's embedding; ids without a token get an unused one
+    command     command of llama.cpp, which supports more tokenizers, for the fix
+    Raises      UsageError for a tokenizer that would give other tokens in llama.cpp
     """
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     if getattr(tokenizer, "is_fast", False):
@@ -429,8 +434,8 @@ def tokenizer_keys(folder: Path | str, vocabulary: int, command: str) -> list[tu
         ("add_add_eos_token", False),
     ]
     if pieces:
-        # llama.cpp merges the pair whose product has the highest score: the products in the order
-        # in which the merges come
+        # llama.cpp merges the pair whose result has the highest score, so scores follow the order
+        # of the merges
         ranks: dict[str, int] = {}
         for rank, (first, second) in enumerate(merges):
             ranks.setdefault(first + second, rank)
@@ -466,7 +471,7 @@ def _type(
 
 
 def _steps(part: dict[str, Any] | None, inside: str) -> list[dict[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer, of which a Sequence has several."""
+    """Returns the steps of a normalizer or pre-tokenizer; a Sequence has several."""
     if part is None:
         return []
     if part["type"] == "Sequence":

@@ -1,6 +1,5 @@
-"""Loads a finished or unfinished run under its own precision, the base with its adapter or newest
-complete checkpoint, and talks with it. Also loads the folder of an adapter or a model that belongs
-to no run.
+"""Loads a run with its precision, and chats with it: its result, or the newest complete checkpoint
+of an unfinished run. Also loads folders of adapters and models that belong to no run.
 """
 
 from __future__ import annotations
@@ -69,10 +68,10 @@ class LoadedRun:
 
 
 def load_run(folder: Path) -> LoadedRun:
-    """A run, or from anywhere a PEFT adapter's folder or a model's.
+    """Loads a run folder, the folder of a PEFT adapter, or the folder of a model.
 
-    Raises  UsageError when the folder is none of these, or the run has neither a result nor a whole
-            checkpoint yet
+    Raises  UsageError for another folder, and for a run without a result and without a complete
+            checkpoint
     """
     kind = detect_model_folder(folder)
     if kind is not None:
@@ -112,8 +111,8 @@ def load_run(folder: Path) -> LoadedRun:
             device,
             result_name(folder, result),
         )
-    # read before the model is built: a running run goes on meanwhile, and keeps only its last
-    # checkpoints
+    # read before the model is built: if the run is still training, it may remove this checkpoint
+    # meanwhile
     checkpoint = load_newest(folder)
     tokenizer = load_tokenizer(config.model)
     if config.data.chat_template is not None or config.data.template_kwargs:
@@ -135,10 +134,10 @@ def load_run(folder: Path) -> LoadedRun:
 
 
 def find_result(run: Path, intermediate: Path | None) -> Path | None:
-    """The adapter or the model that is taken of a run: the one that was asked for, or its result.
-    Raises UsageError for a damaged one.
+    """Returns the folder of an intermediate adapter, or of the run's result; None without a result.
+    Raises UsageError for a damaged intermediate adapter.
 
-    intermediate  an adapter in `adapters`; None: the result
+    intermediate  the folder of an intermediate adapter; None: the result
     """
     if intermediate is None:
         return next(
@@ -159,19 +158,19 @@ def find_result(run: Path, intermediate: Path | None) -> Path | None:
 
 
 def result_name(run: Path, result: Path) -> str:
-    """`adapter`, `model` or `adapters/step_N`."""
+    """Returns the name of a result in its run: `adapter`, `model` or `adapters/step_N`."""
     return result.relative_to(run.absolute()).as_posix()
 
 
 def load_newest(folder: Path) -> Checkpoint:
-    """The newest whole checkpoint of a run. Raises UsageError where there is none."""
+    """Loads the newest complete checkpoint of a run. Raises UsageError if there is none."""
     store = CheckpointStore(RunFolder(folder).checkpoints)
     for is_last_try in (False, True):
         step, passed = store.find_newest_intact()
         try:
             if step is not None:
                 return store.load(step)
-        except RunError:  # a run that goes on has removed it meanwhile, and has a newer one
+        except RunError:  # a run that is still training removed it meanwhile, and has a newer one
             if is_last_try:
                 raise
     reasons = "; ".join(["neither a result nor a whole checkpoint yet", *passed])
@@ -190,9 +189,9 @@ def refuse_scores(folder: Path) -> NoReturn:
 
 
 def _load_folder(folder: Path, kind: str) -> LoadedRun:
-    """A model's folder as it is (a merged one, a base, the result of full fine-tuning), or an
-    adapter's on the base that its file names; under the precision file next to it, else in the
-    dtype of the base's file.
+    """Loads a folder that belongs to no run: a model (merged, base, or fully fine-tuned), or an
+    adapter on the base that its file names. The precision comes from precision.json in the folder,
+    else from the dtype in the base's config.
     """
     name = str(folder)
     revision = None
@@ -230,8 +229,8 @@ def _device(config: RunConfig) -> torch.device:
 
 
 def check_base_path(name: str, setting: str, file: Path) -> str:
-    """The base of a run or an adapter. Raises UsageError where its path leads nowhere. `setting`,
-    `file`: where `name` is written.
+    """Returns the name of the base model. Raises UsageError if it is a path that does not exist;
+    the error names `setting` in `file`, where the name is written.
     """
     if is_folder_name(name) and not Path(name).expanduser().exists():
         fix = f"write the folder where the base is now as {setting} in that file"
@@ -256,7 +255,7 @@ def _precision_from_config(source: Source) -> Precision:
     architecture = load_architecture(ModelSection(name=source.name, revision=source.revision), None)
     packing = quantisation_from_config(architecture)
     if packing is not None:
-        # a packing that is not read is refused when the base is loaded
+        # an unsupported packing is refused when the base is loaded
         return Precision.preset(
             "bf16-lora",
             **({} if packing.unread_reason or packing.kind == "fp4" else {"base": packing.kind}),
@@ -284,8 +283,8 @@ class _Stream(TextStreamer):
 
 
 class Conversation:
-    """Stores the earlier turns. A run whose tokenizer has no template continues the given text
-    instead.
+    """A chat with a model, which stores the earlier turns. If the tokenizer has no chat template,
+    the model continues the given text instead.
     """
 
     def __init__(
@@ -308,14 +307,14 @@ class Conversation:
         )
         self.messages: list[dict[str, Any]] = []
         self.pictures = build_picture_reader(run.config.model, run.config.data, run.tokenizer)
-        self.picture_references: list[str] = []  # references of the pictures of all turns
+        self.picture_references: list[str] = []  # references of the pictures in all turns
 
     def clear(self) -> None:
         self.messages.clear()
         self.picture_references.clear()
 
     def show(self, files: Sequence[str]) -> None:
-        """The next question is about these pictures. Raises UsageError."""
+        """Adds pictures to the next question. Raises UsageError."""
         if not files:
             return
         if self.pictures is None or not self.run.tokenizer.chat_template:
@@ -330,8 +329,8 @@ class Conversation:
     waiting: Sequence[str] = ()
 
     def say(self, text: str) -> str:
-        """Answers, streaming to stdout. An answer that is interrupted leaves the conversation as it
-        was.
+        """Generates and returns the answer to a message, and streams it to stdout. An interrupted
+        answer does not change the conversation.
         """
         tokenizer = self.run.tokenizer
         model = self.run.model

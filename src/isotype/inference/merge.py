@@ -1,5 +1,5 @@
-"""Merges an adapter into its base: dequantises, adds in fp32, casts once, measures the rounding
-error of the cast, checks the result.
+"""Merges an adapter into its base model: dequantises the base, adds the adapter in fp32, casts
+once, measures the rounding error of the cast, and checks the result.
 """
 
 from __future__ import annotations
@@ -44,16 +44,17 @@ from ..tasks.language.result import evaluate, load_result
 from ..training.finish import CHECKED_ROWS
 from .loaded import LoadedRun
 
-# relative: a wrong merge is far off, rounding of every weight to 8 bits moves a loss by less
+# relative difference of losses: a wrong merge exceeds it by far, rounding of every weight to 8 bits
+# stays below it
 TOLERANCE = 0.05
 
 
 @dataclass(frozen=True)
 class Merged:
-    """The folder, and what the merge cost.
+    """The result of a merge.
 
-    noise  the cast's error as a share of the adapter's effect, over all merged weights
-    rows   number of rows that both losses are of
+    noise  rounding error of the cast, relative to the adapter's change, over all merged weights
+    rows   number of rows on which both losses were computed
     """
 
     folder: Path
@@ -67,8 +68,8 @@ class Merged:
 
 
 def merge(run: LoadedRun, out: Path, *, dtype: str | None = None) -> Merged:
-    """Writes an ordinary Hugging Face folder. Raises UsageError without an adapter, RunError SV001
-    when the result differs.
+    """Merges a run's adapter and writes a Hugging Face folder. Raises UsageError if there is no
+    adapter, RunError SV001 if the merged model has another loss.
     """
     from peft import PeftModel
 
@@ -99,15 +100,14 @@ def merge(run: LoadedRun, out: Path, *, dtype: str | None = None) -> Merged:
         plain.generation_config.eos_token_id = base.generation_config.eos_token_id
         align_special_tokens(plain, run.tokenizer)
         names = embedding_and_head(plain)
-        # an adapter on embedding or head, or one of them trained in full, makes two weights of what
-        # was one in the base
+        # if embedding or head was trained, weights that are tied in the base may differ now
         tied = (
             names
             and names[0] in state
             and (names[1] not in state or state[names[0]].data_ptr() == state[names[1]].data_ptr())
         )
-        # where the head is not the embedding nothing is tied again when the folder is loaded, not
-        # the head's bias either
+        # with an untied head nothing may be tied when the folder is loaded, not even the head's
+        # bias
         plain.save_pretrained(
             folder, state_dict=unshare_memory(state) if tied is False else dict(state)
         )
@@ -141,7 +141,9 @@ def merge(run: LoadedRun, out: Path, *, dtype: str | None = None) -> Merged:
 
 
 def refuse_other_loss(out: Path, merged_loss: float, adapter_loss: float) -> None:
-    """Raises  RunError SV001 where a merged model has another loss than the adapter on its base"""
+    """Raises RunError SV001 if the merged model's loss differs from the loss of the adapter on its
+    base.
+    """
     if not abs(merged_loss - adapter_loss) <= TOLERANCE * max(1.0, abs(adapter_loss)):
         raise RunError(
             f"{out}: the merged model's loss is {merged_loss:.4f} where the adapter's is"
@@ -152,8 +154,8 @@ def refuse_other_loss(out: Path, merged_loss: float, adapter_loss: float) -> Non
 
 
 def merged_dtype(precision: Precision) -> tuple[str, str]:
-    """The dtype of a merged model, and the reason: the declared dtype of saved models, else the
-    base's dtype.
+    """Returns the dtype of a merged model, and the reason. It is the declared dtype of saved
+    models, else the base's dtype.
     """
     if precision.save_model != precision.save_adapter:
         return precision.save_model, f"precision.save: {precision.save}"
@@ -167,15 +169,15 @@ def merged_dtype(precision: Precision) -> tuple[str, str]:
 
 @torch.no_grad()
 def merged_state(model: Any, dtype: torch.dtype) -> tuple[dict[str, Tensor], float, int]:
-    """The plain model's state dict, the merge noise, and how many weights were merged. Sums in fp32
-    for a base of any dtype.
+    """Returns the state dict of the merged model, the merge noise, and the number of merged
+    weights. Weights are added in fp32, whatever the base's dtype.
     """
     inner = model.get_base_model()
     _refuse_unmergeable(inner)
     state: dict[str, Tensor] = {}
     effect = error = 0.0
     count = 0
-    # of a parameter with two names, as a tied head and its embedding: cast once, so stored once
+    # a parameter may have two names (tied head and embedding): it is cast once and shared
     unchanged: dict[int, Tensor] = {}
     layers = _adapted_weights(inner)
     for name, parameter in inner.named_parameters(remove_duplicate=False):
@@ -198,7 +200,7 @@ def merged_state(model: Any, dtype: torch.dtype) -> tuple[dict[str, Tensor], flo
         if layer is None:
             unchanged[id(parameter)] = state[plain]
     persistent = inner.state_dict(keep_vars=True)
-    # constants of Apertus' activation, router bias of DeepSeek V3
+    # such as the constants of Apertus' activation and the router bias of DeepSeek V3
     for name, buffer in inner.named_buffers(remove_duplicate=False):
         if name in persistent and (plain := _plain_name(name)) is not None:
             state[plain] = (
@@ -208,9 +210,9 @@ def merged_state(model: Any, dtype: torch.dtype) -> tuple[dict[str, Tensor], flo
 
 
 def merged_weight(layer: Any, weight: Tensor) -> Tensor:
-    """The base's weight with every active adapter in it: fp32, as `weight`."""
+    """Returns the base's weight with every active adapter merged into it. Both are fp32."""
     merged = weight
-    # rows of the embedding, or of the head that shares its weights
+    # trained rows of the embedding, or of a head that shares its weight
     if hasattr(layer, "trainable_tokens_delta"):
         merged = weight.clone()
         for adapter, rows in layer.token_indices.items():
@@ -219,7 +221,7 @@ def merged_weight(layer: Any, weight: Tensor) -> Tensor:
     for adapter in layer.active_adapters:
         if hasattr(layer, "lokr_w1"):
             merged = merged + _delta(layer, adapter)
-        elif adapter in layer.lora_variant:  # DoRA scales the sum, row by row
+        elif adapter in layer.lora_variant:  # DoRA scales each row of the sum
             merged = layer.lora_variant[adapter].merge_safe(layer, adapter, merged)
         elif adapter in layer.lora_A or adapter in layer.lora_embedding_A:
             merged = merged + _delta(layer, adapter)
@@ -227,16 +229,16 @@ def merged_weight(layer: Any, weight: Tensor) -> Tensor:
 
 
 def _delta(layer: Any, adapter: str) -> Tensor:
-    """The change of one weight by one adapter, in fp32."""
+    """Returns the change of one weight by one adapter, in fp32."""
     from peft.tuners.lora import ParamWrapper
 
     if not isinstance(layer, ParamWrapper):
         delta: Tensor = layer.get_delta_weight(adapter)
         return delta.float()
-    # PEFT gives the change of a bare parameter in that parameter's dtype
+    # PEFT returns the change of a bare parameter in the parameter's dtype
     parameter = layer.get_param()
     narrow = parameter.data
-    # of a packed one its bytes: PEFT asks for no more than the dtype
+    # for a packed parameter these are bytes; PEFT reads only the dtype
     parameter.data = narrow.float()
     try:
         wide: Tensor = layer.get_delta_weight(adapter)
@@ -246,8 +248,8 @@ def _delta(layer: Any, adapter: str) -> Tensor:
 
 
 def _adapted_weights(inner: nn.Module) -> dict[str, Any]:
-    """Plain name of each weight that has an adapter -> PEFT's layer. Stacked experts and routers
-    have theirs on bare parameters.
+    """Returns the plain name of each weight with an adapter -> PEFT's layer. Stacked experts and
+    routers have adapters on bare parameters.
     """
     layers = {}
     for name, layer in inner.named_modules():
@@ -263,7 +265,7 @@ def _strip_wrappers(name: str) -> str:
 
 
 def _refuse_unmergeable(model: nn.Module) -> None:
-    """Raises  UsageError for adapters that are not a change of one weight."""
+    """Raises UsageError for adapters that do more than change one weight."""
     from peft.tuners import lokr, lora
     from peft.tuners.trainable_tokens import TrainableTokensLayer
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -299,7 +301,7 @@ def _refuse_unmergeable(model: nn.Module) -> None:
 
 
 def dequantised(parameter: Tensor) -> Tensor:
-    """fp32, whatever its own dtype."""
+    """Returns a parameter in fp32, dequantised if necessary."""
     state: Any = getattr(parameter, "quant_state", None)
     if state is not None:
         return widen(parameter.data, state, torch.float32)
@@ -307,7 +309,9 @@ def dequantised(parameter: Tensor) -> Tensor:
 
 
 def _plain_name(name: str) -> str | None:
-    """A parameter's name without PEFT's wrappers; None for what the plain model has not."""
+    """Returns a parameter's name without PEFT's wrappers; None for parameters that the plain model
+    does not have.
+    """
     if (
         ".lora_" in name
         or ".lokr_" in name
@@ -319,7 +323,9 @@ def _plain_name(name: str) -> str | None:
 
 
 def _load_rows(run: LoadedRun) -> tuple[list, Pictures | None]:
-    """Random tokens where the adapter comes without data."""
+    """Returns rows for the comparison of losses, and their pictures: evaluation or training rows of
+    the run, or random tokens for an adapter without data.
+    """
     data = run.config.data
     model = cast(Any, run.model)
     if data.train is None:

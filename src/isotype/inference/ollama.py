@@ -1,8 +1,8 @@
-"""A folder from which `ollama create` makes a model: weights, and a Modelfile with the run's own
+"""Writes a folder from which `ollama create` makes a model: weights, and a Modelfile with the run's
 template and stop tokens.
 
-Ollama's templates are Go's. The chat template's text around each message is found by rendering
-conversations with known contents, and the Go template that puts it there is compared with the chat
+Ollama's templates are Go templates. The chat template's text around each message is found by
+rendering conversations with known contents. The Go template that results is compared with the chat
 template on other conversations.
 """
 
@@ -19,8 +19,8 @@ from transformers import AutoTokenizer, GenerationConfig
 from ..data.chat import chat_template
 from ..errors import UsageError
 
-# what Ollama's converter of safetensors knows (0.12 to 0.17) besides the families that are written
-# as GGUF here
+# classes that Ollama's converter of safetensors supports (0.12 to 0.17), besides the families that
+# this package writes as GGUF
 CONVERTED = (
     "MixtralForCausalLM", "GemmaForCausalLM", "Gemma4ForCausalLM", "Olmo3ForCausalLM", "CohereForCausalLM", "GptOssForCausalLM",
     "DeepseekV3ForCausalLM", "Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Qwen3NextForCausalLM",
@@ -36,12 +36,12 @@ _TRIAL_CONTENTS = (
 
 @dataclass(frozen=True)
 class Turns:
-    """The text of a chat template around the messages, without the token that the server puts
-    before every text (`begins_text`).
+    """The text of a chat template around the messages, without the BOS token that the server adds
+    (`begins_text`).
 
-    begin   before the first question where there is no system message
-    system  before and after a system message, up to the first question; None where the template
-            takes none
+    begin   before the first question if there is no system message
+    system  before and after a system message, up to the first question; None if the template
+            accepts none
     answer  between a question and its answer
     next    between an answer and the next question
     prompt  after the last question
@@ -54,7 +54,7 @@ class Turns:
     prompt: str
 
     def text(self, messages: list[dict[str, str]]) -> str:
-        """What the Go template makes of them."""
+        """Returns the text that the Go template writes for the messages."""
         system = "\n\n".join(m["content"] for m in messages if m["role"] == "system")
         if system and self.system:
             text = self.system[0] + system + self.system[1]
@@ -97,8 +97,8 @@ def _literal(text: str) -> str:
 
 
 def find_turns(tokenizer: Any) -> Turns:
-    """Raises  UsageError for a chat template that is no row of turns: one that changes contents, or
-    the turns before it
+    """Finds the text around messages in a chat template. Raises UsageError for a template that
+    changes contents or earlier turns, which this form cannot represent.
     """
     template = chat_template(tokenizer, None)
     begins = tokenizer.bos_token if begins_text(tokenizer) else ""
@@ -137,7 +137,7 @@ def find_turns(tokenizer: Any) -> Turns:
             render(contents_tried[:1], "SystemOne"), ["SystemOne", contents_tried[0]]
         )
         system = (prefix, suffix)
-    except UsageError:  # the template refuses a system message, or leaves it out
+    except UsageError:  # the template refuses a system message, or omits it
         system = None
     turns = Turns(begin, system, answer, next_, prompt)
     for count in (1, 3, 5):
@@ -156,11 +156,11 @@ def _unsupported_template() -> UsageError:
 
 
 def begins_text(tokenizer: Any) -> bool:
-    """Whether llama.cpp and Ollama shall put the token for the beginning before a text: as the
-    tokenizer does, unless the chat template writes conversations without it.
+    """Whether llama.cpp and Ollama shall add the BOS token before a text. They shall if the
+    tokenizer does, unless the chat template writes conversations without BOS.
 
-    Where only the template has the token, it stays a part of the template. SmolLM2's begins with
-    it and its tokenizer adds none: with the flag set, llama.cpp had two.
+    If only the template writes BOS, it stays in the template. SmolLM2 is an example: with the flag
+    set, llama.cpp added a second BOS.
     """
     if tokenizer.bos_token is None or tokenizer("a")["input_ids"][:1] != [tokenizer.bos_token_id]:
         return False
@@ -175,8 +175,8 @@ def begins_text(tokenizer: Any) -> bool:
 
 
 def modelfile(folder: Path | str, weights: str) -> str:
-    """The Modelfile of a model whose tokenizer and generation_config are in `folder`. Raises
-    UsageError.
+    """Returns the Modelfile of a model whose tokenizer and generation_config are in `folder`.
+    Raises UsageError.
     """
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     turns = find_turns(tokenizer) if tokenizer.chat_template else None
@@ -189,7 +189,7 @@ def modelfile(folder: Path | str, weights: str) -> str:
     )
     stops = [tokenizer.convert_ids_to_tokens(index) for index in ends if index is not None]
     if turns:
-        # a template may end a turn with a token that is not the tokenizer's end
+        # a template may end a turn with another token than the tokenizer's end token
         stops += [
             token for token in tokenizer.get_added_vocab() if turns.next.lstrip().startswith(token)
         ]
@@ -204,10 +204,9 @@ def modelfile(folder: Path | str, weights: str) -> str:
 
 
 def write_for_converter(folder: Path) -> None:
-    """What Ollama's converter reads of a model's folder and transformers 5 no longer writes there.
+    """Adds the entries of config.json and tokenizer_config.json that Ollama's converter reads and transformers 5 does not write.
 
-    Without `rope_theta` beside `rope_parameters` it takes 10,000, or 0, as the base of the rotary
-    embedding.
+    Without `rope_theta` next to `rope_parameters` the converter uses 10,000, or 0, as the base of the rotary embedding.
     """
     file = folder / "config.json"
     config = json.loads(file.read_text(encoding="utf-8"))

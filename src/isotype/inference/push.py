@@ -1,6 +1,7 @@
-"""`run.push_to_hub`: the result of a finished run as a repository of the hub. What can fail for
-want of a right fails before the run; an upload that fails leaves a finished run, and the command
-that repeats it.
+"""Uploads the result of a finished run to a repository of the hub (`run.push_to_hub`).
+
+Missing permissions are found before the run. If the upload fails, the run is still finished, and
+the message has the command that repeats the upload.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ from ..model.card import merged_card, plain_card
 from ..report.record import read_run
 from ..runs.folder import RunFolder
 
-RECORD = "hub.json"  # names the repository that is this run's
+RECORD = "hub.json"  # file in the run folder that names the run's repository
 
 
 def check_push(config: RunConfig, resumed_folder: Path | None) -> str | None:
-    """The repository's full name, None where nothing is to be pushed.
+    """Checks the settings of the upload before the run. Returns the full name of the repository, or
+    None if nothing shall be uploaded.
 
-    resumed_folder  the folder of the run that goes on
-    Raises  UsageError for settings without effect, a token that is missing, refused or may only
-            read, and a repository that is not the run's
+    resumed_folder  the run folder of a resumed run
+    Raises  UsageError for settings without effect, for a token that is missing, refused or
+            read-only, and for a repository that exists and is not the run's
     """
     run = config.run
     if run.push_to_hub is None:
@@ -74,12 +76,12 @@ def check_push(config: RunConfig, resumed_folder: Path | None) -> str | None:
             )
     except UsageError:
         raise
-    except (HfHubHTTPError, ValueError) as error:  # ValueError: a name that is none
+    except (HfHubHTTPError, ValueError) as error:  # ValueError: an invalid name
         fix = "a token that may write, and a name as ORG/NAME"
         raise UsageError(
             f"{setting}: {constants.ENDPOINT} said: {_short(error)}", fix=fix
         ) from None
-    except Exception as error:  # of the HTTP library that the client is built on
+    except Exception as error:  # errors of the HTTP library below the client
         raise UsageError(
             f"{setting}: {constants.ENDPOINT} cannot be reached: {_short(error)}",
             fix="check the network",
@@ -88,8 +90,8 @@ def check_push(config: RunConfig, resumed_folder: Path | None) -> str | None:
 
 
 def push(folder: Path, config: RunConfig, name: str) -> str:
-    """Uploads the result of the run in `folder`, and returns a line on how that went. Raises
-    nothing.
+    """Uploads the result of the run in `folder`, and returns a line that reports success or
+    failure. Raises nothing.
     """
     run, private = config.run, ["--private"] if config.run.push_private else []
     result = next(path for path in (folder / "adapter", folder / "model") if path.is_dir())
@@ -131,14 +133,14 @@ def push(folder: Path, config: RunConfig, name: str) -> str:
                     repo_id=name,
                     commit_message=commit_message,
                 )
-                left_out.append("README.md")  # the libraries' own, whose fields are empty
+                left_out.append("README.md")  # the README of the libraries, whose fields are empty
             api.upload_folder(
                 folder_path=result,
                 repo_id=name,
                 ignore_patterns=left_out,
                 commit_message=commit_message,
             )
-    except Exception as error:  # the run is done and verified, whatever happens to its upload
+    except Exception as error:  # a failed upload does not make the finished run fail
         return f"warning   not pushed to {name}: {_short(error)}; {repeat_command}"
     return (
         f"pushed    {result.name} to {constants.ENDPOINT}/{name},"

@@ -1,12 +1,11 @@
-"""`isotype import`: another tool's training configuration becomes one of Isotype, and each of its
-keys is accounted for. Imports no torch.
+"""Translates another tool's training configuration into one of Isotype (`isotype import`), and
+reports the outcome of each of its keys. Imports no torch.
 
-source       a file's keys with their lines, and the tool they belong to
-TOOL         a module for each tool: `KEYS`, its table, `refusal_reason` and `add_defaults`
-pictures     the files of the tools for pictures, and what their tables share
-transforms   what the tables are made of: what became of each key, and the settings that came of
-             them
-translation  puts these together
+source       reads a file: its keys with their lines, and the tool that it belongs to
+TOOL         a module for each tool, with its table `KEYS`, `refusal_reason` and `add_defaults`
+pictures     reads the files of tools for pictures, and has handlers that their tables share
+transforms   the draft of the configuration, and the handlers from which the tables are built
+translation  runs the whole translation
 """
 
 from .transforms import Fate

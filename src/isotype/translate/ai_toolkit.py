@@ -1,4 +1,4 @@
-"""ai-toolkit: the YAML of a job, its first process."""
+"""Translates ai-toolkit's YAML of a job, of which only the first process is read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .transforms import Draft, SourceKey
 
 
 def refusal_reason(source: Source) -> str | None:
-    """Why this source's method is not offered, or None."""
+    """Returns the reason why Isotype does not offer the source's training method, or None."""
     kind = str(source.get("type") or "sd_trainer")
     network = str(source.get("network.type") or "lora").lower()
     if kind not in ("sd_trainer", "ui_trainer", "diffusion_trainer"):
@@ -61,7 +61,9 @@ _FULL_RANK = 100_000
 
 
 def _refuse_if_enabled(alternative: str) -> transforms.Handler:
-    """Such a key may have another word than those of `OFF`."""
+    """Returns a handler that reports the key as not offered if it is switched on. Its value when
+    off may be missing in `OFF_VALUES`.
+    """
     return lambda draft, source_key: (
         draft.not_offered(source_key, alternative)
         if transforms.is_enabled(source_key.value)
@@ -79,7 +81,9 @@ _FAMILIES_WITHOUT_CLIP = (
 
 
 def _require_clip(handle: transforms.Handler) -> transforms.Handler:
-    """`handle` for SDXL and Stable Diffusion, the family of a file that names none."""
+    """Returns a handler that calls `handle` for SDXL and Stable Diffusion, also if the file names
+    no family, and refuses the key for other families.
+    """
 
     def handler(draft: Draft, source_key: SourceKey) -> None:
         is_other_family = any(
@@ -97,7 +101,7 @@ def _require_clip(handle: transforms.Handler) -> transforms.Handler:
 
 
 def _convert_base(draft: Draft, source_key: SourceKey) -> None:
-    """Of `qtype`, qfloat8 by default."""
+    """Translates `model.quantize`, with the dtype of `model.qtype`, by default qfloat8."""
     kind = str(draft.keys.get("model.qtype") or "qfloat8").lower()
     dtype_name = "fp8" if "float8" in kind else "int8" if kind in ("qint8", "int8") else None
     if dtype_name is None:
@@ -245,10 +249,8 @@ _DEFAULTS = {
 
 
 def add_defaults(draft: Draft, source: Source) -> None:
-    """ai-toolkit's defaults where they are not Isotype's, and the sources of pictures."""
-    if transforms.is_enabled(
-        source.get("network.lokr_full_rank")
-    ):  # whatever `linear` says beside it
+    """Adds ai-toolkit's defaults that differ from Isotype's, and the sources of pictures."""
+    if transforms.is_enabled(source.get("network.lokr_full_rank")):  # overrides `network.linear`
         draft.settings |= {"adapter.r": _FULL_RANK, "adapter.alpha": float(_FULL_RANK)}
     if draft.settings.get("adapter.kind") != "lokr":
         draft.settings.pop("adapter.factor", None)

@@ -1,5 +1,5 @@
-"""axolotl's YAML. Keys that it hands on to Hugging Face's Trainer are translated as that table
-says.
+"""Translates axolotl's YAML. Keys that axolotl passes on to Hugging Face's Trainer are translated
+by the table of `hugging_face`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ _FORMATS = {
 }
 
 
-# axolotl's `rl`, which is Isotype's `train.objective`
+# values of axolotl's `rl` that are objectives of Isotype
 _RL_METHODS = ("dpo", "ipo", "orpo", "simpo", "kto")
 
 
 def _objective(draft: Draft) -> str | None:
-    """Of the whole file, since settings may stand before it."""
+    """Returns the objective, from the keys of the whole file: settings may come before the key that
+    names the method.
+    """
     if draft.keys.get("reward_model"):
         return "reward"
     rl = draft.keys.get("rl")
@@ -38,7 +40,7 @@ def _objective(draft: Draft) -> str | None:
     return None
 
 
-# a setting of `preference`, wherever in the file `rl` stands
+# a handler for a setting of the section `preference`
 _preference = partial(preference_handler, read_objective=_objective)
 
 
@@ -55,7 +57,7 @@ def _convert_rl(draft: Draft, source_key: SourceKey) -> None:
 
 
 def refusal_reason(source: Source) -> str | None:
-    """Why this source's method is not offered, or None."""
+    """Returns the reason why Isotype does not offer the source's training method, or None."""
     if (rl := source.has("rl")) and rl.value not in (None, "", False, *_RL_METHODS):
         return (
             f"line {rl.line}: rl: {rl.value} is not offered: train.objective is {', '.join(_RL_METHODS)},"
@@ -100,7 +102,7 @@ def _datasets_handler(target: str) -> transforms.Handler:
         for dataset in source_key.value if isinstance(source_key.value, list) else []:
             if isinstance(dataset, dict):
                 entry, dataset_notes = _convert_dataset(dataset)
-                if _objective(draft) is not None:  # pairs and labels are read in one format
+                if _objective(draft) is not None:  # pairs and labels have only one format
                     entry = {
                         key: value
                         for key, value in entry.items()
@@ -121,7 +123,9 @@ def _datasets_handler(target: str) -> transforms.Handler:
 
 
 def _convert_dataset(dataset: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """One entry of `datasets:` as one of data.train, and the keys of it that have no counterpart."""
+    """Translates one entry of `datasets:` into an entry of data.train. Returns it with notes on
+    keys that have no counterpart.
+    """
     notes = []
     files = dataset.get("data_files")
     path = str((files[0] if isinstance(files, list) else files) or dataset.get("path"))
@@ -190,7 +194,9 @@ def _is_set(_: Draft, source_key: SourceKey) -> bool:
 
 
 def _refuse_epoch_interval(target: str) -> transforms.Handler:
-    """`evals_per_epoch: 4`: the number of steps in an epoch is not known before the data is read."""
+    """Returns a handler that refuses an interval in epochs (`evals_per_epoch: 4`): the number of
+    steps in an epoch is unknown before the data is read.
+    """
     return lambda draft, source_key: draft.not_offered(
         source_key,
         f"{target} in steps; by default at most ten evaluations in a run, and ten checkpoints",
@@ -262,7 +268,9 @@ _NOT_OFFERED = {
 
 
 def _convert_rope(rope_scaling: dict[str, Any]) -> dict[str, Any]:
-    """With transformers 5's name of the type."""
+    """Returns the settings of the rotary embedding, with `rope_type`, transformers 5's name of
+    `type`.
+    """
     return {("rope_type" if key == "type" else key): value for key, value in rope_scaling.items()}
 
 
@@ -348,7 +356,7 @@ KEYS: dict[str, transforms.Handler] = {
 
 
 def add_defaults(draft: Draft, source: Source) -> None:
-    """axolotl's defaults where they are not Isotype's."""
+    """Adds axolotl's defaults that differ from Isotype's."""
     draft.settings.setdefault("adapter.kind", "none")
     draft.default_adapter("none")
     draft.default_all(

@@ -1,5 +1,5 @@
-"""diffusers' own example scripts: `train_dreambooth_lora_flux.py` and its like, from the shell
-script that starts one.
+"""Translates the shell script that starts one of diffusers' example scripts, such as
+`train_dreambooth_lora_flux.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .transforms import Draft
 
 
 def refusal_reason(source: Source) -> str | None:
-    """Why this source's method is not offered, or None."""
+    """Returns the reason why Isotype does not offer the source's training method, or None."""
     if transforms.is_enabled(source.get("train_text_encoder_ti")):
         return "train_text_encoder_ti: textual inversion is not offered"
     if transforms.is_enabled(source.get("train_text_encoder")) and not _CLIP_SCRIPTS.search(
@@ -24,11 +24,11 @@ def refusal_reason(source: Source) -> str | None:
 
 
 _CLIP_SCRIPTS = re.compile(r"_lora(_sdxl|_sd15)?(_advanced)?(\.py)?$")
-_TEXT_RATE = 5e-6  # of the scripts that have `text_encoder_lr`
+_TEXT_RATE = 5e-6  # default of `text_encoder_lr` in the scripts
 
 
 def _require_scheme(scheme: str, target: str) -> transforms.Handler:
-    """A number that acts with one weighting scheme only."""
+    """Returns a handler for a number that has an effect only with one weighting scheme."""
     return transforms.require_key(
         "weighting_scheme",
         scheme,
@@ -123,7 +123,7 @@ KEYS: dict[str, transforms.Handler] = {
 
 
 def add_defaults(draft: Draft, source: Source) -> None:
-    """The scripts' defaults where they are not Isotype's."""
+    """Adds the scripts' defaults that differ from Isotype's."""
     lora = "lora" in source.method or source.get("rank") is not None
     draft.default_adapter("lora" if lora else "none", 4)
     if (
@@ -132,7 +132,7 @@ def add_defaults(draft: Draft, source: Source) -> None:
         and re.search("sdxl|advanced", source.method)
     ):
         draft.default("adapter.text_encoder_rate", _TEXT_RATE)
-    # the scripts' own option, else what accelerate's launcher sets
+    # the script's option, else the option of accelerate's launcher
     dtype_name = source.get("mixed_precision") or source.get("launcher.mixed_precision")
     pictures.set_default_preset(draft, dtype_name)
     draft.default_all(

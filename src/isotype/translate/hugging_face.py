@@ -1,8 +1,8 @@
-"""Hugging Face `TrainingArguments`, TRL's SFT (Python, YAML or command line), and Unsloth's
-notebooks, which are made of both.
+"""Translates Hugging Face's `TrainingArguments`, TRL's trainers (Python, YAML or command line), and
+Unsloth's notebooks, which use both.
 
-The other tools for text share with them: rows of the Trainer's arguments, settings of preference
-methods, what these leave out.
+The tables of the other tools for text reuse parts of this module: the rows of the Trainer's
+arguments, and the settings of preference methods.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _VISION_MODEL_CLASSES = {"FastVisionModel", "AutoModelForImageTextToText", "Auto
 
 
 def _loss_name(value: object) -> str:
-    """`loss_type` as one word; DPO takes a list, a script writes it as text."""
+    """Returns `loss_type` as text. DPO accepts a list, and a script writes it as text."""
     if value is transforms.Computed:
         return "computed by the program"
     names = value if isinstance(value, list) else str(value or "").replace(",", " ").split()
@@ -45,14 +45,16 @@ def _loss_name(value: object) -> str:
 
 
 def _objective(draft: Draft) -> str | None:
-    """Of the whole file, since settings may stand before it."""
+    """Returns the objective, from the keys of the whole file: settings may come before the key that
+    names the method.
+    """
     losses = _LOSSES.get(str(draft.keys.get("trl_method")), {})
     return losses.get(_loss_name(draft.keys.get("loss_type")) or next(iter(losses), ""))
 
 
 def frozen_part_handler(target: str) -> transforms.Handler:
-    """A tower or projector that the file freezes, or trains as it trains the rest: with adapters,
-    or whole.
+    """Returns a handler for a key that freezes a vision tower or projector. If it is off, the part
+    is trained like the rest: with an adapter, or in full.
     """
 
     def handler(draft: Draft, source_key: SourceKey) -> None:
@@ -72,8 +74,9 @@ def frozen_part_handler(target: str) -> transforms.Handler:
 def preference_handler(
     name: str, *objectives: str, read_objective: Callable[[Draft], str | None]
 ) -> transforms.Handler:
-    """A setting of `preference_handler`, for a method that has it. `read_objective` reads the method off the whole
-    file: it may stand after the setting.
+    """Returns a handler that sets `preference.NAME` if the file's objective is one of `objectives`.
+    `read_objective` reads the objective from the keys of the whole file, because the method may
+    come after the setting.
     """
 
     def handler(draft: Draft, source_key: SourceKey) -> None:
@@ -88,8 +91,8 @@ def preference_handler(
 
 
 def add_text_defaults(draft: Draft) -> None:
-    """Without evaluation data the other tools train on every row; settings that they ignore for
-    preference methods are left out.
+    """Adds defaults that the tools for text share: without evaluation data they train on every row.
+    Removes settings that they ignore for preference methods.
     """
     if "data.eval" in draft.settings:
         draft.settings.pop("data.eval_split", None)
@@ -99,7 +102,7 @@ def add_text_defaults(draft: Draft) -> None:
 
 
 def drop_preference_conflicts(draft: Draft) -> None:
-    """Settings that are refused beside the objective."""
+    """Removes settings that Isotype refuses with the objective."""
     objective = draft.settings.get("train.objective")
     conflicts = {
         "train.embedding_noise": (objective is not None, "it is for answers that are learnt"),
@@ -112,7 +115,7 @@ def drop_preference_conflicts(draft: Draft) -> None:
             draft.notes.append(f"{key} is left out: {reason}")
 
 
-# a setting of `preference_handler`, wherever in the file the method stands
+# a handler for a setting of the section `preference`
 _preference = partial(preference_handler, read_objective=_objective)
 
 
@@ -128,7 +131,7 @@ def _convert_method(draft: Draft, source_key: SourceKey) -> None:
 
 
 def refusal_reason(source: Source) -> str | None:
-    """Why this source's method is not offered, or None."""
+    """Returns the reason why Isotype does not offer the source's training method, or None."""
     methods = [source_key for source_key in source.keys if source_key.name == "trl_method"]
     sft_classes = source.called_names & {"SFTTrainer", "SFTConfig"}
     reason = (
@@ -160,7 +163,7 @@ _TRAINERS = {
 
 
 def _refused_class(source: Source) -> str | None:
-    """The reason of a program that calls a trainer or model which is not offered."""
+    """Returns the reason to refuse a program that calls a trainer or model that is not offered."""
     for name in sorted(source.called_names):
         if match := _OTHER_METHOD_CLASS.match(name):
             return (
@@ -184,7 +187,7 @@ _ARGUMENTS_CALL = re.compile(r"(Training|SFT|DPO|KTO|ORPO|CPO|Reward)(Arguments|
 
 
 def _command_line_reason(source: Source) -> str | None:
-    """The reason of a program that parses a command line and sets no argument itself."""
+    """Returns the reason to refuse a program that gets all its settings from the command line."""
     parsers = source.called_names & {"HfArgumentParser", "TrlParser"}
     if not parsers or any(_ARGUMENTS_CALL.match(key.name_in_file) for key in source.keys):
         return None
@@ -195,14 +198,14 @@ def _command_line_reason(source: Source) -> str | None:
 
 
 def _is_text_class(name: str) -> bool:
-    """Whether a program that calls this name trains a model that is offered."""
+    """Whether a program that calls this class trains a kind of model that is offered."""
     if name in _VISION_MODEL_CLASSES or name in ("SFTTrainer", "SFTConfig"):
         return True
     return "CausalLM" in name or name.startswith("Fast")
 
 
 def _refused_model_class(source: Source, *, has_method: bool) -> str | None:
-    """The reason of a program whose model is of another kind."""
+    """Returns the reason to refuse a program with another kind of model."""
     if has_method or any(map(_is_text_class, source.called_names)):
         return None
     for name in sorted(source.called_names):
@@ -214,7 +217,7 @@ def _refused_model_class(source: Source, *, has_method: bool) -> str | None:
 
 
 def _refused_loss(method: SourceKey, source: Source) -> str | None:
-    """The reason of a preference method whose loss is not offered."""
+    """Returns the reason to refuse a preference method whose loss is not offered."""
     losses = _LOSSES[str(method.value)]
     loss = _loss_name(source.get("loss_type"))
     if not loss or loss in losses:
@@ -224,7 +227,7 @@ def _refused_loss(method: SourceKey, source: Source) -> str | None:
 
 
 def _refused_command(source: Source) -> str | None:
-    """The reason of a command line or script of another method."""
+    """Returns the reason to refuse a command line or script of another method."""
     offered = "Isotype trains on given answers (SFT) and on preferences"
     command = source.method.split(" ")[0]
     if command in ("grpo", "rloo", "prm"):
@@ -236,7 +239,7 @@ def _refused_command(source: Source) -> str | None:
 
 
 def _refused_key(source: Source) -> str | None:
-    """The reason of a key that belongs to another method."""
+    """Returns the reason to refuse a file with a key of another method."""
     if source_key := source.has(*_PREFERENCE_KEYS):
         return (
             f"line {source_key.line}: {source_key.name_in_file or source_key.name} belongs to a"
@@ -279,7 +282,9 @@ def _convert_data_files(draft: Draft, source_key: SourceKey) -> None:
 
 
 def _hub_dataset_handler(key: str, default_values: tuple[str, ...]) -> transforms.Handler:
-    """`split` and `subset` of a hub dataset become keys of data.train's mapping."""
+    """Returns a handler that adds `split` or `subset` of a hub dataset to the mapping in
+    data.train.
+    """
 
     def handler(draft: Draft, source_key: SourceKey) -> None:
         name = draft.settings.get("data.train")
@@ -298,8 +303,8 @@ def _hub_dataset_handler(key: str, default_values: tuple[str, ...]) -> transform
 
 
 def _convert_mixture(draft: Draft, source_key: SourceKey) -> None:
-    """alignment-handbook's and TRL's `dataset_mixture.datasets`: id or path, config, split, weight;
-    columns are ignored.
+    """Translates `dataset_mixture.datasets` of the alignment handbook and TRL: id or path, config,
+    split and weight. Columns are ignored.
     """
     entries = []
     for dataset in source_key.value:
@@ -323,7 +328,7 @@ def _convert_mixture(draft: Draft, source_key: SourceKey) -> None:
 
 
 def _convert_schedule_kwargs(draft: Draft, source_key: SourceKey) -> None:
-    """`lr_scheduler_kwargs`: the lowest learning rate is the only one that is offered."""
+    """Translates `lr_scheduler_kwargs`, of which only the minimum of the learning rate is offered."""
     details = source_key.value if isinstance(source_key.value, dict) else {}
     rate = details.get("min_lr_rate")
     if rate is None and details.get("min_lr") is not None and draft.keys.get("learning_rate"):
@@ -368,7 +373,9 @@ convert_liger = transforms.set_if_enabled(
 
 
 def _convert_push(draft: Draft, source_key: SourceKey) -> None:
-    """The repository that `hub_model_id` names, else the name of the output folder, as there."""
+    """Translates `push_to_hub`. The repository is `hub_model_id`, else the name of the output
+    folder, as in transformers.
+    """
     if not transforms.is_enabled(source_key.value):
         draft.no_effect(source_key, "off")
         return
@@ -382,7 +389,7 @@ def _convert_push(draft: Draft, source_key: SourceKey) -> None:
         draft.not_offered(source_key, "run.push_to_hub: ORG/NAME pushes the result")
 
 
-# what Hugging Face's Trainer and PEFT take; LLaMA-Factory and axolotl hand these on
+# arguments of Hugging Face's Trainer and PEFT, which LLaMA-Factory and axolotl pass on
 _TRAINER_NO_EFFECT = {
     "train.seed": "data_seed",
     "isotype train trains": "do_train",
@@ -592,9 +599,7 @@ KEYS: dict[str, transforms.Handler] = {
 
 
 def add_defaults(draft: Draft, source: Source) -> None:
-    """Without PEFT every weight is trained; the defaults that differ from Isotype's are written
-    down.
-    """
+    """Adds the defaults that differ from Isotype's. Without PEFT every weight is trained."""
     peft = source.has("lora_r", "lora_alpha", "lora_target_modules") or source.called_names & {
         "LoraConfig",
         "get_peft_model",

@@ -1,4 +1,4 @@
-"""kohya's sd-scripts: command lines, TOML of a run, TOML of its datasets."""
+"""Translates the commands of kohya's sd-scripts, the TOML of a run, and the TOML of its datasets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .transforms import Draft, SourceKey
 
 
 def refusal_reason(source: Source) -> str | None:
-    """Why this source's method is not offered, or None."""
+    """Returns the reason why Isotype does not offer the source's training method, or None."""
     module = str(source.get("network_module") or "")
     if (
         module
@@ -34,7 +34,7 @@ def refusal_reason(source: Source) -> str | None:
 
 
 def _parse_arguments(value: Any) -> dict[str, str]:
-    """`["algo=lokr", "factor=8"]`, or the same with spaces."""
+    """Parses `["algo=lokr", "factor=8"]`, or the same as text with spaces."""
     arguments = value if isinstance(value, list) else str(value or "").split()
     return dict(
         str(argument).strip("\"'").split("=", 1) for argument in arguments if "=" in str(argument)
@@ -97,7 +97,7 @@ def _convert_samples(draft: Draft, source_key: SourceKey) -> None:
 
 
 def _parse_samples(text: str) -> list[Any]:
-    """Prompts, a line each: `a dog --n blurry --w 768 --h 768 --d 7 --s 30 --l 5`."""
+    """Parses prompts, one per line: `a dog --n blurry --w 768 --h 768 --d 7 --s 30 --l 5`."""
     samples: list[Any] = []
     for line in text.splitlines():
         prompt, *options = re.split(r"\s--(?=[a-z]+\s)", line.strip())
@@ -121,7 +121,7 @@ def _parse_samples(text: str) -> list[Any]:
 
 
 def _convert_keep_tokens(draft: Draft, source_key: SourceKey) -> None:
-    """Of the run, or of a subset beside its own shuffle_caption."""
+    """Translates `keep_tokens` of the run or of a subset, if shuffle_caption is on for the same."""
     if transforms.is_enabled(
         draft.keys.get(
             "shuffle_caption",
@@ -306,14 +306,14 @@ KEYS: dict[str, transforms.Handler] = {
 
 
 def add_defaults(draft: Draft, source: Source) -> None:
-    """kohya's defaults where they are not Isotype's, and the sources of pictures."""
+    """Adds kohya's defaults that differ from Isotype's, and the sources of pictures."""
     is_full_training = not source.get("network_module") and not source.get("network_dim")
     if not draft.default_adapter("none" if is_full_training else "lora", 4, 1.0):
         pictures.drop_adapter_files(draft)
     sets_text_encoders = (
         _has_frozen_encoders(draft) or draft.keys.get("text_encoder_lr") is not None
     )
-    # it trains them unless told otherwise
+    # kohya's scripts train the text encoders by default
     if re.search(r"(^|/)(sdxl_)?train_network\b", source.method) and not sets_text_encoders:
         draft.default("adapter.text_encoders", True)
     pictures.drop_text_encoders(draft)

@@ -1,5 +1,5 @@
-"""LLaMA-Factory: YAML, JSON and `llamafactory-cli train --...`. Keys of Hugging Face's Trainer are
-translated as that table says.
+"""Translates LLaMA-Factory's YAML, JSON and `llamafactory-cli train --...`. Keys of Hugging Face's
+Trainer are translated by the table of `hugging_face`.
 """
 
 from __future__ import annotations
@@ -18,23 +18,28 @@ from .transforms import Draft, SourceKey
 _FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "openai": "messages"}
 
 
-_PREF_LOSSES = {"sigmoid": "dpo", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo"}  # of stage: dpo
+# values of `pref_loss` with `stage: dpo` -> objective
+_PREF_LOSSES = {"sigmoid": "dpo", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo"}
 
 
 def _objective(draft: Draft) -> str | None:
-    """Of the whole file, since settings may stand before it."""
+    """Returns the objective, from the keys of the whole file: settings may come before the key that
+    names the method.
+    """
     stage = draft.keys.get("stage")
     if stage == "dpo":
         return _PREF_LOSSES[str(draft.keys.get("pref_loss") or "sigmoid")]
     return {"kto": "kto", "rm": "reward"}.get(str(stage))
 
 
-# a setting of `preference`, wherever in the file `stage` stands
+# a handler for a setting of the section `preference`
 _preference = partial(preference_handler, read_objective=_objective)
 
 
 def _convert_pref_ftx(draft: Draft, source_key: SourceKey) -> None:
-    """A weight of the chosen answer's likelihood, beside the one that ORPO has."""
+    """Translates `pref_ftx`, a weight of the chosen answer's likelihood. ORPO already has the
+    weight 1, so it is added.
+    """
     if _objective(draft) == "orpo":
         draft.set(
             source_key,
@@ -49,7 +54,7 @@ def _convert_pref_ftx(draft: Draft, source_key: SourceKey) -> None:
 
 
 def refusal_reason(source: Source) -> str | None:
-    """Why this source's method is not offered, or None."""
+    """Returns the reason why Isotype does not offer the source's training method, or None."""
     stage = source.get("stage")
     loss = source.get("pref_loss") or "sigmoid"
     if stage not in (None, "sft", "pt", "dpo", "kto", "rm"):
@@ -121,8 +126,8 @@ def _datasets_handler(target: str) -> transforms.Handler:
 
 
 def _read_registry(draft: Draft) -> dict[str, Any]:
-    """dataset_info.json, where it lies beside the file or in dataset_dir; {} where it cannot be
-    read.
+    """Reads dataset_info.json from `dataset_dir`, relative to the file or to the working directory.
+    Returns {} if it cannot be read.
     """
     dataset_folder = draft.keys.get("dataset_dir", "data")
     for folder in (Path(draft.folder), Path(".")):
@@ -144,7 +149,7 @@ def _convert_dataset(draft: Draft, name: str, description: dict[str, Any]) -> di
         "name": f"hf:{hub}" if hub else f"{folder}/{description.get('file_name', name + '.json')}"
     }
     formatting = _FORMATS.get(str(description.get("formatting", "alpaca")))
-    # pairs and labels are read in one format, whose prompt Alpaca's files call instruction
+    # pairs and labels have only one format; Alpaca's files call its prompt `instruction`
     if _objective(draft) is not None:
         columns = description.get("columns") or {}
         if (
@@ -260,7 +265,7 @@ KEYS: dict[str, transforms.Handler] = {
 
 
 def add_defaults(draft: Draft, source: Source) -> None:
-    """LLaMA-Factory's defaults where they are not Isotype's."""
+    """Adds LLaMA-Factory's defaults that differ from Isotype's."""
     draft.default_adapter("lora", 8, times=2.0)
     draft.default_all(
         {

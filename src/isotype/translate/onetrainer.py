@@ -1,4 +1,6 @@
-"""OneTrainer: the JSON of a training, with its concepts inside or in the file that it names."""
+"""Translates OneTrainer's JSON, with its concepts (datasets) in the same file or in the file that
+it names.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ _ADAPTER_KINDS = {"LORA": "lora", "FINE_TUNE": "none"}
 
 
 def refusal_reason(source: Source) -> str | None:
-    """Why this source's method is not offered, or None."""
+    """Returns the reason why Isotype does not offer the source's training method, or None."""
     method = str(source.get("training_method") or "LORA")
     peft = str(source.get("peft_type") or "LORA")
     if method not in _ADAPTER_KINDS:
@@ -69,7 +71,7 @@ def _convert_samples(draft: Draft, source_key: SourceKey) -> None:
     draft.set(source_key, "run.samples", samples, "with their own settings")
 
 
-# encoders
+# model_type -> number of CLIP text encoders
 _CLIP_ENCODERS = {
     "stable_diffusion_15": 1,
     "stable_diffusion_20": 1,
@@ -79,8 +81,8 @@ _CLIP_ENCODERS = {
 
 
 def _convert_text_encoder(draft: Draft, source_key: SourceKey) -> None:
-    """`text_encoder.train`, `text_encoder_2.learning_rate` and the like: trained where all encoders
-    of the family are.
+    """Translates `text_encoder.train`, `text_encoder_2.learning_rate` and similar keys. Encoders
+    are trained only if all encoders of the model are.
     """
     encoders = ("text_encoder", "text_encoder_2")[
         : _CLIP_ENCODERS.get(draft.lowercase_value("model_type"), 0)
@@ -114,7 +116,9 @@ def _convert_text_encoder(draft: Draft, source_key: SourceKey) -> None:
 
 
 def _interval_handler(target: str, unit_key: str) -> transforms.Handler:
-    """`sample_after` 10 with `sample_after_unit` STEP."""
+    """Returns a handler for an interval and its unit, such as `sample_after` 10 with
+    `sample_after_unit` STEP.
+    """
 
     def handler(draft: Draft, source_key: SourceKey) -> None:
         if str(draft.keys.get(unit_key)) in ("STEP", "steps"):
@@ -246,7 +250,7 @@ KEYS: dict[str, transforms.Handler] = {
 
 
 def add_defaults(draft: Draft, source: Source) -> None:
-    """OneTrainer's defaults where they are not Isotype's, and the sources of pictures."""
+    """Adds OneTrainer's defaults that differ from Isotype's, and the sources of pictures."""
     if not draft.default_adapter("lora", 16, 1.0):
         pictures.drop_adapter_files(draft)
     pictures.set_default_preset(

@@ -1,6 +1,5 @@
-"""The tools that train on pictures: their files as keys with lines, and what their tables share.
-
-The keys of a dataset are `dataset.N.KEY`.
+"""Reads the files of tools that train on pictures as keys with lines, and provides handlers that
+their tables share. The keys of the N-th dataset are named `dataset.N.KEY`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,8 @@ _PROGRAM_PATTERNS = (
     ),
     (re.compile(r"^train_(dreambooth|text_to_image)\w*\.py$"), "diffusers"),
 )
-# SimpleTuner's variables of config.env whose argument is not their name in small letters
+# SimpleTuner's variables of config.env -> arguments, where the argument is not the variable in
+# lower case
 _SIMPLETUNER_VARIABLES = {
     "RESUME_CHECKPOINT": "resume_from_checkpoint", "DATALOADER_CONFIG": "data_backend_config", "TRAINING_SEED": "seed",
     "ACCELERATE_CONFIG_PATH": "accelerate_config", "USE_XFORMERS": "enable_xformers_memory_efficient_attention",
@@ -37,7 +37,7 @@ _SIMPLETUNER_VARIABLES = {
     "VALIDATION_STEPS": "validation_step_interval", "LR_SCHEDULE": "lr_scheduler", "TRAINING_NUM_PROCESSES": "num_processes",
     "TRAINING_NUM_MACHINES": "num_machines", "TRAINER_DYNAMO_BACKEND": "dynamo_backend", "TRAINING_DYNAMO_BACKEND": "dynamo_backend",
 }  # fmt: skip
-_SIMPLETUNER_ALIASES = {  # older or shorter arguments
+_SIMPLETUNER_ALIASES = {  # older or shorter names of arguments -> arguments
     "validation_steps": "validation_step_interval", "checkpointing_steps": "checkpoint_step_interval", "rank": "lora_rank",
     "validation_prompts": "validation_prompt", "max_steps": "max_train_steps",
 }  # fmt: skip
@@ -53,8 +53,8 @@ _SECRET_FLAG = re.compile(rf"(--?{_SECRET_NAME}[= ]+)\S+", re.I)
 
 
 def detect_program_tool(program: str) -> str | None:
-    """The tool whose training script this is: `flux_train_network.py` is kohya's,
-    `train_dreambooth_lora_flux.py` is diffusers'.
+    """Returns the tool to which a training script belongs: kohya for `flux_train_network.py`,
+    diffusers for `train_dreambooth_lora_flux.py`.
     """
     return next(
         (tool for pattern, tool in _PROGRAM_PATTERNS if pattern.match(program.rpartition("/")[2])),
@@ -63,8 +63,8 @@ def detect_program_tool(program: str) -> str | None:
 
 
 def detect_tree_tool(tree: Tree, tool: str | None) -> str | None:
-    """`kohya`, `ai-toolkit` or `onetrainer` where a file is theirs; `tool` is what `identify` says
-    of it.
+    """Returns `kohya`, `ai-toolkit` or `onetrainer` for a file of these tools, else None. `tool` is
+    the result of `identify_tool`.
     """
     data = tree.data
     if tool == "kohya":
@@ -87,7 +87,7 @@ def detect_tree_tool(tree: Tree, tool: str | None) -> str | None:
 
 
 def read_picture_keys(tool: str, tree: Tree, path: Path) -> list[SourceKey]:
-    """The keys of a file of kohya, ai-toolkit or OneTrainer. Raises UsageError."""
+    """Returns the keys of a file of kohya, ai-toolkit or OneTrainer. Raises UsageError."""
     return list(
         {"kohya": _kohya_keys, "ai-toolkit": _ai_toolkit_keys, "onetrainer": _onetrainer_keys}[
             tool
@@ -96,7 +96,7 @@ def read_picture_keys(tool: str, tree: Tree, path: Path) -> list[SourceKey]:
 
 
 def _kohya_keys(tree: Tree, path: Path) -> Iterator[SourceKey]:
-    """Keys of all tables, as if there were none."""
+    """Yields the keys of all TOML tables of a file, without the names of the tables."""
     for key, value in tree.data.items():
         if isinstance(value, dict) and key != "general":
             for inner, inner_value in value.items():
@@ -107,8 +107,8 @@ def _kohya_keys(tree: Tree, path: Path) -> Iterator[SourceKey]:
 
 
 def kohya_dataset_keys(file_name: object, config: Path) -> Iterator[SourceKey]:
-    """The keys of the file of `--dataset_config`; nothing where it is not found. Raises UsageError
-    for one that is broken.
+    """Yields the keys of the file that `--dataset_config` names, nothing if it is missing. Raises
+    UsageError if it is broken.
     """
     if (
         isinstance(file_name, str)
@@ -118,7 +118,7 @@ def kohya_dataset_keys(file_name: object, config: Path) -> Iterator[SourceKey]:
 
 
 def _kohya_subset_keys(tree: Tree, label_prefix: str) -> Iterator[SourceKey]:
-    """A subset has its own keys, those of its dataset, and those of [general]."""
+    """Yields the keys of all subsets. A subset inherits the keys of its dataset and of [general]."""
     data = tree.data
     count = 0
     for i, dataset in enumerate(data.get("datasets", [])):
@@ -156,10 +156,11 @@ def nested_keys(
     mapping_values: Sequence[str] = (),
     dataset_list: str = "",
 ) -> Iterator[SourceKey]:
-    """`optimizer.lr`: a key for each value below `node`, which lies at `position`.
+    """Yields a key such as `optimizer.lr` for each value in a nested mapping.
 
-    mapping_values  mappings that are one value
-    dataset_list  the key of a list of datasets
+    position        the path of `node` in the file, for the lines
+    mapping_values  keys whose mapping is one value
+    dataset_list    the key of the list of datasets
     """
     for key, value in node.items():
         name = f"{prefix}{key}"
@@ -212,7 +213,9 @@ def _onetrainer_keys(tree: Tree, path: Path) -> Iterator[SourceKey]:
 
 
 def _find_file(file_name: str, *folders: Path) -> Path | None:
-    """A file that another one names: in one of the folders, or by its own name beside the last."""
+    """Returns a file that another file names, searched in the folders by its path and then by its
+    file name; None if it is missing.
+    """
     candidates = [
         *(folder / file_name for folder in folders),
         *(folder / Path(file_name).name for folder in folders),
@@ -230,8 +233,8 @@ def _read_tree(file: Path, reader: Callable[[str], Tree]) -> Tree:
 
 
 def redact_key(source_key: SourceKey) -> SourceKey:
-    """The key with its secrets hidden, whether a key's name says so, its text does, or a flag
-    inside the text.
+    """Returns a key with secrets replaced. A secret is recognised by the key's name, by its own
+    form, or by a flag before it in a text.
     """
     return replace(source_key, value=_redact_value(source_key.name, source_key.value))
 
@@ -252,16 +255,15 @@ def _redact_value(name: str, value: Any) -> Any:
 
 
 def redact_text(text: str) -> str:
-    """A text with the secrets in it hidden."""
+    """Replaces the secrets in a text."""
     return _SECRET_VALUE.sub(_REDACTED, _SECRET_FLAG.sub(rf"\1{_REDACTED}", text))
 
 
 def simpletuner_keys(tree: Tree | str, config: Path) -> list[SourceKey]:
-    """The keys of SimpleTuner's JSON or TOML, or of the text of a config.env, and of the dataset
-    file that it names.
+    """Returns the keys of SimpleTuner's JSON or TOML, or of the text of a config.env, and of the
+    dataset file that it names. Raises UsageError.
 
-    Lines of a config.env that are no assignments are skipped; a shell that sources it would run
-    them. Raises UsageError.
+    Lines of a config.env that are not assignments are skipped, although a shell would run them.
     """
     keys: dict[str, SourceKey] = {}
     if isinstance(tree, str):
@@ -288,7 +290,8 @@ def simpletuner_keys(tree: Tree | str, config: Path) -> list[SourceKey]:
                 )
     else:
         for written, value in tree.data.items() if isinstance(tree.data, dict) else ():
-            key = str(written).lstrip("-").replace("-", "_")  # their names may begin with `--`
+            # names in the file may begin with `--`
+            key = str(written).lstrip("-").replace("-", "_")
             keys[key] = SourceKey(
                 _SIMPLETUNER_ALIASES.get(key, key), value, tree.lines.get((written,)), str(written)
             )
@@ -304,8 +307,8 @@ def simpletuner_keys(tree: Tree | str, config: Path) -> list[SourceKey]:
 
 
 def _simpletuner_dataset_keys(file_name: object, config: Path) -> Iterator[SourceKey]:
-    """SimpleTuner is started some folders above its configuration, so the name is tried from each;
-    nothing where it is not found.
+    """Yields the keys of SimpleTuner's dataset file, nothing if it is missing. SimpleTuner is
+    started in a folder above its configuration, so the path is tried from each of these folders.
     """
     if (
         not isinstance(file_name, str)
@@ -329,7 +332,7 @@ def _simpletuner_dataset_keys(file_name: object, config: Path) -> Iterator[Sourc
             )
 
 
-# defaults of most: no schedule, nothing held out
+# defaults that most of these tools share: constant learning rate, no held-out pictures
 COMMON_DEFAULTS = {"train.schedule": "constant", "train.warmup": 0, "images.eval_split": 0.0}
 PEFT_LORA_NOTE = "PEFT's LoRA"
 NOT_UPLOADED_NOTE = "nothing is uploaded"
@@ -354,7 +357,9 @@ _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 def dataset_handler(
     table: Mapping[str, transforms.Handler], label: str = "dataset"
 ) -> transforms.Handler:
-    """A key of one dataset, `dataset.0.KEY`; `set_sources` makes the sources."""
+    """Returns a handler for keys of datasets, `dataset.0.KEY`. The sources themselves are set by
+    `set_sources`.
+    """
 
     def handler(draft: Draft, source_key: SourceKey) -> None:
         if handle := table.get(source_key.name.split(".", 2)[2]):
@@ -368,7 +373,7 @@ def dataset_handler(
 
 
 def collect_datasets(draft: Draft) -> list[dict[str, Any]]:
-    """Each dataset's keys."""
+    """Returns the keys of each dataset, key -> value."""
     datasets: dict[int, dict[str, Any]] = {}
     for name, value in draft.keys.items():
         if name.startswith(f"{DATASET_PREFIX}."):
@@ -386,7 +391,7 @@ def picture_source(
     resolution: Sequence[int] = (),
     draw: Any = None,
 ) -> dict[str, Any]:
-    """A source of pictures with the settings that it has."""
+    """Returns an entry of `images.train`, with only the settings that differ from the defaults."""
     settings: dict[str, Any] = {"name": str(name)}
     if caption:
         settings["caption"] = str(caption)
@@ -402,8 +407,8 @@ def picture_source(
 
 
 def set_sources(draft: Draft, sides: Mapping[str, list[dict[str, Any]]]) -> None:
-    """`images.train` and its like, in the shortest form: a source that has the run's resolution
-    only does not name it.
+    """Sets `images.train` and similar settings in their shortest form: a source whose only
+    resolution is the run's does not name it.
     """
     for side, sources in sides.items():
         for source in sources:
@@ -420,7 +425,9 @@ def set_sources(draft: Draft, sides: Mapping[str, list[dict[str, Any]]]) -> None
 
 
 def read_numbered_folders(folder: str, base: Path, **settings: Any) -> list[dict[str, Any]]:
-    """kohya's `10_sks dog`: a folder's repeats, and its caption where pictures have no text file."""
+    """Reads kohya's folders such as `10_sks dog`: the number is the repeats of the pictures, the
+    text their caption if they have no text file.
+    """
     root = next((match for match in (Path(folder), base / folder) if match.is_dir()), None)
     sources = []
     for subfolder in sorted(root.iterdir()) if root else ():
@@ -438,13 +445,17 @@ def read_numbered_folders(folder: str, base: Path, **settings: Any) -> list[dict
 
 
 def largest_side(value: Any) -> int:
-    """Of `512`, `"512,768"`, `[512, 768]`: width and height."""
+    """Returns the larger of width and height, which are given as `512`, `"512,768"` or `[512,
+    768]`.
+    """
     parts = value if isinstance(value, list) else re.split(r"[,x]", str(value))
     return max(int(float(part)) for part in parts)
 
 
 def parse_resolutions(value: Any) -> list[int]:
-    """`[512, 768, 1024]`, `"512,768"`: resolutions of which each picture comes in each."""
+    """Returns the resolutions in `[512, 768, 1024]` or `"512,768"`, sorted. Each picture comes once
+    at each of them.
+    """
     return sorted(
         {
             largest_side(part)
@@ -454,7 +465,9 @@ def parse_resolutions(value: Any) -> list[int]:
 
 
 def convert_resolution(draft: Draft, source_key: SourceKey) -> None:
-    """`images.resolution` is the largest one; sources of others name theirs."""
+    """Sets `images.resolution` to the largest resolution. Sources with other resolutions get their
+    own setting.
+    """
     sides = parse_resolutions(source_key.value)
     largest = max(*sides, int(draft.settings.get("images.resolution", 0)))
     draft.set(
@@ -483,8 +496,8 @@ def _optimizer_name(draft: Draft) -> str:
 
 
 def convert_rate(draft: Draft, source_key: SourceKey) -> None:
-    """A learning rate. DAdapt and its like find their own, and 1.0 is their factor: AdamW gets a
-    rate of its own in its place.
+    """Translates a learning rate. DAdapt and similar optimizers find their rate, and 1.0 is only a
+    factor of it: AdamW, which replaces them, gets a usual rate.
     """
     optimizer = _optimizer_name(draft)
     if transforms.OPTIMIZERS.get(optimizer) != "prodigy" and (
@@ -500,8 +513,8 @@ def convert_rate(draft: Draft, source_key: SourceKey) -> None:
 
 
 def convert_text_encoder_rate(draft: Draft, source_key: SourceKey) -> None:
-    """A rate of text encoders, or one for each. The factor of an optimizer that finds its own rate
-    is none.
+    """Translates the learning rate of text encoders, or one for each. The factor of an optimizer
+    that finds its rate is not used.
     """
     rates = [
         float(value)
@@ -530,7 +543,7 @@ def convert_text_encoder_rate(draft: Draft, source_key: SourceKey) -> None:
 
 
 def convert_min_snr(draft: Draft, source_key: SourceKey) -> None:
-    """`snr_gamma`, `min_snr_gamma`"""
+    """Translates `snr_gamma` and `min_snr_gamma`."""
     draft.settings["diffusion.weighting"] = "min_snr"
     draft.set(
         source_key,
@@ -541,7 +554,7 @@ def convert_min_snr(draft: Draft, source_key: SourceKey) -> None:
 
 
 def convert_timestep(target: str) -> transforms.Handler:
-    """A timestep of 1000 as a share."""
+    """Returns a handler that converts a timestep of 1000 into a share."""
     return transforms.convert_to(
         target, lambda value: float(value) / 1000, "a share of 1000 timesteps"
     )
@@ -550,7 +563,9 @@ def convert_timestep(target: str) -> transforms.Handler:
 def set_default_preset(
     draft: Draft, mixed_precision: object, *, half_weights: bool = False
 ) -> None:
-    """`precision.preset`, by the dtype of the products. full: weights in that dtype too."""
+    """Sets `precision.preset` by the dtype of the products, if it is not set. `half_weights`: the
+    weights have this dtype too.
+    """
     adapter = draft.settings.get("adapter.kind") != "none"
     dtype_name = (
         str(mixed_precision or "no")
@@ -566,7 +581,7 @@ def set_default_preset(
 
 
 def drop_text_encoders(draft: Draft) -> None:
-    """Where there is no LoRA, text encoders have none."""
+    """Removes the settings of text encoders unless a LoRA adapter is trained."""
     for key in (
         ("adapter.text_encoders", "adapter.text_encoder_rate")
         if draft.settings.get("adapter.kind") != "lora"
@@ -576,12 +591,12 @@ def drop_text_encoders(draft: Draft) -> None:
 
 
 def drop_adapter_files(draft: Draft) -> None:
-    """Every weight is trained: no adapter is written."""
+    """Removes settings of adapter files, for a run that trains every weight."""
     for key in ("run.adapters_every", "run.adapter_format"):
         draft.settings.pop(key, None)
 
 
-# arguments that kohya's scripts and SimpleTuner have from diffusers' own
+# arguments of diffusers' scripts that kohya's scripts and SimpleTuner also have
 DIFFUSERS_KEYS: dict[str, transforms.Handler] = {
     **transforms.copy_values(
         model="name=pretrained_model_name_or_path revision",

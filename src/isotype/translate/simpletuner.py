@@ -1,4 +1,4 @@
-"""SimpleTuner: config.env, JSON and TOML, and the dataset file that they name
+"""Translates SimpleTuner's config.env, JSON and TOML, with the dataset file that they name
 (multidatabackend.json).
 """
 
@@ -40,12 +40,12 @@ VIDEO_FAMILIES = (
     ),
     *("longcat_video", "mochi"),
 )
-DEFAULT_MODELS = {  # family and flavour -> the model that SimpleTuner takes where none is named
+DEFAULT_MODELS = {  # (family, flavour) -> the model that SimpleTuner uses if the file names none
     ("flux", "dev"): "black-forest-labs/FLUX.1-dev", ("flux", "schnell"): "black-forest-labs/FLUX.1-schnell",
     ("sd3", "medium"): "stabilityai/stable-diffusion-3.5-medium", ("sd3", "large"): "stabilityai/stable-diffusion-3.5-large",
     ("sdxl", "base-1.0"): "stabilityai/stable-diffusion-xl-base-1.0",
 }  # fmt: skip
-# a contradiction that does not stop a translation: what it asks for is what the result has
+# findings that do not stop a translation, because the result already does what they advise
 HARMLESS_CODES = ("CF020",)
 _OPTIMIZERS = {
     "adamw_bf16": ("adamw", "bf16 weights with stochastic rounding: precision.preset decides"),
@@ -67,7 +67,7 @@ _SCHEDULES = {
 
 
 def refusal_reason(source: Source) -> str | None:
-    """Why this source's method is not offered, or None."""
+    """Returns the reason why Isotype does not offer the source's training method, or None."""
     values = {source_key.name: source_key.value for source_key in source.keys}
     places = {
         source_key.name: f"line {source_key.line}: {source_key.name_in_file}"
@@ -176,7 +176,7 @@ def _read_prompts(draft: Draft, source_key: SourceKey) -> None:
 
 
 def _parse_pixels(value: Any, kind: object) -> int:
-    """The side of a square in pixels; megapixels where `kind` is area."""
+    """Returns the side of a square in pixels. `value` is in megapixels if `kind` is area."""
     size = float(value)
     return int(size) if str(kind) != "area" else max(64, round((size * 1e6) ** 0.5 / 64) * 64)
 
@@ -237,7 +237,7 @@ _TABLE_COLUMNS_NOTE = "the source is the table itself; images.columns names its 
 
 
 def _dataset_of_key(draft: Draft, source_key: SourceKey) -> dict[str, Any]:
-    """The dataset to which a key belongs."""
+    """Returns the dataset to which a key belongs."""
     return pictures.collect_datasets(draft)[int(source_key.name.split(".")[1])]
 
 
@@ -256,7 +256,7 @@ def _has_instance_prompt(entry: dict[str, Any]) -> bool:
 
 
 def _convert_dataset(draft: Draft, source_key: SourceKey) -> None:
-    """One key of one dataset: `dataset.0.repeats`."""
+    """Translates one key of one dataset, such as `dataset.0.repeats`."""
     key = source_key.name.split(".", 2)[2]
     entry = _dataset_of_key(draft, source_key)
     kind = str(entry.get("dataset_type", "image"))
@@ -563,7 +563,7 @@ KEYS: dict[str, transforms.Handler] = {
 
 
 def add_defaults(draft: Draft, source: Source) -> None:
-    """SimpleTuner's defaults where they are not Isotype's, and the datasets."""
+    """Adds SimpleTuner's defaults that differ from Isotype's, and the datasets."""
     is_flux = str(source.get("model_family")) == "flux"
     if draft.default_adapter("none", 16):
         draft.default_all(
@@ -620,6 +620,6 @@ def add_defaults(draft: Draft, source: Source) -> None:
             f"the dataset file was not found ({dataset_file}): name your pictures in images.train"
         )
     if "images.eval" not in draft.settings:
-        draft.default("images.eval_split", 0.0)  # it trains on every picture
+        draft.default("images.eval_split", 0.0)  # SimpleTuner trains on every picture
     if "train.steps" in draft.settings:
         draft.settings.pop("train.epochs", None)

@@ -1,5 +1,5 @@
-"""Another tool's file: its keys with their lines, and the tool that they belong to. Read as
-`isotype doctor check` reads it, never run.
+"""Reads another tool's file: its keys with their lines, and the tool that it belongs to. Programs
+are parsed like in `isotype doctor check`, and never run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .pictures import (
 from .transforms import LAUNCHER_PREFIX, Computed, SourceKey
 
 MAX_BYTES = 4 << 20  # bytes
-# the answer of `identify` for a flat file with a model's or an adapter's arguments
+# names that `identify_tool` returns for files with only a model's or an adapter's arguments
 _TOOL_ALIASES = {"model": "hf", "peft": "hf"}
 _COMMAND_TOOLS = {
     "trl": "hf",
@@ -39,8 +39,8 @@ _COMMAND_TOOLS = {
     "tune": "torchtune",
 }
 _TEXT_TOOLS = ("hf", "model", "peft", "trl", "llamafactory", "axolotl")
-# call -> (what its arguments are called in the tables, positional names); an argument not named
-# here keeps its own name
+# function -> its arguments -> their names in the tables; a digit is a positional argument;
+# arguments that are not listed keep their names
 _LORA_ARGUMENTS = {
     "r": "lora_r",
     "target_modules": "lora_target_modules",
@@ -86,7 +86,7 @@ _CALL_ARGUMENTS: dict[str, dict[str, str]] = {
 _ARGUMENTS_CLASS = re.compile(
     r"^(?:Seq2Seq|Unsloth)?TrainingArguments$|^(?:SFT|DPO|KTO|ORPO|CPO|Reward)Config$"
 )
-# TRL's preference methods, as classes and as scripts; the method becomes the key `trl_method`
+# names of TRL's preference methods in classes and scripts; the method becomes the key `trl_method`
 _METHOD_CLASS = re.compile(r"^(DPO|KTO|ORPO|CPO|Reward)(?:Config|Trainer)$")
 _METHOD_SCRIPT = re.compile(
     r"^trl (dpo|kto|reward)$|(?:^|/)(?:run_)?(dpo|kto|orpo|cpo|reward)(?:_modeling)?\.py$"
@@ -96,7 +96,7 @@ _MODEL_CLASS = re.compile(
     r"^(?:Auto(?:Liger)?(?:ModelForCausalLM|KernelForCausalLM)|AutoLigerKernelForCausalLM|\w+ForCausalLM|Fast(?:Language|Vision)?Model"
     r"|AutoModelFor(?:SequenceClassification|ImageTextToText|Vision2Seq))$"
 )
-_PROGRAM_OBJECTS = (  # handed from one call to another: their own settings are keys, the variables are not
+_PROGRAM_OBJECTS = (  # arguments that pass an object from one call to another: the object's own settings are keys, these arguments are not
     *(
         "model",
         "tokenizer",
@@ -122,10 +122,11 @@ _PROGRAM_OBJECTS = (  # handed from one call to another: their own settings are 
 
 @dataclass
 class Source:
-    """calls: names of what a Python file calls; method: the word behind `trl`, `tune run` or the
-    like; all for `refusal_reason`.
+    """The keys of a file, and the tool that it belongs to.
 
-    config  the file of settings that a command names: its precision is the training's
+    called_names  names of functions and classes that a Python file calls, for `refusal_reason`
+    method        the words after `trl`, `tune run` or the like in a command, for `refusal_reason`
+    config        the file of settings that a command names; it decides the precision
     """
 
     file: str
@@ -142,7 +143,7 @@ class Source:
         return next((source_key.value for source_key in self.keys if source_key.name == name), None)
 
     def has(self, *prefixes: str) -> SourceKey | None:
-        """The first key with one of these names, or below one of them."""
+        """Returns the first key with one of these names, or below one of them."""
         return next(
             (
                 g
@@ -154,7 +155,8 @@ class Source:
 
 
 def read_source(path: Path, requested_tool: str | None = None) -> Source:
-    """Raises UsageError with file and line for what cannot be read.
+    """Reads the keys of a file, and detects the tool. Raises UsageError with file and line if it
+    cannot be read.
 
     requested_tool  the tool that the user named
     """
@@ -211,7 +213,7 @@ def read_source(path: Path, requested_tool: str | None = None) -> Source:
     )
     names = {source_key.name.partition(".")[0] for source_key in keys}
     if "base_model" in names and names & {"micro_batch_size", "sequence_len", "sample_packing"}:
-        tool = "axolotl"  # also for files in which most keys are Hugging Face's
+        tool = "axolotl"  # also if most of the keys belong to Hugging Face's Trainer
     if (
         names & {"dist_config", "sample_backend", "init_config"}
         or {"model_class", "model"} <= names
@@ -220,7 +222,7 @@ def read_source(path: Path, requested_tool: str | None = None) -> Source:
     return Source(str(path), _TOOL_ALIASES.get(tool or "", tool), keys)
 
 
-# mappings that are one value; torchtune, whose components nest, has none
+# keys whose mapping is one value; not used for torchtune, whose components are nested
 _MAPPING_VALUES = (
     "lr_scheduler_kwargs", "special_tokens", "fsdp_config", "plugins", "rope_scaling", "chat_template_kwargs", "dataset_columns",
     "deepspeed",
@@ -258,8 +260,8 @@ def _read_program(text: str, path: Path, line_of: Callable[[int | None], int | N
 
 
 def _read_script(text: str, path: Path) -> Source:
-    """The training command of a script: `trl sft --...`, `llamafactory-cli train --...`, `tune run
-    RECIPE key=value`, `python x.py ...`, with the options of what launches it.
+    """Reads the training command of a script (`trl sft --...`, `llamafactory-cli train --...`,
+    `tune run RECIPE key=value`, `python x.py ...`), with the options of its launcher.
     """
     for command in shell.read_script(text).commands:
         executable = command.arguments[0].rpartition("/")[2]
@@ -297,7 +299,7 @@ def _read_script(text: str, path: Path) -> Source:
 
 
 def _override_keys(arguments: list[str], lines: list[int]) -> list[SourceKey]:
-    """`key=value` of torchtune's command."""
+    """Reads the overrides `key=value` of torchtune's command."""
     matches = [
         (re.match(r"^([A-Za-z_][\w.]*)=(.*)$", argument), line)
         for argument, line in zip(arguments, lines, strict=True)
@@ -310,7 +312,9 @@ def _override_keys(arguments: list[str], lines: list[int]) -> list[SourceKey]:
 
 
 def _option_value(option: shell.Option) -> Any:
-    """True for a flag, a list of several values, an object that is written as JSON."""
+    """Returns the value of an option: True for a flag, a list for several values, a parsed object
+    for JSON.
+    """
     if not option.values:
         return True
     values = [_parse_option_value(value) for value in option.values]
@@ -325,7 +329,7 @@ def _parse_option_value(value: str) -> Any:
 
 
 def _launcher_keys(command: shell.Command, program: int) -> list[SourceKey]:
-    """The options before the program: those of accelerate, torchrun or DeepSpeed."""
+    """Reads the options before the program, which belong to accelerate, torchrun or DeepSpeed."""
     words = command.arguments[:program]
     launcher = "accelerate launch" if "accelerate" in words[0] else words[0].rpartition("/")[2]
     return [
@@ -336,18 +340,18 @@ def _launcher_keys(command: shell.Command, program: int) -> list[SourceKey]:
             f"{launcher} --{option.name}",
         )
         for option in shell.read_options(words, command.lines[:program])
-        if option.name not in ("m", "u")  # Python's own: a module, output without a buffer
+        if option.name not in ("m", "u")  # Python's options -m and -u
     ]
 
 
 def _command_source(
     executable: str, script: str, keys: list[SourceKey], path: Path, method: str, line: int
 ) -> Source:
-    """The tool that a command belongs to, with the keys of the files that it names."""
+    """Returns the source of a command: its tool, its keys, and the keys of the files that it names."""
     options = {source_key.name: source_key.value for source_key in keys}
     tool = _COMMAND_TOOLS.get(executable) or identify_tool(options)
     picture_tool = detect_program_tool(script)
-    # anybody's program may have kohya's name `train.py`
+    # programs of other tools may also be named `train.py`, as kohya's is
     if picture_tool is not None and not (script.endswith("train.py") and tool in _TEXT_TOOLS):
         return _read_picture_command(picture_tool, keys, path, script)
     tool = _TOOL_ALIASES.get(tool or "", tool)
@@ -363,7 +367,7 @@ def _command_source(
 def _read_preference_command(
     match: re.Match[str], keys: list[SourceKey], path: Path, method: str, line: int
 ) -> Source:
-    """A command line of TRL's preference scripts, with the file that `--config` names."""
+    """Reads a command of TRL's preference scripts, with the file of its option `--config`."""
     options = {source_key.name: source_key for source_key in keys}
     method_key = SourceKey("trl_method", match[1] or match[2], line, match[0].lstrip("/"))
     if (config := options.pop("config", None)) is None:
@@ -400,7 +404,7 @@ def _read_preference_command(
 
 
 def _read_picture_command(tool: str, keys: list[SourceKey], path: Path, script: str) -> Source:
-    """A command line of kohya's or of diffusers' scripts, with the files that it names."""
+    """Reads a command of kohya's or of diffusers' scripts, with the files that it names."""
     values = {source_key.name: source_key.value for source_key in keys}
     if tool == "kohya":
         file = path.parent / str(values.get("config_file"))
@@ -417,7 +421,7 @@ def _read_picture_command(tool: str, keys: list[SourceKey], path: Path, script: 
 
 
 def _call_keys(calls: list[Call]) -> Iterator[SourceKey]:
-    """Every argument of every call that sets training up."""
+    """Yields every argument of the calls that configure training."""
     for call in calls:
         names = _argument_names(call)
         if names is None:
@@ -441,7 +445,7 @@ def _call_keys(calls: list[Call]) -> Iterator[SourceKey]:
 
 
 def _argument_names(call: Call) -> dict[str, str] | None:
-    """How this call's arguments are called here; None for a call that sets nothing."""
+    """Returns argument -> its name in the tables; None for a call that configures nothing."""
     if call.name == "from_pretrained":
         if _MODEL_CLASS.match(call.owner.rpartition(".")[2]):
             return {**_MODEL_ARGUMENTS, "max_seq_length": "max_length"}
@@ -449,7 +453,7 @@ def _argument_names(call: Call) -> dict[str, str] | None:
     if call.name == "get_peft_model" and not call.owner.endswith(
         ("FastLanguageModel", "FastModel", "FastVisionModel")
     ):
-        return None  # PEFT's own: (model, config)
+        return None  # PEFT's get_peft_model(model, config)
     if _ARGUMENTS_CLASS.match(call.name):
         return {"0": "output_dir", "max_seq_length": "max_length"}
     return _CALL_ARGUMENTS.get(call.name)
@@ -462,8 +466,8 @@ def _call_label(call: Call) -> str:
 
 
 def _literal_value(value: Any) -> Any:
-    """What is not written in the file is Computed; calls that only give a name
-    (`is_bfloat16_supported()`) too.
+    """Returns the value of an argument if it is a literal. Values that the program computes, also
+    by calls such as `is_bfloat16_supported()`, become `Computed`.
     """
     if value is Unknown or (isinstance(value, dict) and "__call__" in value):
         return Computed

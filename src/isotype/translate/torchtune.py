@@ -1,4 +1,4 @@
-"""torchtune's recipes: YAML with components, or `tune run RECIPE key=value`."""
+"""Translates torchtune's recipes: YAML with components, or `tune run RECIPE key=value`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .hugging_face import drop_preference_conflicts
 from .source import Source
 from .transforms import Draft, SourceKey
 
-_DATASETS = {  # component -> (hub dataset when `source` is not given, format)
+_DATASETS = {  # component -> (its hub dataset if `source` is not set, format)
     "alpaca_dataset": ("tatsu-lab/alpaca", "alpaca"),
     "alpaca_cleaned_dataset": ("yahma/alpaca-cleaned", "alpaca"),
     "slimorca_dataset": ("Open-Orca/SlimOrca-Dedup", "sharegpt"),
@@ -30,7 +30,7 @@ _MLP_MODULES = ["gate_proj", "up_proj", "down_proj"]
 
 
 def refusal_reason(source: Source) -> str | None:
-    """Why this source's method is not offered, or None."""
+    """Returns the reason why Isotype does not offer the source's training method, or None."""
     for source_key in source.keys:
         value = str(source_key.value)
         if (
@@ -149,7 +149,9 @@ def _convert_checkpointing(draft: Draft, source_key: SourceKey) -> None:
 
 
 def _convert_template(draft: Draft, source_key: SourceKey) -> None:
-    """A class of torchtune by its path; one with the words of each role is not offered."""
+    """Translates a prompt template, which is the path of a class of torchtune. A mapping with texts
+    for each role is not offered.
+    """
     name = str(source_key.value).rpartition(".")[2].lower()
     is_class_path = (
         isinstance(source_key.value, str) and source_key.value not in transforms.OFF_VALUES
@@ -281,7 +283,7 @@ KEYS: dict[str, transforms.Handler] = {
 
 
 def add_defaults(draft: Draft, source: Source) -> None:
-    """torchtune's defaults where they are not Isotype's."""
+    """Adds torchtune's defaults that differ from Isotype's."""
     recipe = f"{source.method} {draft.keys.get('recipe', '')}"
     draft.settings.setdefault("adapter.kind", "lora" if "lora" in recipe else "none")
     draft.default_adapter("lora", 8, 16.0)

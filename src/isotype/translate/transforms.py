@@ -1,5 +1,5 @@
-"""What becomes of another tool's keys: the configuration that is being made, and the transforms
-that the tools' tables are made of.
+"""The draft of the translated configuration, and the handlers that translate single keys. The
+tools' tables are built from these handlers.
 """
 
 from __future__ import annotations
@@ -13,15 +13,8 @@ from typing import Any
 from ..config.keys import accepts_type
 from ..config.yaml_text import write_value
 
-OFF_VALUES = (
-    None,
-    "",
-    "none",
-    "None",
-    "null",
-    False,
-    "false",
-)  # a key with one of these is switched off
+# values that switch a key off
+OFF_VALUES = (None, "", "none", "None", "null", False, "false")
 NOT_GPU_COUNT = "not set in the file: it says what a step is, not on how many GPUs"
 IRRELEVANT = "nothing here depends on it"
 NO_SETTING_NOTE = "Isotype has no such setting"
@@ -36,21 +29,23 @@ REFERENCE_NOTE = (
 )
 
 
-# before the name of an option of what launches the training program
+# prefix of the options of a launcher (accelerate, torchrun, DeepSpeed)
 LAUNCHER_PREFIX = "launcher."
 
 
 class Fate(StrEnum):
     UNCHANGED = "taken"  # the same key with the same value
     RENAMED = "renamed"  # the same value under another key
-    CHANGED = "changed"  # another value, or another meaning of it: the note says which
-    NO_EFFECT = "no effect"  # nothing here depends on it
-    NOT_OFFERED = "not offered"  # the note says what to use
+    CHANGED = "changed"  # another value or another meaning; the note explains it
+    NO_EFFECT = "no effect"  # Isotype does not need this key
+    NOT_OFFERED = "not offered"  # the note names an alternative
 
 
 @dataclass(frozen=True)
 class SourceKey:
-    """A key of the other tool; `name` is its name in the tables, `name_in_file` the name in the file."""
+    """A key of the other tool. `name` is its name in the table, `name_in_file` its name in the
+    file.
+    """
 
     name: str
     value: Any
@@ -59,12 +54,14 @@ class SourceKey:
 
 
 class Computed:
-    """The value of a key that only running the program would tell."""
+    """Stands for the value of a key that is known only when the program runs."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """became: `train.learning_rate: 0.0002`, or "" where nothing came of the key."""
+    """The outcome of one key. `became`: the resulting setting, such as `train.learning_rate:
+    0.0002`, or "" if there is none.
+    """
 
     source_key: SourceKey
     fate: Fate
@@ -84,15 +81,14 @@ class Outcome:
 
 @dataclass
 class Draft:
-    """The configuration that is being made. The functions in a
-    tool's table of keys call a method of it for each key.
+    """The configuration during translation. The handler of each key calls one of its methods.
 
     settings  `train.learning_rate` -> value
-    sources   `train.learning_rate` -> the key that it came from
-    keys      every key of the file, for transforms that depend on another one
-    folder    where the file lies, for those that name other files
-    defaults  the settings that are the other tool's defaults
-    notes     what no single key says
+    sources   `train.learning_rate` -> the source's key
+    keys      every key of the file -> its value, for handlers that need other keys
+    folder    the file's folder, for keys that name other files
+    defaults  the settings that come from the other tool's defaults
+    notes     notes that do not belong to a single key
     """
 
     keys: dict[str, Any] = field(default_factory=dict)
@@ -105,9 +101,7 @@ class Draft:
     notes: list[str] = field(default_factory=list)
 
     def default(self, target: str, value: Any) -> None:
-        """The other tool's default where it differs from Isotype's and the file does not set the
-        key.
-        """
+        """Sets `target` to the other tool's default if the file did not set it."""
         if target not in self.settings:
             self.settings[target] = value
             self.defaults.add(target)
@@ -119,8 +113,8 @@ class Draft:
     def default_adapter(
         self, kind: str, r: int | None = None, alpha: float | None = None, *, times: float = 1.0
     ) -> bool:
-        """The defaults of an adapter; alpha is `times` the rank where the tool has no number for
-        it. False where every weight is trained: an adapter's settings are dropped then.
+        """Sets the other tool's defaults of an adapter. `alpha` None: `times` the rank. Returns
+        False if every weight is trained; the adapter's settings are then removed.
         """
         self.default("adapter.kind", kind)
         if self.settings["adapter.kind"] == "none":
@@ -138,13 +132,13 @@ class Draft:
         return True
 
     def lowercase_value(self, key: str) -> str:
-        """The value of another key of the file, in small letters; "" where it is not set."""
+        """Returns the value of a key of the file in lower case; "" if it is not set."""
         value = self.keys.get(key)
         return "" if value is None else str(value).lower()
 
     def set(self, source_key: SourceKey, target: str, value: Any, note: str = "") -> None:
-        """One setting from one key. A note, or a value that is not the given one, makes it
-        `changed`.
+        """Sets one setting from one key. The outcome is `changed` if there is a note or the value
+        differs from the source's.
         """
         self.settings[target] = value
         self.sources[target] = source_key
@@ -156,7 +150,7 @@ class Draft:
         self.outcomes.append(Outcome(source_key, fate, f"{target}: {write_value(value)}", note))
 
     def changed(self, source_key: SourceKey, note: str) -> None:
-        """Isotype does something else here, for which it has no setting."""
+        """Reports that Isotype does something else for this key, without a setting."""
         self.outcomes.append(Outcome(source_key, Fate.CHANGED, note=note))
 
     def no_effect(self, source_key: SourceKey, reason: str) -> None:
@@ -166,12 +160,14 @@ class Draft:
         self.outcomes.append(Outcome(source_key, Fate.NOT_OFFERED, note=alternative))
 
     def defer_precision(self, source_key: SourceKey) -> None:
-        """Keys that decide the precision together are reported when all of them are known."""
+        """Stores a key of the precision. These keys decide together, and are reported when all are
+        known.
+        """
         self.precision_keys.append(source_key)
 
 
 def _is_same_value(value: Any, source_value: Any) -> bool:
-    """Whether it is one value, written in two ways perhaps (`2e-4` and 0.0002)."""
+    """Whether two values are the same, possibly written differently (`2e-4` and 0.0002)."""
     if value == source_value or str(value) == str(source_value):
         return True
     try:
@@ -184,7 +180,9 @@ Handler = Callable[[Draft, SourceKey], None]
 
 
 def as_number(value: Any) -> float | int:
-    """1e-5 is text in YAML 1.1, and on a command line everything is."""
+    """Converts a value to a number. `1e-5` is text in YAML 1.1, and every value on a command line
+    is text.
+    """
     parsed = float(value)
     if parsed == int(parsed) and "." not in str(value) and "e" not in str(value).lower():
         return int(parsed)
@@ -196,8 +194,8 @@ def is_enabled(value: Any) -> bool:
 
 
 def same_handler(handler: Handler, names: str) -> dict[str, Handler]:
-    """Rows of a table for keys of which the same becomes; a name that ends in `*` is a family of
-    keys.
+    """Returns rows of a table for keys with the same handler. A name that ends in `*` stands for a
+    family of keys.
     """
     return dict.fromkeys(names.split(), handler)
 
@@ -205,7 +203,7 @@ def same_handler(handler: Handler, names: str) -> dict[str, Handler]:
 def handlers_by_reason(
     make_handler: Callable[[str], Handler], keys_by_reason: Mapping[str, str]
 ) -> dict[str, Handler]:
-    """Key -> its handler, from reason -> the keys (in one text, as `same_handler` takes them)."""
+    """Returns key -> handler for a mapping of reason -> keys, which are separated by spaces."""
     return {
         name: handler
         for reason, names in keys_by_reason.items()
@@ -224,8 +222,8 @@ def convert_number(target: str) -> Handler:
 
 
 def copy_values(**sections: str) -> dict[str, Handler]:
-    """Rows of keys that keep their value, by section: `train="seed clip=max_grad_norm"`,
-    ours=theirs, or one word for both.
+    """Returns rows of keys that keep their value, by section: `train="seed clip=max_grad_norm"`.
+    `clip=max_grad_norm` is Isotype's name and the other tool's; `seed` is the name in both.
     """
     pairs = [
         (section, *pair.partition("="))
@@ -239,8 +237,8 @@ def copy_values(**sections: str) -> dict[str, Handler]:
 
 
 def _convert_by_schema(target: str) -> Handler:
-    """The value as the schema types `target`: a whole number from 1 on, a number, a truth, text, or
-    as it stands.
+    """Returns a handler that converts the value to the type of `target` in the schema: a positive
+    integer, a number, a boolean or text. Values for lists and mappings are not changed.
     """
 
     def handler(draft: Draft, source_key: SourceKey) -> None:
@@ -256,19 +254,19 @@ def _convert_by_schema(target: str) -> Handler:
                 or accepts_type(target, "array")
                 or accepts_type(target, "object")
             )
-            # a truth is no text: the schema refuses it
+            # a boolean is not converted to text, so that the schema refuses it
             draft.set(source_key, target, source_key.value if as_it_is else str(source_key.value))
 
     return handler
 
 
 def convert_switch(target: str, enabled_value: Any, disabled_value: Any) -> Handler:
-    """One value where the key is on, another where it is off."""
+    """Returns a handler that sets one value if the key is on, and another if it is off."""
     return convert_to(target, lambda value: enabled_value if is_enabled(value) else disabled_value)
 
 
 def convert_list(target: str) -> Handler:
-    """A list, or text with commas."""
+    """Returns a handler for a list, or for text that is separated by commas."""
     return convert_to(
         target,
         lambda value: (
@@ -278,7 +276,7 @@ def convert_list(target: str) -> Handler:
 
 
 def convert_count(target: str) -> Handler:
-    """A whole number from 1 on; 0 and -1 leave the default."""
+    """Returns a handler for a positive integer. 0 and -1 leave Isotype's default."""
 
     def handler(draft: Draft, source_key: SourceKey) -> None:
         value = as_number(source_key.value)
@@ -295,8 +293,8 @@ def convert_count(target: str) -> Handler:
 def convert_choice(
     target: str, choices: Mapping[str, Any], fallback_note: str, *, fallback: str = "not_offered"
 ) -> Handler:
-    """The word's counterpart (`value`, or `(value, note)`); where there is none, `fallback_note` with
-    that fate.
+    """Returns a handler that looks the value up in `choices` (source's value -> value, or (value,
+    note)). For other values it calls the draft's method `fallback` with `fallback_note`.
     """
 
     def handler(draft: Draft, source_key: SourceKey) -> None:
@@ -314,7 +312,7 @@ def convert_choice(
 def set_if_enabled(
     target: str, value: Any, off_note: str = "switched off", note: str = ""
 ) -> Handler:
-    """Sets `target` where the key is on."""
+    """Returns a handler that sets `target` to `value` if the key is on."""
     return lambda draft, source_key: (
         draft.set(source_key, target, value, note)
         if is_enabled(source_key.value)
@@ -323,8 +321,8 @@ def set_if_enabled(
 
 
 def require_key(key: str, accepted: str, convert: Handler, reason: str) -> Handler:
-    """`convert` where another key of the file has one of these words (`on`: is switched on; none: is
-    not set); else no effect.
+    """Returns a handler that calls `convert` if another key of the file has one of the `accepted`
+    values (`on`: it is switched on; empty: it is not set). Otherwise the key has no effect.
     """
 
     def handler(draft: Draft, source_key: SourceKey) -> None:
@@ -340,7 +338,7 @@ def require_key(key: str, accepted: str, convert: Handler, reason: str) -> Handl
 def choose_handler(
     condition: Callable[[Draft, SourceKey], object], handler: Handler, alternative: Handler
 ) -> Handler:
-    """`handler` where what the file says `condition`."""
+    """Returns a handler that calls `handler` if `condition` is true, else `alternative`."""
     return lambda draft, source_key: (handler if condition(draft, source_key) else alternative)(
         draft, source_key
     )
@@ -360,7 +358,9 @@ _TEMPLATE_FILES = (".jinja", ".jinja2", ".j2")
 
 
 def convert_template(draft: Draft, source_key: SourceKey) -> None:
-    """A chat template by its name or file; a template's text has no setting."""
+    """Translates a chat template that is given by its name or file. For the text of a template
+    Isotype has no setting.
+    """
     value = str(source_key.value)
     name = re.sub(r"[-. ]", "_", value.lower())
     is_text = "{%" in value or "{{" in value
@@ -391,7 +391,7 @@ def convert_template(draft: Draft, source_key: SourceKey) -> None:
 
 
 def resolve_template_conflict(draft: Draft) -> None:
-    """Leaves out a chat template where every row is plain text: a run refuses it there."""
+    """Removes the chat template if every row is plain text, because a run refuses this combination."""
     sources = draft.settings.get("data.train")
     formats = {
         source.get("format") if isinstance(source, dict) else None
@@ -403,7 +403,7 @@ def resolve_template_conflict(draft: Draft) -> None:
 
 
 def set_constant(target: str, value: Any, note: str = "") -> Handler:
-    """The same value, whatever the key's is."""
+    """Returns a handler that sets a constant, for every value of the key."""
     return convert_to(target, lambda _: value, note)
 
 
@@ -412,14 +412,16 @@ def no_effect(reason: str) -> Handler:
 
 
 def changed(note: str) -> Handler:
-    """A note, in which {} is the value."""
+    """Returns a handler that reports a note, in which {} is replaced by the value."""
     return lambda draft, source_key: draft.changed(
         source_key, note.replace("{}", str(source_key.value))
     )
 
 
 def not_offered(alternative: str) -> Handler:
-    """Only where the key is switched on; off, it changes nothing."""
+    """Returns a handler that reports the key as not offered if it is switched on, else as without
+    effect.
+    """
     return lambda draft, source_key: (
         draft.no_effect(source_key, "switched off")
         if source_key.value in OFF_VALUES or source_key.value in ([], {})
@@ -428,8 +430,8 @@ def not_offered(alternative: str) -> Handler:
 
 
 def accept_only(accepted: str, reason: str, alternative: str) -> Handler:
-    """The one way that is offered has no effect; others are not offered: a note, in which {} is the
-    value.
+    """Returns a handler for a key with one offered behaviour: the `accepted` values have no effect,
+    others are reported as not offered. In `alternative`, {} is replaced by the value.
     """
 
     def handler(draft: Draft, source_key: SourceKey) -> None:
@@ -441,7 +443,7 @@ def accept_only(accepted: str, reason: str, alternative: str) -> Handler:
     return handler
 
 
-# options of accelerate, torchrun and DeepSpeed's launcher -> what becomes of them
+# options of accelerate, torchrun and DeepSpeed's launcher, by the note of their outcome
 _LAUNCHER_NO_EFFECT = {
     "isotype train finds the machine's own processes, or --processes N starts them": (
         "multi_gpu cpu gpu_ids same_network rdzv_* rdzv_id run_path standalone module no_python"
@@ -467,7 +469,7 @@ _LAUNCHER_NOT_OFFERED = {
 
 
 def _convert_launcher_precision(draft: Draft, source_key: SourceKey) -> None:
-    """Decides the precision where the program's own options leave it open."""
+    """Uses the launcher's precision if the program's options do not set it."""
     own = next((key for key in ("bf16", "fp16", "mixed_precision") if key in draft.keys), None)
     if own:
         draft.no_effect(source_key, f"{own} of the program decides")
@@ -487,7 +489,7 @@ LAUNCHER: dict[str, Handler] = {
 
 
 _NOT_PAGED_NOTE = "not paged: states stay on the GPU"
-# ours -> other tools' words
+# Isotype's name -> other tools' names
 _OPTIMIZER_ALIASES = {
     "adamw": (
         "adamw adamw_torch adamw_torch_fused adamw_hf adamw_torch_xla torch.optim.adamw fused_adamw"
@@ -523,7 +525,7 @@ convert_optimizer = convert_choice("train.optimizer", OPTIMIZERS, OTHER_OPTIMIZE
 
 
 def resolve_optimizer_conflicts(draft: Draft) -> None:
-    """Leaves out or replaces what an optimizer refuses beside it, with a note for each."""
+    """Removes or replaces settings that the optimizer refuses, with a note for each."""
     name = draft.settings.get("train.optimizer", "adamw")
     settings = draft.settings
     optimizer_key = draft.sources.get("train.optimizer")
@@ -576,7 +578,7 @@ SCHEDULES = {
 
 
 def convert_lora_init(draft: Draft, source_key: SourceKey) -> None:
-    """PEFT's `init_lora_weights`."""
+    """Translates PEFT's `init_lora_weights`."""
     method = str(source_key.value).lower()
     if method == "true":
         draft.no_effect(source_key, "the default")
@@ -652,7 +654,9 @@ def convert_trackers(draft: Draft, source_key: SourceKey) -> None:
 
 
 def convert_eval_split(draft: Draft, source_key: SourceKey) -> None:
-    """`val_set_size`, `val_size`: a share of the rows; a number of rows is not offered."""
+    """Translates `val_set_size` and `val_size`, a share of the rows. A number of rows is not
+    offered.
+    """
     value = as_number(source_key.value or 0)
     if value >= 1:
         draft.not_offered(

@@ -1,5 +1,5 @@
-"""A file of another tool becomes a configuration of Isotype: each key by the tool's table, then the
-precision; the result is checked.
+"""Translates a configuration file of another tool into one of Isotype. The tool's table translates
+each key, the precision is chosen from several keys together, and the result is checked.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from .transforms import (
     resolve_template_conflict,
 )
 
-# name of a tool -> its module: KEYS (what becomes of a key), refusal_reason (why a source cannot be
-# translated), add_defaults (the tool's defaults)
+# name of a tool -> its module with KEYS (key -> its handler), refusal_reason (why a source cannot
+# be translated) and add_defaults (adds the tool's defaults)
 TOOLS: dict[str, Any] = {
     "axolotl": axolotl,
     "llamafactory": llamafactory,
@@ -60,7 +60,8 @@ TOOLS: dict[str, Any] = {
     "onetrainer": onetrainer,
     "diffusers": diffusers_scripts,
 }
-# their tables decide the preset, not the record of check
+# tools whose tables choose the preset themselves; for other tools it follows from the record of
+# `isotype doctor check`
 _OWN_PRECISION_TOOLS = (kohya, ai_toolkit, onetrainer, diffusers_scripts)
 _PICTURE_TOOLS = (simpletuner, *_OWN_PRECISION_TOOLS)
 _TOOL_TITLES = {
@@ -77,12 +78,12 @@ _TOOL_TITLES = {
 
 @dataclass
 class Translation:
-    """What came of a file.
+    """The result of translating a file.
 
-    text      the configuration, each setting with the key that it came from
-    outcomes  what became of each key, in the order of the file
-    findings  contradictions in the source, as `isotype doctor check` tells them
-    notes     what no single key says
+    text      the configuration as YAML; a comment after each setting names the source's key
+    outcomes  the outcome of each key, in the order of the file
+    findings  contradictions in the source, from `isotype doctor check`
+    notes     notes that do not belong to a single key
     """
 
     tool: str
@@ -99,8 +100,8 @@ class Translation:
 
 
 def translate(path: Path | str, tool: str | None = None) -> Translation:
-    """Raises UsageError where the file cannot be read, belongs to no known tool, or its method is
-    not offered.
+    """Translates a file of another tool. Raises UsageError if the file cannot be read, the tool is
+    unknown, or Isotype does not offer the training method.
     """
     path = Path(path)
     source = read_source(path, tool)
@@ -175,7 +176,9 @@ def _choose_tool(source: Source, requested: str | None) -> str:
 
 
 def _resolve_references(source: Source) -> dict[str, Any]:
-    """Each key's value, with `${output_dir}` replaced by that key's (torchtune, OmegaConf)."""
+    """Returns key -> value, with references such as `${output_dir}` replaced by the value of that
+    key (torchtune uses OmegaConf).
+    """
     values = {source_key.name: source_key.value for source_key in source.keys}
     for name, value in values.items():
         if isinstance(value, str) and "${" in value:
@@ -202,7 +205,7 @@ def _translate_key(
         draft.no_effect(source_key, "not set")
     elif source_key.value is Computed:
         computed_key = replace(source_key, value="computed")
-        # `bf16=is_bfloat16_supported()`: what `auto` does
+        # `bf16=is_bfloat16_supported()` does the same as `precision.preset: auto`
         if source_key.name in ("bf16", "fp16", "dtype", "torch_dtype"):
             draft.no_effect(
                 computed_key, "known when the program runs; precision.preset decides by the device"
@@ -223,8 +226,8 @@ def _translate_key(
 
 
 def _find_handler(name: str, table: Mapping[str, Handler]) -> Handler | None:
-    """Of the key itself, of what it lies below (`profiler.enabled`: `profiler`), or of a family
-    (`galore_rank`: `galore_*`).
+    """Returns the handler of a key. Tried in this order: the key itself, a key above it (`profiler`
+    for `profiler.enabled`), a family of keys (`galore_*` for `galore_rank`).
     """
     prefix = name
     while prefix:
@@ -244,8 +247,8 @@ def _find_handler(name: str, table: Mapping[str, Handler]) -> Handler | None:
 def _check_source(
     path: Path, is_torchtune: bool, source: Source
 ) -> tuple[list[Finding], Record | None]:
-    """The findings of `isotype doctor check` for the file, without notes, and its record of the
-    precision.
+    """Returns the findings of `isotype doctor check` for the file, without those of severity note,
+    and its record of the precision.
     """
     checked = check([source.config or str(path)])
     findings = [finding for finding in checked.findings if finding.severity > Severity.NOTE]
@@ -267,8 +270,8 @@ def _redact_finding(finding: Finding) -> Finding:
 
 
 def _refuse_contradictions(path: Path, findings: list[Finding]) -> None:
-    """Raises UsageError for errors of `isotype doctor check`: such a file means two things, and a
-    translation would take one.
+    """Raises UsageError if `isotype doctor check` finds errors: the file contradicts itself, and a
+    translation would have to guess which setting is meant.
     """
     errors = [
         finding
@@ -286,8 +289,8 @@ def _refuse_contradictions(path: Path, findings: list[Finding]) -> None:
 
 
 def _set_precision(draft: Draft, record: Record | None) -> None:
-    """The preset that does what the other tool's flags do, by the record of `isotype doctor check`;
-    accounts for each key of it.
+    """Sets the precision preset that corresponds to the other tool's settings, from the record of
+    `isotype doctor check`, and adds the outcome of each key of the precision.
     """
     chosen, note = _choose_precision(draft, record)
     draft.settings.update(chosen)
@@ -318,7 +321,7 @@ def _precision_note(name: str, note: str) -> str:
 
 
 def _choose_precision(draft: Draft, record: Record | None) -> tuple[dict[str, str], str]:
-    """The settings of precision, and why."""
+    """Returns the settings of the section `precision`, and the reason."""
     if record is None:
         return {}, _PRESET_REASONS[""]
     has_adapter = draft.settings.get("adapter.kind", "lora") == "lora"
@@ -367,7 +370,9 @@ _PRESET_REASONS = {
 def _choose_preset(
     compute: str | None, trained: str | None, parameters: str | None, *, has_adapter: bool
 ) -> str:
-    """By the dtypes of products, trained weights and loaded ones; "" where the device decides."""
+    """Chooses a preset by the dtypes of products, trained weights and loaded weights. Returns "" if
+    the device shall decide.
+    """
     if compute == "fp16":
         return "fp16-mixed"
     if has_adapter and "bf16" in (compute, parameters, trained):
@@ -380,7 +385,7 @@ def _choose_preset(
 
 
 def _add_required_settings(draft: Draft, data_key: str) -> None:
-    """Settings that Isotype needs beside each other."""
+    """Adds settings that Isotype requires and the file lacks, with notes that ask for them."""
     if "model.name" not in draft.settings:
         draft.settings["model.name"] = "path/to/model"
         draft.notes.append("model.name: the file names no model; put its folder or hub id there")
@@ -404,7 +409,9 @@ def _add_required_settings(draft: Draft, data_key: str) -> None:
 
 
 def _write_yaml(draft: Draft, source: Source, tool: str) -> str:
-    """The YAML: sections in Isotype's order, each setting with the line that it came from."""
+    """Writes the YAML. Sections are in Isotype's order; a comment after each setting names the
+    source's key and line.
+    """
     lines = [
         f"# From {source.file} ({tool}), by `isotype import`. See what it would do: isotype plan"
         " FILE"
