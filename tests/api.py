@@ -60,11 +60,11 @@ INNER = {
     "isotype.entry.train": "train= refuse_incomplete start",
     "isotype.environment.hub": "hub=",
     "isotype.environment.install": "install=",
-    "isotype.environment.planned": "plan_device",
-    "isotype.environment.private": (
-        "NotPrivateError check_private make_private open_private read_private temporary_folder"
+    "isotype.environment.planned_device": "plan_device",
+    "isotype.environment.private_folder": (
+        "NotPrivateError check_private_folder make_private_folder open_private_folder read_private_file temporary_folder"
     ),
-    "isotype.environment.versions": "faults",
+    "isotype.environment.versions": "find_faults",
     "isotype.inference.adapter_file": "export_vllm",
     "isotype.inference.diffusion": "draw_pictures evaluate_pictures export_comfyui merge_denoiser",
     "isotype.inference.export": "export_language",
@@ -164,7 +164,7 @@ INNER = {
     "isotype.runs.checkpoint.atomic_folder": (
         "atomic_folder= SEAL find_damage seal write_folder write_text"
     ),
-    "isotype.runs.foreign": "parse_json",
+    "isotype.runs.value_limits": "parse_json",
     "isotype.runs.mapped_files": "mapped_paths",
     "isotype.tasks.diffusion.batches": "Batch PictureStream Row row_generator",
     "isotype.tasks.diffusion.denoiser": (

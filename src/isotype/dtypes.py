@@ -163,14 +163,14 @@ class TensorSpec:
     def __str__(self) -> str:
         return f"{self.dtype}[{' '.join(self.dims)}]"
 
-    def dtype_fault(self, observed: str, bound: dict[str, str]) -> str | None:
+    def dtype_fault(self, observed: str, bindings: dict[str, str]) -> str | None:
         """The declared dtype if `observed` differs from it, else None. Adds the free letters that
-        it binds to `bound`.
+        it binds to `bindings`.
         """
         if self.dtype == "any":
             return None
         if self.is_free:
-            expected = bound.setdefault(self.dtype, observed)
+            expected = bindings.setdefault(self.dtype, observed)
             return None if expected == observed else expected
         if self.dtype == "float":
             if observed in _TABLE and significant_bits(observed) > 1:
@@ -184,36 +184,36 @@ class TensorSpec:
             return None
         return self.dtype
 
-    def shape_fault(self, shape: tuple[int, ...], bound: dict[str, Any]) -> str | None:
+    def shape_fault(self, shape: tuple[int, ...], bindings: dict[str, Any]) -> str | None:
         """A sentence about the first dimension that differs from the spec, else None. Adds the
-        names that it binds to `bound`.
+        names that it binds to `bindings`.
         """
-        run_index = next(
+        wildcard_index = next(
             (i for i, d in enumerate(self.dims) if d.startswith("*") or d == "..."), None
         )
-        fixed_count = len(self.dims) - (run_index is not None)
-        if (run_index is None and len(shape) != fixed_count) or len(shape) < fixed_count:
+        fixed_count = len(self.dims) - (wildcard_index is not None)
+        if (wildcard_index is None and len(shape) != fixed_count) or len(shape) < fixed_count:
             return (
                 f"{len(shape)} dimensions where {self} has"
-                f" {'at least ' if run_index is not None else ''}{fixed_count}"
+                f" {'at least ' if wildcard_index is not None else ''}{fixed_count}"
             )
-        if run_index is None:
+        if wildcard_index is None:
             pairs = list(zip(self.dims, shape))
         else:
-            tail = len(self.dims) - run_index - 1
-            middle = tuple(shape[run_index : len(shape) - tail])
+            tail = len(self.dims) - wildcard_index - 1
+            wildcard_sizes = tuple(shape[wildcard_index : len(shape) - tail])
             pairs = [
-                *zip(self.dims[:run_index], shape[:run_index]),
-                *zip(self.dims[run_index + 1 :], shape[len(shape) - tail :]),
+                *zip(self.dims[:wildcard_index], shape[:wildcard_index]),
+                *zip(self.dims[wildcard_index + 1 :], shape[len(shape) - tail :]),
             ]
-            if self.dims[run_index] != "...":
-                expected = bound.setdefault(self.dims[run_index], middle)
-                if expected != middle:
-                    return f"{self.dims[run_index]} is {middle} here and {expected} before"
+            if self.dims[wildcard_index] != "...":
+                expected = bindings.setdefault(self.dims[wildcard_index], wildcard_sizes)
+                if expected != wildcard_sizes:
+                    return f"{self.dims[wildcard_index]} is {wildcard_sizes} here and {expected} before"
         for dim, size in pairs:
             if dim == "_":
                 continue
-            expected = int(dim) if dim.isdigit() else bound.setdefault(dim, size)
+            expected = int(dim) if dim.isdigit() else bindings.setdefault(dim, size)
             if expected != size:
                 return f"dimension {dim} is {size}, expected {expected}"
         return None
@@ -225,18 +225,18 @@ def expect(x: Tensor, spec: str, *, name_of: str = "tensor") -> Tensor:
     spec    `bf16[T D]`, `fp32|bf16[*n 64]`, `F[...]`, `int[T]`; see `isotype.dtypes.TensorSpec`
     Raises  DtypeError DT001, ShapeError SH001
     """
-    bound: dict[str, Any] = {}
+    bindings: dict[str, Any] = {}
     declared = TensorSpec.parse(spec)
     observed = name(x.dtype)
     actual = f"{observed}[{' '.join(map(str, x.shape))}]"
-    wrong_dtype = declared.dtype_fault(observed, bound)
+    wrong_dtype = declared.dtype_fault(observed, bindings)
     if wrong_dtype is not None:
         raise DtypeError(
             f"{name_of} is {actual}, declared {spec}: dtype {observed} where {wrong_dtype} was"
             " declared",
             code="DT001",
         )
-    wrong_shape = declared.shape_fault(tuple(x.shape), bound)
+    wrong_shape = declared.shape_fault(tuple(x.shape), bindings)
     if wrong_shape is not None:
         raise ShapeError(f"{name_of} is {actual}, declared {spec}: {wrong_shape}", code="SH001")
     return x

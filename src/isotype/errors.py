@@ -13,7 +13,7 @@ class IsotypeError(Exception):
     """
 
     exit_status = 1
-    shown_elsewhere = False
+    is_shown_elsewhere = False
     """True if another process of this run prints the error: this process then only exits with the
     status.
     """
@@ -32,7 +32,7 @@ class UsageError(IsotypeError, ValueError):
     exit_status = 2
 
 
-def refuse_where(*cases: tuple[object, str, str]) -> None:
+def raise_first_refusal(*cases: tuple[object, str, str]) -> None:
     """Raises UsageError for the first case whose condition is true. A case is (condition, message,
     fix).
     """

@@ -119,9 +119,11 @@ class Finding:
         return "\n".join(lines)
 
 
-def join_names(names: Sequence[str], most: int = 6) -> str:
+def join_names(names: Sequence[str], limit: int = 6) -> str:
     """`a, b, c, d and 3 more`."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    return ", ".join(names[:limit]) + (
+        f" and {len(names) - limit} more" if len(names) > limit else ""
+    )
 
 
 def sort_findings(findings: Iterable[Finding]) -> list[Finding]:

@@ -85,10 +85,10 @@ class InstanceMethod:
         )
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        was_current, constructor_arguments, previous = state
+        was_class_unchanged, constructor_arguments, previous = state
         self.__init__(*constructor_arguments)  # type: ignore[misc]  # the same arguments
         self.previous = previous
-        if not was_current:
+        if not was_class_unchanged:
             self.function = getattr(type(self.instance), self.name)
             self.replaced = None
 

@@ -17,12 +17,12 @@ def pluralise(number: int, singular: str, plural: str | None = None) -> str:
     return f"{number:,} {plural or singular + 's'}"
 
 
-def align_columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
-    """A line for each row, with its cells in columns; the columns whose indices are in `right` are
+def align_columns(rows: Sequence[Sequence[str]], right_aligned: Sequence[int] = ()) -> list[str]:
+    """A line for each row, with its cells in columns; the columns whose indices are in `right_aligned` are
     right-aligned.
     """
     widths = [max(map(len, column)) for column in zip(*rows)]
-    columns = [str.rjust if i in right else str.ljust for i in range(len(widths))]
+    columns = [str.rjust if i in right_aligned else str.ljust for i in range(len(widths))]
     return [
         "  ".join(
             justify(cell, width) for justify, cell, width in zip(columns, row, widths)

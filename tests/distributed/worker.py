@@ -90,7 +90,7 @@ def main() -> int:
     try:
         return train(loaded, choose_task(loaded.config), resume=resume)
     except IsotypeError as error:
-        if not error.shown_elsewhere:
+        if not error.is_shown_elsewhere:
             print(f"isotype: {error}", file=sys.stderr)
         return error.exit_status
 

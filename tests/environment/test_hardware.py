@@ -85,7 +85,7 @@ def test_threads_sleep_on_shared_cores(load, always, passive):
     environ = {"PATH": "/bin"}
     load *= os.cpu_count() or 1
     assert (
-        hardware.wait_passively(always=always, load=load, environ=environ, is_torch_loaded=False)
+        hardware.wait_passively(is_forced=always, load=load, environ=environ, is_torch_loaded=False)
         is passive
     )
     assert environ.get("OMP_WAIT_POLICY") == ("PASSIVE" if passive else None)
@@ -94,10 +94,10 @@ def test_threads_sleep_on_shared_cores(load, always, passive):
 def test_what_the_user_has_set_stays_and_nothing_is_set_once_torch_is_loaded():
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
         environ = {name: "1"}
-        assert not hardware.wait_passively(always=True, environ=environ, is_torch_loaded=False)
+        assert not hardware.wait_passively(is_forced=True, environ=environ, is_torch_loaded=False)
         assert environ == {name: "1"}
     environ = {}
-    assert not hardware.wait_passively(always=True, environ=environ, is_torch_loaded=True)
+    assert not hardware.wait_passively(is_forced=True, environ=environ, is_torch_loaded=True)
     assert environ == {}
 
 

@@ -49,7 +49,7 @@ def endpoint(monkeypatch, tmp_path):
         monkeypatch.setattr(constants, name, value)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(hub_of_isotype, "FIRST_TRY", 0.1)
-    monkeypatch.setattr(hub_of_isotype, "_unreachable", {})
+    monkeypatch.setattr(hub_of_isotype, "_unreachable_by_endpoint", {})
     monkeypatch.setattr("time.sleep", waited.append)
     return at
 

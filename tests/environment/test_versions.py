@@ -1,4 +1,4 @@
-"""A run can be repeated from its records, and known faults of an environment are found."""
+"""A run can be repeated from its records, and known find_faults of an environment are found."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from isotype import pages
-from tests.api import faults
+from tests.api import find_faults
 
 
 def test_the_record_of_a_process_that_set_tf32_by_its_new_name():
@@ -67,7 +67,7 @@ BF16_CPU = [{"kind": "cpu", "generation": "cpu-avx512-bf16"}]
     ],
 )
 def test_each_fault_is_found_and_mended(changes, code, word):
-    (finding,) = faults({**HEALTHY, **changes})
+    (finding,) = find_faults({**HEALTHY, **changes})
     assert finding.code == code
     assert word in finding.message
     assert finding.fix
@@ -82,4 +82,4 @@ def test_each_fault_is_found_and_mended(changes, code, word):
      {"distributions": {"triton": "3.9.0"}, "variables": {"TRITON_INTERPRET": "0"}}],
 )  # fmt: skip
 def test_a_known_fault_that_does_not_apply_is_not_reported(changes):
-    assert faults({**HEALTHY, **changes}) == []
+    assert find_faults({**HEALTHY, **changes}) == []

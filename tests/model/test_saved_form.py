@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from isotype.inference.loaded import load_run
 from isotype.inference.merge import merge
-from isotype.runs.folder import CONSENT
+from isotype.runs.folder import TRUST_VARIABLE
 from isotype.tasks.choose import train
 from tests.models import lora
 
@@ -155,7 +155,7 @@ def test_a_model_with_its_own_code_is_trained_saved_and_loaded_again(
 ):
     model = {"name": str(with_code), "trust_remote_code": True}
     assert train(configured(model=model, adapter={"kind": kind}, train={"steps": 2})) == 0
-    monkeypatch.setenv(CONSENT, "1")
+    monkeypatch.setenv(TRUST_VARIABLE, "1")
     run = load_run(tmp_path / "run")
     assert run.weights_name == ("model" if kind == "none" else "adapter")
     if kind == "lora":

@@ -72,7 +72,7 @@ def checkpoint(step: int, size: int = 64) -> Checkpoint:
 def test_keeps_the_last_and_the_best(tmp_path):
     store = CheckpointStore(tmp_path, keep=2)
     for step in (1, 2, 3, 4, 5):
-        store.save(checkpoint(step), best=step == 2)
+        store.save(checkpoint(step), is_best=step == 2)
     assert store.steps() == [2, 4, 5]
     assert store.best == 2
 

@@ -17,7 +17,7 @@ from isotype.inference.loaded import load_run
 from isotype.model.adapter import load_adapter
 from isotype.model.load import Source, load_base, load_tokenizer
 from isotype.precision.precision import PRESETS
-from isotype.runs.folder import CONSENT, RunFolder
+from isotype.runs.folder import TRUST_VARIABLE, RunFolder
 from isotype.tasks.choose import train
 from tests.api import live, read_picture, read_run, write_text
 from tests.models import lora, tiny
@@ -139,7 +139,7 @@ def test_a_run_folder_cannot_consent_to_code(run, configured, monkeypatch):
     resolved.write_text(
         resolved.read_text().replace("trust_remote_code: false", "trust_remote_code: true")
     )
-    with pytest.raises(UsageError, match=rf"cannot consent(.|\n)*{CONSENT}=1"):
+    with pytest.raises(UsageError, match=rf"cannot consent(.|\n)*{TRUST_VARIABLE}=1"):
         load_run(run)
     with pytest.raises(UsageError, match="cannot consent"):
         train(load(resolved, ["train.steps=2"], consent=True, resolved=True), resume=run)
@@ -150,7 +150,7 @@ def test_a_run_folder_cannot_consent_to_code(run, configured, monkeypatch):
         )
         == 0
     )
-    monkeypatch.setenv(CONSENT, "1")
+    monkeypatch.setenv(TRUST_VARIABLE, "1")
     assert load_run(run).weights_name == "adapter"
 
 

@@ -197,7 +197,7 @@ def main() -> None:
     except IsotypeError as error:
         if os.environ.get("ISOTYPE_TRACEBACK"):
             raise
-        if not error.shown_elsewhere:
+        if not error.is_shown_elsewhere:
             print(f"isotype: {error}", file=sys.stderr)
         sys.exit(error.exit_status)
     except ModuleNotFoundError as error:

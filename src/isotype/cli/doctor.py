@@ -345,14 +345,14 @@ def env(
     The exit status is 1 if there is an error.
     """
     from ..environment import versions
-    from ..environment.versions import faults
+    from ..environment.versions import find_faults
 
     system = versions.environment()
     if not json_output:
         print(_format_environment(system) + "\n")
     raise typer.Exit(
         print_findings(
-            faults(system), subject="environment", json_output=json_output, environment=system
+            find_faults(system), subject="environment", json_output=json_output, environment=system
         )
     )
 

@@ -178,7 +178,7 @@ def _tell(result: Translation, to: TextIO) -> None:
                 became,
             )
         )
-    for line in align_columns(rows, right=(0,)):
+    for line in align_columns(rows, right_aligned=(0,)):
         print(line, file=to)
     print(
         f"\n{result.tool}: "

@@ -92,9 +92,9 @@ def _merged(run: Path, out: Path, dtype: str | None) -> Merged:
 
     quiet_libraries()
     from ..config.kind import DIFFUSION
-    from ..runs.folder import detect_run_kind, refuse_filled
+    from ..runs.folder import detect_run_kind, refuse_non_empty
 
-    refuse_filled(out)  # checked before loading the model, which may take minutes
+    refuse_non_empty(out)  # checked before loading the model, which may take minutes
     if detect_run_kind(run) == DIFFUSION:
         from ..inference.diffusion import merge_denoiser
 

@@ -111,7 +111,7 @@ def ls(
     # a narrow screen cuts the last columns, which are model and data
     most = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     for line in align_columns(
-        rows, right=[list(_COLUMNS).index(name) for name in ("step", "loss", "eval_loss")]
+        rows, right_aligned=[list(_COLUMNS).index(name) for name in ("step", "loss", "eval_loss")]
     ):
         print(line[:most].rstrip())
 

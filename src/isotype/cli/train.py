@@ -325,7 +325,7 @@ def quickstart(
 
         isotype quickstart --diffusion
     """
-    wait_passively(always=True)
+    wait_passively(is_forced=True)
     from ..quickstart import quickstart as of_text
     from ..quickstart import quickstart_pictures
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from ..config.sources import HUB_PREFIX, STDLIB, SourceSpec
-from ..environment.hub import is_unreachable, not_in_cache
-from ..environment.private import NotPrivateError, make_private, temporary_folder
+from ..environment.hub import cache_miss_error, is_unreachable
+from ..environment.private_folder import NotPrivateError, make_private_folder, temporary_folder
 from ..errors import UsageError
 from ..wording import first_line
 from .bad_rows import BadRow, RowError
@@ -402,7 +402,7 @@ def _load_dataset(source: HubSource) -> Any:
         datasets.exceptions.DatasetsError,
     ) as error:
         if is_offline and isinstance(error, ConnectionError):
-            raise not_in_cache(spec.name, "local files") from error
+            raise cache_miss_error(spec.name, "local files") from error
         raise UsageError(
             f"{spec.name}: {first_line(error)}", fix=_load_error_fix(error, name)
         ) from error
@@ -494,8 +494,8 @@ def save_rows(data: Any) -> Any:
     file = folder / f"{hashlib.sha256(text).hexdigest()[:32]}.jsonl"
     try:
         if tokens is None:  # in the system's temporary folder another user may have created it
-            make_private(folder.parent)
-            make_private(folder)
+            make_private_folder(folder.parent)
+            make_private_folder(folder)
         folder.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=folder)
         with os.fdopen(handle, "wb") as written:

@@ -117,7 +117,7 @@ GENERATIONS = {
 }
 
 
-def _device(
+def _make_device(
     name: str,
     generation: str,
     architecture: str,
@@ -139,33 +139,33 @@ def _device(
 # The names that `--device NAME` accepts. The first variant of a family is the one that clouds offer
 # most often.
 DEVICES: dict[str, Hardware] = {
-    "p100": _device("Tesla P100", "pascal", "6.0", 16, 732, fp32=10.6, fp16=21.2),
-    "v100": _device("Tesla V100", "volta", "7.0", 16, 900, fp32=15.7, fp16=125),
-    "t4": _device("Tesla T4", "turing", "7.5", 16, 320, fp32=8.1, fp16=65),
-    "rtx2080ti": _device("GeForce RTX 2080 Ti", "turing", "7.5", 11, 616, fp32=13.4, fp16=53.8),
-    "a100": _device("A100 80GB", "ampere", "8.0", 80, 2039, fp32=19.5, tf32=156, bf16=312, fp16=312),
-    "a100-40gb": _device("A100 40GB", "ampere", "8.0", 40, 1555, fp32=19.5, tf32=156, bf16=312, fp16=312),
-    "a10": _device("A10", "ampere", "8.6", 24, 600, fp32=31.2, tf32=62.5, bf16=125, fp16=125),
-    "a40": _device("A40", "ampere", "8.6", 48, 696, fp32=37.4, tf32=74.8, bf16=149.7, fp16=149.7),
-    "rtx3090": _device("GeForce RTX 3090", "ampere", "8.6", 24, 936, fp32=35.6, tf32=35.6, bf16=71, fp16=71),
-    "l4": _device("L4", "ada", "8.9", 24, 300, fp32=30.3, tf32=60, bf16=121, fp16=121, fp8=242),
-    "l40s": _device("L40S", "ada", "8.9", 48, 864, fp32=91.6, tf32=183, bf16=362, fp16=362, fp8=733),
-    "rtx4090": _device("GeForce RTX 4090", "ada", "8.9", 24, 1008, fp32=82.6, tf32=82.6, bf16=165.2, fp16=165.2, fp8=330.3),
-    "h100": _device("H100 SXM", "hopper", "9.0", 80, 3350, fp32=67, tf32=494.5, bf16=989.5, fp16=989.5, fp8=1979),
-    "h100-pcie": _device("H100 PCIe", "hopper", "9.0", 80, 2000, fp32=51, tf32=378, bf16=756, fp16=756, fp8=1513),
-    "h200": _device("H200", "hopper", "9.0", 141, 4800, fp32=67, tf32=494.5, bf16=989.5, fp16=989.5, fp8=1979),
-    "b200": _device("B200", "blackwell", "10.0", 180, 8000, fp32=75, tf32=1125, bf16=2250, fp16=2250, fp8=4500),
-    "rtx5090": _device("GeForce RTX 5090", "blackwell", "12.0", 32, 1792, fp32=104.8, tf32=104.8, bf16=209.5, fp16=209.5, fp8=419),
-    "mi50": _device("Instinct MI50", "vega", "gfx906", 16, 1024, fp32=13.3, fp16=26.5),
-    "mi100": _device("Instinct MI100", "cdna1", "gfx908", 32, 1229, fp32=46.1, bf16=92.3, fp16=184.6),
-    "mi210": _device("Instinct MI210", "cdna2", "gfx90a", 64, 1638, fp32=45.3, bf16=181, fp16=181),
-    "mi250x": _device("Instinct MI250X", "cdna2", "gfx90a", 128, 3277, fp32=95.7, bf16=383, fp16=383),
-    "mi300x": _device("Instinct MI300X", "cdna3", "gfx942", 192, 5300, fp32=163.4, tf32=653.7, bf16=1307.4, fp16=1307.4, fp8=2614.9),
-    "mi325x": _device("Instinct MI325X", "cdna3", "gfx942", 256, 6000, fp32=163.4, tf32=653.7, bf16=1307.4, fp16=1307.4, fp8=2614.9),
-    "mi355x": _device("Instinct MI355X", "cdna4", "gfx950", 288, 8000, fp32=157.3, bf16=2516.6, fp16=2516.6, fp8=5033.2),
-    "cpu": _device("a CPU without bf16 instructions", "cpu-avx2", "x86_64", 0),
-    "cpu-amx": _device("a CPU with AMX", "cpu-amx", "x86_64", 0),
-    "cpu-avx512-bf16": _device("a CPU with AVX512-BF16", "cpu-avx512-bf16", "x86_64", 0),
+    "p100": _make_device("Tesla P100", "pascal", "6.0", 16, 732, fp32=10.6, fp16=21.2),
+    "v100": _make_device("Tesla V100", "volta", "7.0", 16, 900, fp32=15.7, fp16=125),
+    "t4": _make_device("Tesla T4", "turing", "7.5", 16, 320, fp32=8.1, fp16=65),
+    "rtx2080ti": _make_device("GeForce RTX 2080 Ti", "turing", "7.5", 11, 616, fp32=13.4, fp16=53.8),
+    "a100": _make_device("A100 80GB", "ampere", "8.0", 80, 2039, fp32=19.5, tf32=156, bf16=312, fp16=312),
+    "a100-40gb": _make_device("A100 40GB", "ampere", "8.0", 40, 1555, fp32=19.5, tf32=156, bf16=312, fp16=312),
+    "a10": _make_device("A10", "ampere", "8.6", 24, 600, fp32=31.2, tf32=62.5, bf16=125, fp16=125),
+    "a40": _make_device("A40", "ampere", "8.6", 48, 696, fp32=37.4, tf32=74.8, bf16=149.7, fp16=149.7),
+    "rtx3090": _make_device("GeForce RTX 3090", "ampere", "8.6", 24, 936, fp32=35.6, tf32=35.6, bf16=71, fp16=71),
+    "l4": _make_device("L4", "ada", "8.9", 24, 300, fp32=30.3, tf32=60, bf16=121, fp16=121, fp8=242),
+    "l40s": _make_device("L40S", "ada", "8.9", 48, 864, fp32=91.6, tf32=183, bf16=362, fp16=362, fp8=733),
+    "rtx4090": _make_device("GeForce RTX 4090", "ada", "8.9", 24, 1008, fp32=82.6, tf32=82.6, bf16=165.2, fp16=165.2, fp8=330.3),
+    "h100": _make_device("H100 SXM", "hopper", "9.0", 80, 3350, fp32=67, tf32=494.5, bf16=989.5, fp16=989.5, fp8=1979),
+    "h100-pcie": _make_device("H100 PCIe", "hopper", "9.0", 80, 2000, fp32=51, tf32=378, bf16=756, fp16=756, fp8=1513),
+    "h200": _make_device("H200", "hopper", "9.0", 141, 4800, fp32=67, tf32=494.5, bf16=989.5, fp16=989.5, fp8=1979),
+    "b200": _make_device("B200", "blackwell", "10.0", 180, 8000, fp32=75, tf32=1125, bf16=2250, fp16=2250, fp8=4500),
+    "rtx5090": _make_device("GeForce RTX 5090", "blackwell", "12.0", 32, 1792, fp32=104.8, tf32=104.8, bf16=209.5, fp16=209.5, fp8=419),
+    "mi50": _make_device("Instinct MI50", "vega", "gfx906", 16, 1024, fp32=13.3, fp16=26.5),
+    "mi100": _make_device("Instinct MI100", "cdna1", "gfx908", 32, 1229, fp32=46.1, bf16=92.3, fp16=184.6),
+    "mi210": _make_device("Instinct MI210", "cdna2", "gfx90a", 64, 1638, fp32=45.3, bf16=181, fp16=181),
+    "mi250x": _make_device("Instinct MI250X", "cdna2", "gfx90a", 128, 3277, fp32=95.7, bf16=383, fp16=383),
+    "mi300x": _make_device("Instinct MI300X", "cdna3", "gfx942", 192, 5300, fp32=163.4, tf32=653.7, bf16=1307.4, fp16=1307.4, fp8=2614.9),
+    "mi325x": _make_device("Instinct MI325X", "cdna3", "gfx942", 256, 6000, fp32=163.4, tf32=653.7, bf16=1307.4, fp16=1307.4, fp8=2614.9),
+    "mi355x": _make_device("Instinct MI355X", "cdna4", "gfx950", 288, 8000, fp32=157.3, bf16=2516.6, fp16=2516.6, fp8=5033.2),
+    "cpu": _make_device("a CPU without bf16 instructions", "cpu-avx2", "x86_64", 0),
+    "cpu-amx": _make_device("a CPU with AMX", "cpu-amx", "x86_64", 0),
+    "cpu-avx512-bf16": _make_device("a CPU with AVX512-BF16", "cpu-avx512-bf16", "x86_64", 0),
 }  # fmt: skip
 
 _GENERATION_BY_GFX = (
@@ -194,16 +194,16 @@ def lookup_hardware(name: str) -> Hardware:
     capability = re.fullmatch(r"(?:sm_?)?(\d{1,2})\.?(\d)a?", spec)
     if capability:
         generation = _generation_from_capability(int(capability[1]), int(capability[2]))
-        return _device(
+        return _make_device(
             f"compute capability {capability[1]}.{capability[2]}",
             generation,
             f"{capability[1]}.{capability[2]}",
             0,
         )
     if spec.startswith("gfx"):
-        return _device(spec, _generation_from_gfx(spec), spec, 0)
+        return _make_device(spec, _generation_from_gfx(spec), spec, 0)
     if spec in GENERATIONS:
-        return _device(spec, spec, "", 0)
+        return _make_device(spec, spec, "", 0)
     suggestions = get_close_matches(spec, DEVICES, n=3, cutoff=0.5)
     raise UsageError(
         f"--device {name}: not known;"
@@ -234,13 +234,13 @@ def detect(device: str = "auto") -> Hardware:
                     f"model.device: {device}: there are {torch.cuda.device_count()} devices here,"
                     " counted from 0"
                 )
-            return _gpu(torch, index)
+            return _detect_gpu(torch, index)
         if kind == "cuda":
             raise UsageError(
                 f"model.device: {device}: {_no_gpu_reason(torch)}",
                 fix="model.device: cpu, or auto; --processes N, not --gpus N",
             )
-    return _cpu()
+    return _detect_cpu()
 
 
 def _no_gpu_reason(torch: Any) -> str:
@@ -252,7 +252,7 @@ def _no_gpu_reason(torch: Any) -> str:
     )
 
 
-def _gpu(torch: Any, index: int) -> Hardware:
+def _detect_gpu(torch: Any, index: int) -> Hardware:
     properties = torch.cuda.get_device_properties(index)
     if getattr(torch.version, "hip", None):
         architecture = properties.gcnArchName.partition(":")[0]
@@ -260,7 +260,7 @@ def _gpu(torch: Any, index: int) -> Hardware:
     else:
         architecture = f"{properties.major}.{properties.minor}"
         generation = _generation_from_capability(properties.major, properties.minor)
-    hardware = _device(properties.name, generation, architecture, 0)
+    hardware = _make_device(properties.name, generation, architecture, 0)
     published = _find_published(properties.name, properties.total_memory)
     return replace(
         hardware,
@@ -309,11 +309,13 @@ def _generation_from_gfx(architecture: str) -> str:
     )
 
 
-def _cpu() -> Hardware:
+def _detect_cpu() -> Hardware:
     name, flags = _cpu_facts()
     machine = platform.machine().lower()
     generation = cpu_generation(flags, machine)
-    return replace(_device(name, generation, machine, 0), memory=_memory(), cores=count_cores())
+    return replace(
+        _make_device(name, generation, machine, 0), memory=_usable_memory(), cores=count_cores()
+    )
 
 
 def cpu_generation(flags: Iterable[str], machine: str) -> str:
@@ -343,7 +345,7 @@ def _cpu_facts() -> tuple[str, frozenset[str]]:
     )
 
 
-def _memory() -> int:
+def _usable_memory() -> int:
     """The bytes of memory that this process may use: the machine's memory, or the limit of its
     control group if that is smaller.
     """
@@ -366,12 +368,12 @@ def count_cores() -> int:
 
 
 SHARED_LOAD = 0.5  # runnable processes for each core from which on waiting threads sleep
-_WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+_WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 
 def wait_passively(
     *,
-    always: bool = False,
+    is_forced: bool = False,
     load: float | None = None,
     environ: MutableMapping[str, str] | None = None,
     is_torch_loaded: bool | None = None,
@@ -383,7 +385,7 @@ def wait_passively(
     of a loop spins for about a millisecond. On shared cores it then occupies the core on which the
     last thread has to run. The number of threads stays the same, and so does every bit of a result.
 
-    always   also changes the setting if the cores are idle
+    is_forced  also changes the setting if the cores are idle
     load     the number of processes that are ready to run; by default the first number of
              os.getloadavg
     environ  the variables to change; by default os.environ
@@ -391,12 +393,12 @@ def wait_passively(
     """
     environ = os.environ if environ is None else environ
     if ("torch" in sys.modules if is_torch_loaded is None else is_torch_loaded) or any(
-        name in environ for name in _WAITING
+        name in environ for name in _WAIT_VARIABLES
     ):
         return False
     if load is None:
         load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    if not always and load < SHARED_LOAD * (os.cpu_count() or 1):
+    if not is_forced and load < SHARED_LOAD * (os.cpu_count() or 1):
         return False
     environ["OMP_WAIT_POLICY"] = "PASSIVE"
     return True

@@ -18,7 +18,7 @@ from ..errors import UsageError
 # HF_HUB_ETAG_TIMEOUT.
 FIRST_TRY = 5.0
 PAUSE = 1.0
-_unreachable: dict[str, bool] = {}  # by endpoint, as at the first check
+_unreachable_by_endpoint: dict[str, bool] = {}  # by endpoint, as at the first check
 
 
 def is_unreachable() -> bool:
@@ -28,43 +28,43 @@ def is_unreachable() -> bool:
     If the hub does not answer, the libraries are switched to offline mode in this process, so that
     earlier downloads are found at once.
     """
-    if constants.ENDPOINT not in _unreachable:
+    if constants.ENDPOINT not in _unreachable_by_endpoint:
         if constants.HF_HUB_OFFLINE:
             return True
-        _unreachable[constants.ENDPOINT] = not _can_connect()
-        if _unreachable[constants.ENDPOINT]:
+        _unreachable_by_endpoint[constants.ENDPOINT] = not _can_connect()
+        if _unreachable_by_endpoint[constants.ENDPOINT]:
             constants.HF_HUB_OFFLINE = True
             # if datasets is imported later, it reads the value that was set above
             if datasets := sys.modules.get("datasets"):
                 datasets.config.HF_HUB_OFFLINE = True
-    return _unreachable[constants.ENDPOINT]
+    return _unreachable_by_endpoint[constants.ENDPOINT]
 
 
-def not_in_cache(subject: str, alternative: str, *, is_partial: bool = False) -> UsageError:
+def cache_miss_error(subject: str, alternative: str, *, is_partial: bool = False) -> UsageError:
     """Returns the error for a model or dataset that is not in the local cache and cannot be
     downloaded.
 
     alternative  what the user can give instead: `a local folder`
     is_partial   whether a part of it is in the cache
     """
-    absent = f"{subject}: {'only a part of it is' if is_partial else 'not'} in the local cache"
-    if constants.HF_HUB_OFFLINE and not _unreachable.get(constants.ENDPOINT):
+    message = f"{subject}: {'only a part of it is' if is_partial else 'not'} in the local cache"
+    if constants.HF_HUB_OFFLINE and not _unreachable_by_endpoint.get(constants.ENDPOINT):
         return UsageError(
-            f"{absent}, and HF_HUB_OFFLINE is set",
+            f"{message}, and HF_HUB_OFFLINE is set",
             fix=f"unset HF_HUB_OFFLINE, or give {alternative}",
         )
     return UsageError(
-        f"{absent}, and the hub cannot be reached", fix=f"check the network, or give {alternative}"
+        f"{message}, and the hub cannot be reached", fix=f"check the network, or give {alternative}"
     )
 
 
 def _can_connect() -> bool:
-    for last, seconds in enumerate((FIRST_TRY, constants.HF_HUB_ETAG_TIMEOUT)):
+    for attempt, seconds in enumerate((FIRST_TRY, constants.HF_HUB_ETAG_TIMEOUT)):
         try:
             get_session().head(constants.ENDPOINT, timeout=seconds)
             return True
         except Exception as error:  # of whatever HTTP library it is built on
-            if not last:
+            if not attempt:
                 host = constants.ENDPOINT.partition("://")[2]
                 reason = next(iter(str(error).splitlines()), "") or type(error).__name__
                 print_status(

@@ -33,26 +33,26 @@ VARIABLES = (
 )  # fmt: skip
 
 
-_FIELD = re.compile(r"^(Name|Version):[ \t]*(\S.*?)[ \t\r]*$", re.MULTILINE)
+_METADATA_FIELD = re.compile(r"^(Name|Version):[ \t]*(\S.*?)[ \t\r]*$", re.MULTILINE)
 
 
 def environment() -> dict[str, Any]:
     """Everything that a run's numbers may depend on, for `env.json`."""
-    everything = installed()
+    versions = installed_versions()
     return {
         "isotype": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "command": sys.argv,
-        "packages": {name: everything[name] for name in KEY_PACKAGES if name in everything},
+        "packages": {name: versions[name] for name in KEY_PACKAGES if name in versions},
         "torch": _torch_facts(),
-        "devices": devices(),
+        "devices": detect_devices(),
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
-        "distributions": dict(sorted(everything.items())),
+        "distributions": dict(sorted(versions.items())),
     }
 
 
-def installed() -> dict[str, str]:
+def installed_versions() -> dict[str, str]:
     """Every installed distribution: normalised name -> version. If a distribution is installed
     twice, the first on the path counts, as for imports.
     """
@@ -60,17 +60,17 @@ def installed() -> dict[str, str]:
     for distribution in metadata.distributions():
         # reads only two fields: importlib reads every header, which takes eight times as long
         text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
-        fields = dict(_FIELD.findall(text.split("\n\n", 1)[0]))
+        fields = dict(_METADATA_FIELD.findall(text.split("\n\n", 1)[0]))
         if "Name" in fields and "Version" in fields:
-            versions.setdefault(normalised(fields["Name"]), fields["Version"])
+            versions.setdefault(normalise_name(fields["Name"]), fields["Version"])
     return versions
 
 
-def normalised(name: str) -> str:
+def normalise_name(name: str) -> str:
     return name.lower().replace("_", "-").replace(".", "-")
 
 
-def devices() -> list[dict[str, Any]]:
+def detect_devices() -> list[dict[str, Any]]:
     """The CPU, and every GPU that torch sees."""
     rows = [detect("cpu").to_dict()]
     torch = _import_torch()
@@ -209,7 +209,7 @@ KNOWN_FAULTS = (
 )
 
 
-def faults(environment: Mapping[str, Any]) -> list[Finding]:
+def find_faults(environment: Mapping[str, Any]) -> list[Finding]:
     """All findings about an environment that `environment()` returned."""
     return [
         *_known_fault_findings(environment),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..errors import UsageError
 from ..runs.checkpoint.atomic_folder import write_folder
-from ..runs.folder import refuse_filled
+from ..runs.folder import refuse_non_empty
 
 FILE = "adapter_model.safetensors"
 SETTINGS = "adapter_config.json"
@@ -147,7 +147,7 @@ def export_vllm(adapter: Path, out: Path, name: str) -> str:
             f"{adapter}: rank {rank}, and vLLM takes at most {VLLM_RANKS[-1]}",
             fix="isotype merge writes a whole model",
         )
-    refuse_filled(out)
+    refuse_non_empty(out)
 
     def fill(folder: Path) -> None:
         from safetensors.torch import save_file

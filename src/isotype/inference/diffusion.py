@@ -26,7 +26,7 @@ from ..model.export import digest_tensors, refuse_difference
 from ..precision.precision import Precision
 from ..runs.checkpoint.atomic_folder import find_damage, write_folder
 from ..runs.checkpoint.snapshot import average_weights, restore_model
-from ..runs.folder import RESOLVED, RunFolder, refuse_filled, require_run, split_run_and_adapter
+from ..runs.folder import RESOLVED, RunFolder, refuse_non_empty, require_run, split_run_and_adapter
 from ..tasks.diffusion.batches import Batch
 from ..tasks.diffusion.data import make_encoder
 from ..tasks.diffusion.encode import TextInput
@@ -57,7 +57,7 @@ def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> Merged:
     config = task.config
     precision = task.run.precision
     adapter = _find_adapter(run, intermediate, config, f"{run / 'model'} is merged already")
-    refuse_filled(out)
+    refuse_non_empty(out)
     task.run = task.run.with_random_denoiser(RunFolder(run).base)
     task.run.folder.fetch()
     reason = "as asked"

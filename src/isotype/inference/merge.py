@@ -38,7 +38,7 @@ from ..ops.packed import widen
 from ..precision.precision import Precision
 from ..precision.vision import vision_parts
 from ..runs.checkpoint.atomic_folder import write_folder
-from ..runs.folder import detect_model_folder, refuse_filled
+from ..runs.folder import detect_model_folder, refuse_non_empty
 from ..tasks.language.objective import NextToken
 from ..tasks.language.result import evaluate, load_result
 from ..training.finish import CHECKED_ROWS
@@ -82,7 +82,7 @@ def merge(run: LoadedRun, out: Path, *, dtype: str | None = None) -> Merged:
     reason = "as asked"
     if dtype is None:
         dtype, reason = merged_dtype(run.precision)
-    refuse_filled(out)
+    refuse_non_empty(out)
     base: Any = run.model.get_base_model()
     state, noise, count = merged_state(run.model, to_torch(dtype))
     rows = _load_rows(run)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..dtypes import name
-from ..environment.planned import planned_device_type
+from ..environment.planned_device import planned_device_type
 from ..errors import DtypeError, ShapeError
 from ..ops.backend import (
     apply_function,

@@ -17,7 +17,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ..environment.planned import planned_device_type
+from ..environment.planned_device import planned_device_type
 from ..ops.backend import PLAIN_TENSOR_TYPES, arithmetic_dtype, forced_path, has_fp32_output
 from ..ops.cpp import CppKernels, fallbacks
 from ..ops.library import library_op

@@ -32,7 +32,7 @@ from ..config.sources import (
 from ..data.records import parse_json
 from ..dtypes import to_torch
 from ..environment.hardware import out_of_memory_message
-from ..environment.hub import is_unreachable, not_in_cache, print_status
+from ..environment.hub import cache_miss_error, is_unreachable, print_status
 from ..environment.install import install_command
 from ..errors import UsageError
 from ..ops.packed.recognise import PACKED_PARTS
@@ -615,9 +615,9 @@ def loading_error(name: str, source_kind: str, error: BaseException) -> UsageErr
         message = f"{label}: neither a folder here nor a model on the hub{closest_model_hint(name)}"
         return UsageError(message, fix="check the spelling; for a private one: hf auth login")
     if kinds & _UNREACHED or "couldn't connect" in text.lower():
-        return not_in_cache(label, f"a local folder{closest_model_hint(name)}")
+        return cache_miss_error(label, f"a local folder{closest_model_hint(name)}")
     if absent and constants.HF_HUB_OFFLINE:
-        return not_in_cache(label, "a local folder", is_partial=True)
+        return cache_miss_error(label, "a local folder", is_partial=True)
     if "backend tokenizer" in text:
         return UsageError(
             f"{label}: it has no tokenizer.json",

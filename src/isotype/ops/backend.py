@@ -23,8 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..environment import planned
-from ..environment.planned import is_planned, planned_device_type
+from ..environment import planned_device
+from ..environment.planned_device import is_planned, planned_device_type
 from ..errors import UsageError
 from .cpp import DTYPES, CppKernels
 
@@ -37,8 +37,8 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     device_type = x.device.type
     if device_type == "meta":
         # PyTorch raises an error for questions about autocast on the meta device
-        if planned.is_planned(x.device):
-            return planned.autocast_dtype()
+        if planned_device.is_planned(x.device):
+            return planned_device.autocast_dtype()
         return None
     # torch.is_autocast_enabled() without an argument concerns CUDA only
     if torch.is_autocast_enabled(device_type):
@@ -50,8 +50,8 @@ def autocast_off(x: Tensor) -> AbstractContextManager[object]:
     """Switches autocast off on `x`'s device; costs nothing where it is already off."""
     device_type = x.device.type
     if device_type == "meta":
-        if planned.is_planned(x.device):
-            return planned.autocast_off()
+        if planned_device.is_planned(x.device):
+            return planned_device.autocast_off()
         return nullcontext()
     if not torch.is_autocast_enabled(device_type):
         return nullcontext()

@@ -27,11 +27,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..environment.private import (
+from ..environment.private_folder import (
     NotPrivateError,
-    make_private,
-    open_private,
-    read_private,
+    make_private_folder,
+    open_private_folder,
+    read_private_file,
     temporary_folder,
 )
 
@@ -74,7 +74,7 @@ def library_folder() -> Path:
     reasons: list[str] = []
     for candidate in candidates:
         try:
-            folder = make_private(candidate)
+            folder = make_private_folder(candidate)
         except OSError as error:
             reasons.append(f"{candidate}: {error.strerror}")
             continue
@@ -156,10 +156,10 @@ def load_library(folder: Path, stem: str) -> ctypes.CDLL | None:
 
     Raises  BuildError, NotPrivateError
     """
-    with open_private(folder) as opened:
+    with open_private_folder(folder) as opened:
         for file in sorted(opened.glob(f"{stem}-*.so")):
             try:
-                is_whole = checksum(read_private(file)) == file.stem.rpartition("-")[2]
+                is_whole = checksum(read_private_file(file)) == file.stem.rpartition("-")[2]
             except FileNotFoundError:
                 continue
             except NotPrivateError:

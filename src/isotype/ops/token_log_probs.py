@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..environment.planned import planned_device_type
+from ..environment.planned_device import planned_device_type
 from ..errors import UsageError
 from .backend import (
     apply_function,

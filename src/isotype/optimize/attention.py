@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from ..environment.planned import plan_device
+from ..environment.planned_device import plan_device
 from ..errors import UsageError
 from ..instance_method import Placement
 from ..ops import attention

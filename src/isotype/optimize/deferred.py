@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from ..environment import planned
+from ..environment import planned_device
 from ..errors import IsotypeError
 from ..ops import linear_cross_entropy
 from ..ops.backend import autocast_dtype, autocast_off, product_dtype
@@ -140,7 +140,7 @@ class Recipe:
         """
         self.check()
         with (
-            planned.autocast(self.hidden.device.type, self.cast),
+            planned_device.autocast(self.hidden.device.type, self.cast),
             torch.set_grad_enabled(self.grad and torch.is_grad_enabled()),
         ):
             yield

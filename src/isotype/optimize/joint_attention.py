@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ..dtypes import name as dtype_name
 from ..dtypes import to_torch
-from ..environment.planned import plan_device
+from ..environment.planned_device import plan_device
 from ..instance_method import Placement, get_settings
 from ..ops import attention, rope
 from ..ops.attention import choose_backend

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..dtypes import to_torch
-from ..environment import planned
+from ..environment import planned_device
 from ..instance_method import InstanceMethod
 from .parts import Part
 from .precision import Precision
@@ -134,7 +134,7 @@ class _PrecisionState:
         self.dtype, self.cast = dtype, to_torch(dtype) if dtype != "fp32" else None
 
     def autocast(self) -> AbstractContextManager[Any]:
-        return planned.autocast(self.device_type, self.cast)
+        return planned_device.autocast(self.device_type, self.cast)
 
 
 def inner_model(model: nn.Module) -> nn.Module:

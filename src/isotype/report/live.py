@@ -20,7 +20,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from ..errors import IsotypeError, UsageError
-from ..runs.folder import LOCK, LOG, holder, is_held, open_inside
+from ..runs.folder import LOCK, LOG, find_training_process, is_locked, open_inside
 from .page import STEPS, Live, render
 from .record import RunRecord, read_picture, read_run
 
@@ -52,7 +52,7 @@ class WatchServer(ThreadingHTTPServer):
         try:
             read_run(folder)
         except UsageError:
-            if not is_held(folder):
+            if not is_locked(folder):
                 raise
             raise UsageError(
                 f"{folder}: the run has not begun yet: its checks come first",
@@ -93,7 +93,7 @@ class WatchServer(ThreadingHTTPServer):
         """Sends SIGINT to the run, as Ctrl-C does. It is sent only once, because a second SIGINT
         would end the run without a save. Raises UsageError if no process can be stopped.
         """
-        process = holder(self.folder)
+        process = find_training_process(self.folder)
         if process is None:
             raise UsageError(f"{self.folder}: no process of this machine and user trains there")
         if process != self._asked_to_stop:
@@ -101,7 +101,7 @@ class WatchServer(ThreadingHTTPServer):
             self._asked_to_stop = process
 
     def _live(self, record: RunRecord) -> Live:
-        process = holder(self.folder) if record.status == "running" else None
+        process = find_training_process(self.folder) if record.status == "running" else None
         return Live(
             _last_lines(self.folder),
             process,
@@ -120,9 +120,7 @@ class WatchServer(ThreadingHTTPServer):
                 ]
             except OSError:  # there are no samples yet, or a file is being replaced
                 entries_seen.append((folder.name, 0, 0))
-        return (
-            f'"{hash((tuple(sorted(entries_seen)), is_held(self.folder), self._asked_to_stop)):x}"'
-        )
+        return f'"{hash((tuple(sorted(entries_seen)), is_locked(self.folder), self._asked_to_stop)):x}"'
 
 
 def _last_lines(folder: Path) -> str:

@@ -14,8 +14,8 @@ from typing import Any
 
 from ..config.yaml_text import read_sections
 from ..errors import UsageError
-from ..runs.folder import is_held, open_inside, parse_metrics, read_inside
-from ..runs.foreign import check_limits, parse_json
+from ..runs.folder import is_locked, open_inside, parse_metrics, read_inside
+from ..runs.value_limits import check_limits, parse_json
 from ..wording import first_line
 
 FILES = (
@@ -147,7 +147,7 @@ def read_run(folder: Path) -> RunRecord:
     record.examples = [
         row for row in list_or_empty(examples.get("examples")) if isinstance(row, dict)
     ]
-    record.running = is_held(folder)
+    record.running = is_locked(folder)
     record.metrics, broken = parse_metrics(_text(folder / "metrics.jsonl", record) or "")
     if broken:
         record.damaged.append(

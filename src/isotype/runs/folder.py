@@ -20,7 +20,7 @@ from ..config.schema import RunConfig
 from ..config.sources import first_source_name
 from ..errors import UsageError
 from .checkpoint.atomic_folder import write_text
-from .foreign import MAX_BYTES, parse_json
+from .value_limits import MAX_BYTES, parse_json
 
 RESOLVED = "resolved.yaml"
 LOG = "log.txt"  # the printed output of the run and of all its resumed parts
@@ -107,7 +107,7 @@ class RunFolder:
         created_lock = not os.path.lexists(self.path / LOCK)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            refuse_foreign_entries(self.path)
+            refuse_unsafe_entries(self.path)
             lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         except UsageError:
             raise
@@ -119,7 +119,7 @@ class RunFolder:
                 fix = "give a folder that can be written: --out FOLDER"
             raise UsageError(f"run.folder: {str(self.path)[:200]!r}: {reason}", fix=fix) from None
         try:
-            take_lock(lock, self.path)
+            acquire_lock(lock, self.path)
             # On a full disk the process id is not recorded. The run itself reports the full disk.
             with suppress(OSError):
                 os.truncate(lock, 0)
@@ -227,12 +227,12 @@ def require_run(path: Path) -> Path:
         sibling_runs = [p.parent.name for p in path.parent.glob(f"*/{RESOLVED}")]
     else:
         sibling_runs = []
-    inside = sorted(p.parent for p in path.glob(f"*/{RESOLVED}")) if path.is_dir() else []
+    nested_runs = sorted(p.parent for p in path.glob(f"*/{RESOLVED}")) if path.is_dir() else []
     similar = get_close_matches(path.name, sibling_runs, n=1)
     if not path.exists():
         complaint = "no such folder"
-    elif inside:
-        complaint = f"holds runs, but is none: {', '.join(str(run) for run in inside[:4])}"
+    elif nested_runs:
+        complaint = f"holds runs, but is none: {', '.join(str(run) for run in nested_runs[:4])}"
     else:
         complaint = (
             f"no {RESOLVED} there: not a run folder, or a run that stopped before its first step"
@@ -240,7 +240,7 @@ def require_run(path: Path) -> Path:
     adapter = next(
         (p for p in (path, path / "adapter") if (p / "adapter_config.json").is_file()), None
     )
-    if adapter is not None and not inside:
+    if adapter is not None and not nested_runs:
         raise UsageError(
             f"{path}: {complaint}; {adapter} is a PEFT adapter",
             fix=f"PeftModel.from_pretrained(base, {str(adapter)!r}) loads it, without a run",
@@ -249,7 +249,7 @@ def require_run(path: Path) -> Path:
         fix = f"did you mean {path.parent / similar[0]}?"
     else:
         fix = f"isotype ls {path.parent if path.parent.is_dir() else '.'} lists the runs"
-    raise UsageError(f"{path}: {complaint}", fix=None if inside else fix)
+    raise UsageError(f"{path}: {complaint}", fix=None if nested_runs else fix)
 
 
 def split_run_and_adapter(path: Path) -> tuple[Path, Path | None]:
@@ -280,7 +280,7 @@ def detect_model_folder(path: Path) -> str | None:
     return next((kind for kind, file in config_files.items() if (path / file).is_file()), None)
 
 
-def refuse_filled(out: Path) -> None:
+def refuse_non_empty(out: Path) -> None:
     """Raises UsageError if the folder `out`, which is to be written, already has files or is a
     file.
     """
@@ -293,7 +293,7 @@ def refuse_filled(out: Path) -> None:
 LOCK = ".lock"
 
 
-def take_lock(handle: int, path: Path) -> None:
+def acquire_lock(handle: int, path: Path) -> None:
     """Locks the run folder `path`, whose lock file is open as `handle`. Raises UsageError if
     another process has the lock, or has just released it and removed the lock file.
     """
@@ -301,17 +301,17 @@ def take_lock(handle: int, path: Path) -> None:
 
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        held = os.fstat(handle).st_nlink > 0
+        is_acquired = os.fstat(handle).st_nlink > 0
     except OSError:
-        held = False
-    if not held:
+        is_acquired = False
+    if not is_acquired:
         raise UsageError(
             f"run.folder: {path} is in use by another run",
             fix="wait for it, or give another folder: --out FOLDER",
         )
 
 
-def is_held(path: Path) -> bool:
+def is_locked(path: Path) -> bool:
     """Whether a process trains in this folder now. The check itself holds the lock for some
     microseconds.
     """
@@ -331,13 +331,13 @@ def is_held(path: Path) -> bool:
         os.close(handle)
 
 
-def holder(path: Path) -> int | None:
+def find_training_process(path: Path) -> int | None:
     """The id of the process that trains in this folder now. None if there is none, and for a
     process of another machine, container or user.
 
     The number in the lock file counts only if the process with that id has the file open.
     """
-    if not is_held(path):
+    if not is_locked(path):
         return None
     lock = path / LOCK
     try:
@@ -352,7 +352,7 @@ def holder(path: Path) -> int | None:
     return None
 
 
-CONSENT = "ISOTYPE_TRUST_REMOTE_CODE"
+TRUST_VARIABLE = "ISOTYPE_TRUST_REMOTE_CODE"
 
 
 def refuse_remote_code(loaded: LoadedConfig, folder: Path) -> None:
@@ -361,7 +361,7 @@ def refuse_remote_code(loaded: LoadedConfig, folder: Path) -> None:
     """
     if (
         not loaded.config.model.trust_remote_code
-        or os.environ.get(CONSENT) == "1"
+        or os.environ.get(TRUST_VARIABLE) == "1"
         or "model.trust_remote_code" in loaded.command_line_keys
     ):
         return
@@ -369,22 +369,22 @@ def refuse_remote_code(loaded: LoadedConfig, folder: Path) -> None:
         f"{folder}: its model {loaded.config.model.name} brings its own code, and a run folder"
         " cannot consent to running it",
         fix=(
-            f"if you trust both: {CONSENT}=1 isotype ..., or model.trust_remote_code=true with"
+            f"if you trust both: {TRUST_VARIABLE}=1 isotype ..., or model.trust_remote_code=true with"
             " --resume"
         ),
     )
 
 
-def refuse_foreign_entries(folder: Path) -> None:
+def refuse_unsafe_entries(folder: Path) -> None:
     """Raises UsageError if the folder holds a link that leads outside, a pipe, a device or a socket.
 
     A run would write through the link, or wait for the pipe. The folder itself may be a link.
     """
-    inside = folder.resolve()
+    root = folder.resolve()
     for parent, folders, files in os.walk(folder):
         for name in (*folders, *files):
             path = Path(parent, name)
-            if path.is_symlink() and not path.resolve().is_relative_to(inside):
+            if path.is_symlink() and not path.resolve().is_relative_to(root):
                 raise UsageError(
                     f"{path}: a link out of the run's folder, to {os.readlink(path)}: nothing is"
                     " written through it",

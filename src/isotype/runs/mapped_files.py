@@ -22,25 +22,25 @@ from ..errors import RunError
 
 MAPS = Path("/proc/self/maps")  # only Linux has this file; on other systems no file is checked
 # files of the system and of Python packages do not belong to the run
-_OF_THE_SYSTEM = (
+_SYSTEM_FOLDERS = (
     "/usr/lib", "/usr/share/locale/", "/lib/", "/lib64/", "/etc/", "/dev/", "/proc/", "/sys/", "/var/cache/", "/memfd:",
 )  # fmt: skip
-BLOCK = 4096  # bytes
-MOST_BLOCKS, MOST_BLOCKS_A_FILE, FEWEST_BLOCKS_A_FILE = 2048, 256, 8
-MOST_FILES = 400  # each needs a file descriptor, and a process usually has 1,024
+BLOCK_SIZE = 4096  # bytes
+MAX_BLOCKS, MAX_BLOCKS_PER_FILE, MIN_BLOCKS_PER_FILE = 2048, 256, 8
+MAX_FILES = 400  # each needs a file descriptor, and a process usually has 1,024
 
 
 @dataclass
-class _Mapped:
+class _MappedFile:
     """One file: an open descriptor, which refers to the mapped content also after a rename, and its
     size, modification time and checksum when it was mapped.
     """
 
     path: Path
-    handle: int
+    descriptor: int
     size: int
-    time: int
-    blocks: int
+    mtime_ns: int
+    block_count: int
     checksum: str
 
 
@@ -50,19 +50,21 @@ class MappedFiles:
     """
 
     def __init__(self) -> None:
-        self._files: list[_Mapped] = []
-        paths = mapped_paths()[:MOST_FILES]
-        blocks = MOST_BLOCKS // max(1, len(paths))
-        blocks = max(FEWEST_BLOCKS_A_FILE, min(MOST_BLOCKS_A_FILE, blocks))
+        self._files: list[_MappedFile] = []
+        paths = mapped_paths()[:MAX_FILES]
+        block_count = MAX_BLOCKS // max(1, len(paths))
+        block_count = max(MIN_BLOCKS_PER_FILE, min(MAX_BLOCKS_PER_FILE, block_count))
         for path, identity in paths:
             with suppress(OSError):  # removed meanwhile, or no descriptor is left
-                handle = os.open(path, os.O_RDONLY)
-                status = os.fstat(handle)
+                descriptor = os.open(path, os.O_RDONLY)
+                status = os.fstat(descriptor)
                 if (status.st_dev, status.st_ino) != identity:  # another file by now
-                    os.close(handle)
+                    os.close(descriptor)
                     continue
-                checksum = _checksum(handle, status.st_size, blocks)
-                file = _Mapped(path, handle, status.st_size, status.st_mtime_ns, blocks, checksum)
+                checksum = _checksum(descriptor, status.st_size, block_count)
+                file = _MappedFile(
+                    path, descriptor, status.st_size, status.st_mtime_ns, block_count, checksum
+                )
                 self._files.append(file)
 
     @property
@@ -75,15 +77,15 @@ class MappedFiles:
         """
         touched: list[Path] = []
         for file in self._files:
-            status = os.fstat(file.handle)
-            if (status.st_size, status.st_mtime_ns) == (file.size, file.time):
+            status = os.fstat(file.descriptor)
+            if (status.st_size, status.st_mtime_ns) == (file.size, file.mtime_ns):
                 continue
             if status.st_size != file.size:
                 change = f"had {file.size:,} bytes, and has {status.st_size:,}"
-            elif _checksum(file.handle, file.size, file.blocks) != file.checksum:
+            elif _checksum(file.descriptor, file.size, file.block_count) != file.checksum:
                 change = "was written"
             else:
-                file.time = status.st_mtime_ns
+                file.mtime_ns = status.st_mtime_ns
                 touched.append(file.path)
                 continue
             raise RunError(
@@ -96,7 +98,7 @@ class MappedFiles:
     def close(self) -> None:
         for file in self._files:
             with suppress(OSError):
-                os.close(file.handle)
+                os.close(file.descriptor)
         self._files = []
 
 
@@ -107,23 +109,23 @@ def mapped_paths() -> list[tuple[Path, tuple[int, int]]]:
     except OSError:
         return []
     identities: dict[str, tuple[int, int]] = {}
-    code: set[str] = set()
+    executables: set[str] = set()
     for line in lines:
         fields = line.split(None, 5)
         if len(fields) < 6 or not fields[5].startswith("/"):
             continue
         _, permissions, _, device, inode, name = fields
         if "x" in permissions:
-            code.add(name)
+            executables.add(name)
         if "s" in permissions and "w" in permissions:  # memory that processes share
             continue
         major, _, minor = device.partition(":")
         identities[name] = os.makedev(int(major, 16), int(minor, 16)), int(inode)
-    outside = (*_OF_THE_SYSTEM, f"{sys.prefix}/", f"{sys.base_prefix}/")
+    ignored_prefixes = (*_SYSTEM_FOLDERS, f"{sys.prefix}/", f"{sys.base_prefix}/")
     return [
         (Path(name), _identity(name, identity))
         for name, identity in sorted(identities.items())
-        if name not in code and not name.startswith(outside)
+        if name not in executables and not name.startswith(ignored_prefixes)
     ]
 
 
@@ -138,11 +140,11 @@ def _identity(name: str, identity: tuple[int, int]) -> tuple[int, int]:
     return identity
 
 
-def _checksum(handle: int, size: int, blocks: int) -> str:
+def _checksum(descriptor: int, size: int, block_count: int) -> str:
     """The checksum of evenly spaced blocks, which include the first and the last."""
     digest = hashlib.sha256()
-    last = max(0, size - BLOCK)
-    count = min(blocks, last // BLOCK + 2)
+    last = max(0, size - BLOCK_SIZE)
+    count = min(block_count, last // BLOCK_SIZE + 2)
     for index in range(count):
-        digest.update(os.pread(handle, BLOCK, last * index // max(1, count - 1)))
+        digest.update(os.pread(descriptor, BLOCK_SIZE, last * index // max(1, count - 1)))
     return digest.hexdigest()

@@ -20,7 +20,7 @@ class PrecisionRecord:
     task_roles   the roles that only this kind of run has
     lora_branch  `model.lora_branch`: "fp32" if the adapters' products are computed in fp32, else
                  "compute"
-    writes       whether this process writes the file. Only the first process does; the others check
+    is_writer    whether this process writes the file. Only the first process does; the others check
                  their own observations
     """
 
@@ -31,16 +31,18 @@ class PrecisionRecord:
         task_roles: Iterable[str] = (),
         *,
         lora_branch: str = "compute",
-        writes: bool = True,
+        is_writer: bool = True,
     ) -> None:
         self.folder = folder
         self.resolved = resolved
         self.task_roles = tuple(task_roles)
-        self.writes = writes
+        self.is_writer = is_writer
         if lora_branch == "fp32":
-            self._branch = {"lora_branch": {"value": "fp32", "reason": "model.lora_branch"}}
+            self._lora_branch_entry = {
+                "lora_branch": {"value": "fp32", "reason": "model.lora_branch"}
+            }
         else:
-            self._branch = {}
+            self._lora_branch_entry = {}
         self._observed: dict[str, Any] = {}
 
     @property
@@ -54,11 +56,11 @@ class PrecisionRecord:
         DtypeError DT003 if it violates the declared precision.
         """
         self._observed = merge_observation(self._observed, observation)
-        if self.writes:
+        if self.is_writer:
             declared = {
                 "precision": self.resolved.text,
                 "preset": self.resolved.preset,
-                "declared": {**self.resolved.to_dict(), **self._branch},
+                "declared": {**self.resolved.to_dict(), **self._lora_branch_entry},
             }
             written = to_file_record(
                 self._observed, self.task_roles, compute=self.resolved.precision.compute
@@ -66,7 +68,7 @@ class PrecisionRecord:
             self.folder.write_json(PRECISION_FILE, {**declared, **written})
         observation.raise_if_violated()
 
-    def watched(self, names: Iterable[str]) -> None:
+    def set_watched_phases(self, names: Iterable[str]) -> None:
         """Sets the names of the phases that were observed besides the steps and the files. The
         record lists the others as `not watched`.
         """

@@ -14,7 +14,7 @@ from ..config.kind import DIFFUSION, detect_run_kind
 from ..config.schema import AdapterSection, RunConfig
 from ..distributed.world import ALONE, World
 from ..environment.hardware import Hardware, detect
-from ..errors import refuse_where
+from ..errors import raise_first_refusal
 from ..model.build import resolve_precision
 from ..precision.resolution import Resolved
 from ..runs.checkpoint.snapshot import seed_generators
@@ -77,7 +77,7 @@ def check_adapters(config: RunConfig) -> None:
         "dora", "rank_pattern", "alpha_pattern", "start", "train_tokens"
     )
     is_lokr = adapter.kind == "lokr"
-    refuse_where(
+    raise_first_refusal(
         (
             run.adapters_every is not None and adapter.kind == "none",
             f"run.adapters_every: {no_effect}",

@@ -20,7 +20,7 @@ from ..model.export import Digests, digest_tensors, refuse_difference
 from ..model.starts import SUBTRACTED_STARTS
 from ..observe import Observation
 from ..precision.precision import Precision
-from ..runs.checkpoint.snapshot import local_rows_by_name, restore_model, restore_optimizer
+from ..runs.checkpoint.snapshot import local_row_selector, restore_model, restore_optimizer
 from ..runs.folder import parse_metrics
 from ..wording import pluralise
 from .console import RunConsole, format_duration
@@ -201,7 +201,7 @@ def _load_best_weights(loop: Loop, world: World) -> int:
             " last step's weights"
         )
         return loop.progress.step
-    checkpoint = loop.store.load(best_step, local_rows_by_name(loop.model))
+    checkpoint = loop.store.load(best_step, local_row_selector(loop.model))
     restore_model(loop.model, checkpoint.tensors)
     # the averages of a schedule-free optimizer are computed from its states
     if loop.config.train.optimizer == SCHEDULE_FREE:

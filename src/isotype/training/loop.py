@@ -76,7 +76,7 @@ class Loop:
         self.metrics = Metrics(folder.metrics)
         self.trackers: Trackers | None = None
         self.precision_record = PrecisionRecord(
-            folder, self.resolved, task.roles, lora_branch=branch, writes=world.first
+            folder, self.resolved, task.roles, lora_branch=branch, is_writer=world.first
         )
         self.pace = Pace()
         self.saved_step = -1

@@ -25,7 +25,7 @@ from ..config.schema import RunConfig, TrainSection
 from ..dtypes import name as dtype_name
 from ..dtypes import to_torch
 from ..environment.install import install_command
-from ..errors import RunError, UsageError, refuse_where
+from ..errors import RunError, UsageError, raise_first_refusal
 from ..ops.adamw import AdamwHyperparameters, adamw_
 from ..precision.parts import first_element, local_part
 from ..precision.precision import EIGHT_BIT_OPTIMIZERS, Precision
@@ -235,7 +235,7 @@ def check_optimizer(config: RunConfig, sources: Mapping[str, str], *, device_typ
         for setting in _UNUSED_SETTINGS.get(name, ())
         if sources.get(f"train.{setting}", "default") != "default"
     ]
-    refuse_where(
+    raise_first_refusal(
         (
             package and find_spec(package) is None,
             f"{key} needs {package}",

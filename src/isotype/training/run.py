@@ -81,7 +81,7 @@ def train(
     except BaseException as error:
         world.failed(error)
         if isinstance(error, IsotypeError):
-            error.shown_elsewhere = not world.speaks
+            error.is_shown_elsewhere = not world.speaks
         raise
     finally:
         world.close()
@@ -197,7 +197,7 @@ class _TrainingRun:
         self._write_start(loop, prepared)
         console.start_log(folder.path / LOG)
         self._print_headers(loop, prepared, outcome)
-        loop.precision_record.watched(rehearsals)
+        loop.precision_record.set_watched_phases(rehearsals)
         if self.resuming:
             for reason in unusable_checkpoints:
                 console.print_line(f"resume    {reason}: passed over")

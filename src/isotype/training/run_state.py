@@ -88,10 +88,14 @@ class RunState:
         """
         sharding = self.stepper.sharding
         if sharding is None:
-            self.world.first_does(lambda: store.save(checkpoint, best=is_best))
+            self.world.first_does(lambda: store.save(checkpoint, is_best=is_best))
         else:
             store.save_together(
-                checkpoint, self.world, part=self.world.rank, parts=sharding.parts, best=is_best
+                checkpoint,
+                self.world,
+                file_index=self.world.rank,
+                file_count=sharding.parts,
+                is_best=is_best,
             )
 
     def restore_weights(self, checkpoint: Checkpoint) -> None:

@@ -32,7 +32,7 @@ from ..model.build import resolve_precision
 from ..optimize import joint_attention
 from ..precision.parts import local_part
 from ..precision.precision import Precision
-from ..runs.checkpoint.snapshot import local_rows_by_name
+from ..runs.checkpoint.snapshot import local_row_selector
 from ..runs.folder import RESOLVED, RunFolder
 from ..wording import format_bytes, pluralise
 from .base import BASE, compare_bases, describe_base
@@ -292,7 +292,7 @@ def restore_checkpoint(loop: Loop, step: int | None, console: RunConsole) -> Non
             loop.metrics.cut_after(-1)
         console.print_line("resume    no whole checkpoint: starting from the beginning")
         return
-    writing_processes = loop.restore(loop.store.load(step, local_rows_by_name(loop.model)))
+    writing_processes = loop.restore(loop.store.load(step, local_row_selector(loop.model)))
     if world.first:
         loop.store.clean_up(loop.progress.best_step)
     if writing_processes != world.size:

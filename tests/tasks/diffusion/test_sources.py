@@ -34,7 +34,7 @@ def test_of_the_hub_settings_come_first_and_weights_by_part(studio, tmp_path, mo
             ("HF_HUB_CACHE", str(tmp_path / "cache")), ("HF_HUB_OFFLINE", False),
         ):  # fmt: skip
             monkeypatch.setattr(constants, name, value)
-        monkeypatch.setattr(hub_of_isotype, "_unreachable", {})
+        monkeypatch.setattr(hub_of_isotype, "_unreachable_by_endpoint", {})
 
         def fetched() -> set[str]:
             paths = [

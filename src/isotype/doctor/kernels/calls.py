@@ -24,7 +24,6 @@ from ...dtypes import to_torch
 from ...finding import Severity, sort_findings
 from ...wording import pluralise
 from .checker import Report, check, check_combinations
-from .pretend import pretend_gpu
 from .signature import (
     DEFAULT_TARGET,
     OPTION_NAMES,
@@ -35,6 +34,7 @@ from .signature import (
     read_configuration,
     require_triton,
 )
+from .simulated_gpu import pretend_gpu
 
 # per autotuned kernel; the first configurations differ as much from each other as the later ones
 MAX_CONFIGURATIONS = 8

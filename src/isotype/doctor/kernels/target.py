@@ -16,8 +16,8 @@ from ..loading import convert_import_errors, get_member, load_module, required_p
 from .calls import WrapperCalls, check_wrapper, split_calls, trap_launches
 from .checker import Report, check
 from .infer import returns_value
-from .pretend import pretend_gpu
 from .signature import DEFAULT_TARGET, is_kernel, parse_target, require_triton, unwrap_kernel
+from .simulated_gpu import pretend_gpu
 
 
 def check_target(text: str, targets: Sequence[str] | None = None) -> Report:

@@ -29,7 +29,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ...environment.planned import is_planned, planned_device_type
+from ...environment.planned_device import is_planned, planned_device_type
 from ..backend import kernel_unavailable_reason
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...dtypes import name
-from ...environment.planned import is_planned, planned_device_type
+from ...environment.planned_device import is_planned, planned_device_type
 from ...errors import DtypeError, ShapeError, UsageError
 from ..backend import (
     Path,

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...environment.planned import planned_device_type
+from ...environment.planned_device import planned_device_type
 from ..backend import arithmetic_dtype, choose_path, forced_path, uses_triton
 from ..cpp import CppKernels
 from ..library import library_op

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...environment.planned import planned_device_type
+from ...environment.planned_device import planned_device_type
 from ...errors import ShapeError, UsageError
 from ..backend import arithmetic_dtype, can_count_rows, has_fp32_output
 from ..cross_entropy.rule import LossRule

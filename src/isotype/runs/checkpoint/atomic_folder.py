@@ -75,32 +75,32 @@ def write_folder_together(
     fill  writes into the folder and returns the files that it wrote
     Raises  in all processes the error that one of them raised
     """
-    with _temporary_folder(target, removes_on_error=processes.first) as temporary:
+    with _temporary_folder(target, should_remove_on_error=processes.first) as temporary:
         processes.first_does(lambda: _create_empty(temporary))
         written = {file.name: _sync_and_hash(file) for file in fill(temporary)}
-        sums = {
+        checksums = {
             name: checksum
             for files_of_process in processes.gather(written)
             for name, checksum in files_of_process.items()
         }
 
-        def close() -> None:
-            seal(temporary, sums)
+        def seal_and_rename() -> None:
+            seal(temporary, checksums)
             _rename_into_place(temporary, target)
 
-        processes.first_does(close)
+        processes.first_does(seal_and_rename)
 
 
 @contextmanager
 def _temporary_folder(
-    target: Path, *, removes_on_error: bool = True, next_action: str = "resume"
+    target: Path, *, should_remove_on_error: bool = True, next_action: str = "resume"
 ) -> Iterator[Path]:
     """The temporary folder beside `target`. It is removed if an error occurs."""
     temporary = target.parent / f".{target.name}.partial"
     try:
         yield temporary
     except BaseException as error:
-        if removes_on_error:
+        if should_remove_on_error:
             shutil.rmtree(temporary, ignore_errors=True)
         reason = describe_io_error(error)
         if reason is None:
@@ -118,13 +118,13 @@ def _create_empty(folder: Path) -> None:
 
 
 def _rename_into_place(temporary: Path, target: Path) -> None:
-    replaced = target.parent / f".{target.name}.replaced"
-    _remove(replaced)
+    old_folder = target.parent / f".{target.name}.replaced"
+    _remove(old_folder)
     if target.exists():
-        target.rename(replaced)
+        target.rename(old_folder)
     temporary.rename(target)
     _sync(target.parent)
-    _remove(replaced)
+    _remove(old_folder)
 
 
 def describe_io_error(error: BaseException) -> str | None:
@@ -143,21 +143,23 @@ def suggest_fix(reason: str) -> str:
     if "(os error 2)" in reason or os.strerror(errno.ENOENT) in reason:
         return "another program removed or renamed a folder of the run: put it back"
     return next(
-        (does for number, does in _FIXES.items() if os.strerror(number) in reason),
+        (fix for number, fix in _FIXES.items() if os.strerror(number) in reason),
         "make it writable",
     )
 
 
-def seal(folder: Path, hashed: Mapping[str, dict[str, Any]] | None = None) -> None:
+def seal(folder: Path, known_checksums: Mapping[str, dict[str, Any]] | None = None) -> None:
     """Syncs every file, then writes DONE with the sizes and SHA-256 checksums. All files get the
     mode of DONE, because safetensors creates files with mode 600.
 
-    hashed  sizes and checksums of the files that other processes have written and synced
+    known_checksums  sizes and checksums of the files that other processes have written and synced
     """
     files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != SEAL)
     names = [(file.relative_to(folder).as_posix(), file) for file in files]
     checksums = {
-        name: hashed[name] if hashed and name in hashed else _sync_and_hash(file)
+        name: known_checksums[name]
+        if known_checksums and name in known_checksums
+        else _sync_and_hash(file)
         for name, file in names
     }
     seal_file = folder / SEAL
@@ -179,11 +181,11 @@ def find_damage(folder: Path, needs: Sequence[str] = ()) -> str | None:
     and the files `needs` are among them.
     """
     try:
-        sums = json.loads((folder / SEAL).read_text())["files"]
+        checksums = json.loads((folder / SEAL).read_text())["files"]
         for name in needs:
-            if name not in sums:
+            if name not in checksums:
                 return f"{SEAL} does not name {name}"
-        for name, expected in sums.items():
+        for name, expected in checksums.items():
             file = folder / name
             if not file.resolve().is_relative_to(folder.resolve()):
                 return f"{SEAL} names a file outside the folder"

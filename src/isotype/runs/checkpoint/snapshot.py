@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ...errors import RunError
 from ...precision.parts import is_sharded, local_part, local_rows
 from .atomic_folder import Processes
-from .store import Rows
+from .store import RowSelector
 
 # optimizer states with one element per element of the parameter, in torch's and Isotype's AdamW,
 # bitsandbytes and schedulefree
@@ -75,16 +75,16 @@ class Progress:
                 raise TypeError(f"progress.{name} is {value!r}")
         return progress
 
-    def set_evaluation_rows(self, rows: str) -> None:
+    def set_evaluation_rows(self, rows_hash: str) -> None:
         """Resets the best evaluation if it used other evaluation rows.
 
-        rows  a hash of the evaluation rows
+        rows_hash  a hash of the evaluation rows
         """
-        if self.evaluated not in (None, rows):
+        if self.evaluated not in (None, rows_hash):
             self.best_loss = math.inf
             self.best_step = None
             self.without_gain = 0
-        self.evaluated = rows
+        self.evaluated = rows_hash
 
 
 def random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -146,11 +146,11 @@ def restore_rank_random_state(
         restore_random_state(tensors, state["random"])
     elif rank <= len(other_states):
         rank_state = other_states[rank - 1]
-        raw = {
+        generator_states = {
             name: torch.tensor(bytearray(base64.b64decode(text)), dtype=torch.uint8)
             for name, text in rank_state["tensors"].items()
         }
-        restore_random_state(raw, rank_state["state"])
+        restore_random_state(generator_states, rank_state["state"])
     else:
         seed_rank(*seed, rank)
     return len(other_states) + 1
@@ -190,14 +190,14 @@ def optimizer_tensors(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The optimizer's state, by the names of the parameters, as (tensors, JSON)."""
     tensors: dict[str, Tensor] = {}
-    plain: dict[str, Any] = {}
+    json_state: dict[str, Any] = {}
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 tensors[f"optimizer.{name}.{key}"] = value
             else:
-                plain.setdefault(name, {})[key] = value
-    return tensors, plain
+                json_state.setdefault(name, {})[key] = value
+    return tensors, json_state
 
 
 def restore_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
@@ -209,25 +209,25 @@ def restore_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     current = trainable_tensors(model)
     saved = {name: t for name, t in tensors.items() if name.startswith(("model.", "buffer."))}
     if set(current) != set(saved):
-        first = sorted(set(current) ^ set(saved))[0]
+        mismatch = sorted(set(current) ^ set(saved))[0]
         raise RunError(
-            f"this checkpoint belongs to another model or adapter: {first.partition('.')[2]} is"
+            f"this checkpoint belongs to another model or adapter: {mismatch.partition('.')[2]} is"
             " only on one side",
             code="CK003",
             fix="resume with the configuration it was made with",
         )
     with torch.no_grad():
         for name, tensor in current.items():
-            part = local_part(tensor)
-            if part.shape != saved[name].shape or part.dtype != saved[name].dtype:
+            local_tensor = local_part(tensor)
+            if local_tensor.shape != saved[name].shape or local_tensor.dtype != saved[name].dtype:
                 raise RunError(
                     f"{name.partition('.')[2]} is {saved[name].dtype}{list(saved[name].shape)} in"
-                    f" the checkpoint and {part.dtype}{list(part.shape)} in the run",
+                    f" the checkpoint and {local_tensor.dtype}{list(local_tensor.shape)} in the run",
                     code="CK003",
                     fix="resume with the configuration it was made with",
                 )
             if name.endswith((".start_A", ".start_B")) and not torch.equal(
-                part, saved[name].to(part.device)
+                local_tensor, saved[name].to(local_tensor.device)
             ):
                 # the base's weights are the residual of these start values
                 raise RunError(
@@ -236,7 +236,7 @@ def restore_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
                     code="CK003",
                     fix="resume where it began, or train on from its adapter: adapter.start_from",
                 )
-            part.copy_(saved[name])
+            local_tensor.copy_(saved[name])
 
 
 def average_weights(tensors: dict[str, Tensor], beta1: float) -> dict[str, Tensor]:
@@ -259,22 +259,22 @@ def average_weights(tensors: dict[str, Tensor], beta1: float) -> dict[str, Tenso
     }
 
 
-def local_rows_by_name(model: nn.Module) -> Rows:
+def local_row_selector(model: nn.Module) -> RowSelector:
     """Returns a function that takes the name of a checkpoint's tensor and returns the range of rows
     that this process holds. The names are those of `trainable_tensors` and `optimizer_tensors`.
     """
     sharded = {full: local_rows(p) for full, p in model.named_parameters() if is_sharded(p)}
 
-    def rows(name: str) -> range | None:
-        kind, _, full = name.partition(".")
-        if kind == "optimizer":
-            full, _, key = full.rpartition(".")
+    def select_rows(name: str) -> range | None:
+        category, _, parameter_name = name.partition(".")
+        if category == "optimizer":
+            parameter_name, _, key = parameter_name.rpartition(".")
             if key in _ELEMENTWISE_STATES:
-                return sharded.get(full)
+                return sharded.get(parameter_name)
             return None
-        return sharded.get(full) if kind == "model" else None
+        return sharded.get(parameter_name) if category == "model" else None
 
-    return rows
+    return select_rows
 
 
 def local_tensors(tensors: dict[str, Tensor], *, is_first: bool) -> dict[str, Tensor]:
@@ -292,7 +292,7 @@ def restore_optimizer(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     tensors: dict[str, Tensor],
-    plain: dict[str, Any],
+    json_state: dict[str, Any],
 ) -> None:
     """Restores the optimizer's states on the devices of their parameters. Raises RunError CK003 for
     a state of another shape.
@@ -302,22 +302,24 @@ def restore_optimizer(
     copies: dict[tuple[int, torch.device], Tensor] = {}
     for name, tensor in tensors.items():
         if name.startswith("optimizer."):
-            parameter, _, key = name.removeprefix("optimizer.").rpartition(".")
-            p = parameters[parameter]
-            if key in _ELEMENTWISE_STATES and tensor.shape != local_part(p).shape:
+            parameter_name, _, key = name.removeprefix("optimizer.").rpartition(".")
+            parameter = parameters[parameter_name]
+            if key in _ELEMENTWISE_STATES and tensor.shape != local_part(parameter).shape:
                 raise RunError(
-                    f"the optimizer's {key} of {parameter} is {list(tensor.shape)} in the"
-                    f" checkpoint and the parameter {list(local_part(p).shape)}",
+                    f"the optimizer's {key} of {parameter_name} is {list(tensor.shape)} in the"
+                    f" checkpoint and the parameter {list(local_part(parameter).shape)}",
                     code="CK003",
                     fix="resume with the configuration it was made with",
                 )
-            if key in _ELEMENTWISE_STATES and is_sharded(p):
-                state = optimizer.state[p][key] = torch.zeros_like(p.detach(), dtype=tensor.dtype)
+            if key in _ELEMENTWISE_STATES and is_sharded(parameter):
+                state = optimizer.state[parameter][key] = torch.zeros_like(
+                    parameter.detach(), dtype=tensor.dtype
+                )
                 local_part(state).copy_(tensor)
                 continue
-            copy = copies.get((id(tensor), p.device))
+            copy = copies.get((id(tensor), parameter.device))
             if copy is None:
-                copy = copies[id(tensor), p.device] = tensor.to(p.device, copy=True)
-            optimizer.state[p][key] = copy
-    for name, values in plain.items():
+                copy = copies[id(tensor), parameter.device] = tensor.to(parameter.device, copy=True)
+            optimizer.state[parameter][key] = copy
+    for name, values in json_state.items():
         optimizer.state[parameters[name]].update(values)

@@ -72,53 +72,54 @@ class CheckpointStore:
     def mark_best(self, step: int) -> None:
         write_text(self.folder / "best.json", json.dumps({"step": step}) + "\n")
 
-    def clean_up(self, best: int | None) -> None:
+    def clean_up(self, best_step: int | None) -> None:
         """Cleans up for a resumed run: removes half-written folders, and marks the checkpoint
-        `best`, which the resumed checkpoint names, as the best.
+        `best_step`, which the resumed checkpoint names, as the best.
 
         The mark can be wrong after a kill between writing and marking a checkpoint, or if the
         newest checkpoint is damaged.
         """
-        for rest in self.folder.glob(".step_*"):
-            shutil.rmtree(rest, ignore_errors=True)
-        if best != self.best:
-            if best is not None and self.path(best).is_dir():
-                self.mark_best(best)
+        for leftover in self.folder.glob(".step_*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        if best_step != self.best:
+            if best_step is not None and self.path(best_step).is_dir():
+                self.mark_best(best_step)
             else:
                 (self.folder / "best.json").unlink(missing_ok=True)
 
-    def save(self, checkpoint: Checkpoint, *, best: bool = False) -> None:
+    def save(self, checkpoint: Checkpoint, *, is_best: bool = False) -> None:
         """Writes the checkpoint, marks it, then removes old ones. Raises RunError CK001 when the
         disk is full or read-only.
         """
         write_folder(self.path(checkpoint.step), lambda aside: _write(checkpoint, aside))
-        self._mark_and_prune(checkpoint.step, best)
+        self._mark_and_prune(checkpoint.step, is_best)
 
     def save_together(
         self,
         checkpoint: Checkpoint,
         processes: Processes,
         *,
-        part: int,
-        parts: int,
-        best: bool = False,
+        file_index: int,
+        file_count: int,
+        is_best: bool = False,
     ) -> None:
         """Like `save`, for a sharded run. All processes call it, each with its own rows of the
         sharded tensors.
 
-        part, parts  the index of the file that this process writes, and the number of files. A
-                     process whose index is not below `parts` writes no file
+        file_index  the index of the file that this process writes. A process whose index is not
+                    below `file_count` writes no file
+        file_count  the number of files
         """
         write_folder_together(
             self.path(checkpoint.step),
-            lambda aside: _write(checkpoint, aside, part, parts),
+            lambda aside: _write(checkpoint, aside, file_index, file_count),
             processes,
         )
-        processes.first_does(lambda: self._mark_and_prune(checkpoint.step, best))
+        processes.first_does(lambda: self._mark_and_prune(checkpoint.step, is_best))
 
-    def _mark_and_prune(self, step: int, best: bool) -> None:
+    def _mark_and_prune(self, step: int, is_best: bool) -> None:
         """Marks a new checkpoint, then removes old ones."""
-        if best:
+        if is_best:
             self.mark_best(step)
         # A checkpoint of a later step is damaged, else the run would have resumed from it. It must
         # not displace an intact checkpoint.
@@ -146,10 +147,10 @@ class CheckpointStore:
             damage_messages.append(f"checkpoint step_{step} is damaged ({reason})")
         return None, damage_messages
 
-    def load(self, step: int, rows: Rows | None = None) -> Checkpoint:
+    def load(self, step: int, select_rows: RowSelector | None = None) -> Checkpoint:
         """Loads the checkpoint of a step.
 
-        rows    the rows of each tensor that this process keeps; by default all
+        select_rows  the rows of each tensor that this process keeps; by default all
         Raises  RunError CK002 for a checkpoint that is incomplete, or that Isotype did not write
         """
         path = self.path(step)
@@ -159,7 +160,9 @@ class CheckpointStore:
                 state = json.loads((path / STATE).read_text(encoding="utf-8"))
                 if isinstance(state, dict):
                     aliases = state.pop(ALIASES, {})  # earlier versions had none
-                    tensors = read_parts(path, pop_part_count(state), rows or (lambda name: None))
+                    tensors = read_tensors(
+                        path, pop_file_count(state), select_rows or (lambda name: None)
+                    )
                     return Checkpoint(step, restore_aliases(tensors, aliases), state)
                 reason = f"{STATE} is not an object"
             except (
@@ -185,43 +188,50 @@ class CheckpointStore:
         )
 
 
-def _write(checkpoint: Checkpoint, folder: Path, part: int = 0, parts: int = 1) -> list[Path]:
+def _write(
+    checkpoint: Checkpoint, folder: Path, file_index: int = 0, file_count: int = 1
+) -> list[Path]:
     """Writes one process's files of a checkpoint and returns their paths."""
-    if part >= parts:
+    if file_index >= file_count:
         return []
     tensors, aliases = deduplicate_tensors(checkpoint.tensors)
-    save_file(tensors, folder / part_file(part))
-    if part:
-        return [folder / part_file(part)]
-    state = {**checkpoint.state, ALIASES: aliases} | ({PARTS: parts} if parts > 1 else {})
+    save_file(tensors, folder / tensor_file_name(file_index))
+    if file_index:
+        return [folder / tensor_file_name(file_index)]
+    state = {**checkpoint.state, ALIASES: aliases} | (
+        {FILE_COUNT_KEY: file_count} if file_count > 1 else {}
+    )
     (folder / STATE).write_text(json.dumps(state, indent=1, allow_nan=True) + "\n")
     return [folder / TENSORS, folder / STATE]
 
 
 TENSORS = "tensors.safetensors"
-PARTS = "parts"  # in the checkpoint's state: the number of files
+FILE_COUNT_KEY = "parts"  # in the checkpoint's state: the number of files
 # the rows of a tensor that a process reads; None: all
-Rows: TypeAlias = Callable[[str], "range | None"]
+RowSelector: TypeAlias = Callable[[str], "range | None"]
 
 
-def part_file(part: int) -> str:
-    return TENSORS if not part else f"tensors.{part}.safetensors"
+def tensor_file_name(file_index: int) -> str:
+    return TENSORS if not file_index else f"tensors.{file_index}.safetensors"
 
 
-def read_parts(folder: Path, parts: int, rows: Rows) -> dict[str, Tensor]:
-    """Every tensor, each with only the rows that `rows` names, so that no process holds more than
-    it needs.
+def read_tensors(folder: Path, file_count: int, select_rows: RowSelector) -> dict[str, Tensor]:
+    """Every tensor, each with only the rows that `select_rows` returns for it, so that no process
+    holds more than it needs.
     """
     pieces: dict[str, list[Any]] = {}
     with ExitStack() as files:
-        for part in range(parts):
-            file = files.enter_context(safe_open(folder / part_file(part), framework="pt"))
+        for file_index in range(file_count):
+            file = files.enter_context(
+                safe_open(folder / tensor_file_name(file_index), framework="pt")
+            )
             for name in file.keys():  # noqa: SIM118  # not a mapping
                 piece = file.get_slice(name)
-                reads_all = not piece.get_shape() or (parts == 1 and rows(name) is None)
+                reads_all = not piece.get_shape() or (file_count == 1 and select_rows(name) is None)
                 pieces.setdefault(name, []).append(file.get_tensor(name) if reads_all else piece)
         return {
-            name: _join_pieces(tensor_pieces, rows(name)) for name, tensor_pieces in pieces.items()
+            name: _join_pieces(tensor_pieces, select_rows(name))
+            for name, tensor_pieces in pieces.items()
         }
 
 
@@ -229,29 +239,29 @@ def _join_pieces(pieces: list[Any], rows: range | None) -> Tensor:
     if isinstance(pieces[0], Tensor):
         return pieces[0]
     sizes = [piece.get_shape()[0] for piece in pieces]
-    requested = range(sum(sizes)) if rows is None else rows
+    row_range = range(sum(sizes)) if rows is None else rows
     slices = []
-    begin = 0
+    piece_start = 0
     for piece, size in zip(pieces, sizes):
-        first = max(requested.start, begin)
-        last = min(requested.stop, begin + size)
-        if first < last:
-            slices.append(piece[first - begin : last - begin])
-        begin += size
+        start = max(row_range.start, piece_start)
+        stop = min(row_range.stop, piece_start + size)
+        if start < stop:
+            slices.append(piece[start - piece_start : stop - piece_start])
+        piece_start += size
     if not slices:
         empty: Tensor = pieces[0][:0]
         return empty
     return slices[0] if len(slices) == 1 else torch.cat(slices)
 
 
-def pop_part_count(state: dict[str, Any]) -> int:
+def pop_file_count(state: dict[str, Any]) -> int:
     """Removes the number of files from a checkpoint's state and returns it. Raises TypeError for an
     invalid number.
     """
-    parts = state.pop(PARTS, 1)
-    if type(parts) is not int or parts < 1:
-        raise TypeError(f"{PARTS} is {parts!r}")
-    return parts
+    file_count = state.pop(FILE_COUNT_KEY, 1)
+    if type(file_count) is not int or file_count < 1:
+        raise TypeError(f"{FILE_COUNT_KEY} is {file_count!r}")
+    return file_count
 
 
 def deduplicate_tensors(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -260,18 +270,18 @@ def deduplicate_tensors(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor
     """
     saved: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
-    first: dict[tuple[object, ...], str] = {}
-    memory: set[int] = set()
+    name_by_view: dict[tuple[object, ...], str] = {}
+    saved_storages: set[int] = set()
     for name, tensor in tensors.items():
         view = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        if tensor.numel() and first.setdefault(view, name) != name:
-            aliases[name] = first[view]
+        if tensor.numel() and name_by_view.setdefault(view, name) != name:
+            aliases[name] = name_by_view[view]
             continue
         value = tensor.detach().contiguous().cpu()
         storage = value.untyped_storage().data_ptr()
-        saved[name] = value.clone() if storage in memory else value
+        saved[name] = value.clone() if storage in saved_storages else value
         if tensor.numel():
-            memory.add(storage)
+            saved_storages.add(storage)
     return saved, aliases
 
 

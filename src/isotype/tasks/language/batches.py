@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...data.pictures import Pictures
 from ...data.rows import IGNORED, LoadedData, Row, RowStream, row_lengths
-from ...environment.planned import planned_device_type
+from ...environment.planned_device import planned_device_type
 from ...ops.attention import Documents
 from ...optimize.attention import DocumentMask, mask_needs
 from ...optimize.head import Targets

@@ -21,7 +21,7 @@ from ...data.pictures import Pictures
 from ...data.row_keys import FormatName
 from ...data.rows import LoadedData
 from ...distributed.world import World
-from ...environment.planned import planned_device_type
+from ...environment.planned_device import planned_device_type
 from ...errors import UsageError
 from ...optimize.head import compute_loss
 from ...precision.precision import Precision

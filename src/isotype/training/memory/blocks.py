@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from ...config.schema import RunConfig, TrainSection
 from ...environment.hardware import Hardware
-from ...errors import UsageError, refuse_where
+from ...errors import UsageError, raise_first_refusal
 from ...precision.apply import inner_model
 from ...wording import format_binary_bytes
 from .offload import SMALLEST, StreamCopier
@@ -250,7 +250,7 @@ def check_offload(config: RunConfig, *, device_type: str) -> None:
         f"train.gradient_checkpointing: {train.gradient_checkpointing}, train.checkpointed_layers:"
         f" {train.checkpointed_layers}"
     )
-    refuse_where(
+    raise_first_refusal(
         (
             config.adapter.kind == "none",
             f"{KEY} moves frozen weights, and adapter.kind: none trains every one",

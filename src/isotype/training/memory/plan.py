@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves
 from ...config.schema import TrainSection
 from ...distributed.shard import find_units
 from ...dtypes import to_torch
-from ...environment.planned import plan_device
+from ...environment.planned_device import plan_device
 from ...errors import UsageError
 from ...model.architecture import layer_settings
 from ...ops.backend import force_backend

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ...config.schema import TrainSection
-from ...errors import UsageError, refuse_where
+from ...errors import UsageError, raise_first_refusal
 from ...instance_method import InstanceMethod
 from ...precision.apply import denoiser_blocks, inner_model
 from ...precision.vision import LANGUAGE, vision_parts
@@ -88,7 +88,7 @@ def check_settings(train: TrainSection, *, device_type: str) -> None:
     key = f"train.gradient_checkpointing: {kind}"
     is_off = kind in (NONE, AUTO)
     fix = "train.gradient_checkpointing: layers"
-    refuse_where(
+    raise_first_refusal(
         (
             kind == OFFLOAD and device_type == "cpu",
             f"{key} moves activations to host memory, and on a CPU they are there already",

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError
 
-from ...environment import planned
+from ...environment import planned_device
 from ...ops.recomputed_layer import RecomputedLayer
 
 
@@ -38,7 +38,7 @@ def call_and_recompute(
     layer = RecomputedLayer(keep_attention=keep_attention, **options)
     # `run_again_in_backward` restores torch's autocast; `keep_autocast` restores that of a memory
     # plan
-    return run_again_in_backward(partial(layer.run, planned.keep_autocast(function)), *args)
+    return run_again_in_backward(partial(layer.run, planned_device.keep_autocast(function)), *args)
 
 
 def run_again_in_backward(function: Callable[..., Any], *args: Any) -> Any:

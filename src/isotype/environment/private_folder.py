@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-MOST_LINKS = 40  # the same limit as Linux has
+MAX_LINKS = 40  # the same limit as Linux has
 
 
 class NotPrivateError(Exception):
@@ -26,7 +26,7 @@ def temporary_folder() -> Path:
     return Path(tempfile.gettempdir()) / f"isotype-{_user_name()}"
 
 
-def make_private(folder: Path) -> Path:
+def make_private_folder(folder: Path) -> Path:
     """Creates the folder where it is missing; returns its path without links.
 
     Raises  NotPrivateError where others can change it, OSError where it cannot be created
@@ -35,10 +35,10 @@ def make_private(folder: Path) -> Path:
     for parent in reversed(missing):
         parent.mkdir(mode=0o755, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
-    return check_private(folder)
+    return check_private_folder(folder)
 
 
-def check_private(folder: Path) -> Path:
+def check_private_folder(folder: Path) -> Path:
     """The folder's path without links. Raises NotPrivateError where others can change it."""
     if not hasattr(os, "getuid"):  # Windows protects the user's folders by access control lists
         return folder.resolve()
@@ -55,7 +55,7 @@ def check_private(folder: Path) -> Path:
         status = entry.lstat()
         if stat.S_ISLNK(status.st_mode):
             links += 1
-            if links > MOST_LINKS:
+            if links > MAX_LINKS:
                 raise NotPrivateError(f"{folder}: too many links")
             _refuse_owner(entry, status)
             target = Path(os.readlink(entry))
@@ -69,13 +69,13 @@ def check_private(folder: Path) -> Path:
 
 
 @contextmanager
-def open_private(folder: Path) -> Iterator[Path]:
+def open_private_folder(folder: Path) -> Iterator[Path]:
     """Opens the folder and returns a path to it. The path stays valid if the folder is renamed or
     replaced meanwhile.
 
     Raises  NotPrivateError where others can change it
     """
-    path = check_private(folder)
+    path = check_private_folder(folder)
     if not hasattr(os, "getuid") or not Path("/proc/self/fd").is_dir():
         yield path
         return
@@ -89,7 +89,7 @@ def open_private(folder: Path) -> Iterator[Path]:
         os.close(handle)
 
 
-def read_private(file: Path) -> bytes:
+def read_private_file(file: Path) -> bytes:
     """The content of a file that only this user can change.
 
     Raises  NotPrivateError for a link, for anything that is not a regular file, and for a file that

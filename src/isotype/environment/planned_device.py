@@ -20,13 +20,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 
-class _State:
+class _PlanState:
     """The current planned device and autocast dtype. They are plain class attributes, which Dynamo
     can trace.
     """
 
     device_type: str | None = None
-    cast: torch.dtype | None = None
+    autocast_dtype: torch.dtype | None = None
 
 
 _PRODUCTS = {
@@ -37,7 +37,7 @@ _PRODUCTS = {
 
 def is_planned(device: torch.device) -> bool:
     """Whether tensors of this device currently represent tensors of another device."""
-    return device.type == "meta" and _State.device_type is not None
+    return device.type == "meta" and _PlanState.device_type is not None
 
 
 def planned_device_type(device: torch.device) -> str:
@@ -45,27 +45,27 @@ def planned_device_type(device: torch.device) -> str:
     type, else the device's own type.
     """
     if device.type == "meta":
-        return _State.device_type or device.type
+        return _PlanState.device_type or device.type
     return device.type
 
 
 @contextmanager
 def plan_device(device_type: str) -> Iterator[None]:
     """Within this block meta tensors take the paths that tensors of `device_type` take."""
-    previous = _State.device_type
-    _State.device_type = device_type
+    previous = _PlanState.device_type
+    _PlanState.device_type = device_type
     try:
         with _MetaAutocast():
             yield
     finally:
-        _State.device_type = previous
+        _PlanState.device_type = previous
 
 
 def autocast(device_type: str, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
     """torch.autocast in `dtype`; None switches it off. Inside `plan_device` it has the same effect
     on meta tensors. Outside, meta tensors have no autocast.
     """
-    if _State.device_type is None:
+    if _PlanState.device_type is None:
         if device_type == "meta":
             return nullcontext()
         return torch.autocast(device_type, dtype=dtype, enabled=dtype is not None)
@@ -74,21 +74,21 @@ def autocast(device_type: str, dtype: torch.dtype | None) -> AbstractContextMana
 
 def autocast_dtype() -> torch.dtype | None:
     """The autocast dtype of meta tensors inside `plan_device`."""
-    return _State.cast
+    return _PlanState.autocast_dtype
 
 
 @contextmanager
 def planned_autocast(dtype: torch.dtype | None) -> Iterator[None]:
-    previous = _State.cast
-    _State.cast = dtype
+    previous = _PlanState.autocast_dtype
+    _PlanState.autocast_dtype = dtype
     try:
         yield
     finally:
-        _State.cast = previous
+        _PlanState.autocast_dtype = previous
 
 
 def autocast_off() -> AbstractContextManager[Any]:
-    if _State.cast is None:
+    if _PlanState.autocast_dtype is None:
         return nullcontext()
     return planned_autocast(None)
 
@@ -97,9 +97,9 @@ def keep_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `function` so that it always runs under the planned autocast dtype that is set now.
     Outside `plan_device` it returns `function` itself.
     """
-    if _State.device_type is None:
+    if _PlanState.device_type is None:
         return function
-    cast = _State.cast
+    cast = _PlanState.autocast_dtype
 
     def run(*args: Any, **kwargs: Any) -> Any:
         # PyTorch disables the mode inside backward, because the call of `backward` already passed
@@ -117,17 +117,17 @@ class _MetaAutocast(TorchFunctionMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        dtype = _State.cast
+        dtype = _PlanState.autocast_dtype
         if dtype is None or function not in _PRODUCTS:
             return function(*args, **kwargs)
 
         def cast(x: Any) -> Any:
-            narrow = (
+            should_cast = (
                 isinstance(x, Tensor)
                 and x.device.type == "meta"
                 and x.is_floating_point()
                 and x.dtype != torch.float64
             )
-            return x.to(dtype) if narrow else x
+            return x.to(dtype) if should_cast else x
 
         return function(*tree_map(cast, args), **tree_map(cast, kwargs))
