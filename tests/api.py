@@ -39,7 +39,7 @@ INNER = {
     "isotype.distributed.launch": "SHUTDOWN_SECONDS",
     "isotype.distributed.rank": "Batching Rank find_rank",
     "isotype.distributed.shard": "refuse_two_dtypes refuse_weights_of_another_unit",
-    "isotype.distributed.watch": "ENDED Sign find_lost read_ended",
+    "isotype.distributed.heartbeat": "ENDED_KEY Heartbeat find_lost_processes read_lost_message",
     "isotype.doctor.check": "check_check=check",
     "isotype.doctor.check.checker": "read_safetensors_header",
     "isotype.doctor.check.rules": "rules_RULES=RULES",

@@ -60,7 +60,7 @@ def steps(world: World, file: str, folder: Path) -> object:
     def trained(count):
         task = choose_task(loaded.config)
         prepared = prepare(task, loaded.sources, folder / "base", world)
-        batch = task.collate(task.largest_rows(prepared.batching.rows))
+        batch = task.collate(task.largest_rows(prepared.batching.micro_batch_size))
         prepared.model.train()
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
@@ -97,6 +97,6 @@ if __name__ == "__main__":
     found = {"loading": loading, "steps": steps}[what](
         processes, config, Path(result).parent, *more
     )
-    if processes.first:
+    if processes.is_first:
         Path(result).write_text(json.dumps(found))
     processes.close()

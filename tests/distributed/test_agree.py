@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from isotype.config.schema import RunConfig, TrainSection
-from isotype.distributed.world import World, _take_gpu
+from isotype.distributed.world import World, _select_gpu
 from isotype.errors import UsageError
 from tests.api import (
     MODEL_SETTINGS,
@@ -105,7 +105,7 @@ def test_more_processes_than_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(UsageError, match="4 processes on a machine with 2 GPUs") as refused:
-        _take_gpu("auto", Rank(rank=1, size=4, local_rank=1, local_size=4))
+        _select_gpu("auto", Rank(rank=1, size=4, local_rank=1, local_size=4))
     assert refused.value.fix == "start 2, or model.device: cpu"
 
 
@@ -163,14 +163,15 @@ def test_every_row_is_computed_once(batch_size, accumulate, size):
         return
     shares = [Batching.plan_step(train, rank=rank, size=size) for rank in range(size)]
     assert [n for share in shares for n in share.local_micro_batches] == list(
-        range(shares[0].total)
+        range(shares[0].micro_batches)
     )
     assert all(
-        share.rows * share.total == batch_size * accumulate and share.rows <= batch_size
+        share.micro_batch_size * share.micro_batches == batch_size * accumulate
+        and share.micro_batch_size <= batch_size
         for share in shares
     )
     if accumulate % size == 0:  # the micro-batches are those of one process
-        assert (shares[0].rows, shares[0].total) == (batch_size, accumulate)
+        assert (shares[0].micro_batch_size, shares[0].micro_batches) == (batch_size, accumulate)
 
 
 def test_the_nearest_numbers_are_named():

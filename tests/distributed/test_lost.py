@@ -11,7 +11,14 @@ from dataclasses import asdict
 
 import pytest
 
-from tests.api import ENDED, BoundedStore, Sign, StoreTimeoutError, find_lost, read_ended
+from tests.api import (
+    ENDED_KEY,
+    BoundedStore,
+    Heartbeat,
+    StoreTimeoutError,
+    find_lost_processes,
+    read_lost_message,
+)
 
 from .processes import ended, start
 
@@ -74,20 +81,22 @@ def test_of_several_ended_processes_the_one_that_was_lost_is_named():
     store, host = BoundedStore(Dictionary(), 5.0), socket.gethostname()
     for rank in range(6):
         pid = os.getpid() if rank == 0 else ended_process()
-        store.set(f"sign/{rank}", json.dumps(asdict(Sign(rank, host, pid, met=3))))
-    own = Sign(0, host, os.getpid(), met=3)
+        store.set(f"sign/{rank}", json.dumps(asdict(Heartbeat(rank, host, pid, exchanges=3))))
+    own = Heartbeat(0, host, os.getpid(), exchanges=3)
     for rank in (1, 2):
-        store.set(f"{ENDED}/{rank}", "")
-    store.set(f"{ENDED}/3", "step 4: rank 5 died")
+        store.set(f"{ENDED_KEY}/{rank}", "")
+    store.set(f"{ENDED_KEY}/3", "step 4: rank 5 died")
     store.set("left/4", "")
-    (lost,) = find_lost(store, own, 6, silent=1.0)
-    assert (lost.sign.rank, lost.dead, lost.symptom) == (5, True, "died")
-    assert read_ended(store, range(6)) == "step 4: rank 5 died"
+    (lost,) = find_lost_processes(store, own, 6, timeout=1.0)
+    assert (lost.heartbeat.rank, lost.is_dead, lost.symptom) == (5, True, "died")
+    assert read_lost_message(store, range(6)) == "step 4: rank 5 died"
     # on other machines nothing is known but their signs
     for rank in range(1, 6):
-        store.set(f"sign/{rank}", json.dumps(asdict(Sign(rank, "another machine", 1, met=3))))
-    (lost,) = find_lost(store, own, 6, silent=0.5)
-    assert (lost.sign.rank, lost.symptom) == (5, "gave no sign of life for 0.5 s")
+        store.set(
+            f"sign/{rank}", json.dumps(asdict(Heartbeat(rank, "another machine", 1, exchanges=3)))
+        )
+    (lost,) = find_lost_processes(store, own, 6, timeout=0.5)
+    assert (lost.heartbeat.rank, lost.symptom) == (5, "gave no sign of life for 0.5 s")
 
 
 @pytest.mark.slow

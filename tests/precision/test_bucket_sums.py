@@ -20,7 +20,7 @@ class Doubled:
     def __init__(self):
         self.events, self.dtypes = [], set()
 
-    def begin_add_up(self, tensor):
+    def begin_sum(self, tensor):
         self.events.append(("sent", tensor.numel()))
         self.dtypes.add(tensor.dtype)
 

@@ -75,18 +75,18 @@ def refuse_folder_of_another_machine(world: World, folder: Path) -> None:
     if world.size == 1:
         return
     file = folder / ".seen_by_all"
-    if world.first:
+    if world.is_first:
         file.write_text(secrets.token_hex(8))
-    sees = _wait_for_file(file, world.first_does(file.read_text))
+    sees = _wait_for_file(file, world.run_on_first(file.read_text))
     everyone = world.gather([sees, socket.gethostname()])
-    if world.first:
+    if world.is_first:
         file.unlink(missing_ok=True)
-    blind = [
+    ranks_without_file = [
         f"rank {rank} on {host}" for rank, (sees_file, host) in enumerate(everyone) if not sees_file
     ]
-    if blind:
+    if ranks_without_file:
         raise UsageError(
-            f"run.folder: {folder} is not the same folder for {blind[0]} as for rank 0 on"
+            f"run.folder: {folder} is not the same folder for {ranks_without_file[0]} as for rank 0 on"
             f" {everyone[0][1]}",
             fix="give a folder that all machines share: --out FOLDER",
         )
@@ -96,15 +96,15 @@ def fingerprint_of_weights(model: nn.Module) -> str:
     """Hashes some elements of every parameter. Another model file or another seed gives another
     hash.
     """
-    summed = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, p in model.named_parameters():
         flat = p.detach().flatten()
-        some = (
+        sampled_elements = (
             flat[:: max(1, flat.numel() // SAMPLED_ELEMENTS)][:SAMPLED_ELEMENTS].cpu().contiguous()
         )
-        summed.update(f"{name} {p.dtype} {list(p.shape)}".encode())
-        summed.update(some.view(torch.uint8).numpy().tobytes())
-    return summed.hexdigest()
+        digest.update(f"{name} {p.dtype} {list(p.shape)}".encode())
+        digest.update(sampled_elements.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def versions() -> str:

@@ -39,8 +39,8 @@ def launch(command: Sequence[str], processes: int) -> int:
     The status is 0 when the run is done, 130 when it was interrupted and saved. Otherwise it is
     that of the first process, or 1 if that process was killed.
     """
-    listening = socket.create_server(("127.0.0.1", 0), backlog=4 * processes)
-    alive, lifeline = os.pipe()
+    listening_socket = socket.create_server(("127.0.0.1", 0), backlog=4 * processes)
+    lifeline_read_end, lifeline_write_end = os.pipe()
     outputs: list[IO[bytes]] = []
     processes_started: list[subprocess.Popen[bytes]] = []
     try:
@@ -48,23 +48,25 @@ def launch(command: Sequence[str], processes: int) -> int:
             for rank in range(processes):
                 outputs.append(tempfile.TemporaryFile())  # noqa: SIM115  # closed below
                 processes_started.append(
-                    _start(command, rank, processes, listening, alive, outputs[-1])
+                    _start(
+                        command, rank, processes, listening_socket, lifeline_read_end, outputs[-1]
+                    )
                 )
-            os.close(alive)
-            listening.close()
-            failed = _wait(processes_started)
-        _report_failure(processes_started, outputs, failed)
+            os.close(lifeline_read_end)
+            listening_socket.close()
+            failed_rank = _wait(processes_started)
+        _report_failure(processes_started, outputs, failed_rank)
     finally:
-        os.close(lifeline)
+        os.close(lifeline_write_end)
         for process in processes_started:
             if process.poll() is None:
                 process.kill()
             process.wait()
         for file in outputs:
             file.close()
-    first = int(processes_started[0].returncode)
-    if first > 0:
-        return first
+    first_status = int(processes_started[0].returncode)
+    if first_status > 0:
+        return first_status
     return int(any(process.returncode for process in processes_started))
 
 
@@ -87,8 +89,8 @@ def _start(
     command: Sequence[str],
     rank: int,
     size: int,
-    listening: socket.socket,
-    alive: int,
+    listening_socket: socket.socket,
+    lifeline_read_end: int,
     output: IO[bytes],
 ) -> subprocess.Popen[bytes]:
     environ = os.environ | {
@@ -97,14 +99,16 @@ def _start(
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(listening.getsockname()[1]),
+        "MASTER_PORT": str(listening_socket.getsockname()[1]),
         LAUNCHED_BY: "isotype",
-        LIFELINE: str(alive),
-        LISTENING_SOCKET: str(listening.fileno() if rank == 0 else -1),
+        LIFELINE: str(lifeline_read_end),
+        LISTENING_SOCKET: str(listening_socket.fileno() if rank == 0 else -1),
     }
     # without a limit each process would use every core
     environ.setdefault("OMP_NUM_THREADS", str(max(1, count_cores() // size)))
-    inherited = (alive, listening.fileno()) if rank == 0 else (alive,)
+    inherited = (
+        (lifeline_read_end, listening_socket.fileno()) if rank == 0 else (lifeline_read_end,)
+    )
     if rank == 0:
         streams: dict[str, Any] = {}
     else:
@@ -120,11 +124,11 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int | None:
     """Waits until all processes have ended, and returns the rank of the first that failed. After a
     failure the others have SHUTDOWN_SECONDS.
     """
-    failed = None
+    failed_rank = None
     deadline = 0.0
     while any(process.poll() is None for process in processes):
-        if failed is None:
-            failed = next(
+        if failed_rank is None:
+            failed_rank = next(
                 (rank for rank, process in enumerate(processes) if process.poll() not in (None, 0)),
                 None,
             )
@@ -134,31 +138,33 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int | None:
                 if process.poll() is None:
                     process.kill()  # a stopped process does not receive SIGTERM
         time.sleep(0.05)
-    if failed is not None:
-        return failed
+    if failed_rank is not None:
+        return failed_rank
     return next((rank for rank, process in enumerate(processes) if process.returncode), None)
 
 
 def _report_failure(
-    processes: Sequence[subprocess.Popen[bytes]], outputs: Sequence[IO[bytes]], failed: int | None
+    processes: Sequence[subprocess.Popen[bytes]],
+    outputs: Sequence[IO[bytes]],
+    failed_rank: int | None,
 ) -> None:
     """Prints what the first process could not report: that it was killed itself, or why another
     process failed after the first was done.
     """
-    if failed is None or processes[0].returncode > 0:
+    if failed_rank is None or processes[0].returncode > 0:
         return
-    signal_number = -processes[failed].returncode
+    signal_number = -processes[failed_rank].returncode
     if signal_number > 0:
-        ended = f"was killed by {signal.Signals(signal_number).name}"
+        ending = f"was killed by {signal.Signals(signal_number).name}"
     else:
-        ended = f"ended with status {processes[failed].returncode}"
+        ending = f"ended with status {processes[failed_rank].returncode}"
     print(
-        f"isotype: rank {failed} on {socket.gethostname()} {ended}; the last good checkpoint is in"
+        f"isotype: rank {failed_rank} on {socket.gethostname()} {ending}; the last good checkpoint is in"
         " the run's folder",
         file=sys.stderr,
     )
-    outputs[failed].seek(0)
-    for line in outputs[failed].read().decode(errors="replace").splitlines()[-_PRINTED_LINES:]:
+    outputs[failed_rank].seek(0)
+    for line in outputs[failed_rank].read().decode(errors="replace").splitlines()[-_PRINTED_LINES:]:
         print(f"  {line}", file=sys.stderr)
     print("  fix       isotype train --resume FOLDER goes on from there", file=sys.stderr)
 

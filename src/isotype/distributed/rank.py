@@ -98,8 +98,8 @@ class Batching:
     local_micro_batches  the indices of this process's micro-batches
     """
 
-    rows: int
-    total: int
+    micro_batch_size: int
+    micro_batches: int
     local_micro_batches: range
 
     @classmethod

@@ -49,9 +49,9 @@ class Sharding:
         self.replicas = replicas
         _gather_all_units(model, units)
         self._sent: list[torch.dtype] = []
-        self._sums: dict[int, Sums] = {}
+        self._sums: dict[int, UnitGradients] = {}
         for unit in units:
-            sums = Sums(self.parts, self._sent)
+            sums = UnitGradients(self.parts, self._sent)
             unit.set_all_reduce_hook(sums)
             # sums, not means, because losses are divided by the tokens of all processes; and gloo
             # cannot sum with a factor
@@ -69,7 +69,7 @@ class Sharding:
         return sent
 
 
-class Sums:
+class UnitGradients:
     """The gradients of one unit, summed over the processes, in the dtype in which they were sent.
     For each parameter it holds the rows of this process.
     """
@@ -248,7 +248,7 @@ def gather_tensors(
             continue
         if id(parameter) not in gathered:
             part = local_part(parameter).detach().to(dtype).cpu()
-            full_tensor = torch.empty(parameter.shape, dtype=dtype) if world.first else None
+            full_tensor = torch.empty(parameter.shape, dtype=dtype) if world.is_first else None
             if world.rank < sharding.parts:
                 world.collect(part, full_tensor, rows_by_rank(parameter.shape[0], sharding.parts))
             gathered[id(parameter)] = full_tensor

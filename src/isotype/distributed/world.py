@@ -29,25 +29,25 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..errors import IsotypeError, RunError, UsageError
 from ..wording import first_line
 from .bounded_store import BoundedStore, StoreTimeoutError
-from .launch import LISTENING_SOCKET, watch_lifeline
-from .rank import Rank, find_rank
-from .watch import (
-    ENDED,
-    SILENT,
-    Lost,
-    Watch,
+from .heartbeat import (
+    ENDED_KEY,
+    HEARTBEAT_TIMEOUT,
+    HeartbeatThread,
+    LostProcess,
     error_from_json,
     error_to_json,
-    find_lost,
-    read_ended,
+    find_lost_processes,
     read_failure,
+    read_lost_message,
 )
+from .launch import LISTENING_SOCKET, watch_lifeline
+from .rank import Rank, find_rank
 
 Result = TypeVar("Result")
 AnyError = TypeVar("AnyError", bound=IsotypeError)
 CHECK_INTERVAL = 0.5  # seconds between two checks for failures while waiting
 MAX_PAUSE = 0.05  # longest pause in seconds between two reads of the awaited key
-# seconds without a heartbeat after which `find_lost` is asked about a process
+# seconds without a heartbeat after which `find_lost_processes` is asked about a process
 SUSPECT_AFTER = 2.0
 # numbers the runs of these processes, so that each run has its own keys in the store
 _RUNS = itertools.count()
@@ -62,14 +62,14 @@ class World:
     rank = local_rank = 0
     size = local_size = nodes = 1
     launcher = backend = ""
-    speaks = True  # whether this process prints the error of a failed run
+    prints_errors = True  # whether this process prints the error of a failed run
 
     @property
-    def first(self) -> bool:
+    def is_first(self) -> bool:
         """Whether this process writes the run folder, the console output and the report."""
         return self.rank == 0
 
-    def at(self, step: int, doing: str) -> None:
+    def record_progress(self, step: int, activity: str) -> None:
         """Records the step and the activity of this process for the error messages of the others."""
 
     def sum(self, values: Sequence[float]) -> list[float]:
@@ -80,13 +80,13 @@ class World:
         """Whether the flag is set in at least one process."""
         return flag
 
-    def begin_add_up(self, tensor: Tensor) -> Callable[[], None]:
+    def begin_sum(self, tensor: Tensor) -> Callable[[], None]:
         """Begins to sum a tensor over all processes, in place and in its dtype. Returns a function
         that waits for the sum.
         """
         return lambda: None
 
-    def collect(self, part: Tensor, full_tensor: Tensor | None, rows: Sequence[int]) -> None:
+    def collect(self, part: Tensor, full_tensor: Tensor | None, row_counts: Sequence[int]) -> None:
         """Fills `full_tensor`, which only the first process has, with the rows of all processes in
         order of rank. All tensors are on the CPU.
 
@@ -95,7 +95,7 @@ class World:
         if full_tensor is not None:
             full_tensor.copy_(part)
 
-    def exchanging(self) -> AbstractContextManager[None]:
+    def explain_exchange_errors(self) -> AbstractContextManager[None]:
         """Wraps work in which processes exchange data without this class, such as a sharded model's
         forward. An error of the exchange is replaced by one that names the failed process.
         """
@@ -105,14 +105,14 @@ class World:
         """Returns the values of all processes by rank. A value must be JSON."""
         return [value]
 
-    def first_does(self, work: Callable[[], Result], *, patiently: bool = False) -> Result:
+    def run_on_first(self, work: Callable[[], Result], *, without_timeout: bool = False) -> Result:
         """Runs `work` in the first process; all processes get its result, which must be JSON.
 
-        patiently  the others wait as long as the first process lives, not only up to the timeout
+        without_timeout  the others wait as long as the first process lives, not only up to the timeout
         """
         return work()
 
-    def first_before_others(self, work: Callable[[], Result]) -> Result:
+    def run_on_first_then_others(self, work: Callable[[], Result]) -> Result:
         """Runs `work` in every process, in the first one before the others, so that they find the
         files that it wrote.
         """
@@ -124,7 +124,7 @@ class World:
         """
         return work()
 
-    def failed(self, error: BaseException) -> None:
+    def report_failure(self, error: BaseException) -> None:
         """Reports to the other processes why this process ends."""
 
     def close(self) -> None:
@@ -141,107 +141,118 @@ class JoinedWorld(World):
             another process raised
     """
 
-    def __init__(self, mine: Rank, store: BoundedStore, *, timeout: float, backend: str) -> None:
-        self.rank = mine.rank
-        self.size = mine.size
-        self.local_rank = mine.local_rank
-        self.local_size = mine.local_size
-        self.nodes = max(1, mine.size // max(1, mine.local_size))
-        self.launcher = mine.launcher
+    def __init__(
+        self, position: Rank, store: BoundedStore, *, timeout: float, backend: str
+    ) -> None:
+        self.rank = position.rank
+        self.size = position.size
+        self.local_rank = position.local_rank
+        self.local_size = position.local_size
+        self.nodes = max(1, position.size // max(1, position.local_size))
+        self.launcher = position.launcher
         self.backend = backend
         self._store = store
         self._timeout = timeout
-        self._turn = 0
-        self.speaks = mine.rank == 0
-        self._lost: IsotypeError | None = None
-        self._failed = False
+        self._exchange_count = 0
+        self.prints_errors = position.rank == 0
+        self._stored_error: IsotypeError | None = None
+        self._has_reported_failure = False
         self._lost_ranks: set[int] = set()
         self._host_of_first = store.get("here/0").decode()
-        self._watch = Watch(store.clone(), mine.rank)
-        self._watch.tell()
-        self._watch.start()
+        self._heartbeats = HeartbeatThread(store.clone(), position.rank)
+        self._heartbeats.write()
+        self._heartbeats.start()
         # the group for tensors on the CPU: the sums of a step are exchanged without the GPU
         on_cpu = "gloo" in str(dist.get_backend_config())
         if on_cpu:
-            self._small = None
+            self._cpu_group = None
         else:
-            self._small = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+            self._cpu_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
 
-    def at(self, step: int, doing: str) -> None:
-        self._watch.sign.step = step
-        self._watch.sign.doing = doing
+    def record_progress(self, step: int, activity: str) -> None:
+        self._heartbeats.heartbeat.step = step
+        self._heartbeats.heartbeat.activity = activity
 
     def sum(self, values: Sequence[float]) -> list[float]:
         # the observer must not count this fp64 sum as arithmetic of the model
-        with self._meeting(), _disable_current_modes():
+        with self._collective(), _disable_current_modes():
             summed = torch.tensor(values, dtype=torch.float64)
-            dist.all_reduce(summed, group=self._small)
+            dist.all_reduce(summed, group=self._cpu_group)
             return summed.tolist()
 
     def any(self, flag: bool) -> bool:
         return self.sum([float(flag)])[0] > 0
 
-    def begin_add_up(self, tensor: Tensor) -> Callable[[], None]:
-        with self._meeting(), _disable_current_modes():
+    def begin_sum(self, tensor: Tensor) -> Callable[[], None]:
+        with self._collective(), _disable_current_modes():
             work = dist.all_reduce(tensor, async_op=True)
 
         def wait() -> None:
-            with self._meeting(), _disable_current_modes():
+            with self._collective(), _disable_current_modes():
                 work.wait()
 
         return wait
 
-    def collect(self, part: Tensor, full_tensor: Tensor | None, rows: Sequence[int]) -> None:
+    def collect(self, part: Tensor, full_tensor: Tensor | None, row_counts: Sequence[int]) -> None:
         # sent as bytes, because gloo does not support every dtype
         if full_tensor is None:
             if len(part):
-                with self._meeting():
-                    dist.send(part.contiguous().view(-1).view(torch.uint8), 0, group=self._small)
+                with self._collective():
+                    dist.send(
+                        part.contiguous().view(-1).view(torch.uint8), 0, group=self._cpu_group
+                    )
             return
         begin = 0
-        for rank, count in enumerate(rows):
+        for rank, count in enumerate(row_counts):
             rows_of_rank = full_tensor[begin : begin + count]
             begin += count
             if rank == 0:
                 rows_of_rank.copy_(part)
             elif count:
-                with self._meeting():
-                    dist.recv(rows_of_rank.view(-1).view(torch.uint8), rank, group=self._small)
+                with self._collective():
+                    dist.recv(rows_of_rank.view(-1).view(torch.uint8), rank, group=self._cpu_group)
 
-    def exchanging(self) -> AbstractContextManager[None]:
-        return self._meeting(among_others=True)
+    def explain_exchange_errors(self) -> AbstractContextManager[None]:
+        return self._collective(has_other_work=True)
 
     def gather(self, value: Any) -> list[Any]:
-        turn = self._next_turn()
-        self._publish(f"{turn}/{self.rank}", json.dumps(value))
-        return [json.loads(self._wait(f"{turn}/{rank}", of=rank)) for rank in range(self.size)]
+        key = self._begin_exchange()
+        self._publish(f"{key}/{self.rank}", json.dumps(value))
+        return [
+            json.loads(self._wait_for_key(f"{key}/{rank}", owner_rank=rank))
+            for rank in range(self.size)
+        ]
 
-    def first_does(self, work: Callable[[], Result], *, patiently: bool = False) -> Result:
-        turn = self._next_turn()
-        if not self.first:
-            received: Result = json.loads(self._wait(turn, of=0, patiently=patiently))
+    def run_on_first(self, work: Callable[[], Result], *, without_timeout: bool = False) -> Result:
+        key = self._begin_exchange()
+        if not self.is_first:
+            received: Result = json.loads(
+                self._wait_for_key(key, owner_rank=0, without_timeout=without_timeout)
+            )
             return received
         result = work()
-        self._publish(turn, json.dumps(result, default=str))
+        self._publish(key, json.dumps(result, default=str))
         return result
 
-    def first_before_others(self, work: Callable[[], Result]) -> Result:
+    def run_on_first_then_others(self, work: Callable[[], Result]) -> Result:
         results: list[Result] = []
-        self.first_does(lambda: results.append(work()), patiently=True)
-        return results[0] if self.first else work()
+        self.run_on_first(lambda: results.append(work()), without_timeout=True)
+        return results[0] if self.is_first else work()
 
     def run_sequentially(self, work: Callable[[], Result]) -> Result:
-        turn = self._next_turn()
+        key = self._begin_exchange()
         if self.local_rank:  # launchers give the processes of a machine consecutive ranks
-            self._wait(f"{turn}/{self.rank - 1}", of=self.rank - 1, patiently=True)
+            self._wait_for_key(
+                f"{key}/{self.rank - 1}", owner_rank=self.rank - 1, without_timeout=True
+            )
         result = work()
-        self._publish(f"{turn}/{self.rank}", "")
+        self._publish(f"{key}/{self.rank}", "")
         return result
 
-    def failed(self, error: BaseException) -> None:
-        if self._failed or error is self._lost:
+    def report_failure(self, error: BaseException) -> None:
+        if self._has_reported_failure or error is self._stored_error:
             return  # another process failed and has reported it
-        self._failed = True
+        self._has_reported_failure = True
         with suppress(Exception):  # the store may be gone, and the original error matters more
             self._store.set(f"failed/{self.rank}", json.dumps(error_to_json(error)))
 
@@ -252,10 +263,10 @@ class JoinedWorld(World):
         # another process may be gone; if it is the first, the store is gone too
         with suppress(Exception):
             self._store.set(f"left/{self.rank}", "")
-            if self._lost is None and not self._failed:
+            if self._stored_error is None and not self._has_reported_failure:
                 for rank in range(self.size):
-                    self._wait(f"left/{rank}", of=rank)
-            elif self.first:
+                    self._wait_for_key(f"left/{rank}", owner_rank=rank)
+            elif self.is_first:
                 # the store may end with this process, so the others must read the error first
                 remaining_ranks = set(range(self.size)) - self._lost_ranks
                 deadline = time.monotonic() + LEAVE_TIMEOUT
@@ -263,7 +274,7 @@ class JoinedWorld(World):
                     [f"left/{rank}" for rank in remaining_ranks]
                 ):
                     time.sleep(0.05)
-        self._watch.stop()
+        self._heartbeats.stop()
         if dist.is_initialized():
             with suppress(Exception):
                 dist.destroy_process_group()
@@ -274,37 +285,37 @@ class JoinedWorld(World):
         except StoreTimeoutError as error:
             raise self._explain_failure(error) from error
 
-    def _next_turn(self) -> str:
-        self._turn += 1
-        self._watch.sign.met += 1
-        return f"turn/{self._turn}"
+    def _begin_exchange(self) -> str:
+        self._exchange_count += 1
+        self._heartbeats.heartbeat.exchanges += 1
+        return f"turn/{self._exchange_count}"
 
     @contextmanager
-    def _meeting(self, *, among_others: bool = False) -> Iterator[None]:
+    def _collective(self, *, has_other_work: bool = False) -> Iterator[None]:
         """Wraps a collective operation, whose error is replaced by one that names the failed
         process.
 
-        among_others  the block does other work too, whose errors are raised unchanged
+        has_other_work  the block does other work too, whose errors are raised unchanged
         """
-        self._watch.sign.met += 1
+        self._heartbeats.heartbeat.exchanges += 1
         try:
             yield
         except RuntimeError as error:
             # gloo's errors have no class of their own, and begin with the file of its source
             if (
-                among_others
+                has_other_work
                 and not isinstance(error, dist.DistError)
                 and "/gloo/" not in str(error)
             ):
                 raise
             raise self._explain_failure(error) from error
 
-    def _wait(self, key: str, *, of: int, patiently: bool = False) -> bytes:
-        """The value of a key of the store, once `of` has set it. Polls the store, because
+    def _wait_for_key(self, key: str, *, owner_rank: int, without_timeout: bool = False) -> bytes:
+        """The value of a key of the store, once `owner_rank` has set it. Polls the store, because
         torch's own wait logs a warning when it times out.
         """
-        start_time = last_check = last_sign_time = time.monotonic()
-        sign = b""
+        start_time = last_check = last_heartbeat_time = time.monotonic()
+        last_heartbeat = b""
         pause = 0.001
         while True:
             try:
@@ -318,73 +329,84 @@ class JoinedWorld(World):
                     continue
                 last_check = current_time
                 failed = read_failure(self._store, range(self.size)) is not None
-                if self._store.check([f"sign/{of}"]):
-                    newest = self._store.get(f"sign/{of}")
+                if self._store.check([f"sign/{owner_rank}"]):
+                    newest_heartbeat = self._store.get(f"sign/{owner_rank}")
                 else:
-                    newest = b""
-                if newest != sign:
-                    sign = newest
-                    last_sign_time = current_time
+                    newest_heartbeat = b""
+                if newest_heartbeat != last_heartbeat:
+                    last_heartbeat = newest_heartbeat
+                    last_heartbeat_time = current_time
                 # a process with heartbeats may work for hours; one without is looked up by
-                # `find_lost`
-                is_dead = current_time - last_sign_time > SUSPECT_AFTER and any(
-                    lost_process.dead and lost_process.sign.rank == of
-                    for lost_process in find_lost(self._store, self._watch.sign, self.size)
+                # `find_lost_processes`
+                is_dead = current_time - last_heartbeat_time > SUSPECT_AFTER and any(
+                    lost_process.is_dead and lost_process.heartbeat.rank == owner_rank
+                    for lost_process in find_lost_processes(
+                        self._store, self._heartbeats.heartbeat, self.size
+                    )
                 )
             except RuntimeError as error:
                 raise self._explain_failure(error) from error
-            if failed or is_dead or (not patiently and current_time - start_time > self._timeout):
+            if (
+                failed
+                or is_dead
+                or (not without_timeout and current_time - start_time > self._timeout)
+            ):
                 raise self._explain_failure(
                     TimeoutError(f"waited {current_time - start_time:.0f} s")
                 )
 
     def _explain_failure(self, error: BaseException) -> BaseException:
         """Returns an error that names the failed process, for an error that names none."""
-        self._watch.sign.doing = "ending"
+        self._heartbeats.heartbeat.activity = "ending"
         # after a failure a store that does not answer belongs to it, so it is given less time
-        self._store.timeout = min(self._timeout, SILENT)
-        self._watch.store.timeout = self._store.timeout
+        self._store.timeout = min(self._timeout, HEARTBEAT_TIMEOUT)
+        self._heartbeats.store.timeout = self._store.timeout
         try:
-            self._store.set(f"{ENDED}/{self.rank}", "")
-            self._watch.tell()
-            lost: list[Lost] = []
+            self._store.set(f"{ENDED_KEY}/{self.rank}", "")
+            self._heartbeats.write()
+            lost: list[LostProcess] = []
             failure = read_failure(self._store, range(self.size))
             if failure is None:
-                lost = find_lost(self._store, self._watch.sign, self.size)
+                lost = find_lost_processes(self._store, self._heartbeats.heartbeat, self.size)
                 failure = read_failure(self._store, range(self.size))  # reported meanwhile
         except Exception as store_error:
             # isotype's launcher shows the output of the process that ends first
-            self.speaks = self.rank == 1 or self.launcher == "isotype"
+            self.prints_errors = self.rank == 1 or self.launcher == "isotype"
             return self._remember(self._store_error(store_error))
         if failure is not None:
             rank, report = failure
             reported_error = error_from_json(
                 report,
-                of=None if rank == 0 or report["kind"] == "PreflightError" else f"rank {rank}",
+                process_name=None
+                if rank == 0 or report["kind"] == "PreflightError"
+                else f"rank {rank}",
             )
             if isinstance(reported_error, IsotypeError):
                 self._remember(reported_error)
             return reported_error
-        self._lost_ranks = {process.sign.rank for process in lost}
-        dead_ranks = {process.sign.rank for process in lost if process.dead}
-        self.speaks = self.rank == min(rank for rank in range(self.size) if rank not in dead_ranks)
+        self._lost_ranks = {process.heartbeat.rank for process in lost}
+        dead_ranks = {process.heartbeat.rank for process in lost if process.is_dead}
+        self.prints_errors = self.rank == min(
+            rank for rank in range(self.size) if rank not in dead_ranks
+        )
         # processes are never more than one exchange apart, and the last heartbeat of a dead process
         # may be older
-        step = self._watch.sign.step
+        step = self._heartbeats.heartbeat.step
         position = "" if dead_ranks else " (it is at step {0.step}: {0.doing})"
         message = f"step {step}: " + "; ".join(
-            f"{process.sign} {process.symptom}{position.format(process.sign)}" for process in lost
+            f"{process.heartbeat} {process.symptom}{position.format(process.heartbeat)}"
+            for process in lost
         )
         if not lost:
             # another process has already found the lost process, and has ended itself
-            reported = read_ended(self._store, range(self.size))
+            reported = read_lost_message(self._store, range(self.size))
             message = reported or f"the connection between processes broke: {first_line(error)}"
         elif not dead_ranks:
             message += f"; waited {self._timeout:g} s (parallel.timeout)"
         with suppress(Exception):
-            self._store.set(f"{ENDED}/{self.rank}", message)
+            self._store.set(f"{ENDED_KEY}/{self.rank}", message)
         return self._remember(
-            RunError(message, code="MP002" if lost and not dead_ranks else "MP001", fix=_RESUME)
+            RunError(message, code="MP002" if lost and not dead_ranks else "MP001", fix=_RESUME_FIX)
         )
 
     def _store_error(self, error: Exception) -> RunError:
@@ -393,18 +415,18 @@ class JoinedWorld(World):
             location = "torchrun's agent, where all processes meet,"
         else:
             location = f"rank 0 on {self._host_of_first}, where all processes meet,"
-        step = self._watch.sign.step
+        step = self._heartbeats.heartbeat.step
         if isinstance(error, StoreTimeoutError):
             message = f"step {step}: {location} does not answer; waited {self._timeout:g} s"
-            return RunError(f"{message} (parallel.timeout)", code="MP002", fix=_RESUME)
-        return RunError(f"step {step}: {location} is gone", code="MP001", fix=_RESUME)
+            return RunError(f"{message} (parallel.timeout)", code="MP002", fix=_RESUME_FIX)
+        return RunError(f"step {step}: {location} is gone", code="MP001", fix=_RESUME_FIX)
 
     def _remember(self, error: AnyError) -> AnyError:
-        self._lost = error
+        self._stored_error = error
         return error
 
 
-_RESUME = (
+_RESUME_FIX = (
     "see what ended it, then isotype train --resume FOLDER goes on, on any number of processes that"
     " share a step's rows"
 )
@@ -427,31 +449,33 @@ def join(device: str, *, timeout: float) -> World:
             f"{rank.size} processes were started, and this torch has no torch.distributed",
             fix="install another build",
         )
-    on_gpu = _take_gpu(device, rank)
-    wait = timedelta(seconds=timeout)
+    on_gpu = _select_gpu(device, rank)
+    wait_time = timedelta(seconds=timeout)
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-    run = next(_RUNS)
-    bounded = None
+    run_number = next(_RUNS)
+    bounded_store = None
     try:
-        meeting = _store(rank, wait)
-        store = dist.PrefixStore(f"group {run}", meeting)
-        bounded = BoundedStore(dist.PrefixStore(f"isotype {run}", meeting), timeout)
-        bounded.set(f"here/{rank.rank}", socket.gethostname())
+        shared_store = _create_store(rank, wait_time)
+        store = dist.PrefixStore(f"group {run_number}", shared_store)
+        bounded_store = BoundedStore(
+            dist.PrefixStore(f"isotype {run_number}", shared_store), timeout
+        )
+        bounded_store.set(f"here/{rank.rank}", socket.gethostname())
         dist.init_process_group(
-            backend, store=store, rank=rank.rank, world_size=rank.size, timeout=wait
+            backend, store=store, rank=rank.rank, world_size=rank.size, timeout=wait_time
         )
     except RuntimeError as error:
-        raise _join_error(rank, bounded, timeout, error) from error
-    return JoinedWorld(rank, bounded, timeout=timeout, backend=backend)
+        raise _join_error(rank, bounded_store, timeout, error) from error
+    return JoinedWorld(rank, bounded_store, timeout=timeout, backend=backend)
 
 
-_SLOW = (
+_SLOW_FIX = (
     "see why they did not start or reach one another; a higher parallel.timeout if they are only"
     " slow"
 )
 
 
-def _join_error(mine: Rank, store: Any, timeout: float, error: Exception) -> RunError:
+def _join_error(position: Rank, store: Any, timeout: float, error: Exception) -> RunError:
     """The error for processes that could not connect. It names the missing processes if they are
     known.
 
@@ -459,57 +483,61 @@ def _join_error(mine: Rank, store: Any, timeout: float, error: Exception) -> Run
     """
     deadline_text = f"within {timeout:g} s (parallel.timeout)"
     # the store is created only when all processes have connected
-    if store is None and mine.rank == 0:
+    if store is None and position.rank == 0:
         return RunError(
-            f"not all of {mine.size} processes came {deadline_text}", code="MP002", fix=_SLOW
+            f"not all of {position.size} processes came {deadline_text}",
+            code="MP002",
+            fix=_SLOW_FIX,
         )
     try:
         missing = ", ".join(
-            f"rank {rank}" for rank in range(mine.size) if not store.check([f"here/{rank}"])
+            f"rank {rank}" for rank in range(position.size) if not store.check([f"here/{rank}"])
         )
     except Exception:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         return RunError(
             f"rank 0, where all processes meet, does not answer at {address}",
             code="MP002",
-            fix=_SLOW,
+            fix=_SLOW_FIX,
         )
     if missing:
         message = f"{missing} did not come {deadline_text}"
     else:
-        message = f"the {mine.size} processes could not connect: {first_line(error)}"
-    return RunError(message, code="MP002", fix=_SLOW)
+        message = f"the {position.size} processes could not connect: {first_line(error)}"
+    return RunError(message, code="MP002", fix=_SLOW_FIX)
 
 
-def _store(mine: Rank, wait: timedelta) -> Any:
+def _create_store(position: Rank, wait_time: timedelta) -> Any:
     """Creates the store of the processes. `isotype train --processes` hands the first process a
     listening socket, so that no other program can take the port.
     """
     handle = os.environ.get(LISTENING_SOCKET)
     if handle is None:
-        return next(iter(dist.rendezvous("env://", mine.rank, mine.size, timeout=wait)))[0]
+        return next(
+            iter(dist.rendezvous("env://", position.rank, position.size, timeout=wait_time))
+        )[0]
     address = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
-    listening: dict[str, Any] = {"master_listen_fd": int(handle)} if mine.rank == 0 else {}
+    listening: dict[str, Any] = {"master_listen_fd": int(handle)} if position.rank == 0 else {}
     return dist.TCPStore(
         address,
         port,
-        mine.size,
-        is_master=mine.rank == 0,
-        timeout=wait,
+        position.size,
+        is_master=position.rank == 0,
+        timeout=wait_time,
         wait_for_workers=False,
         **listening,
     )
 
 
-def _take_gpu(device: str, mine: Rank) -> bool:
+def _select_gpu(device: str, position: Rank) -> bool:
     """Selects the GPU with the local rank of this process. Returns whether the run is on GPUs."""
     if device == "cpu" or not torch.cuda.is_available():
         return False
-    if mine.local_size > torch.cuda.device_count():
+    if position.local_size > torch.cuda.device_count():
         raise UsageError(
-            f"{mine.local_size} processes on a machine with {torch.cuda.device_count()} GPUs",
+            f"{position.local_size} processes on a machine with {torch.cuda.device_count()} GPUs",
             fix=f"start {torch.cuda.device_count()}, or model.device: cpu",
         )
-    torch.cuda.set_device(mine.local_rank)
+    torch.cuda.set_device(position.local_rank)
     return True

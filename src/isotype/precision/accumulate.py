@@ -36,7 +36,7 @@ class Processes(Protocol):
 
     size: int
 
-    def begin_add_up(self, tensor: Tensor) -> Callable[[], None]:
+    def begin_sum(self, tensor: Tensor) -> Callable[[], None]:
         """Begins to sum a tensor over all processes, in place. Returns a function that waits for
         the sum.
         """
@@ -141,7 +141,7 @@ class BucketSums:
         # a gradient that fills a bucket alone is not copied if it already has this dtype
         flat = flats[0] if len(flats) == 1 else torch.cat(flats)
         self._sent_dtypes.append(flat.dtype)
-        self._in_flight.append((bucket, flat, self._processes.begin_add_up(flat)))
+        self._in_flight.append((bucket, flat, self._processes.begin_sum(flat)))
 
     def _flat_gradient(self, parameter: nn.Parameter) -> Tensor:
         gradient = self._gradients.gradient(parameter)

@@ -57,9 +57,9 @@ def prepare_data(
     resolved = resolve_precision(config, sources, hardware, task.roles)
     task.check(resolved.precision)
     seed_everything(config.train.seed, deterministic=config.train.deterministic)
-    world.at(0, "reading the data")
+    world.record_progress(0, "reading the data")
     # the first process tokenises the rows, and the others read them from the cache
-    world.first_before_others(task.load_data)
+    world.run_on_first_then_others(task.load_data)
     return DeviceSetup(hardware, device, resolved)
 
 

@@ -37,13 +37,15 @@ def finish(loop: Loop, prepared: Prepared) -> dict[str, Any]:
     The first process does this while the others wait. Processes that share the model do it
     together, since none of them could hold the whole model.
     """
-    loop.world.at(loop.progress.step, "the result")
+    loop.world.record_progress(loop.progress.step, "the result")
     if prepared.sharding is not None:
-        with loop.world.exchanging():
+        with loop.world.explain_exchange_errors():
             return _save_and_verify(loop, prepared, loop.world)
-    if not loop.world.first:
+    if not loop.world.is_first:
         _free_model(loop, prepared)
-    return loop.world.first_does(lambda: _save_and_verify(loop, prepared, ALONE), patiently=True)
+    return loop.world.run_on_first(
+        lambda: _save_and_verify(loop, prepared, ALONE), without_timeout=True
+    )
 
 
 @dataclass(frozen=True)
@@ -174,7 +176,7 @@ def _save_result(loop: Loop, target: Path, world: World) -> _SavedResult:
     """
     writer = loop.result_writer
     tensors = writer.write(target, step=loop.progress.step)
-    if world.first:
+    if world.is_first:
         observation = Observation(loop.progress.step)
         loop.observer.observe_files(observation, target, writer.dtype)
         loop.precision_record.add(observation)
@@ -192,10 +194,10 @@ def _save_result(loop: Loop, target: Path, world: World) -> _SavedResult:
 
 def _load_best_weights(loop: Loop, world: World) -> int:
     """Loads the weights of the best evaluation into the model; returns their step."""
-    best_step: int | None = world.first_does(lambda: loop.store.best)
+    best_step: int | None = world.run_on_first(lambda: loop.store.best)
     if best_step is None or best_step == loop.progress.step:
         return loop.progress.step
-    if reason := world.first_does(lambda: loop.store.find_damage(best_step)):
+    if reason := world.run_on_first(lambda: loop.store.find_damage(best_step)):
         loop.console.print_line(
             f"warning   the best checkpoint, step_{best_step}, is damaged ({reason}): the result is the"
             " last step's weights"
@@ -250,7 +252,7 @@ def _verify_result(
     mesh = None if sharding is None else sharding.mesh
 
     def compare(model: nn.Module) -> None:
-        if world.first:
+        if world.is_first:
             refuse_difference(saved.folder, saved.weight_digests, model, saved.dtype)
 
     def load() -> tuple[nn.Module, list[nn.Module]]:

@@ -76,7 +76,7 @@ class Loop:
         self.metrics = Metrics(folder.metrics)
         self.trackers: Trackers | None = None
         self.precision_record = PrecisionRecord(
-            folder, self.resolved, task.roles, lora_branch=branch, is_writer=world.first
+            folder, self.resolved, task.roles, lora_branch=branch, is_writer=world.is_first
         )
         self.pace = Pace()
         self.saved_step = -1
@@ -165,7 +165,7 @@ class Loop:
     def _explain_errors(self) -> Iterator[None]:
         """Adds to errors in this block the process that was lost and the last good checkpoint."""
         try:
-            with self.world.exchanging():
+            with self.world.explain_exchange_errors():
                 yield
         # UsageError too: a data stream finds an invalid row only when a step reads it
         except (RunError, UsageError) as error:
@@ -184,7 +184,7 @@ class Loop:
     def _step(self, step: int) -> None:
         train = self.config.train
         run = self.config.run
-        self.world.at(step, "a step")
+        self.world.record_progress(step, "a step")
         self.pace.start()
         self.model.train()
         is_shared = self.stepper.sharding is not None
@@ -219,7 +219,7 @@ class Loop:
         self.continuity.take_sample(f"the update of step {step}")
         seconds = self.pace.lap()
         self.progress.step = step
-        self.progress.position += self.batching.rows * self.batching.total
+        self.progress.position += self.batching.micro_batch_size * self.batching.micro_batches
         self.progress.trained_seconds += seconds
         self.progress.units += result.units
         if not is_logged:
@@ -312,7 +312,7 @@ class Loop:
         self.precision_record.add(observation)
 
     def _run_callbacks(self, name: str, row: Mapping[str, Any]) -> None:
-        if self.callbacks and self.world.first:
+        if self.callbacks and self.world.is_first:
             moment = Moment(
                 self.progress.step, self.schedule.total, row, self.model, self.folder.path
             )
@@ -322,7 +322,7 @@ class Loop:
             self.stepper.accumulator.zero()  # a callback that ran backward has left gradients
 
     def _write_metrics(self, row: dict[str, Any]) -> None:
-        if self.world.first:
+        if self.world.is_first:
             self.metrics.write(**row)
             if self.trackers is not None:
                 self.trackers.row(row)
@@ -333,11 +333,11 @@ class Loop:
         """
         is_best = should_stop = False
         if evaluate and self.task.eval_rows:
-            self.world.at(self.progress.step, "an evaluation")
+            self.world.record_progress(self.progress.step, "an evaluation")
             with self.pace.pause("evaluation"), use_averages(self.stepper.optimizer):
                 is_best, should_stop = self._evaluate()
-        if sample and self.task.samples and (self.world.first or self.model_world.size > 1):
-            self.world.at(self.progress.step, "samples")
+        if sample and self.task.samples and (self.world.is_first or self.model_world.size > 1):
+            self.world.record_progress(self.progress.step, "samples")
             with self.pace.pause("samples"), use_averages(self.stepper.optimizer):
                 self._sample()
         if save or is_best or should_stop:
@@ -419,7 +419,7 @@ class Loop:
                     AveragedSample,
                     self.task.sample(self.model, self.device, world=self.model_world),
                 )
-        if not self.world.first:
+        if not self.world.is_first:
             return
         step = self.progress.step
         records = self.folder.write_samples(
@@ -482,9 +482,9 @@ class Loop:
             return
         self._refuse_non_finite()
         self._refuse_changed_base(self.progress.step)
-        self.world.at(self.progress.step, "a checkpoint")
+        self.world.record_progress(self.progress.step, "a checkpoint")
         checkpoint = self.state.take_checkpoint()
-        self.world.first_does(self.metrics.sync)
+        self.world.run_on_first(self.metrics.sync)
         self.state.write_checkpoint(self.store, checkpoint, is_best=is_best)
         self.saved_step = self.progress.step
         self._run_callbacks("save", {"folder": str(self.store.path(self.progress.step))})
@@ -501,7 +501,7 @@ class Loop:
     def save_adapter(self) -> None:
         """Writes the current adapter to `adapters/step_N`."""
         self._refuse_non_finite()
-        self.world.at(self.progress.step, "an adapter")
+        self.world.record_progress(self.progress.step, "an adapter")
         with self.pace.pause("checkpoint"), use_averages(self.stepper.optimizer):
             self.result_writer.write_adapter(self.folder, step=self.progress.step)
 
@@ -540,7 +540,7 @@ class Loop:
         if checkpoint.state.get("precision") == self.resolved.text:
             self.precision_record.add(compare_loaded_state(self.continuity, checkpoint))
         self.saved_step = checkpoint.step
-        if self.world.first:
+        if self.world.is_first:
             self.metrics.cut_after(checkpoint.step)
         return processes
 

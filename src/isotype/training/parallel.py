@@ -146,7 +146,7 @@ def choose_parallel(task: Task, device_setup: DeviceSetup, world: World) -> Para
         )
         return [parallel.kind, parallel.reason]
 
-    kind, reason = world.first_does(decide)
+    kind, reason = world.run_on_first(decide)
     return Parallel(kind, reason)
 
 

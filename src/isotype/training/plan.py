@@ -202,8 +202,8 @@ def plan_run(
         batching = split_step(task, gpus)
         eval_rows = micro_batch(task.config.train)
         rows = {
-            "batch_size": batching.rows,
-            "accumulate": batching.total,
+            "batch_size": batching.micro_batch_size,
+            "accumulate": batching.micro_batches,
             "eval_batch_size": eval_rows,
         }
         task.config = task.config.model_copy(
@@ -405,5 +405,10 @@ def plan_processes(
     else:
         parallel = Parallel(kind_setting, "parallel.kind")
     return ProcessesPlan(
-        processes, nodes, len(batching.local_micro_batches), batching.rows, kinds, parallel
+        processes,
+        nodes,
+        len(batching.local_micro_batches),
+        batching.micro_batch_size,
+        kinds,
+        parallel,
     )

@@ -72,7 +72,7 @@ class ResultWriter:
             if self.task.kind == LANGUAGE:
                 self._write_card(folder, step)
 
-        model_world.first_does(lambda: write_folder(target, fill), patiently=True)
+        model_world.run_on_first(lambda: write_folder(target, fill), without_timeout=True)
         return tensors
 
     def _write_card(self, folder: Path, step: int) -> None:
@@ -99,10 +99,10 @@ class ResultWriter:
             self.write(target, step=step)
 
         if self.sharding is None:
-            self.world.first_does(write, patiently=True)
+            self.world.run_on_first(write, without_timeout=True)
         else:
             write()
         kept_count = self.task.config.run.adapters_keep
-        if self.world.first and kept_count is not None:
+        if self.world.is_first and kept_count is not None:
             for old_step in folder.adapter_steps()[:-kept_count]:
                 shutil.rmtree(folder.adapters / f"step_{old_step}")

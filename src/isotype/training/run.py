@@ -79,9 +79,9 @@ def train(
             loaded, task, world, console or RunConsole(), resume, skips or {}, callbacks, objective
         ).run()
     except BaseException as error:
-        world.failed(error)
+        world.report_failure(error)
         if isinstance(error, IsotypeError):
-            error.is_shown_elsewhere = not world.speaks
+            error.is_shown_elsewhere = not world.prints_errors
         raise
     finally:
         world.close()
@@ -116,15 +116,15 @@ class _TrainingRun:
     def run(self) -> int:
         world = self.world
         console = self.console
-        if not world.first:
+        if not world.is_first:
             console.silence()
         # the name may contain the time: all processes use the name that the first process makes
-        self.folder = folder = RunFolder(Path(world.first_does(self._folder_path)))
+        self.folder = folder = RunFolder(Path(world.run_on_first(self._folder_path)))
         if self.resume is not None:
             if not folder.is_run:
                 raise UsageError(f"--resume {self.resume}: no {RESOLVED} there: not a run folder")
             refuse_remote_code(self.loaded, self.resume)
-        with folder.lock() if world.first else contextlib.nullcontext(), self.interrupt, console:
+        with folder.lock() if world.is_first else contextlib.nullcontext(), self.interrupt, console:
             refuse_folder_of_another_machine(world, folder.path)
             if not self.resuming and folder.is_run:
                 fix = f"isotype train --resume {folder.path}, or give another folder"
@@ -139,13 +139,13 @@ class _TrainingRun:
                 status, result = self._train(changes)
             except KeyboardInterrupt:
                 console.end_live_line()
-                world.failed(KeyboardInterrupt())
+                world.report_failure(KeyboardInterrupt())
                 status = INTERRUPTED
                 result = self._record_immediate_stop()
             except PreflightError:
                 # training has not begun: the folder holds only the preflight's record, and the same
                 # command may run again
-                if world.first:
+                if world.is_first:
                     record = folder.read_json(RECORD)
                     console.report_result(
                         {"status": "refused", "folder": str(folder.path), "preflight": record}
@@ -154,7 +154,7 @@ class _TrainingRun:
             except Exception as error:
                 console.end_live_line()
                 explained = self._explain_error(error)
-                if folder.is_run and world.first:
+                if folder.is_run and world.is_first:
                     result = {
                         "status": "failed",
                         "error": str(explained),
@@ -182,7 +182,7 @@ class _TrainingRun:
         quiet_libraries()
         prepared = prepare(self.task, self.loaded.sources, folder.base, world)
         self._compare_processes(prepared)
-        if self.resuming and world.first:
+        if self.resuming and world.is_first:
             changes = [*changes, *compare_base(self.loaded, prepared, folder, console)]
         self._check_callbacks(prepared)
         self._set_objective(prepared)
@@ -191,7 +191,7 @@ class _TrainingRun:
         step: int | None = None
         unusable_checkpoints: list[str] = []
         if self.resuming:
-            step, unusable_checkpoints = world.first_does(loop.store.find_newest_intact)
+            step, unusable_checkpoints = world.run_on_first(loop.store.find_newest_intact)
             refuse_fewer_steps(loop, step)
             self._record_resume(step, changes)
         self._write_start(loop, prepared)
@@ -202,7 +202,7 @@ class _TrainingRun:
             for reason in unusable_checkpoints:
                 console.print_line(f"resume    {reason}: passed over")
             restore_checkpoint(loop, step, console)
-        if world.first and self.config.run.trackers:
+        if world.is_first and self.config.run.trackers:
             loop.trackers = Trackers(
                 self.config.run.trackers,
                 folder.path,
@@ -255,7 +255,7 @@ class _TrainingRun:
         """Returns the outcome of the preflight, and the names of the observed rehearsals. The
         `Subject` refers to the model; it ends here, so that `finish` can free the model.
         """
-        self.world.at(0, "the preflight")
+        self.world.record_progress(0, "the preflight")
         subject = Subject(
             config=self.config,
             task=self.task,
@@ -263,22 +263,22 @@ class _TrainingRun:
             schedule=loop.schedule,
             folder=self.folder.path,
             resuming=self.resuming,
-            micro_batch=prepared.batching.rows,
+            micro_batch=prepared.batching.micro_batch_size,
             observer=loop.observer,
         )
-        with self.world.exchanging():
+        with self.world.explain_exchange_errors():
             outcome = preflight(subject, self.skips, world=self.world)
         return outcome, list(subject.observations)
 
     def _record_resume(self, step: int | None, changes: list[RunChange]) -> None:
         """Records the step from which the run resumes, and the changes since the last start."""
-        if self.world.first:
+        if self.world.is_first:
             changes = [*changes, *compare_data(self.task, self.folder, self.console, changes)]
-        self.world.first_does(lambda: record_resume(self.folder, step, changes))
+        self.world.run_on_first(lambda: record_resume(self.folder, step, changes))
 
     def _write_start(self, loop: Loop, prepared: Prepared) -> None:
         """The first process writes the files that describe the run."""
-        self.world.first_does(
+        self.world.run_on_first(
             lambda: write_start(
                 self.loaded,
                 self.task,
@@ -299,7 +299,7 @@ class _TrainingRun:
             text = f"{name} instead of the loss of the task, which evaluation keeps"
             rows.append(("objective", text))
         self.console.print_header([*rows, *outcome.header_rows()])
-        with self.world.exchanging():
+        with self.world.explain_exchange_errors():
             task_rows = self.task.prepare_training(
                 prepared.model,
                 prepared.device,
@@ -313,7 +313,7 @@ class _TrainingRun:
         """Trains to the end and writes the result; after an interrupt it prints how to resume."""
         folder = self.folder
         console = self.console
-        first = self.world.first
+        first = self.world.is_first
         if not loop.run(self.interrupt):
             step = loop.progress.step
             result = {"status": "interrupted", "folder": str(folder.path), "steps": step}
@@ -363,7 +363,7 @@ class _TrainingRun:
             )
         result = {"status": "interrupted", "folder": str(folder.path), "steps": step}
         # an existing result.json is the one of the last start, or of this start if it has ended
-        if folder.is_run and self.world.first and not (folder.path / "result.json").exists():
+        if folder.is_run and self.world.is_first and not (folder.path / "result.json").exists():
             # an error of the disk must not replace the interrupt
             with contextlib.suppress(RunError):
                 folder.write_json("result.json", result)

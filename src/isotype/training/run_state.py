@@ -77,7 +77,7 @@ class RunState:
         averages = {} if self.ema is None else self.ema.tensors()
         tensors = {**trainable_tensors(self.model), **optimizer, **averages, **random_tensors}
         if stepper.sharding is not None:
-            tensors = local_tensors(tensors, is_first=self.world.first)
+            tensors = local_tensors(tensors, is_first=self.world.is_first)
         return Checkpoint(self.progress.step, tensors, state)
 
     def write_checkpoint(
@@ -88,7 +88,7 @@ class RunState:
         """
         sharding = self.stepper.sharding
         if sharding is None:
-            self.world.first_does(lambda: store.save(checkpoint, is_best=is_best))
+            self.world.run_on_first(lambda: store.save(checkpoint, is_best=is_best))
         else:
             store.save_together(
                 checkpoint,

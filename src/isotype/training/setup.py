@@ -67,7 +67,7 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
     device_setup = prepare_data(task, sources, world=world)
     parallel = choose_parallel(task, device_setup, world)
     encode_data(task, device_setup, world)
-    world.at(0, "building the model")
+    world.record_progress(0, "building the model")
     check_host_memory(task, device_setup, world)
     built = build_model(task, sources, device_setup, parallel, folder, world)
     stepper = build_stepper(task, device_setup.resolved.precision, built, world)
@@ -91,8 +91,8 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
 
 def encode_data(task: Task, device_setup: DeviceSetup, world: World) -> None:
     """Lets the first process encode the data; the others then read it from the cache."""
-    world.at(0, "encoding the data")
-    world.first_before_others(lambda: task.encode(device_setup.device))
+    world.record_progress(0, "encoding the data")
+    world.run_on_first_then_others(lambda: task.encode(device_setup.device))
 
 
 def check_host_memory(task: Task, device_setup: DeviceSetup, world: World) -> None:
@@ -168,7 +168,7 @@ def build_model(
     fingerprints = WeightFingerprints(precision, config.adapter, world)
     mesh: Any = None
     part = None
-    with world.exchanging():
+    with world.explain_exchange_errors():
         if parallel.shares:
             mesh = create_mesh(world, device_setup.device, nodes=parallel.nodes)
             part = local_part_of_mesh(mesh, fingerprints.take)
@@ -179,7 +179,7 @@ def build_model(
     def build_local() -> _LocalModel:
         if config.model.init == "random":
             # the first process makes the base, which the others load
-            model, manifest = world.first_before_others(load)
+            model, manifest = world.run_on_first_then_others(load)
         else:
             model, manifest = load()
         checkpointing = choose_checkpointing(
@@ -203,7 +203,7 @@ def build_model(
         # one process after another: a machine's memory then has only one whole model, of those that
         # must be loaded whole (4-bit weights, files of several dtypes)
         local = world.run_sequentially(build_local)
-        with world.exchanging():
+        with world.explain_exchange_errors():
             sharding = Sharding(local.model, local.units, world, mesh=mesh, replicas=parallel.nodes)
     return BuiltModel(local.model, local.manifest, local.checkpointing, fingerprints, sharding)
 
@@ -243,7 +243,7 @@ def seed_process(train: TrainSection, world: World) -> None:
     seed.
     """
     seed_everything(train.seed, deterministic=train.deterministic)
-    if not world.first:
+    if not world.is_first:
         seed_rank(train.seed, 0, world.rank)
 
 

@@ -287,13 +287,13 @@ def restore_checkpoint(loop: Loop, step: int | None, console: RunConsole) -> Non
     """
     world = loop.world
     if step is None:
-        if world.first:
+        if world.is_first:
             loop.store.clean_up(None)
             loop.metrics.cut_after(-1)
         console.print_line("resume    no whole checkpoint: starting from the beginning")
         return
     writing_processes = loop.restore(loop.store.load(step, local_row_selector(loop.model)))
-    if world.first:
+    if world.is_first:
         loop.store.clean_up(loop.progress.best_step)
     if writing_processes != world.size:
         previous_processes, current_processes = (
@@ -477,7 +477,7 @@ def _processes_row(world: World, prepared: Prepared, kind: str) -> list[tuple[st
         return []
     batching = prepared.batching
     machines = "on one machine" if world.nodes == 1 else f"on {world.nodes} machines"
-    each = f"{len(batching.local_micro_batches)} x {batching.rows} rows of each step"
+    each = f"{len(batching.local_micro_batches)} x {batching.micro_batch_size} rows of each step"
     return [
         (
             "processes",

@@ -453,7 +453,8 @@ def load_local_batches(
                as the process with the most batches
     """
     micro_batches: list[Sequence[Sequence[object]]] = [
-        task.split_by_shape(stream.take(batching.rows)) for _ in range(batching.total)
+        task.split_by_shape(stream.take(batching.micro_batch_size))
+        for _ in range(batching.micro_batches)
     ]
     local_parts = [
         rows for number in batching.local_micro_batches for rows in micro_batches[number]
@@ -464,7 +465,7 @@ def load_local_batches(
     batches_per_rank = len(batching.local_micro_batches)
     most_passes = max(
         sum(map(len, micro_batches[first : first + batches_per_rank]))
-        for first in range(0, batching.total, batches_per_rank)
+        for first in range(0, batching.micro_batches, batches_per_rank)
     )
     return batches + [
         Idle(task.collate(local_parts[0][:1])) for _ in range(most_passes - len(local_parts))

@@ -61,9 +61,9 @@ class Processes(Protocol):
     size: int
 
     @property
-    def first(self) -> bool: ...
+    def is_first(self) -> bool: ...
     def gather(self, value: Any) -> list[Any]: ...
-    def first_does(self, work: Callable[[], None], *, patiently: bool = False) -> None: ...
+    def run_on_first(self, work: Callable[[], None], *, without_timeout: bool = False) -> None: ...
 
 
 def write_folder_together(
@@ -75,8 +75,8 @@ def write_folder_together(
     fill  writes into the folder and returns the files that it wrote
     Raises  in all processes the error that one of them raised
     """
-    with _temporary_folder(target, should_remove_on_error=processes.first) as temporary:
-        processes.first_does(lambda: _create_empty(temporary))
+    with _temporary_folder(target, should_remove_on_error=processes.is_first) as temporary:
+        processes.run_on_first(lambda: _create_empty(temporary))
         written = {file.name: _sync_and_hash(file) for file in fill(temporary)}
         checksums = {
             name: checksum
@@ -88,7 +88,7 @@ def write_folder_together(
             seal(temporary, checksums)
             _rename_into_place(temporary, target)
 
-        processes.first_does(seal_and_rename)
+        processes.run_on_first(seal_and_rename)
 
 
 @contextmanager

@@ -115,7 +115,7 @@ class CheckpointStore:
             lambda aside: _write(checkpoint, aside, file_index, file_count),
             processes,
         )
-        processes.first_does(lambda: self._mark_and_prune(checkpoint.step, is_best))
+        processes.run_on_first(lambda: self._mark_and_prune(checkpoint.step, is_best))
 
     def _mark_and_prune(self, step: int, is_best: bool) -> None:
         """Marks a new checkpoint, then removes old ones."""

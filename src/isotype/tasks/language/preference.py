@@ -410,7 +410,7 @@ def add_reference(
     path = folder / REFERENCE_FILE
     start = time.perf_counter()
     sides = {"training": train, "evaluation": evaluation}
-    log_probs_by_side: dict[str, list[float]] = world.first_does(
+    log_probs_by_side: dict[str, list[float]] = world.run_on_first(
         lambda: _load_reference(path, identity)
     )
     missing = [name for name in sides if name not in log_probs_by_side]
@@ -435,7 +435,7 @@ def add_reference(
         )
         os.replace(new, path)
 
-    world.first_does(write)
+    world.run_on_first(write)
     answers = sum(2 * len(sides[name]) for name in missing)
     seconds = time.perf_counter() - start
     return [

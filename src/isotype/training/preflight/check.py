@@ -124,7 +124,7 @@ def preflight(
         *(earlier_records if isinstance(earlier_records, list) else []),
         record_content,
     ]
-    if world.first:
+    if world.is_first:
         content = (
             previous_record | {"skipped": record_content["skipped"], "resumed": resumed_records}
             if previous_record

@@ -24,65 +24,65 @@ from ..errors import IsotypeError, RunError
 from ..wording import first_line
 from .bounded_store import BoundedStore
 
-BEAT = 0.5  # seconds between two heartbeats
+HEARTBEAT_INTERVAL = 0.5  # seconds between two heartbeats
 # seconds without a heartbeat after which a process counts as dead; a busy machine delays heartbeats
-SILENT = 8.0
-ENDED = "ended"  # prefix of the keys of the processes that end because of another process
+HEARTBEAT_TIMEOUT = 8.0
+ENDED_KEY = "ended"  # prefix of the keys of the processes that end because of another process
 
 
 @dataclass
-class Sign:
+class Heartbeat:
     """The state of a process, as it last wrote it.
 
-    beats      heartbeats written so far
+    count      heartbeats written so far
     exchanges  exchanges between all processes that it has begun
     """
 
     rank: int
     host: str
     pid: int
-    beats: int = 0
-    met: int = 0
+    count: int = 0
+    exchanges: int = 0
     step: int = 0
-    doing: str = "starting"
+    activity: str = "starting"
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host}"
 
 
-class Watch(threading.Thread):
+class HeartbeatThread(threading.Thread):
     """Writes the heartbeats of this process until `stop`. It needs its own connection to the store,
     because a waiting call would block a shared one.
     """
 
     def __init__(self, store: BoundedStore, rank: int) -> None:
         super().__init__(name="signs of life", daemon=True)
-        self.sign = Sign(rank, socket.gethostname(), os.getpid())
+        self.heartbeat = Heartbeat(rank, socket.gethostname(), os.getpid())
         self.store = store
         self._ended = threading.Event()
 
     def run(self) -> None:
-        while not self._ended.wait(BEAT):
-            self.sign.beats += 1
+        while not self._ended.wait(HEARTBEAT_INTERVAL):
+            self.heartbeat.count += 1
             try:
-                self.tell()
+                self.write()
             except Exception:  # the store's process has ended; the next wait reports that
                 return
 
-    def tell(self) -> None:
-        self.store.set(f"sign/{self.sign.rank}", json.dumps(asdict(self.sign)))
+    def write(self) -> None:
+        self.store.set(f"sign/{self.heartbeat.rank}", json.dumps(asdict(self.heartbeat)))
 
     def stop(self) -> None:
         self._ended.set()
         if self.is_alive():
-            self.join(timeout=2 * BEAT)
+            self.join(timeout=2 * HEARTBEAT_INTERVAL)
 
 
-def read_sign(store: BoundedStore, rank: int) -> Sign | None:
+def read_heartbeat(store: BoundedStore, rank: int) -> Heartbeat | None:
     """Reads the newest heartbeat of a process; None if it never wrote one."""
     key = f"sign/{rank}"
     if store.check([key]):
-        return Sign(**json.loads(store.get(key)))
+        return Heartbeat(**json.loads(store.get(key)))
     return None
 
 
@@ -96,75 +96,90 @@ def read_failure(store: BoundedStore, ranks: Iterable[int]) -> tuple[int, dict[s
     return None
 
 
-def has_reported(store: BoundedStore, rank: int) -> bool:
+def has_reported_its_end(store: BoundedStore, rank: int) -> bool:
     """Whether a process reported that it ends: after its own error, because of another process, or
     because the run is done.
     """
-    return any(store.check([f"{key}/{rank}"]) for key in ("failed", ENDED, "left"))
+    return any(store.check([f"{key}/{rank}"]) for key in ("failed", ENDED_KEY, "left"))
 
 
-def read_ended(store: BoundedStore, ranks: Iterable[int]) -> str:
+def read_lost_message(store: BoundedStore, ranks: Iterable[int]) -> str:
     """Reads why one of these processes ended: its message about the process that was lost, or ""."""
     for rank in ranks:
-        if store.check([f"{ENDED}/{rank}"]) and (message := store.get(f"{ENDED}/{rank}").decode()):
+        if store.check([f"{ENDED_KEY}/{rank}"]) and (
+            message := store.get(f"{ENDED_KEY}/{rank}").decode()
+        ):
             return message
     return ""
 
 
 @dataclass(frozen=True)
-class Lost:
+class LostProcess:
     """A process that is dead or late, and its last heartbeat."""
 
-    sign: Sign
-    dead: bool
+    heartbeat: Heartbeat
+    is_dead: bool
     symptom: str
 
 
-def find_lost(
-    store: BoundedStore, local_sign: Sign, size: int, *, silent: float = SILENT
-) -> list[Lost]:
+def find_lost_processes(
+    store: BoundedStore,
+    local_heartbeat: Heartbeat,
+    size: int,
+    *,
+    timeout: float = HEARTBEAT_TIMEOUT,
+) -> list[LostProcess]:
     """Finds the dead processes, or, if none is dead, those that have begun fewer exchanges than
     this one. A process that ended because of another process is not listed. The search takes up to
-    `silent` seconds.
+    `timeout` seconds.
     """
-    first = {
-        rank: read_sign(store, rank) or Sign(rank, "an unknown machine", 0)
+    first_heartbeats = {
+        rank: read_heartbeat(store, rank) or Heartbeat(rank, "an unknown machine", 0)
         for rank in range(size)
-        if rank != local_sign.rank
+        if rank != local_heartbeat.rank
     }
-    waiting = dict(first)
-    deadline = time.monotonic() + silent
-    dead: list[Lost] = []
+    waiting = dict(first_heartbeats)
+    deadline = time.monotonic() + timeout
+    dead: list[LostProcess] = []
     while waiting and time.monotonic() < deadline:
-        for rank, last_sign in list(waiting.items()):
-            state = _ended(last_sign, local_sign.host)  # read before its report is looked for
-            if has_reported(store, rank):
+        for rank, last_heartbeat in list(waiting.items()):
+            state = _describe_ending(
+                last_heartbeat, local_heartbeat.host
+            )  # read before its report is looked for
+            if has_reported_its_end(store, rank):
                 del waiting[rank]
             elif state:
-                dead.append(Lost(last_sign, True, state))
+                dead.append(LostProcess(last_heartbeat, True, state))
                 del waiting[rank]
             elif (
-                newest_sign := read_sign(store, rank)
-            ) is not None and newest_sign.beats > last_sign.beats:
+                newest_heartbeat := read_heartbeat(store, rank)
+            ) is not None and newest_heartbeat.count > last_heartbeat.count:
                 del waiting[rank]
         time.sleep(0.1)
     dead += [
-        Lost(sign, True, f"gave no sign of life for {silent:g} s") for sign in waiting.values()
+        LostProcess(heartbeat, True, f"gave no sign of life for {timeout:g} s")
+        for heartbeat in waiting.values()
     ]
     if dead:
         return dead
-    newest = [read_sign(store, rank) or sign for rank, sign in first.items()]
-    return [Lost(sign, False, "does not come") for sign in newest if sign.met < local_sign.met]
+    newest_heartbeats = [
+        read_heartbeat(store, rank) or heartbeat for rank, heartbeat in first_heartbeats.items()
+    ]
+    return [
+        LostProcess(heartbeat, False, "does not come")
+        for heartbeat in newest_heartbeats
+        if heartbeat.exchanges < local_heartbeat.exchanges
+    ]
 
 
-def _ended(sign: Sign, host: str) -> str | None:
+def _describe_ending(heartbeat: Heartbeat, host: str) -> str | None:
     """Says how a process of this machine ended. None if it still runs, if it is on another machine,
     or if the system does not tell.
     """
-    if sign.host != host or not sign.pid or not Path("/proc/self/stat").exists():
+    if heartbeat.host != host or not heartbeat.pid or not Path("/proc/self/stat").exists():
         return None
     with suppress(OSError, IndexError):
-        state = Path(f"/proc/{sign.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        state = Path(f"/proc/{heartbeat.pid}/stat").read_text().rpartition(")")[2].split()[0]
         return {"Z": "died", "X": "died", "T": "was stopped by a signal"}.get(state)
     return "died"
 
@@ -182,14 +197,14 @@ def error_to_json(error: BaseException) -> dict[str, Any]:
     return {"kind": kind, "message": kind if message == kind else f"{kind}: {message}"}
 
 
-def error_from_json(report: dict[str, Any], *, of: str | None = None) -> BaseException:
+def error_from_json(report: dict[str, Any], *, process_name: str | None = None) -> BaseException:
     """Decodes an error that another process reported. An error that is no IsotypeError becomes a
     RunError.
 
-    of  the process that raised it, for the message
+    process_name  the process that raised it, for the message
     """
     if report["kind"] == "KeyboardInterrupt":
         return KeyboardInterrupt()
     kind = getattr(errors, report["kind"], RunError)
-    message = f"{of}: {report['message']}" if of else report["message"]
+    message = f"{process_name}: {report['message']}" if process_name else report["message"]
     return kind(message, code=report.get("code"), fix=report.get("fix"))
