@@ -216,17 +216,15 @@ def read_text(path: Path) -> str:
         if path.is_dir():
             is_run = (path / "resolved.yaml").is_file()
             is_model = (path / "config.json").is_file()
-            if is_run:
+            fix = None
+            if is_model:
+                fix = f"--model {path}"
+            elif is_run:
                 fix = (
                     f"--resume {path} goes on with that run; {path / 'resolved.yaml'} is its"
                     " configuration"
                 )
-            else:
-                fix = None
-            raise UsageError(
-                f"{path}: is a folder, expected a YAML file",
-                fix=f"--model {path}" if is_model else fix,
-            )
+            raise UsageError(f"{path}: is a folder, expected a YAML file", fix=fix)
         if path.suffix in (".jsonl", ".csv", ".tsv", ".parquet") and path.exists():
             raise UsageError(f"{path}: expected a YAML file", fix=f"--data {path}")
         if path.stat().st_size > MAX_BYTES:
@@ -237,9 +235,10 @@ def read_text(path: Path) -> str:
     except UsageError:  # which is a ValueError
         raise
     except FileNotFoundError:
-        near = closest_file_name(
-            path.name, [p.name for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
-        )
+        names = []
+        if path.parent.is_dir():
+            names = [p.name for p in path.parent.glob("*.y*ml")]
+        near = closest_file_name(path.name, names)
         if near:
             hint = f", did you mean {path.parent / near}?"
         else:
@@ -255,7 +254,8 @@ def _read_file(settings: _Settings, text: str, name: str) -> None:
     try:
         entries = list(read_sections(text))
     except YamlError as error:
-        raise UsageError(f"{name}{f':{error.line}' if error.line else ''}: {error}") from None
+        location = f"{name}:{error.line}" if error.line else name
+        raise UsageError(f"{location}: {error}") from None
     if not entries:
         raise UsageError(
             f"{name}: empty; expected sections ({', '.join(section_names())}); isotype init writes a"

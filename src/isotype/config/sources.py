@@ -69,10 +69,8 @@ def list_entries(value: Any, key: str, *, description: str) -> list[tuple[str, d
 def unknown_key(location: str, key: str, keys: Sequence[str]) -> UsageError:
     """The error for an unknown key of an entry, with the most similar known key."""
     near = get_close_matches(key, keys, n=1)
-    return UsageError(
-        f"{location}.{key}: unknown key"
-        + (f", did you mean {near[0]}?" if near else f"; there are {' '.join(keys)}")
-    )
+    hint = f", did you mean {near[0]}?" if near else f"; there are {' '.join(keys)}"
+    return UsageError(f"{location}.{key}: unknown key{hint}")
 
 
 def source_specs(data: DataSection, split: str) -> list[SourceSpec]:
@@ -338,8 +336,11 @@ def source_names(value: Any) -> list[str]:
     """
     if isinstance(value, dict) and "name" not in value:  # evaluation sets
         return [name for value in value.values() for name in source_names(value)]
-    entries = value if isinstance(value, list) else [] if value is None else [value]
-    return [str(entry.get("name", "?") if isinstance(entry, dict) else entry) for entry in entries]
+    if value is None:
+        return []
+    entries = value if isinstance(value, list) else [value]
+    names = [entry.get("name", "?") if isinstance(entry, dict) else entry for entry in entries]
+    return [str(name) for name in names]
 
 
 def short_source_names(value: Any) -> str:

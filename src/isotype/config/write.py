@@ -64,10 +64,8 @@ def resolved_yaml(
             return _append_comment(f"  {name}: {write_value(values[key])}", reason or source)
         if value is None and key in values:
             return _append_comment(f"  # {name}: {write_value(values[key])}", reason or source)
-        return _append_comment(
-            f"  {name}: {write_value(value)}",
-            source if value is not None or reason is None else reason,
-        )
+        comment = source if value is not None or reason is None else reason
+        return _append_comment(f"  {name}: {write_value(value)}", comment)
 
     return (
         "# Each value of this run and where it came from. `isotype train --resume` reads this"

@@ -34,9 +34,8 @@ def _convert_samples(draft: Draft, source_key: SourceKey) -> None:
     counts_up = transforms.is_enabled(draft.keys.get("sample.walk_seed"))
     samples: list[Any] = []
     for i, entry in enumerate(entries):
-        text = str(entry.get("prompt", "") if isinstance(entry, dict) else entry).replace(
-            "[trigger]", trigger
-        )
+        prompt = entry.get("prompt", "") if isinstance(entry, dict) else entry
+        text = str(prompt).replace("[trigger]", trigger)
         sample: dict[str, Any] = {"prompt": text}
         if isinstance(entry, dict) and (control := entry.get("ctrl_img")):
             sample["control"] = str(control)
@@ -64,11 +63,14 @@ def _refuse_if_enabled(alternative: str) -> transforms.Handler:
     """Returns a handler that reports the key as not offered if it is switched on. Its value when
     off may be missing in `OFF_VALUES`.
     """
-    return lambda draft, source_key: (
-        draft.not_offered(source_key, alternative)
-        if transforms.is_enabled(source_key.value)
-        else draft.no_effect(source_key, "switched off")
-    )
+
+    def handler(draft: Draft, source_key: SourceKey) -> None:
+        if transforms.is_enabled(source_key.value):
+            draft.not_offered(source_key, alternative)
+        else:
+            draft.no_effect(source_key, "switched off")
+
+    return handler
 
 
 _FAMILIES_WITHOUT_CLIP = (
@@ -93,9 +95,10 @@ def _require_clip(handle: transforms.Handler) -> transforms.Handler:
             draft.lowercase_value("model.arch") in ("", "sdxl", "sd1", "sd15", "sd2")
             and not is_other_family
         )
-        (handle if has_clip else _refuse_if_enabled(pictures.NO_TEXT_ENCODER_NOTE))(
-            draft, source_key
-        )
+        if has_clip:
+            handle(draft, source_key)
+        else:
+            _refuse_if_enabled(pictures.NO_TEXT_ENCODER_NOTE)(draft, source_key)
 
     return handler
 
@@ -103,7 +106,11 @@ def _require_clip(handle: transforms.Handler) -> transforms.Handler:
 def _convert_base(draft: Draft, source_key: SourceKey) -> None:
     """Translates `model.quantize`, with the dtype of `model.qtype`, by default qfloat8."""
     kind = str(draft.keys.get("model.qtype") or "qfloat8").lower()
-    dtype_name = "fp8" if "float8" in kind else "int8" if kind in ("qint8", "int8") else None
+    dtype_name = None
+    if "float8" in kind:
+        dtype_name = "fp8"
+    elif kind in ("qint8", "int8"):
+        dtype_name = "int8"
     if dtype_name is None:
         draft.not_offered(
             source_key,
@@ -196,11 +203,11 @@ KEYS: dict[str, transforms.Handler] = {
     # model and adapter
     "model.quantize": transforms.require_key("model.quantize", "on", _convert_base, "switched off"),
     "model.qtype": transforms.changed("decides precision.base, where model.quantize is on"),
-    "network.type": lambda draft, source_key: (
-        pictures.set_lokr
-        if str(source_key.value).lower() == "lokr"
-        else transforms.no_effect(pictures.PEFT_LORA_NOTE)
-    )(draft, source_key),
+    "network.type": transforms.choose_handler(
+        lambda _, source_key: str(source_key.value).lower() == "lokr",
+        pictures.set_lokr,
+        transforms.no_effect(pictures.PEFT_LORA_NOTE),
+    ),
     "network.lokr_full_rank": transforms.set_if_enabled(
         "adapter.r", _FULL_RANK, note="a rank at which both factors are whole, with as much alpha"
     ),
@@ -254,12 +261,8 @@ def add_defaults(draft: Draft, source: Source) -> None:
         draft.settings |= {"adapter.r": _FULL_RANK, "adapter.alpha": float(_FULL_RANK)}
     if draft.settings.get("adapter.kind") != "lokr":
         draft.settings.pop("adapter.factor", None)
-    draft.default_adapter(
-        "lora"
-        if any(source_key.name.startswith("network.") for source_key in source.keys)
-        else "none",
-        4,
-    )
+    has_network = any(source_key.name.startswith("network.") for source_key in source.keys)
+    draft.default_adapter("lora" if has_network else "none", 4)
     pictures.drop_text_encoders(draft)
     pictures.set_default_preset(draft, source.get("train.dtype") or "bf16")
     draft.default_all(pictures.COMMON_DEFAULTS | _DEFAULTS)

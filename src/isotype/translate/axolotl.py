@@ -48,12 +48,8 @@ def _convert_rl(draft: Draft, source_key: SourceKey) -> None:
     if (objective := _objective(draft)) is None:
         draft.no_effect(source_key, "training is on given answers")
     else:
-        draft.set(
-            source_key,
-            "train.objective",
-            objective,
-            transforms.REFERENCE_NOTE if objective in ("dpo", "ipo", "kto") else "",
-        )
+        note = transforms.REFERENCE_NOTE if objective in ("dpo", "ipo", "kto") else ""
+        draft.set(source_key, "train.objective", objective, note)
 
 
 def refusal_reason(source: Source) -> str | None:
@@ -128,7 +124,8 @@ def _convert_dataset(dataset: dict[str, Any]) -> tuple[dict[str, Any], list[str]
     """
     notes = []
     files = dataset.get("data_files")
-    path = str((files[0] if isinstance(files, list) else files) or dataset.get("path"))
+    first_file = files[0] if isinstance(files, list) else files
+    path = str(first_file or dataset.get("path"))
     is_local = (
         bool(files)
         or path.endswith((".json", ".jsonl", ".parquet", ".csv", ".txt"))

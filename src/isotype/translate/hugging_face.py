@@ -316,10 +316,9 @@ def _convert_mixture(draft: Draft, source_key: SourceKey) -> None:
         ):
             if dataset.get(source_name) not in (None, default):
                 entry[setting] = str(dataset[source_name])
-        entries.append(
-            entry
-            | ({"weight": dataset["weight"]} if dataset.get("weight") not in (None, 1, 1.0) else {})
-        )
+        if dataset.get("weight") not in (None, 1, 1.0):
+            entry["weight"] = dataset["weight"]
+        entries.append(entry)
     note = ""
     if any("weight" in entry for entry in entries):
         entries = [{"weight": 1, **entry} for entry in entries]

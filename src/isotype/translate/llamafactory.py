@@ -83,12 +83,8 @@ def refusal_reason(source: Source) -> str | None:
 
 def _convert_stage(draft: Draft, source_key: SourceKey) -> None:
     if (objective := _objective(draft)) is not None:
-        draft.set(
-            source_key,
-            "train.objective",
-            objective,
-            transforms.REFERENCE_NOTE if objective in ("dpo", "ipo", "kto") else "",
-        )
+        note = transforms.REFERENCE_NOTE if objective in ("dpo", "ipo", "kto") else ""
+        draft.set(source_key, "train.objective", objective, note)
     elif source_key.value == "pt":
         draft.set(source_key, "data.format", "text", "plain text, learnt whole")
     else:

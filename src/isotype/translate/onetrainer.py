@@ -44,10 +44,10 @@ _CONCEPT_KEYS: dict[str, transforms.Handler] = {
     ),
     "prompt_path": transforms.changed("caption of the source, where a file has it"),
     "enable_tag_shuffling": pictures.set_tag_orders,
-    "keep_tags_count": lambda draft, source_key: (
-        transforms.convert_number("images.keep_tags")(draft, source_key)
-        if "images.tag_orders" in draft.settings
-        else draft.no_effect(source_key, "off")
+    "keep_tags_count": transforms.choose_handler(
+        lambda draft, _: "images.tag_orders" in draft.settings,
+        transforms.convert_number("images.keep_tags"),
+        transforms.no_effect("off"),
     ),
     "enable_random_flip": transforms.set_if_enabled("images.flip", True),
     "enable_crop_jitter": pictures.set_random_crops,
@@ -188,11 +188,11 @@ KEYS: dict[str, transforms.Handler] = {
         "images.max_aspect", 2.0, note="aspect buckets"
     ),
     # adapter
-    "peft_type": lambda draft, source_key: (
-        pictures.set_lokr
-        if str(source_key.value) == "LOKR"
-        else transforms.no_effect(pictures.PEFT_LORA_NOTE)
-    )(draft, source_key),
+    "peft_type": transforms.choose_handler(
+        lambda _, source_key: str(source_key.value) == "LOKR",
+        pictures.set_lokr,
+        transforms.no_effect(pictures.PEFT_LORA_NOTE),
+    ),
     **transforms.same_handler(
         _convert_text_encoder,
         "text_encoder.train text_encoder.learning_rate text_encoder_2.train"

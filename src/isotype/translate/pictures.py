@@ -456,12 +456,8 @@ def parse_resolutions(value: Any) -> list[int]:
     """Returns the resolutions in `[512, 768, 1024]` or `"512,768"`, sorted. Each picture comes once
     at each of them.
     """
-    return sorted(
-        {
-            largest_side(part)
-            for part in (value if isinstance(value, list) else str(value).split(","))
-        }
-    )
+    parts = value if isinstance(value, list) else str(value).split(",")
+    return sorted({largest_side(part) for part in parts})
 
 
 def convert_resolution(draft: Draft, source_key: SourceKey) -> None:
@@ -516,12 +512,8 @@ def convert_text_encoder_rate(draft: Draft, source_key: SourceKey) -> None:
     """Translates the learning rate of text encoders, or one for each. The factor of an optimizer
     that finds its rate is not used.
     """
-    rates = [
-        float(value)
-        for value in (
-            source_key.value if isinstance(source_key.value, list) else [source_key.value]
-        )
-    ]
+    values = source_key.value if isinstance(source_key.value, list) else [source_key.value]
+    rates = [float(value) for value in values]
     draft.settings["adapter.text_encoders"] = True
     if max(rates) > 0.05 or _optimizer_name(draft).startswith(_RATE_FINDERS):
         draft.changed(
@@ -534,12 +526,10 @@ def convert_text_encoder_rate(draft: Draft, source_key: SourceKey) -> None:
             note = "with adapter.text_encoders"
         else:
             note = "one rate for all: a trained encoder has a rate above 0"
-        draft.set(
-            source_key,
-            "adapter.text_encoder_rate",
-            rates if len(set(rates)) > 1 and min(rates) > 0 else max(rates),
-            note,
-        )
+        value: list[float] | float = max(rates)
+        if len(set(rates)) > 1 and min(rates) > 0:
+            value = rates
+        draft.set(source_key, "adapter.text_encoder_rate", value, note)
 
 
 def convert_min_snr(draft: Draft, source_key: SourceKey) -> None:
@@ -574,20 +564,21 @@ def set_default_preset(
         .replace("float16", "fp16")
         .replace("bfloat_16", "bf16")
     )
-    bf16_preset = "bf16-lora" if adapter else "bf16-pure" if half_weights else "bf16-mixed"
-    draft.default(
-        "precision.preset", {"bf16": bf16_preset, "fp16": "fp16-mixed"}.get(dtype_name, "fp32")
-    )
+    if adapter:
+        bf16_preset = "bf16-lora"
+    elif half_weights:
+        bf16_preset = "bf16-pure"
+    else:
+        bf16_preset = "bf16-mixed"
+    presets = {"bf16": bf16_preset, "fp16": "fp16-mixed"}
+    draft.default("precision.preset", presets.get(dtype_name, "fp32"))
 
 
 def drop_text_encoders(draft: Draft) -> None:
     """Removes the settings of text encoders unless a LoRA adapter is trained."""
-    for key in (
-        ("adapter.text_encoders", "adapter.text_encoder_rate")
-        if draft.settings.get("adapter.kind") != "lora"
-        else ()
-    ):
-        draft.settings.pop(key, None)
+    if draft.settings.get("adapter.kind") != "lora":
+        for key in ("adapter.text_encoders", "adapter.text_encoder_rate"):
+            draft.settings.pop(key, None)
 
 
 def drop_adapter_files(draft: Draft) -> None:

@@ -188,11 +188,8 @@ def _convert_sample_size(draft: Draft, source_key: SourceKey) -> None:
             source_key, "run.sample_size", max(int(width), int(height)), "samples are squares"
         )
     else:
-        draft.set(
-            source_key,
-            "run.sample_size",
-            _parse_pixels(width, "pixel" if float(width) > 16 else "area"),
-        )
+        unit = "pixel" if float(width) > 16 else "area"
+        draft.set(source_key, "run.sample_size", _parse_pixels(width, unit))
 
 
 def _convert_checkpointing_interval(draft: Draft, source_key: SourceKey) -> None:
@@ -273,12 +270,10 @@ def _convert_dataset(draft: Draft, source_key: SourceKey) -> None:
             f"conditioning of type {entry.get('conditioning_type', 'controlnet')}: only masks",
         )
     elif kind == "conditioning":
-        is_mask_folder = key == "instance_data_dir"
-        (
-            transforms.convert_to("images.masks", str)
-            if is_mask_folder
-            else transforms.no_effect("a mask belongs to the picture of its name")
-        )(draft, source_key)
+        if key == "instance_data_dir":
+            draft.set(source_key, "images.masks", str(source_key.value))
+        else:
+            draft.no_effect(source_key, "a mask belongs to the picture of its name")
     elif kind not in ("image", "eval"):
         draft.not_offered(source_key, f"{kind} datasets")
     elif storage not in ("local", "csv"):
@@ -304,14 +299,11 @@ def _convert_caption_strategy(draft: Draft, source_key: SourceKey) -> None:
             source_key, "a .txt beside each picture, a caption a line: what is read by default"
         )
     elif strategy in ("instanceprompt", "parquet", "csv"):
-        draft.changed(
-            source_key,
-            (
-                f"{_images_setting(_dataset_of_key(draft, source_key))}: caption"
-                if strategy == "instanceprompt"
-                else _TABLE_COLUMNS_NOTE
-            ),
-        )
+        if strategy == "instanceprompt":
+            setting = _images_setting(_dataset_of_key(draft, source_key))
+            draft.changed(source_key, f"{setting}: caption")
+        else:
+            draft.changed(source_key, _TABLE_COLUMNS_NOTE)
     else:
         draft.not_offered(
             source_key, "captions stand in a .txt beside each picture, or in a table's column"
@@ -352,12 +344,8 @@ def _convert_crop_style(draft: Draft, source_key: SourceKey) -> None:
     elif str(source_key.value) == "random":
         transforms.set_constant("images.crop", 4, pictures.RANDOM_CROPS_NOTE)(draft, source_key)
     else:
-        draft.set(
-            source_key,
-            "images.crop",
-            "center",
-            "" if source_key.value == "center" else f"{source_key.value} is not offered",
-        )
+        note = "" if source_key.value == "center" else f"{source_key.value} is not offered"
+        draft.set(source_key, "images.crop", "center", note)
 
 
 _DATASET_NO_EFFECT = {

@@ -208,9 +208,8 @@ def read_source(path: Path, requested_tool: str | None = None) -> Source:
             str(path), picture_tool, [*picture_keys, *kohya_dataset_keys(dataset_file, path)]
         )
     data = tree.data if isinstance(tree.data, dict) else {}
-    keys = list(
-        nested_keys(data, tree, mapping_values=() if tool == "torchtune" else _MAPPING_VALUES)
-    )
+    mapping_values = () if tool == "torchtune" else _MAPPING_VALUES
+    keys = list(nested_keys(data, tree, mapping_values=mapping_values))
     names = {source_key.name.partition(".")[0] for source_key in keys}
     if "base_model" in names and names & {"micro_batch_size", "sequence_len", "sample_packing"}:
         tool = "axolotl"  # also if most of the keys belong to Hugging Face's Trainer
@@ -254,8 +253,6 @@ def _read_program(text: str, path: Path, line_of: Callable[[int | None], int | N
         tool = "trl" if methods or called_names & {"SFTConfig", "SFTTrainer"} else "hf"
         if called_names & {"FastLanguageModel", "FastModel", "FastVisionModel"}:
             tool = "unsloth"
-        else:
-            tool = tool
     return Source(str(path), tool, keys, called_names)
 
 
@@ -408,14 +405,9 @@ def _read_picture_command(tool: str, keys: list[SourceKey], path: Path, script: 
     values = {source_key.name: source_key.value for source_key in keys}
     if tool == "kohya":
         file = path.parent / str(values.get("config_file"))
-        keys = [
-            *keys,
-            *(
-                source_key
-                for source_key in (read_source(file).keys if file.is_file() else ())
-                if source_key.name not in values
-            ),
-        ]
+        if file.is_file():
+            file_keys = read_source(file).keys
+            keys = [*keys, *(key for key in file_keys if key.name not in values)]
         keys += kohya_dataset_keys(values.get("dataset_config"), path)
     return Source(str(path), tool, keys, method=script)
 
@@ -436,12 +428,9 @@ def _call_keys(calls: list[Call]) -> Iterator[SourceKey]:
                 and not isinstance(value, str)
             ):
                 continue
-            yield SourceKey(
-                name,
-                _literal_value(value),
-                line,
-                f"{_call_label(call)}({argument if not argument.isdigit() else ''})",
-            )
+            keyword = "" if argument.isdigit() else argument
+            name_in_file = f"{_call_label(call)}({keyword})"
+            yield SourceKey(name, _literal_value(value), line, name_in_file)
 
 
 def _argument_names(call: Call) -> dict[str, str] | None:

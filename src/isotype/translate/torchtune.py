@@ -122,12 +122,10 @@ def _convert_dataset(draft: Draft, source_key: SourceKey) -> None:
         entry["split"] = str(draft.keys[f"{section}.split"])
     if is_paired := component == "stack_exchange_paired_dataset":
         entry["columns"] = draft.keys.get(f"{section}.column_map") or _STACK_EXCHANGE
-    draft.set(
-        source_key,
-        target,
-        [entry],
-        "of which torchtune reads the folder data/rl alone" if is_paired and not files else "",
-    )
+    note = ""
+    if is_paired and not files:
+        note = "torchtune reads only the dataset's folder data/rl"
+    draft.set(source_key, target, [entry], note)
 
 
 def _convert_betas(draft: Draft, source_key: SourceKey) -> None:
@@ -138,14 +136,13 @@ def _convert_betas(draft: Draft, source_key: SourceKey) -> None:
 
 
 def _convert_checkpointing(draft: Draft, source_key: SourceKey) -> None:
-    offload = transforms.is_enabled(draft.keys.get("enable_activation_offloading", False))
-    draft.set(
-        source_key,
-        "train.gradient_checkpointing",
-        ("layers+offload" if offload else "layers")
-        if transforms.is_enabled(source_key.value)
-        else "none",
-    )
+    if not transforms.is_enabled(source_key.value):
+        value = "none"
+    elif transforms.is_enabled(draft.keys.get("enable_activation_offloading", False)):
+        value = "layers+offload"
+    else:
+        value = "layers"
+    draft.set(source_key, "train.gradient_checkpointing", value)
 
 
 def _convert_template(draft: Draft, source_key: SourceKey) -> None:
@@ -156,9 +153,9 @@ def _convert_template(draft: Draft, source_key: SourceKey) -> None:
     is_class_path = (
         isinstance(source_key.value, str) and source_key.value not in transforms.OFF_VALUES
     )
-    transforms.convert_template(
-        draft, replace(source_key, value=name) if is_class_path else source_key
-    )
+    if is_class_path:
+        source_key = replace(source_key, value=name)
+    transforms.convert_template(draft, source_key)
 
 
 def _convert_logger(draft: Draft, source_key: SourceKey) -> None:

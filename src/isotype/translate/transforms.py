@@ -249,13 +249,14 @@ def _convert_by_schema(target: str) -> Handler:
         elif accepts_type(target, "boolean"):
             draft.set(source_key, target, is_enabled(source_key.value))
         else:
-            as_it_is = (
+            # a boolean is not converted to text, so that the schema refuses it
+            keeps_value = (
                 isinstance(source_key.value, bool)
                 or accepts_type(target, "array")
                 or accepts_type(target, "object")
             )
-            # a boolean is not converted to text, so that the schema refuses it
-            draft.set(source_key, target, source_key.value if as_it_is else str(source_key.value))
+            value = source_key.value if keeps_value else str(source_key.value)
+            draft.set(source_key, target, value)
 
     return handler
 
@@ -267,12 +268,13 @@ def convert_switch(target: str, enabled_value: Any, disabled_value: Any) -> Hand
 
 def convert_list(target: str) -> Handler:
     """Returns a handler for a list, or for text that is separated by commas."""
-    return convert_to(
-        target,
-        lambda value: (
-            [part.strip() for part in value.split(",")] if isinstance(value, str) else value
-        ),
-    )
+
+    def split_commas(value: Any) -> Any:
+        if isinstance(value, str):
+            return [part.strip() for part in value.split(",")]
+        return value
+
+    return convert_to(target, split_commas)
 
 
 def convert_count(target: str) -> Handler:
@@ -313,11 +315,14 @@ def set_if_enabled(
     target: str, value: Any, off_note: str = "switched off", note: str = ""
 ) -> Handler:
     """Returns a handler that sets `target` to `value` if the key is on."""
-    return lambda draft, source_key: (
-        draft.set(source_key, target, value, note)
-        if is_enabled(source_key.value)
-        else draft.no_effect(source_key, off_note)
-    )
+
+    def handler(draft: Draft, source_key: SourceKey) -> None:
+        if is_enabled(source_key.value):
+            draft.set(source_key, target, value, note)
+        else:
+            draft.no_effect(source_key, off_note)
+
+    return handler
 
 
 def require_key(key: str, accepted: str, convert: Handler, reason: str) -> Handler:
@@ -330,7 +335,10 @@ def require_key(key: str, accepted: str, convert: Handler, reason: str) -> Handl
             is_accepted = is_enabled(draft.keys.get(key))
         else:
             is_accepted = draft.lowercase_value(key) in (accepted.split() or [""])
-        convert(draft, source_key) if is_accepted else draft.no_effect(source_key, reason)
+        if is_accepted:
+            convert(draft, source_key)
+        else:
+            draft.no_effect(source_key, reason)
 
     return handler
 
@@ -339,9 +347,14 @@ def choose_handler(
     condition: Callable[[Draft, SourceKey], object], handler: Handler, alternative: Handler
 ) -> Handler:
     """Returns a handler that calls `handler` if `condition` is true, else `alternative`."""
-    return lambda draft, source_key: (handler if condition(draft, source_key) else alternative)(
-        draft, source_key
-    )
+
+    def choose(draft: Draft, source_key: SourceKey) -> None:
+        if condition(draft, source_key):
+            handler(draft, source_key)
+        else:
+            alternative(draft, source_key)
+
+    return choose
 
 
 # data.chat_template's names -> other tools' names of the same template
@@ -422,11 +435,14 @@ def not_offered(alternative: str) -> Handler:
     """Returns a handler that reports the key as not offered if it is switched on, else as without
     effect.
     """
-    return lambda draft, source_key: (
-        draft.no_effect(source_key, "switched off")
-        if source_key.value in OFF_VALUES or source_key.value in ([], {})
-        else draft.not_offered(source_key, alternative)
-    )
+
+    def handler(draft: Draft, source_key: SourceKey) -> None:
+        if source_key.value in OFF_VALUES or source_key.value in ([], {}):
+            draft.no_effect(source_key, "switched off")
+        else:
+            draft.not_offered(source_key, alternative)
+
+    return handler
 
 
 def accept_only(accepted: str, reason: str, alternative: str) -> Handler:
@@ -533,14 +549,11 @@ def resolve_optimizer_conflicts(draft: Draft) -> None:
         # PR018: the others round to the nearest and take bf16 gradients
         name = settings["train.optimizer"] = "adamw"
         reason = "the others cannot round bf16 weights stochastically"
-        draft.outcomes = [
-            (
-                Outcome(optimizer_key, Fate.CHANGED, "train.optimizer: adamw", reason)
-                if optimizer_key is not None and outcome.source_key is optimizer_key
-                else outcome
-            )
-            for outcome in draft.outcomes
-        ]
+        for i, outcome in enumerate(draft.outcomes):
+            if optimizer_key is not None and outcome.source_key is optimizer_key:
+                draft.outcomes[i] = Outcome(
+                    optimizer_key, Fate.CHANGED, "train.optimizer: adamw", reason
+                )
     if name == "schedule-free" and settings.get("train.schedule", "constant") != "constant":
         settings["train.schedule"] = "constant"
         draft.notes.append(
@@ -583,12 +596,8 @@ def convert_lora_init(draft: Draft, source_key: SourceKey) -> None:
     if method == "true":
         draft.no_effect(source_key, "the default")
     elif method.partition("_niter_")[0] in ("pissa", "olora", "orthogonal"):
-        draft.set(
-            source_key,
-            "adapter.start",
-            method.partition("_niter_")[0],
-            "its start is an exact SVD" if "_niter_" in method else "",
-        )
+        note = "its start is an exact SVD" if "_niter_" in method else ""
+        draft.set(source_key, "adapter.start", method.partition("_niter_")[0], note)
     else:
         draft.not_offered(source_key, "adapter.start is default, orthogonal, pissa or olora")
 
@@ -630,21 +639,15 @@ def convert_attention(draft: Draft, source_key: SourceKey) -> None:
 
 
 def convert_trackers(draft: Draft, source_key: SourceKey) -> None:
-    requested = [
-        str(name).lower()
-        for name in (source_key.value if isinstance(source_key.value, list) else [source_key.value])
-    ]
+    names = source_key.value if isinstance(source_key.value, list) else [source_key.value]
+    requested = [str(name).lower() for name in names]
     supported = [name for name in requested if name in ("tensorboard", "wandb")]
     unsupported = [
         name for name in requested if name not in ("tensorboard", "wandb", "none", "[]", "null")
     ]
     if supported:
-        draft.set(
-            source_key,
-            "run.trackers",
-            supported,
-            f"{', '.join(unsupported)}: not offered" if unsupported else "",
-        )
+        note = f"{', '.join(unsupported)}: not offered" if unsupported else ""
+        draft.set(source_key, "run.trackers", supported, note)
     elif unsupported and unsupported != ["all"]:
         draft.not_offered(
             source_key, "run.trackers is tensorboard or wandb; metrics.jsonl is always written"
@@ -672,8 +675,6 @@ def convert_targets(draft: Draft, source_key: SourceKey) -> None:
         value = [part.strip() for part in value.split(",")]
     if value in ("all", "all-linear", ["all-linear"], ["all"]):
         value = "all-linear"
-    draft.set(
-        source_key,
-        "adapter.targets",
-        value.split() if isinstance(value, str) and value != "all-linear" else value,
-    )
+    elif isinstance(value, str):
+        value = value.split()
+    draft.set(source_key, "adapter.targets", value)

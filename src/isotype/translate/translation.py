@@ -430,7 +430,8 @@ def _write_yaml(draft: Draft, source: Source, tool: str) -> str:
             origin = draft.sources.get(key)
             comment = f"{tool}'s default" if key in draft.defaults else ""
             if origin is not None:
-                comment = f"{origin.name_in_file or origin.name}{f', line {origin.line}' if origin.line else ''}"
+                line = f", line {origin.line}" if origin.line else ""
+                comment = f"{origin.name_in_file or origin.name}{line}"
             elif key.startswith("precision."):
                 comment = ", ".join(
                     sorted(
@@ -441,7 +442,9 @@ def _write_yaml(draft: Draft, source: Source, tool: str) -> str:
                         }
                     )
                 )
-            lines.append(f"{setting:<40}  # {' '.join(comment.split())}" if comment else setting)
+            if comment:
+                setting = f"{setting:<40}  # {' '.join(comment.split())}"
+            lines.append(setting)
     return "\n".join(lines) + "\n"
 
 
