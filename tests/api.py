@@ -50,7 +50,7 @@ INNER = {
         "explainer_FAMILIES=FAMILIES codes diagnose_error load_families load_shared_causes"
     ),
     "isotype.doctor.explain.log": "Frame read_incidents",
-    "isotype.doctor.explain.recognition": "FORMS OPERATORS",
+    "isotype.doctor.explain.recognition": "MESSAGE_TEMPLATES OPERATORS",
     "isotype.doctor.explain.situation": "RecognisedError read_situation",
     "isotype.doctor.kernels": "kernels_check=check",
     "isotype.doctor.kernels.signature": "signature=",

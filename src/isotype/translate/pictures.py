@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..doctor.check import shell
-from ..doctor.check.text_files import Tree, Unreadable, parse_scalar, read_json, read_toml
+from ..doctor.check.text_files import Tree, UnreadableError, parse_scalar, read_json, read_toml
 from ..errors import UsageError
 from . import transforms
 from .transforms import Draft, SourceKey
@@ -226,7 +226,7 @@ def _find_file(file_name: str, *folders: Path) -> Path | None:
 def _read_tree(file: Path, reader: Callable[[str], Tree]) -> Tree:
     try:
         return reader(file.read_text(encoding="utf-8-sig"))
-    except Unreadable as error:
+    except UnreadableError as error:
         raise UsageError(f"{file}:{error.line}: {error}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{file}: {error}") from None

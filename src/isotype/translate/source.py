@@ -14,8 +14,8 @@ from typing import Any
 
 from ..doctor.check import python_calls, shell
 from ..doctor.check.programs import is_config_env
-from ..doctor.check.python_calls import Call, Unknown, read_notebook
-from ..doctor.check.text_files import Unreadable, parse_scalar, read_json, read_toml, read_yaml
+from ..doctor.check.python_calls import Call, UnknownValue, read_notebook
+from ..doctor.check.text_files import UnreadableError, parse_scalar, read_json, read_toml, read_yaml
 from ..doctor.check.tools import identify_tool
 from ..errors import UsageError
 from .pictures import (
@@ -189,7 +189,7 @@ def read_source(path: Path, requested_tool: str | None = None) -> Source:
                 " scripts"
             )
         tree = {".toml": read_toml, ".json": read_json}.get(suffix, read_yaml)(text)
-    except Unreadable as error:
+    except UnreadableError as error:
         raise UsageError(f"{path}:{error.line}: {error}") from None
     tool = identify_tool(tree.data, path.name)
     if "simpletuner" in (requested_tool, tool):
@@ -458,12 +458,12 @@ def _literal_value(value: Any) -> Any:
     """Returns the value of an argument if it is a literal. Values that the program computes, also
     by calls such as `is_bfloat16_supported()`, become `Computed`.
     """
-    if value is Unknown or (isinstance(value, dict) and "__call__" in value):
+    if value is UnknownValue or (isinstance(value, dict) and "__call__" in value):
         return Computed
-    if isinstance(value, list) and any(item is Unknown for item in value):
+    if isinstance(value, list) and any(item is UnknownValue for item in value):
         return Computed
     if isinstance(value, dict):
-        return {key: item for key, item in value.items() if item is not Unknown}
+        return {key: item for key, item in value.items() if item is not UnknownValue}
     if isinstance(value, (int, float, bool, list, type(None))):
         return value
     return str(value)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 
-from tests.api import FORMS, Frame, RecognisedError, diagnose_error, read_situation
+from tests.api import MESSAGE_TEMPLATES, Frame, RecognisedError, diagnose_error, read_situation
 from tests.api import explainer_FAMILIES as FAMILIES
 
 
 def test_every_text_can_be_said():
     """With what its wordings find in a text, and nothing else."""
-    worded = {operator for operator, _ in FORMS}
+    worded = {operator for operator, _ in MESSAGE_TEMPLATES}
     for operator, form in [
-        *FORMS,
+        *MESSAGE_TEMPLATES,
         *((operator, "") for operator in FAMILIES if operator not in worded),
     ]:
         if operator not in FAMILIES:

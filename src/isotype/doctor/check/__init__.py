@@ -2,6 +2,6 @@
 no torch.
 """
 
-from .checker import Checked, check
+from .checker import CheckResult, check
 
-__all__ = ["Checked", "check"]
+__all__ = ["CheckResult", "check"]

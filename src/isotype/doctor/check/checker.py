@@ -23,12 +23,12 @@ from .roles import resolve_record
 from .rules import RULES
 from .rules.autocast_regions import autocast_around_backward
 from .settings import ROLES, Decision, Document, Facts, Record, Setting, parse_device
-from .text_files import Tree, Unreadable, read_json, read_toml, read_yaml
+from .text_files import Tree, UnreadableError, read_json, read_toml, read_yaml
 from .tools import identify_tool
 
 
 @dataclass
-class Checked:
+class CheckResult:
     """The result of a check.
 
     records  the resolved precision of each run; runs of Isotype have none here
@@ -40,7 +40,7 @@ class Checked:
     files: int
 
 
-def check(paths: Iterable[str], *, device: str | None = None) -> Checked:
+def check(paths: Iterable[str], *, device: str | None = None) -> CheckResult:
     """Checks all configurations under `paths`.
 
     device       the device on which they will run, such as `h100`; None means that rules about
@@ -68,13 +68,13 @@ def check(paths: Iterable[str], *, device: str | None = None) -> Checked:
             d.tool in MAIN_TOOLS or d.tool in ("accelerate", "deepspeed") for d in facts.documents
         ):
             records.append(record)
-        for function in RULES.values():
-            findings += function(record)
+        for rule in RULES.values():
+            findings += rule(record)
     # a finding in a file that several runs share is reported once
     distinct: dict[tuple[str, str, str], Finding] = {}
     for finding in findings:
         distinct.setdefault((finding.code, str(finding.place), finding.message), finding)
-    return Checked(list(distinct.values()), records, collection.file_count)
+    return CheckResult(list(distinct.values()), records, collection.file_count)
 
 
 def _make_finding(
@@ -89,7 +89,7 @@ def _make_finding(
     )
 
 
-def nothing_recognised_finding(checked: Checked, paths: Iterable[str]) -> Finding | None:
+def nothing_recognised_finding(checked: CheckResult, paths: Iterable[str]) -> Finding | None:
     """Returns a note if no file was recognised, because an empty report would look like a clean
     result.
     """
@@ -161,18 +161,18 @@ def group_runs(collection: Collection, device: str | None) -> list[Facts]:
     """Returns one `Facts` per run: each main document (a trainer's arguments) with the documents
     that belong to it. The remaining documents form separate runs.
     """
-    mains = [(folder, d) for folder, d in collection.documents if d.tool in MAIN_TOOLS]
-    used: set[int] = set()
+    main_documents = [(folder, d) for folder, d in collection.documents if d.tool in MAIN_TOOLS]
+    used_ids: set[int] = set()
     runs: list[Facts] = []
-    for folder, main in mains:
+    for folder, main in main_documents:
         documents = [main, *_documents_of_run(folder, main, collection)]
-        used |= {id(document) for document in documents}
+        used_ids |= {id(document) for document in documents}
         runs.append(Facts(documents, device))
     by_folder: dict[Path, list[Document]] = {}
     for folder, document in collection.documents:
-        if document.tool in MAIN_TOOLS or id(document) in used:
+        if document.tool in MAIN_TOOLS or id(document) in used_ids:
             continue
-        if document.tool not in ("env", "code", "checkpoint") or not mains:
+        if document.tool not in ("env", "code", "checkpoint") or not main_documents:
             by_folder.setdefault(folder, []).append(document)
     for documents in by_folder.values():
         runs += _runs_without_main(documents, device)
@@ -202,14 +202,18 @@ def _documents_of_run(folder: Path, main: Document, collection: Collection) -> l
         # the launcher's options take precedence over accelerate's file
         if tool == "accelerate" and launchers:
             documents += launchers
-            chosen = referenced_documents or [
+            selected_documents = referenced_documents or [
                 d for d in same_folder if not d.attributes.get("launcher")
             ]
         else:
             same_file = [d for d in candidates if d.file == main.file]
-            chosen = referenced_documents or same_file or same_folder or candidates
-        if referenced_documents or len(chosen) == 1 or _may_be_several(tool, chosen):
-            documents += chosen
+            selected_documents = referenced_documents or same_file or same_folder or candidates
+        if (
+            referenced_documents
+            or len(selected_documents) == 1
+            or _allows_several_documents(tool, selected_documents)
+        ):
+            documents += selected_documents
     return documents
 
 
@@ -238,7 +242,7 @@ def _is_in_same_folder(document: Document, main: Document) -> bool:
     return os.path.dirname(document.file) == os.path.dirname(main.file)
 
 
-def _may_be_several(tool: str, documents: list[Document]) -> bool:
+def _allows_several_documents(tool: str, documents: list[Document]) -> bool:
     """Whether one run may have more than one document of the tool."""
     if tool == "checkpoint":
         return len({os.path.dirname(document.file) for document in documents}) == 1
@@ -252,9 +256,9 @@ def _runs_without_main(documents: list[Document], device: str | None) -> list[Fa
     counts = Counter(document.tool for document in documents)
     repeated = {tool for tool in ("deepspeed", "accelerate", "model") if counts[tool] > 1}
     runs = [Facts([document], device) for document in documents if document.tool in repeated]
-    rest = [document for document in documents if document.tool not in repeated]
-    if rest:
-        runs.append(Facts(rest, device))
+    other_documents = [document for document in documents if document.tool not in repeated]
+    if other_documents:
+        runs.append(Facts(other_documents, device))
     return runs
 
 
@@ -281,7 +285,7 @@ _RUN_FILES = {
 _TEST_FILE = re.compile(r"^test_.*\.py$|^conftest\.py$|_test\.py$")
 MAX_TEXT_BYTES = 8 << 20  # larger text files are not read
 MAX_FILES = 5000
-_TRAINING_WORDS = re.compile(
+_TRAINING_KEYWORDS = re.compile(
     r"bf16|fp16|mixed_precision|learning_rate|load_in_4bit|bfloat16|float16"
 )
 _SUFFIXES = {
@@ -400,12 +404,12 @@ def _read_file(path: Path, collection: Collection, *, is_named: bool) -> None:
             for document in documents
             if document is not None and document.settings
         ]
-    except Unreadable as error:
+    except UnreadableError as error:
         # A text that does not mention training, such as a template, is not reported.
         if (
             is_named
             or error.line is None
-            or (suffix not in (".py", ".ipynb") and _TRAINING_WORDS.search(text))
+            or (suffix not in (".py", ".ipynb") and _TRAINING_KEYWORDS.search(text))
         ):
             collection.findings.append(_unreadable_finding(display_path, error.line, str(error)))
     except OSError as error:
@@ -476,7 +480,7 @@ def _document_from_tree(tree: Tree, name: str, display_path: str) -> Document | 
     for key, value, line in tree.leaves():
         if tool == "kohya" and key.partition(".")[0] in tables:
             key = key.partition(".")[2]
-        document.add(key.removeprefix("--"), value, line, written=key)
+        document.add(key.removeprefix("--"), value, line, written_key=key)
     if tool in ("model", "hf") and any(str(k).startswith(("bnb_", "load_in_")) for k in tree.data):
         for key, setting in list(document.settings.items()):
             if key.startswith(("bnb_", "load_in_")):
@@ -501,7 +505,7 @@ def _document_from_safetensors(path: Path, display_path: str) -> Document | None
         "stored_dtype",
         max(dtype_counts, key=dtype_counts.__getitem__),
         None,
-        written="safetensors header",
+        written_key="safetensors header",
     )
     return document
 
@@ -513,19 +517,19 @@ def read_safetensors_header(path: Path) -> Counter[str]:
     """The number of elements of each dtype. The names of dtypes are spelt as in the file (`BF16`,
     `F32`, `U8`).
 
-    Raises  Unreadable
+    Raises  UnreadableError
     """
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         if not 2 <= size <= MAX_HEADER_BYTES:
-            raise Unreadable("no safetensors header")
+            raise UnreadableError("no safetensors header")
         text = file.read(size)
     try:
         header = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise Unreadable("the safetensors header is not JSON") from error
+        raise UnreadableError("the safetensors header is not JSON") from error
     if not isinstance(header, dict):
-        raise Unreadable("the safetensors header is not an object")
+        raise UnreadableError("the safetensors header is not an object")
     element_counts: Counter[str] = Counter()
     for name, tensor in header.items():
         if name == "__metadata__":
@@ -541,6 +545,8 @@ def read_safetensors_header(path: Path) -> Counter[str]:
             or not isinstance(shape, list)
             or not all(isinstance(n, int) for n in shape)
         ):
-            raise Unreadable(f"the safetensors header has no dtype and shape for {name[:80]!r}")
+            raise UnreadableError(
+                f"the safetensors header has no dtype and shape for {name[:80]!r}"
+            )
         element_counts[dtype] += prod(shape)
     return element_counts

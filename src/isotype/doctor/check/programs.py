@@ -58,7 +58,7 @@ def _flatten_argument(key: str, value: Any) -> Iterator[tuple[str, Any]]:
         for inner, item in value.items():
             if inner != "__call__":
                 yield from _flatten_argument(f"{key}.{inner}", item)
-    elif value is not python_calls.Unknown:
+    elif value is not python_calls.UnknownValue:
         yield key, value
 
 
@@ -67,7 +67,7 @@ _RELEVANT_CALLS = re.compile(
 )
 # A file without any of these words has no calls that affect precision. Its syntax tree is not
 # built.
-_PRECISION_WORDS = re.compile(
+_PRECISION_KEYWORDS = re.compile(
     r"bf16|fp16|fp8|float16|half\(|precision|load_in_|GradScaler|autocast|TrainingArguments|ACCELERATE_|FSDP_|FSDPStrategy|TRITON_|GPU"
     r"|LoraConfig|get_peft_model|kbit|Fast\w+Model|FullySharded|(?:SFT|DPO|GRPO|ORPO|CPO|KTO|RLOO|Reward|PRM|BCO|GKD|MD|XPO|PPO)Config\b"
 )
@@ -80,7 +80,7 @@ _LIGHTNING_IMPORT = re.compile(r"\b(?:lightning|pytorch_lightning|lightning_fabr
 
 def documents_from_python(text: str, display_path: str) -> list[Document]:
     """Returns the calls that affect precision, as one document for each tool."""
-    if not _RELEVANT_CALLS.search(text) or not _PRECISION_WORDS.search(text):
+    if not _RELEVANT_CALLS.search(text) or not _PRECISION_KEYWORDS.search(text):
         return []
     calls = python_calls.read_calls(text)
     reader = _ProgramReader(text, display_path, calls)
@@ -117,10 +117,10 @@ class _ProgramReader:
     def read_call(self, call: Call) -> None:
         if _TRAINER_ARGUMENTS.match(call.name):
             self._read_trainer_arguments(call)
-        elif (cast := _loaded_cast_dtype(call)) is not None:
-            self._add_model_cast(call, cast)
-        elif (read := _CALL_READERS.get(call.name)) is not None:
-            read(self, call)
+        elif (cast_dtype := _loaded_cast_dtype(call)) is not None:
+            self._add_model_cast(call, cast_dtype)
+        elif (read_function := _CALL_READERS.get(call.name)) is not None:
+            read_function(self, call)
 
     def finish(self) -> list[Document]:
         if "GradScaler" in self.code.settings and all(d.tool != "model" for d in self.documents):
@@ -133,7 +133,7 @@ class _ProgramReader:
             return [*self.documents, self.code]
         return self.documents
 
-    def _document(self, tool: str, **attributes: Any) -> Document:
+    def _get_document(self, tool: str, **attributes: Any) -> Document:
         """Returns the document of a tool, and creates it if necessary. Each call that creates a
         trainer's arguments gets a separate document.
         """
@@ -147,32 +147,32 @@ class _ProgramReader:
         return document
 
     def _copy_arguments(
-        self, call: Call, document: Document, prefix: str = "", *, replaces: bool = False
+        self, call: Call, document: Document, prefix: str = "", *, should_replace: bool = False
     ) -> None:
         """Adds a call's named arguments as settings.
 
-        replaces  whether a value replaces a different value of an earlier call
+        should_replace  whether a value replaces a different value of an earlier call
         """
-        may_change = replaces or document.tool in ("accelerate", "code")
+        may_replace = should_replace or document.tool in ("accelerate", "code")
         for key, (value, line) in call.arguments.items():
             if key.isdigit():
                 continue
             values = list(_flatten_argument(prefix + key, value))
-            for name, plain in values:
+            for name, item_value in values:
                 previous = document.settings.get(name)
-                if previous is not None and previous.value != plain and not may_change:
+                if previous is not None and previous.value != item_value and not may_replace:
                     self._ambiguous.append((document, name))
-                document.add(name, plain, line)
+                document.add(name, item_value, line)
             if not values:
                 document.attributes.setdefault("unknown", set()).add(prefix + key)
 
     def _add_model_cast(self, call: Call, dtype: str) -> None:
-        self._document("model").add(
-            "dtype", python_calls.Name(dtype), call.line, written=f".{call.name}()"
+        self._get_document("model").add(
+            "dtype", python_calls.DottedName(dtype), call.line, written_key=f".{call.name}()"
         )
 
     def _read_trainer_arguments(self, call: Call) -> None:
-        document = self._document("hf", made_by=call.name)
+        document = self._get_document("hf", made_by=call.name)
         self._copy_arguments(call, document)
         if call.target:
             self._trainer_arguments[call.target] = document
@@ -180,16 +180,16 @@ class _ProgramReader:
     def _read_assignment(self, call: Call) -> None:
         """Reads an assignment such as `args.bf16 = True` to a trainer's arguments."""
         if call.owner in self._trainer_arguments:
-            self._copy_arguments(call, self._trainer_arguments[call.owner], replaces=True)
+            self._copy_arguments(call, self._trainer_arguments[call.owner], should_replace=True)
 
     def _read_quantisation(self, call: Call) -> None:
         if self._has_one_quantisation:  # several are alternatives
-            self._copy_arguments(call, self._document("model"), "quantization_config.")
+            self._copy_arguments(call, self._get_document("model"), "quantization_config.")
 
     def _read_model_loading(self, call: Call) -> None:
         if not re.search(f"{_MODEL_CLASS}|Pipeline", call.owner) or "Tokenizer" in call.owner:
             return
-        document = self._document("model")
+        document = self._get_document("model")
         if "Fast" in call.owner:
             document.attributes["unsloth"] = True
         self._copy_arguments(call, document)
@@ -200,24 +200,24 @@ class _ProgramReader:
                 document.settings[f"quantization_config.{key}"] = document.settings[key]
 
     def _read_adapter(self, call: Call) -> None:
-        document = self._document("peft")
+        document = self._get_document("peft")
         self._copy_arguments(call, document)
         document.add("called", call.name, call.line)
 
     def _read_accelerator(self, call: Call) -> None:
-        self._copy_arguments(call, self._document("accelerate"))
+        self._copy_arguments(call, self._get_document("accelerate"))
 
     def _read_fsdp(self, call: Call) -> None:
-        document = self._document("fsdp")
+        document = self._get_document("fsdp")
         self._copy_arguments(call, document)
         document.add("strategy", call.name, call.line)
 
     def _read_lightning(self, call: Call) -> None:
         if self._uses_lightning:
-            self._copy_arguments(call, self._document("lightning", made_by=call.name))
+            self._copy_arguments(call, self._get_document("lightning", made_by=call.name))
 
     def _read_environment(self, call: Call) -> None:
-        document = self._document("env")
+        document = self._get_document("env")
         for key, (value, line) in call.arguments.items():
             document.add(key, value, line)
 
@@ -298,7 +298,7 @@ def _casts_before_training(
         if (
             dtype
             and parse_dtype(dtype)
-            and not call.conditional
+            and not call.is_conditional
             and name in trained
             and call.line < trained[name]
         ):
@@ -346,7 +346,10 @@ def _documents_from_command(command: shell.Command, display_path: str) -> list[D
         launcher = Document("accelerate", display_path, attributes={"launcher": True})
         for option in shell.read_options(argv[2:end], lines[2:end]):
             launcher.add(
-                option.name, option.value, option.line, written=f"accelerate launch --{option.name}"
+                option.name,
+                option.value,
+                option.line,
+                written_key=f"accelerate launch --{option.name}",
             )
         if launcher.settings:
             documents.append(launcher)
@@ -369,7 +372,7 @@ def _documents_from_command(command: shell.Command, display_path: str) -> list[D
     document.tool = _command_tool(executable, name, values) or ""
     if document.tool:
         for key, option in options.items():
-            document.add(key, option.value, option.line, written=f"--{key}")
+            document.add(key, option.value, option.line, written_key=f"--{key}")
     return [*documents, document]
 
 
@@ -378,14 +381,14 @@ def _add_overrides(document: Document, arguments: list[str], lines: list[int]) -
     which tells whether adapters are trained.
     """
     document.tool = "torchtune"
-    words: list[str] = []
+    recipe_parts: list[str] = []
     for argument, line in zip(arguments, lines, strict=True):
         if override := re.match(r"^([A-Za-z_][\w.]*)=(.*)$", argument):
             document.add(override[1], override[2], line)
         elif "=" not in argument:
-            words.append(argument)
+            recipe_parts.append(argument)
     if document.settings:
-        document.add("recipe", " ".join(words), lines[0], written="tune run")
+        document.add("recipe", " ".join(recipe_parts), lines[0], written_key="tune run")
 
 
 def _command_tool(executable: str, program: str, options: dict[str, str | bool]) -> str | None:
@@ -405,8 +408,8 @@ def _command_tool(executable: str, program: str, options: dict[str, str | bool])
     if "mixed_precision" in options and not {"bf16", "fp16"} & options.keys():
         return "script"
     tool = identify_tool(options)
-    trainers = tool in ("model", "peft", "checkpoint", "deepspeed", None)
-    if trainers and {"bf16", "fp16", "output_dir", "tf32", "deepspeed"} & options.keys():
+    may_be_trainer = tool in ("model", "peft", "checkpoint", "deepspeed", None)
+    if may_be_trainer and {"bf16", "fp16", "output_dir", "tf32", "deepspeed"} & options.keys():
         return "hf"
     return tool
 
@@ -423,12 +426,12 @@ def documents_from_environment(text: str, display_path: str) -> list[Document]:
         return [environment]
     document = Document("simpletuner", display_path, attributes={"reader": "config.env"})
     for name, assignment in variables.items():
-        document.add(f"variable.{name}", assignment.value, assignment.line, written=name)
+        document.add(f"variable.{name}", assignment.value, assignment.line, written_key=name)
         if name in SIMPLETUNER_VARIABLES and assignment.value != "":
             document.add(
-                SIMPLETUNER_VARIABLES[name], assignment.value, assignment.line, written=name
+                SIMPLETUNER_VARIABLES[name], assignment.value, assignment.line, written_key=name
             )
     if extra := variables.get("TRAINER_EXTRA_ARGS"):
         for key, value in shell.parse_options(extra.value.split()).items():
-            document.add(key, value, extra.line, written=f"TRAINER_EXTRA_ARGS:--{key}")
+            document.add(key, value, extra.line, written_key=f"TRAINER_EXTRA_ARGS:--{key}")
     return [document]

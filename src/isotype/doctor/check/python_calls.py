@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from .text_files import Unreadable
+from .text_files import UnreadableError
 
 
-class Unknown:
+class UnknownValue:
     """Represents a value that is known only after running the program."""
 
 
-class Name(str):
+class DottedName(str):
     """A dotted name in the code (`torch.bfloat16`), as opposed to a string with the same text."""
 
     __slots__ = ()
@@ -30,33 +30,33 @@ class Call:
     line: int
     arguments: dict[str, tuple[Any, int]] = field(default_factory=dict)
     target: str = ""  # the variable to which the result is assigned
-    conditional: bool = False  # runs only under a condition
+    is_conditional: bool = False  # runs only under a condition
 
 
 def read_calls(text: str) -> list[Call]:
-    """Every call of a program, in the order of lines. Raises Unreadable if the program cannot be
+    """Every call of a program, in the order of lines. Raises UnreadableError if the program cannot be
     parsed.
     """
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError) as error:
         message = getattr(error, "msg", None) or str(error)
-        raise Unreadable(message, getattr(error, "lineno", None) or 1) from error
+        raise UnreadableError(message, getattr(error, "lineno", None) or 1) from error
     constants = _single_assignments(tree)
-    conditional = _conditional_nodes(tree)
+    conditional_ids = _conditional_nodes(tree)
     targets = _call_targets(tree)
     calls = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             call = _read_call(node, constants)
             call.target = targets.get(id(node), "")
-            call.conditional = id(node) in conditional
+            call.is_conditional = id(node) in conditional_ids
             calls.append(call)
         elif isinstance(node, ast.Assign):
             target = node.targets[0]
             if isinstance(target, ast.Subscript):
                 calls += _read_environment(node, target, constants)
-            elif isinstance(target, ast.Attribute) and id(node) not in conditional:
+            elif isinstance(target, ast.Attribute) and id(node) not in conditional_ids:
                 calls += _read_attribute(node, target, constants)
     return sorted(calls, key=lambda call: call.line)
 
@@ -152,24 +152,24 @@ def _single_assignments(tree: ast.Module) -> dict[str, ast.expr]:
 
 def _evaluate(node: ast.expr, constants: dict[str, ast.expr], depth: int = 0) -> Any:
     """Evaluates an expression to a constant, a dotted name as text (`torch.bfloat16`), a container
-    of these, or Unknown.
+    of these, or UnknownValue.
     """
     if depth > 8:
-        return Unknown
+        return UnknownValue
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, ast.Name):
         if node.id in constants:
             return _evaluate(constants[node.id], constants, depth + 1)
-        return Unknown
+        return UnknownValue
     if isinstance(node, ast.Attribute):
         dotted = _dotted_name(node)
         if dotted.startswith(("torch.", "tf.", "jnp.")) and dotted.count(".") == 1:
-            return Name(dotted)
-        return Unknown
+            return DottedName(dotted)
+        return UnknownValue
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         inner = _evaluate(node.operand, constants, depth + 1)
-        return -inner if isinstance(inner, int | float) else Unknown
+        return -inner if isinstance(inner, int | float) else UnknownValue
     if isinstance(node, ast.List | ast.Tuple):
         return [_evaluate(item, constants, depth + 1) for item in node.elts]
     if isinstance(node, ast.Dict):
@@ -194,10 +194,10 @@ def _evaluate(node: ast.expr, constants: dict[str, ast.expr], depth: int = 0) ->
                 if key.arg
             },
         }
-    return Unknown
+    return UnknownValue
 
 
-_NOT_PYTHON = ("%", "!", "?")
+_COMMAND_PREFIXES = ("%", "!", "?")
 # cells with other magics, such as `%%bash`, hold another language
 _PYTHON_MAGICS = {"capture", "time", "timeit", "prun", "python", "python3"}
 
@@ -221,12 +221,12 @@ def read_notebook(text: str) -> tuple[str, Callable[[int | None], int | None]]:
     """Returns the code of a notebook, and a function that maps a line of this code to its line in
     the file. Shell and magic lines become comments.
 
-    Raises  Unreadable
+    Raises  UnreadableError
     """
     try:
         data = json.loads(text)
     except ValueError as error:
-        raise Unreadable(f"not a notebook: {error}", getattr(error, "lineno", 1)) from error
+        raise UnreadableError(f"not a notebook: {error}", getattr(error, "lineno", 1)) from error
     code: list[str] = []
     line_numbers: list[int] = []
     position = 0
@@ -241,18 +241,18 @@ def read_notebook(text: str) -> tuple[str, Callable[[int | None], int | None]]:
             if encoded_line.strip():
                 offset = text.find(encoded_line, position)
                 position = offset if offset >= 0 else position
-            plain = line.lstrip()
-            indent = line[: len(line) - len(plain)]
+            stripped_line = line.lstrip()
+            indent = line[: len(line) - len(stripped_line)]
             # A comment needs no indentation. A command becomes `pass`, because it may be the only
             # statement of a block.
             is_comment = is_other_language or continues_command
-            is_command = is_comment or plain.startswith(_NOT_PYTHON)
+            is_command = is_comment or stripped_line.startswith(_COMMAND_PREFIXES)
             # `!pip install \` continues on the next line
-            continues_command = is_command and plain.endswith("\\")
+            continues_command = is_command and stripped_line.endswith("\\")
             if is_comment:
-                code.append(f"# {plain}")
+                code.append(f"# {stripped_line}")
             elif is_command:
-                code.append(f"{indent}pass  # {plain}")
+                code.append(f"{indent}pass  # {stripped_line}")
             else:
                 code.append(line)
             line_numbers.append(text.count("\n", 0, position) + 1)

@@ -444,18 +444,20 @@ def set_simpletuner_roles(record: Record) -> None:
     mode = str(mixed.value) if mixed else "bf16"
     if base is not None and str(base.value) in ("no_change", ""):
         base = None
-    wide = default is not None and str(default.value) == "fp32"
+    is_default_fp32 = default is not None and str(default.value) == "fp32"
     record.adapter = "lora" in str(kind.value).lower() if kind else None
     record.adapter_setting = kind
     weights = {"bf16": "bf16", "fp16": "fp16", "no": "fp32", "fp8": "bf16"}.get(mode)
     setting = mixed
     reason = "mixed_precision decides the weight dtype"
     if base and mode in ("no", "fp16"):
-        weights = "fp32" if wide else "bf16"
+        weights = "fp32" if is_default_fp32 else "bf16"
         setting = default or base
         reason = "base_model_default_dtype decides for a quantised base"
     record.set("parameters", weights, reason, setting)
-    if (optimizer is None or str(optimizer.value).lower() == "adamw_bf16") and not (base and wide):
+    if (optimizer is None or str(optimizer.value).lower() == "adamw_bf16") and not (
+        base and is_default_fp32
+    ):
         record.set("trained", "bf16", "adamw_bf16 makes the trained weights bf16", optimizer)
         record.set("optimizer", "bf16", "adamw_bf16 with stochastic rounding", optimizer)
     else:

@@ -112,8 +112,10 @@ class Document:
     settings: dict[str, Setting] = field(default_factory=dict)
     attributes: dict[str, Any] = field(default_factory=dict)
 
-    def add(self, key: str, value: Any, line: int | None, *, written: str | None = None) -> None:
-        self.settings[key] = Setting(value, written or key, self.file, line)
+    def add(
+        self, key: str, value: Any, line: int | None, *, written_key: str | None = None
+    ) -> None:
+        self.settings[key] = Setting(value, written_key or key, self.file, line)
 
 
 TRUE_WORDS = ("true", "yes", "on", "1")
@@ -379,10 +381,10 @@ def detect_quantisation(record: Record, *prefixes: str) -> None:
     if stored := facts.get(
         "checkpoint.quantization_config.quant_method", "model.quantization_config.quant_method"
     ):
-        loaded = facts.first_enabled(
+        is_4bit = facts.first_enabled(
             "checkpoint.quantization_config.load_in_4bit", "model.quantization_config._load_in_4bit"
         )
-        if loaded or str(stored.value) in ("awq", "gptq", "hqq"):
+        if is_4bit or str(stored.value) in ("awq", "gptq", "hqq"):
             record.quantised_bits = 4
         else:
             record.quantised_bits = 8

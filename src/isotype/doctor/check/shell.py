@@ -67,7 +67,7 @@ _TOKEN = re.compile(
 
 
 @dataclass(slots=True)
-class _Word:
+class _ShellWord:
     """A word of a command, without its quotes.
 
     is_single_quoted  whether single quotes prevent the expansion of variables in it
@@ -85,27 +85,27 @@ _COMPOUND = {"if", "then", "else", "fi", "for", "do", "done", "while", "function
 def read_script(text: str) -> Script:
     """Parses a script as a shell does: `;`, `&&`, `|` and line breaks separate commands."""
     script = Script()
-    words: list[_Word] = []
-    word: _Word | None = None
+    shell_words: list[_ShellWord] = []
+    shell_word: _ShellWord | None = None
     is_skipped = False
     line = 1
     for token in _TOKEN.finditer(text + "\n\n"):  # the last line may end in a backslash
         kind = str(token.lastgroup)
         if kind in ("single", "double", "plain"):
-            word = word or _Word("", line)
+            shell_word = shell_word or _ShellWord("", line)
             piece = token[kind].replace("\\\n", " ")
             if kind == "double":
                 piece = piece.replace('\\"', '"')
-            word.text += piece
-            word.is_single_quoted = word.is_single_quoted or kind == "single"
-        elif word is not None:
-            words.append(word)
-            word = None
-        if kind == "end" and words:
-            is_skipped = is_skipped or words[0].text in _COMPOUND
+            shell_word.text += piece
+            shell_word.is_single_quoted = shell_word.is_single_quoted or kind == "single"
+        elif shell_word is not None:
+            shell_words.append(shell_word)
+            shell_word = None
+        if kind == "end" and shell_words:
+            is_skipped = is_skipped or shell_words[0].text in _COMPOUND
             if not is_skipped:
-                _read_command(script, words)
-            words = []
+                _read_command(script, shell_words)
+            shell_words = []
         is_skipped = is_skipped and token[0] != "\n"
         line += token[0].count("\n")
     return script
@@ -123,27 +123,35 @@ def _expand_variables(script: Script, text: str) -> str:
     return _VARIABLE.sub(lookup, text)
 
 
-def _read_command(script: Script, words: list[_Word]) -> None:
+def _read_command(script: Script, shell_words: list[_ShellWord]) -> None:
     command = Command([], [])
     pending: list[Assignment] = []
     exported = False
-    for word in words:
-        value = word.text if word.is_single_quoted else _expand_variables(script, word.text)
+    for shell_word in shell_words:
+        value = (
+            shell_word.text
+            if shell_word.is_single_quoted
+            else _expand_variables(script, shell_word.text)
+        )
         if not command.arguments and (match := _ASSIGNMENT.match(value)):
             new_value = match["value"]
             previous = script.variables.get(match["name"])
             if previous and match["plus"]:
                 new_value = previous.value + new_value
-            pending.append(Assignment(match["name"], new_value, word.line))
+            pending.append(Assignment(match["name"], new_value, shell_word.line))
         elif not command.arguments and value in ("export", "declare", "-x", "env", "set"):
             exported = True
         else:
             parts = [value]
             # an expanded variable may hold several arguments
-            if not word.is_single_quoted and " " not in word.text and re.search(r"\s", value):
+            if (
+                not shell_word.is_single_quoted
+                and " " not in shell_word.text
+                and re.search(r"\s", value)
+            ):
                 parts = value.split()
             command.arguments.extend(parts)
-            command.lines.extend([word.line] * len(parts))
+            command.lines.extend([shell_word.line] * len(parts))
     target = script.prefixed if command.arguments and not exported else script.variables
     for assignment in pending:
         target[assignment.name] = assignment

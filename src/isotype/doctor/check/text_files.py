@@ -17,7 +17,7 @@ from typing import Any
 KeyPath = tuple[str | int, ...]
 
 
-class Unreadable(ValueError):
+class UnreadableError(ValueError):
     """A file that cannot be parsed.
 
     line  the line at which parsing stopped; None for a binary file
@@ -37,15 +37,15 @@ class Tree:
         """Yields (dotted key, value, line) for each leaf. Empty containers and lists of plain
         values count as leaves.
         """
-        yield from self._leaves(self.data, ())
+        yield from self._walk_leaves(self.data, ())
 
-    def _leaves(self, node: Any, path: KeyPath) -> Iterator[tuple[str, Any, int | None]]:
+    def _walk_leaves(self, node: Any, path: KeyPath) -> Iterator[tuple[str, Any, int | None]]:
         if isinstance(node, dict) and node:
             for key, value in node.items():
-                yield from self._leaves(value, (*path, key))
+                yield from self._walk_leaves(value, (*path, key))
         elif isinstance(node, list) and any(isinstance(item, dict) for item in node):
             for index, value in enumerate(node):
-                yield from self._leaves(value, (*path, index))
+                yield from self._walk_leaves(value, (*path, index))
         elif path:
             yield ".".join(map(str, path)), node, self.lines.get(path)
 
@@ -57,16 +57,18 @@ _TOKEN = re.compile(rf'(?P<key>{_STRING})\s*:|{_STRING}|[][{{}},]|[^\s\]\[{{}},:
 
 
 def read_json(text: str) -> Tree:
-    """Raises Unreadable."""
+    """Raises UnreadableError."""
     plain = _TRAILING_COMMA.sub(
         _blank_match, _COMMENT.sub(_blank_match, text.removeprefix("\ufeff"))
     )
     try:
         return Tree(json.loads(plain, strict=False), _json_lines(plain))
     except (ValueError, RecursionError) as error:
-        if isinstance(error, Unreadable):
+        if isinstance(error, UnreadableError):
             raise
-        raise Unreadable(getattr(error, "msg", str(error)), getattr(error, "lineno", 1)) from error
+        raise UnreadableError(
+            getattr(error, "msg", str(error)), getattr(error, "lineno", 1)
+        ) from error
 
 
 def _blank_match(match: re.Match[str]) -> str:
@@ -83,10 +85,10 @@ def _json_lines(text: str) -> dict[KeyPath, int]:
     lines: dict[KeyPath, int] = {}
     path: list[str | int] = []  # the current key or index in each enclosing container
     line = 1
-    at = 0
+    position = 0
     for token in _TOKEN.finditer(text):
-        line = line + text.count("\n", at, token.start())
-        at = token.start()
+        line = line + text.count("\n", position, token.start())
+        position = token.start()
         if token["key"]:
             path[-1] = json.loads(token["key"], strict=False)
             lines[tuple(path)] = line
@@ -99,11 +101,11 @@ def _json_lines(text: str) -> dict[KeyPath, int]:
             if token[0] in "{[":
                 path.append(0 if token[0] == "[" else "")
             if len(path) > 100:
-                raise Unreadable("nested too deeply", line)
+                raise UnreadableError("nested too deeply", line)
     return lines
 
 
-_BOOLEAN_WORDS = {
+_BOOLEAN_VALUES = {
     w: w in ("yes", "true", "on") for w in ("yes", "no", "true", "false", "on", "off")
 }
 _INT = re.compile(r"^[-+]?(?:0|[1-9][0-9_]*)$")
@@ -116,7 +118,7 @@ MAX_VALUES = 200_000
 
 
 def read_yaml(text: str) -> Tree:
-    """Parses the first document of a YAML text. Raises Unreadable."""
+    """Parses the first document of a YAML text. Raises UnreadableError."""
     from ruamel.yaml import YAML
     from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
@@ -125,9 +127,9 @@ def read_yaml(text: str) -> Tree:
             root = next(iter(YAML(typ="safe", pure=True).compose_all(text)), None)
     except MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise Unreadable(str(error.problem or error), line) from error
+        raise UnreadableError(str(error.problem or error), line) from error
     except (YAMLError, ValueError, RecursionError) as error:
-        raise Unreadable(str(error).splitlines()[0], 1) from error
+        raise UnreadableError(str(error).splitlines()[0], 1) from error
     tree = Tree(None)
     if root is not None:
         tree.data = _node_value(root, (), tree, 0)
@@ -139,8 +141,8 @@ def parse_scalar(text: str) -> Any:
     lower = text.lower()
     if lower in ("", "~", "null"):
         return None
-    if lower in _BOOLEAN_WORDS and text in (lower, lower.upper(), lower.capitalize()):
-        return _BOOLEAN_WORDS[lower]
+    if lower in _BOOLEAN_VALUES and text in (lower, lower.upper(), lower.capitalize()):
+        return _BOOLEAN_VALUES[lower]
     if _INT.match(text):
         return int(text.replace("_", ""))
     if _FLOAT.match(text):
@@ -150,9 +152,9 @@ def parse_scalar(text: str) -> Any:
 
 def _node_value(node: Any, path: KeyPath, tree: Tree, depth: int) -> Any:
     if depth > 100:
-        raise Unreadable("nested too deeply", node.start_mark.line + 1)
+        raise UnreadableError("nested too deeply", node.start_mark.line + 1)
     if len(tree.lines) > MAX_VALUES:  # nested aliases can expand to a huge number of values
-        raise Unreadable(f"more than {MAX_VALUES} values", node.start_mark.line + 1)
+        raise UnreadableError(f"more than {MAX_VALUES} values", node.start_mark.line + 1)
     tree.lines.setdefault(path, node.start_mark.line + 1)
     if node.id == "mapping":
         result: dict[str, Any] = {}
@@ -180,7 +182,7 @@ _KEY = re.compile(r"^\s*((?:[\w-]+|\"[^\"]+\")(?:\s*\.\s*(?:[\w-]+|\"[^\"]+\"))*
 
 
 def read_toml(text: str) -> Tree:
-    """Raises Unreadable."""
+    """Raises UnreadableError."""
     import tomllib
 
     try:
@@ -188,7 +190,7 @@ def read_toml(text: str) -> Tree:
     except tomllib.TOMLDecodeError as error:
         position = re.search(r"at line (\d+)", str(error))
         number = int(position[1]) if position else 1
-        raise Unreadable(str(error), number) from error
+        raise UnreadableError(str(error), number) from error
     tree = Tree(data)
     table: KeyPath = ()
     counts: dict[KeyPath, int] = {}  # of an array of tables: its tables so far

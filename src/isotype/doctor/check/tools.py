@@ -26,14 +26,14 @@ def _load_tool_keys() -> dict[str, ToolKeys]:
     table: dict[str, ToolKeys] = {}
     keys: list[str] = []
     for line in Path(__file__).with_name("tools.txt").read_text(encoding="utf-8").splitlines()[1:]:
-        words = line.split()
+        tokens = line.split()
         if not line.startswith(" "):
-            table[words[0]] = tool = ToolKeys([], [], [])
-        elif words[0].endswith(":"):
-            keys = getattr(tool, words[0].removesuffix(":"))
-            keys += words[1:]
+            table[tokens[0]] = tool = ToolKeys([], [], [])
+        elif tokens[0].endswith(":"):
+            keys = getattr(tool, tokens[0].removesuffix(":"))
+            keys += tokens[1:]
         else:
-            keys += words
+            keys += tokens
     return table
 
 
@@ -81,8 +81,8 @@ def identify_tool(data: Any, name: str = "") -> str | None:
         return "hf"
     if best == 1:
         return "accelerate"
-    tied = [tool for tool, score in scores.items() if score == best]
-    return next((tool for tool in _TIE_ORDER if tool in tied), tied[0])
+    best_tools = [tool for tool, score in scores.items() if score == best]
+    return next((tool for tool in _TIE_ORDER if tool in best_tools), best_tools[0])
 
 
 def _collect_keys(data: dict[str, Any]) -> set[str]:
@@ -97,8 +97,8 @@ def _collect_keys(data: dict[str, Any]) -> set[str]:
 def _score_tools(data: dict[str, Any], keys: set[str], file_name: str) -> dict[str, int]:
     """The score of each tool. `file_name` is in lower case."""
     scores = {
-        tool: 3 * len(keys & set(known.distinctive)) + len(keys & set(known.ordinary))
-        for tool, known in TOOL_KEYS.items()
+        tool: 3 * len(keys & set(tool_keys.distinctive)) + len(keys & set(tool_keys.ordinary))
+        for tool, tool_keys in TOOL_KEYS.items()
     }
     if sum(str(key).startswith("--") for key in data) * 2 > len(data):
         scores["simpletuner"] += 6

@@ -124,7 +124,7 @@ def page(code: str) -> str | None:
 MAX_REPORT_LINES = 400
 MAX_DISTINCT_ERRORS = 200  # distinct errors kept per log
 MAX_PLAIN_PASSAGES = 5000  # passages without an error that are remembered
-_COMPLAINT = re.compile(
+_MISMATCH_PHRASE = re.compile(
     r"(?i)\berror\b|\bexpected\b|\b(?:but )?got\b|\bfound\b|does not"
     r" (?:equal|match)|mismatch|!=|incompatible|inconsistent"
 )
@@ -169,7 +169,7 @@ class _ErrorCollector:
         previous = self._last_exception
         if incident.exception:
             self._last_exception = incident.text.partition("\n")[0]
-        if incident.chained and self._last_exception == previous:
+        if incident.is_chained and self._last_exception == previous:
             return  # the same exception was raised again; its first traceback is already explained
         passage_key = ""
         if incident.exception is None and not incident.frames:
@@ -193,17 +193,19 @@ class _ErrorCollector:
         if error is None or error.operator != "unknown wording":
             return error
         is_prose = incident.exception is None and "Error" not in incident.text
-        complains = len(incident.text) <= 600 and _COMPLAINT.search(incident.text) is not None
+        mentions_mismatch = (
+            len(incident.text) <= 600 and _MISMATCH_PHRASE.search(incident.text) is not None
+        )
         # text without an exception counts only if it is short and mentions a mismatch
-        return None if is_prose and not complains else error
+        return None if is_prose and not mentions_mismatch else error
 
     def _add_error(self, error: RecognisedError, incident: Incident) -> None:
         """Adds an error. A repeated error is counted and moves to its latest position. Without a
         traceback it keeps the line of its first occurrence.
         """
         finding = _build_finding(error, incident, self._source)
-        place = str(finding.place) if incident.frames else ""
-        key = (finding.code, finding.message, place)
+        location = str(finding.place) if incident.frames else ""
+        key = (finding.code, finding.message, location)
         first_finding, count = self._errors.pop(key, (finding, 0))
         if not incident.frames:
             finding = first_finding
@@ -215,9 +217,13 @@ class _ErrorCollector:
         """Returns one finding for each distinct error, the last error first."""
         if not self._errors:
             return [_no_dtype_error_finding(self._other_error, self._source)]
-        traced = {key[:2] for key in self._errors if key[2]}
+        errors_with_traceback = {key[:2] for key in self._errors if key[2]}
         # a logged line is left out if the same error also has a traceback
-        ordered = [entry for key, entry in self._errors.items() if key[2] or key[:2] not in traced]
+        ordered = [
+            entry
+            for key, entry in self._errors.items()
+            if key[2] or key[:2] not in errors_with_traceback
+        ]
         findings = []
         for position, (finding, count) in enumerate(ordered, 1):
             details = finding.details
@@ -242,7 +248,7 @@ def _error_text(incident: Incident) -> str:
     return incident.text
 
 
-_CONTEXT = (
+_SITUATION_FLAGS = (
     "callback",
     "generate",
     "evaluation",
@@ -255,14 +261,14 @@ _CONTEXT = (
 
 
 def _build_finding(error: RecognisedError, incident: Incident, source: str | None) -> Finding:
-    message, severity, ranked = diagnose_error(error)
+    message, severity, causes = diagnose_error(error)
     if "autocast" in error.situation:  # autocast is on, so a fix that enables it is ranked last
-        ranked = sorted(ranked, key=lambda c: "torch.autocast(" in c.fix.splitlines()[0])
-    top = ranked[0]
-    alternatives = ranked[1:]
-    fix = top.fix
+        causes = sorted(causes, key=lambda c: "torch.autocast(" in c.fix.splitlines()[0])
+    best_cause = causes[0]
+    alternatives = causes[1:]
+    fix = best_cause.fix
     if "autocast" in error.situation:
-        fix = _AUTOCAST_ADVICE.sub("", top.fix).strip() or top.fix
+        fix = _AUTOCAST_ADVICE.sub("", best_cause.fix).strip() or best_cause.fix
     situation = error.situation
     frame = situation.user_frame or situation.caller_frame or situation.innermost
     details: list[tuple[str, str]] = [("error", _recognised_line(incident.text.strip(), error))]
@@ -271,17 +277,19 @@ def _build_finding(error: RecognisedError, incident: Incident, source: str | Non
             ("dtypes", ", ".join(f"{role} {dtype}" for role, dtype in error.dtypes.items()))
         )
     if situation.innermost and frame is not situation.innermost:
-        inner = situation.innermost
-        raised_in = f"{inner.function} at {inner.file}:{inner.line} (library)"
+        innermost_frame = situation.innermost
+        raised_in = (
+            f"{innermost_frame.function} at {innermost_frame.file}:{innermost_frame.line} (library)"
+        )
         details.append(("raised in", raised_in))
     if situation.frames:
-        context = [flag for flag in _CONTEXT if flag in situation]
+        context = [flag for flag in _SITUATION_FLAGS if flag in situation]
         if "trainer" in situation:
             trainer_note = "inside a trainer"
         else:
             trainer_note = "no trainer in the traceback"
         details.append(("situation", ", ".join([*context, trainer_note])))
-    details.append(("sure", describe_confidence(ranked)))
+    details.append(("sure", describe_confidence(causes)))
     if alternatives:
         details.append(("or", "\n".join(map(_format_alternative, alternatives[:3]))))
     if frame:
@@ -290,13 +298,13 @@ def _build_finding(error: RecognisedError, incident: Incident, source: str | Non
         location = Place(file=source, line=_log_line(incident, error))
     else:
         location = Place()
-    certainty = "" if top.evidence else "perhaps "
+    certainty_prefix = "" if best_cause.evidence else "perhaps "
     return Finding(
         code=FAMILIES[error.operator].code,
         severity=severity,
         message=message,
         place=location,
-        cause=f"{top.name}: {certainty}{top.reason}",
+        cause=f"{best_cause.name}: {certainty_prefix}{best_cause.reason}",
         fix=fix,
         details=tuple(details),
     )
@@ -369,15 +377,15 @@ _AUTOCAST_ADVICE = re.compile(
 )
 
 
-def describe_confidence(ranked: Sequence[Cause]) -> str:
+def describe_confidence(causes: Sequence[Cause]) -> str:
     """Returns `likely`, `open` or `a guess`, followed by the reason."""
-    top = ranked[0]
-    close_rivals = [c for c in ranked[1:] if ranked[0].score - c.score < CLOSE_SCORE]
-    if not top.evidence:
+    best_cause = causes[0]
+    close_rivals = [c for c in causes[1:] if causes[0].score - c.score < CLOSE_SCORE]
+    if not best_cause.evidence:
         return "a guess: nothing in the text decides, and this cause is the usual one"
     if close_rivals:
-        names = [cause.name for cause in (top, *close_rivals)]
+        names = [cause.name for cause in (best_cause, *close_rivals)]
         return f"open between {len(names)} causes: {', '.join(names)}"
-    if len(ranked) == 1:
-        return f"likely: {top.evidence}"
-    return f"likely: {top.evidence}, and nothing as telling speaks for another cause"
+    if len(causes) == 1:
+        return f"likely: {best_cause.evidence}"
+    return f"likely: {best_cause.evidence}, and nothing as telling speaks for another cause"

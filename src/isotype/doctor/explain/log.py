@@ -32,9 +32,9 @@ class _RichBox:
     head: str
     width: int
     path: str = ""
-    inside: bool = True
+    is_inside: bool = True
     message: list[NumberedLine] = field(default_factory=list)
-    last: str = ""  # the last line of the message as it was printed
+    last_line: str = ""  # the last line of the message as it was printed
 
 
 def _rewrite_rich(lines: Iterable[NumberedLine]) -> Iterator[NumberedLine]:
@@ -49,24 +49,24 @@ def _rewrite_rich(lines: Iterable[NumberedLine]) -> Iterator[NumberedLine]:
             yield number, box.head + _TRACEBACK_TITLE
         elif box is None:
             yield number, line
-        elif box.inside:
+        elif box.is_inside:
             if not line.startswith(box.head):
                 yield number, line
             elif line.startswith("╰", len(box.head)):
-                box.inside = False
+                box.is_inside = False
             else:
                 yield from (
                     (number, box.head + text)
                     for text in _convert_box_line(box, line[len(box.head) :])
                 )
         elif box.message and _continues_message(box, line):
-            first, text = box.message[-1]
-            box.message[-1] = (first, f"{text.rstrip()} {line[len(box.head) :].strip()}")
-            box.last = line
+            first_number, text = box.message[-1]
+            box.message[-1] = (first_number, f"{text.rstrip()} {line[len(box.head) :].strip()}")
+            box.last_line = line
         else:
             yield from box.message
             box.message = [(number, line)] if line.strip() else []
-            box.last = line
+            box.last_line = line
             if not line.strip():
                 box = None
                 yield number, line
@@ -93,7 +93,7 @@ def _continues_message(box: _RichBox, line: str) -> bool:
     text = line[len(box.head) :]
     if not line.startswith(box.head) or not text.strip() or text[0].isspace():
         return False
-    return len(box.last.rstrip()) - len(box.head) + 1 + len(text.split()[0]) > box.width
+    return len(box.last_line.rstrip()) - len(box.head) + 1 + len(text.split()[0]) > box.width
 
 
 _PYTEST_TEST = re.compile(r"^_{3,} (?P<name>\S.*?) _{3,}$")
@@ -152,25 +152,25 @@ class _PytestFailure:
 
 def _rewrite_pytest(lines: Iterable[NumberedLine]) -> Iterator[NumberedLine]:
     failure: _PytestFailure | None = None
-    in_summary = False
+    is_in_summary = False
     for number, line in lines:
-        if failure is None and not in_summary and not line.startswith("___"):
+        if failure is None and not is_in_summary and not line.startswith("___"):
             yield number, line
         elif test := _PYTEST_TEST.match(line):
             if failure is not None:
                 yield from failure.traceback_lines()
             failure = _PytestFailure(test["name"], number)
         elif failure is None:
-            if not (in_summary and re.match(r"(?:FAILED|ERROR) \S+\.py\b", line)):
+            if not (is_in_summary and re.match(r"(?:FAILED|ERROR) \S+\.py\b", line)):
                 yield number, line
         elif _TRACEBACK_TITLE in line:  # --tb=native prints CPython's form
             yield from failure.traceback_lines()
-            in_summary = True
+            is_in_summary = True
             failure = None
             yield number, line
         elif _PYTEST_SECTION.match(line):
             yield from failure.traceback_lines()
-            in_summary = in_summary or bool(failure.message)
+            is_in_summary = is_in_summary or bool(failure.message)
             failure = None
             yield number, line
         else:
@@ -226,14 +226,14 @@ class Incident:
     line     the number of its first line in the log
     message  the lines of the exception's text, or of the passage
     frames   the frames of the traceback, outermost first
-    chained  whether the previous exception is its cause or context
+    is_chained  whether the previous exception is its cause or context
     """
 
     line: int
     message: list[str] = field(default_factory=list)
     frames: list[Frame] = field(default_factory=list)
     exception: str | None = None
-    chained: bool = False
+    is_chained: bool = False
 
     @property
     def text(self) -> str:
@@ -248,15 +248,17 @@ class Incident:
 
 def read_incidents(lines: Iterable[str]) -> Iterator[Incident]:
     """Yields every exception and every passage, in the order of their last lines."""
-    open_by_rank: dict[str, Incident] = {}
-    chained: set[str] = set()  # ranks whose previous exception is the cause of the next one
+    open_incidents: dict[str, Incident] = {}
+    ranks_with_cause: set[str] = (
+        set()
+    )  # ranks whose previous exception is the cause of the next one
     passage = Incident(0)
     # the text before the first line of a traceback, which its other lines have too
     prefixes: dict[str, re.Pattern[str]] = {}
 
-    def close_incidents(*ended: Incident | None) -> Iterator[Incident]:
+    def close_incidents(*incidents: Incident | None) -> Iterator[Incident]:
         """Yields the incidents that have a message."""
-        yield from (incident for incident in ended if incident is not None and incident.message)
+        yield from (incident for incident in incidents if incident is not None and incident.message)
 
     def flush_passage() -> Iterator[Incident]:
         nonlocal passage
@@ -271,28 +273,28 @@ def read_incidents(lines: Iterable[str]) -> Iterator[Incident]:
         line = _TIMESTAMP.sub("", line)
         if title := _TRACEBACK.search(line):
             _learn_prefix(line[: title.start()], prefixes)
-            yield from close_incidents(open_by_rank.pop(rank, None))
+            yield from close_incidents(open_incidents.pop(rank, None))
             yield from flush_passage()
-            open_by_rank[rank] = Incident(number, chained=rank in chained)
-            chained.discard(rank)
+            open_incidents[rank] = Incident(number, is_chained=rank in ranks_with_cause)
+            ranks_with_cause.discard(rank)
             continue
         if prefix_match := next(
             (match for prefix in prefixes.values() if (match := prefix.match(line))), None
         ):
             line = line[prefix_match.end() :]
         if _CHAINED_EXCEPTION.match(line):
-            yield from close_incidents(open_by_rank.pop(rank, None))
-            chained.add(rank)
-        elif current := open_by_rank.get(rank):
+            yield from close_incidents(open_incidents.pop(rank, None))
+            ranks_with_cause.add(rank)
+        elif current := open_incidents.get(rank):
             if _extend_traceback(current, line):
-                yield from close_incidents(open_by_rank.pop(rank))
+                yield from close_incidents(open_incidents.pop(rank))
                 if line.strip():
                     passage.line = number
                     passage.message.append(line)
         elif frame := _FRAME.match(line):  # a traceback without its first line
             yield from flush_passage()
-            open_by_rank[rank] = Incident(number)
-            open_by_rank[rank].add_frame(frame, frame["line"])
+            open_incidents[rank] = Incident(number)
+            open_incidents[rank].add_frame(frame, frame["line"])
         elif line.strip():
             passage.line = passage.line or number
             passage.message.append(line)
@@ -300,7 +302,7 @@ def read_incidents(lines: Iterable[str]) -> Iterator[Incident]:
                 yield from flush_passage()
         else:
             yield from flush_passage()
-    yield from close_incidents(*open_by_rank.values())
+    yield from close_incidents(*open_incidents.values())
     yield from flush_passage()
 
 

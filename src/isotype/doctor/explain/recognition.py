@@ -15,19 +15,19 @@ from pathlib import Path
 from ...dtypes import parse
 from .situation import RecognisedError, Situation, failing_call
 
-_FORMS_TEXT = Path(__file__).with_name("forms.tsv").read_text(encoding="utf-8")
+_TEMPLATES_TEXT = Path(__file__).with_name("forms.tsv").read_text(encoding="utf-8")
 
 # Pairs of operator and template. `<x>` is a dtype with the role x; the rest is a regular
 # expression.
-FORMS: tuple[tuple[str, str], ...] = tuple(
+MESSAGE_TEMPLATES: tuple[tuple[str, str], ...] = tuple(
     (operator, form)
     for operator, _, form in (
-        line.partition("\t") for line in _FORMS_TEXT.splitlines() if not line.startswith("#")
+        line.partition("\t") for line in _TEMPLATES_TEXT.splitlines() if not line.startswith("#")
     )
 )
 # The groups of a template are dtypes by role, and other facts, whose names begin with an
 # underscore.
-_GROUPS = set(re.findall(r"<(\w+)>", _FORMS_TEXT))
+_GROUPS = set(re.findall(r"<(\w+)>", _TEMPLATES_TEXT))
 DTYPE_ROLES = frozenset(
     {name for name in _GROUPS if not name.startswith("_")}
     | {"missing", "saved", "recomputed", "first", "second", "refused"}
@@ -38,21 +38,21 @@ CAPTURES = frozenset(
 # the operators of the templates, and those that are recognised only from a traceback or another
 # wording
 OPERATORS = frozenset(
-    {operator for operator, _ in FORMS}
+    {operator for operator, _ in MESSAGE_TEMPLATES}
     | {"recompute", "integer input", "interpolation", "unknown wording", "unknown refusal"}
 )
 
 # c10::BFloat16, struct c10::Half, at::Half, torch.bfloat16, torch.cuda.HalfTensor,
 # CUDABFloat16Type, BFloat16, float, long int, bf16, bf16[constexpr[64]], <['64'], fp32>,
 # triton.language.float32
-_DTYPE_WORD = (
+_BARE_DTYPE_NAME = (
     r"(?:BFloat16|bfloat16|bf16|Half|half|Float8\w*|float8\w*|fp8\w*|[Ff]loat(?:16|32|64)?|fp(?:16|32|64)|Double|double|"
     r"long int|Long|long|Int|int(?:8|16|32|64)?|unsigned char|Byte|uint8|Char|signed"
     r" char|Short|Bool|bool|Complex\w*|complex\w*)"
 )
 _DTYPE_NAME = (
     r"(?:struct "
-    rf")?(?:c10::complex<\w+>|(?:c10::|at::)?(?:torch\.(?:cuda\.)?|tl\.|triton\.language\.)?(?:CUDA|CPU|XPU|MPS)?{_DTYPE_WORD}(?:Type|Tensor)?)"
+    rf")?(?:c10::complex<\w+>|(?:c10::|at::)?(?:torch\.(?:cuda\.)?|tl\.|triton\.language\.)?(?:CUDA|CPU|XPU|MPS)?{_BARE_DTYPE_NAME}(?:Type|Tensor)?)"
 )
 # The pattern for `<name>` in a template: any single word or Triton type. Words that are no dtype
 # are rejected after the match, because listing the dtypes in every template would add 0.15 s of
@@ -88,8 +88,8 @@ def normalise_dtype(text: str) -> str:
     `bf16`, `fp16`, `fp32`. Unknown words are returned unchanged.
     """
     name = text.strip().rstrip(".,:;")
-    if block := re.search(rf"({_DTYPE_NAME})", name):
-        name = block[1]
+    if type_match := re.search(rf"({_DTYPE_NAME})", name):
+        name = type_match[1]
     name = re.sub(
         r"^(?:struct"
         r" )?(?:c10::|at::)?(?:torch\.(?:cuda\.)?|tl\.|triton\.language\.)?(?:CUDA|CPU|XPU|MPS)?",
@@ -195,9 +195,9 @@ _DISAGREEMENT_HINTS = (
 
 
 def _mentions_dtypes(text: str) -> bool:
-    low = text.lower()
-    return any(hint in low for hint in _SUBJECT_HINTS) and any(
-        hint in low for hint in _DISAGREEMENT_HINTS
+    lower_text = text.lower()
+    return any(hint in lower_text for hint in _SUBJECT_HINTS) and any(
+        hint in lower_text for hint in _DISAGREEMENT_HINTS
     )
 
 
@@ -217,7 +217,7 @@ _ACCEPTED_DTYPES = re.compile(
     r"must be (?:one"
     r" of|either)?)(?:[\s,:]|(?:torch\.)?(?:b?float\d*|bf16|fp16|half|double|complex\w*|u?int\d*|bool|and|or|tensors?)\b)+"
 )
-_PATHLIKE = re.compile(
+_PATH_OR_FLAG = re.compile(
     r"[\w.~-]*[/\\][\w./\\~-]+|[\w-]+\.(?:safetensors|bin|ckpt|pth?|gguf|onnx|py|json|ya?ml|so|dll)\b|--[\w-]+=?"
 )
 _SAME_TYPE = re.compile(
@@ -240,14 +240,17 @@ _DISAGREEMENT = re.compile(
 
 
 @cache
-def _compile_forms() -> tuple[tuple[str, re.Pattern[str]], ...]:
+def _compile_templates() -> tuple[tuple[str, re.Pattern[str]], ...]:
     """The compiled pattern of each template. A blank also matches a line break, because long
     messages are wrapped.
     """
-    folded = [(op, form.replace(" ", r"\s") if "[" not in form else form) for op, form in FORMS]
+    wrapped_templates = [
+        (op, form.replace(" ", r"\s") if "[" not in form else form)
+        for op, form in MESSAGE_TEMPLATES
+    ]
     return tuple(
         (op, re.compile(re.sub(r"(?<!\?P)<(\w+)>", lambda m: f"(?P<{m[1]}>{_TYPE_PATTERN})", form)))
-        for op, form in folded
+        for op, form in wrapped_templates
     )
 
 
@@ -269,8 +272,8 @@ def recognise_error(text: str, situation: Situation) -> RecognisedError | None:
                     situation=situation,
                 )
         return None
-    for operator, form in _compile_forms():
-        if match := form.search(text):
+    for operator, template in _compile_templates():
+        if match := template.search(text):
             groups = {name: value for name, value in match.groupdict().items() if value is not None}
             dtypes = {
                 name: normalise_dtype(value)
@@ -303,12 +306,12 @@ def _refine_operator(
     """Determines the operator from the traceback if several operators have the same message."""
     if operator == "old type check":
         names = " ".join(captures.values())
-        convolution = (
+        is_convolution = (
             "grad_output" in names
             or "conv" in captures.get("checker", "")
             or ("weight" in names and situation.find_frame("conv"))
         )
-        if convolution:
+        if is_convolution:
             return "convolution"
         if re.search(r"\bmat\d?\b|addmm", names):
             return "matrix product"
@@ -327,7 +330,7 @@ def _refine_operator(
     return operator
 
 
-_PATTERNED_FUNCTIONS = r"norm|attention|flash_attn|conv|index_|scatter|linear|lstm|gru"
+_OTHER_OPERATORS = r"norm|attention|flash_attn|conv|index_|scatter|linear|lstm|gru"
 
 
 def infer_operator(situation: Situation) -> str:
@@ -337,10 +340,10 @@ def infer_operator(situation: Situation) -> str:
     if (
         (call := failing_call(situation))
         and not call.is_product
-        and not re.search(_PATTERNED_FUNCTIONS, call.function)
+        and not re.search(_OTHER_OPERATORS, call.function)
     ):
         return "paired arguments"
-    inner = situation.frames[-3:] or [frame for frame in (situation.quoted_frame,) if frame]
+    inner_frames = situation.frames[-3:] or [frame for frame in (situation.quoted_frame,) if frame]
     for pattern, operator in (
         (r"layer_norm|rms_norm|group_norm|batch_norm|LayerNorm|RMSNorm|normalization\.py", "norm"),
         (r"scaled_dot_product|sdpa|flash_attn|xformers", "attention"),
@@ -352,7 +355,7 @@ def infer_operator(situation: Situation) -> str:
     ):
         if any(
             re.search(pattern, f"{f.function} {f.code} {f.file.rpartition('/')[2]}")
-            for f in reversed(inner)
+            for f in reversed(inner_frames)
         ):
             return operator
     return "matrix product"
@@ -426,7 +429,7 @@ def find_half_dtypes(text: str) -> list[str]:
     """
     dtype_names = dict.fromkeys(
         name
-        for name in map(normalise_dtype, _HALF_DTYPE.findall(_PATHLIKE.sub(" ", text)))
+        for name in map(normalise_dtype, _HALF_DTYPE.findall(_PATH_OR_FLAG.sub(" ", text)))
         if _is_dtype(name)
     )
     return list(dtype_names)
@@ -442,7 +445,7 @@ def _find_refused_dtype(line: str) -> dict[str, str] | None:
         or "import" in line
     ):
         return None
-    plain_text = _PATHLIKE.sub(" ", line)
+    plain_text = _PATH_OR_FLAG.sub(" ", line)
     if not _REFUSAL.search(plain_text):
         return None
     if half_dtypes := find_half_dtypes(_ACCEPTED_DTYPES.sub(" ", line)):

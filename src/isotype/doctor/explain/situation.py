@@ -304,14 +304,14 @@ def _parse_call(frame: Frame) -> Call | None:
         tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
-    calls = [call for node in ast.walk(tree) if (call := _tensor_call(node, frame))]
+    calls = [call for node in ast.walk(tree) if (call := _parse_tensor_call(node, frame))]
     products = [call for call in calls if call.is_product]
     if len(products) > 1:
         return None
     return next(iter(products or calls), None)
 
 
-def _tensor_call(node: ast.AST, frame: Frame) -> Call | None:
+def _parse_tensor_call(node: ast.AST, frame: Frame) -> Call | None:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
         return Call("@", (_shorten_source(node.left), _shorten_source(node.right)), frame)
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):

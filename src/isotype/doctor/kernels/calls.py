@@ -34,7 +34,7 @@ from .signature import (
     read_configuration,
     require_triton,
 )
-from .simulated_gpu import pretend_gpu
+from .simulated_gpu import simulate_gpu
 
 # per autotuned kernel; the first configurations differ as much from each other as the later ones
 MAX_CONFIGURATIONS = 8
@@ -65,10 +65,10 @@ class Launch:
         )
         options = {k: v for k, v in self.kwargs.items() if k in OPTION_NAMES and k not in names}
         kwargs = {k: _mock_tensor(v) for k, v in self.kwargs.items() if k in names}
-        bound, specialization, _ = bind(*(_mock_tensor(a) for a in self.args), **kwargs)
+        bindings, specialization, _ = bind(*(_mock_tensor(a) for a in self.args), **kwargs)
         types = [kind for kind, _ in specialization]
         constant_paths = find_paths_if(types, lambda _, kind: kind == "constexpr")
-        values = list(bound.values())
+        values = list(bindings.values())
         specialized = ["" if kind == "constexpr" else value for kind, value in specialization]
         attribute_paths = find_paths_if(specialized, lambda _, value: isinstance(value, str))
         return Combination(
@@ -151,8 +151,10 @@ def trap_launches() -> Iterator[LaunchTrap]:
             configs = list(tuner.configs)
         result: Any = None
         for config in configs[:MAX_CONFIGURATIONS]:
-            fixed = read_configuration(config)
-            result = tuner.fn.run(*args, **{**kwargs, **fixed.constexprs, **fixed.options})
+            configuration = read_configuration(config)
+            result = tuner.fn.run(
+                *args, **{**kwargs, **configuration.constexprs, **configuration.options}
+            )
         tuner.nargs = None
         return result
 
@@ -167,11 +169,11 @@ def trap_launches() -> Iterator[LaunchTrap]:
 class WrapperCalls:
     """The result of calling a wrapper.
 
-    reached  id of a kernel -> the kernel, and the combinations with which it was launched
+    launched  id of a kernel -> the kernel, and the combinations with which it was launched
     refused  label of a combination -> the error with which the wrapper refused it
     """
 
-    reached: dict[int, tuple[Any, list[Combination]]] = field(default_factory=dict)
+    launched: dict[int, tuple[Any, list[Combination]]] = field(default_factory=dict)
     launches: int = 0
     refused: dict[str, str] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
@@ -184,7 +186,7 @@ class WrapperCalls:
         # imported first, because its table of torch's functions must hold the unpatched functions
         import torch._dynamo  # noqa: F401
 
-        with trap_launches() as trap, pretend_gpu(target):
+        with trap_launches() as trap, simulate_gpu(target):
             try:
                 yield
             except Exception as error:
@@ -202,7 +204,7 @@ class WrapperCalls:
                     f"{launch.function.__name__}: Triton refuses the arguments of a launch: {text}"
                 )
                 continue
-            self.reached.setdefault(id(launch.function), (launch.function, []))[1].append(
+            self.launched.setdefault(id(launch.function), (launch.function, []))[1].append(
                 combination
             )
 
@@ -211,7 +213,7 @@ class WrapperCalls:
         result = Report(
             launches=self.launches, refused=self.refused, remarks=list(dict.fromkeys(self.remarks))
         )
-        for function, combinations in self.reached.values():
+        for function, combinations in self.launched.values():
             result.add(check_combinations(function, combinations, targets, binary=binary))
         return result
 
@@ -224,13 +226,13 @@ def _cast_inputs(inputs: Any, dtype_names: Sequence[str]) -> Any:
     """Casts the float tensors of the inputs to these dtypes, in order of appearance. A tensor that
     appears twice stays one tensor.
     """
-    queue = iter(dtype_names)
+    remaining_dtypes = iter(dtype_names)
     cast_tensors = dict[int, Tensor]()
 
     def cast_tensor(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             return tensor.detach().clone()
-        target_dtype = next(queue)
+        target_dtype = next(remaining_dtypes)
         if id(tensor) not in cast_tensors:
             cast_tensors[id(tensor)] = (
                 tensor.detach()

@@ -104,15 +104,15 @@ def check(
     require_triton()
     unwrapped = unwrap_kernel(kernel)
     if signatures is None:
-        bases = infer_combinations(unwrapped, constexprs or {})
+        combinations = infer_combinations(unwrapped, constexprs or {})
     else:
-        bases = [
+        combinations = [
             _explicit_combination(
                 unwrapped, label, types, unwrapped.with_defaults(constexprs or {})
             )
             for label, types in signatures.items()
         ]
-    return check_combinations(unwrapped.function, bases, targets, binary=binary)
+    return check_combinations(unwrapped.function, combinations, targets, binary=binary)
 
 
 def _explicit_combination(
@@ -134,37 +134,42 @@ def _explicit_combination(
         for name, value in constexprs.items()
         if name not in types or types[name] == "constexpr"
     }
-    full = {name: "constexpr" if name in values else types.get(name) for name in names}
+    all_types = {name: "constexpr" if name in values else types.get(name) for name in names}
     missing = [
         name
-        for name, type_name in full.items()
+        for name, type_name in all_types.items()
         if type_name is None or (type_name == "constexpr" and name not in values)
     ]
     if missing:
         raise UsageError(
             f"{function.__name__}: signature {label!r} says nothing of {', '.join(missing)}"
         )
-    return Combination(label, full, values, options=unwrapped.configs[0].options)
+    return Combination(label, all_types, values, options=unwrapped.configs[0].options)
 
 
 def check_combinations(
     function: Any,
-    bases: Sequence[Combination],
+    combinations: Sequence[Combination],
     targets: Sequence[str | int] = (DEFAULT_TARGET,),
     *,
     binary: bool = False,
 ) -> Report:
     """Checks every combination for every target."""
-    parsed, combinations = [parse_target(t) for t in targets], remove_duplicates(bases)
-    if not parsed:
+    parsed_targets, distinct_combinations = (
+        [parse_target(t) for t in targets],
+        remove_duplicates(combinations),
+    )
+    if not parsed_targets:
         raise UsageError("no target architecture: name at least one, such as sm_90")
-    observations = [observe(function, c, target) for target in parsed for c in combinations]
+    observations = [
+        observe(function, c, target) for target in parsed_targets for c in distinct_combinations
+    ]
     findings, usages = build_findings(function, observations), list[str]()
     if binary:
-        more, usages = check_machine_code(
-            function, [o for o in observations if not o.failed], parsed
+        binary_findings, usages = check_machine_code(
+            function, [o for o in observations if not o.failed], parsed_targets
         )
-        findings += more
+        findings += binary_findings
     return Report(
         findings,
         [function.__name__],
@@ -216,7 +221,11 @@ def _decide_severity(
         # If no guess compiles, the guesses are probably wrong. It is less likely that the kernel
         # never worked. Running sums and maxima of rows are fp32 buffers by design (trl.kernels
         # keeps them across launches).
-        if not group.fault.is_dtype or group.fault.statistic or all(o.failed for o in observations):
+        if (
+            not group.fault.is_dtype
+            or group.fault.is_row_statistic
+            or all(o.failed for o in observations)
+        ):
             return Severity.NOTE
         if group.fault.code == "KN003" and _one_pointer_in_fp32_compiles(function, group):
             return Severity.NOTE
@@ -235,14 +244,14 @@ def _one_pointer_in_fp32_compiles(function: Any, group: FaultGroup) -> bool:
         name: "*bf16" if is_float_pointer(type_name) else type_name
         for name, type_name in observation.combination.types.items()
     }
-    mixed = (
+    mixed_combinations = (
         replace(observation.combination, types={**types, name: "*fp32"})
         for name, type_name in types.items()
         if type_name == "*bf16"
     )
     return any(
         not observe(function, combination, parse_target(observation.target)).failed
-        for combination in mixed
+        for combination in mixed_combinations
     )
 
 
@@ -315,7 +324,7 @@ def check_machine_code(
     """
     findings: list[Finding] = []
     usages: list[str] = []
-    chosen: dict[tuple[str, ...], Observation] = {}
+    representatives: dict[tuple[str, ...], Observation] = {}
     for observation in observations:
         pointer_types = sorted(
             {
@@ -324,8 +333,8 @@ def check_machine_code(
                 if str(type_name).startswith("*")
             }
         )
-        chosen.setdefault((observation.target, *pointer_types), observation)
-    for observation in chosen.values():
+        representatives.setdefault((observation.target, *pointer_types), observation)
+    for observation in representatives.values():
         program_findings, usage = _check_program(
             function,
             observation,
@@ -343,7 +352,11 @@ def _check_program(
     function: Any, observation: Observation, target: Any
 ) -> tuple[list[Finding], Usage | None]:
     combination, target_label = observation.combination, target_name(target)
-    usage, allowed, is_confirmed = None, shared_bytes(target), combination.reach == Reach.CONFIRMED
+    usage, shared_limit, is_confirmed = (
+        None,
+        shared_bytes(target),
+        combination.reach == Reach.CONFIRMED,
+    )
     try:
         # Triton prints the whole PTX file if ptxas refuses it
         with contextlib.redirect_stdout(io.StringIO()):
@@ -360,11 +373,11 @@ def _check_program(
             " architecture, another path there"
         )
     else:
-        if usage.shared_bytes > allowed:
+        if usage.shared_bytes > shared_limit:
             severity = Severity.ERROR if is_confirmed else Severity.NOTE
             problem, cause = (
                 "needs more shared memory than there is on",
-                f"one block needs {usage.shared_bytes:,} bytes of {allowed:,}",
+                f"one block needs {usage.shared_bytes:,} bytes of {shared_limit:,}",
             )
             fix = "smaller blocks or fewer num_stages"
         elif usage.spills:

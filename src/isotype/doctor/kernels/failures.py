@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator
 from ...dtypes import torch_dtype_name
 from ...finding import Severity
 from .observe import (
-    LOW,
+    LOW_PRECISION,
+    FailureSite,
     Fault,
     Frame,
     Observation,
     Origin,
-    Scene,
     call_name,
     describe_origin,
     find_names,
@@ -32,40 +32,42 @@ from .observe import (
 )
 
 
-def diagnose_math_dtype(scene: Scene) -> Fault | None:
-    match = re.search(r"Expected dtype (\[.*?\]) but got (\w+)", scene.message)
-    call = scene.node
+def diagnose_math_dtype(site: FailureSite) -> Fault | None:
+    match = re.search(r"Expected dtype (\[.*?\]) but got (\w+)", site.message)
+    call = site.node
     if isinstance(call, ast.Call):
         arguments = [*call.args, *(k.value for k in call.keywords)]
     else:
         arguments = []
-    kind = _math_function(scene)
-    wrong = [a for a in arguments if scene.frame.dtypes.get(a) in (*LOW, "int32", "int64")]
-    if not match and not (kind and wrong):
+    kind = _math_function(site)
+    wrong_arguments = [
+        a for a in arguments if site.frame.dtypes.get(a) in (*LOW_PRECISION, "int32", "int64")
+    ]
+    if not match and not (kind and wrong_arguments):
         return None
     # libdevice has no function for these dtypes, and its message only lists them
     argument = next(
-        (a for a in wrong if not match or scene.frame.dtypes[a] == match[2]),
+        (a for a in wrong_arguments if not match or site.frame.dtypes[a] == match[2]),
         arguments[0] if arguments else None,
     )
     function = call_name(call) or "the function"
     name = variable_name(argument) if argument is not None else function
-    actual = match[2] if match else scene.frame.dtypes[wrong[0]]
+    actual = match[2] if match else site.frame.dtypes[wrong_arguments[0]]
     accepted = " or ".join(re.findall(r"fp\d+", match[1])) if match else "fp32 or fp64"
-    argument_origin = find_origin(scene.frame, argument) if argument is not None else None
+    argument_origin = find_origin(site.frame, argument) if argument is not None else None
     cause = f"Triton's {kind or 'math'} function {function} takes {accepted} only, and {name} is {actual}"
     if argument_origin:
-        cause += f": {argument_origin.text}{scene.format_location(argument_origin)}"
+        cause += f": {argument_origin.text}{site.format_location(argument_origin)}"
     text = ast.unparse(argument) if argument is not None else "x"
     if isinstance(argument, (ast.Name, ast.Call, ast.Subscript)):
-        wrapped = text
+        operand_text = text
     else:
-        wrapped = f"({text})"
-    fix = f"upcast before the call: {function}({wrapped}.to(tl.float32))"
+        operand_text = f"({text})"
+    fix = f"upcast before the call: {function}({operand_text}.to(tl.float32))"
     if argument_origin and argument_origin.kind == "load":
         fix += f", or once at load: {argument_origin.source}.to(tl.float32)"
-    facts = describe_origin(scene, argument_origin)
-    return scene.make_fault(
+    facts = describe_origin(site, argument_origin)
+    return site.make_fault(
         "KN004",
         name,
         f"{function} on {name}, which is {actual}",
@@ -76,15 +78,15 @@ def diagnose_math_dtype(scene: Scene) -> Fault | None:
     )
 
 
-def _math_function(scene: Scene) -> str | None:
+def _math_function(site: FailureSite) -> str | None:
     """`math` or `libdevice` if the node calls a function of that module, else None."""
-    if not isinstance(scene.node, ast.Call):
+    if not isinstance(site.node, ast.Call):
         return None
-    if find_names(scene.node.func):
-        value: object = scene.frame.scope.get(find_names(scene.node.func)[0])
+    if find_names(site.node.func):
+        value: object = site.frame.scope.get(find_names(site.node.func)[0])
     else:
         value = None
-    for attribute in ast.unparse(scene.node.func).split(".")[1:]:
+    for attribute in ast.unparse(site.node.func).split(".")[1:]:
         value = getattr(value, attribute, None)
     module = str(getattr(value, "__module__", ""))
     if "libdevice" in module:
@@ -94,42 +96,46 @@ def _math_function(scene: Scene) -> str | None:
     return None
 
 
-def diagnose_dot_operands(scene: Scene) -> Fault | None:
+def diagnose_dot_operands(site: FailureSite) -> Fault | None:
     pattern = (
         r"same dtype\. Got (\w+) and (\w+)|First input \((\w+)\) and second input \((\w+)\) must"
         r" have the same dtype"
     )
-    if not (match := re.search(pattern, scene.message)):
+    if not (match := re.search(pattern, site.message)):
         return None
     left_dtype, right_dtype = filter(None, match.groups())
-    call = scene.node
+    call = site.node
     if isinstance(call, ast.Call):
         operands = [*call.args, *(k.value for k in call.keywords)][:2]
     else:
         operands = []
     if len(operands) < 2:
         return None
-    a, b = operands
-    name_a = variable_name(a)
-    name_b = variable_name(b)
-    origin_a = find_origin(scene.frame, a)
-    origin_b = find_origin(scene.frame, b)
+    left, right = operands
+    left_name = variable_name(left)
+    right_name = variable_name(right)
+    left_origin = find_origin(site.frame, left)
+    right_origin = find_origin(site.frame, right)
     cause = (
-        f"tl.dot does not promote: its operands {name_a} ({left_dtype}) and {name_b} ({right_dtype}) must have"
+        f"tl.dot does not promote: its operands {left_name} ({left_dtype}) and {right_name} ({right_dtype}) must have"
         " one dtype"
     )
     cause += "".join(
-        f"; {n}: {o.text}{scene.format_location(o)}"
-        for n, o in ((name_a, origin_a), (name_b, origin_b))
+        f"; {n}: {o.text}{site.format_location(o)}"
+        for n, o in ((left_name, left_origin), (right_name, right_origin))
         if o
     )
-    promoted = next(
-        ((n, o) for n, o in ((name_a, origin_a), (name_b, origin_b)) if o and o.kind == "scalar"),
+    promoted_operand = next(
+        (
+            (n, o)
+            for n, o in ((left_name, left_origin), (right_name, right_origin))
+            if o and o.kind == "scalar"
+        ),
         None,
     )
-    if promoted:
-        name, step = promoted
-        other_name = name_b if name == name_a else name_a
+    if promoted_operand:
+        name, step = promoted_operand
+        other_name = right_name if name == left_name else left_name
         fix = (
             f"apply {step.name} after the dot (to its fp32 result), or cast back before it: {name}"
             f" = (...).to({other_name}.dtype)"
@@ -137,51 +143,56 @@ def diagnose_dot_operands(scene: Scene) -> Fault | None:
         message = f"a scalar promotes {name} before tl.dot, which then gets {left_dtype} and {right_dtype}"
     else:
         fix = (
-            f"cast one operand: {name_b}.to({name_a}.dtype) keeps {left_dtype},"
-            f" {name_a}.to({name_b}.dtype) keeps {right_dtype}"
+            f"cast one operand: {right_name}.to({left_name}.dtype) keeps {left_dtype},"
+            f" {left_name}.to({right_name}.dtype) keeps {right_dtype}"
         )
-        message = f"tl.dot got {name_a} in {left_dtype} and {name_b} in {right_dtype}"
+        message = f"tl.dot got {left_name} in {left_dtype} and {right_name} in {right_dtype}"
     computed_names = [
         n
-        for n, o in ((name_a, origin_a), (name_b, origin_b))
+        for n, o in ((left_name, left_origin), (right_name, right_origin))
         if o and o.kind not in ("load", "parameter")
     ]
     variable = (
-        promoted[0] if promoted else computed_names[0] if len(computed_names) == 1 else name_b
+        promoted_operand[0]
+        if promoted_operand
+        else computed_names[0]
+        if len(computed_names) == 1
+        else right_name
     )
-    return scene.make_fault(
+    return site.make_fault(
         "KN003",
         variable,
         message,
         cause=cause,
         fix=fix,
         dtypes=(left_dtype, right_dtype),
-        facts=(("operands", f"{name_a} {left_dtype}, {name_b} {right_dtype}"),),
+        facts=(("operands", f"{left_name} {left_dtype}, {right_name} {right_dtype}"),),
     )
 
 
-def find_typed_operands(scene: Scene) -> list[ast.AST]:
+def find_typed_operands(site: FailureSite) -> list[ast.AST]:
     """The outermost operands with a known type in the expression or loop where Triton stopped."""
-    root = scene.node.iter if isinstance(scene.node, ast.For) else scene.node
-    typed = [n for n in ast.walk(root) if n in scene.frame.dtypes and n is not scene.node]
+    root = site.node.iter if isinstance(site.node, ast.For) else site.node
+    typed_nodes = [n for n in ast.walk(root) if n in site.frame.dtypes and n is not site.node]
     return [
         n
-        for n in typed
+        for n in typed_nodes
         if not any(
-            n is not parent and parent is not root and n in ast.walk(parent) for parent in typed
+            n is not parent and parent is not root and n in ast.walk(parent)
+            for parent in typed_nodes
         )
     ]
 
 
-def diagnose_branch(scene: Scene) -> Fault | None:
+def diagnose_branch(site: FailureSite) -> Fault | None:
     redefinition = re.search(
         r"initial value for `(\w+)` is of type (.+?), *but the (then|else) block redefines it as"
         r" (.+)$",
-        scene.message,
+        site.message,
     )
     mismatch = re.search(
         r"[Mm]ismatched type for (\w+) between then block \((.+?)\) and else block \((.+)\)$",
-        scene.message,
+        site.message,
     )
     if not redefinition and not mismatch:
         return None
@@ -198,17 +209,17 @@ def diagnose_branch(scene: Scene) -> Fault | None:
         new_dtype = scalar_dtype(mismatch[3])
     enclosing_branches = [
         n
-        for n in scene.frame.nodes()
-        if isinstance(n, ast.If) and any(c is scene.node for c in ast.walk(n))
+        for n in site.frame.nodes()
+        if isinstance(n, ast.If) and any(c is site.node for c in ast.walk(n))
     ]
     branch = enclosing_branches[-1] if enclosing_branches else None
-    assignments = _find_assignments(scene.frame, name, new_dtype, branch)
-    line = scene.frame.line(assignments[-1]) if assignments else scene.frame.line(scene.node)
+    assignments = _find_assignments(site.frame, name, new_dtype, branch)
+    line = site.frame.line(assignments[-1]) if assignments else site.frame.line(site.node)
     test = getattr(branch, "test", None)
     condition = f"`if {ast.unparse(test)}`" if test is not None else "the branch"
     statement = f"`{ast.unparse(assignments[-1])}`" if assignments else f"the {block} block"
     if redefinition:
-        entry_origin = _entry_origin(scene.frame, name, branch or scene.node, entry_dtype)
+        entry_origin = _entry_origin(site.frame, name, branch or site.node, entry_dtype)
     else:
         entry_origin = None
     cause = (
@@ -216,19 +227,19 @@ def diagnose_branch(scene: Scene) -> Fault | None:
         f" branch; {statement} redefines it as {new_dtype}"
     )
     if entry_origin:
-        cause += f", while it enters as {entry_dtype}: {entry_origin.text}{scene.format_location(entry_origin)}"
+        cause += f", while it enters as {entry_dtype}: {entry_origin.text}{site.format_location(entry_origin)}"
     fix = _suggest_widening(name, entry_dtype, new_dtype, entry_origin, "before the branch")
     # parameters in the condition that are not constexpr
     if test:
-        flags = [
+        runtime_parameters = [
             n
             for n in find_names(test)
-            if not scene.frame.parameters.get(n, "constexpr").startswith("constexpr")
+            if not site.frame.parameters.get(n, "constexpr").startswith("constexpr")
         ]
     else:
-        flags = []
-    if flags:
-        declared = " and ".join(f"{flag}: tl.constexpr" for flag in flags)
+        runtime_parameters = []
+    if runtime_parameters:
+        declared = " and ".join(f"{flag}: tl.constexpr" for flag in runtime_parameters)
         fix += (
             f"; or, where it is known at launch, declare {declared}: a constexpr branch may change"
             " a dtype"
@@ -237,7 +248,7 @@ def diagnose_branch(scene: Scene) -> Fault | None:
         message = f"{name} is {entry_dtype} and a run-time branch redefines it as {new_dtype}"
     else:
         message = f"{name} is {entry_dtype} in one branch and {new_dtype} in the other"
-    return scene.make_fault(
+    return site.make_fault(
         "KN001",
         name,
         message,
@@ -245,29 +256,29 @@ def diagnose_branch(scene: Scene) -> Fault | None:
         fix=fix,
         line=line,
         dtypes=(entry_dtype, new_dtype),
-        facts=describe_origin(scene, entry_origin),
-        statistic=bool(entry_origin and entry_origin.statistic),
+        facts=describe_origin(site, entry_origin),
+        is_row_statistic=bool(entry_origin and entry_origin.is_row_statistic),
     )
 
 
-def diagnose_loop(scene: Scene) -> Fault | None:
+def diagnose_loop(site: FailureSite) -> Fault | None:
     match = re.search(
         r"[Ll]oop-carried variable (\w+) has initial type (.+?) but is re-assigned to (.+?) in"
         r" loop",
-        scene.message,
+        site.message,
     )
     if not match:
         return None
     name = match[1]
     entry_dtype = scalar_dtype(match[2])
     new_dtype = scalar_dtype(match[3])
-    loop = scene.node if isinstance(scene.node, (ast.For, ast.While)) else None
-    assignments = _find_assignments(scene.frame, name, new_dtype, loop)
+    loop = site.node if isinstance(site.node, (ast.For, ast.While)) else None
+    assignments = _find_assignments(site.frame, name, new_dtype, loop)
     statement = assignments[-1] if assignments else None
-    line = scene.frame.line(statement or scene.node)
-    entry_origin = _entry_origin(scene.frame, name, scene.node, entry_dtype)
-    value = next((b.value for b in reversed(scene.frame.bindings) if b.node is statement), None)
-    value_origin = find_origin(scene.frame, value) if value is not None else None
+    line = site.frame.line(statement or site.node)
+    entry_origin = _entry_origin(site.frame, name, site.node, entry_dtype)
+    value = next((b.value for b in reversed(site.frame.bindings) if b.node is statement), None)
+    value_origin = find_origin(site.frame, value) if value is not None else None
     cause = f"a value carried round a run-time loop keeps one dtype: {name} enters as {entry_dtype}"
     if entry_origin:
         cause += f" ({entry_origin.text})"
@@ -276,11 +287,11 @@ def diagnose_loop(scene: Scene) -> Fault | None:
     else:
         cause += f" and is re-assigned as {new_dtype}"
     if value_origin and value_origin.kind in ("scalar", "promotion"):
-        cause += f"; {value_origin.text}{scene.format_location(value_origin)}"
+        cause += f"; {value_origin.text}{site.format_location(value_origin)}"
     if (
         "fp64" in (entry_dtype, new_dtype)
         and value_origin
-        and value_origin.name in scene.frame.parameters
+        and value_origin.name in site.frame.parameters
     ):
         cause += (
             f". Under torch.compile (Inductor) a Python float such as {value_origin.name} reaches the"
@@ -300,7 +311,7 @@ def diagnose_loop(scene: Scene) -> Fault | None:
             name, entry_dtype, new_dtype, entry_origin, "before the loop"
         )
     message = f"{name} enters a loop as {entry_dtype} and is re-assigned as {new_dtype} in it"
-    return scene.make_fault(
+    return site.make_fault(
         "KN002",
         name,
         message,
@@ -308,8 +319,8 @@ def diagnose_loop(scene: Scene) -> Fault | None:
         fix=fix,
         line=line,
         dtypes=(entry_dtype, new_dtype),
-        facts=describe_origin(scene, value_origin),
-        statistic=bool(entry_origin and entry_origin.statistic),
+        facts=describe_origin(site, value_origin),
+        is_row_statistic=bool(entry_origin and entry_origin.is_row_statistic),
     )
 
 
@@ -366,7 +377,7 @@ def _wider_dtype(first: str, second: str) -> str:
     return max(ordered, key=order.index) if ordered else second
 
 
-RECOGNISERS: tuple[Callable[[Scene], Fault | None], ...] = (
+DIAGNOSES: tuple[Callable[[FailureSite], Fault | None], ...] = (
     diagnose_branch,
     diagnose_loop,
     diagnose_dot_operands,
@@ -399,23 +410,23 @@ def diagnose(kernel_name: str, file: str, line: int, observation: Observation) -
             fix,
             is_dtype=False,
         )
-    scene = Scene(*failure, observation.message, kernel_name)
-    for recogniser in RECOGNISERS:
-        if (fault := recogniser(scene)) is not None:
+    site = FailureSite(*failure, observation.message, kernel_name)
+    for recogniser in DIAGNOSES:
+        if (fault := recogniser(site)) is not None:
             return fault
-    return _unrecognised_fault(scene)
+    return _unrecognised_fault(site)
 
 
-def _unrecognised_fault(scene: Scene) -> Fault:
-    text = ast.unparse(scene.node).splitlines()[0]
-    parts = find_typed_operands(scene)
-    type_list = ", ".join(f"{variable_name(n)} {scene.frame.dtypes[n]}" for n in parts)
+def _unrecognised_fault(site: FailureSite) -> Fault:
+    text = ast.unparse(site.node).splitlines()[0]
+    operands = find_typed_operands(site)
+    type_list = ", ".join(f"{variable_name(n)} {site.frame.dtypes[n]}" for n in operands)
     facts = (("types here", type_list),) if type_list else ()
-    return scene.make_fault(
+    return site.make_fault(
         "KN009",
-        variable_name(scene.node) if isinstance(scene.node, ast.expr) else "",
-        f"{scene.kernel} does not compile at `{text}`",
-        cause=scene.message,
+        variable_name(site.node) if isinstance(site.node, ast.expr) else "",
+        f"{site.kernel} does not compile at `{text}`",
+        cause=site.message,
         fix="read Triton's own message above; the types are listed here as it saw them",
         facts=facts,
         is_dtype=False,
@@ -456,7 +467,7 @@ def _iterate_sums(frame: Frame) -> Iterator[tuple[ast.AST, str, str, str, str, s
     for loop in [n for n in frame.nodes() if isinstance(n, (ast.For, ast.While))]:
         for statement in [n for part in loop.body for n in ast.walk(part)]:
             name = _accumulator_name(statement)
-            if name is None or not _lives_across(frame, name, loop):
+            if name is None or not _is_carried_across(frame, name, loop):
                 continue
             dtype = next(
                 (
@@ -466,7 +477,7 @@ def _iterate_sums(frame: Frame) -> Iterator[tuple[ast.AST, str, str, str, str, s
                 ),
                 None,
             )
-            if dtype is not None and dtype in LOW:
+            if dtype is not None and dtype in LOW_PRECISION:
                 cause = (
                     f"`{ast.unparse(statement)}` adds into a {dtype} value once a round: each"
                     " addition rounds"
@@ -489,8 +500,8 @@ def _iterate_sums(frame: Frame) -> Iterator[tuple[ast.AST, str, str, str, str, s
         if (
             argument is None
             or dtype is None
-            or dtype not in LOW
-            or frame.dtypes.get(argument) not in LOW
+            or dtype not in LOW_PRECISION
+            or frame.dtypes.get(argument) not in LOW_PRECISION
         ):
             continue
         cause = (
@@ -531,15 +542,15 @@ def _accumulator_name(statement: ast.AST) -> str | None:
     return None
 
 
-def _lives_across(frame: Frame, name: str, loop: ast.AST) -> bool:
+def _is_carried_across(frame: Frame, name: str, loop: ast.AST) -> bool:
     """Whether the variable is assigned before the loop and is not initialised again inside it."""
-    inside = set(ast.walk(loop))
-    is_restarted = any(
+    loop_nodes = set(ast.walk(loop))
+    is_initialised_again = any(
         isinstance(n, ast.Assign) and is_assignment_to(n, name) and name not in find_names(n.value)
-        for n in inside
+        for n in loop_nodes
     )
     is_bound_earlier = any(
-        b.name == name and b.node not in inside and is_assignment_to(b.node, name)
+        b.name == name and b.node not in loop_nodes and is_assignment_to(b.node, name)
         for b in frame.bindings
     )
-    return is_bound_earlier and not is_restarted
+    return is_bound_earlier and not is_initialised_again

@@ -62,10 +62,10 @@ def find_fixed_dtypes(function: Any) -> dict[str, str]:
     """Pointer parameter -> type such as `*fp32`, for parameters whose dtype a launch in the file of
     the kernel fixes.
     """
-    fixed = dict[str, str]()
+    fixed_types = dict[str, str]()
     tree = _parse_source(function)
     if tree is None:
-        return fixed
+        return fixed_types
     for scope in ast.walk(tree):
         if not isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
@@ -87,8 +87,8 @@ def find_fixed_dtypes(function: Any) -> dict[str, str]:
                     if isinstance(value, ast.Name) and local_dtypes.get(value.id):
                         type_name = local_dtypes[value.id]
                     if type_name is not None:
-                        fixed.setdefault(name, type_name)
-    return fixed
+                        fixed_types.setdefault(name, type_name)
+    return fixed_types
 
 
 def _is_name(node: ast.AST, name: str) -> bool:
@@ -183,7 +183,7 @@ class _UseReader(ast.NodeVisitor):
     """Visits the source of a kernel and records the uses of its parameters."""
 
     def __init__(self, function: Any, depth: int = 0) -> None:
-        self.use = ParameterUses()
+        self.uses = ParameterUses()
         self.depth = depth
         self.scope = dict(function.__globals__)
         self.parameters = list(function.arg_names)
@@ -196,8 +196,8 @@ class _UseReader(ast.NodeVisitor):
             elif isinstance(node, (ast.AugAssign, ast.AnnAssign)) and node.value is not None:
                 self._record_assignment(node.target, node.value)
         self.visit(self.tree)
-        self.use.integer_pointers &= self.use.pointers
-        self.use.integers -= self.use.pointers
+        self.uses.integer_pointers &= self.uses.pointers
+        self.uses.integers -= self.uses.pointers
 
     def _record_assignment(self, target: ast.expr, value: ast.expr) -> None:
         if isinstance(target, ast.Name):
@@ -282,27 +282,27 @@ class _UseReader(ast.NodeVisitor):
         if name in _MEMORY_CALLS and (node.args or node.keywords):
             address = node.args[0] if node.args else node.keywords[0].value
             if (pointer := self.base_parameter(address)) is not None:
-                self.use.pointers.add(pointer)
+                self.uses.pointers.add(pointer)
                 offsets = self.find_parameters(address) - {pointer}
-                self.use.integers |= offsets
-                self.use.integer_pointers |= self.find_loaded_pointers(address)
+                self.uses.integers |= offsets
+                self.uses.integer_pointers |= self.find_loaded_pointers(address)
             for keyword in node.keywords:
                 if keyword.arg == "mask":
-                    self.use.integers |= self.find_parameters(keyword.value)
+                    self.uses.integers |= self.find_parameters(keyword.value)
         elif name in ("range", "arange", "static_range", "cdiv"):
             for argument in node.args:
                 parameters = self.find_parameters(argument)
-                self.use.integers |= parameters
-                self.use.integer_pointers |= self.find_loaded_pointers(argument)
+                self.uses.integers |= parameters
+                self.uses.integer_pointers |= self.find_loaded_pointers(argument)
                 if name == "arange":
-                    self.use.sizes |= parameters
+                    self.uses.sizes |= parameters
         elif name in _DTYPE_METHODS:
             dtypes = [k.value for k in node.keywords if k.arg == "dtype"]
             for value in [*node.args[-1:], *dtypes]:
                 if isinstance(value, ast.Name) and value.id in self.parameters:
-                    self.use.dtypes.add(value.id)
+                    self.uses.dtypes.add(value.id)
             if name in ("zeros", "full") and node.args:
-                self.use.sizes |= self.find_parameters(node.args[0])
+                self.uses.sizes |= self.find_parameters(node.args[0])
         else:
             self._read_called_function(node)
         self.generic_visit(node)
@@ -315,27 +315,27 @@ class _UseReader(ast.NodeVisitor):
         if callee is None or self.depth > 3 or not is_kernel(callee):
             return
         function = unwrap_kernel(callee).function
-        inner = _UseReader(function, self.depth + 1).use
+        inner = _UseReader(function, self.depth + 1).uses
         arguments: dict[str, ast.expr] = dict(zip(function.arg_names, node.args))
         for keyword in node.keywords:
             if keyword.arg:
                 arguments[keyword.arg] = keyword.value
         for name, value in arguments.items():
             if name in inner.pointers and (pointer := self.base_parameter(value)) is not None:
-                self.use.pointers.add(pointer)
+                self.uses.pointers.add(pointer)
                 if name in inner.integer_pointers:
-                    self.use.integer_pointers.add(pointer)
-                self.use.integers |= self.find_parameters(value) - {pointer}
+                    self.uses.integer_pointers.add(pointer)
+                self.uses.integers |= self.find_parameters(value) - {pointer}
             elif isinstance(value, ast.Name) and value.id in self.parameters:
                 for group in ("integers", "tests", "sizes", "dtypes"):
                     if name in getattr(inner, group):
-                        getattr(self.use, group).add(value.id)
+                        getattr(self.uses, group).add(value.id)
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
         if isinstance(node.op, (ast.FloorDiv, ast.Mod)):
             for operand in (node.left, node.right):
-                self.use.integers |= self.find_parameters(operand)
-                self.use.integer_pointers |= self.find_loaded_pointers(operand)
+                self.uses.integers |= self.find_parameters(operand)
+                self.uses.integer_pointers |= self.find_loaded_pointers(operand)
         self.generic_visit(node)
 
     def visit_Compare(self, node: ast.Compare) -> None:
@@ -345,11 +345,11 @@ class _UseReader(ast.NodeVisitor):
             for operand in sides
         ):
             for operand in sides:
-                self.use.integer_pointers |= self.find_loaded_pointers(operand)
+                self.uses.integer_pointers |= self.find_loaded_pointers(operand)
         self.generic_visit(node)
 
     def visit_If(self, node: ast.If | ast.IfExp) -> None:
-        self.use.tests |= {
+        self.uses.tests |= {
             name.id
             for name in ast.walk(node.test)
             if isinstance(name, ast.Name) and name.id in self.parameters
@@ -378,42 +378,49 @@ def infer_combinations(
     on and off. A pointer whose dtype is fixed by a launch keeps this dtype.
     """
     function = unwrapped.function
-    use = _UseReader(function).use
-    fixed = find_fixed_dtypes(function)
+    uses = _UseReader(function).uses
+    fixed_types = find_fixed_dtypes(function)
     combinations: list[Combination] = []
     for flags in (True, False):
-        guessed = {
-            p.name: _guess_constexpr(p, use, flags) for p in function.params if p.is_constexpr
+        guesses = {
+            p.name: _guess_constexpr(p, uses, flags) for p in function.params if p.is_constexpr
         }
         free_constexprs = {
             name: value
-            for name, value in guessed.items()
+            for name, value in guesses.items()
             if name not in unwrapped.configs[0].constexprs and name not in unwrapped.heuristics
         }
-        decided = unwrapped.with_defaults(free_constexprs | dict(constexprs))
-        values = {name: decided.get(name, value) for name, value in guessed.items()} | dict(
-            constexprs
-        )
-        types = {p.name: _infer_type(p, use, fixed, values) for p in function.params}
+        known_constexprs = unwrapped.with_defaults(free_constexprs | dict(constexprs))
+        values = {
+            name: known_constexprs.get(name, value) for name, value in guesses.items()
+        } | dict(constexprs)
+        types = {p.name: _infer_type(p, uses, fixed_types, values) for p in function.params}
         values = {name: value for name, value in values.items() if types.get(name) == "constexpr"}
-        free = [
-            name for name, dtype in types.items() if name not in fixed and is_float_pointer(dtype)
+        free_pointers = [
+            name
+            for name, dtype in types.items()
+            if name not in fixed_types and is_float_pointer(dtype)
         ]
         for dtype in ("fp32", "bf16", "fp16"):
             if flags or not any(isinstance(value, bool) for value in values.values()):
                 label = dtype
             else:
                 label = f"{dtype}, flags off"
-            typed = {**types, **dict.fromkeys(free, f"*{dtype}")}
+            pointer_types = {**types, **dict.fromkeys(free_pointers, f"*{dtype}")}
             combinations.append(
                 Combination(
-                    label, typed, values, {}, dict(unwrapped.configs[0].options), Reach.INFERRED
+                    label,
+                    pointer_types,
+                    values,
+                    {},
+                    dict(unwrapped.configs[0].options),
+                    Reach.INFERRED,
                 )
             )
     return remove_duplicates(combinations)
 
 
-def _guess_constexpr(parameter: Any, use: ParameterUses, flags: bool) -> Any:
+def _guess_constexpr(parameter: Any, uses: ParameterUses, flag_value: bool) -> Any:
     """Guesses a value for a constexpr from its uses. Sizes are small enough to compile fast and
     large enough for tl.dot.
     """
@@ -421,7 +428,7 @@ def _guess_constexpr(parameter: Any, use: ParameterUses, flags: bool) -> Any:
 
     name = parameter.name
     lower = name.lower()
-    if name in use.dtypes and not parameter.has_default:
+    if name in uses.dtypes and not parameter.has_default:
         return tl.float32
     if (
         parameter.has_default
@@ -430,41 +437,41 @@ def _guess_constexpr(parameter: Any, use: ParameterUses, flags: bool) -> Any:
     ):
         return parameter.default
     if (
-        name in use.sizes
+        name in uses.sizes
         or any(w in lower for w in ("block", "tile", "size", "dim", "_bk", "_bv", "_bt"))
         or lower in ("bk", "bv", "bt", "bc", "bs", "bd", "m", "n", "k", "d")
     ):
         return 64
-    if name in use.tests or lower.startswith(("has_", "use_", "is_", "with_", "do_")):
-        return flags
+    if name in uses.tests or lower.startswith(("has_", "use_", "is_", "with_", "do_")):
+        return flag_value
     if (
         any(w in lower for w in ("eps", "scale", "softcap", "alpha", "beta"))
-        and name not in use.integers
+        and name not in uses.integers
     ):
         return 1e-5 if "eps" in lower else 1.0
     return {"num_warps": 4, "num_stages": 2}.get(lower, 16)
 
 
 def _infer_type(
-    parameter: Any, use: ParameterUses, fixed: Mapping[str, str], values: Mapping[str, Any]
+    parameter: Any, uses: ParameterUses, fixed_types: Mapping[str, str], values: Mapping[str, Any]
 ) -> str:
     name = parameter.name
     if parameter.is_constexpr or name in values:
         return "constexpr"
-    annotated = getattr(parameter, "annotation_type", "") or ""
-    if annotated:
-        return annotated
-    if name in fixed:
-        return fixed[name]
+    annotation = getattr(parameter, "annotation_type", "") or ""
+    if annotation:
+        return annotation
+    if name in fixed_types:
+        return fixed_types[name]
     lower = name.lower()
-    if name in use.pointers or (lower.endswith("_ptr") and name not in use.integers):
-        is_integer = name in use.integer_pointers or bool(_INDEX_NAME.search(lower))
+    if name in uses.pointers or (lower.endswith("_ptr") and name not in uses.integers):
+        is_integer = name in uses.integer_pointers or bool(_INDEX_NAME.search(lower))
         return "*i64" if is_integer else "*fp32"
-    if name in use.integers or any(
+    if name in uses.integers or any(
         w in lower for w in ("stride", "n_rows", "n_cols", "num_", "seqlen")
     ):
         return "i32"
-    return "i32" if name in use.tests else "fp32"
+    return "i32" if name in uses.tests else "fp32"
 
 
 def returns_value(function: Any) -> bool:

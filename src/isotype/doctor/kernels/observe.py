@@ -5,7 +5,7 @@ Triton compiles a kernel by visiting its syntax tree, and each visit of an expre
 typed value. Recording these types takes one compilation. A failure can then be explained from the
 tree, for example by a load through a pointer, a scalar that promoted a block, or a cast, and not
 only from the text of the message. Types are Triton's scalar names: `fp32`, `int32`, `*bf16`.
-`Scene` describes where a compilation failed, and `Fault` describes the mistake.
+`FailureSite` describes where a compilation failed, and `Fault` describes the mistake.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Frame:
     # the nodes of `tree`, because Triton creates further nodes, such as `x = x + y` for `x += y`
     source_nodes: set[ast.AST] = field(default_factory=set)
     statements: list[ast.stmt] = field(default_factory=list)
-    assigned: ast.AST | None = None  # the right side of the last assignment visited
+    assigned_value: ast.AST | None = None  # the right side of the last assignment visited
     scope: dict[str, Any] = field(default_factory=dict)
 
     def line(self, node: ast.AST | None) -> int:
@@ -182,7 +182,7 @@ def _record_visits(observation: Observation) -> Iterator[None]:
         if isinstance(node, ast.stmt):
             if node in frame.source_nodes:
                 frame.statements.append(node)
-            frame.assigned = getattr(node, "value", None)
+            frame.assigned_value = getattr(node, "value", None)
         try:
             value = visit(generator, node)
         except Exception:
@@ -206,7 +206,10 @@ def _record_visits(observation: Observation) -> Iterator[None]:
             # the statement that is being visited, because `set_value` receives only a name
             frame.bindings.append(
                 Binding(
-                    name, dtype, frame.statements[-1] if frame.statements else node, frame.assigned
+                    name,
+                    dtype,
+                    frame.statements[-1] if frame.statements else node,
+                    frame.assigned_value,
                 )
             )
         set_value(generator, name, value)
@@ -253,7 +256,7 @@ def observe(kernel: Any, combination: Combination, target: Any) -> Observation:
     return observation
 
 
-LOW = ("bf16", "fp16")
+LOW_PRECISION = ("bf16", "fp16")
 
 
 @dataclass(frozen=True)
@@ -272,7 +275,7 @@ class Origin:
     name: str | None = None  # the scalar, pointer or parameter that decided the dtype
     # whether it is a load of a single number per program, such as the maximum of a row, and not of
     # a block
-    statistic: bool = False
+    is_row_statistic: bool = False
 
 
 def is_assignment_to(statement: ast.AST | None, name: str) -> bool:
@@ -410,17 +413,17 @@ def _describe_operand(node: ast.AST) -> str:
 def _binary_origin(
     frame: Frame, node: ast.BinOp, last_line: int | None, depth: int
 ) -> Origin | None:
-    lhs = node.left
-    rhs = node.right
+    left = node.left
+    right = node.right
     result = frame.dtypes.get(node, "?")
-    sides = {side: frame.dtypes.get(side) for side in (lhs, rhs)}
-    for operand, partner in ((lhs, rhs), (rhs, lhs)):
+    sides = {side: frame.dtypes.get(side) for side in (left, right)}
+    for operand, partner in ((left, right), (right, left)):
         operand_dtype = sides[operand]
         partner_dtype = sides[partner]
         if partner_dtype == result and operand_dtype != result and operand_dtype in FLOATS:
-            scalar = not frame.shapes.get(partner) and bool(frame.shapes.get(operand))
-            kind = "scalar" if scalar else "promotion"
-            if scalar:
+            is_scalar = not frame.shapes.get(partner) and bool(frame.shapes.get(operand))
+            kind = "scalar" if is_scalar else "promotion"
+            if is_scalar:
                 reason = f"the {partner_dtype} scalar {ast.unparse(partner)}"
             else:
                 reason = f"{ast.unparse(partner)}, which is {partner_dtype}"
@@ -429,7 +432,7 @@ def _binary_origin(
                 f" meets {reason}"
             )
             return Origin(kind, text, frame.line(node), ast.unparse(node), variable_name(partner))
-    for side in (lhs, rhs):
+    for side in (left, right):
         if sides[side] == result and not isinstance(side, ast.Constant):
             return find_origin(frame, side, last_line=last_line, _depth=depth + 1)
     return None
@@ -478,12 +481,14 @@ class Fault:
     dtypes: tuple[str, str] | tuple[str] | tuple[()] = ()
     facts: tuple[tuple[str, str], ...] = field(default=())
     is_dtype: bool = True  # whether the failure is about dtypes
-    statistic: bool = False  # whether the value at fault is a single loaded number per program
+    is_row_statistic: bool = (
+        False  # whether the value at fault is a single loaded number per program
+    )
     severity: Severity | None = None  # None: it depends on how reachable the combination is
 
 
 @dataclass(frozen=True)
-class Scene:
+class FailureSite:
     """The place where a compilation failed: the innermost function of the user's code, the node,
     and the message.
     """
@@ -524,7 +529,7 @@ def scalar_dtype(text: str) -> str:
     return {"int1": "bool"}.get(name, name)
 
 
-def describe_origin(scene: Scene, origin: Origin | None) -> tuple[tuple[str, str], ...]:
+def describe_origin(site: FailureSite, origin: Origin | None) -> tuple[tuple[str, str], ...]:
     if origin is not None:
-        return (("comes from", f"{origin.text}{scene.format_location(origin)}"),)
+        return (("comes from", f"{origin.text}{site.format_location(origin)}"),)
     return ()

@@ -87,18 +87,18 @@ def require_triton() -> str:
     Raises  UsageError if Triton is not installed, or has an untested version
     """
     try:
-        installed = version("triton")
+        installed_version = version("triton")
     except PackageNotFoundError:
         raise UsageError(
             "Triton is not installed; install it with: pip install 'triton>=3.4,<3.10' (no GPU is"
             " needed)"
         ) from None
-    numbers = tuple(int(n) for n in re.findall(r"\d+", installed)[:2])
+    numbers = tuple(int(n) for n in re.findall(r"\d+", installed_version)[:2])
     first, last = SUPPORTED_TRITON
     if not first <= numbers <= last:
         span = f"{first[0]}.{first[1]} to {last[0]}.{last[1]}"
-        raise UsageError(f"Triton {installed} is installed; Isotype reads Triton {span}")
-    return installed
+        raise UsageError(f"Triton {installed_version} is installed; Isotype reads Triton {span}")
+    return installed_version
 
 
 OPTION_NAMES = ("num_warps", "num_stages", "num_ctas", "maxnreg")
@@ -126,10 +126,10 @@ class UnwrappedKernel:
             p.name: p.default for p in self.function.params if p.is_constexpr and p.has_default
         }
         values = {**defaults, **self.configs[0].constexprs, **constexprs}
-        for name, decide in self.heuristics.items():
+        for name, heuristic in self.heuristics.items():
             if name not in constexprs:
                 try:
-                    values[name] = decide(values)
+                    values[name] = heuristic(values)
                 except Exception:
                     # the heuristic reads tensors, which exist only at a launch
                     continue

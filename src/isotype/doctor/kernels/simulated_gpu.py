@@ -1,6 +1,6 @@
 """Simulates a GPU on the CPU, for code that uses `x.is_cuda`, device properties or `.cuda()`.
 
-Inside `pretend_gpu(target)` tensors are on the CPU but report `cuda:0`. A call with a CUDA device
+Inside `simulate_gpu(target)` tensors are on the CPU but report `cuda:0`. A call with a CUDA device
 creates a CPU tensor. New memory is zeroed, so that the outputs of kernels that do not run have
 plausible values. Triton's active driver reports `target`. Nothing runs on a GPU, even if there is
 one.
@@ -104,11 +104,11 @@ def _patch_function(func: Any) -> Any:
     backward and the code inside custom operators.
     """
 
-    def on_the_cpu(*args: Any, **kwargs: Any) -> Any:
+    def call_on_cpu(*args: Any, **kwargs: Any) -> Any:
         return _run_on_cpu(func, args, kwargs)
 
-    on_the_cpu.__name__ = getattr(func, "__name__", "torch_function")
-    return on_the_cpu
+    call_on_cpu.__name__ = getattr(func, "__name__", "torch_function")
+    return call_on_cpu
 
 
 class _Stream:
@@ -154,7 +154,7 @@ def _device_properties(target: Any) -> SimpleNamespace:
     )
 
 
-def _pretend_driver(target: Any) -> SimpleNamespace:
+def _simulated_driver(target: Any) -> SimpleNamespace:
     """A Triton driver that reports a GPU of this target."""
     properties = _device_properties(target)
     limits = {
@@ -175,7 +175,7 @@ def _pretend_driver(target: Any) -> SimpleNamespace:
     )
 
 
-_WITHOUT_EFFECT = (
+_NOOP_FUNCTIONS = (
     "set_device",
     "synchronize",
     "empty_cache",
@@ -187,10 +187,10 @@ _WITHOUT_EFFECT = (
 )
 
 
-def _cuda_answers(target: Any) -> dict[str, Any]:
+def _cuda_replacements(target: Any) -> dict[str, Any]:
     """The replacements for functions of `torch.cuda`."""
     properties = _device_properties(target)
-    answers: dict[str, Any] = {
+    replacements: dict[str, Any] = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "device_count": lambda: 1,
@@ -211,7 +211,7 @@ def _cuda_answers(target: Any) -> dict[str, Any]:
         "max_memory_allocated": lambda *args: 0,
         "mem_get_info": lambda *args: (70 << 30, 80 << 30),
     }
-    return answers | {name: _make_noop(name) for name in _WITHOUT_EFFECT}
+    return replacements | {name: _make_noop(name) for name in _NOOP_FUNCTIONS}
 
 
 def _make_noop(name: str) -> Any:
@@ -219,28 +219,28 @@ def _make_noop(name: str) -> Any:
     torch.compile's table of functions may hold each function only once.
     """
 
-    def nothing(*args: Any, **kwargs: Any) -> None:
+    def do_nothing(*args: Any, **kwargs: Any) -> None:
         return None
 
-    nothing.__name__ = name
-    return nothing
+    do_nothing.__name__ = name
+    return do_nothing
 
 
 @contextlib.contextmanager
-def pretend_gpu(target: Any) -> Iterator[None]:
+def simulate_gpu(target: Any) -> Iterator[None]:
     """Simulates a GPU of this target inside the context. On exit all functions are restored."""
     from triton.runtime.driver import driver
 
     with contextlib.ExitStack() as stack:
-        for name, answer in _cuda_answers(target).items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, answer))
-        tensor_answers = {
+        for name, replacement in _cuda_replacements(target).items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, replacement))
+        tensor_replacements = {
             "is_cuda": property(lambda self: True),
             "is_cpu": property(lambda self: False),
             "device": property(lambda self: _CUDA),
             "get_device": lambda self: 0,
         }
-        for name, value in tensor_answers.items():
+        for name, value in tensor_replacements.items():
             stack.enter_context(mock.patch.object(torch.Tensor, name, value))
         # torch.compile reads this when it is imported while CUDA reports that it is available
         stack.enter_context(
@@ -263,7 +263,7 @@ def pretend_gpu(target: Any) -> Iterator[None]:
             mock.patch.object(torch.nn.Module, "cuda", lambda self, device=None: self)
         )
         previous_driver = getattr(driver, "_active", None)
-        driver.set_active(_pretend_driver(target))
+        driver.set_active(_simulated_driver(target))
         stack.callback(_restore_driver, driver, previous_driver)
         stack.enter_context(_CpuMode())
         yield

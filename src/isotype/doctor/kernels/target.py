@@ -17,7 +17,7 @@ from .calls import WrapperCalls, check_wrapper, split_calls, trap_launches
 from .checker import Report, check
 from .infer import returns_value
 from .signature import DEFAULT_TARGET, is_kernel, parse_target, require_triton, unwrap_kernel
-from .simulated_gpu import pretend_gpu
+from .simulated_gpu import simulate_gpu
 
 
 def check_target(text: str, targets: Sequence[str] | None = None) -> Report:
@@ -27,14 +27,14 @@ def check_target(text: str, targets: Sequence[str] | None = None) -> Report:
     Raises   UsageError if it cannot be loaded, or holds no kernel
     """
     require_triton()
-    chosen = list(targets) if targets else None
-    for target in chosen or []:
+    requested_targets = list(targets) if targets else None
+    for target in requested_targets or []:
         parse_target(target)
     location, _, name = text.partition(":")
     modules = load_modules(location)
     module = modules[0]
     resolved_targets = (
-        chosen or [str(t) for t in getattr(module, "TARGETS", [])] or [DEFAULT_TARGET]
+        requested_targets or [str(t) for t in getattr(module, "TARGETS", [])] or [DEFAULT_TARGET]
     )
     report = Report()
     if name:
@@ -61,7 +61,7 @@ def load_modules(location: str) -> list[ModuleType]:
         except Exception:
             # the module may select a driver or a device when it is imported, so it is imported
             # again with a simulated GPU
-            with pretend_gpu(parse_target(DEFAULT_TARGET)):
+            with simulate_gpu(parse_target(DEFAULT_TARGET)):
                 return _import_modules(location)
 
 
@@ -142,11 +142,16 @@ def _check_kernel(
     signatures = (
         matrix if isinstance(matrix, Mapping) and matrix else getattr(module, "MATRIX", None)
     )
-    fits = isinstance(signatures, Mapping) and all(
+    is_matching = isinstance(signatures, Mapping) and all(
         set(s) <= set(unwrap_kernel(kernel).function.arg_names) for s in signatures.values()
     )
     report.add(
-        check(kernel, signatures if fits else None, getattr(module, "CONSTEXPRS", None), targets)
+        check(
+            kernel,
+            signatures if is_matching else None,
+            getattr(module, "CONSTEXPRS", None),
+            targets,
+        )
     )
 
 

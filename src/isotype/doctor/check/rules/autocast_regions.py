@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from ....finding import Finding, Place, Severity
 
 CODE = "CF018"
-_WORTH_PARSING = re.compile(r"autocast.*\.(?:backward|manual_backward|step)\(", re.DOTALL)
+_RELEVANT_CODE = re.compile(r"autocast.*\.(?:backward|manual_backward|step)\(", re.DOTALL)
 _LOSS_NAME = re.compile(r"loss|^(scale|accelerator|fabric|sum|mean)$", re.IGNORECASE)
 _OPTIMIZER_NAME = re.compile(r"optim|^opt(_\w+)?$|^(grad_)?scaler$", re.IGNORECASE)
 _OTHER_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
@@ -34,7 +34,7 @@ def autocast_around_backward(text: str, display_path: str) -> Iterator[Finding]:
     functions that the region calls. Regions with `enabled=False` are skipped. In a folder, test
     files are not read.
     """
-    if not _WORTH_PARSING.search(text):
+    if not _RELEVANT_CODE.search(text):
         return
     try:
         tree = ast.parse(text)
@@ -47,7 +47,7 @@ def autocast_around_backward(text: str, display_path: str) -> Iterator[Finding]:
         for a in n.names
         if a.name == "autocast" and a.asname
     }
-    for region, symbol in _regions(tree, {"autocast", *aliases}):
+    for region, symbol in _find_autocast_regions(tree, {"autocast", *aliases}):
         for call, is_disabled_between in _method_calls(region):
             if (violation := _classify_call(call)) is None:
                 continue
@@ -67,7 +67,9 @@ def autocast_around_backward(text: str, display_path: str) -> Iterator[Finding]:
             )
 
 
-def _regions(tree: ast.Module, names: set[str]) -> Iterator[tuple[ast.With | ast.FunctionDef, str]]:
+def _find_autocast_regions(
+    tree: ast.Module, names: set[str]
+) -> Iterator[tuple[ast.With | ast.FunctionDef, str]]:
     """The `with` statements and decorated functions that switch autocast on, each with the
     qualified name of the enclosing function or class.
     """

@@ -71,7 +71,7 @@ def make_finding(
     )
 
 
-error = partial(make_finding, Severity.ERROR)
+make_error = partial(make_finding, Severity.ERROR)
 
 
 def _parse_rows(section: Section) -> list[dict[str, str]]:
@@ -109,13 +109,13 @@ def load_sheet(path: Path) -> dict[str, list[Section]]:
 
 def register_sheet(path: Path) -> None:
     """Adds the rules of one sheet to `RULES`."""
-    for code, parts in load_sheet(path).items():
+    for code, sections in load_sheet(path).items():
 
-        def find(record: Record, parts: list[Section] = parts) -> Iterator[Finding]:
-            for section in parts:
+        def find(record: Record, sections: list[Section] = sections) -> Iterator[Finding]:
+            for section in sections:
                 yield from _find_section(section, record)
 
-        find.__doc__ = parts[0].page
+        find.__doc__ = sections[0].page
         rule(code)(find)
 
 

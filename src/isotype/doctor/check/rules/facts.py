@@ -29,24 +29,26 @@ from ..settings import (
 from ..tools import RULE_KEYS
 
 
-def _evaluated_before_training(r: Record) -> Setting | None:
+def _find_early_evaluation(record: Record) -> Setting | None:
     """The program's first call of evaluate or predict, if a call of train follows it."""
     calls = [
         (s.line or 0, name.partition("@")[0], s)
-        for name, s in r.facts.tool_settings("code")
+        for name, s in record.facts.tool_settings("code")
         if "@" in name
     ]
     calls.sort(key=lambda call: call[0])
-    first = next((call for call in calls if call[1] in ("evaluate", "predict")), None)
-    if first and any(call[1] == "train" and call[0] > first[0] for call in calls):
-        return first[2]
+    evaluation_call = next((call for call in calls if call[1] in ("evaluate", "predict")), None)
+    if evaluation_call and any(
+        call[1] == "train" and call[0] > evaluation_call[0] for call in calls
+    ):
+        return evaluation_call[2]
     return None
 
 
-def _undivided_size(r: Record) -> Setting | None:
+def _find_indivisible_size(record: Record) -> Setting | None:
     """A size of the model that is not divisible by the FP8 block size."""
-    block = r.facts.value("checkpoint.quantization_config.weight_block_size")
-    if not isinstance(block, list) or len(block) != 2:
+    block_size = record.facts.value("checkpoint.quantization_config.weight_block_size")
+    if not isinstance(block_size, list) or len(block_size) != 2:
         return None
     for name in (
         "hidden_size",
@@ -55,38 +57,38 @@ def _undivided_size(r: Record) -> Setting | None:
         "q_lora_rank",
         "vocab_size",
     ):
-        size = r.facts.get(f"checkpoint.{name}", f"checkpoint.text_config.{name}")
+        size = record.facts.get(f"checkpoint.{name}", f"checkpoint.text_config.{name}")
         if (
             size is not None
             and isinstance(size.value, int)
-            and size.value > int(block[0])
-            and size.value % int(block[0])
+            and size.value > int(block_size[0])
+            and size.value % int(block_size[0])
         ):
             return size
     # the output size of DeepSeek's kv_a_proj_with_mqa: 512 + 64 = 576
-    rank, angles = (
-        r.facts.get(f"checkpoint.{name}") for name in ("kv_lora_rank", "qk_rope_head_dim")
+    kv_rank, rope_size = (
+        record.facts.get(f"checkpoint.{name}") for name in ("kv_lora_rank", "qk_rope_head_dim")
     )
     if (
-        rank
-        and angles
-        and isinstance(rank.value, int)
-        and isinstance(angles.value, int)
-        and (rank.value + angles.value) % int(block[0])
+        kv_rank
+        and rope_size
+        and isinstance(kv_rank.value, int)
+        and isinstance(rope_size.value, int)
+        and (kv_rank.value + rope_size.value) % int(block_size[0])
     ):
         return replace(
-            rank,
-            value=rank.value + angles.value,
-            key=f"{rank.key} + {angles.key.rpartition('.')[2]}",
+            kv_rank,
+            value=kv_rank.value + rope_size.value,
+            key=f"{kv_rank.key} + {rope_size.key.rpartition('.')[2]}",
         )
     return None
 
 
-def _rounded_activations(r: Record) -> Setting | None:
+def _find_rounded_activations(record: Record) -> Setting | None:
     """The setting of compressed-tensors or torchao in a published checkpoint that demands rounded
     activations.
     """
-    for setting in r.facts.nested_settings("checkpoint.quantization_config"):
+    for setting in record.facts.nested_settings("checkpoint.quantization_config"):
         if (
             ".config_groups." in setting.key
             and ".input_activations" in setting.key
@@ -98,10 +100,10 @@ def _rounded_activations(r: Record) -> Setting | None:
     return None
 
 
-def _precision_plugin(r: Record) -> Setting | None:
+def _find_precision_plugin(record: Record) -> Setting | None:
     candidates = (
         (name, s, f"{s.value}{name}".lower().replace("trainer.precision", ""))
-        for name, s in r.facts.tool_settings("lightning")
+        for name, s in record.facts.tool_settings("lightning")
     )
     return next(
         (s for name, s, text in candidates if "plugins" in name.split(".") and "precision" in text),
@@ -117,12 +119,12 @@ _RECORD_FACTS: dict[str, Callable[[Record], Any]] = {
     "checkpoint dtype": lambda r: r.facts.get(*CHECKPOINT_DTYPE_KEYS),
     "deepspeed": lambda r: find_deepspeed(r.facts),
     "deepspeed half": deepspeed_half,
-    "evaluated before training": _evaluated_before_training,
+    "evaluated before training": _find_early_evaluation,
     "full": lambda r: r.trains_every_weight,
     "learning rate": lambda r: r.learning_rate,
-    "precision plugin": _precision_plugin,
-    "rounded activations": _rounded_activations,
-    "undivided size": _undivided_size,
+    "precision plugin": _find_precision_plugin,
+    "rounded activations": _find_rounded_activations,
+    "undivided size": _find_indivisible_size,
     "unsloth": lambda r: any(d.attributes.get("unsloth") for d in r.facts.documents),
     "device": lambda r: r.device,
     "fsdp": lambda r: find_fsdp(r.facts),
@@ -202,7 +204,7 @@ def _first_nested(facts: RuleFacts, prefixes: str) -> Setting | None:
     )
 
 
-def _is_computed(facts: RuleFacts, name: str) -> bool:
+def _is_value_unknown(facts: RuleFacts, name: str) -> bool:
     """Whether a program computes the value of a setting, so that it is unknown."""
     tool, _, key = name.partition(".")
     return any(
@@ -250,7 +252,7 @@ class RuleFacts(sheets.Facts):
             lambda f, key: deepspeed_setting(f.record.facts, key), RULE_KEYS["deepspeed"]
         ),
         "has": sheets.Function(lambda f, tool: f.record.facts.has(tool), RULE_KEYS),
-        "unknown": sheets.Function(_is_computed, _KEYS),
+        "unknown": sheets.Function(_is_value_unknown, _KEYS),
     }
     readings = {
         " as dtype": _read_value(parse_dtype),

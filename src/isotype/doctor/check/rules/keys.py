@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from ....dtypes import torch_dtype_name
 from ....finding import Finding
-from ..python_calls import Name
+from ..python_calls import DottedName
 from ..settings import (
     Record,
     Setting,
@@ -18,7 +18,7 @@ from ..settings import (
     parse_boolean,
     parse_dtype,
 )
-from .base import error, rule
+from .base import make_error, rule
 
 _EXCLUSIVE_PAIRS = (
     ("hf.bf16_full_eval", "hf.fp16_full_eval"),
@@ -27,16 +27,16 @@ _EXCLUSIVE_PAIRS = (
 )
 
 
-def _enabled_siblings(r: Record) -> Iterator[tuple[Setting, Setting]]:
+def _enabled_siblings(record: Record) -> Iterator[tuple[Setting, Setting]]:
     """The pairs of `bf16` and `fp16` settings that are both on in the same section of any tool."""
-    for document in r.facts.documents:
+    for document in record.facts.documents:
         if document.tool in ("env", "checkpoint", "code"):
             continue
         for key, fp16 in document.settings.items():
-            prefix, _, last = key.rpartition(".")
+            prefix, _, key_name = key.rpartition(".")
             bf16 = document.settings.get(f"{prefix}.bf16" if prefix else "bf16")
             if (
-                last == "fp16"
+                key_name == "fp16"
                 and bf16 is not None
                 and parse_boolean(fp16.value) is parse_boolean(bf16.value) is True
             ):
@@ -44,7 +44,7 @@ def _enabled_siblings(r: Record) -> Iterator[tuple[Setting, Setting]]:
 
 
 @rule("CF001")
-def both_halves(r: Record) -> Iterator[Finding]:
+def both_half_formats_enabled(record: Record) -> Iterator[Finding]:
     """fp16 and bf16 are both on
 
     **Why it matters.** The two exclude each other: fp16 needs loss scaling, bf16 has the range of
@@ -56,11 +56,11 @@ def both_halves(r: Record) -> Iterator[Finding]:
 
     **What to do.** Keep one of them: bf16 on Ampere and newer GPUs, else fp16.
     """
-    f = r.facts
+    facts = record.facts
     for bf16, fp16 in [
-        *_enabled_siblings(r),
+        *_enabled_siblings(record),
         *(
-            (f.first_enabled(bf16_key), f.first_enabled(fp16_key))
+            (facts.first_enabled(bf16_key), facts.first_enabled(fp16_key))
             for bf16_key, fp16_key in _EXCLUSIVE_PAIRS
         ),
     ]:
@@ -68,7 +68,7 @@ def both_halves(r: Record) -> Iterator[Finding]:
             effect = "the trainer refuses to start, or takes whichever it looks at first"
             if "pure" in bf16.key:
                 effect = "there is no error: bf16 weights run under fp16 autocast with a GradScaler"
-            yield error(
+            yield make_error(
                 f"{fp16.key} and {bf16.key} are both on",
                 fp16,
                 bf16,
@@ -79,10 +79,10 @@ def both_halves(r: Record) -> Iterator[Finding]:
                 ),
                 current_effect=effect,
             )
-    bf16 = deepspeed_setting(f, "bf16.enabled")
-    fp16 = deepspeed_setting(f, "fp16.enabled")
+    bf16 = deepspeed_setting(facts, "bf16.enabled")
+    fp16 = deepspeed_setting(facts, "fp16.enabled")
     if bf16 and fp16 and parse_boolean(bf16.value) and parse_boolean(fp16.value):
-        yield error(
+        yield make_error(
             "DeepSpeed's fp16 and bf16 sections are both enabled",
             fp16,
             bf16,
@@ -94,21 +94,24 @@ def both_halves(r: Record) -> Iterator[Finding]:
             fix='keep one section enabled, and "enabled": false or "auto" in the other',
         )
     if bf16 and fp16 and str(bf16.value) == str(fp16.value) == "auto":
-        for train, evaluate in (("hf.bf16", "hf.fp16_full_eval"), ("hf.fp16", "hf.bf16_full_eval")):
-            flag = f.first_enabled(train)
-            full = f.first_enabled(evaluate)
-            if flag and full:
-                yield error(
-                    f"{flag.key} with {full.key} enables both of DeepSpeed's sections",
-                    full,
-                    flag,
+        for train_key, evaluate_key in (
+            ("hf.bf16", "hf.fp16_full_eval"),
+            ("hf.fp16", "hf.bf16_full_eval"),
+        ):
+            training_flag = facts.first_enabled(train_key)
+            full_eval_flag = facts.first_enabled(evaluate_key)
+            if training_flag and full_eval_flag:
+                yield make_error(
+                    f"{training_flag.key} with {full_eval_flag.key} enables both of DeepSpeed's sections",
+                    full_eval_flag,
+                    training_flag,
                     fp16,
                     bf16,
                     cause=(
                         '"auto" takes a section on when either the training or the full_eval flag'
                         " of that half is set: both fp16 and bf16 are on"
                     ),
-                    fix=f"evaluate in the same half as training: remove {full.key}",
+                    fix=f"evaluate in the same half as training: remove {full_eval_flag.key}",
                     current_effect="DeepSpeed refuses to start",
                 )
 
@@ -119,7 +122,7 @@ _NOT_FOR_STORAGE = ("half", "float", "double")
 
 
 @rule("CF043")
-def unresolvable_dtype_name(r: Record) -> Iterator[Finding]:
+def unresolvable_dtype_name(record: Record) -> Iterator[Finding]:
     """A dtype of weights has a name that is not found: `torch.bfloat16`, `bf16`
 
     **Why it matters.** `bnb_4bit_compute_dtype`, and a string that is passed as `dtype` to
@@ -131,37 +134,38 @@ def unresolvable_dtype_name(r: Record) -> Iterator[Finding]:
 
     **What to do.** Write `"bfloat16"`.
     """
-    for document in r.facts.documents:
+    for document in record.facts.documents:
         if document.tool not in ("model", "hf", "peft", "axolotl"):
             continue
         reported = set()
         for key, setting in document.settings.items():
-            last = key.rpartition(".")[2]
+            key_name = key.rpartition(".")[2]
             dtype_name = setting.value
             is_load_dtype = (
                 key in ("dtype", "torch_dtype")
                 and document.attributes.get("reader") == "python"
                 and document.tool == "model"
             )
-            is_torch_attribute = last in ("bnb_4bit_compute_dtype", "bnb_4bit_quant_storage") or (
-                is_load_dtype and not document.attributes.get("unsloth")
-            )
-            if not is_torch_attribute or (last, setting.line) in reported:
+            is_torch_attribute = key_name in (
+                "bnb_4bit_compute_dtype",
+                "bnb_4bit_quant_storage",
+            ) or (is_load_dtype and not document.attributes.get("unsloth"))
+            if not is_torch_attribute or (key_name, setting.line) in reported:
                 continue
-            if not isinstance(dtype_name, str) or isinstance(dtype_name, Name):
+            if not isinstance(dtype_name, str) or isinstance(dtype_name, DottedName):
                 continue
-            is_storage_dtype = last == "bnb_4bit_quant_storage"
+            is_storage_dtype = key_name == "bnb_4bit_quant_storage"
             if (
                 dtype_name.startswith("torch.")
                 or dtype_name in _NOT_TORCH_NAMES
                 or (is_storage_dtype and dtype_name in _NOT_FOR_STORAGE)
             ):
-                reported.add((last, setting.line))
+                reported.add((key_name, setting.line))
                 dtype = parse_dtype(dtype_name) or dtype_name.removeprefix("torch.")
-                fix = f'{last}: "{torch_dtype_name(dtype)}"'
+                fix = f'{key_name}: "{torch_dtype_name(dtype)}"'
                 if is_storage_dtype:
-                    yield error(
-                        f"{last} does not take {dtype_name!r}",
+                    yield make_error(
+                        f"{key_name} does not take {dtype_name!r}",
                         setting,
                         cause=(
                             "the string must be one of float16, bfloat16, float32, float64, int8"
@@ -171,8 +175,8 @@ def unresolvable_dtype_name(r: Record) -> Iterator[Finding]:
                         current_effect="loading stops with a ValueError",
                     )
                 else:
-                    yield error(
-                        f"{last}: {dtype_name!r} is not a name in torch",
+                    yield make_error(
+                        f"{key_name}: {dtype_name!r} is not a name in torch",
                         setting,
                         cause=(
                             "the string is looked up as an attribute of torch, and must be torch's"
@@ -196,7 +200,7 @@ _FP16_ONLY = {
 
 
 @rule("CF055")
-def deepspeed_foreign_keys(r: Record) -> Iterator[Finding]:
+def fp16_keys_in_bf16_section(record: Record) -> Iterator[Finding]:
     """A key of fp16 is in DeepSpeed's bf16 section
 
     **Why it matters.** bf16 has no loss scaling, and DeepSpeed refuses unknown keys.
@@ -205,28 +209,28 @@ def deepspeed_foreign_keys(r: Record) -> Iterator[Finding]:
 
     **What to do.** Remove them.
     """
-    for document in r.facts.documents:
+    for document in record.facts.documents:
         for key, setting in document.settings.items():
-            section, _, last = key.rpartition(".")
+            section, _, key_name = key.rpartition(".")
             if (
-                last in _FP16_ONLY
+                key_name in _FP16_ONLY
                 and section.rpartition(".")[2] == "bf16"
                 and (document.tool == "deepspeed" or "deepspeed" in key)
             ):
-                yield error(
-                    f"{last} does not belong in DeepSpeed's bf16 section",
+                yield make_error(
+                    f"{key_name} does not belong in DeepSpeed's bf16 section",
                     setting,
                     cause=(
-                        f"{last} is an fp16 loss scaling key; bf16 has none, and extra keys are"
+                        f"{key_name} is an fp16 loss scaling key; bf16 has none, and extra keys are"
                         " refused"
                     ),
-                    fix=f"remove {last} from the bf16 section",
+                    fix=f"remove {key_name} from the bf16 section",
                     current_effect="DeepSpeed stops",
                 )
 
 
 @rule("CF060")
-def wrong_policy_keys(r: Record) -> Iterator[Finding]:
+def wrong_policy_keys(record: Record) -> Iterator[Finding]:
     """A mixed precision policy with a key of the other FSDP version
 
     **Why it matters.** The policy of FSDP1 has `buffer_dtype`, the policy of FSDP2 has
@@ -237,27 +241,27 @@ def wrong_policy_keys(r: Record) -> Iterator[Finding]:
 
     **What to do.** Use the keys of the FSDP version that is set.
     """
-    f = r.facts
-    version, version_setting = fsdp_version(f)
-    for document in f.documents:
+    facts = record.facts
+    version, version_setting = fsdp_version(facts)
+    for document in facts.documents:
         if document.tool != "fsdp" or document.attributes.get("reader") != "python":
             continue
         for key, setting in document.settings.items():
-            section, _, last = key.rpartition(".")
+            section, _, key_name = key.rpartition(".")
             if section.rpartition(".")[2].removeprefix("fsdp_") != "mixed_precision_policy":
                 continue
-            if (version == 2 and last == "buffer_dtype") or (
-                version in (1, None) and last == "output_dtype"
+            if (version == 2 and key_name == "buffer_dtype") or (
+                version in (1, None) and key_name == "output_dtype"
             ):
                 valid_key = "output_dtype" if version == 2 else "buffer_dtype"
-                yield error(
-                    f"{last} in the policy of FSDP{version or 1}",
+                yield make_error(
+                    f"{key_name} in the policy of FSDP{version or 1}",
                     setting,
-                    version_setting or find_fsdp(f),
+                    version_setting or find_fsdp(facts),
                     cause=(
                         f"the mixed precision policy of FSDP{version or 1} has param_dtype,"
-                        f" reduce_dtype and {valid_key}, and no {last}"
+                        f" reduce_dtype and {valid_key}, and no {key_name}"
                     ),
-                    fix=f"{valid_key} instead of {last}",
+                    fix=f"{valid_key} instead of {key_name}",
                     current_effect="accelerate stops: Invalid mixed precision policy",
                 )
