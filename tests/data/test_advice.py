@@ -144,8 +144,8 @@ COLUMNS: list[tuple[dict[str, Any], dict[str, str]]] = [
         {"instruction": "question", "output": "answer", "input": "context"},
     ),
     (
-        {"Instruction": "Add.", "Input": "1, 2", "Output ": "3"},
-        {"instruction": "Instruction", "input": "Input", "output": "Output "},
+        {"Question": "q", "Answer ": "a", "Context": "c"},
+        {"instruction": "Question", "output": "Answer ", "input": "Context"},
     ),
 ]
 

@@ -137,7 +137,7 @@ WRONG: list[tuple[Any, str]] = [
         "prompt and completion must both be text, or both lists",
     ),
     (
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "input_audio", "data": "x"}]}]},
         "messages[0].content[0] must",
     ),
     (

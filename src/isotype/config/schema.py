@@ -102,7 +102,7 @@ class DataSection(Section):
     train: str | list[str | dict[str, Any]] | None = None
     """Training data: a file, folder, glob, `hf:NAME` (a dataset of the hub) or `stdlib` (questions
     and answers from Python's docstrings), or a list of these. An entry of the list can be a mapping
-    with `name`, `weight`, `format`, `columns`, `limit`, `subset`, `split`, `revision`.
+    with `name`, `weight`, `format`, `columns`, `roles`, `limit`, `subset`, `split`, `revision`.
     """
     eval: str | list[str | dict[str, Any]] | dict[str, str | list[str | dict[str, Any]]] | None = (
         None
@@ -130,7 +130,13 @@ class DataSection(Section):
     """
     columns: dict[str, str | None] | None = None
     """Renames keys of the data: `{prompt: question, completion: answer}` reads `question` as the
-    prompt. `{label: null}` ignores the data's key `label` without a warning.
+    prompt. `{label: null}` ignores the data's key `label` without a warning. `role`, `content`,
+    `tool_calls`, `reasoning_content`, `weight` and `train` are keys of a turn: `{messages: dialog,
+    role: speaker, content: text}`.
+    """
+    roles: dict[str, str | list[str]] | None = None
+    """The data's words for the roles of turns: `{user: [customer, caller], assistant: agent}`. Common
+    words (`human`, `gpt`) are known.
     """
     max_length: PositiveInt = 1024
     """Longest row in tokens. Longer rows are cut at the end, and counted."""

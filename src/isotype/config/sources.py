@@ -36,6 +36,7 @@ class SourceSpec:
     weight: float | None = None
     format: str = "auto"
     columns: Mapping[str, str | None] | None = None
+    roles: Mapping[str, str] | None = None
     limit: int | None = None
     subset: str | None = None
     split: str = "train"
@@ -290,7 +291,7 @@ def _is_column_mapping(columns: Any, *, allow_null: bool) -> bool:
 def _build_spec(
     settings: dict[str, Any], location: str, data: DataSection, group: str
 ) -> SourceSpec:
-    merged = {"columns": data.columns, "format": data.format} | {
+    merged = {"columns": data.columns, "roles": data.roles, "format": data.format} | {
         key: value for key, value in settings.items() if value is not None
     }
     settings = _check_entry(
@@ -327,7 +328,35 @@ def _build_spec(
         hint = f", did you mean {near[0]}?" if near else f": one of {' '.join(FORMATS)}"
         raise UsageError(f"{location}.format: unknown format {format_name!r}{hint}")
     limits = [n for n in (limit, data.limit) if n is not None]
-    return SourceSpec(**settings | {"group": group, "limit": min(limits) if limits else None})
+    roles = _invert_roles(settings.get("roles"), location)
+    limit = min(limits) if limits else None
+    return SourceSpec(**settings | {"group": group, "limit": limit, "roles": roles})
+
+
+# the roles of turns that `data.roles` gives other words
+ROLE_NAMES = ("system", "user", "assistant", "tool", "function_call", "developer")
+
+
+def _invert_roles(roles: Any, location: str) -> dict[str, str] | None:
+    """The data's word for a role -> ours. Raises UsageError."""
+    if not roles:
+        return None
+    if not isinstance(roles, dict):
+        raise UsageError(
+            f"{location}.roles: expected a mapping of roles to the data's words, as"
+            f" {{user: customer, assistant: agent}}, got {roles!r}"
+        )
+    names: dict[str, str] = {}
+    for role, words in roles.items():
+        if role not in ROLE_NAMES:
+            raise unknown_key(f"{location}.roles", str(role), ROLE_NAMES)
+        for word in [words] if isinstance(words, str) else words or []:
+            if not isinstance(word, str):
+                raise UsageError(f"{location}.roles.{role}: expected text, got {word!r}")
+            if names.get(word, role) != role:
+                raise UsageError(f"{location}.roles: {word} is {names[word]} and {role}")
+            names[word] = role
+    return names
 
 
 def source_names(value: Any) -> list[str]:

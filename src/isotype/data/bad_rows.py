@@ -40,10 +40,18 @@ class RowError(UsageError):
 class EmptyAnswer(RowError):
     """Raised for a row whose answer is empty or white space."""
 
+    reason = EMPTY_REASON
+
+
+class NoLabel(EmptyAnswer):
+    """Nothing says whether the answer of the row is wanted."""
+
+    reason = "no label says whether the answer is wanted"
+
 
 @dataclass(frozen=True, slots=True)
 class BadRow:
-    """A row that is left out. `empty`: the reason is that its answer is empty."""
+    """A row that is left out. `empty`: the reason is that its answer is empty or has no label."""
 
     location: str
     reason: str
@@ -57,13 +65,9 @@ class BadRow:
         """
         if not error.message.startswith(f"{location}: "):
             raise error
-        empty = isinstance(error, EmptyAnswer)
-        return cls(
-            location,
-            EMPTY_REASON if empty else error.message.removeprefix(f"{location}: "),
-            error.fix,
-            empty,
-        )
+        if isinstance(error, EmptyAnswer):
+            return cls(location, error.reason, error.fix, empty=True)
+        return cls(location, error.message.removeprefix(f"{location}: "), error.fix)
 
 
 @dataclass

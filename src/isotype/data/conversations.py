@@ -18,22 +18,16 @@ from typing import Any
 
 from .bad_rows import EmptyAnswer, RowError
 from .records import RepeatedKey, parse_json
+from .row_keys import ROLES, SHAREGPT_ROLES
 
 Message = dict[str, Any]
 # keys of a turn that say whether it is learnt: `weight` is OpenAI's, the others are from axolotl's
 # data
 LEARN_KEYS = ("weight", "train", "training")
-ROLES = ("system", "developer", "user", "assistant", "tool")
 _ROLE_ALIASES = {
     "human": "user",
     **dict.fromkeys(("gpt", "model", "bot", "ai", "chatbot"), "assistant"),
 }
-# values of ShareGPT's `from` in data sets -> roles
-_SHAREGPT_ROLES = {
-    "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
-    "bing": "assistant", "bard": "assistant", "model": "assistant", "function_call": "function_call", "tool_call": "function_call",
-    "tool": "tool", "observation": "tool", "function_response": "tool", "tool_response": "tool",
-}  # fmt: skip
 
 THOUGHT_KEYS = ("reasoning_content", "thinking")  # keys of a turn that contain its thoughts
 BEGIN_THOUGHTS = "<think>"
@@ -60,7 +54,17 @@ def chat_messages(
         raise RowError(
             f"{location}: {key} must be a list of {{role, content}}, got {json_kind(messages)}"
         )
+    if is_sharegpt(messages):
+        return sharegpt_messages(messages, key, location)
     return tuple(_check_message(m, f"{key}[{i}]", location) for i, m in enumerate(messages))
+
+
+def is_sharegpt(turns: Sequence[Any]) -> bool:
+    """Whether they are turns of `from` and `value`."""
+    return bool(turns) and all(
+        isinstance(turn, dict) and "role" not in turn and {"from", "value"} <= turn.keys()
+        for turn in turns
+    )
 
 
 def sharegpt_messages(value: Any, key: str, location: str) -> tuple[Message, ...]:
@@ -160,12 +164,10 @@ def _check_message(raw_message: Any, key: str, location: str) -> Message:
             f"{path} must be an object with role and content, got {json_kind(raw_message)}"
         )
     if "role" not in raw_message:
-        if "from" in raw_message and "value" in raw_message:
-            raise RowError(
-                f"{path} has from and value: that is ShareGPT, whose key is conversations:"
-                " data.columns: {conversations: messages}"
-            )
         raise RowError(f"{path} has no role{_suggestion('role', raw_message)}")
+    if raw_message["role"] == "function_call":  # ShareGPT's, under OpenAI's keys
+        _check_learn_keys(raw_message, path)
+        return _call_message(raw_message, raw_message.get("content"), f"{path}.content", path)
     message = _modernise_message(raw_message)
     role = message["role"]
     if role not in ROLES:
@@ -227,6 +229,7 @@ def _check_content(content: Any, path: str, *, may_be_empty: bool) -> Any:
     them are returned unchanged.
     """
     if isinstance(content, list):
+        content = [_convert_picture_part(part) for part in content]
         if any(isinstance(part, dict) and part.get("type") == "image" for part in content):
             return content
         content = "".join(
@@ -237,6 +240,15 @@ def _check_content(content: Any, path: str, *, may_be_empty: bool) -> Any:
     if not isinstance(content, str):
         raise RowError(f"{path}.content must be text, got {json_kind(content)}")
     return content
+
+
+def _convert_picture_part(part: Any) -> Any:
+    """OpenAI's `{type: image_url, image_url: {url: ...}}` as a part of type `image`."""
+    if not isinstance(part, dict) or part.get("type") != "image_url":
+        return part
+    picture = part.get("image_url")
+    url = picture.get("url") if isinstance(picture, dict) else picture
+    return {"type": "image"} if url is None else {"type": "image", "url": url}
 
 
 PICTURE_MARK = "<image>"  # the placeholder of a picture in texts of LLaVA and ShareGPT
@@ -368,7 +380,7 @@ def _convert_sharegpt_turn(turn: Any, turn_key: str, location: str) -> Message:
     for key in ("from", "value"):
         if key not in turn:
             raise RowError(f"{path} has no {key}{_suggestion(key, turn)}")
-    role = _SHAREGPT_ROLES.get(str(turn["from"]).lower())
+    role = SHAREGPT_ROLES.get(str(turn["from"]).lower())
     if role is None:
         raise RowError(
             f"{path}.from: unknown role {turn['from']!r}: use human, gpt, system, function_call or"
@@ -376,19 +388,8 @@ def _convert_sharegpt_turn(turn: Any, turn_key: str, location: str) -> Message:
         )
     _check_learn_keys(turn, path)
     value = turn["value"]
-    other_keys = {
-        key: item
-        for key, item in turn.items()
-        if key not in ("from", "value", "role", "content", "tool_calls")
-    }
     if role == "function_call":
-        call = parse_json_cell(value, f"{path}.value")
-        return {
-            **other_keys,
-            "role": "assistant",
-            "content": "",
-            "tool_calls": _check_calls(call if isinstance(call, list) else [call], path),
-        }
+        return _call_message(turn, value, f"{path}.value", path)
     if (
         role == "assistant"
         and is_learnt(turn)
@@ -397,7 +398,28 @@ def _convert_sharegpt_turn(turn: Any, turn_key: str, location: str) -> Message:
         raise EmptyAnswer(f"{path}.value is empty: the row has no target")
     if not isinstance(value, str):
         raise RowError(f"{path}.value must be text, got {json_kind(value)}")
-    return {**other_keys, "role": role, "content": value}
+    return {**_other_keys(turn), "role": role, "content": value}
+
+
+def _other_keys(turn: Message) -> Message:
+    """What a turn says of itself beside its role and content."""
+    return {
+        key: item
+        for key, item in turn.items()
+        if key not in ("from", "value", "role", "content", "tool_calls")
+    }
+
+
+def _call_message(turn: Message, value: Any, value_path: str, path: str) -> Message:
+    """The turn of a model that calls a function, whose call is `value` as JSON."""
+    call = parse_json_cell(value, value_path)
+    calls = call if isinstance(call, list) else [call]
+    return {
+        **_other_keys(turn),
+        "role": "assistant",
+        "content": "",
+        "tool_calls": _check_calls(calls, path),
+    }
 
 
 def _suggestion(key: str, row: Message) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
-from .bad_rows import EMPTY_REASON, BadRow, BadRows, RowError
+from .bad_rows import BadRow, BadRows, RowError
 from .chat import ChatTemplate, Span
 from .conversations import DOUBLED_THOUGHTS, PICTURE_MARK, learns_empty_thoughts
 from .formats import Example, Message
@@ -56,10 +56,12 @@ class Tally:
         self.first_dropped.setdefault(reason, location)
 
     def note_bad(self, row: BadRow) -> None:
-        """Counts a row that cannot be used. A row with an empty answer is also counted as dropped."""
+        """Counts a row that cannot be used. A row with an empty answer, or without a label, is also
+        counted as dropped.
+        """
         self.bad.add(row)
         if row.empty:
-            self.drop(EMPTY_REASON, row.location)
+            self.drop(row.reason, row.location)
 
     def to_dict(self) -> dict[str, Any]:
         return vars(self) | {"bad": self.bad.to_dict()}

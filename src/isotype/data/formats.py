@@ -10,18 +10,21 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from ..errors import UsageError
-from .bad_rows import EmptyAnswer, RowError
+from .bad_rows import EmptyAnswer, NoLabel, RowError
+from .columns import NamedRow, describe_name, name_columns, used_names
 from .conversations import (
     Message,
     add_system_prompt,
     chat_messages,
     is_learnt,
+    is_sharegpt,
     json_kind,
     parse_json_cell,
     read_tools,
@@ -29,20 +32,30 @@ from .conversations import (
     sharegpt_messages,
     take_pictures,
 )
-from .key_hints import column_hint, list_keys, suggest_key, unknown_row_hint
+from .key_hints import (
+    column_hint,
+    judged_row_hint,
+    list_keys,
+    suggest_key,
+    unknown_row_hint,
+)
 from .read import Record
 from .row_keys import (
+    ALPACA_KEYS,
     ANSWER_KEYS,
     CONVERSATION_KEYS,
     FORMATS,
+    PAIR_PROMPT_KEYS,
     PICTURE_KEYS,
     PREFERENCE_KEYS,
     SCORE_KEYS,
     TURN_KEYS,
     Columns,
     FormatName,
+    Roles,
+    labelled_format,
 )
-from .verdicts import LEARN_LABELS_FIX, refuse_unwanted_answer
+from .verdicts import LEARN_LABELS_FIX, parse_verdict, refuse_unwanted_answer
 
 _LEARN_PAIRS_FIX = "train.objective=dpo learns from pairs (docs/preferences.md)"
 
@@ -74,17 +87,9 @@ _JUDGED_FORMATS: Mapping[FormatName, JudgedFormat] = {
     "labelled": JudgedFormat(
         ("label",),
         "answers with a label",
-        "rows with prompt, completion and label, which is true or false",
+        "rows with prompt, completion and label, which is true or false, or messages and label",
         LEARN_LABELS_FIX,
     ),
-}
-_LABEL_VALUES: Mapping[Any, bool] = {
-    True: True,
-    False: False,
-    "true": True,
-    "false": False,
-    "1": True,
-    "0": False,
 }
 
 
@@ -121,6 +126,7 @@ def detect_format(
     requested: FormatName | Literal["auto"],
     columns: Columns = None,
     *,
+    roles: Roles = None,
     objective_format: FormatName | None = None,
 ) -> tuple[FormatName, str]:
     """Returns the format of a file, detected from its first row, and the reason.
@@ -131,13 +137,15 @@ def detect_format(
                       known format
     """
     _refuse_table(record)
-    row = rename_columns(record, columns)
+    if requested == "auto":
+        row_format = objective_format
+    else:
+        row_format = requested
+    named_row = name_columns(record, columns, roles, row_format=row_format)
+    row = named_row.values
     if objective_format is not None:
-        keys = _check_objective_format(row, requested, objective_format, record.location)
-        return (
-            objective_format,
-            f"the first row ({record.location}) has {_describe_keys(keys, columns)}",
-        )
+        keys = _check_objective_format(named_row, requested, objective_format, record, columns)
+        return objective_format, _format_reason(keys, named_row, record.location)
     if requested in _JUDGED_FORMATS:
         raise UsageError(
             f"data.format: {requested} has no effect: the run learns one answer a row",
@@ -147,22 +155,32 @@ def detect_format(
         _require_keys(row, requested, record.location)
         return requested, f"data.format is {requested}"
     name = _match_format(row, record.location)
-    keys = FORMATS[name].keys
+    return name, _format_reason(FORMATS[name].keys, named_row, record.location)
+
+
+def _format_reason(keys: Sequence[str], row: NamedRow, location: str) -> str:
+    """Which keys of the first row tell its format, and what is read under another name beside
+    them.
+    """
     noun = "keys" if len(keys) > 1 else "key"
-    return name, (
-        f"the first row ({record.location}) has the {noun} {_describe_keys(keys, columns)}"
-    )
+    described = " and ".join(describe_name(key, row.names) for key in keys)
+    others = [describe_name(key, row.names) for key in row.names if key not in keys]
+    beside = f", beside {', '.join(others)}" if others else ""
+    return f"the first row ({location}) has the {noun} {described}{beside}"
 
 
 def _check_objective_format(
-    row: dict[str, Any],
+    named_row: NamedRow,
     requested: FormatName | Literal["auto"],
     objective_format: FormatName,
-    location: str,
+    record: Record,
+    columns: Columns,
 ) -> Sequence[str]:
-    """Returns the keys that show that a row has the objective's format. Raises UsageError for a row
-    of another format.
+    """Returns the keys that show that a row has the objective's format. Raises UsageError for a run
+    that reads another format, RowError for a row without these keys.
     """
+    row = named_row.values
+    location = record.location
     if objective_format == "preference":
         checked_row = _pair_from_scores(row, location)
     else:
@@ -171,8 +189,19 @@ def _check_objective_format(
     if requested not in ("auto", objective_format):
         refuse_other_format(objective_format, f"data.format: {requested}")
     if not any(key in checked_row for key in format_keys):
-        refuse_other_format(objective_format, f"{location}: the row has {list_keys(checked_row)}")
+        column = (columns or {}).get("label")
+        if objective_format == "labelled" and column is not None:
+            raise RowError(f"{location}: no key {column!r}{column_hint('label', column, row)}")
+        refuse_other_format(
+            objective_format,
+            f"{location}: the row has {list_keys(checked_row)}",
+            hint=judged_row_hint(row, objective_format),
+            error_class=RowError,
+        )
     _require_keys(checked_row, objective_format, location)
+    if objective_format == "labelled":
+        inner_format = labelled_format(row)
+        return () if inner_format is None else (*FORMATS[inner_format].keys, "label")
     if checked_row is row:
         return format_keys
     return [key for key in (*ANSWER_KEYS, *SCORE_KEYS) if key in row]
@@ -232,70 +261,30 @@ def _refuse_table(record: Record) -> None:
         )
 
 
-def refuse_other_format(objective_format: FormatName, subject: str) -> NoReturn:
-    """Raises UsageError for data of another format in a run whose objective learns from `objective_format`."""
+def refuse_other_format(
+    objective_format: FormatName,
+    subject: str,
+    *,
+    hint: str = "",
+    error_class: type[UsageError] = UsageError,
+) -> NoReturn:
+    """Raises `error_class` for data of another format in a run whose objective learns from
+    `objective_format`.
+
+    hint  what to write for this row
+    """
     expected = _JUDGED_FORMATS[objective_format]
     other_objectives = "; ".join(
         other.fix for name, other in _JUDGED_FORMATS.items() if name != objective_format
     )
-    raise UsageError(
+    columns_fix = hint or "data.columns names keys that are called otherwise"
+    raise error_class(
         f"{subject}, and train.objective learns from {expected.noun}",
         fix=(
-            f"{expected.rows}; data.columns names keys that are called otherwise; train.objective:"
-            f" sft learns answers; {other_objectives}"
+            f"{expected.rows}; {columns_fix}; train.objective: sft learns answers;"
+            f" {other_objectives}"
         ),
     )
-
-
-def _describe_keys(keys: Sequence[str], columns: Columns) -> str:
-    """Lists the keys of a format, each with the row's name for it."""
-    names = columns or {}
-    return " and ".join(
-        f"{names[key]} (read as {key})" if names.get(key, key) != key else key for key in keys
-    )
-
-
-def rename_columns(record: Record, columns: Columns) -> dict[str, Any]:
-    """Returns the row with its keys renamed as `data.columns` says. A renamed key replaces a key of
-    the row with the same name.
-    """
-    if record.error:
-        raise RowError(f"{record.location}: {record.error}")
-    if not isinstance(record.value, dict):
-        if isinstance(record.value, list):
-            fix = 'name the values of each row: pandas writes them so with orient="records"'
-        else:
-            fix = None
-        raise RowError(
-            f"{record.location}: a row must be an object with keys, got {json_kind(record.value)}",
-            fix=fix,
-        )
-    if not columns:
-        return record.value
-    row = {
-        key: value
-        for key, value in record.value.items()
-        if key not in columns.values() and key not in columns
-    }
-    for key, column in columns.items():
-        if column is None:  # `data.columns: {KEY: null}`: the key is not read
-            continue
-        if key not in (
-            known_keys := {
-                key
-                for row_format in FORMATS.values()
-                for key in row_format.keys + row_format.optional_keys
-            }
-        ):
-            raise UsageError(
-                f"data.columns.{key}: unknown key: one of {', '.join(sorted(known_keys))}"
-            )
-        if column not in record.value:
-            raise RowError(
-                f"{record.location}: no key {column!r}{column_hint(key, column, record.value)}"
-            )
-        row[key] = record.value[column]
-    return row
 
 
 def _pair_from_scores(row: dict[str, Any], location: str) -> dict[str, Any]:
@@ -346,12 +335,17 @@ def _pair_from_scores(row: dict[str, Any], location: str) -> dict[str, Any]:
 
 
 def check_example(
-    record: Record, name: FormatName, *, needs_answer: bool, columns: Columns = None
+    record: Record,
+    name: FormatName,
+    *,
+    needs_answer: bool,
+    columns: Columns = None,
+    roles: Roles = None,
 ) -> Example:
     """Checks one row and returns it as an example. `needs_answer`: the loss is on answers only, so
     that a row without an answer is an error.
     """
-    row = rename_columns(record, columns)
+    row = name_columns(record, columns, roles, row_format=name).values
     if name == "preference":
         row = _pair_from_scores(row, record.location)
     _require_keys(row, name, record.location)
@@ -389,7 +383,7 @@ def _check_row(
     if name == "preference":
         return _preference_example(row, location)
     if name == "labelled":
-        return replace(_pair_example(row, location), is_wanted=_parse_label(row["label"], location))
+        return _labelled_example(row, location)
     if name == "messages":
         key = "messages"
         messages = chat_messages(row[key], key, location)
@@ -430,22 +424,78 @@ def _has_any_key(row: Mapping[str, Any], keys: Sequence[str]) -> bool:
     return any(row.get(key) not in (None, "", [], "[]") for key in keys)
 
 
-def ignored_keys(row: Mapping[str, Any], name: FormatName, columns: Columns = None) -> list[str]:
+def ignored_keys(
+    row: Mapping[str, Any], name: FormatName, columns: Columns = None, roles: Roles = None
+) -> list[str]:
     """Returns the keys of a row that are not used."""
-    columns = columns or {}
-    used = set(FORMATS[name].keys + FORMATS[name].optional_keys) - set(columns) | set(
-        columns.values()
-    )
-    used |= {key for key, column in columns.items() if column is None}
+    named_row = name_columns(Record("", 0, row), columns, roles, row_format=name)
+    hidden = {key for key, column in (columns or {}).items() if column is None}
+    used = (_read_keys(named_row.values, name) - named_row.names.keys()) | hidden
+    used |= used_names(named_row)
     return [key for key in row if key not in used]
+
+
+def _read_keys(row: Mapping[str, Any], name: FormatName) -> set[str]:
+    """The keys that a format reads of this row."""
+    row_format = FORMATS[name]
+    keys = {*row_format.keys, *row_format.optional_keys}
+    if name == "labelled" and (inner_format := labelled_format(row)) is not None:
+        keys |= {*FORMATS[inner_format].keys, *FORMATS[inner_format].optional_keys}
+    if name == "preference" and (key := _pair_prompt_key(row)) is not None:
+        keys |= {key, *(ALPACA_KEYS if key == "instruction" else ())}
+    return keys
+
+
+def _pair_prompt_key(row: Mapping[str, Any]) -> str | None:
+    """The key that holds what both answers of a pair reply to; None where they hold it."""
+    key = next((key for key in PAIR_PROMPT_KEYS if key in row), None)
+    if key in (None, "prompt"):
+        return key
+    chosen = _turns_or_text(row.get("chosen"), "chosen")
+    is_conversation = isinstance(chosen, list) and len(chosen) > 1
+    return None if is_conversation else key
+
+
+def _pair_prompt(row: Mapping[str, Any], location: str) -> Any:
+    """What both answers of a pair reply to, as text or turns."""
+    key = _pair_prompt_key(row)
+    if key == "instruction":
+        turns = _question_messages(row, location)
+        return turns[0]["content"] if len(turns) == 1 else list(turns)
+    return None if key is None else _turns_or_text(row[key], f"{location}: {key}")
+
+
+# how a text that holds a whole dialogue begins its turns, each after a blank line
+_DIALOGUE_TURN = re.compile(r"(?:\A\s*|\n\s*\n)(Human|User|Assistant|System):[ \t]?")
+_DIALOGUE_ROLES = {
+    "Human": "user",
+    "User": "user",
+    "Assistant": "assistant",
+    "System": "system",
+}
+
+
+def _split_dialogue(text: Any) -> Any:
+    """The turns of a text such as `Human: ... Assistant: ...`; what is none as it is."""
+    if not isinstance(text, str):
+        return text
+    marks = list(_DIALOGUE_TURN.finditer(text))
+    if len(marks) < 2 or text[: marks[0].start()].strip():
+        return text
+    ends = [mark.start() for mark in marks[1:]] + [len(text)]
+    return [
+        {"role": _DIALOGUE_ROLES[mark[1]], "content": text[mark.end() : end].strip()}
+        for mark, end in zip(marks, ends, strict=True)
+    ]
 
 
 def _preference_example(row: Mapping[str, Any], location: str) -> Example:
     """Returns a prompt with a chosen and a rejected answer. If both are conversations, their common
     first turns belong to the prompt. The row's prompt is not added again if these turns contain it.
     """
-    prompt, chosen, rejected = (
-        _turns_or_text(row.get(key), f"{location}: {key}") for key in ("prompt", *PREFERENCE_KEYS)
+    prompt = _pair_prompt(row, location)
+    chosen, rejected = (
+        _answer_value(row[key], f"{location}: {key}", prompt) for key in PREFERENCE_KEYS
     )
     if chosen == rejected and chosen:
         raise RowError(f"{location}: chosen and rejected are the same: the pair teaches nothing")
@@ -460,12 +510,13 @@ def _preference_example(row: Mapping[str, Any], location: str) -> Example:
         first_turns = chosen[:common]
         if isinstance(prompt, str):
             is_in_turns = not prompt.strip() or any(
-                isinstance(turn, dict) and turn.get("content") == prompt for turn in first_turns
+                isinstance(turn, dict) and turn.get("content", turn.get("value")) == prompt
+                for turn in first_turns
             )
             prompt = [] if is_in_turns else [{"role": "user", "content": prompt}]
         elif isinstance(prompt, list) and first_turns[: len(prompt)] == prompt:
             prompt = []
-        prompt = [*(prompt or []), *first_turns]
+        prompt = [*_as_messages(prompt or [], location), *_as_messages(first_turns, location)]
         chosen = chosen[common:]
         rejected = rejected[common:]
         if not chosen or not rejected:
@@ -474,9 +525,10 @@ def _preference_example(row: Mapping[str, Any], location: str) -> Example:
                 " answer of its own"
             )
     elif prompt is None:
+        hint = judged_row_hint(row, "preference")
         raise RowError(
-            f"{location}: no key 'prompt': chosen and rejected as text need it; write what both answer"
-            " as prompt"
+            f"{location}: no key 'prompt': chosen and rejected as text need it; "
+            + (hint or "write what both answer as prompt")
         )
     conversation_values = {key: row.get(key) for key in CONVERSATION_KEYS}
     sides = {
@@ -489,11 +541,45 @@ def _preference_example(row: Mapping[str, Any], location: str) -> Example:
     )
 
 
+def _answer_value(value: Any, path: str, prompt: Any) -> Any:
+    """An answer of a pair: one turn is a list of it, a text beside turns is an assistant's turn, and
+    without a prompt a text may hold the dialogue.
+    """
+    answer = _turns_or_text(value, path)
+    if isinstance(answer, dict):
+        return [answer]
+    if isinstance(answer, str) and answer.strip() and isinstance(prompt, list):
+        return [{"role": "assistant", "content": answer}]
+    return _split_dialogue(answer) if prompt is None else answer
+
+
+def _as_messages(turns: Sequence[Any], location: str) -> tuple[Any, ...]:
+    """Turns of a prompt, ShareGPT's among them, so that they can stand in one list."""
+    if is_sharegpt(turns):
+        return sharegpt_messages(list(turns), "prompt", location)
+    return tuple(turns)
+
+
+def _labelled_example(row: Mapping[str, Any], location: str) -> Example:
+    """An answer with its label: a completion, or the last turn of a conversation."""
+    is_wanted = _parse_label(row.get("label"), location)
+    name = labelled_format(row)
+    if name == "prompt_completion" or name is None:
+        return replace(_pair_example(row, location), is_wanted=is_wanted)
+    example = _check_row(row, name, location, needs_answer=True)
+    messages = example.messages or ()
+    if messages[-1]["role"] != "assistant":
+        raise RowError(
+            f"{location}: {FORMATS[name].keys[0]} ends with a turn of {messages[-1]['role']}: the label"
+            " is about an answer at its end"
+        )
+    return replace(example, learn_from=len(messages) - 1, is_wanted=is_wanted)
+
+
 def _parse_label(value: Any, location: str) -> bool:
-    if isinstance(value, str | int):
-        label = _LABEL_VALUES.get(value.strip().casefold() if isinstance(value, str) else value)
-    else:
-        label = None
+    if value is None or value == "":
+        raise NoLabel(f"{location}: the row has no label")
+    label = parse_verdict(value)
     if label is None:
         raise RowError(
             f"{location}: label must be true or false, got {json.dumps(value, default=str)}"
@@ -549,12 +635,17 @@ def _turns_or_text(value: Any, path: str) -> Any:
 
 
 def _alpaca_messages(row: Mapping[str, Any], location: str) -> tuple[Message, ...]:
+    output = _check_answer(row["output"], "output", location)
+    return (*_question_messages(row, location), {"role": "assistant", "content": output})
+
+
+def _question_messages(row: Mapping[str, Any], location: str) -> tuple[Message, ...]:
+    """The turns of Alpaca's format before the answer."""
     instruction = _check_text(row["instruction"], "instruction", location, may_be_empty=True)
     input_text = _check_text(row.get("input") or "", "input", location, may_be_empty=True)
     question_text = "\n\n".join(part for part in (instruction, input_text) if part.strip())
     if not question_text:
         raise RowError(f"{location}: instruction and input are both empty")
-    output = _check_answer(row["output"], "output", location)
     history = parse_json_cell(row.get("history"), f"{location}: history") or []
     if not isinstance(history, list) or not all(
         isinstance(turn, list | tuple) and len(turn) == 2 for turn in history
@@ -568,22 +659,21 @@ def _alpaca_messages(row: Mapping[str, Any], location: str) -> tuple[Message, ..
         messages.append(
             {"role": "assistant", "content": _check_text(answer, f"history[{i}][1]", location)}
         )
-    return (
-        *messages,
-        {"role": "user", "content": question_text},
-        {"role": "assistant", "content": output},
-    )
+    return (*messages, {"role": "user", "content": question_text})
 
 
 def _require_keys(row: Mapping[str, Any], name: FormatName, location: str) -> None:
-    missing = next((key for key in FORMATS[name].keys if key not in row), None)
+    keys = FORMATS[name].keys
+    if name == "labelled":  # a row without a label is left out, and counted
+        keys = () if labelled_format(row) else FORMATS["prompt_completion"].keys
+    missing = next((key for key in keys if key not in row), None)
     if missing is None:
         return
     other_format = next(
         (
             n
             for n, row_format in FORMATS.items()
-            if n != name and all(key in row for key in row_format.keys)
+            if n != name and n not in _JUDGED_FORMATS and all(key in row for key in row_format.keys)
         ),
         None,
     )

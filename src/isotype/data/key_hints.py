@@ -9,12 +9,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..config.yaml_text import write_value
-from .row_keys import FORMATS, TURN_KEYS
+from .row_keys import FORMATS, PREFERENCE_KEYS, TURN_KEYS, FormatName, labelled_format
+from .verdicts import is_verdict_column, parse_verdict
 
 # common names of a question and its answer in data sets; the hint asks the user to confirm them
 _PAIR_KEYS = (
     ("question", "answer"), ("question", "response"), ("query", "response"), ("query", "answer"), ("instruction", "response"),
     ("input", "output"), ("prompt", "response"), ("prompt", "answer"), ("source", "target"),
+)  # fmt: skip
+_QUESTION_KEYS = ("question", "query", "input", "source", "user", "context")
+# names of a wanted and an unwanted answer to one question
+_CHOSEN_KEYS = (
+    PREFERENCE_KEYS, ("chosen_response", "rejected_response"), ("chosen_answer", "rejected_answer"), ("preferred", "dispreferred"),
+    ("preferred", "rejected"), ("accepted", "rejected"), ("answer", "rejected"), ("better", "worse"), ("win", "lose"),
+    ("positive", "negative"), ("response_chosen", "response_rejected"), ("good", "bad"),
 )  # fmt: skip
 # keys of Alpaca's format that may accompany a question and its answer -> their names in data sets
 _PAIR_OPTIONAL_KEYS = {
@@ -33,8 +41,7 @@ def unknown_row_hint(row: Mapping[str, Any]) -> str:
     ]
     turn_lists = [key for key in object_lists if TURN_KEYS & row[key][0].keys()]
     return (
-        _spelling_hint(row)
-        or _pair_hint(row)
+        _pair_hint(row)
         or _similar_key_hint(row, object_lists, turn_lists)
         or _missing_key_hint(row)
         or _list_hint(object_lists, turn_lists)
@@ -45,45 +52,81 @@ def unknown_row_hint(row: Mapping[str, Any]) -> str:
     )
 
 
-def _spelling_hint(row: Mapping[str, Any]) -> str:
-    """Returns a hint for keys that match a format except for capital letters and blanks."""
-    spellings = {key.strip().casefold(): key for key in row if isinstance(key, str)}
-    for row_format in FORMATS.values():
-        if all(key in spellings for key in row_format.keys):
-            columns = {
-                key: spellings[key]
-                for key in row_format.keys + row_format.optional_keys
-                if spellings.get(key, key) != key
-            }
-            return (
-                f"keys are in small letters, without blanks: data.columns: {write_value(columns)}"
-            )
-    return ""
-
-
 def _pair_hint(row: Mapping[str, Any]) -> str:
     """Returns a hint for two keys that are probably a question and its answer."""
-    pair = next((pair for pair in _PAIR_KEYS if pair[0] in row and pair[1] in row), None)
-    if pair is None:
+    columns = _pair_columns(row)
+    if not columns:
         return ""
-    question, answer = pair
+    question, answer, *others = columns.values()
+    beside = f" beside {', '.join(others)}" if others else ""
+    return (
+        f"the row has {question} and {answer}{beside}; if these are question and answer:"
+        f" data.columns: {_write_columns(columns)}"
+    )
+
+
+def _pair_columns(row: Mapping[str, Any]) -> dict[str, str]:
+    """Our key -> the row's, for a question, its answer and what accompanies them; {} for none."""
+    names = _spelt_names(row)
+    pair = next((pair for pair in _PAIR_KEYS if pair[0] in names and pair[1] in names), None)
+    if pair is None:
+        return {}
+    question, answer = (names[key] for key in pair)
     optional = {
-        key: name
-        for key, names in _PAIR_OPTIONAL_KEYS.items()
-        for name in names
-        if name in row and name not in pair
+        key: names[name]
+        for key, candidates in _PAIR_OPTIONAL_KEYS.items()
+        for name in candidates
+        if name in names and name not in pair
     }
     if optional:
-        columns = {"instruction": question, "output": answer, **optional}
-        also = f" beside {', '.join(optional.values())}"
+        return {"instruction": question, "output": answer, **optional}
+    return {"prompt": question, "completion": answer}
+
+
+def _spelt_names(row: Mapping[str, Any]) -> dict[str, str]:
+    """A name in small letters without blanks -> the row's key; a key that is spelt so wins."""
+    names = {key.strip().casefold(): key for key in row if isinstance(key, str)}
+    return names | {key: key for key in row if isinstance(key, str)}
+
+
+def _write_columns(columns: Mapping[str, str]) -> str:
+    return write_value({key: name for key, name in columns.items() if key != name})
+
+
+def judged_row_hint(row: Mapping[str, Any], objective_format: FormatName) -> str:
+    """`data.columns: {...}` for a row whose pair or label has other names; "" where none is seen."""
+    names = _spelt_names(row)
+    if objective_format == "labelled":
+        columns = {} if "label" in row else _label_columns(row)
+        if columns and labelled_format(row) is None:
+            columns = _pair_columns(row) | columns
     else:
-        columns = {"prompt": question, "completion": answer}
-        also = ""
+        answers = next((pair for pair in _CHOSEN_KEYS if all(key in names for key in pair)), None)
+        if answers is None:
+            return ""
+        columns = {key: names[name] for key, name in zip(PREFERENCE_KEYS, answers, strict=True)}
+        columns |= _first_column(names, "prompt", ("prompt", *_QUESTION_KEYS))
+        columns |= _first_column(names, "system", ("system", "system_prompt"))
     columns = {key: name for key, name in columns.items() if key != name}
-    return (
-        f"the row has {question} and {answer}{also}; if these are question and answer:"
-        f" data.columns: {write_value(columns)}"
+    return f"data.columns: {write_value(columns)}" if columns else ""
+
+
+def _first_column(names: Mapping[str, str], key: str, candidates: Sequence[str]) -> dict[str, str]:
+    name = next((name for name in candidates if name in names), None)
+    return {} if name is None else {key: names[name]}
+
+
+def _label_columns(row: Mapping[str, Any]) -> dict[str, str]:
+    """`{label: NAME}` for a verdict's column of the row, or of its last turn."""
+    turns: list[Any] = next(
+        (row[key] for key in ("messages", "conversations") if isinstance(row.get(key), list)), []
     )
+    last_turn = turns[-1] if turns and isinstance(turns[-1], dict) else {}
+    for keys in (row, last_turn):
+        for name, value in keys.items():
+            if is_verdict_column(name) and (value is None or parse_verdict(value) is not None):
+                return {"label": name}
+    return {}
 
 
 def _similar_key_hint(

@@ -247,6 +247,7 @@ def _source_key(source: Source, encoder: Encoder, fingerprint: str) -> str:
             "content": source.identity(),
             "formats": source.forms and [row_format for row_format, _ in source.forms],
             "columns": dict(spec.columns or {}),
+            "roles": dict(spec.roles or {}),
             "limit": spec.limit,
             "name": source.name,
             "tokenizer": fingerprint,

@@ -38,6 +38,8 @@ _BATCH_ROWS = 512  # rows of Parquet that are converted to Python objects at onc
 # characters of one CSV cell; csv's own limit, 131072, is less than a long document
 _MAX_CELL_CHARACTERS = 1 << 27
 _BLANK = re.compile(r"[ \t\n\r]*")
+# Excel's first line that names the delimiter of the others
+_SEPARATOR_LINE = re.compile(r"""^"?sep=([^\w\s"']|\t)"?\s*$""", re.IGNORECASE)
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _SEVERAL_LINES_HINT = "; an array, or objects over several lines, are read from a file named .json"
 
@@ -252,9 +254,15 @@ class _Table:
         csv.field_size_limit(_MAX_CELL_CHARACTERS)
         lines = self._lines()
         first = next(lines, "")
-        delimiter = _find_delimiter(self.path, first)
-        rows = csv.reader(chain([first], lines), delimiter=delimiter, strict=True)
         line = 1
+        if match := _SEPARATOR_LINE.match(first):
+            delimiter = match[1]
+            first = next(lines, "")
+            line = 2
+        else:
+            delimiter = _find_delimiter(self.path, first)
+        rows = csv.reader(chain([first], lines), delimiter=delimiter, strict=True)
+        lines_before = line - 1
         while True:
             cells: list[str] = []
             try:
@@ -262,13 +270,14 @@ class _Table:
             except StopIteration:
                 return
             except csv.Error as error:  # the reader continues with the next line
-                self._refuse_header_or_open_quote(error, line, rows.line_num)
+                last_line = lines_before + rows.line_num
+                self._refuse_header_or_open_quote(error, line, last_line)
                 self._row_error = self._row_error or f"broken CSV: {error}"
             if self.header:
                 yield line, cells, self._row_error
             elif cells:
                 self.header = _check_header(cells, self.name)
-            line = rows.line_num + 1
+            line = lines_before + rows.line_num + 1
             self._row_error = None
 
     def _refuse_header_or_open_quote(self, error: csv.Error, line: int, last_line: int) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 FormatName = Literal[
     "messages", "sharegpt", "alpaca", "prompt_completion", "preference", "labelled", "text"
 ]
-Columns = Mapping[str, str | None] | None
+Columns = Mapping[str, str | None] | None  # our key -> the data's
+Roles = Mapping[str, str] | None  # the data's word for a role -> ours
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +30,47 @@ PREFERENCE_KEYS = ("chosen", "rejected")
 # of them
 PICTURE_KEYS = ("images", "image")
 CONVERSATION_KEYS = ("system", "tools", "functions", *PICTURE_KEYS)
+ALPACA_KEYS = ("instruction", "input", "history")
 # a list of objects with one of these keys is a list of turns
 TURN_KEYS = {"role", "author", "from", "parts"}
+# what `data.columns` may name inside a turn
+TURN_COLUMNS = ("role", "content", "tool_calls", "reasoning_content", "weight", "train")
+ROLES = ("system", "developer", "user", "assistant", "tool")
+# ShareGPT's `from`, as its data sets write it
+SHAREGPT_ROLES = {
+    "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
+    "bing": "assistant", "bard": "assistant", "model": "assistant", "function_call": "function_call", "tool_call": "function_call",
+    "tool": "tool", "observation": "tool", "function_response": "tool", "tool_response": "tool",
+}  # fmt: skip
+# the keys of a row that hold turns: a list of them, or one
+TURN_LISTS = ("messages", "conversations", "prompt", "completion", *PREFERENCE_KEYS)
 FORMATS: dict[FormatName, Format] = {
     "messages": Format(("messages",), CONVERSATION_KEYS),
     "sharegpt": Format(("conversations",), CONVERSATION_KEYS),
-    "alpaca": Format(("instruction", "output"), ("input", "history", *CONVERSATION_KEYS)),
+    "alpaca": Format(("instruction", "output"), (*ALPACA_KEYS[1:], *CONVERSATION_KEYS)),
     "prompt_completion": Format(("prompt", "completion"), CONVERSATION_KEYS),
     "preference": Format(
         PREFERENCE_KEYS, ("prompt", *ANSWER_KEYS, *SCORE_KEYS, *CONVERSATION_KEYS)
     ),
-    "labelled": Format(("prompt", "completion", "label"), CONVERSATION_KEYS),
+    "labelled": Format(("label",), CONVERSATION_KEYS),
     "text": Format(("text",)),
 }
+# the formats in which an answer with a label may stand, the first that a row has
+LABELLED_FORMATS: tuple[FormatName, ...] = (
+    "prompt_completion",
+    "messages",
+    "sharegpt",
+    "alpaca",
+)
+# the keys in which the prompt of a pair may stand, the first that a row has
+PAIR_PROMPT_KEYS = ("prompt", "instruction", "messages", "conversations")
+KNOWN_KEYS = frozenset(
+    key for row_format in FORMATS.values() for key in row_format.keys + row_format.optional_keys
+)
+
+
+def labelled_format(row: Mapping[str, Any]) -> FormatName | None:
+    """The format in which a labelled row has its answer."""
+    return next(
+        (name for name in LABELLED_FORMATS if all(key in row for key in FORMATS[name].keys)), None
+    )

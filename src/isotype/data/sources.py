@@ -39,7 +39,9 @@ from .records import read_records, remove_inner_nulls
 from .row_keys import FormatName
 from .stdlib import stdlib_pairs
 
-_SAMPLED_ROWS = 64  # the first rows; the first valid one among them decides the format
+# the first rows; the first valid one among them decides the format. Few rows of a product's log have
+# a label
+_SAMPLED_ROWS = 1000
 
 
 @dataclass
@@ -104,15 +106,20 @@ class Source:
         self, records: Iterator[Record], row_format: FormatName
     ) -> Iterator[Example | BadRow]:
         columns = self.spec.columns
+        roles = self.spec.roles
         for record in records:
             try:
                 checked = check_example(
-                    record, row_format, needs_answer=self.needs_answer, columns=columns
+                    record,
+                    row_format,
+                    needs_answer=self.needs_answer,
+                    columns=columns,
+                    roles=roles,
                 )
             except RowError as error:
                 yield BadRow.from_error(error, record.location)
                 continue
-            self.ignored.update(ignored_keys(record.value, row_format, columns))
+            self.ignored.update(ignored_keys(record.value, row_format, columns, roles))
             yield checked
 
     def detect_row_format(self, records: Iterator[Record], name: str) -> None:
@@ -125,7 +132,11 @@ class Source:
                 requested: Any = self.spec.format  # config.sources checked it
                 self.forms.append(
                     detect_format(
-                        record, requested, self.spec.columns, objective_format=self.objective_format
+                        record,
+                        requested,
+                        self.spec.columns,
+                        roles=self.spec.roles,
+                        objective_format=self.objective_format,
                     )
                 )
             # another row may be valid; if none is, the error of the first row is raised

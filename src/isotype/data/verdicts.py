@@ -24,6 +24,11 @@ _UNWANTED_COLUMNS = (
     "is_bad",
 )  # fmt: skip
 _YES = ("true", "t", "yes", "y", "1")
+# words for an answer that is wanted
+_WANTED_WORDS = (
+    *_YES, "up", "thumbs_up", "thumbsup", "👍", "good", "like", "liked", "upvote", "accept", "accepted", "wanted", "desirable", "chosen",
+    "right", "correct", "positive", "pos", "helpful",
+)  # fmt: skip
 _NO = (
     "false", "f", "no", "n", "0", "-1", "down", "thumbs_down", "thumbsdown", "👎", "bad", "dislike", "disliked", "downvote",
     "reject", "rejected", "unwanted", "undesirable", "wrong", "incorrect",
@@ -48,21 +53,31 @@ def refuse_unwanted_answer(row: Mapping[str, Any], location: str, *, has_answer:
             f"{location}: {key} is {write_value(value)}: that marks an unwanted answer, and this"
             " objective learns every answer",
             fix=(
-                f"{LEARN_LABELS_FIX}; or keep the wanted rows only; where {key} says something else:"
-                f" data.columns: {write_value({key: None})}"
+                f"{_learn_labels_fix(key)}; or keep the wanted rows only; where {key} says something"
+                f" else: data.columns: {write_value({key: None})}"
             ),
         )
     for key, value in _judged_turns(row) if has_answer else ():
         raise UsageError(
             f"{location}: a turn has {key}: {write_value(value)}: that marks an unwanted answer, and"
             " this objective learns every answer",
-            fix=f"weight: 0 in that turn shows it and does not learn it; or leave {key} out",
+            fix=(
+                f"{_learn_labels_fix(key)}; or weight: 0 in that turn shows it and does not learn"
+                f" it; or leave {key} out"
+            ),
         )
+
+
+def _learn_labels_fix(column: str) -> str:
+    """The objective that learns from labels, with the setting that names their column."""
+    if column == "label":
+        return LEARN_LABELS_FIX
+    return f"{LEARN_LABELS_FIX}, with data.columns: {write_value({'label': column})}"
 
 
 def marks_unwanted(key: str, value: Any) -> bool:
     """Whether a column with this name and value marks the answer as wrong or unwanted."""
-    name = str(key).strip().casefold().replace(" ", "_").replace("-", "_")
+    name = _normalise(str(key))
     if isinstance(value, str):
         value = value.strip().casefold().replace(" ", "_")
     if name in _UNWANTED_COLUMNS:
@@ -74,6 +89,32 @@ def marks_unwanted(key: str, value: Any) -> bool:
     if isinstance(value, str):
         return value in _NO or (name != "label" and value in _CLASS_NAMES)
     return _is_number(value) and value <= 0
+
+
+def is_unwanted_column(name: str) -> bool:
+    """Whether a column of this name says with a true value that the answer is unwanted."""
+    return _normalise(name) in _UNWANTED_COLUMNS
+
+
+def is_verdict_column(name: str) -> bool:
+    """Whether a column of this name says whether an answer is wanted."""
+    return _normalise(name) in (*_WANTED_COLUMNS, *_UNWANTED_COLUMNS)
+
+
+def parse_verdict(value: Any) -> bool | None:
+    """Whether a label or feedback says that an answer is wanted; None where it says neither."""
+    if isinstance(value, str):
+        word = _normalise(value)
+        if word in _WANTED_WORDS:
+            return True
+        return False if word in (*_NO, *_CLASS_NAMES) else None
+    if _is_number(value) and value in (-1, 0, 1):
+        return bool(value > 0)
+    return None
+
+
+def _normalise(text: str) -> str:
+    return text.strip().casefold().replace(" ", "_").replace("-", "_")
 
 
 def _is_number(value: Any) -> bool:

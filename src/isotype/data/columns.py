@@ -1,0 +1,301 @@
+"""A row under the keys that Isotype reads: by `data.columns` and `data.roles`, by names that differ
+in capitals and blanks only, and out of ChatGPT's export. Every format and objective gets its rows
+from here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from ..errors import UsageError
+from .bad_rows import RowError
+from .conversations import json_kind, parse_json_cell
+from .key_hints import column_hint
+from .read import Record
+from .row_keys import (
+    FORMATS,
+    KNOWN_KEYS,
+    SHAREGPT_ROLES,
+    TURN_COLUMNS,
+    TURN_LISTS,
+    Columns,
+    FormatName,
+    Roles,
+    labelled_format,
+)
+from .verdicts import is_unwanted_column, parse_verdict
+
+# keys that are read in another spelling beside a format's own: they hold text, whatever else has
+# such a name would change the row
+_SPELLED_TEXT_KEYS = ("input", "system", "prompt")
+_EXPORT_KEYS = ("mapping", "current_node")  # of ChatGPT's export
+EXPORT_NOTE = "ChatGPT's export, read as messages"
+
+
+@dataclass(frozen=True, slots=True)
+class NamedRow:
+    """A row with the keys that Isotype reads, and the row's own name of each key that has another
+    one.
+    """
+
+    values: dict[str, Any]
+    names: Mapping[str, str]
+
+
+def name_columns(
+    record: Record,
+    columns: Columns = None,
+    roles: Roles = None,
+    *,
+    row_format: FormatName | None = None,
+) -> NamedRow:
+    """The row as an object, its keys as `data.columns` names them. A key that is taken over hides
+    one of the same name.
+
+    roles       the data's words for roles -> ours
+    row_format  the format that the row is read as, where it is known
+    Raises      RowError
+    """
+    row = _require_object(record)
+    if "mapping" in row and isinstance(row["mapping"], dict) and not KNOWN_KEYS & row.keys():
+        return NamedRow(
+            {
+                **{key: value for key, value in row.items() if key not in _EXPORT_KEYS},
+                "messages": _export_messages(row, record.location),
+            },
+            {"messages": "mapping"},
+        )
+    names = _explicit_names(row, columns, record.location, row_format)
+    hidden = {key for key, column in (columns or {}).items() if column is None}
+    hidden |= names.keys() | set(names.values())
+    values = {key: value for key, value in row.items() if key not in hidden}
+    values |= {key: row[column] for key, column in names.items()}
+    spellings = _match_spellings(values, row_format, hidden)
+    for key, column in spellings.items():
+        values[key] = values.pop(column)
+    turn_columns = {
+        key: column for key, column in (columns or {}).items() if key in TURN_COLUMNS and column
+    }
+    if turn_columns or roles:
+        _rename_turns(values, turn_columns, roles or {}, record.location)
+    if row_format == "labelled":
+        _find_label(values, columns)
+    return NamedRow(values, names | spellings)
+
+
+def _require_object(record: Record) -> dict[str, Any]:
+    if record.error:
+        raise RowError(f"{record.location}: {record.error}")
+    if isinstance(record.value, dict):
+        return record.value
+    if isinstance(record.value, list):
+        fix = 'name the values of each row: pandas writes them so with orient="records"'
+    else:
+        fix = None
+    raise RowError(
+        f"{record.location}: a row must be an object with keys, got {json_kind(record.value)}",
+        fix=fix,
+    )
+
+
+def _explicit_names(
+    row: Mapping[str, Any], columns: Columns, location: str, row_format: FormatName | None
+) -> dict[str, str]:
+    """Our key -> the row's, of the keys that `data.columns` names. Raises RowError for one that the
+    row lacks.
+    """
+    names: dict[str, str] = {}
+    for key, column in (columns or {}).items():
+        if column is None or key in TURN_COLUMNS:
+            continue
+        if key not in KNOWN_KEYS:
+            known = ", ".join(sorted(KNOWN_KEYS | set(TURN_COLUMNS)))
+            raise UsageError(f"data.columns.{key}: unknown key: one of {known}")
+        spelling = column if column in row else _spelling(column, row)
+        if spelling is not None:
+            names[key] = spelling
+        # an answer without a label is left out, and the label may stand in a turn
+        elif not (key == "label" and row_format == "labelled"):
+            raise RowError(f"{location}: no key {column!r}{column_hint(key, column, row)}")
+    return names
+
+
+@lru_cache(maxsize=4096)
+def _normalise_name(name: str) -> str:
+    return re.sub(r"[\s_-]+", "_", name.strip().casefold())
+
+
+def _spelling(name: str, row: Mapping[str, Any]) -> str | None:
+    """The only key of the row that is this name but for capitals and blanks."""
+    wanted = _normalise_name(name)
+    matches = [key for key in row if isinstance(key, str) and _normalise_name(key) == wanted]
+    return matches[0] if len(matches) == 1 else None
+
+
+def _match_spellings(
+    row: Mapping[str, Any], row_format: FormatName | None, hidden: set[str]
+) -> dict[str, str]:
+    """Our key -> the row's, of keys that differ in capitals and blanks only. Where the row has a
+    format without them, only texts that stand beside it are read so.
+    """
+    others = [key for key in row if isinstance(key, str) and key not in KNOWN_KEYS]
+    if not others:
+        return {}
+    counts = Counter(map(_normalise_name, others))
+    matches = {_normalise_name(key): key for key in others if counts[_normalise_name(key)] == 1}
+    matches = {
+        key: name
+        for key, name in matches.items()
+        if key in KNOWN_KEYS and not (key in row or key in hidden)
+    }
+    formats = _formats_of(row, row_format)
+    if not matches or not formats:
+        return matches
+    optional = {key for name in formats for key in FORMATS[name].optional_keys}
+    if "preference" in formats and "instruction" in row:
+        optional.add("input")
+    return {
+        key: name
+        for key, name in matches.items()
+        if key in optional.intersection(_SPELLED_TEXT_KEYS) and _is_text(row[name])
+    }
+
+
+def _is_text(value: Any) -> bool:
+    return value is None or isinstance(value, str)
+
+
+def _formats_of(row: Mapping[str, Any], row_format: FormatName | None) -> list[FormatName]:
+    """The formats that a row has by the keys as they are spelt."""
+    candidates = FORMATS if row_format is None else [row_format]
+    formats = [name for name in candidates if all(key in row for key in FORMATS[name].keys)]
+    if "labelled" not in formats or row_format is None:
+        return formats
+    inner_format = labelled_format(row)
+    return [] if inner_format is None else [*formats, inner_format]
+
+
+def _rename_turns(
+    row: dict[str, Any], columns: Mapping[str, str], roles: Mapping[str, str], location: str
+) -> None:
+    """Gives turns their keys and roles. Raises RowError where the row has no turn with them."""
+    count = 0
+    for key in TURN_LISTS:
+        value = parse_json_cell(row.get(key), f"{location}: {key}")
+        turns = [value] if isinstance(value, dict) else value
+        if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+            continue
+        renamed = [_rename_turn(turn, columns, roles) for turn in turns]
+        count += len(renamed)
+        row[key] = renamed[0] if isinstance(value, dict) else renamed
+    if not count:
+        setting = f"data.columns.{next(iter(columns))}" if columns else "data.roles"
+        raise RowError(
+            f"{location}: no list of turns in the row, and {setting} is about turns",
+            fix=f"data.columns: {{messages: NAME}} says which key holds them; else leave {setting} out",
+        )
+
+
+def _rename_turn(
+    turn: Mapping[str, Any], columns: Mapping[str, str], roles: Mapping[str, str]
+) -> dict[str, Any]:
+    present = {key: column for key, column in columns.items() if column in turn}
+    hidden = present.keys() | set(present.values())
+    renamed = {key: value for key, value in turn.items() if key not in hidden}
+    renamed |= {key: turn[column] for key, column in present.items()}
+    role_key = "role" if "role" in renamed else "from"
+    word = renamed.get(role_key)
+    if isinstance(word, str):
+        known = roles.get(word) or roles.get(word.casefold())
+        # a role under another key is in other words, too
+        if known is None and "role" in present:
+            known = SHAREGPT_ROLES.get(word.casefold())
+        renamed[role_key] = known or word
+    return renamed
+
+
+def _find_label(row: dict[str, Any], columns: Columns) -> None:
+    """Takes the label from the last answer where the row has none; turns it round where its column
+    says that an answer is unwanted.
+    """
+    name = (columns or {}).get("label") or "label"
+    if "label" not in row:
+        for key in ("messages", "conversations", "completion"):
+            turns = parse_json_cell(row.get(key), key)
+            last = turns[-1] if isinstance(turns, list) and turns else None
+            if isinstance(last, dict) and name in last:
+                row["label"] = last[name]
+    if "label" in row and is_unwanted_column(name):
+        verdict = parse_verdict(row["label"])
+        row["label"] = row["label"] if verdict is None else not verdict
+
+
+def _export_messages(row: Mapping[str, Any], location: str) -> list[dict[str, Any]]:
+    """The turns of a conversation in ChatGPT's export: those from its first node to the current
+    one, without what tools and hidden instructions say. Raises RowError.
+    """
+    nodes = row["mapping"]
+    name = row.get("current_node")
+    path: list[Mapping[str, Any]] = []
+    visited: set[str] = set()
+    while isinstance(name, str) and isinstance(nodes.get(name), dict):
+        if name in visited:
+            raise RowError(f"{location}: mapping: the node {name!r} is its own ancestor")
+        visited.add(name)
+        path.append(nodes[name])
+        name = nodes[name].get("parent")
+    if not path:
+        raise RowError(f"{location}: current_node names no node of mapping")
+    messages: list[dict[str, Any]] = []
+    for node in reversed(path):
+        turn = _export_turn(node.get("message"), location)
+        if turn is None:
+            continue
+        if messages and messages[-1]["role"] == turn["role"]:  # parts of one answer
+            messages[-1]["content"] += "\n\n" + turn["content"]
+        else:
+            messages.append(turn)
+    return messages
+
+
+def _export_turn(message: Any, location: str) -> dict[str, Any] | None:
+    """A turn that the user read or wrote; None for any other node."""
+    if not isinstance(message, dict):
+        return None
+    metadata = message.get("metadata") or {}
+    role = (message.get("author") or {}).get("role")
+    content = message.get("content") or {}
+    is_for_tool = message.get("recipient") not in (None, "all")
+    is_text = content.get("content_type") in ("text", "multimodal_text")
+    is_hidden = metadata.get("is_visually_hidden_from_conversation")
+    if role not in ("user", "assistant", "system") or not is_text or is_hidden or is_for_tool:
+        return None
+    parts = content.get("parts") or []
+    if not all(isinstance(part, str) for part in parts):
+        raise RowError(
+            f"{location}: a turn of {role} has a picture or a file, which the export only names"
+        )
+    text = "".join(parts)
+    return {"role": role, "content": text} if text.strip() else None
+
+
+def used_names(row: NamedRow) -> set[str]:
+    """What the row itself calls the keys that were renamed."""
+    names = set(row.names.values())
+    return names | set(_EXPORT_KEYS) if "mapping" in names else names
+
+
+def describe_name(key: str, names: Mapping[str, str]) -> str:
+    """A key, with what the row calls it."""
+    name = names.get(key, key)
+    if name == key:
+        return key
+    if name == "mapping":
+        return f"mapping ({EXPORT_NOTE})"
+    shown = repr(name) if name != name.strip() else name
+    return f"{shown} (read as {key})"
