@@ -44,7 +44,7 @@ class EmptyAnswer(RowError):
 
 
 class NoLabel(EmptyAnswer):
-    """Nothing says whether the answer of the row is wanted."""
+    """Raised for a row without a label, which says whether its answer is wanted."""
 
     reason = "no label says whether the answer is wanted"
 

@@ -54,8 +54,8 @@ def name_columns(
     *,
     row_format: FormatName | None = None,
 ) -> NamedRow:
-    """The row as an object, its keys as `data.columns` names them. A key that is taken over hides
-    one of the same name.
+    """Returns the row with its keys renamed as `data.columns` says. A renamed key replaces a key of
+    the row with the same name.
 
     roles       the data's words for roles -> ours
     row_format  the format that the row is read as, where it is known
@@ -106,8 +106,8 @@ def _require_object(record: Record) -> dict[str, Any]:
 def _explicit_names(
     row: Mapping[str, Any], columns: Columns, location: str, row_format: FormatName | None
 ) -> dict[str, str]:
-    """Our key -> the row's, of the keys that `data.columns` names. Raises RowError for one that the
-    row lacks.
+    """Returns our key -> the row's key, for the keys in `data.columns`. Raises RowError for a key that
+    the row lacks.
     """
     names: dict[str, str] = {}
     for key, column in (columns or {}).items():
@@ -131,7 +131,9 @@ def _normalise_name(name: str) -> str:
 
 
 def _spelling(name: str, row: Mapping[str, Any]) -> str | None:
-    """The only key of the row that is this name but for capitals and blanks."""
+    """Returns the key of the row that differs from `name` in capitals and blanks only; None if there
+    is none, or more than one.
+    """
     wanted = _normalise_name(name)
     matches = [key for key in row if isinstance(key, str) and _normalise_name(key) == wanted]
     return matches[0] if len(matches) == 1 else None
@@ -140,8 +142,8 @@ def _spelling(name: str, row: Mapping[str, Any]) -> str | None:
 def _match_spellings(
     row: Mapping[str, Any], row_format: FormatName | None, hidden: set[str]
 ) -> dict[str, str]:
-    """Our key -> the row's, of keys that differ in capitals and blanks only. Where the row has a
-    format without them, only texts that stand beside it are read so.
+    """Returns our key -> the row's key, for keys that differ in capitals and blanks only. If the row
+    has a format without them, only its optional texts are matched.
     """
     others = [key for key in row if isinstance(key, str) and key not in KNOWN_KEYS]
     if not others:
@@ -171,7 +173,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _formats_of(row: Mapping[str, Any], row_format: FormatName | None) -> list[FormatName]:
-    """The formats that a row has by the keys as they are spelt."""
+    """Returns the formats that the row's keys have as they are spelt."""
     candidates = FORMATS if row_format is None else [row_format]
     formats = [name for name in candidates if all(key in row for key in FORMATS[name].keys)]
     if "labelled" not in formats or row_format is None:
@@ -236,8 +238,8 @@ def _find_label(row: dict[str, Any], columns: Columns) -> None:
 
 
 def _export_messages(row: Mapping[str, Any], location: str) -> list[dict[str, Any]]:
-    """The turns of a conversation in ChatGPT's export: those from its first node to the current
-    one, without what tools and hidden instructions say. Raises RowError.
+    """Returns the turns of a conversation in ChatGPT's export: from its first node to the current
+    one, without tools and hidden instructions. Raises RowError.
     """
     nodes = row["mapping"]
     name = row.get("current_node")
@@ -264,7 +266,7 @@ def _export_messages(row: Mapping[str, Any], location: str) -> list[dict[str, An
 
 
 def _export_turn(message: Any, location: str) -> dict[str, Any] | None:
-    """A turn that the user read or wrote; None for any other node."""
+    """Returns a turn that the user read or wrote; None for any other node."""
     if not isinstance(message, dict):
         return None
     metadata = message.get("metadata") or {}
@@ -285,13 +287,13 @@ def _export_turn(message: Any, location: str) -> dict[str, Any] | None:
 
 
 def used_names(row: NamedRow) -> set[str]:
-    """What the row itself calls the keys that were renamed."""
+    """Returns the row's own names of the keys that were renamed."""
     names = set(row.names.values())
     return names | set(_EXPORT_KEYS) if "mapping" in names else names
 
 
 def describe_name(key: str, names: Mapping[str, str]) -> str:
-    """A key, with what the row calls it."""
+    """Returns a key with the row's name for it, for a message."""
     name = names.get(key, key)
     if name == key:
         return key

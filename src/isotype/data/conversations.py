@@ -60,7 +60,7 @@ def chat_messages(
 
 
 def is_sharegpt(turns: Sequence[Any]) -> bool:
-    """Whether they are turns of `from` and `value`."""
+    """Whether all turns have the keys `from` and `value`, as ShareGPT's have."""
     return bool(turns) and all(
         isinstance(turn, dict) and "role" not in turn and {"from", "value"} <= turn.keys()
         for turn in turns
@@ -243,7 +243,7 @@ def _check_content(content: Any, path: str, *, may_be_empty: bool) -> Any:
 
 
 def _convert_picture_part(part: Any) -> Any:
-    """OpenAI's `{type: image_url, image_url: {url: ...}}` as a part of type `image`."""
+    """Converts OpenAI's `{type: image_url, image_url: {url: ...}}` into a part of type `image`."""
     if not isinstance(part, dict) or part.get("type") != "image_url":
         return part
     picture = part.get("image_url")
@@ -402,7 +402,7 @@ def _convert_sharegpt_turn(turn: Any, turn_key: str, location: str) -> Message:
 
 
 def _other_keys(turn: Message) -> Message:
-    """What a turn says of itself beside its role and content."""
+    """Returns the keys of a turn other than its role, content and tool calls."""
     return {
         key: item
         for key, item in turn.items()
@@ -411,7 +411,7 @@ def _other_keys(turn: Message) -> Message:
 
 
 def _call_message(turn: Message, value: Any, value_path: str, path: str) -> Message:
-    """The turn of a model that calls a function, whose call is `value` as JSON."""
+    """Returns an assistant's turn with the tool call that `value` holds as JSON."""
     call = parse_json_cell(value, value_path)
     calls = call if isinstance(call, list) else [call]
     return {

@@ -159,8 +159,8 @@ def detect_format(
 
 
 def _format_reason(keys: Sequence[str], row: NamedRow, location: str) -> str:
-    """Which keys of the first row tell its format, and what is read under another name beside
-    them.
+    """Says which keys of the first row identify its format, and which others are read under another
+    name.
     """
     noun = "keys" if len(keys) > 1 else "key"
     described = " and ".join(describe_name(key, row.names) for key in keys)
@@ -436,7 +436,7 @@ def ignored_keys(
 
 
 def _read_keys(row: Mapping[str, Any], name: FormatName) -> set[str]:
-    """The keys that a format reads of this row."""
+    """Returns the keys that a format reads of this row."""
     row_format = FORMATS[name]
     keys = {*row_format.keys, *row_format.optional_keys}
     if name == "labelled" and (inner_format := labelled_format(row)) is not None:
@@ -447,7 +447,7 @@ def _read_keys(row: Mapping[str, Any], name: FormatName) -> set[str]:
 
 
 def _pair_prompt_key(row: Mapping[str, Any]) -> str | None:
-    """The key that holds what both answers of a pair reply to; None where they hold it."""
+    """Returns the key that holds the prompt of a pair; None if the answers contain it."""
     key = next((key for key in PAIR_PROMPT_KEYS if key in row), None)
     if key in (None, "prompt"):
         return key
@@ -457,7 +457,7 @@ def _pair_prompt_key(row: Mapping[str, Any]) -> str | None:
 
 
 def _pair_prompt(row: Mapping[str, Any], location: str) -> Any:
-    """What both answers of a pair reply to, as text or turns."""
+    """Returns the prompt of a pair, as text or turns; None if the answers contain it."""
     key = _pair_prompt_key(row)
     if key == "instruction":
         turns = _question_messages(row, location)
@@ -476,7 +476,7 @@ _DIALOGUE_ROLES = {
 
 
 def _split_dialogue(text: Any) -> Any:
-    """The turns of a text such as `Human: ... Assistant: ...`; what is none as it is."""
+    """Returns the turns of a text such as `Human: ... Assistant: ...`, and any other value unchanged."""
     if not isinstance(text, str):
         return text
     marks = list(_DIALOGUE_TURN.finditer(text))
@@ -542,8 +542,8 @@ def _preference_example(row: Mapping[str, Any], location: str) -> Example:
 
 
 def _answer_value(value: Any, path: str, prompt: Any) -> Any:
-    """An answer of a pair: one turn is a list of it, a text beside turns is an assistant's turn, and
-    without a prompt a text may hold the dialogue.
+    """Returns an answer of a pair as text or as a list of turns. A text becomes an assistant's turn if
+    the prompt has turns; without a prompt it may hold the whole dialogue.
     """
     answer = _turns_or_text(value, path)
     if isinstance(answer, dict):
@@ -554,14 +554,14 @@ def _answer_value(value: Any, path: str, prompt: Any) -> Any:
 
 
 def _as_messages(turns: Sequence[Any], location: str) -> tuple[Any, ...]:
-    """Turns of a prompt, ShareGPT's among them, so that they can stand in one list."""
+    """Returns turns of a prompt as messages; turns in ShareGPT's form are converted."""
     if is_sharegpt(turns):
         return sharegpt_messages(list(turns), "prompt", location)
     return tuple(turns)
 
 
 def _labelled_example(row: Mapping[str, Any], location: str) -> Example:
-    """An answer with its label: a completion, or the last turn of a conversation."""
+    """Returns an answer with its label: a completion, or the last turn of a conversation."""
     is_wanted = _parse_label(row.get("label"), location)
     name = labelled_format(row)
     if name == "prompt_completion" or name is None:
@@ -640,7 +640,7 @@ def _alpaca_messages(row: Mapping[str, Any], location: str) -> tuple[Message, ..
 
 
 def _question_messages(row: Mapping[str, Any], location: str) -> tuple[Message, ...]:
-    """The turns of Alpaca's format before the answer."""
+    """Returns the turns of Alpaca's format before the answer."""
     instruction = _check_text(row["instruction"], "instruction", location, may_be_empty=True)
     input_text = _check_text(row.get("input") or "", "input", location, may_be_empty=True)
     question_text = "\n\n".join(part for part in (instruction, input_text) if part.strip())

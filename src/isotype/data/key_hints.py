@@ -66,7 +66,9 @@ def _pair_hint(row: Mapping[str, Any]) -> str:
 
 
 def _pair_columns(row: Mapping[str, Any]) -> dict[str, str]:
-    """Our key -> the row's, for a question, its answer and what accompanies them; {} for none."""
+    """Returns our key -> the row's key for a question, its answer and what accompanies them; {} if
+    there are none.
+    """
     names = _spelt_names(row)
     pair = next((pair for pair in _PAIR_KEYS if pair[0] in names and pair[1] in names), None)
     if pair is None:
@@ -84,7 +86,9 @@ def _pair_columns(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _spelt_names(row: Mapping[str, Any]) -> dict[str, str]:
-    """A name in small letters without blanks -> the row's key; a key that is spelt so wins."""
+    """Returns each name in small letters without blanks -> the row's key. A key that is spelt so has
+    precedence.
+    """
     names = {key.strip().casefold(): key for key in row if isinstance(key, str)}
     return names | {key: key for key in row if isinstance(key, str)}
 
@@ -94,7 +98,9 @@ def _write_columns(columns: Mapping[str, str]) -> str:
 
 
 def judged_row_hint(row: Mapping[str, Any], objective_format: FormatName) -> str:
-    """`data.columns: {...}` for a row whose pair or label has other names; "" where none is seen."""
+    """Returns `data.columns: {...}` for a row whose pair or label has other names; "" if none is
+    found.
+    """
     names = _spelt_names(row)
     if objective_format == "labelled":
         columns = {} if "label" in row else _label_columns(row)
@@ -117,7 +123,7 @@ def _first_column(names: Mapping[str, str], key: str, candidates: Sequence[str])
 
 
 def _label_columns(row: Mapping[str, Any]) -> dict[str, str]:
-    """`{label: NAME}` for a verdict's column of the row, or of its last turn."""
+    """Returns `{label: NAME}` for a column of the row, or of its last turn, that judges the answer."""
     turns: list[Any] = next(
         (row[key] for key in ("messages", "conversations") if isinstance(row.get(key), list)), []
     )

@@ -70,7 +70,7 @@ KNOWN_KEYS = frozenset(
 
 
 def labelled_format(row: Mapping[str, Any]) -> FormatName | None:
-    """The format in which a labelled row has its answer."""
+    """Returns the format in which a labelled row has its answer."""
     return next(
         (name for name in LABELLED_FORMATS if all(key in row for key in FORMATS[name].keys)), None
     )

@@ -69,7 +69,7 @@ def refuse_unwanted_answer(row: Mapping[str, Any], location: str, *, has_answer:
 
 
 def _learn_labels_fix(column: str) -> str:
-    """The objective that learns from labels, with the setting that names their column."""
+    """Names the objective that learns from labels, with the setting for their column."""
     if column == "label":
         return LEARN_LABELS_FIX
     return f"{LEARN_LABELS_FIX}, with data.columns: {write_value({'label': column})}"

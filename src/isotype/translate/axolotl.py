@@ -7,19 +7,69 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from . import transforms
+from ..data.row_keys import TURN_COLUMNS
+from . import row_names, transforms
 from .hugging_face import TRAINER, add_text_defaults, frozen_part_handler, preference_handler
 from .source import Source
 from .transforms import Draft, SourceKey
 
 _FORMATS = {
     "alpaca": "alpaca",
+    "alpaca_chat": "alpaca",
+    "alpaca_instruct": "alpaca",
+    "alpaca_w_system": "alpaca",
+    "gpteacher": "alpaca",
     "sharegpt": "sharegpt",
     "chat_template": "messages",
     "completion": "text",
     "pretrain": "text",
     "input_output": None,
 }
+# types whose rows have keys of their own, by the last word of the type: our key -> the row's
+_TYPE_COLUMNS: dict[str, dict[str, str]] = {
+    "load_qa": {"instruction": "question", "output": "answer"},
+    "load_camel_ai": {"instruction": "message_1", "output": "message_2"},
+    "load_open_orca": {
+        "instruction": "question",
+        "output": "response",
+        "system": "system_prompt",
+    },
+    "load_open_orca_chatml": {
+        "instruction": "question",
+        "output": "response",
+        "system": "system_prompt",
+    },
+    "gpteacher": {"output": "response"},
+}
+# the same of pairs and of labelled answers
+_PAIR_TYPE_COLUMNS: dict[str, dict[str, str]] = {
+    "intel": {"prompt": "question"},
+    "icr": {"prompt": "input"},
+    "argilla": {
+        "prompt": "instruction",
+        "chosen": "chosen_response",
+        "rejected": "rejected_response",
+    },
+}
+_LABELLED_TYPE_COLUMNS: dict[str, dict[str, str]] = {
+    "intel": {"prompt": "question"},
+    "argilla": {"prompt": "instruction"},
+    "argilla_chat": {"messages": "completion"},
+}
+# `type` with fields of its own: our key -> axolotl's
+_OWN_FIELDS = {
+    "instruction": "field_instruction",
+    "input": "field_input",
+    "output": "field_output",
+    "system": "field_system",
+    "prompt": "field_prompt",
+    "completion": "field_completion",
+    "label": "field_label",
+    "chosen": "field_chosen",
+    "rejected": "field_rejected",
+}
+# wordings around a question that say no more than its chat template
+_PLAIN_WORDINGS = ("{instruction} {input}", "{instruction}", "{prompt}", "{system}", "{input}")
 
 
 # values of axolotl's `rl` that are objectives of Isotype
@@ -97,17 +147,7 @@ def _datasets_handler(target: str) -> transforms.Handler:
         notes = []
         for dataset in source_key.value if isinstance(source_key.value, list) else []:
             if isinstance(dataset, dict):
-                entry, dataset_notes = _convert_dataset(dataset)
-                if _objective(draft) is not None:  # pairs and labels have only one format
-                    entry = {
-                        key: value
-                        for key, value in entry.items()
-                        if key not in ("format", "columns")
-                    }
-                    dataset_notes.append(
-                        "rows have prompt, chosen and rejected (kto: prompt, completion, label);"
-                        " other names: data.columns"
-                    )
+                entry, dataset_notes = _convert_dataset(dataset, _objective(draft))
                 entries.append(entry)
                 notes += dataset_notes
         if not entries:
@@ -118,10 +158,49 @@ def _datasets_handler(target: str) -> transforms.Handler:
     return handler
 
 
-def _convert_dataset(dataset: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _convert_dataset(
+    dataset: dict[str, Any], objective: str | None
+) -> tuple[dict[str, Any], list[str]]:
     """Translates one entry of `datasets:` into an entry of data.train. Returns it with notes on
     keys that have no counterpart.
     """
+    entry, notes = _locate_dataset(dataset)
+    kind = dataset.get("type")
+    if isinstance(kind, dict):
+        notes += _name_own_fields(entry, kind, objective)
+    else:
+        notes += _name_by_type(entry, str(kind or ""), dataset, objective)
+    row_names.add_columns(
+        entry,
+        {
+            key: dataset.get(field)
+            for key, field in (
+                ("chosen", "field_chosen"),
+                ("rejected", "field_rejected"),
+                ("system", "field_system"),
+                ("tools", "field_tools"),
+            )
+        },
+    )
+    if dataset.get("roles_to_train") not in (None, ["assistant"], ["gpt"]) or dataset.get(
+        "train_on_eos"
+    ) not in (None, "turn", "all"):
+        notes.append("learnt are the assistant's answers with their end of turn (data.loss_on)")
+    for key, note in _UNREAD_DATASET_KEYS.items():
+        if dataset.get(key):
+            notes.append(note)
+    return entry, notes
+
+
+_UNREAD_DATASET_KEYS = {
+    "shards": "shards: data.limit",
+    "message_field_training_detail": "message_field_training_detail: a turn is learnt, or it is not",
+    "drop_system_message": "drop_system_message: take the system turns out of the rows",
+}
+
+
+def _locate_dataset(dataset: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Returns an entry with the place of the data set, and notes."""
     notes = []
     files = dataset.get("data_files")
     first_file = files[0] if isinstance(files, list) else files
@@ -140,29 +219,88 @@ def _convert_dataset(dataset: dict[str, Any]) -> tuple[dict[str, Any], list[str]
                 notes.append(f"{source_name} is for datasets of the hub")
             else:
                 entry[setting] = str(dataset[source_name])
-    if isinstance(dataset.get("type"), str):
-        format_name = str(dataset["type"]).partition(".")[0].partition(":")[0]
-    else:
-        format_name = None
-    if format_name in _FORMATS:
-        if _FORMATS[format_name]:
-            entry["format"] = _FORMATS[format_name]
-    elif dataset.get("type") is not None:
-        type_label = dataset["type"] if isinstance(dataset["type"], str) else "with its own fields"
-        notes.append(f"type {type_label}: the format is recognised from the rows; see data.columns")
-    if dataset.get("field_messages") not in (None, "messages"):
-        entry["columns"] = {"messages": str(dataset["field_messages"])}
-    elif format_name == "completion" and dataset.get("field") not in (None, "text"):
-        entry["columns"] = {"text": str(dataset["field"])}
-    if dataset.get("roles_to_train") not in (None, ["assistant"], ["gpt"]) or dataset.get(
-        "train_on_eos"
-    ) not in (None, "turn", "all"):
-        notes.append("learnt are the assistant's answers with their end of turn (data.loss_on)")
-    if dataset.get("message_property_mappings") or dataset.get("message_field_role"):
-        notes.append("other names inside a message are not read: ShareGPT's and OpenAI's are")
-    if dataset.get("shards"):
-        notes.append("shards: data.limit")
     return entry, notes
+
+
+def _name_own_fields(
+    entry: dict[str, Any], kind: dict[str, Any], objective: str | None
+) -> list[str]:
+    """Names the columns of `type: {field_instruction: ..., format: ...}`. Returns notes."""
+    columns = {key: kind.get(field) for key, field in _OWN_FIELDS.items()}
+    row_names.add_columns(entry, columns)
+    if objective is None:
+        entry["format"] = "alpaca"
+    notes = []
+    wordings = {
+        key: str(value).strip() for key, value in kind.items() if key.endswith("format") and value
+    }
+    own_wordings = [
+        key for key, text in wordings.items() if " ".join(text.split()) not in _PLAIN_WORDINGS
+    ]
+    if own_wordings:
+        notes.append(
+            f"{', '.join(own_wordings)}: the chat template writes question and answer; for another"
+            " wording give data.chat_template"
+        )
+    if kind.get("system_prompt"):
+        notes.append("system_prompt: write the system message into the rows")
+    return notes
+
+
+def _name_by_type(
+    entry: dict[str, Any], kind: str, dataset: dict[str, Any], objective: str | None
+) -> list[str]:
+    """Sets format and columns by `type: alpaca`, `chat_template`, `chatml.intel`. Returns notes."""
+    strategy, _, function = kind.partition(":")[0].partition(".")
+    format_name = _FORMATS.get(strategy)
+    if has_turns := strategy in ("chat_template", "sharegpt") or "field_messages" in dataset:
+        _name_turns(entry, strategy, dataset, row_format=objective is None)
+    elif objective is None and format_name:
+        entry["format"] = format_name
+    if objective is None:
+        columns = _TYPE_COLUMNS.get(function or strategy, {})
+    elif objective == "kto":
+        columns = _LABELLED_TYPE_COLUMNS.get(function, {})
+    else:
+        columns = _PAIR_TYPE_COLUMNS.get(function, {})
+    if not has_turns:
+        row_names.add_columns(entry, columns)
+    if strategy == "completion" and objective is None:
+        row_names.add_columns(entry, {"text": dataset.get("field")})
+    if kind and strategy not in _FORMATS and objective is None:
+        return [f"type {kind}: the format is recognised from the rows; see data.columns"]
+    if function == "nectar":
+        return [f"type {kind}: ranks are not read; write rows with completions and scores"]
+    return []
+
+
+def _name_turns(
+    entry: dict[str, Any], strategy: str, dataset: dict[str, Any], *, row_format: bool
+) -> None:
+    """Names the list of turns, and the keys and roles of a turn."""
+    default_keys = ("from", "value") if strategy == "sharegpt" else ("role", "content")
+    default_field = "conversations" if strategy == "sharegpt" else "messages"
+    properties = dict(dataset.get("message_property_mappings") or {})
+    role = properties.pop("role", None) or dataset.get("message_field_role")
+    content = properties.pop("content", None) or dataset.get("message_field_content")
+    turn_columns = {key: value for key, value in properties.items() if key in TURN_COLUMNS}
+    if dataset.get("field_thinking"):
+        turn_columns["reasoning_content"] = dataset["field_thinking"]
+    if dataset.get("message_field_training"):
+        turn_columns["train"] = dataset["message_field_training"]
+    words = {
+        role_name: [str(word) for word in role_words]
+        for role_name, role_words in (dataset.get("roles") or {}).items()
+        if isinstance(role_words, list)
+    }
+    row_names.name_turns(
+        entry,
+        dataset.get("field_messages") or default_field,
+        (str(role or default_keys[0]), str(content or default_keys[1])),
+        words,
+        turn_columns=turn_columns,
+        row_format=row_format,
+    )
 
 
 def _convert_pretraining(draft: Draft, source_key: SourceKey) -> None:

@@ -9,14 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from . import transforms
+from . import row_names, transforms
 from .hugging_face import KEYS as TRAINER
 from .hugging_face import add_text_defaults, convert_liger, frozen_part_handler, preference_handler
 from .source import Source
 from .transforms import Draft, SourceKey
-
-_FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "openai": "messages"}
-
 
 # values of `pref_loss` with `stage: dpo` -> objective
 _PREF_LOSSES = {"sigmoid": "dpo", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo"}
@@ -99,26 +96,31 @@ def _datasets_handler(target: str) -> transforms.Handler:
             names = str(source_key.value).split(",")
         entries = []
         unknown = []
+        notes = ["named in dataset_info.json"]
         registry = _read_registry(draft)
         for name in (str(name).strip() for name in names):
             description = registry.get(name)
-            if description is None:
+            if draft.keys.get("dataset_dir") == "ONLINE":
+                entries.append({"name": f"hf:{name}"})
+            elif isinstance(description, dict):
+                entry, entry_notes = _convert_dataset(draft, name, description)
+                entries.append(entry)
+                notes += entry_notes
+            else:
                 unknown.append(name)
-            entries.append(_convert_dataset(draft, name, description or {}))
-        note = "named in dataset_info.json"
-        if _objective(draft) is not None:
-            note += (
-                "; rows have prompt, chosen and rejected (kto: prompt, completion, label); other"
-                " names: data.columns"
-            )
+                entries.append({"name": f"{_data_folder(draft)}/{name}.json"})
         if unknown:
-            note = (
+            notes = [
                 f"dataset_info.json was not found or lacks {', '.join(unknown)}: put the file's"
-                " path there"
-            )
-        draft.set(source_key, target, entries, note)
+                " path there, and in columns what its keys are called"
+            ]
+        draft.set(source_key, target, entries, "; ".join(dict.fromkeys(notes)))
 
     return handler
+
+
+def _data_folder(draft: Draft) -> str:
+    return str(draft.keys.get("dataset_dir", "data"))
 
 
 def _read_registry(draft: Draft) -> dict[str, Any]:
@@ -138,31 +140,97 @@ def _read_registry(draft: Draft) -> dict[str, Any]:
     return {}
 
 
-def _convert_dataset(draft: Draft, name: str, description: dict[str, Any]) -> dict[str, Any]:
-    folder = str(draft.keys.get("dataset_dir", "data"))
+# our key -> LLaMA-Factory's, of a row in Alpaca's format and of one with turns
+_ALPACA_COLUMNS = {
+    "instruction": "prompt",
+    "input": "query",
+    "output": "response",
+    "history": "history",
+}
+_COMMON_COLUMNS = {
+    "system": "system",
+    "tools": "tools",
+    "images": "images",
+    "chosen": "chosen",
+    "rejected": "rejected",
+    "label": "kto_tag",
+}
+# our role -> the tag that names it
+_ROLE_TAGS = {
+    "user": "user_tag",
+    "assistant": "assistant_tag",
+    "tool": "observation_tag",
+    "function_call": "function_tag",
+    "system": "system_tag",
+}
+# where an entry has no tags
+_DEFAULT_TAGS = {
+    "user_tag": "human",
+    "assistant_tag": "gpt",
+    "observation_tag": "observation",
+    "function_tag": "function_call",
+    "system_tag": "system",
+}
+
+
+def _convert_dataset(
+    draft: Draft, name: str, description: dict[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """Translates an entry of dataset_info.json into one of data.train. Returns it with notes."""
     hub = description.get("hf_hub_url")
-    entry: dict[str, Any] = {
-        "name": f"hf:{hub}" if hub else f"{folder}/{description.get('file_name', name + '.json')}"
-    }
-    formatting = _FORMATS.get(str(description.get("formatting", "alpaca")))
-    # pairs and labels have only one format; Alpaca's files call its prompt `instruction`
-    if _objective(draft) is not None:
-        columns = description.get("columns") or {}
-        if (
-            description
-            and formatting == "alpaca"
-            and (prompt := columns.get("prompt", "instruction")) != "prompt"
-        ):
-            entry["columns"] = {"prompt": str(prompt)}
-    elif description and formatting:
-        entry["format"] = formatting
+    file_name = description.get("file_name", f"{name}.json")
+    entry: dict[str, Any] = {"name": f"hf:{hub}" if hub else f"{_data_folder(draft)}/{file_name}"}
+    notes = [
+        f"{name}: {key} is not offered: put the file's path there"
+        for key in ("ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
+        if description.get(key) and not (hub or description.get("file_name"))
+    ]
+    columns = description.get("columns") or {}
+    notes += [f"{name}: {key} are not offered" for key in ("videos", "audios") if columns.get(key)]
+    if draft.keys.get("stage") == "pt":
+        entry["format"] = "text"
+        row_names.add_columns(entry, {"text": columns.get("prompt", "instruction")})
+    elif description.get("formatting", "alpaca") == "alpaca":
+        _name_alpaca_row(entry, description, has_format=_objective(draft) is None)
+    else:
+        _name_turn_row(entry, description, has_format=_objective(draft) is None)
+    if _objective(draft) == "kto" and not columns.get("kto_tag"):
+        notes.append(f"{name} has no kto_tag: data.columns: {{label: NAME}}")
     if description.get("split") not in (None, "train"):
         entry["split"] = str(description["split"])
     if description.get("subset"):
         entry["subset"] = str(description["subset"])
     if description.get("num_samples"):
         entry["limit"] = int(description["num_samples"])
-    return entry
+    return entry, notes
+
+
+def _name_alpaca_row(
+    entry: dict[str, Any], description: dict[str, Any], *, has_format: bool
+) -> None:
+    columns = description.get("columns") or {}
+    if has_format:
+        entry["format"] = "alpaca"
+    names = {**_ALPACA_COLUMNS, **_COMMON_COLUMNS}
+    row_names.add_columns(entry, {key: columns.get(theirs) for key, theirs in names.items()})
+    # a column that `columns` does not name is not read, and rows may have an `input`
+    if columns and not columns.get("query") and "input" not in columns.values():
+        entry["columns"] = {**entry.get("columns", {}), "input": None}
+
+
+def _name_turn_row(entry: dict[str, Any], description: dict[str, Any], *, has_format: bool) -> None:
+    columns = description.get("columns") or {}
+    tags = description.get("tags") or dict(_DEFAULT_TAGS)
+    row_names.name_turns(
+        entry,
+        columns.get("messages") or "conversations",
+        (str(tags.get("role_tag") or "from"), str(tags.get("content_tag") or "value")),
+        {role: [str(tags[tag])] for role, tag in _ROLE_TAGS.items() if tags.get(tag)},
+        row_format=has_format,
+    )
+    row_names.add_columns(
+        entry, {key: columns.get(theirs) for key, theirs in _COMMON_COLUMNS.items()}
+    )
 
 
 def _refuse_optimizer(name: str) -> transforms.Handler:

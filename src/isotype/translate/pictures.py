@@ -203,7 +203,9 @@ def _onetrainer_keys(tree: Tree, path: Path) -> Iterator[SourceKey]:
             concepts = concept_tree.data
             position = ()
     for i, concept in enumerate(concepts or []):
-        values = {(key,): value for key, value in concept.items() if not isinstance(value, dict)}
+        values: dict[tuple[str, ...], Any] = {
+            (key,): value for key, value in concept.items() if not isinstance(value, dict)
+        }
         for part in ("image", "text"):
             values |= {(part, key): value for key, value in (concept.get(part) or {}).items()}
         for inner, value in values.items():
