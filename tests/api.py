@@ -69,7 +69,7 @@ INNER = {
     "isotype.inference.diffusion": "draw_pictures evaluate_pictures export_comfyui merge_denoiser",
     "isotype.inference.export": "export_language",
     "isotype.inference.gguf_file": (
-        "gguf_file_FAMILIES=FAMILIES MODEL_FAMILIES _WORD_PATTERN export_adapter export_model "
+        "gguf_file_FAMILIES=FAMILIES MODEL_FAMILIES export_adapter export_model "
         "header_keys tokenizer_keys"
     ),
     "isotype.inference.ollama": "find_turns",
@@ -88,6 +88,8 @@ INNER = {
     "isotype.model.architecture": "attention_setting describe_attention",
     "isotype.model.export": "trained_tensors",
     "isotype.model.gguf": "read_architecture",
+    "isotype.model.gguf_header": "read_header",
+    "isotype.model.pre_tokenizers": "SPLITTINGS _WORD_PATTERN=_WORDS build_pre_tokenizer",
     "isotype.model.processor": "build_picture_reader",
     "isotype.model.targets": "refuse_unknown_parameters target_notes",
     "isotype.model.tokens": "add_tokens",

@@ -33,6 +33,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from isotype.errors import UsageError
 from isotype.inference.loaded import load_run
 from isotype.inference.merge import merge
+from isotype.model.gguf import load_gguf_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -536,3 +537,32 @@ def test_a_served_conversation_begins_with_the_tokens_of_training(tmp_path: Path
             # llama.cpp renders the template, takes the first token off where its flag is set, and
             # puts it back as it tokenises
             assert values["add_chat_template"] == own.chat_template
+
+
+def test_a_model_as_smollm2_is_takes_every_way_of_gguf(tmp_path: Path) -> None:
+    """Its tokenizer cuts numbers into digits by a step of its own, and was refused as a base, as a
+    whole file and for Ollama.
+    """
+    gguf = pytest.importorskip("gguf")
+    from tokenizers import pre_tokenizers
+
+    own = splitting()
+    own.bos_token = "<|im_start|>"
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    own._tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
+    folder = saved(tmp_path / "model", "llama", own, torch.bfloat16, hidden_size=64)
+    (tmp_path / "gguf").mkdir()
+    file = tmp_path / "gguf/model.gguf"
+    export_language(folder, file, to="gguf", kind="Q8_0", name="x")
+    fields = gguf.GGUFReader(str(file)).fields
+    assert fields["tokenizer.ggml.pre"].contents() == "smollm"
+    assert fields["tokenizer.ggml.add_bos_token"].contents() is False
+    export_language(folder, tmp_path / "ollama", to="ollama", kind=None, name="x")
+    assert (tmp_path / "ollama/Modelfile").is_file()
+    read = load_gguf_tokenizer(file)
+    texts = [*TEXTS, "12345 and 3.14, 2²"]
+    assert [read(text)["input_ids"] for text in texts] == [own(text)["input_ids"] for text in texts]
+    (tmp_path / "rows.jsonl").write_text('{"text": "one row of 12 words"}\n' * 8)
+    said = ask("plan", "--model", file, "--data", tmp_path / "rows.jsonl")
+    assert "the base came quantised: gguf, blocks Q8_0" in said

@@ -1,19 +1,29 @@
 """GGUF files as bases, against transformers' own widening of the same file and the package gguf."""
 
 import json
+import struct
 import sys
+import tracemalloc
 
+import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from isotype import load_packed
 from isotype.inference.loaded import load_run
 from isotype.inference.merge import merged_state
 from isotype.lora import PackedLinear
 from isotype.tasks.choose import train
-from tests.api import BLOCKS, decode_blocks, export_model, find_non_finite, read_architecture
+from tests.api import (
+    BLOCKS,
+    decode_blocks,
+    export_model,
+    find_non_finite,
+    read_architecture,
+    read_header,
+)
 from tests.commands import ask
 from tests.gguf_files import blocks, splitting, write
 from tests.model.test_packed import BF16, adapted, dense, off, step, user
@@ -177,8 +187,8 @@ UNREAD = (
     ("llama.rope.scaling.type", "longrope", "rope.scaling.type: longrope is not read"),
     (
         "tokenizer.ggml.pre",
-        "smollm",
-        "how its tokenizer splits text (tokenizer.ggml.pre: smollm) is not known",
+        "own-words",
+        "how its tokenizer splits text (tokenizer.ggml.pre: own-words) is not known",
     ),
 )
 
@@ -197,10 +207,67 @@ def test_what_is_not_read_is_refused_by_name(workshop, tmp_path, subtests):
 
 
 def test_the_package_is_named_where_it_is_missing(file, workshop, monkeypatch):
+    """transformers before 5.23 reads the tokenizer with it; nothing else does."""
     monkeypatch.setitem(sys.modules, "gguf", None)
     path = file()
     path.touch()
+    assert len(read_header(path).tensors) == 21
+
+    def needs_package(*args, **kwargs):
+        raise ImportError("gguf>=0.10 is required")
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "from_pretrained", needs_package)
     assert "[gguf]'" in str(user(["--model", str(path), "--data", str(workshop.chats)]))
+
+
+def test_a_header_is_read_without_the_tokens_of_a_vocabulary(tmp_path, workshop):
+    """A refusal of Gemma's 262,144 tokens took 27 s: each became an object of the package."""
+    writer = gguf.GGUFWriter(str(tmp_path / "large.gguf"), "mamba")
+    writer.add_token_list([f"token {i}" for i in range(60_000)])
+    writer.add_token_scores([0.5] * 60_000)
+    writer.add_array("mamba.pattern", [True, False])
+    writer.add_tensor("output_norm.weight", np.arange(8, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    tracemalloc.start()
+    header = read_header(tmp_path / "large.gguf")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 200_000, "bytes: no object a token"
+    assert header.fields == {"general.architecture": "mamba", "mamba.pattern": [True, False]}
+    entry = header.tensors["output_norm.weight"]
+    assert (entry.kind, entry.shape, entry.size) == ("F32", (8,), 32)
+    content = (tmp_path / "large.gguf").read_bytes()[entry.offset :][:32]
+    assert np.frombuffer(content, np.float32).tolist() == list(range(8))
+    error = user(["--model", str(tmp_path / "large.gguf"), "--data", str(workshop.chats)])
+    assert "GGUF files of mamba are not read" in str(error)
+
+
+def test_a_header_that_says_what_is_not_there_is_refused(file, tmp_path, subtests):
+    content = file(kind="Q8_0").read_bytes()
+    name = b"blk.0.ffn_up.weight"
+    entry = content.index(name) + len(name)
+    changes = {
+        "does not begin with GGUF": (0, b"GGML"),
+        "version 9": (4, struct.pack("<I", 9)),
+        "entries": (8, struct.pack("<Q", 1 << 40)),
+        "a value of kind 77": (content.index(b"general.architecture") + 20, struct.pack("<I", 77)),
+        "9 dimensions": (entry, struct.pack("<I", 9)),
+        "in blocks of 32": (entry + 4, struct.pack("<Q", 33)),
+        "ends after the file does": (entry + 12, struct.pack("<Q", 1 << 40)),
+    }
+    for message, (at, value) in changes.items():
+        damaged = bytearray(content)
+        damaged[at : at + len(value)] = value
+        (tmp_path / "damaged.gguf").write_bytes(damaged)
+        with subtests.test(message), pytest.raises(ValueError, match=message):
+            read_header(tmp_path / "damaged.gguf")
+    for length in (0, 3, 20, 200, entry):
+        (tmp_path / "cut.gguf").write_bytes(content[:length])
+        with subtests.test(f"{length} bytes"), pytest.raises(ValueError, match=r"cut|empty"):
+            read_header(tmp_path / "cut.gguf")
 
 
 def test_damaged_files_are_named(file, workshop, tmp_path):

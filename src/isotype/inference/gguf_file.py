@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
 from ..errors import UsageError
 from ..model.gguf import read_architecture
+from ..model.pre_tokenizers import match_splitting
 from .adapter_file import read_pairs, read_settings
 from .ollama import begins_text
 
@@ -362,26 +363,9 @@ def _write(
 
 
 # --- the tokenizer. Before it merges tokens, llama.cpp splits a text with its own code, which is
-# chosen by a name (`tokenizer.ggml.pre`). The name is found by comparing the tokenizer's split
-# pattern with llama.cpp's patterns. A tokenizer with another pattern is refused
+# chosen by a name (`tokenizer.ggml.pre`). `model.pre_tokenizers` finds the name under which it splits
+# as the tokenizer does. A tokenizer that splits otherwise is refused
 
-_WORD_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s|"
-    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_TEKKEN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
-    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-# patterns of a tokenizer's Split steps -> llama.cpp's name; without Split steps, ByteLevel splits
-# as GPT-2 does
-_SPLITS = {
-    (_WORD_PATTERN % "{1,3}",): "llama-bpe",
-    (_WORD_PATTERN % "",): "qwen2",
-    (_TEKKEN,): "tekken",
-    (): "gpt-2",
-}
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 
 
@@ -418,10 +402,11 @@ def tokenizer_keys(folder: Path | str, vocabulary: int, command: str) -> list[tu
         for merge in model["merges"]
     ]
     pieces = bool(model.get("byte_fallback"))
+    split_name = "default" if pieces else _split_name(folder, tokenizer, command)
     listed = [tokens.get(index, f"[PAD{index}]") for index in range(vocabulary)]
     keys: list[tuple[str, Any]] = [
         ("add_tokenizer_model", "llama" if pieces else "gpt2"),
-        ("add_tokenizer_pre", "default" if pieces else _split_name(folder, content, command)),
+        ("add_tokenizer_pre", split_name),
         ("add_token_list", listed),
         (
             "add_token_types",
@@ -479,26 +464,16 @@ def _steps(part: dict[str, Any] | None, inside: str) -> list[dict[str, Any]]:
     return [part]
 
 
-def _split_name(folder: Path | str, content: dict[str, Any], command: str) -> str:
-    steps = _steps(content.get("pre_tokenizer"), "pretokenizers")
-    patterns = tuple(step["pattern"].get("Regex", "") for step in steps if step["type"] == "Split")
-    last = steps[-1] if steps else {"type": None}
-    plain = (
-        {step["type"] for step in steps} <= {"Split", "ByteLevel"}
-        and last["type"] == "ByteLevel"
-        and not last.get("add_prefix_space")
-    )
-    if plain and bool(last.get("use_regex", True)) == (not patterns):
-        name = _SPLITS.get(patterns)
-    else:
-        name = None
-    if name is None:
+def _split_name(folder: Path | str, tokenizer: Any, command: str) -> str:
+    splitting = match_splitting(tokenizer.backend_tokenizer)
+    if splitting is None:
+        content = json.loads(tokenizer.backend_tokenizer.to_str())
+        steps = _steps(content.get("pre_tokenizer"), "pretokenizers")
+        names = ", ".join(step["type"] for step in steps) or "no pre-tokenizer"
         raise UsageError(
-            f"{folder}: llama.cpp splits no text as this tokenizer does"
-            f" ({patterns or last['type']})",
-            fix=command,
+            f"{folder}: llama.cpp splits no text as this tokenizer does ({names})", fix=command
         )
-    return name
+    return splitting.names[0]
 
 
 def _begins_with_space(content: dict[str, Any]) -> bool:
