@@ -21,7 +21,7 @@ from ...observe.operators import Operator
 from ...observe.origin import OBSERVER_FOLDERS, Site, innermost_site, read_statement, running_frames
 from ...observe.tape import ModuleCall, ModuleStack
 from ...pages.finding_sheet import load_finding_formatter
-from .origin import MARK, UNWATCHED_NOTE, Origin
+from .origin import ORIGIN_ATTRIBUTE, UNWATCHED_NOTE, Origin
 
 _CAST_FUNCTIONS = frozenset(
     {
@@ -41,7 +41,7 @@ _CAST_FUNCTIONS = frozenset(
 )
 _WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
 
-say = load_finding_formatter(Path(__file__).with_name("findings.txt"))
+make_finding = load_finding_formatter(Path(__file__).with_name("findings.txt"))
 
 
 def site_detail(label: str, site: Site | None) -> tuple[tuple[str, str], ...]:
@@ -114,7 +114,7 @@ class ModuleNames:
     def parameter_name(self, tensor: torch.Tensor) -> str | None:
         return next((name for _, name, parameter in self.tensors() if parameter is tensor), None)
 
-    def census(self, root: torch.nn.Module | None = None) -> Counter[torch.dtype]:
+    def count_dtypes(self, root: torch.nn.Module | None = None) -> Counter[torch.dtype]:
         """The number of floating-point parameter elements by dtype, of one root or of all roots."""
         counts: Counter[torch.dtype] = Counter()
         for module in [root] if root is not None else self.roots():
@@ -124,11 +124,11 @@ class ModuleNames:
         return counts
 
 
-def is_due(count: int, first: int) -> bool:
-    """Whether an expensive check runs at the count-th opportunity: at the first `first` ones, and
+def is_due(count: int, full_count: int) -> bool:
+    """Whether an expensive check runs at the count-th opportunity: at the first `full_count` ones, and
     then if the count is a power of two.
     """
-    return count <= first or not count & (count - 1)
+    return count <= full_count or not count & (count - 1)
 
 
 class Context:
@@ -139,7 +139,7 @@ class Context:
     suspend: Any
     resume: Any
     provenance: Any
-    pace: Any
+    schedule: Any
     failures: Any
     # watchers that other parts query
     autocast: Any
@@ -155,13 +155,13 @@ class Context:
         self.current_call: Any = None  # the torch function that the program called
         self.factory_dtype: torch.dtype | None = None  # the dtype argument of a factory call
         # whether autocast was on when the program called; below the dispatcher it reads as off
-        self.autocast_around = False
-        self.forwards = 0  # calls of root modules
+        self.is_caller_autocast_on = False
+        self.forward_count = 0  # calls of root modules
         # sequence number of an autograd node -> module and line of its forward
         self.forward_sites: dict[int, tuple[torch.nn.Module | None, Site | None]] = {}
         # the root module with parameters that was called last
         self.last_root: weakref.ref[torch.nn.Module] | None = None
-        self._census: Counter[torch.dtype] | None = None
+        self._model_dtype_counts: Counter[torch.dtype] | None = None
 
     @property
     def stack(self) -> list[ModuleCall]:
@@ -206,26 +206,26 @@ class Context:
             torch._C._current_autograd_node(), torch.autograd.function.BackwardCFunction
         ):
             return False
-        above = next(
+        caller_frame = next(
             (f for f in running_frames(1) if not f.f_code.co_filename.startswith(OBSERVER_FOLDERS)),
             None,
         )
-        return above is not None and above.f_code.co_name == "_engine_run_backward"
+        return caller_frame is not None and caller_frame.f_code.co_name == "_engine_run_backward"
 
     def is_autocast_cast(self) -> bool:
         """Whether autocast inserted the running cast: autocast is on and the program did not call a
         cast.
         """
-        return self.autocast_around and self.call_name() not in _CAST_FUNCTIONS
+        return self.is_caller_autocast_on and self.call_name() not in _CAST_FUNCTIONS
 
     def infer_origin(self, tensor: torch.Tensor) -> Origin:
         """The origin of a tensor that no traced op created: a parameter that has no name yet or has
         a new dtype, or a tensor from outside.
         """
-        mark = tensor.__dict__.get(MARK)
-        if mark is not None and mark[0].kind in ("parameter", "buffer"):
-            origin = Origin(tensor.dtype, mark[0].kind, mark[0].maker)
-            tensor.__dict__[MARK] = (origin, None)
+        entry = tensor.__dict__.get(ORIGIN_ATTRIBUTE)
+        if entry is not None and entry[0].kind in ("parameter", "buffer"):
+            origin = Origin(tensor.dtype, entry[0].kind, entry[0].creator)
+            tensor.__dict__[ORIGIN_ATTRIBUTE] = (origin, None)
             return origin
         shape = f"shape {tuple(tensor.shape)}"
         if isinstance(tensor, torch.nn.Parameter):
@@ -234,31 +234,31 @@ class Context:
                 "parameter",
                 self.names.parameter_name(tensor) or f"of {shape}, in no module seen so far",
             )
-        if self.pace.forward_unwatched:
+        if self.schedule.is_forward_unwatched:
             return Origin(tensor.dtype, "input", f"{UNWATCHED_NOTE}, {shape}")
         return Origin(tensor.dtype, "input", shape)
 
     def on_dtype_change(self) -> None:
-        self._census = None
-        self.pace.reset()
+        self._model_dtype_counts = None
+        self.schedule.reset()
 
-    def census(self) -> Counter[torch.dtype]:
+    def model_dtype_counts(self) -> Counter[torch.dtype]:
         """The number of parameter elements by dtype of the running model."""
-        if self._census is None:
+        if self._model_dtype_counts is None:
             root = self.stack[0].module if self.stack else None
-            self._census = self.names.census(root)
-        return self._census
+            self._model_dtype_counts = self.names.count_dtypes(root)
+        return self._model_dtype_counts
 
-    def failure_census(self) -> Counter[torch.dtype]:
-        """Like `census`, for the whole model that is running or, in a loss or between two forwards,
-        that ran last. Before any model has run, it counts all models.
+    def failure_dtype_counts(self) -> Counter[torch.dtype]:
+        """Like `model_dtype_counts`, for the whole model that is running or, in a loss or between
+        two forwards, that ran last. Before any model has run, it counts all models.
         """
         running = self.stack[0].module if self.stack else None
         if running is None or next(running.parameters(), None) is None:
             running = self.last_root() if self.last_root is not None else None
         if running is None:
-            return self.names.census()
-        return self.names.census(self.names.find_root(running))
+            return self.names.count_dtypes()
+        return self.names.count_dtypes(self.names.find_root(running))
 
 
 BeforeHook = Callable[[Operator, tuple, dict], Any]

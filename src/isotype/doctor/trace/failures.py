@@ -28,7 +28,7 @@ from ...observe.origin import (
     site_place,
 )
 from ...observe.tape import ModuleCall
-from .context import Context, say, site_detail
+from .context import Context, make_finding, site_detail
 from .origin import UNWATCHED_NOTE, Origin
 
 MENTIONS_DTYPE = re.compile(
@@ -97,28 +97,32 @@ def _is_writing(op: str) -> bool:
     return op.strip("_") in _WRITING_OPS
 
 
-def find_odd_operand(operands: Sequence[Operand], census: Counter[torch.dtype], op: str) -> Operand:
+def find_odd_operand(
+    operands: Sequence[Operand], dtype_counts: Counter[torch.dtype], op: str
+) -> Operand:
     """The operand whose dtype differs from the model's usual dtype. For an op that writes into its
     first operand, it is the source. If the model has no usual dtype, it is the widest operand.
     """
-    strays = [operand for operand in operands[1:] if operand.dtype != operands[0].dtype]
-    if strays and _is_writing(op):
-        return strays[0]
+    odd_operands = [operand for operand in operands[1:] if operand.dtype != operands[0].dtype]
+    if odd_operands and _is_writing(op):
+        return odd_operands[0]
     dtypes = {operand.dtype for operand in operands}
-    usual = next((dtype for dtype, _ in census.most_common() if dtype in dtypes), None) or min(
-        dtypes, key=lambda d: d.itemsize
+    usual_dtype = next(
+        (dtype for dtype, _ in dtype_counts.most_common() if dtype in dtypes), None
+    ) or min(dtypes, key=lambda d: d.itemsize)
+    odd_operands = [operand for operand in operands if operand.dtype != usual_dtype] or list(
+        operands
     )
-    strays = [operand for operand in operands if operand.dtype != usual] or list(operands)
     # prefers an operand whose dtype was decided inside the program to one that came from outside
-    return min(strays, key=lambda operand: operand.origin.decider().kind == "input")
+    return min(odd_operands, key=lambda operand: operand.origin.deciding_origin().kind == "input")
 
 
-def describe_majority(census: Counter[torch.dtype]) -> str:
+def describe_majority(dtype_counts: Counter[torch.dtype]) -> str:
     """A sentence such as `99% of the parameters are bf16`."""
-    if not census:
+    if not dtype_counts:
         return ""
-    dtype, count = census.most_common(1)[0]
-    return f"{100 * count / census.total():.0f}% of the parameters are {dtype_name(dtype)}"
+    dtype, count = dtype_counts.most_common(1)[0]
+    return f"{100 * count / dtype_counts.total():.0f}% of the parameters are {dtype_name(dtype)}"
 
 
 _DECISION_TEMPLATES = {
@@ -131,20 +135,20 @@ _DECISION_TEMPLATES = {
 
 
 def describe_cause(
-    odd_operand: Operand, op: str, census: Counter[torch.dtype], autocast: str
+    odd_operand: Operand, op: str, dtype_counts: Counter[torch.dtype], autocast: str
 ) -> str:
     """Describes where the dtype was decided, and how it reached the op that failed."""
-    decider = odd_operand.origin.decider()
-    location = decider.location()
-    decided_dtype = dtype_name(decider.dtype)
+    deciding_origin = odd_operand.origin.deciding_origin()
+    location = deciding_origin.location()
+    decided_dtype = dtype_name(deciding_origin.dtype)
     article = "an" if decided_dtype[0] in "aeiof" else "a"
-    template = _DECISION_TEMPLATES.get(decider.kind, "{what} returned {word}")
-    decision = template.format(what=decider.maker, word=decided_dtype, a=article)
+    template = _DECISION_TEMPLATES.get(deciding_origin.kind, "{what} returned {word}")
+    decision = template.format(what=deciding_origin.creator, word=decided_dtype, a=article)
     if location:
         decision += f" ({location})"
     parts = [decision]
     for step in odd_operand.origin.chain():
-        if step is decider:
+        if step is deciding_origin:
             break
         if step.kind == "promotion":
             if step.writer:
@@ -152,7 +156,7 @@ def describe_cause(
             else:
                 writer_note = ""
             parts.append(
-                f"{step.maker} promoted the other operand to {dtype_name(step.dtype)}"
+                f"{step.creator} promoted the other operand to {dtype_name(step.dtype)}"
                 f" ({step.location()}{writer_note})"
             )
         else:
@@ -161,7 +165,7 @@ def describe_cause(
         parts.append(f"{odd_operand.writer} wrote it last")
     parts.append(f"{op} then got it as {odd_operand.label}")
     return ". ".join(
-        part for part in ("; ".join(parts), describe_majority(census), autocast) if part
+        part for part in ("; ".join(parts), describe_majority(dtype_counts), autocast) if part
     )
 
 
@@ -178,14 +182,14 @@ def describe_fix(
     autocast_call  the call that ran under autocast before and does not now; "" if autocast is on,
                    None if it never was on
     """
-    decider = odd_operand.origin.decider()
+    deciding_origin = odd_operand.origin.deciding_origin()
     matching = next(
         (operand for operand in operands if operand.dtype != odd_operand.dtype), odd_operand
     )
     target_dtype = str(matching.dtype)
-    at_line = str(decider.site or "the place where it is made")
+    at_line = str(deciding_origin.site or "the place where it is made")
     # autocast to fp32 has no effect except a warning, so only half dtypes are suggested
-    half = next(
+    half_dtype = next(
         (
             operand.dtype
             for operand in (matching, odd_operand)
@@ -193,8 +197,8 @@ def describe_fix(
         ),
         None,
     )
-    autocast_clause = f'under torch.autocast("{device}", dtype={half})'
-    if autocast_call and half is not None:
+    autocast_clause = f'under torch.autocast("{device}", dtype={half_dtype})'
+    if autocast_call and half_dtype is not None:
         suggestions = [f"run {autocast_call} {autocast_clause}, as training does"]
     else:
         suggestions = []
@@ -206,28 +210,30 @@ def describe_fix(
         suggestions.append(
             f"or allocate the destination (buffer, cache dtype) as {odd_operand.dtype_name}"
         )
-    match decider.kind:
-        case "created" if "without dtype=" in decider.maker or "tensor" in decider.maker:
-            if "tensor" in decider.maker:
-                single = " (a Python float, e.g. from math.sqrt, never promotes)"
+    match deciding_origin.kind:
+        case "created" if (
+            "without dtype=" in deciding_origin.creator or "tensor" in deciding_origin.creator
+        ):
+            if "tensor" in deciding_origin.creator:
+                float_hint = " (a Python float, e.g. from math.sqrt, never promotes)"
             else:
-                single = ""
+                float_hint = ""
             suggestions.append(
                 "give it the dtype of what it meets, `dtype=x.dtype`, or cast it: `.to(x.dtype)`,"
-                f" here {target_dtype}{single}"
+                f" here {target_dtype}{float_hint}"
             )
         case "created":
             suggestions.append(
                 f"cast it to the dtype of what it meets, `.to(q.dtype)`, here {target_dtype}"
             )
         case "parameter" | "buffer":
-            owner, _, leaf = decider.maker.rpartition(".")
+            owner, _, leaf = deciding_origin.creator.rpartition(".")
             if owner:
                 cast_call = f"`model.get_submodule({owner!r}).to({target_dtype})`"
             else:
                 cast_call = f"cast `{leaf}` with the rest of the model to {target_dtype}"
             suggestions.append(
-                f"if {decider.maker} was not meant to be {dtype_name(decider.dtype)}: {cast_call}"
+                f"if {deciding_origin.creator} was not meant to be {dtype_name(deciding_origin.dtype)}: {cast_call}"
             )
             promotion_site = next(
                 (step.site for step in odd_operand.origin.chain() if step.kind == "promotion"), None
@@ -237,12 +243,12 @@ def describe_fix(
                 + (f" at {promotion_site}" if promotion_site else "")
             )
         case "cast":
-            wide = dtype_name(decider.dtype)
+            wide_dtype = dtype_name(deciding_origin.dtype)
             suggestions.append(
-                f"cast back after the part that needs {wide}: `.to(x.dtype)`, here {target_dtype}, or"
+                f"cast back after the part that needs {wide_dtype}: `.to(x.dtype)`, here {target_dtype}, or"
                 f" drop the cast at {at_line}"
             )
-        case "input" if UNWATCHED_NOTE in decider.maker:
+        case "input" if UNWATCHED_NOTE in deciding_origin.creator:
             suggestions.append(
                 f"cast the operands to one dtype where they meet: `.to(x.dtype)`, here {target_dtype}"
             )
@@ -252,7 +258,7 @@ def describe_fix(
             )
         case _:
             suggestions.append(f"cast its result back: `.to({target_dtype})` at {at_line}")
-    if half is not None and autocast_call is None:
+    if half_dtype is not None and autocast_call is None:
         suggestions.append(f"or run the forward {autocast_clause}")
     return "\n".join(suggestions)
 
@@ -275,11 +281,11 @@ class Failures:
         # sites and names in the chains of explained errors, which other findings do not repeat
         self.explained_origins: set[Any] = set()
 
-    def op_failed(self, error: Exception, op: Operator, args: tuple, kwargs: dict) -> None:
+    def explain_op_error(self, error: Exception, op: Operator, args: tuple, kwargs: dict) -> None:
         """Called below the dispatcher, with the arguments that the op received."""
         self._explain(error, op.name, list(op.operands(args, kwargs)))
 
-    def call_failed(self, error: Exception, func: Any, args: tuple, kwargs: dict) -> None:
+    def explain_call_error(self, error: Exception, func: Any, args: tuple, kwargs: dict) -> None:
         """Called above the dispatcher, for a check in a composite op or in Python code."""
         name = getattr(func, "__name__", str(func))
         if name in ("backward", "grad"):
@@ -296,35 +302,41 @@ class Failures:
         if hasattr(error, _FINDING_ATTRIBUTE) or not _mentions_dtype(error):
             return
         context = self._context
-        outer = context.stack
+        outer_stack = context.stack
         context.modules.stack = [ModuleCall("", module)]
         try:
             with torch.random.fork_rng():
                 module.forward(*args, **kwargs)
-        except Exception as repeated:
-            if (finding := getattr(repeated, _FINDING_ATTRIBUTE, None)) is not None:
+        except Exception as second_error:
+            if (finding := getattr(second_error, _FINDING_ATTRIBUTE, None)) is not None:
                 self._attach(error, finding)
         finally:
-            context.modules.stack = outer
+            context.modules.stack = outer_stack
 
     def explain_exception(self, error: BaseException) -> Finding | None:
         """The explanation of an exception that ended the program, or of its cause. If no op failed,
         as for a check in Python code, the explanation is built now.
         """
         chain: list[BaseException] = []
-        link: BaseException | None = error
-        while link is not None and link not in chain:
-            chain.insert(0, link)
-            link = link.__cause__ or link.__context__
-        explained: list[Finding] = [
-            getattr(link, _FINDING_ATTRIBUTE) for link in chain if hasattr(link, _FINDING_ATTRIBUTE)
+        exception: BaseException | None = error
+        while exception is not None and exception not in chain:
+            chain.insert(0, exception)
+            exception = exception.__cause__ or exception.__context__
+        findings: list[Finding] = [
+            getattr(exception, _FINDING_ATTRIBUTE)
+            for exception in chain
+            if hasattr(exception, _FINDING_ATTRIBUTE)
         ]
-        for link in chain if not explained else ():
-            finding = explain_refusal(self._context, link) if _mentions_dtype(link) else None
+        for exception in chain if not findings else ():
+            finding = (
+                explain_failed_check(self._context, exception)
+                if _mentions_dtype(exception)
+                else None
+            )
             if finding is not None:
-                self._attach(link, finding)
+                self._attach(exception, finding)
                 return finding
-        return explained[0] if explained else None
+        return findings[0] if findings else None
 
     def _attach(self, error: BaseException, finding: Finding) -> None:
         error.add_note(finding.render())
@@ -339,28 +351,30 @@ class Failures:
             or not tensors
         ):
             return
-        mixed = len({t.dtype for _, t in tensors}) > 1
-        if not MENTIONS_DTYPE.search(str(error)) and not (mixed and "same" in str(error)):
+        has_mixed_dtypes = len({t.dtype for _, t in tensors}) > 1
+        if not MENTIONS_DTYPE.search(str(error)) and not (
+            has_mixed_dtypes and "same" in str(error)
+        ):
             return  # the error is about something else, such as a shape or an index
         self._context.names.register_live_modules()
         operands = [Operand.from_tensor(self._context, label, tensor) for label, tensor in tensors]
         for operand in operands:
             for origin in operand.origin.chain():
-                self.explained_origins |= {origin.site, origin.maker} - {None}
-        self._attach(error, self._build_finding(error, name, operands, mixed))
+                self.explained_origins |= {origin.site, origin.creator} - {None}
+        self._attach(error, self._build_finding(error, name, operands, has_mixed_dtypes))
 
     def _build_finding(
-        self, error: Exception, name: str, operands: Sequence[Operand], mixed: bool
+        self, error: Exception, name: str, operands: Sequence[Operand], has_mixed_dtypes: bool
     ) -> Finding:
         context = self._context
         stack = call_sites(3)
         site, module, node = context.locate_op()
-        census = context.failure_census()
+        dtype_counts = context.failure_dtype_counts()
         device = context.device
-        odd_operand = find_odd_operand(operands, census, name)
+        odd_operand = find_odd_operand(operands, dtype_counts, name)
         state, ran_with_autocast = context.autocast.describe_state()
         is_autocast_on = torch.is_autocast_enabled(device)
-        generate = not is_autocast_on and any(
+        is_generating = not is_autocast_on and any(
             s.function.rpartition(".")[2] in ("generate", "_sample") for s in stack
         )
         call_name = context.call_name()
@@ -376,8 +390,8 @@ class Failures:
                 " another dtype"
             )
             fix = "use the limit of the tensor's own dtype: torch.finfo(x.dtype).min"
-        elif not mixed and "not implemented for" in str(error):
-            cause = f"{name} has no {odd_operand.dtype_name} kernel on {device}. {describe_cause(odd_operand, name, census, '')}"
+        elif not has_mixed_dtypes and "not implemented for" in str(error):
+            cause = f"{name} has no {odd_operand.dtype_name} kernel on {device}. {describe_cause(odd_operand, name, dtype_counts, '')}"
             fix = (
                 f"run this part in fp32 or bf16 on {device}: `.to(torch.float32)`, or"
                 " torch.autocast"
@@ -387,12 +401,12 @@ class Failures:
                 autocast_note = "Autocast was on when this module ran before and is off here"
             else:
                 autocast_note = ""
-            if autocast_note and generate:
+            if autocast_note and is_generating:
                 autocast_note += (
                     ": generate() runs outside the autocast that the trainer puts around its own"
                     " forward"
                 )
-            if generate:
+            if is_generating:
                 autocast_call = "generate() (or the evaluation)"
             elif autocast_note:
                 autocast_call = "this call"
@@ -400,7 +414,7 @@ class Failures:
                 autocast_call = ""
             else:
                 autocast_call = None
-            cause = describe_cause(odd_operand, name, census, autocast_note)
+            cause = describe_cause(odd_operand, name, dtype_counts, autocast_note)
             fix = describe_fix(
                 odd_operand, operands, name, device=device, autocast_call=autocast_call
             )
@@ -415,7 +429,7 @@ class Failures:
         if further := Counter(operand.dtype_name for operand in operands[_MAX_OPERANDS:]):
             counts = ", ".join(f"{count} {dtype}" for dtype, count in further.items())
             details.append(("further", f"{further.total()} operands: {counts}"))
-        verb = "got" if mixed else "refused"
+        verb = "got" if has_mixed_dtypes else "refused"
         dtypes = " and ".join(dict.fromkeys(operand.dtype_name for operand in operands))
         return Finding(
             code="TR001",
@@ -440,13 +454,13 @@ class Failures:
             for step in operand.origin.chain()
             if step.kind in ("parameter", "buffer")
         ]
-        changed = context.parameters.describe_first_change({step.maker for step in steps})
-        stale = any(
-            step.kind == "parameter" and step.dtype != current_dtypes.get(step.maker, step.dtype)
+        change = context.parameters.describe_first_change({step.creator for step in steps})
+        has_stale_dtype = any(
+            step.kind == "parameter" and step.dtype != current_dtypes.get(step.creator, step.dtype)
             for step in steps
         )
-        if changed and stale:
-            return f". {changed}; what was made from it before kept the old dtype"
+        if change and has_stale_dtype:
+            return f". {change}; what was made from it before kept the old dtype"
         return ""
 
 
@@ -463,7 +477,7 @@ def _parameter_names(func: Any) -> list[str]:
         return []
 
 
-Chains = tuple[tuple[str, str], ...]
+Details = tuple[tuple[str, str], ...]
 
 
 @dataclass(slots=True)
@@ -522,21 +536,21 @@ def gather_evidence(context: Context, error: BaseException) -> Evidence:
     return evidence
 
 
-def explain_refusal(context: Context, error: BaseException) -> Finding | None:
+def explain_failed_check(context: Context, error: BaseException) -> Finding | None:
     """Returns a finding for an error that a check in Python code raised; None if the frames hold no
     tensors that explain it.
     """
     context.names.register_live_modules()
     evidence = gather_evidence(context, error)
-    is_own_assertion = evidence.stack and not is_library_file(evidence.stack[0].file)
+    is_user_assertion = evidence.stack and not is_library_file(evidence.stack[0].file)
     if (
-        is_own_assertion
+        is_user_assertion
         and isinstance(error, AssertionError)
         and "dtype" not in read_statement(evidence.stack[0])
     ):
         # an assertion of the program that is not about a dtype
         return None
-    for pattern, explain in _REFUSALS:
+    for pattern, explain in _CHECK_EXPLAINERS:
         if (
             re.search(pattern, f"{type(error).__name__}: {error}")
             and (finding := explain(context, error, evidence)) is not None
@@ -545,14 +559,14 @@ def explain_refusal(context: Context, error: BaseException) -> Finding | None:
     return _explain_by_tensors(context, error, evidence)
 
 
-def _refusal_finding(
+def _check_finding(
     context: Context,
     error: BaseException,
     evidence: Evidence,
     *,
     symbol: str = "",
     code: str = "TR002",
-    extra_details: Chains = (),
+    extra_details: Details = (),
     **facts: Any,
 ) -> Finding:
     raising_site = evidence.stack[0] if evidence.stack else None
@@ -572,7 +586,7 @@ def _refusal_finding(
         (dtype_name(dtype), join_names(names)) for dtype, names in evidence.parameters.items()
     ]
     return replace(
-        say(
+        make_finding(
             code, site_place(user_site or raising_site, symbol), (*details, *extra_details), **facts
         ),
         observed=_first_line(error),
@@ -588,21 +602,21 @@ def _explain_unscale(context: Context, error: BaseException, evidence: Evidence)
         for kind, n, p in context.names.tensors()
         if kind == "parameter" and p.requires_grad and p.dtype == torch.float16
     ]
-    low = [n for n, _ in trainable] or evidence.trainable
-    if not low:
+    fp16_names = [n for n, _ in trainable] or evidence.trainable
+    if not fp16_names:
         return None
-    changed = next(
+    change = next(
         (line for _, p in trainable if (line := context.parameters.describe_change(p))), ""
     )
-    return _refusal_finding(
+    return _check_finding(
         context,
         error,
         evidence,
-        symbol=low[0],
+        symbol=fp16_names[0],
         kind="unscale",
-        count=len(low),
-        shown=join_names(low),
-        change=changed,
+        count=len(fp16_names),
+        shown=join_names(fp16_names),
+        change=change,
     )
 
 
@@ -621,22 +635,24 @@ def _explain_mixed_unit(
     if len(groups) < 2:
         return None
     sizes = {name: tensor.numel() for _, name, tensor in context.names.tensors()}
-    odd, *_, usual = sorted(
+    odd_dtype, *_, usual_dtype = sorted(
         groups, key=lambda dtype: sum(sizes.get(name, 1) for name in groups[dtype])
     )
-    adapters = any("lora" in name.lower() or "adapter" in name.lower() for name in groups[odd])
-    return _refusal_finding(
+    has_adapters = any(
+        "lora" in name.lower() or "adapter" in name.lower() for name in groups[odd_dtype]
+    )
+    return _check_finding(
         context,
         error,
         evidence,
-        symbol=groups[odd][0],
+        symbol=groups[odd_dtype][0],
         kind="uniform",
         dtypes=" and ".join(dtype_name(d) for d in groups),
-        odd=dtype_name(odd),
-        usual=dtype_name(usual),
-        adapters="LoRA adapters" if adapters else "",
-        shown=join_names(groups[odd]),
-        others=join_names(groups[usual]),
+        odd=dtype_name(odd_dtype),
+        usual=dtype_name(usual_dtype),
+        adapters="LoRA adapters" if has_adapters else "",
+        shown=join_names(groups[odd_dtype]),
+        others=join_names(groups[usual_dtype]),
     )
 
 
@@ -652,25 +668,27 @@ def _explain_recompute(
     """Explains an error of torch.utils.checkpoint: the recomputed tensors have another dtype than
     the saved tensors.
     """
-    recomputed: Finding | None = context.autocast.recomputation_finding(_first_line(error))
-    if recomputed is not None:
-        return recomputed
-    differing = next(
+    finding: Finding | None = context.autocast.recomputation_finding(_first_line(error))
+    if finding is not None:
+        return finding
+    dtype_pair = next(
         (pair for pair in _CHECKPOINT_METADATA.findall(str(error)) if pair[0] != pair[1]), None
     )
-    if differing is None:
+    if dtype_pair is None:
         return None
-    return _refusal_finding(
+    return _check_finding(
         context,
         error,
         evidence,
         code="TR003",
-        saved=dtype_name(differing[0]),
-        recomputed=dtype_name(differing[1]),
+        saved=dtype_name(dtype_pair[0]),
+        recomputed=dtype_name(dtype_pair[1]),
     )
 
 
-_REFUSALS: tuple[tuple[str, Callable[[Context, BaseException, Evidence], Finding | None]], ...] = (
+_CHECK_EXPLAINERS: tuple[
+    tuple[str, Callable[[Context, BaseException, Evidence], Finding | None]], ...
+] = (
     (r"unscale FP16|unscale .*fp16", _explain_unscale),
     (r"uniform (original parameter )?dtype|same dtype.*FSDP|FSDP.*same dtype", _explain_mixed_unit),
     (r"CheckpointError|different metadata than during the forward", _explain_recompute),
@@ -686,27 +704,27 @@ def _explain_by_tensors(
     ]
     if not operands:
         return None
-    census = context.failure_census()
-    usual = census.most_common(1)[0][0] if census else None
-    only_low = (
+    dtype_counts = context.failure_dtype_counts()
+    usual_dtype = dtype_counts.most_common(1)[0][0] if dtype_counts else None
+    requires_low_precision = (
         re.search(r"(only|must).*(fp16|bf16|half|bfloat16|float16)", str(error), re.IGNORECASE)
         is not None
     )
-    if only_low:
-        strays = [operand for operand in operands if operand.dtype not in NARROW_FLOATS]
+    if requires_low_precision:
+        odd_operands = [operand for operand in operands if operand.dtype not in NARROW_FLOATS]
     else:
-        strays = [operand for operand in operands if usual not in (None, operand.dtype)]
-    odd_operand = strays[0] if strays else operands[0]
+        odd_operands = [operand for operand in operands if usual_dtype not in (None, operand.dtype)]
+    odd_operand = odd_operands[0] if odd_operands else operands[0]
     name = evidence.stack[0].function
     autocast_call = "" if context.autocast.describe_state()[0].startswith("on") else None
-    cause = describe_cause(odd_operand, name, census, "")
+    cause = describe_cause(odd_operand, name, dtype_counts, "")
     fix = describe_fix(
         odd_operand, operands, name, device=context.device, autocast_call=autocast_call
     )
     chains = tuple(
         o.describe_chain() for o in sorted(operands, key=lambda o: o is not odd_operand)[:4]
     )
-    return _refusal_finding(
+    return _check_finding(
         context,
         error,
         evidence,

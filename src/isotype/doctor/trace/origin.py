@@ -48,24 +48,24 @@ _KIND_TEMPLATES = {
 class Origin:
     """The reason for the dtype of a tensor.
 
-    maker     the name of the parameter, or the op
+    creator   the name of the parameter, or the op
     module    the path of the module that was running
     backward  the autograd node, if it happened in backward
     upstream  the origin of the operand of a cast, or of the operand that forced a promotion
     writer    the op and the module that wrote this operand last
-    event     the promotion that created the tensor, as long as its result may still spread
+    promotion  the promotion that created the tensor, as long as its result may still spread
     """
 
     dtype: torch.dtype
     kind: str
-    maker: str
+    creator: str
     module: str = ""
     site: Site | None = None
     backward: str = ""
     upstream: Origin | None = None
     writer: str = ""
     depth: int = 0
-    event: Any = None
+    promotion: Any = None
 
     def __post_init__(self) -> None:
         if self.upstream is not None:
@@ -83,7 +83,7 @@ class Origin:
             yield origin
             origin = origin.upstream
 
-    def decider(self) -> Origin:
+    def deciding_origin(self) -> Origin:
         """The origin that decided the dtype. It is upstream of promotions, of ops that kept the
         dtype, and of casts that autocast inserted.
 
@@ -92,14 +92,14 @@ class Origin:
         """
         decision = self._nearest_decision()
         while decision.kind == "cast" and decision.follows_tensor and decision.upstream is not None:
-            departures = [
+            dtype_changes = [
                 origin
                 for origin in decision.upstream.chain()
                 if origin.dtype == decision.dtype and origin.kind != "input"
             ]
-            if not departures:
+            if not dtype_changes:
                 break
-            decision = departures[-1]._nearest_decision()
+            decision = dtype_changes[-1]._nearest_decision()
         return decision
 
     def _nearest_decision(self) -> Origin:
@@ -115,7 +115,7 @@ class Origin:
 
     def describe(self) -> str:
         """A description of the origin without its location."""
-        return f"{dtype_name(self.dtype)}: {_KIND_TEMPLATES[self.kind].format(what=self.maker)}"
+        return f"{dtype_name(self.dtype)}: {_KIND_TEMPLATES[self.kind].format(what=self.creator)}"
 
     def location(self) -> str:
         """The module path, file and line, as far as they are known."""
@@ -143,7 +143,7 @@ class Origin:
         return lines
 
 
-MARK = "_isotype_origin"
+ORIGIN_ATTRIBUTE = "_isotype_origin"
 
 
 class Provenance:
@@ -158,20 +158,22 @@ class Provenance:
         """A context manager in which torch.save and pickle write no origins."""
         original: Callable[[Any], Any] = torch._utils._get_obj_state
 
-        def state_without_mark(value: Any) -> Any:
+        def state_without_origin(value: Any) -> Any:
             state = original(value)
-            if type(state) is dict and MARK in state:
-                return {key: value for key, value in state.items() if key != MARK} or None
+            if type(state) is dict and ORIGIN_ATTRIBUTE in state:
+                return {
+                    key: value for key, value in state.items() if key != ORIGIN_ATTRIBUTE
+                } or None
             return state
 
-        return mock.patch.object(torch._utils, "_get_obj_state", state_without_mark)
+        return mock.patch.object(torch._utils, "_get_obj_state", state_without_origin)
 
     @staticmethod
-    def clear_marks() -> None:
+    def clear_origins() -> None:
         """Removes the origins from all tensors at the end of the trace."""
         for tensor in gc.get_objects():
             if issubclass(type(tensor), torch.Tensor):
-                tensor.__dict__.pop(MARK, None)
+                tensor.__dict__.pop(ORIGIN_ATTRIBUTE, None)
 
     def set(
         self, tensor: torch.Tensor, origin: Origin, writer: tuple[str, str] | None = None
@@ -180,18 +182,18 @@ class Provenance:
 
         writer  the op that wrote the values of the tensor last, and the path of its module
         """
-        tensor.__dict__[MARK] = (origin, writer)
+        tensor.__dict__[ORIGIN_ATTRIBUTE] = (origin, writer)
         # fake, sparse and functional tensors have no storage
         with suppress(RuntimeError, NotImplementedError):
-            tensor.untyped_storage().__dict__[MARK] = origin
+            tensor.untyped_storage().__dict__[ORIGIN_ATTRIBUTE] = origin
 
     def get(self, tensor: torch.Tensor) -> Origin:
         """The origin of a tensor. If none was recorded, it is inferred."""
-        mark: tuple[Origin, Any] | None = tensor.__dict__.get(MARK)
-        if mark is not None and mark[0].dtype == tensor.dtype:
-            return mark[0]
+        entry: tuple[Origin, Any] | None = tensor.__dict__.get(ORIGIN_ATTRIBUTE)
+        if entry is not None and entry[0].dtype == tensor.dtype:
+            return entry[0]
         try:
-            origin: Origin | None = tensor.untyped_storage().__dict__.get(MARK)
+            origin: Origin | None = tensor.untyped_storage().__dict__.get(ORIGIN_ATTRIBUTE)
         except (RuntimeError, NotImplementedError):
             origin = None
         if origin is None or origin.dtype != tensor.dtype:
@@ -200,15 +202,15 @@ class Provenance:
 
     def get_recorded(self, tensor: torch.Tensor) -> Origin | None:
         """The recorded origin of a tensor; None if there is none."""
-        mark = tensor.__dict__.get(MARK)
-        return mark[0] if mark is not None and mark[0].dtype == tensor.dtype else None
+        entry = tensor.__dict__.get(ORIGIN_ATTRIBUTE)
+        return entry[0] if entry is not None and entry[0].dtype == tensor.dtype else None
 
     def last_writer(self, tensor: torch.Tensor) -> str:
         """The op that wrote the values of the tensor last, such as `mul in layers.0`."""
-        mark = tensor.__dict__.get(MARK)
-        if mark is None or mark[1] is None:
+        entry = tensor.__dict__.get(ORIGIN_ATTRIBUTE)
+        if entry is None or entry[1] is None:
             return ""
-        op, module = mark[1]
+        op, module = entry[1]
         return f"{op} in {module}" if module else op
 
     def record(self, op: Operator, inputs: list[torch.Tensor], out: torch.Tensor) -> None:
@@ -217,13 +219,13 @@ class Provenance:
         """
         context = self._context
         if op.view and inputs:
-            mark = inputs[0].__dict__.get(MARK)
-            if mark is not None and mark[0].dtype == out.dtype:
-                out.__dict__[MARK] = mark
+            entry = inputs[0].__dict__.get(ORIGIN_ATTRIBUTE)
+            if entry is not None and entry[0].dtype == out.dtype:
+                out.__dict__[ORIGIN_ATTRIBUTE] = entry
             elif inputs[0].dtype == out.dtype:
-                out.__dict__[MARK] = (self.get(inputs[0]), None)
+                out.__dict__[ORIGIN_ATTRIBUTE] = (self.get(inputs[0]), None)
             else:
-                out.__dict__[MARK] = (self._new_origin(op, inputs, out), None)
+                out.__dict__[ORIGIN_ATTRIBUTE] = (self._new_origin(op, inputs, out), None)
             return
         module = context.names.module_path(context.stack[-1].module) if context.stack else ""
         dtype = out.dtype
@@ -253,28 +255,28 @@ class Provenance:
         widest = next((t for t in inputs if t.dtype == out.dtype), None)
         fields: dict[str, Any] = {"module": module, "site": site, "backward": node}
         if not inputs:
-            maker = f"torch.{call_name}" if call_name else op.name
+            creator = f"torch.{call_name}" if call_name else op.name
             if op.cast or not op.factory:
-                maker = f".{call_name}()" if call_name else op.name
-                maker += " of whole numbers"
+                creator = f".{call_name}()" if call_name else op.name
+                creator += " of whole numbers"
             elif context.uses_default_dtype(site, out.dtype, op):
-                maker += (
+                creator += (
                     " without dtype= (the default dtype is"
                     f" {dtype_name(torch.get_default_dtype())})"
                 )
-            return Origin(out.dtype, "created", maker, **fields)
+            return Origin(out.dtype, "created", creator, **fields)
         source = widest if widest is not None and len(inputs) > 1 else inputs[0]
         fields["upstream"] = self.get(source)
         fields["writer"] = self.last_writer(source)
-        maker = call_name or op.name
+        creator = call_name or op.name
         if source is widest and len(inputs) > 1:
-            origin = Origin(out.dtype, "promotion", maker, **fields)
+            origin = Origin(out.dtype, "promotion", creator, **fields)
             context.on_promotion(
                 op, origin, source, next(t for t in inputs if t.dtype != out.dtype), out
             )
             return origin
         if not op.cast:
-            return Origin(out.dtype, "op", maker, **fields)
+            return Origin(out.dtype, "op", creator, **fields)
         if context.is_engine_cast():
             kind = "engine"
         elif context.is_autocast_cast():
@@ -282,11 +284,11 @@ class Provenance:
         else:
             kind = "cast"
         if kind == "engine":
-            maker = (
+            creator = (
                 f"{node} returned {dtype_name(source.dtype)} for a {dtype_name(out.dtype)} tensor"
             )
         elif kind == "cast" and call_name:
-            maker = f".{call_name}()"
-        origin = Origin(out.dtype, kind, maker, **fields)
+            creator = f".{call_name}()"
+        origin = Origin(out.dtype, kind, creator, **fields)
         context.on_cast(origin, source, out)
         return origin

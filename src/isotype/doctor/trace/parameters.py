@@ -29,7 +29,7 @@ from ...observe.origin import (
     site_place,
 )
 from ...wording import pluralise
-from .context import Context, Watcher, say, site_detail
+from .context import Context, Watcher, make_finding, site_detail
 
 SAMPLE = 4096  # the number of elements of a tensor that are compared before and after a cast
 _EVALUATION_NAMES = frozenset(
@@ -68,26 +68,26 @@ class Change:
         """The line of the cast in a function whose name indicates an evaluation; None if there is
         none.
         """
-        near = [site for site in self.stack if not site.file.startswith(TORCH_FOLDER)][
+        near_sites = [site for site in self.stack if not site.file.startswith(TORCH_FOLDER)][
             :_MAX_CALLERS
         ]
         return next(
             (
                 site
-                for site in near
+                for site in near_sites
                 if _EVALUATION_NAMES & set(site.function.rpartition(".")[2].lower().split("_"))
             ),
             None,
         )
 
     def __str__(self) -> str:
-        outer = [
+        outer_sites = [
             s for s in self.stack[self.stack.index(self.site) + 1 :] if not is_library_file(s.file)
         ][:2]
-        called = "".join(f", called from {s}" for s in outer)
+        callers = "".join(f", called from {s}" for s in outer_sites)
         return (
             f"{self.name} changed from {dtype_name(self.old_dtype)} to {dtype_name(self.new_dtype)} at"
-            f" {self.site}{called}"
+            f" {self.site}{callers}"
         )
 
 
@@ -96,8 +96,8 @@ class Fault:
     """A harmful change of dtype, with its kind and the names of the tensors."""
 
     kind: str  # round trip | between steps | before training
-    down: Change
-    up: Change | None
+    cast_down: Change
+    cast_back: Change | None
     names: list[str]
 
 
@@ -108,13 +108,13 @@ class Parameters(Watcher):
         super().__init__(context)
         self._history: dict[tuple[int, str], list[Change]] = {}
         self._calls: Counter[int] = Counter()  # id of a module -> its forward calls
-        self._evaluated: Counter[int] = (
+        self._last_evaluation: Counter[int] = (
             Counter()
         )  # id of a module -> number of its last call without gradients
         # id of a parameter -> optimizer steps that updated it
         self._steps: Counter[int] = Counter()
-        self._casting = False
-        self._dirty = True
+        self._is_casting = False
+        self._has_new_changes = True
         self._faults: dict[tuple[str, str], Fault] = {}
         # (module, its calls, parameter, cast down, cast back) of parameters used in between
         self._round_trips: list[tuple[int, int, int, Change, Change]] = []
@@ -123,9 +123,9 @@ class Parameters(Watcher):
         original: Callable[..., Any] = torch.nn.Module._apply
 
         def _apply(module: torch.nn.Module, fn: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._casting:
+            if self._is_casting:
                 return original(module, fn, *args, **kwargs)
-            self._casting = True
+            self._is_casting = True
             try:
                 snapshot = {
                     key: (tensor.dtype, tensor.detach().flatten()[:SAMPLE].clone())
@@ -136,14 +136,14 @@ class Parameters(Watcher):
                 self._compare(module, snapshot)
                 return result
             finally:
-                self._casting = False
+                self._is_casting = False
 
         return mock.patch.object(torch.nn.Module, "_apply", _apply)
 
     def on_module_enter(self, module: torch.nn.Module, args: tuple) -> None:
         self._calls[id(module)] += 1
         if not torch.is_grad_enabled():
-            self._evaluated[id(module)] = self._calls[id(module)]
+            self._last_evaluation[id(module)] = self._calls[id(module)]
 
     def on_step_end(self, optimizer: torch.optim.Optimizer) -> None:
         """Finds parameters that are trained with rounded values, because they had a wider dtype in
@@ -152,7 +152,7 @@ class Parameters(Watcher):
         parameters = [
             p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
         ]
-        if not self._dirty and all(id(p) in self._steps for p in parameters[:1]):
+        if not self._has_new_changes and all(id(p) in self._steps for p in parameters[:1]):
             return
         self._steps.update(map(id, parameters))
         owners = {id(p): key for key, p in self._root_tensors()}
@@ -167,14 +167,14 @@ class Parameters(Watcher):
                 None,
             )
             if change is not None and change.steps:
-                self._fault("between steps", change, None)
+                self._add_fault("between steps", change, None)
             elif (
                 change is not None
                 and change.evaluation_site is not None
-                and self._evaluated[key[0]] > change.calls
+                and self._last_evaluation[key[0]] > change.calls
             ):
-                self._fault("before training", change, None)
-        self._dirty = False
+                self._add_fault("before training", change, None)
+        self._has_new_changes = False
 
     def describe_change(self, tensor: torch.Tensor) -> str:
         """A sentence about the last change of a parameter; "" if it never changed."""
@@ -218,7 +218,7 @@ class Parameters(Watcher):
         old_values: torch.Tensor,
         tensor: torch.Tensor,
     ) -> None:
-        self._dirty = True
+        self._has_new_changes = True
         new_dtype = tensor.dtype
         self._context.on_dtype_change()
         if old_values.numel():
@@ -235,44 +235,46 @@ class Parameters(Watcher):
             self._steps[id(tensor)],
         )
         history = self._history.setdefault(key, [])
-        down = history[-1] if history else None
+        cast_down = history[-1] if history else None
         if (
-            down is not None
-            and down.loses_bits
-            and down.old_dtype == new_dtype
-            and (change.calls > down.calls or down.steps)
+            cast_down is not None
+            and cast_down.loses_bits
+            and cast_down.old_dtype == new_dtype
+            and (change.calls > cast_down.calls or cast_down.steps)
         ):
-            self._round_trips.append((key[0], change.calls, id(tensor), down, change))
+            self._round_trips.append((key[0], change.calls, id(tensor), cast_down, change))
         history.append(change)
         del history[:-4]
 
-    def _fault(self, kind: str, down: Change, up: Change | None) -> None:
-        fault = self._faults.setdefault((kind, str(down.site)), Fault(kind, down, up, []))
-        if down.name not in fault.names:
-            fault.names.append(down.name)
+    def _add_fault(self, kind: str, cast_down: Change, cast_back: Change | None) -> None:
+        fault = self._faults.setdefault(
+            (kind, str(cast_down.site)), Fault(kind, cast_down, cast_back, [])
+        )
+        if cast_down.name not in fault.names:
+            fault.names.append(cast_down.name)
 
     def _is_copy(self, module: int) -> bool:
         """Whether a module belongs to a copy of another model. Rounding a copy does no harm if it
         is not trained later.
         """
         roots = self._context.names.roots()
-        own_root = next(
+        root_of_module = next(
             (root for root in roots if any(id(inner) == module for inner in root.modules())), None
         )
-        if own_root is None:
+        if root_of_module is None:
             return True
-        names = [name for name, _ in own_root.named_parameters()]
+        names = [name for name, _ in root_of_module.named_parameters()]
         return any(
-            root is not own_root
-            and type(root) is type(own_root)
+            root is not root_of_module
+            and type(root) is type(root_of_module)
             and [n for n, _ in root.named_parameters()] == names
             for root in roots
         )
 
     def findings(self) -> list[Finding]:
-        for module, calls, parameter, down, up in self._round_trips:
+        for module, calls, parameter, cast_down, cast_back in self._round_trips:
             if self._steps[parameter] or self._calls[module] > calls or not self._is_copy(module):
-                self._fault("round trip", down, up)
+                self._add_fault("round trip", cast_down, cast_back)
         self._round_trips.clear()
         return [_build_finding(fault) for fault in self._faults.values()]
 
@@ -286,26 +288,26 @@ def _module_tensors(module: torch.nn.Module) -> Iterator[tuple[tuple[int, str], 
 
 
 def _build_finding(fault: Fault) -> Finding:
-    down = fault.down
-    caller = down.evaluation_site or next(
-        (site for site in down.stack if not site.file.startswith(TORCH_FOLDER)), down.site
+    cast_down = fault.cast_down
+    caller = cast_down.evaluation_site or next(
+        (site for site in cast_down.stack if not site.file.startswith(TORCH_FOLDER)), cast_down.site
     )
-    details = site_detail("called at", down.site)
-    if caller != down.site:
+    details = site_detail("called at", cast_down.site)
+    if caller != cast_down.site:
         details += site_detail("cast by", caller)
-    return say(
+    return make_finding(
         "TR011",
-        site_place(down.site),
+        site_place(cast_down.site),
         details,
         kind=fault.kind,
         count=len(fault.names),
         shown=join_names(fault.names, 4),
-        wide=dtype_name(down.old_dtype),
-        low=dtype_name(down.new_dtype),
-        where=down.site,
-        up=fault.up and fault.up.site,
-        share=100 * down.rounded,
-        name=down.name,
+        wide=dtype_name(cast_down.old_dtype),
+        low=dtype_name(cast_down.new_dtype),
+        where=cast_down.site,
+        up=fault.cast_back and fault.cast_back.site,
+        share=100 * cast_down.rounded,
+        name=cast_down.name,
     )
 
 
@@ -320,7 +322,7 @@ _ZERO_DERIVATIVE_NODES = (
 _PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-class GradientCuts(Watcher):
+class BlockedGradients(Watcher):
     """Checks for each frozen linear layer whether the gradient of its output reaches its input.
 
     In transformers, W8A8 models of compressed-tensors round activations under no_grad, and models
@@ -329,7 +331,7 @@ class GradientCuts(Watcher):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._cut: dict[
+        self._blocked_layers: dict[
             str, tuple[Site | None, str]
         ] = {}  # layer -> where it was called, and the reason
 
@@ -354,22 +356,22 @@ class GradientCuts(Watcher):
                 reason = "by an operator whose derivative is zero"
             else:
                 reason = "where none is recorded (no_grad, detach or whole numbers)"
-            self._cut.setdefault(
+            self._blocked_layers.setdefault(
                 self._context.names.module_path(module), (innermost_site(), reason)
             )
 
     def findings(self) -> list[Finding]:
-        if not self._cut:
+        if not self._blocked_layers:
             return []
-        name, (site, reason) = next(iter(self._cut.items()))
-        layers = pluralise(len(self._cut), "frozen layer")
+        name, (site, reason) = next(iter(self._blocked_layers.items()))
+        layers = pluralise(len(self._blocked_layers), "frozen layer")
         return [
-            say(
+            make_finding(
                 "TR025",
                 site_place(site, name),
                 site_detail("at", site),
                 layers=layers,
-                shown=join_names(list(self._cut)),
+                shown=join_names(list(self._blocked_layers)),
                 why=reason,
             )
         ]
@@ -408,14 +410,14 @@ class DequantisedLayers(Watcher):
                 "word": dtype_name(weights[0].dtype),
                 "count": len(weights),
             }
-            self.reports[model] = say(
+            self.reports[model] = make_finding(
                 "TR026", site_place(site, model), site_detail("at", site), **facts
             )
 
 
 def _is_frozen_linear(module: torch.nn.Module) -> bool:
-    frozen = not any(p.requires_grad for p in module._parameters.values() if p is not None)
-    return frozen and hasattr(module, "in_features") and not module._modules
+    is_frozen = not any(p.requires_grad for p in module._parameters.values() if p is not None)
+    return is_frozen and hasattr(module, "in_features") and not module._modules
 
 
 def _gradient_reaches(output: torch.Tensor, source: torch.Tensor) -> bool:
@@ -423,7 +425,7 @@ def _gradient_reaches(output: torch.Tensor, source: torch.Tensor) -> bool:
     if output.grad_fn is None:
         return output is source
     target_node = torch.autograd.graph.get_gradient_edge(source).node
-    oldest = target_node._sequence_nr() if source.grad_fn is not None else -1
+    oldest_number = target_node._sequence_nr() if source.grad_fn is not None else -1
     pending = [output.grad_fn]
     visited = set[Any]()
     while pending:
@@ -434,7 +436,7 @@ def _gradient_reaches(output: torch.Tensor, source: torch.Tensor) -> bool:
         if (
             node in visited
             or node.name().startswith(_ZERO_DERIVATIVE_NODES)
-            or (oldest >= 0 and node._sequence_nr() < oldest)
+            or (oldest_number >= 0 and node._sequence_nr() < oldest_number)
         ):
             continue
         visited.add(node)

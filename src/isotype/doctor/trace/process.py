@@ -34,7 +34,7 @@ from ...observe.origin import (
     short_path,
     site_place,
 )
-from .context import Context, Watcher, say, site_detail
+from .context import Context, Watcher, make_finding, site_detail
 from .origin import Origin
 
 
@@ -65,15 +65,15 @@ class DefaultDtype(Watcher):
         self._initial = torch.get_default_dtype()
         self._current_change: DefaultDtypeChange | None = None
         self._leaks: dict[CodeType, DefaultDtypeChange] = {}
-        self._unrestored: dict[CodeType, DefaultDtypeChange] = {}
+        self._unrestored_changes: dict[CodeType, DefaultDtypeChange] = {}
 
     @contextmanager
     def activate(self) -> Iterator[None]:
-        with mock.patch.object(torch, "set_default_dtype", self._set):
+        with mock.patch.object(torch, "set_default_dtype", self._set_default_dtype):
             yield
             self.find_leak()
 
-    def _set(self, dtype: torch.dtype) -> None:
+    def _set_default_dtype(self, dtype: torch.dtype) -> None:
         old_dtype = torch.get_default_dtype()
         self.find_leak()
         self._original(dtype)
@@ -81,7 +81,7 @@ class DefaultDtype(Watcher):
         if new_dtype == old_dtype:
             return
         if new_dtype == self._initial:
-            self._unrestored.clear()  # the initial dtype was restored
+            self._unrestored_changes.clear()  # the initial dtype was restored
         stack = [site for site in call_sites(2) if not site.file.startswith("<")]
         if new_dtype == self._initial:
             self._current_change = None
@@ -116,34 +116,36 @@ class DefaultDtype(Watcher):
             change.tensor_count += 1
         elif change.tensor_count and site is not None and code.co_name != "<module>":
             change.late_sites.append(site)
-            self._unrestored.setdefault(code, change)
+            self._unrestored_changes.setdefault(code, change)
 
     def explain(self) -> Finding | None:
         """The finding about a leak that is in force; None if there is none."""
         change = self.find_leak()
         if change is not None:
-            return _build_finding(change, leaked=True)
+            return _build_finding(change, is_leaked=True)
         return None
 
     def findings(self) -> list[Finding]:
         unrestored = [
-            _build_finding(change, leaked=False)
-            for code, change in self._unrestored.items()
+            _build_finding(change, is_leaked=False)
+            for code, change in self._unrestored_changes.items()
             if code not in self._leaks
         ]
-        return unrestored + [_build_finding(change, leaked=True) for change in self._leaks.values()]
+        return unrestored + [
+            _build_finding(change, is_leaked=True) for change in self._leaks.values()
+        ]
 
 
-def _build_finding(change: DefaultDtypeChange, *, leaked: bool) -> Finding:
+def _build_finding(change: DefaultDtypeChange, *, is_leaked: bool) -> Finding:
     setter = change.setter
     details: tuple[tuple[str, str], ...] = ()
-    if not leaked:
+    if not is_leaked:
         details = tuple(("created at", f"{site}: {site.text}") for site in change.late_sites)
-    return say(
+    return make_finding(
         "TR017",
         site_place(setter),
         details,
-        leaked=leaked,
+        leaked=is_leaked,
         library=is_library_file(setter.file),
         setter=setter.function,
         where=setter,
@@ -172,20 +174,20 @@ class CompiledRegions(Watcher):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._compile: Any = torch.compile
-        self._eager = ExitStack()
+        self._eager_stances = ExitStack()
 
     @contextmanager
     def activate(self) -> Iterator[None]:
         if "torch._dynamo" in sys.modules:
-            self._eager.enter_context(torch.compiler.set_stance("force_eager"))
-        with mock.patch.object(torch, "compile", self._compiling), self._eager:
+            self._eager_stances.enter_context(torch.compiler.set_stance("force_eager"))
+        with mock.patch.object(torch, "compile", self._compile_eagerly), self._eager_stances:
             yield
 
-    def _compiling(self, *args: Any, **kwargs: Any) -> Any:
-        self._eager.enter_context(torch.compiler.set_stance("force_eager"))
+    def _compile_eagerly(self, *args: Any, **kwargs: Any) -> Any:
+        self._eager_stances.enter_context(torch.compiler.set_stance("force_eager"))
         site = innermost_site()
         if site is not None and not is_library_file(site.file):
-            self.reports[site] = say("TR020", site_place(site))
+            self.reports[site] = make_finding("TR020", site_place(site))
         return self._compile(*args, **kwargs)
 
 
@@ -198,15 +200,15 @@ class Autocast(Watcher):
         super().__init__(context)
         # id of a module -> autocast dtype in its last forward, None if autocast was off
         self._last_dtype: dict[int, torch.dtype | None] = {}
-        self._ever_on: set[int] = set()
+        self._modules_with_autocast: set[int] = set()
         # module -> line, autocast state of its forward, and of its recomputation
-        self._differing: dict[str, tuple[Site | None, str, str]] = {}
+        self._differing_modules: dict[str, tuple[Site | None, str, str]] = {}
         # storage of a weight's low-precision copy -> its reference, the weight, and the origin
         self._copies: dict[int, tuple[StorageWeakRef, weakref.ref[torch.Tensor], Origin]] = {}
         # copies whose weight was updated after the copy was made
         self.stale: dict[int, tuple[StorageWeakRef, Origin, Site | None]] = {}
         # weight -> the line of its update, and the line that used the stale copy
-        self._used: dict[str, tuple[Site | None, Site | None]] = {}
+        self._stale_uses: dict[str, tuple[Site | None, Site | None]] = {}
 
     def on_module_enter(self, module: torch.nn.Module, args: tuple) -> None:
         """Records the autocast state of a module. It is also called when a checkpoint recomputes
@@ -221,12 +223,12 @@ class Autocast(Watcher):
         if torch._C._current_autograd_node() is None:
             self._last_dtype[key] = dtype
             if dtype is not None:
-                self._ever_on.add(key)
+                self._modules_with_autocast.add(key)
         elif self._last_dtype.get(key, dtype) != dtype:
             name = self._context.names.module_path(module)
             # inner modules differ for the same reason, so only the outermost module is recorded
-            if not any(name.startswith(f"{outer}.") for outer in self._differing):
-                self._differing.setdefault(
+            if not any(name.startswith(f"{outer}.") for outer in self._differing_modules):
+                self._differing_modules.setdefault(
                     name,
                     (
                         innermost_site(),
@@ -261,8 +263,8 @@ class Autocast(Watcher):
             if storage is not None and storage.expired():
                 del self.stale[key]
             elif origin is not None:
-                self._used.setdefault(
-                    (origin.upstream or origin).maker, (updated, innermost_site())
+                self._stale_uses.setdefault(
+                    (origin.upstream or origin).creator, (updated, innermost_site())
                 )
 
     def on_forward_start(self) -> None:
@@ -275,9 +277,10 @@ class Autocast(Watcher):
         """
         device = self._context.device
         ran_with_autocast = (
-            bool(self._context.stack) and id(self._context.stack[-1].module) in self._ever_on
+            bool(self._context.stack)
+            and id(self._context.stack[-1].module) in self._modules_with_autocast
         )
-        if torch.is_autocast_enabled(device) or self._context.autocast_around:
+        if torch.is_autocast_enabled(device) or self._context.is_caller_autocast_on:
             return f"on, {dtype_name(torch.get_autocast_dtype(device))}", ran_with_autocast
         if ran_with_autocast:
             return "off here, on when this module ran before", True
@@ -289,16 +292,16 @@ class Autocast(Watcher):
 
         error  the message of the error that the recomputation raised, if any
         """
-        if not self._differing:
+        if not self._differing_modules:
             return None
-        module, (site, forward_state, recompute_state) = next(iter(self._differing.items()))
+        module, (site, forward_state, recompute_state) = next(iter(self._differing_modules.items()))
         location = module
         symbol = module
         if site is not None:
             location = f"{site.function}, {short_path(site.file)}:{site.line}"
             symbol = f"{site.function} ({module})"
         finding_place = site_place(site, symbol)
-        return say(
+        return make_finding(
             "TR003",
             finding_place,
             site_detail("called at", site),
@@ -313,9 +316,9 @@ class Autocast(Watcher):
         findings = (
             [recomputation] if (recomputation := self.recomputation_finding()) is not None else []
         )
-        if self._used:
-            names = list(self._used)
-            updated, used = self._used[names[0]]
+        if self._stale_uses:
+            names = list(self._stale_uses)
+            updated, used = self._stale_uses[names[0]]
             update = f" at {updated}" if updated is not None else ""
             facts = {
                 "count": len(names),
@@ -324,7 +327,7 @@ class Autocast(Watcher):
                 "used": used,
             }
             findings.append(
-                say(
+                make_finding(
                     "TR014",
                     site_place(updated, names[0]),
                     site_detail("updated at", updated),

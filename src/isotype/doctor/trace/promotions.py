@@ -15,9 +15,9 @@ from ...dtypes import name as dtype_name
 from ...finding import Finding
 from ...observe.operators import NARROW_FLOATS, Operator
 from ...observe.origin import Site, site_place
-from .context import Context, Watcher, say, site_detail
+from .context import Context, Watcher, make_finding, site_detail
 from .failures import describe_majority
-from .origin import MARK, Origin
+from .origin import ORIGIN_ATTRIBUTE, Origin
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class Promotion:
     origin: Origin
     narrow: torch.dtype
     module_class: str
-    census: Counter[torch.dtype]
+    dtype_counts: Counter[torch.dtype]
     count: int = 0
     extra_bytes: int = 0
     is_vector: bool = False
@@ -60,33 +60,38 @@ class Promotions(Watcher):
         context = self._context
         if origin.backward or not context.stack or out.ndim == 0 or narrow.numel() < out.numel():
             return
-        census = context.census()
-        usual = census.most_common(1)[0][0] if census else None
-        if usual is None or (
-            not (narrow.dtype in NARROW_FLOATS and usual in NARROW_FLOATS)
-            and not (out.dtype == torch.float64 and usual != torch.float64)
+        dtype_counts = context.model_dtype_counts()
+        usual_dtype = dtype_counts.most_common(1)[0][0] if dtype_counts else None
+        if usual_dtype is None or (
+            not (narrow.dtype in NARROW_FLOATS and usual_dtype in NARROW_FLOATS)
+            and not (out.dtype == torch.float64 and usual_dtype != torch.float64)
         ):
             return
         key = (origin.module, op.name, origin.site)
         promotion = self._promotions.get(key)
         if promotion is None:
-            owner = type(context.stack[-1].module).__name__
-            alike = wide.numel() == out.numel()
+            module_class = type(context.stack[-1].module).__name__
+            is_same_size = wide.numel() == out.numel()
             promotion = self._promotions[key] = Promotion(
-                origin, narrow.dtype, owner, census, is_vector=wide.ndim <= 1, is_full_size=alike
+                origin,
+                narrow.dtype,
+                module_class,
+                dtype_counts,
+                is_vector=wide.ndim <= 1,
+                is_full_size=is_same_size,
             )
         promotion.count += 1
         promotion.extra_bytes += out.numel() * (out.element_size() - narrow.element_size())
-        origin.event = promotion
+        origin.promotion = promotion
 
     def record_spread(self, tensor: Any, destination: str) -> None:
         """Called when a tensor is passed to a matrix product or another module, or is returned by
         the model.
         """
         if type(tensor) is torch.Tensor:
-            mark = tensor.__dict__.get(MARK)
-            if mark is not None and mark[0].event is not None:
-                spread = mark[0].event.spread
+            entry = tensor.__dict__.get(ORIGIN_ATTRIBUTE)
+            if entry is not None and entry[0].promotion is not None:
+                spread = entry[0].promotion.spread
                 if len(spread) < 8:
                     spread[destination] = None
 
@@ -109,7 +114,7 @@ class Promotions(Watcher):
     def on_cast(self, origin: Origin, source: torch.Tensor, out: torch.Tensor) -> None:
         if origin.kind == "autocast" and not isinstance(source, torch.nn.Parameter):
             self.record_spread(
-                source, f"autocast, which casts it down for {origin.maker} in {origin.module}"
+                source, f"autocast, which casts it down for {origin.creator} in {origin.module}"
             )
 
     def findings(self) -> list[Finding]:
@@ -117,48 +122,57 @@ class Promotions(Watcher):
         error are not reported again.
         """
         explained = self._context.failures.explained_origins
-        deciders: dict[tuple[str, Any, torch.dtype], list[Promotion]] = {}
+        decisions: dict[tuple[str, Any, torch.dtype], list[Promotion]] = {}
         for promotion in self._promotions.values():
-            decider = promotion.origin.decider()
-            if promotion.spread and (decider.site or decider.maker) not in explained:
-                if decider.kind in ("parameter", "buffer"):
-                    group = decider.maker.rpartition(".")[2]
+            deciding_origin = promotion.origin.deciding_origin()
+            if (
+                promotion.spread
+                and (deciding_origin.site or deciding_origin.creator) not in explained
+            ):
+                if deciding_origin.kind in ("parameter", "buffer"):
+                    group = deciding_origin.creator.rpartition(".")[2]
                 else:
-                    group = decider.maker
-                deciders.setdefault((group, decider.site, promotion.narrow), []).append(promotion)
-        return [_build_finding(group) for group in deciders.values()]
+                    group = deciding_origin.creator
+                decisions.setdefault((group, deciding_origin.site, promotion.narrow), []).append(
+                    promotion
+                )
+        return [_build_finding(group) for group in decisions.values()]
 
 
 def _build_finding(group: list[Promotion]) -> Finding:
-    first = group[0]
-    origin, decider = first.origin, first.origin.decider()
+    first_promotion = group[0]
+    origin, deciding_origin = first_promotion.origin, first_promotion.origin.deciding_origin()
     wide = dtype_name(origin.dtype)
-    narrow = dtype_name(first.narrow)
-    norm = decider.kind == "parameter" and ("norm" in first.module_class.lower() or first.is_vector)
+    narrow = dtype_name(first_promotion.narrow)
+    is_norm = deciding_origin.kind == "parameter" and (
+        "norm" in first_promotion.module_class.lower() or first_promotion.is_vector
+    )
     # True if the residual stream is wide on purpose (residual_in_fp32), and not because the cast
     # back after an adapter or a router was forgotten
-    residual = (
-        decider.kind == "cast" and first.is_full_size and origin.writer.startswith("_to_copy")
+    is_residual = (
+        deciding_origin.kind == "cast"
+        and first_promotion.is_full_size
+        and origin.writer.startswith("_to_copy")
     )
     spread = list(dict.fromkeys(destination for p in group for destination in p.spread))
-    decision = decider.describe()
-    if location := decider.location():
+    decision = deciding_origin.describe()
+    if location := deciding_origin.location():
         decision += f" ({location})"
-    return say(
+    return make_finding(
         "TR010",
         site_place(origin.site, origin.module),
         site_detail("at", origin.site),
-        op=origin.maker,
+        op=origin.creator,
         wide=wide,
         narrow=narrow,
-        decider=decider.maker,
+        decider=deciding_origin.creator,
         decision=decision,
         place=origin.location(),
         spread=spread[0],
         more=len(spread) - 1,
-        share=describe_majority(first.census),
-        norm=norm,
-        residual=residual and not norm,
+        share=describe_majority(first_promotion.dtype_counts),
+        norm=is_norm,
+        residual=is_residual and not is_norm,
         count=sum(p.count for p in group),
         extra=format_bytes(sum(p.extra_bytes for p in group)),
     )
@@ -188,7 +202,7 @@ class EngineCasts(Watcher):
 
     def findings(self) -> list[Finding]:
         return [
-            say(
+            make_finding(
                 "TR013",
                 site_place(site, module or node),
                 site_detail("forward at", site),

@@ -18,7 +18,7 @@ from ...dtypes import name as dtype_name
 from ...finding import Finding
 from ...observe.operators import NARROW_FLOATS, Operator
 from ...observe.origin import innermost_site, site_place
-from .context import AfterHook, BeforeHook, Context, Watcher, is_due, say, site_detail
+from .context import AfterHook, BeforeHook, Context, Watcher, is_due, make_finding, site_detail
 from .origin import Origin
 
 # dtype -> the largest integer up to which all integers are exact
@@ -28,7 +28,7 @@ _FULL_CHECKS = 16  # a line's values are checked at this many first calls, then 
 
 
 @dataclass(slots=True)
-class Rounded:
+class RoundedValue:
     """A quantity that was rounded at one line, its largest value, and the origin of the dtype."""
 
     quantity: str
@@ -48,8 +48,8 @@ class Positions(Watcher):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._rounded: dict[Any, Rounded] = {}
-        self._look_counts: Counter[Any] = Counter()
+        self._rounded: dict[Any, RoundedValue] = {}
+        self._check_counts: Counter[Any] = Counter()
         # line of a cast of inexact integers -> the dtype, and the largest integer
         self._casts: dict[Any, tuple[torch.dtype, float]] = {}
 
@@ -83,37 +83,33 @@ class Positions(Watcher):
             self._check_angle(args[0])
 
     def _is_due(self, key: Any) -> bool:
-        self._look_counts[key] += 1
-        return is_due(self._look_counts[key], _FULL_CHECKS)
+        self._check_counts[key] += 1
+        return is_due(self._check_counts[key], _FULL_CHECKS)
 
     def _check_integers(self, source: torch.Tensor, dtype: torch.dtype) -> None:
         key = innermost_site()
-        fractional = source.is_floating_point()
-        if (
-            key in self._rounded
-            or not self._is_due(key)
-            or (fractional and source.numel() > 65_536)
-        ):
+        is_float = source.is_floating_point()
+        if key in self._rounded or not self._is_due(key) or (is_float and source.numel() > 65_536):
             return
         with torch.no_grad():
             values = source.detach()
             largest = max(abs(float(value)) for value in torch.aminmax(values))
             if not _MAX_EXACT[dtype] < largest < float("inf") or (
-                fractional and not bool((values == values.round()).all())
+                is_float and not bool((values == values.round()).all())
             ):
                 return
             if bool((values.to(dtype).to(values.dtype) == values).all()):
                 return
             self._casts[key] = (dtype, largest)
-            if fractional and not _is_range(values):
+            if is_float and not _is_range(values):
                 return  # integers that are not positions
         self._record("whole numbers", dtype, largest, source)
 
     def _check_angle(self, angle: torch.Tensor) -> None:
         if not angle.numel():
             return
-        low = angle.dtype if angle.dtype in _MAX_EXACT else self._low_precision_table(angle)
-        if low is None:
+        low_dtype = angle.dtype if angle.dtype in _MAX_EXACT else self._low_precision_table(angle)
+        if low_dtype is None:
             if self._casts and angle.dtype == torch.float32:
                 self._check_earlier_rounding(angle)
             return
@@ -121,11 +117,11 @@ class Positions(Watcher):
         if key in self._rounded or not self._is_due(key):
             return
         largest = float(angle.detach().abs().max())
-        if largest * eps(dtype_name(low)) / 2 > _MAX_ANGLE_ERROR and largest < float("inf"):
+        if largest * eps(dtype_name(low_dtype)) / 2 > _MAX_ANGLE_ERROR and largest < float("inf"):
             quantity = "frequencies of cos and sin"
             if angle.dtype in _MAX_EXACT:
                 quantity = "angles of cos and sin"
-            self._record(quantity, low, largest, angle)
+            self._record(quantity, low_dtype, largest, angle)
 
     def _check_earlier_rounding(self, angle: torch.Tensor) -> None:
         """Checks fp32 angles that were computed from integers which an earlier cast rounded, such
@@ -176,10 +172,12 @@ class Positions(Watcher):
             origin = known_origin or context.provenance.get(tensor)
         else:
             origin = Origin(dtype, "created", context.call_name() or quantity, module, site)
-        self._rounded[innermost_site()] = Rounded(quantity, dtype, largest, origin, module, site)
+        self._rounded[innermost_site()] = RoundedValue(
+            quantity, dtype, largest, origin, module, site
+        )
 
     def findings(self) -> list[Finding]:
-        by_site: dict[Any, Rounded] = {}
+        by_site: dict[Any, RoundedValue] = {}
         angles = [rounded for rounded in self._rounded.values() if rounded.is_angle]
         angle_sites = {origin.site for rounded in angles for origin in rounded.origin.chain()}
         for rounded in [
@@ -210,9 +208,9 @@ def _are_multiples(angle: torch.Tensor, table: torch.Tensor) -> bool:
         rows = angle.detach().reshape(-1, width)[-4:].double()
         frequencies = table.detach().double()
         nonzero = frequencies != 0
-        parts = (rows[:, :count], rows[:, ::2]) if width > count else (rows,)
-        for part in parts:
-            positions = part[:, nonzero] / frequencies[nonzero]
+        candidates = (rows[:, :count], rows[:, ::2]) if width > count else (rows,)
+        for angles in candidates:
+            positions = angles[:, nonzero] / frequencies[nonzero]
             if positions.numel() and bool(
                 (positions - positions[:, :1]).abs().le(0.02 * positions[:, :1].abs() + 1e-6).all()
             ):
@@ -220,15 +218,15 @@ def _are_multiples(angle: torch.Tensor, table: torch.Tensor) -> bool:
     return False
 
 
-def _build_finding(rounded: Rounded) -> Finding:
+def _build_finding(rounded: RoundedValue) -> Finding:
     low_name = dtype_name(rounded.dtype)
-    decider = rounded.origin.decider()
-    location = decider.location()
-    decision = decider.describe()
+    deciding_origin = rounded.origin.deciding_origin()
+    location = deciding_origin.location()
+    decision = deciding_origin.describe()
     if location:
         decision += f" ({location})"
     chain = (("chain", "\n".join(rounded.origin.explain())),)
-    return say(
+    return make_finding(
         "TR015",
         site_place(rounded.site, rounded.module),
         chain + site_detail("at", rounded.site),
@@ -239,9 +237,11 @@ def _build_finding(rounded: Rounded) -> Finding:
         error=rounded.largest * eps(low_name) / 2,
         step=2 ** max(0, int(rounded.largest).bit_length() - significant_bits(low_name)),
         exact=_MAX_EXACT[rounded.dtype],
-        kind=decider.kind,
-        decider=decider.maker,
-        where=str(decider.site) if decider.site is not None else location or "its place",
+        kind=deciding_origin.kind,
+        decider=deciding_origin.creator,
+        where=str(deciding_origin.site)
+        if deciding_origin.site is not None
+        else location or "its place",
         decision=decision,
     )
 
@@ -250,7 +250,7 @@ class Overflows(Watcher):
     """Checks the fp16 outputs of modules until one output is not finite."""
 
     def on_module_exit(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        if self.reports or not self._context.pace.checks_values:
+        if self.reports or not self._context.schedule.checks_values:
             return
         out = output[0] if isinstance(output, (tuple, list)) and output else output
         if (
@@ -268,7 +268,7 @@ class Overflows(Watcher):
         )
         value_name = "NaN" if bool(torch.isnan(out).any()) else "inf"
         name = self._context.names.module_path(module)
-        self.reports[name] = say(
+        self.reports[name] = make_finding(
             "TR023",
             site_place(innermost_site(), name),
             module=name,
@@ -288,21 +288,21 @@ class LogProbs(Watcher):
         super().__init__(context)
         # the logits of the last log_softmax in low precision, until its result is gathered
         self._logits: torch.Tensor | None = None
-        self._look_counts: Counter[Any] = Counter()
+        self._check_counts: Counter[Any] = Counter()
         self._worst: dict[Any, float] = {}  # line -> the largest error in nats
 
     def op_hooks(self) -> dict[str, tuple[BeforeHook, AfterHook | None]]:
         return {"_log_softmax": (self.on_log_softmax, None), "gather": (self.on_gather, None)}
 
     def on_log_softmax(self, op: Operator, args: tuple, kwargs: dict) -> None:
-        logits, dim, widened = args[:3]
-        plain = (
+        logits, dim, is_widened = args[:3]
+        is_low_precision = (
             logits.dtype in NARROW_FLOATS
-            and not widened
+            and not is_widened
             and dim in (-1, logits.ndim - 1)
             and not torch._C._current_autograd_node()
         )
-        self._logits = logits.detach() if plain else None
+        self._logits = logits.detach() if is_low_precision else None
 
     def on_gather(self, op: Operator, args: tuple, kwargs: dict) -> None:
         """Compares the gathered log-probabilities with log-probabilities that are computed from the
@@ -319,11 +319,11 @@ class LogProbs(Watcher):
         ):
             return
         self._logits = None
-        self._look_counts[key] += 1
+        self._check_counts[key] += 1
         if (
             index.shape[-1] != 1
             or not index.numel()
-            or not is_due(self._look_counts[key], _FULL_CHECKS)
+            or not is_due(self._check_counts[key], _FULL_CHECKS)
         ):
             return
         with torch.no_grad():
@@ -342,6 +342,6 @@ class LogProbs(Watcher):
                 "off": worst,
                 "tokens": exact.shape[-1] if exact.ndim else 1,
             }
-            self.reports[key] = say(
+            self.reports[key] = make_finding(
                 "TR027", site_place(site, module), site_detail("at", site), **facts
             )

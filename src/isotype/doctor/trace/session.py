@@ -20,7 +20,7 @@ from ...errors import UsageError
 from ...finding import Finding, Place, sort_findings
 from ...observe.origin import OBSERVER_FOLDERS, TORCH_FOLDER
 from ..loading import get_member, load_module
-from .context import say
+from .context import make_finding
 from .tracer import Tracer
 
 # the files of the frames between a program and the command that runs it
@@ -62,7 +62,7 @@ class trace:
         ):
             self._failure = self._tracer.failures.explain_exception(error)
         self._silent_findings = self._tracer.findings()
-        self._tracer.provenance.clear_marks()
+        self._tracer.provenance.clear_origins()
 
     @property
     def failure(self) -> Finding | None:
@@ -140,7 +140,7 @@ class Outcome:
             )
             location = Place(file=frame.filename, line=frame.lineno) if frame else Place()
             findings.append(
-                say(
+                make_finding(
                     "TR000",
                     location,
                     error=(

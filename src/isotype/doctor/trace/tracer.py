@@ -1,8 +1,8 @@
 """The tracer observes every op, every call of a torch function, and the hooks of modules.
 
 Each op runs once and its result is returned unchanged. While the program repeats the same forwards
-and steps, the tracer switches its PyTorch modes off (`Pace`). The tracer notifies the watchers,
-each of which detects one kind of fault; they use the tracer as their `Context`.
+and steps, the tracer switches its PyTorch modes off (`WatchSchedule`). The tracer notifies the
+watchers, each of which detects one kind of fault; they use the tracer as their `Context`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ...observe.tape import FunctionTape, ModuleCall, Tape, observing
 from .context import EVENTS, Context, Watcher, is_due
 from .failures import Failures
 from .origin import Origin, Provenance
-from .parameters import DequantisedLayers, GradientCuts, Parameters
+from .parameters import BlockedGradients, DequantisedLayers, Parameters
 from .process import Autocast, CompiledRegions, DefaultDtype
 from .promotions import EngineCasts, Promotions
 from .ranges import LogProbs, Overflows, Positions
@@ -45,7 +45,7 @@ _WATCHERS: tuple[type[Watcher], ...] = (
     EngineCasts,
     Positions,
     Overflows,
-    GradientCuts,
+    BlockedGradients,
     DequantisedLayers,
     LogProbs,
     CompiledRegions,
@@ -65,7 +65,7 @@ _MAX_DEPTH = 3
 _MAX_ITEMS = 16
 
 
-class Pace:
+class WatchSchedule:
     """Counts forwards and steps by kind, and switches the tracer off for repeated ones.
 
     PyTorch's modes call Python for every op, which is most of the cost of a trace. After eight
@@ -81,8 +81,8 @@ class Pace:
         self._counts: Counter[Any] = Counter()
         self._forward_number = 0  # number of the running forward within its kind
         # whether a forward since the last backward was not watched
-        self._unwatched_since_backward = False
-        self.forward_unwatched = False  # whether the last forward was not watched
+        self._has_unwatched_forward = False
+        self.is_forward_unwatched = False  # whether the last forward was not watched
         self._end_hook: Any = None  # the hook at the end of an unwatched forward
         # end hooks of failed forwards; they are removed later, because torch was iterating over the
         # hooks
@@ -115,7 +115,7 @@ class Pace:
         self._counts[kind] += 1
         self._counts[kind, sizes] += 1
         self._forward_number = self._counts[kind]
-        self.forward_unwatched = False
+        self.is_forward_unwatched = False
         if (
             self._forward_number <= FIRST_WATCHED
             or _is_sampled(self._forward_number)
@@ -130,7 +130,7 @@ class Pace:
             or not self._context.suspend(hooks=True)
         ):
             return False
-        self._unwatched_since_backward = self.forward_unwatched = True
+        self._has_unwatched_forward = self.is_forward_unwatched = True
         self._end_hook = module.register_forward_hook(
             self._end_forward, with_kwargs=True, always_call=True
         )
@@ -191,15 +191,15 @@ class Pace:
         return (state, describe_value(args), describe_value(kwargs)), tuple(sizes)
 
     # ---- backwards, and steps of an optimizer
-    def backward_unwatched(self) -> bool:
+    def should_skip_backward(self) -> bool:
         """Called when a backward begins. Returns True if it is not watched, because tensors of an
         unwatched forward have no origins.
         """
-        unwatched = self._unwatched_since_backward
-        self._unwatched_since_backward = False
-        return unwatched
+        should_skip = self._has_unwatched_forward
+        self._has_unwatched_forward = False
+        return should_skip
 
-    def step_unwatched(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> bool:
+    def should_skip_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> bool:
         """Called when an optimizer step begins. Returns True if it is not watched. A step with a
         closure is always watched, because the closure runs forwards.
         """
@@ -209,8 +209,8 @@ class Pace:
             frozenset((p.dtype, p.grad.dtype) for p in parameters if p.grad is not None),
         )
         self._counts[kind] += 1
-        watched = self._counts[kind] <= FIRST_WATCHED or _is_sampled(self._counts[kind])
-        return not watched and not any(
+        is_watched = self._counts[kind] <= FIRST_WATCHED or _is_sampled(self._counts[kind])
+        return not is_watched and not any(
             callable(argument) for argument in (*args[1:], *kwargs.values())
         )
 
@@ -226,7 +226,7 @@ class Tracer(Context):
         super().__init__()
         self.provenance = Provenance(self)
         self.failures = Failures(self)
-        self.pace = Pace(self)
+        self.schedule = WatchSchedule(self)
         self._watchers = {kind: kind(self) for kind in _WATCHERS}
         self.autocast, self.defaults, self.parameters = (
             self._watchers[kind] for kind in (Autocast, DefaultDtype, Parameters)
@@ -270,7 +270,7 @@ class Tracer(Context):
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         self.resume()
-        self.pace.stop()
+        self.schedule.stop()
         self._tape.__exit__(kind, error, traceback)
         self._calls.__exit__(kind, error, traceback)
         self._running.close()
@@ -291,24 +291,24 @@ class Tracer(Context):
         if self._suspended is not None or _get_current_dispatch_mode() is not self._tape:
             return False
         self._tape.__exit__(None, None, None)
-        calls = _get_current_function_mode() is self._calls
-        if calls:
+        has_function_mode = _get_current_function_mode() is self._calls
+        if has_function_mode:
             self._calls.__exit__(None, None, None)
         if hooks:
             for hook in self._module_hooks:
                 hook.remove()
-        self._suspended = calls, hooks
+        self._suspended = has_function_mode, hooks
         return True
 
     def resume(self) -> None:
         if self._suspended is None:
             return
-        calls, hooks = self._suspended
+        has_function_mode, hooks = self._suspended
         self._suspended = None
-        self.pace.on_resume()
+        self.schedule.on_resume()
         if hooks:
             self._hook_modules()
-        if calls:
+        if has_function_mode:
             self._calls.__enter__()
         self._tape.__enter__()
 
@@ -330,7 +330,7 @@ class Tracer(Context):
         self.resume()  # an exception may have ended a suspended forward
         self.suspend(hooks=False)  # the computations of the watchers are not traced
         self._notify("on_step_start", optimizer)
-        if not self.pace.step_unwatched(optimizer, args, kwargs):
+        if not self.schedule.should_skip_step(optimizer, args, kwargs):
             self.resume()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -344,13 +344,13 @@ class Tracer(Context):
             self.register_model(module)
         if not self.stack:
             self.resume()
-            self.forwards += 1
+            self.forward_count += 1
             if next(module.parameters(), None) is not None:
                 self.last_root = weakref.ref(module)
-            if self.pace.start_forward(module, args):
+            if self.schedule.start_forward(module, args):
                 return
             self._notify("on_forward_start")
-            self._census = None
+            self._model_dtype_counts = None
         self.stack.append(ModuleCall(self.names.module_path(module), module))
         self._notify("on_module_enter", module, args)
 
@@ -365,23 +365,23 @@ class Tracer(Context):
         factory calls, and its checks may raise errors.
         """
         name = func.__name__
-        outer = self.current_call
+        outer_call = self.current_call
         self.current_call = func
-        self.autocast_around = torch.is_autocast_enabled(self.device)
-        suspended = (
+        self.is_caller_autocast_on = torch.is_autocast_enabled(self.device)
+        is_suspended = (
             name in ("backward", "grad")
-            and self.pace.backward_unwatched()
+            and self.schedule.should_skip_backward()
             and self.suspend(hooks=True)
         )
         try:
             return func(*args, **kwargs)
         except Exception as error:
-            self.failures.call_failed(error, func, args, kwargs)
+            self.failures.explain_call_error(error, func, args, kwargs)
             raise
         finally:
-            if suspended:
+            if is_suspended:
                 self.resume()
-            self.current_call = outer
+            self.current_call = outer_call
 
     def _attach_hooks(self, op: Operator) -> None:
         op.on_call, op.on_return = self._op_hooks.get(op.name, (None, None))
@@ -390,14 +390,14 @@ class Tracer(Context):
         self.op_count += 1
         if op.factory:
             self.factory_dtype = kwargs.get("dtype")
-        token = op.on_call(op, args, kwargs) if op.on_call is not None else None
+        hook_result = op.on_call(op, args, kwargs) if op.on_call is not None else None
         try:
             out = op.func(*args, **kwargs) if kwargs else op.func(*args)
         except Exception as error:
-            self.failures.op_failed(error, op, args, kwargs)
+            self.failures.explain_op_error(error, op, args, kwargs)
             raise
-        if token is not None:
-            op.on_return(token)
+        if hook_result is not None:
+            op.on_return(hook_result)
         if op.product or self.autocast.stale:
             self._report_inputs(op, args)
         if self.stack and torch._C._current_autograd_node() is None:

@@ -23,7 +23,7 @@ from ...dtypes import name as dtype_name
 from ...finding import Finding, join_names
 from ...observe.operators import NARROW_FLOATS, Operator
 from ...observe.origin import Site, innermost_site, site_place
-from .context import AfterHook, BeforeHook, Context, Watcher, is_due, say, site_detail
+from .context import AfterHook, BeforeHook, Context, Watcher, is_due, make_finding, site_detail
 
 SAMPLE = 16_384  # the number of elements of a tensor that are compared
 MIN_MOVEMENT = 0.5  # below this share of the fp32 change the update counts as rounded away
@@ -54,10 +54,10 @@ class UpdatedTensor:
     expected_norm: float = 0.0
     unchanged: float = 0.0
     source: StorageWeakRef | None = None
-    from_master: bool = False
+    is_from_master: bool = False
     # the number of samples whose rounding error was found in the operand afterwards, as in
     # compensated (Kahan) summation
-    compensated: int = 0
+    compensated_samples: int = 0
 
     @property
     def movement_share(self) -> float:
@@ -66,7 +66,7 @@ class UpdatedTensor:
 
 @dataclass(slots=True)
 class _Sample:
-    watched: UpdatedTensor
+    updated_tensor: UpdatedTensor
     tensor: torch.Tensor
     old_values: torch.Tensor
     expected: torch.Tensor
@@ -78,10 +78,10 @@ class Updates(Watcher):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._watched: dict[tuple[int, str], UpdatedTensor] = {}
+        self._updated_tensors: dict[tuple[int, str], UpdatedTensor] = {}
         self._optimizer: torch.optim.Optimizer | None = None
         self._remainders: list[tuple[UpdatedTensor, torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        self._archived: dict[tuple[str, str, str], list[UpdatedTensor]] = defaultdict(list)
+        self._lost_updates: dict[tuple[str, str, str], list[UpdatedTensor]] = defaultdict(list)
 
     def on_step_start(self, optimizer: torch.optim.Optimizer) -> None:
         self._context.sums.measure_gradients(optimizer)
@@ -89,7 +89,7 @@ class Updates(Watcher):
 
     def on_step_end(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = None
-        self._look_for_remainders()
+        self._find_compensation()
 
     def op_hooks(self) -> dict[str, tuple[BeforeHook, AfterHook | None]]:
         return dict.fromkeys(UPDATE_OPS, (self.before_update, self.after_update))
@@ -98,7 +98,7 @@ class Updates(Watcher):
         """Computes the fp32 update of the op's destinations that are due for a comparison."""
         is_list = not isinstance(args[0], torch.Tensor)
         targets = args[0] if is_list else args[:1]
-        if self._context.autocast_around:
+        if self._context.is_caller_autocast_on:
             for tensor in targets:
                 self._context.autocast.on_update(tensor)
         if (
@@ -115,9 +115,11 @@ class Updates(Watcher):
             if t.dtype in NARROW_FLOATS and (t.numel() > 1 or not is_list)
         ][:_MAX_LIST_ITEMS]:
             item_args = tuple(_list_item(a, index) for a in args) if is_list else args
-            watched = self._watch_if_due(op, targets[index], item_args)
-            if watched is not None:
-                samples.append(self._repeat(op, watched, args, kwargs, index if is_list else None))
+            updated_tensor = self._watch_if_due(op, targets[index], item_args)
+            if updated_tensor is not None:
+                samples.append(
+                    self._repeat(op, updated_tensor, args, kwargs, index if is_list else None)
+                )
         return samples or None
 
     def after_update(self, samples: Sequence[_Sample]) -> None:
@@ -128,40 +130,45 @@ class Updates(Watcher):
             size = float(expected.double().square().sum())
             if size == 0 or not torch.isfinite(expected).all():
                 continue
-            watched = sample.watched
-            watched.samples += 1
-            watched.agreement += float((real.double() * expected.double()).sum())
-            watched.expected_norm += size
-            watched.unchanged += float((real == 0).float().mean())
+            updated_tensor = sample.updated_tensor
+            updated_tensor.samples += 1
+            updated_tensor.agreement += float((real.double() * expected.double()).sum())
+            updated_tensor.expected_norm += size
+            updated_tensor.unchanged += float((real == 0).float().mean())
             if sample.operand is not None and len(self._remainders) < _MAX_REMAINDERS:
-                self._remainders.append((watched, sample.tensor, sample.operand, expected - real))
+                self._remainders.append(
+                    (updated_tensor, sample.tensor, sample.operand, expected - real)
+                )
 
-    def _look_for_remainders(self) -> None:
+    def _find_compensation(self) -> None:
         """Detects compensated sums. There the rounding errors of a step's additions are stored in
         the operands, and the next step adds them again.
         """
-        for watched, tensor, operand, remainder in self._remainders:
+        for updated_tensor, tensor, operand, remainder in self._remainders:
             stored = _sampled_part(operand, tensor).float()
             if (
                 float(
                     torch.isclose(
-                        stored, remainder, rtol=2 * eps(dtype_name(watched.dtype)), atol=1e-30
+                        stored,
+                        remainder,
+                        rtol=2 * eps(dtype_name(updated_tensor.dtype)),
+                        atol=1e-30,
                     )
                     .float()
                     .mean()
                 )
                 > _MIN_STORED_SHARE
             ):
-                watched.compensated += 1
+                updated_tensor.compensated_samples += 1
                 self._context.sums.mark_compensation(operand)
         self._remainders.clear()
 
     def _watch_if_due(
         self, op: Operator, target: torch.Tensor, args: tuple
     ) -> UpdatedTensor | None:
-        copies = op.name.endswith("copy_")
+        is_copy = op.name.endswith("copy_")
         source = args[1]
-        if copies and not (
+        if is_copy and not (
             isinstance(source, torch.Tensor)
             and source.dtype == torch.float32
             and source.numel() == target.numel()
@@ -169,22 +176,24 @@ class Updates(Watcher):
             return None
         storage = target.untyped_storage()
         key = (storage._cdata, op.name)
-        watched = self._watched.get(key)
-        if watched is None or watched.storage.expired():
+        updated_tensor = self._updated_tensors.get(key)
+        if updated_tensor is None or updated_tensor.storage.expired():
             self._archive(key)
-            watched = self._watched[key] = self._start_watching(op, target, storage)
-        watched.calls += 1
-        if copies:
+            updated_tensor = self._updated_tensors[key] = self._start_watching(op, target, storage)
+        updated_tensor.calls += 1
+        if is_copy:
             # a copy from a tensor that still exists is a copy from master weights, where rounding
             # loses nothing
-            watched.from_master = watched.from_master or (
-                watched.source is not None and not watched.source.expired()
+            updated_tensor.is_from_master = updated_tensor.is_from_master or (
+                updated_tensor.source is not None and not updated_tensor.source.expired()
             )
-            watched.source = StorageWeakRef(source.untyped_storage())
-        if watched.role == "tensor" and watched.calls == 1:
+            updated_tensor.source = StorageWeakRef(source.untyped_storage())
+        if updated_tensor.role == "tensor" and updated_tensor.calls == 1:
             return None  # it may not live longer than one step
-        due = is_due(watched.calls, 4) or (self._context.stack and self._context.pace.is_sampled)
-        return watched if due else None
+        should_compare = is_due(updated_tensor.calls, 4) or (
+            self._context.stack and self._context.schedule.is_sampled
+        )
+        return updated_tensor if should_compare else None
 
     def _start_watching(self, op: Operator, target: torch.Tensor, storage: Any) -> UpdatedTensor:
         context = self._context
@@ -192,18 +201,18 @@ class Updates(Watcher):
         role = "tensor"
         name = f"of shape {tuple(target.shape)}"
         if isinstance(target, torch.nn.Parameter) and target.requires_grad:
-            average = (
+            is_average = (
                 self._optimizer is None
                 and target.grad is None
                 and ("lerp_" in op.name or "mul_" in op.name)
             )
             # a tensor that mul_ decays before this add_ is an average too
-            if not average and self._optimizer is None and target.grad is None:
-                decay = self._watched.get((storage._cdata, op.name.replace("add_", "mul_")))
-                average = decay is not None and decay.role == "tensor"
-            role = "tensor" if average else "parameter"
+            if not is_average and self._optimizer is None and target.grad is None:
+                decay = self._updated_tensors.get((storage._cdata, op.name.replace("add_", "mul_")))
+                is_average = decay is not None and decay.role == "tensor"
+            role = "tensor" if is_average else "parameter"
             if origin.kind == "parameter":
-                name = origin.maker
+                name = origin.creator
             else:
                 name = context.names.parameter_name(target) or name
         elif (
@@ -212,7 +221,7 @@ class Updates(Watcher):
             and torch._C._current_autograd_node() is None
         ):
             role = "tensor"
-            name = origin.maker
+            name = origin.creator
         elif self._optimizer is not None:
             role = "state"
             name = f"of shape {tuple(target.shape)}"
@@ -221,7 +230,12 @@ class Updates(Watcher):
         )
 
     def _repeat(
-        self, op: Operator, watched: UpdatedTensor, args: tuple, kwargs: dict, index: int | None
+        self,
+        op: Operator,
+        updated_tensor: UpdatedTensor,
+        args: tuple,
+        kwargs: dict,
+        index: int | None,
     ) -> _Sample:
         target = _list_item(args[0], index)
 
@@ -240,82 +254,95 @@ class Updates(Watcher):
         with torch.no_grad():
             op.func(*widened, **{key: widen(value) for key, value in kwargs.items()})
         operand = _list_item(args[1], index) if len(args) > 1 else None
-        adds = (
+        is_addition = (
             op.name.endswith("add_")
             and isinstance(operand, torch.Tensor)
             and operand.dtype == target.dtype
             and operand.shape == target.shape
         )
-        return _Sample(watched, target, old_values, expected, operand if adds else None)
+        return _Sample(
+            updated_tensor, target, old_values, expected, operand if is_addition else None
+        )
 
     def _archive(self, key: tuple[int, str]) -> None:
         """Drops an entry. If it showed a loss, it is kept for the findings."""
-        old = self._watched.pop(key, None)
-        if old is not None and self._is_lost(old):
-            archived = self._archived[(old.role, old.op, str(old.site))]
+        updated_tensor = self._updated_tensors.pop(key, None)
+        if updated_tensor is not None and self._is_lost(updated_tensor):
+            archived = self._lost_updates[
+                (updated_tensor.role, updated_tensor.op, str(updated_tensor.site))
+            ]
             if len(archived) < 64:
-                archived.append(old)
+                archived.append(updated_tensor)
 
     @staticmethod
-    def _is_lost(watched: UpdatedTensor) -> bool:
-        if watched.compensated and 2 * watched.compensated >= watched.samples:
+    def _is_lost(updated_tensor: UpdatedTensor) -> bool:
+        if (
+            updated_tensor.compensated_samples
+            and 2 * updated_tensor.compensated_samples >= updated_tensor.samples
+        ):
             return False
-        if watched.role == "parameter" and not watched.op.endswith("copy_"):
-            enough = 1
+        if updated_tensor.role == "parameter" and not updated_tensor.op.endswith("copy_"):
+            min_samples = 1
         else:
-            enough = 3
+            min_samples = 3
         return (
-            watched.samples >= enough
-            and watched.movement_share < MIN_MOVEMENT
-            and not watched.from_master
+            updated_tensor.samples >= min_samples
+            and updated_tensor.movement_share < MIN_MOVEMENT
+            and not updated_tensor.is_from_master
         )
 
     def on_forward_start(self) -> None:
-        self._look_for_remainders()
-        for key in [key for key, watched in self._watched.items() if watched.storage.expired()]:
+        self._find_compensation()
+        for key in [
+            key
+            for key, updated_tensor in self._updated_tensors.items()
+            if updated_tensor.storage.expired()
+        ]:
             self._archive(key)
 
     def findings(self) -> list[Finding]:
         """At most two findings: one for the parameters and one for other tensors that are updated
         in place.
         """
-        for key in list(self._watched):
+        for key in list(self._updated_tensors):
             self._archive(key)
         groups: dict[str, list[UpdatedTensor]] = defaultdict(list)
-        for (role, _, _), archived in self._archived.items():
+        for (role, _, _), archived in self._lost_updates.items():
             groups[role] += archived
         if groups["parameter"]:
-            findings = [_parameters_finding(groups["parameter"], groups["state"])]
+            findings = [_lost_updates_finding(groups["parameter"], groups["state"])]
         else:
             findings = []
-        if lost := groups["tensor"]:
-            first = lost[0]
+        if lost_updates := groups["tensor"]:
+            first = lost_updates[0]
             facts = {
-                "ops": ", ".join(dict.fromkeys(w.op for w in lost)),
-                "shown": ", ".join(list(dict.fromkeys(w.name for w in lost))[:4]),
+                "ops": ", ".join(dict.fromkeys(w.op for w in lost_updates)),
+                "shown": ", ".join(list(dict.fromkeys(w.name for w in lost_updates))[:4]),
             }
             findings.append(
-                say(
+                make_finding(
                     "TR018",
                     site_place(first.site),
                     site_detail("updated at", first.site),
                     **facts,
-                    **_loss_facts(lost),
+                    **_loss_facts(lost_updates),
                 )
             )
         return findings
 
 
-def _parameters_finding(lost: list[UpdatedTensor], states: list[UpdatedTensor]) -> Finding:
-    decay = [w for w in lost if "mul_" in w.op and "addcmul" not in w.op]
-    moves = [w for w in lost if w not in decay] or decay
-    first = moves[0]
-    low_name = dtype_name(moves[0].dtype)
-    names = list(dict.fromkeys(w.name for w in moves))
+def _lost_updates_finding(
+    lost_updates: list[UpdatedTensor], states: list[UpdatedTensor]
+) -> Finding:
+    decays = [w for w in lost_updates if "mul_" in w.op and "addcmul" not in w.op]
+    updates = [w for w in lost_updates if w not in decays] or decays
+    first = updates[0]
+    low_name = dtype_name(updates[0].dtype)
+    names = list(dict.fromkeys(w.name for w in updates))
     details = site_detail("updated at", first.site)
-    if decay and moves is not decay:
+    if decays and updates is not decays:
         rounds = (
-            f"its factor (1 - learning rate * decay) rounds away too, for {len(decay)} parameters"
+            f"its factor (1 - learning rate * decay) rounds away too, for {len(decays)} parameters"
             " seen"
         )
         details += (("weight decay", rounds),)
@@ -328,31 +355,35 @@ def _parameters_finding(lost: list[UpdatedTensor], states: list[UpdatedTensor]) 
             ),
         )
     facts = {
-        "only_decay": moves is decay,
+        "only_decay": updates is decays,
         "shown": join_names(names, 4),
         "bits": significant_bits(low_name),
     }
-    return say(
+    return make_finding(
         "TR012",
         site_place(first.site, names[0]),
         details,
         **facts,
-        samples=sum(w.samples for w in moves),
-        **_loss_facts(moves),
+        samples=sum(w.samples for w in updates),
+        **_loss_facts(updates),
     )
 
 
-def _loss_facts(lost: list[UpdatedTensor]) -> dict[str, Any]:
+def _loss_facts(lost_updates: list[UpdatedTensor]) -> dict[str, Any]:
     """Facts for a finding: the dtype, its rounding unit, the share of the fp32 change, and the
     share of elements that did not change. Both shares are in percent.
     """
-    low_name = dtype_name(lost[0].dtype)
-    share = 100 * sum(w.agreement for w in lost) / sum(w.expected_norm for w in lost)
+    low_name = dtype_name(lost_updates[0].dtype)
+    share = (
+        100 * sum(w.agreement for w in lost_updates) / sum(w.expected_norm for w in lost_updates)
+    )
     return {
         "word": low_name,
         "unit": eps(low_name) / 2,
         "share": share,
-        "still": 100 * sum(w.unchanged for w in lost) / sum(w.samples for w in lost),
+        "still": 100
+        * sum(w.unchanged for w in lost_updates)
+        / sum(w.samples for w in lost_updates),
     }
 
 
@@ -380,7 +411,7 @@ _MAX_SUM_ERROR = (
 
 
 @dataclass(slots=True)
-class _Sum:
+class _RunningSum:
     storage: StorageWeakRef
     dtype: torch.dtype
     name: str
@@ -388,7 +419,7 @@ class _Sum:
     is_gradient: bool
     fp32: torch.Tensor
     version: int
-    in_model: bool  # whether a forward or a backward adds to it
+    is_in_model: bool  # whether a forward or a backward adds to it
     additions: int = 0
     forwards: set[int] = field(default_factory=set)
     last_forward: int = 0
@@ -404,8 +435,8 @@ class Sums(Watcher):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._sums: dict[tuple[int, int], _Sum] = {}
-        self._reported: dict[tuple[bool, Any], list[_Sum]] = {}
+        self._sums: dict[tuple[int, int], _RunningSum] = {}
+        self._reported: dict[tuple[bool, Any], list[_RunningSum]] = {}
 
     def record_addition(self, op: Operator, args: tuple, kwargs: dict) -> None:
         """Called before an in-place addition to a low-precision tensor outside an optimizer step.
@@ -441,7 +472,7 @@ class Sums(Watcher):
         running_sum.fp32.add_(_sum_sample(addend.detach().expand_as(target)).float(), alpha=factor)
         running_sum.additions += 1
         running_sum.version += 1
-        running_sum.last_forward = self._context.forwards
+        running_sum.last_forward = self._context.forward_count
         running_sum.forwards.add(running_sum.last_forward)
 
     def mark_compensation(self, tensor: torch.Tensor) -> None:
@@ -453,15 +484,15 @@ class Sums(Watcher):
 
     def is_growing(self) -> bool:
         """Whether the last forward or its backward added to a sum that earlier forwards began."""
-        previous_forward = self._context.forwards - 1
+        previous_forward = self._context.forward_count - 1
         return any(
-            running_sum.in_model
+            running_sum.is_in_model
             and running_sum.last_forward == previous_forward
             and len(running_sum.forwards) > 1
             for running_sum in self._sums.values()
         )
 
-    def _start_watching(self, target: torch.Tensor) -> _Sum:
+    def _start_watching(self, target: torch.Tensor) -> _RunningSum:
         node = torch._C._current_autograd_node()
         variable = getattr(node, "variable", None) if node is not None else None
         if variable is not None:
@@ -469,10 +500,10 @@ class Sums(Watcher):
         else:
             name = None
         name = name or f"of shape {tuple(target.shape)}"
-        inside = bool(self._context.stack) or node is not None
+        is_in_model = bool(self._context.stack) or node is not None
         storage = StorageWeakRef(target.untyped_storage())
         fp32 = _sum_sample(target).float()
-        return _Sum(
+        return _RunningSum(
             storage,
             target.dtype,
             name,
@@ -480,11 +511,11 @@ class Sums(Watcher):
             variable is not None,
             fp32,
             target._version,
-            inside,
+            is_in_model,
         )
 
     @staticmethod
-    def _measure(running_sum: _Sum, target: torch.Tensor) -> None:
+    def _measure(running_sum: _RunningSum, target: torch.Tensor) -> None:
         size = float(running_sum.fp32.norm())
         if size > 0 and torch.isfinite(running_sum.fp32).all():
             running_sum.error = (
@@ -509,7 +540,7 @@ class Sums(Watcher):
             ):
                 self._measure(running_sum, gradient)
 
-    def _archive(self, running_sum: _Sum) -> None:
+    def _archive(self, running_sum: _RunningSum) -> None:
         if (
             running_sum.error >= _MAX_SUM_ERROR
             and not running_sum.is_compensation
@@ -533,11 +564,11 @@ class Sums(Watcher):
         return [_sums_finding(sums) for sums in self._reported.values()]
 
 
-def _sums_finding(sums: list[_Sum]) -> Finding:
+def _sums_finding(sums: list[_RunningSum]) -> Finding:
     worst = max(sums, key=lambda running_sum: running_sum.error)
     low_name = dtype_name(worst.dtype)
     names = list(dict.fromkeys(running_sum.name for running_sum in sums))
-    return say(
+    return make_finding(
         "TR024",
         site_place(worst.site, names[0] if worst.is_gradient else None),
         site_detail("added at", worst.site),
