@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from . import transforms
 from .source import Source
@@ -308,7 +309,7 @@ def _convert_mixture(draft: Draft, source_key: SourceKey) -> None:
     """
     entries = []
     for dataset in source_key.value:
-        entry = {"name": f"hf:{dataset.get('id') or dataset['path']}"}
+        entry: dict[str, Any] = {"name": f"hf:{dataset.get('id') or dataset['path']}"}
         for source_name, setting, default in (
             ("config", "subset", "default"),
             ("name", "subset", "default"),
