@@ -11,7 +11,7 @@ import pytest
 from tests.api import Encoder, Example, Tally, add_tokens
 
 from isotype.data.chat import NAMED_TEMPLATES, ChatTemplate, chat_template
-from isotype.data.rows import IGNORED
+from isotype.data.rows import IGNORE_INDEX
 from isotype.errors import UsageError
 
 TOOLS = """\
@@ -34,10 +34,12 @@ def learnt(
         loss_on="assistant",
         template=ChatTemplate(tokenizer, template, "file"),
     )
-    found = list(encoder.rows([Example("x:1", messages=tuple(messages), tools=tools)], tally))
+    found = list(
+        encoder.encode_rows([Example("x:1", messages=tuple(messages), tools=tools)], tally)
+    )
     tally.bad.refuse(usable_rows=1)
     ((_, row, _),) = found
-    return tokenizer.decode([label for label in row.labels if label != IGNORED]), tally
+    return tokenizer.decode([label for label in row.labels if label != IGNORE_INDEX]), tally
 
 
 def said(*turns: str) -> list[dict[str, Any]]:
@@ -119,11 +121,11 @@ def test_answers_and_their_end_token_are_learnt(families: SimpleNamespace, name:
         {"role": "user", "content": "who?"},
         {"role": "assistant", "content": "me"},
     )
-    ((_, row, _),) = list(encoder.rows([Example("x:1", messages=turns)], tally := Tally()))
+    ((_, row, _),) = list(encoder.encode_rows([Example("x:1", messages=turns)], tally := Tally()))
     end = NAMED_TEMPLATES[name].end or tokenizer.eos_token
     assert tally.end_of_turn == {end: 1}
     assert tokenizer.eos_token == end
-    labels = [label for label in row.labels if label != IGNORED]
+    labels = [label for label in row.labels if label != IGNORE_INDEX]
     assert labels[-1] == tokenizer.eos_token_id
     assert tokenizer.decode(labels, skip_special_tokens=True).strip() == "me"
     prompt = template.render(turns[:2], generation_prompt=True)

@@ -13,7 +13,7 @@ import pytest
 from isotype.config.load import load
 from isotype.config.sources import check_data
 from isotype.data.load import load_data
-from isotype.data.rows import IGNORED
+from isotype.data.rows import IGNORE_INDEX
 
 PAGE = (Path(__file__).parents[2] / "docs/data.md").read_text(encoding="utf-8")
 FILES = re.findall(
@@ -67,7 +67,7 @@ def test_each_example_is_a_file_that_loads(
     loaded = load_data(load(None, [f"data.train={name}"]).config.data, tokenizer, seed=0)
     (row,) = loaded.train
     assert loaded.facts["train"]["files"][0]["format"] == form
-    learnt = tokenizer.decode([label for label in row.labels if label != IGNORED])
+    learnt = tokenizer.decode([label for label in row.labels if label != IGNORE_INDEX])
     whole = {
         "tools.jsonl": '<call>add{"a": 2, "b": 3}<|im_end|>It is 5.<|im_end|>',
         "pairs.csv": "5<|im_end|>",

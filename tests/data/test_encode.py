@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.api import Encoder, Example, Tally
 
 from isotype.data.chat import chat_template
-from isotype.data.rows import IGNORED, Row
+from isotype.data.rows import IGNORE_INDEX, Row
 
 FAMILIES = ("chatml", "thinking", "llama3", "gemma", "mistral")
 # Any text but the marks of templates, which a tokenizer reads as special tokens, ▁, which stands
@@ -34,7 +34,7 @@ def encoder_of(families: SimpleNamespace, family: str, **changes: object) -> Enc
 
 
 def row_of(encoder: Encoder, example: Example) -> Row:
-    ((_, row, _),) = list(encoder.rows([example], Tally()))
+    ((_, row, _),) = list(encoder.encode_rows([example], Tally()))
     return row
 
 
@@ -48,7 +48,7 @@ def chat(*turns: str) -> Example:
 
 
 def learnt(encoder: Encoder, row: Row) -> str:
-    return encoder.tokenizer.decode([label for label in row.labels if label != IGNORED])
+    return encoder.tokenizer.decode([label for label in row.labels if label != IGNORE_INDEX])
 
 
 def answers_alone_are_learnt(families: SimpleNamespace, family: str, turns: list[str]) -> None:
@@ -61,9 +61,11 @@ def answers_alone_are_learnt(families: SimpleNamespace, family: str, turns: list
     if family == "mistral":
         answers = [" " + a for a in answers]
     assert learnt(encoder, row) == "".join(a + end for a in answers)
-    assert all(label in (IGNORED, i) for label, i in zip(row.labels, row.input_ids, strict=True))
-    assert row.labels[row.prompt_length] != IGNORED
-    assert set(row.labels[: row.prompt_length]) == {IGNORED}
+    assert all(
+        label in (IGNORE_INDEX, i) for label, i in zip(row.labels, row.input_ids, strict=True)
+    )
+    assert row.labels[row.prompt_length] != IGNORE_INDEX
+    assert set(row.labels[: row.prompt_length]) == {IGNORE_INDEX}
     assert encoder.template is not None
     prompt = encoder.template.render(
         [{"role": "user", "content": turns[0]}], generation_prompt=True
@@ -111,7 +113,7 @@ def test_an_answer_that_would_change_its_prompts_tokens_is_tokenised_apart(
     assert len(encoder.ids("\n\n")) == 1, (
         "the tokenizer must merge the two line ends for this test to mean anything"
     )
-    ((_, row, _),) = list(encoder.rows([chat("hi", "\n\nyes")], tally))
+    ((_, row, _),) = list(encoder.encode_rows([chat("hi", "\n\nyes")], tally))
     assert tally.borders == 1
     assert learnt(encoder, row) == "\n\nyes<|im_end|>"
     assert tokenizer.decode(row.input_ids).endswith("assistant\n\n\nyes<|im_end|>\n")
@@ -130,7 +132,7 @@ def test_a_tokenizer_in_python_alone_works() -> None:
         tokenizer, max_length=200, loss_on="assistant", template=chat_template(tokenizer, None)
     )
     tally = Tally()
-    ((_, row, _),) = list(encoder.rows([chat("how?", "so, ünd so", "why?", "thus")], tally))
+    ((_, row, _),) = list(encoder.encode_rows([chat("how?", "so, ünd so", "why?", "thus")], tally))
     assert learnt(encoder, row) == "so, ünd so</s>thus</s>"
     assert tally.end_of_turn == {"</s>": 2}
     assert list(row.input_ids) == encoder.ids(

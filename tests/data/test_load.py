@@ -13,7 +13,7 @@ from tests.api import source_lines, user_prompts
 
 from isotype.config.schema import DataSection
 from isotype.data.load import load_data
-from isotype.data.rows import IGNORED, MAX_TOKENS, LoadedData, Row, example_rows
+from isotype.data.rows import IGNORE_INDEX, MAX_TOKENS, LoadedData, Row, example_rows
 from isotype.errors import UsageError
 
 
@@ -63,7 +63,7 @@ def test_chats_are_split_counted_and_sampled(
     assert facts["train"]["files"][0]["why"] == "the first row (chats.jsonl:1) has the key messages"
     assert facts["train"]["tokens"] == sum(len(row.input_ids) for row in loaded.train)
     assert facts["train"]["supervised_tokens"] == sum(
-        sum(label != IGNORED for label in row.labels) for row in loaded.train
+        sum(label != IGNORE_INDEX for label in row.labels) for row in loaded.train
     )
     assert facts["tokens"]["end_of_turn"] == {"<|im_end|>": 40}
     assert facts["template"] == {
@@ -153,7 +153,7 @@ def test_chats_without_any_template_use_the_plain_default(
         tokenizer.decode(row.input_ids)
         == "<|begin_of_text|>User: question 0\nAssistant: answer 0<|eot_id|>\n"
     )
-    assert tokenizer.decode([i for i in row.labels if i != IGNORED]) == " answer 0<|eot_id|>"
+    assert tokenizer.decode([i for i in row.labels if i != IGNORE_INDEX]) == " answer 0<|eot_id|>"
     assert loaded.facts["template"]["source"] == "default"
     # What a run saves in its tokenizer renders the same rows in plain transformers.
     again = tokenizer.apply_chat_template(
@@ -391,7 +391,9 @@ class Letters:
 
 def test_examples_are_the_first_the_median_and_the_longest_row_with_what_is_learnt() -> None:
     def row(length: int, prompt: int) -> Row:
-        return Row(tuple(range(length)), (IGNORED,) * prompt + tuple(range(prompt, length)), prompt)
+        return Row(
+            tuple(range(length)), (IGNORE_INDEX,) * prompt + tuple(range(prompt, length)), prompt
+        )
 
     found = example_rows([row(4, 2), row(9, 1), row(6, 3)], Letters())
     assert [(one["which"], one["row"], one["tokens"], one["learnt"]) for one in found] == [
@@ -423,7 +425,7 @@ def test_pairs_of_the_public_form_are_rendered_with_their_system_prompt_and_tool
         for text, answer in ((chosen, f"good {i}"), (rejected, f"bad {i}")):
             assert f"<|im_start|>system\nbe {i}<|im_end|>" in text
             assert answer in text
-        learnt = tokenizer.decode([t for t in loaded.train[2 * i].labels if t != IGNORED])
+        learnt = tokenizer.decode([t for t in loaded.train[2 * i].labels if t != IGNORE_INDEX])
         assert learnt == f"good {i}<|im_end|>"
     assert f"be {0}" in tokenizer.decode(loaded.prompts[0].input_ids)
 

@@ -10,14 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.api import TokenRows, TokenWriter, join_rows, pack_best_fit, pack_rows
 
-from isotype.data.rows import IGNORED, Row, Share
+from isotype.data.rows import IGNORE_INDEX, Row, Share
 
 
 def block(*lengths: int, first: int = 1) -> TokenRows:
     writer = TokenWriter()
     for k, n in enumerate(lengths):
         ids = tuple(range(first + 100 * k, first + 100 * k + n))
-        writer.add(Row(ids, (IGNORED,) * (n // 3) + ids[n // 3 :], n // 3), example=k, cut=False)
+        writer.add(
+            Row(ids, (IGNORE_INDEX,) * (n // 3) + ids[n // 3 :], n // 3), example=k, cut=False
+        )
     return TokenRows([writer.block({})])
 
 
@@ -40,7 +42,7 @@ def test_a_packed_row_is_its_documents_one_after_the_other() -> None:
     assert row.input_ids == sum((r.input_ids for r in rows), ())
     starts = {0, 6, 15}
     expected = [
-        IGNORED if k in starts else label
+        IGNORE_INDEX if k in starts else label
         for k, label in enumerate(sum((r.labels for r in rows), ()))
     ]
     assert list(row.labels) == expected
@@ -54,4 +56,4 @@ def test_sources_are_packed_apart_and_counted() -> None:
     packed = pack_rows(both, 10)
     assert packed.shares([Share(3, 2.0), Share(2, 1.0)]) == [Share(2, 2.0), Share(1, 1.0)]
     assert [row.documents for row in packed] == [(5, 5), (5,), (4, 4)]
-    assert join_rows([Row((5, 6), (5, 6), 0)]) == Row((5, 6), (IGNORED, 6), 1, (2,))
+    assert join_rows([Row((5, 6), (5, 6), 0)]) == Row((5, 6), (IGNORE_INDEX, 6), 1, (2,))

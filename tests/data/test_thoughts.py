@@ -13,7 +13,7 @@ import pytest
 
 from isotype.config.schema import DataSection
 from isotype.data.load import load_data
-from isotype.data.rows import IGNORED, LoadedData
+from isotype.data.rows import IGNORE_INDEX, LoadedData
 from isotype.errors import UsageError
 
 QWEN3 = "thinking"  # of the families
@@ -53,7 +53,7 @@ def load(families: SimpleNamespace, tmp_path: Path) -> Any:
             DataSection(train=str(tmp_path / "rows.jsonl"), **section), tokenizer, seed=0
         )
         learnt = (
-            tokenizer.decode([label for label in loaded.train[0].labels if label != IGNORED])
+            tokenizer.decode([label for label in loaded.train[0].labels if label != IGNORE_INDEX])
             if len(loaded.train)
             else ""
         )

@@ -51,12 +51,12 @@ class NoLabel(EmptyAnswer):
 
 @dataclass(frozen=True, slots=True)
 class BadRow:
-    """A row that is left out. `empty`: the reason is that its answer is empty or has no label."""
+    """A row that is left out. `is_empty`: the reason is that its answer is empty or has no label."""
 
     location: str
     reason: str
     fix: str | None = None
-    empty: bool = False
+    is_empty: bool = False
 
     @classmethod
     def from_error(cls, error: UsageError, location: str) -> BadRow:
@@ -66,7 +66,7 @@ class BadRow:
         if not error.message.startswith(f"{location}: "):
             raise error
         if isinstance(error, EmptyAnswer):
-            return cls(location, error.reason, error.fix, empty=True)
+            return cls(location, error.reason, error.fix, is_empty=True)
         return cls(location, error.message.removeprefix(f"{location}: "), error.fix)
 
 
@@ -74,13 +74,13 @@ class BadRow:
 class BadRows:
     """The bad rows of one source or of several.
 
-    kinds   reason -> number of bad rows, which are an error unless data.on_bad_row is skip
-    empty   number of rows with an empty answer
-    listed  the rows, at most MAX_LISTED
+    kinds        reason -> number of bad rows, which are an error unless data.on_bad_row is skip
+    empty_count  number of rows with an empty answer
+    listed       the rows, at most MAX_LISTED
     """
 
     kinds: Counter[str] = field(default_factory=Counter)
-    empty: int = 0
+    empty_count: int = 0
     listed: list[BadRow] = field(default_factory=list)
 
     @property
@@ -88,21 +88,21 @@ class BadRows:
         return sum(self.kinds.values())
 
     def add(self, row: BadRow) -> None:
-        if row.empty:
-            self.empty += 1
+        if row.is_empty:
+            self.empty_count += 1
         else:
             self.kinds[normalise_reason(row.reason)] += 1
         if len(self.listed) < MAX_LISTED:
             self.listed.append(row)
 
     def to_dict(self) -> dict[str, Any]:
-        rows = [[row.location, row.reason, row.fix, row.empty] for row in self.listed]
-        return {"kinds": dict(self.kinds), "empty": self.empty, "rows": rows}
+        rows = [[row.location, row.reason, row.fix, row.is_empty] for row in self.listed]
+        return {"kinds": dict(self.kinds), "empty": self.empty_count, "rows": rows}
 
     def update(self, counts: dict[str, Any]) -> None:
         """Adds the counts of another one, as its `to_dict` returned them."""
         self.kinds.update(counts["kinds"])
-        self.empty += counts["empty"]
+        self.empty_count += counts["empty"]
         self.listed += [BadRow(*row) for row in counts["rows"]]
 
     def refuse(self, *, usable_rows: int) -> None:
@@ -111,7 +111,7 @@ class BadRows:
 
         usable_rows  number of rows that can be used; with 0 the fix is not to skip the bad rows
         """
-        bad = [row for row in self.listed if not row.empty]
+        bad = [row for row in self.listed if not row.is_empty]
         fix = SKIP_FIX if usable_rows else NO_USABLE_ROWS_FIX
         if self.count == 1 and bad:
             raise UsageError(f"{bad[0].location}: {bad[0].reason}", fix=bad[0].fix or fix)

@@ -153,13 +153,13 @@ _SENTINEL = "\U000f0f0e\U000f0f0f"
 class Span:
     """The position of an answer in a rendered conversation, in characters.
 
-    `closed`: the span contains the whole turn with its end-of-turn token. Otherwise the next
+    `is_closed`: the span contains the whole turn with its end-of-turn token. Otherwise the next
     special token after the span is the end-of-turn token.
     """
 
     start: int
     end: int
-    closed: bool
+    is_closed: bool
 
 
 _THOUGHT_TAG = re.compile(r"[<\[][^\s<>\[\]]{1,40}[>\]]")  # `</think>`, `[THINK]`
@@ -261,8 +261,8 @@ class ChatTemplate:
         return select_thoughts(
             messages,
             self.thoughts,
-            writes=self.thought_positions,
-            tags=END_THOUGHTS in self.text,
+            written_positions=self.thought_positions,
+            has_tags=END_THOUGHTS in self.text,
             location=location,
         )
 
@@ -333,39 +333,39 @@ class ChatTemplate:
             return False
 
     def _answer_span(
-        self, messages: list[Message], i: int, example: Example, rendered: str
+        self, messages: list[Message], index: int, example: Example, rendered: str
     ) -> Span:
         location = example.location
         tools = example.tools
-        if i:
+        if index:
             opening = self.render(
-                messages[:i], tools=tools, generation_prompt=True, location=location
+                messages[:index], tools=tools, generation_prompt=True, location=location
             )
         else:
             opening = ""
-        if i == len(messages) - 1:
+        if index == len(messages) - 1:
             ending = rendered
         else:
-            ending = self.render(messages[: i + 1], tools=tools, location=location)
-        has_opening = i > 0 and rendered.startswith(opening)
+            ending = self.render(messages[: index + 1], tools=tools, location=location)
+        has_opening = index > 0 and rendered.startswith(opening)
         if has_opening and rendered.startswith(ending) and len(ending) > len(opening):
-            return Span(len(opening), len(ending), closed=True)
+            return Span(len(opening), len(ending), is_closed=True)
         # The template renders this turn differently within the conversation: find the turn by
         # changing its text.
         changed = (
-            messages[i]
-            | {key: _SENTINEL for key in THOUGHT_KEYS if messages[i].get(key)}
+            messages[index]
+            | {key: _SENTINEL for key in THOUGHT_KEYS if messages[index].get(key)}
             | {"content": _SENTINEL}
         )
         changed.pop("tool_calls", None)
         changed_text = self.render(
-            [*messages[:i], changed, *messages[i + 1 :]], tools=tools, location=location
+            [*messages[:index], changed, *messages[index + 1 :]], tools=tools, location=location
         )
         start = _common_prefix_length(rendered, changed_text)
         end = max(start, len(rendered) - _common_prefix_length(rendered[::-1], changed_text[::-1]))
         if end <= start:
             raise UsageError(
-                f"{location}: the chat template renders nothing for messages[{i}] (assistant)"
+                f"{location}: the chat template renders nothing for messages[{index}] (assistant)"
             )
         if has_opening and len(opening) <= start:
             start = len(opening)
@@ -497,14 +497,11 @@ def split_into_parts(messages: Sequence[Message]) -> list[Message]:
     ]
 
 
-def _count_occurrences(content_text: str, text: str) -> int:
-    """Counts how often `content_text` is in `text`, either unchanged or as JSON writes it."""
+def _count_occurrences(part: str, text: str) -> int:
+    """Counts how often `part` is in `text`, either unchanged or as JSON writes it."""
     return max(
-        text.count(content_text),
-        *(
-            text.count(json.dumps(content_text, ensure_ascii=ascii)[1:-1])
-            for ascii in (True, False)
-        ),
+        text.count(part),
+        *(text.count(json.dumps(part, ensure_ascii=ascii)[1:-1]) for ascii in (True, False)),
     )
 
 

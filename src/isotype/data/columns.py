@@ -14,7 +14,7 @@ from typing import Any
 
 from ..errors import UsageError
 from .bad_rows import RowError
-from .conversations import json_kind, parse_json_cell
+from .conversations import describe_json_type, parse_json_cell
 from .key_hints import column_hint
 from .read import Record
 from .row_keys import (
@@ -98,7 +98,7 @@ def _require_object(record: Record) -> dict[str, Any]:
     else:
         fix = None
     raise RowError(
-        f"{record.location}: a row must be an object with keys, got {json_kind(record.value)}",
+        f"{record.location}: a row must be an object with keys, got {describe_json_type(record.value)}",
         fix=fix,
     )
 

@@ -52,7 +52,7 @@ def chat_messages(
     messages = parse_json_cell(value, f"{location}: {key}")
     if not isinstance(messages, list) or not (messages or may_be_empty):
         raise RowError(
-            f"{location}: {key} must be a list of {{role, content}}, got {json_kind(messages)}"
+            f"{location}: {key} must be a list of {{role, content}}, got {describe_json_type(messages)}"
         )
     if is_sharegpt(messages):
         return sharegpt_messages(messages, key, location)
@@ -74,7 +74,7 @@ def sharegpt_messages(value: Any, key: str, location: str) -> tuple[Message, ...
     turns = parse_json_cell(value, f"{location}: {key}")
     if not isinstance(turns, list) or not turns:
         raise RowError(
-            f"{location}: {key} must be a list of {{from, value}}, got {json_kind(turns)}"
+            f"{location}: {key} must be a list of {{from, value}}, got {describe_json_type(turns)}"
         )
     if all(isinstance(turn, dict) and "role" in turn and "from" not in turn for turn in turns):
         return chat_messages(turns, key, location)
@@ -90,7 +90,7 @@ def add_system_prompt(
     if system is None or system == "":
         return messages
     if not isinstance(system, str):
-        raise RowError(f"{location}: system must be text, got {json_kind(system)}")
+        raise RowError(f"{location}: system must be text, got {describe_json_type(system)}")
     first = messages[0] if messages else {}
     if first.get("role") in ("system", "developer") and first["content"] == system:
         return messages
@@ -108,13 +108,17 @@ def read_tools(row: Mapping[str, Any], location: str) -> list[Any] | None:
     if not tools:
         return None
     if not isinstance(tools, list):
-        raise RowError(f"{location}: tools must be a list of objects, got {json_kind(tools)}")
+        raise RowError(
+            f"{location}: tools must be a list of objects, got {describe_json_type(tools)}"
+        )
     descriptions = [
         parse_json_cell(tool, f"{location}: tools[{i}]") for i, tool in enumerate(tools)
     ]
     for i, tool in enumerate(descriptions):
         if not isinstance(tool, dict):
-            raise RowError(f"{location}: tools[{i}] must be an object, got {json_kind(tool)}")
+            raise RowError(
+                f"{location}: tools[{i}] must be an object, got {describe_json_type(tool)}"
+            )
     return descriptions
 
 
@@ -140,7 +144,7 @@ def parse_json_cell(value: Any, path: str) -> Any:
     return value
 
 
-def json_kind(value: Any) -> str:
+def describe_json_type(value: Any) -> str:
     """Describes the type of a wrong value in JSON's terms."""
     if value is None:
         return "null"
@@ -161,7 +165,7 @@ def _check_message(raw_message: Any, key: str, location: str) -> Message:
     path = f"{location}: {key}"
     if not isinstance(raw_message, dict):
         raise RowError(
-            f"{path} must be an object with role and content, got {json_kind(raw_message)}"
+            f"{path} must be an object with role and content, got {describe_json_type(raw_message)}"
         )
     if "role" not in raw_message:
         raise RowError(f"{path} has no role{_suggestion('role', raw_message)}")
@@ -238,7 +242,7 @@ def _check_content(content: Any, path: str, *, may_be_empty: bool) -> Any:
     if not may_be_empty and (content is None or (isinstance(content, str) and not content.strip())):
         raise EmptyAnswer(f"{path}.content is empty: the row has no target")
     if not isinstance(content, str):
-        raise RowError(f"{path}.content must be text, got {json_kind(content)}")
+        raise RowError(f"{path}.content must be text, got {describe_json_type(content)}")
     return content
 
 
@@ -255,7 +259,7 @@ PICTURE_MARK = "<image>"  # the placeholder of a picture in texts of LLaVA and S
 _PICTURE_KEYS = ("image", "path", "url", "bytes")
 
 
-def take_pictures(
+def extract_pictures(
     messages: tuple[Message, ...], row: Mapping[str, Any], location: str
 ) -> tuple[tuple[Message, ...], tuple[Any, ...]]:
     """Returns the turns, with a list of parts as content where pictures are, and the pictures in
@@ -338,7 +342,7 @@ def _part_text(part: Any, path: str) -> str:
     if isinstance(part, dict) and part.get("type", "text") != "text":
         description = f"a part of type {part['type']!r}"
     else:
-        description = json_kind(part)
+        description = describe_json_type(part)
     raise RowError(
         f"{path} must be {{type: text, text: ...}} or {{type: image, path: ...}}, got {description}"
     )
@@ -349,14 +353,14 @@ def _check_calls(calls: Any, path: str) -> list[Any]:
     that are text as a JSON string inside JSON.
     """
     if not isinstance(calls, list):
-        raise RowError(f"{path}.tool_calls must be a list, got {json_kind(calls)}")
+        raise RowError(f"{path}.tool_calls must be a list, got {describe_json_type(calls)}")
     checked = []
     for i, call in enumerate(calls):
         inner = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
             raise RowError(
                 f"{path}.tool_calls[{i}] must be {{type: function, function: {{name, arguments}}}},"
-                f" got {json_kind(call)}"
+                f" got {describe_json_type(call)}"
             )
         arguments = parse_json_cell(inner.get("arguments", {}), f"{path}.tool_calls[{i}].arguments")
         if isinstance(arguments, str) and arguments.strip():
@@ -376,7 +380,9 @@ def _check_calls(calls: Any, path: str) -> list[Any]:
 def _convert_sharegpt_turn(turn: Any, turn_key: str, location: str) -> Message:
     path = f"{location}: {turn_key}"
     if not isinstance(turn, dict):
-        raise RowError(f"{path} must be an object with from and value, got {json_kind(turn)}")
+        raise RowError(
+            f"{path} must be an object with from and value, got {describe_json_type(turn)}"
+        )
     for key in ("from", "value"):
         if key not in turn:
             raise RowError(f"{path} has no {key}{_suggestion(key, turn)}")
@@ -397,7 +403,7 @@ def _convert_sharegpt_turn(turn: Any, turn_key: str, location: str) -> Message:
     ):
         raise EmptyAnswer(f"{path}.value is empty: the row has no target")
     if not isinstance(value, str):
-        raise RowError(f"{path}.value must be text, got {json_kind(value)}")
+        raise RowError(f"{path}.value must be text, got {describe_json_type(value)}")
     return {**_other_keys(turn), "role": role, "content": value}
 
 
@@ -451,20 +457,20 @@ def select_thoughts(
     messages: Sequence[Message],
     selection: str,
     *,
-    writes: ThoughtPositions,
-    tags: bool,
+    written_positions: ThoughtPositions,
+    has_tags: bool,
     location: str,
 ) -> tuple[Message, ...]:
     """Returns the turns with the selected thoughts, moved to a place from which the template writes
     them.
 
     selection  `last`: thoughts after the last question; `all`; `none`
-    writes  the positions of thoughts that the template writes (`thought_probes`)
-    tags    whether the template's text contains the tag `</think>`
+    written_positions  the positions of thoughts that the template writes (`thought_probes`)
+    has_tags  whether the template's text contains the tag `</think>`
     Raises  RowError for one of the two tags without the other, EmptyAnswer for a learnt turn that
             contains only thoughts
     """
-    last = last_question(messages)
+    last = last_question_index(messages)
     turns = list(messages)
     for i, message in enumerate(messages):
         if message["role"] == "assistant" and (
@@ -472,7 +478,9 @@ def select_thoughts(
         ):
             turns[i] = _remove_thoughts(message, f"{location}: messages[{i}]")
         elif message["role"] == "assistant":
-            turns[i] = _move_thoughts(message, is_earlier=i < last, writes=writes, tags=tags)
+            turns[i] = _move_thoughts(
+                message, is_earlier=i < last, written_positions=written_positions, has_tags=has_tags
+            )
     return tuple(turns)
 
 
@@ -497,7 +505,7 @@ def thought_probes(thought: str) -> Iterator[tuple[tuple[str, bool], list[Messag
         )
 
 
-def last_question(messages: Sequence[Message]) -> int:
+def last_question_index(messages: Sequence[Message]) -> int:
     """Returns the index of the user's last turn; -1 if there is none."""
     return max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
 
@@ -506,7 +514,7 @@ def hide_thought_tags(messages: Sequence[Message]) -> list[Message]:
     """Replaces the thought tags before the last question by characters that no template recognises.
     `restore_thought_tags` undoes this.
     """
-    last = last_question(messages)
+    last = last_question_index(messages)
     return [
         (
             m | {"content": _replace_all(m["content"], _HIDDEN_TAGS)}
@@ -556,7 +564,7 @@ def _remove_thoughts(message: Message, path: str) -> Message:
 
 
 def _move_thoughts(
-    message: Message, *, is_earlier: bool, writes: ThoughtPositions, tags: bool
+    message: Message, *, is_earlier: bool, written_positions: ThoughtPositions, has_tags: bool
 ) -> Message:
     """Moves the thoughts of a turn into its content, as Qwen3 writes them, if the template does not
     write them from their present place.
@@ -570,8 +578,10 @@ def _move_thoughts(
         None,
     )
     source_key = CONTENT_KEY if block is not None else key
-    other_marks = not tags and any((key, False) in writes for key in THOUGHT_KEYS)
-    if source_key is None or (source_key, is_earlier) in writes or other_marks:
+    has_other_marks = not has_tags and any(
+        (key, False) in written_positions for key in THOUGHT_KEYS
+    )
+    if source_key is None or (source_key, is_earlier) in written_positions or has_other_marks:
         return message
     if block is not None:
         thought = block[1]

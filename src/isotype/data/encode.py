@@ -22,7 +22,7 @@ from .chat import ChatTemplate, Span
 from .conversations import DOUBLED_THOUGHTS, PICTURE_MARK, learns_empty_thoughts
 from .formats import Example, Message
 from .pictures import BadPicture, Pictures
-from .rows import IGNORED, Row
+from .rows import IGNORE_INDEX, Row
 
 BATCH_TEXTS = 256  # number of texts that are tokenised at once
 Offsets = Sequence[tuple[int, int]]  # (start, end) of each token, in characters
@@ -60,7 +60,7 @@ class Tally:
         counted as dropped.
         """
         self.bad.add(row)
-        if row.empty:
+        if row.is_empty:
             self.drop(row.reason, row.location)
 
     def to_dict(self) -> dict[str, Any]:
@@ -90,13 +90,13 @@ def _has_picture_mark(message: Message) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Rendered:
+class RenderedRow:
     """A row as text, with the spans that are learnt."""
 
     location: str
     text: str
     spans: Sequence[Span]
-    literal: bool
+    is_literal: bool
     """The text was not rendered by a template, so it gets the tokenizer's first tokens and the
     end-of-text token.
     """
@@ -121,7 +121,7 @@ class Encoder:
         pictures: Pictures | None = None,
     ) -> None:
         self.pictures = pictures
-        self.no_pictures = "the model has no vision tower"
+        self.no_pictures_reason = "the model has no vision tower"
         token_id = None if pictures is None else pictures.token_id
         self.picture_token = (
             (token_id, tokenizer.convert_ids_to_tokens(token_id)) if token_id is not None else None
@@ -164,7 +164,7 @@ class Encoder:
         ]
         return tokens
 
-    def rows(
+    def encode_rows(
         self, examples: Iterable[Example], tally: Tally
     ) -> Iterator[tuple[Example, Row, bool]]:
         """Yields (example, row, whether the row was cut) in order. Examples without learnt tokens
@@ -202,7 +202,7 @@ class Encoder:
                 if row is not None:
                     yield source, *row
 
-    def render(self, example: Example, tally: Tally) -> Rendered:
+    def render(self, example: Example, tally: Tally) -> RenderedRow:
         """Returns the text of an example, and the spans of it that are learnt."""
         template = self.template
         location = example.location
@@ -218,11 +218,13 @@ class Encoder:
             else:
                 text = example.prompt + (example.completion or "")
             start = 0 if self.loss_on == "all" else len(example.prompt)
-            return Rendered(location, text, [Span(start, len(text), closed=True)], literal=True)
+            return RenderedRow(
+                location, text, [Span(start, len(text), is_closed=True)], is_literal=True
+            )
         messages = tuple(template.apply_thoughts(messages, location))
         if example.pictures and self.pictures is None:
             raise RowError(
-                f"{location}: the row has pictures, and {self.no_pictures}",
+                f"{location}: the row has pictures, and {self.no_pictures_reason}",
                 fix="data.columns: {images: null, image: null} does not read them",
             )
         if (
@@ -252,7 +254,7 @@ class Encoder:
         tally.calls_unseen += calls
         tally.tools_unseen += tools
         tally.reasoning_unseen += reasoning
-        whole_span = [Span(0, len(text), closed=True)]
+        whole_span = [Span(0, len(text), is_closed=True)]
         if self.loss_on == "all":
             spans = whole_span
         else:
@@ -260,14 +262,14 @@ class Encoder:
         tally.empty_thoughts += learns_empty_thoughts(
             text, [(span.start, span.end) for span in spans]
         )
-        rendered = Rendered(location, text, spans, literal=False)
+        rendered = RenderedRow(location, text, spans, is_literal=False)
         if not example.pictures:
             return rendered
         return self.insert_pictures(rendered, example.pictures, example.folder)
 
     def insert_pictures(
-        self, rendered: Rendered, row_pictures: Sequence[Any], folder: str
-    ) -> Rendered:
+        self, rendered: RenderedRow, row_pictures: Sequence[Any], folder: str
+    ) -> RenderedRow:
         """Replaces each picture's mark in the text by the picture's placeholder tokens, as the
         model's processor writes them. These tokens are not learnt.
 
@@ -303,7 +305,7 @@ class Encoder:
             text += piece + tokens
             offset += len(piece) + len(pictures.mark)
         cut = [
-            (max(span.start, a), min(span.end, b), shift, span.closed)
+            (max(span.start, a), min(span.end, b), shift, span.is_closed)
             for span in rendered.spans
             for a, b, shift in shifts
         ]
@@ -317,11 +319,11 @@ class Encoder:
             placeholders = sum(item.count(self.picture_token[1]) for item in picture_texts)
         else:
             placeholders = 0
-        return Rendered(
+        return RenderedRow(
             rendered.location,
             text,
             spans,
-            literal=False,
+            is_literal=False,
             pictures=tuple(references),
             pictures_end=pictures_end,
             picture_tokens=placeholders,
@@ -359,7 +361,7 @@ class Encoder:
             end = len(ids)
         return not self._special_ids.isdisjoint(ids[start:end])
 
-    def _span_edges(self, rendered: Rendered) -> list[int]:
+    def _span_edges(self, rendered: RenderedRow) -> list[int]:
         """Returns the positions, in characters, at which learnt spans begin and end. A tokenizer
         without offsets needs only these.
         """
@@ -406,13 +408,13 @@ class Encoder:
 
     def _build_row(
         self,
-        rendered: Rendered,
+        rendered: RenderedRow,
         ids: list[int],
         offsets: Offsets,
         prompts: Iterable[list[int]],
         tally: Tally,
     ) -> tuple[Row, bool] | None:
-        ids, offsets = self._tokenize_apart(rendered, ids, offsets, prompts, tally)
+        ids, offsets = self._tokenize_answers_separately(rendered, ids, offsets, prompts, tally)
         learnt = [False] * len(ids)
         is_whole = (
             len(rendered.spans) == 1
@@ -422,7 +424,7 @@ class Encoder:
         for span in rendered.spans:
             first, last = self._span_tokens(rendered, ids, offsets, span, tally, is_whole=is_whole)
             learnt[first:last] = [True] * (last - first)
-        if rendered.literal:
+        if rendered.is_literal:
             tally.special_in_content += self._has_special_token(ids)
             if self.prefix_ids and ids[: len(self.prefix_ids)] == self.prefix_ids:
                 prefix = []
@@ -442,8 +444,8 @@ class Encoder:
             )
             tally.bad.add(BadRow(rendered.location, reason, f"take {token} out of the text"))
             return None
-        cut = len(ids) > self.max_length
-        if cut and rendered.pictures and offsets[self.max_length - 1][1] < rendered.pictures_end:
+        is_cut = len(ids) > self.max_length
+        if is_cut and rendered.pictures and offsets[self.max_length - 1][1] < rendered.pictures_end:
             picture_end_token = sum(start < rendered.pictures_end for start, _ in offsets)
             reason = (
                 f"{len(ids)} tokens, its last picture ends at {picture_end_token}, and data.max_length is"
@@ -463,18 +465,18 @@ class Encoder:
             tally.drop(
                 (
                     f"no answer left within data.max_length {self.max_length}"
-                    if cut
+                    if is_cut
                     else "no token to learn"
                 ),
                 rendered.location,
             )
             return None
-        labels = tuple(i if is_learnt else IGNORED for i, is_learnt in zip(ids, learnt))
-        return Row(tuple(ids), labels, learnt.index(True), pictures=rendered.pictures), cut
+        labels = tuple(i if is_learnt else IGNORE_INDEX for i, is_learnt in zip(ids, learnt))
+        return Row(tuple(ids), labels, learnt.index(True), pictures=rendered.pictures), is_cut
 
     def _span_tokens(
         self,
-        rendered: Rendered,
+        rendered: RenderedRow,
         ids: list[int],
         offsets: Offsets,
         span: Span,
@@ -487,10 +489,10 @@ class Encoder:
         """
         first = next((k for k, (a, _) in enumerate(offsets) if a >= span.start), len(ids))
         last = next((k for k in range(first, len(ids)) if offsets[k][0] >= span.end), len(ids))
-        if rendered.literal or is_whole:
+        if rendered.is_literal or is_whole:
             return first, last
-        closing = last - 1 if span.closed else last
-        step = -1 if span.closed else 1
+        closing = last - 1 if span.is_closed else last
+        step = -1 if span.is_closed else 1
         while (
             first <= closing < len(ids)
             and ids[closing] not in self.special_tokens
@@ -503,12 +505,12 @@ class Encoder:
         tally.end_of_turn["none"] += 1
         return first, last
 
-    def _token_text(self, rendered: Rendered, token: int, offset: tuple[int, int]) -> str:
+    def _token_text(self, rendered: RenderedRow, token: int, offset: tuple[int, int]) -> str:
         return rendered.text[slice(*offset)] if self.has_offsets else self.tokenizer.decode([token])
 
-    def _tokenize_apart(
+    def _tokenize_answers_separately(
         self,
-        rendered: Rendered,
+        rendered: RenderedRow,
         ids: list[int],
         offsets: Offsets,
         prompts: Iterable[list[int]],

@@ -28,7 +28,7 @@ def data_facts(
     encoder: Encoder,
     sides: Sequence[TokenRows],
     tallies: Sequence[Tally],
-    total: Tally,
+    total_tally: Tally,
     files: Sequence[Any],
     *,
     held_out: bool,
@@ -36,18 +36,18 @@ def data_facts(
     """Returns the facts that data.json has for rows in memory and for the first rows of a stream.
 
     sides, tallies, files  each for training, then for evaluation
-    total                  the sum of the tallies
+    total_tally            the sum of the tallies
     """
     train, evaluation = (side_facts(*side) for side in zip(sides, tallies, files, strict=True))
     return {
         "train": train,
         "eval": evaluation | {"held_out": held_out},
-        **between_facts(*sides),
+        **overlap_facts(*sides),
         "max_length": data.max_length,
         "loss_on": data.loss_on,
         "eval_split": data.eval_split if held_out else None,
         "template": template_facts(encoder),
-        "tokens": token_facts(encoder, sides, total),
+        "tokens": token_facts(encoder, sides, total_tally),
     }
 
 
@@ -56,10 +56,10 @@ def collect_tallies(sides: Sequence[TokenRows], *, refuse: bool) -> tuple[list[T
     `refuse`, raises UsageError if there are bad rows.
     """
     tallies = [Tally.sum(block.facts["tally"] for block in side.blocks) for side in sides]
-    total = Tally.sum(tally.to_dict() for tally in tallies)
+    total_tally = Tally.sum(tally.to_dict() for tally in tallies)
     if refuse:
-        total.bad.refuse(usable_rows=sum(map(len, sides)))
-    return tallies, total
+        total_tally.bad.refuse(usable_rows=sum(map(len, sides)))
+    return tallies, total_tally
 
 
 def side_facts(rows: TokenRows, tally: Tally, files: list[dict[str, Any]]) -> dict[str, Any]:
@@ -92,13 +92,13 @@ def eval_set_sizes(sources: Sequence[Source], rows: TokenRows) -> dict[str, int]
     counts: Counter[str] = Counter()
     for i, source in enumerate(sources):
         if source.spec.group:
-            counts[source.spec.group] += len(rows.block_rows(i))
+            counts[source.spec.group] += len(rows.block_row_numbers(i))
     if empty := [name for name, count in counts.items() if not count]:
         raise UsageError(f"data.eval.{empty[0]}: no row is left of this set")
     return dict(counts)
 
 
-def between_facts(train: TokenRows, evaluation: TokenRows) -> dict[str, int]:
+def overlap_facts(train: TokenRows, evaluation: TokenRows) -> dict[str, int]:
     """Counts evaluation rows that are also training rows, and other evaluation rows that share
     their prompt with a training row. Shared prompts are not counted if all training rows have the
     same prompt.
@@ -114,14 +114,14 @@ def between_facts(train: TokenRows, evaluation: TokenRows) -> dict[str, int]:
     }
 
 
-def token_facts(encoder: Encoder, sides: Sequence[TokenRows], total: Tally) -> dict[str, Any]:
+def token_facts(encoder: Encoder, sides: Sequence[TokenRows], total_tally: Tally) -> dict[str, Any]:
     """Returns the special tokens, and counts of rows that begin or end with them."""
     tokenizer = encoder.tokenizer
     bos = tokenizer.bos_token_id
     eos = tokenizer.eos_token_id
     pad = tokenizer.pad_token_id
     bos_once, bos_twice, eos_at_end = sum(
-        (side.count_framed(bos, eos) for side in sides), np.zeros(3, np.int64)
+        (side.count_bos_and_eos(bos, eos) for side in sides), np.zeros(3, np.int64)
     ).tolist()
     return {
         "eos": {"token": tokenizer.eos_token, "id": eos},
@@ -136,8 +136,8 @@ def token_facts(encoder: Encoder, sides: Sequence[TokenRows], total: Tally) -> d
             "rows_beginning_with_it": bos_once,
             "rows_beginning_with_two": bos_twice,
         },
-        "answers_tokenised_apart": total.borders,
-        "end_of_turn": dict(total.end_of_turn.most_common()),
+        "answers_tokenised_apart": total_tally.borders,
+        "end_of_turn": dict(total_tally.end_of_turn.most_common()),
         "rows_ending_in_eos": eos_at_end,
     }
 
@@ -172,8 +172,8 @@ def source_lines(facts: dict[str, Any], *, max_lines: int = 6) -> list[str]:
     return [*lines[: max_lines - 1], f"and {len(lines) - max_lines + 1} more: data.json"]
 
 
-def data_notes(facts: dict[str, Any], encoder: Encoder, total: Tally) -> list[str]:
-    """Returns notes for the user, one sentence each. `total`: the sum of the counts of both sides."""
+def data_notes(facts: dict[str, Any], encoder: Encoder, total_tally: Tally) -> list[str]:
+    """Returns notes for the user, one sentence each. `total_tally`: the sum of the counts of both sides."""
     sides = (("training", facts["train"]), ("evaluation", facts["eval"]))
     notes = []
     for name, side in sides:
@@ -194,9 +194,9 @@ def data_notes(facts: dict[str, Any], encoder: Encoder, total: Tally) -> list[st
             " another row exactly"
         )
     notes += _special_token_notes(facts, encoder)
-    if total.empty_thoughts:
-        notes.append(_empty_thoughts_note(encoder, total.empty_thoughts))
-    notes += _omission_notes(total)
+    if total_tally.empty_thoughts:
+        notes.append(_empty_thoughts_note(encoder, total_tally.empty_thoughts))
+    notes += _omission_notes(total_tally)
     return notes
 
 
@@ -350,21 +350,21 @@ def _empty_thoughts_note(encoder: Encoder, count: int) -> str:
     return f"{rows} empty thoughts (<think></think>){fix}"
 
 
-def _omission_notes(total: Tally) -> list[str]:
+def _omission_notes(total_tally: Tally) -> list[str]:
     """Returns notes on parts of conversations that the chat template does not write, and on texts
     that contain special tokens.
     """
     omitted = "that the chat template does not write"
     counts = [
-        (total.calls_unseen, f"tool calls {omitted}: they are not learnt"),
-        (total.tools_unseen, f"tools {omitted}: the model does not see them"),
-        (total.reasoning_unseen, f"reasoning {omitted}: it is not learnt"),
+        (total_tally.calls_unseen, f"tool calls {omitted}: they are not learnt"),
+        (total_tally.tools_unseen, f"tools {omitted}: the model does not see them"),
+        (total_tally.reasoning_unseen, f"reasoning {omitted}: it is not learnt"),
         *(
             (n, f"a turn of the role {role!r} {omitted}: the model does not see it")
-            for role, n in total.turns_unseen.most_common()
+            for role, n in total_tally.turns_unseen.most_common()
         ),
         (
-            total.special_in_content,
+            total_tally.special_in_content,
             "the text of a special token in their content; the tokenizer reads it as that token",
         ),
     ]

@@ -87,7 +87,7 @@ class File:
             self.is_text and all(line.isspace() for _, line in text_lines(self.path, self.name))
         )
 
-    def pieces(self) -> Iterator[str]:
+    def text_pieces(self) -> Iterator[str]:
         """Yields the plain text of the file in pieces, which together contain every character."""
         piece = ""
         has_text = False
@@ -126,7 +126,7 @@ def find_files(spec: SourceSpec) -> tuple[list[File], list[str]]:
         data_paths = _match_folder(name, matched)
     else:
         fix = _AS_TEXT_FIX if suffix else None
-        return [File(require_file(name, endings, other_fix=fix), name)], []
+        return [File(require_file(name, endings, unknown_ending_fix=fix), name)], []
     notes = _note_left_out(name, set(matched) - set(data_paths), len(matched), runs, root)
     notes += _note_splits(name, data_paths, root)
     accept_empty = len(data_paths) > 1

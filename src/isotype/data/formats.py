@@ -23,14 +23,14 @@ from .conversations import (
     Message,
     add_system_prompt,
     chat_messages,
+    describe_json_type,
+    extract_pictures,
     is_learnt,
     is_sharegpt,
-    json_kind,
     parse_json_cell,
     read_tools,
     refuse_cut_thoughts,
     sharegpt_messages,
-    take_pictures,
 )
 from .key_hints import (
     column_hint,
@@ -306,7 +306,7 @@ def _pair_from_scores(row: dict[str, Any], location: str) -> dict[str, Any]:
         or len(score_list) < 2
     ):
         lengths = [
-            f"{len(value)}" if isinstance(value, list) else json_kind(value)
+            f"{len(value)}" if isinstance(value, list) else describe_json_type(value)
             for value in (answer_list, score_list)
         ]
         raise RowError(
@@ -412,7 +412,7 @@ def _add_pictures(
                 fix="train.objective: sft learns rows with pictures",
             )
         return example
-    messages, pictures = take_pictures(example.messages, row, record.location)
+    messages, pictures = extract_pictures(example.messages, row, record.location)
     if pictures:
         return replace(
             example, messages=messages, pictures=pictures, folder=str(Path(record.file).parent)
@@ -598,7 +598,7 @@ def _pair_example(row: Mapping[str, Any], location: str, answer: str = "completi
     if isinstance(prompt, list) != isinstance(completion, list):
         message = f"prompt and {answer} must both be text, or both lists of messages"
         raise RowError(
-            f"{location}: {message}: prompt is {json_kind(prompt)}, {answer} {json_kind(completion)}"
+            f"{location}: {message}: prompt is {describe_json_type(prompt)}, {answer} {describe_json_type(completion)}"
         )
     if isinstance(prompt, list):
         prompt_turns = chat_messages(prompt, "prompt", location, may_be_empty=True)
@@ -695,7 +695,7 @@ def _check_answer(value: Any, key: str, location: str) -> str:
 
 def _check_text(value: Any, key: str, location: str, *, may_be_empty: bool = False) -> str:
     if not isinstance(value, str):
-        raise RowError(f"{location}: {key} must be text, got {json_kind(value)}")
+        raise RowError(f"{location}: {key} must be text, got {describe_json_type(value)}")
     if not may_be_empty and not value.strip():
         raise RowError(f"{location}: {key} is empty")
     return value

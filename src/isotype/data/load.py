@@ -31,7 +31,7 @@ from .chat import chat_template
 from .encode import Encoder, Tally
 from .facts import MIN_ROWS_TO_HOLD_OUT, collect_tallies, data_facts, data_notes, eval_set_sizes
 from .formats import Example
-from .pairs import Encoded, complete_pairs, label_note, pair_digests, pair_facts, pair_notes
+from .pairs import EncodedExample, complete_pairs, label_note, pair_digests, pair_facts, pair_notes
 from .pictures import Pictures
 from .progress import track_progress
 from .prompts import SAMPLES, example_prompts, text_prompt
@@ -76,7 +76,7 @@ def load_data(
 
         if pictures is not None:
             encoder.pictures = None
-            encoder.no_pictures = "data.stream reads none: leave it out"
+            encoder.no_pictures_reason = "data.stream reads none: leave it out"
 
         evaluation = _tokenize_sources(eval_sources, encoder, data)
         return load_stream(data, sources, eval_sources, evaluation, encoder, seed=seed)
@@ -91,18 +91,18 @@ def load_data(
         )
         for side_sources in (sources, eval_sources)
     )
-    tallies, total = collect_tallies([train, evaluation], refuse=data.on_bad_row == "error")
+    tallies, total_tally = collect_tallies([train, evaluation], refuse=data.on_bad_row == "error")
     if not eval_sources:
         train, evaluation = _hold_out(train, data.eval_split, seed, rows_per_example)
     if not len(train):
-        reason = "; ".join([*tallies[0].dropped, *total.bad.kinds]) or "no rows"
+        reason = "; ".join([*tallies[0].dropped, *total_tally.bad.kinds]) or "no rows"
         raise UsageError(f"{', '.join(s.name for s in sources)}: no training row is left: {reason}")
 
     shares = _source_shares(sources, train, data.limit)
     packed = pack_rows(train, data.max_length) if data.packing else None
     files = _file_facts(sources, train), _file_facts(eval_sources, evaluation)
     facts = data_facts(
-        data, encoder, [train, evaluation], tallies, total, files, held_out=not eval_sources
+        data, encoder, [train, evaluation], tallies, total_tally, files, held_out=not eval_sources
     )
     facts["packing"] = packed.facts() if packed else None
     facts["mix"] = _mix_facts(sources, train, shares)
@@ -114,7 +114,7 @@ def load_data(
         }
     facts["notes"] = [note for source in sources + eval_sources for note in source.notes]
     facts["notes"] += _add_objective_facts(facts, train, evaluation, objective_format)
-    facts["notes"] += data_notes(facts, encoder, total)
+    facts["notes"] += data_notes(facts, encoder, total_tally)
     if len(evaluation):
         sampled_rows = evaluation
         sampled_sources = eval_sources or sources
@@ -133,7 +133,7 @@ def load_data(
         encoder.template.text if encoder.template else None,
         facts,
         shares,
-        bad_rows=total.bad.listed,
+        bad_rows=total_tally.bad.listed,
         eval_sets=eval_set_sizes(eval_sources, evaluation),
         pictures=pictures if has_pictures else None,
     )
@@ -245,7 +245,8 @@ def _source_key(source: Source, encoder: Encoder, fingerprint: str) -> str:
     return entry_key(
         {
             "content": source.identity(),
-            "formats": source.forms and [row_format for row_format, _ in source.forms],
+            "formats": source.detected_formats
+            and [row_format for row_format, _ in source.detected_formats],
             "columns": dict(spec.columns or {}),
             "roles": dict(spec.roles or {}),
             "limit": spec.limit,
@@ -276,9 +277,9 @@ def encode_source(source: Source, encoder: Encoder, writer: TokenWriter) -> dict
                 yield from (item,) if item.rejected is None else (item, item.rejected)
 
     examples_read = 0
-    encoded = encoder.rows(track_examples(), tally)
+    encoded = encoder.encode_rows(track_examples(), tally)
     if source.objective_format == "preference":
-        groups: Iterator[tuple[Encoded, ...]] = complete_pairs(encoded, tally)
+        groups: Iterator[tuple[EncodedExample, ...]] = complete_pairs(encoded, tally)
     else:
         groups = ((row,) for row in encoded)
     for group in track_progress(groups, f"tokenising {source.name}", source.estimated_rows):
@@ -312,7 +313,7 @@ def _limit_rows(
         return rows
     limited = rows.select(slice(limit * rows_per_example))
     counts = ", ".join(
-        f"{len(limited.block_rows(i)) // rows_per_example:,} of {source.name}"
+        f"{len(limited.block_row_numbers(i)) // rows_per_example:,} of {source.name}"
         for i, source in enumerate(sources)
     )
     sources[0].notes.append(
@@ -326,19 +327,21 @@ def _hold_out(
 ) -> tuple[TokenRows, TokenRows]:
     if share == 0.0 or len(rows) // rows_per_example < MIN_ROWS_TO_HOLD_OUT:
         return rows, rows.select(np.zeros(len(rows), bool))
-    held = np.repeat(
+    held_out_mask = np.repeat(
         choose_held_out(
             rows.column("digest") if rows_per_example == 1 else pair_digests(rows), share, seed
         ),
         rows_per_example,
     )
-    return rows.select(~held), rows.select(held)
+    return rows.select(~held_out_mask), rows.select(held_out_mask)
 
 
 def _source_shares(sources: Sequence[Source], train: TokenRows, limit: int | None) -> list[Share]:
     if not any(s.spec.weight for s in sources):
         return []
-    shares = [Share(len(train.block_rows(i)), s.spec.weight or 1.0) for i, s in enumerate(sources)]
+    shares = [
+        Share(len(train.block_row_numbers(i)), s.spec.weight or 1.0) for i, s in enumerate(sources)
+    ]
     empty = [s.name for s, share in zip(sources, shares) if not share.rows]
     if empty:
         fix = None if limit is None else _SOURCE_LIMITS_FIX
@@ -357,7 +360,9 @@ def _file_facts(sources: Sequence[Source], rows: TokenRows) -> list[dict[str, An
         facts = {key: block.facts[key] for key in ("ignored_keys", "cache") if key in block.facts}
         windows = int((block.example < 0).sum())
         row_count = {"rows": block.facts["read"] + windows}
-        entries.append(source.facts() | row_count | facts | {"kept": len(rows.block_rows(i))})
+        entries.append(
+            source.facts() | row_count | facts | {"kept": len(rows.block_row_numbers(i))}
+        )
     return entries
 
 

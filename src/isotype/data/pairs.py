@@ -15,10 +15,10 @@ import numpy as np
 from ..errors import UsageError
 from .encode import Tally
 from .formats import Example
-from .rows import IGNORED, Row
-from .tokens import LazyRows, TokenRows
+from .rows import IGNORE_INDEX, Row
+from .tokens import LazyRowSequence, TokenRows
 
-Encoded = tuple[Example, Row, bool]
+EncodedExample = tuple[Example, Row, bool]
 # a note on the answers' lengths needs more pairs than this, and a larger share of pairs in which
 # the same side is longer
 _MIN_PAIRS = 10
@@ -42,7 +42,7 @@ class Pair(NamedTuple):
         return max(self.chosen.input_ids, self.rejected.input_ids, key=len)
 
 
-class Pairs(LazyRows[Pair]):
+class Pairs(LazyRowSequence[Pair]):
     """The preference pairs of the training or the evaluation rows.
 
     reference  fp32[2 N]  log-probability per row under the initial model; None if the objective
@@ -70,11 +70,13 @@ class Pairs(LazyRows[Pair]):
         return longer
 
 
-def complete_pairs(encoded: Iterable[Encoded], tally: Tally) -> Iterator[tuple[Encoded, ...]]:
+def complete_pairs(
+    encoded: Iterable[EncodedExample], tally: Tally
+) -> Iterator[tuple[EncodedExample, ...]]:
     """Yields the pairs whose answers both have learnt tokens and differ. Other pairs are left out;
     pairs with the same tokens are counted.
     """
-    chosen: Encoded | None = None
+    chosen: EncodedExample | None = None
     for encoded_row in encoded:
         if encoded_row[0].rejected is not None:
             chosen = encoded_row
@@ -162,7 +164,7 @@ class Answer(NamedTuple):
         return max(self.row.input_ids, self.partner.input_ids, key=len)
 
 
-class Labelled(LazyRows[Answer]):
+class LabelledAnswers(LazyRowSequence[Answer]):
     """The labelled answers of the training or the evaluation rows. The partner of an answer is
     drawn once, from the seed, among the rows of `pool` with another prompt.
 
@@ -220,7 +222,7 @@ def swap_answer(row: Row, partner: Row, max_length: int) -> Row:
     """Returns the prompt of a row with the answer of its partner, cut at `max_length`."""
     prompt_length = row.prompt_length
     ids = row.input_ids[:prompt_length] + partner.input_ids[partner.prompt_length :]
-    labels = (IGNORED,) * prompt_length + partner.labels[partner.prompt_length :]
+    labels = (IGNORE_INDEX,) * prompt_length + partner.labels[partner.prompt_length :]
     return Row(ids[:max_length], labels[:max_length], prompt_length)
 
 

@@ -149,8 +149,8 @@ def open_picture(content: bytes, *, max_pixels: int | None = None, to_srgb: bool
         raise BadPicture(bad_picture_reason(error, content)) from None
     if image.mode.startswith("I;16") or image.mode in ("I", "F"):
         grey = np.asarray(image, dtype=np.float64)
-        top = 65535.0 if image.mode.startswith("I") else max(1.0, float(grey.max()))
-        image = Image.fromarray(np.clip(grey / top * 255.0 + 0.5, 0, 255).astype(np.uint8))
+        white = 65535.0 if image.mode.startswith("I") else max(1.0, float(grey.max()))
+        image = Image.fromarray(np.clip(grey / white * 255.0 + 0.5, 0, 255).astype(np.uint8))
     if image.mode in ("P", "RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
         image = Image.alpha_composite(
             Image.new("RGBA", image.size, (*WHITE, 255)), image.convert("RGBA")
@@ -237,7 +237,7 @@ class Pictures:
             tempfile.TemporaryDirectory(prefix="isotype-pictures-") if folder is None else None
         )
         self.folder = Path(self._temporary.name) if self._temporary is not None else folder
-        self._is_evicted = False
+        self._has_evicted = False
         self.dtype: torch.dtype | None = None
         """The dtype of the pixels that the model gets; None: the processor's output dtype."""
         self.floating_dtypes: dict[str, str] = {}
@@ -291,13 +291,13 @@ class Pictures:
         if path.is_file():
             self._mark_used(path)
             return path
-        if not self._is_evicted:
-            self._is_evicted = True
+        if not self._has_evicted:
+            self._has_evicted = True
             evict(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(f".{digest}.{os.getpid()}")
-        aside.write_bytes(content)
-        aside.replace(path)
+        temporary = path.with_name(f".{digest}.{os.getpid()}")
+        temporary.write_bytes(content)
+        temporary.replace(path)
         return path
 
     def _mark_used(self, path: Path) -> None:
@@ -380,11 +380,12 @@ class Pictures:
             )
         return texts
 
-    def insert_texts(self, text: str, written: Sequence[str]) -> str:
+    def insert_texts(self, text: str, picture_texts: Sequence[str]) -> str:
         """Replaces the mark of each picture in a rendered text by the picture's text."""
         first, *rest = text.split(self.mark)
         return first + "".join(
-            picture_text + following_text for picture_text, following_text in zip(written, rest)
+            picture_text + following_text
+            for picture_text, following_text in zip(picture_texts, rest)
         )
 
     def inputs(

@@ -21,29 +21,29 @@ def track_progress(items: Iterable[T], label: str, estimated_count: int = 0) -> 
     estimated_count  the number of items, if it can only be estimated; 0: unknown
     """
     total = len(items) if isinstance(items, Sized) else estimated_count
-    live: Any = None
+    status_line: Any = None
     if sys.stderr is not None and sys.stderr.isatty():
         from rich.console import Console
 
-        live = Console(stderr=True).status("")
-    every = 0.2 if live else 30.0
+        status_line = Console(stderr=True).status("")
+    interval = 0.2 if status_line else 30.0
     start = time.monotonic()
-    last_update = start + 0.8 if live else start
+    last_update = start + 0.8 if status_line else start
     try:
         for count, item in enumerate(items, start=1):
             yield item
             current = time.monotonic()
-            if current - last_update > every:
+            if current - last_update > interval:
                 last_update = current
                 line = progress_line(label, count, total, current - start)
-                if live:
-                    live.update(line)
-                    live.start()
+                if status_line:
+                    status_line.update(line)
+                    status_line.start()
                 else:
                     print(line, file=sys.stderr, flush=True)
     finally:
-        if live:
-            live.stop()
+        if status_line:
+            status_line.stop()
 
 
 def progress_line(label: str, count: int, total: int, seconds: float) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from ..config.schema import RunSection
 from ..errors import UsageError
 from .chat import ChatTemplate
-from .encode import Encoder, Rendered, example_messages
+from .encode import Encoder, RenderedRow, example_messages
 from .formats import Example, Message
 from .rows import LoadedData, SamplePrompt
 
@@ -141,7 +141,7 @@ def _chat_prompt(
     if not pictures:
         return SamplePrompt(question.strip(), tuple(encoder.ids(rendered)), answer)
     with_pictures = encoder.insert_pictures(
-        Rendered(location, rendered, [], literal=False), pictures, folder
+        RenderedRow(location, rendered, [], is_literal=False), pictures, folder
     )
     return SamplePrompt(
         question.strip(), tuple(encoder.ids(with_pictures.text)), answer, with_pictures.pictures

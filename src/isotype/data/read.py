@@ -91,13 +91,13 @@ def require_file(
     endings: tuple[str, ...] = ENDINGS,
     *,
     accept_empty: bool = False,
-    other_fix: str | None = None,
+    unknown_ending_fix: str | None = None,
 ) -> Path:
     """Returns the path of a readable, regular file with one of the endings. Raises UsageError,
     which says what was found instead.
 
     accept_empty  also accept a file of 0 bytes
-    other_fix  the fix in the error for a file with an unknown ending
+    unknown_ending_fix  the fix in the error for a file with an unknown ending
     """
     path = Path(name).expanduser()
     if os.path.isdir(path):
@@ -137,7 +137,9 @@ def require_file(
             f"{name}: the ending {path.suffix or '(none)'} says no known format; use one of"
             f" {', '.join(endings)}"
         )
-        raise UsageError(message, fix=_CONVERSION_FIXES.get(file_suffix(path)) or other_fix)
+        raise UsageError(
+            message, fix=_CONVERSION_FIXES.get(file_suffix(path)) or unknown_ending_fix
+        )
     try:
         with path.open("rb") as file:
             if not file.read(1) and not accept_empty:
@@ -232,7 +234,7 @@ def raw_lines(path: Path, name: str) -> Iterator[tuple[int, int, bytes]]:
             for number, raw in enumerate(file, start=1):
                 yield number, offset, raw
                 offset += len(raw)
-        except _UNREADABLE as error:
+        except _READ_ERRORS as error:
             raise _unreadable_error(error, name, number + 1) from None
 
 
@@ -249,11 +251,11 @@ def first_line(path: Path) -> str:
                 .partition("\n")[0]
                 .rstrip()
             )
-    except _UNREADABLE:
+    except _READ_ERRORS:
         return ""
 
 
-_UNREADABLE = (gzip.BadGzipFile, EOFError, zlib.error, OSError)
+_READ_ERRORS = (gzip.BadGzipFile, EOFError, zlib.error, OSError)
 
 
 def _unreadable_error(error: Exception, name: str, line: int) -> UsageError:

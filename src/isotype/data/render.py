@@ -57,13 +57,13 @@ def render_text(tokenizer: Any, messages: Sequence[Any], **options: Any) -> str:
     return _unpack_text(_tokenizer_process(tokenizer).answer(message))
 
 
-class _Process:
+class _RenderProcess:
     """A child process that renders with one tokenizer, in the tokenizer's state at the fork."""
 
     def __init__(self, tokenizer: Any) -> None:
         # this reference prevents that another tokenizer gets the same id()
         self.tokenizer = tokenizer
-        self.owner = os.getpid()
+        self.owner_pid = os.getpid()
         self._lock = threading.Lock()
         parent_end, child_end = Pipe()
         with warnings.catch_warnings():
@@ -82,17 +82,17 @@ class _Process:
                 answer: dict[str, Any] = json.loads(self._connection.recv_bytes())
                 return answer
             except (EOFError, OSError):
-                status = self._end()
+                status = self._stop()
                 limit = (
                     f"{MAX_SECONDS:g} s" if status == signal.SIGPROF else f"{MAX_MEMORY >> 20} MiB"
                 )
                 return {"limit": f"takes more than {limit} for it"}
             # after Ctrl-C the pending answer would be taken for the answer of the next request
             except BaseException:
-                self._end()
+                self._stop()
                 raise
 
-    def _end(self) -> int:
+    def _stop(self) -> int:
         """Ends the child process, and returns the signal that ended it, or 0."""
         with suppress(KeyError):
             del _processes[_tokenizer_key(self.tokenizer)]
@@ -106,11 +106,11 @@ class _Process:
         return 0
 
     def close(self) -> None:
-        if self.owner == os.getpid():
-            self._end()
+        if self.owner_pid == os.getpid():
+            self._stop()
 
 
-_processes: OrderedDict[Any, _Process] = OrderedDict()
+_processes: OrderedDict[Any, _RenderProcess] = OrderedDict()
 _processes_lock = threading.Lock()
 
 
@@ -119,17 +119,17 @@ def _tokenizer_key(tokenizer: Any) -> Any:
     return id(tokenizer), json.dumps(tokenizer.special_tokens_map, default=str)
 
 
-def _tokenizer_process(tokenizer: Any) -> _Process:
+def _tokenizer_process(tokenizer: Any) -> _RenderProcess:
     with _processes_lock:
         key = _tokenizer_key(tokenizer)
         process = _processes.get(key)
-        if process is not None and process.owner == os.getpid():
+        if process is not None and process.owner_pid == os.getpid():
             _processes.move_to_end(key)
             return process
         if process is None and len(_processes) >= MAX_PROCESSES:
             _, oldest = _processes.popitem(last=False)
             oldest.close()
-        process = _processes[key] = _Process(tokenizer)
+        process = _processes[key] = _RenderProcess(tokenizer)
         return process
 
 
@@ -145,10 +145,13 @@ def _serve(tokenizer: Any, connection: Connection) -> NoReturn:
     try:
         gc.freeze()  # the parent process finalises the objects that exist here
         _close_files(connection.fileno())
-        for number in (signal.SIGINT, signal.SIGHUP):  # the parent process handles these signals
-            signal.signal(number, signal.SIG_IGN)
-        for number in (signal.SIGTERM, signal.SIGPROF):
-            signal.signal(number, signal.SIG_DFL)
+        for signal_number in (
+            signal.SIGINT,
+            signal.SIGHUP,
+        ):  # the parent process handles these signals
+            signal.signal(signal_number, signal.SIG_IGN)
+        for signal_number in (signal.SIGTERM, signal.SIGPROF):
+            signal.signal(signal_number, signal.SIG_DFL)
         _limit_memory()
         while True:
             request = pickle.loads(connection.recv_bytes())  # written by the parent process
@@ -165,9 +168,9 @@ def _close_files(descriptor: int) -> None:
     """Closes every file except the connection. Otherwise the child would keep locks, sockets and
     pipes of the parent open.
     """
-    nothing = os.open(os.devnull, os.O_RDWR)
+    devnull = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
-        os.dup2(nothing, standard)
+        os.dup2(devnull, standard)
     os.closerange(3, descriptor)
     os.closerange(descriptor + 1, os.sysconf("SC_OPEN_MAX"))
 
@@ -176,12 +179,12 @@ def _limit_memory() -> None:
     import resource
 
     with open("/proc/self/statm", "rb") as file:
-        held = int(file.read().split()[0]) * resource.getpagesize()
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = held + MAX_MEMORY
-    if hard != resource.RLIM_INFINITY:
-        limit = min(limit, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+        used_bytes = int(file.read().split()[0]) * resource.getpagesize()
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
+    limit = used_bytes + MAX_MEMORY
+    if hard_limit != resource.RLIM_INFINITY:
+        limit = min(limit, hard_limit)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard_limit))
 
 
 def _render(tokenizer: Any, request: Mapping[str, Any]) -> dict[str, Any]:

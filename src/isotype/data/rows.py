@@ -17,7 +17,7 @@ from .bad_rows import BadRow
 
 T = TypeVar("T")
 # the label of a token without a loss: torch's and transformers' cross-entropy ignore it
-IGNORED = -100
+IGNORE_INDEX = -100
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Row:
         """The number of tokens that give a loss. Nothing predicts the first token of a row, so its
         label never counts.
         """
-        return sum(label != IGNORED for label in self.labels[1:])
+        return sum(label != IGNORE_INDEX for label in self.labels[1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,13 +143,13 @@ def is_picture_unchanged(reference: str) -> bool:
 def _hash_rows(rows: Sequence[Row]) -> str:
     column = getattr(rows, "column", None)
     if column is None:
-        parts = (str(hash(row)).encode() for row in rows)
+        chunks = (str(hash(row)).encode() for row in rows)
     else:
         columns = [column(name) for name in ("digest", "supervised", "wanted")]
-        parts = (values.tobytes() for values in (columns[:2] if columns[2].all() else columns))
+        chunks = (values.tobytes() for values in (columns[:2] if columns[2].all() else columns))
     digest = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        digest.update(part)
+    for chunk in chunks:
+        digest.update(chunk)
         digest.update(b",")
     return digest.hexdigest()
 
@@ -180,7 +180,7 @@ def tokens_used(rows: Sequence[Row], *, learnt: bool = False) -> set[int]:
     """
     if (read_tokens := getattr(rows, "tokens_used", None)) is not None:
         return set(read_tokens(learnt=learnt))
-    return {i for row in rows for i in (row.labels if learnt else row.input_ids)} - {IGNORED}
+    return {i for row in rows for i in (row.labels if learnt else row.input_ids)} - {IGNORE_INDEX}
 
 
 def _stretch_row(row: Row, length: int) -> Row:
@@ -213,7 +213,7 @@ def example_rows(rows: Sequence[Row], tokenizer: Any, pictures: Any = None) -> l
     """
     sample = list(islice(rows, SAMPLED_ROWS))
     by_length = sorted(range(len(sample)), key=lambda i: len(sample[i].input_ids))
-    chosen: dict[int, str] = {}
+    labels: dict[int, str] = {}
     for label, i in (
         (
             ("the first row", 0),
@@ -223,14 +223,14 @@ def example_rows(rows: Sequence[Row], tokenizer: Any, pictures: Any = None) -> l
         if sample
         else ()
     ):
-        chosen.setdefault(i, label)
-    if pictures is not None and not any(sample[i].pictures for i in chosen):
-        chosen |= dict.fromkeys(
+        labels.setdefault(i, label)
+    if pictures is not None and not any(sample[i].pictures for i in labels):
+        labels |= dict.fromkeys(
             [i for i, row in enumerate(sample) if row.pictures][:1], "the first with a picture"
         )
     return [
         {"which": label, "row": i, **_example_facts(sample[i], tokenizer, pictures)}
-        for i, label in chosen.items()
+        for i, label in labels.items()
     ]
 
 
@@ -244,7 +244,7 @@ def _shorten_repeats(match: re.Match[str]) -> str:
 def _example_facts(row: Row, tokenizer: Any, pictures: Any) -> dict[str, Any]:
     tokens = list(zip(row.input_ids, row.labels))[:MAX_TOKENS]
     parts = []
-    for learnt, pairs in groupby(tokens, key=lambda pair: pair[1] != IGNORED):
+    for learnt, pairs in groupby(tokens, key=lambda pair: pair[1] != IGNORE_INDEX):
         ids = [token for token, _ in pairs]
         text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         parts.append(
@@ -285,38 +285,45 @@ def mixed_order(shares: Sequence[Share], *, seed: int, epoch: int, shuffle: bool
     pass over its rows. Rows of the sources alternate at random, or at even distances without
     shuffling.
     """
-    quotas = _quotas(shares)
+    source_rows = _rows_per_source(shares)
     queues = []
     offset = 0
-    for k, (share, quota) in enumerate(zip(shares, quotas)):
-        begin = epoch * quota
+    for k, (share, quota) in enumerate(zip(shares, source_rows)):
+        first_row = epoch * quota
         passes = {
-            n: epoch_order(share.rows, seed=seed * 1009 + k + 1, epoch=n, shuffle=shuffle)
-            for n in range(begin // share.rows, (begin + quota - 1) // share.rows + 1)
+            pass_number: epoch_order(
+                share.rows, seed=seed * 1009 + k + 1, epoch=pass_number, shuffle=shuffle
+            )
+            for pass_number in range(
+                first_row // share.rows, (first_row + quota - 1) // share.rows + 1
+            )
         }
         queues.append(
             iter(
                 [
-                    offset + passes[at // share.rows][at % share.rows]
-                    for at in range(begin, begin + quota)
+                    offset + passes[row // share.rows][row % share.rows]
+                    for row in range(first_row, first_row + quota)
                 ]
             )
         )
         offset += share.rows
     if shuffle:
-        turns = [k for k, quota in enumerate(quotas) for _ in range(quota)]
-        turns = [turns[i] for i in epoch_order(len(turns), seed=seed, epoch=epoch, shuffle=True)]
+        source_order = [k for k, quota in enumerate(source_rows) for _ in range(quota)]
+        source_order = [
+            source_order[i]
+            for i in epoch_order(len(source_order), seed=seed, epoch=epoch, shuffle=True)
+        ]
     else:
-        turns = [
+        source_order = [
             k
             for _, k in sorted(
-                ((i + 0.5) / quota, k) for k, quota in enumerate(quotas) for i in range(quota)
+                ((i + 0.5) / quota, k) for k, quota in enumerate(source_rows) for i in range(quota)
             )
         ]
-    return [next(queues[k]) for k in turns]
+    return [next(queues[k]) for k in source_order]
 
 
-def _quotas(shares: Sequence[Share]) -> list[int]:
+def _rows_per_source(shares: Sequence[Share]) -> list[int]:
     """Returns the number of rows of each source in an epoch. Shares are rounded down; the remaining
     rows go to the sources with the largest remainders.
     """

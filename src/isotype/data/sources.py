@@ -50,7 +50,7 @@ class Source:
     rows are not read yet.
 
     objective_format  the only format that the objective learns from, or None
-    forms             the detected format of each file, and the reason, in order
+    detected_formats  the detected format of each file, and the reason, in order
     ignored           keys of the rows that are not used, with the number of rows, counted while
                       reading
     """
@@ -58,7 +58,7 @@ class Source:
     spec: SourceSpec
     needs_answer: bool
     objective_format: FormatName | None = None
-    forms: list[tuple[FormatName, str]] = field(default_factory=list)
+    detected_formats: list[tuple[FormatName, str]] = field(default_factory=list)
     ignored: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
 
@@ -68,7 +68,7 @@ class Source:
 
     @property
     def formats(self) -> set[FormatName]:
-        return {form for form, _ in self.forms}
+        return {format_name for format_name, _ in self.detected_formats}
 
     @property
     def bytes(self) -> int:
@@ -99,8 +99,11 @@ class Source:
     def facts(self) -> dict[str, Any]:
         """Returns the source's entry in data.json, without the counts of its rows."""
         weight = {} if self.spec.weight is None else {"weight": self.spec.weight}
-        form = {"format": ", ".join(sorted(self.formats)), "why": self.forms[0][1]}
-        return {"path": self.name, **weight, **self.identity(), **form}
+        format_facts = {
+            "format": ", ".join(sorted(self.formats)),
+            "why": self.detected_formats[0][1],
+        }
+        return {"path": self.name, **weight, **self.identity(), **format_facts}
 
     def check_records(
         self, records: Iterator[Record], row_format: FormatName
@@ -130,7 +133,7 @@ class Source:
         for record in islice(records, _SAMPLED_ROWS):
             try:
                 requested: Any = self.spec.format  # config.sources checked it
-                self.forms.append(
+                self.detected_formats.append(
                     detect_format(
                         record,
                         requested,
@@ -221,7 +224,7 @@ class FileSource(Source):
                 f"{file.name}: data.format is {self.spec.format}, but a {file.path.suffix} file is"
                 " plain text: use .jsonl"
             )
-        self.forms.append(
+        self.detected_formats.append(
             (
                 "text",
                 f"the ending {file.path.suffix}: plain text, cut into windows of data.max_length",
@@ -234,9 +237,9 @@ class FileSource(Source):
 
     @property
     def estimated_rows(self) -> int:
-        each = [file.estimated_rows for file in self.files]
-        if all(each):
-            return min(sum(each), self.spec.limit or sum(each))
+        row_counts = [file.estimated_rows for file in self.files]
+        if all(row_counts):
+            return min(sum(row_counts), self.spec.limit or sum(row_counts))
         return super().estimated_rows
 
     @cached_property
@@ -250,8 +253,8 @@ class FileSource(Source):
         ).hexdigest()
 
     def identity(self) -> dict[str, Any]:
-        several = {"files": len(self.files)} if len(self.files) > 1 else {}
-        return several | {"bytes": self.bytes, "sha256": self._digest}
+        file_count = {"files": len(self.files)} if len(self.files) > 1 else {}
+        return file_count | {"bytes": self.bytes, "sha256": self._digest}
 
     def examples(self, *, skip: int = 0) -> Iterator[Example | BadRow]:
         # with several files the skipped rows are read too, because the number of rows of each file
@@ -259,7 +262,7 @@ class FileSource(Source):
         skipped = skip if len(self.files) == 1 else 0
         examples = (
             example
-            for file, (row_format, _) in zip(self.files, self.forms)
+            for file, (row_format, _) in zip(self.files, self.detected_formats)
             if not file.is_text
             for example in self.check_records(
                 read_records(file.path, file.name, skip=skipped), row_format
@@ -269,7 +272,7 @@ class FileSource(Source):
         yield from islice(examples, skip - skipped, end)
 
     def texts(self) -> Iterator[tuple[str, Iterator[str]]]:
-        return ((file.name, file.pieces()) for file in self.files if file.is_text)
+        return ((file.name, file.text_pieces()) for file in self.files if file.is_text)
 
 
 @dataclass
@@ -285,7 +288,7 @@ class StdlibSource(Source):
             raise UsageError(
                 f"data.format is {self.spec.format}, but stdlib holds messages: leave it at auto"
             )
-        self.forms.append(
+        self.detected_formats.append(
             (
                 "messages",
                 "question and answer pairs from the docstrings of the Python that runs this",
@@ -344,7 +347,7 @@ class HubSource(Source):
         }
 
     def examples(self, *, skip: int = 0) -> Iterator[Example | BadRow]:
-        return self.check_records(self._records(skip), self.forms[0][0])
+        return self.check_records(self._records(skip), self.detected_formats[0][0])
 
     def _records(self, skip: int = 0) -> Iterator[Record]:
         import datasets
@@ -509,8 +512,8 @@ def save_rows(data: Any) -> Any:
             make_private_folder(folder)
         folder.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=folder)
-        with os.fdopen(handle, "wb") as written:
-            written.write(text)
+        with os.fdopen(handle, "wb") as output:
+            output.write(text)
         Path(temporary).replace(file)
     except (OSError, NotPrivateError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)

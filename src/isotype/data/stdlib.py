@@ -33,34 +33,34 @@ _SKIPPED = {
     "pydoc_data",
 }
 # number of characters of an answer
-_SHORTEST = 20
-_LONGEST = 480
+_MIN_CHARACTERS = 20
+_MAX_CHARACTERS = 480
 
-_FUNCTION = (
+_FUNCTION_QUESTIONS = (
     "What does `{name}` do?",
     "Explain `{name}`.",
     "What is `{name}` for?",
     "When would I use `{name}` in Python?",
     "Describe the function `{name}`.",
 )
-_METHOD = (
+_METHOD_QUESTIONS = (
     "What does the method `{name}` do?",
     "What does `{name}` do?",
     "Explain `{name}`.",
     "Describe the method `{name}`.",
 )
-_CLASS = (
+_CLASS_QUESTIONS = (
     "What is `{name}`?",
     "What is the class `{name}` for?",
     "Describe the class `{name}`.",
     "Explain `{name}`.",
 )
-_MODULE = (
+_MODULE_QUESTIONS = (
     "What is the module `{name}` for?",
     "What does the Python module `{name}` do?",
     "Describe the module `{name}`.",
 )
-_SIGNATURE = (
+_SIGNATURE_QUESTIONS = (
     "How do I call `{name}`?",
     "What arguments does `{name}` take?",
     "What is the signature of `{name}`?",
@@ -69,11 +69,16 @@ _WHICH_QUESTIONS = (
     "Which {kind} of `{module}` fits this description? {summary}",
     "Name the {kind} in `{module}` for this: {summary}",
 )
-_QUESTION_FORMS = {"function": _FUNCTION, "method": _METHOD, "class": _CLASS, "module": _MODULE}
+_QUESTION_FORMS = {
+    "function": _FUNCTION_QUESTIONS,
+    "method": _METHOD_QUESTIONS,
+    "class": _CLASS_QUESTIONS,
+    "module": _MODULE_QUESTIONS,
+}
 
 
 @dataclass(frozen=True, slots=True)
-class Documented:
+class DocumentedItem:
     """A module, class or function with a docstring."""
 
     name: str
@@ -84,27 +89,27 @@ class Documented:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class QuestionAnswer:
     name: str
     question: str
     answer: str
 
 
 @cache
-def stdlib_pairs() -> tuple[Pair, ...]:
+def stdlib_pairs() -> tuple[QuestionAnswer, ...]:
     """Returns question and answer pairs in a fixed, mixed order. No question comes twice, and no
     description is the answer of two questions.
     """
-    pairs: list[Pair] = []
+    pairs: list[QuestionAnswer] = []
     questions: set[str] = set()
     answers: set[str] = set()
     for item in documented_items():
         summary = _summary(item.doc)
         if summary is None or any(part.startswith("_") for part in item.name.split(".")):
             continue
-        new = summary not in answers
+        is_new = summary not in answers
         answers.add(summary)
-        for pair in _item_pairs(item, summary, new=new):
+        for pair in _item_pairs(item, summary, is_new=is_new):
             if pair.question not in questions:
                 questions.add(pair.question)
                 pairs.append(pair)
@@ -120,7 +125,7 @@ def stdlib_text() -> tuple[str, ...]:
     """
     texts: dict[str, None] = {}
     for item in documented_items():
-        if len(item.doc) >= _SHORTEST:
+        if len(item.doc) >= _MIN_CHARACTERS:
             head = item.name if item.kind == "module" else f"{item.name}{item.signature}"
             texts[f"{head}\n\n{item.doc}"] = None
     with suppress(ImportError):  # some distributions of Python lack these topics
@@ -131,12 +136,12 @@ def stdlib_text() -> tuple[str, ...]:
 
 
 @cache
-def documented_items() -> tuple[Documented, ...]:
+def documented_items() -> tuple[DocumentedItem, ...]:
     """Returns all modules, classes and functions of the standard library that have a docstring,
     ordered by file name.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    items: list[Documented] = []
+    items: list[DocumentedItem] = []
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
         if _SKIPPED.intersection(parts) or any("-" in part for part in parts):
@@ -150,16 +155,18 @@ def documented_items() -> tuple[Documented, ...]:
             continue
         if module and not module.endswith("__main__"):
             items += _walk_items(tree, module, module)
-    first: dict[str, Any] = {}
+    first_items: dict[str, Any] = {}
     for item in items:
-        first.setdefault(item.name, item)
-    return tuple(first.values())
+        first_items.setdefault(item.name, item)
+    return tuple(first_items.values())
 
 
-def _walk_items(node: ast.Module | ast.ClassDef, name: str, module: str) -> Iterator[Documented]:
+def _walk_items(
+    node: ast.Module | ast.ClassDef, name: str, module: str
+) -> Iterator[DocumentedItem]:
     if doc := ast.get_docstring(node):
         kind = "module" if isinstance(node, ast.Module) else "class"
-        yield Documented(name, module, kind, _constructor(node), doc)
+        yield DocumentedItem(name, module, kind, _constructor(node), doc)
     for child in node.body:
         if isinstance(child, ast.ClassDef):
             yield from _walk_items(child, f"{name}.{child.name}", module)
@@ -167,7 +174,7 @@ def _walk_items(node: ast.Module | ast.ClassDef, name: str, module: str) -> Iter
             doc := ast.get_docstring(child)
         ):
             kind = "method" if isinstance(node, ast.ClassDef) else "function"
-            yield Documented(
+            yield DocumentedItem(
                 f"{name}.{child.name}", module, kind, _signature(child, bound=kind == "method"), doc
             )
 
@@ -202,7 +209,7 @@ def _summary(doc: str) -> str | None:
     text = re.sub(r":(?:\w+:)?`+([^`]+)`+", r"`\1`", text).replace("``", "`")
     text = re.sub(r"(?<![\w*])\*(\w+)\*(?![\w*])", r"`\1`", text)
     if (
-        not _SHORTEST <= len(text) <= _LONGEST
+        not _MIN_CHARACTERS <= len(text) <= _MAX_CHARACTERS
         or ">>>" in text
         or "->" in text
         or not text.isascii()
@@ -218,33 +225,35 @@ def _summary(doc: str) -> str | None:
     return text if text.endswith((".", "!", "?", ")")) else text + "."
 
 
-def _item_pairs(item: Documented, summary: str, *, new: bool) -> Iterator[Pair]:
+def _item_pairs(item: DocumentedItem, summary: str, *, is_new: bool) -> Iterator[QuestionAnswer]:
     number = crc32(item.name.encode())
-    if new:
+    if is_new:
         forms = _QUESTION_FORMS[item.kind]
-        yield Pair(item.name, forms[number % len(forms)].format(name=item.name), summary)
+        yield QuestionAnswer(item.name, forms[number % len(forms)].format(name=item.name), summary)
     if item.kind == "module" or not item.signature:
         return
-    short = item.name.rsplit(".", 1)[1]
+    short_name = item.name.rsplit(".", 1)[1]
     if len(item.signature) <= 160 and number % 2 and (item.signature != "()" or number % 8 == 1):
-        call = f"`{short}{item.signature}`"
+        call = f"`{short_name}{item.signature}`"
         if item.signature != "()":
             answer = f"Call it as {call}."
         else:
             answer = f"It takes no arguments: {call}."
-        yield Pair(
-            item.name, _SIGNATURE[number // 7 % len(_SIGNATURE)].format(name=item.name), answer
+        yield QuestionAnswer(
+            item.name,
+            _SIGNATURE_QUESTIONS[number // 7 % len(_SIGNATURE_QUESTIONS)].format(name=item.name),
+            answer,
         )
     # A third of the questions ask for the name, the others for the description.
     if (
-        new
+        is_new
         and item.kind != "method"
         and number % 3 == 0
-        and short not in summary
+        and short_name not in summary
         and len(summary) <= 200
     ):
         form = _WHICH_QUESTIONS[number // 3 % len(_WHICH_QUESTIONS)]
-        yield Pair(
+        yield QuestionAnswer(
             item.name,
             form.format(kind=item.kind, module=item.module, summary=summary),
             f"`{item.name}`.",

@@ -55,18 +55,18 @@ class StreamedRows:
         self.on_bad_rows: Callable[[Sequence[BadRow]], None] = lambda rows: None
         self._reset([[0, 0]] * len(sources), block=0)
 
-    def _reset(self, read: Sequence[Sequence[int]], *, block: int) -> None:
+    def _reset(self, read_counts: Sequence[Sequence[int]], *, block: int) -> None:
         """Sets the state to the beginning of a block.
 
-        read  [rows read in the current pass, number of completed passes] for each source
+        read_counts  [rows read in the current pass, number of completed passes] for each source
         """
-        self.block_start = [list(pair) for pair in read]
-        self.read = [list(pair) for pair in read]
+        self.block_start_counts = [list(pair) for pair in read_counts]
+        self.read_counts = [list(pair) for pair in read_counts]
         self.block = block
         self.position = 0
         self.rows: Sequence[Row] = ()
         self._order: list[int] = []
-        self._open: list[Iterator[Example | BadRow] | None] = [None] * len(self.sources)
+        self._iterators: list[Iterator[Example | BadRow] | None] = [None] * len(self.sources)
 
     def _examples(self, count: int) -> Iterator[Example | BadRow]:
         """Yields the next rows. Each comes from the source whose share of the rows so far is lowest
@@ -75,22 +75,30 @@ class StreamedRows:
         weights = [source.spec.weight or 1.0 for source in self.sources]
         counts = [0] * len(weights)
         for _ in range(count):
-            k = min(range(len(weights)), key=lambda k: ((counts[k] + 1) / weights[k], k))
-            counts[k] += 1
-            yield self._next_example(k)
+            source_index = min(
+                range(len(weights)),
+                key=lambda source_index: (
+                    (counts[source_index] + 1) / weights[source_index],
+                    source_index,
+                ),
+            )
+            counts[source_index] += 1
+            yield self._next_example(source_index)
 
-    def _next_example(self, k: int) -> Example | BadRow:
-        opened = self._open[k]
-        if opened is None:
-            opened = self._open[k] = self.sources[k].examples(skip=self.read[k][0])
-        example = next(opened, None)
+    def _next_example(self, source_index: int) -> Example | BadRow:
+        iterator = self._iterators[source_index]
+        if iterator is None:
+            iterator = self._iterators[source_index] = self.sources[source_index].examples(
+                skip=self.read_counts[source_index][0]
+            )
+        example = next(iterator, None)
         if example is None:
-            if self.read[k][0] == 0:
-                raise UsageError(f"{self.sources[k].name}: the stream holds no rows")
-            self.read[k] = [0, self.read[k][1] + 1]
-            self._open[k] = None
-            return self._next_example(k)
-        self.read[k][0] += 1
+            if self.read_counts[source_index][0] == 0:
+                raise UsageError(f"{self.sources[source_index].name}: the stream holds no rows")
+            self.read_counts[source_index] = [0, self.read_counts[source_index][1] + 1]
+            self._iterators[source_index] = None
+            return self._next_example(source_index)
+        self.read_counts[source_index][0] += 1
         return example
 
     def take(self, count: int) -> list[Row]:
@@ -98,14 +106,14 @@ class StreamedRows:
         training.
         """
         rows: list[Row] = []
-        empty = 0
+        empty_blocks = 0
         while len(rows) < count:
             if self.position == len(self._order):
                 self.block += 1
-                self.block_start = [list(pair) for pair in self.read]
+                self.block_start_counts = [list(pair) for pair in self.read_counts]
                 self._read_block()
-                empty = empty + 1 if not self._order else 0
-                if empty == 3:
+                empty_blocks = empty_blocks + 1 if not self._order else 0
+                if empty_blocks == 3:
                     raise RunError(
                         f"three blocks of {pluralise(self.data.shuffle_buffer, 'row')} in a row had"
                         " none to train on",
@@ -145,10 +153,10 @@ class StreamedRows:
     @property
     def epochs(self) -> float:
         """The number of complete passes over the source with the fewest passes."""
-        return float(min(passes for _, passes in self.read))
+        return float(min(passes for _, passes in self.read_counts))
 
     def state(self) -> dict[str, Any]:
-        return {"begin": self.block_start, "block": self.block, "given": self.position}
+        return {"begin": self.block_start_counts, "block": self.block, "given": self.position}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._reset(state["begin"], block=int(state["block"]))
@@ -170,15 +178,17 @@ def load_stream(
     before step 1, and its held-out rows.
     """
     _refuse_unstreamable(sources)
-    was_held_out = not eval_sources
-    share = data.eval_split if was_held_out else 0.0
+    holds_out = not eval_sources
+    share = data.eval_split if holds_out else 0.0
     beginning, examples, _ = tokenize_examples(
         islice(_interleave_sources(sources), data.shuffle_buffer), encoder
     )
     # copied before rows are read again and counted twice
     ignored = [dict(source.ignored) for source in sources]
     train = beginning.select(~is_held_out(beginning.column("digest"), share, seed))
-    tallies, total = collect_tallies([beginning, evaluation], refuse=data.on_bad_row == "error")
+    tallies, total_tally = collect_tallies(
+        [beginning, evaluation], refuse=data.on_bad_row == "error"
+    )
     if not len(train):
         reason = "; ".join([*tallies[0].dropped, *tallies[0].bad.kinds]) or "all held out"
         raise UsageError(
@@ -187,7 +197,7 @@ def load_stream(
     prompt_examples = (
         list(islice(usable_examples(eval_sources[0].examples()), SAMPLES)) if eval_sources else []
     )
-    if was_held_out:
+    if holds_out:
         evaluation, prompt_examples = _held_out_rows(sources, encoder, share, seed)
     rows: Any = pack_rows(train, data.max_length) if data.packing else train
     files = (
@@ -195,7 +205,7 @@ def load_stream(
         [source.facts() for source in eval_sources],
     )
     facts = data_facts(
-        data, encoder, [train, evaluation], tallies, total, files, held_out=was_held_out
+        data, encoder, [train, evaluation], tallies, total_tally, files, held_out=holds_out
     )
     facts |= {"packing": rows.facts() if data.packing else None, "mix": None}
     facts["stream"] = {"shuffle_buffer": data.shuffle_buffer, "looked_at": len(examples)}
@@ -211,7 +221,7 @@ def load_stream(
         if source.spec.weight
     ]
     stream_notes += [note for source in [*sources, *eval_sources] for note in source.notes]
-    facts["notes"] = stream_notes + data_notes(facts, encoder, total)
+    facts["notes"] = stream_notes + data_notes(facts, encoder, total_tally)
     prompts = _sample_prompts(
         prompt_examples or examples[:SAMPLES], evaluation if len(evaluation) else train, encoder
     )
@@ -223,7 +233,7 @@ def load_stream(
         prompts,
         template,
         facts,
-        bad_rows=total.bad.listed,
+        bad_rows=total_tally.bad.listed,
         eval_sets=eval_set_sizes(eval_sources, evaluation),
         stream=stream,
     )
@@ -265,7 +275,7 @@ def tokenize_examples(
                 used_examples.append(example)
                 yield example
 
-    for _, row, cut in encoder.rows(iterate_usable(), tally):
+    for _, row, cut in encoder.encode_rows(iterate_usable(), tally):
         writer.add(row, example=-1, cut=cut)
     return TokenRows([writer.block({"tally": tally.to_dict()})]), used_examples, tally
 
@@ -280,7 +290,7 @@ def _held_out_rows(
     tally = Tally()
     examples: list[Example] = []
     if share:
-        for example, row, cut in encoder.rows(
+        for example, row, cut in encoder.encode_rows(
             islice(usable_examples(_interleave_sources(sources)), _MAX_SEARCHED_ROWS), Tally()
         ):
             digest = np.array([row_digest(row.input_ids, row.pictures)], np.uint64)
@@ -294,10 +304,10 @@ def _held_out_rows(
 
 def _interleave_sources(sources: Sequence[Source]) -> Iterator[Example | BadRow]:
     """Yields rows from all sources in turn, until each is exhausted."""
-    opened: Iterator[Iterator[Example | BadRow]] = (source.examples() for source in sources)
+    iterators: Iterator[Iterator[Example | BadRow]] = (source.examples() for source in sources)
     for count in range(len(sources), 0, -1):
-        opened = cycle(islice(opened, count))
-        yield from map(next, opened)
+        iterators = cycle(islice(iterators, count))
+        yield from map(next, iterators)
 
 
 def _sample_prompts(

@@ -30,7 +30,7 @@ from typing import IO, Any, TypeVar, overload
 import numpy as np
 
 from .rows import (
-    IGNORED,
+    IGNORE_INDEX,
     Row,
     Share,
     is_picture_unchanged,
@@ -76,7 +76,7 @@ class TokenBlock:
         end = int(self.ends[i])
         ids = self.ids[start:end]
         learnt = self.learnt[start:end]
-        labels = np.where(learnt, ids, IGNORED)
+        labels = np.where(learnt, ids, IGNORE_INDEX)
         return Row(
             tuple(ids.tolist()),
             tuple(labels.tolist()),
@@ -130,7 +130,7 @@ class TokenWriter:
 
     def add(self, row: Row, *, example: int, cut: bool, is_wanted: bool = True) -> None:
         ids = np.asarray(row.input_ids, np.int32)
-        learnt = np.asarray(row.labels, np.int64) != IGNORED
+        learnt = np.asarray(row.labels, np.int64) != IGNORE_INDEX
         prompt = ids[: learnt.argmax()]
         pictures = np.frombuffer(
             "".join(f"{reference}\n" for reference in row.pictures).encode(), np.uint8
@@ -165,7 +165,7 @@ class TokenWriter:
         )
 
 
-class LazyRows(Sequence[T]):
+class LazyRowSequence(Sequence[T]):
     """A sequence whose rows are built by `build_row` when they are accessed. A slice is a
     `Selection`.
     """
@@ -183,41 +183,41 @@ class LazyRows(Sequence[T]):
         return self.build_row(i)
 
 
-class Selection(LazyRows[T]):
+class Selection(LazyRowSequence[T]):
     """A selection of rows, by their numbers."""
 
-    def __init__(self, rows: Sequence[T], numbers: Sequence[int]) -> None:
+    def __init__(self, rows: Sequence[T], row_numbers: Sequence[int]) -> None:
         self.rows = rows
-        self.numbers = numbers
+        self.row_numbers = row_numbers
 
     def __len__(self) -> int:
-        return len(self.numbers)
+        return len(self.row_numbers)
 
     def build_row(self, i: int) -> T:
-        return self.rows[self.numbers[i]]
+        return self.rows[self.row_numbers[i]]
 
     @property
     def lengths(self) -> Sequence[int]:
         lengths = row_lengths(self.rows)
-        return [lengths[i] for i in self.numbers]
+        return [lengths[i] for i in self.row_numbers]
 
 
-class TokenRows(LazyRows[Row]):
+class TokenRows(LazyRowSequence[Row]):
     """The rows of several blocks, one block after the other, or a selection of these rows.
-    `chosen`: the numbers of the selected rows.
+    `row_numbers`: the numbers of the selected rows.
     """
 
-    def __init__(self, blocks: Sequence[TokenBlock], chosen: np.ndarray | None = None) -> None:
+    def __init__(self, blocks: Sequence[TokenBlock], row_numbers: np.ndarray | None = None) -> None:
         self.blocks = blocks
         self._starts = [0, *accumulate(len(block) for block in blocks)]
-        self.chosen = np.arange(self._starts[-1]) if chosen is None else chosen
+        self.row_numbers = np.arange(self._starts[-1]) if row_numbers is None else row_numbers
 
     def select(self, selection: np.ndarray | slice) -> TokenRows:
         """Selects rows by a mask, by numbers, or by a slice."""
-        return TokenRows(self.blocks, self.chosen[selection])
+        return TokenRows(self.blocks, self.row_numbers[selection])
 
     def __len__(self) -> int:
-        return len(self.chosen)
+        return len(self.row_numbers)
 
     def build_row(self, i: int) -> Row:
         block, row = self.locate(i)
@@ -225,7 +225,7 @@ class TokenRows(LazyRows[Row]):
 
     def locate(self, i: int) -> tuple[int, int]:
         """Returns the number of a row's block, and the row's number in the block."""
-        row = int(self.chosen[i])
+        row = int(self.row_numbers[i])
         block = bisect_right(self._starts, row) - 1
         return block, row - self._starts[block]
 
@@ -235,7 +235,7 @@ class TokenRows(LazyRows[Row]):
         """
         return np.concatenate(
             [np.asarray(getattr(block, name)) for block in self.blocks] or [np.zeros(0, np.int64)]
-        )[self.chosen]
+        )[self.row_numbers]
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -244,12 +244,12 @@ class TokenRows(LazyRows[Row]):
     @cached_property
     def has_pictures(self) -> np.ndarray:
         ends = [np.diff(block.pictures_end, prepend=0) > 0 for block in self.blocks]
-        return np.concatenate(ends or [np.zeros(0, bool)])[self.chosen]
+        return np.concatenate(ends or [np.zeros(0, bool)])[self.row_numbers]
 
-    def block_rows(self, block: int) -> np.ndarray:
+    def block_row_numbers(self, block: int) -> np.ndarray:
         """Returns the numbers of the rows that come from a block."""
         return np.flatnonzero(
-            (self.chosen >= self._starts[block]) & (self.chosen < self._starts[block + 1])
+            (self.row_numbers >= self._starts[block]) & (self.row_numbers < self._starts[block + 1])
         )
 
     def tokens_used(self, *, learnt: bool = False) -> set[int]:
@@ -264,13 +264,13 @@ class TokenRows(LazyRows[Row]):
                 used.update(np.flatnonzero(np.bincount(ids)).tolist())
         return used
 
-    def count_framed(self, bos: int | None, eos: int | None) -> np.ndarray:
+    def count_bos_and_eos(self, bos: int | None, eos: int | None) -> np.ndarray:
         """Returns int64[3]: the number of rows that begin with `bos`, that begin with `bos` twice,
         and whose last token is `eos` and is learnt.
         """
         counts = np.zeros(3, np.int64)
         for i, block in enumerate(self.blocks):
-            rows = self.chosen[self.block_rows(i)] - self._starts[i]
+            rows = self.row_numbers[self.block_row_numbers(i)] - self._starts[i]
             first = block.ends[rows] - block.lengths[rows]
             last = block.ends[rows] - 1
             has_bos = block.ids[first] == bos
@@ -318,7 +318,7 @@ def is_held_out(digests: np.ndarray, share: float, seed: int) -> np.ndarray:
     return mix_digests(digests, seed) < share * 2**64
 
 
-class PackedRows(LazyRows[Row]):
+class PackedRows(LazyRowSequence[Row]):
     """Packed rows: packed row i joins the rows with the numbers `packs[i]`."""
 
     def __init__(
@@ -371,11 +371,11 @@ def pack_rows(rows: TokenRows, capacity: int) -> PackedRows:
     packs: list[np.ndarray] = []
     pack_blocks: list[int] = []
     for block in range(len(rows.blocks)):
-        numbers = rows.block_rows(block)
-        alone = rows.has_pictures[numbers]
-        text = numbers[~alone]
+        numbers = rows.block_row_numbers(block)
+        has_picture = rows.has_pictures[numbers]
+        text = numbers[~has_picture]
         new_packs = [text[pack] for pack in pack_best_fit(rows.lengths[text], capacity)] + [
-            number[None] for number in numbers[alone]
+            number[None] for number in numbers[has_picture]
         ]
         packs += new_packs
         pack_blocks += [block] * len(new_packs)
@@ -389,28 +389,28 @@ def pack_best_fit(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
     packs: list[list[int]] = []
     # by_room[r]: the packs with room for r more tokens
     by_room: list[list[int]] = [[] for _ in range(capacity + 1)]
-    has_room = 0  # bit r: by_room[r] is not empty
+    room_bits = 0  # bit r: by_room[r] is not empty
     for i in np.argsort(-lengths, kind="stable").tolist():
-        n = int(lengths[i])
-        fitting = has_room >> n
-        if fitting:
-            room = n + (fitting & -fitting).bit_length() - 1
+        length = int(lengths[i])
+        fitting_bits = room_bits >> length
+        if fitting_bits:
+            room = length + (fitting_bits & -fitting_bits).bit_length() - 1
             pack = by_room[room].pop()
             if not by_room[room]:
-                has_room ^= 1 << room
+                room_bits ^= 1 << room
         else:
             room = capacity
             pack = len(packs)
             packs.append([])
         packs[pack].append(i)
-        by_room[room - n].append(pack)
-        has_room |= 1 << (room - n)
+        by_room[room - length].append(pack)
+        room_bits |= 1 << (room - length)
     return [np.array(sorted(pack), np.int64) for pack in packs]
 
 
 def join_rows(rows: Sequence[Row]) -> Row:
     """Joins several rows into one. The first label of each document is masked."""
     ids = tuple(i for row in rows for i in row.input_ids)
-    labels = tuple(label for row in rows for label in (IGNORED, *row.labels[1:]))
-    first = next((k for k, label in enumerate(labels) if label != IGNORED), 0)
+    labels = tuple(label for row in rows for label in (IGNORE_INDEX, *row.labels[1:]))
+    first = next((k for k, label in enumerate(labels) if label != IGNORE_INDEX), 0)
     return Row(ids, labels, first, tuple(len(row.input_ids) for row in rows))

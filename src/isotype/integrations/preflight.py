@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config.schema import DataSection, ModelSection, RunConfig, TrainSection
-from ..data.rows import IGNORED, LoadedData, Row, SamplePrompt
+from ..data.rows import IGNORE_INDEX, LoadedData, Row, SamplePrompt
 from ..distributed.shard import Sharding
 from ..distributed.world import ALONE, World
 from ..dtypes import to_torch
@@ -131,14 +131,16 @@ def _token_row(row: dict[str, Any]) -> Row | None:
     if labels is None:
         labels = ids
         if completion_mask is not None:
-            labels = tuple(i if is_set else IGNORED for i, is_set in zip(ids, completion_mask))
+            labels = tuple(i if is_set else IGNORE_INDEX for i, is_set in zip(ids, completion_mask))
     if len(labels) != len(ids):  # an encoder-decoder model has labels of another length
         return None
     if attention_mask is not None:
         positions = [k for k, is_set in enumerate(attention_mask) if is_set]
         ids = tuple(ids[k] for k in positions)
         labels = tuple(labels[k] for k in positions)
-    prompt_length = next((k for k, label in enumerate(labels) if label != IGNORED), len(labels))
+    prompt_length = next(
+        (k for k, label in enumerate(labels) if label != IGNORE_INDEX), len(labels)
+    )
     return Row(ids, labels, prompt_length)
 
 
@@ -181,7 +183,7 @@ class TrainerBatch:
         labels = inputs.get("labels")
         self.weight = 1
         if isinstance(labels, Tensor):
-            self.weight = int((labels != IGNORED).sum())
+            self.weight = int((labels != IGNORE_INDEX).sum())
         self.units = self.rows * self.length
 
     def to(self, device: torch.device) -> TrainerBatch:
@@ -288,7 +290,7 @@ class TrainerTask:
         self.longest_eval_rows = _longest_rows(eval_rows, args.per_device_eval_batch_size)
         # if no token is masked, every token is learnt, and there are no answers whose end is
         # checked
-        has_masked_tokens = any(IGNORED in row.labels for row in token_rows)
+        has_masked_tokens = any(IGNORE_INDEX in row.labels for row in token_rows)
         longest = max((len(row.input_ids) for row in token_rows), default=0)
         longest_eval = max((len(row.input_ids) for row in eval_token_rows), default=0)
         facts = {
@@ -553,7 +555,7 @@ def find_learnt_picture_tokens(subject: Subject) -> Iterator[Finding]:
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if labels is None:
         return
-    learnt_labels = int((labels != IGNORED).sum())
+    learnt_labels = int((labels != IGNORE_INDEX).sum())
     picture_labels = int((labels == picture_token).sum())
     if picture_labels:
         yield Finding(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from isotype.data.rows import IGNORED
+from isotype.data.rows import IGNORE_INDEX
 from isotype.errors import PreflightError, UsageError
 from isotype.finding import Severity
 from isotype.precision.apply import inner_model
@@ -29,7 +29,7 @@ from tests.api import (
 
 
 def masked(row):
-    return replace(row, labels=(IGNORED,) * len(row.labels))
+    return replace(row, labels=(IGNORE_INDEX,) * len(row.labels))
 
 
 def test_rows_that_are_all_masked(subject, with_data):
@@ -76,7 +76,7 @@ def test_an_end_that_is_masked_as_padding_is(subject, with_data):
         replace(
             r,
             labels=tuple(
-                IGNORED if i == end else n for i, n in zip(r.input_ids, r.labels, strict=True)
+                IGNORE_INDEX if i == end else n for i, n in zip(r.input_ids, r.labels, strict=True)
             ),
         )
         for r in one.task.data.train

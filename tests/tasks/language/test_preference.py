@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from isotype.config.load import load
 from isotype.config.schema import PreferenceSection, RunConfig, TrainSection
-from isotype.data.rows import IGNORED, Row
+from isotype.data.rows import IGNORE_INDEX, Row
 from isotype.errors import UsageError
 from isotype.inference.loaded import load_run
 from isotype.optimize import optimize
@@ -349,15 +349,19 @@ def test_a_mixture_whose_config_asks_for_its_balancing_loss_is_refused():
 
 def test_an_answers_log_probability_is_the_sum_of_its_learnt_tokens():
     rows = [
-        Row((5, 6, 7, 8, 9), (IGNORED, IGNORED, 7, 8, 9), 2),
-        Row((11, 12, 13), (IGNORED, 12, 13), 1),
+        Row((5, 6, 7, 8, 9), (IGNORE_INDEX, IGNORE_INDEX, 7, 8, 9), 2),
+        Row((11, 12, 13), (IGNORE_INDEX, 12, 13), 1),
     ]
     model = tiny("llama").eval()
     want = []
     for row in rows:
         log_probs = model(torch.tensor([row.input_ids])).logits[0].log_softmax(-1)
         want.append(
-            sum(log_probs[at - 1, label] for at, label in enumerate(row.labels) if label != IGNORED)
+            sum(
+                log_probs[at - 1, label]
+                for at, label in enumerate(row.labels)
+                if label != IGNORE_INDEX
+            )
         )
     optimize(model, "fp32")
     found = answer_log_probs(model, collate(rows, pad_id=0), dtype="fp32")

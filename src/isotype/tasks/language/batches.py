@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...data.pictures import Pictures
-from ...data.rows import IGNORED, LoadedData, Row, RowStream, row_lengths
+from ...data.rows import IGNORE_INDEX, LoadedData, Row, RowStream, row_lengths
 from ...environment.planned_device import planned_device_type
 from ...ops.attention import Documents
 from ...optimize.attention import DocumentMask, mask_needs
@@ -145,7 +145,7 @@ def collate(
     """
     longest = padded_length(max(len(row.input_ids) for row in rows), device_type)
     input_ids = torch.full((len(rows), longest), pad_id, dtype=torch.long)
-    labels = torch.full((len(rows), longest), IGNORED, dtype=torch.long)
+    labels = torch.full((len(rows), longest), IGNORE_INDEX, dtype=torch.long)
     mask = torch.zeros((len(rows), longest), dtype=torch.long)
     is_packed = any(row.documents for row in rows)
     positions = torch.empty_like(mask) if is_packed else None
@@ -156,13 +156,15 @@ def collate(
         labels[i, :n] = torch.tensor(row.labels, dtype=torch.long)
         mask[i, :n] = 1
         if positions is not None:
-            labels[i, 0] = IGNORED
+            labels[i, 0] = IGNORE_INDEX
             parts = [*(row.documents or (n,)), longest - n]
             lengths += parts
             positions[i] = torch.cat([torch.arange(part) for part in parts])
     # nothing predicts the first label of a row: the loss uses labels[1:]
     counted = (
-        (F.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten() != IGNORED).nonzero().squeeze(-1)
+        (F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX).flatten() != IGNORE_INDEX)
+        .nonzero()
+        .squeeze(-1)
     )
     documents = Documents.from_lengths(lengths) if is_packed else None
     if pictures is not None and rows[0].pictures:
@@ -251,7 +253,7 @@ def next_tokens(batch: Batch, *, every_row: bool) -> Targets:
                positions of `batch.counted`
     """
     # shifts the labels instead of the hidden states, since shifting would copy these
-    targets_N = F.pad(batch.labels[:, 1:], (0, 1), value=IGNORED).flatten()
+    targets_N = F.pad(batch.labels[:, 1:], (0, 1), value=IGNORE_INDEX).flatten()
     if every_row or batch.counted is None:
         return Targets(targets_N)
     return Targets(targets_N.index_select(0, batch.counted), batch.counted)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...data.bad_rows import EMPTY_REASON
-from ...data.rows import IGNORED, Row, row_supervised, tokens_used
+from ...data.rows import IGNORE_INDEX, Row, row_supervised, tokens_used
 from ...data.tokens import join_rows
 from ...finding import Finding, Place, Severity
 from ...precision.apply import inner_model
@@ -99,7 +99,7 @@ def learnt_prompts(subject: Subject) -> Iterator[Finding]:
         or not rows
     ):
         return
-    if any(IGNORED in row.labels for row in rows):
+    if any(IGNORE_INDEX in row.labels for row in rows):
         return
     yield Finding(
         code="PF006",
@@ -174,7 +174,7 @@ def _has_masked_end(row: Row, end_ids: set[int]) -> bool:
     """Whether an end token that is not learnt directly follows a learnt one."""
     neighbours = zip(row.labels, row.input_ids[1:], row.labels[1:])
     return any(
-        previous != IGNORED and token in end_ids and label == IGNORED
+        previous != IGNORE_INDEX and token in end_ids and label == IGNORE_INDEX
         for previous, token, label in neighbours
     )
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer
 
 from ...config.schema import DistilSection, RunConfig
-from ...data.rows import IGNORED, LoadedData
+from ...data.rows import IGNORE_INDEX, LoadedData
 from ...dtypes import to_torch
 from ...errors import UsageError
 from ...model.architecture import auto_class
@@ -182,7 +182,7 @@ class HeadInputs(NamedTuple):
         return apply_rule(
             z,
             LossRule.from_options(
-                ignore_index=IGNORED, logit_scale=self.scale, softcap=self.softcap
+                ignore_index=IGNORE_INDEX, logit_scale=self.scale, softcap=self.softcap
             ),
         )
 
@@ -263,7 +263,7 @@ class StudentTargets(Targets):
                 bias=head.bias,
                 logit_scale=scale,
                 softcap=softcap,
-                ignore_index=IGNORED,
+                ignore_index=IGNORE_INDEX,
                 reduction="sum",
             )
         return self._combine_losses(divergences_N, nll)

@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ...data.pairs import Answer, Labelled
+from ...data.pairs import Answer, LabelledAnswers
 from ...data.row_keys import FormatName
 from ...data.rows import LoadedData
 from ...data.tokens import TokenRows
@@ -116,8 +116,8 @@ class Kto(Preference):
             )
         seed = self.config.train.seed
         length = self.config.data.max_length
-        self.train = Labelled(rows, rows, seed=seed, max_length=length)
-        self.eval = Labelled(evaluation, rows, seed=seed, max_length=length)
+        self.train = LabelledAnswers(rows, rows, seed=seed, max_length=length)
+        self.eval = LabelledAnswers(evaluation, rows, seed=seed, max_length=length)
         self.shares = data.shares
         fingerprints = data.fingerprints()
         self.fingerprints = {name: f"{value}, seed {seed}" for name, value in fingerprints.items()}

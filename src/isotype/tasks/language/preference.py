@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ...config.kind import REFERENCE_OBJECTIVES
 from ...config.schema import PreferenceSection, RunConfig
-from ...data.pairs import Labelled, Pairs
+from ...data.pairs import LabelledAnswers, Pairs
 from ...data.progress import track_progress
 from ...data.row_keys import FormatName
 from ...data.rows import LoadedData, RowStream, Share
@@ -155,8 +155,8 @@ class Preference(Objective):
     format: FormatName | None = "preference"
     answers_per_row = 2
 
-    train: Pairs | Labelled
-    eval: Pairs | Labelled
+    train: Pairs | LabelledAnswers
+    eval: Pairs | LabelledAnswers
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
@@ -379,7 +379,7 @@ def log1mexp(x: Tensor) -> Tensor:
 # continues an earlier one, and an adapter whose start changes the base
 
 REFERENCE_FILE = "reference.safetensors"
-Rows = Pairs | Labelled
+Rows = Pairs | LabelledAnswers
 # recorded in place of a fingerprint if no process has the whole model
 SHARDED_MODEL = "shared"
 
