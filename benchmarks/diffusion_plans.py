@@ -187,7 +187,7 @@ def least(name: str, base: str, offload: str) -> str:
 
 def table() -> str:
     lines = [
-        "| | base | GiB at the peak | with `blocks` | of the frozen weights | GiB in host memory | moved | counted time | of 2 | of 4 |",
+        "| model | base | GiB at the peak | with `blocks` | frozen weights on the device | GiB in host memory | GiB moved per step | computed time | 2 pictures | 4 pictures |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name in ARCHITECTURES:

@@ -191,7 +191,7 @@ def table(cells: list[dict[str, Any]]) -> str:
         f"{form}{', checkpointing' if checkpointing else ''}" for form, checkpointing in columns
     ]
     lines = [
-        "| trainer | head answered by | " + " | ".join(titles) + " |",
+        "| trainer | ops that compute the head | " + " | ".join(titles) + " |",
         "|---" * (len(columns) + 2) + "|",
     ]
     for name in names:
@@ -236,7 +236,7 @@ def line_table(measured: list[dict[str, Any]]) -> str:
         "ratio",
         "growth, MiB",
         "ratio",
-        "peak beside no preflight, no record",
+        "peak, relative to no preflight and no record",
     ]
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for one in measured:
