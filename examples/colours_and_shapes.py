@@ -1,12 +1,13 @@
-"""A vision-language model learns colours and shapes from pictures, in three minutes on a CPU:
+"""A vision-language model learns colours and shapes from pictures, in one to two minutes on a CPU:
 `isotype.train` on rows with pictures.
 
-The model is a LLaVA of random weights, so that all of it is trained, tower too. Questions about
-pictures that it never saw are asked with their own picture and with another one, where a model that
-reads pictures is right no more often than by chance.
+The model is a LLaVA of random weights, so all weights are trained, those of the vision tower too.
+After training it answers questions about pictures that it was not trained on. Each question is
+asked with its own picture and with another picture. With another picture a model that uses pictures
+answers correctly only by chance.
 
     python examples/colours_and_shapes.py         350 steps
-    python examples/colours_and_shapes.py 10      a short form, which learns next to nothing
+    python examples/colours_and_shapes.py 10      a short form, which learns almost nothing
 """
 
 from __future__ import annotations
@@ -25,9 +26,8 @@ import isotype
 from isotype.quickstart.text import train_tokenizer
 
 SIDE, PATCH, STEPS = 56, 14, 350
-# standard deviation of the first weights: with the usual 0.02 a small tower learns colours and
-# hardly any shapes
-WIDE = 0.05
+# with the usual standard deviation of 0.02 a small tower learns the colours but hardly any shapes
+INITIAL_WEIGHT_STD = 0.05
 COLOURS = {
     "red": (215, 40, 40),
     "green": (40, 165, 60),
@@ -43,9 +43,9 @@ TEMPLATE = (
 QUESTIONS = {"which colour?": 0, "which shape?": 1}
 
 
-def picture(colour: str, shape: str, chance: random.Random) -> Image.Image:
+def draw_picture(colour: str, shape: str, rng: random.Random) -> Image.Image:
     canvas = Image.new("RGB", (SIDE, SIDE), "white")
-    x, y, r = chance.randint(18, 38), chance.randint(18, 38), chance.randint(11, 16)
+    x, y, r = rng.randint(18, 38), rng.randint(18, 38), rng.randint(11, 16)
     width, height = (r if shape != "pole" else r // 3), (r if shape != "bar" else r // 3)
     draw = ImageDraw.Draw(canvas)
     (draw.ellipse if shape == "disc" else draw.rectangle)(
@@ -54,17 +54,22 @@ def picture(colour: str, shape: str, chance: random.Random) -> Image.Image:
     return canvas
 
 
-def rows(folder: Path, name: str, count: int, seed: int) -> list[dict[str, str]]:
-    """Draws pictures into `folder`: of each, its file, a question and its answer."""
-    chance, made = random.Random(seed), []
+def make_rows(folder: Path, name: str, count: int, seed: int) -> list[dict[str, str]]:
+    """Draws pictures into `folder` and returns rows with a file, a question and its answer."""
+    rng = random.Random(seed)
+    rows = []
     for i in range(count):
-        colour, shape = chance.choice(list(COLOURS)), chance.choice(SHAPES)
-        picture(colour, shape, chance).save(folder / f"{name}{i}.png")
-        made += [
-            {"file": f"{name}{i}.png", "question": q, "answer": (colour, shape)[which]}
-            for q, which in QUESTIONS.items()
+        colour, shape = rng.choice(list(COLOURS)), rng.choice(SHAPES)
+        draw_picture(colour, shape, rng).save(folder / f"{name}{i}.png")
+        rows += [
+            {
+                "file": f"{name}{i}.png",
+                "question": question,
+                "answer": (colour, shape)[answer_index],
+            }
+            for question, answer_index in QUESTIONS.items()
         ]
-    return made
+    return rows
 
 
 def save_model(folder: Path) -> None:
@@ -81,12 +86,13 @@ def save_model(folder: Path) -> None:
         text_config={
             "model_type": "llama", "vocab_size": len(tokenizer), "hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 3,
             "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 256, "pad_token_id": tokenizer.pad_token_id,
-            "bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "initializer_range": WIDE,
+            "bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id,
+            "initializer_range": INITIAL_WEIGHT_STD,
         },
         vision_config={
             "model_type": "clip_vision_model", "hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 2,
             "num_attention_heads": 4, "image_size": SIDE, "patch_size": PATCH, "projection_dim": 96,
-            "initializer_range": WIDE, "initializer_factor": WIDE / 0.02,
+            "initializer_range": INITIAL_WEIGHT_STD, "initializer_factor": INITIAL_WEIGHT_STD / 0.02,
         },
     )  # fmt: skip
     torch.manual_seed(0)
@@ -103,37 +109,42 @@ def save_model(folder: Path) -> None:
         "vision_feature_select_strategy": "default",
         "num_additional_image_tokens": 1,
     }
-    for name, said in (("preprocessor_config.json", images), ("processor_config.json", settings)):
+    for name, content in (
+        ("preprocessor_config.json", images),
+        ("processor_config.json", settings),
+    ):
         (folder / name).write_text(
-            json.dumps({**said, "processor_class": "LlavaProcessor"}), encoding="utf-8"
+            json.dumps({**content, "processor_class": "LlavaProcessor"}), encoding="utf-8"
         )
 
 
-def share_right(
-    run: isotype.Run, asked: list[dict[str, str]], shown: list[dict[str, str]], folder: Path
+def accuracy(
+    run: isotype.Run,
+    questions: list[dict[str, str]],
+    pictures: list[dict[str, str]],
+    folder: Path,
 ) -> float:
-    right = 0
-    for question, other in zip(asked, shown, strict=True):
+    """The share of questions that are answered correctly with the pictures of other rows."""
+    correct = 0
+    for row, picture_row in zip(questions, pictures, strict=True):
         run.forget()
         answer = run.chat(
-            question["question"],
-            images=[str(folder / other["file"])],
+            row["question"],
+            images=[str(folder / picture_row["file"])],
             max_new_tokens=6,
             temperature=0.0,
         )
-        right += answer.strip().startswith(question["answer"])
-    return right / len(asked)
+        correct += answer.strip().startswith(row["answer"])
+    return correct / len(questions)
 
 
 def main(steps: int) -> tuple[float, float]:
-    """(share of right answers with each question's own picture, with another one)."""
+    """Returns the share of correct answers with the right picture and with another picture."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_model(folder / "model")
-        learnt, held_out = (
-            rows(folder, "learnt", 100 + 4 * steps, seed=1),
-            rows(folder, "held_out", 40, seed=2),
-        )
+        training_rows = make_rows(folder, "training", 100 + 4 * steps, seed=1)
+        held_out = make_rows(folder, "held_out", 40, seed=2)
         lines = [
             {
                 "messages": [
@@ -147,7 +158,7 @@ def main(steps: int) -> tuple[float, float]:
                     {"role": "assistant", "content": row["answer"]},
                 ]
             }
-            for row in learnt
+            for row in training_rows
         ]
         (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
         run = isotype.train(
@@ -155,17 +166,18 @@ def main(steps: int) -> tuple[float, float]:
             precision="fp32", run={"folder": str(folder / "run"), "sample_every": 0},
             train={"steps": steps, "batch_size": 16, "accumulate": 1, "learning_rate": 1e-3, "warmup": 0.1},
         )  # fmt: skip
-        own = share_right(run, held_out, held_out, folder)
-        # two rows a picture: two places on is the same question of another picture
-        return own, share_right(run, held_out, held_out[2:] + held_out[:2], folder)
+        right_picture = accuracy(run, held_out, held_out, folder)
+        # a picture has two rows: shifted by two, each question gets the picture of another row
+        other_picture = accuracy(run, held_out, held_out[2:] + held_out[:2], folder)
+        return right_picture, other_picture
 
 
 if __name__ == "__main__":
     steps = int(sys.argv[1]) if len(sys.argv) > 1 else STEPS
-    own, swapped = main(steps)
+    right_picture, other_picture = main(steps)
     print(
-        f"right: {own:.2f} of 80 questions about pictures that were not learnt; {swapped:.2f} with another picture"
+        f"right: {right_picture:.2f} of 80 questions about new pictures; {other_picture:.2f} with another picture"
     )
     if steps >= STEPS:
-        assert own > 0.9, own
-        assert swapped < 0.5, swapped
+        assert right_picture > 0.9, right_picture
+        assert other_picture < 0.5, other_picture

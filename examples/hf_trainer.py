@@ -1,5 +1,5 @@
-"""An unmodified Hugging Face `Trainer` with a model that `optimize` has seen. The losses are those
-of the plain model.
+"""An unmodified Hugging Face `Trainer` with a model in which `optimize` placed ops. The losses
+equal those of the plain model.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import isotype
 
 
 def train(optimized: bool) -> list[float]:
-    """The losses of ten steps."""
+    """Returns the losses of ten steps."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -37,9 +37,10 @@ def train(optimized: bool) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-plain, ours = train(optimized=False), train(optimized=True)
+plain = train(optimized=False)
+with_ops = train(optimized=True)
 print("plain    ", plain)
-print("optimized", ours)
-assert len(plain) == len(ours) == 10
-# two right bf16 implementations differ by rounding
-assert max(abs(a - b) for a, b in zip(plain, ours, strict=True)) < 0.02
+print("optimized", with_ops)
+assert len(plain) == len(with_ops) == 10
+# two correct bf16 implementations differ by rounding
+assert max(abs(a - b) for a, b in zip(plain, with_ops, strict=True)) < 0.02

@@ -1,5 +1,5 @@
-"""A kernel author's test file: `pytest test_my_function.py`. The fixture `ampcheck` comes from
-Isotype's pytest plugin.
+"""A test file for the author of a kernel: `pytest test_my_function.py`. Isotype's pytest plugin has
+the fixture `ampcheck`.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ CONTRACT = OpContract("x: F[*n d] -> F[*n d]", inside="fp32", grads={"x": "F"}, 
 
 
 class SquaredReLU(torch.autograd.Function):
-    """relu(x) ** 2, computed in fp32 whatever x is."""
+    """relu(x) ** 2, computed in fp32 for fp16 and bf16 too."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        wide = x if x.dtype == torch.float64 else x.float()
-        return wide.relu().square().to(x.dtype)
+        x_fp32 = x if x.dtype == torch.float64 else x.float()
+        return x_fp32.relu().square().to(x.dtype)
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        wide = x if x.dtype == torch.float64 else x.float()
-        return (2 * wide.relu() * dy.to(wide.dtype)).to(x.dtype)
+        x_fp32 = x if x.dtype == torch.float64 else x.float()
+        return (2 * x_fp32.relu() * dy.to(x_fp32.dtype)).to(x.dtype)
 
 
-class Careless(SquaredReLU):
-    """The same with a backward that overwrites the gradient it is handed."""
+class OverwritesGradient(SquaredReLU):
+    """The same function with a faulty backward, which overwrites the incoming gradient."""
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> Tensor:
@@ -42,8 +42,8 @@ def squared_relu(x: Tensor) -> Tensor:
     return SquaredReLU.apply(x)
 
 
-def careless(x: Tensor) -> Tensor:
-    return Careless.apply(x)
+def faulty_squared_relu(x: Tensor) -> Tensor:
+    return OverwritesGradient.apply(x)
 
 
 def reference(x: Tensor) -> Tensor:
@@ -54,8 +54,8 @@ def test_keeps_its_contract(ampcheck):
     ampcheck(squared_relu, (torch.randn(8, 16),), reference=reference, contract=CONTRACT)
 
 
-def test_the_careless_one_is_found(ampcheck):
+def test_the_faulty_backward_is_found(ampcheck):
     from isotype.testing import ConformanceError
 
     with pytest.raises(ConformanceError, match="AC008"):
-        ampcheck(careless, (torch.randn(8, 16),), reference=reference, contract=CONTRACT)
+        ampcheck(faulty_squared_relu, (torch.randn(8, 16),), reference=reference, contract=CONTRACT)

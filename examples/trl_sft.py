@@ -1,5 +1,5 @@
-"""TRL's `SFTTrainer` with PEFT's LoRA, fused by `optimize`: put the adapter on first, so that
-`optimize` sees its layers.
+"""TRL's `SFTTrainer` with PEFT's LoRA, fused by `optimize`. Add the adapter first, so that
+`optimize` finds its layers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from trl import SFTConfig, SFTTrainer
 
 import isotype
 
-questions = [
+rows = [
     {"prompt": f"What is {a} plus {b}? ", "completion": f"{a} plus {b} is {a + b}."}
     for a in range(10)
     for b in range(4)
@@ -34,7 +34,7 @@ def small_tokenizer() -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([row["prompt"] + row["completion"] for row in questions], trainer)
+    tokenizer.train_from_iterator([row["prompt"] + row["completion"] for row in rows], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
 
 
@@ -63,7 +63,7 @@ with tempfile.TemporaryDirectory() as folder:
     trainer = SFTTrainer(
         model=model,
         args=arguments,
-        train_dataset=Dataset.from_list(questions),
+        train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
     )
     trainer.train()
