@@ -187,7 +187,8 @@ def least(name: str, base: str, offload: str) -> str:
 
 def table() -> str:
     lines = [
-        "| model | base | GiB at the peak | with `blocks` | frozen weights on the device | GiB in host memory | GiB moved per step | computed time | 2 pictures | 4 pictures |",
+        "| model | base | GiB at the peak | with `blocks` | frozen weights on the device | GiB in host memory "
+        "| GiB moved per step | computed time | 2 pictures | 4 pictures |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name in ARCHITECTURES:
