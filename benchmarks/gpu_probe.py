@@ -108,7 +108,7 @@ def attention(a: argparse.Namespace) -> dict[str, str]:
                 torch._fused_sdp_choice(q, k, k, None, 0.0, True, enable_gqa=True), "?"
             )
             ours = [
-                choose_backend(q.dtype, q, k, k, None, causal=True, packed=packed)
+                choose_backend(q.dtype, q, k, k, None, causal=True, is_packed=packed)
                 for packed in (False, True)
             ]
             found[f"{length} x {depth}"] = f"PyTorch {theirs}, here {ours[0]}, packed {ours[1]}"

@@ -268,7 +268,7 @@ class Launches(TorchDispatchMode):
     def phase(self) -> str:
         if self.updating:
             return "update"
-        if layers_running and layers_running[-1].recomputing:
+        if layers_running and layers_running[-1].is_recomputing:
             return "recompute"
         return "backward" if torch._C._current_graph_task_id() != -1 else "forward"
 

@@ -408,9 +408,9 @@ def main() -> None:
     for name in names:
         only(name, o) if o.only else compare(name, o)
     if not o.only:
-        from isotype.ops.cpp import fallbacks
+        from isotype.ops.cpp import fallback_reasons
 
-        for formula, why in fallbacks().items():
+        for formula, why in fallback_reasons().items():
             print(f"plain PyTorch: {formula}: {why}")
 
 

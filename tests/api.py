@@ -127,7 +127,7 @@ INNER = {
     "isotype.ops.packed.formats": "KINDS Layout",
     "isotype.ops.packed.ggml": "BLOCKS decode_blocks find_non_finite",
     "isotype.ops.packed.recognise": (
-        "recognise_Part=Part SERVING_TENSORS TORCHAO_NAMES build_state recognise"
+        "TensorHeader SERVING_TENSORS TORCHAO_NAMES build_state recognise_layout"
     ),
     "isotype.ops.packed.state": "state=",
     "isotype.ops.packed.triton": "packed_triton=",

@@ -75,7 +75,7 @@ def follows(*, branch_fp32):
     torch.manual_seed(4)
     mask = (F.dropout(torch.ones(T, K, dtype=leaves["x"].dtype), 0.4) != 0).double() / 0.6
     wide = {name: t.detach().double().requires_grad_() for name, t in leaves.items()}
-    expected_y = lora_linear_reference(**wide, scale=0.7, keep=mask)
+    expected_y = lora_linear_reference(**wide, scale=0.7, keep_mask=mask)
     got_y = op(**leaves)
     tolerance = {"rtol": 2e-2, "atol": 2e-1} if branch_fp32 else {"rtol": 1e-9, "atol": 1e-9}
     torch.testing.assert_close(got_y.double(), expected_y, **tolerance)

@@ -43,7 +43,7 @@ CPP = pytest.param(
 def test_keeps_its_contract(case, backend):
     with force_backend(backend):
         assert without_a_finding(case, [case.inputs(6), case.inputs(LONG)]) >= 32
-    assert not cpp.fallbacks()
+    assert not cpp.fallback_reasons()
 
 
 # One of each kernel: what its other flags, chunks and an addition before it compute is held by

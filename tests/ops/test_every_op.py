@@ -216,7 +216,7 @@ def projection():
 
 
 def decided(x):
-    return resolve_dtypes(x, x.dtype, x.dtype, quantised=False, branch_fp32=False)
+    return resolve_dtypes(x, x.dtype, x.dtype, is_quantised=False, branch_fp32=False)
 
 
 def four_bit(x):
@@ -371,8 +371,8 @@ def test_bad_inputs_are_named(subtests):
 def test_with_a_compiler_that_fails_the_plain_formula_runs_and_says_why(monkeypatch, tmp_path):
     monkeypatch.setattr(cpp, "cpu_compiler", lambda: "/bin/false")
     monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path))
-    monkeypatch.setattr(cpp, "_fallbacks", {})
+    monkeypatch.setattr(cpp, "_fallback_reasons", {})
     monkeypatch.setattr(gated_op.KERNELS, "library", None)
     x = torch.randn(4, 4)
     torch.testing.assert_close(ops.silu_mul(x, x), F.silu(x) * x)
-    assert cpp.fallbacks() == {"gated": "false failed after 0 s: exit code 1"}
+    assert cpp.fallback_reasons() == {"gated": "false failed after 0 s: exit code 1"}

@@ -25,7 +25,7 @@ class Probe(ops_cpp.CppKernels):
 @pytest.fixture(scope="module")
 def probe():
     made = Probe()
-    assert made.loaded(), ops_cpp.fallbacks()
+    assert made.load(), ops_cpp.fallback_reasons()
     return made
 
 
@@ -81,9 +81,9 @@ def test_every_narrow_value_is_widened_exactly_and_narrowing_is_pytorchs_to_near
 
 def test_a_source_is_built_once_and_a_long_build_prints_a_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path / "new" / "folder"))
-    monkeypatch.setattr(ops_cpp, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(ops_cpp, "BUILD_MESSAGE_DELAY_S", 0.0)
     source = Path(__file__).parent / "lanes_probe.cpp"
-    ops_cpp.library(source)
+    ops_cpp.load_or_build_library(source)
     (built,) = (tmp_path / "new" / "folder").glob("*.so")
     assert built.parent.stat().st_mode & 0o077 == 0
     assert (
@@ -91,7 +91,7 @@ def test_a_source_is_built_once_and_a_long_build_prints_a_line(tmp_path, monkeyp
         in capsys.readouterr().err
     )
     before = built.stat().st_ino
-    ops_cpp.library(source)
+    ops_cpp.load_or_build_library(source)
     assert built.stat().st_ino == before
     assert not list(built.parent.glob("*.tmp"))
     assert capsys.readouterr().err == ""
@@ -106,7 +106,7 @@ def kept(tmp_path, monkeypatch) -> Path:
     folder = tmp_path / "kept"
     monkeypatch.setenv("ISOTYPE_CACHE", str(folder))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    ops_cpp.library(PROBE)
+    ops_cpp.load_or_build_library(PROBE)
     return folder
 
 
@@ -150,7 +150,7 @@ def test_a_library_where_others_can_write_is_not_loaded(way, kept, tmp_path, mon
         monkeypatch.setenv("ISOTYPE_CACHE", str(shared / "link"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "kept" / "home"))
     ops_cpp.warn_of_shared_folder.cache_clear()
-    ops_cpp.library(PROBE)
+    ops_cpp.load_or_build_library(PROBE)
     assert not trace.exists()
     assert "kept elsewhere: others can write into" in capsys.readouterr().err
 
@@ -164,7 +164,7 @@ def test_a_planted_link_in_the_temporary_folder_is_not_followed(kept, tmp_path, 
     monkeypatch.setenv("ISOTYPE_CACHE", "none")
     temporary_folder().symlink_to(kept)
     with pytest.raises(ops_cpp.BuildError, match=r"that only this user can change"):
-        ops_cpp.library(PROBE)
+        ops_cpp.load_or_build_library(PROBE)
     assert not trace.exists()
 
 
@@ -178,7 +178,7 @@ def test_a_library_that_others_can_write_or_that_is_damaged_is_built_again(kept)
             library.write_bytes(library.read_bytes()[:-1] + b"?")
         else:
             library.write_bytes(library.read_bytes()[:1000])
-        ops_cpp.library(PROBE)
+        ops_cpp.load_or_build_library(PROBE)
         rebuilt = only_library(kept)
         assert rebuilt.stat().st_mode & 0o077 == 0
         assert rebuilt.stat().st_mtime_ns > written
@@ -194,5 +194,5 @@ def test_a_good_library_stays_where_it_cannot_be_loaded_now(kept, monkeypatch):
 
     monkeypatch.setattr(ops_cpp.ctypes, "CDLL", without_descriptors)
     with pytest.raises(ops_cpp.BuildError, match=r"does not load: .*Too many open files"):
-        ops_cpp.library(PROBE)
+        ops_cpp.load_or_build_library(PROBE)
     assert library.read_bytes() == content

@@ -18,11 +18,11 @@ from tests.api import (
     build_state,
     pack_along_rows,
     read_packing,
-    recognise,
+    recognise_layout,
     widen,
     widen_4bit,
 )
-from tests.api import recognise_Part as Part
+from tests.api import TensorHeader as Part
 from tests.gpu import everywhere, kernels
 from tests.published import FORMATS, element, packed
 
@@ -38,10 +38,10 @@ def read(form: str, tensors: dict, shape=(OUT, IN)) -> tuple[torch.Tensor, Packe
         for name, t in tensors.items()
         if name not in SERVING_TENSORS
     }
-    layout = recognise("layer", parts, how, shape)
+    layout = recognise_layout("layer", parts, how, shape)
     tensors = {TORCHAO_NAMES.get(name, name): t for name, t in tensors.items()}
     weight, made = pack_along_rows(
-        tensors[layout.main[0]], build_state("layer", layout, how.dtype_name, tensors)
+        tensors[layout.packed_tensor[0]], build_state("layer", layout, how.dtype_name, tensors)
     )
     return weight.view(torch.uint8), made
 
@@ -128,7 +128,7 @@ def test_the_kernel_compiles_for_every_output_and_target(form):
     from tests.api import state as forms
 
     weight, how = read(form, packed(form, 64, 640), (64, 640))
-    name, dtype, shape = how.layout.main
+    name, dtype, shape = how.layout.packed_tensor
     made = forms.to_block_scaled(
         {**how.tensors, name: weight.view(dtype).view(shape)}, slice(0, 64), how.layout
     )

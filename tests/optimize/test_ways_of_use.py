@@ -230,7 +230,7 @@ def test_a_class_patched_after_optimize_is_refused_at_the_next_step(monkeypatch)
 
 def test_row_ops_are_not_placed_without_kernels_and_the_reason_is_noted(monkeypatch):
     monkeypatch.setattr(cpp, "cpu_compiler", lambda: None)
-    monkeypatch.setattr(cpp, "_fallbacks", {})
+    monkeypatch.setattr(cpp, "_fallback_reasons", {})
     for op in (gated, norm, rope, attention):
         monkeypatch.setattr(op.KERNELS, "library", None)
     manifest = optimize(tiny("llama"))

@@ -213,12 +213,12 @@ def unadapted_layer_blocker(layer: nn.Module) -> str | None:
     """Returns the reason why a layer without an adapter cannot be part of a fused function, or
     None.
     """
-    quantised = is_packed(layer)
-    if type(layer) is not nn.Linear and not quantised:
+    is_quantised = is_packed(layer)
+    if type(layer) is not nn.Linear and not is_quantised:
         return f"a {type(layer).__name__}"
     if has_replaced_forward(layer):
         return "another forward on a layer"
-    if quantised and not layer.compute_type_is_set:
+    if is_quantised and not layer.compute_type_is_set:
         return "a 4-bit layer that has not yet fixed its compute dtype"
     return weight_blocker(layer)
 
@@ -310,7 +310,7 @@ def unfuse_lora(model: nn.Module) -> int:
 def is_dora_layer(layer: Any) -> bool:
     """Whether a fused layer runs the function for DoRA."""
     plan = layer.__dict__.get(_PLAN)
-    return plan is not None and plan.dora
+    return plan is not None and plan.is_dora
 
 
 def is_fused(layer: nn.Module) -> bool:
@@ -345,23 +345,33 @@ def _link_siblings(parent: nn.Module, path: str) -> None:
 class LayerPlan(DroppedOnCopy):
     """Whether a LoRA layer can be fused, and its modules.
 
-    active  PEFT's names of the active adapters when the plan was created
-    reason  the reason why an enabled adapter runs PEFT's code, or None. The fields of the layer's
-            modules are set if it is None, and for DoRA
-    dora    whether DoRA is the only reason; the layer then runs the function for DoRA
+    active_adapters  PEFT's names of the active adapters when the plan was created
+    reason           the reason why an enabled adapter runs PEFT's code, or None. The fields of the
+                     layer's modules are set if it is None, and for DoRA
+    is_dora          whether DoRA is the only reason; the layer then runs the function for DoRA
     """
 
-    __slots__ = ("a", "active", "adapter", "b", "base", "dora", "dropout", "forward", "reason")
+    __slots__ = (
+        "a",
+        "active_adapters",
+        "adapter",
+        "b",
+        "base",
+        "dropout",
+        "forward",
+        "is_dora",
+        "reason",
+    )
 
     def __init__(self, layer: Any) -> None:
         # a copy, since adapters may be appended to the list in place
         if isinstance(layer._active_adapter, list):
-            self.active = list(layer._active_adapter)
+            self.active_adapters = list(layer._active_adapter)
         else:
-            self.active = layer._active_adapter
+            self.active_adapters = layer._active_adapter
         self.reason = adapter_blocker(layer)
-        self.dora = self.reason is not None and adapter_blocker(layer, allow_dora=True) is None
-        if self.reason is None or self.dora:
+        self.is_dora = self.reason is not None and adapter_blocker(layer, allow_dora=True) is None
+        if self.reason is None or self.is_dora:
             self.adapter, self.a, self.b, self.dropout, self.base = adapter_parts(layer)
             self.forward = self.base.__dict__.get("forward")
 
@@ -390,9 +400,9 @@ def read_projection(
         adapter, a, b, dropout, base = adapter_parts(layer)
     else:
         plan: LayerPlan | None = layer.__dict__.get(_PLAN)
-        if plan is None or layer._active_adapter != plan.active:
+        if plan is None or layer._active_adapter != plan.active_adapters:
             plan = refresh_plan(layer)
-        if plan.reason is None or plan.dora:
+        if plan.reason is None or plan.is_dora:
             # an adapter may be deleted and added again under the same name; accelerate replaces the
             # forward to load a weight for each call
             is_current = (
@@ -401,7 +411,7 @@ def read_projection(
             )
             if not is_current:
                 plan = refresh_plan(layer)
-        if plan.reason is not None and not (allow_dora and plan.dora):
+        if plan.reason is not None and not (allow_dora and plan.is_dora):
             return None
         adapter = plan.adapter
         a = plan.a
@@ -556,7 +566,7 @@ def cached_dtypes(projection: Projection, x: Tensor, x_dtype: torch.dtype) -> Lo
 
 def projection_dtypes(projection: Projection, x: Tensor, x_dtype: torch.dtype) -> LoraDtypes:
     """Computes the result of `cached_dtypes` without the cache, as compiled graphs need it."""
-    weight_dtype, dense, a_dtype, b_dtype, branch_fp32 = projection.dtype_key
+    weight_dtype, is_dense, a_dtype, b_dtype, branch_fp32 = projection.dtype_key
     adapter_dtype = None
     if projection.a is not None:
         adapter_dtype = torch.promote_types(a_dtype, b_dtype)
@@ -564,7 +574,7 @@ def projection_dtypes(projection: Projection, x: Tensor, x_dtype: torch.dtype) -
         x,
         weight_dtype or x_dtype,
         adapter_dtype,
-        quantised=not dense,
+        is_quantised=not is_dense,
         branch_fp32=branch_fp32,
         x_dtype=x_dtype,
     )

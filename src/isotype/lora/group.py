@@ -45,8 +45,8 @@ from .quantised import bias_gradient
 # An autograd function takes the tensors of several projections in one flat list, five for each
 # projection, in this order. KEEP is bool[T K], the elements of x that the dropout before A keeps,
 # or None
-WEIGHT, BIAS, A, B, KEEP = range(5)
-FIELDS = 5
+WEIGHT, BIAS, A, B, KEEP_MASK = range(5)
+FIELDS_PER_PROJECTION = 5
 
 # (all A in one tensor, the list of B), in the dtype of the products
 CastAdapters = tuple[Tensor, list[Tensor | None]]
@@ -79,29 +79,35 @@ def are_all_none(tensors: Sequence[Tensor | None]) -> bool:
 
 def adapter_products(
     x_TK: Tensor,
-    flat: Sequence[Tensor | None],
+    flat_tensors: Sequence[Tensor | None],
     adapters: CastAdapters | None = None,
     *,
     direct_kernels: bool = False,
 ) -> AdapterProducts:
     """Computes x Aᵀ of all projections. Returns it with the cast A and B."""
     if adapters is None:
-        adapters = cast_adapters(flat[A::FIELDS], flat[B::FIELDS], x_TK, x_TK.shape[1], x_TK.dtype)
+        adapters = cast_adapters(
+            flat_tensors[A::FIELDS_PER_PROJECTION],
+            flat_tensors[B::FIELDS_PER_PROJECTION],
+            x_TK,
+            x_TK.shape[1],
+            x_TK.dtype,
+        )
     a_RK, b_matrices = adapters
     if not a_RK.shape[0]:
         return x_TK[:, :0], a_RK, b_matrices
-    keeps = flat[KEEP::FIELDS]
-    if are_all_none(keeps):
+    keep_masks = flat_tensors[KEEP_MASK::FIELDS_PER_PROJECTION]
+    if are_all_none(keep_masks):
         return scaled_product(x_TK, a_RK.t(), direct_kernels=direct_kernels), a_RK, b_matrices
     columns = []
-    for keep, ranks in zip(keeps, rank_slices(b_matrices)):
-        columns.append(apply_dropout_mask(x_TK, keep) @ a_RK[ranks].t())
+    for keep_mask, ranks in zip(keep_masks, rank_slices(b_matrices)):
+        columns.append(apply_dropout_mask(x_TK, keep_mask) @ a_RK[ranks].t())
     return torch.cat(columns, 1), a_RK, b_matrices
 
 
 def compute_projections(
     x: Tensor,
-    flat: Sequence[Tensor | None],
+    flat_tensors: Sequence[Tensor | None],
     scales: Sequence[float],
     states: Sequence[Any],
     adapters: CastAdapters | None = None,
@@ -117,13 +123,15 @@ def compute_projections(
     x_TK = x
     if x.dim() != 2:
         x_TK = x.reshape(-1, x.shape[-1])
-    xa_TR, a_RK, b_matrices = adapter_products(x_TK, flat, adapters, direct_kernels=direct_kernels)
+    xa_TR, a_RK, b_matrices = adapter_products(
+        x_TK, flat_tensors, adapters, direct_kernels=direct_kernels
+    )
     adapter_first = not direct_kernels and should_run_adapter_first(x_TK)
     start = 0
     outputs = []
     for i, b in enumerate(b_matrices):
-        weight = flat[FIELDS * i + WEIGHT]
-        bias = flat[FIELDS * i + BIAS]
+        weight = flat_tensors[FIELDS_PER_PROJECTION * i + WEIGHT]
+        bias = flat_tensors[FIELDS_PER_PROJECTION * i + BIAS]
         assert weight is not None
         if b is None:
             outputs.append(base_product(x_TK, weight, bias, states[i]))
@@ -178,7 +186,7 @@ def input_gradient(
     dys: Sequence[Tensor | None],
     weights: Sequence[Tensor],
     states: Sequence[Any],
-    keeps: Sequence[Tensor | None] | None,
+    keep_masks: Sequence[Tensor | None] | None,
     slices: Sequence[slice],
     dtype: torch.dtype,
     *,
@@ -190,11 +198,11 @@ def input_gradient(
     The adapters' part is rounded to the products' dtype, and each base product is added to it
     inside the matrix product. With the C++ kernels the adapters' part is added last, unrounded.
 
-    keeps  None without dropout
+    keep_masks  None without dropout
     """
     dx_TK: Tensor | None = None
     add_adapters_last = False
-    if keeps is None:
+    if keep_masks is None:
         adds_directly = direct_kernels and dtype == dxa_TR.dtype
         add_adapters_last = (
             adds_directly and 0 < a_RK.shape[0] <= MAX_KERNEL_RANK
@@ -202,9 +210,9 @@ def input_gradient(
         if a_RK.shape[0] and not add_adapters_last:
             dx_TK = dxa_TR @ a_RK
     else:
-        for keep, ranks in zip(keeps, slices):
+        for keep_mask, ranks in zip(keep_masks, slices):
             if ranks.stop > ranks.start:
-                projection_dx_TK = apply_dropout_mask(dxa_TR[:, ranks] @ a_RK[ranks], keep)
+                projection_dx_TK = apply_dropout_mask(dxa_TR[:, ranks] @ a_RK[ranks], keep_mask)
                 if dx_TK is None:
                     dx_TK = projection_dx_TK
                 else:
@@ -237,7 +245,7 @@ def tensor_gradients(
     dys: Sequence[Tensor | None],
     incoming_dys: Sequence[Tensor | None],
     scales: Sequence[float],
-    keeps: Sequence[Tensor | None] | None,
+    keep_masks: Sequence[Tensor | None] | None,
     slices: Sequence[slice],
     needs: Sequence[bool],
     dtypes: Sequence[torch.dtype | None],
@@ -249,15 +257,15 @@ def tensor_gradients(
 
     dys           in the products' dtype
     incoming_dys  the gradients that autograd passed; the gradients of biases are their sums
-    keeps         None without dropout
+    keep_masks    None without dropout
     """
     grads: list[Tensor | None] = [None] * len(needs)
     all_da: Tensor | None = None
     for i, dy in enumerate(dys):
-        weight = FIELDS * i + WEIGHT
-        bias = FIELDS * i + BIAS
-        a = FIELDS * i + A
-        b = FIELDS * i + B
+        weight = FIELDS_PER_PROJECTION * i + WEIGHT
+        bias = FIELDS_PER_PROJECTION * i + BIAS
+        a = FIELDS_PER_PROJECTION * i + A
+        b = FIELDS_PER_PROJECTION * i + B
         incoming_dy = incoming_dys[i]
         if dy is None or incoming_dy is None:
             continue
@@ -279,10 +287,10 @@ def tensor_gradients(
             continue
         assert x_TK is not None
         sum_dtype = torch.promote_types(torch.float32, x_TK.dtype)
-        if keeps is not None:
+        if keep_masks is not None:
             da = gradient_product(
                 dxa_TR[:, slices[i]],
-                apply_dropout_mask(x_TK, keeps[i]),
+                apply_dropout_mask(x_TK, keep_masks[i]),
                 1.0,
                 sum_dtype,
                 direct_kernels=direct_kernels,
@@ -300,7 +308,7 @@ def tensor_gradients(
 
 def needs_input(needs: Sequence[bool]) -> bool:
     """Whether backward reads the projections' input, which the gradients of a weight or an A need."""
-    return any(needs[WEIGHT::FIELDS]) or any(needs[A::FIELDS])
+    return any(needs[WEIGHT::FIELDS_PER_PROJECTION]) or any(needs[A::FIELDS_PER_PROJECTION])
 
 
 class LoraGroup(torch.autograd.Function):
@@ -313,14 +321,14 @@ class LoraGroup(torch.autograd.Function):
         scales: tuple[float, ...],
         states: tuple[Any, ...],
         dtypes: LoraDtypes,
-        *flat: Tensor | None,
+        *flat_tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
         compute, output_dtype, _ = dtypes
         ctx.direct_kernels = direct_kernels = can_call_kernels_directly(compute, x)
         with disable_autocast() if direct_kernels else autocast_off(x):
             x_compute = x if x.dtype == compute else x.to(compute)
             outputs, (xa_TR, a_RK, b_matrices) = compute_projections(
-                x_compute, flat, scales, states, direct_kernels=direct_kernels
+                x_compute, flat_tensors, scales, states, direct_kernels=direct_kernels
             )
         if output_dtype != compute:
             outputs = [y.to(output_dtype) for y in outputs]
@@ -334,18 +342,25 @@ class LoraGroup(torch.autograd.Function):
                 saved_x = ctx.recipe.tensors
         ctx.recasts_adapters = should_recast_adapters(x)
         if ctx.recasts_adapters:
-            adapters = (*flat[A::FIELDS], *flat[B::FIELDS])
+            adapters = (
+                *flat_tensors[A::FIELDS_PER_PROJECTION],
+                *flat_tensors[B::FIELDS_PER_PROJECTION],
+            )
         else:
             adapters = (a_RK, *b_matrices)
         ctx.save_for_backward(
-            xa_TR, *flat[WEIGHT::FIELDS], *flat[KEEP::FIELDS], *adapters, *saved_x
+            xa_TR,
+            *flat_tensors[WEIGHT::FIELDS_PER_PROJECTION],
+            *flat_tensors[KEEP_MASK::FIELDS_PER_PROJECTION],
+            *adapters,
+            *saved_x,
         )
         ctx.scales = scales
         ctx.states = states
         ctx.compute = compute
         ctx.x_shape = x.shape
         ctx.x_dtype = x.dtype
-        ctx.leaf_dtypes = [None if t is None else t.dtype for t in flat]
+        ctx.leaf_dtypes = [None if t is None else t.dtype for t in flat_tensors]
         # an output that was not used gets None as its gradient, and needs no product
         ctx.set_materialize_grads(False)
         return tuple(outputs)
@@ -360,7 +375,7 @@ class LoraGroup(torch.autograd.Function):
         if are_all_none(dys):
             return (None,) * (4 + len(needs))
         weights = saved[:n]
-        keeps = saved[n : 2 * n]
+        keep_masks = saved[n : 2 * n]
         saved = saved[2 * n :]
         compute = ctx.compute
         if ctx.recasts_adapters:
@@ -374,8 +389,8 @@ class LoraGroup(torch.autograd.Function):
             a_RK = saved[0]
             b_matrices = saved[1 : n + 1]
             saved_x = saved[n + 1 :]
-        if are_all_none(keeps):
-            keeps = None
+        if are_all_none(keep_masks):
+            keep_masks = None
         slices = rank_slices(b_matrices)
         direct_kernels = ctx.direct_kernels and not torch._C._len_torch_dispatch_stack()
         with disable_autocast() if direct_kernels else autocast_off(xa_TR):
@@ -404,7 +419,7 @@ class LoraGroup(torch.autograd.Function):
                 compute_dys,
                 incoming_dys,
                 ctx.scales,
-                keeps,
+                keep_masks,
                 slices,
                 needs,
                 ctx.leaf_dtypes,
@@ -418,7 +433,7 @@ class LoraGroup(torch.autograd.Function):
                     compute_dys,
                     weights,
                     ctx.states,
-                    keeps,
+                    keep_masks,
                     slices,
                     ctx.x_dtype,
                     direct_kernels=direct_kernels,
@@ -438,18 +453,18 @@ def flatten_projections(
     Dropout masks are drawn in the same order as in PEFT's layers, and the factor of the dropout is
     included in the scale.
     """
-    flat: list[Tensor | None] = []
+    flat_tensors: list[Tensor | None] = []
     scales = []
     states = []
     for weight, bias, a, b, state, scale, dropout, _ in projections:
-        keep = None
+        keep_mask = None
         if dropout:
-            keep = draw_dropout_mask(x, dropout).reshape(-1, x.shape[-1])
+            keep_mask = draw_dropout_mask(x, dropout).reshape(-1, x.shape[-1])
             scale = scale_with_dropout(scale, dropout)
-        flat += (weight, bias, a, b, keep)
+        flat_tensors += (weight, bias, a, b, keep_mask)
         scales.append(scale)
         states.append(state)
-    return flat, tuple(scales), tuple(states)
+    return flat_tensors, tuple(scales), tuple(states)
 
 
 def lora_group(
@@ -459,6 +474,6 @@ def lora_group(
     branch in fp32. It must not be called under torch.func or in a compiled graph.
     """
     assert not dtypes.fp32_branch
-    flat, scales, states = flatten_projections(x, projections)
-    outputs: tuple[Tensor, ...] = _apply(x, scales, states, dtypes, *flat)
+    flat_tensors, scales, states = flatten_projections(x, projections)
+    outputs: tuple[Tensor, ...] = _apply(x, scales, states, dtypes, *flat_tensors)
     return outputs

@@ -72,7 +72,7 @@ def resolve_dtypes(
     weight_dtype: torch.dtype,
     adapter_dtype: torch.dtype | None,
     *,
-    quantised: bool,
+    is_quantised: bool,
     branch_fp32: bool = False,
     x_dtype: torch.dtype | None = None,
 ) -> LoraDtypes:
@@ -93,7 +93,7 @@ def resolve_dtypes(
     """
     autocast = autocast_dtype(x)
     x_dtype = x_dtype or x.dtype
-    if quantised:
+    if is_quantised:
         compute = weight_dtype
         output = x_dtype
     elif autocast is not None and torch.float64 not in (x_dtype, weight_dtype):
@@ -138,13 +138,13 @@ def scale_with_dropout(scale: float, p: float) -> float:
     return scale / (1.0 - p)
 
 
-def apply_dropout_mask(x_TK: Tensor, keep_TK: Tensor | None) -> Tensor:
+def apply_dropout_mask(x_TK: Tensor, keep_mask_TK: Tensor | None) -> Tensor:
     """Returns x with zeros where dropout drops it. The factor 1 / (1 - p) is part of the branch's
     scale.
     """
-    if keep_TK is None:
+    if keep_mask_TK is None:
         return x_TK
-    return x_TK * keep_TK
+    return x_TK * keep_mask_TK
 
 
 # --- the base product
@@ -241,7 +241,12 @@ def adapted_product(
 
 
 def add_branch_fp32(
-    y_TO: Tensor, x_TK: Tensor, keep_TK: Tensor | None, a_RK: Tensor, b_OR: Tensor, scale: float
+    y_TO: Tensor,
+    x_TK: Tensor,
+    keep_mask_TK: Tensor | None,
+    a_RK: Tensor,
+    b_OR: Tensor,
+    scale: float,
 ) -> Tensor:
     """Adds scale (x Aᵀ) Bᵀ to `y` in place and returns x Aᵀ.
 
@@ -252,25 +257,25 @@ def add_branch_fp32(
     """
     xa_TR = torch.empty(x_TK.shape[0], a_RK.shape[0], dtype=torch.float32, device=x_TK.device)
     for rows in row_blocks(x_TK.shape[0], x_TK.shape[1] + y_TO.shape[1], x_TK.device):
-        xa_TR[rows] = _read_block_fp32(x_TK, keep_TK, rows) @ a_RK.t()
+        xa_TR[rows] = _read_block_fp32(x_TK, keep_mask_TK, rows) @ a_RK.t()
         y_TO[rows] = torch.addmm(y_TO[rows].float(), xa_TR[rows], b_OR.t(), alpha=scale).to(
             y_TO.dtype
         )
     return xa_TR
 
 
-def _read_block_fp32(x_TK: Tensor, keep_TK: Tensor | None, rows: slice) -> Tensor:
+def _read_block_fp32(x_TK: Tensor, keep_mask_TK: Tensor | None, rows: slice) -> Tensor:
     block = x_TK[rows].float()
-    if keep_TK is None:
+    if keep_mask_TK is None:
         return block
-    return block * keep_TK[rows]
+    return block * keep_mask_TK[rows]
 
 
 def branch_gradients_fp32(
     dy_TO: Tensor,
     x_TK: Tensor | None,
     xa_TR: Tensor | None,
-    keep_TK: Tensor | None,
+    keep_mask_TK: Tensor | None,
     a_RK: Tensor,
     b_OR: Tensor,
     scale: float,
@@ -299,12 +304,12 @@ def branch_gradients_fp32(
         dxa_fp32 = dy_fp32 @ b_OR
         if da is not None:
             assert x_TK is not None
-            da.addmm_(dxa_fp32.t(), _read_block_fp32(x_TK, keep_TK, rows), alpha=scale)
+            da.addmm_(dxa_fp32.t(), _read_block_fp32(x_TK, keep_mask_TK, rows), alpha=scale)
         if dx_TK is not None:
-            if keep_TK is None:
+            if keep_mask_TK is None:
                 share = dxa_fp32 @ a_RK
             else:
-                share = (dxa_fp32 @ a_RK).mul_(keep_TK[rows])
+                share = (dxa_fp32 @ a_RK).mul_(keep_mask_TK[rows])
             dx_TK[rows] = share.mul_(scale).add_(dx_TK[rows]).to(dx_TK.dtype)
     return da, db
 
@@ -352,14 +357,14 @@ def lora_linear_reference(
     bias: Tensor | None = None,
     *,
     scale: float = 1.0,
-    keep: Tensor | None = None,
+    keep_mask: Tensor | None = None,
 ) -> Tensor:
-    """Computes `lora_linear` in plain PyTorch, correct also for fp64 inputs. `keep` are the
+    """Computes `lora_linear` in plain PyTorch, correct also for fp64 inputs. `keep_mask` are the
     elements of x that dropout keeps for the branch.
     """
     branch_input = x
-    if keep is not None:
-        branch_input = x * keep
+    if keep_mask is not None:
+        branch_input = x * keep_mask
     xa = F.linear(branch_input, a)
     branch = F.linear(xa, b)
     return F.linear(x, weight, bias) + scale * branch
@@ -425,7 +430,7 @@ class LoraLinear(torch.autograd.Function):
         bias: Tensor | None,
         a_RK: Tensor,
         b_OR: Tensor,
-        keep: Tensor | None,
+        keep_mask: Tensor | None,
         scale: float,
         quant_state: Any,
         dtypes: LoraDtypes,
@@ -436,7 +441,7 @@ class LoraLinear(torch.autograd.Function):
         x_TK = x
         if x.dim() != 2:
             x_TK = x.reshape(-1, x.shape[-1])
-        keep_TK = None if keep is None else keep.reshape(x_TK.shape)
+        keep_mask_TK = None if keep_mask is None else keep_mask.reshape(x_TK.shape)
         with disable_autocast() if direct_kernels else autocast_off(x):
             x_compute_TK = x_TK if x_TK.dtype == compute else x_TK.to(compute)
             if dtypes.fp32_branch:
@@ -444,14 +449,16 @@ class LoraLinear(torch.autograd.Function):
                 a = a_RK.float()
                 b = b_OR.float()
                 y_TO = base_product(x_compute_TK, weight, bias, quant_state).to(dtypes.output)
-                xa_TR = add_branch_fp32(y_TO, branch_TK, keep_TK, a, b, scale)
+                xa_TR = add_branch_fp32(y_TO, branch_TK, keep_mask_TK, a, b, scale)
                 y = unsafe_view(y_TO, (*x.shape[:-1], y_TO.shape[-1]))
             else:
                 branch_TK = x_compute_TK
                 a = a_RK.to(compute)
                 b = b_OR.to(compute)
                 xa_TR = scaled_product(
-                    apply_dropout_mask(branch_TK, keep_TK), a.t(), direct_kernels=direct_kernels
+                    apply_dropout_mask(branch_TK, keep_mask_TK),
+                    a.t(),
+                    direct_kernels=direct_kernels,
                 )
                 if choices.skip_output:
                     y_shape = (*x.shape[:-1], out_features(weight, quant_state))
@@ -478,7 +485,7 @@ class LoraLinear(torch.autograd.Function):
             weight if needs_x else None,
             *((a_RK, b_OR) if should_recast_adapters(x) else (a, b)),
             xa_TR if needs_b else None,
-            keep_TK if needs_x or needs_a else None,
+            keep_mask_TK if needs_x or needs_a else None,
             *saved_x,
         )
         ctx.choices = choices
@@ -498,7 +505,7 @@ class LoraLinear(torch.autograd.Function):
         direct_kernels = choices.direct_kernels and not torch._C._len_torch_dispatch_stack()
         needs_x, needs_weight, needs_bias, needs_a, needs_b = ctx.needs_input_grad[:5]
         weight_dtype, bias_dtype, a_dtype, b_dtype = ctx.leaf_dtypes
-        weight, a, b, xa_TR, keep_TK, *saved_x = ctx.saved_tensors
+        weight, a, b, xa_TR, keep_mask_TK, *saved_x = ctx.saved_tensors
         dx = dx_TK = dweight = dbias = da = db = None
         with disable_autocast() if direct_kernels else autocast_off(dy):
             dy_TO = dy.reshape(-1, dy.shape[-1])
@@ -523,7 +530,7 @@ class LoraLinear(torch.autograd.Function):
                     dy_TO,
                     x_TK,
                     xa_TR,
-                    keep_TK,
+                    keep_mask_TK,
                     a,
                     b,
                     scale,
@@ -545,7 +552,7 @@ class LoraLinear(torch.autograd.Function):
                 if needs_a:
                     da = gradient_product(
                         dxa_TR,
-                        apply_dropout_mask(x_TK, keep_TK),
+                        apply_dropout_mask(x_TK, keep_mask_TK),
                         scale,
                         a_dtype,
                         direct_kernels=direct_kernels,
@@ -558,7 +565,7 @@ class LoraLinear(torch.autograd.Function):
                         dxa_TR,
                         weight,
                         a,
-                        keep_TK,
+                        keep_mask_TK,
                         choices,
                         ctx.x_dtype,
                         direct_kernels=direct_kernels,
@@ -573,7 +580,7 @@ def _input_gradient(
     dxa_TR: Tensor,
     weight: Tensor,
     a_RK: Tensor,
-    keep_TK: Tensor | None,
+    keep_mask_TK: Tensor | None,
     choices: LinearChoices,
     x_dtype: torch.dtype,
     *,
@@ -589,12 +596,12 @@ def _input_gradient(
         w_OK = weight
     else:
         w_OK = base_weight(weight, choices.quant_state, compute)
-    if keep_TK is None:
+    if keep_mask_TK is None:
         adds_directly = direct_kernels and x_dtype == compute and a_RK.shape[0] <= MAX_KERNEL_RANK
         if adds_directly or can_add_in_one_pass(x_dtype, dxa_TR, a_RK):
             return add_product_(dy_TO @ w_OK, dxa_TR, a_RK, scale, direct_kernels=direct_kernels)
     # the adapter's product is rounded to the products' dtype; the base product is added to it
-    branch_dx_TK = apply_dropout_mask(dxa_TR @ a_RK, keep_TK)
+    branch_dx_TK = apply_dropout_mask(dxa_TR @ a_RK, keep_mask_TK)
     if x_dtype == compute:
         return branch_dx_TK.addmm_(dy_TO, w_OK, beta=scale)
     return (dy_TO @ w_OK).to(x_dtype).add_(branch_dx_TK, alpha=scale)
@@ -619,11 +626,11 @@ def apply_linear(
             " [o r]",
             code="SH001",
         )
-    keep = None
+    keep_mask = None
     if dropout:
-        keep = draw_dropout_mask(x, dropout)
+        keep_mask = draw_dropout_mask(x, dropout)
         scale = scale_with_dropout(scale, dropout)
-    args = (x, weight, bias, a, b, keep, scale, quant_state, dtypes)
+    args = (x, weight, bias, a, b, keep_mask, scale, quant_state, dtypes)
     output: Tensor = _apply(*args) if is_eager else apply_function(LoraLinear, *args)
     return output
 
@@ -661,6 +668,10 @@ def lora_linear(
         weight_dtype = compute_dtype or x.dtype
     adapter_dtype = torch.promote_types(a.dtype, b.dtype)
     dtypes = resolve_dtypes(
-        x, weight_dtype, adapter_dtype, quantised=quant_state is not None, branch_fp32=branch_fp32
+        x,
+        weight_dtype,
+        adapter_dtype,
+        is_quantised=quant_state is not None,
+        branch_fp32=branch_fp32,
     )
     return apply_linear(x, Projection(weight, bias, a, b, quant_state, scale, dropout), dtypes)

@@ -55,8 +55,8 @@ from .attach import (
 )
 from .group import (
     BIAS,
-    FIELDS,
-    KEEP,
+    FIELDS_PER_PROJECTION,
+    KEEP_MASK,
     WEIGHT,
     A,
     AdapterProducts,
@@ -106,7 +106,7 @@ def _token_tiles(tokens: int) -> Iterator[slice]:
 def _compute_mlp(
     gated_op: Gated,
     x_TK: Tensor,
-    flat: Sequence[Tensor | None],
+    flat_tensors: Sequence[Tensor | None],
     scales: Sequence[float],
     states: Sequence[Any],
     *,
@@ -122,14 +122,14 @@ def _compute_mlp(
     """
     gate_up, inner = compute_projections(
         x_TK,
-        flat[:-FIELDS],
+        flat_tensors[:-FIELDS_PER_PROJECTION],
         scales[:-1],
         states[:-1],
         adapters[0],
         direct_kernels=direct_kernels,
     )
     gate, up = split_gate_up(gate_up)
-    down = flat[-FIELDS:]
+    down = flat_tensors[-FIELDS_PER_PROJECTION:]
     if skip_output:
         weight = down[WEIGHT]
         assert weight is not None
@@ -150,7 +150,7 @@ def _compute_mlp(
 def _compute_mlp_in_tiles(
     gated_op: Gated,
     x_TK: Tensor,
-    flat: Sequence[Tensor | None],
+    flat_tensors: Sequence[Tensor | None],
     scales: Sequence[float],
     states: Sequence[Any],
 ) -> tuple[list[Tensor], AdapterProducts, AdapterProducts, Tensor]:
@@ -158,11 +158,11 @@ def _compute_mlp_in_tiles(
     are placeholders without values.
     """
     # adapters are cast and weights dequantised once for all tiles
-    adapters = _cast_mlp_adapters(x_TK, flat, states)
-    dense_flat = list(flat)
-    dense_flat[WEIGHT::FIELDS] = [
+    adapters = _cast_mlp_adapters(x_TK, flat_tensors, states)
+    dense_tensors = list(flat_tensors)
+    dense_tensors[WEIGHT::FIELDS_PER_PROJECTION] = [
         base_weight(weight, state, x_TK.dtype)
-        for weight, state in zip(flat[WEIGHT::FIELDS], states)
+        for weight, state in zip(flat_tensors[WEIGHT::FIELDS_PER_PROJECTION], states)
         if weight is not None
     ]
     no_states = (None,) * len(states)
@@ -171,7 +171,7 @@ def _compute_mlp_in_tiles(
     outputs = list[Tensor]()
     for rows in _token_tiles(x_TK.shape[0]):
         gate_up, inner, outer, y_TO = _compute_mlp(
-            gated_op, x_TK[rows], dense_flat, scales, no_states, adapters=adapters
+            gated_op, x_TK[rows], dense_tensors, scales, no_states, adapters=adapters
         )
         widths = [y.shape[1] for y in gate_up]
         inner_xas.append(inner[0])
@@ -189,41 +189,57 @@ def _compute_mlp_in_tiles(
 
 
 def _cast_mlp_adapters(
-    x_TK: Tensor, flat: Sequence[Tensor | None], states: Sequence[Any]
+    x_TK: Tensor, flat_tensors: Sequence[Tensor | None], states: Sequence[Any]
 ) -> tuple[CastAdapters, CastAdapters]:
     """Returns (A and B of gate and up, A and B of down), cast to the dtype of x."""
-    widths = _output_widths(flat, states)
+    widths = _output_widths(flat_tensors, states)
     inner_features = widths[0] if len(widths) == 3 else widths[0] // 2
     dtype = x_TK.dtype
-    inner = flat[:-FIELDS]
-    down = flat[-FIELDS:]
+    inner = flat_tensors[:-FIELDS_PER_PROJECTION]
+    down = flat_tensors[-FIELDS_PER_PROJECTION:]
     return (
-        cast_adapters(inner[A::FIELDS], inner[B::FIELDS], x_TK, x_TK.shape[1], dtype),
-        cast_adapters(down[A::FIELDS], down[B::FIELDS], x_TK, inner_features, dtype),
+        cast_adapters(
+            inner[A::FIELDS_PER_PROJECTION],
+            inner[B::FIELDS_PER_PROJECTION],
+            x_TK,
+            x_TK.shape[1],
+            dtype,
+        ),
+        cast_adapters(
+            down[A::FIELDS_PER_PROJECTION],
+            down[B::FIELDS_PER_PROJECTION],
+            x_TK,
+            inner_features,
+            dtype,
+        ),
     )
 
 
-def _output_widths(flat: Sequence[Tensor | None], states: Sequence[Any]) -> list[int]:
+def _output_widths(flat_tensors: Sequence[Tensor | None], states: Sequence[Any]) -> list[int]:
     """Returns the number of output features of each projection."""
     return [
         out_features(weight, state)
-        for weight, state in zip(flat[WEIGHT::FIELDS], states)
+        for weight, state in zip(flat_tensors[WEIGHT::FIELDS_PER_PROJECTION], states)
         if weight is not None
     ]
 
 
 def _down_adapter_products(
-    gated_op: Gated, gate_TI: Tensor, up_TI: Tensor, flat: Sequence[Tensor | None]
+    gated_op: Gated, gate_TI: Tensor, up_TI: Tensor, flat_tensors: Sequence[Tensor | None]
 ) -> AdapterProducts:
     """Computes h Aᵀ, and returns it with the cast A and B. On a GPU it works on one tile at a time,
     since each tile occupies the whole device.
 
-    flat  the tensors of down
+    flat_tensors  the tensors of down
     """
-    if flat[KEEP] is not None or not uses_fused_kernel(gate_TI) or gate_TI.shape[0] <= TILE_TOKENS:
-        return adapter_products(gated_product(gated_op, gate_TI, up_TI), flat)
+    if (
+        flat_tensors[KEEP_MASK] is not None
+        or not uses_fused_kernel(gate_TI)
+        or gate_TI.shape[0] <= TILE_TOKENS
+    ):
+        return adapter_products(gated_product(gated_op, gate_TI, up_TI), flat_tensors)
     tiles = [
-        adapter_products(gated_product(gated_op, gate_TI[rows], up_TI[rows]), flat)
+        adapter_products(gated_product(gated_op, gate_TI[rows], up_TI[rows]), flat_tensors)
         for rows in _token_tiles(gate_TI.shape[0])
     ]
     return torch.cat([xa for xa, _, _ in tiles]), *tiles[0][1:]
@@ -238,28 +254,31 @@ def _down_gradients(
     a_RI: Tensor,
     b: Tensor | None,
     weight: Tensor,
-    keep: Tensor | None,
+    keep_mask: Tensor | None,
     scale: float,
     state: Any,
     needs: Sequence[bool],
     leaf_dtypes: Sequence[torch.dtype | None],
     compute: torch.dtype,
     *,
-    tiled: bool,
+    may_overwrite: bool,
     direct_kernels: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
     """Returns (gradient of gate's output, gradient of up's output, gradients of down's tensors).
 
-    ha     h Aᵀ
-    tiled  whether the gradients of gate and up may overwrite gate and up, one tile of tokens at a
-           time
+    ha             h Aᵀ
+    may_overwrite  whether the gradients of gate and up may overwrite gate and up, one tile of
+                   tokens at a time
     """
     compute_dy_TK = dy_TK.to(compute)
     slices = rank_slices([b])
-    keeps = None if keep is None else [keep]
+    keep_masks = None if keep_mask is None else [keep_mask]
     dha_TR = branch_gradient([compute_dy_TK], [b], [scale], ha_TR, direct_kernels=direct_kernels)
     can_overwrite = (
-        tiled and uses_fused_kernel(gate_TI) and gate_TI.is_contiguous() and up_TI.is_contiguous()
+        may_overwrite
+        and uses_fused_kernel(gate_TI)
+        and gate_TI.is_contiguous()
+        and up_TI.is_contiguous()
     )
     if needs[WEIGHT] or not can_overwrite:
         dh_TI = input_gradient(
@@ -268,7 +287,7 @@ def _down_gradients(
             [compute_dy_TK],
             [weight],
             [state],
-            keeps,
+            keep_masks,
             slices,
             compute,
             direct_kernels=direct_kernels,
@@ -282,7 +301,7 @@ def _down_gradients(
             [compute_dy_TK],
             [dy_TK],
             [scale],
-            keeps,
+            keep_masks,
             slices,
             needs,
             leaf_dtypes,
@@ -299,7 +318,7 @@ def _down_gradients(
             [compute_dy_TK[rows]],
             [dense_weight],
             [None],
-            keeps,
+            keep_masks,
             slices,
             compute,
             direct_kernels=direct_kernels,
@@ -314,8 +333,8 @@ def _down_gradients(
         # frees the tensors of this tile before those of the next tile are computed
         del dh_TI, h_TI
     # the gradients of the bias and of B only read dy and h Aᵀ
-    needs_small = list(needs)
-    needs_small[A] = False
+    remaining_needs = list(needs)
+    remaining_needs[A] = False
     grads = tensor_gradients(
         None,
         ha_TR,
@@ -323,9 +342,9 @@ def _down_gradients(
         [compute_dy_TK],
         [dy_TK],
         [scale],
-        keeps,
+        keep_masks,
         slices,
-        needs_small,
+        remaining_needs,
         leaf_dtypes,
         direct_kernels=direct_kernels,
     )
@@ -336,26 +355,34 @@ def _down_gradients(
     return gate_TI, up_TI, grads
 
 
-def _can_recompute_from_x(flat: Sequence[Tensor | None], needs: Sequence[bool]) -> bool:
+def _can_recompute_from_x(flat_tensors: Sequence[Tensor | None], needs: Sequence[bool]) -> bool:
     """Whether `_gradients_from_x` computes all gradients that are needed. It computes those of x
     and of the adapters. The adapters must be fp32, so that the sums over tiles are rounded once.
     """
-    if any(needs[WEIGHT::FIELDS]) or not are_all_none(flat[BIAS::FIELDS]):
+    if any(needs[WEIGHT::FIELDS_PER_PROJECTION]) or not are_all_none(
+        flat_tensors[BIAS::FIELDS_PER_PROJECTION]
+    ):
         return False
-    adapters = [t for t in (*flat[A::FIELDS], *flat[B::FIELDS]) if t is not None]
-    return needs_input(needs[:-FIELDS]) and all(t.dtype == torch.float32 for t in adapters)
+    adapters = [
+        t
+        for t in (*flat_tensors[A::FIELDS_PER_PROJECTION], *flat_tensors[B::FIELDS_PER_PROJECTION])
+        if t is not None
+    ]
+    return needs_input(needs[:-FIELDS_PER_PROJECTION]) and all(
+        t.dtype == torch.float32 for t in adapters
+    )
 
 
 def _save_adapters_only(
-    x_TK: Tensor, flat: Sequence[Tensor | None], states: Sequence[Any]
+    x_TK: Tensor, flat_tensors: Sequence[Tensor | None], states: Sequence[Any]
 ) -> tuple[list[Tensor], AdapterProducts, AdapterProducts, Tensor]:
     """Returns what a recompute saves for `_gradients_from_x`, in the form of `_compute_mlp`'s
     result. Only the cast A and B have values; all tensors with a row per token are placeholders.
     """
     tokens = x_TK.shape[0]
     dtype = x_TK.dtype
-    widths = _output_widths(flat, states)
-    (a_RK, inner_b), (a_RI, outer_b) = _cast_mlp_adapters(x_TK, flat, states)
+    widths = _output_widths(flat_tensors, states)
+    (a_RK, inner_b), (a_RI, outer_b) = _cast_mlp_adapters(x_TK, flat_tensors, states)
     gate_up = [placeholder_tensor((tokens, width), x_TK, dtype) for width in widths[:-1]]
     xa_TR, ha_TR = (placeholder_tensor((tokens, a.shape[0]), x_TK, dtype) for a in (a_RK, a_RI))
     return (
@@ -386,13 +413,13 @@ def _gradients_from_x(
     dense_weights  the dequantised weights, in the dtype of the products
     x_dtype        dtype of the gradient of x; None if it is not needed
     """
-    n = len(b_matrices) - 1
+    inner_count = len(b_matrices) - 1
     slices = rank_slices(b_matrices[:-1])
     down_slices = rank_slices(b_matrices[-1:])
-    flat: list[Tensor | None] = []
+    flat_tensors: list[Tensor | None] = []
     for weight, b, ranks in zip(dense_weights, b_matrices[:-1], slices):
-        flat += [weight, None, None if b is None else a_RK[ranks], b, None]
-    no_states: tuple[None, ...] = (None,) * n
+        flat_tensors += [weight, None, None if b is None else a_RK[ranks], b, None]
+    no_states: tuple[None, ...] = (None,) * inner_count
     totals: list[Tensor | None] = [None] * len(needs)
     if x_dtype is None:
         dx_TK = None
@@ -402,7 +429,7 @@ def _gradients_from_x(
         x = x_TK[rows]
         dy = dy_TK[rows].to(x_TK.dtype)
         gate_up, (xa, _, _) = compute_projections(
-            x, flat, scales[:-1], no_states, (a_RK, list(b_matrices[:-1]))
+            x, flat_tensors, scales[:-1], no_states, (a_RK, list(b_matrices[:-1]))
         )
         dha = branch_gradient(
             [dy], b_matrices[-1:], scales[-1:], dy.new_empty(dy.shape[0], a_RI.shape[0])
@@ -422,11 +449,11 @@ def _gradients_from_x(
             scales[-1:],
             None,
             down_slices,
-            needs[-FIELDS:],
-            leaf_dtypes[-FIELDS:],
+            needs[-FIELDS_PER_PROJECTION:],
+            leaf_dtypes[-FIELDS_PER_PROJECTION:],
         )
         dys = [dgate, dup]
-        if n == 1:
+        if inner_count == 1:
             dys = [torch.cat(dys, -1)]
         dxa = branch_gradient(dys, b_matrices[:-1], scales[:-1], xa)
         inner_grads = tensor_gradients(
@@ -438,8 +465,8 @@ def _gradients_from_x(
             scales[:-1],
             None,
             slices,
-            needs[:-FIELDS],
-            leaf_dtypes[:-FIELDS],
+            needs[:-FIELDS_PER_PROJECTION],
+            leaf_dtypes[:-FIELDS_PER_PROJECTION],
         )
         for i, grad in enumerate((*inner_grads, *down_grads)):
             total = totals[i]
@@ -466,7 +493,7 @@ class LoraMlp(torch.autograd.Function):
         scales: tuple[float, ...],
         states: tuple[Any, ...],
         dtypes: LoraDtypes,
-        *flat: Tensor | None,
+        *flat_tensors: Tensor | None,
     ) -> Tensor:
         needs = ctx.needs_input_grad[5:]
         x_TK = x
@@ -484,27 +511,27 @@ class LoraMlp(torch.autograd.Function):
             can_tile = (
                 x_TK.shape[0] > TILE_TOKENS
                 and uses_fused_kernel(x_TK)
-                and are_all_none(flat[KEEP::FIELDS])
+                and are_all_none(flat_tensors[KEEP_MASK::FIELDS_PER_PROJECTION])
             )
-            if can_tile and skip_output and _can_recompute_from_x(flat, needs):
-                gate_up, inner, outer, y_TO = _save_adapters_only(x_TK, flat, states)
+            if can_tile and skip_output and _can_recompute_from_x(flat_tensors, needs):
+                gate_up, inner, outer, y_TO = _save_adapters_only(x_TK, flat_tensors, states)
             elif can_tile and ctx.owns_gate_up:
                 # the layer will run again, and the tensors that are saved now are dropped
                 gate_up, inner, outer, y_TO = _compute_mlp_in_tiles(
-                    gated_op, x_TK, flat, scales, states
+                    gated_op, x_TK, flat_tensors, scales, states
                 )
             else:
                 gate_up, inner, outer, y_TO = _compute_mlp(
                     gated_op,
                     x_TK,
-                    flat,
+                    flat_tensors,
                     scales,
                     states,
                     skip_output=skip_output,
                     direct_kernels=direct_kernels,
                 )
         (xa_TR, a_RK, inner_b), (ha_TR, a_RI, outer_b) = inner, outer
-        saved_x = x_TK if needs_input(needs[:-FIELDS]) else None
+        saved_x = x_TK if needs_input(needs[:-FIELDS_PER_PROJECTION]) else None
         ctx.save_for_backward(
             saved_x,
             xa_TR,
@@ -514,8 +541,8 @@ class LoraMlp(torch.autograd.Function):
             *gate_up,
             *inner_b,
             *outer_b,
-            *flat[WEIGHT::FIELDS],
-            *flat[KEEP::FIELDS],
+            *flat_tensors[WEIGHT::FIELDS_PER_PROJECTION],
+            *flat_tensors[KEEP_MASK::FIELDS_PER_PROJECTION],
         )
         ctx.gated_op = gated_op
         ctx.scales = scales
@@ -524,7 +551,7 @@ class LoraMlp(torch.autograd.Function):
         ctx.x_shape = x.shape
         ctx.x_dtype = x.dtype
         ctx.direct_kernels = direct_kernels
-        ctx.leaf_dtypes = [None if t is None else t.dtype for t in flat]
+        ctx.leaf_dtypes = [None if t is None else t.dtype for t in flat_tensors]
         if x.dim() == 2:
             return y_TO
         return unsafe_view(y_TO, (*x.shape[:-1], y_TO.shape[-1]))
@@ -542,12 +569,12 @@ class LoraMlp(torch.autograd.Function):
         leaf_dtypes = ctx.leaf_dtypes
         direct_kernels = ctx.direct_kernels and not torch._C._len_torch_dispatch_stack()
         x_TK, xa_TR, a_RK, ha_TR, a_RI, *saved = ctx.saved_tensors
-        n = len(scales) - 1
-        gate_up = saved[:n]
-        b_matrices = saved[n : 2 * n + 1]
-        weights = saved[2 * n + 1 : 3 * n + 2]
-        keeps = saved[3 * n + 2 :]
-        inner_keeps = None if are_all_none(keeps[:-1]) else keeps[:-1]
+        inner_count = len(scales) - 1
+        gate_up = saved[:inner_count]
+        b_matrices = saved[inner_count : 2 * inner_count + 1]
+        weights = saved[2 * inner_count + 1 : 3 * inner_count + 2]
+        keep_masks = saved[3 * inner_count + 2 :]
+        inner_keep_masks = None if are_all_none(keep_masks[:-1]) else keep_masks[:-1]
         with disable_autocast() if direct_kernels else autocast_off(dy):
             dx = None
             dy_TK = dy.reshape(-1, dy.shape[-1])
@@ -580,17 +607,17 @@ class LoraMlp(torch.autograd.Function):
                 a_RI,
                 b_matrices[-1],
                 weights[-1],
-                keeps[-1],
+                keep_masks[-1],
                 scales[-1],
                 states[-1],
-                needs[-FIELDS:],
-                leaf_dtypes[-FIELDS:],
+                needs[-FIELDS_PER_PROJECTION:],
+                leaf_dtypes[-FIELDS_PER_PROJECTION:],
                 compute,
-                tiled=ctx.owns_gate_up and keeps[-1] is None and n == 2,
+                may_overwrite=ctx.owns_gate_up and keep_masks[-1] is None and inner_count == 2,
                 direct_kernels=direct_kernels,
             )
             dys = [dgate_TI, dup_TI]
-            if n == 1:
+            if inner_count == 1:
                 dys = [torch.cat(dys, -1)]
             slices = rank_slices(b_matrices[:-1])
             dxa_TR = branch_gradient(
@@ -603,10 +630,10 @@ class LoraMlp(torch.autograd.Function):
                 dys,
                 dys,
                 scales[:-1],
-                inner_keeps,
+                inner_keep_masks,
                 slices,
-                needs[:-FIELDS],
-                leaf_dtypes[:-FIELDS],
+                needs[:-FIELDS_PER_PROJECTION],
+                leaf_dtypes[:-FIELDS_PER_PROJECTION],
                 direct_kernels=direct_kernels,
             )
             if needs_x:
@@ -616,7 +643,7 @@ class LoraMlp(torch.autograd.Function):
                     dys,
                     weights[:-1],
                     states[:-1],
-                    inner_keeps,
+                    inner_keep_masks,
                     slices,
                     ctx.x_dtype,
                     direct_kernels=direct_kernels,
@@ -647,19 +674,19 @@ def lora_mlp(
     """
     assert not dtypes.fp32_branch
     assert dtypes.output == dtypes.compute
-    flat, scales, states = flatten_projections(x, inner)
-    keep = None
+    flat_tensors, scales, states = flatten_projections(x, inner)
+    keep_mask = None
     scale = down.scale
     if down.dropout:
         # h is not computed yet, but its mask only needs the shape and the device
-        keep = draw_dropout_mask(
+        keep_mask = draw_dropout_mask(
             torch.empty((*x.shape[:-1], down.in_features), dtype=torch.bool, device=x.device),
             down.dropout,
         )
-        keep = keep.reshape(-1, down.in_features)
+        keep_mask = keep_mask.reshape(-1, down.in_features)
         scale = scale_with_dropout(scale, down.dropout)
-    flat += (down.weight, down.bias, down.a, down.b, keep)
-    args = (x, gated_op, (*scales, scale), (*states, down.quant_state), dtypes, *flat)
+    flat_tensors += (down.weight, down.bias, down.a, down.b, keep_mask)
+    args = (x, gated_op, (*scales, scale), (*states, down.quant_state), dtypes, *flat_tensors)
     output: Tensor = _apply(*args) if is_eager else apply_function(LoraMlp, *args)
     return output
 

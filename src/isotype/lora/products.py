@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..environment.planned_device import planned_device_type
 from ..ops.backend import PLAIN_TENSOR_TYPES, arithmetic_dtype, forced_path, has_fp32_output
-from ..ops.cpp import CppKernels, fallbacks
+from ..ops.cpp import CppKernels, fallback_reasons
 from ..ops.library import library_op
 
 # Elements of a widened block of rows. On a CPU it is 1 MiB in fp32, which fits into a core's cache.
@@ -58,8 +58,8 @@ def kernels_available() -> bool:
     """Whether the kernels can run on this machine. They must be built, and the processor and the
     compiler must support AVX512-BF16.
     """
-    if KERNELS.loaded():
-        _availability_for_graphs["native"] = KERNELS.native()
+    if KERNELS.load():
+        _availability_for_graphs["native"] = KERNELS.has_bf16_instructions()
     return _availability_for_graphs.get("native", False)
 
 
@@ -67,7 +67,9 @@ def kernels_unavailable_reason() -> str:
     """Returns the reason why PyTorch's products run on this CPU instead of the kernels, or ""."""
     if kernels_available():
         return ""
-    return fallbacks().get(KERNELS.op, "no AVX512-BF16 in this processor, or in its compiler")
+    return fallback_reasons().get(
+        KERNELS.op, "no AVX512-BF16 in this processor, or in its compiler"
+    )
 
 
 def can_run_kernels(x: Tensor) -> bool:
@@ -352,14 +354,14 @@ def cast_adapters(
     """Returns (all A in one tensor, the list of B), in `dtype`. The tensor has no rows if there is
     no A, and is on the device of `like`.
     """
-    low_a: list[Tensor] = []
-    low_b: list[Tensor | None] = []
+    cast_a: list[Tensor] = []
+    cast_b: list[Tensor | None] = []
     for a, b in zip(a_matrices, b_matrices):
         if a is not None:
-            low_a.append(a.to(dtype))
-        low_b.append(None if b is None else b.to(dtype))
-    if not low_a:
-        return torch.empty(0, features, dtype=dtype, device=like.device), low_b
-    if len(low_a) == 1:
-        return low_a[0], low_b
-    return torch.cat(low_a), low_b
+            cast_a.append(a.to(dtype))
+        cast_b.append(None if b is None else b.to(dtype))
+    if not cast_a:
+        return torch.empty(0, features, dtype=dtype, device=like.device), cast_b
+    if len(cast_a) == 1:
+        return cast_a[0], cast_b
+    return torch.cat(cast_a), cast_b

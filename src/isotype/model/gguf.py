@@ -27,7 +27,7 @@ from ..environment.install import install_command
 from ..errors import UsageError
 from ..ops.packed import PackedState
 from ..ops.packed.ggml import BLOCKS
-from ..ops.packed.recognise import Part, recognise
+from ..ops.packed.recognise import TensorHeader, recognise_layout
 from ..precision.packing import Packing
 from .gguf_header import read_header
 from .pre_tokenizers import build_pre_tokenizer, find_splitting
@@ -312,12 +312,12 @@ def _rope_parameters(file: _File, path: Path, head: int) -> dict[str, Any]:
     return rope
 
 
-def tensor_parts(path: Path) -> dict[str, Part]:
+def tensor_parts(path: Path) -> dict[str, TensorHeader]:
     """Returns name -> dtype and shape of every tensor, with transformers' names. A tensor of blocks
     has the name of its kind in place of `weight`.
     """
     return {
-        name: Part(value.dtype, tuple(value.shape))
+        name: TensorHeader(value.dtype, tuple(value.shape))
         for name, tensor, _ in _rename_tensors(path)
         if not _is_packed_embedding(name)
         for value in (_tensor_values(tensor),)
@@ -339,9 +339,9 @@ def load_tensors(path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
         owner, _, last = name.rpartition(".")
         if _is_packed_embedding(name):
             name = f"{owner}.weight"
-            layout = recognise(
+            layout = recognise_layout(
                 name,
-                {last: Part(value.dtype, tuple(value.shape))},
+                {last: TensorHeader(value.dtype, tuple(value.shape))},
                 Packing("gguf", "gguf", ""),
                 (tensor.shape[0], tensor.shape[1]),
             )

@@ -35,7 +35,7 @@ from ..environment.hardware import out_of_memory_message
 from ..environment.hub import cache_miss_error, is_unreachable, print_status
 from ..environment.install import install_command
 from ..errors import UsageError
-from ..ops.packed.recognise import PACKED_PARTS
+from ..ops.packed.recognise import PACKED_TENSOR_NAMES
 from ..precision.packing import DTYPES_ON_LOAD
 from ..precision.parts import Part, loading_device
 from ..precision.precision import Precision
@@ -366,7 +366,9 @@ def _load_pretrained(
     model: PreTrainedModel
     model, loading_info = loaded_pair
     if scale_names := sorted(
-        name for name in loading_info["unexpected_keys"] if name.rpartition(".")[2] in PACKED_PARTS
+        name
+        for name in loading_info["unexpected_keys"]
+        if name.rpartition(".")[2] in PACKED_TENSOR_NAMES
     ):
         # transformers would load the packed numbers without their scales
         problem = (

@@ -37,10 +37,10 @@ from ..ops.packed.formats import Layout
 from ..ops.packed.recognise import (
     SERVING_TENSORS,
     TORCHAO_NAMES,
-    Part,
+    TensorHeader,
     build_state,
     is_packed,
-    recognise,
+    recognise_layout,
 )
 from ..optimize.experts import packed_forward
 from ..precision.packing import Packing
@@ -68,7 +68,7 @@ def packed_load_options(config: Any, name: str, dtype: torch.dtype) -> dict[str,
     state_dict_option = {} if file is None else {"state_dict": gguf.load_tensors(file, dtype)}
     if file is not None:
         packed_config.parts = {
-            tensor_name: Part(tensor.dtype, tuple(tensor.shape))
+            tensor_name: TensorHeader(tensor.dtype, tuple(tensor.shape))
             for tensor_name, tensor in state_dict_option["state_dict"].items()
         }
     return {
@@ -89,7 +89,7 @@ def plain_config(config: Any) -> Any:
 class _PackedConfig(QuantizationConfigMixin):
     """The configuration that transformers passes to `_PackedQuantizer`."""
 
-    parts: Mapping[str, Part] | None = None  # the tensors of a file that is not safetensors
+    parts: Mapping[str, TensorHeader] | None = None  # the tensors of a file that is not safetensors
 
     def __init__(self, packing: Packing, name: str) -> None:
         self.quant_method, self.packing, self.name = METHOD, packing, name  # type: ignore[assignment]  # not in transformers' enumeration
@@ -102,7 +102,7 @@ class _WaitingLayer(nn.Module):
 
     bias: nn.Parameter | None
 
-    def __init__(self, like: nn.Linear, layout: Layout, parts: Mapping[str, Part]) -> None:
+    def __init__(self, like: nn.Linear, layout: Layout, parts: Mapping[str, TensorHeader]) -> None:
         super().__init__()
         self.in_features = like.in_features
         self.out_features = like.out_features
@@ -158,7 +158,7 @@ class _PackedQuantizer(HfQuantizer):
         return model
 
 
-def read_tensor_parts(files: Iterable[str | Path]) -> dict[str, Part]:
+def read_tensor_parts(files: Iterable[str | Path]) -> dict[str, TensorHeader]:
     """Reads name -> dtype and shape of every tensor from the headers of safetensors files."""
     parts = {}
     for file in files:
@@ -170,7 +170,7 @@ def read_tensor_parts(files: Iterable[str | Path]) -> dict[str, Part]:
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  # not a mapping
                 header = tensors.get_slice(name)
-                parts[name] = Part(
+                parts[name] = TensorHeader(
                     _DTYPES.get(header.get_dtype(), torch.uint8), tuple(header.get_shape())
                 )
     return parts
@@ -211,7 +211,7 @@ def weight_files(name: str, revision: str | None) -> list[str]:
 
 
 def place_waiting_layers(
-    model: Any, names: Mapping[str, Part], packing: Packing, model_name: str
+    model: Any, names: Mapping[str, TensorHeader], packing: Packing, model_name: str
 ) -> None:
     """Replaces each linear layer that is packed in the files by a `_WaitingLayer`.
 
@@ -262,9 +262,9 @@ def place_waiting_layers(
     }
 
 
-def group_packed_tensors(names: Mapping[str, Part]) -> dict[str, dict[str, Part]]:
+def group_packed_tensors(names: Mapping[str, TensorHeader]) -> dict[str, dict[str, TensorHeader]]:
     """Returns path -> tensors of each layer whose weight is packed."""
-    owners: dict[str, dict[str, Part]] = {}
+    owners: dict[str, dict[str, TensorHeader]] = {}
     for tensor_name, part in names.items():
         owner, _, last = tensor_name.rpartition(".")
         owners.setdefault(owner, {})[last] = part
@@ -275,7 +275,7 @@ def place_waiting_layer(
     model: nn.Module,
     path: str,
     layer: nn.Linear,
-    parts: Mapping[str, Part],
+    parts: Mapping[str, TensorHeader],
     packing: Packing,
     label: str,
 ) -> None:
@@ -285,7 +285,7 @@ def place_waiting_layer(
     weight_parts = {
         name: part for name, part in parts.items() if name != "bias" and name not in SERVING_TENSORS
     }
-    layout = recognise(label, weight_parts, packing, (layer.out_features, layer.in_features))
+    layout = recognise_layout(label, weight_parts, packing, (layer.out_features, layer.in_features))
     parent, _, last = path.rpartition(".")
     setattr(model.get_submodule(parent), last, _WaitingLayer(layer, layout, weight_parts))
 
@@ -300,7 +300,7 @@ def pack_waiting_layers(model: nn.Module, packing: Packing) -> None:
     for path, waiting in list(_waiting_layers(model)):
         tensors = waiting.tensors()
         state = build_state(path, waiting.layout, packing.dtype_name, tensors)
-        weight, state = pack_along_rows(tensors[waiting.layout.main[0]], state)
+        weight, state = pack_along_rows(tensors[waiting.layout.packed_tensor[0]], state)
         bias = None if waiting.bias is None else waiting.bias.data
         layer = PackedLinear(waiting.in_features, waiting.out_features, weight, state, bias)
         parent, _, last = path.rpartition(".")
@@ -391,7 +391,7 @@ def _find_submodule(model: nn.Module, path: str) -> nn.Module | None:
         return None
 
 
-def _register_waiting(module: nn.Module, name: str, part: Part) -> None:
+def _register_waiting(module: nn.Module, name: str, part: TensorHeader) -> None:
     module.register_parameter(
         name,
         nn.Parameter(torch.empty(part.shape, dtype=part.dtype, device="meta"), requires_grad=False),
@@ -410,8 +410,8 @@ _BLOCKS_SUFFIX = ".gate_up_proj_blocks"
 
 def place_waiting_experts(
     model: Any,
-    packed: Mapping[str, Mapping[str, Part]],
-    names: Mapping[str, Part],
+    packed: Mapping[str, Mapping[str, TensorHeader]],
+    names: Mapping[str, TensorHeader],
     packing: Packing,
     model_name: str,
 ) -> set[str]:
@@ -466,7 +466,7 @@ def _find_stacked_experts(model: nn.Module, path: str, model_name: str) -> Any:
 
 
 def _place_expert_blocks(
-    module: Any, path: str, names: Mapping[str, Part], model_name: str
+    module: Any, path: str, names: Mapping[str, TensorHeader], model_name: str
 ) -> dict[str, Layout]:
     """Prepares the experts of gpt-oss: `_blocks` uint8[E O K/32 16] and `_scales` uint8[E O K/32]
     replace a stack that is [E K O] in its code.
@@ -499,7 +499,7 @@ def _place_expert_blocks(
 def _place_expert_layers(
     module: Any,
     path: str,
-    packed: Mapping[str, Mapping[str, Part]],
+    packed: Mapping[str, Mapping[str, TensorHeader]],
     packing: Packing,
     model_name: str,
 ) -> dict[str, Layout]:
@@ -524,7 +524,7 @@ def _place_expert_layers(
                     for name, part in packed.get(owner, {}).items()
                     if name not in SERVING_TENSORS
                 }
-                layout = recognise(f"model {model_name}: {owner}", parts, packing, shape)
+                layout = recognise_layout(f"model {model_name}: {owner}", parts, packing, shape)
                 if plan.setdefault(stack, layout) != layout:
                     raise UsageError(
                         f"model {model_name}: {owner} is packed in another way than expert 0",
@@ -563,7 +563,7 @@ def pack_experts(model: nn.Module, packing: Packing) -> None:
             }
             main = torch.stack(
                 [
-                    torch.stack([t[layout.main[0]] for _, t in named_tensors])
+                    torch.stack([t[layout.packed_tensor[0]] for _, t in named_tensors])
                     for named_tensors in expert_tensors
                 ]
             )

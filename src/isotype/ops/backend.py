@@ -140,9 +140,9 @@ def product_dtype(x: Tensor, *operands: Tensor) -> torch.dtype:
 Path = Literal["triton", "cpp", "plain", "graph"]
 BACKENDS = ("triton", "cpp", "eager")
 
-_forced: ContextVar[str | None] = ContextVar("isotype_ops_backend", default=None)
+_forced_backend: ContextVar[str | None] = ContextVar("isotype_ops_backend", default=None)
 # the backend of `force_backend`, or None
-forced_path = _forced.get
+forced_path = _forced_backend.get
 # types of the tensors whose memory is passed to a kernel directly, without PyTorch's dispatcher
 PLAIN_TENSOR_TYPES = (Tensor, torch.nn.Parameter)
 
@@ -154,11 +154,11 @@ def force_backend(backend: str) -> Iterator[None]:
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r}: expected {', '.join(BACKENDS)}")
-    token = _forced.set(backend)
+    token = _forced_backend.set(backend)
     try:
         yield
     finally:
-        _forced.reset(token)
+        _forced_backend.reset(token)
 
 
 # the permanent results of `kernel_unavailable_reason`
@@ -234,14 +234,14 @@ def choose_path(
     if torch.compiler.is_dynamo_compiling():
         return "graph"
     x = tensors[0]
-    forced = _forced.get()
+    forced = _forced_backend.get()
     if forced is None and x.is_cpu:
         for t in tensors:
             if not t.is_cpu or t.dtype not in DTYPES:
                 return "plain"
         if out_dtype is torch.float64:
             return "plain"
-        if kernels.library is not None or kernels.loaded():
+        if kernels.library is not None or kernels.load():
             return "cpp"
         return "plain"
     if out_dtype is torch.float64 or any(t.dtype is torch.float64 for t in tensors):
@@ -261,7 +261,7 @@ def uses_triton(x: Tensor) -> bool:
     """
     if torch.compiler.is_compiling():
         return False
-    forced = _forced.get()
+    forced = _forced_backend.get()
     if forced is not None:
         return forced == "triton"
     return x.is_cuda and x.dtype != torch.float64 and not kernel_unavailable_reason(x.device)
@@ -316,11 +316,11 @@ def uses_cpp(kernels: CppKernels, *tensors: Tensor) -> bool:
     if torch.compiler.is_compiling():
         return (
             kernels.in_graphs
-            and kernels.built
+            and kernels.is_built
             and all(t.device.type == "cpu" and t.dtype in DTYPES for t in tensors)
         )
     x = tensors[0]
-    forced = _forced.get()
+    forced = _forced_backend.get()
     if forced not in (None, "cpp"):
         return False
     if not x.is_cpu and (isinstance(x, FakeTensor) or is_planned(x.device)):
@@ -329,7 +329,7 @@ def uses_cpp(kernels: CppKernels, *tensors: Tensor) -> bool:
     for t in tensors:
         if not t.is_cpu or t.dtype not in DTYPES:
             return False
-    return kernels.library is not None or kernels.loaded()
+    return kernels.library is not None or kernels.load()
 
 
 def direct_apply(function: type[Function]) -> Callable[..., Any]:

@@ -38,7 +38,7 @@ from ..environment.private_folder import (
 HEADERS = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-Wno-psabi")
 # a build that takes longer prints a message
-PATIENCE_S = 5.0
+BUILD_MESSAGE_DELAY_S = 5.0
 
 
 class BuildError(Exception):
@@ -99,7 +99,7 @@ def warn_of_shared_folder(reason: str) -> None:
 
 
 @cache
-def machine(compiler: str) -> str:
+def machine_signature(compiler: str) -> str:
     """Returns a text that identifies the compiler and the processor. Builds of a source may differ
     if it differs.
     """
@@ -117,7 +117,7 @@ def machine(compiler: str) -> str:
     return "\n".join((version, platform.machine(), platform.system(), features))
 
 
-def library(source: Path) -> ctypes.CDLL:
+def load_or_build_library(source: Path) -> ctypes.CDLL:
     """Loads the library of `source`. It is built first, unless a build of the same text (with
     headers), compiler and processor is stored.
 
@@ -129,22 +129,24 @@ def library(source: Path) -> ctypes.CDLL:
     text = source.read_bytes() + b"".join(
         header.read_bytes() for header in sorted(HEADERS.glob("*.h"))
     )
-    key = hashlib.sha256(text + "\n".join((*FLAGS, machine(compiler))).encode()).hexdigest()[:16]
+    key = hashlib.sha256(
+        text + "\n".join((*FLAGS, machine_signature(compiler))).encode()
+    ).hexdigest()[:16]
     folder = library_folder()
     stem = f"{source.parent.name}-{key}"
     try:
-        loaded = load_library(folder, stem)
-        if loaded is None:
-            with locked(folder / f"{stem}.lock"):
-                loaded = load_library(folder, stem)
-                if loaded is None:
+        handle = load_library(folder, stem)
+        if handle is None:
+            with hold_file_lock(folder / f"{stem}.lock"):
+                handle = load_library(folder, stem)
+                if handle is None:
                     build(compiler, source, folder, stem)
-                    loaded = load_library(folder, stem)
+                    handle = load_library(folder, stem)
     except NotPrivateError as error:
         raise BuildError(str(error)) from error
-    if loaded is None:
+    if handle is None:
         raise BuildError(f"{folder}: the library that was built is gone, or was changed")
-    return loaded
+    return handle
 
 
 def load_library(folder: Path, stem: str) -> ctypes.CDLL | None:
@@ -156,8 +158,8 @@ def load_library(folder: Path, stem: str) -> ctypes.CDLL | None:
 
     Raises  BuildError, NotPrivateError
     """
-    with open_private_folder(folder) as opened:
-        for file in sorted(opened.glob(f"{stem}-*.so")):
+    with open_private_folder(folder) as opened_folder:
+        for file in sorted(opened_folder.glob(f"{stem}-*.so")):
             try:
                 is_whole = checksum(read_private_file(file)) == file.stem.rpartition("-")[2]
             except FileNotFoundError:
@@ -179,7 +181,7 @@ def checksum(content: bytes) -> str:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def hold_file_lock(path: Path) -> Iterator[None]:
     """Holds a file lock within the block, so that one process builds while other processes of the
     machine (ranks of a run, test workers) wait.
 
@@ -197,7 +199,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 @cache
-def say_building(folder: Path) -> None:
+def announce_build(folder: Path) -> None:
     print(
         f"isotype: compiling C++ kernels for this processor, once; they are kept in {folder}",
         file=sys.stderr,
@@ -208,19 +210,19 @@ def say_building(folder: Path) -> None:
 def build(compiler: str, source: Path, folder: Path, stem: str) -> None:
     """Compiles the source into the folder, as `STEM-CHECKSUM.so`. Raises BuildError."""
     # written to a temporary file and renamed, so that no process loads an incomplete file
-    aside = folder / f"{stem}.{os.getpid()}.tmp"
-    command = [compiler, *FLAGS, f"-I{HEADERS}", str(source), "-o", str(aside)]
+    temporary_path = folder / f"{stem}.{os.getpid()}.tmp"
+    command = [compiler, *FLAGS, f"-I{HEADERS}", str(source), "-o", str(temporary_path)]
     start = time.monotonic()
     process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
     try:
-        _, errors = process.communicate(timeout=PATIENCE_S)
+        _, errors = process.communicate(timeout=BUILD_MESSAGE_DELAY_S)
     except subprocess.TimeoutExpired:
-        say_building(folder)
+        announce_build(folder)
         _, errors = process.communicate()
     if process.returncode:
-        aside.unlink(missing_ok=True)
+        temporary_path.unlink(missing_ok=True)
         lines = (
             [line for line in errors.splitlines() if "error" in line]
             or errors.splitlines()
@@ -229,23 +231,23 @@ def build(compiler: str, source: Path, folder: Path, stem: str) -> None:
         raise BuildError(
             f"{Path(compiler).name} failed after {time.monotonic() - start:.0f} s: {lines[0][:160]}"
         )
-    aside.chmod(0o700)
-    aside.replace(folder / f"{stem}-{checksum(aside.read_bytes())}.so")
+    temporary_path.chmod(0o700)
+    temporary_path.replace(folder / f"{stem}-{checksum(temporary_path.read_bytes())}.so")
 
 
 # the kernels' numbers of dtypes. fp64 has no number, since it runs in plain PyTorch
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
-_fallbacks: dict[str, str] = {}
+_fallback_reasons: dict[str, str] = {}
 # op -> its kernels
 _kernels: dict[str, CppKernels] = {}
 
 
-def fallbacks() -> dict[str, str]:
+def fallback_reasons() -> dict[str, str]:
     """Maps each op that runs in plain PyTorch on this CPU to the reason. Each is a line of the
     manifest.
     """
-    return dict(_fallbacks)
+    return dict(_fallback_reasons)
 
 
 class CppKernels:
@@ -269,7 +271,7 @@ class CppKernels:
         self, file: str, *, source: str = "cpu.cpp", in_graphs: bool = False, **functions: str
     ) -> None:
         self.in_graphs = in_graphs
-        self.built = False
+        self.is_built = False
         self.source = Path(file).with_name(source)
         self.op = self.source.parent.name
         _kernels[self.op] = self
@@ -287,23 +289,23 @@ class CppKernels:
         self.library: ctypes.CDLL | None = None
         self.calls: dict[str, Any] = {}
 
-    def native(self) -> bool:
+    def has_bf16_instructions(self) -> bool:
         """Whether this processor multiplies bf16, which the library's function `native` returns.
         False if no library is built.
         """
-        if not self.loaded():
+        if not self.load():
             return False
         # not a tensor, since a tensor has no data while memory is planned
         answer = ctypes.c_int64()
         self("native", ctypes.addressof(answer))
         return bool(answer.value)
 
-    def loaded(self) -> bool:
-        if self.library is None and self.op not in _fallbacks:
+    def load(self) -> bool:
+        if self.library is None and self.op not in _fallback_reasons:
             try:
-                self.library = library(self.source)
+                self.library = load_or_build_library(self.source)
             except (BuildError, OSError) as error:
-                _fallbacks[self.op] = str(error)
+                _fallback_reasons[self.op] = str(error)
                 return False
             kinds = {
                 "p": ctypes.c_void_p,
@@ -320,37 +322,37 @@ class CppKernels:
                 ]
                 function.restype = None
                 self.calls[name] = function
-            self.built = True
+            self.is_built = True
         return self.library is not None
 
     def __call__(self, name: str, *arguments: Any) -> None:
-        plain = list(arguments)
+        values = list(arguments)
         for i in self.pointers[name]:
-            if plain[i] is not None:
-                plain[i] = plain[i].data_ptr()
+            if values[i] is not None:
+                values[i] = values[i].data_ptr()
         for i in self.dtypes[name]:
-            plain[i] = DTYPES[plain[i]]
-        self.calls[name](*plain, torch.get_num_threads())
+            values[i] = DTYPES[values[i]]
+        self.calls[name](*values, torch.get_num_threads())
 
 
-def missing(*ops: str) -> str:
+def missing_kernels_reason(*ops: str) -> str:
     """Returns the reason why one of these ops has no C++ kernels on this machine, or "". Libraries
     that were not built on it yet are built in parallel, which takes 2 to 5 s.
     """
     with ThreadPoolExecutor() as pool:
-        list(pool.map(CppKernels.loaded, [_kernels[op] for op in ops]))
-    return next((_fallbacks[op] for op in ops if op in _fallbacks), "")
+        list(pool.map(CppKernels.load, [_kernels[op] for op in ops]))
+    return next((_fallback_reasons[op] for op in ops if op in _fallback_reasons), "")
 
 
-def as_rows(*tensors: Tensor) -> list[Tensor]:
+def view_as_rows(*tensors: Tensor) -> list[Tensor]:
     """Views tensors of the same shape as [rows, columns] with adjacent columns. If all are
     contiguous, each becomes a single long row.
     """
-    whole = True
+    are_contiguous = True
     for t in tensors:
-        whole = whole and t.is_contiguous()
-    made: list[Tensor] = []
+        are_contiguous = are_contiguous and t.is_contiguous()
+    views: list[Tensor] = []
     for t in tensors:
-        rows = t.view(1, -1) if whole else t.reshape(-1, t.shape[-1])
-        made.append(rows if rows.stride(-1) == 1 else rows.contiguous())
-    return made
+        rows = t.view(1, -1) if are_contiguous else t.reshape(-1, t.shape[-1])
+        views.append(rows if rows.stride(-1) == 1 else rows.contiguous())
+    return views

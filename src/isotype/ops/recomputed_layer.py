@@ -51,7 +51,7 @@ class RecomputedLayer:
         self.unused_product = -1
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        self.recomputing = self.has_run
+        self.is_recomputing = self.has_run
         self.has_run = True
         self.next_result = 0
         self.product_count = 0
@@ -60,7 +60,7 @@ class RecomputedLayer:
             output = function(*args)
         finally:
             layers_running.pop()
-        if not self.recomputing:
+        if not self.is_recomputing:
             self.unused_product = self._find_unused_product(output)
             self.product_nodes = []
         return output
@@ -89,7 +89,7 @@ def is_recomputed() -> bool:
     such a forward saves for backward are dropped.
     """
     layer = current_layer()
-    return layer is not None and not layer.recomputing
+    return layer is not None and not layer.is_recomputing
 
 
 def is_output_unused(node: Any) -> bool:
@@ -103,7 +103,7 @@ def is_output_unused(node: Any) -> bool:
         return False
     position = layer.product_count
     layer.product_count = layer.product_count + 1
-    if layer.recomputing:
+    if layer.is_recomputing:
         return position == layer.unused_product
     layer.product_nodes.append(id(node))
     return False
@@ -121,7 +121,7 @@ def compute_or_restore_attention(compute: Callable[[], tuple[Tensor, ...]]) -> t
     layer = current_layer()
     if layer is None or not layer.keep_attention:
         return compute()
-    if not layer.recomputing:
+    if not layer.is_recomputing:
         results = compute()
         # aliases are stored, since autograd attaches the graph to the returned tensors themselves
         layer.attention_results.append(tuple(layer.offload(t.detach()) for t in results))

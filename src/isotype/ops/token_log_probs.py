@@ -194,7 +194,7 @@ def _forward(
     out = empty_outputs(hidden_TH, requested, gradient_of, loses_fp32_sums(hidden_TH))
     chunks = Chunks(hidden_TH, weight_VH, bias_V, targets_T, rule, chunk, bool(gradient_of))
     pre_scale, post_scale = gradient_factors(
-        chunks.operand, hidden_TH.new_ones((), dtype=arithmetic_dtype(hidden_TH.dtype))
+        chunks.operand_dtype, hidden_TH.new_ones((), dtype=arithmetic_dtype(hidden_TH.dtype))
     )
     kernels = choose_row_kernels(chunks.logits)
     for rows, x_NH, z_NV, g_NV in chunks:
@@ -207,19 +207,19 @@ def _forward(
         else:
             source_argument = {}
         values = kernels.row_values(z_NV, targets_N, rule, requested, **source_argument)
-        for output, part in zip(out.values, values):
+        for output, row_part in zip(out.values, values):
             if output is out.values.top1:
                 fill = -1
             else:
                 fill = 0
             if output.numel():
-                output[rows] = part.masked_fill(ignored, fill)
+                output[rows] = row_part.masked_fill(ignored, fill)
         source = source_argument.get("source")
         recomputed_argument: dict[str, Any] = {}
         if source and source.recomputed:
             recomputed_argument["recomputed"] = source.recomputed
-            for output, part in zip(out.recomputed, source.recomputed):
-                output[rows] = part
+            for output, row_part in zip(out.recomputed, source.recomputed):
+                output[rows] = row_part
         if not gradient_of:
             continue
         unit_N = pre_scale.expand(z_NV.shape[0]).masked_fill(ignored, 0)
@@ -248,8 +248,8 @@ def _backward(
     targets_T: Tensor,
     lse_T: Tensor,
     entropy_T: Tensor | None,
-    at_T9: Tensor,
-    exact_T9: Tensor,
+    recomputed_classes_T9: Tensor,
+    recomputed_logits_T9: Tensor,
     dlog_probs_T: Tensor | None,
     dlse_T: Tensor | None,
     dentropy_T: Tensor | None,
@@ -270,8 +270,10 @@ def _backward(
     entropy_N = None
     if entropy_T is not None:
         entropy_N = entropy_T[rows]
-    if at_T9.numel():
-        recomputed_N = RecomputedLogits(at_T9[rows].contiguous(), exact_T9[rows].contiguous())
+    if recomputed_classes_T9.numel():
+        recomputed_N = RecomputedLogits(
+            recomputed_classes_T9[rows].contiguous(), recomputed_logits_T9[rows].contiguous()
+        )
     else:
         recomputed_N = None
     upstream_gradients: list[Tensor | None] = []
@@ -350,7 +352,7 @@ class LinearLogProbs(torch.autograd.Function):
                 requested,
                 gradient_of,
             )
-        *values, dhidden_TH, at_T9, exact_T9 = outputs
+        *values, dhidden_TH, recomputed_classes_T9, recomputed_logits_T9 = outputs
         ctx.rule = rule
         ctx.dtype = dtype
         ctx.needs = needs
@@ -364,7 +366,15 @@ class LinearLogProbs(torch.autograd.Function):
         stored_dhidden_TH = None
         if gradient_of:
             stored_dhidden_TH = dhidden_TH
-        ctx.save_for_backward(*head, targets_T, lse_T, entropy, stored_dhidden_TH, at_T9, exact_T9)
+        ctx.save_for_backward(
+            *head,
+            targets_T,
+            lse_T,
+            entropy,
+            stored_dhidden_TH,
+            recomputed_classes_T9,
+            recomputed_logits_T9,
+        )
         ctx.mark_non_differentiable(*without_gradient)
         return tuple(values)
 

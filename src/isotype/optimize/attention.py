@@ -105,7 +105,7 @@ def describe_backends(module: nn.Module) -> str:
     }
     with nullcontext() if device.type == "cuda" else plan_device("cuda"):
         row, packed = (
-            choose_gpu_backend(x.dtype, x, x, **options, packed=packed, device=device)
+            choose_gpu_backend(x.dtype, x, x, **options, is_packed=packed, device=device)
             for packed in (False, True)
         )
     if row == packed:

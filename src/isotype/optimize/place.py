@@ -14,7 +14,7 @@ from ..lora import forward_4bit, fuse_lora, is_4bit, unfuse_lora
 from ..lora.attach import is_fused
 from ..lora.products import kernels_unavailable_reason
 from ..ops.backend import kernel_unavailable_reason
-from ..ops.cpp import missing
+from ..ops.cpp import missing_kernels_reason
 from ..precision import Precision
 from . import attention, denoiser, experts, gated, generation, head, layers, norms, rotary
 from .forwards import PLACED_KEY
@@ -179,10 +179,10 @@ def _find_missing_kernels(model: nn.Module, *, on_cpu: bool, is_denoiser: bool) 
     ops = ["rms_norm", "rope", "gated", "cross_entropy", "attention"]
     if is_denoiser:
         ops += denoiser.OPS
-    reason = missing(*ops)
+    reason = missing_kernels_reason(*ops)
     if any(map(experts.has_stacks, model.modules())):
         # called to load the kernels; without them the op uses PyTorch's products
-        missing("experts")
+        missing_kernels_reason("experts")
     return reason
 
 

@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 from triton.runtime import autotuner, jit
-from triton.runtime import interpreter as stock
+from triton.runtime import interpreter as triton_interpreter
 
 from ..doctor.kernels.signature import require_triton
 
@@ -51,7 +51,7 @@ def narrow(values: Any) -> Array:
     """
     numbers = np.asarray(values)
     if numbers.dtype not in (np.float32, np.float16):
-        numbers = _to_odd(numbers.astype(np.float64))
+        numbers = _round_to_odd(numbers.astype(np.float64))
     single = np.ascontiguousarray(numbers, dtype=np.float32)
     bits = single.view(np.uint32)
     half = np.uint32(16)
@@ -61,7 +61,7 @@ def narrow(values: Any) -> Array:
     return narrowed.reshape(numbers.shape)
 
 
-def _to_odd(values: Array) -> Array:
+def _round_to_odd(values: Array) -> Array:
     """Converts fp64 to fp32 by rounding to odd. A later rounding to bf16 then gives the same result
     as a single rounding.
     """
@@ -78,8 +78,8 @@ def _to_odd(values: Array) -> Array:
     return odd
 
 
-Handle = stock.TensorHandle
-Builder = stock.InterpreterBuilder
+Handle = triton_interpreter.TensorHandle
+Builder = triton_interpreter.InterpreterBuilder
 
 # the interpreter of Triton 3.6 has more faults than the one of 3.9
 IS_TRITON_3_6 = not hasattr(Builder, "get_bf16")
@@ -108,7 +108,7 @@ def is_bf16(handle: Any) -> bool:
     return isinstance(handle, Handle) and handle.dtype.scalar == tl.bfloat16
 
 
-def _wide(handle: Any) -> Any:
+def _widen_bf16(handle: Any) -> Any:
     """Returns the value in fp32 if it is bf16, else unchanged."""
     if is_bf16(handle):
         return Handle(widen(handle.data), tl.float32)
@@ -122,7 +122,7 @@ def repair_elementwise(original: Operation) -> Operation:
         if not any(is_bf16(o) for o in operands):
             return original(self, *operands, **options)
         with np.errstate(all="ignore"):
-            result = original(self, *[_wide(o) for o in operands], **options)
+            result = original(self, *[_widen_bf16(o) for o in operands], **options)
         if result.data.dtype == np.bool_:
             return Handle(result.data, tl.int1)
         return Handle(narrow(result.data), tl.bfloat16)
@@ -140,7 +140,7 @@ def repair_cast(original: Operation) -> Operation:
             return original(self, src, dst_type)
         if target == tl.bfloat16:
             return Handle(narrow(src.data), tl.bfloat16)
-        wide = _wide(src)
+        wide = _widen_bf16(src)
         if target == tl.float32:
             return wide
         return original(self, wide, dst_type)
@@ -159,7 +159,7 @@ def repair_float_cast(original: Operation) -> Operation:
             target.primitive_bitwidth,
         ):
             return original(self, src, dst_type, rounding_mode)
-        if target == tl.bfloat16 and rounding_mode == stock._ir.ROUNDING_MODE.RTZ:
+        if target == tl.bfloat16 and rounding_mode == triton_interpreter._ir.ROUNDING_MODE.RTZ:
             towards_zero = src.data.astype(np.float32).view(np.uint32) & np.uint32(0xFFFF0000)
             return Handle(narrow(towards_zero.view(np.float32)), tl.bfloat16)
         return self.cast_impl(src, dst_type)
@@ -171,7 +171,7 @@ def repair_dot(original: Operation) -> Operation:
     """Wraps the matrix product so that bf16 operands are summed in the accumulator's dtype."""
 
     def operator(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
-        result = original(self, _wide(a), _wide(b), _wide(d), *options)
+        result = original(self, _widen_bf16(a), _widen_bf16(b), _widen_bf16(d), *options)
         if is_bf16(d):
             return Handle(narrow(result.data), tl.bfloat16)
         return result
@@ -233,7 +233,7 @@ def _add_low(dtype: Any) -> Callable[[Any, Any], Any]:
     return lambda x, y: np.add(x, y, dtype=np.float16)
 
 
-def _is_low(tensor: Any) -> bool:
+def _is_half_precision(tensor: Any) -> bool:
     return tensor.dtype.scalar in (tl.bfloat16, tl.float16)
 
 
@@ -241,7 +241,7 @@ def repair_sum(original: Operation) -> Operation:
     """Wraps the reduction `sum` so that bf16 and fp16 are summed in their dtype."""
 
     def operator(self: Any, tensor: Any) -> Any:
-        if not _is_low(tensor):
+        if not _is_half_precision(tensor):
             return original(self, tensor)
         data = tensor.handle.data
         axis = self.axis
@@ -302,7 +302,7 @@ def wrap_argument(original: Operation) -> Operation:
     return convert
 
 
-def repairs() -> Iterator[Replacement]:
+def interpreter_repairs() -> Iterator[Replacement]:
     """Yields (owner, attribute, replacement) for each fault of the interpreter."""
     for name in ELEMENTWISE.split():
         attribute = f"create_{name}"
@@ -328,15 +328,21 @@ def repairs() -> Iterator[Replacement]:
             "an atomic operation", Builder.create_atomic_rmw, lambda kind, ptr, val, *_: val
         ),
     )
-    yield stock.ReduceOps, "sum", repair_sum(stock.ReduceOps.sum)
-    yield stock.ReduceOps, "min_max", repair_min_max(stock.ReduceOps.min_max)
+    yield triton_interpreter.ReduceOps, "sum", repair_sum(triton_interpreter.ReduceOps.sum)
+    yield (
+        triton_interpreter.ReduceOps,
+        "min_max",
+        repair_min_max(triton_interpreter.ReduceOps.min_max),
+    )
     for name in ("cumsum", "cumprod"):
         yield (
-            stock.ScanOps,
+            triton_interpreter.ScanOps,
             name,
-            refuse_bf16(f"tl.{name}", getattr(stock.ScanOps, name), lambda tensor: tensor),
+            refuse_bf16(
+                f"tl.{name}", getattr(triton_interpreter.ScanOps, name), lambda tensor: tensor
+            ),
         )
-    yield stock, "_implicit_cvt", wrap_argument(stock._implicit_cvt)
+    yield triton_interpreter, "_implicit_cvt", wrap_argument(triton_interpreter._implicit_cvt)
 
 
 # --- libdevice. The interpreter has only empty stubs for it. The functions that kernels of
@@ -371,10 +377,10 @@ def interpreted_libdevice(name: str, *arguments: Any) -> Any:
         )
     tensors = [a for a in arguments if isinstance(a, tl.tensor)]
     types = [tensor.dtype for tensor in tensors]
-    wrong = [t for t in types if t not in (tl.float32, tl.float64)]
-    if wrong:
+    unsupported_types = [t for t in types if t not in (tl.float32, tl.float64)]
+    if unsupported_types:
         raise ValueError(
-            f"libdevice.{name}: input arg type does not match. Expect fp32 or fp64, got {wrong[0]}"
+            f"libdevice.{name}: input arg type does not match. Expect fp32 or fp64, got {unsupported_types[0]}"
         )
     result_type = tl.float32
     dtype = torch.float32
@@ -399,7 +405,7 @@ def _to_torch(argument: Any, dtype: torch.dtype) -> torch.Tensor:
     return torch.tensor(argument, dtype=dtype)
 
 
-def stubs() -> Iterator[tuple[FunctionType, Any]]:
+def libdevice_replacements() -> Iterator[tuple[FunctionType, Any]]:
     """Yields (stub, function whose code replaces the stub's code). The code is replaced and not the
     name, so that functions that were imported from libdevice earlier change too.
     """
@@ -434,9 +440,9 @@ def interpreted() -> Iterator[None]:
         return
     require_triton()
     with ExitStack() as undo:
-        for owner, attribute, replacement in [*repairs(), *_diversions()]:
+        for owner, attribute, replacement in [*interpreter_repairs(), *_diversions()]:
             _set_attribute(undo, owner, attribute, replacement)
-        for stub, replacement in stubs():
+        for stub, replacement in libdevice_replacements():
             for part in ("__code__", "__defaults__"):
                 undo.callback(setattr, stub, part, getattr(stub, part))
                 setattr(stub, part, getattr(replacement, part))
@@ -464,7 +470,7 @@ def _diversions() -> Iterator[Replacement]:
     def run(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> Any:
         if warmup:
             return None
-        return _run(self.fn, args, grid, kwargs, self.pre_run_hooks)
+        return _run_launch(self.fn, args, grid, kwargs, self.pre_run_hooks)
 
     def device_function(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not getattr(_active, "launches", 0):
@@ -479,47 +485,51 @@ def _diversions() -> Iterator[Replacement]:
 
     yield jit.JITFunction, "run", run
     yield jit.JITFunction, "__call__", device_function
-    yield stock.InterpretedFunction, "run", run
-    yield stock.InterpretedFunction, "__call__", device_function
+    yield triton_interpreter.InterpretedFunction, "run", run
+    yield triton_interpreter.InterpretedFunction, "__call__", device_function
     yield autotuner.Autotuner, "_bench", first_configuration
 
 
 def _rewrite_function(function: Any) -> Any:
     """Returns the function as rewritten by the interpreter. A function is rewritten only once."""
-    cache = stock.InterpretedFunction.rewritten_fn
+    cache = triton_interpreter.InterpretedFunction.rewritten_fn
     if function not in cache:
-        cache[function] = stock.FunctionRewriter(function).rewrite_ast()
+        cache[function] = triton_interpreter.FunctionRewriter(function).rewrite_ast()
     return cache[function]
 
 
-def _run(
+def _run_launch(
     function: Any, args: tuple[Any, ...], grid: Any, kwargs: dict[str, Any], hooks: list[Any]
 ) -> None:
     """Runs one launch. `triton.language` is patched once for all device functions that the kernel
     calls, and is always restored afterwards.
     """
-    names = list(stock.inspect.signature(function).parameters)
+    names = list(triton_interpreter.inspect.signature(function).parameters)
     interpreting = triton.knobs.runtime.interpret
     _active.launches = getattr(_active, "launches", 0) + 1
     triton.knobs.runtime.interpret = True
     with ExitStack() as undo:
         undo.callback(setattr, triton.knobs.runtime, "interpret", interpreting)
         undo.callback(setattr, _active, "launches", _active.launches - 1)
-        for owner, attribute, replacement in _language():
+        for owner, attribute, replacement in _language_replacements():
             _set_attribute(undo, owner, attribute, replacement)
         # the executor would patch the language again for every launch, which takes 10 ms and covers
         # only modules that the kernel's file names
-        _set_attribute(undo, stock, "_patch_lang", lambda _: stock._LangPatchScope())
-        stock.GridExecutor(_rewrite_function(function), names, grid, hooks)(*args, **kwargs)
+        _set_attribute(
+            undo, triton_interpreter, "_patch_lang", lambda _: triton_interpreter._LangPatchScope()
+        )
+        triton_interpreter.GridExecutor(_rewrite_function(function), names, grid, hooks)(
+            *args, **kwargs
+        )
 
 
 @functools.cache
-def _language() -> list[Replacement]:
+def _language_replacements() -> list[Replacement]:
     """Returns the replacements that the interpreter makes in `triton.language`. They are cached,
     since computing them takes ten times longer than a small kernel.
     """
     replacements: list[Replacement] = []
-    scope = stock._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    scope = triton_interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     try:
         for owner, attribute, _ in scope._changes:
             replacements.append((owner, attribute, vars(owner)[attribute]))

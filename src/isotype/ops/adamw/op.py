@@ -53,7 +53,7 @@ def stochastic_round_(
 
     seed, first_index  arguments of `noise`
     """
-    bits = value_fp32.view(torch.int32) + noise(
+    bits = value_fp32.view(torch.int32) + draw_noise_bits(
         seed, first_index, value_fp32.numel(), value_fp32.device
     ).view(value_fp32.shape)
     bits &= -65536
@@ -61,7 +61,7 @@ def stochastic_round_(
     target_bf16.copy_(torch.where(value_fp32.isfinite(), rounded, value_fp32))
 
 
-def noise(seed: int, first_index: int, count: int, device: torch.device) -> Tensor:
+def draw_noise_bits(seed: int, first_index: int, count: int, device: torch.device) -> Tensor:
     """Returns 16 random bits for each of `count` elements from `first_index` on, as int32[count].
     The bits depend only on the seed and the element's index.
 

@@ -23,7 +23,7 @@ BLOCK = 1024
 
 # The seed differs at every step, and the first index differs for every part of a tensor. Triton
 # must not compile the kernel anew for their values
-@triton.jit(do_not_specialize=["seed", "first_quarter"])
+@triton.jit(do_not_specialize=["seed", "first_group"])
 def adamw_kernel(
     weight,
     gradient,
@@ -31,9 +31,9 @@ def adamw_kernel(
     square,
     n,
     seed,
-    first_quarter,
+    first_group,
     decay,
-    size,
+    step_size,
     correction,
     beta1,
     beta2,
@@ -53,12 +53,12 @@ def adamw_kernel(
     tl.store(mean + first + i, m_fp32.to(mean.dtype.element_ty), mask=inside)
     tl.store(square + first + i, v_fp32.to(square.dtype.element_ty), mask=inside)
     denominator_fp32 = tl.sqrt(v_fp32 * correction.to(tl.float32)) + eps.to(tl.float32)
-    w_fp32 = w_fp32 * decay.to(tl.float32) - size.to(tl.float32) * m_fp32 / denominator_fp32
+    w_fp32 = w_fp32 * decay.to(tl.float32) - step_size.to(tl.float32) * m_fp32 / denominator_fp32
     if STOCHASTIC:
         # one Philox call gives four neighbouring elements 32 random bits each; 16 of them are added
         # to the bits that bf16 drops
-        quarter = first_quarter + first // 4 + tl.arange(0, BLOCK // 4)
-        a, b, c, d = tl.randint4x(seed, quarter.to(tl.uint32))
+        group = first_group + first // 4 + tl.arange(0, BLOCK // 4)
+        a, b, c, d = tl.randint4x(seed, group.to(tl.uint32))
         noise = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (BLOCK,)) & 0xFFFF
         bits = w_fp32.to(tl.int32, bitcast=True) + noise.to(tl.int32)
         rounded_fp32 = (bits & -65536).to(tl.float32, bitcast=True)

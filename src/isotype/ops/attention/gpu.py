@@ -196,10 +196,10 @@ def choose_gpu_backend(
     key: Tensor,
     *,
     causal: bool,
-    masked: bool,
+    has_mask: bool,
     window: int | None,
     softcap: float | None,
-    packed: bool,
+    is_packed: bool,
     device: torch.device | None = None,
 ) -> Backend:
     """Returns the back end for tensors of these shapes on a GPU: `flex` for softcaps, and `sdpa`
@@ -219,9 +219,9 @@ def choose_gpu_backend(
         return "flex" if can_compile else "plain"
     depth = query.shape[3]
     is_square = query.shape[2] == key.shape[2]
-    if compute_capability is None or dtype not in _HALF or depth % 8 or not is_square or masked:
+    if compute_capability is None or dtype not in _HALF or depth % 8 or not is_square or has_mask:
         return "sdpa"
-    if causal and not packed and window is None and _cudnn_supports(compute_capability, depth):
+    if causal and not is_packed and window is None and _cudnn_supports(compute_capability, depth):
         return "cudnn"
     return "flash" if _flash_supports(compute_capability, depth) else "sdpa"
 

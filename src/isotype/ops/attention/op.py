@@ -295,7 +295,7 @@ class Attention(torch.autograd.Function):
             out_BNSD, *statistics = compute_or_restore_attention(compute)
         recipes, inputs = saved_or_recomputed_each(q_BNSD, k_BMTD, v_BMTD)
         ctx.save_for_backward(mask, out_BNSD, *inputs, *statistics)
-        ctx.makes = recipes
+        ctx.recipes = recipes
         ctx.causal = causal
         ctx.scale = scale
         ctx.backend = backend
@@ -308,7 +308,7 @@ class Attention(torch.autograd.Function):
         refuse_second_derivative("attention")
         mask, out_BNSD, *saved = ctx.saved_tensors
         inputs: list[Tensor] = []
-        for recompute_input, count in ctx.makes:
+        for recompute_input, count in ctx.recipes:
             tensors = saved[:count]
             saved = saved[count:]
             if recompute_input is None:
@@ -341,7 +341,7 @@ def choose_backend(
     causal: bool,
     window: int | None = None,
     softcap: float | None = None,
-    packed: bool = False,
+    is_packed: bool = False,
 ) -> Backend:
     """Returns the back end that computes attention of these tensors in `dtype`. The module `gpu`
     lists the back ends.
@@ -356,14 +356,14 @@ def choose_backend(
             query,
             key,
             causal=causal,
-            masked=mask is not None,
+            has_mask=mask is not None,
             window=window,
             softcap=softcap,
-            packed=packed,
+            is_packed=is_packed,
         )
     if softcap is not None:
         return "plain"
-    if not packed and window is None and uses_cpp_kernels(dtype, query, key, value, mask):
+    if not is_packed and window is None and uses_cpp_kernels(dtype, query, key, value, mask):
         return "cpp"
     return "sdpa"
 
@@ -468,7 +468,7 @@ def attention(
             causal=causal,
             window=window,
             softcap=softcap,
-            packed=documents is not None,
+            is_packed=documents is not None,
         )
     if backend == "flex" and is_planned(query.device):
         # planning memory runs no compiler. FlashAttention has the same operands and results as

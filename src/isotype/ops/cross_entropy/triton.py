@@ -49,9 +49,9 @@ def load_block(start, v, stop, FULL: tl.constexpr):
 
 @triton.jit
 def add_to_loss(
-    top,
-    total,
-    summed,
+    maxima,
+    exp_sums,
+    logit_sums,
     start,
     v,
     classes,
@@ -65,16 +65,16 @@ def add_to_loss(
     """Adds a block of logits to the lanes' maxima and sums."""
     z_fp32 = apply_rule(
         load_block(start, v, classes, FULL), scale, softcap, HAS_SCALE, HAS_CAP
-    )  # [LANES, EACH]
+    )  # [LANES, LANE_VALUES]
     if HAS_SMOOTHING:
-        summed += tl.sum(z_fp32 if FULL else tl.where(v < classes, z_fp32, 0.0), 1)
+        logit_sums += tl.sum(z_fp32 if FULL else tl.where(v < classes, z_fp32, 0.0), 1)
     if not FULL:
         z_fp32 = tl.where(v < classes, z_fp32, float("-inf"))
-    higher = tl.maximum(top, tl.max(z_fp32, 1))
+    new_maxima = tl.maximum(maxima, tl.max(z_fp32, 1))
     # a lane that has read only -inf uses 0 as its shift, since exp(-inf - -inf) is nan
-    shift = tl.where(higher == float("-inf"), 0.0, higher)
-    total = total * tl.exp(top - shift) + tl.sum(tl.exp(z_fp32 - shift[:, None]), 1)
-    return higher, total, summed
+    shift = tl.where(new_maxima == float("-inf"), 0.0, new_maxima)
+    exp_sums = exp_sums * tl.exp(maxima - shift) + tl.sum(tl.exp(z_fp32 - shift[:, None]), 1)
+    return new_maxima, exp_sums, logit_sums
 
 
 @triton.jit
@@ -94,25 +94,25 @@ def cross_entropy_forward_kernel(
     HAS_SCALE: tl.constexpr,
     HAS_CAP: tl.constexpr,
     LANES: tl.constexpr,
-    EACH: tl.constexpr,
+    LANE_VALUES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + row).to(tl.int64)
     ignored = target == ignore_index
     start = logits + row * row_stride
-    # A lane is one load of 16 bytes by one thread, which is EACH values. Its maximum and its sum
-    # stay in that thread. So the loop has no barrier and takes two registers per lane instead of
-    # one per value (32 in all instead of 80 to 93). It costs one exp per value and one per lane
-    lanes = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
-    top = tl.full([LANES], float("-inf"), tl.float32)
-    total = tl.zeros([LANES], tl.float32)
-    summed = tl.zeros([LANES], tl.float32)
-    full_end = classes // (LANES * EACH) * (LANES * EACH)
-    for first in range(0, full_end, LANES * EACH):
-        top, total, summed = add_to_loss(
-            top,
-            total,
-            summed,
+    # A lane is one load of 16 bytes by one thread, LANE_VALUES values. Its maximum and its sum stay
+    # in that thread. So the loop has no barrier and takes two registers per lane instead of one per
+    # value (32 in all instead of 80 to 93). It costs one exp per value and one per lane
+    lanes = tl.arange(0, LANES)[:, None] * LANE_VALUES + tl.arange(0, LANE_VALUES)[None, :]
+    maxima = tl.full([LANES], float("-inf"), tl.float32)
+    exp_sums = tl.zeros([LANES], tl.float32)
+    logit_sums = tl.zeros([LANES], tl.float32)
+    full_end = classes // (LANES * LANE_VALUES) * (LANES * LANE_VALUES)
+    for first in range(0, full_end, LANES * LANE_VALUES):
+        maxima, exp_sums, logit_sums = add_to_loss(
+            maxima,
+            exp_sums,
+            logit_sums,
             start,
             first + lanes,
             classes,
@@ -124,10 +124,10 @@ def cross_entropy_forward_kernel(
             HAS_CAP,
         )
     if full_end < classes:
-        top, total, summed = add_to_loss(
-            top,
-            total,
-            summed,
+        maxima, exp_sums, logit_sums = add_to_loss(
+            maxima,
+            exp_sums,
+            logit_sums,
             start,
             full_end + lanes,
             classes,
@@ -138,17 +138,17 @@ def cross_entropy_forward_kernel(
             HAS_SCALE,
             HAS_CAP,
         )
-    row_top = tl.max(top, 0)
-    row_shift = tl.where(row_top == float("-inf"), 0.0, row_top)
-    row_lse = tl.log(tl.sum(total * tl.exp(top - row_shift), 0)) + row_shift
-    picked_fp32 = tl.load(start + tl.where(ignored, 0, target)).to(tl.float32)
-    picked_z = apply_rule(picked_fp32, scale, softcap, HAS_SCALE, HAS_CAP)
+    row_maximum = tl.max(maxima, 0)
+    row_shift = tl.where(row_maximum == float("-inf"), 0.0, row_maximum)
+    row_lse = tl.log(tl.sum(exp_sums * tl.exp(maxima - row_shift), 0)) + row_shift
+    target_logit_fp32 = tl.load(start + tl.where(ignored, 0, target)).to(tl.float32)
+    target_z = apply_rule(target_logit_fp32, scale, softcap, HAS_SCALE, HAS_CAP)
     smoothing_fp32 = smoothing.to(tl.float32)
-    row_loss = (1.0 - smoothing_fp32) * (row_lse - picked_z) + z_loss.to(
+    row_loss = (1.0 - smoothing_fp32) * (row_lse - target_z) + z_loss.to(
         tl.float32
     ) * row_lse * row_lse
     if HAS_SMOOTHING:
-        row_loss += smoothing_fp32 * (row_lse - tl.sum(summed, 0) / classes)
+        row_loss += smoothing_fp32 * (row_lse - tl.sum(logit_sums, 0) / classes)
     tl.store(loss + row, tl.where(ignored, 0.0, row_loss))
     tl.store(lse + row, row_lse)
 
@@ -217,7 +217,7 @@ def _flags(rule: LossRule) -> dict[str, bool]:
     }
 
 
-def _tile(classes: int, rule: LossRule) -> tuple[int, int]:
+def _choose_tile(classes: int, rule: LossRule) -> tuple[int, int]:
     """Returns (values, warps) of a tile. Each thread has 16 values, or 8 with a softcap, since 16
     would spill 2 to 4 values on sm_80 and sm_90.
     """
@@ -245,7 +245,7 @@ def cross_entropy_forward(
     loss_T = torch.empty(tokens, dtype=torch.float32, device=logits_TV.device)
     lse_T = torch.empty_like(loss_T)
     if tokens:
-        block, num_warps = _tile(classes, rule)
+        block, num_warps = _choose_tile(classes, rule)
         lane_values = min(block, 16 // logits_TV.element_size())
         cross_entropy_forward_kernel[(tokens,)](
             logits_TV,
@@ -261,7 +261,7 @@ def cross_entropy_forward(
             rule.z_loss,
             **_flags(rule),
             LANES=block // lane_values,
-            EACH=lane_values,
+            LANE_VALUES=lane_values,
             num_warps=num_warps,
         )
     if out_TV is not None and dloss is not None:
@@ -323,12 +323,12 @@ def cross_entropy_backward(
 
 @triton.jit
 def add_to_values(
-    top,
-    total,
-    weighted,
-    squared,
-    summed,
-    best,
+    maxima,
+    exp_sums,
+    weighted_sums,
+    square_sums,
+    logit_sums,
+    best_class,
     start,
     v,
     classes,
@@ -345,33 +345,33 @@ def add_to_values(
     """Adds a block of logits to the lanes' maxima, sums and most likely classes."""
     z_fp32 = apply_rule(
         load_block(start, v, classes, FULL), scale, softcap, HAS_SCALE, HAS_CAP
-    )  # [LANES, EACH]
+    )  # [LANES, LANE_VALUES]
     if HAS_MEAN:
-        summed += tl.sum(z_fp32 if FULL else tl.where(v < classes, z_fp32, 0.0), 1)
+        logit_sums += tl.sum(z_fp32 if FULL else tl.where(v < classes, z_fp32, 0.0), 1)
     if not FULL:
         z_fp32 = tl.where(v < classes, z_fp32, float("-inf"))
     block_top = tl.max(z_fp32, 1)
     if HAS_TOP1:
         # the first of equal maxima
         first_best = tl.min(tl.where(z_fp32 == block_top[:, None], v, 2147483647), 1).to(tl.int32)
-        best = tl.where(block_top > top, first_best, best)
-    higher = tl.maximum(top, block_top)
+        best_class = tl.where(block_top > maxima, first_best, best_class)
+    new_maxima = tl.maximum(maxima, block_top)
     # a lane that has read only -inf uses 0 as its shift, since exp(-inf - -inf) is nan
-    shift = tl.where(higher == float("-inf"), 0.0, higher)
-    previous_shift = tl.where(top == float("-inf"), shift, top)
-    decay = tl.exp(top - shift)
+    shift = tl.where(new_maxima == float("-inf"), 0.0, new_maxima)
+    previous_shift = tl.where(maxima == float("-inf"), shift, maxima)
+    decay = tl.exp(maxima - shift)
     e_fp32 = tl.exp(z_fp32 - shift[:, None])
     if HAS_ENTROPY:
         # the sum of e (z - shift), corrected for the new shift. Differences to the maximum cause no
         # cancellation for large logits
         distance = tl.where(e_fp32 > 0.0, z_fp32 - shift[:, None], 0.0)
-        weighted = decay * (weighted + (previous_shift - shift) * total) + tl.sum(
+        weighted_sums = decay * (weighted_sums + (previous_shift - shift) * exp_sums) + tl.sum(
             e_fp32 * distance, 1
         )
     if HAS_SUM_SQ:
-        squared = squared * decay * decay + tl.sum(e_fp32 * e_fp32, 1)
-    total = total * decay + tl.sum(e_fp32, 1)
-    return higher, total, weighted, squared, summed, best
+        square_sums = square_sums * decay * decay + tl.sum(e_fp32 * e_fp32, 1)
+    exp_sums = exp_sums * decay + tl.sum(e_fp32, 1)
+    return new_maxima, exp_sums, weighted_sums, square_sums, logit_sums, best_class
 
 
 @triton.jit
@@ -395,28 +395,28 @@ def row_values_kernel(
     HAS_MEAN: tl.constexpr,
     HAS_TOP1: tl.constexpr,
     LANES: tl.constexpr,
-    EACH: tl.constexpr,
+    LANE_VALUES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * row_stride
     # a lane is one load of 16 bytes by one thread. Its maximum and its sums stay in that thread, so
     # that the loop has no barrier
-    lanes = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
-    top = tl.full([LANES], float("-inf"), tl.float32)
-    total = tl.zeros([LANES], tl.float32)
-    weighted = tl.zeros([LANES], tl.float32)
-    squared = tl.zeros([LANES], tl.float32)
-    summed = tl.zeros([LANES], tl.float32)
-    best = tl.zeros([LANES], tl.int32)
-    full_end = classes // (LANES * EACH) * (LANES * EACH)
-    for first in range(0, full_end, LANES * EACH):
-        top, total, weighted, squared, summed, best = add_to_values(
-            top,
-            total,
-            weighted,
-            squared,
-            summed,
-            best,
+    lanes = tl.arange(0, LANES)[:, None] * LANE_VALUES + tl.arange(0, LANE_VALUES)[None, :]
+    maxima = tl.full([LANES], float("-inf"), tl.float32)
+    exp_sums = tl.zeros([LANES], tl.float32)
+    weighted_sums = tl.zeros([LANES], tl.float32)
+    square_sums = tl.zeros([LANES], tl.float32)
+    logit_sums = tl.zeros([LANES], tl.float32)
+    best_class = tl.zeros([LANES], tl.int32)
+    full_end = classes // (LANES * LANE_VALUES) * (LANES * LANE_VALUES)
+    for first in range(0, full_end, LANES * LANE_VALUES):
+        maxima, exp_sums, weighted_sums, square_sums, logit_sums, best_class = add_to_values(
+            maxima,
+            exp_sums,
+            weighted_sums,
+            square_sums,
+            logit_sums,
+            best_class,
             start,
             first + lanes,
             classes,
@@ -431,13 +431,13 @@ def row_values_kernel(
             HAS_TOP1,
         )
     if full_end < classes:
-        top, total, weighted, squared, summed, best = add_to_values(
-            top,
-            total,
-            weighted,
-            squared,
-            summed,
-            best,
+        maxima, exp_sums, weighted_sums, square_sums, logit_sums, best_class = add_to_values(
+            maxima,
+            exp_sums,
+            weighted_sums,
+            square_sums,
+            logit_sums,
+            best_class,
             start,
             full_end + lanes,
             classes,
@@ -451,28 +451,33 @@ def row_values_kernel(
             HAS_MEAN,
             HAS_TOP1,
         )
-    row_top = tl.max(top, 0)
-    row_shift = tl.where(row_top == float("-inf"), 0.0, row_top)
-    lane_shift = tl.where(top == float("-inf"), row_shift, top)
-    decay = tl.exp(top - row_shift)
-    row_total = tl.sum(total * decay, 0)
+    row_maximum = tl.max(maxima, 0)
+    row_shift = tl.where(row_maximum == float("-inf"), 0.0, row_maximum)
+    lane_shift = tl.where(maxima == float("-inf"), row_shift, maxima)
+    decay = tl.exp(maxima - row_shift)
+    row_total = tl.sum(exp_sums * decay, 0)
     log_total = tl.log(row_total)
     row_lse = log_total + row_shift
-    picked_fp32 = tl.load(start + tl.load(targets + row).to(tl.int64)).to(tl.float32)
-    tl.store(log_probs + row, apply_rule(picked_fp32, scale, softcap, HAS_SCALE, HAS_CAP) - row_lse)
+    target_logit_fp32 = tl.load(start + tl.load(targets + row).to(tl.int64)).to(tl.float32)
+    tl.store(
+        log_probs + row, apply_rule(target_logit_fp32, scale, softcap, HAS_SCALE, HAS_CAP) - row_lse
+    )
     tl.store(lse + row, row_lse)
     if HAS_ENTROPY:
         tl.store(
             entropy + row,
             log_total
-            - tl.sum(decay * (weighted + (lane_shift - row_shift) * total), 0) / row_total,
+            - tl.sum(decay * (weighted_sums + (lane_shift - row_shift) * exp_sums), 0) / row_total,
         )
     if HAS_SUM_SQ:
-        tl.store(log_sum_sq + row, tl.log(tl.sum(squared * decay * decay, 0)) - 2.0 * log_total)
+        tl.store(log_sum_sq + row, tl.log(tl.sum(square_sums * decay * decay, 0)) - 2.0 * log_total)
     if HAS_MEAN:
-        tl.store(mean + row, tl.sum(summed, 0) / classes)
+        tl.store(mean + row, tl.sum(logit_sums, 0) / classes)
     if HAS_TOP1:
-        tl.store(top1 + row, tl.min(tl.where(top == row_top, best, 2147483647), 0).to(tl.int64))
+        tl.store(
+            top1 + row,
+            tl.min(tl.where(maxima == row_maximum, best_class, 2147483647), 0).to(tl.int64),
+        )
 
 
 @triton.jit
@@ -545,7 +550,7 @@ def row_values(
     rows, classes = logits_NV.shape
     values = allocate_row_values(rows, torch.float32, logits_NV.device, requested)
     if rows:
-        block, num_warps = _tile(classes, rule)
+        block, num_warps = _choose_tile(classes, rule)
         lane_values = min(block, 16 // logits_NV.element_size())
         row_values_kernel[(rows,)](
             logits_NV,
@@ -567,7 +572,7 @@ def row_values(
             HAS_MEAN=requested.mean_logits,
             HAS_TOP1=requested.top1,
             LANES=block // lane_values,
-            EACH=lane_values,
+            LANE_VALUES=lane_values,
             num_warps=num_warps,
         )
     return values

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..backend import arithmetic_dtype, choose_path
 from ..gated.op import KERNELS, gated_backward, gated_forward, gated_reference
 from ..library import library_op
-from .groups import KERNELS as KERNELS_OF_EXPERTS
+from .groups import KERNELS as EXPERT_KERNELS
 
 
 class Clamped(NamedTuple):
@@ -29,7 +29,7 @@ class Clamped(NamedTuple):
 Activation = Literal["silu", "gelu", "gelu_tanh"] | Clamped | Callable[[Tensor], Tensor]
 
 
-def _halves(g: Tensor) -> tuple[Tensor, Tensor]:
+def _split_halves(g: Tensor) -> tuple[Tensor, Tensor]:
     gate, up = g.chunk(2, dim=-1)
     return gate, up
 
@@ -37,7 +37,7 @@ def _halves(g: Tensor) -> tuple[Tensor, Tensor]:
 def activation_reference(g: Tensor, kind: Activation) -> Tensor:
     """Computes the activation [... G] -> [... I] in plain PyTorch, correct also for fp64 inputs."""
     if isinstance(kind, str):
-        return gated_reference(*_halves(g), kind)
+        return gated_reference(*_split_halves(g), kind)
     if not isinstance(kind, Clamped):
         return kind(g)
     gate = g[..., ::2].to(arithmetic_dtype(g.dtype))
@@ -50,7 +50,7 @@ def activation_reference(g: Tensor, kind: Activation) -> Tensor:
 def apply_activation(g_TG: Tensor, kind: Activation) -> Tensor:
     """Computes the activation as F[T I], for a caller that computes the backward itself."""
     arguments = _kernel_arguments(kind)
-    if arguments is not None and (path := choose_path(KERNELS_OF_EXPERTS, g_TG)) in (
+    if arguments is not None and (path := choose_path(EXPERT_KERNELS, g_TG)) in (
         "cpp",
         "triton",
     ):
@@ -59,7 +59,7 @@ def apply_activation(g_TG: Tensor, kind: Activation) -> Tensor:
         return _activate(g_TG, *arguments)
     if not isinstance(kind, str):
         return activation_reference(g_TG, kind)
-    return gated_forward(choose_path(KERNELS, g_TG), *_halves(g_TG), kind)
+    return gated_forward(choose_path(KERNELS, g_TG), *_split_halves(g_TG), kind)
 
 
 def _kernel_arguments(kind: Activation) -> tuple[str, float, float] | None:
@@ -87,13 +87,13 @@ def activation_backward(
     if (
         arguments is not None
         and w_T.dtype is torch.float32
-        and (path := choose_path(KERNELS_OF_EXPERTS, g_TG)) in ("cpp", "triton")
+        and (path := choose_path(EXPERT_KERNELS, g_TG)) in ("cpp", "triton")
     ):
         if path == "cpp":
             return _cpp_backward(g_TG, dh_TI, w_T, *arguments, needs_h)
         return _backward(g_TG, dh_TI, w_T, *arguments, needs_h)
     if isinstance(kind, str):
-        gate, up = _halves(g_TG)
+        gate, up = _split_halves(g_TG)
         dgate, dup, h = gated_backward(
             choose_path(KERNELS, g_TG), gate, up, scale_rows(dh_TI, w_T), kind, True
         )
@@ -125,7 +125,7 @@ def _fake_activate(g: Tensor, *_: object) -> Tensor:
 )
 def _cpp_activate(g_TG: Tensor, kind: str, alpha: float, limit: float) -> Tensor:
     h = _fake_activate(g_TG)
-    KERNELS_OF_EXPERTS("activate", g_TG.dtype, g_TG, h, *h.shape, _KIND_NUMBERS[kind], alpha, limit)
+    EXPERT_KERNELS("activate", g_TG.dtype, g_TG, h, *h.shape, _KIND_NUMBERS[kind], alpha, limit)
     return h
 
 
@@ -151,7 +151,7 @@ def _cpp_backward(
     each row).
     """
     outputs = dg, h, products = _fake_backward(g_TG, dh_TI, w_T, kind, alpha, limit, want_h)
-    KERNELS_OF_EXPERTS(
+    EXPERT_KERNELS(
         "backward",
         g_TG.dtype,
         g_TG,

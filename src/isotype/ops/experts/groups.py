@@ -55,7 +55,7 @@ def _has_bf16_kernels() -> bool:
     """Whether the kernels for adapters can run. They must be built, and the processor must multiply
     bf16.
     """
-    return KERNELS.native()
+    return KERNELS.has_bf16_instructions()
 
 
 @cache
@@ -197,7 +197,7 @@ def _cpp_scatter_(total_TN: Tensor, y_SN: Tensor, tokens_S: Tensor, w_S: Tensor 
 # --- the order of the rows, and the products of a part
 
 
-class Groups:
+class SortedRows:
     """The rows of a call, sorted by expert.
 
     order   int64[S]   each row's position in the flattened `index`
@@ -232,7 +232,7 @@ class Groups:
         else:
             self.counts = torch.bincount(sorted_experts, minlength=experts).tolist()
 
-    def narrow(
+    def cast_adapter(
         self, a: Tensor | None, b: Tensor | None, dtype: torch.dtype
     ) -> tuple[Tensor | None, Tensor | None]:
         """Casts A and B to the products' dtype. Grouped products need ranks whose size is a
@@ -246,30 +246,30 @@ class Groups:
             b = F.pad(b, (0, padding))
         return a.to(dtype).contiguous(), b.to(dtype).contiguous()
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[RowPart]:
         if self.ends is not None:
-            yield GroupedPart(self)
+            yield GroupedRows(self)
             return
         first = start = rows = 0
         for expert, count in enumerate(self.counts):
             if rows and rows + count > ROWS_PER_PART:
-                yield Part(self, slice(first, expert), slice(start, start + rows))
+                yield RowPart(self, slice(first, expert), slice(start, start + rows))
                 first = expert
                 start = start + rows
                 rows = 0
             rows += count
         if rows:
-            yield Part(self, slice(first, self.experts), slice(start, start + rows))
+            yield RowPart(self, slice(first, self.experts), slice(start, start + rows))
 
 
-class Part:
+class RowPart:
     """The rows of a few experts, and the products of these rows.
 
     experts  the range of experts in the stacks
     rows     the range of rows among all rows of the call
     """
 
-    def __init__(self, groups: Groups, experts: slice, rows: slice) -> None:
+    def __init__(self, groups: SortedRows, experts: slice, rows: slice) -> None:
         self.experts, self.rows, self.tokens = experts, rows, groups.tokens[rows]
         self.expert_rows: list[tuple[int, slice]] = []
         self.ends: Any = []
@@ -342,7 +342,7 @@ class Part:
                 out=out_EMN[i],
             )
 
-    def outer(self, lhs_SM: Tensor, rhs_SN: Tensor, out_EMN: Tensor) -> None:
+    def outer_products(self, lhs_SM: Tensor, rhs_SN: Tensor, out_EMN: Tensor) -> None:
         """Writes lhsᵀ rhs of each expert to out, for a weight of any dtype."""
         for i, rows in self.expert_rows:
             out_EMN[i] = lhs_SM[rows].t() @ rhs_SN[rows]
@@ -351,7 +351,7 @@ class Part:
         for i, rows in self.expert_rows:
             y_SM[rows] += bias_EM[self.experts][i].to(y_SM.dtype)
 
-    def inner_with_bias(self, d_SM: Tensor, bias_EM: Tensor) -> Tensor:
+    def bias_inner_products(self, d_SM: Tensor, bias_EM: Tensor) -> Tensor:
         """Returns the inner product of each row with the bias of its expert, as fp32[S]."""
         dtype = arithmetic_dtype(d_SM.dtype)
         return torch.cat(
@@ -384,10 +384,10 @@ def _uses_bf16_kernel(x: Tensor) -> bool:
     return x.dtype is torch.bfloat16 and choose_path(KERNELS, x) == "cpp" and _has_bf16_kernels()
 
 
-class GroupedPart(Part):
+class GroupedRows(RowPart):
     """All rows of a call, with grouped products, for a GPU."""
 
-    def __init__(self, groups: Groups) -> None:
+    def __init__(self, groups: SortedRows) -> None:
         count = groups.order.shape[0]
         assert groups.ends is not None
         self.experts = slice(0, groups.experts)
@@ -428,7 +428,7 @@ class GroupedPart(Part):
     def expand_(self, y_SM: Tensor, xa_SR: Tensor, b_EMR: Tensor, scale: float) -> None:
         y_SM.add_(self.multiply(xa_SR, b_EMR.transpose(1, 2)), alpha=scale)
 
-    def outer(self, lhs_SM: Tensor, rhs_SN: Tensor, out_EMN: Tensor) -> None:
+    def outer_products(self, lhs_SM: Tensor, rhs_SN: Tensor, out_EMN: Tensor) -> None:
         out_EMN.copy_(F.grouped_mm(lhs_SM.t(), rhs_SN, offs=self.ends))
 
     def gradient(self, lhs_SM: Tensor, rhs_SN: Tensor, scale: float, out_EMN: Tensor) -> None:
@@ -441,7 +441,7 @@ class GroupedPart(Part):
     def add_bias_(self, y_SM: Tensor, bias_EM: Tensor) -> None:
         y_SM += bias_EM.to(y_SM.dtype)[self.row_experts]
 
-    def inner_with_bias(self, d_SM: Tensor, bias_EM: Tensor) -> Tensor:
+    def bias_inner_products(self, d_SM: Tensor, bias_EM: Tensor) -> Tensor:
         dtype = arithmetic_dtype(d_SM.dtype)
         return (d_SM.to(dtype) * bias_EM.to(dtype)[self.row_experts]).sum(-1)
 

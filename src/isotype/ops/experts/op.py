@@ -44,7 +44,7 @@ from .activation import (
     apply_activation,
     scale_rows,
 )
-from .groups import Groups, Part
+from .groups import RowPart, SortedRows
 
 EXPERTS = OpContract(
     "x: X[t h], index: int[t c], weights: W[t c], up: U[e g h], down: D[e h i] -> X[t h]",
@@ -132,7 +132,7 @@ def experts_reference(
 
 
 def _product(
-    part: Part,
+    part: RowPart,
     x: Tensor,
     stack: Tensor,
     options: ExpertsOptions,
@@ -194,12 +194,12 @@ class Experts(torch.autograd.Function):
         is_unused = bool(layers_running) and is_output_unused(ctx)
         with autocast_off(x_TH):
             shape = _stack_shape(up, options.states[0])
-            groups = Groups(index_TC, shape[0], dtype, packed=options.states != (None, None))
-            low_TH = x_TH.to(dtype)
+            groups = SortedRows(index_TC, shape[0], dtype, packed=options.states != (None, None))
+            compute_TH = x_TH.to(dtype)
             w_S = weights_TC.reshape(-1)[groups.order].to(arithmetic_dtype(dtype))
             (a1, b1), (a2, b2) = (
-                groups.narrow(up_a, up_b, dtype),
-                groups.narrow(down_a, down_b, dtype),
+                groups.cast_adapter(up_a, up_b, dtype),
+                groups.cast_adapter(down_a, down_b, dtype),
             )
             rows = groups.order.shape[0]
             # for each row backward reads the first layer's output, and the products of both layers
@@ -209,29 +209,29 @@ class Experts(torch.autograd.Function):
                 _, outer, inner = shape
                 if options.transposed:
                     outer = inner
-                g_SG = low_TH.new_empty(rows, outer)
+                g_SG = compute_TH.new_empty(rows, outer)
                 if a1 is not None:
-                    xa_SR = low_TH.new_empty(rows, a1.shape[1])
+                    xa_SR = compute_TH.new_empty(rows, a1.shape[1])
                 if a2 is not None:
-                    ha_SR = low_TH.new_empty(rows, a2.shape[1])
+                    ha_SR = compute_TH.new_empty(rows, a2.shape[1])
             if is_unused:
                 total = None
             else:
                 total = torch.zeros(x_TH.shape, dtype=arithmetic_dtype(dtype), device=x_TH.device)
             for part in groups.parts():
-                xs = part.gather_rows(low_TH)
+                part_x = part.gather_rows(compute_TH)
                 out = None
                 if g_SG is not None:
                     out = g_SG[part.rows]
-                g, xa = _forward_layer(part, xs, (up, up_bias, a1, b1), options, 0, out=out)
+                g, xa = _forward_layer(part, part_x, (up, up_bias, a1, b1), options, 0, out=out)
                 if total is not None or a2 is not None:
                     h = apply_activation(g, options.activation)
                 else:
                     h = None
                 if total is not None:
                     assert h is not None
-                    o, ha = _forward_layer(part, h, (down, down_bias, a2, b2), options, 1)
-                    part.scatter_add_(total, o, w_S[part.rows])
+                    down_output, ha = _forward_layer(part, h, (down, down_bias, a2, b2), options, 1)
+                    part.scatter_add_(total, down_output, w_S[part.rows])
                 elif a2 is not None:
                     assert h is not None
                     ha = part.shrink(h, a2)
@@ -240,7 +240,7 @@ class Experts(torch.autograd.Function):
                 if ha_SR is not None and ha is not None:
                     ha_SR[part.rows] = ha
         if needs_gradients:
-            ctx.save_for_backward(low_TH, w_S, g_SG, xa_SR, ha_SR, a1, b1, a2, b2, *layers)
+            ctx.save_for_backward(compute_TH, w_S, g_SG, xa_SR, ha_SR, a1, b1, a2, b2, *layers)
             ctx.settings = options, dtype, groups, x_TH.dtype, weights_TC.dtype, weights_TC.shape
         if total is None:
             return placeholder_tensor(tuple(x_TH.shape), x_TH, x_TH.dtype)
@@ -276,20 +276,22 @@ class Experts(torch.autograd.Function):
             _,
             _,
             needs_up,
-            needs_ub,
-            needs_ua,
-            needs_ubb,
+            needs_up_bias,
+            needs_up_a,
+            needs_up_b,
             needs_down,
-            needs_db,
-            needs_da,
-            needs_dbb,
+            needs_down_bias,
+            needs_down_a,
+            needs_down_b,
         ) = ctx.needs_input_grad
         up_gradients = _Gradients(
-            (up, up_bias, up_a, up_b), (needs_up, needs_ub, needs_ua, needs_ubb), options.transposed
+            (up, up_bias, up_a, up_b),
+            (needs_up, needs_up_bias, needs_up_a, needs_up_b),
+            options.transposed,
         )
         down_gradients = _Gradients(
             (down, down_bias, down_a, down_b),
-            (needs_down, needs_db, needs_da, needs_dbb),
+            (needs_down, needs_down_bias, needs_down_a, needs_down_b),
             options.transposed,
         )
         with autocast_off(dy):
@@ -306,25 +308,27 @@ class Experts(torch.autograd.Function):
                 g = g_SG[rows]
                 dh, dha = _input_gradient(part, d, down, a2, b2, options, 1)
                 dg, h, inner = activation_backward(
-                    g, dh, w, options.activation, needs_h=needs_down or needs_da
+                    g, dh, w, options.activation, needs_h=needs_down or needs_down_a
                 )
                 del dh
                 if down_bias is None:
                     dw_S[rows] = inner
                 else:
-                    dw_S[rows] = inner + part.inner_with_bias(d, down_bias)
+                    dw_S[rows] = inner + part.bias_inner_products(d, down_bias)
                 down_gradients.add(part, h, d, w, ha_SR, dha, options.scales[1])
                 del h
-                dxs, dxa = _input_gradient(part, dg, up, a1, b1, options, 0, needs_input=needs_x)
-                xs = None
-                if needs_up or needs_ua:
-                    xs = part.gather_rows(x_TH)
-                up_gradients.add(part, xs, dg, None, xa_SR, dxa, options.scales[0])
+                part_dx, dxa = _input_gradient(
+                    part, dg, up, a1, b1, options, 0, needs_input=needs_x
+                )
+                part_x = None
+                if needs_up or needs_up_a:
+                    part_x = part.gather_rows(x_TH)
+                up_gradients.add(part, part_x, dg, None, xa_SR, dxa, options.scales[0])
                 if dx_TH is not None:
-                    assert dxs is not None
-                    part.scatter_add_(dx_TH, dxs, None)
+                    assert part_dx is not None
+                    part.scatter_add_(dx_TH, part_dx, None)
                 # freed before the tensors of the next part are computed
-                del d, dg, xs, dxs
+                del d, dg, part_x, part_dx
             dweights = None
             if needs_w:
                 ordered = torch.empty_like(dw_S).index_put_((groups.order,), dw_S)
@@ -339,7 +343,7 @@ Layer = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
 def _forward_layer(
-    part: Part,
+    part: RowPart,
     x: Tensor,
     layer: Layer,
     options: ExpertsOptions,
@@ -359,7 +363,7 @@ def _forward_layer(
 
 
 def _input_gradient(
-    part: Part,
+    part: RowPart,
     dy: Tensor,
     weight: Tensor,
     a: Tensor | None,
@@ -380,8 +384,9 @@ def _input_gradient(
         return None, dxa  # type: ignore[return-value]
     dx = _product(part, dy, weight, options, layer_index, transpose=True)
     if dxa is not None:
+        scale = options.scales[layer_index]
         # an adapter has both A and B
-        part.expand_(dx, dxa, a.transpose(1, 2), options.scales[layer_index])  # type: ignore[union-attr]
+        part.expand_(dx, dxa, a.transpose(1, 2), scale)  # type: ignore[union-attr]
     return dx, dxa
 
 
@@ -411,7 +416,7 @@ class _Gradients:
 
     def add(
         self,
-        part: Part,
+        part: RowPart,
         x: Tensor | None,
         dy: Tensor,
         w: Tensor | None,
@@ -433,7 +438,7 @@ class _Gradients:
                 rhs = scale_rows(x, w)
             if self.transposed:
                 lhs, rhs = rhs, lhs
-            part.outer(lhs, rhs, self.weight[experts])
+            part.outer_products(lhs, rhs, self.weight[experts])
         if self.a is not None:
             assert dxa is not None
             assert x is not None

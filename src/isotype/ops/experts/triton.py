@@ -58,11 +58,11 @@ def activate_kernel(
     first = tl.program_id(0) % blocks * BLOCK
     gate_fp32, up_fp32 = load_pair(g, row * 2 * inner, first, inner, KIND, BLOCK)
     if KIND == "clamped":
-        low_fp32 = tl.minimum(gate_fp32, LIMIT)
+        clamped_gate_fp32 = tl.minimum(gate_fp32, LIMIT)
         y_fp32 = (
             (tl.minimum(tl.maximum(up_fp32, -LIMIT), LIMIT) + 1.0)
-            * low_fp32
-            * tl.sigmoid(ALPHA * low_fp32)
+            * clamped_gate_fp32
+            * tl.sigmoid(ALPHA * clamped_gate_fp32)
         )
     else:
         y_fp32 = gate_fp32 * activation_factor(gate_fp32, KIND) * up_fp32
@@ -103,25 +103,27 @@ def backward_kernel(
             tl.float32
         )  # [BLOCK]
         if KIND == "clamped":
-            low_fp32 = tl.minimum(gate_fp32, LIMIT)
-            share_fp32 = tl.sigmoid(ALPHA * low_fp32)
+            clamped_gate_fp32 = tl.minimum(gate_fp32, LIMIT)
+            gate_factor_fp32 = tl.sigmoid(ALPHA * clamped_gate_fp32)
             factor_fp32 = tl.minimum(tl.maximum(up_fp32, -LIMIT), LIMIT) + 1.0
-            value_fp32 = low_fp32 * share_fp32
+            value_fp32 = clamped_gate_fp32 * gate_factor_fp32
             slope_fp32 = tl.where(
-                gate_fp32 > LIMIT, 0.0, share_fp32 * (1.0 + ALPHA * low_fp32 * (1.0 - share_fp32))
+                gate_fp32 > LIMIT,
+                0.0,
+                gate_factor_fp32 * (1.0 + ALPHA * clamped_gate_fp32 * (1.0 - gate_factor_fp32)),
             )
-            by_up_fp32 = tl.where((up_fp32 > LIMIT) | (up_fp32 < -LIMIT), 0.0, value_fp32)
+            up_slope_fp32 = tl.where((up_fp32 > LIMIT) | (up_fp32 < -LIMIT), 0.0, value_fp32)
         else:
-            share_fp32 = activation_factor(gate_fp32, KIND)
+            gate_factor_fp32 = activation_factor(gate_fp32, KIND)
             factor_fp32 = up_fp32
-            value_fp32 = gate_fp32 * share_fp32
-            slope_fp32 = activation_slope(gate_fp32, share_fp32, KIND)
-            by_up_fp32 = value_fp32
+            value_fp32 = gate_fp32 * gate_factor_fp32
+            slope_fp32 = activation_slope(gate_fp32, gate_factor_fp32, KIND)
+            up_slope_fp32 = value_fp32
         y_fp32 = value_fp32 * factor_fp32
         sum_fp32 += y_fp32 * d_fp32
         d_fp32 *= weight_fp32
         dgate = (d_fp32 * factor_fp32 * slope_fp32).to(dg.dtype.element_ty)
-        dup = (d_fp32 * by_up_fp32).to(dg.dtype.element_ty)
+        dup = (d_fp32 * up_slope_fp32).to(dg.dtype.element_ty)
         if KIND == "clamped":
             pair_index = tl.arange(0, 2 * BLOCK)
             pairs = tl.reshape(tl.join(dgate, dup), (2 * BLOCK,))

@@ -26,7 +26,7 @@ from ..backend import (
     uses_fused_kernel,
 )
 from ..contract import OpContract
-from ..cpp import CppKernels, as_rows
+from ..cpp import CppKernels, view_as_rows
 from ..library import library_op
 from ..recomputable import mark_recomputable
 
@@ -100,9 +100,9 @@ def _empty_like(x: Tensor) -> Tensor:
 def _cpp_forward(x: Tensor, up: Tensor | None, activation: str) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype)
     if up is None:
-        (x,) = as_rows(x)
+        (x,) = view_as_rows(x)
     else:
-        x, up = as_rows(x, up)
+        x, up = view_as_rows(x, up)
     KERNELS(
         "forward",
         y.dtype,
@@ -141,9 +141,9 @@ def _cpp_backward(
     """
     dx, dup, y = _fake_backward(x, up, dy, activation, product)
     if up is None:
-        x, dy = as_rows(x, dy)
+        x, dy = view_as_rows(x, dy)
     else:
-        x, up, dy = as_rows(x, up, dy)
+        x, up, dy = view_as_rows(x, up, dy)
     KERNELS(
         "backward",
         dx.dtype,

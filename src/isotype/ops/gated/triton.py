@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..cpp import as_rows
+from ..cpp import view_as_rows
 from ..launch import on_tensor_device
 
 # 8 values per thread with 4 warps: one load of 16 bytes per tensor in bf16. The 2,048 threads of a
@@ -24,13 +24,15 @@ def activation_factor(x_fp32, ACTIVATION: tl.constexpr):
     """Returns the factor by which the activation multiplies x."""
     if ACTIVATION == "gelu":
         # the cumulative distribution function of the normal distribution
-        share_fp32 = 0.5 * (1.0 + tl.erf(x_fp32 * 0.7071067811865476))
+        factor_fp32 = 0.5 * (1.0 + tl.erf(x_fp32 * 0.7071067811865476))
     elif ACTIVATION == "gelu_tanh":
         # 0.5 (1 + tanh(u)) = sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3)
-        share_fp32 = tl.sigmoid(1.5957691216057308 * (x_fp32 + 0.044715 * x_fp32 * x_fp32 * x_fp32))
+        factor_fp32 = tl.sigmoid(
+            1.5957691216057308 * (x_fp32 + 0.044715 * x_fp32 * x_fp32 * x_fp32)
+        )
     else:
-        share_fp32 = tl.sigmoid(x_fp32)
-    return share_fp32
+        factor_fp32 = tl.sigmoid(x_fp32)
+    return factor_fp32
 
 
 @triton.jit
@@ -105,10 +107,10 @@ def gated_backward_kernel(
     d_fp32 = tl.load(dy + (row * dy_stride + first) + i, mask=inside, other=0.0).to(
         tl.float32
     )  # [BLOCK]
-    share_fp32 = activation_factor(x_fp32, ACTIVATION)
-    slope_fp32 = activation_slope(x_fp32, share_fp32, ACTIVATION)
+    factor_fp32 = activation_factor(x_fp32, ACTIVATION)
+    slope_fp32 = activation_slope(x_fp32, factor_fp32, ACTIVATION)
     out_start = row * columns + first
-    y_fp32 = x_fp32 * share_fp32
+    y_fp32 = x_fp32 * factor_fp32
     if GATED:
         u_fp32 = tl.load(up + (row * up_stride + first) + i, mask=inside, other=0.0).to(
             tl.float32
@@ -132,7 +134,7 @@ def _empty_like(like: Tensor) -> Tensor:
 def gated_forward(x: Tensor, up: Tensor | None, activation: str) -> Tensor:
     out = _empty_like(x)
     if out.numel():
-        x_RC, u_RC = as_rows(x, x if up is None else up)
+        x_RC, u_RC = view_as_rows(x, x if up is None else up)
         rows, columns = x_RC.shape
         blocks = triton.cdiv(columns, BLOCK)
         gated_forward_kernel[(rows * blocks,)](
@@ -164,7 +166,7 @@ def gated_backward(
     dup = None if up is None else up if in_place else _empty_like(up)
     out = None if not product else dy if in_place else _empty_like(x)
     if dy.numel():
-        x_RC, u_RC, d_RC = as_rows(x, x if up is None else up, dy)
+        x_RC, u_RC, d_RC = view_as_rows(x, x if up is None else up, dy)
         rows, columns = x_RC.shape
         blocks = triton.cdiv(columns, BLOCK)
         gated_backward_kernel[(rows * blocks,)](

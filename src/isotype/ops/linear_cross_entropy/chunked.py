@@ -32,34 +32,38 @@ from ..cross_entropy.rule import LossRule
 # arithmetic above 184 operations per byte on an H200 (measured: 788 TFLOP/s and 4.3 TB/s), and
 # above about 260 on an H100. The head's gradient is read and written in fp32, 8 H V bytes per
 # chunk, which is N / 4 operations per byte: enough from 1,046 rows on (512 MiB).
-_BUDGET = {"cpu": 64 * 2**20}
-_BUDGET_WITH_HEAD = {"cpu": 256 * 2**20}
-_DEFAULT_BUDGET = 256 * 2**20
-_DEFAULT_BUDGET_WITH_HEAD = 512 * 2**20
-_MULTIPLE = 64
+_LOGITS_BYTES = {"cpu": 64 * 2**20}
+_LOGITS_BYTES_WITH_HEAD = {"cpu": 256 * 2**20}
+_DEFAULT_LOGITS_BYTES = 256 * 2**20
+_DEFAULT_LOGITS_BYTES_WITH_HEAD = 512 * 2**20
+_BLOCK_MULTIPLE = 64
 
 
-def logits_budget(device: torch.device, head: bool) -> int:
-    """Returns the bytes of logits that may exist at once. `head` is whether the head's gradient is
-    computed too.
+def logits_budget(device: torch.device, with_head_gradient: bool) -> int:
+    """Returns the bytes of logits that may exist at once. With `with_head_gradient` the head's
+    gradient is computed too.
     """
-    if head:
-        return _BUDGET_WITH_HEAD.get(planned_device_type(device), _DEFAULT_BUDGET_WITH_HEAD)
-    return _BUDGET.get(planned_device_type(device), _DEFAULT_BUDGET)
+    if with_head_gradient:
+        return _LOGITS_BYTES_WITH_HEAD.get(
+            planned_device_type(device), _DEFAULT_LOGITS_BYTES_WITH_HEAD
+        )
+    return _LOGITS_BYTES.get(planned_device_type(device), _DEFAULT_LOGITS_BYTES)
 
 
 def fitting_block_size(
-    count: int, other_count: int, itemsize: int, device: torch.device, head: bool
+    count: int, other_count: int, itemsize: int, device: torch.device, with_head_gradient: bool
 ) -> int:
     """Divides `count` rows (or classes) into equal blocks and returns their size, such that a block
     times `other_count` classes (or rows) fits the budget.
 
-    head  whether the head's gradient is computed too
+    with_head_gradient  whether the head's gradient is computed too
     """
-    largest_block = max(_MULTIPLE, logits_budget(device, head) // max(1, other_count * itemsize))
+    largest_block = max(
+        _BLOCK_MULTIPLE, logits_budget(device, with_head_gradient) // max(1, other_count * itemsize)
+    )
     parts = max(1, -(-count // largest_block))
     block = -(-count // parts)
-    return max(1, -(-block // _MULTIPLE) * _MULTIPLE)
+    return max(1, -(-block // _BLOCK_MULTIPLE) * _BLOCK_MULTIPLE)
 
 
 def operand_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -159,7 +163,7 @@ def product_in_parts(lhs_NV: Tensor, rhs_VH: Tensor, out_NH: Tensor, parts: int)
     """Writes `lhs @ rhs` to `out`, in fp32. Equal parts of V are computed as one batched product,
     and its results are added. The remainder of V is added last.
     """
-    size = lhs_NV.shape[1] // parts // _MULTIPLE * _MULTIPLE
+    size = lhs_NV.shape[1] // parts // _BLOCK_MULTIPLE * _BLOCK_MULTIPLE
     lhs_PNV = lhs_NV[:, : parts * size].unflatten(1, (parts, size)).transpose(0, 1)
     rhs_PVH = rhs_VH[: parts * size].unflatten(0, (parts, size))
     if lhs_NV.dtype == out_NH.dtype:
@@ -191,7 +195,9 @@ def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk: int |
         raise UsageError(f"chunk is {chunk}: expected 1 row or more")
 
 
-def default_chunk(tokens: int, weight: Tensor, dtypes: Sequence[torch.dtype], head: bool) -> int:
+def default_chunk(
+    tokens: int, weight: Tensor, dtypes: Sequence[torch.dtype], with_head_gradient: bool
+) -> int:
     """Returns the number of rows whose logits exist at once. `dtypes` are the dtypes of the
     products, one for each head.
     """
@@ -199,7 +205,13 @@ def default_chunk(tokens: int, weight: Tensor, dtypes: Sequence[torch.dtype], he
         result_dtype(operand_dtype(dtype, weight.device), weight.device).itemsize
         for dtype in dtypes
     )
-    return fitting_block_size(tokens, weight.shape[0], bytes_per_logit, weight.device, head=head)
+    return fitting_block_size(
+        tokens,
+        weight.shape[0],
+        bytes_per_logit,
+        weight.device,
+        with_head_gradient=with_head_gradient,
+    )
 
 
 def cast_head(
@@ -346,7 +358,7 @@ class HeadGradient:
                 add_product_(dlogits_NV.t(), x_NH, total)
             return
         classes, hidden = total.shape
-        size = fitting_block_size(classes, hidden, 4 * 4, x_NH.device, head=True)
+        size = fitting_block_size(classes, hidden, 4 * 4, x_NH.device, with_head_gradient=True)
         size = min(classes, size)
         if self.buffer is None:
             self.buffer = torch.empty(size, hidden, dtype=result, device=total.device)
@@ -388,14 +400,14 @@ class Chunks:
         gradients: bool,
     ) -> None:
         device = hidden_TH.device
-        self.operand = operand_dtype(hidden_TH.dtype, device)
-        self.result = result_dtype(self.operand, device)
+        self.operand_dtype = operand_dtype(hidden_TH.dtype, device)
+        self.result_dtype = result_dtype(self.operand_dtype, device)
         self.hidden_TH = hidden_TH
-        self.weight_VH = weight_VH.to(self.operand)
+        self.weight_VH = weight_VH.to(self.operand_dtype)
         self.chunk = chunk
         self.bias_V: Tensor | None = None
         if bias_V is not None:
-            self.bias_V = bias_V.to(self.result)
+            self.bias_V = bias_V.to(self.result_dtype)
         self.rows = rows_to_compute(targets_T, rule)
         if isinstance(self.rows, slice):
             self.count = targets_T.numel()
@@ -403,13 +415,13 @@ class Chunks:
             self.count = self.rows.numel()
         chunk_rows = min(chunk, self.count)
         classes = weight_VH.shape[0]
-        self.logits = allocate_logits(chunk_rows, classes, self.result, device)
-        if self.result == self.operand:
+        self.logits = allocate_logits(chunk_rows, classes, self.result_dtype, device)
+        if self.result_dtype == self.operand_dtype:
             self.dlogits = self.logits
         else:
             if not gradients:
                 chunk_rows = 0
-            self.dlogits = allocate_logits(chunk_rows, classes, self.operand, device)
+            self.dlogits = allocate_logits(chunk_rows, classes, self.operand_dtype, device)
 
     def __iter__(self) -> Iterator[tuple[slice | Tensor, Tensor, Tensor, Tensor]]:
         for start in range(0, self.count, self.chunk):
@@ -418,7 +430,7 @@ class Chunks:
                 rows: slice | Tensor = slice(start, stop)
             else:
                 rows = self.rows[start:stop]
-            x_NH = self.hidden_TH[rows].to(self.operand)
+            x_NH = self.hidden_TH[rows].to(self.operand_dtype)
             z_NV = product(x_NH, self.weight_VH.t(), self.logits[: stop - start])
             if self.bias_V is not None:
                 z_NV.add_(self.bias_V)
@@ -432,13 +444,13 @@ class Chunks:
         post_scale: Tensor | None,
     ) -> None:
         """Writes the gradient of these rows of hidden, times `post_scale`."""
-        if isinstance(rows, slice) and post_scale is None and dhidden_TH.dtype == self.result:
+        if isinstance(rows, slice) and post_scale is None and dhidden_TH.dtype == self.result_dtype:
             product_over_classes(dlogits_NV, self.weight_VH, dhidden_TH[rows])
             return
         dx_NH = torch.empty(
             dlogits_NV.shape[0],
             self.weight_VH.shape[1],
-            dtype=self.result,
+            dtype=self.result_dtype,
             device=dlogits_NV.device,
         )
         product_over_classes(dlogits_NV, self.weight_VH, dx_NH)
@@ -505,7 +517,7 @@ def gradients_by_vocabulary(
         factor = pre_scale / upstream_size
     classes = weight_VH.shape[0]
     block_classes = fitting_block_size(
-        weight_VH.shape[0], x_NH.shape[0], result.itemsize, device, head=True
+        weight_VH.shape[0], x_NH.shape[0], result.itemsize, device, with_head_gradient=True
     )
     dx_NH = torch.zeros(x_NH.shape, dtype=fp32, device=device)
     stored = stored_gradient_dtype(hidden_TH.dtype, device)

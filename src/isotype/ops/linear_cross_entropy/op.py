@@ -111,7 +111,7 @@ def _forward(
     chunks = Chunks(hidden_TH, weight_VH, bias_V, targets_T, rule, chunk, wants_gradient)
     if not chunks.count:
         out.dweight_VH.zero_()
-    pre_scale, post_scale = gradient_factors(chunks.operand, upstream)
+    pre_scale, post_scale = gradient_factors(chunks.operand_dtype, upstream)
     head = HeadGradient(out.dweight_VH, post_scale)
     kernels = choose_row_kernels(chunks.logits)
     for rows, x_NH, z_NV, g_NV in chunks:

@@ -47,7 +47,7 @@ from ..linear_cross_entropy.chunked import (
     stored_gradient_dtype,
 )
 from ..linear_cross_entropy.op import reference_logits
-from .rows import KERNELS, Pair, divergences, divergences_cpp
+from .rows import KERNELS, DivergenceParameters, divergences, divergences_cpp
 
 LINEAR_DIVERGENCE = OpContract(
     "hidden: X[*n H], weight: W[V H], teacher_hidden: Y[*n G], teacher_weight: U[V G] ->"
@@ -120,7 +120,7 @@ class Heads(NamedTuple):
 
     student: Chunks
     teacher: Chunks
-    pair: Pair
+    parameters: DivergenceParameters
     compute: Any
 
     @classmethod
@@ -143,7 +143,7 @@ class Heads(NamedTuple):
         return cls(
             student,
             teacher,
-            Pair(student_rule, teacher_rule, rules[4]),
+            DivergenceParameters(student_rule, teacher_rule, rules[4]),
             _choose_kernel(student.logits, teacher.logits),
         )
 
@@ -166,7 +166,7 @@ class Heads(NamedTuple):
                 rows,
                 x_NH,
                 g_NV,
-                partial(self.compute, z_NV, teacher_NV, self.pair, g_NV, **sources),
+                partial(self.compute, z_NV, teacher_NV, self.parameters, g_NV, **sources),
             )
 
 
@@ -234,7 +234,7 @@ def _forward(
         want_gradient,
     )
     pre_scale, post_scale = gradient_factors(
-        heads.student.operand, hidden_TH.new_ones((), dtype=arithmetic_dtype(hidden_TH.dtype))
+        heads.student.operand_dtype, hidden_TH.new_ones((), dtype=arithmetic_dtype(hidden_TH.dtype))
     )
     for rows, x_NH, g_NV, compute in heads:
         upstream_N = None
@@ -273,7 +273,7 @@ def _backward(
         (hidden_TH, weight_VH, bias_V, teacher_TG, weight_VG, teacher_bias_V), rules, chunk, True
     )
     upstream_size = largest_gradient(upstream_T)
-    pre_scale, post_scale = gradient_factors(heads.student.operand, upstream_size)
+    pre_scale, post_scale = gradient_factors(heads.student.operand_dtype, upstream_size)
     factor: Tensor | float = 1.0
     if post_scale is not None:
         factor = pre_scale / upstream_size

@@ -25,7 +25,7 @@ KERNELS = CppKernels(__file__, divergences="dpiiiffpipiipdpiffpipiipfppppi")
 MIN_LOG_PROB = -1e30  # a finite number, so that p ln p of a masked class is 0
 
 
-class Pair(NamedTuple):
+class DivergenceParameters(NamedTuple):
     """The parameters of a divergence: scale and softcap of the student's and the teacher's logits,
     divided by the temperature, and beta.
     """
@@ -69,7 +69,7 @@ def divergence_(s: Tensor, t: Tensor, beta: float, *, gradient: bool) -> Tensor:
 def divergences(
     z_NV: Tensor,
     teacher_NV: Tensor,
-    pair: Pair,
+    parameters: DivergenceParameters,
     out_NV: Tensor,
     upstream_N: Tensor | None,
     want_entropy: bool,
@@ -84,7 +84,7 @@ def divergences(
         torch.empty(size, dtype=dtype, device=device)
         for size in (row_count, row_count if want_entropy else 0)
     )
-    (student, teacher, beta), with_gradient = pair, upstream_N is not None
+    (student, teacher, beta), with_gradient = parameters, upstream_N is not None
     for (rows, s), (_, t) in zip(
         wide_blocks(z_NV, student), wide_blocks(teacher_NV, teacher), strict=True
     ):
@@ -103,7 +103,7 @@ def divergences(
 def divergences_cpp(
     z_NV: Tensor,
     teacher_NV: Tensor,
-    pair: Pair,
+    parameters: DivergenceParameters,
     out_NV: Tensor,
     upstream_N: Tensor | None,
     want_entropy: bool,
@@ -121,8 +121,8 @@ def divergences_cpp(
         upstream_N = upstream_N.to(torch.float32).contiguous()
     arguments: list[Any] = []
     for z, rule, source in (
-        (z_NV, pair.student, sources[0]),
-        (teacher_NV, pair.teacher, sources[1]),
+        (z_NV, parameters.student, sources[0]),
+        (teacher_NV, parameters.teacher, sources[1]),
     ):
         shape = z_NV.shape if z is z_NV else ()
         arguments += [
@@ -137,7 +137,7 @@ def divergences_cpp(
     KERNELS(
         "divergences",
         *arguments,
-        pair.beta,
+        parameters.beta,
         divergence,
         entropy if want_entropy else None,
         upstream_N,

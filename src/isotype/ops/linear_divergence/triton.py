@@ -16,7 +16,7 @@ from torch import Tensor
 from ..cross_entropy.rule import LossRule
 from ..cross_entropy.triton import apply_rule, cross_entropy_forward, load_block
 from ..launch import on_tensor_device, warps
-from .rows import Pair
+from .rows import DivergenceParameters
 
 # 8 values per thread of student and teacher each; with 16 values 8 spill on sm_80
 MAX_BLOCK = 2048
@@ -42,12 +42,12 @@ def log_prob(
 
 
 @triton.jit
-def to_mixture(up_fp32, beta):
+def log_mixture_ratio(log_ratio_fp32, beta):
     """Returns ln(p / m) = -ln(1 - beta + beta e^up) from up = ln(q / p). This avoids the
     cancellation of two large logarithms. At a ratio above e^80 one of p and q is 0.
     """
-    clamped_fp32 = tl.minimum(tl.maximum(up_fp32, -80.0), 80.0)
-    return -tl.log(1.0 + beta * (tl.exp(clamped_fp32) - 1.0))
+    clamped_ratio_fp32 = tl.minimum(tl.maximum(log_ratio_fp32, -80.0), 80.0)
+    return -tl.log(1.0 + beta * (tl.exp(clamped_ratio_fp32) - 1.0))
 
 
 @triton.jit
@@ -74,7 +74,9 @@ def add_to_divergence(
     TEACHER_CAP: tl.constexpr,
 ):
     """Adds a block of logits to the lanes' sums of p ln(p / m), q ln(q / m) and p ln p."""
-    s = log_prob(start, v, classes, lse, scale, softcap, FULL, HAS_SCALE, HAS_CAP)  # [LANES, EACH]
+    s = log_prob(
+        start, v, classes, lse, scale, softcap, FULL, HAS_SCALE, HAS_CAP
+    )  # [LANES, LANE_VALUES]
     t = log_prob(
         teacher,
         v,
@@ -86,19 +88,19 @@ def add_to_divergence(
         TEACHER_SCALE,
         TEACHER_CAP,
     )
-    up = t - s
+    log_ratio = t - s
     p = tl.exp(s)
     q = tl.exp(t)
     if KIND == 0:
-        student_term = tl.zeros_like(up)
-        teacher_term = q * up
+        student_term = tl.zeros_like(log_ratio)
+        teacher_term = q * log_ratio
     elif KIND == 1:
-        student_term = -p * up
-        teacher_term = tl.zeros_like(up)
+        student_term = -p * log_ratio
+        teacher_term = tl.zeros_like(log_ratio)
     else:
-        to_m = to_mixture(up, beta)
-        student_term = p * to_m
-        teacher_term = q * (tl.minimum(up, 80.0) + to_m)
+        mixture_log_ratio = log_mixture_ratio(log_ratio, beta)
+        student_term = p * mixture_log_ratio
+        teacher_term = q * (tl.minimum(log_ratio, 80.0) + mixture_log_ratio)
     if not FULL:
         student_term = tl.where(v < classes, student_term, 0.0)
         teacher_term = tl.where(v < classes, teacher_term, 0.0)
@@ -133,7 +135,7 @@ def divergence_kernel(
     TEACHER_SCALE: tl.constexpr,
     TEACHER_CAP: tl.constexpr,
     LANES: tl.constexpr,
-    EACH: tl.constexpr,
+    LANE_VALUES: tl.constexpr,
 ):
     """Computes the divergence and the entropy of a row. KIND is 0 or 1 for these values of beta,
     and 2 for values between. `student_sum` receives the sum of p ln(p / m), which the gradient
@@ -147,12 +149,12 @@ def divergence_kernel(
     beta_fp32 = beta.to(tl.float32)
     # a lane is one load of one thread. Its sums stay in that thread, so that the loop has no
     # barrier
-    lanes = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
+    lanes = tl.arange(0, LANES)[:, None] * LANE_VALUES + tl.arange(0, LANE_VALUES)[None, :]
     student_lanes = tl.zeros([LANES], tl.float32)
     teacher_lanes = tl.zeros([LANES], tl.float32)
     entropy_lanes = tl.zeros([LANES], tl.float32)
-    full_end = classes // (LANES * EACH) * (LANES * EACH)
-    for first in range(0, full_end, LANES * EACH):
+    full_end = classes // (LANES * LANE_VALUES) * (LANES * LANE_VALUES)
+    for first in range(0, full_end, LANES * LANE_VALUES):
         student_lanes, teacher_lanes, entropy_lanes = add_to_divergence(
             student_lanes,
             teacher_lanes,
@@ -261,7 +263,11 @@ def divergence_gradient_kernel(
     else:
         # the derivatives through the mixture cancel
         beta_fp32 = beta.to(tl.float32)
-        g_fp32 = p * (to_mixture(t - s, beta_fp32) - tl.load(student_sum + row)) * (1.0 - beta_fp32)
+        g_fp32 = (
+            p
+            * (log_mixture_ratio(t - s, beta_fp32) - tl.load(student_sum + row))
+            * (1.0 - beta_fp32)
+        )
     if HAS_CAP:
         u_fp32 = z_fp32 / softcap.to(tl.float32)
         g_fp32 *= 1.0 - u_fp32 * u_fp32
@@ -274,9 +280,9 @@ def divergence_gradient_kernel(
         tl.store(out + row * out_stride + v, g_fp32.to(out.dtype.element_ty), mask=v < classes)
 
 
-def _flags(pair: Pair) -> dict[str, int]:
-    kind = int(pair.beta) if pair.beta in (0.0, 1.0) else 2
-    sides = {"": pair.student, "TEACHER": pair.teacher}
+def _flags(parameters: DivergenceParameters) -> dict[str, int]:
+    kind = int(parameters.beta) if parameters.beta in (0.0, 1.0) else 2
+    sides = {"": parameters.student, "TEACHER": parameters.teacher}
     flags: dict[str, int] = {"KIND": kind}
     for name, rule in sides.items():
         flags |= {
@@ -286,23 +292,26 @@ def _flags(pair: Pair) -> dict[str, int]:
     return flags
 
 
-def _lse(logits_NV: Tensor, rule: LossRule) -> Tensor:
-    any_N = torch.zeros(logits_NV.shape[0], dtype=torch.int64, device=logits_NV.device)
-    return cross_entropy_forward(logits_NV, any_N, rule)[1]
+def _row_logsumexp(logits_NV: Tensor, rule: LossRule) -> Tensor:
+    dummy_targets_N = torch.zeros(logits_NV.shape[0], dtype=torch.int64, device=logits_NV.device)
+    return cross_entropy_forward(logits_NV, dummy_targets_N, rule)[1]
 
 
 @on_tensor_device
 def divergences(
     z_NV: Tensor,
     teacher_NV: Tensor,
-    pair: Pair,
+    parameters: DivergenceParameters,
     out_NV: Tensor,
     upstream_N: Tensor | None,
     want_entropy: bool,
 ) -> tuple[Tensor, Tensor]:
     """Computes the same as `rows.divergences`."""
     rows, classes = z_NV.shape
-    lse_N, teacher_lse_N = _lse(z_NV, pair.student), _lse(teacher_NV, pair.teacher)
+    lse_N, teacher_lse_N = (
+        _row_logsumexp(z_NV, parameters.student),
+        _row_logsumexp(teacher_NV, parameters.teacher),
+    )
     divergence_N, student_sum_N, entropy_N = (
         torch.empty_like(lse_N),
         torch.empty_like(lse_N),
@@ -310,12 +319,12 @@ def divergences(
     )
     if not rows or not classes:
         return divergence_N, entropy_N
-    numbers = (
-        pair.student.logit_scale,
-        pair.student.softcap,
-        pair.teacher.logit_scale,
-        pair.teacher.softcap,
-        pair.beta,
+    scalars = (
+        parameters.student.logit_scale,
+        parameters.student.softcap,
+        parameters.teacher.logit_scale,
+        parameters.teacher.softcap,
+        parameters.beta,
     )
     block = min(MAX_BLOCK, triton.next_power_of_2(classes))
     lane_values = min(block, 16 // max(z_NV.element_size(), teacher_NV.element_size()))
@@ -330,10 +339,10 @@ def divergences(
         z_NV.stride(0),
         teacher_NV.stride(0),
         classes,
-        *numbers,
-        **_flags(pair),
+        *scalars,
+        **_flags(parameters),
         LANES=block // lane_values,
-        EACH=lane_values,
+        LANE_VALUES=lane_values,
         num_warps=warps(2 * block),
     )
     if upstream_N is not None:
@@ -351,8 +360,8 @@ def divergences(
             out_NV.stride(0),
             classes,
             blocks,
-            *numbers,
-            **_flags(pair),
+            *scalars,
+            **_flags(parameters),
             BLOCK=block,
             num_warps=warps(2 * block),
         )

@@ -74,8 +74,8 @@ KERNELS = CppKernels(
 )
 # the largest number of partial sums of a vector's gradient per picture, and the smallest number of
 # rows per partial sum
-_PARTIAL_SUMS = 64
-_ROWS = 16
+_MAX_PARTIAL_SUMS = 64
+_MIN_ROWS = 16
 
 
 def _flatten_rows(x_BTH: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ def _cpp_norm_backward(
     x_RH = _flatten_rows(x_BTH)
     dy_RH = _flatten_rows(dy_BTH)
     dx_BTH = _empty_like(x_BTH)
-    block = max(_ROWS, -(-tokens // _PARTIAL_SUMS))
+    block = max(_MIN_ROWS, -(-tokens // _MAX_PARTIAL_SUMS))
     if want_modulation:
         partial = torch.empty((pictures, -(-tokens // block), 2, hidden), dtype=torch.float32)
     else:
@@ -212,7 +212,7 @@ def _cpp_gate_backward(
     x_RH = _flatten_rows(x_BTH)
     dy_RH = _flatten_rows(dy_BTH)
     dx_BTH = _empty_like(x_BTH)
-    block = max(_ROWS, -(-tokens // _PARTIAL_SUMS))
+    block = max(_MIN_ROWS, -(-tokens // _MAX_PARTIAL_SUMS))
     if want_gate:
         partial = torch.empty((pictures, -(-tokens // block), hidden), dtype=torch.float32)
     else:

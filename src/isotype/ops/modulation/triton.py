@@ -26,13 +26,15 @@ def gated_residual_forward_kernel(
     token = (tl.program_id(0) % tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     h = tl.arange(0, BLOCK)
     inside = (token < tokens)[:, None] & (h < hidden)[None, :]
-    at = (picture * tokens + token)[:, None] * hidden + h[None, :]
-    r_fp32 = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
-    x_fp32 = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
+    offsets = (picture * tokens + token)[:, None] * hidden + h[None, :]
+    r_fp32 = tl.load(residual + offsets, mask=inside, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
+    x_fp32 = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
     gate_fp32 = tl.load(gate + picture * hidden + h, mask=h < hidden, other=0.0).to(
         tl.float32
     )  # [BLOCK]
-    tl.store(out + at, (r_fp32 + gate_fp32[None, :] * x_fp32).to(out.dtype.element_ty), mask=inside)
+    tl.store(
+        out + offsets, (r_fp32 + gate_fp32[None, :] * x_fp32).to(out.dtype.element_ty), mask=inside
+    )
 
 
 @triton.jit
@@ -45,7 +47,7 @@ def gated_residual_backward_kernel(
     tokens,
     hidden,
     programs,
-    tiles_each,
+    tiles_per_program,
     GATE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -55,17 +57,17 @@ def gated_residual_backward_kernel(
     h = tl.arange(0, BLOCK)
     if GATE:
         dgate_fp32 = tl.zeros([ROWS, BLOCK], tl.float32)
-    for tile in range(tiles_each):
-        token = (program * tiles_each + tile) * ROWS + tl.arange(0, ROWS)
+    for tile in range(tiles_per_program):
+        token = (program * tiles_per_program + tile) * ROWS + tl.arange(0, ROWS)
         inside = (token < tokens)[:, None] & (h < hidden)[None, :]
-        at = (picture * tokens + token)[:, None] * hidden + h[None, :]
-        d_fp32 = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
+        offsets = (picture * tokens + token)[:, None] * hidden + h[None, :]
+        d_fp32 = tl.load(dy + offsets, mask=inside, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
         gate_fp32 = tl.load(gate + picture * hidden + h, mask=h < hidden, other=0.0).to(
             tl.float32
         )  # [BLOCK]
-        tl.store(dx + at, (d_fp32 * gate_fp32[None, :]).to(dx.dtype.element_ty), mask=inside)
+        tl.store(dx + offsets, (d_fp32 * gate_fp32[None, :]).to(dx.dtype.element_ty), mask=inside)
         if GATE:
-            dgate_fp32 += d_fp32 * tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+            dgate_fp32 += d_fp32 * tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
     if GATE:
         tl.store(
             partial + (picture * programs + program) * hidden + h,
@@ -84,8 +86,8 @@ def gated_residual_forward(residual_BTH: Tensor, x_BTH: Tensor, gate_BH: Tensor)
     out = torch.empty(x_BTH.shape, dtype=x_BTH.dtype, device=x_BTH.device)
     if x_BTH.numel():
         pictures, tokens, hidden = x_BTH.shape
-        rows_each, block = choose_tile(hidden)
-        tiles = triton.cdiv(tokens, rows_each)
+        rows_per_tile, block = choose_tile(hidden)
+        tiles = triton.cdiv(tokens, rows_per_tile)
         gated_residual_forward_kernel[(pictures * tiles,)](
             residual_BTH,
             x_BTH,
@@ -94,9 +96,9 @@ def gated_residual_forward(residual_BTH: Tensor, x_BTH: Tensor, gate_BH: Tensor)
             tokens,
             hidden,
             tiles,
-            ROWS=rows_each,
+            ROWS=rows_per_tile,
             BLOCK=block,
-            num_warps=warps(rows_each * block),
+            num_warps=warps(rows_per_tile * block),
         )
     return out
 
@@ -110,11 +112,11 @@ def gated_residual_backward(
     dx_BTH = torch.empty_like(x_BTH)
     if not x_BTH.numel():
         return dx_BTH, torch.zeros_like(gate_BH) if want_gate else None
-    rows_each, block = choose_tile(hidden)
-    tiles = triton.cdiv(tokens, rows_each)
-    most = max(1, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(x_BTH.device) // pictures)
-    tiles_each = triton.cdiv(tiles, min(tiles, most)) if want_gate else 1
-    programs = triton.cdiv(tiles, tiles_each)
+    rows_per_tile, block = choose_tile(hidden)
+    tiles = triton.cdiv(tokens, rows_per_tile)
+    max_programs = max(1, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(x_BTH.device) // pictures)
+    tiles_per_program = triton.cdiv(tiles, min(tiles, max_programs)) if want_gate else 1
+    programs = triton.cdiv(tiles, tiles_per_program)
     partial = (
         torch.empty((pictures, programs, hidden), dtype=torch.float32, device=x_BTH.device)
         if want_gate
@@ -129,11 +131,11 @@ def gated_residual_backward(
         tokens,
         hidden,
         programs,
-        tiles_each,
+        tiles_per_program,
         GATE=want_gate,
-        ROWS=rows_each,
+        ROWS=rows_per_tile,
         BLOCK=block,
-        num_warps=warps(rows_each * block),
+        num_warps=warps(rows_per_tile * block),
     )
     return dx_BTH, partial.sum(1).to(gate_BH.dtype) if want_gate else None
 
@@ -147,8 +149,8 @@ def modulated_layer_norm_forward_kernel(
     h = tl.arange(0, BLOCK)
     columns = (h < hidden)[None, :]
     inside = (token < tokens)[:, None] & columns
-    at = (picture * tokens + token)[:, None] * hidden + h[None, :]
-    x_fp32 = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
+    offsets = (picture * tokens + token)[:, None] * hidden + h[None, :]
+    x_fp32 = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
     scale_fp32 = tl.load(scale + picture * hidden + h, mask=h < hidden, other=0.0).to(
         tl.float32
     )  # [BLOCK]
@@ -159,7 +161,7 @@ def modulated_layer_norm_forward_kernel(
     centred_fp32 = tl.where(columns, x_fp32 - mean_fp32[:, None], 0.0)
     factor_fp32 = 1.0 / tl.sqrt(tl.sum(centred_fp32 * centred_fp32, 1) / hidden + eps)  # [ROWS]
     y_fp32 = centred_fp32 * factor_fp32[:, None] * (1.0 + scale_fp32)[None, :] + shift_fp32[None, :]
-    tl.store(out + at, y_fp32.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + offsets, y_fp32.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -172,7 +174,7 @@ def modulated_layer_norm_backward_kernel(
     tokens,
     hidden,
     programs,
-    tiles_each,
+    tiles_per_program,
     eps,
     MODULATION: tl.constexpr,
     ROWS: tl.constexpr,
@@ -185,12 +187,12 @@ def modulated_layer_norm_backward_kernel(
     if MODULATION:
         dscale_fp32 = tl.zeros([ROWS, BLOCK], tl.float32)
         dshift_fp32 = tl.zeros([ROWS, BLOCK], tl.float32)
-    for tile in range(tiles_each):
-        token = (program * tiles_each + tile) * ROWS + tl.arange(0, ROWS)
+    for tile in range(tiles_per_program):
+        token = (program * tiles_per_program + tile) * ROWS + tl.arange(0, ROWS)
         inside = (token < tokens)[:, None] & columns
-        at = (picture * tokens + token)[:, None] * hidden + h[None, :]
-        x_fp32 = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
-        d_fp32 = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
+        offsets = (picture * tokens + token)[:, None] * hidden + h[None, :]
+        x_fp32 = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
+        d_fp32 = tl.load(dy + offsets, mask=inside, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
         # loaded again for every tile, from the cache. Kept in registers, it would take one register
         # per value
         scale_fp32 = tl.load(scale + picture * hidden + h, mask=h < hidden, other=0.0).to(
@@ -204,9 +206,9 @@ def modulated_layer_norm_backward_kernel(
         normed_fp32 = centred_fp32 * factor_fp32
         g_fp32 = d_fp32 * (1.0 + scale_fp32)[None, :]
         mean_g_fp32 = (tl.sum(g_fp32, 1) / hidden)[:, None]  # [ROWS, 1]
-        along_fp32 = (tl.sum(g_fp32 * normed_fp32, 1) / hidden)[:, None]  # [ROWS, 1]
-        dx_fp32 = factor_fp32 * (g_fp32 - mean_g_fp32 - normed_fp32 * along_fp32)
-        tl.store(dx + at, dx_fp32.to(dx.dtype.element_ty), mask=inside)
+        projection_fp32 = (tl.sum(g_fp32 * normed_fp32, 1) / hidden)[:, None]  # [ROWS, 1]
+        dx_fp32 = factor_fp32 * (g_fp32 - mean_g_fp32 - normed_fp32 * projection_fp32)
+        tl.store(dx + offsets, dx_fp32.to(dx.dtype.element_ty), mask=inside)
         if MODULATION:
             dscale_fp32 += d_fp32 * normed_fp32
             dshift_fp32 += d_fp32
@@ -224,8 +226,8 @@ def modulated_layer_norm_forward(
     out = torch.empty(x_BTH.shape, dtype=out_dtype, device=x_BTH.device)
     if x_BTH.numel():
         pictures, tokens, hidden = x_BTH.shape
-        rows_each, block = choose_tile(hidden)
-        tiles = triton.cdiv(tokens, rows_each)
+        rows_per_tile, block = choose_tile(hidden)
+        tiles = triton.cdiv(tokens, rows_per_tile)
         modulated_layer_norm_forward_kernel[(pictures * tiles,)](
             x_BTH,
             scale_BH,
@@ -235,9 +237,9 @@ def modulated_layer_norm_forward(
             hidden,
             tiles,
             eps,
-            ROWS=rows_each,
+            ROWS=rows_per_tile,
             BLOCK=block,
-            num_warps=warps(rows_each * block),
+            num_warps=warps(rows_per_tile * block),
         )
     return out
 
@@ -255,11 +257,11 @@ def modulated_layer_norm_backward(
             if want_modulation
             else (None, None)
         )
-    rows_each, block = choose_tile(hidden)
-    tiles = triton.cdiv(tokens, rows_each)
-    most = max(1, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(x_BTH.device) // pictures)
-    tiles_each = triton.cdiv(tiles, min(tiles, most)) if want_modulation else 1
-    programs = triton.cdiv(tiles, tiles_each)
+    rows_per_tile, block = choose_tile(hidden)
+    tiles = triton.cdiv(tokens, rows_per_tile)
+    max_programs = max(1, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(x_BTH.device) // pictures)
+    tiles_per_program = triton.cdiv(tiles, min(tiles, max_programs)) if want_modulation else 1
+    programs = triton.cdiv(tiles, tiles_per_program)
     shape = (pictures, programs, 2, hidden)
     partial = (
         torch.empty(shape, dtype=torch.float32, device=x_BTH.device) if want_modulation else dx_BTH
@@ -273,12 +275,12 @@ def modulated_layer_norm_backward(
         tokens,
         hidden,
         programs,
-        tiles_each,
+        tiles_per_program,
         eps,
         MODULATION=want_modulation,
-        ROWS=rows_each,
+        ROWS=rows_per_tile,
         BLOCK=block,
-        num_warps=warps(rows_each * block),
+        num_warps=warps(rows_per_tile * block),
     )
     if not want_modulation:
         return dx_BTH, None, None

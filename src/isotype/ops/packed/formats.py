@@ -31,7 +31,7 @@ from .ggml import decode_blocks
 
 # the kinds of a packed element; the C++ source has the same numbers
 KINDS = {"e4m3": 0, "e5m2": 1, "int8": 2, "fp4": 3, "int4": 4}
-HALVES = ("fp4", "int4")
+FOUR_BIT_KINDS = ("fp4", "int4")
 
 Tensors = Mapping[str, Tensor]
 # Tensor.sub_ or Tensor.mul_
@@ -45,18 +45,18 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 class Layout:
     """The layout of one packed weight.
 
-    format      the name of a function of this file
-    shape       [O K] of the decoded weight
-    main        name, dtype and shape of the file's tensor that is the parameter, as uint8
-    block       rows and columns that share a scale
-    bits        number of bits of an integer
-    first_zero  the number that is added to a stored zero point
+    format               the name of a function of this file
+    shape                [O K] of the decoded weight
+    packed_tensor        name, dtype and shape of the file's tensor that is the parameter, as uint8
+    block                rows and columns that share a scale
+    bits                 number of bits of an integer
+    first_zero           the number that is added to a stored zero point
     has_exponent_scales  whether scales are ue8m0 bytes
     """
 
     format: str
     shape: tuple[int, int]
-    main: tuple[str, torch.dtype, tuple[int, ...]]
+    packed_tensor: tuple[str, torch.dtype, tuple[int, ...]]
     block: tuple[int, int]
     bits: int = 8
     first_zero: int = 0
@@ -215,7 +215,7 @@ def mxfp4(tensors: Tensors, rows: slice, wide: torch.dtype, layout: Layout) -> T
 
 def ggml(tensors: Tensors, rows: slice, wide: torch.dtype, layout: Layout) -> Tensor:
     """Decodes the blocks of a GGUF file, uint8[O bytes] under the name of their kind."""
-    return decode_blocks(layout.main[0], tensors[layout.main[0]][rows], wide)
+    return decode_blocks(layout.packed_tensor[0], tensors[layout.packed_tensor[0]][rows], wide)
 
 
 def decode_exponents(scale: Tensor, wide: torch.dtype) -> Tensor:

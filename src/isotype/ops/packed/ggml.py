@@ -57,7 +57,7 @@ def _read_fp16(blocks: Tensor, offset: int) -> Tensor:
     return blocks[:, offset : offset + 2].contiguous().view(torch.float16)
 
 
-def _fields(packed: Tensor, shifts: Sequence[int], width: int, mask: int) -> Tensor:
+def _extract_bit_fields(packed: Tensor, shifts: Sequence[int], width: int, mask: int) -> Tensor:
     """Extracts bit fields. Each run of `width` bytes is returned once per shift, shifted and
     masked, as uint8[B len(shifts) * bytes].
     """
@@ -73,7 +73,7 @@ def _decode_32(kind: str, blocks: Tensor, d: list[Tensor], wide: torch.dtype) ->
     """
     if kind == "Q8_0":
         return blocks[:, 2:].contiguous().view(torch.int8).to(wide) * d[0]
-    q = _fields(blocks[:, -16:], (0, 4), 16, 15)
+    q = _extract_bit_fields(blocks[:, -16:], (0, 4), 16, 15)
     if kind == "IQ4_NL":
         return d[0] * torch.tensor(_IQ4, dtype=wide, device=q.device)[q.int()]
     zero = 8
@@ -86,22 +86,22 @@ def _decode_32(kind: str, blocks: Tensor, d: list[Tensor], wide: torch.dtype) ->
     return d[0] * (q.to(wide) - zero)
 
 
-def _q2_k(blocks: Tensor, d: list[Tensor], wide: torch.dtype) -> Tensor:
+def _decode_q2_k(blocks: Tensor, d: list[Tensor], wide: torch.dtype) -> Tensor:
     scales = blocks[:, :16]
-    q = _fields(blocks[:, 16:80], (0, 2, 4, 6), 32, 3)
+    q = _extract_bit_fields(blocks[:, 16:80], (0, 2, 4, 6), 32, 3)
     return _scale_groups(d[0] * (scales & 15).to(wide), q.to(wide), d[1] * (scales >> 4).to(wide))
 
 
-def _q3_k(blocks: Tensor, d: list[Tensor], wide: torch.dtype) -> Tensor:
-    low = _fields(blocks[:, 96:104], (0, 4), 8, 15)
-    high = _fields(blocks[:, 104:108], (0, 2, 4, 6), 4, 3)
-    q = _fields(blocks[:, 32:96], (0, 2, 4, 6), 32, 3).to(wide)
+def _decode_q3_k(blocks: Tensor, d: list[Tensor], wide: torch.dtype) -> Tensor:
+    low = _extract_bit_fields(blocks[:, 96:104], (0, 4), 8, 15)
+    high = _extract_bit_fields(blocks[:, 104:108], (0, 2, 4, 6), 4, 3)
+    q = _extract_bit_fields(blocks[:, 32:96], (0, 2, 4, 6), 32, 3).to(wide)
     # 4 is subtracted where the bit is not set
-    q -= (1 - _fields(blocks[:, :32], range(8), 32, 1)).to(wide) * 4
+    q -= (1 - _extract_bit_fields(blocks[:, :32], range(8), 32, 1)).to(wide) * 4
     return _scale_groups(d[0] * ((low | high << 4).to(wide) - 32), q)
 
 
-def _q45_k(blocks: Tensor, d: list[Tensor], wide: torch.dtype) -> Tensor:
+def _decode_q4_q5_k(blocks: Tensor, d: list[Tensor], wide: torch.dtype) -> Tensor:
     """Decodes Q4_K and Q5_K. Each block has eight scales and eight minima of 6 bits. The first four
     of each are the low 6 bits of a byte. Of the last four, the high 2 bits are in the high bits of
     the same bytes, and the low 4 bits follow.
@@ -111,16 +111,16 @@ def _q45_k(blocks: Tensor, d: list[Tensor], wide: torch.dtype) -> Tensor:
     high_halves = blocks[:, 12:16]
     scale = torch.cat((first & 63, (high_halves & 15) | (first >> 2) & 48), 1)
     minimum = torch.cat((second & 63, (high_halves >> 4) | (second >> 2) & 48), 1)
-    q = _fields(blocks[:, -128:], (0, 4), 32, 15)
+    q = _extract_bit_fields(blocks[:, -128:], (0, 4), 32, 15)
     if blocks.shape[1] == BLOCKS["Q5_K"][1]:
-        q = q | _fields(blocks[:, 16:48], range(8), 32, 1) << 4
+        q = q | _extract_bit_fields(blocks[:, 16:48], range(8), 32, 1) << 4
     return _scale_groups(d[0] * scale.to(wide), q.to(wide), d[1] * minimum.to(wide))
 
 
-def _q6_k(blocks: Tensor, d: list[Tensor], wide: torch.dtype) -> Tensor:
+def _decode_q6_k(blocks: Tensor, d: list[Tensor], wide: torch.dtype) -> Tensor:
     q = (
-        _fields(blocks[:, :128], (0, 4), 64, 15)
-        | _fields(blocks[:, 128:192], (0, 2, 4, 6), 32, 3) << 4
+        _extract_bit_fields(blocks[:, :128], (0, 4), 64, 15)
+        | _extract_bit_fields(blocks[:, 128:192], (0, 2, 4, 6), 32, 3) << 4
     )
     return _scale_groups(
         d[0] * blocks[:, 192:208].contiguous().view(torch.int8).to(wide), q.to(wide) - 32
@@ -133,4 +133,10 @@ def _scale_groups(scale: Tensor, q: Tensor, minimum: Tensor | None = None) -> Te
     return values if minimum is None else values.sub_(minimum[..., None])
 
 
-_K_DECODERS = {"Q2_K": _q2_k, "Q3_K": _q3_k, "Q4_K": _q45_k, "Q5_K": _q45_k, "Q6_K": _q6_k}
+_K_DECODERS = {
+    "Q2_K": _decode_q2_k,
+    "Q3_K": _decode_q3_k,
+    "Q4_K": _decode_q4_q5_k,
+    "Q5_K": _decode_q4_q5_k,
+    "Q6_K": _decode_q6_k,
+}

@@ -36,7 +36,7 @@ TORCHAO_NAMES = {
     "_weight_zero_point": "weight_zero_point",
 }
 """The names of torchao's tensors in safetensors files -> the names in other formats."""
-PACKED_PARTS = frozenset((
+PACKED_TENSOR_NAMES = frozenset((
     "weight_packed", "weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale", "weight_zero_point", "weight_shape",
     "weight_g_idx", "SCB", "qweight", "qzeros", "scales", "g_idx", *BLOCKS, *TORCHAO_NAMES,
 ))  # fmt: skip
@@ -51,66 +51,70 @@ _SCALES = (
 )
 
 
-class Part(NamedTuple):
+class TensorHeader(NamedTuple):
     """The dtype and shape of a tensor in a file's header."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
 
-Parts = Mapping[str, Part]
+TensorHeaders = Mapping[str, TensorHeader]
 
 
-def is_packed(parts: Parts) -> bool:
+def is_packed(headers: TensorHeaders) -> bool:
     """Whether these tensors belong to a packed weight, which may be incomplete."""
-    weight = parts.get("weight")
-    return bool(PACKED_PARTS & parts.keys()) or (
+    weight = headers.get("weight")
+    return bool(PACKED_TENSOR_NAMES & headers.keys()) or (
         weight is not None and weight.dtype in (*FP8, torch.int8, torch.uint8, torch.int32)
     )
 
 
-def recognise(layer: str, parts: Parts, packing: Packing, shape: tuple[int, int]) -> Layout:
+def recognise_layout(
+    layer: str, headers: TensorHeaders, packing: Packing, shape: tuple[int, int]
+) -> Layout:
     """Returns the layout of one layer's packed weight.
 
     layer   the name of the layer, for messages
     shape   [O K] of the weight in the model
     Raises  UsageError naming the tensor that is missing or has another shape
     """
-    parts = {TORCHAO_NAMES.get(name, name): part for name, part in parts.items()}
-    if packing.needs and "weight" not in parts:
-        _require_part(layer, parts, packing.needs)
-    weight = parts.get("weight")
-    if "qweight" in parts:
-        return _column_packed(layer, parts, packing, shape)
-    if "weight_packed" in parts:
-        return _packed_rows(layer, parts, packing, shape)
-    if kind := next((name for name in parts if name in BLOCKS), None):
+    headers = {TORCHAO_NAMES.get(name, name): header for name, header in headers.items()}
+    if packing.needs and "weight" not in headers:
+        _require_tensor(layer, headers, packing.needs)
+    weight = headers.get("weight")
+    if "qweight" in headers:
+        return _column_packed_layout(layer, headers, packing, shape)
+    if "weight_packed" in headers:
+        return _packed_rows_layout(layer, headers, packing, shape)
+    if kind := next((name for name in headers if name in BLOCKS), None):
         numbers, size, _ = BLOCKS[kind]
-        _check_shape(layer, parts, kind, (shape[0], shape[1] // numbers * size))
-        return Layout("ggml", shape, (kind, torch.uint8, parts[kind].shape), (1, numbers))
+        _check_shape(layer, headers, kind, (shape[0], shape[1] // numbers * size))
+        return Layout("ggml", shape, (kind, torch.uint8, headers[kind].shape), (1, numbers))
     if weight is None:
         raise UsageError(
-            f"{layer} has {', '.join(sorted(parts))}, but no weight to which they belong",
+            f"{layer} has {', '.join(sorted(headers))}, but no weight to which they belong",
             fix=RELOAD_ADVICE,
         )
     if weight.dtype == torch.uint8 and packing.dtype_name == "nvfp4":
-        return _nvfp4(layer, parts, packing, shape, "weight")
-    _check_shape(layer, parts, "weight", shape)
-    if "SCB" in parts:
-        _check_shape(layer, parts, "SCB", (shape[0],))
+        return _nvfp4_layout(layer, headers, packing, shape, "weight")
+    _check_shape(layer, headers, "weight", shape)
+    if "SCB" in headers:
+        _check_shape(layer, headers, "SCB", (shape[0],))
         return Layout("int8_rows", shape, ("weight", torch.int8, shape), (1, shape[1]))
-    name = next((n for n in ("weight_scale", "weight_scale_inv") if n in parts), None)
+    name = next((n for n in ("weight_scale", "weight_scale_inv") if n in headers), None)
     if name is None or weight.dtype not in (*FP8, torch.int8):
         description = f"{layer}.weight is {str(weight.dtype).removeprefix('torch.')}"
         raise UsageError(
             f"{description} and has no scale beside it: weight_scale, weight_scale_inv or SCB",
             fix=RELOAD_ADVICE,
         )
-    scale = parts[name]
-    if "weight_zero_point" in parts and _elements(parts["weight_zero_point"]) != _elements(scale):
-        _check_shape(layer, parts, "weight_zero_point", tuple(scale.shape))
+    scale = headers[name]
+    if "weight_zero_point" in headers and _count_elements(
+        headers["weight_zero_point"]
+    ) != _count_elements(scale):
+        _check_shape(layer, headers, "weight_zero_point", tuple(scale.shape))
     has_exponent_scales = scale.dtype in (torch.uint8, torch.float8_e8m0fnu)
-    if _elements(scale) == 1 or scale.shape in ((shape[0],), (shape[0], 1)):
+    if _count_elements(scale) == 1 or scale.shape in ((shape[0],), (shape[0], 1)):
         return Layout(
             "scaled",
             shape,
@@ -128,67 +132,71 @@ def recognise(layer: str, parts: Parts, packing: Packing, shape: tuple[int, int]
     )
 
 
-def _packed_rows(layer: str, parts: Parts, packing: Packing, shape: tuple[int, int]) -> Layout:
-    if parts["weight_packed"].dtype == torch.uint8:
+def _packed_rows_layout(
+    layer: str, headers: TensorHeaders, packing: Packing, shape: tuple[int, int]
+) -> Layout:
+    if headers["weight_packed"].dtype == torch.uint8:
         if packing.dtype_name == "nvfp4":
-            return _nvfp4(layer, parts, packing, shape, "weight_packed")
-        _check_shape(layer, parts, "weight_packed", (shape[0], shape[1] // 2))
-        _check_shape(layer, parts, "weight_scale", (shape[0], -(-shape[1] // 32)))
+            return _nvfp4_layout(layer, headers, packing, shape, "weight_packed")
+        _check_shape(layer, headers, "weight_packed", (shape[0], shape[1] // 2))
+        _check_shape(layer, headers, "weight_scale", (shape[0], -(-shape[1] // 32)))
         return Layout(
-            "mxfp4", shape, ("weight_packed", torch.uint8, parts["weight_packed"].shape), (1, 32)
+            "mxfp4", shape, ("weight_packed", torch.uint8, headers["weight_packed"].shape), (1, 32)
         )
     bits = packing.bits
-    _check_shape(layer, parts, "weight_packed", (shape[0], -(-shape[1] * bits // 32)))
-    scale = _require_part(layer, parts, "weight_scale").shape
+    _check_shape(layer, headers, "weight_packed", (shape[0], -(-shape[1] * bits // 32)))
+    scale = _require_tensor(layer, headers, "weight_scale").shape
     if len(scale) < 2 or scale[1] == 1:
         size = shape[1]
     else:
         size = _matching_block(layer, "weight_scale", scale, packing, shape)[1]
-    if "weight_zero_point" in parts:
+    if "weight_zero_point" in headers:
         _check_shape(
-            layer, parts, "weight_zero_point", (-(-shape[0] * bits // 32), -(-shape[1] // size))
+            layer, headers, "weight_zero_point", (-(-shape[0] * bits // 32), -(-shape[1] // size))
         )
-    if "weight_g_idx" in parts:
-        _check_shape(layer, parts, "weight_g_idx", (shape[1],))
+    if "weight_g_idx" in headers:
+        _check_shape(layer, headers, "weight_g_idx", (shape[1],))
     return Layout(
         "packed_rows",
         shape,
-        ("weight_packed", torch.int32, parts["weight_packed"].shape),
+        ("weight_packed", torch.int32, headers["weight_packed"].shape),
         (1, size),
         bits,
     )
 
 
-def _nvfp4(
-    layer: str, parts: Parts, packing: Packing, shape: tuple[int, int], weight_name: str
+def _nvfp4_layout(
+    layer: str, headers: TensorHeaders, packing: Packing, shape: tuple[int, int], weight_name: str
 ) -> Layout:
     global_scale = "weight_scale_2" if weight_name == "weight" else "weight_global_scale"
-    if _elements(_require_part(layer, parts, global_scale)) != 1:
-        _check_shape(layer, parts, global_scale, (1,))
-    _check_shape(layer, parts, weight_name, (shape[0], shape[1] // 2))
-    _check_shape(layer, parts, "weight_scale", (shape[0], -(-shape[1] // 16)))
-    return Layout("nvfp4", shape, (weight_name, torch.uint8, parts[weight_name].shape), (1, 16))
+    if _count_elements(_require_tensor(layer, headers, global_scale)) != 1:
+        _check_shape(layer, headers, global_scale, (1,))
+    _check_shape(layer, headers, weight_name, (shape[0], shape[1] // 2))
+    _check_shape(layer, headers, "weight_scale", (shape[0], -(-shape[1] // 16)))
+    return Layout("nvfp4", shape, (weight_name, torch.uint8, headers[weight_name].shape), (1, 16))
 
 
-def _column_packed(layer: str, parts: Parts, packing: Packing, shape: tuple[int, int]) -> Layout:
+def _column_packed_layout(
+    layer: str, headers: TensorHeaders, packing: Packing, shape: tuple[int, int]
+) -> Layout:
     (rows, columns), bits = shape, packing.bits
     size = packing.blocks[0][1]
     size = columns if size == -1 else size
     groups = -(-columns // size)
     if packing.library == "awq":
-        _check_shape(layer, parts, "qweight", (columns, rows // 8))
-        _check_shape(layer, parts, "qzeros", (groups, rows // 8))
+        _check_shape(layer, headers, "qweight", (columns, rows // 8))
+        _check_shape(layer, headers, "qzeros", (groups, rows // 8))
     else:
-        _check_shape(layer, parts, "qweight", (columns * bits // 32, rows))
-        _check_shape(layer, parts, "qzeros", (groups, rows * bits // 32))
-        if "g_idx" in parts:
-            _check_shape(layer, parts, "g_idx", (columns,))
-    _check_shape(layer, parts, "scales", (groups, rows))
+        _check_shape(layer, headers, "qweight", (columns * bits // 32, rows))
+        _check_shape(layer, headers, "qzeros", (groups, rows * bits // 32))
+        if "g_idx" in headers:
+            _check_shape(layer, headers, "g_idx", (columns,))
+    _check_shape(layer, headers, "scales", (groups, rows))
     name = "awq" if packing.library == "awq" else "gptq"
     return Layout(
         name,
         shape,
-        ("qweight", torch.int32, parts["qweight"].shape),
+        ("qweight", torch.int32, headers["qweight"].shape),
         (1, size),
         bits,
         packing.zero_point_offset,
@@ -200,20 +208,21 @@ RELOAD_ADVICE = (
 )
 
 
-def _elements(part: Part) -> int:
-    return int(torch.Size(part.shape).numel())
+def _count_elements(header: TensorHeader) -> int:
+    return int(torch.Size(header.shape).numel())
 
 
-def _require_part(layer: str, parts: Parts, name: str) -> Part:
-    if name not in parts:
+def _require_tensor(layer: str, headers: TensorHeaders, name: str) -> TensorHeader:
+    if name not in headers:
         raise UsageError(
-            f"{layer}.{name} is missing; the file has {', '.join(sorted(parts))}", fix=RELOAD_ADVICE
+            f"{layer}.{name} is missing; the file has {', '.join(sorted(headers))}",
+            fix=RELOAD_ADVICE,
         )
-    return parts[name]
+    return headers[name]
 
 
-def _check_shape(layer: str, parts: Parts, name: str, shape: tuple[int, ...]) -> None:
-    actual = _require_part(layer, parts, name).shape
+def _check_shape(layer: str, headers: TensorHeaders, name: str, shape: tuple[int, ...]) -> None:
+    actual = _require_tensor(layer, headers, name).shape
     if tuple(actual) != shape:
         raise UsageError(
             f"{layer}.{name} is {list(actual)}, expected {list(shape)}", fix=RELOAD_ADVICE
@@ -249,14 +258,18 @@ def build_state(
     state_tensors = {
         name: tensor.detach()
         for name, tensor in tensors.items()
-        if name not in (layout.main[0], "weight_shape", *SERVING_TENSORS)
+        if name not in (layout.packed_tensor[0], "weight_shape", *SERVING_TENSORS)
     }
-    for name in (*_SCALES, layout.main[0]):
+    for name in (*_SCALES, layout.packed_tensor[0]):
         tensor = tensors.get(name)
         if (
             tensor is None
             or tensor.is_meta
-            or (name == layout.main[0] and tensor.dtype not in FP8 and layout.format != "ggml")
+            or (
+                name == layout.packed_tensor[0]
+                and tensor.dtype not in FP8
+                and layout.format != "ggml"
+            )
         ):
             continue
         is_bad = (

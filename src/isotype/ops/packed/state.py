@@ -21,13 +21,13 @@ from ..library import library_op
 from . import formats
 from .formats import AWQ_ORDER, KINDS, Layout, Tensors, decode_exponents, unpack_words, unpack_zeros
 
-_CPU_PIECE = 1 << 18
-_GPU_PIECE = 1 << 26
+_CPU_PIECE_ELEMENTS = 1 << 18
+_GPU_PIECE_ELEMENTS = 1 << 26
 
 
 def elements_per_piece(tensor: Tensor) -> int:
     """The number of elements that are processed at once on the tensor's device."""
-    return _CPU_PIECE if tensor.is_cpu else _GPU_PIECE
+    return _CPU_PIECE_ELEMENTS if tensor.is_cpu else _GPU_PIECE_ELEMENTS
 
 
 # --- a kernel for formats whose numbers are in order along a row, in blocks with one scale: fp8,
@@ -206,7 +206,7 @@ class PackedState:
         """Writes these rows into `out`. The first row must be a multiple of `layout.align`."""
         layout = self.layout
         columns = self.shape[1]
-        name, dtype, shape = layout.main
+        name, dtype, shape = layout.packed_tensor
         tensors = {**self.tensors, name: packed.reshape(-1).view(dtype).view(shape)}
         if _widen_by_kernel(tensors, rows, layout, out):
             return out

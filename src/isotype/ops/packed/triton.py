@@ -11,20 +11,22 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import on_tensor_device
-from .formats import HALVES, KINDS
+from .formats import FOUR_BIT_KINDS, KINDS
 
 BLOCK = 1024  # packed bytes per program, all in one row
 _E4M3, _E5M2, _INT8, _FP4 = (KINDS[kind] for kind in ("e4m3", "e5m2", "int8", "fp4"))
 
 
 @triton.jit
-def small_float(magnitude, sign, MANTISSA: tl.constexpr, BIAS: tl.constexpr, UNIT: tl.constexpr):
+def decode_small_float(
+    magnitude, sign, MANTISSA: tl.constexpr, BIAS: tl.constexpr, UNIT: tl.constexpr
+):
     """Converts a small float to fp32. A subnormal number is an integer times UNIT. A normal number
     has the bits of an fp32 after BIAS is added to the exponent.
     """
-    below = (magnitude.to(tl.float32) * UNIT).to(tl.int32, bitcast=True)
+    subnormal_bits = (magnitude.to(tl.float32) * UNIT).to(tl.int32, bitcast=True)
     bits = tl.where(
-        (magnitude >> MANTISSA) > 0, (magnitude << (23 - MANTISSA)) + (BIAS << 23), below
+        (magnitude >> MANTISSA) > 0, (magnitude << (23 - MANTISSA)) + (BIAS << 23), subnormal_bits
     )
     return (bits | (sign << 31)).to(tl.float32, bitcast=True)
 
@@ -40,11 +42,11 @@ def decode(
 ):
     """Converts numbers from their bits in int32 to fp32."""
     if KIND == E4M3:
-        value_fp32 = small_float(q & 0x7F, q >> 7, 3, 120, 0.001953125)
+        value_fp32 = decode_small_float(q & 0x7F, q >> 7, 3, 120, 0.001953125)
     elif KIND == E5M2:
-        value_fp32 = small_float(q & 0x7F, q >> 7, 2, 112, 1.52587890625e-05)
+        value_fp32 = decode_small_float(q & 0x7F, q >> 7, 2, 112, 1.52587890625e-05)
     elif KIND == FP4:
-        value_fp32 = small_float(q & 7, q >> 3, 1, 126, 0.5)
+        value_fp32 = decode_small_float(q & 7, q >> 3, 1, 126, 0.5)
     elif KIND == INT8:
         value_fp32 = ((q << 24) >> 24).to(tl.float32)
     else:
@@ -66,7 +68,7 @@ def widen_kernel(
     height,
     width,
     KIND: tl.constexpr,
-    HALF: tl.constexpr,
+    IS_4BIT: tl.constexpr,
     ZERO: tl.constexpr,
     BLOCK: tl.constexpr,
     E4M3: tl.constexpr,
@@ -78,7 +80,7 @@ def widen_kernel(
     start = tl.program_id(1) * BLOCK
     block = ((first + row) // height - first // height) * groups
     i = start + tl.arange(0, BLOCK)
-    if HALF:
+    if IS_4BIT:
         byte = tl.load(packed + row * packed_stride + i, mask=2 * i < columns, other=0).to(
             tl.int32
         )  # [BLOCK]
@@ -99,7 +101,7 @@ def widen_kernel(
         zero_fp32 = tl.load(zero + group, mask=inside, other=0.0)  # [BLOCK]
         low_fp32 -= zero_fp32
         high_fp32 -= zero_fp32
-    if HALF:
+    if IS_4BIT:
         values_fp32 = tl.interleave(low_fp32 * scale_fp32, high_fp32 * scale_fp32)  # [2 BLOCK]
         j = 2 * start + tl.arange(0, 2 * BLOCK)
         tl.store(out + row * out_stride + j, values_fp32.to(out.dtype.element_ty), mask=j < columns)
@@ -124,9 +126,9 @@ def widen_(
 ) -> None:
     """Writes `out`, whose columns are adjacent. `state.BlockScaled` describes the tensors."""
     rows, columns = out.shape
-    half = kind in [KINDS[name] for name in HALVES]
+    is_4bit = kind in [KINDS[name] for name in FOUR_BIT_KINDS]
     if out.numel():
-        widen_kernel[(rows, triton.cdiv(columns, 2 * BLOCK if half else BLOCK))](
+        widen_kernel[(rows, triton.cdiv(columns, 2 * BLOCK if is_4bit else BLOCK))](
             out,
             packed,
             scale,
@@ -139,7 +141,7 @@ def widen_(
             height,
             width,
             KIND=kind,
-            HALF=half,
+            IS_4BIT=is_4bit,
             ZERO=zero is not None,
             BLOCK=BLOCK,
             E4M3=_E4M3,
@@ -166,22 +168,24 @@ def widen_4bit_kernel(
     offset,
     out,
     size,
-    SCALED: tl.constexpr,
-    INNER: tl.constexpr,
+    BYTES_PER_SCALE: tl.constexpr,
+    SCALES_PER_BLOCK: tl.constexpr,
     NESTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     first = tl.program_id(0).to(tl.int64) * BLOCK
-    # the 8 bytes of a thread share one scale (SCALED is a multiple of 8), which is decoded once
-    run = tl.arange(0, BLOCK // 8) * 8
-    i = run[:, None] + tl.arange(0, 8)[None, :]
+    # the 8 bytes of a thread share one scale (BYTES_PER_SCALE is a multiple of 8), which is decoded once
+    first_byte = tl.arange(0, BLOCK // 8) * 8
+    i = first_byte[:, None] + tl.arange(0, 8)[None, :]
     count = tl.minimum(size - first, BLOCK).to(tl.int32)
     byte = tl.load(packed + first + i, mask=i < count, other=0).to(tl.int32)  # [BLOCK / 8, 8]
-    inside = run < count
-    scale = (first + run) // SCALED
+    inside = first_byte < count
+    scale = (first + first_byte) // BYTES_PER_SCALE
     if NESTED:
         q = tl.load(absmax + scale, mask=inside, other=0).to(tl.int32)
-        inner_fp32 = tl.load(inner_absmax + scale // INNER, mask=inside, other=0.0).to(tl.float32)
+        inner_fp32 = tl.load(inner_absmax + scale // SCALES_PER_BLOCK, mask=inside, other=0.0).to(
+            tl.float32
+        )
         scale_fp32 = tl.load(inner_code + q).to(tl.float32) * inner_fp32 + tl.load(offset).to(
             tl.float32
         )  # [BLOCK / 8]
@@ -227,8 +231,8 @@ def widen_4bit(
             offset if nested else absmax,
             out,
             size,
-            SCALED=blocksize // 2,
-            INNER=inner_blocksize,
+            BYTES_PER_SCALE=blocksize // 2,
+            SCALES_PER_BLOCK=inner_blocksize,
             NESTED=nested,
             BLOCK=BLOCK,
             num_warps=4,

@@ -60,8 +60,8 @@ def rms_norm_reference(
 KERNELS = CppKernels(__file__, forward="ddppppppiiiif", backward="ddpppppppiiiiii")
 # the largest number of partial sums of the weight's gradient, and the smallest number of rows per
 # partial sum
-_PARTIAL_SUMS = 64
-_ROWS = 16
+_MAX_PARTIAL_SUMS = 64
+_MIN_ROWS = 16
 
 
 def _fake_forward(
@@ -171,7 +171,7 @@ def _cpp_backward(
             added_grad_TH = added_grad_TH.contiguous()
         added_grad_stride = added_grad_TH.stride(0)
     rows = x_TH.shape[0]
-    block = max(_ROWS, -(-rows // _PARTIAL_SUMS))
+    block = max(_MIN_ROWS, -(-rows // _MAX_PARTIAL_SUMS))
     if want_dweight:
         partial_BH = torch.empty((-(-rows // block), columns), dtype=torch.float32)
     else:

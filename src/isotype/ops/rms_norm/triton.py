@@ -44,21 +44,21 @@ def rms_norm_forward_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     h = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (h < hidden)[None, :]
-    at = row[:, None] * hidden + h[None, :]
-    x_fp32 = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
+    offsets = row[:, None] * hidden + h[None, :]
+    x_fp32 = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
     if ADDS:
         # the norm is computed from the sum as stored, after rounding
-        sums = (x_fp32 + tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)).to(
+        sums = (x_fp32 + tl.load(residual + offsets, mask=inside, other=0.0).to(tl.float32)).to(
             total.dtype.element_ty
         )
-        tl.store(total + at, sums, mask=inside)
+        tl.store(total + offsets, sums, mask=inside)
         x_fp32 = sums.to(tl.float32)
     w_fp32 = tl.load(weight + h, mask=h < hidden, other=0.0).to(tl.float32)  # [BLOCK]
     if OFFSET:
         w_fp32 += 1.0
     scale_fp32 = 1.0 / tl.sqrt(tl.sum(x_fp32 * x_fp32, 1) / hidden + eps)  # [ROWS]
     tl.store(
-        out + at,
+        out + offsets,
         (x_fp32 * scale_fp32[:, None] * w_fp32[None, :]).to(out.dtype.element_ty),
         mask=inside,
     )
@@ -76,7 +76,7 @@ def rms_norm_backward_kernel(
     partial,
     rows,
     hidden,
-    tiles_each,
+    tiles_per_program,
     OFFSET: tl.constexpr,
     HAS_ADDED_GRAD: tl.constexpr,
     DWEIGHT: tl.constexpr,
@@ -87,12 +87,12 @@ def rms_norm_backward_kernel(
     h = tl.arange(0, BLOCK)
     if DWEIGHT:
         dw_fp32 = tl.zeros([ROWS, BLOCK], tl.float32)
-    for tile in range(tiles_each):
-        row = (program * tiles_each + tile) * ROWS + tl.arange(0, ROWS)
+    for tile in range(tiles_per_program):
+        row = (program * tiles_per_program + tile) * ROWS + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (h < hidden)[None, :]
-        at = row[:, None] * hidden + h[None, :]
-        x_fp32 = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
-        d_fp32 = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
+        offsets = row[:, None] * hidden + h[None, :]
+        x_fp32 = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
+        d_fp32 = tl.load(dy + offsets, mask=inside, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
         scale_fp32 = tl.load(scale + row, mask=row < rows, other=0.0).to(tl.float32)[
             :, None
         ]  # [ROWS, 1]
@@ -106,8 +106,8 @@ def rms_norm_backward_kernel(
         mean_fp32 = (tl.sum(g_fp32 * normed_fp32, 1) / hidden)[:, None]  # [ROWS, 1]
         dx_fp32 = scale_fp32 * (g_fp32 - normed_fp32 * mean_fp32)
         if HAS_ADDED_GRAD:
-            dx_fp32 += tl.load(added_grad + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(dx + at, dx_fp32.to(dx.dtype.element_ty), mask=inside)
+            dx_fp32 += tl.load(added_grad + offsets, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx + offsets, dx_fp32.to(dx.dtype.element_ty), mask=inside)
         if DWEIGHT:
             dw_fp32 += d_fp32 * normed_fp32
     if DWEIGHT:
@@ -142,8 +142,8 @@ def rms_norm_forward(
     total = None if residual is None else torch.empty_like(x)
     if x.numel():
         rows, hidden = scale.numel(), x.shape[-1]
-        rows_each, block = choose_tile(hidden)
-        rms_norm_forward_kernel[(triton.cdiv(rows, rows_each),)](
+        rows_per_tile, block = choose_tile(hidden)
+        rms_norm_forward_kernel[(triton.cdiv(rows, rows_per_tile),)](
             x,
             x if residual is None else residual,
             weight_H,
@@ -155,9 +155,9 @@ def rms_norm_forward(
             eps,
             OFFSET=unit_offset,
             ADDS=residual is not None,
-            ROWS=rows_each,
+            ROWS=rows_per_tile,
             BLOCK=block,
-            num_warps=warps(rows_each * block),
+            num_warps=warps(rows_per_tile * block),
         )
     return out, scale, total
 
@@ -178,14 +178,14 @@ def rms_norm_backward(
     if not x.numel():
         return dx, torch.zeros_like(weight_H) if want_dweight else None
     rows, hidden = scale.numel(), x.shape[-1]
-    rows_each, block = choose_tile(hidden)
-    tiles = triton.cdiv(rows, rows_each)
-    tiles_each = (
+    rows_per_tile, block = choose_tile(hidden)
+    tiles = triton.cdiv(rows, rows_per_tile)
+    tiles_per_program = (
         triton.cdiv(tiles, min(tiles, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(x.device)))
         if want_dweight
         else 1
     )
-    programs = triton.cdiv(tiles, tiles_each)
+    programs = triton.cdiv(tiles, tiles_per_program)
     partial = (
         torch.empty(programs, hidden, dtype=torch.float32, device=x.device)
         if want_dweight
@@ -203,12 +203,12 @@ def rms_norm_backward(
         partial,
         rows,
         hidden,
-        tiles_each,
+        tiles_per_program,
         OFFSET=unit_offset,
         HAS_ADDED_GRAD=added_grad is not None,
         DWEIGHT=want_dweight,
-        ROWS=rows_each,
+        ROWS=rows_per_tile,
         BLOCK=block,
-        num_warps=32 if rows_each * block > 8192 else warps(rows_each * block),
+        num_warps=32 if rows_per_tile * block > 8192 else warps(rows_per_tile * block),
     )
     return dx, partial.sum(0).to(weight_H.dtype) if want_dweight else None

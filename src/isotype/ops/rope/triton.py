@@ -24,8 +24,8 @@ def rotate_tile(
     out,
     x_start,
     out_start,
-    x_head,
-    out_head,
+    x_head_stride,
+    out_head_stride,
     tile,
     heads,
     size,
@@ -35,14 +35,14 @@ def rotate_tile(
     INTERLEAVED: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
-    REST: tl.constexpr,
+    UNROTATED: tl.constexpr,
 ):
     """Rotates HEADS heads at one position from x to out; cos and sin are [1, BLOCK]."""
     head = tile.to(tl.int64) * HEADS + tl.arange(0, HEADS)
     in_heads = (head < heads)[:, None]
     r = tl.arange(0, BLOCK)
-    source = x + x_start + head[:, None] * x_head
-    target = out + out_start + head[:, None] * out_head
+    source = x + x_start + head[:, None] * x_head_stride
+    target = out + out_start + head[:, None] * out_head_stride
     if INTERLEAVED:
         # the two values of a pair are neighbours. All pairs are loaded and stored as one contiguous
         # run, so that a load is 16 bytes wide and not 2
@@ -78,9 +78,9 @@ def rotate_tile(
             (b_fp32 * cos_fp32 + a_fp32 * sin_fp32).to(out.dtype.element_ty),
             mask=is_rotated,
         )
-    if REST:
+    if UNROTATED:
         # the dimensions that are not rotated are copied
-        d = (2 * pairs + tl.arange(0, REST))[None, :]
+        d = (2 * pairs + tl.arange(0, UNROTATED))[None, :]
         is_unrotated = in_heads & (d < size)
         tl.store(target + d, tl.load(source + d, mask=is_unrotated, other=0.0), mask=is_unrotated)
 
@@ -93,58 +93,66 @@ def rotate_kernel(
     k_out,
     cos,
     sin,
-    q_batch,
-    q_head,
-    q_position,
-    k_batch,
-    k_head,
-    k_position,
-    q_out_batch,
-    q_out_head,
-    q_out_position,
-    k_out_batch,
-    k_out_head,
-    k_out_position,
+    q_batch_stride,
+    q_head_stride,
+    q_position_stride,
+    k_batch_stride,
+    k_head_stride,
+    k_position_stride,
+    q_out_batch_stride,
+    q_out_head_stride,
+    q_out_position_stride,
+    k_out_batch_stride,
+    k_out_head_stride,
+    k_out_position_stride,
     q_heads,
     k_heads,
     q_tiles,
     positions,
     size,
     pairs,
-    cos_batch,
-    cos_position,
-    cos_pair,
-    sin_batch,
-    sin_position,
-    sin_pair,
+    cos_batch_stride,
+    cos_position_stride,
+    cos_pair_stride,
+    sin_batch_stride,
+    sin_position_stride,
+    sin_pair_stride,
     INTERLEAVED: tl.constexpr,
     INVERSE: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
-    REST: tl.constexpr,
+    UNROTATED: tl.constexpr,
 ):
     index = tl.program_id(0).to(tl.int64)
     batch, position = index // positions, index % positions
     tile = tl.program_id(1)
     r = tl.arange(0, BLOCK)
-    cos_at = cos + batch * cos_batch + position * cos_position + r * cos_pair
-    sin_at = sin + batch * sin_batch + position * sin_position + r * sin_pair
-    cos_fp32 = tl.load(cos_at, mask=r < pairs, other=1.0).to(tl.float32)[None, :]  # [1, BLOCK]
-    sin_fp32 = tl.load(sin_at, mask=r < pairs, other=0.0).to(tl.float32)[None, :]  # [1, BLOCK]
+    cos_pointers = (
+        cos + batch * cos_batch_stride + position * cos_position_stride + r * cos_pair_stride
+    )
+    sin_pointers = (
+        sin + batch * sin_batch_stride + position * sin_position_stride + r * sin_pair_stride
+    )
+    cos_fp32 = tl.load(cos_pointers, mask=r < pairs, other=1.0).to(tl.float32)[
+        None, :
+    ]  # [1, BLOCK]
+    sin_fp32 = tl.load(sin_pointers, mask=r < pairs, other=0.0).to(tl.float32)[
+        None, :
+    ]  # [1, BLOCK]
     if INVERSE:
         sin_fp32 = -sin_fp32
     if tile < q_tiles:
         start, out_start = (
-            batch * q_batch + position * q_position,
-            batch * q_out_batch + position * q_out_position,
+            batch * q_batch_stride + position * q_position_stride,
+            batch * q_out_batch_stride + position * q_out_position_stride,
         )
         rotate_tile(
             q,
             q_out,
             start,
             out_start,
-            q_head,
-            q_out_head,
+            q_head_stride,
+            q_out_head_stride,
             tile,
             q_heads,
             size,
@@ -154,20 +162,20 @@ def rotate_kernel(
             INTERLEAVED,
             HEADS,
             BLOCK,
-            REST,
+            UNROTATED,
         )
     else:
         start, out_start = (
-            batch * k_batch + position * k_position,
-            batch * k_out_batch + position * k_out_position,
+            batch * k_batch_stride + position * k_position_stride,
+            batch * k_out_batch_stride + position * k_out_position_stride,
         )
         rotate_tile(
             k,
             k_out,
             start,
             out_start,
-            k_head,
-            k_out_head,
+            k_head_stride,
+            k_out_head_stride,
             tile - q_tiles,
             k_heads,
             size,
@@ -177,7 +185,7 @@ def rotate_kernel(
             INTERLEAVED,
             HEADS,
             BLOCK,
-            REST,
+            UNROTATED,
         )
 
 
@@ -199,8 +207,8 @@ def rotate_pair(
     if not batch * positions * size * (q_heads + k_heads):
         return q_out, k_out
     block, unrotated = triton.next_power_of_2(max(1, pairs)), size - 2 * pairs
-    heads_each = min(triton.next_power_of_2(max(q_heads, k_heads)), max(1, MAX_PAIRS // block))
-    q_tiles, k_tiles = triton.cdiv(q_heads, heads_each), triton.cdiv(k_heads, heads_each)
+    heads_per_tile = min(triton.next_power_of_2(max(q_heads, k_heads)), max(1, MAX_PAIRS // block))
+    q_tiles, k_tiles = triton.cdiv(q_heads, heads_per_tile), triton.cdiv(k_heads, heads_per_tile)
     tables = [
         stride
         for t in (cos_BSR, sin_BSR)
@@ -223,9 +231,9 @@ def rotate_pair(
         *tables,
         INTERLEAVED=interleaved,
         INVERSE=inverse,
-        HEADS=heads_each,
+        HEADS=heads_per_tile,
         BLOCK=block,
-        REST=triton.next_power_of_2(unrotated) if unrotated else 0,
-        num_warps=max(1, min(4, heads_each * block // 512)),
+        UNROTATED=triton.next_power_of_2(unrotated) if unrotated else 0,
+        num_warps=max(1, min(4, heads_per_tile * block // 512)),
     )
     return q_out, k_out

@@ -217,7 +217,7 @@ class Outcome:
     changed_by_forward: set[str] = field(default_factory=set)
 
     @property
-    def ran(self) -> bool:
+    def succeeded(self) -> bool:
         """Whether the run ended without an error."""
         return self.error is None
 
@@ -260,17 +260,19 @@ def attempt(
     if widen_to is None:
         autocast = setting.autocast
     try:
-        leaves, tensors = sample.fresh(setting.group_dtypes, widen_to=widen_to, frozen=frozen)
-        call, owned = subject.instantiate(setting.group_dtypes, widen_to=widen_to, frozen=frozen)
+        leaves, tensors = sample.copy_leaves(setting.group_dtypes, widen_to=widen_to, frozen=frozen)
+        call, parameters = subject.instantiate(
+            setting.group_dtypes, widen_to=widen_to, frozen=frozen
+        )
     except (RuntimeError, ValueError, TypeError) as error:
         return Outcome(stage=FORWARD, error=error)
-    outcome.tensors = tensors | owned
+    outcome.tensors = tensors | parameters
     args, kwargs = sample.call_arguments(leaves)
     if watch_inputs:
-        watched = _name_tensors(leaves, sample) | owned
+        watched = _name_tensors(leaves, sample) | parameters
         for name, tensor in watched.items():
             outcome.watched_inputs[name] = (tensor, tensor.detach().clone())
-    _seed(seed)
+    _seed_generators(seed)
     with warnings.catch_warnings(), context():
         warnings.simplefilter("ignore")
         try:
@@ -280,7 +282,7 @@ def attempt(
             outcome.stage = FORWARD
             outcome.error = error
             return outcome
-        outcome.outputs = floating(result)
+        outcome.outputs = floating_tensors(result)
         outcome.changed_by_forward = {
             n
             for n, (t, copy) in outcome.watched_inputs.items()
@@ -296,13 +298,13 @@ def attempt(
             for i, t in enumerate(outcome.outputs)
             if t.requires_grad
         ]
-        wanted_grads = {n: t for n, t in outcome.tensors.items() if t.requires_grad}
-        if forward_only or not differentiable or not wanted_grads:
+        tensors_with_grad = {n: t for n, t in outcome.tensors.items() if t.requires_grad}
+        if forward_only or not differentiable or not tensors_with_grad:
             return outcome
         try:
-            inside = autocast is not None and setting.inside
+            is_autocast_on = autocast is not None and setting.is_backward_in_autocast
             with (
-                torch.autocast(sample.device, dtype=autocast, enabled=inside),
+                torch.autocast(sample.device, dtype=autocast, enabled=is_autocast_on),
                 record_backward_calls() as outcome.calls,
             ):
                 for remaining in reversed(range(backward_passes)):
@@ -313,7 +315,7 @@ def attempt(
             outcome.stage = BACKWARD
             outcome.error = error
             return outcome
-    outcome.grads = {n: t.grad for n, t in wanted_grads.items()}
+    outcome.grads = {n: t.grad for n, t in tensors_with_grad.items()}
     return outcome
 
 
@@ -331,7 +333,7 @@ def _name_tensors(leaves: list[Any], sample: Sample) -> dict[str, Tensor]:
     return tensors
 
 
-def _seed(seed: int) -> None:
+def _seed_generators(seed: int) -> None:
     """Does the same as torch.manual_seed, which stores a stack trace at every call if CUDA is not
     initialised.
     """
@@ -340,7 +342,7 @@ def _seed(seed: int) -> None:
         torch.cuda.manual_seed_all(seed)
 
 
-def floating(result: Any) -> list[Tensor]:
+def floating_tensors(result: Any) -> list[Tensor]:
     """Returns the floating tensors in a function's return value, also from tuples, dicts and
     dataclasses such as ModelOutput.
     """
@@ -364,7 +366,7 @@ Fault = tuple[tuple[object, ...], Finding]
 format_finding = load_finding_formatter(Path(__file__).with_name("findings.txt"))
 
 
-def fault(
+def make_fault(
     code: str,
     location: Place,
     *key: object,
@@ -392,7 +394,7 @@ def faulty_method_location(subject: Subject, outcome: Outcome, stage: str) -> Pl
     return subject.location
 
 
-def registered(function: type, method: str) -> Any:
+def registered_function(function: type, method: str) -> Any:
     """For a Function that torch generated for a torch.library operator, returns the function that
     the operator's author registered; else None.
     """
@@ -415,26 +417,28 @@ def method_name(function: type, method: str) -> str:
     """Returns the method's name, such as `Class.backward`. For an operator of torch.library it is
     the name of the registered function.
     """
-    written = registered(function, method)
-    if written is None:
+    method_object = registered_function(function, method)
+    if method_object is None:
         return f"{function.__qualname__.split('<locals>.')[-1]}.{method}"
     operator = function.__name__.removeprefix("GeneratedBackwardFor_")
-    return f"{written.__qualname__.split('<locals>.')[-1]} (of {operator})"
+    return f"{method_object.__qualname__.split('<locals>.')[-1]} (of {operator})"
 
 
 def return_location(function: type, owner: str) -> Place:
     """Returns the location of the last `return` of a Function's backward."""
-    return method_location(function, "backward", owner, statement=True)
+    return method_location(function, "backward", owner, at_return=True)
 
 
-def method_location(function: type, method: str, owner: str, *, statement: bool = False) -> Place:
-    """Returns the location at which a method of a Function is defined, or with `statement` the
+def method_location(function: type, method: str, owner: str, *, at_return: bool = False) -> Place:
+    """Returns the location at which a method of a Function is defined, or with `at_return` the
     location of its last `return`.
     """
-    written: Any = inspect.unwrap(registered(function, method) or getattr(function, method))
+    method_object: Any = inspect.unwrap(
+        registered_function(function, method) or getattr(function, method)
+    )
     try:
-        lines, first = inspect.getsourcelines(written)
-        file = inspect.getsourcefile(written)
+        lines, first = inspect.getsourcelines(method_object)
+        file = inspect.getsourcefile(method_object)
     except (OSError, TypeError):
         return Place(symbol=owner)
     line = first
@@ -442,7 +446,7 @@ def method_location(function: type, method: str, owner: str, *, statement: bool 
         if text.lstrip().startswith("def "):
             line = first + offset
             break
-    if statement:
+    if at_return:
         try:
             tree = ast.parse(textwrap.dedent("".join(lines)))
         except SyntaxError:

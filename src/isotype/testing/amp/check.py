@@ -165,7 +165,7 @@ def ampcheck(
     samples = read_samples(
         inputs, params, contract=contract, names=names, owns_parameters=bool(subject.groups)
     )
-    samples = [replace(sample, owned=subject.owned_dtypes()) for sample in samples]
+    samples = [replace(sample, parameter_dtypes=subject.parameter_dtypes()) for sample in samples]
     checks = [_Check(subject, reference_subject, sample, contract) for sample in samples]
     with torch.enable_grad():
         for check in checks:
@@ -215,16 +215,16 @@ class _Check:
         # an in-place operator cannot write to a leaf that requires a gradient
         error = attempt(self.subject, self.sample, Setting(None)).error
         if "leaf Variable that requires grad" in str(error):
-            self.sample = replace(self.sample, behind_clone=True)
+            self.sample = replace(self.sample, passes_clones=True)
             self.numerics = self.numerics.with_sample(self.sample)
         outcomes: dict[Setting, Outcome] = {}
         failures: list[tuple[Setting, Outcome]] = []
         groups = tuple(dict.fromkeys((*self.sample.groups, *self.subject.groups)))
-        exhaustive = self.reference is not None or self.contract is not None
-        for setting in settings(self.sample, groups, exhaustive=exhaustive):
+        is_exhaustive = self.reference is not None or self.contract is not None
+        for setting in settings(self.sample, groups, is_exhaustive=is_exhaustive):
             outcome = attempt(self.subject, self.sample, setting, watch_inputs=True)
             self.tried += 1
-            if outcome.ran:
+            if outcome.succeeded:
                 outcomes[setting] = outcome
                 self._check_dtypes(setting, outcome)
             else:
@@ -256,8 +256,10 @@ class _Check:
 
         # rounding differences between two orders of addition are smallest in fp32
         base = min(outcomes, key=precision)
-        stable = self._is_deterministic(base)
-        self._record(aliasing_faults(self.numerics, base, outcomes[base], stable=stable), base)
+        is_stable = self._is_deterministic(base)
+        self._record(
+            aliasing_faults(self.numerics, base, outcomes[base], is_stable=is_stable), base
+        )
 
     def _record(self, faults: Sequence[Fault], setting: Setting) -> None:
         """Stores the faults of one setting."""
@@ -282,28 +284,28 @@ class _Check:
     def _classify_failure(self, setting: Setting, outcome: Outcome) -> None:
         """Records a run that raised, either as refused or as a fault."""
         if self.reference is not None:
-            plain_runs = attempt(self.reference, self.sample, setting).ran
+            does_reference_run = attempt(self.reference, self.sample, setting).succeeded
         else:
-            plain_runs = None
+            does_reference_run = None
         reason = accepted_failure_reason(
             outcome,
             setting,
             self.sample,
             self.subject,
-            plain_runs=plain_runs,
-            declared=self.contract is not None,
+            does_reference_run=does_reference_run,
+            has_contract=self.contract is not None,
         )
         if reason is not None:
             assert outcome.error is not None
             self.refused[setting.describe()] = f"{reason}: {first_line(outcome.error)}"
             return
-        if setting.produced or self.contract is not None:
+        if setting.is_produced_by_trainer or self.contract is not None:
             severity = Severity.ERROR
-        elif plain_runs is None:
+        elif does_reference_run is None:
             severity = Severity.NOTE
         else:
             severity = Severity.WARNING
-        if setting.inside and outcome.stage == BACKWARD:
+        if setting.is_backward_in_autocast and outcome.stage == BACKWARD:
             # trainers run backward outside the region
             severity = min(severity, Severity.WARNING)
         fault = failure_finding(outcome, setting, self.subject, severity=severity)
@@ -321,7 +323,9 @@ class _Check:
         """Checks numerical errors. For plain code without a reference there is nothing to compare
         with, so only weights that are rounded before their use are reported.
         """
-        settings_to_check = [s for s in outcomes if not s.inside and s.produced]
+        settings_to_check = [
+            s for s in outcomes if not s.is_backward_in_autocast and s.is_produced_by_trainer
+        ]
         has_yardstick = self.reference is not None or any(o.functions for o in outcomes.values())
         if has_yardstick and self.reference is None and not self.numerics.has_plain_twin:
             self.skipped.append(

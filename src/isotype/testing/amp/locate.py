@@ -25,7 +25,7 @@ from ...finding import Place
 from ...observe.operators import Operator, split_names
 from ...observe.origin import may_be_at_fault, running_frames
 from ...observe.tape import Tape
-from .attempt import attempt, floating, fp64_arithmetic
+from .attempt import attempt, floating_tensors, fp64_arithmetic
 from .samples import Sample, Setting, Subject
 
 
@@ -215,7 +215,7 @@ class _Recorder:
             return op(*args, **kwargs)
         inputs = _copy_floats((args, kwargs))
         result = op(*args, **kwargs)
-        outputs = floating(result)
+        outputs = floating_tensors(result)
         dtype = None
         accumulates = False
         if outputs:
@@ -245,7 +245,7 @@ def _adds_to_first(op: Operator, args: tuple, kwargs: dict, output: Tensor) -> b
 
 def _copy_floats(tree: Any) -> tuple[Tensor, ...]:
     """Returns copies of the floating tensors, in fp64."""
-    return tuple(tensor.detach().double().clone() for tensor in floating(tree))
+    return tuple(tensor.detach().double().clone() for tensor in floating_tensors(tree))
 
 
 def _user_location() -> Place | None:
@@ -276,29 +276,31 @@ def locate(
     long_sum  the error grew with the number of rows; the line that adds most often to a
               low-precision tensor is then returned, if there is one
     """
-    narrow = _Recorder()
-    wide = _Recorder()
-    if not attempt(subject, sample, setting, context=lambda: narrow.tape).ran:
+    narrow_recorder = _Recorder()
+    wide_recorder = _Recorder()
+    if not attempt(subject, sample, setting, context=lambda: narrow_recorder.tape).succeeded:
         return None
 
     @contextmanager
-    def exactly() -> Any:
-        with fp64_arithmetic(), wide.tape:
+    def fp64_context() -> Any:
+        with fp64_arithmetic(), wide_recorder.tape:
             yield
 
-    if not attempt(subject, sample, setting, widen_to=torch.float64, context=exactly).ran:
+    if not attempt(
+        subject, sample, setting, widen_to=torch.float64, context=fp64_context
+    ).succeeded:
         return None
-    steps = narrow.steps
-    if [step.operator for step in steps] != [step.operator for step in wide.steps]:
+    steps = narrow_recorder.steps
+    if [step.operator for step in steps] != [step.operator for step in wide_recorder.steps]:
         return None
     index = None
     if long_sum:
         index = _last_of_busiest_sum(steps)
-    errors = [_error(n.values, w.values) for n, w in zip(steps, wide.steps)]
-    input_errors = [_error(n.inputs, w.inputs) for n, w in zip(steps, wide.steps)]
+    errors = [_error(n.values, w.values) for n, w in zip(steps, wide_recorder.steps)]
+    input_errors = [_error(n.inputs, w.inputs) for n, w in zip(steps, wide_recorder.steps)]
     if index is None:
-        located = [i for i, step in enumerate(steps) if step.location is not None]
-        index = _first_inexact(located, errors, input_errors)
+        located_steps = [i for i, step in enumerate(steps) if step.location is not None]
+        index = _first_inexact(located_steps, errors, input_errors)
     if index is None:
         return None
     return _make_culprit(steps, index, input_errors[index], errors[index])
@@ -323,21 +325,21 @@ def _last_of_busiest_sum(steps: list[_Step]) -> int | None:
 
 
 def _first_inexact(
-    located: list[int], errors: list[float], input_errors: list[float]
+    located_steps: list[int], errors: list[float], input_errors: list[float]
 ) -> int | None:
     """Returns the first step whose error is much larger than the error of its inputs and close to
     the final error.
     """
-    if not located:
+    if not located_steps:
         return None
-    final = max(errors[i] for i in located)
-    if final == float("inf"):
-        return next(i for i in located if errors[i] == final)
-    for i in located:
-        if errors[i] > final / 8 and errors[i] / max(input_errors[i], 1e-9) > 4:
+    final_error = max(errors[i] for i in located_steps)
+    if final_error == float("inf"):
+        return next(i for i in located_steps if errors[i] == final_error)
+    for i in located_steps:
+        if errors[i] > final_error / 8 and errors[i] / max(input_errors[i], 1e-9) > 4:
             return i
-    for i in located:
-        if errors[i] > final / 4:
+    for i in located_steps:
+        if errors[i] > final_error / 4:
             return i
     return None
 

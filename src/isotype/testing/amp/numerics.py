@@ -35,9 +35,9 @@ from .attempt import (
     Fault,
     Outcome,
     attempt,
-    fault,
     faulty_method_location,
     fp64_arithmetic,
+    make_fault,
     plain_functions,
 )
 from .locate import locate
@@ -86,9 +86,9 @@ class Numerics:
         outcome = attempt(
             subject, self.sample, setting, widen_to=torch.float64, context=fp64_arithmetic
         )
-        if not outcome.ran:
+        if not outcome.succeeded:
             outcome = attempt(subject, self.sample, setting, widen_to=torch.float32)
-        if not outcome.ran:
+        if not outcome.succeeded:
             return {}
         truth = {}
         for result, value in outcome.results().items():
@@ -100,12 +100,14 @@ class Numerics:
         """Whether the checked function consists of hand-written Functions, and autograd gets the
         same gradients by differentiating their forward.
         """
-        written = self._attempt_in_fp64(fp64_arithmetic).results()
+        function_results = self._attempt_in_fp64(fp64_arithmetic).results()
         outcome = self._attempt_in_fp64(_exact_twin)
-        twin = outcome.results()
-        if not outcome.ran or outcome.functions or set(twin) != set(written):
+        twin_results = outcome.results()
+        if not outcome.succeeded or outcome.functions or set(twin_results) != set(function_results):
             return False
-        return all(_is_close(twin[result], written[result]) for result in written)
+        return all(
+            _is_close(twin_results[result], function_results[result]) for result in function_results
+        )
 
     def _attempt_in_fp64(self, context: Callable[[], Any]) -> Outcome:
         return attempt(
@@ -146,20 +148,20 @@ class Numerics:
         actual: Tensor | None,
         expected: Tensor | None,
         setting: Setting,
-        typical: Tensor | None = None,
+        typical_result: Tensor | None = None,
     ) -> bool:
         """Whether two results differ at most as much as another order of additions can explain.
 
-        typical  a result of usual size, for the case that `expected` consists only of rounding
-                 errors
+        typical_result  a result of usual size, for the case that `expected` consists only of
+                        rounding errors
         """
         if actual is None or expected is None:
             return (actual is None) == (expected is None)
         if actual.shape != expected.shape:
             return False
         size = _norm(expected)
-        if typical is not None:
-            size = max(size, _norm(typical))
+        if typical_result is not None:
+            size = max(size, _norm(typical_result))
         step = torch.finfo(setting.lowest(self.sample)).eps
         return _distance(actual, expected) <= REORDERING_STEPS * step * size
 
@@ -179,7 +181,7 @@ class Numerics:
         else:
             return {}, ""
         is_plain = self.reference is not None or not outcome.functions
-        if outcome.ran and is_plain:
+        if outcome.succeeded and is_plain:
             return outcome.results(), label
         return {}, label
 
@@ -236,7 +238,7 @@ def precision_faults(outcome: Outcome, setting: Setting, numerics: Numerics) -> 
     _, excesses = numerics.measure(outcome, setting)
     if not excesses:
         return []
-    worst = _worst(excesses)
+    worst = _largest_excess(excesses)
     if worst.error < FP32_ORDER_ERROR and setting.lowest(numerics.sample) == torch.float32:
         return []  # another order of additions in fp32 explains the error
     return [_precision_fault("AC006", worst, outcome, setting, numerics.subject, numerics.sample)]
@@ -248,43 +250,45 @@ def long_sum_faults(numerics: Numerics, setting: Setting) -> tuple[list[Fault], 
     """
     subject = numerics.subject
     sample = numerics.sample
-    short = attempt(subject, sample, setting)
-    grown = lengthen(sample, SOME_ROWS)
-    if not short.ran or grown is None:
+    short_outcome = attempt(subject, sample, setting)
+    long_sample = lengthen(sample, SOME_ROWS)
+    if not short_outcome.succeeded or long_sample is None:
         return [], None
-    outcome = attempt(subject, grown, setting)
-    if outcome.ran and _grows_linearly(short, outcome, sample, grown):
-        elements = sum(grown.tensor(slot).numel() for slot in grown.slots)
+    outcome = attempt(subject, long_sample, setting)
+    if outcome.succeeded and _grows_linearly(short_outcome, outcome, sample, long_sample):
+        elements = sum(long_sample.tensor(slot).numel() for slot in long_sample.slots)
         rows = min(MANY_ROWS, MAX_ELEMENTS * SOME_ROWS // max(1, elements))
-        grown = lengthen(sample, max(SOME_ROWS, rows)) or grown
-        outcome = attempt(subject, grown, setting)
-    rows = _count_rows(grown)
-    if not outcome.ran:
+        long_sample = lengthen(sample, max(SOME_ROWS, rows)) or long_sample
+        outcome = attempt(subject, long_sample, setting)
+    rows = _count_rows(long_sample)
+    if not outcome.succeeded:
         # not a fault, since a function may require a fixed number of rows
         return [], f"long reductions: the function refuses its inputs lengthened to {rows} rows"
-    short_errors, short_excesses = numerics.measure(short, setting)
+    short_errors, short_excesses = numerics.measure(short_outcome, setting)
     reported = {excess.result for excess in short_excesses}
-    _, long_excesses = numerics.with_sample(grown).measure(outcome, setting)
+    _, long_excesses = numerics.with_sample(long_sample).measure(outcome, setting)
     excesses = [excess for excess in long_excesses if excess.result not in reported]
     if not excesses:
         return [], None
-    worst = _worst(excesses)
-    key, finding = _precision_fault("AC007", worst, outcome, setting, subject, grown)
+    worst = _largest_excess(excesses)
+    key, finding = _precision_fault("AC007", worst, outcome, setting, subject, long_sample)
     short_error = format_error(short_errors.get(worst.result, 0.0))
     length = f"relative error {short_error} as given, {format_error(worst.error)} at {rows} rows"
     details = (("length", length), *finding.details)
     return [(key, replace(finding, details=details))], None
 
 
-def _grows_linearly(short: Outcome, outcome: Outcome, sample: Sample, grown: Sample) -> bool:
+def _grows_linearly(
+    short_outcome: Outcome, outcome: Outcome, sample: Sample, long_sample: Sample
+) -> bool:
     """Whether the number of results grew in proportion to the rows. A result of rows times rows (as
     in attention, or if weights were taken for rows) would take too long with thousands of rows.
     """
-    growth = _count_rows(grown) * _count_results(short)
+    growth = _count_rows(long_sample) * _count_results(short_outcome)
     return _count_results(outcome) * _count_rows(sample) <= 1.5 * growth
 
 
-def _worst(excesses: list[Excess]) -> Excess:
+def _largest_excess(excesses: list[Excess]) -> Excess:
     """Returns the excess that is the largest multiple of the allowed error."""
     return max(excesses, key=lambda e: e.error / max(e.allowed, 1e-30))
 
@@ -338,7 +342,7 @@ def _precision_fault(
     times = ""
     if repeats > 1:
         times = f" ({repeats} additions)"
-    key, finding = fault(
+    key, finding = make_fault(
         "AC006",
         location,
         location.symbol,
@@ -391,8 +395,8 @@ def rounded_weight_faults(numerics: Numerics, setting: Setting) -> list[Fault]:
         if spread <= MIN_SPREAD * torch.finfo(dtype).eps or spread <= NOISE_FACTOR * noise:
             continue
         # a rounding of a statistic of the rows would differ for other rows
-        repeated = _column_slopes(numerics, setting, seed=1).get(result)
-        if repeated is None or not _are_correlated(slope, repeated[0]):
+        repeated_slopes = _column_slopes(numerics, setting, seed=1).get(result)
+        if repeated_slopes is None or not _are_correlated(slope, repeated_slopes[0]):
             continue
         location = subject.location
         values: dict[str, Any] = {
@@ -403,15 +407,15 @@ def rounded_weight_faults(numerics: Numerics, setting: Setting) -> list[Fault]:
             "rows": ROWS,
             "setting": setting.describe(),
         }
-        return [fault("AC022", location, location.symbol, location.line, **values)]
+        return [make_fault("AC022", location, location.symbol, location.line, **values)]
     return []
 
 
-def _are_correlated(slopes: Tensor, repeated: Tensor) -> bool:
+def _are_correlated(slopes: Tensor, repeated_slopes: Tensor) -> bool:
     """Whether two sets of rows give similar slopes."""
-    if slopes.shape != repeated.shape:
+    if slopes.shape != repeated_slopes.shape:
         return False
-    coefficients = torch.corrcoef(torch.stack([slopes, repeated]))
+    coefficients = torch.corrcoef(torch.stack([slopes, repeated_slopes]))
     return float(coefficients[0, 1]) > MIN_CORRELATION
 
 
@@ -421,13 +425,13 @@ def _column_slopes(
     """Returns for each low-precision output (the slopes of its columns, the noise of the slopes,
     its dtype).
     """
-    varied = _vary_rows(numerics.sample, seed)
-    if varied is None:
+    varied_sample = _vary_rows(numerics.sample, seed)
+    if varied_sample is None:
         return {}
-    outcome = attempt(numerics.subject, varied, setting, forward_only=True)
-    if not outcome.ran:
+    outcome = attempt(numerics.subject, varied_sample, setting, forward_only=True)
+    if not outcome.succeeded:
         return {}
-    truth = numerics.with_sample(varied).truth(setting)
+    truth = numerics.with_sample(varied_sample).truth(setting)
     slopes_by_result = {}
     for result, value in outcome.results().items():
         exact_value = truth.get(result)
@@ -449,19 +453,19 @@ def _vary_rows(sample: Sample, seed: int) -> Sample | None:
     """Draws rows of the sample again and scales each element by a random factor, so that no two
     rows are rounded in the same way.
     """
-    grown = lengthen(sample, ROWS)
-    if grown is None:
+    long_sample = lengthen(sample, ROWS)
+    if long_sample is None:
         return None
     generator = torch.Generator().manual_seed(seed)
-    scaled = {}
-    for slot in grown.slots:
-        tensor = grown.tensor(slot)
+    scaled_tensors = {}
+    for slot in long_sample.slots:
+        tensor = long_sample.tensor(slot)
         if slot.group.startswith(PARAM) or tensor.shape == sample.tensor(slot).shape:
             continue
         factor = 0.5 + torch.rand(tensor.shape, generator=generator)
         product = tensor.detach().float() * factor.to(tensor.device)
-        scaled[slot.index] = product.to(tensor.dtype)
-    return grown.with_tensors(scaled)
+        scaled_tensors[slot.index] = product.to(tensor.dtype)
+    return long_sample.with_tensors(scaled_tensors)
 
 
 def _regress_columns(actual: Tensor, expected: Tensor) -> tuple[Tensor, float] | None:

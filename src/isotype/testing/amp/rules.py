@@ -31,9 +31,9 @@ from .attempt import (
     Fault,
     Outcome,
     attempt,
-    fault,
     faulty_method_location,
     incoming_gradient,
+    make_fault,
     method_location,
     method_name,
     return_location,
@@ -72,25 +72,25 @@ def accepted_failure_reason(
     sample: Sample,
     subject: Subject,
     *,
-    plain_runs: bool | None,
-    declared: bool,
+    does_reference_run: bool | None,
+    has_contract: bool,
 ) -> str | None:
     """Returns the reason why an exception is accepted under this setting, or None if it is a fault.
 
-    plain_runs  whether the reference runs under this setting; None without a reference
-    declared    whether a contract declares that this combination runs
+    does_reference_run  whether the reference runs under this setting; None without a reference
+    has_contract        whether a contract declares that this combination runs
     """
     assert outcome.error is not None
     failure = find_failure(outcome.error)
     if _NO_KERNEL.search(str(outcome.error)) or isinstance(outcome.error, NotImplementedError):
         return "the backend has no kernel for these dtypes"
-    if declared:
+    if has_contract:
         return None
     if failure is not None and failure.raised_by_hand:
         return "the function refuses it on purpose"
-    if plain_runs:
+    if does_reference_run:
         return None
-    if plain_runs is not None:
+    if does_reference_run is not None:
         return "the reference refuses it too"
     if failure is None:
         return "plain PyTorch refuses it"
@@ -103,7 +103,7 @@ def accepted_failure_reason(
         return None
     if failure.function is not None or _skips_autocast(failure):
         return None
-    if setting.produced_by_any_trainer(sample):
+    if setting.may_come_from_trainer(sample):
         return None
     return "plain PyTorch refuses it"
 
@@ -150,7 +150,7 @@ def failure_finding(
     if outcome.calls:
         incoming = outcome.calls[-1].incoming
         saved = outcome.calls[-1].saved()
-    _, finding = fault(
+    _, finding = make_fault(
         "AC001",
         Place(file=location.file, line=location.line, symbol=owner),
         details=tuple(details),
@@ -161,7 +161,7 @@ def failure_finding(
         error=first_line(outcome.error).split(": ", 1)[-1],
         mixed=mixed,
         auto=autocast,
-        inside=setting.inside,
+        inside=setting.is_backward_in_autocast,
         out=_OUT.search(source),
         in_place=_IN_PLACE_PRODUCT.search(source),
         scatter=_SCATTER.search(source),
@@ -281,7 +281,7 @@ def _gradient_fault(
         "autocast": autocast,
     }
     location = return_location(call.function, owner)
-    return fault("AC003", location, owner, argument, wider, **values)
+    return make_fault("AC003", location, owner, argument, wider, **values)
 
 
 def output_faults(
@@ -301,7 +301,7 @@ def output_faults(
         if dtype in inputs or dtype == setting.autocast:
             continue
         if reference is not None:
-            if not reference.ran or i >= len(reference.values):
+            if not reference.succeeded or i >= len(reference.values):
                 continue
             expected = reference.values[i].dtype
             against = "the reference returns"
@@ -330,7 +330,7 @@ def output_faults(
             "expected": name(expected),
             "setting": setting.describe(),
         }
-        faults.append(fault("AC004", location, owner, i, wider, **values))
+        faults.append(make_fault("AC004", location, owner, i, wider, **values))
     return faults
 
 
@@ -362,10 +362,8 @@ def contract_faults(
         if (tensor := outcome.tensors.get(argument)) is not None:
             spec.dtype_fault(name(tensor.dtype), letters)
             spec.shape_fault(tuple(tensor.shape), sizes)
-    output_faults_found = _declared_output_faults(
-        outcome, setting, subject, contract, letters, sizes
-    )
-    return [*output_faults_found, *_declared_gradient_faults(outcome, setting, contract, letters)]
+    output_mismatches = _declared_output_faults(outcome, setting, subject, contract, letters, sizes)
+    return [*output_mismatches, *_declared_gradient_faults(outcome, setting, contract, letters)]
 
 
 def declared_output(
@@ -486,23 +484,25 @@ def _declared_gradient_faults(
 def _contract_fault(
     key: tuple[object, ...], message: str, location: Place, declared: str, observed: str
 ) -> Fault:
-    return fault("AC014", location, *key, message=message, declared=declared, observed=observed)
+    return make_fault(
+        "AC014", location, *key, message=message, declared=declared, observed=observed
+    )
 
 
 def aliasing_faults(
-    numerics: Numerics, setting: Setting, baseline: Outcome, *, stable: bool
+    numerics: Numerics, setting: Setting, baseline: Outcome, *, is_stable: bool
 ) -> list[Fault]:
     """Returns the faults AC008 to AC012.
 
-    baseline  an ordinary run under the same setting, with `watch_inputs`
-    stable    whether two such runs have the same results
+    baseline   an ordinary run under the same setting, with `watch_inputs`
+    is_stable  whether two such runs have the same results
     """
     subject = numerics.subject
     faults = [*_overwritten_inputs(subject, baseline), *_written_gradient(subject, baseline)]
     if baseline.grads:
         faults += _expanded_gradient(numerics, setting, baseline)
         faults += _second_backward(numerics, setting, baseline)
-        if stable:
+        if is_stable:
             faults += _frozen_inputs(numerics, setting, baseline)
     return faults
 
@@ -522,7 +522,7 @@ def _overwritten_inputs(subject: Subject, baseline: Outcome) -> list[Fault]:
         if argument in baseline.changed_by_forward:
             stage = FORWARD
         location = faulty_method_location(subject, baseline, stage)
-        faults.append(fault("AC011", location, name=argument, plain=is_autograd_checked))
+        faults.append(make_fault("AC011", location, name=argument, plain=is_autograd_checked))
     return faults
 
 
@@ -534,7 +534,7 @@ def _written_gradient(subject: Subject, baseline: Outcome) -> list[Fault]:
             expected_gradients.append(incoming_gradient(output, i))
     for received, expected in zip(baseline.grad_outputs, expected_gradients):
         if not is_bit_identical(received, expected):
-            return [fault("AC008", faulty_method_location(subject, baseline, BACKWARD))]
+            return [make_fault("AC008", faulty_method_location(subject, baseline, BACKWARD))]
     return []
 
 
@@ -555,7 +555,7 @@ def _expanded_gradient(numerics: Numerics, setting: Setting, baseline: Outcome) 
 
     expected = attempt(subject, sample, setting, gradient=dense_gradient)
     actual = attempt(subject, sample, setting, gradient=expanded_gradient)
-    if not expected.ran:
+    if not expected.succeeded:
         return []
     location = faulty_method_location(subject, expected, BACKWARD)
     return _compare_gradients("AC009", location, actual, expected, setting, numerics, baseline)
@@ -565,16 +565,16 @@ def _second_backward(numerics: Numerics, setting: Setting, baseline: Outcome) ->
     """Returns AC010 unless two runs of backward over one graph give twice the gradients."""
     subject = numerics.subject
     sample = numerics.sample
-    twice = attempt(subject, sample, setting, backward_passes=2)
-    if twice.error is not None and twice.stage != BACKWARD:
+    twice_outcome = attempt(subject, sample, setting, backward_passes=2)
+    if twice_outcome.error is not None and twice_outcome.stage != BACKWARD:
         return []
-    doubled = Outcome()
+    expected_outcome = Outcome()
     for argument, gradient in baseline.grads.items():
         if gradient is not None:
             gradient = gradient * 2
-        doubled.grads[argument] = gradient
+        expected_outcome.grads[argument] = gradient
     location = faulty_method_location(subject, baseline, BACKWARD)
-    return _compare_gradients("AC010", location, twice, doubled, setting, numerics)
+    return _compare_gradients("AC010", location, twice_outcome, expected_outcome, setting, numerics)
 
 
 def _compare_gradients(
@@ -584,15 +584,15 @@ def _compare_gradients(
     expected: Outcome,
     setting: Setting,
     numerics: Numerics,
-    typical: Outcome | None = None,
+    typical_outcome: Outcome | None = None,
 ) -> list[Fault]:
     """Returns a fault if a run raises or gives other gradients than expected. An exception that the
     function itself raises with `raise` is not a fault.
     """
     if actual.error is None:
-        wrong = _differing_gradients(actual, expected, setting, numerics, typical)
-        if wrong:
-            return [fault(code, location, wrong=wrong)]
+        wrong_arguments = _differing_gradients(actual, expected, setting, numerics, typical_outcome)
+        if wrong_arguments:
+            return [make_fault(code, location, wrong=wrong_arguments)]
         return []
     failure = find_failure(actual.error)
     if failure is not None and failure.raised_by_hand:
@@ -601,7 +601,7 @@ def _compare_gradients(
         location = Place(
             file=failure.location.file, line=failure.location.line, symbol=location.symbol
         )
-    return [fault(code, location, raised=first_line(actual.error))]
+    return [make_fault(code, location, raised=first_line(actual.error))]
 
 
 def _frozen_inputs(numerics: Numerics, setting: Setting, baseline: Outcome) -> list[Fault]:
@@ -625,25 +625,25 @@ def _frozen_inputs(numerics: Numerics, setting: Setting, baseline: Outcome) -> l
                 symbol=failure.function or location.symbol,
             )
             raised = first_line(outcome.error)
-            faults.append(fault("AC012", location, frozen=frozen, raised=raised))
+            faults.append(make_fault("AC012", location, frozen=frozen, raised=raised))
             continue
         missing = []
-        wrong = []
+        wrong_arguments = []
         for argument in trainable:
             gradient = outcome.grads.get(argument)
             expected = baseline.grads[argument]
             if argument == frozen or numerics.equals_up_to_order(gradient, expected, setting):
                 continue
-            wrong.append(argument)
+            wrong_arguments.append(argument)
             if gradient is None:
                 missing.append(argument)
-        if wrong:
-            finding = fault(
+        if wrong_arguments:
+            finding = make_fault(
                 "AC012",
                 location,
                 frozen=frozen,
                 missing=", ".join(missing),
-                wrong=", ".join(wrong),
+                wrong=", ".join(wrong_arguments),
             )
             faults.append(finding)
     return faults
@@ -654,21 +654,24 @@ def _differing_gradients(
     expected: Outcome,
     setting: Setting,
     numerics: Numerics,
-    typical: Outcome | None = None,
+    typical_outcome: Outcome | None = None,
 ) -> str:
     """Returns the names of gradients that differ by more than another order of additions can
     explain.
     """
     typical_grads: dict[str, Tensor | None] = {}
-    if typical is not None:
-        typical_grads = typical.grads
-    wrong = []
+    if typical_outcome is not None:
+        typical_grads = typical_outcome.grads
+    wrong_arguments = []
     for argument, gradient in expected.grads.items():
         if not numerics.equals_up_to_order(
-            actual.grads.get(argument), gradient, setting, typical=typical_grads.get(argument)
+            actual.grads.get(argument),
+            gradient,
+            setting,
+            typical_result=typical_grads.get(argument),
         ):
-            wrong.append(argument)
-    return ", ".join(wrong)
+            wrong_arguments.append(argument)
+    return ", ".join(wrong_arguments)
 
 
 def is_bit_identical(first: Tensor, second: Tensor) -> bool:

@@ -45,7 +45,7 @@ class Slot:
     name: str
     index: int
     group: str
-    wants_grad: bool
+    requires_grad: bool
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,11 @@ class Sample:
     leaves: tuple[Any, ...]
     tree: Any
     slots: tuple[Slot, ...]
-    guessed: bool  # whether the groups were guessed from shapes
+    has_guessed_groups: bool  # whether the groups were guessed from shapes
     # original dtypes of the parameters of the checked function, if it is a module
-    owned: frozenset[torch.dtype] = frozenset()
+    parameter_dtypes: frozenset[torch.dtype] = frozenset()
     # whether clones are passed to the function, so that it may write in place
-    behind_clone: bool = False
+    passes_clones: bool = False
 
     @property
     def device(self) -> str:
@@ -95,9 +95,9 @@ class Sample:
         """
         if dtypes is not None:
             return set(dtypes.values())
-        return {self.tensor(slot).dtype for slot in self.slots} | self.owned
+        return {self.tensor(slot).dtype for slot in self.slots} | self.parameter_dtypes
 
-    def fresh(
+    def copy_leaves(
         self,
         dtypes: GroupDtypes,
         *,
@@ -127,10 +127,10 @@ class Sample:
                 tensor = tensor.to(widen_to)
             if tensor.data_ptr() == original.data_ptr():
                 tensor = tensor.clone()
-            tensor.requires_grad_(slot.wants_grad and slot.name != frozen)
+            tensor.requires_grad_(slot.requires_grad and slot.name != frozen)
             tensors[slot.name] = tensor
             leaves[slot.index] = tensor
-            if self.behind_clone:
+            if self.passes_clones:
                 leaves[slot.index] = tensor.clone()
         return leaves, tensors
 
@@ -210,11 +210,11 @@ def _read_sample(
             group = FIXED  # fp8 and other storage formats
         if position is not None and len(path) == 2 and position < len(specs):
             group = _declared_group(specs[position], group)
-        wants_grad = all_require_grad or tensor.requires_grad
-        slots.append(Slot(_label(path, names), i, group, wants_grad))
+        requires_grad = all_require_grad or tensor.requires_grad
+        slots.append(Slot(_label(path, names), i, group, requires_grad))
     groups = {slot.group for slot in slots}
-    guessed = not params and not specs and len(groups) > 1
-    return Sample(leaves, tree, tuple(slots), guessed=guessed)
+    has_guessed_groups = not params and not specs and len(groups) > 1
+    return Sample(leaves, tree, tuple(slots), has_guessed_groups=has_guessed_groups)
 
 
 def _is_floating(leaf: Any) -> bool:
@@ -332,13 +332,13 @@ def lengthen(sample: Sample, rows: int) -> Sample | None:
     generator = torch.Generator().manual_seed(0)
     indices = torch.randint(0, leading_size, (draws,), generator=generator)
     weights = {slot.index for slot in sample.slots if slot.group == PARAM}
-    drawn = {}
+    drawn_tensors = {}
     for i, leaf in enumerate(sample.leaves):
         if i in weights or not isinstance(leaf, Tensor):
             continue
         if leaf.dim() and leaf.shape[0] == leading_size:
-            drawn[i] = leaf.detach()[indices.to(leaf.device)]
-    return sample.with_tensors(drawn)
+            drawn_tensors[i] = leaf.detach()[indices.to(leaf.device)]
+    return sample.with_tensors(drawn_tensors)
 
 
 LOW = (torch.bfloat16, torch.float16)
@@ -348,16 +348,17 @@ LOW = (torch.bfloat16, torch.float16)
 class Setting:
     """One combination of dtypes and autocast.
 
-    dtypes    group -> dtype; None leaves the original dtypes
-    inside    whether backward runs inside the autocast region (trainers run it outside)
-    produced  whether a trainer is known to produce the combination; faults of other combinations
-              are reported as notes
+    dtypes                   group -> dtype; None leaves the original dtypes
+    is_backward_in_autocast  whether backward runs inside the autocast region (trainers run it
+                             outside)
+    is_produced_by_trainer   whether a trainer is known to produce the combination; faults of other
+                             combinations are reported as notes
     """
 
     dtypes: tuple[tuple[str, torch.dtype], ...] | None
     autocast: torch.dtype | None = None
-    inside: bool = False
-    produced: bool = True
+    is_backward_in_autocast: bool = False
+    is_produced_by_trainer: bool = True
 
     @property
     def group_dtypes(self) -> dict[str, torch.dtype] | None:
@@ -373,7 +374,7 @@ class Setting:
             dtypes |= {self.autocast}
         return max(dtypes, key=_step, default=torch.float32)
 
-    def produced_by_any_trainer(self, sample: Sample) -> bool:
+    def may_come_from_trainer(self, sample: Sample) -> bool:
         """Whether a trainer may produce the combination: no input is wider than a weight, which
         torch's layers reject under autocast.
         """
@@ -401,7 +402,7 @@ class Setting:
                 dtypes = " ".join(f"{group} {label}" for group, label in names.items())
         if not self.autocast:
             return f"{dtypes}, autocast off"
-        region = "inside" if self.inside else "outside"
+        region = "inside" if self.is_backward_in_autocast else "outside"
         return f"{dtypes}, autocast {name(str(self.autocast))}, backward {region}"
 
 
@@ -419,24 +420,24 @@ def uniform_setting(
     return Setting(tuple((group, dtype) for group in groups), autocast)
 
 
-def settings(sample: Sample, groups: tuple[str, ...], *, exhaustive: bool) -> Iterator[Setting]:
+def settings(sample: Sample, groups: tuple[str, ...], *, is_exhaustive: bool) -> Iterator[Setting]:
     """Yields the combinations to try, the most probable first.
 
-    groups      the sample's groups, and `param` for the parameters of a module
-    exhaustive  also yields combinations that only a reference or a contract can judge: every dtype
-                of every group under every autocast dtype
+    groups         the sample's groups, and `param` for the parameters of a module
+    is_exhaustive  also yields combinations that only a reference or a contract can judge: every
+                   dtype of every group under every autocast dtype
     """
     distinct: dict[Any, Setting] = {}
-    for setting in _candidate_settings(sample, groups, exhaustive):
+    for setting in _candidate_settings(sample, groups, is_exhaustive):
         distinct.setdefault((setting.dtypes, setting.autocast), setting)
     for setting in distinct.values():
         yield setting
         if setting.autocast is not None:
-            yield replace(setting, inside=True)
+            yield replace(setting, is_backward_in_autocast=True)
 
 
 def _candidate_settings(
-    sample: Sample, groups: tuple[str, ...], exhaustive: bool
+    sample: Sample, groups: tuple[str, ...], is_exhaustive: bool
 ) -> Iterator[Setting]:
     """Yields the combinations in order; some may be duplicates."""
     low_as_built = set(LOW) & sample.dtypes_in_play(None)
@@ -458,12 +459,12 @@ def _candidate_settings(
             yield _split_setting(groups, inputs=low, weights=torch.float32, autocast=low)
             # a model in the low dtype that gets the output of an fp32 norm
             setting = _split_setting(groups, inputs=torch.float32, weights=low, autocast=low)
-            yield replace(setting, produced=not sample.guessed)
-    if exhaustive and 1 < len(groups) <= 3:
+            yield replace(setting, is_produced_by_trainer=not sample.has_guessed_groups)
+    if is_exhaustive and 1 < len(groups) <= 3:
         for dtypes in itertools.product(TRAINED, repeat=len(groups)):
             group_dtypes = tuple(zip(groups, dtypes))
             for autocast in autocasts:
-                yield Setting(group_dtypes, autocast, produced=False)
+                yield Setting(group_dtypes, autocast, is_produced_by_trainer=False)
 
 
 def _split_setting(
@@ -560,11 +561,11 @@ class Subject:
     @property
     def groups(self) -> tuple[str, ...]:
         """(`param`,) if the function has floating parameters, else ()."""
-        if self.owned_dtypes():
+        if self.parameter_dtypes():
             return (PARAM,)
         return ()
 
-    def owned_dtypes(self) -> frozenset[torch.dtype]:
+    def parameter_dtypes(self) -> frozenset[torch.dtype]:
         """Returns the original dtypes of the function's floating parameters."""
         if self.module is None:
             return frozenset()
