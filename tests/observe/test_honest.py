@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from isotype.optimize import optimize
 from isotype.precision import PRESETS
-from isotype.precision.apply import generating
+from isotype.precision.apply import use_generate_dtype
 from tests.models import SIZES, lora, quantised
 from tests.models import tiny as tiny_llama
 
@@ -118,7 +118,11 @@ def test_common_practice_gives_no_violation(family, preset, how):
         assert [finding.message for finding in seen.violations] == []
         assert not seen.unobserved
     run.model.eval()
-    with torch.no_grad(), generating(run.model), run.observer.watch(0, role="generate") as made:
+    with (
+        torch.no_grad(),
+        use_generate_dtype(run.model),
+        run.observer.watch(0, role="generate") as made,
+    ):
         run.model.generate(
             input_ids=BATCH.input_ids[:1, :5],
             max_new_tokens=2,
@@ -233,7 +237,11 @@ def test_islands_in_fp32_are_activations_while_samples_are_made(island):
 
     mlp.forward = forward
     run = set_up(lora(model), PRESETS["bf16-lora"])
-    with torch.no_grad(), generating(run.model), run.observer.watch(0, role="generate") as made:
+    with (
+        torch.no_grad(),
+        use_generate_dtype(run.model),
+        run.observer.watch(0, role="generate") as made,
+    ):
         run.model.generate(
             input_ids=BATCH.input_ids[:1, :5],
             max_new_tokens=3,

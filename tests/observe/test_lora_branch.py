@@ -10,7 +10,7 @@ import torch
 from isotype.observe import Observer
 from isotype.optimize import optimize
 from isotype.precision import PRESETS
-from isotype.precision.apply import generating
+from isotype.precision.apply import use_generate_dtype
 from tests.models import lora, tiny
 from tests.observe.run import BATCH, set_up, watched_step
 
@@ -78,7 +78,7 @@ def test_ops_compute_the_branch_in_fp32():
     assert seen.violations == []
     assert set(seen.dtypes["lora_branch"]) == {"fp32"}
     model.eval()
-    with torch.no_grad(), generating(model), run.observer.watch(0, role="generate") as made:
+    with torch.no_grad(), use_generate_dtype(model), run.observer.watch(0, role="generate") as made:
         model.generate(
             input_ids=BATCH.input_ids[:1, :5],
             max_new_tokens=2,

@@ -106,5 +106,5 @@ def test_gradients_are_summed_in_buckets_of_the_declared_dtype(reduce, monkeypat
     assert (
         both.dtypes
         == {torch.float32 if reduce == "fp32" else torch.bfloat16}
-        == set(accumulator.sent)
+        == set(accumulator.sent_dtypes)
     )

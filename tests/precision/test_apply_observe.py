@@ -5,7 +5,7 @@ from isotype.errors import DtypeError
 from isotype.observe import Observer
 from isotype.precision import PRESETS
 from isotype.precision.accumulate import GradientAccumulator
-from isotype.precision.apply import apply_precision, generating, remove_precision
+from isotype.precision.apply import apply_precision, remove_precision, use_generate_dtype
 from tests.models import lora, tiny
 
 IDS = torch.arange(24).view(2, 12)
@@ -103,7 +103,7 @@ def test_generate_of_an_encoder_decoder_model_runs_its_encoder_under_the_precisi
     ).eval()
     apply_precision(model, PRESETS["bf16-mixed"], device_type="cpu")
     ids = torch.tensor([[5, 6, 7]])
-    with generating(model):
+    with use_generate_dtype(model):
         tokens = model.generate(input_ids=ids, max_new_tokens=3)
     assert tokens.shape[0] == 1
     assert model.get_encoder()(input_ids=ids).last_hidden_state.dtype == torch.bfloat16

@@ -36,22 +36,22 @@ class Sharding:
 
     mesh      the processes as FSDP's device mesh; kept, because a process group that is freed
               closes its connections
-    parts     the number of processes that share each weight
-    replicas  how many copies of the whole model the processes hold together
+    shard_count  the number of processes that share each weight
+    replica_count  how many copies of the whole model the processes hold together
     """
 
     def __init__(
-        self, model: nn.Module, units: list[Any], world: World, *, mesh: Any, replicas: int
+        self, model: nn.Module, units: list[Any], world: World, *, mesh: Any, replica_count: int
     ) -> None:
         """All processes call it together, with the units that `keep_part` returned."""
         self.mesh = mesh
-        self.parts = world.size // replicas
-        self.replicas = replicas
+        self.shard_count = world.size // replica_count
+        self.replica_count = replica_count
         _gather_all_units(model, units)
         self._sent: list[torch.dtype] = []
         self._sums: dict[int, UnitGradients] = {}
         for unit in units:
-            sums = UnitGradients(self.parts, self._sent)
+            sums = UnitGradients(self.shard_count, self._sent)
             unit.set_all_reduce_hook(sums)
             # sums, not means, because losses are divided by the tokens of all processes; and gloo
             # cannot sum with a factor
@@ -64,7 +64,7 @@ class Sharding:
     def take(self, parameter: nn.Parameter) -> Tensor:
         return self._sums[id(parameter)].take(parameter)
 
-    def sent(self) -> list[torch.dtype]:
+    def sent_dtypes(self) -> list[torch.dtype]:
         sent, self._sent[:] = list(self._sent), []
         return sent
 
@@ -74,8 +74,8 @@ class UnitGradients:
     For each parameter it holds the rows of this process.
     """
 
-    def __init__(self, parts: int, sent: list[torch.dtype]) -> None:
-        self._parts = parts
+    def __init__(self, shard_count: int, sent: list[torch.dtype]) -> None:
+        self._shard_count = shard_count
         self._sent = sent
         self._flat: Tensor | None = None
         self._offset = 0
@@ -95,7 +95,7 @@ class UnitGradients:
         assert self._flat is not None, "the hook runs before the gradients are handed out"
         part = local_part(parameter)
         gradient = self._flat[self._offset : self._offset + part.numel()].view(part.shape)
-        self._offset += math.ceil(parameter.shape[0] / self._parts) * (
+        self._offset += math.ceil(parameter.shape[0] / self._shard_count) * (
             parameter.numel() // parameter.shape[0]
         )
         return gradient
@@ -116,13 +116,13 @@ def create_mesh(world: World, device: torch.device, *, nodes: int = 1) -> Any:
     return init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
 
 
-def local_part_of_mesh(mesh: Any, look: Callable[[nn.Module], None]) -> Part:
+def local_part_of_mesh(mesh: Any, on_loaded: Callable[[nn.Module], None]) -> Part:
     """The part that this process keeps of a model that the processes of `mesh` share.
 
     on_loaded  called with the model before it is cast
     """
-    sharing = mesh.ndim - 1  # in a hybrid mesh the first dimension is the machines
-    return Part(mesh.get_local_rank(sharing), mesh.size(sharing), look)
+    shard_dim = mesh.ndim - 1  # in a hybrid mesh the first dimension is the machines
+    return Part(mesh.get_local_rank(shard_dim), mesh.size(shard_dim), on_loaded)
 
 
 def keep_part(model: nn.Module, mesh: Any, part: Part, *, reduce: str) -> list[nn.Module]:
@@ -145,24 +145,24 @@ def keep_part(model: nn.Module, mesh: Any, part: Part, *, reduce: str) -> list[n
         param_dtype=None, reduce_dtype=to_torch(reduce), cast_forward_inputs=False
     )
     states = {
-        full: state
-        for full, p in model.named_parameters()
+        full_name: state
+        for full_name, p in model.named_parameters()
         if (state := getattr(p, "quant_state", None)) is not None
     }
-    inside: set[int] = set()
+    assigned_ids: set[int] = set()
     units = []
-    for full, module in [*find_units(inner), ("the model's own weights", inner)]:
-        own_parameters = {n: p for n, p in module.named_parameters() if id(p) not in inside}
-        refuse_two_dtypes(full, own_parameters)
+    for full_name, module in [*find_units(inner), ("the model's own weights", inner)]:
+        own_parameters = {n: p for n, p in module.named_parameters() if id(p) not in assigned_ids}
+        refuse_two_dtypes(full_name, own_parameters)
         if module is not inner:
-            refuse_weights_of_another_unit(full, module, inside)
+            refuse_weights_of_another_unit(full_name, module, assigned_ids)
         for parameter in own_parameters.values():
             if parameter.device.type == "cpu" and not is_quantised(parameter):
                 # fully_shard moves whole weights to the device
                 parameter.data = part.cast_rows(parameter.data, parameter.dtype)
         # the root holds the head
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=module is not inner)
-        inside |= {id(p) for p in module.parameters()}
+        assigned_ids |= {id(p) for p in module.parameters()}
         units.append(module)
     _attach_quant_states(model, states)
     return units
@@ -172,24 +172,28 @@ def find_units(inner: Any) -> list[tuple[str, nn.Module]]:
     """Returns (name, module) of every decoder layer or denoiser block, and of the embedding if the
     head does not share its weight.
     """
-    of_denoiser = {id(block) for block in denoiser_blocks(inner)}
-    if of_denoiser:
+    denoiser_block_ids = {id(block) for block in denoiser_blocks(inner)}
+    if denoiser_block_ids:
         return [
-            (full, module) for full, module in inner.named_modules() if id(module) in of_denoiser
+            (full_name, module)
+            for full_name, module in inner.named_modules()
+            if id(module) in denoiser_block_ids
         ]
     units: list[tuple[str, nn.Module]] = []
-    inside = ""
-    for full, module in inner.named_modules():
-        if isinstance(module, nn.ModuleList) and not (inside and full.startswith(inside)):
+    list_path = ""
+    for full_name, module in inner.named_modules():
+        if isinstance(module, nn.ModuleList) and not (
+            list_path and full_name.startswith(list_path)
+        ):
             blocks = [
-                (f"{full}.{name}", block)
+                (f"{full_name}.{name}", block)
                 for name, block in module.named_children()
                 if is_block(block)
             ]
             units += blocks
             # experts and other lists inside a layer belong to the layer's unit, because the rows
             # decide which of them run
-            inside = f"{full}." if blocks else inside
+            list_path = f"{full_name}." if blocks else list_path
     if hasattr(inner, "get_input_embeddings"):
         embedding = inner.get_input_embeddings()
         head = inner.get_output_embeddings()
@@ -207,9 +211,9 @@ def refuse_two_dtypes(unit: str, parameters: dict[str, nn.Parameter]) -> None:
     the gradients of a unit in one tensor.
     """
     first: dict[torch.dtype, str] = {}
-    for full, parameter in parameters.items():
+    for full_name, parameter in parameters.items():
         if parameter.requires_grad:
-            first.setdefault(parameter.dtype, full)
+            first.setdefault(parameter.dtype, full_name)
     if len(first) > 1:
         (first_dtype, a), (second_dtype, b) = list(first.items())[:2]
         raise UsageError(
@@ -243,27 +247,32 @@ def gather_tensors(
     """
     gathered: dict[int, Tensor | None] = {}
     result = {}
-    for full, parameter in model.named_parameters(remove_duplicate=False):
+    for full_name, parameter in model.named_parameters(remove_duplicate=False):
         if not parameter.requires_grad:
             continue
         if id(parameter) not in gathered:
             part = local_part(parameter).detach().to(dtype).cpu()
             full_tensor = torch.empty(parameter.shape, dtype=dtype) if world.is_first else None
-            if world.rank < sharding.parts:
-                world.collect(part, full_tensor, rows_by_rank(parameter.shape[0], sharding.parts))
+            if world.rank < sharding.shard_count:
+                world.collect(
+                    part, full_tensor, rows_by_rank(parameter.shape[0], sharding.shard_count)
+                )
             gathered[id(parameter)] = full_tensor
         tensor = gathered[id(parameter)]
         if tensor is not None:
-            result[full] = tensor
+            result[full_name] = tensor
     return result
 
 
-def rows_by_rank(rows: int, parts: int) -> list[int]:
+def rows_by_rank(row_count: int, shard_count: int) -> list[int]:
     """Returns how many of a tensor's rows each process holds: equal numbers, and fewer or none for
     the last ranks.
     """
-    most = math.ceil(rows / parts)
-    return [max(0, min(rows, (rank + 1) * most) - min(rows, rank * most)) for rank in range(parts)]
+    rows_per_rank = math.ceil(row_count / shard_count)
+    return [
+        max(0, min(row_count, (rank + 1) * rows_per_rank) - min(row_count, rank * rows_per_rank))
+        for rank in range(shard_count)
+    ]
 
 
 @contextmanager
@@ -275,8 +284,8 @@ def replace_in_state_dict(model: nn.Module, tensors: Mapping[str, Tensor]) -> It
     def replace_tensors(
         module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
     ) -> None:
-        for full in state:
-            state[full] = tensors.get(full, state[full])
+        for full_name in state:
+            state[full_name] = tensors.get(full_name, state[full_name])
 
     handle = model.register_state_dict_post_hook(replace_tensors)
     try:
@@ -289,9 +298,9 @@ def _attach_quant_states(model: nn.Module, states: Mapping[str, Any]) -> None:
     """Attaches the quantisation state of each 4-bit weight to the parameter that replaced it. FSDP
     does not copy this state, and without it the weight is not recognised as 4-bit.
     """
-    for full, parameter in model.named_parameters():
-        if full in states:
-            parameter.quant_state = states[full]  # type: ignore[attr-defined]  # bitsandbytes keeps it on the parameter
+    for full_name, parameter in model.named_parameters():
+        if full_name in states:
+            parameter.quant_state = states[full_name]  # type: ignore[attr-defined]  # bitsandbytes keeps it on the parameter
 
 
 def _gather_all_units(model: nn.Module, units: list[Any]) -> None:
@@ -301,8 +310,8 @@ def _gather_all_units(model: nn.Module, units: list[Any]) -> None:
     of the packed bytes.
     """
     states = {
-        full: state
-        for full, p in model.named_parameters()
+        full_name: state
+        for full_name, p in model.named_parameters()
         if (state := getattr(p, "quant_state", None)) is not None
     }
     for unit in units:

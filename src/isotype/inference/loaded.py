@@ -28,7 +28,7 @@ from ..model.build import build_model, resolve_precision
 from ..model.load import Source, load_architecture, load_base, load_tokenizer
 from ..model.processor import build_picture_reader
 from ..optimize import optimize
-from ..precision.apply import apply_precision, generating
+from ..precision.apply import apply_precision, use_generate_dtype
 from ..precision.precision import Precision
 from ..precision.quantised_base import quantisation_from_config
 from ..runs.checkpoint.atomic_folder import find_damage
@@ -355,7 +355,7 @@ class Conversation:
             streamer = _Stream(tokenizer, skip_prompt=True, skip_special_tokens=True)
         else:
             streamer = None
-        with torch.no_grad(), generating(model):
+        with torch.no_grad(), use_generate_dtype(model):
             out = cast(Any, model).generate(
                 **inputs, generation_config=self.config, streamer=streamer
             )

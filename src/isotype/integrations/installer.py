@@ -31,7 +31,7 @@ from .claims import (
 )
 from .record import Record
 from .steps import Guards
-from .weights import CastWeights, LowPrecisionWeights, take_autocast
+from .weights import CastWeights, LowPrecisionWeights, disable_accelerate_autocast
 
 
 def attach(
@@ -115,7 +115,9 @@ def _install(attachment: Attachment, *, reversible: bool) -> Guards:
     remove_accelerate_wrappers(trainer)
     models = collect_models(trainer)
     device = trainer.args.device.type
-    take_autocast(trainer.accelerator, list(models.values()), precision, attachment.undo)
+    disable_accelerate_autocast(
+        trainer.accelerator, list(models.values()), precision, attachment.undo
+    )
     weights = CastWeights()
     attachment.undo.append(weights.restore)
     for name, model in models.items():
@@ -124,7 +126,7 @@ def _install(attachment: Attachment, *, reversible: bool) -> Guards:
             precision,
             trained=trained_names(trainer, name),
             read_only=name != "model",
-            keep=reversible,
+            stores_lost_bits=reversible,
         )
         # the ops are placed before the precision wraps the forward that they read
         attachment.undo += [partial(restore, model), partial(remove_precision, model)]
@@ -136,9 +138,9 @@ def _install(attachment: Attachment, *, reversible: bool) -> Guards:
             " detach(); attach(..., reversible=False) keeps none"
         )
     if precision.trainable != "fp32":
-        pure = LowPrecisionWeights(trainer, precision)
-        attachment.accumulator = pure.accumulator
-        attachment.install(pure)
+        low_precision_weights = LowPrecisionWeights(trainer, precision)
+        attachment.accumulator = low_precision_weights.accumulator
+        attachment.install(low_precision_weights)
     guards: Guards = attachment.install(Guards(attachment))
     args = trainer.args
     if args.world_size > 1 and args.ddp_find_unused_parameters is None:

@@ -30,7 +30,7 @@ from torch.optim.optimizer import (
 from ..config.schema import RunSection
 from ..errors import RunError, UsageError
 from ..lora.attach import fusion_blocker, is_dora_layer, lora_layers
-from ..observe import Observation, Observer, is_observed, observing
+from ..observe import Observation, Observer, is_observed, mark_observing
 from ..observe.continuity import (
     BUFFER,
     STATE,
@@ -143,7 +143,7 @@ class StepMonitor:
         self._buffers_compared = False
         self._reported: set[tuple[str, str, str]] = set()
         self._updates = 0
-        self._has_moved = self._has_gradient = False
+        self._has_changed_weights = self._has_gradient = False
 
     @property
     def step(self) -> int:
@@ -203,19 +203,23 @@ class StepMonitor:
         """Keeps only differences of a kind that was not reported yet, so that a callback that
         changes something after each step is reported once.
         """
-        new = [
+        unreported = [
             difference
             for difference in differences
             if (difference.kind, difference.narrower, topic) not in self._reported
         ]
-        self._reported |= {(difference.kind, difference.narrower, topic) for difference in new}
-        return new
+        self._reported |= {
+            (difference.kind, difference.narrower, topic) for difference in unreported
+        }
+        return unreported
 
     def _after_update(self, *_: Any) -> None:
         self._updates += 1
         if self._observation is not None:
-            few = self._drop_reported(self.continuity.find_narrow_updates(), "few bits")
-            report_narrow_values(self._observation, few, f"after the update of step {self.step}")
+            narrow_updates = self._drop_reported(self.continuity.find_narrow_updates(), "few bits")
+            report_narrow_values(
+                self._observation, narrow_updates, f"after the update of step {self.step}"
+            )
         self._take_samples(f"the update of step {self.step}")
         self._buffers_compared = False
 
@@ -223,14 +227,14 @@ class StepMonitor:
         """Records, until an update has changed a weight, whether one should: whether a gradient and
         a learning rate are not zero.
         """
-        if not self._has_moved:
-            rates = any(float(group["lr"]) > 0 for group in self.optimizer.param_groups)
+        if not self._has_changed_weights:
+            has_learning_rate = any(float(group["lr"]) > 0 for group in self.optimizer.param_groups)
             gradients = (
                 g
                 for p in self.model.parameters()
                 if p.requires_grad and (g := self.attachment.gradient(p)) is not None
             )
-            self._has_gradient = rates and any(bool(g.any()) for g in gradients)
+            self._has_gradient = has_learning_rate and any(bool(g.any()) for g in gradients)
 
     def check_update(self, share_changed: float) -> None:
         """Checks each update until one has changed a weight.
@@ -238,7 +242,7 @@ class StepMonitor:
         Raises  UsageError if another optimizer than Isotype's runs; RunError if an update with
                 gradients changed no weight
         """
-        if self._has_moved:
+        if self._has_changed_weights:
             return
         name = f"step {self.step}"
         if not self._updates and self.attachment.accumulator is not None:
@@ -260,7 +264,7 @@ class StepMonitor:
                     " trainer"
                 ),
             )
-        self._has_moved = share_changed > 0
+        self._has_changed_weights = share_changed > 0
 
     def observe_checkpoint(self, folder: Path) -> None:
         """Observes the weight files of the first checkpoint."""
@@ -268,8 +272,10 @@ class StepMonitor:
             return
         observation = Observation(self.step - 1)
         precision = self.attachment.precision
-        frozen = () if hasattr(self.model, "peft_config") else (precision.unquantised,)
-        self.observer.observe_files(observation, folder, precision.trainable, allowed=frozen)
+        allowed_dtypes = () if hasattr(self.model, "peft_config") else (precision.unquantised,)
+        self.observer.observe_files(
+            observation, folder, precision.trainable, allowed=allowed_dtypes
+        )
         self._add_observation(observation)
 
     def add_rehearsals(self, observations: Mapping[str, Observation]) -> None:
@@ -284,11 +290,13 @@ class StepMonitor:
             replace(finding, fix=_DECLARE_FIX) if finding.fix == DEFAULT_FIX else finding
             for finding in observation.violations
         ]
-        earlier = self.record.get("violations", [])
+        earlier_violations = self.record.get("violations", [])
         self.record = merge_observation(self.record, observation)
-        new = [finding for finding in self.record["violations"] if finding not in earlier]
-        self.record["violations"] = earlier + new
-        if new:
+        new_violations = [
+            finding for finding in self.record["violations"] if finding not in earlier_violations
+        ]
+        self.record["violations"] = earlier_violations + new_violations
+        if new_violations:
             warnings.warn(f"isotype: {observation.violations[0].render()}", stacklevel=2)
         if self.attachment.trainer.is_world_process_zero():
             self.write(self.precision_json())
@@ -304,8 +312,8 @@ class StepMonitor:
         """Begins step `step`, and observes it if it is scheduled or the model has changed."""
         trainer = self.attachment.trainer
         self.steps += 1
-        first = self.steps == 1
-        is_scheduled = first or is_observed(
+        is_first = self.steps == 1
+        is_scheduled = is_first or is_observed(
             step,
             every=RunSection().observe_every,
             seed=trainer.args.seed,
@@ -313,7 +321,7 @@ class StepMonitor:
         )
         if not is_scheduled and not self.observer.has_changed():
             return
-        if first:
+        if is_first:
             for entry in self.attachment.manifest.entries:
                 if entry.part in _COUNTED_PARTS:
                     self._count(
@@ -323,7 +331,7 @@ class StepMonitor:
                     )
             for _, layer in lora_layers(self.model):
                 self._hooks.append(
-                    layer.register_forward_pre_hook(observing(partial(self._count_lora)))
+                    layer.register_forward_pre_hook(mark_observing(partial(self._count_lora)))
                 )
             self._materialised = Counter(materialisations)
             self._head_calls_at_start = self._count_head_calls()
@@ -361,7 +369,7 @@ class StepMonitor:
         def hook(*_: Any) -> None:
             self.calls[part, op] += 1
 
-        self._hooks.append(module.register_forward_pre_hook(observing(hook)))
+        self._hooks.append(module.register_forward_pre_hook(mark_observing(hook)))
 
     def _count_lora(self, layer: nn.Module, args: Any) -> None:
         reason = fusion_blocker(layer, allow_dora=True)
@@ -408,7 +416,7 @@ class StepMonitor:
         reasons = dict(_TRAINER_ROLES)
         if not self.record:
             reasons["generate"] = _NO_STEP
-        if self._has_moved and not self._updates:
+        if self._has_changed_weights and not self._updates:
             reasons["optimizer"] = "another optimizer than the trainer's moved the weights"
         if self._reduce_unknown_reason:
             reasons["reduce"] = self._reduce_unknown_reason

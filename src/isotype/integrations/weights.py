@@ -52,7 +52,7 @@ class CastWeights:
         *,
         trained: Collection[str],
         read_only: bool,
-        keep: bool,
+        stores_lost_bits: bool,
     ) -> None:
         """Casts trained floating parameters to `trainable` and other floating parameters to `base`.
         Quantised parameters and buffers do not change.
@@ -61,7 +61,7 @@ class CastWeights:
                    is cast to `base` only if that loses nothing, else to `trainable`, so that both
                    models compute the same before step 1
         read_only  whether the model is a reference or a teacher
-        keep       whether to store the bits that the cast loses
+        stores_lost_bits  whether to store the bits that the cast loses
         """
         base = to_torch(precision.unquantised)
         trainable = to_torch(precision.trainable)
@@ -77,7 +77,7 @@ class CastWeights:
             self.dtypes.append((parameter, parameter.dtype))
             cast_data = parameter.data.to(dtype)
             if not _is_exact(parameter, dtype):
-                if keep:
+                if stores_lost_bits:
                     self.originals[id(parameter)] = (
                         RoundingLoss.from_cast(parameter.data, cast_data) or parameter.data.cpu()
                     )
@@ -121,12 +121,12 @@ class RoundingLoss:
     Storing the whole original beside the bf16 tensor would take half as much again.
 
     differences  int16[...]: the difference, with 2^15 written as -2^15
-    largest      int64[N]: the positions of 2^15 in the flattened tensor
+    largest_positions  int64[N]: the positions of 2^15 in the flattened tensor
     narrow_sum   the sum of the bf16 tensor's bits, which tells whether it has changed
     """
 
     differences: Tensor
-    largest: Tensor
+    largest_positions: Tensor
     narrow_sum: int
 
     @classmethod
@@ -149,14 +149,14 @@ class RoundingLoss:
 
     @property
     def nbytes(self) -> int:
-        return self.differences.nbytes + self.largest.nbytes
+        return self.differences.nbytes + self.largest_positions.nbytes
 
     def restore(self, narrow: Tensor) -> Tensor | None:
         """Returns the fp32 tensor, on the CPU; None if the bf16 tensor has changed."""
         if narrow.dtype != torch.bfloat16 or _sum_bits(narrow) != self.narrow_sum:
             return None
         bits = _widen_bits(narrow).add_(self.differences)
-        bits.view(-1)[self.largest] += 2 * _HALF_STEP
+        bits.view(-1)[self.largest_positions] += 2 * _HALF_STEP
         return bits.view(torch.float32)
 
 
@@ -314,7 +314,7 @@ def widen_logits(module: nn.Module, args: Any, output: Any) -> Any:
     return output
 
 
-def take_autocast(
+def disable_accelerate_autocast(
     accelerator: Any, models: list[nn.Module], precision: Precision, undo: list[Any]
 ) -> None:
     """Switches accelerate's autocast off, and appends to `undo` what restores it.

@@ -603,8 +603,8 @@ def layers_to_quantise(model: PreTrainedModel, skip_modules: Sequence[str]) -> s
     patterns = [*skip_modules, *(model._keep_in_fp32_modules or ())]
     return {
         m
-        for full, m in model.named_modules()
-        if type(m) is nn.Linear and should_convert_module(full, patterns)
+        for full_name, m in model.named_modules()
+        if type(m) is nn.Linear and should_convert_module(full_name, patterns)
     }
 
 

@@ -34,8 +34,8 @@ IMPLEMENTATIONS = {
     "flash": "flash_attention_2",
     "flex": "flex_attention",
 }
-_SETTINGS_BY_NAME = {name: word for word, name in IMPLEMENTATIONS.items()}
-_REFUSED = re.compile(
+_SETTINGS_BY_NAME = {name: setting for setting, name in IMPLEMENTATIONS.items()}
+_ATTENTION_ERRORS = re.compile(
     r"attn_implementation|scaled_dot_product_attention|flex_attention|Flash ?Attention",
     re.IGNORECASE,
 )
@@ -91,7 +91,7 @@ def explain_attention(model: str, attention: str, error: BaseException) -> Usage
     error has another cause.
     """
     text = str(error)
-    if attention == AUTO or not _REFUSED.search(text):
+    if attention == AUTO or not _ATTENTION_ERRORS.search(text):
         return None
     if attention == "flash" and ("install" in text or "package" in text):
         first = next(line.strip() for line in text.splitlines() if line.strip())

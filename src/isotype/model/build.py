@@ -91,7 +91,9 @@ def build_model(
         base, config, precision, has_pictures=has_pictures, token_ids=token_ids, notes=notes
     )
     if precision.base == "nf4":
-        check_share(base, consent=config.model.allow_unquantised, kept_in=precision.unquantised)
+        check_share(
+            base, is_allowed=config.model.allow_unquantised, dtype_name=precision.unquantised
+        )
     # the ops are placed before the precision wraps the forward that they read
     if config.model.optimize:
         manifest = optimize(

@@ -22,20 +22,20 @@ from .packed import read_tensor_parts
 Digests = Mapping[str, str]
 
 
-def cast_once(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+def cast_tensors(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """Casts floating-point tensors to `dtype`. Tensors that share memory still share it, so that a
     tied head is stored once.
     """
-    cast: dict[tuple[Any, ...], Tensor] = {}
+    cast_by_memory: dict[tuple[Any, ...], Tensor] = {}
     result = {}
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
             result[name] = tensor
             continue
-        view = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        if tensor.is_meta or not tensor.numel() or view not in cast:
-            cast[view] = tensor.to(dtype)
-        result[name] = cast[view]
+        memory_key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.is_meta or not tensor.numel() or memory_key not in cast_by_memory:
+            cast_by_memory[memory_key] = tensor.to(dtype)
+        result[name] = cast_by_memory[memory_key]
     return result
 
 
@@ -43,14 +43,14 @@ def unshare_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies tensors that share memory with an earlier one, so that each is stored under its own
     name.
     """
-    pointers: set[int] = set()
+    seen_pointers: set[int] = set()
     result = {}
     for name, tensor in tensors.items():
-        if tensor.numel() and tensor.data_ptr() in pointers:
+        if tensor.numel() and tensor.data_ptr() in seen_pointers:
             result[name] = tensor.clone()
         else:
             result[name] = tensor
-        pointers.add(tensor.data_ptr())
+        seen_pointers.add(tensor.data_ptr())
     return result
 
 

@@ -114,17 +114,17 @@ class _File:
         return self.fields.get(f"{self.fields['general.architecture']}.{key}", default)
 
 
-def read(file: Path) -> _File:
+def read_file(file: Path) -> _File:
     """Opens a GGUF file.
 
     Raises  UsageError for a file that is damaged or split, and for a family or a kind of blocks that
             is not supported
     """
-    return _read(file, file.stat().st_mtime_ns)
+    return _read_cached(file, file.stat().st_mtime_ns)
 
 
 @lru_cache(2)
-def _read(file: Path, _changed: int) -> _File:
+def _read_cached(file: Path, _changed: int) -> _File:
     try:
         header = read_header(file)
         fields = dict(header.fields)
@@ -187,7 +187,7 @@ def read_architecture(
             name, revision=revision, trust_remote_code=trust_remote_code
         )
         return config
-    file = read(path)
+    file = read_file(path)
     field = file.architecture_field
     fields = file.fields
     tensors = file.tensors
@@ -210,9 +210,11 @@ def read_architecture(
         if architecture_fields[name]
     ]:
         raise UsageError(f"model {path}: its setting {unread_settings[0]} is not read", fix=DENSE)
-    may_lack = (*experts, "attention.key_length")
+    optional_settings = (*experts, "attention.key_length")
     if absent := [
-        name for name in _SETTINGS if name not in architecture_fields and name not in may_lack
+        name
+        for name in _SETTINGS
+        if name not in architecture_fields and name not in optional_settings
     ]:
         raise UsageError(
             f"model {path}: its setting {architecture}{absent[0]} is missing",
@@ -223,12 +225,12 @@ def read_architecture(
         for name, setting in _SETTINGS.items()
         if architecture_fields.get(name)
     }
-    head = settings.setdefault(
+    head_dim = settings.setdefault(
         "head_dim", settings["hidden_size"] // settings["num_attention_heads"]
     )
-    if field("rope.dimension_count", head) != head:
+    if field("rope.dimension_count", head_dim) != head_dim:
         raise UsageError(
-            f"model {path}: rotary angles for {field('rope.dimension_count')} of {head} channels"
+            f"model {path}: rotary angles for {field('rope.dimension_count')} of {head_dim} channels"
             " are not read",
             fix=DENSE,
         )
@@ -248,7 +250,7 @@ def read_architecture(
         **bias_settings,
         **(file.family.fixed_settings or {}),
         vocab_size=tensors["token_embd.weight"].shape[0],
-        rope_parameters=_rope_parameters(file, path, head),
+        rope_parameters=_rope_parameters(file, path, head_dim),
         tie_word_embeddings="output.weight" not in tensors,
         dtype=torch.bfloat16,
     )
@@ -263,7 +265,7 @@ def read_architecture(
     return built
 
 
-def _rope_parameters(file: _File, path: Path, head: int) -> dict[str, Any]:
+def _rope_parameters(file: _File, path: Path, head_dim: int) -> dict[str, Any]:
     """Returns transformers' rotary parameters. The file stores Llama 3's scaling as a tensor, from
     which its factor is computed.
     """
@@ -290,7 +292,7 @@ def _rope_parameters(file: _File, path: Path, head: int) -> dict[str, Any]:
 
         factors = file.tensors[_ROPE_FACTORS].data.view(torch.float32).flatten()
         unscaled = 1.0 / (
-            rope["rope_theta"] ** (torch.arange(0, head, 2, dtype=torch.float32) / head)
+            rope["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
         )
         rope |= {
             "rope_type": "llama3",
@@ -300,7 +302,7 @@ def _rope_parameters(file: _File, path: Path, head: int) -> dict[str, Any]:
             "original_max_position_embeddings": 8192,
         }
         llama_config = AutoConfig.for_model(
-            "llama", head_dim=head, rope_parameters=rope, max_position_embeddings=131072
+            "llama", head_dim=head_dim, rope_parameters=rope, max_position_embeddings=131072
         )
         scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](llama_config, torch.device("cpu"))
         if factors.shape != unscaled.shape or not torch.allclose(
@@ -367,7 +369,7 @@ def _rename_tensors(path: Path) -> Iterator[tuple[str, _Tensor, int]]:
 
     Raises  UsageError for a tensor that has no name in transformers
     """
-    file = read(path)
+    file = read_file(path)
     if file.family.permutes_rows:
         heads_of = {
             "attn_q": file.architecture_field("attention.head_count"),
@@ -412,7 +414,7 @@ def load_gguf_tokenizer(path: Path) -> Any:
     `AutoTokenizer` would read the whole file once more to find the model's family. That takes 22.8 s
     for Gemma's 262,144 tokens; `PreTrainedTokenizerFast` takes 2.7 s.
     """
-    fields = read(path).fields
+    fields = read_file(path).fields
     name = fields.get("tokenizer.ggml.pre")
     splitting = find_splitting(name)
     is_byte_level = fields.get("tokenizer.ggml.model") == "gpt2"

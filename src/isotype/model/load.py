@@ -60,9 +60,9 @@ from .gguf import tensor_parts as gguf_parts
 from .packed import (
     detect_file_dtype,
     from_pretrained,
-    pack_waiting_layers,
+    insert_placeholders,
+    pack_placeholders,
     packed_load_options,
-    place_waiting_layers,
     quantise_layers,
     read_tensor_parts,
     weight_files,
@@ -223,9 +223,9 @@ def _with_added_tokens(
         grow_embeddings(model, tokenizer, len(section.add_tokens))
         align_special_tokens(model, tokenizer)
 
-        def fill(aside: Path) -> None:
-            model.save_pretrained(aside)
-            tokenizer.save_pretrained(aside)
+        def fill(temporary_folder: Path) -> None:
+            model.save_pretrained(temporary_folder)
+            tokenizer.save_pretrained(temporary_folder)
 
         write_folder(folder, fill)
     return Source(str(folder), None, source.trust_remote_code, rope=source.rope)
@@ -274,20 +274,20 @@ def load_base(
             options |= packed_load_options(architecture, source.name, dtype) | {
                 "device_map": {"": loading_on}
             }
-    quantises = precision.base == "nf4" and not trainable
-    packs = precision.base in DTYPES_ON_LOAD and not trainable and not is_saved_quantised
-    if keeps_file_dtype and not (quantises or packs or is_saved_quantised):
+    should_quantise = precision.base == "nf4" and not trainable
+    should_pack = precision.base in DTYPES_ON_LOAD and not trainable and not is_saved_quantised
+    if keeps_file_dtype and not (should_quantise or should_pack or is_saved_quantised):
         unconverted = _load_in_file_dtype(source, architecture, attention, options, notes)
         if unconverted is not None:
             return unconverted
-    if quantises:
+    if should_quantise:
         if not is_saved_quantised:
             options["quantization_config"] = _nf4_config(
                 source, architecture, precision, full_modules
             )
         options["device_map"] = {"": loading_on}
     model = _load_pretrained(source, architecture, attention, options, notes)
-    if packs:
+    if should_pack:
         quantise_layers(
             model,
             layers_to_quantise(model, unquantised_patterns(model, full_modules)),
@@ -323,8 +323,8 @@ def _load_in_file_dtype(
     # buffers may have been computed in the dtype in which the model was loaded; a later cast of the
     # weights does not change them
     if any(
-        b.is_floating_point() and full.rpartition(".")[2] not in _ALWAYS_FP32
-        for full, b in model.named_buffers()
+        b.is_floating_point() and full_name.rpartition(".")[2] not in _ALWAYS_FP32
+        for full_name, b in model.named_buffers()
     ):
         return None
     for part in (
@@ -444,8 +444,8 @@ def pack_outline(
             parts = read_tensor_parts(weight_files(section.name, section.revision))
         else:
             parts = gguf_parts(file)
-        place_waiting_layers(model, parts, quantisation.packing, section.name)
-        pack_waiting_layers(model, quantisation.packing)
+        insert_placeholders(model, parts, quantisation.packing, section.name)
+        pack_placeholders(model, quantisation.packing)
 
 
 def require_bitsandbytes() -> None:
@@ -530,7 +530,7 @@ def _random_config(section: ModelSection, tokenizer: PreTrainedTokenizerBase) ->
     return config
 
 
-def _reach_hub(name: str, revision: str | None) -> None:
+def _announce_download(name: str, revision: str | None) -> None:
     """Prints that a model is being downloaded, which may take minutes. If the hub does not answer,
     earlier downloads are used at once.
 
@@ -561,7 +561,7 @@ def explain_loading_errors(
     error stays attached as its cause.
     """
     try:
-        _reach_hub(name, revision)
+        _announce_download(name, revision)
         yield
     except UsageError:
         raise
@@ -574,7 +574,7 @@ def explain_loading_errors(
         ) from error
 
 
-_UNREACHED = {
+_CONNECTION_ERRORS = {
     "ConnectionError",
     "ConnectError",
     "LocalEntryNotFoundError",
@@ -616,7 +616,7 @@ def loading_error(name: str, source_kind: str, error: BaseException) -> UsageErr
     if "RepositoryNotFoundError" in kinds:
         message = f"{label}: neither a folder here nor a model on the hub{closest_model_hint(name)}"
         return UsageError(message, fix="check the spelling; for a private one: hf auth login")
-    if kinds & _UNREACHED or "couldn't connect" in text.lower():
+    if kinds & _CONNECTION_ERRORS or "couldn't connect" in text.lower():
         return cache_miss_error(label, f"a local folder{closest_model_hint(name)}")
     if absent and constants.HF_HUB_OFFLINE:
         return cache_miss_error(label, "a local folder", is_partial=True)
@@ -632,7 +632,7 @@ _GENERATION_SETTINGS = os.path.join("transformers", "generation", "configuration
 _FETCH_AGAIN = "get the folder again from where it came, or save it anew with save_pretrained"
 # (a part of the error's type and text, the message, the fix). {error} is the error's first line,
 # {files} are names in the folder
-_FAULTS = (
+_FOLDER_FAULTS = (
     (
         "custom code",
         "it brings its own code, which is not run",
@@ -676,8 +676,8 @@ def _damaged_folder_error(name: str, source_kind: str, error: BaseException) -> 
             f"{source_kind} {name}: its generation_config.json: {first_message}",
             fix="correct that file, or remove it: it is not needed to train",
         )
-    for sign, template, fix in _FAULTS:
-        if sign in text:
+    for pattern, template, fix in _FOLDER_FAULTS:
+        if pattern in text:
             message = template.format(error=first_message, files=_list_names(name))
             return UsageError(f"{source_kind} {name}: {message}", fix=fix)
     if isinstance(error, ImportError):

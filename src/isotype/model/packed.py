@@ -95,21 +95,23 @@ class _PackedConfig(QuantizationConfigMixin):
         self.quant_method, self.packing, self.name = METHOD, packing, name  # type: ignore[assignment]  # not in transformers' enumeration
 
 
-class _WaitingLayer(nn.Module):
+class _PackedPlaceholder(nn.Module):
     """Stands for a packed layer until its tensors are loaded. Each tensor is a parameter in the
     dtype and shape of the file, so that transformers casts nothing.
     """
 
     bias: nn.Parameter | None
 
-    def __init__(self, like: nn.Linear, layout: Layout, parts: Mapping[str, TensorHeader]) -> None:
+    def __init__(
+        self, linear: nn.Linear, layout: Layout, parts: Mapping[str, TensorHeader]
+    ) -> None:
         super().__init__()
-        self.in_features = like.in_features
-        self.out_features = like.out_features
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
         self.layout = layout
         for name, part in parts.items():
-            _register_waiting(self, name, part)
-        self.register_parameter("bias", like.bias)
+            _register_placeholder(self, name, part)
+        self.register_parameter("bias", linear.bias)
 
     def tensors(self) -> dict[str, Tensor]:
         return {
@@ -142,18 +144,18 @@ class _PackedQuantizer(HfQuantizer):
             parts = packed_config.parts
         else:
             parts = read_tensor_parts(checkpoint_files or ())
-        place_waiting_layers(model, parts, packed_config.packing, packed_config.name)
+        insert_placeholders(model, parts, packed_config.packing, packed_config.name)
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         absent = [
-            f"{full}.{name}"
-            for full, m in _waiting_layers(model)
+            f"{full_name}.{name}"
+            for full_name, m in _placeholders(model)
             for name, p in m.named_parameters()
             if p.is_meta
         ]
         if not absent:
-            pack_waiting_layers(model, self.quantization_config.packing)
+            pack_placeholders(model, self.quantization_config.packing)
         self.remove_quantization_config(model)
         return model
 
@@ -176,8 +178,8 @@ def read_tensor_parts(files: Iterable[str | Path]) -> dict[str, TensorHeader]:
     return parts
 
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
 
 
 def detect_file_dtype(name: str, revision: str | None) -> torch.dtype | None:
@@ -199,27 +201,27 @@ def detect_file_dtype(name: str, revision: str | None) -> torch.dtype | None:
 
 def weight_files(name: str, revision: str | None) -> list[str]:
     options: dict[str, Any] = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
-    index = cached_file(name, INDEX, **options)
+    index = cached_file(name, INDEX_FILE, **options)
     if index is None:
-        names = {SINGLE}
+        names = {SINGLE_FILE}
     else:
         names = set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values())
-    files = [cached_file(name, each, **options) for each in sorted(names)]
+    files = [cached_file(name, file_name, **options) for file_name in sorted(names)]
     if None in files:
         return []
     return [file for file in files if file is not None]
 
 
-def place_waiting_layers(
+def insert_placeholders(
     model: Any, names: Mapping[str, TensorHeader], packing: Packing, model_name: str
 ) -> None:
-    """Replaces each linear layer that is packed in the files by a `_WaitingLayer`.
+    """Replaces each linear layer that is packed in the files by a `_PackedPlaceholder`.
 
     Raises  UsageError for packed tensors that belong to no linear layer, and for those that
             `recognise` refuses
     """
     packed = group_packed_tensors(names)
-    expert_owners = place_waiting_experts(model, packed, names, packing, model_name)
+    expert_owners = insert_expert_placeholders(model, packed, names, packing, model_name)
     if not packed and not expert_owners:
         raise UsageError(
             f"model {model_name}: config.json says that its weights are {packing}, and its files"
@@ -254,7 +256,7 @@ def place_waiting_layers(
                 f"model {model_name}: {owner} is packed, and config.json ties it to another weight",
                 fix="tie_word_embeddings: false there",
             )
-        place_waiting_layer(model, path, layer, parts, packing, f"model {model_name}: {owner}")
+        insert_placeholder(model, path, layer, parts, packing, f"model {model_name}: {owner}")
     activation_keys = rf"\.({'|'.join(SERVING_TENSORS)})$"
     model._keys_to_ignore_on_load_unexpected = {
         *(model._keys_to_ignore_on_load_unexpected or ()),
@@ -271,7 +273,7 @@ def group_packed_tensors(names: Mapping[str, TensorHeader]) -> dict[str, dict[st
     return {owner: parts for owner, parts in owners.items() if is_packed(parts)}
 
 
-def place_waiting_layer(
+def insert_placeholder(
     model: nn.Module,
     path: str,
     layer: nn.Linear,
@@ -279,7 +281,7 @@ def place_waiting_layer(
     packing: Packing,
     label: str,
 ) -> None:
-    """Replaces `layer` by a `_WaitingLayer` for these tensors. Raises UsageError for tensors that
+    """Replaces `layer` by a `_PackedPlaceholder` for these tensors. Raises UsageError for tensors that
     `recognise` refuses.
     """
     weight_parts = {
@@ -287,22 +289,22 @@ def place_waiting_layer(
     }
     layout = recognise_layout(label, weight_parts, packing, (layer.out_features, layer.in_features))
     parent, _, last = path.rpartition(".")
-    setattr(model.get_submodule(parent), last, _WaitingLayer(layer, layout, weight_parts))
+    setattr(model.get_submodule(parent), last, _PackedPlaceholder(layer, layout, weight_parts))
 
 
 _DENSE_FIX = "a base that is not quantised, or precision.preset: nf4-lora on it"
 
 
-def pack_waiting_layers(model: nn.Module, packing: Packing) -> None:
-    """Replaces each `_WaitingLayer`, whose tensors are now loaded, by a `PackedLinear`. Works on
+def pack_placeholders(model: nn.Module, packing: Packing) -> None:
+    """Replaces each `_PackedPlaceholder`, whose tensors are now loaded, by a `PackedLinear`. Works on
     the meta device too.
     """
-    for path, waiting in list(_waiting_layers(model)):
-        tensors = waiting.tensors()
-        state = build_state(path, waiting.layout, packing.dtype_name, tensors)
-        weight, state = pack_along_rows(tensors[waiting.layout.packed_tensor[0]], state)
-        bias = None if waiting.bias is None else waiting.bias.data
-        layer = PackedLinear(waiting.in_features, waiting.out_features, weight, state, bias)
+    for path, placeholder in list(_placeholders(model)):
+        tensors = placeholder.tensors()
+        state = build_state(path, placeholder.layout, packing.dtype_name, tensors)
+        weight, state = pack_along_rows(tensors[placeholder.layout.packed_tensor[0]], state)
+        bias = None if placeholder.bias is None else placeholder.bias.data
+        layer = PackedLinear(placeholder.in_features, placeholder.out_features, weight, state, bias)
         parent, _, last = path.rpartition(".")
         setattr(model.get_submodule(parent), last, layer)
         del tensors, weight
@@ -376,11 +378,11 @@ def from_pretrained(model_class: Any, name: str, **options: Any) -> Any:
     return loaded
 
 
-def _waiting_layers(model: nn.Module) -> list[tuple[str, _WaitingLayer]]:
+def _placeholders(model: nn.Module) -> list[tuple[str, _PackedPlaceholder]]:
     return [
         (path, module)
         for path, module in model.named_modules()
-        if isinstance(module, _WaitingLayer)
+        if isinstance(module, _PackedPlaceholder)
     ]
 
 
@@ -391,7 +393,7 @@ def _find_submodule(model: nn.Module, path: str) -> nn.Module | None:
         return None
 
 
-def _register_waiting(module: nn.Module, name: str, part: TensorHeader) -> None:
+def _register_placeholder(module: nn.Module, name: str, part: TensorHeader) -> None:
     module.register_parameter(
         name,
         nn.Parameter(torch.empty(part.shape, dtype=part.dtype, device="meta"), requires_grad=False),
@@ -408,7 +410,7 @@ _PLAN_ATTRIBUTE = "_isotype_packed"
 _BLOCKS_SUFFIX = ".gate_up_proj_blocks"
 
 
-def place_waiting_experts(
+def insert_expert_placeholders(
     model: Any,
     packed: Mapping[str, Mapping[str, TensorHeader]],
     names: Mapping[str, TensorHeader],
@@ -422,27 +424,27 @@ def place_waiting_experts(
     ->      the paths among `packed` that are experts
     Raises  UsageError for a mixture that does not use transformers' stacked experts
     """
-    plans: dict[str, dict[str, Layout]] = {}
+    layouts_by_path: dict[str, dict[str, Layout]] = {}
     for path in [
         name.removesuffix(_BLOCKS_SUFFIX) for name in sorted(names) if name.endswith(_BLOCKS_SUFFIX)
     ]:
-        plans[path] = _place_expert_blocks(
+        layouts_by_path[path] = _place_expert_blocks(
             _find_stacked_experts(model, path, model_name), path, names, model_name
         )
     separate = {
         owner: match["experts"] for owner in packed if (match := _SEPARATE_EXPERT.match(owner))
     }
     for path in dict.fromkeys(separate.values()):
-        plans[path] = _place_expert_layers(
+        layouts_by_path[path] = _place_expert_layers(
             _find_stacked_experts(model, path, model_name), path, packed, packing, model_name
         )
-    for path, plan in plans.items():
+    for path, layouts_by_stack in layouts_by_path.items():
         module: Any = model.get_submodule(path)
-        for stack in plan:
+        for stack in layouts_by_stack:
             delattr(module, stack)
         # otherwise transformers would initialise the stacks, which were deleted
-        vars(module)[_PLAN_ATTRIBUTE], module._is_hf_initialized = plan, True
-    return {*plans, *separate}
+        vars(module)[_PLAN_ATTRIBUTE], module._is_hf_initialized = layouts_by_stack, True
+    return {*layouts_by_path, *separate}
 
 
 def _find_stacked_experts(model: nn.Module, path: str, model_name: str) -> Any:
@@ -471,7 +473,7 @@ def _place_expert_blocks(
     """Prepares the experts of gpt-oss: `_blocks` uint8[E O K/32 16] and `_scales` uint8[E O K/32]
     replace a stack that is [E K O] in its code.
     """
-    plan = {}
+    layouts_by_stack = {}
     for stack in _STACKS:
         experts, columns, rows = getattr(module, stack).shape
         shapes = {
@@ -489,11 +491,11 @@ def _place_expert_blocks(
                     f"model {model_name}: {path}.{name} {problem}",
                     fix="get the files again from where they came",
                 )
-            _register_waiting(module, name, part)
-        plan[stack] = Layout(
+            _register_placeholder(module, name, part)
+        layouts_by_stack[stack] = Layout(
             "mxfp4", (rows, columns), ("weight_packed", torch.uint8, (rows, columns // 2)), (1, 32)
         )
-    return plan
+    return layouts_by_stack
 
 
 def _place_expert_layers(
@@ -506,7 +508,7 @@ def _place_expert_layers(
     """Prepares experts that the file stores as one linear layer per expert. Each gets parameters
     under its name in the file, so that transformers does not join them.
     """
-    plan: dict[str, Layout] = {}
+    layouts_by_stack: dict[str, Layout] = {}
     if module.is_transposed or not module.is_concatenated:
         raise UsageError(
             f"model {model_name}: {path} are packed one by one, and the model's code interleaves"
@@ -525,7 +527,7 @@ def _place_expert_layers(
                     if name not in SERVING_TENSORS
                 }
                 layout = recognise_layout(f"model {model_name}: {owner}", parts, packing, shape)
-                if plan.setdefault(stack, layout) != layout:
+                if layouts_by_stack.setdefault(stack, layout) != layout:
                     raise UsageError(
                         f"model {model_name}: {owner} is packed in another way than expert 0",
                         fix=_DENSE_FIX,
@@ -533,8 +535,8 @@ def _place_expert_layers(
                 holder = module._modules.setdefault(str(expert), nn.Module())
                 holder.add_module(layer, nn.Module())
                 for name, part in parts.items():
-                    _register_waiting(holder.get_submodule(layer), name, part)
-    return plan
+                    _register_placeholder(holder.get_submodule(layer), name, part)
+    return layouts_by_stack
 
 
 def pack_experts(model: nn.Module, packing: Packing) -> None:
@@ -542,8 +544,8 @@ def pack_experts(model: nn.Module, packing: Packing) -> None:
     for packed stacks. Works on the meta device too.
     """
     for path, module in list(model.named_modules()):
-        plan: dict[str, Layout] | None = vars(module).pop(_PLAN_ATTRIBUTE, None)
-        for stack, layout in (plan or {}).items():
+        layouts_by_stack: dict[str, Layout] | None = vars(module).pop(_PLAN_ATTRIBUTE, None)
+        for stack, layout in (layouts_by_stack or {}).items():
             expert_tensors = list(_expert_pieces(module, path, stack))
             pieces = [
                 [
@@ -582,7 +584,7 @@ def pack_experts(model: nn.Module, packing: Packing) -> None:
                 transposed=bool(module.is_transposed),
             )
             module.register_parameter(stack, PackedWeight(main, state))
-        if plan:
+        if layouts_by_stack:
             for name in [name for name in module._modules if name.isdecimal()]:
                 del module._modules[name]
             InstanceMethod(packed_forward, module).install()

@@ -21,7 +21,11 @@ from ..wording import first_line
 from .architecture import is_vision_language
 from .gguf import read_architecture
 
-FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
 # the file of older repositories with the chat template, which the tokenizer does not read
 _TEMPLATE = "chat_template.json"
 
@@ -46,7 +50,7 @@ def copy_files(name: str, revision: str | None, folder: Path) -> None:
     """Copies the base's processor files beside a saved model or adapter, where servers look for
     them.
     """
-    for file_name in FILES:
+    for file_name in PROCESSOR_FILES:
         path = _find_file(name, file_name, revision)
         if path is not None and not (folder / file_name).exists():
             shutil.copyfile(path, folder / file_name)
@@ -115,10 +119,10 @@ def load_processor(name: str, revision: str | None, architecture: Any, tokenizer
             f"{label} does not say what it writes for them: transformers {transformers.__version__}"
             " is too old for pictures"
         )
-    contents = [_read_json_file(name, file, revision) for file in FILES[:2]]
+    contents = [_read_json_file(name, file, revision) for file in PROCESSOR_FILES[:2]]
     if not any(contents):
         raise UsageError(
-            f"{label} is missing: no {FILES[0]} there",
+            f"{label} is missing: no {PROCESSOR_FILES[0]} there",
             fix="put the files of the released model's processor beside it",
         )
     family = getattr(architecture, "model_type", "")

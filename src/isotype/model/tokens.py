@@ -73,10 +73,10 @@ def align_special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerB
                 for n in (current if isinstance(current, list) else [current])
                 if n not in (None, token)
             ]
-            keeps = (
+            keeps_other_ids = (
                 role == "eos_token_id" and other_ids and (allows_list or isinstance(current, list))
             )
-            if keeps:
+            if keeps_other_ids:
                 token = [token, *other_ids]
             setattr(config, role, token)
 
@@ -109,7 +109,7 @@ def grow_embeddings(model: Any, tokenizer: PreTrainedTokenizerBase, added: int) 
     """Sets the rows of the last `added` tokens in embedding and head to the fp32 mean of the rows
     before them, and enlarges both if needed.
     """
-    first = len(tokenizer) - added
+    first_new_id = len(tokenizer) - added
     if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
         model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     for layer in {
@@ -119,7 +119,9 @@ def grow_embeddings(model: Any, tokenizer: PreTrainedTokenizerBase, added: int) 
     }.values():
         for values in (layer.weight, getattr(layer, "bias", None)):
             if values is not None:
-                values[first : len(tokenizer)] = values[:first].float().mean(0).to(values.dtype)
+                values[first_new_id : len(tokenizer)] = (
+                    values[:first_new_id].float().mean(0).to(values.dtype)
+                )
 
 
 def token_modules(model: Any) -> tuple[list[str], bool]:

@@ -16,7 +16,7 @@ record     the content of `precision.json`, from all observations
 
 from .observer import Observer, is_observed
 from .record import UNSEEN_REASONS, Observation
-from .tape import observing
+from .tape import mark_observing
 from .values import floating_tensors
 
 __all__ = [
@@ -25,5 +25,5 @@ __all__ = [
     "Observer",
     "floating_tensors",
     "is_observed",
-    "observing",
+    "mark_observing",
 ]

@@ -133,8 +133,12 @@ class Continuity:
         self.averages = averages or {}
         self.kinds = kinds
         # stored by module and key, because a tensor may be replaced
-        self._parameters = [(full, *_owner(model, full)) for full, _ in model.named_parameters()]
-        self._buffers = [(full, *_owner(model, full)) for full, _ in model.named_buffers()]
+        self._parameters = [
+            (full_name, *_owner(model, full_name)) for full_name, _ in model.named_parameters()
+        ]
+        self._buffers = [
+            (full_name, *_owner(model, full_name)) for full_name, _ in model.named_buffers()
+        ]
         self.moment = ""
         self.flags: list[Tensor] = []
         self._samples_taken = 0
@@ -232,23 +236,25 @@ class Continuity:
 
     def _tensors(self) -> Iterator[tuple[Key, Tensor]]:
         states = self.optimizer.state if self.optimizer is not None else {}
-        for full, module, key in self._parameters:
+        for full_name, module, key in self._parameters:
             parameter = module._parameters.get(key)
             if parameter is None or not parameter.requires_grad:
                 continue
             if WEIGHT in self.kinds and _is_plain(parameter):
-                yield (WEIGHT, full), parameter
+                yield (WEIGHT, full_name), parameter
             if STATE in self.kinds and parameter in states:
                 for state, value in states[parameter].items():
                     if isinstance(value, Tensor) and _is_plain(value):
-                        yield (STATE, full, state), value
+                        yield (STATE, full_name, state), value
         if AVERAGE in self.kinds:
-            yield from (((AVERAGE, full), average) for full, average in self.averages.items())
+            yield from (
+                ((AVERAGE, full_name), average) for full_name, average in self.averages.items()
+            )
         if BUFFER in self.kinds:
-            for full, module, key in self._buffers:
+            for full_name, module, key in self._buffers:
                 buffer = module._buffers.get(key)
                 if buffer is not None and _is_plain(buffer):
-                    yield (BUFFER, full), buffer
+                    yield (BUFFER, full_name), buffer
 
     def _choose_keys(self, keys: list[Key]) -> list[Key]:
         """Chooses at most SAMPLED_TENSORS tensors of each kind: first those that were written
@@ -309,8 +315,8 @@ class FrozenWeights:
 
     def _tensors(self) -> dict[Key, Tensor]:
         return {
-            (WEIGHT, full): parameter
-            for full, parameter in self._model.named_parameters()
+            (WEIGHT, full_name): parameter
+            for full_name, parameter in self._model.named_parameters()
             if not parameter.requires_grad and _is_plain(parameter)
         }
 
@@ -412,8 +418,8 @@ def _compare_samples(old: Sample, new: Sample) -> list[Difference]:
     return differences
 
 
-def _owner(model: nn.Module, full: str) -> tuple[nn.Module, str]:
-    module, _, key = full.rpartition(".")
+def _owner(model: nn.Module, full_name: str) -> tuple[nn.Module, str]:
+    module, _, key = full_name.rpartition(".")
     return model.get_submodule(module), key
 
 

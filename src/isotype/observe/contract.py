@@ -196,10 +196,10 @@ class ContractChecker:
         """Registers the tensors of models that exist before a step: weights, gradients and buffers."""
         for model in models:
             self.lineages.set_weights(model)
-            for full, buffer in model.named_buffers():
+            for full_name, buffer in model.named_buffers():
                 self.lineages.set(buffer, Lineage(BUFFER))
                 if buffer.is_floating_point():
-                    self._buffers[storage_address(buffer)] = full
+                    self._buffers[storage_address(buffer)] = full_name
 
     def register_inputs(self, inputs: Any) -> None:
         """Registers the arguments of the outermost module as inputs."""
@@ -266,10 +266,10 @@ class ContractChecker:
                 # for example a tensor whose class lacks an operator that the check needs; the
                 # program continues
                 except Exception as error:
-                    self._note_failure(f"{op.base_name} in {call.location}", error)
+                    self._record_failure(f"{op.base_name} in {call.location}", error)
         return output
 
-    def _note_failure(self, subject: str, error: Exception) -> None:
+    def _record_failure(self, subject: str, error: Exception) -> None:
         self.observation.unobserved.setdefault(
             subject, f"looking at its tensors failed: {''.join(str(error).splitlines()[:1])}"
         )
@@ -281,9 +281,9 @@ class ContractChecker:
                 f"operator {op.base_name} on {wrapper.__name__} in {call.location}",
                 "the class computes with other tensors than its dtype says",
             )
-            self.observation.note_unseen(self.role, f"operators on {wrapper.__name__}")
+            self.observation.count_unseen(self.role, f"operators on {wrapper.__name__}")
             return
-        if "torch._dynamo" in sys.modules and call.caller.compiled:
+        if "torch._dynamo" in sys.modules and call.caller.is_compiled:
             self.observation.unobserved.setdefault(
                 f"compiled region in {call.module or 'no module'}",
                 "runs operator by operator while it is observed; what the compiled code of the"
@@ -339,10 +339,10 @@ class ContractChecker:
                 f"operator {call.op.foreign_name} in {call.location}",
                 "its arithmetic is inside its own kernel",
             )
-            self.observation.note_unseen(self.role, f"inside {call.op.foreign_name}")
+            self.observation.count_unseen(self.role, f"inside {call.op.foreign_name}")
         elif dtype is not None:
             self._check_fp64(call, dtype, lineage)
-            self.observation.note_unseen(
+            self.observation.count_unseen(
                 self.role, f"inside {call.op.foreign_name}, an operator with a contract"
             )
 
@@ -394,11 +394,11 @@ class ContractChecker:
         if case != OTHER_PRODUCT:
             self._check_adapter_product(call, dtype)
         if case == DECLARED_PRODUCT:
-            self.observation.note(
+            self.observation.count_dtype(
                 self.role, call.op.base_name, dtype, self.compute, allowed=(dtype,)
             )
         elif case == ATTENTION_PRODUCT:
-            self.observation.note_unseen(
+            self.observation.count_unseen(
                 self.role, "inside PyTorch's attention, which is given and gives `compute`"
             )
         elif case == OUTSIDE_PRODUCT or (case == BACKWARD_PRODUCT and self._has_no_forward()):
@@ -495,8 +495,8 @@ class ContractChecker:
 
     def _check_arithmetic(self, call: Call, dtype: str, lineage: Lineage) -> Lineage:
         norm = self.step.innermost_call(is_norm) if call.region == FORWARD else None
-        if norm is not None and call.op.base_name in NORM_SUMS and dtype not in norm.sums:
-            norm.sums[dtype] = call.caller
+        if norm is not None and call.op.base_name in NORM_SUMS and dtype not in norm.sum_dtypes:
+            norm.sum_dtypes[dtype] = call.caller
         if call.op.base_name in DIVISIONS and call.region in (FORWARD, LOSS):
             self._check_divisor(call, lineage)
         is_narrow = itemsize(dtype) < 4
@@ -620,16 +620,16 @@ class ContractChecker:
         mean, and a function of positions or constants that is computed in a narrow dtype.
         """
         for target in call.written_tensors:
-            full = self._buffers.get(storage_address(target))
+            full_name = self._buffers.get(storage_address(target))
             if (
-                full is not None
+                full_name is not None
                 and (call.op.base_name in ADDITIONS or call.op.kind == SUM)
                 and itemsize(name(target.dtype)) < 4
             ):
                 dtype_name = name(target.dtype)
                 call.report(
                     self.role,
-                    f"buffer {full} sums in {dtype_name}",
+                    f"buffer {full_name} sums in {dtype_name}",
                     observed=dtype_name,
                     rule=_SUMS_RULE,
                     cause="it is stored in that dtype",
@@ -741,7 +741,7 @@ class ContractChecker:
                     )
             # for example data that is no fp32 number; the program continues
             except Exception as error:
-                self._note_failure(
+                self._record_failure(
                     f"{function_name} in {self.step.module or self.step.current_region()}", error
                 )
             finally:

@@ -37,7 +37,7 @@ from ..precision.precision import Precision
 from ..precision.vision import is_vision_weight
 from .contract import ContractChecker
 from .record import CHANGED_CAUSE, TABLES_RULE, UNSEEN_REASONS, Observation
-from .tape import ModuleCall, StepTracker, observing
+from .tape import ModuleCall, StepTracker, mark_observing
 from .values import dense_values, floating_tensors, is_wrapper
 
 _MODULES_PER_CHECK = 128
@@ -51,8 +51,8 @@ def is_observed(step: int, *, every: int, seed: int, total: int) -> bool:
         return True
     length = max(2, min(every, -(-total // 3)))
     stretch = (step - 1) // length
-    drawn = random.Random(f"{seed} {stretch}").randrange(length)
-    return step - 1 == stretch * length + drawn
+    random_offset = random.Random(f"{seed} {stretch}").randrange(length)
+    return step - 1 == stretch * length + random_offset
 
 
 class ModelChanges:
@@ -75,9 +75,9 @@ class ModelChanges:
         """Whether one of the next modules differs from its state at `snapshot`."""
         if self._next >= len(self._states):
             self._next = 0
-        part = self._states[self._next : self._next + _MODULES_PER_CHECK]
+        next_states = self._states[self._next : self._next + _MODULES_PER_CHECK]
         self._next += _MODULES_PER_CHECK
-        return any(_module_state(module) != state for module, state in part)
+        return any(_module_state(module) != state for module, state in next_states)
 
 
 def _module_state(module: nn.Module) -> list[Any]:
@@ -141,7 +141,7 @@ class Observer:
         self._changes = ModelChanges(model)
         self._checker: ContractChecker | None = None
         self._buffers = {
-            full: b.dtype for full, b in model.named_buffers() if b.is_floating_point()
+            full_name: b.dtype for full_name, b in model.named_buffers() if b.is_floating_point()
         }
 
     def has_changed(self) -> bool:
@@ -163,16 +163,16 @@ class Observer:
         states if functions that return them are passed.
         """
         precision = self.precision
-        for full, parameter in self.model.named_parameters():
+        for full_name, parameter in self.model.named_parameters():
             if parameters:
-                self._observe_parameter(observation, full, parameter)
+                self._observe_parameter(observation, full_name, parameter)
             if parameter.requires_grad and gradient is not None:
                 if (tensor := gradient(parameter)) is not None:
-                    observation.note(
-                        "grads", f"gradient of {full}", name(tensor.dtype), precision.grads
+                    observation.count_dtype(
+                        "grads", f"gradient of {full_name}", name(tensor.dtype), precision.grads
                     )
                 else:
-                    observation.note_unseen("grads", "backward did not reach the weight")
+                    observation.count_unseen("grads", "backward did not reach the weight")
             if parameter.requires_grad and states is not None:
                 allowed = (
                     ("fp32",)
@@ -181,13 +181,13 @@ class Observer:
                 )
                 for key, dtype_name in iterate_state_dtypes(parameter, states(parameter)):
                     if dtype_name is None:
-                        observation.note_unseen(
+                        observation.count_unseen(
                             "optimizer", _STEP_COUNTS_REASON if key == _STEP_KEY else _SCALES_REASON
                         )
                     else:
-                        observation.note(
+                        observation.count_dtype(
                             "optimizer",
-                            f"{key} of {full}",
+                            f"{key} of {full_name}",
                             dtype_name,
                             precision.optimizer,
                             allowed=allowed,
@@ -197,33 +197,35 @@ class Observer:
         return observation
 
     def _observe_parameter(
-        self, observation: Observation, full: str, parameter: nn.Parameter
+        self, observation: Observation, full_name: str, parameter: nn.Parameter
     ) -> None:
         precision = self.precision
         if is_wrapper(parameter):
             role = "trainable" if parameter.requires_grad else "base"
-            observation.note_unseen(
+            observation.count_unseen(
                 role, f"{type(parameter).__name__}, a class that keeps its numbers in other tensors"
             )
         elif is_quantised(parameter):
-            observation.note("base", full, quantised_dtype_name(parameter), precision.base)
+            observation.count_dtype(
+                "base", full_name, quantised_dtype_name(parameter), precision.base
+            )
         elif parameter.is_floating_point():
-            is_vision = precision.vision and is_vision_weight(inner_model(self.model), full)
+            is_vision = precision.vision and is_vision_weight(inner_model(self.model), full_name)
             if parameter.requires_grad:
                 role = "trainable"
             elif is_vision:
                 role = "vision"
             else:
                 role = "base"
-            declared = declared_dtype(self.model, full, parameter, precision)
-            observation.note(role, full, name(parameter.dtype), declared)
+            declared = declared_dtype(self.model, full_name, parameter, precision)
+            observation.count_dtype(role, full_name, name(parameter.dtype), declared)
         elif parameter.is_complex():
-            observation.note_unseen(
+            observation.count_unseen(
                 "trainable" if parameter.requires_grad else "base",
                 "complex numbers, which no precision declares",
             )
         else:
-            observation.note_unseen(
+            observation.count_unseen(
                 "base", "integers: packed weights whose dtype is their library's"
             )
 
@@ -235,13 +237,13 @@ class Observer:
         A buffer that a forward of transformers assigns (CTRL's positions) is not checked here,
         because the operators of that forward are checked.
         """
-        for full, buffer in self.model.named_buffers():
+        for full_name, buffer in self.model.named_buffers():
             if not buffer.is_floating_point():
                 continue
             dtype_name = name(buffer.dtype)
-            first_dtype = self._buffers.setdefault(full, buffer.dtype)
+            first_dtype = self._buffers.setdefault(full_name, buffer.dtype)
             observation.dtypes["buffers"][dtype_name] += 1
-            module_path, _, buffer_name = full.rpartition(".")
+            module_path, _, buffer_name = full_name.rpartition(".")
             module = self.model.get_submodule(module_path)
             if dtype_name == self.precision.compute and _is_assigned_in_forward(
                 module, buffer_name
@@ -251,8 +253,8 @@ class Observer:
             if buffer.dtype != first_dtype and (is_narrowed or dtype_name == "fp64"):
                 observation.report(
                     "compute",
-                    f"buffer {full} is {dtype_name} and was {name(first_dtype)}",
-                    symbol=full,
+                    f"buffer {full_name} is {dtype_name} and was {name(first_dtype)}",
+                    symbol=full_name,
                     observed=dtype_name,
                     rule=f"a buffer keeps its dtype: {name(first_dtype)}",
                     cause=CHANGED_CAUSE,
@@ -264,8 +266,8 @@ class Observer:
             ):
                 observation.report(
                     "compute",
-                    f"buffer {full} is stored in {dtype_name}",
-                    symbol=full,
+                    f"buffer {full_name} is stored in {dtype_name}",
+                    symbol=full_name,
                     observed=dtype_name,
                     rule=TABLES_RULE,
                     cause=_FIRST_OBSERVATION_CAUSE,
@@ -276,12 +278,12 @@ class Observer:
                 )
 
     def observe_loss(self, observation: Observation, dtype: torch.dtype) -> None:
-        observation.note("loss", "the loss", name(dtype), self.precision.loss)
+        observation.count_dtype("loss", "the loss", name(dtype), self.precision.loss)
 
     def observe_sums(self, observation: Observation, dtypes: Sequence[torch.dtype]) -> None:
         """Records the dtype of each bucket of gradients that was summed across processes."""
         for number, dtype in enumerate(dtypes):
-            observation.note(
+            observation.count_dtype(
                 "reduce",
                 f"bucket {number} of the gradients summed across processes",
                 name(dtype),
@@ -293,7 +295,7 @@ class Observer:
     ) -> None:
         """Records (role, tensor, dtype) of the roles that only the run's task has."""
         for role, tensor, dtype in tensors:
-            observation.note(role, tensor, dtype, getattr(self.precision, role))
+            observation.count_dtype(role, tensor, dtype, getattr(self.precision, role))
 
     def observe_files(
         self,
@@ -310,15 +312,15 @@ class Observer:
 
         for path in sorted(folder.glob("*.safetensors")):
             with safe_open(path, framework="pt") as file:
-                for full in file.keys():  # noqa: SIM118  # safe_open's file is not a mapping
-                    if full.endswith(".alpha"):
-                        observation.note_unseen("save", _ALPHAS_REASON)
-                    elif (dtype := name(file.get_slice(full).get_dtype())) in FLOATS:
-                        observation.note(
-                            "save", f"{full} in {path.name}", dtype, declared, allowed=allowed
+                for full_name in file.keys():  # noqa: SIM118  # safe_open's file is not a mapping  # safe_open's file is not a mapping
+                    if full_name.endswith(".alpha"):
+                        observation.count_unseen("save", _ALPHAS_REASON)
+                    elif (dtype := name(file.get_slice(full_name).get_dtype())) in FLOATS:
+                        observation.count_dtype(
+                            "save", f"{full_name} in {path.name}", dtype, declared, allowed=allowed
                         )
                     else:
-                        observation.note_unseen("save", "integers: packed weights or ids")
+                        observation.count_unseen("save", "integers: packed weights or ids")
 
     # ---- what runs
     @contextmanager
@@ -361,15 +363,15 @@ class Observer:
         with ExitStack() as stack:
             stack.enter_context(tracker.track())
             for module_name, module in inner.named_modules():
-                hook = observing(
+                hook = mark_observing(
                     self._output_hook(observation, module_name or type(inner).__name__, role)
                 )
                 stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
             if optimizer is not None and gradient is not None:
                 # a wrapper that does not call PyTorch's constructor has no hooks, but the optimizer
                 # inside it has
-                hooked = hasattr(optimizer, "_optimizer_step_pre_hooks")
-                if hooked:
+                has_hooks = hasattr(optimizer, "_optimizer_step_pre_hooks")
+                if has_hooks:
                     register = optimizer.register_step_pre_hook
                 else:
                     register = register_optimizer_step_pre_hook
@@ -428,20 +430,20 @@ class Observer:
     def _observe_norm(self, observation: Observation, call: ModuleCall, role: str) -> None:
         if role != "compute" or not is_norm(call.module):
             return
-        if call.sums:
-            narrowest = min(call.sums, key=itemsize)
-            by = call.sums[narrowest]
-            observation.note(
+        if call.sum_dtypes:
+            narrowest = min(call.sum_dtypes, key=itemsize)
+            first_caller = call.sum_dtypes[narrowest]
+            observation.count_dtype(
                 "norms",
                 f"arithmetic of {call.name}",
                 narrowest,
                 self.precision.norms,
-                file=by.file,
-                line=by.line,
+                file=first_caller.file,
+                line=first_caller.line,
                 cause="its forward computes in that dtype there",
             )
         else:
-            observation.note_unseen("norms", UNSEEN_REASONS["norms"])
+            observation.count_unseen("norms", UNSEEN_REASONS["norms"])
 
     def _output_hook(
         self, observation: Observation, module_name: str, role: str
@@ -450,7 +452,7 @@ class Observer:
         must have `compute`; wider outputs of other modules are counted as promotions.
         """
         compute = getattr(self.precision, role)
-        generating = role == "generate"
+        is_generation = role == "generate"
         outermost = inner_model(self.model)
 
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -459,7 +461,7 @@ class Observer:
             is_product = isinstance(module, nn.Linear)
             for tensor in floating_tensors(output):
                 dtype = name(tensor.dtype)
-                if not generating:
+                if not is_generation:
                     observation.dtypes["outputs"][dtype] += 1
                 is_fp32_branch = (
                     dtype == "fp32"
@@ -476,7 +478,7 @@ class Observer:
                         declared=compute,
                     )
                 elif (
-                    not (is_product or generating or module is outermost)
+                    not (is_product or is_generation or module is outermost)
                     and dtype in FLOATS
                     and itemsize(dtype) > itemsize(compute)
                 ):
@@ -495,13 +497,13 @@ def iterate_state_dtypes(
     """
     eight_bits = (torch.uint8, torch.int8)
     tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-    quantised = any(t.dtype in eight_bits for key, t in tensors.items() if key != _STEP_KEY)
+    has_8bit_states = any(t.dtype in eight_bits for key, t in tensors.items() if key != _STEP_KEY)
     for key, tensor in tensors.items():
         if key == _STEP_KEY:
             yield key, None
         elif tensor.dtype in eight_bits:
             yield key, "int8"
-        elif quantised and tensor.shape != parameter.shape:
+        elif has_8bit_states and tensor.shape != parameter.shape:
             yield key, None
         else:
             yield key, name(tensor.dtype)

@@ -114,7 +114,7 @@ _KINDS = {
 # Isotype's own operators, which have tested contracts; each adds its name where it is defined
 CONTRACTED: set[str] = set()
 # namespace of a quantisation library -> the values of `base` for which its operators are expected
-QUANTISING = {"bitsandbytes": ("nf4", "fp4", "int8")}
+QUANTISATION_LIBRARIES = {"bitsandbytes": ("nf4", "fp4", "int8")}
 _ATEN = ("aten", "prims", "prim", "profiler", "rng_prims", "c10d", "_c10d_functional")
 
 
@@ -126,26 +126,26 @@ class Operator:
     kind          its effect on dtypes
     foreign_name  its full name if it is not one of PyTorch's operators
     writes        whether each argument is written
-    product       whether it is a product, and not the backward of one
-    factory       whether it takes no tensor; `lift` is True if it brings memory from outside
-    view          whether its result shares memory with its input
+    is_product    whether it is a product, and not the backward of one
+    is_factory    whether it takes no tensor; `is_lift` is True if it brings memory from outside
+    is_view       whether its result shares memory with its input
     on_call       a reader's hook, called with (op, args, kwargs) before the operator; its result is
                   passed to `on_return`
     """
 
     __slots__ = (
         "base_name",
-        "cast",
-        "factory",
         "foreign_name",
         "func",
+        "is_cast",
+        "is_factory",
+        "is_lift",
+        "is_product",
+        "is_view",
         "kind",
-        "lift",
         "name",
         "on_call",
         "on_return",
-        "product",
-        "view",
         "writes",
     )
 
@@ -182,14 +182,14 @@ class Operator:
             and not any("Tensor" in str(r.type) for r in schema.returns)
         ):
             self.kind = EXACT
-        self.product = self.kind == PRODUCT and not base_name.endswith("_backward")
-        self.cast = self.name in ("_to_copy", "to", "type_as")
-        self.lift = self.name in _LIFTS
+        self.is_product = self.kind == PRODUCT and not base_name.endswith("_backward")
+        self.is_cast = self.name in ("_to_copy", "to", "type_as")
+        self.is_lift = self.name in _LIFTS
         shares = (
             schema is not None and bool(schema.returns) and schema.returns[0].alias_info is not None
         )
-        self.view = shares and not any(self.writes) and not self.lift
-        self.factory = self.lift or (
+        self.is_view = shares and not any(self.writes) and not self.is_lift
+        self.is_factory = self.is_lift or (
             schema is not None and not any("Tensor" in str(a.type) for a in schema.arguments)
         )
         self.on_call: Any = None
@@ -199,8 +199,10 @@ class Operator:
         """Whether a foreign operator is one of Isotype's, or one of the quantisation library that
         the declared `base` needs.
         """
-        full = self.foreign_name or ""
-        return full in CONTRACTED or base in QUANTISING.get(full.partition("::")[0], ())
+        full_name = self.foreign_name or ""
+        return full_name in CONTRACTED or base in QUANTISATION_LIBRARIES.get(
+            full_name.partition("::")[0], ()
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.func(*args, **kwargs)

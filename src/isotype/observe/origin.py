@@ -90,7 +90,7 @@ class Caller(NamedTuple):
     file: str
     line: int
     function: str
-    compiled: bool
+    is_compiled: bool
 
     @property
     def file_and_line(self) -> str:
@@ -114,9 +114,9 @@ def find_caller(*, skip_deferred: bool = False) -> Caller:
     frame: FrameType | None = sys._getframe(1)
     kind = file = function = ""
     line = 0
-    compiled = False
-    optimizer = False
-    compiler = "torch._dynamo" in sys.modules
+    is_compiled = False
+    is_in_optimizer = False
+    is_compiler_loaded = "torch._dynamo" in sys.modules
     while frame is not None:
         code = frame.f_code
         owner = _code_owner(code.co_filename)
@@ -125,14 +125,14 @@ def find_caller(*, skip_deferred: bool = False) -> Caller:
                 kind = AUTOGRAD
                 file = code.co_filename
                 line = frame.f_lineno
-            compiled = compiled or code.co_name == "compile_wrapper"
+            is_compiled = is_compiled or code.co_name == "compile_wrapper"
         elif owner == OPTIMIZER:
             if (
                 not kind
-                and not optimizer
+                and not is_in_optimizer
                 and code.co_name not in ("wrapper", "_use_grad", "profile_hook_step")
             ):
-                optimizer = True
+                is_in_optimizer = True
                 file = code.co_filename
                 line = frame.f_lineno
         elif (
@@ -140,15 +140,15 @@ def find_caller(*, skip_deferred: bool = False) -> Caller:
             and not kind
             and not (skip_deferred and owner == ISOTYPE and code.co_name in _DEFERRED_METHODS)
         ):
-            kind = OPTIMIZER if optimizer else owner
-            if not optimizer:
+            kind = OPTIMIZER if is_in_optimizer else owner
+            if not is_in_optimizer:
                 file = code.co_filename
                 line = frame.f_lineno
                 function = code.co_name
-        if kind and not compiler:
+        if kind and not is_compiler_loaded:
             break  # without the compiler no outer frame can be a compiled region
         frame = frame.f_back
-    return Caller(kind or USER, file, line, function, compiled)
+    return Caller(kind or USER, file, line, function, is_compiled)
 
 
 def is_library_forward(module: nn.Module) -> bool:

@@ -91,7 +91,7 @@ class Observation:
                 more = ""
             raise DtypeError(worst.render() + more, code=None)
 
-    def note(
+    def count_dtype(
         self,
         role: str,
         tensor: str,
@@ -118,7 +118,7 @@ class Observation:
                 **details,
             )
 
-    def note_unseen(self, role: str, reason: str) -> None:
+    def count_unseen(self, role: str, reason: str) -> None:
         """Counts one thing of a role that cannot be observed."""
         self.unseen[role][reason] += 1
         self.total[role] += 1

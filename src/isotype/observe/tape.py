@@ -36,7 +36,7 @@ UPDATE = "update"
 RunOperator = Callable[[Operator, tuple, dict], Any]
 
 
-def observing(hook: Any) -> Any:
+def mark_observing(hook: Any) -> Any:
     """Marks a hook that changes nothing. With any other hook a fused layer falls back to PEFT's
     code, which must not happen in an observed step.
     """
@@ -111,14 +111,14 @@ class FunctionTape(TorchFunctionMode):
 class ModuleCall:
     """A running call of a module.
 
-    autocast  whether autocast was on when it began
-    sums      dtype of the sums, powers and roots in it -> the first caller
+    was_autocast_on  whether autocast was on when it began
+    sum_dtypes  dtype of the sums, powers and roots in it -> the first caller
     """
 
     name: str
     module: nn.Module
-    autocast: bool = False
-    sums: dict[str, Caller] = field(default_factory=dict)
+    was_autocast_on: bool = False
+    sum_dtypes: dict[str, Caller] = field(default_factory=dict)
 
 
 class ModuleStack:
@@ -165,10 +165,10 @@ class StepTracker(ModuleStack):
         self.on_inputs: Callable[[Any], None] = lambda _: None
         self._device_type = next((p.device.type for p in model.parameters()), "cpu")
         self._region_between = LOSS
-        self._updating = 0
+        self._open_updates = 0
 
     def current_region(self) -> str:
-        if self._updating:
+        if self._open_updates:
             return UPDATE
         if self.stack:
             return FORWARD
@@ -192,7 +192,7 @@ class StepTracker(ModuleStack):
         """
         if torch.is_autocast_enabled(self._device_type):
             return False
-        call = next((call for call in reversed(self.stack) if call.autocast), None)
+        call = next((call for call in reversed(self.stack) if call.was_autocast_on), None)
         return call is not None and is_library_forward(call.module)
 
     @contextmanager
@@ -201,7 +201,7 @@ class StepTracker(ModuleStack):
         hooks: list[Any] = []
         for name, module in self.model.named_modules():
             with suppress(RuntimeError):  # a scripted module takes no hooks
-                entry_hook = observing(self._entry_hook(name or type(module).__name__))
+                entry_hook = mark_observing(self._entry_hook(name or type(module).__name__))
                 hooks.append(
                     module.register_forward_pre_hook(entry_hook, prepend=True, with_kwargs=True)
                 )
@@ -222,18 +222,20 @@ class StepTracker(ModuleStack):
             if not self.stack:
                 self.on_inputs((args, kwargs))
             self.stack.append(
-                ModuleCall(name, module, autocast=torch.is_autocast_enabled(self._device_type))
+                ModuleCall(
+                    name, module, was_autocast_on=torch.is_autocast_enabled(self._device_type)
+                )
             )
 
         return hook
 
-    @observing
+    @mark_observing
     def _exit_hook(self, module: nn.Module, args: Any, output: Any) -> None:
         if (call := self.pop(module)) is not None:
             self.on_exit(call)
 
     def _update_hook(self, change: int) -> Any:
         def hook(*_: Any) -> None:
-            self._updating = max(0, self._updating + change)
+            self._open_updates = max(0, self._open_updates + change)
 
         return hook

@@ -104,13 +104,13 @@ def describe_backends(module: nn.Module) -> str:
         "softcap": attention_softcap(module),
     }
     with nullcontext() if device.type == "cuda" else plan_device("cuda"):
-        row, packed = (
-            choose_gpu_backend(x.dtype, x, x, **options, is_packed=packed, device=device)
-            for packed in (False, True)
+        unpacked_backend, packed_backend = (
+            choose_gpu_backend(x.dtype, x, x, **options, is_packed=packed_backend, device=device)
+            for packed_backend in (False, True)
         )
-    if row == packed:
-        return f"{row} in bf16"
-    return f"{row} in bf16, {packed} for packed documents"
+    if unpacked_backend == packed_backend:
+        return f"{unpacked_backend} in bf16"
+    return f"{unpacked_backend} in bf16, {packed_backend} for packed documents"
 
 
 def _no_default(*_: Any, **__: Any) -> Any:

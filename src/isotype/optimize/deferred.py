@@ -1,5 +1,5 @@
-"""Deferred logits: a tensor subclass for the logits `post * tanh(pre * (hidden @ weight.T +
-bias))`, or `pre * (...)`, which are computed only when needed.
+"""Deferred logits: a tensor subclass for logits that are computed only when needed. They are
+`outer_factor * tanh(inner_factor * (hidden @ weight.T + bias))`, or `inner_factor * (...)`.
 
 Their cross-entropy is computed by `linear_cross_entropy`. A logit, a logsumexp or a log-probability
 of each row is computed without the other logits (`deferred_values`). Scale, softcap, lossless
@@ -76,30 +76,30 @@ class Recipe:
     weight: Tensor  # W[V H]
     bias: Tensor | None
     source: Tensor  # the head's weight, of which `weight` may be a detached view
-    changes: tuple[int, int]  # `count_changes(source)` when the head was called
-    grad: bool  # whether gradients were enabled at that time
-    cast: torch.dtype | None  # autocast's dtype at that time
+    weight_changes: tuple[int, int]  # `count_changes(source)` when the head was called
+    is_grad_enabled: bool  # whether gradients were enabled at that time
+    autocast_dtype: torch.dtype | None  # autocast's dtype at that time
     head_dtype: torch.dtype  # the dtype of the head's product
     dtype: torch.dtype  # the current dtype of the logits
-    pre: float = 1.0
-    post: float | None = None  # None without a softcap
+    inner_factor: float = 1.0
+    outer_factor: float | None = None  # None without a softcap
     # the number by which a summed loss will be divided, if the forward got it
-    items: int | Tensor | None = None
+    num_items: int | Tensor | None = None
     # FSDP's hooks, called when backward reaches the logits or their loss; all tensors that are
     # derived from these logits share them
     backward_hooks: OrderedDict[int, Callable[[Any], Any]] = field(default_factory=OrderedDict)
 
     def scaled(self, factor: float) -> Recipe:
-        if self.post is None:
-            return replace(self, pre=self.pre * factor)
-        return replace(self, post=self.post * factor)
+        if self.outer_factor is None:
+            return replace(self, inner_factor=self.inner_factor * factor)
+        return replace(self, outer_factor=self.outer_factor * factor)
 
     @property
     def scale_and_softcap(self) -> tuple[float, float | None]:
-        """The arguments of the ops: post tanh(pre x) equals softcap tanh(scale x / softcap)."""
-        if self.post is None:
-            return (self.pre, None)
-        return (self.pre * self.post, self.post)
+        """The arguments of the ops: outer tanh(inner x) equals softcap tanh(scale x / softcap)."""
+        if self.outer_factor is None:
+            return (self.inner_factor, None)
+        return (self.inner_factor * self.outer_factor, self.outer_factor)
 
     def sources(self) -> list[Tensor | None]:
         return [self.hidden, self.weight, self.bias]
@@ -122,7 +122,7 @@ class Recipe:
                     " head"
                 ),
             )
-        if count_changes(self.source) != self.changes:
+        if count_changes(self.source) != self.weight_changes:
             raise IsotypeError(
                 "these logits were not computed before the head's weight changed, and now"
                 " cannot be",
@@ -140,8 +140,8 @@ class Recipe:
         """
         self.check()
         with (
-            planned_device.autocast(self.hidden.device.type, self.cast),
-            torch.set_grad_enabled(self.grad and torch.is_grad_enabled()),
+            planned_device.autocast(self.hidden.device.type, self.autocast_dtype),
+            torch.set_grad_enabled(self.is_grad_enabled and torch.is_grad_enabled()),
         ):
             yield
 
@@ -149,16 +149,19 @@ class Recipe:
         """Computes the real logits in the dtypes of the model's own computation, with a graph if
         gradients were enabled when the head was called.
         """
-        with torch.inference_mode(self.hidden.is_inference()), torch.set_grad_enabled(self.grad):
+        with (
+            torch.inference_mode(self.hidden.is_inference()),
+            torch.set_grad_enabled(self.is_grad_enabled),
+        ):
             with self.head_context():
                 x = F.linear(self.hidden, self.weight, self.bias)
             with autocast_off(x):
                 if torch.finfo(self.dtype).bits > torch.finfo(x.dtype).bits:
                     x = x.to(self.dtype)
-                if self.pre != 1.0:
-                    x = x * self.pre
-                if self.post is not None:
-                    x = self.post * torch.tanh(x)
+                if self.inner_factor != 1.0:
+                    x = x * self.inner_factor
+                if self.outer_factor is not None:
+                    x = self.outer_factor * torch.tanh(x)
                 return self._add_backward_hooks(x.to(self.dtype))
 
     def loss(self, targets: Tensor, **options: Any) -> Tensor:
@@ -175,7 +178,7 @@ class Recipe:
                 bias=self.bias,
                 logit_scale=scale,
                 softcap=cap,
-                num_items=self.items if options.get("reduction") == "sum" else None,
+                num_items=self.num_items if options.get("reduction") == "sum" else None,
                 **options,
             )
             return self._add_backward_hooks(loss)
@@ -199,7 +202,7 @@ class DeferredLogits(DeferredTensor):
     recipe: Recipe
     # names of the functions that have written in place; one list is shared by all deferred logits
     # that would share memory
-    memory: list[str]
+    in_place_writers: list[str]
 
     @staticmethod
     def __new__(cls, recipe: Recipe) -> DeferredLogits:
@@ -215,11 +218,11 @@ class DeferredLogits(DeferredTensor):
             make,
             recipe.sources(),
             lambda *sources: recipe.with_sources(*sources).compute(),
-            grad=recipe.grad,
+            grad=recipe.is_grad_enabled,
         )
         logits.recipe = recipe
         logits.computed = None
-        logits.memory = []
+        logits.in_place_writers = []
         return logits
 
     def materialise(self, function_name: str = "materialise") -> Tensor:
@@ -237,9 +240,9 @@ class DeferredLogits(DeferredTensor):
         """Raises IsotypeError if other logits that share memory with these were written in place
         before these were computed.
         """
-        if self.computed is None and self.memory:
+        if self.computed is None and self.in_place_writers:
             raise IsotypeError(
-                f"{self.memory[-1]}() on logits from which these were sliced or reshaped, or that"
+                f"{self.in_place_writers[-1]}() on logits from which these were sliced or reshaped, or that"
                 " were made from these",
                 fix="logits.clone() before what changes them in place, or isotype.restore(model)",
             )
@@ -252,7 +255,7 @@ class DeferredLogits(DeferredTensor):
             first.check()
             result = rule(*args, **kwargs)
             if isinstance(result, DeferredLogits) and result is not first and func in _VIEWS:
-                result.memory = first.memory
+                result.in_place_writers = first.in_place_writers
             if result is not None:
                 return result
         if _needs_memory(func, kwargs):
@@ -277,8 +280,8 @@ def defer(
 
     items  the number by which a summed loss will be divided, if it is known
     """
-    grad = torch.is_grad_enabled()
-    product = product_dtype(hidden, weight)
+    is_grad_enabled = torch.is_grad_enabled()
+    logits_dtype = product_dtype(hidden, weight)
     cast = autocast_dtype(hidden)
     return DeferredLogits(
         Recipe(
@@ -287,11 +290,11 @@ def defer(
             bias,
             weight,
             count_changes(weight),
-            grad,
+            is_grad_enabled,
             cast,
-            product,
-            product,
-            items=items,
+            logits_dtype,
+            logits_dtype,
+            num_items=items,
         )
     )
 
@@ -318,7 +321,7 @@ def _materialise_before_write(name: str, arguments: tuple[Any, ...]) -> None:
                     fix="isotype.restore(model)",
                 )
             x.materialise(name)
-            x.memory.append(name)
+            x.in_place_writers.append(name)
 
 
 def _calling_line() -> str:
@@ -363,9 +366,9 @@ def _divide(x: Any, other: Any, **rest: Any) -> DeferredLogits | None:
 
 def _tanh(x: DeferredLogits) -> DeferredLogits | None:
     """A second tanh cannot be deferred. The op rejects a negative softcap."""
-    if x.recipe.post is not None:
+    if x.recipe.outer_factor is not None:
         return None
-    return _replace_recipe(x, post=1.0)
+    return _replace_recipe(x, outer_factor=1.0)
 
 
 def _clone(x: DeferredLogits, **rest: Any) -> DeferredLogits | None:
@@ -409,9 +412,11 @@ def _to(x: DeferredLogits, *args: Any, **kwargs: Any) -> DeferredLogits | None:
 
 
 def _detach(x: DeferredLogits) -> DeferredLogits | None:
-    r = x.recipe
-    bias = None if r.bias is None else r.bias.detach()
-    return _replace_recipe(x, hidden=r.hidden.detach(), weight=r.weight.detach(), bias=bias)
+    recipe = x.recipe
+    bias = None if recipe.bias is None else recipe.bias.detach()
+    return _replace_recipe(
+        x, hidden=recipe.hidden.detach(), weight=recipe.weight.detach(), bias=bias
+    )
 
 
 def _view(x: DeferredLogits, *shape: Any, **rest: Any) -> DeferredLogits | None:
@@ -441,8 +446,12 @@ def _select_rows(x: DeferredLogits, index: Any) -> DeferredLogits | None:
     dims = x.recipe.hidden.dim()
     # expand an ellipsis as Python does, to find the index of the vocabulary dimension
     if Ellipsis in parts:
-        at = parts.index(Ellipsis)
-        parts = (*parts[:at], *[slice(None)] * (dims - len(parts) + 1), *parts[at + 1 :])
+        ellipsis_index = parts.index(Ellipsis)
+        parts = (
+            *parts[:ellipsis_index],
+            *[slice(None)] * (dims - len(parts) + 1),
+            *parts[ellipsis_index + 1 :],
+        )
     if (
         len(parts) > dims
         or (len(parts) == dims and parts[-1] != slice(None))
@@ -455,12 +464,12 @@ def _select_rows(x: DeferredLogits, index: Any) -> DeferredLogits | None:
 def _select_by_tensor(x: DeferredLogits, index: Tensor) -> DeferredLogits | None:
     """Selects rows by a mask of the leading dimensions, or by indices of the first dimension."""
     leading = x.recipe.hidden.dim() - 1
-    plain = type(index) is Tensor and (
+    is_supported = type(index) is Tensor and (
         index.dim() <= leading
         if index.dtype == torch.bool
         else index.dtype == torch.int64 and index.dim()
     )
-    if plain and leading:
+    if is_supported and leading:
         return _replace_recipe(x, hidden=x.recipe.hidden[index])
     return None
 
@@ -485,8 +494,10 @@ def _flatten(
 def _index_select(
     x: DeferredLogits, dim: Any = None, index: Any = None, **rest: Any
 ) -> DeferredLogits | None:
-    plain = not rest and dim == 0 and isinstance(index, Tensor) and x.recipe.hidden.dim() == 2
-    if plain:
+    is_supported = (
+        not rest and dim == 0 and isinstance(index, Tensor) and x.recipe.hidden.dim() == 2
+    )
+    if is_supported:
         return _replace_recipe(x, hidden=x.recipe.hidden.index_select(0, index))
     return None
 
@@ -501,11 +512,11 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    plain = (
+    is_supported = (
         weight is None and size_average is None and reduce is None and isinstance(target, Tensor)
     )
     if (
-        not plain
+        not is_supported
         or input.dim() != 2
         or target.dim() != 1
         or target.dtype != torch.int64
@@ -514,8 +525,8 @@ def _cross_entropy(
         return None
     recipe = input.recipe
     # as in PyTorch, autocast gives this loss in fp32
-    narrow = input.dtype in (torch.bfloat16, torch.float16)
-    if narrow and autocast_dtype(recipe.hidden) is not None:
+    is_narrow = input.dtype in (torch.bfloat16, torch.float16)
+    if is_narrow and autocast_dtype(recipe.hidden) is not None:
         dtype = torch.float32
     else:
         dtype = input.dtype
@@ -529,8 +540,10 @@ def _register_hook(x: DeferredLogits, hook: Any) -> RemovableHandle | None:
     """FSDP registers a hook on a unit's output to gather its weights before the backward. The hook
     does not read the gradient, so the logits are not computed.
     """
-    of_fsdp = type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp.")
-    if x.computed is not None or not of_fsdp:
+    is_fsdp_hook = type(getattr(hook, "__self__", None)).__module__.startswith(
+        "torch.distributed.fsdp."
+    )
+    if x.computed is not None or not is_fsdp_hook:
         return None
     handle = RemovableHandle(x.recipe.backward_hooks)
     x.recipe.backward_hooks[handle.id] = hook
@@ -540,7 +553,9 @@ def _register_hook(x: DeferredLogits, hook: Any) -> RemovableHandle | None:
 def _requires_grad(x: DeferredLogits) -> bool:
     if x.computed is not None:
         return x.computed.requires_grad
-    return x.recipe.grad and any(t is not None and t.requires_grad for t in x.recipe.sources())
+    return x.recipe.is_grad_enabled and any(
+        t is not None and t.requires_grad for t in x.recipe.sources()
+    )
 
 
 _RULES: dict[Any, Callable[..., Any]] = {

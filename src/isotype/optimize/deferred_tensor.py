@@ -182,10 +182,10 @@ class DeferredTensor(Tensor):
 
     @classmethod
     def _with_real_tensors(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        def real(x: Any) -> Any:
+        def materialise_argument(x: Any) -> Any:
             return x.materialise(name) if isinstance(x, cls) else x
 
-        return func(*tree_map(real, args), **tree_map(real, kwargs))
+        return func(*tree_map(materialise_argument, args), **tree_map(materialise_argument, kwargs))
 
 
 # id of a trained weight -> optimizer steps since `count_changes` was first called with it. The key

@@ -43,8 +43,10 @@ class SelectedLogits(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(hidden_TH, weight_VH, classes_T)
         ctx.dtype = dtype
-        fp32 = arithmetic_dtype(dtype)
-        return (hidden_TH.to(dtype).to(fp32) * weight_VH[classes_T].to(dtype).to(fp32)).sum(-1)
+        wide_dtype = arithmetic_dtype(dtype)
+        return (
+            hidden_TH.to(dtype).to(wide_dtype) * weight_VH[classes_T].to(dtype).to(wide_dtype)
+        ).sum(-1)
 
     @staticmethod
     def backward(ctx: Any, dlogits_T: Tensor) -> tuple[Tensor | None, ...]:
@@ -91,34 +93,37 @@ def is_last_dimension(x: Any, dim: Any) -> bool:
 
 def classes_per_row(x: Any, dim: Any, index: Any) -> Tensor | None:
     """Returns index[*n 1] as classes[*n] if `gather` selects one logit of each row; else None."""
-    plain = (
+    is_supported = (
         is_last_dimension(x, dim)
         and isinstance(index, Tensor)
         and index.dtype == torch.int64
         and index.dim() == x.dim()
     )
-    return index.squeeze(-1) if plain and tuple(index.shape) == (*x.shape[:-1], 1) else None
+    return index.squeeze(-1) if is_supported and tuple(index.shape) == (*x.shape[:-1], 1) else None
 
 
 def gather(x: Any, dim: Any = None, index: Any = None, **rest: Any) -> Tensor | None:
     classes = classes_per_row(x, dim, index)
     if rest or classes is None or x.computed is not None:
         return None
-    r = x.recipe
-    with r.head_context():
+    recipe = x.recipe
+    with recipe.head_context():
         op_counts["selected_logits"] += 1
-        dtype = product_dtype(r.hidden, r.weight)
-        with autocast_off(r.hidden):
-            flat = classes.reshape(-1)
+        dtype = product_dtype(recipe.hidden, recipe.weight)
+        with autocast_off(recipe.hidden):
+            flat_classes = classes.reshape(-1)
             z = SelectedLogits.apply(
-                r.hidden.reshape(-1, r.hidden.shape[-1]), r.weight, flat, dtype
+                recipe.hidden.reshape(-1, recipe.hidden.shape[-1]),
+                recipe.weight,
+                flat_classes,
+                dtype,
             )
-            if r.bias is not None:
-                z = z + r.bias.to(dtype).to(z.dtype)[flat]
-            if r.pre != 1.0:
-                z = z * r.pre
-            if r.post is not None:
-                z = r.post * torch.tanh(z)
+            if recipe.bias is not None:
+                z = z + recipe.bias.to(dtype).to(z.dtype)[flat_classes]
+            if recipe.inner_factor != 1.0:
+                z = z * recipe.inner_factor
+            if recipe.outer_factor is not None:
+                z = recipe.outer_factor * torch.tanh(z)
             return z.to(x.dtype).reshape(index.shape)  # type: ignore[no-any-return]  # the result of an autograd function is untyped
 
 
@@ -126,21 +131,21 @@ def compute_per_row(x: Any, output: str, classes: Tensor | None = None) -> Tenso
     """Computes one output of `linear_log_probs` per row: [*n]. Outputs that do not depend on the
     class need no `classes`.
     """
-    r = x.recipe
+    recipe = x.recipe
     if classes is None:
         classes = torch.zeros(x.shape[:-1], dtype=torch.int64, device=x.device)
-    with r.head_context():
+    with recipe.head_context():
         op_counts["linear_log_probs"] += 1
-        scale, cap = r.scale_and_softcap
+        scale, softcap = recipe.scale_and_softcap
         values = linear_log_probs(
-            r.hidden,
-            r.weight,
+            recipe.hidden,
+            recipe.weight,
             classes,
-            bias=r.bias,
+            bias=recipe.bias,
             outputs=(output,),
             ignore_index=NEVER_IGNORED,
             logit_scale=scale,
-            softcap=cap,
+            softcap=softcap,
         )
         row_values: Tensor = getattr(values, output)
         return row_values
@@ -152,7 +157,7 @@ def is_lossless_cast(x: Any, dtype: torch.dtype) -> bool:
     other cast computes the real logits: logits in fp16 have another loss, and an observer must see
     fp64 logits.
     """
-    is_unscaled = x.recipe.pre == 1.0 and x.recipe.post is None
+    is_unscaled = x.recipe.inner_factor == 1.0 and x.recipe.outer_factor is None
     return dtype == torch.float32 or (is_unscaled and dtype == x.recipe.head_dtype)
 
 
@@ -168,18 +173,20 @@ def row_means(x: Any) -> Tensor | None:
     """Computes fp32[*n]: the mean of each row's logits. With a softcap this works only without
     gradients.
     """
-    r = x.recipe
-    if r.post is not None:
+    recipe = x.recipe
+    if recipe.outer_factor is not None:
         if x.requires_grad and torch.is_grad_enabled():
             return None
         return compute_per_row(x, "mean_logits")
-    with r.head_context():
-        dtype = product_dtype(r.hidden, r.weight)
-        fp32 = arithmetic_dtype(dtype)
-        with autocast_off(r.hidden):
-            means: Tensor = r.hidden.to(dtype).to(fp32) @ HeadMean.apply(r.weight).to(fp32)
-            means = means if r.bias is None else means + r.bias.to(fp32).mean()
-            return means * float(r.pre)
+    with recipe.head_context():
+        dtype = product_dtype(recipe.hidden, recipe.weight)
+        wide_dtype = arithmetic_dtype(dtype)
+        with autocast_off(recipe.hidden):
+            means: Tensor = recipe.hidden.to(dtype).to(wide_dtype) @ HeadMean.apply(
+                recipe.weight
+            ).to(wide_dtype)
+            means = means if recipe.bias is None else means + recipe.bias.to(wide_dtype).mean()
+            return means * float(recipe.inner_factor)
 
 
 def mean(x: Any, dim: Any = None, keepdim: bool = False, **rest: Any) -> Tensor | None:
@@ -240,7 +247,7 @@ class DeferredLogProbs(DeferredTensor):
                 * factor
             )
 
-        log_probs = attach_to_graph(make, recipe.sources(), remake, grad=recipe.grad)
+        log_probs = attach_to_graph(make, recipe.sources(), remake, grad=recipe.is_grad_enabled)
         log_probs.logits = logits
         log_probs.factor = factor
         log_probs.cast = cast
@@ -250,7 +257,7 @@ class DeferredLogProbs(DeferredTensor):
     def materialise(self, function_name: str = "materialise") -> Tensor:
         """Computes the real log-probabilities once, with the graph of the logits."""
         if self.computed is None:
-            with torch.set_grad_enabled(self.logits.recipe.grad):
+            with torch.set_grad_enabled(self.logits.recipe.is_grad_enabled):
                 log_probs = F.log_softmax(
                     self.logits.materialise(function_name), -1, dtype=self.cast
                 ).to(self.dtype)
@@ -287,12 +294,12 @@ def log_softmax(
     if dtype is not None and not is_lossless_cast(x, dtype):
         return None
     # as in PyTorch, autocast gives it in fp32
-    narrow = (
+    is_narrow = (
         x.dtype in (torch.bfloat16, torch.float16) and autocast_dtype(x.recipe.hidden) is not None
     )
     # a copy of the deferred logits, because a later write to x must not change them
     return DeferredLogProbs(
-        type(x)(x.recipe), 1.0, dtype, dtype or (torch.float32 if narrow else x.dtype)
+        type(x)(x.recipe), 1.0, dtype, dtype or (torch.float32 if is_narrow else x.dtype)
     )
 
 

@@ -27,7 +27,7 @@ from .forwards import hooks_change_input
 from .instances import (
     cache_by_kind,
     computes_same_in_both_modes,
-    make_twin,
+    make_probe_copy,
     place_replacement,
     replacement_blocker,
 )
@@ -229,18 +229,18 @@ def recognise_block(module: Any) -> Form | str:
             "proj_out": _NarrowingProbeLayer(0.5),
         }
     form: Form = run_two_streams if "norm1_context" in stubs else run_one_stream
-    twin = make_twin(module, stubs, {})
+    probe = make_probe_copy(module, stubs, {})
     generator = torch.Generator().manual_seed(0)
     picture, text = (
         torch.randn(2, n, _WIDTH, generator=generator, dtype=torch.float64) for n in (3, 2)
     )
     emb = torch.randn(2, _WIDTH, generator=generator, dtype=torch.float64)
     original_forward = partial(
-        type(module).forward, twin, hidden_states=picture, encoder_hidden_states=text, temb=emb
+        type(module).forward, probe, hidden_states=picture, encoder_hidden_states=text, temb=emb
     )
-    form_forward = partial(form, twin, picture, text, emb, {})
+    form_forward = partial(form, probe, picture, text, emb, {})
     is_same = computes_same_in_both_modes(
-        twin,
+        probe,
         partial(_flatten_outputs, original_forward),
         partial(_flatten_outputs, form_forward),
         picture,
@@ -313,12 +313,12 @@ def place_activation(path: str, module: Any) -> Placement:
     if hasattr(module, "proj"):
         forward = projected_gelu_forward
     if reason is None and hasattr(module, "proj"):
-        twin = make_twin(module, {"proj": nn.Identity()}, {})
+        probe = make_probe_copy(module, {"proj": nn.Identity()}, {})
         x = torch.linspace(-3.0, 3.0, 12, dtype=torch.float64)
         if not computes_same_in_both_modes(
-            twin,
-            partial(type(module).forward, twin, x),
-            partial(projected_gelu_forward, twin, x),
+            probe,
+            partial(type(module).forward, probe, x),
+            partial(projected_gelu_forward, probe, x),
             x,
         ):
             reason = "its output is not GELU's on a probe"
@@ -470,7 +470,7 @@ def recognise_adaptive(module: Any) -> AdaptiveSettings | str:
         "linear": linear,
         "norm": nn.LayerNorm(_WIDTH, eps=module.norm.eps, elementwise_affine=False),
     }
-    twin = make_twin(module, probe_children, {})
+    probe = make_probe_copy(module, probe_children, {})
     x = torch.randn(2, 3, _WIDTH, generator=generator, dtype=torch.float64) * 1e-2
     emb = torch.randn(2, _WIDTH, generator=generator, dtype=torch.float64)
     names = list(inspect.signature(type(module).forward).parameters)[2:]
@@ -492,10 +492,10 @@ def recognise_adaptive(module: Any) -> AdaptiveSettings | str:
                 returns_rows_only,
                 has_second_rows,
             )
-            original_forward = partial(type(module).forward, twin, x, **{argument: emb})
-            form_forward = partial(compute_adaptive, twin, settings, x, emb)
+            original_forward = partial(type(module).forward, probe, x, **{argument: emb})
+            form_forward = partial(compute_adaptive, probe, settings, x, emb)
             if computes_same_in_both_modes(
-                twin,
+                probe,
                 partial(_flatten_outputs, original_forward),
                 partial(_flatten_outputs, form_forward),
                 x,

@@ -24,7 +24,7 @@ from .instances import (
     cache_by_kind,
     computes_same_in_both_modes,
     make_placement,
-    make_twin,
+    make_probe_copy,
     replacement_blocker,
 )
 
@@ -48,8 +48,8 @@ class ExpertsSettings:
     """
 
     up: str
-    biased: bool
-    transposed: bool
+    has_bias: bool
+    is_transposed: bool
     activation: Activation | None
 
 
@@ -124,10 +124,10 @@ def recognise(module: Any) -> ExpertsSettings | str:
         name: nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64))
         for name, shape in shapes.items()
     }
-    twin: Any = make_twin(module, {}, probe_parameters)
+    probe: Any = make_probe_copy(module, {}, probe_parameters)
     for name, size in _SIZES.items():
-        if hasattr(twin, name):
-            setattr(twin, name, size)
+        if hasattr(probe, name):
+            setattr(probe, name, size)
     x = torch.randn(7, _HIDDEN, generator=generator, dtype=torch.float64)
     index = torch.stack([torch.randperm(_EXPERTS, generator=generator)[:2] for _ in range(7)])
     weights = torch.rand(7, 2, generator=generator, dtype=torch.float64)
@@ -135,9 +135,9 @@ def recognise(module: Any) -> ExpertsSettings | str:
     for activation in _activations(module):
         settings = ExpertsSettings(up, biased, transposed, activation)
         if computes_same_in_both_modes(
-            twin,
-            lambda: original_forward(twin, x, index, weights),
-            partial(compute_experts, twin, {}, x, index, weights, settings),
+            probe,
+            lambda: original_forward(probe, x, index, weights),
+            partial(compute_experts, probe, {}, x, index, weights, settings),
             x,
             weights,
         ):
@@ -175,14 +175,14 @@ def compute_experts(
         weights,
         parameters[settings.up],
         parameters["down_proj"],
-        up_bias=parameters[f"{settings.up}_bias"] if settings.biased else None,
-        down_bias=parameters["down_proj_bias"] if settings.biased else None,
+        up_bias=parameters[f"{settings.up}_bias"] if settings.has_bias else None,
+        down_bias=parameters["down_proj_bias"] if settings.has_bias else None,
         up_adapter=adapters.get(settings.up),
         down_adapter=adapters.get("down_proj"),
         up_state=_packed_state_on_device(parameters[settings.up]),
         down_state=_packed_state_on_device(parameters["down_proj"]),
         activation=activation,
-        transposed=settings.transposed,
+        transposed=settings.is_transposed,
     )
 
 

@@ -77,7 +77,7 @@ class NormSettings:
                    input in its place
     """
 
-    eps: str | None
+    eps_attribute: str | None
     unit_offset: bool
     out_dtype: torch.dtype | None
     saves_input: bool = False
@@ -99,7 +99,7 @@ def norm_forward(
         normed: Tensor = type(self).forward(self, hidden_states, *args, **kwargs)
         return normed
     settings: NormSettings = self.__dict__[SETTINGS_KEY][0]
-    eps = USUAL_EPSILON if settings.eps is None else self.__dict__[settings.eps]
+    eps = USUAL_EPSILON if settings.eps_attribute is None else self.__dict__[settings.eps_attribute]
     # read once, because `torch.nn.utils.parametrize` computes it anew for every access
     weight: Tensor = self._parameters["weight"] if residual_slot is not None else self.weight
     if residual_slot is not None:
@@ -183,7 +183,7 @@ class LayerSettings:
     """Describes a decoder layer.
 
     scale      the attribute with the number by which both halves are multiplied; None for 1
-    mlp_first  whether the MLP returns a tuple, of which the first element is used
+    mlp_returns_tuple  whether the MLP returns a tuple, of which the first element is used
     names      the parameters of the forward after the hidden states
     defaults   their default values
     """
@@ -191,7 +191,7 @@ class LayerSettings:
     attention: Half
     mlp: Half
     scale: str | None
-    mlp_first: bool
+    mlp_returns_tuple: bool
     names: tuple[str, ...]
     defaults: tuple[tuple[str, Any], ...]
 
@@ -271,7 +271,7 @@ def run_layer(
         normed, total = norm_with_residual(children[half.norm_before], x, residual)
     if layers_running and has_hooks(mlp):
         mark_layer_hooked()
-    output = mlp(normed)[0] if settings.mlp_first else mlp(normed)
+    output = mlp(normed)[0] if settings.mlp_returns_tuple else mlp(normed)
     output = output if half.norm_after is None else children[half.norm_after](output)
     return _add_scaled(self, settings, total, output)
 

@@ -14,7 +14,12 @@ from ..instance_method import Placement, install_forward
 from ..lora.attach import is_lora
 from ..lora.mlp import mlp_fusion_blocker
 from .forwards import ACTIVATIONS, GatedSettings, compute_gated, gated_forward
-from .instances import computes_same_in_both_modes, make_placement, make_twin, replacement_blocker
+from .instances import (
+    computes_same_in_both_modes,
+    make_placement,
+    make_probe_copy,
+    replacement_blocker,
+)
 
 PART = "gated mlp"
 _HIDDEN = 6
@@ -88,16 +93,16 @@ def recognise(module: nn.Module) -> GatedSettings | str:
             layer.to(torch.float64)
             for p in layer.parameters():
                 p.data.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64))
-        twin = make_twin(module, probe_children, {})
+        probe = make_probe_copy(module, probe_children, {})
         for activation in activation_names(module):
             for op in ACTIVATIONS:
                 settings = GatedSettings(
                     gate, up, down, activation, op, getattr(module, activation)
                 )
                 if computes_same_in_both_modes(
-                    twin,
-                    partial(type(module).forward, twin, x),
-                    partial(compute_gated, twin, x, settings),
+                    probe,
+                    partial(type(module).forward, probe, x),
+                    partial(compute_gated, probe, x, settings),
                     x,
                 ):
                     return settings

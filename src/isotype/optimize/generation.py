@@ -59,7 +59,9 @@ class SamplingStream:
                   step
         """
         states = generator_states()
-        if _draws.from_training or (self.training_state is None and not training):
+        if _sampling_mode.uses_training_generators or (
+            self.training_state is None and not training
+        ):
             yield
             return
         is_freshly_seeded = torch.equal(
@@ -92,11 +94,11 @@ class SamplingStream:
             set_generator_states(states)
 
 
-class _Draws(threading.local):
-    from_training = False
+class _SamplingMode(threading.local):
+    uses_training_generators = False
 
 
-_draws = _Draws()
+_sampling_mode = _SamplingMode()
 
 
 @contextmanager
@@ -104,12 +106,12 @@ def sample_from_training_state() -> Iterator[None]:
     """Makes generation use the generators of training within this block. It wraps a training step
     that trains on its own samples.
     """
-    previous = _draws.from_training
-    _draws.from_training = True
+    previous = _sampling_mode.uses_training_generators
+    _sampling_mode.uses_training_generators = True
     try:
         yield
     finally:
-        _draws.from_training = previous
+        _sampling_mode.uses_training_generators = previous
 
 
 def _are_equal(states: list[Tensor], other_states: list[Tensor]) -> bool:

@@ -33,7 +33,7 @@ from .instances import (
     foreign_kernel_reason,
     library_name,
     make_placement,
-    make_twin,
+    make_probe_copy,
     replacement_blocker,
 )
 from .manifest import Manifest
@@ -396,11 +396,13 @@ def probe_logit_transform(model: Any, head: nn.Module) -> LogitTransform | str:
         return "head and backbone are not two children of the model"
     hidden = torch.ones(1, 3, 4)
     stub = _HeadStub(4)
-    twin = make_twin(model, {backbone: _BackboneStub(hidden, children[backbone]), name: stub}, {})
+    probe = make_probe_copy(
+        model, {backbone: _BackboneStub(hidden, children[backbone]), name: stub}, {}
+    )
     try:
         with torch.no_grad():
             output = type(model).forward(
-                twin, input_ids=torch.zeros(1, 3, dtype=torch.long), use_cache=False
+                probe, input_ids=torch.zeros(1, 3, dtype=torch.long), use_cache=False
             )
     except Exception as error:
         return f"its forward does not run on a probe ({type(error).__name__})"

@@ -27,17 +27,21 @@ def library_name(function: Any) -> str:
     """The package that defines a function or class; for a decorated function that of the wrapped
     function, if that is a kernel library.
     """
-    layer = getattr(function, "__func__", function)
+    current_function = getattr(function, "__func__", function)
     packages = []
-    while layer is not None:
+    while current_function is not None:
         # functools.wraps copies __module__, but the globals name the wrapper's own module
         module = (
-            getattr(layer, "__globals__", {}).get("__name__")
-            or getattr(layer, "__module__", None)
+            getattr(current_function, "__globals__", {}).get("__name__")
+            or getattr(current_function, "__module__", None)
             or "another library"
         )
         packages.append(str(module).split(".")[0])
-        layer = None if inspect.isclass(layer) else getattr(layer, "__wrapped__", None)
+        current_function = (
+            None
+            if inspect.isclass(current_function)
+            else getattr(current_function, "__wrapped__", None)
+        )
     return next((package for package in packages if package in KERNEL_LIBRARIES), packages[0])
 
 
@@ -88,7 +92,7 @@ def place_replacement(
     return make_placement(part, path, module, op, note)
 
 
-def make_twin(
+def make_probe_copy(
     module: nn.Module, modules: dict[str, nn.Module], parameters: dict[str, nn.Parameter]
 ) -> nn.Module:
     """A shallow copy of the module with tiny children and parameters in fp64, on which the class's
@@ -98,17 +102,17 @@ def make_twin(
     4-bit layers. Children that are not replaced are copies too, so that the twin's mode can be set
     (`computes_same_in_both_modes`).
     """
-    twin = copy.copy(module)
+    probe_copy = copy.copy(module)
     copies = {
-        name: child if child is None else make_twin(child, {}, {})
+        name: child if child is None else make_probe_copy(child, {}, {})
         for name, child in module._modules.items()
         if name not in modules
     }
-    twin._modules = {**module._modules, **copies, **modules}
-    twin._parameters = {**module._parameters, **parameters}
-    twin._forward_hooks = type(module._forward_hooks)()
-    twin._forward_pre_hooks = type(module._forward_pre_hooks)()
-    return twin
+    probe_copy._modules = {**module._modules, **copies, **modules}
+    probe_copy._parameters = {**module._parameters, **parameters}
+    probe_copy._forward_hooks = type(module._forward_hooks)()
+    probe_copy._forward_pre_hooks = type(module._forward_pre_hooks)()
+    return probe_copy
 
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, tuple)
@@ -201,16 +205,18 @@ def computes_same(
         return False
 
 
-def _is_close(truth: Tensor | None, candidate: Tensor | None, tolerance: float) -> bool:
-    if truth is None or candidate is None:
-        return truth is candidate
-    truth = truth.double()
+def _is_close(expected: Tensor | None, candidate: Tensor | None, tolerance: float) -> bool:
+    if expected is None or candidate is None:
+        return expected is candidate
+    expected = expected.double()
     candidate = candidate.double()
-    return torch.allclose(truth, candidate, rtol=0.0, atol=tolerance * float(truth.abs().max()))
+    return torch.allclose(
+        expected, candidate, rtol=0.0, atol=tolerance * float(expected.abs().max())
+    )
 
 
-def _gradients(f: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """Computes the gradients of a weighted sum of the outputs of `f`, with a different weight for
+def _gradients(function: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """Computes the gradients of a weighted sum of the outputs of `function`, with a different weight for
     each value.
     """
     if not inputs:
@@ -220,7 +226,7 @@ def _gradients(f: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Sequence[Te
         for x in inputs:
             x.requires_grad_(True)
         with torch.enable_grad():
-            output = f()
+            output = function()
             weights = (
                 torch.arange(1, output.numel() + 1, dtype=output.dtype, device=output.device)
                 .cos()
@@ -233,7 +239,7 @@ def _gradients(f: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Sequence[Te
 
 
 def computes_same_in_both_modes(
-    twin: nn.Module,
+    probe_copy: nn.Module,
     reference: Callable[[], Tensor],
     candidate: Callable[[], Tensor],
     *inputs: Tensor,
@@ -243,11 +249,11 @@ def computes_same_in_both_modes(
     are loaded in evaluation mode.
     """
     tensors_by_id = {
-        id(t): t for t in (*inputs, *(p for p in twin.parameters() if p.requires_grad))
+        id(t): t for t in (*inputs, *(p for p in probe_copy.parameters() if p.requires_grad))
     }
     return all(
         computes_same(reference, candidate, *tensors_by_id.values())
-        for _ in map(twin.train, (True, False))
+        for _ in map(probe_copy.train, (True, False))
     )
 
 

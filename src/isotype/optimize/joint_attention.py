@@ -32,7 +32,7 @@ from .instances import (
     ProbeLayer,
     cache_by_kind,
     computes_same_in_both_modes,
-    make_twin,
+    make_probe_copy,
     place_replacement,
     replacement_blocker,
 )
@@ -50,18 +50,18 @@ _SIZE = 4
 class JointSettings:
     """Describes an attention layer.
 
-    joint      whether attention is over the text's tokens too
+    is_joint   whether attention is over the text's tokens too
     text_first whether they come before the picture's
-    out        whether to_out is applied to the picture's result
-    text_out   whether to_add_out is applied to the text's result
-    rotary     whether query and key are rotated by the tables `image_rotary_emb`
+    has_output_layer  whether to_out is applied to the picture's result
+    has_text_output_layer  whether to_add_out is applied to the text's result
+    has_rotary  whether query and key are rotated by the tables `image_rotary_emb`
     """
 
-    joint: bool
-    text_first: bool
-    out: bool
-    text_out: bool
-    rotary: bool
+    is_joint: bool
+    is_text_first: bool
+    has_output_layer: bool
+    has_text_output_layer: bool
+    has_rotary: bool
 
 
 def is_candidate(module: nn.Module) -> bool:
@@ -93,8 +93,8 @@ def recognise(module: Any) -> tuple[JointSettings, type] | str:
     has_out = getattr(module, "to_out", None) is not None
     if has_out:
         stubs["to_out"] = nn.ModuleList([ProbeLayer(1.5), nn.Identity()])
-    twin = make_twin(module, stubs, {})
-    vars(twin).update(heads=_HEADS, head_dim=_SIZE)
+    probe = make_probe_copy(module, stubs, {})
+    vars(probe).update(heads=_HEADS, head_dim=_SIZE)
     generator = torch.Generator().manual_seed(0)
     picture, text = (
         torch.randn(1, n, width, generator=generator, dtype=torch.float64) for n in (3, 2)
@@ -112,24 +112,24 @@ def recognise(module: Any) -> tuple[JointSettings, type] | str:
     if table_names - {_TABLES}:
         # the model will pass its tables under another name
         return unknown
-    for rotary, text_first, out, text_out in product((True, False), repeat=4):
-        settings = JointSettings(joint, text_first, out, text_out, rotary)
+    for rotary, text_first, output, text_out in product((True, False), repeat=4):
+        settings = JointSettings(joint, text_first, output, text_out, rotary)
         is_missing_child = (
             (rotary and not table_names)
-            or (out and not has_out)
+            or (output and not has_out)
             or (text_out and "to_add_out" not in stubs)
         )
         if is_missing_child or (not joint and (text_first or text_out)):
             continue
         tables = (angle.cos(), angle.sin()) if rotary else None
         original_forward = partial(
-            type(module).forward, twin, **inputs, **({_TABLES: tables} if rotary else {})
+            type(module).forward, probe, **inputs, **({_TABLES: tables} if rotary else {})
         )
         form_forward = partial(
-            compute_joint_attention, twin, settings, picture, text if joint else None, tables
+            compute_joint_attention, probe, settings, picture, text if joint else None, tables
         )
         if computes_same_in_both_modes(
-            twin,
+            probe,
             partial(_concatenate_outputs, original_forward),
             partial(_concatenate_outputs, form_forward),
             *inputs.values(),
@@ -154,7 +154,7 @@ def compute_joint_attention(
     queries, keys, values = ([getattr(module, name)(picture)] for name in _PICTURE)
     norms = {0: ["norm_q"], 1: ["norm_k"]}
     if text is not None:
-        text_position = 0 if settings.text_first else 1
+        text_position = 0 if settings.is_text_first else 1
         for i, (parts, name) in enumerate(zip((queries, keys, values), _TEXT)):
             parts.insert(text_position, getattr(module, name)(text))
             if i in norms:
@@ -170,20 +170,20 @@ def compute_joint_attention(
             propagate_recomputable(new, _rotate, old, cos, sin)
             for new, old in zip(rotated, (query, key))
         )
-    out = attention(query, key, value).transpose(1, 2).flatten(2, 3).to(query.dtype)
+    output = attention(query, key, value).transpose(1, 2).flatten(2, 3).to(query.dtype)
     if text is None:
-        return _apply_output_layers(module, out) if settings.out else out
-    if settings.text_first:
+        return _apply_output_layers(module, output) if settings.has_output_layer else output
+    if settings.is_text_first:
         lengths = [text.shape[1], picture.shape[1]]
     else:
         lengths = [picture.shape[1], text.shape[1]]
-    parts = out.split(lengths, dim=1)
-    of_text, of_picture = parts if settings.text_first else parts[::-1]
-    if settings.out:
-        of_picture = _apply_output_layers(module, of_picture)
-    if settings.text_out:
-        of_text = module.to_add_out(of_text)
-    return of_picture, of_text
+    parts = output.split(lengths, dim=1)
+    text_output, picture_output = parts if settings.is_text_first else parts[::-1]
+    if settings.has_output_layer:
+        picture_output = _apply_output_layers(module, picture_output)
+    if settings.has_text_output_layer:
+        text_output = module.to_add_out(text_output)
+    return picture_output, text_output
 
 
 def join_projections(module: Any, parts: list[Tensor], norms: list[str]) -> Tensor:
@@ -238,11 +238,11 @@ def joint_forward(
     is_usual = (
         attention_mask is None
         and not unknown_arguments
-        and settings.joint == (encoder_hidden_states is not None)
+        and settings.is_joint == (encoder_hidden_states is not None)
     )
     is_usual = (
         is_usual
-        and settings.rotary == (image_rotary_emb is not None)
+        and settings.has_rotary == (image_rotary_emb is not None)
         and type(self.processor) is processor
     )
     is_usual = is_usual and not getattr(self, "fused_projections", False)
@@ -297,7 +297,7 @@ def place_joint_attention(path: str, module: nn.Module) -> Placement:
     settings_or_reason = replacement_blocker(module) or recognise(module)
     note = (
         "with rope"
-        if not isinstance(settings_or_reason, str) and settings_or_reason[0].rotary
+        if not isinstance(settings_or_reason, str) and settings_or_reason[0].has_rotary
         else ""
     )
     return place_replacement(

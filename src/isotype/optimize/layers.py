@@ -26,7 +26,7 @@ from .instances import (
     ProbeLayer,
     computes_same_in_both_modes,
     foreign_kernel_reason,
-    make_twin,
+    make_probe_copy,
     place_replacement,
     replacement_blocker,
 )
@@ -139,7 +139,7 @@ def recognise(module: nn.Module) -> LayerSettings | str:
         stubs: dict[str, nn.Module] = {
             name: ProbeLayer(0.1 + 0.2 * i) for i, name in enumerate(children.norms)
         }
-        twin = make_twin(
+        probe = make_probe_copy(
             module,
             {
                 **stubs,
@@ -154,17 +154,17 @@ def recognise(module: nn.Module) -> LayerSettings | str:
         }
         try:
             with torch.no_grad():
-                forward(twin, x, **arguments)
+                forward(probe, x, **arguments)
         except Exception:
             # the forward unpacks the MLP's output, or it does not run on a probe
             continue
         if stub.calls[0] != arguments:
             continue
-        original_forward = partial(forward, twin, x, **arguments)
+        original_forward = partial(forward, probe, x, **arguments)
         for attention, mlp, scale in enumerate_forms(children, module):
             settings = LayerSettings(attention, mlp, scale, mlp_first, names, defaults)
             if computes_same_in_both_modes(
-                twin, original_forward, partial(run_layer, twin, settings, {}, x), x
+                probe, original_forward, partial(run_layer, probe, settings, {}, x), x
             ):
                 return settings
     return (

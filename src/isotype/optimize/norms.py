@@ -15,7 +15,7 @@ from ..ops import rms_norm
 from .forwards import USUAL_EPSILON, NormSettings, norm_forward
 from .instances import (
     computes_same_in_both_modes,
-    make_twin,
+    make_probe_copy,
     place_replacement,
     replacement_blocker,
 )
@@ -52,7 +52,7 @@ def recognise_norm(
     # as wide as the module, because torch's norm refuses any other width
     size = module.get_parameter("weight").shape[0]
     weight = nn.Parameter(torch.linspace(-1.0, 2.0, size, dtype=torch.float32), requires_grad=False)
-    twin = make_twin(module, {}, {"weight": weight})
+    probe = make_probe_copy(module, {}, {"weight": weight})
     # so small that a wrong epsilon changes the output
     x = torch.linspace(-3e-3, 4e-3, 2 * size).view(2, size)
     for eps_attribute in epsilon_names(module):
@@ -62,7 +62,7 @@ def recognise_norm(
             )
             op_forward = partial(rms_norm, x, weight, eps_value, unit_offset=unit_offset)
             if computes_same_in_both_modes(
-                twin, partial(type(module).forward, twin, x), op_forward, x, weight
+                probe, partial(type(module).forward, probe, x), op_forward, x, weight
             ):
                 inputs = signature(type(module).forward).parameters.values()
                 extra_inputs = [

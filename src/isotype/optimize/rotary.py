@@ -53,12 +53,13 @@ def rotary_name(module: nn.Module) -> str | None:
     forward = inspect.unwrap(type(module).forward)
     if not isinstance(forward, FunctionType):
         return None
-    called = [
+    called_names = [
         n for n in forward.__code__.co_names if isinstance(forward.__globals__.get(n), FunctionType)
     ]
-    matching = [n for n in called if has_rotary_signature(forward.__globals__[n])]
+    rotary_names = [n for n in called_names if has_rotary_signature(forward.__globals__[n])]
     return next(
-        iter(matching or [n for n in called if "rotary" in n or "rope" in n.split("_")]), None
+        iter(rotary_names or [n for n in called_names if "rotary" in n or "rope" in n.split("_")]),
+        None,
     )
 
 
@@ -92,7 +93,7 @@ def recognise(original: Callable[..., Any], form: Form) -> Pairs | None:
     k = torch.randn(2, 1, 5, size, generator=generator, dtype=torch.float64)
     for pairs in get_args(Pairs):
 
-        def agree(count: int, pairs: Pairs = pairs) -> bool:
+        def outputs_agree(count: int, pairs: Pairs = pairs) -> bool:
             cos, sin = make_tables(5, count, form)
             return computes_same(
                 lambda: torch.cat(original(q, k, cos, sin), 1),
@@ -103,7 +104,9 @@ def recognise(original: Callable[..., Any], form: Form) -> Pairs | None:
 
         # the whole head must agree; a rotation of half the head must agree too if the function
         # supports partial rotation
-        if agree(size // 2) and (agree(size // 4) or not _runs(original, q, k, size // 4, form)):
+        if outputs_agree(size // 2) and (
+            outputs_agree(size // 4) or not _runs(original, q, k, size // 4, form)
+        ):
             result: Pairs = pairs
             return result
     return None
@@ -174,13 +177,13 @@ def place_rotary(
     """Adds the replacement of the rotary function to `replacements`, with which the module's
     forward is rebuilt later.
     """
-    called = rotary_name(module)
+    function_name = rotary_name(module)
     forward = type(module).forward
-    assert called is not None
-    original = inspect.unwrap(forward).__globals__[called]
+    assert function_name is not None
+    original = inspect.unwrap(forward).__globals__[function_name]
     reason = (
         replacement_blocker(module)
-        or rotary_blocker(called, original)
+        or rotary_blocker(function_name, original)
         or rebuild_blocker(forward)
         or tables.reason
     )
@@ -189,7 +192,7 @@ def place_rotary(
         return make_placement(
             PART, path, module, None, reason or "its output is not a rotation's on a probe"
         )
-    replacements.append(Replacement(called, wrap_rotary, (pairs, tables.form)))
+    replacements.append(Replacement(function_name, wrap_rotary, (pairs, tables.form)))
     note_by_pairs = {
         "halves": "",
         "neighbours": "interleaved pairs",
@@ -198,13 +201,13 @@ def place_rotary(
     return make_placement(PART, path, module, "rope", note_by_pairs[pairs])
 
 
-def rotary_blocker(called: str, original: Callable[..., Any]) -> str | None:
+def rotary_blocker(function_name: str, original: Callable[..., Any]) -> str | None:
     """Says why the function with this name is not probed, or None."""
     if library_name(original) in KERNEL_LIBRARIES:
-        return f"{called} was already replaced by {library_name(original)}"
+        return f"{function_name} was already replaced by {library_name(original)}"
     if not has_rotary_signature(original):
         return (
-            f"{called}({', '.join(inspect.signature(original).parameters)}) is not of the form (q,"
+            f"{function_name}({', '.join(inspect.signature(original).parameters)}) is not of the form (q,"
             " k, cos, sin)"
         )
     return None

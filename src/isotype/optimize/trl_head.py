@@ -50,13 +50,13 @@ class FusedHead:
 
 def find_trl_forward(model: nn.Module) -> Any | None:
     """TRL's bound forward on this instance, or None."""
-    bound = model.__dict__.get("forward")
-    function = getattr(bound, "__func__", None)
+    trl_forward = model.__dict__.get("forward")
+    function = getattr(trl_forward, "__func__", None)
     module_name = getattr(function, "__globals__", {}).get("__name__")
     # functools.wraps renames the function, but its code keeps the name
     code = getattr(function, "__code__", None)
     if module_name == "trl.trainer.utils" and code is not None and code.co_name == "_fused_forward":
-        return bound
+        return trl_forward
     return None
 
 
@@ -80,12 +80,12 @@ def fused_head_blocker(model: nn.Module) -> str | None:
 
 def place_fused_head(model: nn.Module) -> None:
     """Replaces TRL's forward by one that calls the op."""
-    bound = find_trl_forward(model)
-    install_forward(model, fused_head_forward, FusedHead(bound, _closure(bound)))
+    trl_forward = find_trl_forward(model)
+    install_forward(model, fused_head_forward, FusedHead(trl_forward, _closure(trl_forward)))
 
 
-def _closure(bound: Any) -> dict[str, Any]:
-    return dict(inspect.getclosurevars(bound.__func__).nonlocals)
+def _closure(trl_forward: Any) -> dict[str, Any]:
+    return dict(inspect.getclosurevars(trl_forward.__func__).nonlocals)
 
 
 def fused_head_forward(
@@ -171,7 +171,7 @@ def _compute_output(
             bias=bias,
             outputs=(
                 "log_probs",
-                *(ours for name, ours in FIELDS.items() if name in options["outputs"]),
+                *(op_output for name, op_output in FIELDS.items() if name in options["outputs"]),
             ),
             logit_scale=options["logit_scale"],
             softcap=options["final_logit_softcapping"],
@@ -194,7 +194,7 @@ def _compute_output(
             kwargs.get("attention_mask"),
         )
         loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * aux_loss
-    fields = {name: getattr(values, ours) for name, ours in FIELDS.items()}
+    fields = {name: getattr(values, op_output) for name, op_output in FIELDS.items()}
     fields["is_top1"] = None if values.top1 is None else (values.top1 == labels) & mask
     return FusedCausalLMOutput(
         loss=loss, log_probs=values.log_probs, label_mask=mask, aux_loss=aux_loss, **fields

@@ -74,7 +74,7 @@ class BucketSums:
         # own, which may compute a gradient in several parts. None: the first step has not ended yet
         self._sends_early: bool | None = None
         self._arrives_in_parts = False
-        self._sent = 0
+        self._sent_count = 0
         self._sent_dtypes: list[torch.dtype] = []
         self._in_flight: deque[tuple[list[nn.Parameter], Tensor, Callable[[], None]]] = deque()
 
@@ -93,7 +93,7 @@ class BucketSums:
             return
         number = self._bucket_of[id(parameter)]
         if id(parameter) in self._arrived:
-            if number < self._sent:
+            if number < self._sent_count:
                 raise RunError(
                     f"backward made the gradient of a weight with shape {list(parameter.shape)} in"
                     " two parts, unlike in the first step, and the first part was already summed"
@@ -106,8 +106,8 @@ class BucketSums:
         self._missing_counts[number] -= 1
         while (
             self._sends_early
-            and self._sent < len(self._buckets)
-            and self._missing_counts[self._sent] == 0
+            and self._sent_count < len(self._buckets)
+            and self._missing_counts[self._sent_count] == 0
         ):
             self._send()
 
@@ -117,29 +117,29 @@ class BucketSums:
         """
         if self._arrived is not None and self._sends_early is None:
             self._sends_early = not self._arrives_in_parts
-        while self._sent < len(self._buckets):
+        while self._sent_count < len(self._buckets):
             self._send()
         while self._in_flight:
             self._receive()
         sent = self._sent_dtypes
-        self.forget()
+        self.reset()
         return sent
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Ends a step, finished or not."""
         self._arrived = None
-        self._sent = 0
+        self._sent_count = 0
         self._sent_dtypes = []
         self._in_flight.clear()
 
     def _send(self) -> None:
         if len(self._in_flight) == MAX_IN_FLIGHT:
             self._receive()
-        bucket = self._buckets[self._sent]
-        self._sent += 1
-        flats = [self._flat_gradient(p) for p in bucket]
+        bucket = self._buckets[self._sent_count]
+        self._sent_count += 1
+        flat_gradients = [self._flat_gradient(p) for p in bucket]
         # a gradient that fills a bucket alone is not copied if it already has this dtype
-        flat = flats[0] if len(flats) == 1 else torch.cat(flats)
+        flat = flat_gradients[0] if len(flat_gradients) == 1 else torch.cat(flat_gradients)
         self._sent_dtypes.append(flat.dtype)
         self._in_flight.append((bucket, flat, self._processes.begin_sum(flat)))
 
@@ -167,13 +167,13 @@ def split_buckets(
     bucket: list[nn.Parameter] = []
     size = 0
     for p in parameters:
-        bytes_ = p.numel() * dtype.itemsize
-        if bucket and (size + bytes_ > BUCKET_BYTES or p.device != bucket[0].device):
+        parameter_bytes = p.numel() * dtype.itemsize
+        if bucket and (size + parameter_bytes > BUCKET_BYTES or p.device != bucket[0].device):
             yield bucket
             bucket = []
             size = 0
         bucket.append(p)
-        size += bytes_
+        size += parameter_bytes
     if bucket:
         yield bucket
 
@@ -186,7 +186,7 @@ class ShardedGradients(Protocol):
     def take(self, parameter: nn.Parameter) -> Tensor:
         """The gradient that has just arrived, in the dtype of the sum: the rows of this process."""
 
-    def sent(self) -> list[torch.dtype]:
+    def sent_dtypes(self) -> list[torch.dtype]:
         """The dtypes of the gradients that were summed since the last call."""
 
 
@@ -206,7 +206,7 @@ class GradientAccumulator:
 
     dtype      the dtype of the sum over micro-batches, `precision.grads`
     reduce     the dtype of the sum across ranks, `precision.reduce`
-    summed     the source of the summed gradients of a sharded model
+    sharded_gradients  the source of the summed gradients of a sharded model
     processes  the processes that sum the gradients of a replicated model
     """
 
@@ -216,19 +216,19 @@ class GradientAccumulator:
         *,
         dtype: str = "fp32",
         reduce: str = "fp32",
-        summed: ShardedGradients | None = None,
+        sharded_gradients: ShardedGradients | None = None,
         processes: Processes | None = None,
     ) -> None:
-        self.summed = summed
+        self.sharded_gradients = sharded_gradients
         self.parameters = [p for p in parameters if p.requires_grad]
         self.dtype = to_torch(dtype)
         self.reduce_dtype = to_torch(reduce)
         # the dtypes of the buckets of the last step's sum across processes, which the observer
         # reads
-        self.sent: list[torch.dtype] = []
+        self.sent_dtypes: list[torch.dtype] = []
         self._buffers: dict[int, Tensor] = {}
         self._hooks = [
-            p.register_post_accumulate_grad_hook(self._take)
+            p.register_post_accumulate_grad_hook(self._accumulate)
             for p in self.parameters
             if p.dtype != self.dtype
         ]
@@ -241,12 +241,12 @@ class GradientAccumulator:
                 for p in self.parameters
             ]
 
-    def _take(self, parameter: nn.Parameter) -> None:
+    def _accumulate(self, parameter: nn.Parameter) -> None:
         assert parameter.grad is not None, "the hook runs after the gradient was accumulated"
-        if self.summed is None:
+        if self.sharded_gradients is None:
             gradient = _dense(parameter.grad)
         else:
-            gradient = self.summed.take(parameter)
+            gradient = self.sharded_gradients.take(parameter)
         buffer = self._buffers.get(id(parameter))
         if buffer is None:
             self._buffers[id(parameter)] = gradient.to(self.dtype)
@@ -263,7 +263,7 @@ class GradientAccumulator:
         if parameter.grad is None:
             return None
         parameter.grad = _dense(parameter.grad)
-        if self.summed is None:
+        if self.sharded_gradients is None:
             return parameter.grad
         return local_part(parameter.grad)
 
@@ -285,7 +285,7 @@ class GradientAccumulator:
         """Waits until every gradient is the sum over all processes, in the declared reduce dtype. A
         gradient that no process has becomes zero.
         """
-        self.sent = [] if self._sums is None else self._sums.finish()
+        self.sent_dtypes = [] if self._sums is None else self._sums.finish()
 
     def drop_unreached(self, reached: Sequence[bool]) -> None:
         """Frees the gradient of each parameter that is not reached, so that the optimizer does not
@@ -312,7 +312,7 @@ class GradientAccumulator:
     def zero(self) -> None:
         """Frees every gradient until the next backward."""
         if self._sums is not None:
-            self._sums.forget()
+            self._sums.reset()
         self._buffers.clear()
         for parameter in self.parameters:
             parameter.grad = None

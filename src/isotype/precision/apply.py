@@ -61,11 +61,11 @@ def names_kept_in_fp32(model: Any, dtype: torch.dtype) -> frozenset[str]:
     return frozenset(names)
 
 
-def is_kept_in_fp32(full: str, in_fp32: frozenset[str]) -> bool:
+def is_kept_in_fp32(full_name: str, in_fp32: frozenset[str]) -> bool:
     """Whether a module or parameter of this path belongs to the names that stay fp32; weights of an
     adapter do not.
     """
-    path = f".{full}."
+    path = f".{full_name}."
     return ".lora_" not in path and any(f".{name}." in path for name in in_fp32)
 
 
@@ -73,7 +73,11 @@ def modules_kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> set[nn.Module]
     """The modules that stay fp32 in a model of `dtype`, and all modules inside them."""
     in_fp32 = names_kept_in_fp32(model, dtype)
     if in_fp32:
-        return {module for full, module in model.named_modules() if is_kept_in_fp32(full, in_fp32)}
+        return {
+            module
+            for full_name, module in model.named_modules()
+            if is_kept_in_fp32(full_name, in_fp32)
+        }
     return set()
 
 
@@ -123,7 +127,7 @@ class _PrecisionState:
         self.methods.append(method)
         method.install()
 
-    def change(self, module: nn.Module, attribute: str, value: Any) -> None:
+    def set_attribute(self, module: nn.Module, attribute: str, value: Any) -> None:
         self.settings.append((module, attribute, getattr(module, attribute)))
         setattr(module, attribute, value)
 
@@ -131,10 +135,10 @@ class _PrecisionState:
         """Sets the dtype of all later products."""
         # fp32 switches autocast off, so that a caller's own autocast cannot narrow a declared fp32
         # run
-        self.dtype, self.cast = dtype, to_torch(dtype) if dtype != "fp32" else None
+        self.dtype, self.autocast_dtype = dtype, to_torch(dtype) if dtype != "fp32" else None
 
     def autocast(self) -> AbstractContextManager[Any]:
-        return planned_device.autocast(self.device_type, self.cast)
+        return planned_device.autocast(self.device_type, self.autocast_dtype)
 
 
 def inner_model(model: nn.Module) -> nn.Module:
@@ -174,9 +178,9 @@ def cast_parameters(model: nn.Module, precision: Precision, part: Part | None = 
     """
     if part is not None:
         part.on_loaded(model)
-    for full, parameter in model.named_parameters():
+    for full_name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not is_quantised(parameter):
-            dtype = to_torch(declared_dtype(model, full, parameter, precision))
+            dtype = to_torch(declared_dtype(model, full_name, parameter, precision))
             if parameter.dtype != dtype:
                 if part is None:
                     parameter.data = parameter.data.to(dtype)
@@ -184,17 +188,19 @@ def cast_parameters(model: nn.Module, precision: Precision, part: Part | None = 
                     parameter.data = part.cast_rows(parameter.data, dtype)
 
 
-def declared_dtype(model: nn.Module, full: str, parameter: Tensor, precision: Precision) -> str:
+def declared_dtype(
+    model: nn.Module, full_name: str, parameter: Tensor, precision: Precision
+) -> str:
     """The dtype that `precision` declares for one floating parameter of `model` that is not
     quantised.
     """
     is_vision = (
         precision.vision
         and not parameter.requires_grad
-        and is_vision_weight(inner_model(model), full)
+        and is_vision_weight(inner_model(model), full_name)
     )
     # the text encoders of a diffusion run that trains them
-    is_text_encoder = precision.text_encoder and ".text_encoders." in f".{full}"
+    is_text_encoder = precision.text_encoder and ".text_encoders." in f".{full_name}"
     if is_vision:
         frozen = precision.vision
     elif is_text_encoder:
@@ -202,7 +208,7 @@ def declared_dtype(model: nn.Module, full: str, parameter: Tensor, precision: Pr
     else:
         frozen = precision.unquantised
     dtype_name = precision.trainable if parameter.requires_grad else frozen
-    if is_kept_in_fp32(full, names_kept_in_fp32(inner_model(model), to_torch(dtype_name))):
+    if is_kept_in_fp32(full_name, names_kept_in_fp32(inner_model(model), to_torch(dtype_name))):
         return "fp32"
     return dtype_name
 
@@ -230,9 +236,9 @@ def apply_precision(
     if hasattr(inner, _STATE):
         raise ValueError("this model has a precision already")
     state = _PrecisionState(precision, device_type)
-    for called in (inner, *_separately_called_parts(inner)):
-        setattr(called, _STATE, (state, called.__dict__.get("forward")))
-        state.install(InstanceMethod(_run_in_precision, called, arguments=()))
+    for wrapped_module in (inner, *_separately_called_parts(inner)):
+        setattr(wrapped_module, _STATE, (state, wrapped_module.__dict__.get("forward")))
+        state.install(InstanceMethod(_run_in_precision, wrapped_module, arguments=()))
     in_fp32 = modules_kept_in_fp32(inner, to_torch(precision.compute))
     # some decoder layers of transformers (Mamba, XGLM, JetMoE) return the residual stream in a
     # wider dtype
@@ -262,16 +268,16 @@ def apply_precision(
         if is_narrowed(module, in_fp32):
             module.register_forward_hook(_CastOutput(to_torch(precision.compute)))
         if hasattr(module, "cast_input_dtype_enabled"):
-            state.change(module, "cast_input_dtype_enabled", False)
+            state.set_attribute(module, "cast_input_dtype_enabled", False)
         if hasattr(module, "compute_type_is_set"):
             # a 4-bit layer has its own dtype for products: the library's default, the file's, or
             # that of the first input
-            state.change(module, "compute_dtype", to_torch(precision.compute))
-            state.change(module, "compute_type_is_set", True)
+            state.set_attribute(module, "compute_dtype", to_torch(precision.compute))
+            state.set_attribute(module, "compute_type_is_set", True)
         if hasattr(module, "support_avx512bf16_for_cpu"):
             # bitsandbytes repacks the weight in place on the first forward without gradients, and
             # later gradients are wrong
-            state.change(module, "support_avx512bf16_for_cpu", False)
+            state.set_attribute(module, "support_avx512bf16_for_cpu", False)
 
 
 def remove_precision(model: nn.Module) -> None:
@@ -284,8 +290,8 @@ def remove_precision(model: nn.Module) -> None:
     state: _PrecisionState = inner.__dict__[_STATE][0]
     for method in reversed(state.methods):
         method.uninstall()
-    for called in (inner, *_separately_called_parts(inner)):
-        called.__dict__.pop(_STATE, None)
+    for wrapped_module in (inner, *_separately_called_parts(inner)):
+        wrapped_module.__dict__.pop(_STATE, None)
     for module, attribute, value in reversed(state.settings):
         setattr(module, attribute, value)
     for module in inner.modules():
@@ -409,11 +415,11 @@ def _run_with_cast_weights(
     @functools.wraps(class_forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         weights = self._parameters
-        narrow = {
+        cast_weights = {
             k: p.to(compute) if p is not None and p.is_floating_point() else p
             for k, p in weights.items()
         }
-        self._parameters = narrow  # type: ignore[assignment]  # read by attribute, never registered
+        self._parameters = cast_weights  # type: ignore[assignment]  # read by attribute, never registered
         try:
             return class_forward(self, *args, **kwargs)
         finally:
@@ -429,7 +435,7 @@ def get_precision(model: nn.Module) -> Precision | None:
 
 
 @contextmanager
-def generating(model: nn.Module) -> Iterator[None]:
+def use_generate_dtype(model: nn.Module) -> Iterator[None]:
     """Makes the model compute products in `precision.generate` within this block."""
     state: _PrecisionState = getattr(inner_model(model), _STATE)[0]
     previous = state.dtype

@@ -34,8 +34,8 @@ class Packing:
                        columns
     bits               the bits of each integer
     zero_point_offset  the number that is added to the stored zero points of GPTQ
-    activations        whether the file also asks for rounded activations
-    needs              the name of a tensor that these settings require beside every packed weight;
+    rounds_activations  whether the file also asks for rounded activations
+    required_tensor    the name of a tensor that these settings require beside every packed weight;
                        some files of the library lack it
     """
 
@@ -45,8 +45,8 @@ class Packing:
     blocks: tuple[tuple[int, int], ...] = ((1, -1),)
     bits: int = 8
     zero_point_offset: int = 0
-    activations: bool = False
-    needs: str = ""
+    rounds_activations: bool = False
+    required_tensor: str = ""
 
     def __str__(self) -> str:
         return f"{self.dtype_name} by {self.library}, {self.layout}"
@@ -89,14 +89,14 @@ def _read_fp8(config: Mapping[str, Any]) -> Packing:
     block = config.get("weight_block_size")
     activations = config.get("activation_scheme") is not None
     if block is None:
-        return Packing("fp8", "fp8", "a scale a tensor", activations=activations)
+        return Packing("fp8", "fp8", "a scale a tensor", rounds_activations=activations)
     rows, columns = _parse_block(block)
     return Packing(
         "fp8",
         "fp8",
         f"a scale for each block of {rows} x {columns}",
         ((rows, columns),),
-        activations=activations,
+        rounds_activations=activations,
     )
 
 
@@ -116,7 +116,7 @@ def _read_gptq(config: Mapping[str, Any]) -> Packing:
         ((1, size),),
         bits,
         zero_point_offset=int(version == "gptq"),
-        needs=needs,
+        required_tensor=needs,
     )
 
 
@@ -134,9 +134,11 @@ def _read_modelopt(config: Mapping[str, Any]) -> Packing:
         config.get("quant_algo") or (config.get("quantization") or {}).get("quant_algo")
     )
     if algorithm == "FP8":
-        return Packing("modelopt", "fp8", "a scale a tensor", activations=True)
+        return Packing("modelopt", "fp8", "a scale a tensor", rounds_activations=True)
     if algorithm == "NVFP4":
-        return Packing("modelopt", "nvfp4", _group_description(16), ((1, 16),), 4, activations=True)
+        return Packing(
+            "modelopt", "nvfp4", _group_description(16), ((1, 16),), 4, rounds_activations=True
+        )
     raise UnreadPacking(f"ModelOpt's quant_algo {algorithm}: FP8 and NVFP4 are read")
 
 
@@ -147,22 +149,22 @@ def _read_compressed_tensors(config: Mapping[str, Any]) -> Packing:
         _read_compressed_group(group, str(group.get("format") or config.get("format")))
         for group in config["config_groups"].values()
     ]
-    dtype_names = sorted({packed.dtype_name for packed in packings})
+    dtype_names = sorted({packing.dtype_name for packing in packings})
     if len(dtype_names) != 1:
         raise UnreadPacking(
             f"its layers are {' and '.join(dtype_names) or 'not quantised'}, and precision.base is one"
             " word"
         )
-    layouts = list(dict.fromkeys(packed.layout for packed in packings))
-    blocks = tuple(dict.fromkeys(block for packed in packings for block in packed.blocks))
+    layouts = list(dict.fromkeys(packing.layout for packing in packings))
+    blocks = tuple(dict.fromkeys(block for packing in packings for block in packing.blocks))
     return Packing(
         "compressed-tensors",
         dtype_names[0],
         " or ".join(layouts),
         blocks,
         packings[0].bits,
-        activations=any(packed.activations for packed in packings),
-        needs=packings[0].needs if len(packings) == 1 else "",
+        rounds_activations=any(packing.rounds_activations for packing in packings),
+        required_tensor=packings[0].required_tensor if len(packings) == 1 else "",
     )
 
 
@@ -194,7 +196,7 @@ def _read_torchao(config: Mapping[str, Any]) -> Packing:
         _TORCHAO_DTYPES[class_name],
         _group_description(size),
         ((1, size),),
-        activations="Activation" in class_name,
+        rounds_activations="Activation" in class_name,
     )
 
 
@@ -235,11 +237,15 @@ def _read_compressed_group(group: Mapping[str, Any], file_format: str) -> Packin
             f"a scale for each block of {rows} x {columns}",
             ((rows, columns),),
             bits,
-            activations=rounds_activations,
+            rounds_activations=rounds_activations,
         )
     if strategy in ("tensor", "channel"):
         return Packing(
-            "", dtype_name, f"a scale a {strategy}", bits=bits, activations=rounds_activations
+            "",
+            dtype_name,
+            f"a scale a {strategy}",
+            bits=bits,
+            rounds_activations=rounds_activations,
         )
     needs = "" if kind == "float" or weights.get("symmetric", True) else "weight_zero_point"
     return Packing(
@@ -248,8 +254,8 @@ def _read_compressed_group(group: Mapping[str, Any], file_format: str) -> Packin
         _group_description(size),
         ((1, size),),
         bits,
-        activations=rounds_activations,
-        needs=needs,
+        rounds_activations=rounds_activations,
+        required_tensor=needs,
     )
 
 
@@ -271,10 +277,10 @@ def _parse_block(block: Any) -> tuple[int, int]:
 _READERS: dict[str, Callable[[Mapping[str, Any]], Packing]] = {
     "fp8": _read_fp8,
     "fbgemm_fp8": lambda config: Packing(
-        "fbgemm_fp8", "fp8", "a scale a channel", activations=True
+        "fbgemm_fp8", "fp8", "a scale a channel", rounds_activations=True
     ),
     "bitsandbytes": lambda config: Packing(
-        "bitsandbytes", "int8", "a scale a channel", activations=True
+        "bitsandbytes", "int8", "a scale a channel", rounds_activations=True
     ),
     "gptq": _read_gptq,
     "awq": _read_awq,

@@ -66,7 +66,7 @@ def local_rows(tensor: Tensor) -> range:
     return range(min(rows, rank * rows_per_process), min(rows, (rank + 1) * rows_per_process))
 
 
-def first_element(tensor: Tensor) -> int:
+def first_element_index(tensor: Tensor) -> int:
     """The index of the local part's first element in the flattened whole tensor."""
     if is_sharded(tensor):
         return local_rows(tensor).start * (tensor.numel() // max(1, tensor.shape[0]))
@@ -124,12 +124,12 @@ class Part:
     """Which rows of each weight one process keeps, if several processes share a model.
 
     rank       the number of this process among those that share the model
-    parts      the number of these processes
+    part_count  the number of these processes
     on_loaded  called once with the loaded model, while every weight still has all its rows
     """
 
     rank: int
-    parts: int
+    part_count: int
     on_loaded: Callable[[nn.Module], None] = lambda model: None
 
     def cast_rows(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -143,7 +143,8 @@ class Part:
             return weight.to(dtype)
         output = _unwritten_tensor(weight.shape, dtype)
         for output_rows, weight_rows in zip(
-            output.chunk(self.parts)[self.rank :][:1], weight.chunk(self.parts)[self.rank :][:1]
+            output.chunk(self.part_count)[self.rank :][:1],
+            weight.chunk(self.part_count)[self.rank :][:1],
         ):
             output_rows.copy_(weight_rows)
         return output

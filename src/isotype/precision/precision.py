@@ -262,7 +262,7 @@ PRESETS: dict[str, Precision] = {
     ),
 }  # fmt: skip
 
-ABOUT = {
+PRESET_DESCRIPTIONS = {
     "fp32": "everything in fp32, the reference",
     "bf16-mixed": "full fine-tuning: fp32 weights, bf16 products",
     "bf16-lora": "LoRA: bf16 base, fp32 adapters",

@@ -41,7 +41,7 @@ class Quantisation:
     kind: str
     compute: str | None = None
     storage: str | None = None
-    double: bool | None = None
+    is_double_quantised: bool | None = None
     packing: Packing | None = None
     unread_reason: str = ""
     is_loaded: bool = False
@@ -52,8 +52,8 @@ class Quantisation:
             parts = [f"{self.kind}, as its files have it"]
         if self.packing is not None:
             parts.append(self.packing.layout)
-        if self.double is not None:
-            parts.append("double-quantised" if self.double else "not double-quantised")
+        if self.is_double_quantised is not None:
+            parts.append("double-quantised" if self.is_double_quantised else "not double-quantised")
         if self.compute:
             parts.append(f"products in {self.compute}")
         if self.storage not in (None, "uint8", "int8"):
@@ -91,7 +91,7 @@ def quantisation_from_settings(settings: Mapping[str, Any]) -> Quantisation:
         str(settings.get("bnb_4bit_quant_type", "fp4")),
         compute=_dtype_name(settings.get("bnb_4bit_compute_dtype")),
         storage=_dtype_name(settings.get("bnb_4bit_quant_storage")),
-        double=bool(settings.get("bnb_4bit_use_double_quant")),
+        is_double_quantised=bool(settings.get("bnb_4bit_use_double_quant")),
     )
 
 
@@ -160,7 +160,7 @@ def check_base(
     notes = [f"the base came quantised: {quantisation}"]
     if quantisation.compute not in (None, precision.compute):
         notes[0] += f"; here products are in {precision.compute}, as declared"
-    if quantisation.packing is not None and quantisation.packing.activations:
+    if quantisation.packing is not None and quantisation.packing.rounds_activations:
         notes[0] += "; its rounding of activations is for serving and is no part of training"
     return notes
 
@@ -197,33 +197,33 @@ def unquantised_share(model: nn.Module) -> tuple[float, str]:
         excluded |= {
             id(p) for name, p in inner.named_parameters() if parts.part_kind(name) != LANGUAGE
         }
-    unpacked = packed = most = 0
+    unpacked_elements = packed_elements = largest_size = 0
     largest = ""
-    for full, parameter in model.named_parameters():
-        if ".original_module." in full:
+    for full_name, parameter in model.named_parameters():
+        if ".original_module." in full_name:
             continue
         state = getattr(parameter, "quant_state", None)
         if state is not None:
-            packed += state.shape.numel()
+            packed_elements += state.shape.numel()
         elif type(parameter).__name__ == "Int8Params":
-            packed += parameter.numel()
+            packed_elements += parameter.numel()
         elif id(parameter) not in excluded and parameter.ndim >= 2 and not parameter.requires_grad:
-            unpacked += parameter.numel()
-            if parameter.numel() > most:
-                most = parameter.numel()
-                largest = full
-    return unpacked / max(1, unpacked + packed), largest
+            unpacked_elements += parameter.numel()
+            if parameter.numel() > largest_size:
+                largest_size = parameter.numel()
+                largest = full_name
+    return unpacked_elements / max(1, unpacked_elements + packed_elements), largest
 
 
-def check_share(model: nn.Module, *, consent: bool, kept_in: str) -> list[str]:
+def check_share(model: nn.Module, *, is_allowed: bool, dtype_name: str) -> list[str]:
     """Returns lines for the run's header about a 4-bit base of which more than 10% is not
     quantised. Raises UsageError for such a base without consent.
     """
     share, largest = unquantised_share(model)
     if share <= MOST_UNQUANTISED:
         return []
-    text = f"{share:.0%} of the base's matrices stay {kept_in}, not nf4, such as {largest}"
-    if not consent:
+    text = f"{share:.0%} of the base's matrices stay {dtype_name}, not nf4, such as {largest}"
+    if not is_allowed:
         raise UsageError(
             f"{text}; bitsandbytes quantises linear layers only",
             fix=f"{CONSENT_KEY}: true to train on it as it is, or precision.preset: bf16-lora",

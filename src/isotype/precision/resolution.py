@@ -17,9 +17,9 @@ from ..finding import Finding, Severity
 from .advice import Settings, keep_working_fixes
 from .contradictions import Setting, find_contradictions
 from .precision import (
-    ABOUT,
     ALL_ROLES,
     EIGHT_BIT_OPTIMIZERS,
+    PRESET_DESCRIPTIONS,
     PRESETS,
     ROLES,
     TASK_ROLES,
@@ -95,12 +95,12 @@ def choose_preset(device: Hardware, *, adapter: str) -> tuple[str, str]:
     if device.bf16 == "native":
         name = "bf16-mixed" if adapter == "none" else "bf16-lora"
         return name, f"auto: {device.name} has native bf16"
-    about = "no bf16" if device.bf16 == "none" else "only emulated bf16"
+    bf16_support = "no bf16" if device.bf16 == "none" else "only emulated bf16"
     if device.kind != "cpu":
-        offer = "; fp16-mixed is faster here but overflows above 65504: choose it by name"
+        fp16_hint = "; fp16-mixed is faster here but overflows above 65504: choose it by name"
     else:
-        offer = ""
-    return "fp32", f"auto: {device.name} has {about}{offer}"
+        fp16_hint = ""
+    return "fp32", f"auto: {device.name} has {bf16_support}{fp16_hint}"
 
 
 def resolve(
@@ -138,7 +138,7 @@ def resolve(
             if key.startswith("precision.")
         }
         preset = roles.pop("preset", None) or "auto"
-        run = _Run(
+        run = _RunSettings(
             preset=preset,
             roles=roles,
             adapter=written["adapter.kind"],
@@ -163,7 +163,7 @@ def resolve(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Run:
+class _RunSettings:
     """The facts that decide the precision of a run.
 
     preset              the preset that the user wrote, or auto
@@ -191,7 +191,7 @@ class _Run:
         return self.optimizer in EIGHT_BIT_OPTIMIZERS and "optimizer" not in self.roles
 
 
-def _resolve_run(run: _Run) -> tuple[Resolved, list[Finding]]:
+def _resolve_run(run: _RunSettings) -> tuple[Resolved, list[Finding]]:
     """Resolves every role's value and reason, and returns them with the findings of the rules."""
     preset, preset_reason = _resolve_preset(run)
     precision = _resolve_roles(run, preset)
@@ -207,7 +207,7 @@ def _resolve_run(run: _Run) -> tuple[Resolved, list[Finding]]:
     return resolved, find_contradictions(settings, run.device)
 
 
-def _resolve_preset(run: _Run) -> tuple[str, str]:
+def _resolve_preset(run: _RunSettings) -> tuple[str, str]:
     """Returns the preset and the reason for it."""
     if run.preset == "auto":
         return choose_preset(run.device, adapter=run.adapter)
@@ -220,7 +220,7 @@ def _resolve_preset(run: _Run) -> tuple[str, str]:
     )
 
 
-def _resolve_roles(run: _Run, preset: str) -> Precision:
+def _resolve_roles(run: _RunSettings, preset: str) -> Precision:
     overrides: dict[str, str] = {}
     if run.checkpoint:
         overrides["base"] = run.checkpoint[0]
@@ -237,7 +237,7 @@ def _resolve_roles(run: _Run, preset: str) -> Precision:
     return precision.but(**roles_of_task)
 
 
-def _find_reasons(run: _Run, preset_reason: str) -> dict[str, str]:
+def _find_reasons(run: _RunSettings, preset_reason: str) -> dict[str, str]:
     """Returns role -> why it has its value. A later reason replaces an earlier one."""
     reasons = {role: preset_reason for role in ALL_ROLES if role not in TASK_ROLES}
     if run.optimizer_decides_states:
@@ -256,7 +256,7 @@ def _find_reasons(run: _Run, preset_reason: str) -> dict[str, str]:
     return reasons
 
 
-def _list_settings(run: _Run, resolved: Resolved, preset_reason: str) -> dict[str, Setting]:
+def _list_settings(run: _RunSettings, resolved: Resolved, preset_reason: str) -> dict[str, Setting]:
     """Lists the settings for the rules about contradictions."""
     sources = run.sources
     preset_source = sources.get("precision.preset", "default")
@@ -282,7 +282,7 @@ def _list_settings(run: _Run, resolved: Resolved, preset_reason: str) -> dict[st
     return settings
 
 
-def _describe_preset(run: _Run, preset: str, precision: Precision) -> str:
+def _describe_preset(run: _RunSettings, preset: str, precision: Precision) -> str:
     """Describes the preset. If roles were changed, it lists these instead, because the preset's
     description may no longer be true.
     """
@@ -291,4 +291,4 @@ def _describe_preset(run: _Run, preset: str, precision: Precision) -> str:
     changes = [role for role, value in run.roles.items() if value != getattr(PRESETS[preset], role)]
     if changes:
         return f"; changed: {', '.join(changes)}"
-    return f": {ABOUT[preset]}"
+    return f": {PRESET_DESCRIPTIONS[preset]}"

@@ -94,12 +94,15 @@ def _find_parts(model: Any) -> VisionParts | None:
     )
 
 
-def is_vision_weight(model: Any, full: str) -> bool:
+def is_vision_weight(model: Any, full_name: str) -> bool:
     """Whether a parameter of this path in `model`, or in PEFT's wrapper of it, belongs to a tower
     or a projector.
     """
     parts = vision_parts(model)
-    return parts is not None and parts.part_kind(full.removeprefix("base_model.model.")) != LANGUAGE
+    return (
+        parts is not None
+        and parts.part_kind(full_name.removeprefix("base_model.model.")) != LANGUAGE
+    )
 
 
 def get_language_part(model: Any) -> nn.Module:

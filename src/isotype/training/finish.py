@@ -256,7 +256,7 @@ def _verify_result(
             refuse_difference(saved.folder, saved.weight_digests, model, saved.dtype)
 
     def load() -> tuple[nn.Module, list[nn.Module]]:
-        part = None if mesh is None else local_part_of_mesh(mesh, look=compare)
+        part = None if mesh is None else local_part_of_mesh(mesh, on_loaded=compare)
         model = task.reload(saved.folder, precision, device, part)
         if part is None:
             compare(model)
@@ -264,7 +264,7 @@ def _verify_result(
 
     model, units = world.run_sequentially(load)
     if sharding is not None:
-        Sharding(model, units, world, mesh=mesh, replicas=sharding.replicas)
+        Sharding(model, units, world, mesh=mesh, replica_count=sharding.replica_count)
     with fix_random_state():
         reloaded = task.evaluate(
             model, device, dtype=precision.loss, most=CHECKED_ROWS, world=world

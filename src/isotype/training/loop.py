@@ -268,7 +268,7 @@ class Loop:
             )
         if self.stepper.loss_dtype is not None:
             self.observer.observe_loss(observation, self.stepper.loss_dtype)
-        self.observer.observe_sums(observation, accumulator.sent)
+        self.observer.observe_sums(observation, accumulator.sent_dtypes)
         self.observer.observe_task_tensors(
             observation,
             [*self.task.observed_dtypes(), *(self.ema.observed_dtypes() if self.ema else [])],

@@ -27,7 +27,7 @@ from ..dtypes import to_torch
 from ..environment.install import install_command
 from ..errors import RunError, UsageError, raise_first_refusal
 from ..ops.adamw import AdamwHyperparameters, adamw_
-from ..precision.parts import first_element, local_part
+from ..precision.parts import first_element_index, local_part
 from ..precision.precision import EIGHT_BIT_OPTIMIZERS, Precision
 
 Gradient = Callable[[nn.Parameter], Tensor | None]
@@ -126,7 +126,7 @@ class MixedAdamW(torch.optim.Optimizer):
                 if self._stochastic
                 else None
             ),
-            first_index=first_element(p),
+            first_index=first_element_index(p),
         )
 
 

@@ -94,7 +94,7 @@ class RunState:
                 checkpoint,
                 self.world,
                 file_index=self.world.rank,
-                file_count=sharding.parts,
+                file_count=sharding.shard_count,
                 is_best=is_best,
             )
 

@@ -204,7 +204,9 @@ def build_model(
         # must be loaded whole (4-bit weights, files of several dtypes)
         local = world.run_sequentially(build_local)
         with world.explain_exchange_errors():
-            sharding = Sharding(local.model, local.units, world, mesh=mesh, replicas=parallel.nodes)
+            sharding = Sharding(
+                local.model, local.units, world, mesh=mesh, replica_count=parallel.nodes
+            )
     return BuiltModel(local.model, local.manifest, local.checkpointing, fingerprints, sharding)
 
 
@@ -215,7 +217,7 @@ def build_stepper(task: Task, precision: Precision, built: BuiltModel, world: Wo
         built.model.parameters(),
         dtype=precision.grads,
         reduce=precision.reduce,
-        summed=built.sharding,
+        sharded_gradients=built.sharding,
         processes=world if built.sharding is None else None,
     )
     optimizer = build_optimizer(

@@ -257,7 +257,7 @@ class Stepper:
         """Sums gradients, loss and measures over all processes."""
         reached: list[bool] = []
         if self.sharding is not None:  # its gradients were summed in the backward
-            self.accumulator.sent = self.sharding.sent()
+            self.accumulator.sent_dtypes = self.sharding.sent_dtypes()
         else:
             reached = self.accumulator.reached()
             self.accumulator.finish_sums()
@@ -356,7 +356,7 @@ def _sharded_norm(square: float, sharding: Sharding) -> float:
     square  the sum of the squares of all processes' norms
     """
     if math.isfinite(square):
-        return math.sqrt(square / sharding.replicas)
+        return math.sqrt(square / sharding.replica_count)
     return square
 
 

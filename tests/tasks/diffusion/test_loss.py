@@ -12,7 +12,7 @@ from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler, FluxPipeli
 from diffusers.training_utils import compute_snr
 
 from isotype.precision import PRESETS, Precision
-from isotype.precision.apply import apply_precision, generating
+from isotype.precision.apply import apply_precision, use_generate_dtype
 from isotype.tasks.diffusion.families import Conditioning
 from isotype.tasks.diffusion.loss import resolve_shift
 from tests.api import Window, keep_time_exact, size_conditioning, time_embeddings
@@ -204,7 +204,7 @@ def embedded(model, call, *, sampling=False):
         module.register_forward_hook(lambda module, args, output: seen.append(output.clone()))
     with torch.no_grad():
         if sampling:
-            with generating(model):
+            with use_generate_dtype(model):
                 call(model)
         else:
             call(model)

@@ -189,7 +189,7 @@ class Context:
         """Whether a factory call used the default dtype because it has no dtype argument."""
         if dtype != torch.get_default_dtype() or self.factory_dtype is not None:
             return False
-        if op.lift and (
+        if op.is_lift and (
             site is None
             or "dtype" in read_statement(site)
             or self.call_name() not in ("tensor", "Tensor")

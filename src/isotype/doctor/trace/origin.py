@@ -218,7 +218,7 @@ class Provenance:
         is kept, else a new origin.
         """
         context = self._context
-        if op.view and inputs:
+        if op.is_view and inputs:
             entry = inputs[0].__dict__.get(ORIGIN_ATTRIBUTE)
             if entry is not None and entry[0].dtype == out.dtype:
                 out.__dict__[ORIGIN_ATTRIBUTE] = entry
@@ -236,7 +236,7 @@ class Provenance:
                 same_dtype = same_dtype if same_dtype is not None else tensor
             elif tensor.dtype.itemsize < dtype.itemsize:
                 has_narrower = True
-        if op.lift:
+        if op.is_lift:
             if context.provenance.get_recorded(out) is None:
                 self.set(out, self._new_origin(op, [], out))
             return
@@ -256,7 +256,7 @@ class Provenance:
         fields: dict[str, Any] = {"module": module, "site": site, "backward": node}
         if not inputs:
             creator = f"torch.{call_name}" if call_name else op.name
-            if op.cast or not op.factory:
+            if op.is_cast or not op.is_factory:
                 creator = f".{call_name}()" if call_name else op.name
                 creator += " of whole numbers"
             elif context.uses_default_dtype(site, out.dtype, op):
@@ -275,7 +275,7 @@ class Provenance:
                 op, origin, source, next(t for t in inputs if t.dtype != out.dtype), out
             )
             return origin
-        if not op.cast:
+        if not op.is_cast:
             return Origin(out.dtype, "op", creator, **fields)
         if context.is_engine_cast():
             kind = "engine"

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from ...finding import Finding
 from ...observe.operators import FLOATS, Operator, floating_operands
 from ...observe.origin import innermost_site
-from ...observe.tape import FunctionTape, ModuleCall, Tape, observing
+from ...observe.tape import FunctionTape, ModuleCall, Tape, mark_observing
 from .context import EVENTS, Context, Watcher, is_due
 from .failures import Failures
 from .origin import Origin, Provenance
@@ -338,7 +338,7 @@ class Tracer(Context):
         self._notify("on_step_end", optimizer)
         self.resume()
 
-    @observing
+    @mark_observing
     def _enter_module(self, module: torch.nn.Module, args: Any) -> None:
         if module not in self.names.modules:
             self.register_model(module)
@@ -354,7 +354,7 @@ class Tracer(Context):
         self.stack.append(ModuleCall(self.names.module_path(module), module))
         self._notify("on_module_enter", module, args)
 
-    @observing
+    @mark_observing
     def _leave_module(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         self.modules.pop(module)
         self._notify("on_module_exit", module, args, output)
@@ -388,7 +388,7 @@ class Tracer(Context):
 
     def _run_op(self, op: Operator, args: tuple, kwargs: dict) -> Any:
         self.op_count += 1
-        if op.factory:
+        if op.is_factory:
             self.factory_dtype = kwargs.get("dtype")
         hook_result = op.on_call(op, args, kwargs) if op.on_call is not None else None
         try:
@@ -398,7 +398,7 @@ class Tracer(Context):
             raise
         if hook_result is not None:
             op.on_return(hook_result)
-        if op.product or self.autocast.stale:
+        if op.is_product or self.autocast.stale:
             self._report_inputs(op, args)
         if self.stack and torch._C._current_autograd_node() is None:
             # an op in forward, whose autograd node already has its sequence number
@@ -425,13 +425,13 @@ class Tracer(Context):
         if torch._C._current_autograd_node() is not None:
             return
         inputs = floating_operands(args)
-        if op.product:
+        if op.is_product:
             product = op.name
             if self.stack:
                 product = f"{op.name} in {self.names.module_path(self.stack[-1].module)}"
             for tensor in inputs:
                 self.promotions.record_spread(tensor, product)
-        if self.autocast.stale and not op.view:
+        if self.autocast.stale and not op.is_view:
             self.autocast.on_use(inputs)
 
     def findings(self) -> list[Finding]:

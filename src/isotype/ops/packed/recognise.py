@@ -79,8 +79,8 @@ def recognise_layout(
     Raises  UsageError naming the tensor that is missing or has another shape
     """
     headers = {TORCHAO_NAMES.get(name, name): header for name, header in headers.items()}
-    if packing.needs and "weight" not in headers:
-        _require_tensor(layer, headers, packing.needs)
+    if packing.required_tensor and "weight" not in headers:
+        _require_tensor(layer, headers, packing.required_tensor)
     weight = headers.get("weight")
     if "qweight" in headers:
         return _column_packed_layout(layer, headers, packing, shape)

@@ -31,8 +31,8 @@ from ...model.adapter import attach_adapter
 from ...model.load import require_bitsandbytes
 from ...model.packed import (
     group_packed_tensors,
-    pack_waiting_layers,
-    place_waiting_layer,
+    insert_placeholder,
+    pack_placeholders,
     read_tensor_parts,
 )
 from ...model.packed import quantise_layers as pack_layers
@@ -255,7 +255,7 @@ def _outline_published(
     denoiser = folder.denoiser_outline()
     layers = _place_waiting_layers(denoiser, folder, quantisation)
     if quantisation.packing is None:
-        double = bool(quantisation.double)
+        double = bool(quantisation.is_double_quantised)
         quantise_outline(
             denoiser,
             to_torch(precision.compute),
@@ -263,7 +263,7 @@ def _outline_published(
             double_quant=double,
         )
     else:
-        pack_waiting_layers(denoiser, quantisation.packing)
+        pack_placeholders(denoiser, quantisation.packing)
     return denoiser
 
 
@@ -313,7 +313,7 @@ def _load_published(
             f"model.name: {folder.path / folder.denoiser_part}: {problem}", fix=_DOWNLOAD_AGAIN
         )
     if quantisation.packing is not None:
-        pack_waiting_layers(denoiser, quantisation.packing)
+        pack_placeholders(denoiser, quantisation.packing)
     return denoiser.to(device).requires_grad_(False).eval()
 
 
@@ -340,7 +340,7 @@ def _place_waiting_layers(
             )
         layers[name] = layer
         if quantisation.packing is not None:
-            place_waiting_layer(
+            insert_placeholder(
                 denoiser, name, layer, owners[name], quantisation.packing, f"{label}: {name}"
             )
     if not layers:

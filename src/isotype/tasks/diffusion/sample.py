@@ -16,7 +16,7 @@ from ...config.sources import unknown_key
 from ...distributed.world import ALONE, World
 from ...dtypes import to_torch
 from ...errors import UsageError
-from ...precision.apply import generating, inner_model
+from ...precision.apply import inner_model, use_generate_dtype
 from ...precision.precision import Precision
 from ...training.task import eval_mode, preserve_random_state
 from .batches import row_generator
@@ -138,7 +138,7 @@ def sample(
     world    the processes that share the model and call this together: all draw the same pictures
     """
     dtype = to_torch(precision.latents)
-    with preserve_random_state(), eval_mode(model), generating(model):
+    with preserve_random_state(), eval_mode(model), use_generate_dtype(model):
         vae = folder.vae(to_torch(precision.vae)).to(device).eval()
         pipe = folder.pipeline_for_sampling(inner_model(model), vae)
         for i, (prompt, text, negative) in enumerate(prompts):

@@ -24,7 +24,7 @@ from ...model.build import attach_trained_parts
 from ...model.load import pack_outline, require_bitsandbytes
 from ...ops.attention import Documents
 from ...optimize import optimize
-from ...precision.apply import apply_precision, generating
+from ...precision.apply import apply_precision, use_generate_dtype
 from ...precision.precision import Precision
 from ...precision.quantised_base import quantisation_from_config
 from ...training.console import silence_library_warnings
@@ -92,7 +92,8 @@ def outline(
             quantise_outline(
                 base,
                 to_torch(precision.compute),
-                double_quant=base_quantisation is None or bool(base_quantisation.double),
+                double_quant=base_quantisation is None
+                or bool(base_quantisation.is_double_quantised),
                 layers=layers_to_quantise(base, unquantised),
             )
         elif precision.packed and not trains_every_weight:
@@ -187,7 +188,7 @@ def outline_step(
     def sampling(model: nn.Module, device: torch.device) -> None:
         """Runs prompt and answer in one pass, at whose end the cache has its largest size."""
         ids = torch.empty(1, sample_length, dtype=torch.long, device=device)
-        with eval_mode(model), generating(model):
+        with eval_mode(model), use_generate_dtype(model):
             outputs = model(input_ids=ids, use_cache=True, logits_to_keep=1)
             del outputs
 

@@ -20,7 +20,7 @@ from ...model.adapter import (
     load_adapter,
     read_modules_to_save,
 )
-from ...model.export import cast_once, embedding_and_head, refuse_wrong_tying, write_config
+from ...model.export import cast_tensors, embedding_and_head, refuse_wrong_tying, write_config
 from ...model.load import Source, load_base
 from ...optimize import optimize
 from ...precision.apply import apply_precision
@@ -40,7 +40,7 @@ def save_model(model: Any, folder: Path, precision: Precision) -> None:
     names = embedding_and_head(model)
     state = model.state_dict()
     tied = state[names[0]].data_ptr() == state[names[1]].data_ptr() if names else None
-    model.save_pretrained(folder, state_dict=cast_once(state, dtype))
+    model.save_pretrained(folder, state_dict=cast_tensors(state, dtype))
     write_config(folder, dtype, tied=tied)
     if names:
         refuse_wrong_tying(folder, *names)

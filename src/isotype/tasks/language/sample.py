@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...data.pictures import Pictures
 from ...data.rows import SamplePrompt
 from ...distributed.world import ALONE, World
-from ...precision.apply import generating
+from ...precision.apply import use_generate_dtype
 from ...training.task import eval_mode, preserve_random_state
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def sample(
         top_p=top_p,
     )
     samples: list[Sample] = []
-    with preserve_random_state(), eval_mode(model), generating(model):
+    with preserve_random_state(), eval_mode(model), use_generate_dtype(model):
         for prompt in prompts:
             inputs = prompt_inputs(prompt, pictures, device)
             out = model.generate(**inputs, generation_config=config, synced_gpus=world.size > 1)

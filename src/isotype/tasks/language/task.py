@@ -421,7 +421,9 @@ class LanguageTask:
         check_vocabulary(inner, self.tokenizer)
         if precision.base == "nf4":
             notes += check_share(
-                inner, consent=self.config.model.allow_unquantised, kept_in=precision.unquantised
+                inner,
+                is_allowed=self.config.model.allow_unquantised,
+                dtype_name=precision.unquantised,
             )
         notes += self.objective.load_other_models(self.tokenizer, precision, None).notes
         return str(getattr(architecture, "model_type", "model")), notes

@@ -287,7 +287,7 @@ def check_memory(subject: Subject) -> Iterator[Finding]:
         task.step_outline(precision),
         checkpointing=prepared.checkpointing,
         device_type=device,
-        parts=1 if prepared.sharding is None else prepared.sharding.parts,
+        parts=1 if prepared.sharding is None else prepared.sharding.shard_count,
     )
     required = plan.peak + overhead
     if required <= available * (1 - PLAN_TOLERANCE):
