@@ -12,7 +12,7 @@ struct Activated {
 
 // computes the activation and its derivative with one exp and one division
 template <Activation A>
-inline Activated activated(f32 x) {
+inline Activated activate(f32 x) {
   if (A == SILU) {
     const f32 s = sigmoid(x);
     return {x * s, s * (1.0f + x * (1.0f - s))};

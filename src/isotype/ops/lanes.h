@@ -156,14 +156,14 @@ struct Lanes {
   }
 };
 
-// x with its lanes in the order of the indices `at`
-inline f32 ordered(f32 x, i32 at) {
+// x with its lanes in the order of `indices`
+inline f32 permute(f32 x, i32 indices) {
 #if defined(__clang__)
   f32 y;
-  for (int k = 0; k < LANES; ++k) y[k] = x[at[k]];
+  for (int k = 0; k < LANES; ++k) y[k] = x[indices[k]];
   return y;
 #else
-  return __builtin_shuffle(x, at);
+  return __builtin_shuffle(x, indices);
 #endif
 }
 
@@ -264,11 +264,11 @@ inline void with_dtype(int64_t dtype, F&& f) {
 
 // The number of items that a thread takes at once: about 16k elements. Taking work then costs
 // little, and work is still shared on a busy machine.
-inline int64_t share(int64_t elements_an_item) { return elements_an_item >= 16384 ? 1 : 16384 / (elements_an_item > 0 ? elements_an_item : 1); }
+inline int64_t items_per_turn(int64_t elements_per_item) { return elements_per_item >= 16384 ? 1 : 16384 / (elements_per_item > 0 ? elements_per_item : 1); }
 
 // The number of threads for this many elements. Waking threads costs some microseconds, which is
 // more than a small tensor takes.
-inline int team(int64_t elements, int threads) { return elements < 32768 ? 1 : threads; }
+inline int thread_count(int64_t elements, int threads) { return elements < 32768 ? 1 : threads; }
 
 // calls f(row, first column, number of columns) for all of [rows, columns], in blocks that fit into
 // a core's cache
@@ -276,7 +276,7 @@ template <class F>
 inline void each_block(int64_t rows, int64_t columns, int threads, F&& f) {
   constexpr int64_t BLOCK = 16384;
   const int64_t blocks = (columns + BLOCK - 1) / BLOCK, widest = columns < BLOCK ? columns : BLOCK;
-#pragma omp parallel for schedule(dynamic, share(widest)) num_threads(team(rows * columns, threads))
+#pragma omp parallel for schedule(dynamic, items_per_turn(widest)) num_threads(thread_count(rows * columns, threads))
   for (int64_t item = 0; item < rows * blocks; ++item) {
     const int64_t start = item % blocks * BLOCK;
     f(item / blocks, start, start + BLOCK < columns ? BLOCK : columns - start);

@@ -71,13 +71,13 @@ RecomputedLogits find_largest(const T* logits, int64_t columns, const Rule& rule
   constexpr int UNROLLED = 4;
   RecomputedLogits exact;
   float least = -INFINITY;
-  const auto offer = [&](f32 z, int64_t i, int64_t count) {
+  const auto insert = [&](f32 z, int64_t i, int64_t count) {
     for (int64_t k = 0; k < count; ++k) {
       if (!(z[k] > least)) continue;
-      int into = exact.count;
-      if (into < LARGEST) ++exact.count;
-      else into = std::min_element(exact.rounded, exact.rounded + LARGEST) - exact.rounded;
-      exact.rounded[into] = z[k], exact.columns[into] = i + k;
+      int slot = exact.count;
+      if (slot < LARGEST) ++exact.count;
+      else slot = std::min_element(exact.rounded, exact.rounded + LARGEST) - exact.rounded;
+      exact.rounded[slot] = z[k], exact.columns[slot] = i + k;
       if (exact.count == LARGEST) least = *std::min_element(exact.rounded, exact.rounded + LARGEST);
     }
   };
@@ -89,9 +89,9 @@ RecomputedLogits find_largest(const T* logits, int64_t columns, const Rule& rule
       top = z[k] > top ? z[k] : top;
     }
     if (max(top) > least)
-      for (int k = 0; k < UNROLLED; ++k) offer(z[k], i + k * LANES, LANES);
+      for (int k = 0; k < UNROLLED; ++k) insert(z[k], i + k * LANES, LANES);
   }
-  for (; i < columns; i += LANES) offer(apply_rule<CAPPED>(load(logits + i, columns - i, 0.0f), rule), i, std::min<int64_t>(LANES, columns - i));
+  for (; i < columns; i += LANES) insert(apply_rule<CAPPED>(load(logits + i, columns - i, 0.0f), rule), i, std::min<int64_t>(LANES, columns - i));
   return exact;
 }
 

@@ -44,10 +44,10 @@ struct Scratch {
   }
 };
 
-inline int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 inline __mmask16 first16(int64_t n) { return n >= 16 ? (__mmask16)-1 : n <= 0 ? 0 : (__mmask16)((1u << n) - 1); }
 inline __mmask32 first32(int64_t n) { return n >= 32 ? (__mmask32)-1 : n <= 0 ? 0 : (__mmask32)((1ull << n) - 1); }
-inline __m512bh both(__m512i x) { return (__m512bh)x; }
+inline __m512bh as_bf16(__m512i x) { return (__m512bh)x; }
 inline __m512 widen(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
 
 inline const __m512i COUNT = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -131,7 +131,7 @@ inline void shrink_tile(const uint16_t* x, int64_t x_step, int64_t n, const Pair
     for (int t = 0; t < ROWS; ++t) {
       const __m512i xv = _mm512_set1_epi32((int)value(x + t * x_step + 2 * p));
 #pragma GCC unroll 4
-      for (int g = 0; g < GROUPS; ++g) sum[t][g] = _mm512_dpbf16_ps(sum[t][g], both(xv), both(av[g]));
+      for (int g = 0; g < GROUPS; ++g) sum[t][g] = _mm512_dpbf16_ps(sum[t][g], as_bf16(xv), as_bf16(av[g]));
     }
   };
   int64_t p = 0;
@@ -185,7 +185,7 @@ inline void shrink_block(const uint16_t* x, int64_t x_step, int64_t tokens, int6
 
 // Sorts 32 sums by column. The instruction leaves the sums of 32 columns interleaved within
 // quarters of two registers.
-inline void in_order(__m512 even, __m512 odd, __m512& first, __m512& second) {
+inline void sort_sums(__m512 even, __m512 odd, __m512& first, __m512& second) {
   first = _mm512_permutex2var_ps(even, _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23), odd);
   second = _mm512_permutex2var_ps(even, _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31), odd);
 }
@@ -211,8 +211,8 @@ inline void gradient_tile(const uint16_t* x, int64_t x_step, int64_t tokens, __m
 #pragma GCC unroll 8
     for (int r = 0; r < RANKS; ++r) {
       const __m512i lv = _mm512_set1_epi32((int)l[t / 2 * l_step + r]);
-      even[r] = _mm512_dpbf16_ps(even[r], both(some), both(lv));
-      odd[r] = _mm512_dpbf16_ps(odd[r], both(others), both(lv));
+      even[r] = _mm512_dpbf16_ps(even[r], as_bf16(some), as_bf16(lv));
+      odd[r] = _mm512_dpbf16_ps(odd[r], as_bf16(others), as_bf16(lv));
     }
   }
 #pragma GCC unroll 8
@@ -235,13 +235,13 @@ inline void gradient_block(const uint16_t* x, int64_t x_step, int64_t tokens, in
 }
 
 // Writes the sums, scaled and sorted, to [R N] or [N R].
-inline void finish(const float* sums, int64_t sums_step, int64_t ranks, int64_t n, float scale, float* out, int64_t rank_step,
+inline void store_sums(const float* sums, int64_t sums_step, int64_t ranks, int64_t n, float scale, float* out, int64_t rank_step,
             int64_t column_step) {
   const __m512i index = _mm512_mullo_epi32(COUNT, _mm512_set1_epi32((int)column_step));
   for (int64_t column = 0; column < n; column += 32)
     for (int64_t r = 0; r < ranks; ++r) {
       __m512 half[2];
-      in_order(_mm512_loadu_ps(sums + r * sums_step + column), _mm512_loadu_ps(sums + r * sums_step + column + 16), half[0], half[1]);
+      sort_sums(_mm512_loadu_ps(sums + r * sums_step + column), _mm512_loadu_ps(sums + r * sums_step + column + 16), half[0], half[1]);
       for (int h = 0; h < 2; ++h) {
         const __mmask16 mask = first16(n - column - 16 * h);
         float* to = out + r * rank_step + (column + 16 * h) * column_step;
@@ -270,8 +270,8 @@ inline void expand_tile(uint16_t* y, int64_t y_step, __mmask16 mask0, __mmask16 
 #pragma GCC unroll 8
     for (int t = 0; t < ROWS; ++t) {
       const __m512i lv = _mm512_set1_epi32((int)pair_at(l + t * l_step + 2 * p));
-      sum[t][0] = _mm512_dpbf16_ps(sum[t][0], both(lv), both(b0));
-      sum[t][1] = _mm512_dpbf16_ps(sum[t][1], both(lv), both(b1));
+      sum[t][0] = _mm512_dpbf16_ps(sum[t][0], as_bf16(lv), as_bf16(b0));
+      sum[t][1] = _mm512_dpbf16_ps(sum[t][1], as_bf16(lv), as_bf16(b1));
     }
   }
 #pragma GCC unroll 8
@@ -295,7 +295,7 @@ struct Range {
 };
 
 // A thread's share of `count` in multiples of `unit`.
-inline Range share_of(int64_t count, int64_t unit, int thread, int threads) {
+inline Range thread_range(int64_t count, int64_t unit, int thread, int threads) {
   const int64_t units = (count + unit - 1) / unit;
   return {std::min(count, units * thread / threads * unit), std::min(count, units * (thread + 1) / threads * unit)};
 }
@@ -305,13 +305,13 @@ inline Range share_of(int64_t count, int64_t unit, int thread, int threads) {
 inline void shrink(const uint16_t* x, const uint16_t* a, uint16_t* out, int64_t tokens, int64_t n, int64_t ranks, int64_t x_step,
                        int64_t a_rank_step, int64_t a_step, int64_t out_step, float scale, int threads) {
   static thread_local Scratch scratch;
-  const int64_t width = up(ranks, 16);
+  const int64_t width = round_up(ranks, 16);
   Pairs* packed = scratch.take<Pairs>((n + 1) / 2 * width);
   pack(a, n, a_step, ranks, a_rank_step, packed, width);
-  const int used = isotype::team(tokens * n, threads);
+  const int used = isotype::thread_count(tokens * n, threads);
 #pragma omp parallel num_threads(used)
   {
-    const Range rows = share_of(tokens, 16, omp_get_thread_num(), omp_get_num_threads());
+    const Range rows = thread_range(tokens, 16, omp_get_thread_num(), omp_get_num_threads());
     shrink_block(x + rows.first * x_step, x_step, rows.last - rows.first, n, packed, width, scale, out + rows.first * out_step, out_step,
                  ranks);
   }
@@ -321,7 +321,7 @@ inline void shrink(const uint16_t* x, const uint16_t* a, uint16_t* out, int64_t 
 inline void expand(uint16_t* y, const uint16_t* l, const uint16_t* b, int64_t tokens, int64_t n, int64_t ranks, int64_t y_step,
                        int64_t l_step, int64_t b_rank_step, int64_t b_step, float scale, int threads) {
   static thread_local Scratch scratch, even;
-  const int64_t width = up(n, 32), pairs = (ranks + 1) / 2;
+  const int64_t width = round_up(n, 32), pairs = (ranks + 1) / 2;
   Pairs* packed = scratch.take<Pairs>(pairs * width);
   pack(b, ranks, b_rank_step, n, b_step, packed, width);
   if (ranks % 2) {
@@ -335,10 +335,10 @@ inline void expand(uint16_t* y, const uint16_t* l, const uint16_t* b, int64_t to
     l_step = ranks + 1;
   }
   const __m512 factor = _mm512_set1_ps(scale);
-  const int used = isotype::team(tokens * n, threads);
+  const int used = isotype::thread_count(tokens * n, threads);
 #pragma omp parallel num_threads(used)
   {
-    const Range rows = share_of(tokens, 8, omp_get_thread_num(), omp_get_num_threads());
+    const Range rows = thread_range(tokens, 8, omp_get_thread_num(), omp_get_num_threads());
     int64_t t = rows.first;
     for (; t + 8 <= rows.last; t += 8) expand_rows<8>(y + t * y_step, y_step, n, l + t * l_step, l_step, pairs, packed, width, factor);
     for (; t < rows.last; ++t) expand_rows<1>(y + t * y_step, y_step, n, l + t * l_step, l_step, pairs, packed, width, factor);
@@ -349,21 +349,21 @@ inline void expand(uint16_t* y, const uint16_t* l, const uint16_t* b, int64_t to
 // threads, so that no sum depends on the number of threads.
 inline void gradient(const uint16_t* x, const uint16_t* l, float* grad, int64_t tokens, int64_t n, int64_t ranks, int64_t x_step,
                          int64_t l_step, int64_t grad_rank_step, int64_t grad_step, float scale, int threads) {
-  const int used = isotype::team(tokens * n, threads);
+  const int used = isotype::thread_count(tokens * n, threads);
 #pragma omp parallel num_threads(used)
   {
     static thread_local Scratch pairs, scratch;
-    const Range columns = share_of(n, 32, omp_get_thread_num(), omp_get_num_threads());
-    const int64_t width = up(ranks, 16), count = columns.last - columns.first, sums_step = up(count, 32);
+    const Range columns = thread_range(n, 32, omp_get_thread_num(), omp_get_num_threads());
+    const int64_t width = round_up(ranks, 16), count = columns.last - columns.first, sums_step = round_up(count, 32);
     Pairs* packed = pairs.take<Pairs>(TOKENS / 2 * width);
-    float* sums = scratch.take<float>(up(ranks, RANKS) * sums_step);
-    std::fill(sums, sums + up(ranks, RANKS) * sums_step, 0.0f);
+    float* sums = scratch.take<float>(round_up(ranks, RANKS) * sums_step);
+    std::fill(sums, sums + round_up(ranks, RANKS) * sums_step, 0.0f);
     for (int64_t t = 0; t < tokens && count > 0; t += TOKENS) {
       const int64_t rows = std::min(TOKENS, tokens - t);
       pack(l + t * l_step, rows, l_step, ranks, 1, packed, width);
       gradient_block(x + t * x_step + columns.first, x_step, rows, count, packed, width, ranks, sums, sums_step);
     }
-    finish(sums, sums_step, ranks, count, scale, grad + columns.first * grad_step, grad_rank_step, grad_step);
+    store_sums(sums, sums_step, ranks, count, scale, grad + columns.first * grad_step, grad_rank_step, grad_step);
   }
 }
 

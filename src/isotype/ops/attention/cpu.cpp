@@ -220,14 +220,14 @@ struct Softmax {
 // the highest scaled score of all blocks so far. Scales `sum` to the new highest score.
 void softmax(float* score, int64_t keys, float scale, Softmax& state, Pairs* share, float* sum, int64_t depth) {
   for (int64_t m = 0; m < QUERIES; m += LANES) {
-    const f32 before = load(state.top + m);
-    f32 top = before;
+    const f32 previous_top = load(state.top + m);
+    f32 top = previous_top;
     for (int64_t n = 0; n < keys; ++n) {
       const f32 x = load(score + n * QUERIES + m);
       top = x > top ? x : top;
     }
     // for a query without keys so far, top is -inf and base 0: exp(-inf - 0) is 0
-    const f32 base = top == broadcast(-INFINITY) ? f32{} : top * scale, shrink = exp(before * scale - base);
+    const f32 base = top == broadcast(-INFINITY) ? f32{} : top * scale, shrink = exp(previous_top * scale - base);
     f32 added = {};
     for (int64_t n = 0; n < KEYS; n += 2) {
       const f32 first = n < keys ? exp(load(score + n * QUERIES + m) * scale - base) : f32{};
@@ -244,16 +244,16 @@ void softmax(float* score, int64_t keys, float scale, Softmax& state, Pairs* sha
 }  // namespace
 
 // Writes out in bf16 and the logsumexp of each query's scores, which is inf for a query that
-// attends to no key. `turned` is scratch memory for the transposed values.
+// attends to no key. `transposed` is scratch memory for the transposed values.
 extern "C" void forward(const void* shape, const void* q, const void* k, const void* v, const void* allowed, void* out, void* lse,
-                        void* turned, float scale, int threads) {
+                        void* transposed, float scale, int threads) {
   const Shape s = *(const Shape*)shape;
   const int64_t depth = s.depth, padded = s.padded_keys(), heads = s.batch * s.heads;
 #pragma omp parallel num_threads(threads)
   {
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < s.batch * s.key_heads; ++i)
-      transpose(rows_of(v, s.v, i / s.key_heads, i % s.key_heads), s.keys, depth, (bf16*)turned + i * depth * padded, padded);
+      transpose(rows_of(v, s.v, i / s.key_heads, i % s.key_heads), s.keys, depth, (bf16*)transposed + i * depth * padded, padded);
     std::vector<Pairs> query(depth / 2 * QUERIES), share(KEYS / 2 * QUERIES);
     std::vector<float> score(KEYS * QUERIES), sum(depth * QUERIES);
 #pragma omp for schedule(dynamic, 1)
@@ -262,7 +262,7 @@ extern "C" void forward(const void* shape, const void* q, const void* k, const v
       const int64_t m0 = (s.query_blocks() - 1 - item / heads) * QUERIES, b = item % heads / s.heads, h = item % s.heads;
       const int64_t rows = std::min(QUERIES, s.queries - m0), key_head = h / s.shared();
       const Rows keys = rows_of(k, s.k, b, key_head);
-      const bf16* values = (const bf16*)turned + (b * s.key_heads + key_head) * depth * padded;
+      const bf16* values = (const bf16*)transposed + (b * s.key_heads + key_head) * depth * padded;
       const Mask mask = s.mask((const uint8_t*)allowed, b);
       rows_as_lanes(rows_of(q, s.q, b, h).from(m0), rows, depth, query.data());
       std::fill(sum.begin(), sum.end(), 0.0f);
@@ -305,7 +305,7 @@ extern "C" void backward(const void* shape, const void* q, const void* k, const 
   {
     std::vector<Pairs> q_lanes(blocks * lanes_block), dy_lanes(blocks * lanes_block), q_pairs(blocks * pairs_block), dy_pairs(blocks * pairs_block);
     std::vector<Pairs> slope_pairs(KEYS / 2 * QUERIES);
-    std::vector<bf16> turned(depth * padded), share(KEYS * QUERIES), slope(KEYS * QUERIES);
+    std::vector<bf16> transposed(depth * padded), share(KEYS * QUERIES), slope(KEYS * QUERIES);
     std::vector<float> score(KEYS * QUERIES), dshare(KEYS * QUERIES), dq_sum(blocks * depth * QUERIES), dk_sum(kept_rows * depth), dv_sum(kept_rows * depth);
     std::vector<float> delta(blocks * QUERIES), logs(blocks * QUERIES);
 #pragma omp for schedule(dynamic, 1)
@@ -313,7 +313,7 @@ extern "C" void backward(const void* shape, const void* q, const void* k, const 
       const int64_t b = item / (s.key_heads * parts), key_head = item / parts % s.key_heads;
       const Rows keys = rows_of(k, s.k, b, key_head), values = rows_of(v, s.v, b, key_head);
       const Mask mask = s.mask((const uint8_t*)allowed, b);
-      transpose(keys, s.keys, depth, turned.data(), padded);
+      transpose(keys, s.keys, depth, transposed.data(), padded);
       for (int64_t head = 0; head < heads; ++head) {
         const int64_t h = key_head * s.shared() + item % parts * heads + head;
         for (int64_t i = 0; i < blocks; ++i) {
@@ -361,7 +361,7 @@ extern "C" void backward(const void* shape, const void* q, const void* k, const 
             }
             product<true>(share.data(), QUERIES, dy_pairs.data() + i * pairs_block, dv_block, count, depth, QUERIES / 2);
             product<true>(slope.data(), QUERIES, q_pairs.data() + i * pairs_block, dk_block, count, depth, QUERIES / 2);
-            product<true>(turned.data() + n0, padded, slope_pairs.data(), dq_sum.data() + i * depth * QUERIES, depth, QUERIES, KEYS / 2);
+            product<true>(transposed.data() + n0, padded, slope_pairs.data(), dq_sum.data() + i * depth * QUERIES, depth, QUERIES, KEYS / 2);
           }
           if (head < heads - 1) continue;
           const int64_t at = (item * s.keys + n0) * depth;

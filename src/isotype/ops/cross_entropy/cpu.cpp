@@ -90,10 +90,10 @@ void zero(T* out, int64_t columns) {
 template <bool CAPPED, class T>
 void losses(const T* logits, Shape s, const int64_t* targets, float* loss, float* lse, Rule rule, Source source, T* out, int64_t out_stride,
             float dloss, int threads) {
-#pragma omp parallel num_threads(team(s.rows * s.columns, threads))
+#pragma omp parallel num_threads(thread_count(s.rows * s.columns, threads))
   {
     std::vector<float> exps(out ? s.columns : 0);
-#pragma omp for schedule(dynamic, share(s.columns))
+#pragma omp for schedule(dynamic, items_per_turn(s.columns))
     for (int64_t r = 0; r < s.rows; ++r) {
       const T* x = logits + r * s.row_stride;
       T* g = out + r * out_stride;
@@ -121,7 +121,7 @@ void losses(const T* logits, Shape s, const int64_t* targets, float* loss, float
 template <bool CAPPED, class T>
 void gradients(const T* logits, Shape s, const int64_t* targets, const float* lse, const float* dloss, Rule rule, T* out,
                int64_t out_stride, int64_t classes, int64_t first, int threads) {
-#pragma omp parallel for schedule(dynamic, share(s.columns)) num_threads(team(s.rows * s.columns, threads))
+#pragma omp parallel for schedule(dynamic, items_per_turn(s.columns)) num_threads(thread_count(s.rows * s.columns, threads))
   for (int64_t r = 0; r < s.rows; ++r) {
     const T* x = logits + r * s.row_stride;
     T* g = out + r * out_stride;
@@ -160,7 +160,7 @@ struct Upstream {
 
 // calls f(start, stop) for each block of columns
 template <class F>
-inline void by_block(int64_t columns, F&& f) {
+inline void each_column_block(int64_t columns, F&& f) {
   for (int64_t start = 0; start < columns; start += BLOCK) f(start, start + BLOCK < columns ? start + BLOCK : columns);
 }
 
@@ -168,7 +168,7 @@ template <bool CAPPED, class T>
 void values_of_row(const T* x, int64_t columns, int64_t target, const Rule& rule, const RecomputedLogits& exact, int64_t r, const RowValues& values) {
   f32 highest = broadcast(-INFINITY);
   double mean = 0;
-  by_block(columns, [&](int64_t start, int64_t stop) {
+  each_column_block(columns, [&](int64_t start, int64_t stop) {
     f32 total = {};
     int64_t i = start;
     for (; i + LANES <= stop; i += LANES) {
@@ -189,7 +189,7 @@ void values_of_row(const T* x, int64_t columns, int64_t target, const Rule& rule
   // a row of -inf has no finite maximum: its logsumexp is -inf, not nan
   const float shift = top == -INFINITY ? 0.0f : top;
   double sum_of_exp = 0, weighted = 0, squared = 0;
-  by_block(columns, [&](int64_t start, int64_t stop) {
+  each_column_block(columns, [&](int64_t start, int64_t stop) {
     f32 total = {}, products = {}, squares = {};
     const auto add = [&](f32 d, int64_t count) {
       f32 e = exp(d);
@@ -244,18 +244,18 @@ void values_of_row(const T* x, int64_t columns, int64_t target, const Rule& rule
 }
 
 template <bool CAPPED, class T>
-void values(const T* logits, Shape s, const int64_t* targets, Rule rule, Source source, RowValues into, int threads) {
-#pragma omp parallel for schedule(dynamic, share(s.columns)) num_threads(team(s.rows * s.columns, threads))
+void values(const T* logits, Shape s, const int64_t* targets, Rule rule, Source source, RowValues outputs, int threads) {
+#pragma omp parallel for schedule(dynamic, items_per_turn(s.columns)) num_threads(thread_count(s.rows * s.columns, threads))
   for (int64_t r = 0; r < s.rows; ++r) {
     const T* x = logits + r * s.row_stride;
-    values_of_row<CAPPED>(x, s.columns, targets[r], rule, recompute_logits<CAPPED>(x, s.columns, targets[r], rule, source, r), r, into);
+    values_of_row<CAPPED>(x, s.columns, targets[r], rule, recompute_logits<CAPPED>(x, s.columns, targets[r], rule, source, r), r, outputs);
   }
 }
 
 template <bool CAPPED, class T>
 void value_gradients(const T* logits, Shape s, const int64_t* targets, const float* lse, Upstream up, const int64_t* recomputed_columns, const float* recomputed_logits,
                      Rule rule, T* out, int64_t out_stride, int64_t first, int threads) {
-#pragma omp parallel for schedule(dynamic, share(s.columns)) num_threads(team(s.rows * s.columns, threads))
+#pragma omp parallel for schedule(dynamic, items_per_turn(s.columns)) num_threads(thread_count(s.rows * s.columns, threads))
   for (int64_t r = 0; r < s.rows; ++r) {
     const T* x = logits + r * s.row_stride;
     T* g = out + r * out_stride;

@@ -16,7 +16,7 @@ extern "C" void multiply(const uint16_t* x, const uint16_t* w, uint16_t* out, co
 #ifdef NATIVE
   constexpr int64_t BLOCK = 48;
   const int64_t blocks = (columns + BLOCK - 1) / BLOCK;
-#pragma omp parallel for schedule(dynamic) num_threads(team(ends[experts - 1] * n * columns, threads))
+#pragma omp parallel for schedule(dynamic) num_threads(thread_count(ends[experts - 1] * n * columns, threads))
   for (int64_t item = 0; item < experts * blocks; ++item) {
     static thread_local low_rank::Scratch scratch;
     const int64_t e = item / blocks, column = item % blocks * BLOCK, row = e ? ends[e - 1] : 0, wide = std::min(BLOCK, columns - column);
@@ -71,7 +71,7 @@ struct Gate {
 
 template <class A>
 inline Gate gated(A, f32 gate, f32 up, float, float) {
-  const Activated result = activated<A::value>(gate);
+  const Activated result = activate<A::value>(gate);
   return {result.value * up, result.slope * up, result.value};
 }
 
@@ -138,7 +138,7 @@ extern "C" void activate(int64_t dtype, const void* g, void* h, int64_t rows, in
                          int threads) {
   with_gate(dtype, kind, [&](auto t, auto a) {
     using T = decltype(t);
-#pragma omp parallel for num_threads(team(rows * inner, threads))
+#pragma omp parallel for num_threads(thread_count(rows * inner, threads))
     for (int64_t row = 0; row < rows; ++row)
       for (int64_t i = 0; i < inner; i += LANES) {
         f32 gate, up;
@@ -154,7 +154,7 @@ extern "C" void backward(int64_t dtype, const void* g, const void* dh, const flo
                          int64_t rows, int64_t inner, int64_t kind, float alpha, float limit, int threads) {
   with_gate(dtype, kind, [&](auto t, auto a) {
     using T = decltype(t);
-#pragma omp parallel for num_threads(team(rows * inner, threads))
+#pragma omp parallel for num_threads(thread_count(rows * inner, threads))
     for (int64_t row = 0; row < rows; ++row) {
       f32 product{};
       const float w = weights[row];
@@ -179,7 +179,7 @@ extern "C" void scatter(int64_t dtype, const void* y, const int64_t* tokens, con
   with_dtype(dtype, [&](auto t) {
     using T = decltype(t);
     const int64_t block = 16 * LANES, blocks = (columns + block - 1) / block;
-    const int used = team(rows * columns, threads);
+    const int used = thread_count(rows * columns, threads);
     const int64_t share = (blocks + used - 1) / used * block;
 #pragma omp parallel for num_threads(used) schedule(static, 1)
     for (int part = 0; part < used; ++part)

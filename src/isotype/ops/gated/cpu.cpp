@@ -30,7 +30,7 @@ extern "C" void forward(int64_t dtype, const void* x, const void* up, void* out,
       const T* u = gated ? (const T*)up + row * up_stride + start : nullptr;
       T* y = (T*)out + row * columns + start;
       each_vector(count, [=](int64_t i, auto left) {
-        const f32 value = activated<decltype(a)::value>(load(g + i, left, 0.0f)).value;
+        const f32 value = activate<decltype(a)::value>(load(g + i, left, 0.0f)).value;
         if constexpr (decltype(gated)::value)
           store(y + i, value * load(u + i, left, 0.0f), left);
         else
@@ -52,7 +52,7 @@ extern "C" void backward(int64_t dtype, const void* x, const void* up, const voi
       const T* u = gated ? (const T*)up + row * up_stride + start : nullptr;
       T *dg = (T*)dx + to, *du = gated ? (T*)dup + to : nullptr, *out = product ? (T*)product + to : nullptr;
       each_vector(count, [=](int64_t i, auto left) {
-        const Activated y = activated<decltype(a)::value>(load(g + i, left, 0.0f));
+        const Activated y = activate<decltype(a)::value>(load(g + i, left, 0.0f));
         const f32 slopes = load(d + i, left, 0.0f);
         if constexpr (decltype(gated)::value) {
           const f32 up_value = load(u + i, left, 0.0f);

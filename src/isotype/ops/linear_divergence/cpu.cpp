@@ -127,11 +127,11 @@ extern "C" void divergences(int64_t dtype, const void* logits, int64_t rows, int
   const Side student{dtype, logits, stride, {0, 0, scale, softcap, 0}, {x, x_stride, weight, weight_stride, size, bias}};
   const Side teacher{teacher_dtype, teacher_logits, teacher_stride, {0, 0, teacher_scale, teacher_softcap, 0},
                      {teacher_x, teacher_x_stride, teacher_weight, teacher_weight_stride, teacher_size, teacher_bias}};
-#pragma omp parallel num_threads(team(rows * columns, threads))
+#pragma omp parallel num_threads(thread_count(rows * columns, threads))
   {
     std::vector<float> buffer(4 * columns);
     float *s = buffer.data(), *t = s + columns, *p = t + columns, *q = p + columns;
-#pragma omp for schedule(dynamic, share(columns))
+#pragma omp for schedule(dynamic, items_per_turn(columns))
     for (int64_t r = 0; r < rows; ++r) {
       widen(student, r, columns, s), widen(teacher, r, columns, t);
       if (student.source.x || teacher.source.x) {

@@ -13,7 +13,7 @@ struct Row {
 };
 
 template <class X>
-Row measured(const X* row, int64_t columns, float eps) {
+Row row_statistics(const X* row, int64_t columns, float eps) {
   f32 totals = {};
   each_vector(columns, [=, &totals](int64_t i, auto left) { totals += load(row + i, left, 0.0f); });
   const float mean = sum(totals) / columns;
@@ -28,10 +28,10 @@ Row measured(const X* row, int64_t columns, float eps) {
 template <class X, class Y>
 void norm(const X* x, const float* scale, const float* shift, Y* y, int64_t rows, int64_t columns, int64_t x_stride, int64_t rows_each,
           float eps, int threads) {
-#pragma omp parallel for schedule(dynamic, share(columns)) num_threads(team(rows * columns, threads))
+#pragma omp parallel for schedule(dynamic, items_per_turn(columns)) num_threads(thread_count(rows * columns, threads))
   for (int64_t r = 0; r < rows; ++r) {
     const X* row = x + r * x_stride;
-    const Row m = measured(row, columns, eps);
+    const Row m = row_statistics(row, columns, eps);
     const float *factors = scale + r / rows_each * columns, *added = shift + r / rows_each * columns;
     each_vector(columns, [=](int64_t i, auto left) {
       const f32 normed = (load(row + i, left, 0.0f) - m.mean) * m.factor;
@@ -47,7 +47,7 @@ template <class X, class Y>
 void gradients(const X* x, const float* scale, const Y* dy, X* dx, float* partial, int64_t rows, int64_t columns, int64_t x_stride,
                int64_t dy_stride, int64_t rows_each, int64_t block_rows, float eps, int threads) {
   const int64_t blocks_each = (rows_each + block_rows - 1) / block_rows, blocks = rows / rows_each * blocks_each;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(team(rows * columns, threads))
+#pragma omp parallel for schedule(dynamic, 1) num_threads(thread_count(rows * columns, threads))
   for (int64_t block = 0; block < blocks; ++block) {
     const int64_t picture = block / blocks_each, first = block % blocks_each * block_rows;
     const int64_t stop = first + block_rows < rows_each ? first + block_rows : rows_each;
@@ -57,7 +57,7 @@ void gradients(const X* x, const float* scale, const Y* dy, X* dx, float* partia
     for (int64_t r = picture * rows_each + first; r < picture * rows_each + stop; ++r) {
       const X* row = x + r * x_stride;
       const Y* slopes = dy + r * dy_stride;
-      const Row m = measured(row, columns, eps);
+      const Row m = row_statistics(row, columns, eps);
       f32 totals = {}, products = {};
       each_vector(columns, [=, &totals, &products](int64_t i, auto left) {
         const f32 normed = (load(row + i, left, m.mean) - m.mean) * m.factor, d = load(slopes + i, left, 0.0f);
@@ -82,7 +82,7 @@ void gradients(const X* x, const float* scale, const Y* dy, X* dx, float* partia
 template <class X>
 void add(const X* residual, const X* x, const float* gate, X* y, int64_t rows, int64_t columns, int64_t residual_stride, int64_t x_stride,
          int64_t rows_each, int threads) {
-#pragma omp parallel for schedule(dynamic, share(columns)) num_threads(team(rows * columns, threads))
+#pragma omp parallel for schedule(dynamic, items_per_turn(columns)) num_threads(thread_count(rows * columns, threads))
   for (int64_t r = 0; r < rows; ++r) {
     const float* factors = gate + r / rows_each * columns;
     each_vector(columns, [=](int64_t i, auto left) {
@@ -99,7 +99,7 @@ template <class X>
 void gate_gradients(const X* x, const float* gate, const X* dy, X* dx, float* partial, int64_t rows, int64_t columns, int64_t x_stride,
                int64_t dy_stride, int64_t rows_each, int64_t block_rows, int threads) {
   const int64_t blocks_each = (rows_each + block_rows - 1) / block_rows, blocks = rows / rows_each * blocks_each;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(team(rows * columns, threads))
+#pragma omp parallel for schedule(dynamic, 1) num_threads(thread_count(rows * columns, threads))
   for (int64_t block = 0; block < blocks; ++block) {
     const int64_t picture = block / blocks_each, first = block % blocks_each * block_rows;
     const int64_t stop = first + block_rows < rows_each ? first + block_rows : rows_each;

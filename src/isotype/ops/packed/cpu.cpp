@@ -25,7 +25,7 @@ inline f32 small_float(u32 magnitude, u32 sign, uint32_t bias, float unit) {
 }
 
 template <Kind K>
-inline f32 decoded(u32 q) {
+inline f32 decode(u32 q) {
   if constexpr (K == E4M3) return small_float<3>(q & 0x7f, q >> 7, 120, 0x1p-9f);
   if constexpr (K == E5M2) return small_float<2>(q & 0x7f, q >> 7, 112, 0x1p-16f);
   if constexpr (K == FP4) return small_float<1>(q & 7, q >> 3, 126, 0.5f);
@@ -33,7 +33,7 @@ inline f32 decoded(u32 q) {
   return __builtin_convertvector((i32)q - 8, f32);
 }
 
-inline u32 widened(const uint8_t* from, Full) {
+inline u32 load_bytes(const uint8_t* from, Full) {
 #if defined(__AVX512F__)
   // GCC compiles the conversion below to a dozen instructions
   return (u32)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
@@ -44,7 +44,7 @@ inline u32 widened(const uint8_t* from, Full) {
 #endif
 }
 
-inline u32 widened(const uint8_t* from, int64_t left) {
+inline u32 load_bytes(const uint8_t* from, int64_t left) {
   u8 bytes{};
   std::memcpy(&bytes, from, left);
   return __builtin_convertvector(bytes, u32);
@@ -55,9 +55,9 @@ inline u32 widened(const uint8_t* from, int64_t left) {
 template <Kind K>
 inline void decode_halves(const uint8_t* from, float* to, int64_t count, const Lanes& lanes, u32 shift) {
   each_vector(count / 2, [&](int64_t i, auto left) {
-    const f32 q = float_of(widened(from + i, left));
-    const f32 first = decoded<K>(bits_of(ordered(q, lanes.lower)) >> shift & 15);
-    const f32 second = decoded<K>(bits_of(ordered(q, lanes.upper)) >> shift & 15);
+    const f32 q = float_of(load_bytes(from + i, left));
+    const f32 first = decode<K>(bits_of(permute(q, lanes.lower)) >> shift & 15);
+    const f32 second = decode<K>(bits_of(permute(q, lanes.upper)) >> shift & 15);
     std::memcpy(to + 2 * i, &first, sizeof first);
     std::memcpy(to + 2 * i + LANES, &second, sizeof second);
   });
@@ -89,7 +89,7 @@ extern "C" void widen(int64_t dtype, const void* packed, const void* scale, cons
       const Lanes lanes;
       u32 shift{};
       for (int lane = 1; lane < LANES; lane += 2) shift[lane] = 4;
-#pragma omp parallel for schedule(dynamic, share(columns)) num_threads(team(rows * columns, threads))
+#pragma omp parallel for schedule(dynamic, items_per_turn(columns)) num_threads(thread_count(rows * columns, threads))
       for (int64_t row = 0; row < rows; ++row) {
         float values[MOST + 2 * LANES];
         const int64_t block = ((first + row) / height - first / height) * groups;
@@ -107,7 +107,7 @@ extern "C" void widen(int64_t dtype, const void* packed, const void* scale, cons
               if constexpr (HALF)
                 number = load(v + i, left, 0.0f);
               else
-                number = decoded<K>(widened(bytes + from + i, left));
+                number = decode<K>(load_bytes(bytes + from + i, left));
               store(to + i, (number - z) * s, left);
             });
             from = stop;

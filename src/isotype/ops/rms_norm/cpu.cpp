@@ -11,7 +11,7 @@ namespace {
 template <class X, class Y>
 void norm(const X* x, const X* residual, const float* weight, Y* y, float* scale, X* total, int64_t rows, int64_t columns, int64_t x_stride,
           int64_t residual_stride, float eps, int threads) {
-#pragma omp parallel for schedule(dynamic, share(columns)) num_threads(team(rows * columns, threads))
+#pragma omp parallel for schedule(dynamic, items_per_turn(columns)) num_threads(thread_count(rows * columns, threads))
   for (int64_t r = 0; r < rows; ++r) {
     const X* row = x + r * x_stride;
     if (residual) {
@@ -47,7 +47,7 @@ template <class X, class Y>
 void gradients(const X* x, const float* weight, const float* scale, const Y* dy, const X* added_grad, X* dx, float* partial, int64_t rows,
                int64_t columns, int64_t x_stride, int64_t dy_stride, int64_t added_grad_stride, int64_t block_rows, int threads) {
   const int64_t blocks = (rows + block_rows - 1) / block_rows;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(team(rows * columns, threads))
+#pragma omp parallel for schedule(dynamic, 1) num_threads(thread_count(rows * columns, threads))
   for (int64_t block = 0; block < blocks; ++block) {
     float* dweight = partial ? partial + block * columns : nullptr;
     if (dweight) std::memset(dweight, 0, columns * sizeof(float));

@@ -27,8 +27,8 @@ void rotate_neighbours(const T* x, T* y, const float* cos, const float* sin, flo
   for (; i + LANES <= pairs; i += LANES) {
     const f32 c = load(cos + i), s = load(sin + i) * sign;
     const f32 first = load(x + 2 * i), second = load(x + 2 * i + LANES);
-    store(y + 2 * i, first * ordered(c, lanes.lower) + ordered(first, lanes.swapped) * (ordered(s, lanes.lower) * lanes.sign));
-    store(y + 2 * i + LANES, second * ordered(c, lanes.upper) + ordered(second, lanes.swapped) * (ordered(s, lanes.upper) * lanes.sign));
+    store(y + 2 * i, first * permute(c, lanes.lower) + permute(first, lanes.swapped) * (permute(s, lanes.lower) * lanes.sign));
+    store(y + 2 * i + LANES, second * permute(c, lanes.upper) + permute(second, lanes.swapped) * (permute(s, lanes.upper) * lanes.sign));
   }
   // pairs that do not fill a vector are copied to fp32 buffers: the compiler vectorises the strided
   // loop over plain floats
@@ -56,7 +56,7 @@ extern "C" void rotate(int64_t dtype, const void* x, void* y, const float* cos, 
     const int64_t rows = batch * positions;
     // all heads of a position share its row of the tables, and are adjacent in memory after a
     // projection
-#pragma omp parallel for schedule(dynamic, share(heads * size)) num_threads(team(rows * heads * size, threads))
+#pragma omp parallel for schedule(dynamic, items_per_turn(heads * size)) num_threads(thread_count(rows * heads * size, threads))
     for (int64_t row = 0; row < rows; ++row) {
       const int64_t b = row / positions, s = row % positions, table = ((tables == 1 ? 0 : b) * positions + s) * pairs;
       for (int64_t h = 0; h < heads; ++h) {
