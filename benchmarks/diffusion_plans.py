@@ -40,7 +40,7 @@ from isotype.tasks.diffusion.families.noise import SDXL
 from isotype.tasks.diffusion.loss import picture_losses
 from isotype.training.memory.blocks import apply_offload, plan_offload
 from isotype.training.memory.outline import quantise_outline
-from isotype.training.memory.plan import held_memory, plan_memory
+from isotype.training.memory.plan import plan_memory, plan_persistent_memory
 from isotype.training.memory.recomputation import LAYERS, Checkpointing, checkpointable_layers
 from isotype.training.task import Outline, StepOutline
 
@@ -106,7 +106,7 @@ def held(name: str, preset: str) -> tuple[int, int, int]:
     """(all weights, trained weights, held bytes)."""
     model, total, config, precision = outlined(name, f"precision.preset={preset}")
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return total, trained, held_memory(model, config.train, precision).held
+    return total, trained, plan_persistent_memory(model, config.train, precision).persistent_bytes
 
 
 BASES = {
@@ -154,7 +154,8 @@ def least(name: str, base: str, offload: str) -> str:
 
     blocks, tokens = len(checkpointable_layers(model)), (SIDE // family.downscale) ** 2
     plan = plan_memory(
-        Outline(model.train(), 0, total), config.train, precision, StepOutline(rows=1, length=tokens, batch=batch, loss_sum=loss_sum),
+        Outline(model.train(), 0, total), config.train, precision,
+        StepOutline(rows=1, length=tokens, make_batch=batch, compute_loss_sum=loss_sum),
         checkpointing=Checkpointing(LAYERS, tuple(range(blocks)), blocks), device_type="cuda",
     )  # fmt: skip
     assert plan.not_simulated is None, plan.not_simulated

@@ -256,8 +256,10 @@ def recorded(
         )
         plain = train.model_copy(update={"optimizer": "adamw"})
         optimizer = build_optimizer(made.model, plain, precision, accumulator.gradient)
-        stepper = Stepper(made.model, optimizer, accumulator, precision, train, largest.loss_sum)
-        batch = largest.batch(device)
+        stepper = Stepper(
+            made.model, optimizer, accumulator, precision, train, largest.compute_loss_sum
+        )
+        batch = largest.make_batch(device)
         # the first step makes the optimizer's states
         stepper.accumulate([batch])
         optimizer.step()
@@ -323,7 +325,7 @@ def step_ledger(
         one = unsloth_step.step(s)
         update = [row for row in one if row.phase == "update"]
         theirs = [row for row in one if row.phase != "update"] * train.accumulate + update
-        their_peak = unsloth_step.peak_bytes(s, memory.held)
+        their_peak = unsloth_step.peak_bytes(s, memory.persistent_bytes)
     return Ledger(
         device=hardware.name, rates=rates, rows=rows, theirs=theirs, peak=memory.peak, their_peak=their_peak,
         what=f"{checkpointing}; attention's results {'kept' if checkpointing.keep_attention else 'computed again'}"

@@ -184,8 +184,8 @@ INNER = {
     ),
     "isotype.tasks.diffusion.single_file": "widest_dtype",
     "isotype.tasks.language.checks": (
-        "checks_CHECKS=CHECKS learnt_prompts missing_template packed_document_leakage "
-        "rows_beyond_positions rows_without_learnt_tokens unlearnt_end_token untrained_new_tokens"
+        "checks_CHECKS=CHECKS check_prompt_labels check_chat_template check_packing "
+        "check_positions check_learnt_tokens check_end_token check_new_tokens"
     ),
     "isotype.tasks.language.distil": "Distil",
     "isotype.tasks.language.preference": "PairLogProbs Preference answer_log_probs pair_losses",

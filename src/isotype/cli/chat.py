@@ -433,12 +433,12 @@ def _pictures(run: Path, data: str, *, batch_size: int | None, json_output: bool
         "data": data,
         "rows": evaluation.weight,
         "loss": evaluation.loss,
-        "parts": dict(evaluation.parts),
+        "parts": dict(evaluation.losses_by_part),
     }
     if json_output:
         print(json.dumps(answer))
         return
-    parts = ", ".join(f"{name} {loss:.4f}" for name, loss in evaluation.parts.items())
+    parts = ", ".join(f"{name} {loss:.4f}" for name, loss in evaluation.losses_by_part.items())
     print(
         f"{run} ({weights_name}) on {data}: loss {evaluation.loss:.4f} of {pluralise(evaluation.weight, 'picture')}"
         f" ({parts})"

@@ -39,11 +39,11 @@ from ..precision.apply import inner_model
 from ..precision.resolution import Resolved
 from ..precision.vision import vision_parts
 from ..tasks.language.checks import (
-    ids_beyond_embeddings,
-    rows_beyond_positions,
-    rows_without_learnt_tokens,
-    unlearnt_end_token,
-    untrained_new_tokens,
+    check_end_token,
+    check_learnt_tokens,
+    check_new_tokens,
+    check_positions,
+    check_token_ids,
 )
 from ..training.finite import non_finite_error
 from ..training.preflight.check import Outcome, preflight
@@ -452,11 +452,11 @@ def _select_checks(task: TrainerTask) -> tuple[dict[str, tuple[Check, ...]], dic
     # (phase, codes, check, why it cannot run or "")
     candidates: tuple[tuple[str, tuple[str, ...], Callable[..., Any], str], ...] = (
         ("static", ("PF003",), check_update_sizes, ""),
-        ("data", ("PF005",), rows_without_learnt_tokens, tokens),
-        ("data", ("PF020",), rows_beyond_positions, tables or tokens),
-        ("data", ("PF007",), unlearnt_end_token, tokens or tokenizer),
-        ("data", ("PF008",), ids_beyond_embeddings, tables or tokens or tokenizer),
-        ("data", ("PF009",), untrained_new_tokens, tables or tokens or tokenizer),
+        ("data", ("PF005",), check_learnt_tokens, tokens),
+        ("data", ("PF020",), check_positions, tables or tokens),
+        ("data", ("PF007",), check_end_token, tokens or tokenizer),
+        ("data", ("PF008",), check_token_ids, tables or tokens or tokenizer),
+        ("data", ("PF009",), check_new_tokens, tables or tokens or tokenizer),
         ("data", ("PF023",), find_learnt_picture_tokens, tables or vision),
         ("static", ("PF024",), find_unloadable_names, tables),
         ("real", ("PF012", "PF013", "PF014", "PF015"), rehearse_step, rehearsal),

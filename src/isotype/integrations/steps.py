@@ -28,7 +28,7 @@ from ..optimize.deferred_values import op_counts
 from ..optimize.generation import sample_from_training_state
 from ..precision.apply import inner_model
 from ..training.finite import non_finite_error
-from ..training.step import choose_sampled_elements, share_changed
+from ..training.step import choose_sampled_elements, measure_share_changed
 from .attachment import Attachment, MethodWrappers, running_trainers
 from .preflight import ARGUMENT_NAMES
 
@@ -173,7 +173,7 @@ class Guards(TrainerCallback):
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not self.trainer.accelerator.optimizer_step_was_skipped:
             self.extra["share_changed"] = float(
-                share_changed(self._samples_before_update, self._read_samples())
+                measure_share_changed(self._samples_before_update, self._read_samples())
             )
         self._samples_before_update = []
 

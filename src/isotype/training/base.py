@@ -26,7 +26,7 @@ from ..precision.precision import Precision
 
 BASE = "base"  # the key in plan.json, and the kind of a change
 # the keys that a library, an installation or a run writes into the settings of a loaded model
-_NOT_OF_THE_MODEL = (
+_INSTALLATION_KEYS = (
     "transformers_version", "dtype", "torch_dtype", "use_cache", "quantization_config", "name_or_path",
 )  # fmt: skip
 
@@ -58,7 +58,7 @@ def model_settings(model: nn.Module) -> dict[str, Any]:
     if config is None:
         return {}
     values = config.to_dict() if hasattr(config, "to_dict") else dict(config)
-    return dict(_flat(json.loads(json.dumps(values, default=str)), ""))
+    return dict(_flatten_settings(json.loads(json.dumps(values, default=str)), ""))
 
 
 def setting_lines(settings: Mapping[str, Any]) -> str:
@@ -108,10 +108,10 @@ def compare_bases(recorded: Any, current: dict[str, Any], loaded: LoadedConfig) 
     return message
 
 
-def _flat(values: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+def _flatten_settings(values: Any, prefix: str) -> Iterator[tuple[str, Any]]:
     if not isinstance(values, dict):
         yield prefix, values
         return
     for key, value in values.items():
-        if not key.startswith("_") and key not in _NOT_OF_THE_MODEL:
-            yield from _flat(value, f"{prefix}.{key}" if prefix else key)
+        if not key.startswith("_") and key not in _INSTALLATION_KEYS:
+            yield from _flatten_settings(value, f"{prefix}.{key}" if prefix else key)

@@ -54,7 +54,9 @@ def format_progress(
         f"lr {row['learning_rate']:.1e}",
         f"grad {row['grad_norm']:.3g}",
     ]
-    parts[2:2] = [f"{name} {row[name]:.3g}" for name in names.live if row.get(name) is not None]
+    parts[2:2] = [
+        f"{name} {row[name]:.3g}" for name in names.live_line if row.get(name) is not None
+    ]
     if row.get("share_changed") is not None:
         parts.append(f"changed {row['share_changed']:.0%}")
     parts.append(
@@ -113,7 +115,7 @@ class RunConsole:
         self._json = json_output
         self._silent = False
         self._live: Live | None = None
-        self._last_plain = 0
+        self._last_plain_step = 0
         self._log: Path | None = None
         self._unlogged_lines: list[str] = []  # lines from before the run had a log
 
@@ -178,8 +180,8 @@ class RunConsole:
                 self._live = Live(console=self.console, refresh_per_second=4, transient=False)
                 self._live.start()
             self._live.update(Text(line, no_wrap=True, overflow="ellipsis"))
-        elif step in (1, total) or step - self._last_plain >= total / PLAIN_PROGRESS_LINES:
-            self._last_plain = step
+        elif step in (1, total) or step - self._last_plain_step >= total / PLAIN_PROGRESS_LINES:
+            self._last_plain_step = step
             self.console.print(Text(line))
 
     def end_live_line(self) -> None:

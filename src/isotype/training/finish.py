@@ -79,7 +79,7 @@ def _save_and_verify(loop: Loop, prepared: Prepared, world: World) -> dict[str, 
                 _save_result(loop, loop.folder.path / f"{kind}{FOLDER_SUFFIX}", world)
             )
     _free_model(loop, prepared)
-    reloaded = [
+    reloaded_evaluations = [
         _verify_result(task, saved_result, precision, prepared.device, world, prepared.sharding)
         for saved_result in saved_results
     ]
@@ -102,14 +102,14 @@ def _save_and_verify(loop: Loop, prepared: Prepared, world: World) -> dict[str, 
         "check": {
             "rows": min(CHECKED_ROWS, task.eval_rows or task.rows),
             "trained_loss": saved_results[0].evaluation.loss,
-            "reloaded_loss": reloaded[0].loss,
+            "reloaded_loss": reloaded_evaluations[0].loss,
             "tensors": len(saved_results[0].weight_digests),
         },
     }
     if len(saved_results) > 1:
         losses = {
             "averaged_loss": saved_results[1].evaluation.loss,
-            "reloaded_loss": reloaded[1].loss,
+            "reloaded_loss": reloaded_evaluations[1].loss,
         }
         result[f"{kind}{FOLDER_SUFFIX}"] = {"folder": str(saved_results[1].folder), **losses}
     return result
@@ -266,7 +266,7 @@ def _verify_result(
     if sharding is not None:
         Sharding(model, units, world, mesh=mesh, replica_count=sharding.replica_count)
     with fix_random_state():
-        reloaded = task.evaluate(
+        reloaded_evaluation = task.evaluate(
             model, device, dtype=precision.loss, most=CHECKED_ROWS, world=world
         )
     # the tolerance is the error of rounding to the saved dtype; where `adapter.start` subtracted
@@ -277,14 +277,14 @@ def _verify_result(
     if adapter.kind != "none" and adapter.start in SUBTRACTED_STARTS and precision.base != "fp32":
         tolerance = max(eps(precision.base), torch.finfo(saved.dtype).eps)
     trained_loss = saved.evaluation.loss
-    if not abs(reloaded.loss - trained_loss) <= tolerance * max(1.0, abs(trained_loss)):
+    if not abs(reloaded_evaluation.loss - trained_loss) <= tolerance * max(1.0, abs(trained_loss)):
         raise RunError(
             f"{saved.folder} was saved, but loaded into a fresh base its loss is"
-            f" {reloaded.loss:.6f} where training had {trained_loss:.6f}",
+            f" {reloaded_evaluation.loss:.6f} where training had {trained_loss:.6f}",
             code="SV001",
             fix="the checkpoints are untouched; report this with env.json",
         )
-    return reloaded
+    return reloaded_evaluation
 
 
 def print_result(result: dict[str, Any], console: RunConsole) -> None:
@@ -295,14 +295,14 @@ def print_result(result: dict[str, Any], console: RunConsole) -> None:
     eval_set = result["eval_set"]
     # the best loss on the current evaluation rows; before a resume the run may have had other rows
     if best is None:
-        evaluated = ""
+        evaluation_text = ""
     elif step:
-        evaluated = f", best evaluation loss {best:.4f} ({eval_set}) at step {step}"
+        evaluation_text = f", best evaluation loss {best:.4f} ({eval_set}) at step {step}"
     else:
-        evaluated = f", no evaluation lower than {best:.4f} ({eval_set}) before step 1"
+        evaluation_text = f", no evaluation lower than {best:.4f} ({eval_set}) before step 1"
     console.print_line(
         f"done      {pluralise(result['steps'], 'step')} in"
-        f" {format_duration(result['trained_seconds'])}{evaluated}"
+        f" {format_duration(result['trained_seconds'])}{evaluation_text}"
     )
     console.print_line(f"saved     {path}: {saved_weights(result)}")
     check = result["check"]
@@ -320,15 +320,15 @@ def saved_weights(result: dict[str, Any]) -> str:
     best_step = result["best_step"]
     loss = result["eval_loss"]
     if step != result["steps"]:
-        rank = "the best evaluation"
+        description = "the best evaluation"
     elif step == best_step:
-        rank = "the last and best"
+        description = "the last and best"
     else:
-        rank = "the last"
-    text = f"the weights of step {step}, {rank}"
+        description = "the last"
+    text = f"the weights of step {step}, {description}"
     if loss is not None:
-        whole = result.get("whole_eval_loss")
-        all_rows = "" if whole is None else f", {whole:.4f} on all rows"
+        whole_loss = result.get("whole_eval_loss")
+        all_rows = "" if whole_loss is None else f", {whole_loss:.4f} on all rows"
         text += f" (evaluation loss {loss:.4f}{all_rows})"
     if best_step and step != best_step:
         text += f"; run.save: best takes step {best_step}"

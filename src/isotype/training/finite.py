@@ -24,11 +24,11 @@ def first_non_finite_module(model: nn.Module, forward: Callable[[], object]) -> 
     inner_module = inner_model(model)
 
     def make_hook(name: str) -> Callable[..., None]:
-        def look(module: nn.Module, args: object, output: object) -> None:
+        def record_non_finite(module: nn.Module, args: object, output: object) -> None:
             if not names and any(not bool(t.isfinite().all()) for t in floating_tensors(output)):
                 names.append(f"{name} ({type(module).__name__})")
 
-        return look
+        return record_non_finite
 
     # an inner module finishes before the module around it, so the first recorded is the innermost
     handles = [
@@ -61,7 +61,7 @@ def first_non_finite_trained(model: nn.Module) -> str | None:
     finite = torch.stack(
         [local_part(p).detach().isfinite().all() for p in trained.values()]
     ).tolist()
-    return next((name for name, good in zip(trained, finite) if not good), None)
+    return next((name for name, is_finite in zip(trained, finite) if not is_finite), None)
 
 
 def refuse_non_finite_weights(
@@ -81,12 +81,12 @@ def non_finite_gradients(
     model: nn.Module, gradient: Callable[[nn.Parameter], Tensor | None]
 ) -> list[str]:
     """Parameters with a non-finite gradient, last layer first, in the order of backward."""
-    bad = [
+    names = [
         n
         for n, p in model.named_parameters()
         if (g := gradient(p)) is not None and not bool(g.isfinite().all())
     ]
-    return bad[::-1]
+    return names[::-1]
 
 
 def smaller_update_advice(

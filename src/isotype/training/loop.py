@@ -228,7 +228,7 @@ class Loop:
         row = {
             "step": step,
             "loss": result.loss,
-            **names.derive(dict(zip(names.measures, result.measures))),
+            **names.compute_metrics(dict(zip(names.measures, result.measures))),
             "learning_rate": rate,
             "grad_norm": result.gradient_norm if math.isfinite(result.gradient_norm) else None,
             "share_changed": result.share_changed,
@@ -325,7 +325,7 @@ class Loop:
         if self.world.is_first:
             self.metrics.write(**row)
             if self.trackers is not None:
-                self.trackers.row(row)
+                self.trackers.log_row(row)
 
     def _evaluate_sample_save(self, *, evaluate: bool, sample: bool, save: bool) -> bool:
         """Evaluates, samples and saves after a step; returns True when the run should stop
@@ -359,7 +359,7 @@ class Loop:
         progress.set_evaluation_rows(self._evaluation_rows)
         progress.eval_stride = stride
         stop_metric = self.config.train.stop_on
-        compared_loss = result.loss if stop_metric is None else result.parts[stop_metric]
+        compared_loss = result.loss if stop_metric is None else result.losses_by_part[stop_metric]
         is_best = compared_loss < progress.best_loss
         if is_best:
             progress.best_loss = compared_loss
@@ -369,16 +369,16 @@ class Loop:
             progress.without_gain += 1
         # this loss is not compared with those of other steps, which are on fewer rows
         is_last = progress.step == self.schedule.total or self.is_stopped_early
-        whole = self._evaluate_rows(1) if stride > 1 and is_last else None
+        whole_result = self._evaluate_rows(1) if stride > 1 and is_last else None
         names = self.task.metric_names
         row = {
             "step": progress.step,
             "event": "evaluation",
             "eval_loss": result.loss,
             f"eval_{names.eval_weight or names.units}": result.weight,
-            **{f"eval_loss_{name}": loss for name, loss in result.parts.items()},
+            **{f"eval_loss_{name}": loss for name, loss in result.losses_by_part.items()},
             **{f"eval_{name}": value for name, value in result.measures.items()},
-            **({} if whole is None else {"whole_eval_loss": whole.loss}),
+            **({} if whole_result is None else {"whole_eval_loss": whole_result.loss}),
         }
         self._write_metrics(row)
         self.console.end_live_line()
@@ -386,7 +386,7 @@ class Loop:
             f"step {progress.step}/{self.schedule.total}  evaluation loss {result.loss:.4f}"
             + "".join(
                 f"  {name} {loss:.4f}"
-                for name, loss in result.parts.items()
+                for name, loss in result.losses_by_part.items()
                 if isinstance(self.config.data.eval, dict)
             )
             + (
@@ -396,10 +396,14 @@ class Loop:
             )
             + "".join(
                 f"  {name} {result.measures[name]:.3g}"
-                for name in names.live
+                for name in names.live_line
                 if name in result.measures
             )
-            + ("" if whole is None else f"  all {self.schedule.eval_rows:,} rows {whole.loss:.4f}")
+            + (
+                ""
+                if whole_result is None
+                else f"  all {self.schedule.eval_rows:,} rows {whole_result.loss:.4f}"
+            )
         )
         self._run_callbacks("evaluation", row)
         if should_stop := self.is_stopped_early:
@@ -426,7 +430,7 @@ class Loop:
             step, [(sample.to_dict(), sample.file) for sample in samples]
         )
         if self.trackers is not None:
-            self.trackers.samples(step, samples)
+            self.trackers.log_samples(step, samples)
         self.console.end_live_line()
         self.console.print_samples(step, samples)
         self._run_callbacks("samples", {"samples": records})

@@ -93,8 +93,10 @@ class MixedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # a closure would compute the loss again, which this loop does not
-        every = ((parameter, group) for group in self.param_groups for parameter in group["params"])
-        for index, (parameter, group) in enumerate(every):
+        parameters_with_groups = (
+            (parameter, group) for group in self.param_groups for parameter in group["params"]
+        )
+        for index, (parameter, group) in enumerate(parameters_with_groups):
             gradient = self._gradient(parameter)
             if gradient is not None:
                 self._update(parameter, gradient, group, index)
@@ -106,7 +108,7 @@ class MixedAdamW(torch.optim.Optimizer):
             state["exp_avg"] = torch.zeros_like(p, dtype=self.state_dtype)
             state["exp_avg_sq"] = torch.zeros_like(p, dtype=self.state_dtype)
         state["step"] += 1
-        numbers = AdamwHyperparameters(
+        hyperparameters = AdamwHyperparameters(
             lr=group["lr"],
             beta1=group["betas"][0],
             beta2=group["betas"][1],
@@ -119,7 +121,7 @@ class MixedAdamW(torch.optim.Optimizer):
             gradient,
             local_part(state["exp_avg"]),
             local_part(state["exp_avg_sq"]),
-            numbers,
+            hyperparameters,
             # a different seed for each parameter and step, below 2**63
             seed=(
                 (self._seed * 1_000_003 + state["step"]) % 2**40 * 2**20 + index % 2**20
@@ -352,14 +354,14 @@ def parameter_groups(
     `plus` and `text_rate` are those of `build_optimizer`.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    faster: set[nn.Parameter] = set()
+    lora_b_weights: set[nn.Parameter] = set()
     if plus is not None:
-        faster = {p for name, p in trained.items() if ".lora_B." in name}
-    ordinary = [p for p in trained.values() if p not in faster]
+        lora_b_weights = {p for name, p in trained.items() if ".lora_B." in name}
+    ordinary = [p for p in trained.values() if p not in lora_b_weights]
     groups: list[dict[str, Any]] = [
         {"params": [p for p in ordinary if p.ndim >= 2], "weight_decay": train.weight_decay},
         {
-            "params": [p for p in trained.values() if p in faster],
+            "params": [p for p in trained.values() if p in lora_b_weights],
             "weight_decay": train.weight_decay,
             "rate_factor": plus,
         },
@@ -391,15 +393,15 @@ def _split_groups(
     """Returns the groups without `weights`, followed by groups of `weights` alone, whose learning
     rate is multiplied by `factor`.
     """
-    without_weights = []
-    of_weights = []
+    remaining_groups = []
+    separate_groups = []
     for group in groups:
         remaining = [p for p in group["params"] if p not in weights]
         separate = [p for p in group["params"] if p in weights]
         rate_factor = factor * (group.get("rate_factor") or 1.0)
-        without_weights.append(group | {"params": remaining})
-        of_weights.append(group | {"params": separate, "rate_factor": rate_factor})
-    return without_weights + of_weights
+        remaining_groups.append(group | {"params": remaining})
+        separate_groups.append(group | {"params": separate, "rate_factor": rate_factor})
+    return remaining_groups + separate_groups
 
 
 def state_bytes(model: nn.Module, train: TrainSection, precision: Precision) -> int:
@@ -524,9 +526,10 @@ def group_counters(optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
     """The counters that an optimizer keeps in each of its groups, for a checkpoint; for example
     Prodigy's rate and the weights of schedule-free averages.
     """
-    counted = ("k", "weight_sum", "lr_max", "scheduled_lr", "d", "d_max", "d_numerator")
+    counter_keys = ("k", "weight_sum", "lr_max", "scheduled_lr", "d", "d_max", "d_numerator")
     return [
-        {key: group[key] for key in counted if key in group} for group in optimizer.param_groups
+        {key: group[key] for key in counter_keys if key in group}
+        for group in optimizer.param_groups
     ]
 
 

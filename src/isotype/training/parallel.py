@@ -12,7 +12,7 @@ from ..model.starts import SUBTRACTED_STARTS
 from ..precision.precision import EIGHT_BIT_OPTIMIZERS
 from ..wording import format_binary_bytes
 from .device_setup import DeviceSetup
-from .memory.blocks import BLOCKS, KEY
+from .memory.blocks import BLOCKS, OFFLOAD_SETTING
 from .memory.choice import planned_checkpointing
 from .memory.device import PLAN_TOLERANCE, available_memory
 from .memory.recomputation import AUTO
@@ -37,12 +37,12 @@ class Parallel:
     nodes: int = 1
 
     @property
-    def shares(self) -> bool:
+    def is_shared(self) -> bool:
         return self.kind != REPLICATE
 
-    def parts(self, size: int) -> int:
+    def processes_per_model(self, size: int) -> int:
         """The number of processes, of `size`, that share one model."""
-        return size // self.nodes if self.shares else 1
+        return size // self.nodes if self.is_shared else 1
 
     def __str__(self) -> str:
         if self.reason:
@@ -104,7 +104,7 @@ def sharing_blocker(config: RunConfig) -> str | None:
     cases = (
         (
             config.model.offload == BLOCKS,
-            f"{KEY}: a shared model gathers its weights from the other devices",
+            f"{OFFLOAD_SETTING}: a shared model gathers its weights from the other devices",
         ),
         (
             optimizer in _WHOLE_WEIGHT_OPTIMIZERS,

@@ -25,7 +25,7 @@ from .parallel import HYBRID, REPLICATE, SHARD, Parallel, choose_by_plan
 from .schedule import RunSchedule, learning_rate, repeated_rows_warning, warmup_steps
 from .start import attention_line
 from .step import peak_memory
-from .task import Outline, Task, micro_batch
+from .task import Outline, Task, evaluation_batch_size
 
 # the most that a process was measured to use beyond its plan where it keeps freed memory
 RETAINED_MEMORY = "up to 340 MiB"
@@ -200,7 +200,7 @@ def plan_run(
     batching = None
     if gpus is not None:
         batching = split_step(task, gpus)
-        eval_rows = micro_batch(task.config.train)
+        eval_rows = evaluation_batch_size(task.config.train)
         rows = {
             "batch_size": batching.micro_batch_size,
             "accumulate": batching.micro_batches,

@@ -69,7 +69,7 @@ MIN_EVALUATIONS = 2  # before step 1 and at the end
 
 
 def default_evaluations(
-    train: TrainSection, total: int, eval_rows: int, *, chooses: bool
+    train: TrainSection, total: int, eval_rows: int, *, is_decisive: bool
 ) -> tuple[int, int]:
     """Chooses the number of steps between evaluations, and the stride: each evaluation takes one
     row per stride rows.
@@ -78,21 +78,21 @@ def default_evaluations(
     take more rows than a short run trains. With 200 steps of 4 rows, and 5% of 10,000 rows held
     out, it takes 5,500 rows, and training takes 800.
 
-    chooses  whether evaluations end the run early or choose its result; the run then evaluates
-             after each tenth of it in any case
+    is_decisive  whether evaluations end the run early or choose its result; the run then evaluates
+                 after each tenth of it in any case
     """
     tenth = max(1, math.ceil(total / 10))
-    times = 1 + math.ceil(total / tenth)
+    evaluations = 1 + math.ceil(total / tenth)
     budget = total * train.batch_size * train.accumulate // EVALUATED_SHARE
-    if eval_rows * times <= budget:
+    if eval_rows * evaluations <= budget:
         return tenth, 1
     most_stride = max(1, eval_rows // MIN_EVALUATED_ROWS)
-    stride = min(most_stride, math.ceil(eval_rows * times / max(1, budget)))
+    stride = min(most_stride, math.ceil(eval_rows * evaluations / max(1, budget)))
     rows = math.ceil(eval_rows / stride)
-    if chooses or rows * times <= budget:
+    if is_decisive or rows * evaluations <= budget:
         return tenth, stride
-    times = max(MIN_EVALUATIONS, budget // rows)
-    return math.ceil(total / (times - 1)), stride
+    evaluations = max(MIN_EVALUATIONS, budget // rows)
+    return math.ceil(total / (evaluations - 1)), stride
 
 
 @dataclass
@@ -124,9 +124,9 @@ class RunSchedule:
         if not eval_rows:
             eval_every = 0
         elif not eval_every:
-            chooses = config.train.patience is not None or config.run.save == "best"
+            is_decisive = config.train.patience is not None or config.run.save == "best"
             eval_every, eval_stride = default_evaluations(
-                config.train, total, eval_rows, chooses=chooses
+                config.train, total, eval_rows, is_decisive=is_decisive
             )
         if config.run.sample_every is None:
             sample_every = math.ceil(total / 4)

@@ -169,7 +169,7 @@ def build_model(
     mesh: Any = None
     part = None
     with world.explain_exchange_errors():
-        if parallel.shares:
+        if parallel.is_shared:
             mesh = create_mesh(world, device_setup.device, nodes=parallel.nodes)
             part = local_part_of_mesh(mesh, fingerprints.take)
 
@@ -186,7 +186,7 @@ def build_model(
             task,
             device_setup,
             model,
-            parts=parallel.parts(world.size),
+            parts=parallel.processes_per_model(world.size),
             source=sources.get("train.gradient_checkpointing", ""),
         )
         apply_checkpointing(model, checkpointing)

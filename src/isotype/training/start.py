@@ -146,7 +146,7 @@ def compare_data(
         return []
     facts = task.records().get("data.json", {})
     fingerprints = task.fingerprints()
-    by_settings = [
+    setting_keys = [
         change.description.partition(":")[0]
         for change in settings
         if change.description.startswith(f"{DATA}.")
@@ -162,11 +162,11 @@ def compare_data(
         if rows_kind == EVALUATION_ROWS and not files and changes:
             files = _changed_files(recorded, facts, evaluation=False)
         causes = (
-            ", ".join([*files[:5], *by_settings])
+            ", ".join([*files[:5], *setting_keys])
             or "the files are the same: the tokenizer, its chat template or a library"
         )
-        previous_rows = _rows(recorded)
-        current_rows = _rows(facts)
+        previous_rows = _training_row_count(recorded)
+        current_rows = _training_row_count(facts)
         if rows_kind == ROWS and previous_rows != current_rows and not streamed:
             causes += f"; training rows: {previous_rows} before, {current_rows} now"
         changes.append(
@@ -209,7 +209,7 @@ def _changed_files(old: dict[str, Any], new: dict[str, Any], *, evaluation: bool
     )
 
 
-def _rows(facts: dict[str, Any]) -> Any:
+def _training_row_count(facts: dict[str, Any]) -> Any:
     train = facts.get("train")
     return train.get("rows") if isinstance(train, dict) else None
 
@@ -428,14 +428,14 @@ def header_rows(
     else:
         adapter_text = "every weight"
     weights = sum(local_part(p).numel() * p.element_size() for p in prepared.model.parameters())
-    line = attention_line(
+    attention_text = attention_line(
         prepared.model, config.model.attention, precision, device_type=prepared.device.type
     )
-    measured = "isotype plan estimates the peak, each step shows the measured one"
+    peak_note = "isotype plan estimates the peak, each step shows the measured one"
     if returns_freed_blocks():
-        returned = "; freed memory is given back at once, since it may become scarce"
+        freed_memory_note = "; freed memory is given back at once, since it may become scarce"
     else:
-        returned = ""
+        freed_memory_note = ""
     rows = [
         ("run", str(folder.path)),
         ("device", f"{hardware.name}, torch {torch.__version__}"),
@@ -451,11 +451,11 @@ def header_rows(
         ("", "  ".join(f"{role} {value}" for role, value, _ in resolved.rows())),
         *task.header(),
         ("ops", "\n".join(prepared.manifest.lines())),
-        ("attention", line),
+        ("attention", attention_text),
         ("recompute", str(prepared.checkpointing)),
         (
             "memory",
-            f"weights {format_bytes(weights)} of {format_bytes(hardware.memory)}; {measured}{returned}",
+            f"weights {format_bytes(weights)} of {format_bytes(hardware.memory)}; {peak_note}{freed_memory_note}",
         ),
         (
             "schedule",
@@ -477,13 +477,13 @@ def _processes_row(world: World, prepared: Prepared, kind: str) -> list[tuple[st
         return []
     batching = prepared.batching
     machines = "on one machine" if world.nodes == 1 else f"on {world.nodes} machines"
-    each = f"{len(batching.local_micro_batches)} x {batching.micro_batch_size} rows of each step"
+    share_text = f"{len(batching.local_micro_batches)} x {batching.micro_batch_size} rows of each step"
     return [
         (
             "processes",
             (
                 f"{world.size} {machines}, started by {world.launcher}, {world.backend}:"
-                f" {prepared.parallel}, each computes {each}"
+                f" {prepared.parallel}, each computes {share_text}"
             ),
         )
     ]

@@ -26,7 +26,7 @@ from ..precision.accumulate import GradientAccumulator
 from ..precision.parts import local_part
 from ..precision.precision import Precision
 from .finite import non_finite_error, non_finite_parameters
-from .task import Batch, Idle, LossSum
+from .task import Batch, IdleBatch, LossSum
 
 # the size of the sample for `share_changed`: precise to 1%, a few kilobytes
 SAMPLED_PARAMETERS = 32
@@ -184,9 +184,9 @@ class Stepper:
         return total
 
     def _loss_sum(self, batch: Batch, divisor: int) -> Tensor:
-        inner_batch = batch.batch if isinstance(batch, Idle) else batch
+        inner_batch = batch.batch if isinstance(batch, IdleBatch) else batch
         loss = self.loss_sum(self.model, inner_batch, divisor)
-        return loss * 0.0 if isinstance(batch, Idle) else loss
+        return loss * 0.0 if isinstance(batch, IdleBatch) else loss
 
     def __call__(
         self, batches: Sequence[Batch], *, step: int, learning_rate: float, watch_changes: bool
@@ -229,7 +229,9 @@ class Stepper:
             previous_values = self._sample_values() if watch_changes else []
             self.optimizer.step()
             self.share_changed = (
-                share_changed(previous_values, self._sample_values()) if watch_changes else None
+                measure_share_changed(previous_values, self._sample_values())
+                if watch_changes
+                else None
             )
         self.accumulator.zero()
         if self.loss_scale:
@@ -396,7 +398,7 @@ def sample_items(items: Sequence[T], count: int) -> list[T]:
     ]
 
 
-def share_changed(previous: list[Tensor], current: list[Tensor]) -> Tensor:
+def measure_share_changed(previous: list[Tensor], current: list[Tensor]) -> Tensor:
     """The share of sampled elements that differ: 1.0 when every update changed its weight, 0.0 when
     all updates were rounded away.
 

@@ -48,11 +48,11 @@ class MetricNames:
     """Numbers that are reported with the loss. Each is a mean over `weight`, and `loss_sum` returns
     their sums in this order.
     """
-    derive: Callable[[dict[str, float]], Mapping[str, float]] = dict
+    compute_metrics: Callable[[dict[str, float]], Mapping[str, float]] = dict
     """Computes the numbers of metrics.jsonl from the measures by name. The default returns the
     measures unchanged.
     """
-    live: tuple[str, ...] = ()
+    live_line: tuple[str, ...] = ()
     """The names of the numbers that the live line shows."""
 
 
@@ -84,7 +84,7 @@ class Batch(Protocol):
 
 
 @dataclass(frozen=True)
-class Idle:
+class IdleBatch:
     """A batch whose loss is multiplied by 0. A process computes it only because another process,
     with which it shares the model, computes a real batch.
     """
@@ -94,8 +94,8 @@ class Idle:
     weight: int = field(init=False, default=0)
     units: int = field(init=False, default=0)
 
-    def to(self, device: torch.device) -> Idle:
-        return Idle(self.batch.to(device))
+    def to(self, device: torch.device) -> IdleBatch:
+        return IdleBatch(self.batch.to(device))
 
 
 class Feed(Protocol[Row]):
@@ -150,15 +150,15 @@ class AveragedSample:
 class Evaluation:
     """The result of an evaluation.
 
-    loss      the mean over `weight`
-    weight    the number by which the sum of the losses was divided, as in `Batch.weight`
-    parts     the mean loss of each part of the data, by the part's name
-    measures  the task's other numbers
+    loss            the mean over `weight`
+    weight          the number by which the sum of the losses was divided, as in `Batch.weight`
+    losses_by_part  the mean loss of each part of the data, by the part's name
+    measures        the task's other numbers
     """
 
     loss: float
     weight: int
-    parts: Mapping[str, float] = field(default_factory=dict)
+    losses_by_part: Mapping[str, float] = field(default_factory=dict)
     measures: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
@@ -222,19 +222,19 @@ class StepOutline:
     """The work that a memory plan runs on tensors without data: the largest step, and the largest
     evaluation and sample.
 
-    rows, length  the size of the largest micro-batch, for the output
-    batch         makes the largest micro-batch on a device
-    loss_sum      computes its loss, as `Task.loss_sum` does
-    evaluation    runs the largest evaluation pass; None if the run does not evaluate
-    sampling      generates the largest sample; None if the run does not sample
+    rows, length      the size of the largest micro-batch, for the output
+    make_batch        makes the largest micro-batch on a device
+    compute_loss_sum  computes its loss, as `Task.loss_sum` does
+    run_evaluation    runs the largest evaluation pass; None if the run does not evaluate
+    run_sample        generates the largest sample; None if the run does not sample
     """
 
     rows: int
     length: int
-    batch: Callable[[torch.device], Batch]
-    loss_sum: LossSum
-    evaluation: Callable[[nn.Module, torch.device], None] | None = None
-    sampling: Callable[[nn.Module, torch.device], None] | None = None
+    make_batch: Callable[[torch.device], Batch]
+    compute_loss_sum: LossSum
+    run_evaluation: Callable[[nn.Module, torch.device], None] | None = None
+    run_sample: Callable[[nn.Module, torch.device], None] | None = None
     other_model_bytes: int = 0
     """Bytes of other frozen models that the run holds."""
     block_flops: Callable[[nn.Module], Sequence[float]] = lambda model: ()
@@ -439,7 +439,7 @@ class Task(Protocol):
         """The lines of `isotype plan` about the data."""
 
 
-def micro_batch(train: TrainSection) -> int:
+def evaluation_batch_size(train: TrainSection) -> int:
     """The number of rows in one evaluation pass."""
     return train.eval_batch_size or train.batch_size
 
@@ -468,7 +468,7 @@ def load_local_batches(
         for first in range(0, batching.micro_batches, batches_per_rank)
     )
     return batches + [
-        Idle(task.collate(local_parts[0][:1])) for _ in range(most_passes - len(local_parts))
+        IdleBatch(task.collate(local_parts[0][:1])) for _ in range(most_passes - len(local_parts))
     ]
 
 

@@ -19,7 +19,7 @@ from ..runs.checkpoint.atomic_folder import write_text
 from ..wording import first_line
 from .task import Sample, preserve_random_state
 
-Say = Callable[[str], None]
+PrintLine = Callable[[str], None]
 WANDB_ID_FILE = "wandb_id"
 INIT_TIMEOUT = 30  # seconds to wait for the service before the run continues without it
 
@@ -31,21 +31,21 @@ class Trackers:
     """
 
     def __init__(
-        self, names: Sequence[str], folder: Path, settings: Mapping[str, Any], say: Say
+        self, names: Sequence[str], folder: Path, settings: Mapping[str, Any], print_line: PrintLine
     ) -> None:
         self._trackers: list[TensorBoard | WeightsAndBiases] = []
-        self._say = say
+        self._print_line = print_line
         with preserve_random_state():
             for name in dict.fromkeys(names):
                 tracker = (
                     TensorBoard(folder, settings)
                     if name == TensorBoard.name
-                    else WeightsAndBiases(folder, settings, say)
+                    else WeightsAndBiases(folder, settings, print_line)
                 )
                 self._trackers.append(tracker)
-                say(f"tracker   {tracker.name}: {tracker.address}")
+                print_line(f"tracker   {tracker.name}: {tracker.address}")
 
-    def row(self, row: Mapping[str, Any]) -> None:
+    def log_row(self, row: Mapping[str, Any]) -> None:
         """Sends the numbers of a row of metrics.jsonl."""
         prefix = "eval" if row.get("event") == "evaluation" else "train"
         values = {
@@ -54,10 +54,10 @@ class Trackers:
             if key != "step" and isinstance(value, int | float)
         }
         if values:
-            self._call_each(lambda tracker: tracker.scalars(int(row["step"]), values))
+            self._call_each(lambda tracker: tracker.log_scalars(int(row["step"]), values))
 
-    def samples(self, step: int, samples: Sequence[Sample]) -> None:
-        self._call_each(lambda tracker: tracker.samples(step, samples))
+    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        self._call_each(lambda tracker: tracker.log_samples(step, samples))
 
     def close(self, exit_status: int) -> None:
         self._call_each(lambda tracker: tracker.close(exit_status))
@@ -70,7 +70,7 @@ class Trackers:
                     call(tracker)
                 except Exception as error:  # an error of a service must not stop the run
                     self._trackers.remove(tracker)
-                    self._say(
+                    self._print_line(
                         f"tracker   {tracker.name} failed and is switched off: {first_line(error)}"
                     )
 
@@ -106,13 +106,13 @@ class TensorBoard:
             )
         return self._writer
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+    def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
         writer = self._open(step)
         for name, value in values.items():
             writer.add_scalar(name, value, step)
         writer.flush()  # a killed run keeps its curves
 
-    def samples(self, step: int, samples: Sequence[Sample]) -> None:
+    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
         for index, sample in enumerate(samples):
             # Markdown shows text that is indented by four spaces unchanged
             prompt, output = sample.lines()
@@ -135,7 +135,7 @@ class WeightsAndBiases:
 
     name = "wandb"
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any], say: Say) -> None:
+    def __init__(self, folder: Path, settings: Mapping[str, Any], print_line: PrintLine) -> None:
         import wandb
 
         self._wandb = wandb
@@ -146,7 +146,7 @@ class WeightsAndBiases:
         except wandb.errors.Error as error:
             if mode != "online":
                 raise
-            say(f"tracker   wandb is not reached ({first_line(error)}): going on offline")
+            print_line(f"tracker   wandb is not reached ({first_line(error)}): going on offline")
             mode = "offline"
             self._run = self._start(folder, settings, mode)
         self._run.define_metric("step")
@@ -176,10 +176,10 @@ class WeightsAndBiases:
             ),
         )
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+    def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({"step": step, **values})
 
-    def samples(self, step: int, samples: Sequence[Sample]) -> None:
+    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
         records = [sample.to_dict() for sample in samples]
         columns = list(dict.fromkeys(key for record in records for key in record))
         rows = [[step, *[record.get(key) or "" for key in columns]] for record in records]

@@ -53,7 +53,9 @@ def test_an_edit_is_drawn_and_exported_also_where_the_pictures_of_its_prompts_ar
 
 
 def test_an_edit_with_its_blocks_in_host_memory_is_the_same(drawn, studio, tmp_path, monkeypatch):
-    monkeypatch.setattr("isotype.training.memory.blocks.SMALLEST", 1 << 8)  # of tiny weights
+    monkeypatch.setattr(
+        "isotype.training.memory.blocks.MIN_OFFLOADED_BYTES", 1 << 8
+    )  # of tiny weights
     file = studio.kontext / "transformer/config.json"
     model = {
         "name": str(file.parents[1]),

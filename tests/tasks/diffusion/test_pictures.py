@@ -169,7 +169,7 @@ def test_pairs_of_a_folder_and_of_rows_are_the_same(studio):
         {"train": str(studio.pairs / "rows.jsonl")},
     )
     folder, rows = (
-        collect_pictures(ImagesSection(eval_split=0.0, **images), seed=0, pairs=True).train
+        collect_pictures(ImagesSection(eval_split=0.0, **images), seed=0, has_controls=True).train
         for images in sections
     )
     assert [(p.content, p.captions, p.control) for p in folder] == [
@@ -246,7 +246,7 @@ def test_sources_have_repeats_and_regularisation_has_a_weight(tmp_path):
         train=[{"name": mine, "repeats": 3}], regularisation=[{"name": others, "weight": 0.5}]
     )
     assert [(p.repeats, p.weight) for p in found.train] == [(3, 1.0), (1, 0.5)]
-    assert found.regularisation == 1
+    assert found.regularisation_count == 1
     assert "images.train[0].weight: only images.regularisation has it" in refusal(
         train=[{"name": mine, "weight": 2}]
     )

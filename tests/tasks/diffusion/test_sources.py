@@ -140,7 +140,7 @@ def test_class_pictures_are_drawn_once_by_the_base_and_mixed_one_to_one(drawn, s
     loaded = drawn("second", images=images, **settings)
     task = choose_task(loaded.config)
     prepare_data(task, loaded.sources)
-    assert len(task.data.pictures.to_draw) == 1
+    assert len(task.data.pictures.missing_class_pictures) == 1
     task.encode(torch.device("cpu"))
     assert {path.name: path.read_bytes() for path in folder.glob("*.png")} == files, (
         "the missing one, as it was"

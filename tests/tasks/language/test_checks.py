@@ -16,13 +16,13 @@ from isotype.finding import Severity
 from isotype.precision.apply import inner_model
 from isotype.tasks.choose import train
 from tests.api import (
-    learnt_prompts,
-    missing_template,
-    packed_document_leakage,
-    rows_beyond_positions,
-    rows_without_learnt_tokens,
-    unlearnt_end_token,
-    untrained_new_tokens,
+    check_chat_template,
+    check_end_token,
+    check_learnt_tokens,
+    check_new_tokens,
+    check_packing,
+    check_positions,
+    check_prompt_labels,
 )
 
 # --- labels
@@ -36,10 +36,10 @@ def test_rows_that_are_all_masked(subject, with_data):
     one = subject()
     rows = list(one.task.data.train)
     half = with_data(one, train=[*map(masked, rows[:20]), *rows[20:]])
-    (finding,) = rows_without_learnt_tokens(half)
+    (finding,) = check_learnt_tokens(half)
     assert finding.severity == Severity.WARNING
     assert finding.message.startswith(f"20 of {len(rows)} training rows")
-    (finding,) = rows_without_learnt_tokens(with_data(one, train=list(map(masked, rows))))
+    (finding,) = check_learnt_tokens(with_data(one, train=list(map(masked, rows))))
     assert finding.severity == Severity.ERROR
 
 
@@ -49,7 +49,7 @@ def test_answers_that_were_cut_away(subject, tmp_path):
         for i in range(40)
     ]
     (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (finding,) = rows_without_learnt_tokens(
+    (finding,) = check_learnt_tokens(
         subject(data={"train": str(tmp_path / "long.jsonl"), "eval_split": 0.0})
     )
     assert finding.message.startswith("20 of 40 training rows")
@@ -59,10 +59,10 @@ def test_answers_that_were_cut_away(subject, tmp_path):
 def test_prompts_that_are_learnt(subject, with_data):
     one = subject()
     whole = [replace(row, labels=row.input_ids) for row in one.task.data.train]
-    (finding,) = learnt_prompts(with_data(one, train=whole))
+    (finding,) = check_prompt_labels(with_data(one, train=whole))
     assert finding.severity == Severity.ERROR
     meant = subject("meant", data={"loss_on": "all"})
-    assert list(learnt_prompts(meant)) == []
+    assert list(check_prompt_labels(meant)) == []
 
 
 def test_an_end_that_is_masked_as_padding_is(subject, with_data):
@@ -71,7 +71,7 @@ def test_an_end_that_is_masked_as_padding_is(subject, with_data):
     tokenizer = one.task.tokenizer
     tokenizer.pad_token = tokenizer.eos_token
     end = tokenizer.eos_token_id
-    assert list(unlearnt_end_token(one)) == []
+    assert list(check_end_token(one)) == []
     rows = [
         replace(
             r,
@@ -81,7 +81,7 @@ def test_an_end_that_is_masked_as_padding_is(subject, with_data):
         )
         for r in one.task.data.train
     ]
-    (finding,) = unlearnt_end_token(with_data(one, train=rows))
+    (finding,) = check_end_token(with_data(one, train=rows))
     assert finding.severity == Severity.ERROR
     assert "padding token is the same" in str(finding.cause)
 
@@ -99,14 +99,13 @@ def test_a_template_that_closes_turns_with_another_token(subject, workshop, tmp_
         "config": settings,
         "tokenizer": str(tmp_path / "other"),
     }
-    (finding,) = unlearnt_end_token(subject(model=model))
+    (finding,) = check_end_token(subject(model=model))
     assert finding.severity == Severity.WARNING
     assert "'<|im_end|>', at which generation does not stop" in str(finding.cause)
     command = str(finding.fix).partition('python -c "')[2].removesuffix('"')
     exec(command.replace("'ended'", repr(str(tmp_path / "ended"))))
     assert (
-        list(unlearnt_end_token(subject(model=model | {"tokenizer": str(tmp_path / "ended")})))
-        == []
+        list(check_end_token(subject(model=model | {"tokenizer": str(tmp_path / "ended")}))) == []
     )
 
 
@@ -137,20 +136,20 @@ def test_a_tokenizer_that_is_too_large_names_the_page(subject, grown, workshop):
 
 
 def test_new_tokens_under_a_frozen_embedding(subject, grown):
-    (finding,) = untrained_new_tokens(subject(model=grown))
+    (finding,) = check_new_tokens(subject(model=grown))
     assert "<|user|>" in finding.message
     assert "<|assistant|>" in finding.message
     trained = subject(
         "trained", model=grown, adapter={"modules_to_save": ["embed_tokens", "lm_head"]}
     )
-    assert list(untrained_new_tokens(trained)) == []
+    assert list(check_new_tokens(trained)) == []
 
 
 def test_chats_without_a_template(subject, workshop, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(workshop.base)
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path / "bare")
-    (finding,) = missing_template(
+    (finding,) = check_chat_template(
         subject(model={"name": str(workshop.base), "tokenizer": str(tmp_path / "bare")})
     )
     assert "plain one is used" in finding.message
@@ -160,12 +159,12 @@ def test_chats_without_a_template(subject, workshop, tmp_path):
 
 
 def test_rotary_positions_are_a_warning(subject, workshop, tmp_path):
-    assert list(rows_beyond_positions(subject("enough"))) == []
+    assert list(check_positions(subject("enough"))) == []
     short = tmp_path / "short"
     shutil.copytree(workshop.base, short)
     config = json.loads((short / "config.json").read_text())
     (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8}))
-    (finding,) = rows_beyond_positions(subject("short", model={"name": str(short)}))
+    (finding,) = check_positions(subject("short", model={"name": str(short)}))
     assert (finding.code, finding.severity) == ("PF020", Severity.WARNING)
     assert finding.fix.startswith("data.max_length: 8;")
 
@@ -199,11 +198,11 @@ class Running(torch.nn.Module):
 
 def test_a_state_along_the_row_is_found(subject):
     one = subject(data=PACKED)
-    assert list(packed_document_leakage(one)) == []
+    assert list(check_packing(one)) == []
     model = inner_model(one.prepared.model).model
     model.norm = torch.nn.Sequential(Running(), model.norm)
-    (found,) = packed_document_leakage(one)
+    (found,) = check_packing(one)
     assert found.code == "PF018"
     assert found.fix == "data.packing: false"
     plain = subject("plain")
-    assert list(packed_document_leakage(plain)) == []
+    assert list(check_packing(plain)) == []

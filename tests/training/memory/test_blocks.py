@@ -146,7 +146,9 @@ def test_a_denoisers_gradients_are_those_without_recomputing_and_two_blocks_are_
     from isotype.tasks.diffusion.families import Conditioning
     from isotype.tasks.diffusion.loss import picture_losses
 
-    monkeypatch.setattr("isotype.training.memory.blocks.SMALLEST", 1 << 8)  # of tiny weights
+    monkeypatch.setattr(
+        "isotype.training.memory.blocks.MIN_OFFLOADED_BYTES", 1 << 8
+    )  # of tiny weights
     (make, family), precision, late, found = (
         CLASSES[kind],
         Precision.preset("bf16-lora"),

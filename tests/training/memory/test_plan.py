@@ -67,7 +67,7 @@ def test_a_gpus_step_is_simulated_without_one(preset, packing):
         assert plans[way].not_simulated is None
         assert plans[way].length == 512
     peaks = [plans[way].peak for way in ("none", "layers", "layers+offload")]
-    assert peaks[0] > peaks[1] >= peaks[2] > plans["none"].held
+    assert peaks[0] > peaks[1] >= peaks[2] > plans["none"].persistent_bytes
     assert (
         plans["none"].activations
         > plans["layers"].activations

@@ -188,7 +188,7 @@ def test_auto_keeps_attention_where_the_layers_that_must_recompute_fit_with_it(s
                 available=0,
                 overhead=0,
                 device_type="cuda",
-                target=target * MiB,
+                target_bytes=target * MiB,
             )
             assert (found.kind, len(found.layers), found.keep_attention) == (kind, layers, kept)
             assert plan.peak == keeping(found).peak <= target * MiB

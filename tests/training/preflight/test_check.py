@@ -79,7 +79,7 @@ def test_right_runs_get_no_finding_of_any_check(subject, preset, adapter):
     }[adapter]
     outcome = preflight(subject(precision={"preset": preset}, adapter=sections), {})
     assert outcome.findings == []
-    assert set(outcome.ran) == set(CODES) - OF_TRAINERS
+    assert set(outcome.checked_codes) == set(CODES) - OF_TRAINERS
 
 
 @pytest.mark.full

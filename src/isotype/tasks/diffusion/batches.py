@@ -59,8 +59,7 @@ class Batch:
     text            [N ...]      each of the family's text tensors, by name
     mask            F[N 1 H W]   where the loss of a picture counts; None for everywhere
     weights         F[N]         the factor of each picture's loss; None for 1
-    crop            fp32[N 4]    the result of `pixels.size_and_crop`; None for whole pictures of
-                    the
+    crop            fp32[N 4]    the result of `pixels.size_and_crop`; None for whole pictures of the
                                  size of the latents
     lengths                      the number of tokens of each caption, if they differ
     control         F[N C H W]   latents of the pictures before the edit; None for a model that does
@@ -137,17 +136,21 @@ class PictureStream(RowStream[Row]):
         if len(sizes) == 1:
             return order
         groups = []
-        rest = list[int]()
+        remaining = list[int]()
         for indices in sizes.values():
-            full = len(indices) // self.step_rows * self.step_rows
-            groups += [indices[i : i + self.step_rows] for i in range(0, full, self.step_rows)]
-            rest += indices[full:]
-        turns = epoch_order(len(groups), seed=self.seed + 1, epoch=epoch, shuffle=self.shuffle)
-        return [*(index for turn in turns for index in groups[turn]), *rest]
+            full_count = len(indices) // self.step_rows * self.step_rows
+            groups += [
+                indices[i : i + self.step_rows] for i in range(0, full_count, self.step_rows)
+            ]
+            remaining += indices[full_count:]
+        group_order = epoch_order(
+            len(groups), seed=self.seed + 1, epoch=epoch, shuffle=self.shuffle
+        )
+        return [*(index for turn in group_order for index in groups[turn]), *remaining]
 
     def take(self, count: int) -> list[PlacedRow]:  # type: ignore[override]  # rows with their position
-        first = self.position
-        return [PlacedRow(row, first + i) for i, row in enumerate(super().take(count))]
+        first_position = self.position
+        return [PlacedRow(row, first_position + i) for i, row in enumerate(super().take(count))]
 
 
 def row_generator(purpose: str, seed: int, position: int) -> torch.Generator:
@@ -180,8 +183,8 @@ def stack_rows(
     """Stacks rows of one size into a batch. With `keeps_text_lengths` texts are padded to the
     longest, and get a mask.
     """
-    masked = any(row.mask is not None for row in rows)
-    weighted = any(row.weight != 1.0 for row in rows)
+    has_masks = any(row.mask is not None for row in rows)
+    has_weights = any(row.weight != 1.0 for row in rows)
     masks = [torch.ones_like(row.latents[:1]) if row.mask is None else row.mask for row in rows]
     controls = [row.control for row in rows if row.control is not None]
     return Batch(
@@ -193,8 +196,8 @@ def stack_rows(
             if keeps_text_lengths
             else {name: torch.stack([row.text[name] for row in rows]) for name in rows[0].text}
         ),
-        torch.stack(masks).to(dtype) if masked else None,
-        torch.tensor([row.weight for row in rows], dtype=dtype) if weighted else None,
+        torch.stack(masks).to(dtype) if has_masks else None,
+        torch.tensor([row.weight for row in rows], dtype=dtype) if has_weights else None,
         torch.stack([row.crop for row in rows]),
         tuple(len(row.text["text"]) for row in rows) if keeps_text_lengths else (),
         torch.stack(controls).to(dtype) if controls else None,

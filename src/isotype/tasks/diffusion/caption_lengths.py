@@ -58,20 +58,20 @@ def count_cut_captions(
     if folder.family.encodes_control:
         return CutCaptions()  # such a family never cuts its instructions
     tokenizer, limit = _longest_tokenizer(folder, text_length)
-    different = list(dict.fromkeys(captions))
-    if tokenizer is None or not different:
+    unique_captions = list(dict.fromkeys(captions))
+    if tokenizer is None or not unique_captions:
         return CutCaptions()
-    lengths = [len(tokens) for tokens in tokenizer(different, verbose=False)["input_ids"]]
-    cut = [(caption, n) for caption, n in zip(different, lengths) if n > limit]
-    if not cut:
-        return CutCaptions(total=len(different), limit=limit)
-    longest = max(n for _, n in cut)
-    return CutCaptions(len(cut), len(different), limit, cut[0][0], longest)
+    lengths = [len(tokens) for tokens in tokenizer(unique_captions, verbose=False)["input_ids"]]
+    cut_captions = [(caption, n) for caption, n in zip(unique_captions, lengths) if n > limit]
+    if not cut_captions:
+        return CutCaptions(total=len(unique_captions), limit=limit)
+    longest = max(n for _, n in cut_captions)
+    return CutCaptions(len(cut_captions), len(unique_captions), limit, cut_captions[0][0], longest)
 
 
 def _longest_tokenizer(folder: PipelineFolder, text_length: int) -> tuple[Any, int]:
     """The tokenizer that reads the most tokens of a caption, and this number."""
-    furthest: tuple[Any, int] = (None, 0)
+    best: tuple[Any, int] = (None, 0)
     for part in folder.family.encoder_parts:
         path = folder.path / part
         if not part.startswith("tokenizer") or not path.is_dir():
@@ -85,9 +85,9 @@ def _longest_tokenizer(folder: PipelineFolder, text_length: int) -> tuple[Any, i
             limit = windows * (limit - 2) + 2  # a caption's tokens are counted with begin and end
         elif text_length and "CLIP" not in type(tokenizer).__name__:
             limit = text_length
-        if limit > furthest[1]:
-            furthest = (tokenizer, limit)
-    return furthest if furthest[1] < UNBOUNDED else (None, 0)
+        if limit > best[1]:
+            best = (tokenizer, limit)
+    return best if best[1] < UNBOUNDED else (None, 0)
 
 
 def _load_tokenizer(path: Path) -> Any:

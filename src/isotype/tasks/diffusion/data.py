@@ -56,16 +56,16 @@ class PictureData:
         """Collects pictures and captions. Raises UsageError."""
         images = self.run.config.images
         self.pictures = collect_pictures(
-            images, seed=self.run.config.train.seed, pairs=self.run.family.edits_pictures
+            images, seed=self.run.config.train.seed, has_controls=self.run.family.edits_pictures
         )
-        if self.pictures.to_draw and self.run.config.model.init == "random":
+        if self.pictures.missing_class_pictures and self.run.config.model.init == "random":
             raise UsageError(
                 "images.regularisation: draw: a model of fresh weights draws noise",
                 fix="a folder of pictures, or model.init: pretrained",
             )
         refuse_other_class_pictures(
             picture_sources(images, "regularisation"),
-            self.pictures.to_draw,
+            self.pictures.missing_class_pictures,
             class_picture_facts(self.run),
         )
 
@@ -77,17 +77,19 @@ class PictureData:
         self.encoder = encoder = make_encoder(self.run, device)
         self.text = encoder.encode_captions(self._text_inputs())
         # another process may have drawn the class pictures already
-        if missing := [picture for picture in pictures.to_draw if not picture.path.is_file()]:
+        if missing := [
+            picture for picture in pictures.missing_class_pictures if not picture.path.is_file()
+        ]:
             draw_class_pictures(self.run, missing, device, self.encoded_prompts)
             free_memory(device)
         rows = encoder.encode_pictures(
             pictures.all_pictures,
             self.text,
             self.run.sizes,
-            pictures.bad,
+            pictures.bad_pictures,
             seed=self.run.config.train.seed,
         )
-        pictures.bad.settle(
+        pictures.bad_pictures.refuse_unusable(
             sum(map(bool, rows)),
             fix="replace or remove these files; the others are encoded already",
         )

@@ -208,7 +208,7 @@ def quantise(denoiser: Any, family: Family, precision: Precision, device: torch.
     UsageError if bitsandbytes is missing.
     """
     for name, linear in quantised_layers(denoiser, family, precision).items():
-        packed, nf4 = _put_nf4(denoiser, name, linear, precision)
+        packed, nf4 = _place_nf4_layer(denoiser, name, linear, precision)
         packed.weight = nf4(
             linear.weight.data, requires_grad=False, quant_type="nf4", module=packed
         )
@@ -216,23 +216,25 @@ def quantise(denoiser: Any, family: Family, precision: Precision, device: torch.
         packed.to(device)  # quantises
 
 
-def _put_nf4(denoiser: Any, name: str, like: nn.Linear, precision: Precision) -> tuple[Any, Any]:
-    """Replaces the layer `like` by bitsandbytes' layer, which has no weight yet. Returns this layer
-    and the class of its weight.
+def _place_nf4_layer(
+    denoiser: Any, name: str, linear: nn.Linear, precision: Precision
+) -> tuple[Any, Any]:
+    """Replaces the layer `linear` by bitsandbytes' layer, which has no weight yet. Returns this
+    layer and the class of its weight.
     """
     require_bitsandbytes()
     import bitsandbytes
 
     packed = bitsandbytes.nn.Linear4bit(
-        like.in_features,
-        like.out_features,
-        bias=like.bias is not None,
+        linear.in_features,
+        linear.out_features,
+        bias=linear.bias is not None,
         compute_dtype=to_torch(precision.compute),
         quant_type="nf4",
         device="meta",
     )
-    parent, _, last = name.rpartition(".")
-    setattr(denoiser.get_submodule(parent), last, packed)
+    parent, _, child_name = name.rpartition(".")
+    setattr(denoiser.get_submodule(parent), child_name, packed)
     denoiser.is_loaded_in_4bit = True  # PEFT reads this attribute
     return packed, bitsandbytes.nn.Params4bit
 
@@ -284,7 +286,7 @@ def _load_published(
             tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  # not a mapping
     if quantisation.packing is None:
         for name, layer in layers.items():
-            packed, nf4 = _put_nf4(denoiser, name, layer, precision)
+            packed, nf4 = _place_nf4_layer(denoiser, name, layer, precision)
             weight = f"{name}.weight"
             quant_state = {
                 key: tensors.pop(key) for key in list(tensors) if key.startswith(f"{weight}.")
@@ -356,7 +358,7 @@ def _place_waiting_layers(
 _LEVELS_ATTRIBUTE = "_isotype_noise_levels"
 
 
-class _ExactLevels:
+class _ExactNoiseLevels:
     """A forward pre-hook of sinusoidal embeddings, which replaces a rounded noise level by the
     exact one. It is an object, so that deepcopy and pickling preserve it.
 
@@ -383,7 +385,7 @@ def keep_time_exact(denoiser: nn.Module, scale: float) -> None:
     """Makes the sinusoidal embeddings of `denoiser` use its `timestep` and `guidance` in fp32,
     times `scale`. Call it before `apply_precision`.
     """
-    levels = _ExactLevels(scale)
+    levels = _ExactNoiseLevels(scale)
     denoiser.__dict__[_LEVELS_ATTRIBUTE] = levels
     InstanceMethod(_exact_forward, denoiser).install()
     for module in time_embeddings(denoiser):
@@ -412,7 +414,7 @@ def record_time_dtypes(model: nn.Module, observed: dict[tuple[str, str], str]) -
 
 
 def _exact_forward(denoiser: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    levels: _ExactLevels = getattr(denoiser, _LEVELS_ATTRIBUTE)
+    levels: _ExactNoiseLevels = getattr(denoiser, _LEVELS_ATTRIBUTE)
     levels.pending = [
         kwargs[name] for name in ("timestep", "guidance") if kwargs.get(name) is not None
     ]

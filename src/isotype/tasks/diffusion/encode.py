@@ -32,7 +32,7 @@ from ...errors import RunError, UsageError
 from ...precision.precision import Precision
 from .batches import Row
 from .picture_files import Content, Picture, fingerprint
-from .pictures import BadPictures
+from .pictures import UnusablePictures
 from .pipeline import PipelineFolder
 from .pixels import (
     BadPicture,
@@ -237,7 +237,7 @@ class Encoder:
             )
             for item in inputs
         }
-        missing = self._missing(keys)
+        missing = self._find_missing(keys)
         if missing:
             (self._store_tokens if self.keeps_tokens else self._encode_missing_captions)(
                 missing, keys
@@ -309,7 +309,7 @@ class Encoder:
         pictures: Sequence[Picture],
         text: Mapping[TextInput, str],
         sizes: RunSizes,
-        bad: BadPictures,
+        bad: UnusablePictures,
         *,
         seed: int,
     ) -> list[list[Row]]:
@@ -327,14 +327,14 @@ class Encoder:
         pending = dict[str, _StoredWindow]()
         for picture in track_progress(pictures, "reading pictures"):
             try:
-                windows = self._windows(picture, key_parts, sizes, seed)
+                windows = self._list_windows(picture, key_parts, sizes, seed)
             except (BadPicture, OSError) as error:
                 bad.add(picture.origin, _error_reason(error))
                 rows.append([])
                 continue
             plain, mirrored = (
-                [key for key, item in windows.items() if item.mirrored is side]
-                for side in (False, True)
+                [key for key, item in windows.items() if item.mirrored is is_mirrored]
+                for is_mirrored in (False, True)
             )
             pending |= windows
             row = Row(
@@ -348,18 +348,20 @@ class Encoder:
                 text.get(self.text_input("", picture.control), ""),
             )
             rows.append([row] * picture.repeats)
-        missing = self._missing({key: key for key in pending})
+        missing = self._find_missing({key: key for key in pending})
         if missing:
-            refused = self._encode_missing_pictures({key: pending[key] for key in missing}, bad)
+            refused_keys = self._encode_missing_pictures(
+                {key: pending[key] for key in missing}, bad
+            )
         else:
-            refused = set()
+            refused_keys = set()
         return [
-            [row for row in picture_rows if refused.isdisjoint(row.latents + row.mirrored)]
+            [row for row in picture_rows if refused_keys.isdisjoint(row.latents + row.mirrored)]
             for picture_rows in rows
         ]
 
-    def _windows(
-        self, picture: Picture, key_parts: Mapping[str, Any], run: RunSizes, seed: int
+    def _list_windows(
+        self, picture: Picture, key_parts: Mapping[str, Any], run_sizes: RunSizes, seed: int
     ) -> dict[str, _StoredWindow]:
         """Maps keys of the store to the windows of a picture and, with `images.flip`, their mirror
         images. Raises BadPicture, OSError.
@@ -370,12 +372,12 @@ class Encoder:
         if picture.control is not None:
             refuse_other_shape(picture.content.read(), picture.control.read())
             control = [picture.control.fingerprint()]
-        images = run.images
-        sizes = run.buckets[next(iter(picture.resolutions), images.resolution)]
-        if len(sizes) == 1:
-            size = sizes[0]
+        images = run_sizes.images
+        bucket_sizes = run_sizes.buckets[next(iter(picture.resolutions), images.resolution)]
+        if len(bucket_sizes) == 1:
+            size = bucket_sizes[0]
         else:
-            size = nearest_bucket(*displayed_size(picture.content.read()), sizes)
+            size = nearest_bucket(*displayed_size(picture.content.read()), bucket_sizes)
         return {
             entry_key(
                 [key_parts, content, mask, astuple(window), mirrored, *control]
@@ -385,7 +387,7 @@ class Encoder:
         }
 
     def _encode_missing_pictures(
-        self, pending: Mapping[str, _StoredWindow], bad: BadPictures
+        self, pending: Mapping[str, _StoredWindow], bad: UnusablePictures
     ) -> set[str]:
         """Encodes and stores the pending windows; returns the keys of those that cannot be used."""
         vae = (
@@ -395,7 +397,7 @@ class Encoder:
             .requires_grad_(False)
         )
         self._record_dtype("vae", "weights", next(vae.parameters()).dtype)
-        refused = set()
+        refused_keys = set()
         with torch.no_grad():
             for key, (picture, window, mirrored) in track_progress(
                 pending.items(), "encoding pictures"
@@ -415,7 +417,7 @@ class Encoder:
                             control_CHW = None
                 except (BadPicture, OSError) as error:
                     bad.add(picture.origin, _error_reason(error))
-                    refused.add(key)
+                    refused_keys.add(key)
                     continue
                 mean_1CHW, std_1CHW = self.folder.family.latents.encode(
                     vae, x_1CHW.flip(-1) if mirrored else x_1CHW
@@ -435,9 +437,9 @@ class Encoder:
                 self.store.write(key, entry)
         del vae
         free_memory(self.device)
-        return refused
+        return refused_keys
 
-    def _missing(self, keys: Mapping[Key, str]) -> list[Key]:
+    def _find_missing(self, keys: Mapping[Key, str]) -> list[Key]:
         missing = [item for item, key in keys.items() if not self.store.has(key)]
         self.encoded_count = self.encoded_count + len(missing)
         self.cached_count = self.cached_count + len(keys) - len(missing)

@@ -19,9 +19,9 @@ def plan_facts(data: PictureData) -> dict[str, Any]:
     return {
         "train_pictures": data.row_count,
         "eval_pictures": data.evaluation_row_count,
-        "regularisation_pictures": pictures.regularisation,
+        "regularisation_pictures": pictures.regularisation_count,
         "masked_pictures": sum(picture.mask is not None for picture in pictures.train),
-        "bad_pictures": len(pictures.bad.rows),
+        "bad_pictures": len(pictures.bad_pictures.rows),
         "captions": len(captions),
         "buckets": len(sizes.all_sizes),
         "resolutions": [side for _, side in sizes.resolutions],
@@ -48,8 +48,10 @@ def plan_lines(data: PictureData) -> list[str]:
     lines += pictures.other_file_lines()
     if facts["buckets"] > len(run.sizes.resolutions):
         lines.append(f"aspect buckets: {', '.join(map(str, sorted(run.sizes.all_sizes)))}")
-    if pictures.to_draw:
-        lines.append(f"{len(pictures.to_draw)} class pictures are drawn by the base model, once")
+    if pictures.missing_class_pictures:
+        lines.append(
+            f"{len(pictures.missing_class_pictures)} class pictures are drawn by the base model, once"
+        )
     if facts["bad_pictures"]:
         lines.append(f"{facts['bad_pictures']} bad pictures are left out (images.on_bad_row)")
     return lines

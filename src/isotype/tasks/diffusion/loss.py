@@ -33,8 +33,8 @@ class NoiseLevels:
     timesteps        `uniform`, `logit_normal` or `mode`
     shift            s in s t / (1 + (s - 1) t), for the run's largest pictures; 1 changes nothing
     mean, deviation  mean and standard deviation of the logit, for `logit_normal`
-    mode             the scale, for `mode`
-    least, most      the bounds of the levels
+    mode_scale       the scale, for `mode`
+    lowest, highest  the bounds of the levels
     Source           Esser et al. 2024, 3.1, for `logit_normal` and `mode`
     """
 
@@ -42,9 +42,9 @@ class NoiseLevels:
     shift: float
     mean: float = 0.0
     deviation: float = 1.0
-    mode: float = 1.29
-    least: float = 0.0
-    most: float = 1.0
+    mode_scale: float = 1.29
+    lowest: float = 0.0
+    highest: float = 1.0
 
     def draw(self, generator: torch.Generator, shift: float) -> float:
         """Draws one level in (0, 1) of the training distribution, and shifts it. It takes one
@@ -58,9 +58,9 @@ class NoiseLevels:
         else:
             t = float(torch.rand((), generator=generator, dtype=torch.float64))
             if self.timesteps == "mode":
-                t = 1 - t - self.mode * (math.cos(math.pi * t / 2) ** 2 - 1 + t)
+                t = 1 - t - self.mode_scale * (math.cos(math.pi * t / 2) ** 2 - 1 + t)
         shifted = shift * t / (1 + (shift - 1) * t)
-        return self.least + (self.most - self.least) * shifted
+        return self.lowest + (self.highest - self.lowest) * shifted
 
 
 def resolve_shift(section: DiffusionSection, scheduler: Mapping[str, Any], *, tokens: int) -> float:
@@ -75,11 +75,11 @@ def resolve_shift(section: DiffusionSection, scheduler: Mapping[str, Any], *, to
         return float(section.shift)
     if not scheduler.get("use_dynamic_shifting"):
         return float(scheduler.get("shift", scheduler.get("flow_shift", 1.0)))
-    low = float(scheduler.get("base_image_seq_len", 256))
-    high = float(scheduler.get("max_image_seq_len", 4096))
-    least = float(scheduler.get("base_shift", 0.5))
-    most = float(scheduler.get("max_shift", 1.15))
-    mu = least + (most - least) * (tokens - low) / (high - low)
+    min_tokens = float(scheduler.get("base_image_seq_len", 256))
+    max_tokens = float(scheduler.get("max_image_seq_len", 4096))
+    min_shift = float(scheduler.get("base_shift", 0.5))
+    max_shift = float(scheduler.get("max_shift", 1.15))
+    mu = min_shift + (max_shift - min_shift) * (tokens - min_tokens) / (max_tokens - min_tokens)
     if scheduler.get("time_shift_type", "exponential") == "exponential":
         return math.exp(mu)
     return mu
@@ -134,17 +134,17 @@ class Objective(ABC):
 
     def __str__(self) -> str:
         levels = self.levels
-        if (levels.least, levels.most) == (0.0, 1.0):
+        if (levels.lowest, levels.highest) == (0.0, 1.0):
             bounds = ""
         else:
-            bounds = f" from {levels.least:g} to {levels.most:g}"
+            bounds = f" from {levels.lowest:g} to {levels.highest:g}"
         form = {
             "logit_normal": (
                 ""
                 if (levels.mean, levels.deviation) == (0.0, 1.0)
                 else f" ({levels.mean:g}, {levels.deviation:g})"
             ),
-            "mode": f" {levels.mode:g}",
+            "mode": f" {levels.mode_scale:g}",
         }.get(levels.timesteps, "")
         return f"{self.kind}, noise levels {levels.timesteps}{form}{bounds}"
 
@@ -207,7 +207,8 @@ class Ddpm(Objective):
         self, latents_NCHW: Tensor, noise_NCHW: Tensor, level_N: Tensor
     ) -> tuple[Tensor, Tensor]:
         parts = (
-            self._at(level_N, table).to(latents_NCHW.dtype) for table in (self.signal, self.spread)
+            self._look_up(level_N, table).to(latents_NCHW.dtype)
+            for table in (self.signal, self.spread)
         )
         signal, spread = (_per_picture(part, latents_NCHW) for part in parts)
         noisy = signal * latents_NCHW + spread * noise_NCHW
@@ -221,9 +222,9 @@ class Ddpm(Objective):
     def weights(self, level_N: Tensor) -> Tensor | None:
         if self.factors is None:
             return None
-        return self._at(level_N, self.factors)
+        return self._look_up(level_N, self.factors)
 
-    def _at(self, level_N: Tensor, table_T: Tensor) -> Tensor:
+    def _look_up(self, level_N: Tensor, table_T: Tensor) -> Tensor:
         return table_T.to(level_N.device)[self.time(level_N)]
 
     def __str__(self) -> str:
@@ -354,22 +355,22 @@ def picture_losses(
     conditioning: Conditioning,
     *,
     dtype: str,
-    huber: float | None = None,
+    huber_c: float | None = None,
 ) -> Tensor:
     """The loss of each picture: the squared error of the denoiser's prediction, averaged over the
     latent pixels by the picture's mask, times the weights of the objective and of the picture.
 
-    huber   the parameter c of the smooth error, which replaces the squared error
-    ->      float[N]  in `dtype`, `precision.loss`
-    inside  the denoiser under the model's precision; the difference, its square and the mean in
-            `dtype`
+    huber_c  the parameter c of the smooth error, which replaces the squared error
+    ->       float[N]  in `dtype`, `precision.loss`
+    inside   the denoiser under the model's precision; the difference, its square and the mean in
+             `dtype`
     """
     noisy, target = objective.mix(batch.latents, batch.noise, batch.sigma)
     predicted = family.predict(model, noisy, objective.time(batch.sigma), batch.text, conditioning)
     loss_dtype = to_torch(dtype)
     errors = (predicted.to(loss_dtype) - target.to(loss_dtype)).square()
-    if huber is not None:
-        errors = 2 * huber * ((errors + huber**2).sqrt() - huber)
+    if huber_c is not None:
+        errors = 2 * huber_c * ((errors + huber_c**2).sqrt() - huber_c)
     losses_N = mean_of_pictures(errors, batch.mask)
     for weights_N in (objective.weights(batch.sigma), batch.weights):
         losses_N = losses_N if weights_N is None else losses_N * weights_N.to(loss_dtype)

@@ -31,12 +31,12 @@ def fingerprint(files: Iterable[Path]) -> str:
     digest = hashlib.sha256()
     for path in sorted(files):
         stat = path.stat()
-        digest.update(f"{path.name}:{_hashed(path, stat.st_size, stat.st_mtime_ns)}".encode())
+        digest.update(f"{path.name}:{_hash_file(path, stat.st_size, stat.st_mtime_ns)}".encode())
     return digest.hexdigest()
 
 
 @cache
-def _hashed(path: Path, size: int, time: int) -> str:
+def _hash_file(path: Path, size: int, time: int) -> str:
     return sha256(path)
 
 
@@ -67,7 +67,7 @@ class ParquetContent:
     row: int
 
     def read(self) -> bytes:
-        cell = _cells(self.path, self.column, self.group)[self.row].as_py()
+        cell = _read_column(self.path, self.column, self.group)[self.row].as_py()
         data = cell.get("bytes") if isinstance(cell, dict) else cell
         return data if isinstance(data, bytes) else b""
 
@@ -76,7 +76,7 @@ class ParquetContent:
 
 
 @lru_cache(maxsize=1)  # pictures are read in the order of the file
-def _cells(path: Path, column: str, group: int) -> Any:
+def _read_column(path: Path, column: str, group: int) -> Any:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -227,23 +227,23 @@ def pictures_by_name(folder: Path) -> dict[str, Path]:
     }
 
 
-NAMES: Mapping[str, tuple[str, ...]] = {
+COLUMN_NAMES: Mapping[str, tuple[str, ...]] = {
     "image": ("image", "file_name", "image_path", "path", "file"),
     "text": ("text", "caption", "captions", "prompt"),
     "mask": ("mask", "mask_path"),
 }
 # the column names of pairs; `image` is the picture before the edit if another column is the edited
 # one
-PAIR_NAMES: Mapping[str, tuple[str, ...]] = {
+PAIR_COLUMN_NAMES: Mapping[str, tuple[str, ...]] = {
     "image": (
-        "edited_image", "edited", "target_image", "target_img", "target", "output_image", "output", "after", *NAMES["image"],
+        "edited_image", "edited", "target_image", "target_img", "target", "output_image", "output", "after", *COLUMN_NAMES["image"],
     ),
     "control": (
         "control", "control_image", "source_image", "source_img", "source", "cond_image", "condition_image", "conditioning_image",
         "input_image", "input", "original_image", "before", "image",
     ),
-    "text": ("instruction", "edit_prompt", "edit", *NAMES["text"]),
-    "mask": NAMES["mask"],
+    "text": ("instruction", "edit_prompt", "edit", *COLUMN_NAMES["text"]),
+    "mask": COLUMN_NAMES["mask"],
 }  # fmt: skip
 TABLE_ENDINGS = (*JSON_ENDINGS, ".csv", ".tsv", ".parquet")
 
@@ -254,15 +254,15 @@ def read_table_pictures(
     key: str,
     report_bad: ReportBad,
     *,
-    pairs: bool = False,
+    has_controls: bool = False,
 ) -> Iterator[Picture]:
     """Yields the pictures of a table's rows, in order of their first row. Paths are relative to the
     file's folder. Rows of the same picture become one picture with several captions.
 
-    columns  the file's column names for `image`, `text`, `mask`, `control`
-    key      the setting that names the file, for messages
-    pairs    whether rows are edits
-    Raises   UsageError for a file without these columns, or that is no table
+    columns       the file's column names for `image`, `text`, `mask`, `control`
+    key           the setting that names the file, for messages
+    has_controls  whether rows are edits
+    Raises        UsageError for a file without these columns, or that is no table
     """
     pictures: dict[Any, Picture] = {}
     names: dict[str, str] | None = None
@@ -271,7 +271,13 @@ def read_table_pictures(
             report_bad(record.location, record.error or "expected an object")
             continue
         if names is None:
-            names = _match_columns(file, record.value, columns, key, PAIR_NAMES if pairs else NAMES)
+            names = _match_columns(
+                file,
+                record.value,
+                columns,
+                key,
+                PAIR_COLUMN_NAMES if has_controls else COLUMN_NAMES,
+            )
         try:
             name, picture = _row_picture(record, names, file, cells)
         except BadPicture as error:
@@ -309,29 +315,29 @@ def _match_columns(
     row: Mapping[str, Any],
     columns: Mapping[str, str] | None,
     key: str,
-    common: Mapping[str, tuple[str, ...]],
+    known_names: Mapping[str, tuple[str, ...]],
 ) -> dict[str, str]:
     """Maps `image`, `text`, `mask` and `control` to the file's columns. Raises UsageError."""
     columns = columns or {}
-    for ours, theirs in columns.items():
-        if theirs not in row:
+    for field, file_column in columns.items():
+        if file_column not in row:
             raise UsageError(
-                f"{key}: {file}: no column {theirs!r} (columns.{ours}): it has"
+                f"{key}: {file}: no column {file_column!r} (columns.{field}): it has"
                 f" {', '.join(map(str, row))}"
             )
     names = dict(columns)
-    for ours, candidates in common.items():
+    for field, candidates in known_names.items():
         column = next(
             (name for name in candidates if name in row and name not in names.values()), None
         )
-        if ours not in names and column is not None:
-            names[ours] = column
-    for ours in ("image", "text"):
-        if ours not in names:
+        if field not in names and column is not None:
+            names[field] = column
+    for field in ("image", "text"):
+        if field not in names:
             raise UsageError(
-                f"{key}: {file}: no column for the {ours} ({', '.join(common[ours])}): it has"
+                f"{key}: {file}: no column for the {field} ({', '.join(known_names[field])}): it has"
                 f" {', '.join(map(str, row))}",
-                fix=f"images.columns: {{{ours}: NAME}}",
+                fix=f"images.columns: {{{field}: NAME}}",
             )
     return names
 
@@ -349,11 +355,11 @@ def _row_picture(
     content = _cell_content(row.get(names["image"]), names["image"], file, position)
     mask, control = (
         (
-            _cell_content(row[names[ours]], names[ours], file, position)
-            if ours in names and row.get(names[ours]) not in (None, "")
+            _cell_content(row[names[field]], names[field], file, position)
+            if field in names and row.get(names[field]) not in (None, "")
             else None
         )
-        for ours in ("mask", "control")
+        for field in ("mask", "control")
     )
     name = str(content.path) if isinstance(content, FileContent) else record.location
     return (name, control), Picture(content, captions, record.location, mask=mask, control=control)

@@ -50,22 +50,23 @@ EXAMPLE_COUNT = 6  # example pictures in the report
 class RunPictures:
     """The pictures of a run.
 
-    train           training pictures; the regularisation pictures are at the end
-    bad             the pictures that cannot be used
-    regularisation  the number of regularisation pictures
-    pairs           whether each picture has a control, the picture before the edit
-    to_draw         the class pictures that do not exist yet
-    other_files     folder -> file ending -> number of files that are no pictures and were not read
+    train                   training pictures; the regularisation pictures are at the end
+    bad_pictures            the pictures that cannot be used
+    regularisation_count    the number of regularisation pictures
+    has_controls            whether each picture has a control, the picture before the edit
+    missing_class_pictures  the class pictures that do not exist yet
+    other_files             folder -> file ending -> number of files that are no pictures and were
+                            not read
     """
 
     train: list[Picture]
     eval: list[Picture]
-    bad: BadPictures
-    regularisation: int = 0
-    pairs: bool = False
-    to_draw: list[MissingPicture] = field(default_factory=list)
+    bad_pictures: UnusablePictures
+    regularisation_count: int = 0
+    has_controls: bool = False
+    missing_class_pictures: list[MissingPicture] = field(default_factory=list)
     other_files: dict[str, Counter[str]] = field(default_factory=dict)
-    _captions_of: dict[Any, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
+    _captions_by_name: dict[Any, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
 
     @property
     def all_pictures(self) -> list[Picture]:
@@ -75,7 +76,7 @@ class RunPictures:
         """The training pictures without a mask, if others have one. The loss counts everywhere in
         them.
         """
-        subject_pictures = self.train[: len(self.train) - self.regularisation]
+        subject_pictures = self.train[: len(self.train) - self.regularisation_count]
         unmasked = [picture for picture in subject_pictures if picture.mask is None]
         return unmasked if len(unmasked) < len(subject_pictures) else []
 
@@ -102,9 +103,9 @@ class RunPictures:
         for picture in self.train[:EXAMPLE_COUNT]:
             with suppress(BadPicture, OSError):
                 pictures = [
-                    thumbnail_url(half.read())
-                    for half in (picture.control, picture.content)
-                    if half is not None
+                    thumbnail_url(content.read())
+                    for content in (picture.control, picture.content)
+                    if content is not None
                 ]
                 parts = [
                     {"text": caption + "\n", "learnt": False}
@@ -121,15 +122,19 @@ class RunPictures:
         return examples
 
 
-def collect_pictures(images: ImagesSection, *, seed: int, pairs: bool = False) -> RunPictures:
+def collect_pictures(
+    images: ImagesSection, *, seed: int, has_controls: bool = False
+) -> RunPictures:
     """Collects training and evaluation pictures. Raises UsageError that names every picture that
     cannot be used.
 
-    pairs  whether each picture needs a picture before the edit
+    has_controls  whether each picture needs a picture before the edit
     """
     from ...data.rows import epoch_order
 
-    result = RunPictures([], [], BadPictures(skip=images.on_bad_row == "skip"), pairs=pairs)
+    result = RunPictures(
+        [], [], UnusablePictures(skip=images.on_bad_row == "skip"), has_controls=has_controls
+    )
     train = apply_caption_settings(
         _attach_masks(_read_sources(images, "train", result)[: images.limit], images, result),
         images,
@@ -137,7 +142,7 @@ def collect_pictures(images: ImagesSection, *, seed: int, pairs: bool = False) -
     )
     regularisation = _read_sources(images, "regularisation", result)
     evaluation = _read_sources(images, "eval", result) if images.eval is not None else None
-    result.bad.settle(len(train) + len(regularisation) + len(evaluation or ()))
+    result.bad_pictures.refuse_unusable(len(train) + len(regularisation) + len(evaluation or ()))
     if evaluation is None:
         held_out_count = min(
             len(train) - 1, round(images.eval_split * len(train)) or (1 if images.eval_split else 0)
@@ -155,7 +160,7 @@ def collect_pictures(images: ImagesSection, *, seed: int, pairs: bool = False) -
         train, regularisation = balance_repeats(train, regularisation)
     result.train = [*train, *regularisation]
     result.eval = evaluated
-    result.regularisation = len(regularisation)
+    result.regularisation_count = len(regularisation)
     return result
 
 
@@ -171,15 +176,21 @@ def _split_by_resolution(pictures: Iterable[Picture]) -> list[Picture]:
 def _read_sources(images: ImagesSection, side: str, result: RunPictures) -> list[Picture]:
     pictures: list[Picture] = []
     for source in picture_sources(images, side):
-        bad = len(result.bad.rows)
+        bad_count = len(result.bad_pictures.rows)
         if source.draw is not None:
-            source_pictures, missing = read_class_pictures(source, pairs=result.pairs)
-            result.to_draw += missing
+            source_pictures, missing_pictures = read_class_pictures(
+                source, has_controls=result.has_controls
+            )
+            result.missing_class_pictures += missing_pictures
         else:
             source_pictures = list(_read_source(source, images, result))
-        if result.pairs:
-            source_pictures = _attach_controls(source_pictures, source, result.bad.add)
-        if not source_pictures and len(result.bad.rows) == bad and images.uncaptioned != "skip":
+        if result.has_controls:
+            source_pictures = _attach_controls(source_pictures, source, result.bad_pictures.add)
+        if (
+            not source_pictures
+            and len(result.bad_pictures.rows) == bad_count
+            and images.uncaptioned != "skip"
+        ):
             raise UsageError(
                 f"{source.key}: {source.name}: no pictures there ({' '.join(PICTURE_SUFFIXES)})"
             )
@@ -211,7 +222,11 @@ def _read_source(
                 f" in {' '.join(TABLE_ENDINGS)}"
             )
         return read_table_pictures(
-            path, source.columns, source.key, result.bad.add, pairs=result.pairs
+            path,
+            source.columns,
+            source.key,
+            result.bad_pictures.add,
+            has_controls=result.has_controls,
         )
     files = _files_of_source(path, images)
     has_own_caption = source.caption is not None or images.captions == "names"
@@ -221,7 +236,7 @@ def _read_source(
     if other_files := count_other_files(files, read_files):
         result.other_files[source.name] = other_files
     if has_own_caption:
-        report_unreadable(files, result.bad.add)
+        report_unreadable(files, result.bad_pictures.add)
         return [
             Picture(
                 FileContent(file),
@@ -232,7 +247,7 @@ def _read_source(
         ]
     if metadata is not None:
         return _read_with_metadata(files, metadata, source, result)
-    return read_captioned_pictures(files, result.bad.add, uncaptioned=images.uncaptioned)
+    return read_captioned_pictures(files, result.bad_pictures.add, uncaptioned=images.uncaptioned)
 
 
 def _files_of_source(folder: Path, images: ImagesSection) -> list[Path]:
@@ -256,7 +271,13 @@ def _read_with_metadata(
     the controls lie in the same folder.
     """
     rows = list(
-        read_table_pictures(file, source.columns, source.key, result.bad.add, pairs=result.pairs)
+        read_table_pictures(
+            file,
+            source.columns,
+            source.key,
+            result.bad_pictures.add,
+            has_controls=result.has_controls,
+        )
     )
     row_by_path = {
         content.path: row
@@ -264,22 +285,24 @@ def _read_with_metadata(
         for content in (row.content, row.control)
         if isinstance(content, FileContent)
     }
-    report_unreadable(files, result.bad.add)
+    report_unreadable(files, result.bad_pictures.add)
     for path in readable_pictures(files):
         caption_file = path.with_suffix(".txt")
         if path not in row_by_path:
-            result.bad.add(str(path), f"no caption: {file.name} does not name it")
-        elif result.pairs:
+            result.bad_pictures.add(str(path), f"no caption: {file.name} does not name it")
+        elif result.has_controls:
             continue
         elif (
             caption_file.is_file()
             and caption_file.read_bytes().decode("utf-8", "replace").split()
             != " ".join(row_by_path[path].captions).split()
         ):
-            result.bad.add(str(path), f"{file.name} and {caption_file.name} disagree: remove one")
+            result.bad_pictures.add(
+                str(path), f"{file.name} and {caption_file.name} disagree: remove one"
+            )
         else:
             yield row_by_path[path]
-    if result.pairs:
+    if result.has_controls:
         yield from rows
 
 
@@ -289,11 +312,11 @@ def _report_disagreeing(pictures: Iterable[Picture], result: RunPictures) -> Non
         if not isinstance(picture.content, FileContent):
             continue
         name = (str(picture.content.path.resolve()), picture.control)
-        first_origin, captions = result._captions_of.setdefault(
+        first_origin, captions = result._captions_by_name.setdefault(
             name, (picture.origin, picture.captions)
         )
         if captions != picture.captions:
-            result.bad.add(
+            result.bad_pictures.add(
                 picture.origin,
                 f"{first_origin} gives {picture.content.path.name} another caption"
                 f" ({captions[0]!r:.60})",
@@ -323,7 +346,7 @@ def _attach_masks(
         )
     for name, path in masks.items() if not images.limit else ():
         if name not in used_names:
-            result.bad.add(str(path), "a mask without a picture")
+            result.bad_pictures.add(str(path), "a mask without a picture")
     return masked_pictures
 
 
@@ -347,7 +370,7 @@ def _attach_controls(
                 fix="move it",
             )
         controls, hint = pictures_by_name(folder), f"{source.controls} has none of its name"
-    paired = []
+    paired_pictures = []
     for picture in pictures:
         name = _relative_name(picture, [root])
         if picture.control is None and name in controls:
@@ -355,8 +378,8 @@ def _attach_controls(
         if picture.control is None:
             report_bad(picture.origin, f"no picture before the edit: {hint}")
         else:
-            paired.append(picture)
-    return paired
+            paired_pictures.append(picture)
+    return paired_pictures
 
 
 def _relative_name(picture: Picture, roots: Sequence[Path]) -> str:
@@ -374,7 +397,7 @@ def _relative_name(picture: Picture, roots: Sequence[Path]) -> str:
 MAX_SKIPPED_SHARE = 0.05  # of the pictures; a larger share means that the data as a whole is wrong
 
 
-class BadPictures:
+class UnusablePictures:
     """The pictures of a run that cannot be used, each with its file or row and the reason, in the
     order in which they were found.
 
@@ -388,15 +411,16 @@ class BadPictures:
     def add(self, origin: str, reason: str) -> None:
         self.rows.setdefault(origin, BadRow(origin, reason))
 
-    def settle(self, good: int, *, fix: str | None = None) -> None:
+    def refuse_unusable(self, usable_count: int, *, fix: str | None = None) -> None:
         """Raises UsageError that names the bad pictures, unless they may be left out.
 
-        good  number of pictures that can be used
-        fix   the fix of the error, to which `images.on_bad_row: skip` is added where it would help
+        usable_count  number of pictures that can be used
+        fix           the fix of the error, to which `images.on_bad_row: skip` is added where it
+                      would help
         """
         if not self.rows:
             return
-        share = len(self.rows) / (len(self.rows) + good)
+        share = len(self.rows) / (len(self.rows) + usable_count)
         if self.skip and share <= MAX_SKIPPED_SHARE:
             return
         rows = list(self.rows.values())
@@ -410,12 +434,12 @@ class BadPictures:
                 " pictures,"
                 f" and these are {share:.0%}",
             )
-        offered = [fix] if fix else []
+        fixes = [fix] if fix else []
         if not self.skip and share <= MAX_SKIPPED_SHARE:
-            offered.append(
+            fixes.append(
                 f"images.on_bad_row: skip leaves them out and lists them in the run's {BAD_ROWS_FILE}"
             )
-        raise UsageError("\n".join(lines), fix="; or ".join(offered) or "mend or remove these")
+        raise UsageError("\n".join(lines), fix="; or ".join(fixes) or "mend or remove these")
 
 
 # --- captions: a trigger word, tags in random order, tags left out at random. Text is encoded once,
@@ -471,13 +495,13 @@ def _shuffle_tags(caption: str, images: ImagesSection, *, seed: int) -> list[str
     """
     tags = [tag.strip() for tag in caption.split(SEPARATOR) if tag.strip()]
     first_tags = tags[: images.keep_tags]
-    rest = tags[images.keep_tags :]
+    movable_tags = tags[images.keep_tags :]
     digest = hashlib.sha256(f"tags:{seed}:{caption}".encode()).digest()
-    draw = random.Random(int.from_bytes(digest[:8], "big"))
+    random_draws = random.Random(int.from_bytes(digest[:8], "big"))
     forms = []
     for _ in range(images.tag_orders or 1):
-        other_tags = [tag for tag in rest if draw.random() >= images.tag_dropout]
-        draw.shuffle(other_tags)
+        other_tags = [tag for tag in movable_tags if random_draws.random() >= images.tag_dropout]
+        random_draws.shuffle(other_tags)
         forms.append(f"{SEPARATOR} ".join([*first_tags, *other_tags]))
     return forms
 
@@ -510,16 +534,16 @@ class MissingPicture:
 
 
 def read_class_pictures(
-    source: PictureSource, *, pairs: bool = False
+    source: PictureSource, *, has_controls: bool = False
 ) -> tuple[list[Picture], list[MissingPicture]]:
     """Returns the class pictures of a source with `draw`, and those of them that must still be
     drawn. Existing pictures of the folder are taken first.
 
-    pairs   whether the model edits pictures
-    Raises  UsageError for a model that edits, because class pictures have no picture before the
-            edit, and for a source that is a file
+    has_controls  whether the model edits pictures
+    Raises        UsageError for a model that edits, because class pictures have no picture before
+                  the edit, and for a source that is a file
     """
-    if pairs:
+    if has_controls:
         raise UsageError(
             f"{source.key}.draw: a model that edits draws from a picture, not from a caption alone",
             fix=f"remove {source.key}.draw",
@@ -531,7 +555,7 @@ def read_class_pictures(
             f"{source.key}: {source.name}: a file; class pictures are drawn into a folder"
         )
     existing = readable_pictures(list_files(folder))[: source.draw] if folder.is_dir() else []
-    free = (
+    free_files = (
         (number, path)
         for number in count(1)
         if (path := folder / f"drawn_{number:04}.png") not in existing
@@ -539,7 +563,7 @@ def read_class_pictures(
     size = max(source.resolution, default=None)
     missing = [
         MissingPicture(path, caption, number, size)
-        for (number, path), _ in zip(free, range((source.draw or 0) - len(existing)))
+        for (number, path), _ in zip(free_files, range((source.draw or 0) - len(existing)))
     ]
     # the order in which a later run lists them
     paths = sorted([*existing, *(picture.path for picture in missing)])

@@ -278,8 +278,8 @@ class PipelineFolder:
                 names = set(json.loads(index.read_text())["weight_map"].values())
             else:
                 names = {WEIGHTS_FILE}
-        if lacking := [name for name in sorted(names) if not (folder / name).is_file()]:
-            raise UsageError(f"model.name: {folder} has no {lacking[0]}", fix=_DOWNLOAD_AGAIN)
+        if missing_files := [name for name in sorted(names) if not (folder / name).is_file()]:
+            raise UsageError(f"model.name: {folder} has no {missing_files[0]}", fix=_DOWNLOAD_AGAIN)
         return [folder / name for name in sorted(names)]
 
     def denoiser_class(self) -> Any:
@@ -300,12 +300,12 @@ class PipelineFolder:
                     self.file, self.denoiser_class(), self.path, self.denoiser_part, dtype
                 )
             loaded = self.denoiser_class().from_pretrained(
-                str(self._weights_of_denoiser()), dtype=dtype, use_safetensors=True
+                str(self._denoiser_weights_folder()), dtype=dtype, use_safetensors=True
             )
             self.widen_buffers(loaded)
             return loaded
 
-    def _weights_of_denoiser(self) -> Path:
+    def _denoiser_weights_folder(self) -> Path:
         if self.denoiser_settings is None:
             self._fetch(self.denoiser_part)
             return self.path / self.denoiser_part
@@ -328,7 +328,7 @@ class PipelineFolder:
             exact_buffers = dict(self.denoiser(widest_dtype(self.file)).named_buffers())
         else:
             exact_buffers = {}
-            for file in self._weights_of_denoiser().glob("*.safetensors"):
+            for file in self._denoiser_weights_folder().glob("*.safetensors"):
                 with safe_open(file, framework="pt") as opened:
                     exact_buffers |= {
                         name: opened.get_tensor(name).float()

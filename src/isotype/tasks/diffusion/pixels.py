@@ -127,7 +127,9 @@ class RunSizes:
     def all_sizes(self) -> set[Size]:
         return {size for sizes in self.buckets.values() for size in sizes}
 
-    def refuse(self, sample_sizes: Iterable[tuple[str, int]], max_side_tokens: int | None) -> None:
+    def check_sizes(
+        self, sample_sizes: Iterable[tuple[str, int]], max_side_tokens: int | None
+    ) -> None:
         """Raises UsageError for a size that the model does not support.
 
         sample_sizes     sizes of samples, each with its setting
@@ -182,8 +184,8 @@ def crop_windows(
     if crop == "center":
         return [Window(size)]
     digest = hashlib.sha256(f"crop:{seed}:{content}".encode()).digest()
-    draw = random.Random(int.from_bytes(digest[:8], "big"))
-    return [Window(size, draw.random(), draw.random()) for _ in range(crop)]
+    random_draws = random.Random(int.from_bytes(digest[:8], "big"))
+    return [Window(size, random_draws.random(), random_draws.random()) for _ in range(crop)]
 
 
 _ORIENTATION = 0x0112  # the EXIF tag; from value 5 on width and height are exchanged

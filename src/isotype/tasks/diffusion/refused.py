@@ -26,7 +26,7 @@ from .result import (
     read_adapter_settings,
     read_shapes,
     refuse_adapter_of_another_model,
-    refuse_unread,
+    refuse_without_comfyui_support,
 )
 from .sample import Prompt, refuse_prompts
 from .text_encoders import PREFIX
@@ -69,7 +69,7 @@ def refuse_incompatible_settings(
                 "run.adapter_format: has no effect with adapter.kind: none",
                 fix="remove run.adapter_format",
             )
-        refuse_unread(family)
+        refuse_without_comfyui_support(family)
     if not family.edits_pictures:
         _refuse_controls(config, sources, family.pipeline)
     if family.encodes_control and config.images.flip:
@@ -198,11 +198,11 @@ def _refuse_start(config: RunConfig, folder: PipelineFolder) -> None:
     )
     if has_encoders != adapter.text_encoders:
         if has_encoders:
-            of_encoders = "has matrices of text encoders"
+            encoder_text = "has matrices of text encoders"
         else:
-            of_encoders = "has none of text encoders"
+            encoder_text = "has none of text encoders"
         raise UsageError(
-            f"{setting}: {start} {of_encoders}",
+            f"{setting}: {start} {encoder_text}",
             fix=f"adapter.text_encoders: {str(has_encoders).lower()}",
         )
     refuse_adapter_of_another_model(outline_base(folder, config), start, setting)
@@ -238,16 +238,18 @@ def _refuse_encoders(targets: str | Sequence[str], folder: PipelineFolder) -> No
     for name in unknown:
         if _ENCODERS.search(name) or any(_names_a_layer(name, encoder) for encoder in encoders):
             layers = block_layers(denoiser, folder.family.adapted_classes(denoiser))
-            ends = dict.fromkeys(re.sub(r".*?([^.]+(\.\d+)?)$", r"\1", layer) for layer in layers)
+            layer_names = dict.fromkeys(
+                re.sub(r".*?([^.]+(\.\d+)?)$", r"\1", layer) for layer in layers
+            )
             if folder.family.trainable_encoders:
-                trained = "adapter.text_encoders: true adapts the encoders beside it, or "
+                encoder_advice = "adapter.text_encoders: true adapts the encoders beside it, or "
             else:
-                trained = ""
+                encoder_advice = ""
             raise UsageError(
                 f"adapter.targets: {name} names a text encoder, and these are layers of the"
                 f" {folder.denoiser_part}",
                 fix=(
-                    f"{trained}adapter.targets: all-linear, or some of: {', '.join(list(ends)[:8])}"
+                    f"{encoder_advice}adapter.targets: all-linear, or some of: {', '.join(list(layer_names)[:8])}"
                 ),
             )
 

@@ -106,12 +106,12 @@ class ResolvedRun:
     def losses(self, model: nn.Module, batch: Batch, *, dtype: str) -> Tensor:
         """The loss of each picture of a batch: float[N] in `dtype`."""
         settings = self.config.diffusion
-        huber = settings.huber_c if settings.loss == "huber" else None
+        huber_c = settings.huber_c if settings.loss == "huber" else None
         conditioning = Conditioning(
             settings.guidance, self.downscale, batch.lengths, batch.crop, batch.control
         )
         return picture_losses(
-            model, self.family, self.objective, batch, conditioning, dtype=dtype, huber=huber
+            model, self.family, self.objective, batch, conditioning, dtype=dtype, huber_c=huber_c
         )
 
     def _refuse_sizes(self) -> None:
@@ -122,7 +122,7 @@ class ResolvedRun:
             if "size" in prompt.overrides
         ]
         max_positions: Any = self.folder.config(self.folder.denoiser_part).get("pos_embed_max_size")
-        self.sizes.refuse(
+        self.sizes.check_sizes(
             [("run.sample_size", self.sample_settings.size), *sample_sizes],
             None if max_positions is None else int(max_positions),
         )

@@ -68,8 +68,11 @@ def save_lora(
         names = sorted(
             {name.rpartition(".lora_")[0].removeprefix("text_model.") for name in tensors}
         )
-        own_settings = settings if len(parts) == 1 else settings | {"target_modules": names}
-        arguments |= {f"{part}_lora_layers": tensors, f"{part}_lora_adapter_metadata": own_settings}
+        part_settings = settings if len(parts) == 1 else settings | {"target_modules": names}
+        arguments |= {
+            f"{part}_lora_layers": tensors,
+            f"{part}_lora_adapter_metadata": part_settings,
+        }
     pipeline_class(pipeline).save_lora_weights(folder, **arguments)
 
 
@@ -224,17 +227,17 @@ def load_adapter_as_diffusers(
             for n, p in encoder.named_parameters()
         )
         loaded |= {name: p for name, p in named_parameters if ".lora_" in name}
-    _compare(
+    _refuse_differences(
         saved,
         {name: p.detach() for name, p in loaded.items()},
         f"{folder / LORA_FILE}: load_lora_weights",
     )
-    stored = load_file(folder / "adapter_model.safetensors")
-    peft = {
+    peft_file_tensors = load_file(folder / "adapter_model.safetensors")
+    peft_tensors = {
         ".".join(split_part(name.removeprefix(_PEFT_PREFIX), pipeline.family)): t
-        for name, t in stored.items()
+        for name, t in peft_file_tensors.items()
     }
-    _compare(saved, peft, f"{folder}: the PEFT file")
+    _refuse_differences(saved, peft_tensors, f"{folder}: the PEFT file")
     for name, parameter in loaded.items():
         parameter.data = saved[name].to(parameter.device)
         parameter.requires_grad = True
@@ -294,7 +297,7 @@ def _saved_name(name: str) -> str:
     )
 
 
-def _compare(saved: dict[str, Tensor], loaded: dict[str, Tensor], source: str) -> None:
+def _refuse_differences(saved: dict[str, Tensor], loaded: dict[str, Tensor], source: str) -> None:
     different = sorted(set(saved) ^ set(loaded)) or [
         n for n in saved if not torch.equal(saved[n].to(loaded[n].dtype), loaded[n].cpu())
     ]
@@ -329,13 +332,13 @@ def write_comfyui(adapter: Path, out: Path, family: Family) -> int:
 
     Raises  UsageError for a family whose adapters ComfyUI does not read
     """
-    refuse_unread(family)
+    refuse_without_comfyui_support(family)
     tensors = comfyui_tensors(adapter, family)
     save_file(tensors, out, metadata={"format": "pt", "pipeline": family.pipeline})
     return len({name.rpartition(".lo")[0] for name in tensors if ".lo" in name})
 
 
-def refuse_unread(family: Family) -> None:
+def refuse_without_comfyui_support(family: Family) -> None:
     """Raises  UsageError for a family whose adapters ComfyUI does not read"""
     if family.comfyui_blocker:
         raise UsageError(

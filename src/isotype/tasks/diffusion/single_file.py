@@ -156,13 +156,13 @@ def widest_dtype(file: Path) -> torch.dtype:
     dtype_names = {
         dtype_name for dtype_name, shape in _read_headers(file).values() if 0 not in shape
     }
-    if unread := sorted(
+    if unsupported_dtypes := sorted(
         dtype_name
         for dtype_name in dtype_names
         if dtype_name.startswith("F8") or dtype_name in ("U8", "I8")
     ):
         raise UsageError(
-            f"model.name: {file}: {unread[0]} weights in a single file are not read",
+            f"model.name: {file}: {unsupported_dtypes[0]} weights in a single file are not read",
             fix="the bf16 or fp16 file, and precision.base: fp8 or nf4",
         )
     return next(
@@ -193,9 +193,9 @@ def write_with_unet(
         return False
     unet_tensors = convert_ldm_unet_checkpoint(tensors, dict(config))
     name_by_id = {id(tensor): name for name, tensor in tensors.items()}
-    changed = {
+    changed_tensors = {
         name_by_id[id(tensor)]: unet[name].reshape(tensor.shape).contiguous()
         for name, tensor in unet_tensors.items()
     }
-    save_file({**tensors, **changed}, out, metadata=metadata)
+    save_file({**tensors, **changed_tensors}, out, metadata=metadata)
     return True

@@ -19,7 +19,7 @@ from ...precision.apply import inner_model
 from ...precision.parts import Part
 from ...precision.precision import Precision
 from ...precision.quantised_base import check_base
-from ...training.memory.plan import held_memory
+from ...training.memory.plan import plan_persistent_memory
 from ...training.task import (
     Check,
     Evaluation,
@@ -27,7 +27,7 @@ from ...training.task import (
     Outline,
     StepOutline,
     eval_mode,
-    micro_batch,
+    evaluation_batch_size,
 )
 from .batches import Batch, PictureStream, PlacedRow, Row, group_by_size
 from .data import PictureData
@@ -122,7 +122,7 @@ class DiffusionTask:
     def step_outline(self, precision: Precision) -> StepOutline:
         rows = self.config.train.batch_size
         draws = len(self.data.pictures.eval) * self.config.diffusion.eval_draws
-        evaluation_rows = min(micro_batch(self.config.train), draws)
+        evaluation_rows = min(evaluation_batch_size(self.config.train), draws)
 
         def evaluation(model: nn.Module, device: torch.device) -> None:
             with eval_mode(model):
@@ -132,16 +132,16 @@ class DiffusionTask:
         return StepOutline(
             rows=rows,
             length=self.run.sizes.tokens,
-            batch=lambda device: empty_batch(self.run, rows, device),
-            loss_sum=partial(self.loss_sum, dtype=precision.loss),
-            evaluation=evaluation if evaluation_rows else None,
+            make_batch=lambda device: empty_batch(self.run, rows, device),
+            compute_loss_sum=partial(self.loss_sum, dtype=precision.loss),
+            run_evaluation=evaluation if evaluation_rows else None,
             block_flops=lambda _: [rows * flops for flops in self._forward_cost.blocks],
         )
 
     def max_step_bytes(self, model: nn.Module, precision: Precision) -> int:
         train = self.config.train
-        held = held_memory(model, train, precision).held
-        return held + 3 * train.batch_size * self._forward_cost.output_bytes
+        persistent_bytes = plan_persistent_memory(model, train, precision).persistent_bytes
+        return persistent_bytes + 3 * train.batch_size * self._forward_cost.output_bytes
 
     @cached_property
     def _forward_cost(self) -> ForwardCost:
@@ -187,7 +187,7 @@ class DiffusionTask:
     def rehearse_evaluation(
         self, model: nn.Module, device: torch.device, *, dtype: str
     ) -> Evaluation | None:
-        rows = self.data.evaluation_rows[: micro_batch(self.config.train)]
+        rows = self.data.evaluation_rows[: evaluation_batch_size(self.config.train)]
         if not rows:
             return None
         return self._evaluate(model, rows, device, dtype, ALONE)
@@ -199,7 +199,7 @@ class DiffusionTask:
             model,
             rows,
             draws=self.config.diffusion.eval_draws,
-            batch_size=micro_batch(self.config.train),
+            batch_size=evaluation_batch_size(self.config.train),
             device=device,
             build_batch=self._batches.make_evaluation_batch,
             losses=partial(self.run.losses, dtype=dtype),
@@ -254,7 +254,7 @@ class DiffusionTask:
         return run_records(self.data)
 
     def begin(self, folder: Path, *, resuming: bool) -> None:
-        bad_rows = self.data.pictures.bad.rows.values()
+        bad_rows = self.data.pictures.bad_pictures.rows.values()
         BadRowFile(folder / BAD_ROWS_FILE, resuming=resuming).write(bad_rows)
 
     def model_notes(self, outline: Outline, precision: Precision) -> tuple[str, list[str]]:

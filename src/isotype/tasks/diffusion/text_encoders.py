@@ -33,13 +33,16 @@ ADAPTED_LAYERS = (
 class TextEncoders(nn.Module):
     """The text encoders of a pipeline, by the names of their parts.
 
-    zeros  whether the embeddings of an empty caption are zeros (`force_zeros_for_empty_prompt`)
+    zeroes_empty_captions  whether the embeddings of an empty caption are zeros
+                           (`force_zeros_for_empty_prompt`)
     """
 
-    def __init__(self, encoders: Mapping[str, nn.Module], family: Family, *, zeros: bool) -> None:
+    def __init__(
+        self, encoders: Mapping[str, nn.Module], family: Family, *, zeroes_empty_captions: bool
+    ) -> None:
         super().__init__()
         self.family = family
-        self.zeros = zeros
+        self.zeroes_empty_captions = zeroes_empty_captions
         for part, encoder in encoders.items():
             self.add_module(part, encoder)
 
@@ -51,7 +54,7 @@ class TextEncoders(nn.Module):
         ->         F[N ...]      each, in the dtype of `compute`
         """
         text = self.family.encode_tokens(dict(self.named_children()), ids)
-        if not self.zeros:
+        if not self.zeroes_empty_captions:
             return text
         return {
             name: tensor * captioned.view(-1, *[1] * (tensor.ndim - 1))
@@ -66,10 +69,13 @@ def attach_encoders(
     attached, and before `apply_precision`.
     """
     if len(encoders) > 1:
-        zeros = bool(folder.index.get("force_zeros_for_empty_prompt", True))
+        zeroes_empty_captions = bool(folder.index.get("force_zeros_for_empty_prompt", True))
     else:
-        zeros = False
-    denoiser.add_module(PREFIX[:-1], TextEncoders(encoders, folder.family, zeros=zeros))
+        zeroes_empty_captions = False
+    denoiser.add_module(
+        PREFIX[:-1],
+        TextEncoders(encoders, folder.family, zeroes_empty_captions=zeroes_empty_captions),
+    )
     InstanceMethod(_forward, denoiser).install()
 
 

@@ -45,19 +45,18 @@ def padded_length(longest: int, device_type: str) -> int:
 class Batch:
     """The inputs of the model and the labels of the loss.
 
-    input_ids, labels  int[B T]
-    attention_mask     int[B T]  1 for real tokens; None if rows are packed
-    tokens                       the number of real tokens
-    supervised                   the number of tokens that a causal loss counts
-    position_ids       int[B T]  positions of packed rows, which begin at 0 in each document;
-                                 transformers separates documents by them
-    counted            int[N]    the sorted positions in the flattened B x T at which the next token
-                       is
-                                 supervised; None if all are. It is computed on the host, so that
-                                 the loss on a device need not tell the host how many there are
-    documents                    where each document of packed rows begins, computed on the host
-    pictures                     the processor's outputs for the rows' pictures, by the names of the
-                                 model's arguments: pixels, grids, token types
+    input_ids, labels     int[B T]
+    attention_mask        int[B T]  1 for real tokens; None if rows are packed
+    tokens                          the number of real tokens
+    supervised                      the number of tokens that a causal loss counts
+    position_ids          int[B T]  positions of packed rows, which begin at 0 in each document;
+                                    transformers separates documents by them
+    supervised_positions  int[N]    the sorted positions in the flattened B x T at which the next
+                                    token is supervised; None if all are. It is computed on the host,
+                                    so that the loss on a device need not tell the host their number
+    documents                       where each document of packed rows begins, computed on the host
+    pictures                        the processor's outputs for the rows' pictures, by the names of
+                                    the model's arguments: pixels, grids, token types
     """
 
     input_ids: Tensor
@@ -66,7 +65,7 @@ class Batch:
     tokens: int
     supervised: int
     position_ids: Tensor | None = None
-    counted: Tensor | None = None
+    supervised_positions: Tensor | None = None
     documents: Documents | None = None
     pictures: Mapping[str, Tensor] = field(default_factory=dict)
 
@@ -161,7 +160,7 @@ def collate(
             lengths += parts
             positions[i] = torch.cat([torch.arange(part) for part in parts])
     # nothing predicts the first label of a row: the loss uses labels[1:]
-    counted = (
+    supervised_positions = (
         (F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX).flatten() != IGNORE_INDEX)
         .nonzero()
         .squeeze(-1)
@@ -176,9 +175,9 @@ def collate(
         None if is_packed else mask,
         labels,
         int(mask.sum()),
-        counted.numel(),
+        supervised_positions.numel(),
         positions,
-        counted,
+        supervised_positions,
         documents,
         picture_inputs,
     )
@@ -250,13 +249,15 @@ def next_tokens(batch: Batch, *, every_row: bool) -> Targets:
     label.
 
     every_row  includes positions without a label, which the loss skips; otherwise only the
-               positions of `batch.counted`
+               positions of `batch.supervised_positions`
     """
     # shifts the labels instead of the hidden states, since shifting would copy these
     targets_N = F.pad(batch.labels[:, 1:], (0, 1), value=IGNORE_INDEX).flatten()
-    if every_row or batch.counted is None:
+    if every_row or batch.supervised_positions is None:
         return Targets(targets_N)
-    return Targets(targets_N.index_select(0, batch.counted), batch.counted)
+    return Targets(
+        targets_N.index_select(0, batch.supervised_positions), batch.supervised_positions
+    )
 
 
 def row_feed(data: LoadedData, *, seed: int, shuffle: bool) -> Feed[Row]:

@@ -44,40 +44,45 @@ def training_formats(subject: Subject) -> set[str]:
     }
 
 
-def rows_without_learnt_tokens(subject: Subject) -> Iterator[Finding]:
+def check_learnt_tokens(subject: Subject) -> Iterator[Finding]:
     """PF005: counts rows without a token to learn, both those that were dropped when the data was
     read and those that remain.
     """
     for name, rows in (("train", subject.task.data.documents), ("eval", subject.task.data.eval)):
         facts = subject.task.data.facts[name]
-        masked = sum(n == 0 for n in row_supervised(rows))
-        dropped = sum(d["rows"] for d in facts["dropped"])
-        total = len(rows) + dropped
-        if not total or (masked + dropped) / total < MIN_UNLEARNT_SHARE:
+        masked_count = sum(n == 0 for n in row_supervised(rows))
+        dropped_count = sum(drop["rows"] for drop in facts["dropped"])
+        total = len(rows) + dropped_count
+        if not total or (masked_count + dropped_count) / total < MIN_UNLEARNT_SHARE:
             continue
         side = "training" if name == "train" else "evaluation"
-        place = subject.names.train_data if name == "train" else subject.names.eval_data
+        setting_name = subject.names.train_data if name == "train" else subject.names.eval_data
         reasons = "; ".join(
-            f"{d['rows']} dropped: {d['why']} (first: {d['first']})" for d in facts["dropped"]
+            f"{drop['rows']} dropped: {drop['why']} (first: {drop['first']})"
+            for drop in facts["dropped"]
         )
         yield Finding(
             code="PF005",
-            severity=Severity.ERROR if masked and masked == len(rows) else Severity.WARNING,
-            place=Place(symbol=place),
+            severity=Severity.ERROR
+            if masked_count and masked_count == len(rows)
+            else Severity.WARNING,
+            place=Place(symbol=setting_name),
             message=(
-                f"{masked + dropped} of {pluralise(total, f'{side} row')}"
-                f" {'has' if masked + dropped == 1 else 'have'} no token to learn"
+                f"{masked_count + dropped_count} of {pluralise(total, f'{side} row')}"
+                f" {'has' if masked_count + dropped_count == 1 else 'have'} no token to learn"
             ),
             cause=reasons or "every label of these rows is masked",
-            fix=_fix_for_unlearnt_rows({d["why"] for d in facts["dropped"]}, masked, subject.names),
+            fix=_unlearnt_rows_advice(
+                {drop["why"] for drop in facts["dropped"]}, masked_count, subject.names
+            ),
         )
 
 
-def _fix_for_unlearnt_rows(drop_reasons: set[str], masked: int, names: SettingNames) -> str:
+def _unlearnt_rows_advice(drop_reasons: set[str], masked_count: int, names: SettingNames) -> str:
     """Advice that depends on the reasons, since a larger max_length does not help a row without an
     answer.
     """
-    if drop_reasons == {EMPTY_REASON} and not masked:
+    if drop_reasons == {EMPTY_REASON} and not masked_count:
         return (
             "write the missing answers, or take these rows out of the file; training goes on"
             " without them"
@@ -88,7 +93,7 @@ def _fix_for_unlearnt_rows(drop_reasons: set[str], masked: int, names: SettingNa
     )
 
 
-def learnt_prompts(subject: Subject) -> Iterator[Finding]:
+def check_prompt_labels(subject: Subject) -> Iterator[Finding]:
     """PF006: finds data of chats or prompt/completion pairs in which every token is learnt,
     although only answers should be.
     """
@@ -115,7 +120,7 @@ def learnt_prompts(subject: Subject) -> Iterator[Finding]:
     )
 
 
-def unlearnt_end_token(subject: Subject) -> Iterator[Finding]:
+def check_end_token(subject: Subject) -> Iterator[Finding]:
     """PF007: finds data in which no end token is learnt. Generation stops only at the end tokens of
     the tokenizer and the model, so a model that never learns one does not stop.
     """
@@ -179,7 +184,7 @@ def _has_masked_end(row: Row, end_ids: set[int]) -> bool:
     )
 
 
-def ids_beyond_embeddings(subject: Subject) -> Iterator[Finding]:
+def check_token_ids(subject: Subject) -> Iterator[Finding]:
     """PF008: finds token ids in rows and prompts for which the model has no embedding. The size of
     the tokenizer is checked when the model is loaded, but single ids may lie beyond it.
     """
@@ -206,7 +211,7 @@ def ids_beyond_embeddings(subject: Subject) -> Iterator[Finding]:
     )
 
 
-def untrained_new_tokens(subject: Subject) -> Iterator[Finding]:
+def check_new_tokens(subject: Subject) -> Iterator[Finding]:
     """PF009: finds added tokens of the training rows whose frozen embedding was never trained: it
     is zero or the mean of all, as resizing leaves it.
     """
@@ -264,7 +269,7 @@ def untrained_rows(weight: Tensor, rows: list[int]) -> list[int]:
     return [row for row, fresh in zip(rows, fresh_R.tolist()) if fresh]
 
 
-def missing_template(subject: Subject) -> Iterator[Finding]:
+def check_chat_template(subject: Subject) -> Iterator[Finding]:
     """PF010: finds chats with a tokenizer that has no chat template."""
     template = subject.task.data.facts["template"]
     if not template or template["source"] != "default":
@@ -290,7 +295,7 @@ def _embedding_table(subject: Subject, *, output: bool) -> Any:
     return inner.get_input_embeddings()
 
 
-def rows_beyond_positions(subject: Subject) -> Iterator[Finding]:
+def check_positions(subject: Subject) -> Iterator[Finding]:
     """PF020: finds rows that are longer than the model's positions. This is an error for a table of
     positions. Rotary positions continue, with angles that the model was not trained on.
     """
@@ -326,7 +331,7 @@ def rows_beyond_positions(subject: Subject) -> Iterator[Finding]:
     )
 
 
-def packed_document_leakage(subject: Subject) -> Iterator[Finding]:
+def check_packing(subject: Subject) -> Iterator[Finding]:
     """PF018: finds models for which, in a packed row, one document changes the predictions in
     another.
 
@@ -402,13 +407,13 @@ def measure_leakage(
 
 CHECKS: dict[str, tuple[Check, ...]] = {
     "data": (
-        Check(("PF005",), rows_without_learnt_tokens),
-        Check(("PF006",), learnt_prompts),
-        Check(("PF007",), unlearnt_end_token),
-        Check(("PF008",), ids_beyond_embeddings),
-        Check(("PF009",), untrained_new_tokens),
-        Check(("PF010",), missing_template),
-        Check(("PF020",), rows_beyond_positions),
+        Check(("PF005",), check_learnt_tokens),
+        Check(("PF006",), check_prompt_labels),
+        Check(("PF007",), check_end_token),
+        Check(("PF008",), check_token_ids),
+        Check(("PF009",), check_new_tokens),
+        Check(("PF010",), check_chat_template),
+        Check(("PF020",), check_positions),
     ),
-    "real": (Check(("PF018",), packed_document_leakage),),
+    "real": (Check(("PF018",), check_packing),),
 }

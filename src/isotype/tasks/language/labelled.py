@@ -28,7 +28,7 @@ from ...data.rows import LoadedData
 from ...data.tokens import TokenRows
 from ...distributed.world import World
 from ...errors import UsageError
-from ...training.task import Idle, MetricNames, eval_mode
+from ...training.task import IdleBatch, MetricNames, eval_mode
 from ...wording import pluralise
 from .batches import Batch, collate
 from .preference import BatchOfAnswers, Preference, answer_log_probs, stack_references
@@ -67,8 +67,7 @@ class AnswerBatch(BatchOfAnswers):
     answers, partners             B rows each
     desirable          bool[B]    whether the answer is wanted
     reference          fp32[2 B]  log-probabilities under the reference: of each answer and its
-                       partner
-                                  in turn; None before they are computed
+                                  partner in turn; None before they are computed
     reference_point    fp32[]     z of the whole step; None before `prepare_step`
     """
 
@@ -96,8 +95,8 @@ class Kto(Preference):
         row="answer",
         eval_weight="answers",
         measures=KTO_MEASURES,
-        derive=kto_metrics,
-        live=("rewards/margins", "kl"),
+        compute_metrics=kto_metrics,
+        live_line=("rewards/margins", "kl"),
     )
     format: FormatName | None = "labelled"
     answers_per_row = 1
@@ -156,13 +155,13 @@ class Kto(Preference):
         count = 0.0
         with eval_mode(model):
             for batch in batch_list:
-                inner: Any = batch.batch if isinstance(batch, Idle) else batch
-                partners = answer_log_probs(model, inner.partners, dtype=dtype)
-                if inner.reference is None:
+                inner_batch: Any = batch.batch if isinstance(batch, IdleBatch) else batch
+                partners = answer_log_probs(model, inner_batch.partners, dtype=dtype)
+                if inner_batch.reference is None:
                     drift = torch.zeros_like(partners)
                 else:
-                    drift = partners - inner.reference[1::2]
-                drifts.append(drift.sum() * (0.0 if isinstance(batch, Idle) else 1.0))
+                    drift = partners - inner_batch.reference[1::2]
+                drifts.append(drift.sum() * (0.0 if isinstance(batch, IdleBatch) else 1.0))
                 count += batch.weight
         total = torch.stack(drifts).sum()
         if world.size > 1:
@@ -171,8 +170,8 @@ class Kto(Preference):
         reference_point = (total / max(1.0, count)).clamp(min=0.0)
 
         def set_reference_point(batch: Any) -> Any:
-            if isinstance(batch, Idle):
-                return Idle(set_reference_point(batch.batch))
+            if isinstance(batch, IdleBatch):
+                return IdleBatch(set_reference_point(batch.batch))
             return replace(batch, reference_point=reference_point)
 
         return [set_reference_point(batch) for batch in batch_list]

@@ -134,7 +134,9 @@ class NextToken(Objective):
         """Accepts every model, and reads the coefficient of a mixture's balancing loss."""
         self.balance_coefficient = balancing_coefficient(model, self.config.train.aux_loss)
         if self.balance_coefficient:
-            self.metric_names = replace(self.metric_names, measures=(AUX_LOSS,), live=(AUX_LOSS,))
+            self.metric_names = replace(
+                self.metric_names, measures=(AUX_LOSS,), live_line=(AUX_LOSS,)
+            )
 
     def feed(self) -> Feed[Any]:
         return row_feed(self.data, seed=self.config.train.seed, shuffle=self.config.data.shuffle)
@@ -256,10 +258,12 @@ def record_router_scores(model: nn.Module) -> Iterator[list[Tensor]]:
     scores of a recompute, in backward, are not recorded.
     """
     if model not in _ROUTERS:
-        recorded = [getattr(m, "_can_record_outputs", None) or {} for m in model.modules()]
+        recordable_outputs = [
+            getattr(m, "_can_record_outputs", None) or {} for m in model.modules()
+        ]
         router_class = next(
             outputs["router_logits"].target_class
-            for outputs in recorded
+            for outputs in recordable_outputs
             if "router_logits" in outputs
         )
         _ROUTERS[model] = [m for m in model.modules() if type(m) is router_class]

@@ -30,7 +30,7 @@ from ...precision.quantised_base import quantisation_from_config
 from ...training.console import silence_library_warnings
 from ...training.memory.blocks import apply_offload
 from ...training.memory.outline import quantise_outline
-from ...training.task import Outline, StepOutline, eval_mode, micro_batch
+from ...training.task import Outline, StepOutline, eval_mode, evaluation_batch_size
 from .batches import Batch, padded_length
 from .objective import NextToken, Objective
 
@@ -132,7 +132,8 @@ def outline_largest_step(
         precision,
         length=len(data.longest(1)[0].input_ids),
         eval_rows=min(
-            micro_batch(config.train), len(data.eval) if objective is None else len(objective.eval)
+            evaluation_batch_size(config.train),
+            len(data.eval) if objective is None else len(objective.eval),
         ),
         eval_length=max(row_lengths(data.eval), default=0),
         sample_length=(
@@ -195,10 +196,10 @@ def outline_step(
     return StepOutline(
         rows=rows,
         length=length,
-        batch=lambda device: _empty_batch(rows, length, device, packing=packing),
-        loss_sum=loss_sum,
-        evaluation=evaluation if eval_rows else None,
-        sampling=sampling if sample_length else None,
+        make_batch=lambda device: _empty_batch(rows, length, device, packing=packing),
+        compute_loss_sum=loss_sum,
+        run_evaluation=evaluation if eval_rows else None,
+        run_sample=sampling if sample_length else None,
     )
 
 
@@ -208,13 +209,22 @@ def _empty_batch(rows: int, length: int, device: torch.device, *, packing: bool)
     )
     mask, positions = (None, mask_BT) if packing else (mask_BT, None)
     supervised = rows * (length - 1)
-    counted = torch.empty(supervised, dtype=torch.long, device=device)
+    supervised_positions = torch.empty(supervised, dtype=torch.long, device=device)
     # assumes one document per row: more documents only enlarge the small tensor of their bounds
     if packing:
         documents = Documents.from_rows(rows, length, device)._replace(whole_rows=False)
     else:
         documents = None
-    return Batch(ids_BT, mask, labels_BT, rows * length, supervised, positions, counted, documents)
+    return Batch(
+        ids_BT,
+        mask,
+        labels_BT,
+        rows * length,
+        supervised,
+        positions,
+        supervised_positions,
+        documents,
+    )
 
 
 def _fill_inverse_frequencies(model: nn.Module) -> None:

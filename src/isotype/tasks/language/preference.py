@@ -31,10 +31,10 @@ from ...distributed.world import World
 from ...errors import UsageError
 from ...optimize.head import compute_loss
 from ...precision.parts import local_part
-from ...training.task import Check, Feed, MetricNames, eval_mode, micro_batch
+from ...training.task import Check, Feed, MetricNames, eval_mode, evaluation_batch_size
 from ...wording import pluralise
 from .batches import Batch, collate, longest_rows, model_inputs, move_to_device, next_tokens
-from .checks import CHECKS, unlearnt_end_token
+from .checks import CHECKS, check_end_token
 from .objective import Header, Objective, refuse_balancing_loss
 
 REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
@@ -120,9 +120,9 @@ def answer_log_probs(model: nn.Module, batch: Batch, *, dtype: str) -> Tensor:
     log_probs_N = compute_loss(
         model, model_inputs(model, batch), replace(targets, per_row=True, dtype=dtype)
     )
-    assert batch.counted is not None
+    assert batch.supervised_positions is not None
     log_probs_by_position = torch.zeros(batch.labels.numel(), device=log_probs_N.device).index_copy(
-        0, batch.counted, log_probs_N.float()
+        0, batch.supervised_positions, log_probs_N.float()
     )
     return row_sums(log_probs_by_position.view(batch.labels.shape))
 
@@ -150,7 +150,7 @@ class Preference(Objective):
         row="pair",
         eval_weight="pairs",
         measures=REWARDS + LOGPS,
-        live=("rewards/margins", "rewards/accuracies"),
+        live_line=("rewards/margins", "rewards/accuracies"),
     )
     format: FormatName | None = "preference"
     answers_per_row = 2
@@ -302,7 +302,7 @@ class Preference(Objective):
             self.train,
             self.eval,
             log_probs=log_probs,
-            batch_size=micro_batch(self.config.train),
+            batch_size=evaluation_batch_size(self.config.train),
             fingerprints=self.fingerprints,
             folder=folder,
             world=world,
@@ -332,7 +332,7 @@ class PairLosses(NamedTuple):
     rejected_logps: Tensor
 
 
-def pair_losses(objective: str, settings: PreferenceSection, a: PairLogProbs) -> PairLosses:
+def pair_losses(objective: str, settings: PreferenceSection, log_probs: PairLogProbs) -> PairLosses:
     """The losses of an objective, `nll` included.
 
     A reward is beta times the log-probability of an answer, minus that of the reference if the
@@ -340,15 +340,17 @@ def pair_losses(objective: str, settings: PreferenceSection, a: PairLogProbs) ->
     """
     beta = settings.beta
     smoothing = settings.label_smoothing
-    c = a.chosen - a.chosen_reference
-    r = a.rejected - a.rejected_reference
-    logps = a.chosen, a.rejected
+    c = log_probs.chosen - log_probs.chosen_reference
+    r = log_probs.rejected - log_probs.rejected_reference
+    logps = log_probs.chosen, log_probs.rejected
     if objective in ("simpo", "orpo"):
-        c = c / a.chosen_length
-        r = r / a.rejected_length
+        c = c / log_probs.chosen_length
+        r = r / log_probs.rejected_length
         logps = c, r
     if objective == "ipo":
-        losses = (c / a.chosen_length - r / a.rejected_length - 1 / (2 * beta)).square()
+        losses = (
+            c / log_probs.chosen_length - r / log_probs.rejected_length - 1 / (2 * beta)
+        ).square()
     elif objective == "simpo":
         losses = -F.logsigmoid(beta * (c - r) - settings.simpo_gamma)
     elif objective == "orpo":
@@ -361,7 +363,7 @@ def pair_losses(objective: str, settings: PreferenceSection, a: PairLogProbs) ->
             losses = -F.logsigmoid(h)
     weight = float(objective in ("orpo", "cpo")) if settings.nll is None else settings.nll
     if weight:
-        losses = losses - weight * a.chosen / a.chosen_length
+        losses = losses - weight * log_probs.chosen / log_probs.chosen_length
     return PairLosses(losses, beta * c, beta * r, *logps)
 
 
@@ -379,15 +381,15 @@ def log1mexp(x: Tensor) -> Tensor:
 # continues an earlier one, and an adapter whose start changes the base
 
 REFERENCE_FILE = "reference.safetensors"
-Rows = Pairs | LabelledAnswers
+AnswerRows = Pairs | LabelledAnswers
 # recorded in place of a fingerprint if no process has the whole model
 SHARDED_MODEL = "shared"
 
 
 def add_reference(
     model: nn.Module,
-    train: Rows,
-    evaluation: Rows,
+    train: AnswerRows,
+    evaluation: AnswerRows,
     *,
     log_probs: Callable[[Sequence[Any]], list[float]],
     batch_size: int,
@@ -424,16 +426,16 @@ def add_reference(
         return [("reference", f"from {path}")]
 
     def write() -> None:
-        new = path.with_name(f"{path.name}.new")
+        temporary_path = path.with_name(f"{path.name}.new")
         save_file(
             {
                 name: torch.tensor(values, dtype=torch.float32)
                 for name, values in log_probs_by_side.items()
             },
-            new,
+            temporary_path,
             metadata=identity,
         )
-        os.replace(new, path)
+        os.replace(temporary_path, path)
 
     world.run_on_first(write)
     answers = sum(2 * len(sides[name]) for name in missing)
@@ -451,7 +453,7 @@ def add_reference(
 
 def _compute_log_probs(
     model: nn.Module,
-    pairs: Rows,
+    pairs: AnswerRows,
     log_probs: Callable[[Sequence[Any]], list[float]],
     batch_size: int,
     world: World,
@@ -517,7 +519,7 @@ class Reward(Preference):
         row="pair",
         eval_weight="pairs",
         measures=REWARD_MEASURES,
-        live=("margin", "accuracy"),
+        live_line=("margin", "accuracy"),
     )
     has_score_head = True
 
@@ -555,5 +557,5 @@ class Reward(Preference):
         nothing. The check of packing is left out too, because it reads logits of every position.
         """
         return {
-            "data": tuple(check for check in CHECKS["data"] if check.run is not unlearnt_end_token)
+            "data": tuple(check for check in CHECKS["data"] if check.run is not check_end_token)
         }

@@ -27,7 +27,7 @@ from ...precision.apply import apply_precision
 from ...precision.parts import Part
 from ...precision.precision import Precision
 from ...training.memory.blocks import apply_offload
-from ...training.task import Evaluation, Idle, eval_mode
+from ...training.task import Evaluation, IdleBatch, eval_mode
 from .batches import split_by_pictures
 from .objective import NextToken, Objective
 
@@ -130,27 +130,29 @@ def evaluate(
     def batches() -> Iterator[Any]:
         for turn in range(0, len(by_length), world.size * batch_size):
             start = turn + world.rank * batch_size
-            chosen = [rows[i] for i in by_length[start : start + batch_size] or by_length[:1]]
-            for alike in split_by_pictures(chosen):
-                batch = objective.collate(alike, pad_id=pad_id, device_type=device.type).to(device)
-                yield batch if start < len(by_length) else Idle(batch)
+            pass_rows = [rows[i] for i in by_length[start : start + batch_size] or by_length[:1]]
+            for rows_of_one_kind in split_by_pictures(pass_rows):
+                batch = objective.collate(
+                    rows_of_one_kind, pad_id=pad_id, device_type=device.type
+                ).to(device)
+                yield batch if start < len(by_length) else IdleBatch(batch)
 
     with eval_mode(model):
         for batch in objective.prepare_step(model, batches(), world, dtype=loss_dtype):
-            idle = isinstance(batch, Idle)
+            is_idle = isinstance(batch, IdleBatch)
             sums = (
-                objective.loss_sum(model, batch.batch if idle else batch, dtype=loss_dtype)
+                objective.loss_sum(model, batch.batch if is_idle else batch, dtype=loss_dtype)
                 .double()
                 .cpu()
             )
-            total += 0.0 * sums if idle else sums
+            total += 0.0 * sums if is_idle else sums
             weight += batch.weight
-    *totals, counted = world.sum([*total.tolist(), weight])
-    loss, *measures = (value / max(1, counted) for value in totals)
+    *totals, total_weight = world.sum([*total.tolist(), weight])
+    loss, *measures = (value / max(1, total_weight) for value in totals)
     return Evaluation(
         loss,
-        int(counted),
-        measures=objective.metric_names.derive(
+        int(total_weight),
+        measures=objective.metric_names.compute_metrics(
             dict(zip(objective.metric_names.measures, measures))
         ),
     )

@@ -37,7 +37,14 @@ from ...runs.folder import RunFolder
 from ...training.memory.blocks import apply_offload
 from ...training.memory.plan import max_step_bytes
 from ...training.memory.recomputation import checkpointable_layers
-from ...training.task import Batch, Evaluation, MetricNames, Outline, StepOutline, micro_batch
+from ...training.task import (
+    Batch,
+    Evaluation,
+    MetricNames,
+    Outline,
+    StepOutline,
+    evaluation_batch_size,
+)
 from ...wording import pluralise
 from .batches import longest_rows, padded_length, split_by_pictures
 from .distil import Distil
@@ -79,9 +86,11 @@ class LanguageTask:
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         if config.train.objective == "reward" and config.adapter.kind != "none":
-            in_full = [*config.adapter.modules_to_save, SCORE]
+            full_modules = [*config.adapter.modules_to_save, SCORE]
             self.config = config = config.model_copy(
-                update={"adapter": config.adapter.model_copy(update={"modules_to_save": in_full})}
+                update={
+                    "adapter": config.adapter.model_copy(update={"modules_to_save": full_modules})
+                }
             )
         self.objective: Objective = OBJECTIVES.get(config.train.objective, Preference)(config)
         self.feed = self.objective.feed
@@ -283,7 +292,7 @@ class LanguageTask:
     def rehearse_evaluation(
         self, model: nn.Module, device: torch.device, *, dtype: str
     ) -> Evaluation | None:
-        longest = longest_rows(self.objective.eval, micro_batch(self.config.train))
+        longest = longest_rows(self.objective.eval, evaluation_batch_size(self.config.train))
         if longest:
             return self._evaluate(model, longest, device, dtype)
         return None
@@ -296,7 +305,7 @@ class LanguageTask:
         dtype: str,
         world: World = ALONE,
     ) -> Evaluation:
-        size = micro_batch(self.config.train)
+        size = evaluation_batch_size(self.config.train)
         pad_id = self.tokenizer.pad_token_id
         return evaluate(
             model,

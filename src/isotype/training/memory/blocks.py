@@ -31,12 +31,12 @@ from ...environment.hardware import Hardware
 from ...errors import UsageError, raise_first_refusal
 from ...precision.apply import inner_model
 from ...wording import format_binary_bytes
-from .offload import SMALLEST, StreamCopier
+from .offload import MIN_OFFLOADED_BYTES, StreamCopier
 from .outline import quantisation_tensors
 from .recomputation import AUTO, LAYERS, NONE, PREPARE_ATTRIBUTE, checkpointable_layers
 
 BLOCKS = "blocks"
-KEY = "model.offload: blocks"
+OFFLOAD_SETTING = "model.offload: blocks"
 _BLOCKS_ATTRIBUTE = "_isotype_blocks"
 _ALIGNMENT = (
     256  # bytes: where a tensor begins in a block's memory, as PyTorch's own allocations do
@@ -130,7 +130,7 @@ def allocate_pinned(size: int, device: torch.device) -> Tensor:
         torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0)
     ):
         raise UsageError(
-            f"{KEY}: the system pins no {format_binary_bytes(size)} more of host memory",
+            f"{OFFLOAD_SETTING}: the system pins no {format_binary_bytes(size)} more of host memory",
             fix="a base of fewer bits, or model.offload: none",
         )
     return memory
@@ -149,7 +149,7 @@ class FrozenBlocks:
         self.blocks = blocks
         self.order = list[Block]()
         self.start_copy: Callable[[Tensor, Tensor], Any] = start_copy or (
-            StreamCopier() if blocks[0].device.type == "cuda" else _copy_now
+            StreamCopier() if blocks[0].device.type == "cuda" else _copy_synchronously
         )
 
     def prepare(self, block: Block, *_: Any) -> None:
@@ -167,7 +167,7 @@ class FrozenBlocks:
             next_block.fetch(self.start_copy)
 
 
-def _copy_now(target: Tensor, source: Tensor) -> None:
+def _copy_synchronously(target: Tensor, source: Tensor) -> None:
     target.copy_(source)
 
 
@@ -186,7 +186,9 @@ def offload_blocks(
     """
     layers = checkpointable_layers(model)
     if not layers:
-        raise UsageError(f"{KEY}: this architecture marks no blocks", fix="model.offload: none")
+        raise UsageError(
+            f"{OFFLOAD_SETTING}: this architecture marks no blocks", fix="model.offload: none"
+        )
     use_counts = Counter(id(p) for layer in layers for p in dict.fromkeys(layer.parameters()))
     blocks = []
     for layer in layers:
@@ -196,7 +198,7 @@ def offload_blocks(
             t
             for p in frozen
             for t in (p, *quantisation_tensors(p))
-            if t.is_contiguous() and t.numel() * t.element_size() >= SMALLEST
+            if t.is_contiguous() and t.numel() * t.element_size() >= MIN_OFFLOADED_BYTES
         ]
         blocks.append(Block(large_tensors, device))
     offloaded_ids = {id(tensor) for block in blocks for tensor in block.tensors}
@@ -253,17 +255,17 @@ def check_offload(config: RunConfig, *, device_type: str) -> None:
     raise_first_refusal(
         (
             config.adapter.kind == "none",
-            f"{KEY} moves frozen weights, and adapter.kind: none trains every one",
+            f"{OFFLOAD_SETTING} moves frozen weights, and adapter.kind: none trains every one",
             "adapter.kind: lora",
         ),
         (
             device_type == "cpu",
-            f"{KEY} moves weights to host memory, and on a CPU they are there already",
+            f"{OFFLOAD_SETTING} moves weights to host memory, and on a CPU they are there already",
             "model.offload: none",
         ),
         (
             not has_all_layers,
-            f"{KEY} with {settings}: a block that does not recompute keeps its weights for backward",
+            f"{OFFLOAD_SETTING} with {settings}: a block that does not recompute keeps its weights for backward",
             "train.gradient_checkpointing: layers, train.checkpointed_layers: all",
         ),
     )
@@ -290,7 +292,7 @@ def refuse_without_host_memory(block_bytes: int, available_bytes: int, processes
         else:
             requirement = f"{format_binary_bytes(block_bytes)} of blocks"
         raise UsageError(
-            f"{KEY}: {requirement} do not fit into {format_binary_bytes(available_bytes)} of host memory",
+            f"{OFFLOAD_SETTING}: {requirement} do not fit into {format_binary_bytes(available_bytes)} of host memory",
             fix="a base of fewer bits: precision.base: fp8 or nf4",
         )
 

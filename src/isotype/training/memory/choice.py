@@ -10,7 +10,7 @@ from ...config.schema import RunConfig, size_in_bytes
 from ...wording import format_binary_bytes
 from ..device_setup import DeviceSetup
 from ..task import Outline, Task
-from .blocks import KEY, effective_train_settings
+from .blocks import OFFLOAD_SETTING, effective_train_settings
 from .device import (
     available_memory,
     choose_checkpointing_by_plan,
@@ -43,17 +43,17 @@ def choose_checkpointing(
     available = available_memory(device_setup.hardware.memory, device)
     overhead = overhead_memory(model, device)
     upper_bound = task.max_step_bytes(model, precision) + overhead
-    is_near = upper_bound > available // 2
-    if is_near and available and device.type == "cpu":
+    is_near_limit = upper_bound > available // 2
+    if is_near_limit and available and device.type == "cpu":
         # otherwise the process would use more memory than planned
         return_freed_blocks()
     if train.gradient_checkpointing != AUTO:
-        chosen = _configured_checkpointing(model, task.config)
+        configured = _configured_checkpointing(model, task.config)
         if source.startswith(f"{AUTO}: "):
-            return replace(chosen, reason=source)
-        return chosen
+            return replace(configured, reason=source)
+        return configured
     target = None if train.memory is None else size_in_bytes(train.memory)
-    if not is_near and (target is None or upper_bound - overhead <= target):
+    if not is_near_limit and (target is None or upper_bound - overhead <= target):
         return Checkpointing(
             NONE,
             reason=f"auto: the step cannot take more than {format_binary_bytes(upper_bound)} of {format_binary_bytes(available)}",
@@ -66,10 +66,10 @@ def choose_checkpointing(
 
 
 def _configured_checkpointing(model: nn.Module, config: RunConfig) -> Checkpointing:
-    chosen = configured_checkpointing(model, effective_train_settings(config))
+    configured = configured_checkpointing(model, effective_train_settings(config))
     if config.train.gradient_checkpointing == AUTO:
-        return replace(chosen, reason=f"{AUTO}: {KEY}")
-    return chosen
+        return replace(configured, reason=f"{AUTO}: {OFFLOAD_SETTING}")
+    return configured
 
 
 def planned_checkpointing(
@@ -89,23 +89,23 @@ def planned_checkpointing(
     """
     train = effective_train_settings(task.config)
     precision = device_setup.resolved.precision
-    largest = task.step_outline(precision)
-    earlier: MemoryPlan | None = None
+    step_outline = task.step_outline(precision)
+    earlier_plan: MemoryPlan | None = None
 
     def simulate(checkpointing: Checkpointing) -> MemoryPlan:
-        nonlocal earlier
+        nonlocal earlier_plan
         plan = plan_process_memory(
             outline,
             train,
             precision,
-            largest,
+            step_outline,
             checkpointing=checkpointing,
             device_type=device_setup.device.type,
             parts=parts,
-            earlier=earlier,
+            earlier_plan=earlier_plan,
         )
-        if earlier is None and not plan.not_simulated:
-            earlier = plan
+        if earlier_plan is None and not plan.not_simulated:
+            earlier_plan = plan
         return plan
 
     if train.gradient_checkpointing != AUTO:
@@ -119,5 +119,5 @@ def planned_checkpointing(
         available=available,
         overhead=overhead,
         device_type=device_setup.device.type,
-        target=target,
+        target_bytes=target,
     )

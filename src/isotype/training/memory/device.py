@@ -103,19 +103,19 @@ def choose_checkpointing_by_plan(
     available: int,
     overhead: int,
     device_type: str,
-    target: int | None = None,
+    target_bytes: int | None = None,
 ) -> PlannedCheckpointing:
     """Returns the choice of recomputation that `auto` makes, and the memory plan for it.
 
-    simulate   plans a step with a choice
-    layers     the number of layers that can recompute
-    available  bytes of the device, 0 where unknown
-    overhead   how many of these bytes are used by something other than the step
-    target     the bytes that the step's plan must not exceed, from `train.memory`
+    simulate      plans a step with a choice
+    layers        the number of layers that can recompute
+    available     bytes of the device, 0 where unknown
+    overhead      how many of these bytes are used by something other than the step
+    target_bytes  the bytes that the step's plan must not exceed, from `train.memory`
     """
     # beyond the device's memory a run fails, so a margin is kept; the target needs none
     limits = ([int(available * (1 - PLAN_TOLERANCE))] if available else []) + (
-        [] if target is None else [target + overhead]
+        [] if target_bytes is None else [target_bytes + overhead]
     )
     limit = min(limits, default=0)
 
@@ -135,8 +135,8 @@ def choose_checkpointing_by_plan(
         else:
             reason = "the step has no plan"
         return choice(NONE, 0, reason), without_recompute
-    if target is not None and limit == target + overhead:
-        limit_text = f"{format_binary_bytes(target)} (train.memory)"
+    if target_bytes is not None and limit == target_bytes + overhead:
+        limit_text = f"{format_binary_bytes(target_bytes)} (train.memory)"
     else:
         limit_text = format_binary_bytes(available)
     if excess(without_recompute) <= 0:
@@ -163,17 +163,17 @@ def choose_checkpointing_by_plan(
             count = max(count + 1, min(layers, count + -int(-excess_bytes // saved_per_layer)))
             if count >= layers:
                 break
-            fewer = replace(checkpointing, layers=tuple(range(count)))
-            fewer_plan = simulate(fewer)
+            fewer_layers = replace(checkpointing, layers=tuple(range(count)))
+            fewer_plan = simulate(fewer_layers)
             excess_bytes = excess(fewer_plan)
             if excess_bytes <= 0:
-                checkpointing = fewer
+                checkpointing = fewer_layers
                 plan = fewer_plan
                 break
-    with_attention = replace(checkpointing, keep_attention=True)
-    with_attention_plan = simulate(with_attention)
-    if excess(with_attention_plan) <= 0:
-        return (with_attention, with_attention_plan)
+    attention_kept = replace(checkpointing, keep_attention=True)
+    attention_kept_plan = simulate(attention_kept)
+    if excess(attention_kept_plan) <= 0:
+        return (attention_kept, attention_kept_plan)
     return (checkpointing, plan)
 
 
@@ -183,16 +183,16 @@ def memory_saving_advice(config: RunConfig, checkpointing: str) -> str:
     checkpointing  the kind of recomputation of the run, or `train.gradient_checkpointing` where it
                    is not decided yet
     """
-    ways = ["train.gradient_checkpointing: layers"] if checkpointing in (NONE, AUTO) else []
+    advice = ["train.gradient_checkpointing: layers"] if checkpointing in (NONE, AUTO) else []
     if config.train.batch_size > 1:
-        ways.append(
+        advice.append(
             "a smaller train.batch_size with more train.accumulate (the result is the same)"
         )
-    ways.append(
+    advice.append(
         "a smaller data.max_length"
         if config.images.train is None
         else "a smaller images.resolution"
     )
     if (config.precision.base or config.precision.preset) not in ("nf4", "nf4-lora"):
-        ways.append("--preset qlora")
-    return ", ".join(ways[:-1]) + (", or " if ways[1:] else "") + ways[-1]
+        advice.append("--preset qlora")
+    return ", ".join(advice[:-1]) + (", or " if advice[1:] else "") + advice[-1]

@@ -27,7 +27,7 @@ from ...ops.library import library_op
 from .run_again import call_and_recompute
 
 CALLS_ON_DEVICE = 2
-SMALLEST = 1 << 14  # bytes: offloading a smaller tensor is not worth a copy
+MIN_OFFLOADED_BYTES = 1 << 14  # bytes: offloading a smaller tensor is not worth a copy
 
 
 @library_op("host_copy(Tensor x) -> ()", fake=lambda x: None)
@@ -85,7 +85,7 @@ class SavedCall:
     def previous(self) -> SavedCall | None:
         return self._previous() if self._previous is not None else None
 
-    def alive(self) -> list[HostTensor]:
+    def alive_tensors(self) -> list[HostTensor]:
         return [tensor for ref in self.tensors if (tensor := ref()) is not None]
 
 
@@ -166,7 +166,10 @@ class HostMemory:
         return HostMemory(call=self.call)
 
     def pack(self, tensor: Tensor) -> Tensor | HostTensor:
-        if tensor.numel() * tensor.element_size() < SMALLEST or not tensor.is_floating_point():
+        if (
+            tensor.numel() * tensor.element_size() < MIN_OFFLOADED_BYTES
+            or not tensor.is_floating_point()
+        ):
             return tensor
         if self.current_call is None:
             self.current_call = SavedCall(None)
@@ -185,7 +188,7 @@ class HostMemory:
         if isinstance(packed, Tensor):
             return packed
         self._fetch(packed)
-        for saved in packed.call.alive():
+        for saved in packed.call.alive_tensors():
             if not saved.is_consumed:
                 self._fetch(saved)
         tensor = packed.on_device
@@ -195,7 +198,7 @@ class HostMemory:
         if packed.pending_copy is not None:
             packed.pending_copy.wait()
         previous = packed.call.previous
-        for saved in previous.alive() if previous is not None else ():
+        for saved in previous.alive_tensors() if previous is not None else ():
             if not saved.is_consumed:
                 self._fetch(saved)
         assert (tensor.dtype, tensor.shape) == (

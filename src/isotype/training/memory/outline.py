@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from ...ops.packed import PackedState
 
 # elements per scale, and scales per second-level scale
-BLOCK = 64
-INNER_BLOCK = 256
+ELEMENTS_PER_SCALE = 64
+SCALES_PER_BLOCK = 256
 
 
 def quantise_outline(
@@ -43,23 +43,23 @@ def _build_nf4_layer(linear: nn.Linear, compute: torch.dtype, double_quant: bool
         if linear.bias is not None:
             layer.bias.data = linear.bias.data
         elements = linear.in_features * linear.out_features
-        scales = -(-elements // BLOCK)
+        scales = -(-elements // ELEMENTS_PER_SCALE)
         weight: Any = nn.Parameter(
             torch.empty(-(-elements // 2), 1, dtype=torch.uint8), requires_grad=False
         )
         weight.compress_statistics = double_quant
         weight.quant_type = "nf4"
         inner = QuantState(
-            absmax=torch.empty(-(-scales // INNER_BLOCK)),
+            absmax=torch.empty(-(-scales // SCALES_PER_BLOCK)),
             code=torch.empty(256),
-            blocksize=INNER_BLOCK,
+            blocksize=SCALES_PER_BLOCK,
             dtype=torch.float32,
         )
         weight.quant_state = QuantState(
             absmax=torch.empty(scales, dtype=torch.uint8 if double_quant else torch.float32),
             shape=torch.Size((linear.out_features, linear.in_features)),
             code=torch.empty(16),
-            blocksize=BLOCK,
+            blocksize=ELEMENTS_PER_SCALE,
             quant_type="nf4",
             dtype=compute,
             offset=torch.empty(()) if double_quant else None,
@@ -115,8 +115,8 @@ def scratch_sizes() -> dict[Any, Any]:
     except ImportError:
         return {}
 
-    def widened(x: Tensor, packed: Tensor, shape: Any, *_: Any, **__: Any) -> int:
+    def dequantised_bytes(x: Tensor, packed: Tensor, shape: Any, *_: Any, **__: Any) -> int:
         elements = int(shape[0]) * int(shape[1])
-        return elements * x.element_size() + 4 * elements // BLOCK
+        return elements * x.element_size() + 4 * elements // ELEMENTS_PER_SCALE
 
-    return {torch.ops.bitsandbytes.gemm_4bit.default: widened}
+    return {torch.ops.bitsandbytes.gemm_4bit.default: dequantised_bytes}

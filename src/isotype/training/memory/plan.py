@@ -92,7 +92,7 @@ class MemoryPlan:
     not_simulated: str | None = None
 
     @property
-    def held(self) -> int:
+    def persistent_bytes(self) -> int:
         """The bytes that stay allocated during the whole run, independent of its rows."""
         return self.frozen + self.trained + self.gradients + self.optimizer
 
@@ -104,34 +104,37 @@ def plan_memory(
     outline: Outline,
     train: TrainSection,
     precision: Precision,
-    largest: StepOutline,
+    step_outline: StepOutline,
     *,
     checkpointing: Checkpointing,
     device_type: str = "cpu",
-    earlier: MemoryPlan | None = None,
+    earlier_plan: MemoryPlan | None = None,
 ) -> MemoryPlan:
     """Plans the memory of one optimizer step on the largest micro-batch. The same outline may be
     planned again with other settings.
 
-    outline  the task's outline, whose parameters are replaced by fake ones here
-    largest  the task's largest step, evaluation and sample
-    earlier  a plan of the same step with other recomputation. Its figures for evaluation and sample
+    outline       the task's outline, whose parameters are replaced by fake ones here
+    step_outline  the task's largest step, evaluation and sample
+    earlier_plan  a plan of the same step with other recomputation. Its figures for evaluation and
+                  sample
              are reused, since these recompute nothing.
     A step for a GPU is simulated on meta tensors, whether this machine has a GPU or not. If a step
-    cannot be simulated, `held` is still exact, and `not_simulated` gives the reason.
+    cannot be simulated, `persistent_bytes` is still exact, and `not_simulated` gives the reason.
     """
-    held_plan = held_memory(outline.model, train, precision)
-    held_plan = replace(held_plan, frozen=held_plan.frozen + largest.other_model_bytes)
+    persistent_plan = plan_persistent_memory(outline.model, train, precision)
+    persistent_plan = replace(
+        persistent_plan, frozen=persistent_plan.frozen + step_outline.other_model_bytes
+    )
     apply_checkpointing(outline.model, checkpointing)
     try:
         return _simulate_step(
             outline.model,
             train,
             precision,
-            largest,
+            step_outline,
             device_type=device_type,
-            held_plan=held_plan,
-            earlier=earlier,
+            persistent_plan=persistent_plan,
+            earlier_plan=earlier_plan,
         )
     except UsageError:
         raise
@@ -139,10 +142,10 @@ def plan_memory(
         # the architecture's shapes depend on values (routed experts), or an operator has no fake
         # implementation: weights, gradients and states are still exact
         return replace(
-            held_plan,
-            peak=held_plan.held,
-            rows=largest.rows,
-            length=largest.length,
+            persistent_plan,
+            peak=persistent_plan.persistent_bytes,
+            rows=step_outline.rows,
+            length=step_outline.length,
             not_simulated=first_line(error)[:160],
         )
 
@@ -203,12 +206,12 @@ def plan_process_memory(
     outline: Outline,
     train: TrainSection,
     precision: Precision,
-    largest: StepOutline,
+    step_outline: StepOutline,
     *,
     checkpointing: Checkpointing,
     device_type: str,
     parts: int,
-    earlier: MemoryPlan | None = None,
+    earlier_plan: MemoryPlan | None = None,
 ) -> MemoryPlan:
     """Plans the memory of one of `parts` processes that share a model. With `parts` 1 the result is
     that of `plan_memory`.
@@ -222,10 +225,10 @@ def plan_process_memory(
         outline,
         train,
         precision,
-        largest,
+        step_outline,
         checkpointing=checkpointing,
         device_type=device_type,
-        earlier=earlier,
+        earlier_plan=earlier_plan,
     )
     if parts == 1:
         return plan
@@ -255,10 +258,12 @@ def plan_process_memory(
     )
     forward = max(plan.forward, plan.evaluation, plan.sampling or 0) + gathered + gather_copy
     backward = plan.activations + plan.backward + gathered + max(gradient_bytes, gather_copy)
-    return replace(shared, peak=shared.held + max(forward, backward, shared.update))
+    return replace(shared, peak=shared.persistent_bytes + max(forward, backward, shared.update))
 
 
-def held_memory(model: nn.Module, train: TrainSection, precision: Precision) -> MemoryPlan:
+def plan_persistent_memory(
+    model: nn.Module, train: TrainSection, precision: Precision
+) -> MemoryPlan:
     """Plans the memory that stays allocated during the whole run: weights, gradients and optimizer
     states.
     """
@@ -297,11 +302,11 @@ def _simulate_step(
     model: nn.Module,
     train: TrainSection,
     precision: Precision,
-    largest: StepOutline,
+    step_outline: StepOutline,
     *,
     device_type: str,
-    held_plan: MemoryPlan,
-    earlier: MemoryPlan | None,
+    persistent_plan: MemoryPlan,
+    earlier_plan: MemoryPlan | None,
 ) -> MemoryPlan:
     device = torch.device("cpu" if device_type == "cpu" else "meta")
     states_bytes = state_bytes(model, train, precision)
@@ -319,22 +324,24 @@ def _simulate_step(
         simulated_train = train if is_simulated else train.model_copy(update={"optimizer": "adamw"})
         largest_trained = max((_bytes(p) for p in model.parameters() if p.requires_grad), default=0)
         optimizer = build_optimizer(model, simulated_train, precision, accumulator.gradient)
-        stepper = Stepper(model, optimizer, accumulator, precision, train, largest.loss_sum)
-        batch = largest.batch(device)
-        after_forward: list[int] = []
+        stepper = Stepper(
+            model, optimizer, accumulator, precision, train, step_outline.compute_loss_sum
+        )
+        batch = step_outline.make_batch(device)
+        bytes_after_forward: list[int] = []
         peaks: list[int] = []  # in turn: before each forward, and in it
 
-        def part_begins(*_: Any) -> None:
+        def start_phase(*_: Any) -> None:
             peaks.append(live.peak)
             live.restart_peak()
 
-        def forward_ends(*_: Any) -> None:
-            after_forward.append(live.current)
-            part_begins()
+        def end_forward(*_: Any) -> None:
+            bytes_after_forward.append(live.current)
+            start_phase()
 
         hooks = [
-            model.register_forward_pre_hook(part_begins),
-            model.register_forward_hook(forward_ends),
+            model.register_forward_pre_hook(start_phase),
+            model.register_forward_hook(end_forward),
         ]
 
         # the first step creates the optimizer's states; the second step is measured
@@ -348,52 +355,52 @@ def _simulate_step(
         accumulator.zero()
         live.restart_peak()
         start_bytes = live.current
-        first_forward = len(after_forward)
+        first_forward = len(bytes_after_forward)
         peaks.clear()
         # from the second micro-batch on, the gradients of the first one are held too
         batches = [batch] * min(2, train.accumulate)
         stepper.accumulate(batches)
-        forward_end = after_forward[first_forward + len(batches) - 1]
+        forward_end = bytes_after_forward[first_forward + len(batches) - 1]
         gradients = live.current - start_bytes if len(batches) > 1 else 0
-        in_forward = peaks[-1]
-        in_backward = live.peak
-        before_update = live.current
-        peak_step = max(*peaks, live.peak)
+        forward_peak = peaks[-1]
+        backward_peak = live.peak
+        bytes_before_update = live.current
+        step_peak = max(*peaks, live.peak)
         live.restart_peak()
         if not states:
             optimizer.step()
         elif train.optimizer not in EIGHT_BIT_OPTIMIZERS:
             torch.empty(2 * largest_trained, dtype=torch.uint8, device=device)
         update_peak = live.peak
-        update = live.peak - before_update
+        update = live.peak - bytes_before_update
         for hook in hooks:
             hook.remove()
         accumulator.zero()
-        if earlier is None:
-            if largest.evaluation:
-                evaluation = _measure_peak(live, largest.evaluation, model, device)
+        if earlier_plan is None:
+            if step_outline.run_evaluation:
+                evaluation = _measure_peak(live, step_outline.run_evaluation, model, device)
             else:
                 evaluation = 0
-            sampling = _measure_sampling(model, live, largest, device)
+            sampling = _measure_sampling(model, live, step_outline, device)
         else:
-            evaluation = earlier.evaluation
-            sampling = earlier.sampling
+            evaluation = earlier_plan.evaluation
+            sampling = earlier_plan.sampling
         end_bytes = live.current
         accumulator.close()
     return replace(
-        held_plan,
+        persistent_plan,
         activations=max(0, forward_end - start_bytes - gradients),
-        working=max(0, peak_step - forward_end),
-        forward=max(0, in_forward - start_bytes - gradients),
-        backward=max(0, in_backward - forward_end),
+        working=max(0, step_peak - forward_end),
+        forward=max(0, forward_peak - start_bytes - gradients),
+        backward=max(0, backward_peak - forward_end),
         update=update,
         evaluation=evaluation,
         sampling=sampling,
-        peak=max(peak_step, update_peak, end_bytes + max(evaluation, sampling or 0))
+        peak=max(step_peak, update_peak, end_bytes + max(evaluation, sampling or 0))
         + average_bytes(model, train, precision)
         + resident_bytes(model),
-        rows=largest.rows,
-        length=largest.length,
+        rows=step_outline.rows,
+        length=step_outline.length,
     )
 
 
@@ -411,12 +418,12 @@ def _measure_peak(
 
 
 def _measure_sampling(
-    model: nn.Module, live: LiveBytes, largest: StepOutline, device: torch.device
+    model: nn.Module, live: LiveBytes, step_outline: StepOutline, device: torch.device
 ) -> int | None:
-    if largest.sampling is None:
+    if step_outline.run_sample is None:
         return 0
     try:
-        return _measure_peak(live, largest.sampling, model, device)
+        return _measure_peak(live, step_outline.run_sample, model, device)
     # the model has no cache, or its cache depends on values; the plan of the step is still valid
     except Exception:
         return None
@@ -472,7 +479,7 @@ def max_step_bytes(
     scores = sum(getattr(layer, "num_attention_heads", 0) for layer in layers) * tokens * length
     largest = max((a * b for a, b in zip(widths[::2], widths[1::2])), default=0)
     return (
-        held_memory(model, train, precision).held
+        plan_persistent_memory(model, train, precision).persistent_bytes
         + 24 * tokens * sum(widths)
         + 16 * scores
         + 32 * largest

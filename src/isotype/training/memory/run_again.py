@@ -55,7 +55,7 @@ def run_again_in_backward(function: Callable[..., Any], *args: Any) -> Any:
     return output
 
 
-class _Inputs(torch.autograd.Function):
+class _InputSaver(torch.autograd.Function):
     """Saves the layer's inputs in the way of any operator: PyTorch checks them for in-place
     changes, and saved-tensor hooks around the layer receive them.
     """
@@ -91,7 +91,7 @@ class _CheckpointedCall:
         tensors = {i: value for i, value in enumerate(args) if isinstance(value, Tensor)}
         self.other_args = [None if i in tensors else value for i, value in enumerate(args)]
         self.positions = tuple(tensors)
-        self.inputs: Any = _Inputs.apply(torch.empty(0, requires_grad=True), *tensors.values())
+        self.inputs: Any = _InputSaver.apply(torch.empty(0, requires_grad=True), *tensors.values())
         self.devices = list(
             dict.fromkeys(
                 t.device for t in tensors.values() if t.device.type not in ("cpu", "meta")
@@ -105,7 +105,7 @@ class _CheckpointedCall:
 
     def finish_forward(self) -> None:
         if all(
-            _state_bytes(a) == _state_bytes(b)
+            _random_state_bytes(a) == _random_state_bytes(b)
             for a, b in zip(self.random_states or (), _random_states(self.devices))
         ):
             self.random_states = None
@@ -207,7 +207,7 @@ def _random_states(devices: list[torch.device]) -> list[Tensor]:
     ]
 
 
-def _state_bytes(state: Tensor) -> bytes:
+def _random_state_bytes(state: Tensor) -> bytes:
     # NumPy bypasses PyTorch's dispatcher, so that a mode that records operators sees no extra ones
     return bytes(state.numpy())
 

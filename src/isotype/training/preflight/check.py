@@ -46,15 +46,15 @@ CHECKS: Mapping[str, tuple[Check, ...]] = {
 class Outcome:
     """The result of the preflight.
 
-    findings  what the checks found
-    skipped   code -> the user's reason, of each check that was left out
-    ran       the codes of the checks that ran
-    seconds   the time of each phase
+    findings       what the checks found
+    skipped        code -> the user's reason, of each check that was left out
+    checked_codes  the codes of the checks that ran
+    seconds        the time of each phase
     """
 
     findings: list[Finding] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
-    ran: list[str] = field(default_factory=list)
+    checked_codes: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -69,17 +69,17 @@ class Outcome:
                 {"code": code, "check": CODES[code], "reason": reason}
                 for code, reason in self.skipped.items()
             ],
-            "checks": {code: CODES[code] for code in self.ran},
+            "checks": {code: CODES[code] for code in self.checked_codes},
             "seconds": {phase: round(s, 3) for phase, s in self.seconds.items()},
         }
 
     def header_rows(self) -> list[tuple[str, str]]:
         """Rows for the run's header: a summary, each finding, and each check that was left out."""
-        passed = len(self.ran) - len({f.code for f in self.findings})
+        passed = len(self.checked_codes) - len({f.code for f in self.findings})
         return [
             (
                 "preflight",
-                f"{passed} of {len(self.ran)} checks passed in {sum(self.seconds.values()):.1f} s",
+                f"{passed} of {len(self.checked_codes)} checks passed in {sum(self.seconds.values()):.1f} s",
             ),
             *[(str(f.severity), _format_finding(f)) for f in sort_findings(self.findings)],
             *[
@@ -116,7 +116,7 @@ def preflight(
         for check in (*checks.get(phase, ()), *task_checks.get(phase, ())):
             if check.codes[0] not in skipped:
                 outcome.findings += [f for f in check.run(subject) if f.code not in skipped]
-                outcome.ran += [code for code in check.codes if code not in skipped]
+                outcome.checked_codes += [code for code in check.codes if code not in skipped]
         outcome.seconds[phase] = time.perf_counter() - started
     record_content = outcome.to_dict()
     earlier_records = previous_record.get("resumed")
@@ -132,10 +132,10 @@ def preflight(
         )
         RunFolder(record.parent).write_json(record.name, content)
     error = refusal_error(outcome) if outcome.refused else None
-    for rank, refused in enumerate(world.gather([error.message, error.fix] if error else None)):
-        if refused:
+    for rank, refusal in enumerate(world.gather([error.message, error.fix] if error else None)):
+        if refusal:
             raise PreflightError(
-                f"rank {rank}: {refused[0]}" if rank else refused[0], fix=refused[1]
+                f"rank {rank}: {refusal[0]}" if rank else refusal[0], fix=refusal[1]
             )
     return outcome
 

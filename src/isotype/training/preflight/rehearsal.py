@@ -207,8 +207,8 @@ def find_missing_gradients(subject: Subject) -> Iterator[Finding]:
     gradient = subject.prepared.stepper.accumulator.gradient
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     gradients = {name: g for name, p in trained.items() if (g := gradient(p)) is not None}
-    usable = _nonzero_names(gradients, subject)
-    filled = _nonzero_names(
+    names_with_gradient = _nonzero_names(gradients, subject)
+    nonzero_adapter_names = _nonzero_names(
         {
             name: local_part(p).detach()
             for name, p in trained.items()
@@ -216,22 +216,26 @@ def find_missing_gradients(subject: Subject) -> Iterator[Finding]:
         },
         subject,
     )
-    missing = [
+    missing_names = [
         name
         for name in trained
-        if name not in usable
-        and not _is_expected_zero(name, trained, filled, subject.prepared.manifest.unused)
+        if name not in names_with_gradient
+        and not _is_expected_zero(
+            name, trained, nonzero_adapter_names, subject.prepared.manifest.unused
+        )
     ]
-    if not missing:
+    if not missing_names:
         return
-    unreached = [name for name in missing if name not in gradients]
-    names_text = ", ".join(missing[:_MAX_NAMES]) + (", ..." if len(missing) > _MAX_NAMES else "")
+    unreached_names = [name for name in missing_names if name not in gradients]
+    names_text = ", ".join(missing_names[:_MAX_NAMES]) + (
+        ", ..." if len(missing_names) > _MAX_NAMES else ""
+    )
     yield Finding(
         code="PF014",
-        severity=Severity.WARNING if usable else Severity.ERROR,
-        place=Place(symbol=missing[0]),
-        message=f"{len(missing)} of {len(trained)} trained tensors get no usable gradient: {names_text}",
-        observed=f"{len(unreached)} are not reached by backward, {len(missing) - len(unreached)} get zeros only",
+        severity=Severity.WARNING if names_with_gradient else Severity.ERROR,
+        place=Place(symbol=missing_names[0]),
+        message=f"{len(missing_names)} of {len(trained)} trained tensors get no usable gradient: {names_text}",
+        observed=f"{len(unreached_names)} are not reached by backward, {len(missing_names) - len(unreached_names)} get zeros only",
         cause=(
             "the loss does not depend on them: a module that this forward does not use, a detach,"
             " or activations that underflow"
@@ -253,16 +257,19 @@ def _nonzero_names(tensors: dict[str, Tensor], subject: Subject) -> set[str]:
 
 
 def _is_expected_zero(
-    name: str, trained: dict[str, nn.Parameter], filled: set[str], unused: Sequence[str]
+    name: str,
+    trained: dict[str, nn.Parameter],
+    nonzero_adapter_names: set[str],
+    unused_layers: Sequence[str],
 ) -> bool:
     """Whether a gradient of zeros is correct. LoRA begins with B = 0, so A's gradient is zero at
     step 1. LoKr begins with one factor 0, so the gradients of the others are zero. An expert may
     get no token.
 
-    filled  the names of the adapters' matrices that are not zero
-    unused  the names of layers whose result the model does not use
+    nonzero_adapter_names  the names of the adapters' matrices that are not zero
+    unused_layers          the names of layers whose result the model does not use
     """
-    if ".experts." in name or any(f".{layer}." in f".{name}" for layer in unused):
+    if ".experts." in name or any(f".{layer}." in f".{name}" for layer in unused_layers):
         return True
     if ".lokr_" in name:
         partners = [
@@ -270,7 +277,7 @@ def _is_expected_zero(
             for name_part in trained
             if name_part != name and name_part.startswith(f"{name.partition('.lokr_')[0]}.lokr_")
         ]
-        return any(name_part not in filled for name_part in partners)
+        return any(name_part not in nonzero_adapter_names for name_part in partners)
     for name_part, partner_part in (
         ("lora_A", "lora_B"),
         ("lora_B", "lora_A"),
@@ -278,7 +285,7 @@ def _is_expected_zero(
         ("lora_embedding_B", "lora_embedding_A"),
     ):
         partner = name.replace(f".{name_part}.", f".{partner_part}.")
-        if partner != name and partner in trained and partner not in filled:
+        if partner != name and partner in trained and partner not in nonzero_adapter_names:
             return True
     return False
 

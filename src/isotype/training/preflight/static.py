@@ -19,7 +19,7 @@ from ...finding import Finding, Place, Severity
 from ...precision.parts import local_part
 from ...wording import format_binary_bytes, format_bytes, pluralise
 from ..memory.device import PLAN_TOLERANCE, available_memory, memory_saving_advice, overhead_memory
-from ..memory.plan import held_memory, plan_process_memory
+from ..memory.plan import plan_persistent_memory, plan_process_memory
 from ..setting_names import SettingNames
 from ..setup import Prepared, Subject
 
@@ -245,10 +245,10 @@ def checkpoint_bytes(subject: Subject) -> int:
     """Bytes of the trained tensors and the optimizer's states; the other parts of a checkpoint are
     kilobytes.
     """
-    held = held_memory(
+    persistent_plan = plan_persistent_memory(
         subject.prepared.model, subject.config.train, subject.prepared.resolved.precision
     )
-    return held.trained + held.optimizer
+    return persistent_plan.trained + persistent_plan.optimizer
 
 
 def result_bytes(subject: Subject) -> int:
@@ -313,7 +313,7 @@ def check_memory(subject: Subject) -> Iterator[Finding]:
             (
                 "step",
                 (
-                    f"{format_binary_bytes(plan.peak - plan.held)} on {pluralise(plan.rows, 'row')} of length"
+                    f"{format_binary_bytes(plan.peak - plan.persistent_bytes)} on {pluralise(plan.rows, 'row')} of length"
                     f" {plan.length}"
                 ),
             ),

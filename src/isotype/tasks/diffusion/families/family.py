@@ -438,8 +438,8 @@ class Family:
         )
 
 
-MASKED = {"prompt_embeds": "text", "prompt_attention_mask": "mask"}
-POOLED = {"prompt_embeds": "text", "pooled_prompt_embeds": "pooled"}
+MASK_ARGUMENTS = {"prompt_embeds": "text", "prompt_attention_mask": "mask"}
+POOLED_ARGUMENTS = {"prompt_embeds": "text", "pooled_prompt_embeds": "pooled"}
 
 
 def denoiser_config(model: Any) -> Any:

@@ -14,8 +14,8 @@ from torch.nn.functional import pad
 
 from ....instance_method import InstanceMethod
 from .family import (
-    MASKED,
-    POOLED,
+    MASK_ARGUMENTS,
+    POOLED_ARGUMENTS,
     Conditioning,
     Config,
     Denoiser,
@@ -80,7 +80,7 @@ class Flux(PackedTokens):
         "tokenizer_2",
     )
     text_outputs = {"text": 0, "pooled": 1}
-    text_arguments = POOLED
+    text_arguments = POOLED_ARGUMENTS
     takes_negative_prompt = False
 
     def extra_inputs(
@@ -110,7 +110,7 @@ class Flux(PackedTokens):
         ids_T3 = position_ids(height // 2, width // 2, noisy_NCHW.device)
         if conditioning.control is not None:
             ids_T3 = torch.cat([ids_T3, ids_T3 + ids_T3.new_tensor([1, 0, 0])])
-        made_NTC = model(
+        output_NTC = model(
             hidden_states=tokens_NTC,
             timestep=time_N,
             encoder_hidden_states=text["text"],
@@ -119,7 +119,7 @@ class Flux(PackedTokens):
             return_dict=False,
             **self.extra_inputs(model, tokens_NTC, time_N, text, conditioning),
         )[0]
-        return unpack_latents(made_NTC[:, : height * width // 4], height, width)
+        return unpack_latents(output_NTC[:, : height * width // 4], height, width)
 
 
 def guidance_input(model: Any, time_N: Tensor, conditioning: Conditioning) -> Tensor | None:
@@ -150,7 +150,7 @@ class Chroma(Flux):
     encoder_parts = ("text_encoder", "tokenizer")
     unneeded_parts = ("image_encoder", "feature_extractor")
     text_outputs = {"text": 0, "mask": 2}
-    text_arguments = MASKED
+    text_arguments = MASK_ARGUMENTS
     takes_negative_prompt = True
 
     def extra_inputs(
@@ -189,7 +189,7 @@ class Flux2(Family):
         height, width = noisy_NCHW.shape[-2:]
         text_ids_S4 = torch.zeros(text["text"].shape[1], 4, device=noisy_NCHW.device)
         text_ids_S4[:, 3] = torch.arange(len(text_ids_S4), device=noisy_NCHW.device)
-        made_NTC = model(
+        output_NTC = model(
             hidden_states=noisy_NCHW.flatten(2).transpose(1, 2),
             timestep=time_N,
             guidance=guidance_input(model, time_N, conditioning),
@@ -198,7 +198,7 @@ class Flux2(Family):
             img_ids=position_ids(height, width, noisy_NCHW.device, 4),
             return_dict=False,
         )[0]
-        return tokens_to_latents(made_NTC, height, width)
+        return tokens_to_latents(output_NTC, height, width)
 
     def output_latents(self, pipe: Any, output: Tensor, size: int) -> Tensor:
         """Converts the pipeline's output, which is the denoiser's tokens."""
@@ -258,7 +258,7 @@ class QwenImage(PackedTokens):
     ) -> Tensor:
         height, width = noisy_NCHW.shape[-2:]
         shapes = [(1, height // 2, width // 2)] * (1 if conditioning.control is None else 2)
-        made_NTC = model(
+        output_NTC = model(
             hidden_states=self.pack_tokens(noisy_NCHW, conditioning),
             timestep=time_N,
             encoder_hidden_states=text["text"],
@@ -266,7 +266,7 @@ class QwenImage(PackedTokens):
             img_shapes=[shapes] * len(noisy_NCHW),
             return_dict=False,
         )[0]
-        return unpack_latents(made_NTC[:, : height * width // 4], height, width)
+        return unpack_latents(output_NTC[:, : height * width // 4], height, width)
 
 
 class ZImage(Family):
@@ -320,7 +320,7 @@ class SD3(Family):
         "tokenizer_3",
     )
     text_outputs = {"text": 0, "pooled": 2}
-    text_arguments = POOLED
+    text_arguments = POOLED_ARGUMENTS
 
     def unused_layers(self, denoiser: Any) -> tuple[str, ...]:
         """The text queries of the last block, whose text result is not used."""
@@ -364,7 +364,7 @@ class AuraFlow(Family):
 
     pipeline = "AuraFlowPipeline"
     max_text_length = 256
-    text_arguments = MASKED  # the pipeline only checks the shape of the mask
+    text_arguments = MASK_ARGUMENTS  # the pipeline only checks the shape of the mask
     adapted_blocks = ("AuraFlowJointTransformerBlock", "AuraFlowSingleTransformerBlock")
 
     def predict(
@@ -391,7 +391,7 @@ class Sana(Family):
     latents = DeterministicLatents()
     text_outputs = {"text": 0, "mask": 1}
     text_width_key = "caption_channels"
-    text_arguments = MASKED
+    text_arguments = MASK_ARGUMENTS
     comfyui_blocker = "ComfyUI itself has no Sana"
     adapted_blocks = ("SanaTransformerBlock",)
 
@@ -448,7 +448,7 @@ class Lumina2(Family):
     max_text_length = 256
     keeps_text_lengths = True
     text_width_key = "cap_feat_dim"
-    text_arguments = MASKED
+    text_arguments = MASK_ARGUMENTS
     comfyui_blocker = "ComfyUI keeps its queries, keys and values in one matrix of other widths"
 
     def prepare(self, denoiser: Any) -> None:

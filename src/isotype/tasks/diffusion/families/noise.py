@@ -8,15 +8,24 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from .family import MASKED, POOLED, Conditioning, Config, Denoiser, Family, Text, denoiser_config
+from .family import (
+    MASK_ARGUMENTS,
+    POOLED_ARGUMENTS,
+    Conditioning,
+    Config,
+    Denoiser,
+    Family,
+    Text,
+    denoiser_config,
+)
 
 MOST_CLIP_WINDOWS = 3
 
 
 def tokenize_windows(tokenizer: Any, captions: Sequence[str], windows: int) -> Tensor:
-    """Tokens of captions that a CLIP encoder reads in several windows, as ComfyUI, Forge and kohya's
-    scripts do with a long prompt: each window has its own beginning and end. The rest of a caption
-    that is longer than all windows is dropped.
+    """Tokens of captions that a CLIP encoder reads in several windows, as ComfyUI, Forge and
+    kohya's scripts do with a long prompt: each window has its own beginning and end. The rest of a
+    caption that is longer than all windows is dropped.
 
     tokenizer  CLIP's, with L = `model_max_length`; a window has L - 2 tokens of the caption
     ->         int64[N windows*L]
@@ -111,7 +120,7 @@ class SDXL(StableDiffusion):
     downscale = 4
     encoder_parts = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
     text_outputs = {"text": 0, "pooled": 2}
-    text_arguments = POOLED
+    text_arguments = POOLED_ARGUMENTS
     trainable_encoders = ("text_encoder", "text_encoder_2")
     unused_last_layers = ("text_encoder",)
 
@@ -204,7 +213,7 @@ class PixArtAlpha(Family):
     max_text_length = 120
     text_outputs = {"text": 0, "mask": 1}
     text_width_key = "caption_channels"
-    text_arguments = MASKED
+    text_arguments = MASK_ARGUMENTS
     loads_lora = False
     adapted_blocks = ("BasicTransformerBlock",)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .family import (
-    MASKED,
+    MASK_ARGUMENTS,
     Conditioning,
     Config,
     Denoiser,
@@ -111,7 +111,7 @@ class LTX(SingleFrame):
     latents = LTXLatents()
     text_outputs = {"text": 0, "mask": 1}
     text_width_key = "caption_channels"
-    text_arguments = MASKED
+    text_arguments = MASK_ARGUMENTS
     block_classes = ("LTXVideoTransformerBlock",)
     comfyui_prefix = "diffusion_model"
 
@@ -124,7 +124,7 @@ class LTX(SingleFrame):
         conditioning: Conditioning,
     ) -> Tensor:
         height, width = noisy_NCHW.shape[-2:]
-        made_NTC = model(
+        output_NTC = model(
             noisy_NCHW.flatten(2).transpose(1, 2),
             text["text"],
             time_N * 1000,
@@ -135,7 +135,7 @@ class LTX(SingleFrame):
             rope_interpolation_scale=(1.0, conditioning.downscale, conditioning.downscale),
             return_dict=False,
         )[0]
-        return tokens_to_latents(made_NTC, height, width)
+        return tokens_to_latents(output_NTC, height, width)
 
     def output_latents(self, pipe: Any, output: Tensor, size: int) -> Tensor:
         side = size // pipe.vae_spatial_compression_ratio
