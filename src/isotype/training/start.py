@@ -477,7 +477,9 @@ def _processes_row(world: World, prepared: Prepared, kind: str) -> list[tuple[st
         return []
     batching = prepared.batching
     machines = "on one machine" if world.nodes == 1 else f"on {world.nodes} machines"
-    share_text = f"{len(batching.local_micro_batches)} x {batching.micro_batch_size} rows of each step"
+    share_text = (
+        f"{len(batching.local_micro_batches)} x {batching.micro_batch_size} rows of each step"
+    )
     return [
         (
             "processes",
