@@ -10,7 +10,7 @@ from typing import Any
 # module -> its names; `name=attribute` where two modules have one name, `name=` for the module itself
 INNER = {
     "isotype.cli.merge": "export",
-    "isotype.cli.report": "_row",
+    "isotype.cli.report": "_describe_run",
     "isotype.config.compare": "ALLOWED_CHANGES PATH_KEYS compare",
     "isotype.config.keys": "KEY_ALIASES key_schemas",
     "isotype.config.kind": "DIFFUSION kind_LANGUAGE=LANGUAGE is_key_of_kind detect_run_kind",

@@ -275,7 +275,7 @@ def run_folder(material: Material, folder: Path, draw: random.Random) -> None:
     from isotype.config.load import load
     from isotype.runs.checkpoint.store import CheckpointStore
     from isotype.runs.folder import LOCK, Metrics, RunFolder
-    from tests.api import SEAL, _row, compare, read_run, read_skipped, seal
+    from tests.api import SEAL, _describe_run, compare, read_run, read_skipped, seal
 
     place = folder / "run"
     shutil.copytree(
@@ -285,7 +285,7 @@ def run_folder(material: Material, folder: Path, draw: random.Random) -> None:
     for file in draw.sample(files, draw.randint(1, 3)):
         _damage(file, folder, draw)
     run = RunFolder(place)
-    for read in (lambda: read_run(place), lambda: _row(place)):
+    for read in (lambda: read_run(place), lambda: _describe_run(place)):
         with contextlib.suppress(IsotypeError):
             read()
     with run.lock():

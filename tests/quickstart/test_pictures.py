@@ -28,7 +28,9 @@ def test_nine_of_ten_pictures_are_what_was_asked_for(tmp_path, capsys):
 @pytest.mark.full
 def test_a_finished_stage_is_not_repeated(tmp_path, capsys):
     folder = tmp_path / "quickstart"
-    assert quickstart_pictures(folder, share=0.002, vae_steps=2, draws=1, json_output=True) == 0
+    assert (
+        quickstart_pictures(folder, step_share=0.002, vae_steps=2, draws=1, json_output=True) == 0
+    )
     first = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(first["after"]) == {
         "a red circle",
@@ -38,7 +40,7 @@ def test_a_finished_stage_is_not_repeated(tmp_path, capsys):
     }
     assert (folder / "drawn.png").read_bytes().startswith(b"\x89PNG")
     adapter = (folder / "lora/adapter/adapter_model.safetensors").stat().st_mtime_ns
-    assert quickstart_pictures(folder, share=0.002, draws=1, json_output=True) == 0
+    assert quickstart_pictures(folder, step_share=0.002, draws=1, json_output=True) == 0
     assert (folder / "lora/adapter/adapter_model.safetensors").stat().st_mtime_ns == adapter
 
 
@@ -82,9 +84,9 @@ def test_other_pictures_are_no_shape():
 
 
 def test_pictures_are_written_with_captions_and_by_seed(tmp_path):
-    assert write_pictures(tmp_path / "a", SHAPES[:2], each=2, seed=1) == 16
+    assert write_pictures(tmp_path / "a", SHAPES[:2], count_each=2, seed=1) == 16
     assert (tmp_path / "a/red_circle_0.txt").read_text() == "a red circle\n"
-    write_pictures(tmp_path / "b", SHAPES[:2], each=2, seed=1)
-    write_pictures(tmp_path / "c", SHAPES[:2], each=2, seed=2)
+    write_pictures(tmp_path / "b", SHAPES[:2], count_each=2, seed=1)
+    write_pictures(tmp_path / "c", SHAPES[:2], count_each=2, seed=2)
     first, same, other = ((tmp_path / name / "blue_square_1.png").read_bytes() for name in "abc")
     assert first == same != other

@@ -24,7 +24,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stdlib, "stdlib_text", lambda: texts)
         patch.setattr(stdlib, "stdlib_pairs", lambda: pairs)
-        assert quickstart(folder, share=0.01) == 0
+        assert quickstart(folder, step_share=0.01) == 0
     return folder
 
 
@@ -57,12 +57,12 @@ def test_second_call_shows_the_result_without_training(
     made: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = (made / "tune" / "metrics.jsonl").stat().st_mtime_ns
-    assert quickstart(made, share=0.01, json_output=True) == 0
+    assert quickstart(made, step_share=0.01, json_output=True) == 0
     assert (made / "tune" / "metrics.jsonl").stat().st_mtime_ns == before
     said = json.loads(capsys.readouterr().out)
     assert len(said["samples"]) == 4
     assert {"prompt", "before", "after", "reference"} == set(said["samples"][0])
-    assert quickstart(made, share=0.01) == 0
+    assert quickstart(made, step_share=0.01) == 0
     shown = capsys.readouterr().out
     assert "loss of pretrain  " in shown
     assert f"> {said['samples'][0]['prompt']}" in shown
@@ -80,7 +80,7 @@ def test_folders_with_other_files_are_left_alone(tmp_path: Path) -> None:
 
 def test_a_stage_ends_in_its_time(monkeypatch):
     for step, done in ((0.1, 1000), (1.0, 101), (9.0, 40)):  # idle, slow, the least steps
-        now, clock = 0.0, StopAtDeadline(Stage("first", "", 1000, seconds=100.0, least=40))
+        now, clock = 0.0, StopAtDeadline(Stage("first", "", 1000, seconds=100.0, min_steps=40))
         for number in range(1, 1001):
             now += step
             monkeypatch.setattr(stages.time, "monotonic", lambda now=now: now)

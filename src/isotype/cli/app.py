@@ -118,8 +118,8 @@ class _Commands(TyperGroup):
                 fix = _FORMS.get(command)
             if fix is None:
                 raise
-            complaint = f" has no option {option}" if option else f": {error.format_message()}"  # type: ignore[attr-defined]
-            raise UsageError(f"isotype {command}{complaint}", fix=fix) from None
+            problem = f" has no option {option}" if option else f": {error.format_message()}"  # type: ignore[attr-defined]
+            raise UsageError(f"isotype {command}{problem}", fix=fix) from None
 
 
 def _version(is_requested: bool) -> None:

@@ -67,7 +67,7 @@ def chat(
 
         isotype chat runs/gemma --image photo.jpg
     """
-    _require(run)
+    _require_run(run)
     from ..training.console import quiet_libraries
 
     quiet_libraries()
@@ -173,11 +173,11 @@ def sample(
 
     loaded = load_run(run)
     prompts_to_answer: list[Any] = texts or list(loaded.config.run.samples)
-    alone = detect_model_folder(run) is not None
+    is_without_run = detect_model_folder(run) is not None
     # for a folder that does not record the kind of training rows, a prompt is a user's message in a
     # chat
-    template = loaded.tokenizer.chat_template if alone or _chats(run) else None
-    if not prompts_to_answer and alone:
+    template = loaded.tokenizer.chat_template if is_without_run or _is_chat_run(run) else None
+    if not prompts_to_answer and is_without_run:
         raise UsageError(
             f"{run}: not the folder of a run, so it has no prompts of its own",
             fix=f'isotype sample {run} "a question"',
@@ -265,7 +265,7 @@ def _draw(
         print(f"\n> {picture_row['prompt']}\n{picture_row['file']}")
 
 
-def _chats(run: Path) -> bool:
+def _is_chat_run(run: Path) -> bool:
     """Whether the run was trained on chats. A prompt is then a user's message in a chat."""
     from ..report.record import read_run
     from ..runs.folder import split_run_and_adapter
@@ -321,7 +321,7 @@ def evaluate(
     from ..data.sources import require_source
     from ..runs.folder import detect_model_folder, detect_run_kind
 
-    _require(run)
+    _require_run(run)
     if data is None and (detect_run_kind(run) == DIFFUSION or detect_model_folder(run) is not None):
         raise UsageError(
             f"eval: which file? {run} keeps no evaluation rows that eval can read",
@@ -330,7 +330,7 @@ def evaluate(
     if detect_run_kind(run) == DIFFUSION:
         if on_bad_row is not None:
             raise UsageError(f"--on-bad-row has no effect: {run} is a diffusion run")
-        _pictures(run, str(data), batch_size=batch_size, json_output=json_output)
+        _evaluate_pictures(run, str(data), batch_size=batch_size, json_output=json_output)
         return
     if data is not None:
         require_source(SourceSpec(name=data))
@@ -343,7 +343,7 @@ def evaluate(
     from ..inference.loaded import load_run
     from ..model.processor import build_picture_reader
     from ..tasks.language.objective import NextToken
-    from ..tasks.language.result import evaluate as measure
+    from ..tasks.language.result import evaluate as evaluate_rows
 
     loaded = load_run(run)
     objective = loaded.config.train.objective
@@ -368,7 +368,7 @@ def evaluate(
     section = DataSection(**{**loaded.config.data.model_dump(), **overrides})
     try:
         pictures = build_picture_reader(loaded.config.model, section, loaded.tokenizer)
-        read = load_data(
+        loaded_data = load_data(
             section, loaded.tokenizer, seed=loaded.config.train.seed, pictures=pictures
         )
     except UsageError as error:
@@ -379,27 +379,29 @@ def evaluate(
             fix=f"isotype eval {run} {data or ''} --on-bad-row skip".replace("  ", " "),
         ) from None
     if data is None:
-        rows = read.eval
-        side = read.facts["eval"]
+        rows = loaded_data.eval
+        split_facts = loaded_data.facts["eval"]
     else:
-        rows = read.train
-        side = read.facts["train"]
+        rows = loaded_data.train
+        split_facts = loaded_data.facts["train"]
     if not len(rows):
         raise UsageError(
             f"eval: {run} has no evaluation rows (data.eval, data.eval_split): which file?",
             fix=f"isotype eval {run} FILE",
         )
     data = data or "its own evaluation rows"
-    left_out = sum(side["bad_rows"].values()) + sum(dropped["rows"] for dropped in side["dropped"])
+    left_out = sum(split_facts["bad_rows"].values()) + sum(
+        dropped["rows"] for dropped in split_facts["dropped"]
+    )
     size = batch_size or loaded.config.train.eval_batch_size or loaded.config.train.batch_size
-    evaluation = measure(
+    evaluation = evaluate_rows(
         loaded.model,
         rows,
         batch_size=size,
         pad_id=loaded.tokenizer.pad_token_id,
         device=loaded.device,
         loss_dtype=loaded.precision.loss,
-        objective=NextToken(loaded.config, read.pictures),
+        objective=NextToken(loaded.config, loaded_data.pictures),
     )
     perplexity = math.exp(min(evaluation.loss, 700.0))
     answer = {
@@ -421,7 +423,7 @@ def evaluate(
         )
 
 
-def _pictures(run: Path, data: str, *, batch_size: int | None, json_output: bool) -> None:
+def _evaluate_pictures(run: Path, data: str, *, batch_size: int | None, json_output: bool) -> None:
     from ..inference.diffusion import evaluate_pictures
     from ..training.console import quiet_libraries
 
@@ -445,7 +447,7 @@ def _pictures(run: Path, data: str, *, batch_size: int | None, json_output: bool
     )
 
 
-def _require(run: Path) -> None:
+def _require_run(run: Path) -> None:
     """Raises UsageError for a folder that is no run, adapter or model. It is checked before
     loading, which takes seconds.
     """

@@ -31,7 +31,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 FailOn = Annotated[
     str, typer.Option("--fail-on", help="Exit 1 from this severity on: error, warning or note.")
 ]
-_LOOK = "look"  # the command behind `isotype doctor PATH`
+_EXAMINE = "look"  # the command behind `isotype doctor PATH`
 
 HELP = """Find dtype faults in any training code, configuration or log.
 
@@ -64,7 +64,7 @@ class _Doctor(TyperGroup):
             and (arguments or not sys.stdin.isatty())
             and arguments[:1] not in [[name] for name in self.commands]
         ):
-            arguments = [_LOOK, *arguments]
+            arguments = [_EXAMINE, *arguments]
         return super().parse_args(context, arguments)
 
 
@@ -72,7 +72,7 @@ def register(app: typer.Typer) -> None:
     doctor = typer.Typer(cls=_Doctor, no_args_is_help=True, help=HELP, rich_markup_mode="markdown")
 
     @doctor.callback()
-    def part(context: typer.Context) -> None:
+    def prepare_part(context: typer.Context) -> None:
         prepare(f"doctor {context.invoked_subcommand}")
 
     for command in (check, explain, env):
@@ -80,11 +80,11 @@ def register(app: typer.Typer) -> None:
     doctor.command(context_settings=SCRIPT_ARGUMENTS)(trace)
     doctor.command()(conform)
     doctor.command()(kernels)
-    doctor.command(_LOOK, help=HELP, hidden=True)(look)
+    doctor.command(_EXAMINE, help=HELP, hidden=True)(examine)
     app.add_typer(doctor, name="doctor", rich_help_panel=DOCTOR)
 
 
-def look(
+def examine(
     what: Annotated[
         list[str] | None,
         typer.Argument(
@@ -96,7 +96,7 @@ def look(
     fail_on: FailOn = "error",
     json_output: Json = False,
 ) -> None:
-    least = parse_threshold(fail_on)
+    threshold = parse_threshold(fail_on)
     subject = " ".join(what or ["-"])
     if CODE.match(subject) and not Path(subject).exists():
         show_page(subject.upper(), json_output)
@@ -104,9 +104,9 @@ def look(
     subject, examinations = _examine(subject, what or [])
     findings = [finding for examination in examinations for finding in examination.findings]
     # notes are printed too if a single log is explained
-    with_notes = json_output or [examination.part for examination in examinations] == ["explain"]
+    shows_notes = json_output or [examination.part for examination in examinations] == ["explain"]
     visible = findings
-    if not with_notes:
+    if not shows_notes:
         visible = [finding for finding in findings if finding.severity > Severity.NOTE]
     if not json_output:
         for table in filter(None, (examination.table for examination in examinations)):
@@ -120,11 +120,11 @@ def look(
         for examination in examinations
     ]
     status = print_findings(
-        visible, subject=subject, json_output=json_output, fail_on=least, parts=parts
+        visible, subject=subject, json_output=json_output, fail_on=threshold, parts=parts
     )
     if not json_output:
         for examination in examinations:
-            print(_summary_line(examination, with_notes=with_notes))
+            print(_summary_line(examination, with_notes=shows_notes))
         if not any(examination.was_examined for examination in examinations):
             print(
                 "  nothing here is a configuration, a program, a log (*.log, *.err, *.out) or a"
@@ -217,10 +217,10 @@ def check(
     from ..doctor.check.checker import check as check_paths
     from ..doctor.check.checker import format_record, nothing_recognised_finding, record_to_json
 
-    least = parse_threshold(fail_on)
+    threshold = parse_threshold(fail_on)
     checked = check_paths(paths, device=device)
-    nothing = nothing_recognised_finding(checked, paths)
-    findings = [*checked.findings, *([nothing] if nothing else [])]
+    no_config_finding = nothing_recognised_finding(checked, paths)
+    findings = [*checked.findings, *([no_config_finding] if no_config_finding else [])]
     if not json_output:
         for record in checked.records:
             if text := format_record(record):
@@ -229,7 +229,7 @@ def check(
     records = [record_to_json(record) for record in checked.records]
     raise typer.Exit(
         print_findings(
-            findings, subject=subject, json_output=json_output, fail_on=least, records=records
+            findings, subject=subject, json_output=json_output, fail_on=threshold, records=records
         )
     )
 
@@ -260,29 +260,29 @@ def explain(
 
     isotype doctor explain --list
     """
-    given = list(what or [])
-    if list_codes or (not given and sys.stdin.isatty()):
-        _list(json_output)
+    arguments = list(what or [])
+    if list_codes or (not arguments and sys.stdin.isatty()):
+        _print_codes(json_output)
         return
-    if len(given) == 1 and CODE.match(given[0]) and not Path(given[0]).exists():
-        show_page(given[0].upper(), json_output)
+    if len(arguments) == 1 and CODE.match(arguments[0]) and not Path(arguments[0]).exists():
+        show_page(arguments[0].upper(), json_output)
         return
     from ..doctor.explain import explain as explain_lines
 
     source: str | None = None
-    if not given or given == ["-"]:
+    if not arguments or arguments == ["-"]:
         sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal's stream, or a test's that has the method
         findings = explain_lines(sys.stdin)
-    elif len(given) == 1 and _is_file(given[0]):
-        source = given[0]
+    elif len(arguments) == 1 and _is_file(arguments[0]):
+        source = arguments[0]
         try:
             with open(source, encoding="utf-8", errors="replace") as log:
                 findings = explain_lines(log, source=source)
         except OSError as error:
             raise UsageError(f"{source}: {error.strerror}") from error
     else:
-        text = " ".join(given)
-        if len(given) == 1 and re.fullmatch(r"[\w./~-]+\.(?:log|txt|out|err)", text):
+        text = " ".join(arguments)
+        if len(arguments) == 1 and re.fullmatch(r"[\w./~-]+\.(?:log|txt|out|err)", text):
             raise UsageError(f"{text}: no such file")
         findings = explain_lines(text.splitlines())
     raise typer.Exit(print_findings(findings, subject=source or "explain", json_output=json_output))
@@ -302,12 +302,12 @@ def show_page(code: str, json_output: bool) -> None:
 
     text = page(code)
     if text is None:
-        near = [c for c in codes() if c[:2] == code[:2]]
+        similar_codes = [c for c in codes() if c[:2] == code[:2]]
         raise UsageError(
             f"{code} is not a code"
             + (
-                f"; {code[:2]} codes are {', '.join(near)}"
-                if near
+                f"; {code[:2]} codes are {', '.join(similar_codes)}"
+                if similar_codes
                 else "; isotype doctor explain --list shows all"
             )
         )
@@ -318,7 +318,7 @@ def show_page(code: str, json_output: bool) -> None:
     )
 
 
-def _list(json_output: bool) -> None:
+def _print_codes(json_output: bool) -> None:
     from ..pages import codes, page
 
     titles = {
@@ -442,24 +442,24 @@ def trace(
             options = {
                 key: value
                 for key, value in inner.params.items()
-                if _source(inner, key) != "DEFAULT"
+                if _parameter_source(inner, key) != "DEFAULT"
             }
         json_output = options.get("json_output", json_output)
         fail_on = options.get("fail_on", fail_on)
         arguments = []
-    least = parse_threshold(fail_on)
+    threshold = parse_threshold(fail_on)
     with stdout_to_stderr() if json_output else contextlib.nullcontext():
         outcome = run_traced(parsed, arguments)
     if outcome.error is not None and not isinstance(outcome.error, SystemExit):
         sys.stdout.flush()
         print(plain_traceback(outcome.error), file=sys.stderr, flush=True)
     status = print_findings(
-        outcome.findings, subject=Path(target).name, json_output=json_output, fail_on=least
+        outcome.findings, subject=Path(target).name, json_output=json_output, fail_on=threshold
     )
     raise typer.Exit(status or outcome.status)
 
 
-def _source(context: Any, key: str) -> str:
+def _parameter_source(context: Any, key: str) -> str:
     """The source of a parameter's value: COMMANDLINE, DEFAULT, ..."""
     return getattr(context.get_parameter_source(key), "name", "DEFAULT")
 
@@ -487,7 +487,7 @@ def conform(
     """
     # output of the checked file goes to stderr, so that stdout holds only the report
     with contextlib.redirect_stdout(sys.stderr):
-        least = parse_threshold(fail_on)
+        threshold = parse_threshold(fail_on)
         from ..testing.amp.check import ampcheck, load_target, triton_interpreted_without_gpu
 
         loaded = load_target(target)
@@ -502,7 +502,7 @@ def conform(
     subject = f"{target} ({report.tried} runs)"
     raise typer.Exit(
         print_findings(
-            report.findings, subject=subject, json_output=json_output, fail_on=least, **facts
+            report.findings, subject=subject, json_output=json_output, fail_on=threshold, **facts
         )
     )
 
@@ -543,7 +543,7 @@ def kernels(
     """
     import warnings
 
-    least = parse_threshold(fail_on)
+    threshold = parse_threshold(fail_on)
     targets = [
         architecture.strip() for architecture in arch.split(",") if architecture.strip()
     ] or None
@@ -569,6 +569,6 @@ def kernels(
             subject += f"; {pluralise(len(hidden), 'note')} not shown (--json)"
     facts = {name: getattr(report, name) for name in ("kernels", "compiled", "failed", "remarks")}
     status = print_findings(
-        visible, subject=subject, json_output=json_output, fail_on=least, **facts
+        visible, subject=subject, json_output=json_output, fail_on=threshold, **facts
     )
     raise typer.Exit(status)

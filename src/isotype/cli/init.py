@@ -158,15 +158,15 @@ def import_config(
         print(json.dumps(answer, indent=1, default=str))
         return
     # without --out, the configuration is printed to standard output
-    account = sys.stdout if out is not None else sys.stderr
-    _tell(result, account)
+    stream = sys.stdout if out is not None else sys.stderr
+    _print_outcomes(result, stream)
     if out is not None:
         print(f"wrote {out}. See what it would do: isotype plan {out}")
     else:
         print(result.text, end="")
 
 
-def _tell(result: Translation, to: TextIO) -> None:
+def _print_outcomes(result: Translation, stream: TextIO) -> None:
     rows = []
     for outcome in result.outcomes:
         became = "; ".join(part for part in (outcome.became, outcome.note) if part)
@@ -179,13 +179,13 @@ def _tell(result: Translation, to: TextIO) -> None:
             )
         )
     for line in align_columns(rows, right_aligned=(0,)):
-        print(line, file=to)
+        print(line, file=stream)
     print(
         f"\n{result.tool}: "
         + ", ".join(f"{count} {fate}" for fate, count in result.counts.items() if count),
-        file=to,
+        file=stream,
     )
     for note in result.notes:
-        print(f"note  {note}", file=to)
+        print(f"note  {note}", file=stream)
     for finding in result.findings:
-        print(f"\n{finding.render()}", file=to)
+        print(f"\n{finding.render()}", file=stream)

@@ -19,7 +19,7 @@ from ..wording import pluralise
 if TYPE_CHECKING:
     from ..inference.merge import Merged
 
-NOISY = 0.05  # a share of the adapter's effect; above it a wider dtype is suggested
+MAX_NOISE = 0.05  # a share of the adapter's effect; above it a wider dtype is suggested
 
 
 def merge(
@@ -60,7 +60,7 @@ def merge(
             raise UsageError(f"--dtype {dtype}: expected fp32, bf16 or fp16")
     out = out or run / "merged"
     try:
-        merged = _merged(run, out, dtype)
+        merged = _merge_run(run, out, dtype)
     except KeyboardInterrupt:
         if (out / SEAL).is_file():
             outcome = "was written"
@@ -71,7 +71,7 @@ def merge(
     if json_output:
         print(json.dumps({**asdict(merged), "folder": str(merged.folder)}))
         return
-    advice = "; --dtype fp32 keeps all of it" if merged.noise > NOISY else ""
+    advice = "; --dtype fp32 keeps all of it" if merged.noise > MAX_NOISE else ""
     print(
         f"merged    {pluralise(merged.weights, 'weight')} into {merged.folder}, {merged.dtype}:"
         f" {merged.why}"
@@ -87,7 +87,7 @@ def merge(
     )
 
 
-def _merged(run: Path, out: Path, dtype: str | None) -> Merged:
+def _merge_run(run: Path, out: Path, dtype: str | None) -> Merged:
     from ..training.console import quiet_libraries
 
     quiet_libraries()
@@ -164,23 +164,27 @@ def export(
         raise UsageError(f"--to {to}: expected {', '.join(FORMATS)}")
     if kind is not None and to not in ("gguf", "ollama"):
         raise UsageError(f"--type has no effect with --to {to}")
-    folder, on_the_way = split_run_and_adapter(run)
-    pictures = (
+    folder, intermediate_adapter = split_run_and_adapter(run)
+    is_diffusion = (
         detect_model_folder(folder) is None and detect_run_kind(require_run(folder)) == DIFFUSION
     )
-    if pictures != (to == "comfyui"):
-        if pictures:
+    if is_diffusion != (to == "comfyui"):
+        if is_diffusion:
             advice = "a run on pictures: --to comfyui"
         else:
             advice = f"not a run on pictures: --to {', '.join(FORMATS[1:])}"
         raise UsageError(f"{run}: {advice}")
-    name = folder.absolute().name + (f"-{on_the_way.name}" if on_the_way else "")
-    alone = (
-        on_the_way or (folder / "adapter").is_dir() or (folder / "adapter_config.json").is_file()
+    name = folder.absolute().name + (
+        f"-{intermediate_adapter.name}" if intermediate_adapter else ""
+    )
+    has_adapter = (
+        intermediate_adapter
+        or (folder / "adapter").is_dir()
+        or (folder / "adapter_config.json").is_file()
     )
     suffix = {
         "comfyui": ".safetensors",
-        "gguf": f"-{(kind or ('lora' if alone else 'model')).lower()}.gguf",
+        "gguf": f"-{(kind or ('lora' if has_adapter else 'model')).lower()}.gguf",
     }.get(to, f"-{to}")
     out = out or folder / f"{name}{suffix}"
     if out.is_file() or (out.exists() and (to not in ("vllm", "ollama") or any(out.iterdir()))):
@@ -191,7 +195,7 @@ def export(
     if to == "comfyui":
         from ..inference.diffusion import export_comfyui
 
-        modules = export_comfyui(folder, on_the_way, out)
+        modules = export_comfyui(folder, intermediate_adapter, out)
         written: dict[str, Any] = {"file": str(out), "modules": modules}
         lines = [f"exported  {modules} modules to {out}"]
     else:

@@ -92,7 +92,7 @@ def ls(
             fix="isotype ls FOLDER, where runs are",
         )
     runs = [
-        _row(path.parent)
+        _describe_run(path.parent)
         for path in sorted(
             [
                 *folder.glob("resolved.yaml"),
@@ -107,20 +107,23 @@ def ls(
     if not runs:
         print(f"{folder}: no runs here, nor two levels below")
         return
-    rows = [list(_COLUMNS.values()), *([_cell(run[key]) for key in _COLUMNS] for run in runs)]
+    rows = [
+        list(_COLUMNS.values()),
+        *([_format_cell(run[key]) for key in _COLUMNS] for run in runs),
+    ]
     # a narrow screen cuts the last columns, which are model and data
-    most = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     for line in align_columns(
         rows, right_aligned=[list(_COLUMNS).index(name) for name in ("step", "loss", "eval_loss")]
     ):
-        print(line[:most].rstrip())
+        print(line[:width].rstrip())
 
 
 _COLUMNS = {"folder": "run", "status": "status", "step": "step", "loss": "loss", "eval_loss": "eval loss", "precision": "precision",
             "model": "model", "data": "data"}  # fmt: skip
 
 
-def _cell(value: Any) -> str:
+def _format_cell(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, float):
@@ -128,7 +131,7 @@ def _cell(value: Any) -> str:
     return remove_control_characters(str(value))
 
 
-def _row(folder: Path) -> dict[str, Any]:
+def _describe_run(folder: Path) -> dict[str, Any]:
     from ..config.sources import short_source_names
     from ..report.record import read_run
 
@@ -145,7 +148,7 @@ def _row(folder: Path) -> dict[str, Any]:
         "folder": str(folder),
         "status": status,
         "step": int(losses[-1][0]) if losses else 0,
-        "loss": record.last("loss"),
+        "loss": record.last_value("loss"),
         "eval_loss": record.best_evaluation,
         "precision": str(record.precision.get("precision", "")),
         "model": Path(str(record.setting("model", "name") or "built")).name,

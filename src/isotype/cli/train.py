@@ -133,7 +133,7 @@ def train(
 
     with _first_process_reports():
         skips = parse_skips(skip or [])
-        loaded = _loaded(
+        loaded = _load_settings(
             settings,
             model=model,
             data=data,
@@ -145,7 +145,7 @@ def train(
             no_cache=no_cache,
             device="cuda" if gpus else None,
         )
-        status = _launched(loaded, processes, gpus)
+        status = _launch_processes(loaded, processes, gpus)
     if status is not None:
         raise typer.Exit(status)
     from ..entry.train import start
@@ -196,12 +196,12 @@ def plan(
 
         isotype plan run.yaml train.batch_size=16 train.gradient_checkpointing=layers
     """
-    loaded = _loaded(
+    loaded = _load_settings(
         settings, model=model, data=data, out=out, preset=preset, steps=steps, no_cache=no_cache
     )
-    from ..tasks.choose import plan_run as make
+    from ..tasks.choose import plan_run as build_plan
 
-    run_plan = make(loaded, device=device, gpus=gpus)
+    run_plan = build_plan(loaded, device=device, gpus=gpus)
     print(json.dumps(run_plan.to_dict(), indent=1) if json_output else run_plan.to_text())
 
 
@@ -221,7 +221,7 @@ def _first_process_reports() -> Iterator[None]:
         raise
 
 
-def _launched(loaded: LoadedConfig, processes: int | None, gpus: int | None) -> int | None:
+def _launch_processes(loaded: LoadedConfig, processes: int | None, gpus: int | None) -> int | None:
     """Starts the requested number of processes and returns the exit status of the run. Returns None
     if this process has to execute the run.
 
@@ -254,7 +254,7 @@ def _launched(loaded: LoadedConfig, processes: int | None, gpus: int | None) -> 
     return launch([sys.executable, "-m", "isotype", *sys.argv[1:]], size)
 
 
-def _loaded(
+def _load_settings(
     settings: list[str] | None,
     *,
     model: str | None,
@@ -291,7 +291,7 @@ def _loaded(
         flags,
         preset=preset,
         resume=resume,
-        how_to_change="give changes as section.key=value",
+        change_hint="give changes as section.key=value",
         consent=consent,
     )
 
@@ -326,10 +326,10 @@ def quickstart(
         isotype quickstart --diffusion
     """
     wait_passively(is_forced=True)
-    from ..quickstart import quickstart as of_text
+    from ..quickstart import quickstart as quickstart_text
     from ..quickstart import quickstart_pictures
 
     folder = folder or Path("quickstart-diffusion" if diffusion else "quickstart")
     raise typer.Exit(
-        (quickstart_pictures if diffusion else of_text)(folder, json_output=json_output)
+        (quickstart_pictures if diffusion else quickstart_text)(folder, json_output=json_output)
     )

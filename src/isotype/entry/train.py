@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 SectionLike: TypeAlias = str | Path | Mapping[str, Any] | Section | None
 SOURCE = "isotype.train()"
-HOW_TO_CHANGE = "give changes as sections: train={'steps': 200}"
+CHANGE_HINT = "give changes as sections: train={'steps': 200}"
 # section -> the key that is set by a plain name or path
 SHORTHAND_KEYS = {
     "model": "model.name",
@@ -133,14 +133,14 @@ def train(
         flags |= {
             f"{name}.{key}": value
             for name in SHORTHAND_KEYS
-            for key, value in _set_keys(getattr(config, name)).items()
+            for key, value in _explicit_values(getattr(config, name)).items()
         }
     for name, value in sections.items():
-        flags |= _flags(name, value)
+        flags |= _section_settings(name, value)
     file = None if config is None or isinstance(config, RunConfig) else Path(config)
     resumed_folder = None if resume is None else Path(resume)
     if resumed_folder is not None and preset is not None:
-        raise UsageError("preset: a resumed run has its own", fix=HOW_TO_CHANGE)
+        raise UsageError("preset: a resumed run has its own", fix=CHANGE_HINT)
     if accept_changes and resumed_folder is None:
         raise UsageError(
             "accept_changes has no effect without resume",
@@ -151,7 +151,7 @@ def train(
         flags=flags,
         preset=preset,
         resume=resumed_folder,
-        how_to_change=HOW_TO_CHANGE,
+        change_hint=CHANGE_HINT,
         source=SOURCE,
         consent=accept_changes,
     )
@@ -160,7 +160,7 @@ def train(
         outcome = start(
             loaded, resume=resumed_folder, skips=skip, callbacks=callbacks, objective=objective
         )
-    if not outcome.begun:
+    if not outcome.has_run:
         raise KeyboardInterrupt("before step 1: there is no run")
     return Run(outcome.folder)
 
@@ -171,13 +171,13 @@ class RunOutcome:
 
     status  the exit status: 0 done, 130 interrupted
     folder  the folder of the run
-    begun   whether the folder holds a run. A run that was interrupted before its first step leaves
+    has_run  whether the folder holds a run. A run that was interrupted before its first step leaves
             none
     """
 
     status: int
     folder: Path
-    begun: bool
+    has_run: bool
 
 
 def start(
@@ -201,7 +201,7 @@ def start(
     from ..training.console import RunConsole
 
     console = console or RunConsole()
-    repository = _checked_push(loaded, resume)
+    repository = _find_push_repository(loaded, resume)
     status = train_task(
         loaded,
         resume=resume,
@@ -218,7 +218,7 @@ def start(
     return RunOutcome(status, folder, RunFolder(folder).is_run)
 
 
-def _checked_push(loaded: LoadedConfig, resume: Path | None) -> str | None:
+def _find_push_repository(loaded: LoadedConfig, resume: Path | None) -> str | None:
     """Checks that the result can be pushed to the hub, and returns the repository. None if this
     process does not push. Raises UsageError.
     """
@@ -234,12 +234,12 @@ def _checked_push(loaded: LoadedConfig, resume: Path | None) -> str | None:
     return check_push(loaded.config, resume)
 
 
-def _flags(name: str, value: Any) -> dict[str, Any]:
+def _section_settings(name: str, value: Any) -> dict[str, Any]:
     """The settings of a section argument, as `section.key` -> value."""
     if value is None:
         return {}
     if isinstance(value, Section):
-        return {f"{name}.{key}": v for key, v in _set_keys(value).items()}
+        return {f"{name}.{key}": v for key, v in _explicit_values(value).items()}
     if isinstance(value, Mapping):
         return {f"{name}.{key}": v for key, v in value.items()}
     key = SHORTHAND_KEYS[name]
@@ -251,7 +251,7 @@ def _flags(name: str, value: Any) -> dict[str, Any]:
     return {key: str(value) if isinstance(value, Path) else value}
 
 
-def _set_keys(section: Section) -> dict[str, Any]:
+def _explicit_values(section: Section) -> dict[str, Any]:
     """The keys of a section that were set, without the defaults."""
     return {key: getattr(section, key) for key in section.model_fields_set}
 
@@ -307,14 +307,14 @@ class Run:
     @property
     def adapter(self) -> Path:
         """The PEFT folder that the run saved. Raises UsageError if there is none."""
-        return self._saved("adapter")
+        return self._find_saved_folder("adapter")
 
     @property
     def model(self) -> Path:
         """The model folder that a run without an adapter saved. Raises UsageError if none exists."""
-        return self._saved("model")
+        return self._find_saved_folder("model")
 
-    def _saved(self, kind: str) -> Path:
+    def _find_saved_folder(self, kind: str) -> Path:
         folder = self.folder / kind
         if not folder.is_dir():
             other_kind = {"adapter": "model", "model": "adapter"}[kind]
@@ -393,11 +393,11 @@ def restore_process_state() -> Iterator[None]:
     verbosity = transformers.utils.logging.get_verbosity()
     progress_bars = transformers.utils.logging.is_progress_bar_enabled()
     dtype = torch.get_default_dtype()
-    workspace = os.environ.get(WORKSPACE)
-    strict = torch.are_deterministic_algorithms_enabled()
+    workspace_config = os.environ.get(WORKSPACE)
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    python = random.getstate()
-    numpy = np.random.get_state()
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         stack.enter_context(torch.random.fork_rng(devices=range(torch.cuda.device_count())))
@@ -409,10 +409,10 @@ def restore_process_state() -> Iterator[None]:
             yield
         finally:
             torch.set_default_dtype(dtype)
-            torch.use_deterministic_algorithms(strict, warn_only=warn_only)
-            random.setstate(python)
-            np.random.set_state(numpy)
-            _set_or_remove(WORKSPACE, workspace)
+            torch.use_deterministic_algorithms(is_deterministic, warn_only=warn_only)
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+            _set_or_remove(WORKSPACE, workspace_config)
             transformers.utils.logging.set_verbosity(verbosity)
             if progress_bars:
                 transformers.utils.logging.enable_progress_bar()
@@ -452,7 +452,7 @@ def load_settings(
     *,
     preset: str | None,
     resume: Path | None,
-    how_to_change: str,
+    change_hint: str,
     **options: Any,
 ) -> LoadedConfig:
     """Loads the settings of a new run, or with `resume` the settings of the run in that folder with
@@ -460,7 +460,7 @@ def load_settings(
 
     arguments      `section.key=value`; they override the file
     flags          section.key -> value; they override both, and None is ignored
-    how_to_change  the fix in the error for a resumed run with a file: how to change its settings
+    change_hint    the fix in the error for a resumed run with a file: how to change its settings
     options        further options of `config.load.load`
     Raises         UsageError for settings that are wrong or missing
     """
@@ -468,7 +468,7 @@ def load_settings(
         from ..runs.folder import require_run
 
         if file is not None:
-            raise UsageError(f"{file}: a resumed run has its own configuration", fix=how_to_change)
+            raise UsageError(f"{file}: a resumed run has its own configuration", fix=change_hint)
         file = require_run(resume) / "resolved.yaml"
     loaded = load(
         file, arguments, flags or {}, preset=preset, resolved=resume is not None, **options
@@ -517,10 +517,10 @@ def refuse_incomplete(loaded: LoadedConfig) -> None:
         ("model.tokenizer", config.model.tokenizer),
     ):
         if name is not None and is_folder_name(name) and not Path(name).exists():
-            missing_part = "file" if name.endswith((".safetensors", ".gguf")) else "folder"
+            expected_kind = "file" if name.endswith((".safetensors", ".gguf")) else "folder"
             missing.append(
                 f"{loaded.sources[key]} {key}: {name}: no such"
-                f" {missing_part}{closest_model_hint(name) or missing_folder_hint(name, loaded.path)}"
+                f" {expected_kind}{closest_model_hint(name) or missing_folder_hint(name, loaded.path)}"
             )
     refuse_inapplicable_keys(config, loaded.sources)
     diffusion = detect_run_kind(config) == DIFFUSION
@@ -540,12 +540,12 @@ def refuse_incomplete(loaded: LoadedConfig) -> None:
     if missing:
         raise UsageError("\n".join(missing))
     if diffusion:
-        for side in ("train", "eval", "regularisation"):
-            picture_sources(config.images, side)
+        for split in ("train", "eval", "regularisation"):
+            picture_sources(config.images, split)
         return
     check_data(config, loaded.sources)
-    for side in ("train", "eval"):
-        for spec in source_specs(config.data, side):
+    for split in ("train", "eval"):
+        for spec in source_specs(config.data, split):
             require_source(spec)
 
 

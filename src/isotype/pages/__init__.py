@@ -18,7 +18,7 @@ from ..finding import Finding
 
 # Prefix of a code -> the module, which imports no torch, with `page(code) -> str | None` and
 # `codes() -> list[str]`.
-FAMILIES = {
+PAGE_MODULES = {
     "PR": "isotype.precision.contradictions",
     "CF": "isotype.doctor.check.rules",
     "EX": "isotype.doctor.explain.explainer",
@@ -32,7 +32,7 @@ def codes() -> list[str]:
         for f in resources.files(__name__).iterdir()
         if f.name.endswith(".md")
     ]
-    for module in FAMILIES.values():
+    for module in PAGE_MODULES.values():
         names += import_module(module).codes()
     return sorted(set(names))
 
@@ -43,7 +43,7 @@ def page(code: str) -> str | None:
     file = resources.files(__name__) / f"{code}.md"
     if code.isalnum() and file.is_file():
         return file.read_text(encoding="utf-8")
-    if module := FAMILIES.get(code[:2]):
+    if module := PAGE_MODULES.get(code[:2]):
         text: str | None = import_module(module).page(code)
         return text
     return None
@@ -57,7 +57,7 @@ def docstring_page(code: str, rule: Callable[..., Any]) -> str:
 Facts = TypeVar("Facts")
 
 
-def registered(
+def register_rule(
     rules: dict[str, Callable[[Facts], Iterator[Finding]]], code: str
 ) -> Callable[[Callable[[Facts], Iterator[Finding]]], Callable[[Facts], Iterator[Finding]]]:
     """A decorator that adds a rule to `rules` under its code and sets the code of its findings."""
@@ -68,11 +68,11 @@ def registered(
         assert code not in rules, code
 
         @wraps(function)
-        def coded(facts: Facts) -> Iterator[Finding]:
+        def find_with_code(facts: Facts) -> Iterator[Finding]:
             for finding in function(facts):
                 yield replace(finding, code=code)
 
-        rules[code] = coded
-        return coded
+        rules[code] = find_with_code
+        return find_with_code
 
     return register

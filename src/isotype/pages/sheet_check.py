@@ -92,13 +92,13 @@ def check_section(
     check = _SectionCheck(section, facts, [*row, *section.parameters])
     head, *entries = section.entries
     defined = dict.fromkeys(check.available, section.line)
-    lets: dict[
+    available_by_let: dict[
         str, set[str]
     ] = {}  # variable -> the variables that are defined above its first line
     for line in head.fields:
         kind, _, variable = line.name.partition(" ")
         if kind == "let":
-            check.available = lets.setdefault(variable, set(check.available))
+            check.available = available_by_let.setdefault(variable, set(check.available))
         if kind in ("let", "set"):
             check.check_test(line.test, line.line)
             if kind == "set":
@@ -130,7 +130,7 @@ def _check_assignment(check: _SectionCheck, line: Field, row: Mapping[str, str])
 def _check_entry(
     check: _SectionCheck, entry: Entry, lists: Collection[str], shared: Collection[str]
 ) -> None:
-    if entry.includes:
+    if entry.is_include:
         check.check_test(entry.test, entry.line)
         if entry.title not in shared:
             check.refuse(entry.line, f"no shared section {entry.title!r}")

@@ -54,7 +54,7 @@ class SheetError(ValueError):
 class Term(NamedTuple):
     """One term of a test, such as `not held = bf16, fp16`."""
 
-    negated: bool
+    is_negated: bool
     name: str
     sign: str
     value: str
@@ -75,12 +75,12 @@ def parse_test(test: str) -> tuple[tuple[Term, ...], ...]:
 
 def _parse_term(text: str) -> Term:
     term = text.removeprefix("not ")
-    negated = term != text
+    is_negated = term != text
     for sign in _SIGNS:
         name, separator, value = term.partition(sign)
         if separator:
-            return Term(negated, name, sign.strip(), value)
-    return Term(negated, term, "", "")
+            return Term(is_negated, name, sign.strip(), value)
+    return Term(is_negated, term, "", "")
 
 
 @cache
@@ -115,14 +115,14 @@ class Facts:
     variables   the variables of the section
     facts       name -> function that returns its value
     functions   kind -> definition of `KIND ARGUMENT`
-    readings    ending -> function that converts the value in `NAME ENDING`
+    conversions  ending -> function that converts the value in `NAME ENDING`
     attributes  the attributes that may follow a name, as in `device.kind`
     values      name -> the values with which a test may compare it
     """
 
     facts: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}
     functions: ClassVar[Mapping[str, Function]] = {}
-    readings: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}
+    conversions: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}
     attributes: ClassVar[Collection[str]] = ()
     values: ClassVar[Mapping[str, Collection[str]]] = {}
 
@@ -135,7 +135,7 @@ class Facts:
             return self.variables[name]
         if name in self.facts:
             return self.facts[name](self)
-        for ending, read in self.readings.items():
+        for ending, read in self.conversions.items():
             if name.endswith(ending):
                 value = self.get(name.removesuffix(ending))
                 return None if value is None else read(value)
@@ -151,7 +151,7 @@ class Facts:
             return {name}
         if name in cls.facts:
             return set()
-        for ending in cls.readings:
+        for ending in cls.conversions:
             if name.endswith(ending):
                 return cls.find_variables(name.removesuffix(ending), variables)
         kind, _, argument = name.partition(" ")
@@ -205,7 +205,7 @@ class Facts:
 
     def holds(self, test: str | None) -> bool:
         return test is None or any(
-            all(self._holds(term) != term.negated for term in alternative)
+            all(self._term_holds(term) != term.is_negated for term in alternative)
             for alternative in parse_test(test)
         )
 
@@ -221,7 +221,7 @@ class Facts:
             return None if owner is None else getattr(owner, attribute)
         return value
 
-    def _holds(self, term: Term) -> bool:
+    def _term_holds(self, term: Term) -> bool:
         match term.sign:
             case "~":
                 return self.matches(term.name, term.value)
@@ -239,14 +239,14 @@ class Facts:
         return bool(self.get(term.name))
 
 
-def _compares_number(value: Any, sign: str, bound: float) -> bool:
+def _compares_number(value: Any, sign: str, threshold: float) -> bool:
     try:
         number = float(str(value))
     except ValueError:
         return False
     if sign == "<":
-        return number < bound
-    return number >= bound
+        return number < threshold
+    return number >= threshold
 
 
 def _is_narrower(narrow: Any, wide: Any) -> bool:
@@ -270,7 +270,7 @@ class Entry:
     """An entry of a section. The first entry of a section is its head, which holds the variables.
 
     title      the title; for a line `+ NAME -2`, the name
-    includes   whether the line begins with `+`
+    is_include  whether the line begins with `+`
     offset     the number in a line `+ NAME -2`
     test       the test of a line that begins with `+`
     """
@@ -279,7 +279,7 @@ class Entry:
     line: int
     fields: list[Field] = field(default_factory=list)
     ranks: list[Field] = field(default_factory=list)
-    includes: bool = False
+    is_include: bool = False
     offset: float = 0.0
     test: str | None = None
 
@@ -394,7 +394,7 @@ def _add_line(section: Section, line: str, number: int, patterns: _LinePatterns)
     if line.startswith("- "):
         section.entries.append(Entry(line.removeprefix("- "), number))
     elif match := _INCLUDE.fullmatch(line):
-        include = Entry(match["name"], number, includes=True, test=match["test"])
+        include = Entry(match["name"], number, is_include=True, test=match["test"])
         include.offset = float(match["offset"] or 0)
         section.entries.append(include)
     elif match := patterns.field.fullmatch(line):

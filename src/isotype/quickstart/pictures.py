@@ -40,11 +40,15 @@ _OUTLINES: dict[str, list[list[tuple[float, float]]]] = {
         [(-_ARM, -1), (_ARM, -1), (_ARM, 1), (-_ARM, 1)],
     ],
 }
-_FINER = 4  # pictures are drawn this much larger and scaled down, for smooth edges
+_OVERSAMPLING = 4  # pictures are drawn this much larger and scaled down, for smooth edges
 # If a larger share of pixels differs from the template, the picture shows no shape.
 MAX_DISTANCE = 0.3
-MOST_OFF = 50  # of 255; the maximum mean difference of the shape's pixels from its colour
-_INK = 0.35  # the threshold for a pixel of the shape, between white (0) and the colour (1)
+MAX_COLOUR_DIFFERENCE = (
+    50  # of 255; the maximum mean difference of the shape's pixels from its colour
+)
+_SHAPE_THRESHOLD = (
+    0.35  # the threshold for a pixel of the shape, between white (0) and the colour (1)
+)
 VOCABULARY = ("<pad>", "</s>", "<unk>", "a", *SHAPES, *COLOURS)
 TEXT_LENGTH = 6  # tokens of a caption, padded
 CLIP_WIDTH = 32
@@ -62,32 +66,35 @@ def draw(
     """
     from PIL import Image, ImageDraw
 
-    canvas = Image.new("RGB", (SIDE * _FINER, SIDE * _FINER), "white")
+    canvas = Image.new("RGB", (SIDE * _OVERSAMPLING, SIDE * _OVERSAMPLING), "white")
     for polygon in _OUTLINES[shape]:
         points = [
-            tuple((m + radius * c) * _FINER for m, c in zip(middle, point)) for point in polygon
+            tuple((m + radius * c) * _OVERSAMPLING for m, c in zip(middle, point))
+            for point in polygon
         ]
         ImageDraw.Draw(canvas).polygon(points, fill=COLOURS[colour])
     return canvas.resize((SIDE, SIDE), Image.Resampling.BOX)
 
 
-def draw_at_random(shape: str, colour: str, chance: random.Random) -> Any:
+def draw_at_random(shape: str, colour: str, rng: random.Random) -> Any:
     """Draws the shape at a random place and in a random size, so that all of it is visible."""
-    radius = chance.uniform(8.5, 11.5)
-    room = SIDE / 2 - radius - 1
-    x, y = (SIDE / 2 + chance.uniform(-room, room) for _ in range(2))
+    radius = rng.uniform(8.5, 11.5)
+    max_offset = SIDE / 2 - radius - 1
+    x, y = (SIDE / 2 + rng.uniform(-max_offset, max_offset) for _ in range(2))
     return draw(shape, colour, (x, y), radius)
 
 
-def write_pictures(folder: Path, shapes: Iterable[str], *, each: int, seed: int) -> int:
-    """Writes `each` pictures of every shape in every colour, each with its caption in a .txt file.
+def write_pictures(folder: Path, shapes: Iterable[str], *, count_each: int, seed: int) -> int:
+    """Writes `count_each` pictures of every shape in every colour, each with its caption in a .txt file.
     Returns the number of pictures.
     """
-    chance = random.Random(seed)
-    names = [(shape, colour, k) for shape in shapes for colour in COLOURS for k in range(each)]
+    rng = random.Random(seed)
+    names = [
+        (shape, colour, k) for shape in shapes for colour in COLOURS for k in range(count_each)
+    ]
     folder.mkdir(parents=True, exist_ok=True)
     for shape, colour, k in names:
-        draw_at_random(shape, colour, chance).save(folder / f"{colour}_{shape}_{k}.png")
+        draw_at_random(shape, colour, rng).save(folder / f"{colour}_{shape}_{k}.png")
         (folder / f"{colour}_{shape}_{k}.txt").write_text(f"a {colour} {shape}\n", encoding="utf-8")
     return len(names)
 
@@ -99,26 +106,31 @@ def classify_picture(picture_HWC: NDArray[np.uint8]) -> str:
     picture_HWC  uint8[SIDE SIDE 3]
     """
     pixels = picture_HWC.astype(np.float64)
-    far = np.abs(255.0 - pixels).max(-1)  # the difference from white
-    inside = pixels[far > 128]
-    if len(inside) < 30:
+    distance_from_white = np.abs(255.0 - pixels).max(-1)  # the difference from white
+    shape_pixels = pixels[distance_from_white > 128]
+    if len(shape_pixels) < 30:
         return "no shape"
-    colour = min(COLOURS, key=lambda name: float(np.square(inside.mean(0) - COLOURS[name]).sum()))
-    if np.abs(inside - COLOURS[colour]).mean() > MOST_OFF:
+    colour = min(
+        COLOURS, key=lambda name: float(np.square(shape_pixels.mean(0) - COLOURS[name]).sum())
+    )
+    if np.abs(shape_pixels - COLOURS[colour]).mean() > MAX_COLOUR_DIFFERENCE:
         return "no shape"
-    ink = np.clip(far / np.abs(255.0 - np.array(COLOURS[colour])).max(), 0, 1) > _INK
-    rows, columns = np.nonzero(ink)
+    shape_mask = (
+        np.clip(distance_from_white / np.abs(255.0 - np.array(COLOURS[colour])).max(), 0, 1)
+        > _SHAPE_THRESHOLD
+    )
+    rows, columns = np.nonzero(shape_mask)
     middle = ((columns.min() + columns.max() + 1) / 2, (rows.min() + rows.max() + 1) / 2)
     radius = max(np.ptp(columns) + 1, np.ptp(rows) + 1) / 2
     # smooth edges enlarge the bounding box of the shape a little
     templates = {
-        (shape, grown): _template(shape, middle, radius + grown)
+        (shape, growth): _template(shape, middle, radius + growth)
         for shape in SHAPES
-        for grown in (-1.0, -0.5, 0.0)
+        for growth in (-1.0, -0.5, 0.0)
     }
     # 1 - intersection over union
     distance, shape = min(
-        (1.0 - float((ink & template).sum()) / float((ink | template).sum()), shape)
+        (1.0 - float((shape_mask & template).sum()) / float((shape_mask | template).sum()), shape)
         for (shape, _), template in templates.items()
     )
     if distance <= MAX_DISTANCE:
@@ -128,8 +140,10 @@ def classify_picture(picture_HWC: NDArray[np.uint8]) -> str:
 
 @cache
 def _template(shape: str, middle: tuple[float, float], radius: float) -> NDArray[np.bool_]:
-    grey = np.asarray(draw(shape, "red", middle, max(1.0, radius)).convert("L"), dtype=np.float64)
-    return np.asarray(grey < 255 - _INK * (255 - grey.min()))
+    grey_values = np.asarray(
+        draw(shape, "red", middle, max(1.0, radius)).convert("L"), dtype=np.float64
+    )
+    return np.asarray(grey_values < 255 - _SHAPE_THRESHOLD * (255 - grey_values.min()))
 
 
 def write_pipeline(folder: Path, *, vae_steps: int, seed: int = 0) -> float:
@@ -142,7 +156,7 @@ def write_pipeline(folder: Path, *, vae_steps: int, seed: int = 0) -> float:
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        vae, error = _trained_vae(vae_steps, random.Random(seed))
+        vae, error = _train_vae(vae_steps, random.Random(seed))
         transformer = FluxTransformer2DModel(
             patch_size=1,
             in_channels=4 * vae.config.latent_channels,
@@ -180,15 +194,15 @@ def write_pipeline(folder: Path, *, vae_steps: int, seed: int = 0) -> float:
             vae=vae,
             scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0),
             text_encoder=CLIPTextModel(clip),
-            tokenizer=_tokenizer(),
+            tokenizer=_build_tokenizer(),
             text_encoder_2=T5EncoderModel(t5),
-            tokenizer_2=_tokenizer(),
+            tokenizer_2=_build_tokenizer(),
         )
         pipeline.save_pretrained(folder)
     return error
 
 
-def _trained_vae(steps: int, chance: random.Random) -> tuple[Any, float]:
+def _train_vae(steps: int, rng: random.Random) -> tuple[Any, float]:
     """Trains an AutoencoderKL on shapes. Its shift and scale factors give the latents mean 0 and
     standard deviation 1. Returns the VAE and its last error.
     """
@@ -213,7 +227,7 @@ def _trained_vae(steps: int, chance: random.Random) -> tuple[Any, float]:
     def shapes(count: int) -> torch.Tensor:
         """Draws random shapes as fp32[count 3 SIDE SIDE] in [-1, 1]."""
         images = [
-            np.array(draw_at_random(chance.choice(SHAPES), chance.choice(list(COLOURS)), chance))
+            np.array(draw_at_random(rng.choice(SHAPES), rng.choice(list(COLOURS)), rng))
             for _ in range(count)
         ]
         return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float() / 127.5 - 1
@@ -238,7 +252,7 @@ def _trained_vae(steps: int, chance: random.Random) -> tuple[Any, float]:
     return vae, error
 
 
-def _tokenizer() -> Any:
+def _build_tokenizer() -> Any:
     """Builds a tokenizer in which each word is one token."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -261,21 +275,21 @@ SAMPLE_PROMPTS = ("a red circle", "a green square", "a blue triangle", "a yellow
 PIPELINE = "flux"
 BASE = "base"
 PICTURES = "pictures"
-SHEET = "drawn.png"
+OVERVIEW_FILE = "drawn.png"
 STAGES = (
     Stage(
         "full",
         f"every weight, on pictures of {', '.join(PRETRAINED_SHAPES)}",
         2000,
         seconds=140,
-        least=100,
+        min_steps=100,
     ),
     Stage(
         "lora",
         f"LoRA on pictures of a {NEW_SHAPE}, new to that model; the others keep it from forgetting",
         900,
         seconds=70,
-        least=50,
+        min_steps=50,
     ),
 )
 
@@ -283,7 +297,7 @@ STAGES = (
 def quickstart_pictures(
     folder: Path,
     *,
-    share: float = 1.0,
+    step_share: float = 1.0,
     vae_steps: int = 300,
     draws: int = 10,
     json_output: bool = False,
@@ -300,12 +314,12 @@ def quickstart_pictures(
         "isotype quickstart --diffusion",
         STAGES,
         (PIPELINE, PICTURES),
-        make=lambda: _write(folder, vae_steps),
-        share=share,
+        write_inputs=lambda: _write_inputs(folder, vae_steps),
+        step_share=step_share,
         json_output=json_output,
-        between=lambda: _make_base(folder),
+        prepare_second_stage=lambda: _make_base(folder),
         summarise=lambda: judge_runs(folder, draws=draws),
-        show=lambda summary: _show(folder, summary),
+        print_summary=lambda summary: _print_summary(folder, summary),
     )
 
 
@@ -318,32 +332,40 @@ def judge_runs(folder: Path, *, draws: int) -> dict[str, Any]:
     from ..inference.diffusion import draw_pictures
 
     print("\ndrawing and judging, by the pixels alone")
-    right: dict[str, dict[str, int]] = {}
-    step = SIDE + 2
-    sheet = Image.new("RGB", (step * draws, step * 2 * len(SAMPLE_PROMPTS)), (200, 200, 200))
+    correct_counts: dict[str, dict[str, int]] = {}
+    cell_size = SIDE + 2
+    overview = Image.new(
+        "RGB", (cell_size * draws, cell_size * 2 * len(SAMPLE_PROMPTS)), (200, 200, 200)
+    )
     for i, stage in enumerate(STAGES):
         _, pictures = draw_pictures(
             folder / stage.name, [prompt for prompt in SAMPLE_PROMPTS for _ in range(draws)]
         )
-        right[stage.name] = dict.fromkeys(SAMPLE_PROMPTS, 0)
+        correct_counts[stage.name] = dict.fromkeys(SAMPLE_PROMPTS, 0)
         for j, picture in enumerate(pictures):
             image = Image.open(io.BytesIO(picture.png)).convert("RGB")
-            right[stage.name][picture.prompt] += classify_picture(np.array(image)) == picture.prompt
-            sheet.paste(image, (step * (j % draws), step * (i * len(SAMPLE_PROMPTS) + j // draws)))
-    sheet.resize((2 * sheet.width, 2 * sheet.height), Image.Resampling.NEAREST).save(folder / SHEET)
+            correct_counts[stage.name][picture.prompt] += (
+                classify_picture(np.array(image)) == picture.prompt
+            )
+            overview.paste(
+                image, (cell_size * (j % draws), cell_size * (i * len(SAMPLE_PROMPTS) + j // draws))
+            )
+    overview.resize((2 * overview.width, 2 * overview.height), Image.Resampling.NEAREST).save(
+        folder / OVERVIEW_FILE
+    )
     return {
-        "before": right["full"],
-        "after": right["lora"],
+        "before": correct_counts["full"],
+        "after": correct_counts["lora"],
         "draws": draws,
-        "share": sum(right["lora"].values()) / (draws * len(SAMPLE_PROMPTS)),
-        "sheet": str(folder / SHEET),
+        "share": sum(correct_counts["lora"].values()) / (draws * len(SAMPLE_PROMPTS)),
+        "sheet": str(folder / OVERVIEW_FILE),
         "report": str(folder / "lora" / "report.html"),
     }
 
 
-def _write(folder: Path, vae_steps: int) -> None:
-    count = write_pictures(folder / PICTURES / "before", PRETRAINED_SHAPES, each=32, seed=1)
-    count += write_pictures(folder / PICTURES / "new", (NEW_SHAPE,), each=32, seed=2)
+def _write_inputs(folder: Path, vae_steps: int) -> None:
+    count = write_pictures(folder / PICTURES / "before", PRETRAINED_SHAPES, count_each=32, seed=1)
+    count += write_pictures(folder / PICTURES / "new", (NEW_SHAPE,), count_each=32, seed=2)
     print(
         f"pictures  {count} of {len(PRETRAINED_SHAPES) + 1} shapes in {len(COLOURS)} colours, {SIDE} x {SIDE}"
         " pixels, each with a caption"
@@ -357,18 +379,18 @@ def _write(folder: Path, vae_steps: int) -> None:
 
 def _make_base(folder: Path) -> None:
     """Copies the pipeline with the trained transformer instead of the random one."""
-    aside = folder / f".{BASE}"
+    temporary = folder / f".{BASE}"
     if (folder / BASE).is_dir():
         return
-    shutil.rmtree(aside, ignore_errors=True)
-    shutil.copytree(folder / PIPELINE, aside, ignore=shutil.ignore_patterns("transformer"))
-    (aside / "transformer").mkdir()
+    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.copytree(folder / PIPELINE, temporary, ignore=shutil.ignore_patterns("transformer"))
+    (temporary / "transformer").mkdir()
     for name in ("config.json", "diffusion_pytorch_model.safetensors"):
-        shutil.copy(folder / "full" / "model" / name, aside / "transformer" / name)
-    aside.rename(folder / BASE)
+        shutil.copy(folder / "full" / "model" / name, temporary / "transformer" / name)
+    temporary.rename(folder / BASE)
 
 
-def _show(folder: Path, summary: dict[str, Any]) -> None:
+def _print_summary(folder: Path, summary: dict[str, Any]) -> None:
     print(f"\nright of {summary['draws']} pictures      before LoRA  after")
     for prompt in SAMPLE_PROMPTS:
         print(f"  {prompt:<20}  {summary['before'][prompt]:>11}  {summary['after'][prompt]:>5}")

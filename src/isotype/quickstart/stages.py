@@ -25,14 +25,14 @@ class Stage:
 
     steps    the number of steps in its configuration
     seconds  the time limit. A slow machine then ends the run early and saves the result
-    least    the minimum number of steps on any machine
+    min_steps  the minimum number of steps on any machine
     """
 
     name: str
     description: str
     steps: int
     seconds: float
-    least: int
+    min_steps: int
 
 
 class StopAtDeadline(Callback):
@@ -45,7 +45,7 @@ class StopAtDeadline(Callback):
     def on_step(self, moment: Moment) -> None:
         current_time = time.monotonic()
         self.deadline = self.deadline or current_time + self.stage.seconds
-        if current_time >= self.deadline and self.stage.least <= moment.step < moment.total:
+        if current_time >= self.deadline and self.stage.min_steps <= moment.step < moment.total:
             print(
                 f"speed     ends at step {moment.step} of {moment.total}, to take about five"
                 " minutes in all"
@@ -57,26 +57,28 @@ def run_quickstart(
     folder: Path,
     command: str,
     stages: Sequence[Stage],
-    parts: Sequence[str],
+    input_names: Sequence[str],
     *,
-    make: Callable[[], None],
-    share: float,
+    write_inputs: Callable[[], None],
+    step_share: float,
     json_output: bool,
     summarise: Callable[[], dict[str, Any]],
-    show: Callable[[dict[str, Any]], None],
-    between: Callable[[], None] = lambda: None,
+    print_summary: Callable[[dict[str, Any]], None],
+    prepare_second_stage: Callable[[], None] = lambda: None,
 ) -> int:
     """Runs both stages and prints the result. Returns the exit status: 0, or 130 if a run was
     interrupted and saved.
 
-    parts        the names of the files that `make` writes into the folder
-    between      prepares the second stage from the result of the first
-    share        the share of the steps to execute
+    input_names  the names of the files that `write_inputs` writes into the folder
+    prepare_second_stage  prepares the second stage from the result of the first
+    step_share   the share of the steps to execute
     json_output  prints only a JSON object to stdout; other output goes to stderr
     """
     with contextlib.redirect_stdout(sys.stderr) if json_output else contextlib.nullcontext():
-        write_folder(folder, command, stages, parts, make)
-        if not run_stages(folder, stages, share=share, between=between):
+        write_folder(folder, command, stages, input_names, write_inputs)
+        if not run_stages(
+            folder, stages, step_share=step_share, prepare_second_stage=prepare_second_stage
+        ):
             print(f"go on with: {command} --folder {folder}")
             return 130
         summary = summarise()
@@ -86,59 +88,72 @@ def run_quickstart(
         }
         print(json.dumps({"folder": str(folder), **results, **summary}))
     else:
-        show(summary)
+        print_summary(summary)
     return 0
 
 
 def write_folder(
-    folder: Path, name: str, stages: Sequence[Stage], parts: Sequence[str], make: Callable[[], None]
+    folder: Path,
+    command: str,
+    stages: Sequence[Stage],
+    input_names: Sequence[str],
+    write_inputs: Callable[[], None],
 ) -> None:
     """Creates the folder and the inputs of both stages, once. The configuration files are written
     last, so that their existence means that the folder is complete.
 
-    parts   the names of the files that `make` writes
+    input_names  the names of the files that `write_inputs` writes
     Raises  UsageError for a folder that holds other files
     """
     files = [f"{stage.name}.yaml" for stage in stages]
     if (folder / files[-1]).is_file():
         return
     if folder.exists() and (
-        not folder.is_dir() or any(path.name not in (*parts, *files) for path in folder.iterdir())
+        not folder.is_dir()
+        or any(path.name not in (*input_names, *files) for path in folder.iterdir())
     ):
         raise UsageError(
             f"{folder}: holds other files" if folder.is_dir() else f"{folder}: is a file",
-            fix=f"{name} --folder OTHER",
+            fix=f"{command} --folder OTHER",
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        make()
+        write_inputs()
         for file in files:
             text = Path(__file__).with_name(file).read_text(encoding="utf-8")
-            inside = json.dumps(f"{folder}/")[1:-1]  # escaped for a quoted string
-            (folder / file).write_text(text.replace('"quickstart/', f'"{inside}'), encoding="utf-8")
+            escaped_folder = json.dumps(f"{folder}/")[1:-1]  # escaped for a quoted string
+            (folder / file).write_text(
+                text.replace('"quickstart/', f'"{escaped_folder}'), encoding="utf-8"
+            )
     except OSError as error:
         raise UsageError(
-            f"{folder}: cannot be written: {error.strerror}", fix=f"{name} --folder OTHER"
+            f"{folder}: cannot be written: {error.strerror}", fix=f"{command} --folder OTHER"
         ) from None
 
 
 def run_stages(
-    folder: Path, stages: Sequence[Stage], *, share: float, between: Callable[[], None]
+    folder: Path,
+    stages: Sequence[Stage],
+    *,
+    step_share: float,
+    prepare_second_stage: Callable[[], None],
 ) -> bool:
     """Runs the stages. Returns False if a run was interrupted and saved."""
     for number, stage in enumerate(stages, start=1):
         print(f"\n{number}/{len(stages)}  {stage.description}  ({folder / stage.name}.yaml)")
         run = folder / stage.name
-        clock = [StopAtDeadline(stage)]
+        callbacks = [StopAtDeadline(stage)]
         if RunFolder(run).read_json("result.json").get("status") == "done":
             print(f"done before: {run}")
         elif (run / "resolved.yaml").is_file():
-            train(resume=run, callbacks=clock)
+            train(resume=run, callbacks=callbacks)
         else:
-            fewer = {} if share == 1.0 else {"steps": max(1, round(share * stage.steps))}
-            train(folder / f"{stage.name}.yaml", train=fewer, callbacks=clock)
+            overrides = (
+                {} if step_share == 1.0 else {"steps": max(1, round(step_share * stage.steps))}
+            )
+            train(folder / f"{stage.name}.yaml", train=overrides, callbacks=callbacks)
         if RunFolder(run).read_json("result.json").get("status") != "done":
             return False
         if number == 1:
-            between()
+            prepare_second_stage()
     return True

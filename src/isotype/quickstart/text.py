@@ -20,36 +20,36 @@ STAGES = (
         "a small model from scratch, on the text of Python's own documentation",
         1200,
         seconds=140,
-        least=60,
+        min_steps=60,
     ),
     Stage(
         "tune",
         "LoRA on question and answer pairs, as `isotype train` does it",
         400,
         seconds=80,
-        least=20,
+        min_steps=20,
     ),
 )
 TEXT = "text.txt"
-PARTS = "small"
+MODEL_FOLDER = "small"
 WINDOW = 256
 END_OF_TEXT = "<|endoftext|>"
 TURN = "<|im_start|>"
 END_OF_TURN = "<|im_end|>"
 
 
-def quickstart(folder: Path, *, share: float = 1.0, json_output: bool = False) -> int:
+def quickstart(folder: Path, *, step_share: float = 1.0, json_output: bool = False) -> int:
     """Calls `run_quickstart` for the text example."""
     return run_quickstart(
         folder,
         "isotype quickstart",
         STAGES,
-        (TEXT, PARTS),
-        make=lambda: _write(folder),
-        share=share,
+        (TEXT, MODEL_FOLDER),
+        write_inputs=lambda: _write_inputs(folder),
+        step_share=step_share,
         json_output=json_output,
         summarise=lambda: summarise(folder),
-        show=lambda summary: _show(folder, summary),
+        print_summary=lambda summary: _print_summary(folder, summary),
     )
 
 
@@ -75,7 +75,7 @@ def summarise(folder: Path) -> dict[str, Any]:
     }
 
 
-def _write(folder: Path) -> None:
+def _write_inputs(folder: Path) -> None:
     from ..data.stdlib import stdlib_pairs, stdlib_text
 
     texts = stdlib_text()
@@ -87,9 +87,9 @@ def _write(folder: Path) -> None:
     print(f"tokenizer byte-level BPE, {len(tokenizer):,} tokens, trained on it")
     print(f"pairs     {len(stdlib_pairs()):,} questions and answers from the same docstrings")
     (folder / TEXT).write_text(END_OF_TURN.join(texts), encoding="utf-8")
-    tokenizer.save_pretrained(folder / PARTS)
+    tokenizer.save_pretrained(folder / MODEL_FOLDER)
     small_config(tokenizer, hidden=192, layers=4, positions=2 * WINDOW).save_pretrained(
-        folder / PARTS
+        folder / MODEL_FOLDER
     )
 
 
@@ -156,7 +156,7 @@ def small_config(
     )
 
 
-def _show(folder: Path, summary: dict[str, Any]) -> None:
+def _print_summary(folder: Path, summary: dict[str, Any]) -> None:
     for stage, curve in summary["loss"].items():
         print(
             f"\nloss of {stage}  {curve[0][1]:.2f} at step {curve[0][0]:.0f}, {curve[-1][1]:.2f} at"
@@ -166,7 +166,7 @@ def _show(folder: Path, summary: dict[str, Any]) -> None:
     for sample in summary["samples"]:
         print(f"\n  > {sample['prompt']}")
         for key in ("before", "after", "reference"):
-            print(f"    {key:<9}  {_short(sample[key] or '')}")
+            print(f"    {key:<9}  {_shorten(sample[key] or '')}")
     print(f"\nreport    {summary['report']}")
     print(f"adapter   {folder / 'tune' / 'adapter'}  on  {folder / 'pretrain' / 'model'}")
     print(
@@ -174,6 +174,6 @@ def _show(folder: Path, summary: dict[str, Any]) -> None:
     )
 
 
-def _short(text: str, most: int = 110) -> str:
-    flat = remove_control_characters(" ".join(text.split()))
-    return (flat if len(flat) <= most else flat[: most - 3] + "...") or "(nothing)"
+def _shorten(text: str, limit: int = 110) -> str:
+    one_line = remove_control_characters(" ".join(text.split()))
+    return (one_line if len(one_line) <= limit else one_line[: limit - 3] + "...") or "(nothing)"

@@ -21,16 +21,16 @@ from urllib.parse import unquote, urlsplit
 
 from ..errors import IsotypeError, UsageError
 from ..runs.folder import LOCK, LOG, find_training_process, is_locked, open_inside
-from .page import STEPS, Live, render
+from .page import STEPS_SCRIPT, LiveState, render
 from .record import RunRecord, read_picture, read_run
 
 HOST = "127.0.0.1"
 # the number of lines of the log that are shown, and of bytes that are read
-LINES = 40
-TAIL = 32 << 10
+LOG_LINES = 40
+LOG_TAIL_BYTES = 32 << 10
 MAX_BODY = 4096  # bytes of a request's body; the form of the page sends none
 # allows the page's inline styles and pictures, and scripts, requests and forms of this server only
-POLICY = (
+CONTENT_SECURITY_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'self'; connect-src"
     " 'self'; form-action 'self'"
 )
@@ -60,7 +60,7 @@ class WatchServer(ThreadingHTTPServer):
             ) from None
         self._lock = threading.Lock()
         self._cached_page = ("", b"")
-        self._asked_to_stop: int | None = None
+        self._stopped_process: int | None = None
         try:
             super().__init__((HOST, port), _Handler)
         except OSError as error:
@@ -80,12 +80,14 @@ class WatchServer(ThreadingHTTPServer):
     def page(self) -> tuple[str, bytes]:
         """Returns a tag that changes if a file of the run changes, and the page."""
         with self._lock:
-            tag = self._tag()
+            tag = self._compute_tag()
             if tag != self._cached_page[0]:
                 record = read_run(self.folder)
                 self._cached_page = (
                     tag,
-                    render(record, live=self._live(record)).encode("utf-8", "backslashreplace"),
+                    render(record, live=self._live_state(record)).encode(
+                        "utf-8", "backslashreplace"
+                    ),
                 )
             return self._cached_page
 
@@ -96,31 +98,31 @@ class WatchServer(ThreadingHTTPServer):
         process = find_training_process(self.folder)
         if process is None:
             raise UsageError(f"{self.folder}: no process of this machine and user trains there")
-        if process != self._asked_to_stop:
+        if process != self._stopped_process:
             os.kill(process, signal.SIGINT)
-            self._asked_to_stop = process
+            self._stopped_process = process
 
-    def _live(self, record: RunRecord) -> Live:
+    def _live_state(self, record: RunRecord) -> LiveState:
         process = find_training_process(self.folder) if record.status == "running" else None
-        return Live(
+        return LiveState(
             _last_lines(self.folder),
             process,
-            process is not None and process == self._asked_to_stop,
+            process is not None and process == self._stopped_process,
         )
 
-    def _tag(self) -> str:
-        entries_seen = []
+    def _compute_tag(self) -> str:
+        fingerprints = []
         for folder in (self.folder, self.folder / "samples"):
             try:
                 entries = [entry for entry in os.scandir(folder) if entry.name != LOCK]
-                entries_seen += [
+                fingerprints += [
                     (entry.name, stat.st_mtime_ns, stat.st_size)
                     for entry in entries
                     if (stat := entry.stat(follow_symlinks=False))
                 ]
             except OSError:  # there are no samples yet, or a file is being replaced
-                entries_seen.append((folder.name, 0, 0))
-        return f'"{hash((tuple(sorted(entries_seen)), is_locked(self.folder), self._asked_to_stop)):x}"'
+                fingerprints.append((folder.name, 0, 0))
+        return f'"{hash((tuple(sorted(fingerprints)), is_locked(self.folder), self._stopped_process)):x}"'
 
 
 def _last_lines(folder: Path) -> str:
@@ -129,8 +131,10 @@ def _last_lines(folder: Path) -> str:
     """
     try:
         with open_inside(folder, folder / LOG) as log:
-            log.seek(max(0, os.fstat(log.fileno()).st_size - TAIL))
-            return "\n".join(log.read(TAIL).decode("utf-8", "replace").splitlines()[-LINES:])
+            log.seek(max(0, os.fstat(log.fileno()).st_size - LOG_TAIL_BYTES))
+            return "\n".join(
+                log.read(LOG_TAIL_BYTES).decode("utf-8", "replace").splitlines()[-LOG_LINES:]
+            )
     except OSError:
         return ""
 
@@ -141,7 +145,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 60  # seconds without a byte from the browser
 
     def do_GET(self) -> None:
-        self._answer({"": self._page, SCRIPT: self._script})
+        self._respond({"": self._page, SCRIPT: self._script})
 
     def do_POST(self) -> None:
         # The form has no fields, so the body is not read, and the connection is closed after the
@@ -149,11 +153,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = True
         length = self.headers.get("Content-Length") or "0"
         if length.isascii() and length.isdecimal() and int(length[:12]) <= MAX_BODY:
-            self._answer({"stop": self._stop})
+            self._respond({"stop": self._stop})
         else:
             self._send(HTTPStatus.BAD_REQUEST, b"a form without fields is expected\n", "text/plain")
 
-    def _answer(self, routes: dict[str, Any]) -> None:
+    def _respond(self, routes: dict[str, Any]) -> None:
         _, token, *rest = [*unquote(urlsplit(self.path).path).split("/"), ""]
         path = "/".join(rest).removesuffix("/")
         if not secrets.compare_digest(token.encode(), self.server.token.encode()):
@@ -184,7 +188,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.OK, content, "text/html", tag)
 
     def _script(self) -> None:
-        scripts = [files(__package__).joinpath(name).read_bytes() for name in (STEPS, SCRIPT)]
+        scripts = [
+            files(__package__).joinpath(name).read_bytes() for name in (STEPS_SCRIPT, SCRIPT)
+        ]
         self._send(HTTPStatus.OK, b"\n".join(scripts), "text/javascript")
 
     def _stop(self) -> None:
@@ -195,7 +201,7 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {
             "Content-Type": kind if kind.startswith("image/") else f"{kind}; charset=utf-8",
             "Content-Length": str(len(content)),
-            "Content-Security-Policy": POLICY,
+            "Content-Security-Policy": CONTENT_SECURITY_POLICY,
             "Cache-Control": "no-store",
             "Referrer-Policy": "no-referrer",  # the token is in the address
             "X-Content-Type-Options": "nosniff",

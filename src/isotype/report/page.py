@@ -45,8 +45,8 @@ from .record import (
 )
 
 REPORT = "report.html"
-STEPS = "steps.js"  # the script of a page with pictures
-_MOODS = {
+STEPS_SCRIPT = "steps.js"  # the script of a page with pictures
+_STATUS_RATINGS = {
     "done": "good",
     "running": "busy",
     "failed": "bad",
@@ -57,7 +57,7 @@ _STATUS_LABELS = {"interrupted": "interrupted, can be resumed", "stopped": "stop
 
 
 @dataclass(frozen=True)
-class Live:
+class LiveState:
     """The additional contents of a page that `isotype watch` serves.
 
     log       the last lines that the run printed
@@ -85,7 +85,7 @@ def write_report(run_folder: Path, out: Path | None = None) -> Path:
     return target
 
 
-def render(record: RunRecord, live: Live | None = None) -> str:
+def render(record: RunRecord, live: LiveState | None = None) -> str:
     """Returns the page as text. All texts of the run are escaped. The content security policy of
     the page allows no network and no script except the script for pictures.
 
@@ -101,7 +101,7 @@ def render(record: RunRecord, live: Live | None = None) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    script = files(__package__).joinpath(STEPS).read_text(encoding="utf-8")
+    script = files(__package__).joinpath(STEPS_SCRIPT).read_text(encoding="utf-8")
     policy = "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     template = environment.get_template("report.html.jinja")
     return template.render(
@@ -126,7 +126,7 @@ def page(record: RunRecord) -> dict[str, Any]:
         "name": record.folder.resolve().name,
         "status": (
             _STATUS_LABELS.get(record.status, record.status),
-            _MOODS.get(record.status, "warn"),
+            _STATUS_RATINGS.get(record.status, "warn"),
         ),
         "progress": progress(record),
         "error": record.result.get("error"),
@@ -171,27 +171,27 @@ def subtitle(record: RunRecord) -> str:
     """
     model = record.setting("model", "name") or record.result.get("base")
     kind = record.setting("adapter", "kind")
-    train = record.setting("data", "train") or record.setting("images", "train")
-    total = _whole_number(record.plan.get("parameters"))
-    trained = _whole_number(record.plan.get("trained"))
+    training_data = record.setting("data", "train") or record.setting("images", "train")
+    parameter_count = _whole_number(record.plan.get("parameters"))
+    trained_count = _whole_number(record.plan.get("trained"))
     adapter = {"lora": "LoRA", "lokr": "LoKr"}.get(kind)
     if adapter:
-        adaptation = f"{adapter} r={record.setting('adapter', 'r')}"
+        adapter_text = f"{adapter} r={record.setting('adapter', 'r')}"
     elif kind == "none":
-        adaptation = "every weight trained"
+        adapter_text = "every weight trained"
     else:
-        adaptation = None
+        adapter_text = None
     parts: list[Any] = []
     if model:
         parts.append("/".join(Path(str(model)).parts[-2:]))
-    if total:
-        parts.append(f"{format_compact(total)} parameters")
+    if parameter_count:
+        parts.append(f"{format_compact(parameter_count)} parameters")
     parts.append(record.precision.get("preset"))
-    if total and adapter:
-        adaptation = f"{adaptation}, {format_percent(trained / total)} trained"
-    parts.append(adaptation)
-    if train:
-        parts.append(f"on {short_source_names(train)}")
+    if parameter_count and adapter:
+        adapter_text = f"{adapter_text}, {format_percent(trained_count / parameter_count)} trained"
+    parts.append(adapter_text)
+    if training_data:
+        parts.append(f"on {short_source_names(training_data)}")
     return "  ·  ".join(str(part) for part in parts if part)
 
 
@@ -207,25 +207,25 @@ def tiles(record: RunRecord) -> list[Tile]:
     loss = record.curve("loss")
     if loss:
         name = "training loss"
-        line = loss  # the curve that the chart labels
+        curve = loss  # the curve that the chart labels
         if len(loss) > SMOOTHED_ABOVE:
             name = "training loss, smoothed"
-            line = smooth(loss)
+            curve = smooth(loss)
         result.append(
             Tile(
                 name,
-                format_number(line[-1][1]),
-                f"from {format_number(line[0][1])} at step {line[0][0]:,.0f}",
+                format_number(curve[-1][1]),
+                f"from {format_number(curve[0][1])} at step {curve[0][0]:,.0f}",
             )
         )
     if evaluations := record.evaluations():
         step, best = min(evaluations, key=lambda p: p[1])
-        first = f", from {format_number(evaluations[0][1])}" if len(evaluations) > 1 else ""
+        first_note = f", from {format_number(evaluations[0][1])}" if len(evaluations) > 1 else ""
         result.append(
-            Tile("evaluation loss, best", format_number(best), f"step {step:,.0f}{first}")
+            Tile("evaluation loss, best", format_number(best), f"step {step:,.0f}{first_note}")
         )
     if loss:
-        total = record.last(units)
+        total = record.last_value(units)
         result.append(
             Tile(
                 "steps",
@@ -236,9 +236,9 @@ def tiles(record: RunRecord) -> list[Tile]:
     seconds, speed, memory = (
         finite_values(record, key) for key in ("seconds", f"{units}_per_second", "memory_bytes")
     )
-    trained = record.result.get("trained_seconds") or sum(seconds)
-    if isinstance(trained, int | float) and trained > 0:
-        result.append(Tile("training time", format_duration(trained), "in steps alone"))
+    training_seconds = record.result.get("trained_seconds") or sum(seconds)
+    if isinstance(training_seconds, int | float) and training_seconds > 0:
+        result.append(Tile("training time", format_duration(training_seconds), "in steps alone"))
     if speed:
         result.append(Tile(f"{units} per second", format_number(median(speed)), "median"))
     if memory:
@@ -255,23 +255,23 @@ def samples(record: RunRecord) -> list[dict[str, Any]]:
     of a diffusion run, else "".
     """
     by_prompt: dict[tuple[str, int], dict[str, Any]] = {}
-    for moment in record.samples:
-        turns = Counter[str]()  # a prompt may occur again, with another seed
-        for sample in moment["samples"]:
+    for step_record in record.samples:
+        occurrences = Counter[str]()  # a prompt may occur again, with another seed
+        for sample in step_record["samples"]:
             if not isinstance(sample, dict):
                 continue
             prompt = prompt_label(sample)
-            turns[prompt] += 1
-            fresh: dict[str, Any] = {
+            occurrences[prompt] += 1
+            new_entry: dict[str, Any] = {
                 "prompt": prompt,
-                "turn": turns[prompt],
+                "turn": occurrences[prompt],
                 "reference": sample.get("reference"),
                 "answers": [],
             }
-            entry = by_prompt.setdefault((prompt, turns[prompt]), fresh)
+            entry = by_prompt.setdefault((prompt, occurrences[prompt]), new_entry)
             kind, content = shrink_picture(read_picture(record.folder, sample))
             answer = {
-                "step": moment["step"],
+                "step": step_record["step"],
                 "text": str(sample.get("answer", "")),
                 "picture": data_url(content or None, kind),
             }
@@ -296,8 +296,8 @@ def side_by_side(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     prompts: dict[tuple[str, int], dict[str, Any]] = {}
     for entry in entries:
-        prompt, _ = question = _prompt_and_turn(entry)
-        prompt_row = prompts.setdefault(question, {"prompt": prompt, "first": None, "steps": {}})
+        prompt, _ = prompt_key = _prompt_and_turn(entry)
+        prompt_row = prompts.setdefault(prompt_key, {"prompt": prompt, "first": None, "steps": {}})
         for answer in entry["answers"]:
             if answer["step"] == 0:
                 prompt_row["first"] = (
@@ -310,14 +310,14 @@ def side_by_side(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 _LEVEL = re.compile(r"eval_loss_t(\d+)_(\d+)")
-MOST_EVALUATIONS = 6
+MAX_EVALUATIONS = 6
 
 
 def noise_levels(record: RunRecord) -> dict[str, Any] | None:
     """The evaluation loss of a diffusion run by noise level, at evenly spaced steps. None if the
     run did not record it.
     """
-    steps = spread_evenly(sorted({int(step) for step, _ in record.evaluations()}), MOST_EVALUATIONS)
+    steps = spread_evenly(sorted({int(step) for step, _ in record.evaluations()}), MAX_EVALUATIONS)
     levels = {
         (int(match[1]), int(match[2]))
         for row in record.metrics
@@ -339,32 +339,32 @@ def noise_levels(record: RunRecord) -> dict[str, Any] | None:
 
 def data(record: RunRecord) -> dict[str, Any]:
     """The counts, files and notes of the training and evaluation data."""
-    sides: list[dict[str, Any]] = []
+    splits: list[dict[str, Any]] = []
     if record.plan.get("task") == "diffusion":
-        sides.append({"title": "Pictures", "facts": _picture_facts(record.data), "files": []})
+        splits.append({"title": "Pictures", "facts": _picture_facts(record.data), "files": []})
     for key, title in (("train", "Training"), ("eval", "Evaluation")):
-        side = record.data.get(key)
-        if not isinstance(side, dict) or (key == "eval" and side.get("rows") == 0):
+        split = record.data.get(key)
+        if not isinstance(split, dict) or (key == "eval" and split.get("rows") == 0):
             continue
         dropped = [
             dropped_rows["rows"]
-            for dropped_rows in list_or_empty(side.get("dropped"))
+            for dropped_rows in list_or_empty(split.get("dropped"))
             if isinstance(dropped_rows, dict) and isinstance(dropped_rows.get("rows"), int)
         ]
-        counts = {**dict_or_empty(side.get("lengths")), **side, "dropped": sum(dropped)}
-        sides.append(
+        counts = {**dict_or_empty(split.get("lengths")), **split, "dropped": sum(dropped)}
+        splits.append(
             {
-                "title": title + (" (held out)" if side.get("held_out") else ""),
+                "title": title + (" (held out)" if split.get("held_out") else ""),
                 "facts": [
                     (name, f"{n:,}")
                     for fact, name in _ROW_FACTS.items()
                     if isinstance(n := counts.get(fact), int)
                 ],
-                "files": _sources(side, record.data.get("mix") if key == "train" else None),
+                "files": _sources(split, record.data.get("mix") if key == "train" else None),
             }
         )
     return {
-        "sides": sides,
+        "sides": splits,
         "notes": [str(note) for note in list_or_empty(record.data.get("notes"))],
     }
 
@@ -403,16 +403,16 @@ def _format_value(value: Any) -> str:
     return str(value)
 
 
-def _sources(side: dict[str, Any], mix: Any) -> list[dict[str, str]]:
+def _sources(split: dict[str, Any], weights: Any) -> list[dict[str, str]]:
     """The sources of the training or evaluation data, with the number of rows of each and the
     number of rows that were used. For weighted sources it also tells how often a row occurs.
     """
-    sources = rows_or_empty(side.get("files"), "path", "format", "why")
+    sources = rows_or_empty(split.get("files"), "path", "format", "why")
     shares = {
-        str(mixed.get("path")): mixed for mixed in list_or_empty(mix) if isinstance(mixed, dict)
+        str(mixed.get("path")): mixed for mixed in list_or_empty(weights) if isinstance(mixed, dict)
     }
     for source, file in zip(
-        sources, (f for f in list_or_empty(side.get("files")) if isinstance(f, dict))
+        sources, (f for f in list_or_empty(split.get("files")) if isinstance(f, dict))
     ):
         rows = file.get("rows")
         rows_kept = file.get("kept")
@@ -420,11 +420,13 @@ def _sources(side: dict[str, Any], mix: Any) -> list[dict[str, str]]:
         if isinstance(rows_kept, int) and rows_kept != rows:
             counts.append(f"{rows_kept:,} here")
         if (share := shares.get(source["path"])) is not None:
-            weight, part, passes = (
+            weight, epoch_share, passes = (
                 n if isinstance(n := share.get(k), int | float) else math.nan
                 for k in ("weight", "share", "passes")
             )
-            counts.append(f"weight {weight:g}: {part:.1%} of an epoch, each row {passes:.3g} times")
+            counts.append(
+                f"weight {weight:g}: {epoch_share:.1%} of an epoch, each row {passes:.3g} times"
+            )
         source["counts"] = ", ".join(counts)
     return sources
 
@@ -456,18 +458,18 @@ def commands(record: RunRecord) -> list[str]:
     """The commands that can be used with the run in its current state."""
     run = record.folder.resolve()
     folder = shlex.quote(str(run))
-    adapter = (run / "adapter").is_dir()
-    saved = any((run / name).is_dir() for name in ("adapter", "model", "checkpoints"))
+    has_adapter = (run / "adapter").is_dir()
+    has_result = any((run / name).is_dir() for name in ("adapter", "model", "checkpoints"))
     result = []
-    if saved and record.plan.get("task") == "diffusion":
+    if has_result and record.plan.get("task") == "diffusion":
         result = [f"isotype sample {folder} 'Your prompt'"]
-    elif saved and record.setting("train", "objective") != "reward":
+    elif has_result and record.setting("train", "objective") != "reward":
         result = [
             f"isotype chat {folder}",
             f"isotype sample {folder} 'Your prompt'",
             f"isotype eval {folder} FILE",
         ]
-        if adapter:
+        if has_adapter:
             result.append(f"isotype merge {folder}")
     if record.status not in ("done", "running"):
         result.append(f"isotype train --resume {folder}")
@@ -515,50 +517,54 @@ def _learning_verdict(record: RunRecord) -> tuple[str, str]:
             "warn",
         )
     saved_step = record.result.get("of_step")
-    (first, base), (last, tuned) = evaluations[0], evaluations[-1]
+    (first_step, first_loss), (last_step, last_loss) = evaluations[0], evaluations[-1]
     if isinstance(saved_step, int):  # the step whose weights were saved
-        last, tuned = next(
+        last_step, last_loss = next(
             ((step, loss) for step, loss in reversed(evaluations) if step <= saved_step),
             evaluations[-1],
         )
-    if last == first:
+    if last_step == first_step:
         return (
             (
-                f"Evaluation loss {format_number(base)} at step {first:,.0f}; no second evaluation to"
+                f"Evaluation loss {format_number(first_loss)} at step {first_step:,.0f}; no second evaluation to"
                 " compare it with."
             ),
             "warn",
         )
-    begin = "before training" if first == 0 else f"at step {first:,.0f}"
-    share = (tuned - base) / base if base else 0.0
-    best_step, best = min(evaluations, key=lambda point: point[1])
-    if format_number(tuned) == format_number(base):
+    first_label = "before training" if first_step == 0 else f"at step {first_step:,.0f}"
+    relative_change = (last_loss - first_loss) / first_loss if first_loss else 0.0
+    best_step, best_loss = min(evaluations, key=lambda point: point[1])
+    if format_number(last_loss) == format_number(first_loss):
         change = "no change"
     else:
-        change = f"{format_percent(abs(share))} {'lower' if share < 0 else 'higher'}"
-    sentence = f"Evaluation loss {format_number(base)} {begin}, {format_number(tuned)} at step {last:,.0f}: {change}"
-    of_result = ""
+        change = (
+            f"{format_percent(abs(relative_change))} {'lower' if relative_change < 0 else 'higher'}"
+        )
+    sentence = f"Evaluation loss {format_number(first_loss)} {first_label}, {format_number(last_loss)} at step {last_step:,.0f}: {change}"
+    result_note = ""
     if isinstance(saved_step, int):
-        of_result = f" The result is of step {last:,.0f}; run.save: best takes the other."
-    if best_step not in (first, last) and format_number(best) != format_number(tuned):
+        result_note = f" The result is of step {last_step:,.0f}; run.save: best takes the other."
+    if best_step not in (first_step, last_step) and format_number(best_loss) != format_number(
+        last_loss
+    ):
         return (
             (
-                f"{sentence}. It was lower at step {best_step:,.0f}, {format_number(best)}: it learns its"
-                f" training rows by heart.{of_result}"
+                f"{sentence}. It was lower at step {best_step:,.0f}, {format_number(best_loss)}: it learns its"
+                f" training rows by heart.{result_note}"
             ),
             "warn",
         )
-    return f"{sentence}.", "good" if tuned < base else "warn"
+    return f"{sentence}.", "good" if last_loss < first_loss else "warn"
 
 
 def _precision_verdict(record: RunRecord) -> tuple[str, str]:
     table = precision(record)
-    broken = len(table["violations"])
-    if broken:
+    violation_count = len(table["violations"])
+    if violation_count:
         return (
             (
-                f"The declared precision was broken: {broken}"
-                f" {'violation' if broken == 1 else 'violations'}."
+                f"The declared precision was broken: {violation_count}"
+                f" {'violation' if violation_count == 1 else 'violations'}."
             ),
             "bad",
         )
@@ -567,13 +573,13 @@ def _precision_verdict(record: RunRecord) -> tuple[str, str]:
         for row in table["rows"]
         if row["role"] not in _NOT_A_DTYPE and row["declared"] is not None
     ]
-    observed = [row for row in roles if row["mood"] == "good"]
-    if not observed:
+    observed_rows = [row for row in roles if row["mood"] == "good"]
+    if not observed_rows:
         return "The precision was not observed.", "warn"
-    unseen = [str(row["role"]) for row in roles if row not in observed]
-    rest = f"; not observed: {', '.join(unseen)}" if unseen else ""
+    unobserved_roles = [str(row["role"]) for row in roles if row not in observed_rows]
+    unobserved_note = f"; not observed: {', '.join(unobserved_roles)}" if unobserved_roles else ""
     return (
-        f"The declared precision was kept in {len(observed)} of {len(roles)} roles{rest}.",
+        f"The declared precision was kept in {len(observed_rows)} of {len(roles)} roles{unobserved_note}.",
         "good",
     )
 
@@ -586,7 +592,7 @@ def precision(record: RunRecord) -> dict[str, Any]:
     observed = dict_or_empty(record.precision.get("observed"))
     unobserved = dict_or_empty(record.precision.get("unobserved"))
     violations = rows_or_empty(record.precision.get("violations"), "code", "message", "declared")
-    broken = " ".join(v["declared"] for v in violations)
+    violated_settings = " ".join(v["declared"] for v in violations)
     rows = []
     for role in [r for r in ROLES if r in declared or r in observed] + [
         r for r in {**declared, **observed} if r not in ROLES
@@ -602,7 +608,7 @@ def precision(record: RunRecord) -> dict[str, Any]:
             f"{n:,} {dtype}" if isinstance(n, int) else f"{n} {dtype}"
             for dtype, n in dict_or_empty(observed.get(role)).items()
         ]
-        if f"precision.{role}:" in broken:
+        if f"precision.{role}:" in violated_settings:
             mood = "bad"
         elif counts and value is not None:
             mood = "good"
@@ -621,11 +627,11 @@ def precision(record: RunRecord) -> dict[str, Any]:
             }
         )
     reasons = [row["reason"] for row in rows if row["reason"]]
-    usual = max(set(reasons), key=reasons.count) if reasons else ""
+    usual_reason = max(set(reasons), key=reasons.count) if reasons else ""
     return {
         "rows": rows,
-        "why": usual,
-        "differing": any(reason != usual for reason in reasons),
+        "why": usual_reason,
+        "differing": any(reason != usual_reason for reason in reasons),
         "promotions": rows_or_empty(record.precision.get("promotions"), "module", "dtype", "times"),
         "violations": violations,
         "places": [

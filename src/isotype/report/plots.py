@@ -30,9 +30,9 @@ LOSSES_OF_PICTURES = (
 )
 # A noisy curve with more points is smoothed, and the raw curve is drawn faintly behind it.
 SMOOTHED_ABOVE = 30
-MOST_POINTS = 600  # per line; more points than a page has pixels for
+MAX_POINTS = 600  # per line; more points than a page has pixels for
 COLUMNS = 48  # the number of columns of a chart that show values under the pointer
-FIT_ABOVE = 0.5  # an axis starts above 0 if the minimum is above this share of the maximum
+FIT_RATIO = 0.5  # an axis starts above 0 if the minimum is above this share of the maximum
 _NOISY = ("tokens_per_second", "share_changed")
 
 
@@ -44,7 +44,7 @@ class Series:
 
     name: str
     points: Sequence[Point]
-    look: Literal["line", "faint", "dots"] = "line"
+    style: Literal["line", "faint", "dots"] = "line"
     colour: int = 1
 
 
@@ -54,7 +54,7 @@ class Plot:
 
     format_value  formats a value for the axis
     guide         the value and the label of a horizontal line
-    trouble       a sentence about values that are not finite
+    warning       a sentence about values that are not finite
     from_zero     whether the axis begins at 0, unless the values are so close together that the
                   curve would look flat
     resumed       the steps at which the run was resumed
@@ -67,7 +67,7 @@ class Plot:
     note: str = ""
     guide: tuple[float, str] | None = None
     from_zero: bool = True
-    trouble: str = ""
+    warning: str = ""
     resumed: Sequence[int] = ()
 
     @property
@@ -77,7 +77,7 @@ class Plot:
     @property
     def legend(self) -> list[Series]:
         """The series to show in the legend. A single series needs no legend."""
-        labelled = [s for s in self.series if s.look != "faint"]
+        labelled = [s for s in self.series if s.style != "faint"]
         return labelled if len(labelled) > 1 else []
 
 
@@ -93,7 +93,7 @@ def loss_plot(record: RunRecord) -> Plot | None:
         record.curve("eval_loss"),
         name="training loss",
         smoothing="smoothed over 4% of the steps",
-        evaluated="evaluation loss",
+        evaluation_name="evaluation loss",
         note=note,
         from_zero=False,
     )
@@ -136,8 +136,8 @@ _STEP_PLOTS: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
 def plots(record: RunRecord) -> list[Plot]:
     """The plots of the other metrics. A metric that the run did not record has no plot."""
     result = []
-    sets = record.setting("data", "eval")
-    for name in sets if isinstance(sets, dict) else ():
+    evaluation_sets = record.setting("data", "eval")
+    for name in evaluation_sets if isinstance(evaluation_sets, dict) else ():
         key = f"eval_loss_{name}"
         title = f"Evaluation loss, {name}"
         result.append(
@@ -147,7 +147,7 @@ def plots(record: RunRecord) -> list[Plot]:
                 title,
                 record.curve(key),
                 points=[],
-                evaluated=title.lower(),
+                evaluation_name=title.lower(),
                 note=LOSSES,
                 from_zero=False,
             )
@@ -177,7 +177,7 @@ def plots(record: RunRecord) -> list[Plot]:
             note += skipped if key == "loss_scale" else ""
             result.append(
                 _metric_plot(
-                    record, key, title, noisy=key in _NOISY, note=note, format_value=format_value
+                    record, key, title, is_noisy=key in _NOISY, note=note, format_value=format_value
                 )
             )
     return [plot for plot in result if plot.finite]
@@ -191,9 +191,9 @@ def _metric_plot(
     *,
     points: list[Point] | None = None,
     name: str = "",
-    noisy: bool = True,
+    is_noisy: bool = True,
     smoothing: str = "smoothed",
-    evaluated: str = "evaluation",
+    evaluation_name: str = "evaluation",
     **options: Any,
 ) -> Plot:
     """The plot of a metric. If the curve is noisy and has many points, the raw values are drawn
@@ -203,21 +203,21 @@ def _metric_plot(
         points = record.curve(key)
     name = name or title.lower()
     series = []
-    if noisy and len(points) > SMOOTHED_ABOVE:
+    if is_noisy and len(points) > SMOOTHED_ABOVE:
         series.append(Series(name, points, "faint"))
         series.append(Series(f"{name}, {smoothing}", smooth(points)))
     elif points:
         series.append(Series(name, points, "line"))
     if evaluations:
-        series.append(Series(evaluated, evaluations, "dots", colour=2))
-    lost = sum(not math.isfinite(v) for _, v in [*points, *evaluations])
-    trouble = ""
-    if lost == 1:
-        trouble = "1 value is not finite: marked at the top."
-    elif lost:
-        trouble = f"{lost} values are not finite: marked at the top."
+        series.append(Series(evaluation_name, evaluations, "dots", colour=2))
+    nonfinite_count = sum(not math.isfinite(v) for _, v in [*points, *evaluations])
+    warning = ""
+    if nonfinite_count == 1:
+        warning = "1 value is not finite: marked at the top."
+    elif nonfinite_count:
+        warning = f"{nonfinite_count} values are not finite: marked at the top."
     return Plot(
-        key=key, title=title, series=series, trouble=trouble, resumed=record.resume_steps, **options
+        key=key, title=title, series=series, warning=warning, resumed=record.resume_steps, **options
     )
 
 
@@ -225,9 +225,9 @@ def _gradient_norm_plot(record: RunRecord) -> Plot:
     clip = record.setting("train", "clip")
     if not isinstance(clip, int | float) or clip <= 0:
         return _metric_plot(record, "grad_norm", "Gradient norm", note="Not clipped.")
-    finite = [v for _, v in _finite(record.curve("grad_norm"))]
-    over = sum(v > clip for v in finite) / max(1, len(finite))
-    note = f"Clipped above {format_number(float(clip))}: {format_percent(over)} of the steps were."
+    finite_values = [v for _, v in _finite(record.curve("grad_norm"))]
+    clipped_share = sum(v > clip for v in finite_values) / max(1, len(finite_values))
+    note = f"Clipped above {format_number(float(clip))}: {format_percent(clipped_share)} of the steps were."
     return _metric_plot(
         record,
         "grad_norm",
@@ -279,12 +279,12 @@ def thin_points(points: Sequence[Point]) -> list[Point]:
     """Reduces the points to about MOST_POINTS. Of every bucket the smallest and largest values are
     kept, so that no peak is lost, and the first value that is not finite.
     """
-    if len(points) <= MOST_POINTS:
+    if len(points) <= MAX_POINTS:
         return list(points)
-    each = math.ceil(len(points) / (MOST_POINTS // 2))
+    bucket_size = math.ceil(len(points) / (MAX_POINTS // 2))
     result: list[Point] = []
-    for start in range(0, len(points), each):
-        bucket = points[start : start + each]
+    for start in range(0, len(points), bucket_size):
+        bucket = points[start : start + bucket_size]
         if finite := sorted(_finite(bucket), key=lambda p: p[1]):
             result += {finite[0], finite[-1]}
         result += [p for p in bucket if not math.isfinite(p[1])][:1]
@@ -327,7 +327,7 @@ class _Frame:
             high = max(high, self.guide[0])
         self.x0: float = min(steps)
         self.x1: float = max(steps)
-        if plot.from_zero and low <= FIT_ABOVE * high:
+        if plot.from_zero and low <= FIT_RATIO * high:
             low = 0.0
         self.ticks = nice_ticks(low, high)
         self.y0 = self.ticks[0]
@@ -342,16 +342,16 @@ class _Frame:
     def y(self, value: float) -> float:
         return self.base - (self.base - self.top_margin) * (value - self.y0) / (self.y1 - self.y0)
 
-    def _across(self, look: str, y: float) -> str:
-        return f'<line class="{look}" x1="{self.left_margin}" x2="{self.end}" y1="{y:.1f}" y2="{y:.1f}"/>'
+    def _horizontal_line(self, css_class: str, y: float) -> str:
+        return f'<line class="{css_class}" x1="{self.left_margin}" x2="{self.end}" y1="{y:.1f}" y2="{y:.1f}"/>'
 
-    def _down(self, look: str, x: float) -> str:
-        return f'<line class="{look}" x1="{x:.1f}" x2="{x:.1f}" y1="{self.top_margin}" y2="{self.base}"/>'
+    def _vertical_line(self, css_class: str, x: float) -> str:
+        return f'<line class="{css_class}" x1="{x:.1f}" x2="{x:.1f}" y1="{self.top_margin}" y2="{self.base}"/>'
 
     def grid(self) -> list[str]:
         parts = []
         for tick in self.ticks:
-            parts.append(self._across("grid", self.y(tick)))
+            parts.append(self._horizontal_line("grid", self.y(tick)))
             text = escape(self.format_value(tick))
             parts.append(
                 f'<text class="tick" x="{self.left_margin - 7}" y="{self.y(tick) + 3.5:.1f}"'
@@ -366,9 +366,9 @@ class _Frame:
                 f' text-anchor="middle">{tick:,.0f}</text>'
             )
         parts.append(f'<text class="tick" x="{self.end + 24}" y="{self.base + 15}">step</text>')
-        parts.append(self._across("axis", self.base))
+        parts.append(self._horizontal_line("axis", self.base))
         if self.guide:
-            parts.append(self._across("guide", self.y(self.guide[0])))
+            parts.append(self._horizontal_line("guide", self.y(self.guide[0])))
         return parts
 
     def resumed(self) -> list[str]:
@@ -379,42 +379,42 @@ class _Frame:
             for x in positions
             if self.plot.key == "loss"
         ]
-        return [*(self._down("resumed", x) for x in positions), *labels]
+        return [*(self._vertical_line("resumed", x) for x in positions), *labels]
 
     def labels(self) -> list[str]:
         """The labels of the last values and of the guide at the right edge. They are moved apart if
         they would overlap.
         """
         if self.guide:
-            requested = [(self.y(self.guide[0]), "guide-label", self.guide[1])]
+            labels = [(self.y(self.guide[0]), "guide-label", self.guide[1])]
         else:
-            requested = []
+            labels = []
         for series in self.plot.series:
-            if series.look != "faint" and (finite := _finite(series.points)):
-                requested.append(
+            if series.style != "faint" and (finite := _finite(series.points)):
+                labels.append(
                     (
                         self.y(finite[-1][1]),
                         f"value c{series.colour}",
                         self.format_value(finite[-1][1]),
                     )
                 )
-        placed: list[str] = []
-        lowest = -math.inf
-        for y, look, text in sorted(requested):
-            lowest = max(y, lowest + 13)
-            placed.append(
-                f'<text class="{look}" x="{self.end + 8}"'
-                f' y="{lowest + 3.5:.1f}">{escape(text)}</text>'
+        elements: list[str] = []
+        label_y = -math.inf
+        for y, css_class, text in sorted(labels):
+            label_y = max(y, label_y + 13)
+            elements.append(
+                f'<text class="{css_class}" x="{self.end + 8}"'
+                f' y="{label_y + 3.5:.1f}">{escape(text)}</text>'
             )
-        return placed
+        return elements
 
     def series(self, series: Series) -> list[str]:
         points = thin_points(series.points)
         finite = _finite(points)
         if not finite:
             return []
-        parts = [f'<path class="{series.look} c{series.colour}" d="{self._path(points)}"/>']
-        if series.look == "dots" or len(finite) == 1:
+        parts = [f'<path class="{series.style} c{series.colour}" d="{self._path(points)}"/>']
+        if series.style == "dots" or len(finite) == 1:
             parts += [
                 f'<circle class="dot c{series.colour}" cx="{self.x(x):.1f}" cy="{self.y(y):.1f}"'
                 ' r="4"/>'
@@ -433,12 +433,14 @@ class _Frame:
         its step.
         """
         values = [(series, dict(_finite(series.points))) for series in self.plot.series]
-        marked = {step for series, by_step in values if series.look == "dots" for step in by_step}
+        dot_steps = {
+            step for series, by_step in values if series.style == "dots" for step in by_step
+        }
         steps = sorted({step for _, by_step in values for step in by_step})
         positions = [
             (self.x(step), step)
             for step in sorted(
-                {*spread_evenly(steps, COLUMNS), *spread_evenly(sorted(marked), COLUMNS)}
+                {*spread_evenly(steps, COLUMNS), *spread_evenly(sorted(dot_steps), COLUMNS)}
             )
         ]
         edges = [
@@ -455,7 +457,7 @@ class _Frame:
                     if detail.startswith("smoothed"):
                         name = "smoothed"
                     lines.append(f"{name} {self.format_value(by_step[step])}")
-            hit = (
+            hit_area = (
                 f'<rect class="hit" x="{start:.1f}" y="0" width="{max(stop - start, 0.1):.1f}"'
                 f' height="{self.height}"/>'
             )
@@ -463,15 +465,15 @@ class _Frame:
                 f'<text class="said" x="{self.end}" y="9"'
                 f' text-anchor="end">{escape("   ".join(lines))}</text>'
             )
-            parts.append(f'<g class="column">{hit}{self._down("at", x)}{text}</g>')
+            parts.append(f'<g class="column">{hit_area}{self._vertical_line("at", x)}{text}</g>')
         return parts
 
     def _path(self, points: Sequence[Point]) -> str:
         """The path of a line. It is interrupted at values that are not finite."""
         segments = []
-        pen_up = True
+        is_pen_up = True
         for x, y in points:
             if math.isfinite(y):
-                segments.append(f"{'M' if pen_up else 'L'}{self.x(x):.1f} {self.y(y):.1f}")
-            pen_up = not math.isfinite(y)
+                segments.append(f"{'M' if is_pen_up else 'L'}{self.x(x):.1f} {self.y(y):.1f}")
+            is_pen_up = not math.isfinite(y)
         return "".join(segments)

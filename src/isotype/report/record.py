@@ -47,7 +47,7 @@ class RunRecord:
     resumes: dict[str, Any] = field(default_factory=dict)
     examples: list[dict[str, Any]] = field(default_factory=list)
     before_edits: dict[str, Any] = field(default_factory=dict)
-    running: bool = False
+    is_running: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
     settings_text: str = ""
     samples: list[dict[str, Any]] = field(default_factory=list)
@@ -63,7 +63,7 @@ class RunRecord:
                 points.append((step, number))
         return points
 
-    def last(self, key: str) -> float | None:
+    def last_value(self, key: str) -> float | None:
         """The last finite value of a metric; None if there is none."""
         return next((v for _, v in reversed(self.curve(key)) if math.isfinite(v)), None)
 
@@ -99,7 +99,7 @@ class RunRecord:
         recorded = self.result.get("status")
         if recorded is not None:
             return str(recorded)
-        if self.running:
+        if self.is_running:
             return "running"
         return "stopped"
 
@@ -140,26 +140,26 @@ def read_run(folder: Path) -> RunRecord:
         raise UsageError(f"{folder}: not a run folder: it has none of {', '.join(FILES[:4])}")
     record = RunRecord(folder)
     for name in ("precision", "data", "result", "preflight", "plan", "resumes"):
-        setattr(record, name, dict_or_empty(_json(folder / f"{name}.json", record)))
-    record.environment = dict_or_empty(_json(folder / "env.json", record))
-    examples = dict_or_empty(_json(folder / "examples.json", record))
+        setattr(record, name, dict_or_empty(_read_json(folder / f"{name}.json", record)))
+    record.environment = dict_or_empty(_read_json(folder / "env.json", record))
+    examples = dict_or_empty(_read_json(folder / "examples.json", record))
     record.before_edits = dict_or_empty(examples.get("before"))
     record.examples = [
         row for row in list_or_empty(examples.get("examples")) if isinstance(row, dict)
     ]
-    record.running = is_locked(folder)
-    record.metrics, broken = parse_metrics(_text(folder / "metrics.jsonl", record) or "")
+    record.is_running = is_locked(folder)
+    record.metrics, broken = parse_metrics(_read_text(folder / "metrics.jsonl", record) or "")
     if broken:
         record.damaged.append(
             f"metrics.jsonl: {len(broken)} lines cut short or broken (first: line {broken[0]})"
         )
-    record.settings_text = _text(folder / "resolved.yaml", record) or ""
+    record.settings_text = _read_text(folder / "resolved.yaml", record) or ""
     try:
         record.settings = parse_settings(record.settings_text)
     except ValueError as error:
         record.damaged.append(f"resolved.yaml: {first_line(error)}")
     for path in folder.glob("samples/step_*.json"):
-        value = _json(path, record)
+        value = _read_json(path, record)
         if not isinstance(value, dict) or _number(value.get("step")) is None:
             continue
         samples = value.get("samples")
@@ -220,7 +220,7 @@ def _number(value: Any) -> float | None:
     return None
 
 
-def _text(path: Path, record: RunRecord) -> str | None:
+def _read_text(path: Path, record: RunRecord) -> str | None:
     try:
         return read_inside(record.folder, path)
     except FileNotFoundError:
@@ -230,8 +230,8 @@ def _text(path: Path, record: RunRecord) -> str | None:
         return None
 
 
-def _json(path: Path, record: RunRecord) -> Any:
-    text = _text(path, record)
+def _read_json(path: Path, record: RunRecord) -> Any:
+    text = _read_text(path, record)
     try:
         return None if text is None else parse_json(text)
     except ValueError as error:
@@ -240,8 +240,8 @@ def _json(path: Path, record: RunRecord) -> Any:
 
 
 # the names that a run writes; an untrusted folder may contain other names
-_NAME = re.compile(r"samples/step_\d+_\d+\.png")
-_LARGEST = 8 << 20  # bytes
+_PICTURE_NAME = re.compile(r"samples/step_\d+_\d+\.png")
+_MAX_PICTURE_BYTES = 8 << 20  # bytes
 _PNG = b"\x89PNG\r\n\x1a\n"
 MAX_PIXELS = 32_000_000  # a larger picture needs hundreds of MiB in a browser or Pillow
 MAX_SAMPLES = 256  # per step
@@ -252,15 +252,15 @@ def read_picture(folder: Path, sample: dict[str, Any]) -> bytes | None:
     a run.
     """
     name = sample.get("file")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not _PICTURE_NAME.fullmatch(name):
         return None
     path = folder / name
     try:
         with open_inside(folder, path) as file:
-            content = file.read(_LARGEST + 1)
+            content = file.read(_MAX_PICTURE_BYTES + 1)
     except OSError:
         return None
-    if len(content) > _LARGEST or not content.startswith(_PNG):
+    if len(content) > _MAX_PICTURE_BYTES or not content.startswith(_PNG):
         return None
     # the header of a PNG begins with width and height
     width = int.from_bytes(content[16:20])
@@ -281,11 +281,11 @@ def prompt_label(sample: dict[str, Any]) -> str:
     return prompt
 
 
-def spread_evenly(steps: list[Any], most: int) -> list[Any]:
-    """Selects at most `most` entries at even distances, including the first and the last."""
-    if len(steps) <= most:
+def spread_evenly(steps: list[Any], limit: int) -> list[Any]:
+    """Selects at most `limit` entries at even distances, including the first and the last."""
+    if len(steps) <= limit:
         return steps
-    return [steps[round(k * (len(steps) - 1) / (most - 1))] for k in range(most)]
+    return [steps[round(k * (len(steps) - 1) / (limit - 1))] for k in range(limit)]
 
 
 PAGE_PIXELS = 512  # the longer side of a picture on the page

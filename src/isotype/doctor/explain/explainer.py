@@ -84,7 +84,7 @@ def _collect_causes(
     entries: list[Entry], facts: ErrorFacts, score_offset: float = 0.0
 ) -> Iterator[Cause]:
     for entry in entries:
-        if entry.includes:
+        if entry.is_include:
             if facts.holds(entry.test):
                 yield from _collect_causes(_SHARED_CAUSES[entry.title], facts, entry.offset)
         elif score := entry.rank(facts):

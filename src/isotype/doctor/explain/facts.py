@@ -107,7 +107,7 @@ class ErrorFacts(sheets.Facts):
             lambda self, name: name in self.error.situation.packages, ("deepspeed",)
         ),
     }
-    readings = {
+    conversions = {
         " as dtype": normalise_dtype,
         " as dtypes": _normalise_dtypes,
         " as torch": torch_dtype_name,

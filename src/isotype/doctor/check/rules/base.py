@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from ....finding import Finding, Place, Severity
-from ....pages import registered
+from ....pages import register_rule
 from ....pages.sheet_check import check_section
 from ....pages.sheets import Section, read_sections
 from ..settings import Record, Setting
@@ -28,7 +28,7 @@ from .facts import RuleFacts
 Rule = Callable[[Record], Iterator[Finding]]
 RULES: dict[str, Rule] = {}
 
-rule = partial(registered, RULES)
+rule = partial(register_rule, RULES)
 
 
 def make_finding(

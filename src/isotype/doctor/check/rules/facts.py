@@ -254,7 +254,7 @@ class RuleFacts(sheets.Facts):
         "has": sheets.Function(lambda f, tool: f.record.facts.has(tool), RULE_KEYS),
         "unknown": sheets.Function(_is_value_unknown, _KEYS),
     }
-    readings = {
+    conversions = {
         " as dtype": _read_value(parse_dtype),
         " as text": _read_value(str),
         " as torch": _read_value(torch_dtype_name),
