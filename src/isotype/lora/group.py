@@ -43,8 +43,8 @@ from .products import (
 from .quantised import bias_gradient
 
 # An autograd function takes the tensors of several projections in one flat list, five for each
-# projection, in this order. KEEP is bool[T K], the elements of x that the dropout before A keeps,
-# or None
+# projection, in this order. KEEP_MASK is bool[T K], the elements of x that the dropout before A
+# keeps, or None
 WEIGHT, BIAS, A, B, KEEP_MASK = range(5)
 FIELDS_PER_PROJECTION = 5
 
@@ -312,7 +312,9 @@ def needs_input(needs: Sequence[bool]) -> bool:
 
 
 class LoraGroup(torch.autograd.Function):
-    """The autograd function of `lora_group`. `flat` has FIELDS tensors per projection."""
+    """The autograd function of `lora_group`. `flat_tensors` has FIELDS_PER_PROJECTION tensors per
+    projection.
+    """
 
     @staticmethod
     def forward(

@@ -481,8 +481,8 @@ def _gradients_from_x(
 
 
 class LoraMlp(torch.autograd.Function):
-    """The autograd function of `lora_mlp`. `flat` has FIELDS tensors per projection; those of down
-    are last.
+    """The autograd function of `lora_mlp`. `flat_tensors` has FIELDS_PER_PROJECTION tensors per
+    projection; the tensors of down are last.
     """
 
     @staticmethod

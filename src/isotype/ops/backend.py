@@ -149,8 +149,8 @@ PLAIN_TENSOR_TYPES = (Tensor, torch.nn.Parameter)
 
 @contextmanager
 def force_backend(backend: str) -> Iterator[None]:
-    """Within this block every op takes its "triton", "cpp" or "eager" path, whatever the device. It
-    serves tests and comparisons.
+    """Within this block every op takes its "triton", "cpp" or "eager" path on any device. It is for
+    tests and comparisons.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r}: expected {', '.join(BACKENDS)}")

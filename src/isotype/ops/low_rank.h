@@ -300,7 +300,8 @@ inline Range thread_range(int64_t count, int64_t unit, int thread, int threads) 
   return {std::min(count, units * thread / threads * unit), std::min(count, units * (thread + 1) / threads * unit)};
 }
 
-// Strides are in elements; those of a are (rank, feature), and one of them is 1. Rows of x, y, l and out are adjacent in memory.
+// Strides are in elements. The strides of a are (rank, feature), and one of them is 1. Rows of x,
+// y, l and out are adjacent in memory.
 
 inline void shrink(const uint16_t* x, const uint16_t* a, uint16_t* out, int64_t tokens, int64_t n, int64_t ranks, int64_t x_step,
                        int64_t a_rank_step, int64_t a_step, int64_t out_step, float scale, int threads) {

@@ -189,8 +189,8 @@ def empty_outputs(
 def empty_gradients(
     hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocates the gradients of hidden, weight and bias. The last two values of `rest` are whether
-    the gradients of hidden and weight are needed.
+    """Allocates the gradients of hidden, weight and bias. The last two values of `rest` are two
+    flags, whether the gradient of hidden and the gradient of weight are needed.
     """
     want_dhidden, want_dweight = rest[-2:]
     stored = stored_gradient_dtype(hidden_TH.dtype, hidden_TH.device)

@@ -366,7 +366,7 @@ class _Check:
 
 
 def _is_close(actual: Tensor, expected: Tensor) -> bool:
-    """Whether two runs with different random seeds gave the same result."""
+    """Whether two runs with different random seeds have the same result."""
     actual = actual.detach().double()
     expected = expected.detach().double()
     distance = torch.nan_to_num(actual - expected).norm()
