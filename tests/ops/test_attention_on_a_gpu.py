@@ -24,12 +24,12 @@ CHOICES = [
     ({"depth": 256}, "flash", "flash", "sdpa"),
     ({"depth": 512}, "sdpa", "sdpa", "sdpa"),
     ({"depth": 60}, "sdpa", "sdpa", "sdpa"),
-    ({"packed": True}, "flash", "flash", "sdpa"),
+    ({"is_packed": True}, "flash", "flash", "sdpa"),
     ({"window": 100}, "flash", "flash", "sdpa"),
     ({"causal": False}, "flash", "flash", "sdpa"),
     ({"softcap": 50.0}, "flex", "flex", "plain"),
-    ({"softcap": 50.0, "packed": True}, "flex", "flex", "plain"),
-    ({"masked": True}, "sdpa", "sdpa", "sdpa"),
+    ({"softcap": 50.0, "is_packed": True}, "flex", "flex", "plain"),
+    ({"has_mask": True}, "sdpa", "sdpa", "sdpa"),
     ({"dtype": torch.float32}, "sdpa", "sdpa", "sdpa"),
     ({"keys": 200}, "sdpa", "sdpa", "sdpa"),
 ]
@@ -53,10 +53,10 @@ def pretend(monkeypatch):
         monkeypatch.setattr(gpu, "capability", lambda device: capability)
         asked = {
             "causal": True,
-            "masked": False,
+            "has_mask": False,
             "window": None,
             "softcap": None,
-            "packed": False,
+            "is_packed": False,
             **asked,
         }
         return gpu.choose_gpu_backend(
@@ -76,9 +76,10 @@ def test_the_back_end_follows_from_shapes_and_device(pretend, subtests):
     for depth, small in ((192, "flash"), (200, "sdpa"), (224, "sdpa"), (232, "flash")):
         with subtests.test("a head size without a backward on small GPUs", depth=depth):
             assert [
-                pretend(c, depth, packed=True) for c in ((8, 6), ADA, CONSUMER_BLACKWELL, (12, 1))
+                pretend(c, depth, is_packed=True)
+                for c in ((8, 6), ADA, CONSUMER_BLACKWELL, (12, 1))
             ] == [small] * 4
-            assert [pretend(c, depth, packed=True) for c in (AMPERE, HOPPER, BLACKWELL)] == [
+            assert [pretend(c, depth, is_packed=True) for c in (AMPERE, HOPPER, BLACKWELL)] == [
                 "flash"
             ] * 3
 

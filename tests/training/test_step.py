@@ -179,7 +179,9 @@ def stepper_of(preset, world, sharding, loss_sum=batch_loss_sum):
 def test_a_step_reads_its_device_once(processes, preset, monkeypatch):
     world = ALONE if processes == "one" else Two()
     stepper = stepper_of(
-        preset, world, SimpleNamespace(replicas=1, sent=list) if processes == "shard" else None
+        preset,
+        world,
+        SimpleNamespace(replica_count=1, sent_dtypes=list) if processes == "shard" else None,
     )
     batches = [
         collate(rows(4)[at : at + 2], pad_id=0, device_type="cuda").to(META) for at in (0, 2)

@@ -99,7 +99,7 @@ def describe_backends(module: nn.Module) -> str:
     x = torch.empty(1, 1, 128, depth, dtype=torch.bfloat16, device="meta")
     options: dict[str, Any] = {
         "causal": True,
-        "masked": False,
+        "has_mask": False,
         "window": getattr(module, "sliding_window", None),
         "softcap": attention_softcap(module),
     }
