@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isotype.dtypes import TRAINING_FLOATS, eps, name, to_torch
+from isotype.dtypes import TRAINING_FLOATS, eps, format_dtype, to_torch
 from isotype.errors import DtypeError
 from isotype.lora import fuse_lora
 from isotype.lora.mlp import run_gated_mlp
@@ -201,7 +201,7 @@ def run(
     except (RuntimeError, DtypeError) as error:
         return f"<{type(error).__name__}: {str(error).splitlines()[0]}>", {}, ""
     ran = dict.fromkeys(FUSED.get(type(y.grad_fn).__name__, "PEFT") for y in ys)
-    return " ".join(dict.fromkeys(name(y.dtype) for y in ys)), grads, " ".join(ran)
+    return " ".join(dict.fromkeys(format_dtype(y.dtype) for y in ys)), grads, " ".join(ran)
 
 
 def error(value: Tensor, truth: Tensor) -> float:

@@ -16,7 +16,7 @@ def test_common_spellings_of_a_dtype_are_parsed():
 
 def test_words_round_trip_through_torch():
     for word in FLOATS:
-        assert dtypes.name(dtypes.to_torch(word)) == word
+        assert dtypes.format_dtype(dtypes.to_torch(word)) == word
         assert dtypes.torch_dtype_name(word) == str(dtypes.to_torch(word)).removeprefix("torch.")
         assert dtypes.itemsize(word) == dtypes.to_torch(word).itemsize
         assert dtypes.eps(word) == torch.finfo(dtypes.to_torch(word)).eps

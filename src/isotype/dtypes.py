@@ -71,7 +71,7 @@ def parse(text: str) -> str:
     return dtype_name
 
 
-def name(dtype: torch.dtype | str) -> str:
+def format_dtype(dtype: torch.dtype | str) -> str:
     """`torch.bfloat16` -> `bf16`; unknown dtypes keep torch's own name."""
     try:
         return parse(str(dtype))
@@ -227,7 +227,7 @@ def expect(x: Tensor, spec: str, *, name_of: str = "tensor") -> Tensor:
     """
     bindings: dict[str, Any] = {}
     declared = TensorSpec.parse(spec)
-    observed = name(x.dtype)
+    observed = format_dtype(x.dtype)
     actual = f"{observed}[{' '.join(map(str, x.shape))}]"
     wrong_dtype = declared.dtype_fault(observed, bindings)
     if wrong_dtype is not None:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..dtypes import name as dtype_name
+from ..dtypes import format_dtype
 from ..errors import UsageError
 from .cache import evict
 from .rows import is_picture_unchanged, picture_path
@@ -414,7 +414,7 @@ class Pictures:
             for name, value in tensors.items()
             if value.is_floating_point()
         }
-        self.floating_dtypes = {name: dtype_name(value.dtype) for name, value in floating.items()}
+        self.floating_dtypes = {name: format_dtype(value.dtype) for name, value in floating.items()}
         return tensors | floating
 
 

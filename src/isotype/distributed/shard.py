@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..dtypes import name, to_torch
+from ..dtypes import format_dtype, to_torch
 from ..errors import UsageError
 from ..precision.apply import denoiser_blocks, inner_model, is_block, is_quantised
 from ..precision.parts import Part, local_part
@@ -217,8 +217,8 @@ def refuse_two_dtypes(unit: str, parameters: dict[str, nn.Parameter]) -> None:
     if len(first) > 1:
         (first_dtype, a), (second_dtype, b) = list(first.items())[:2]
         raise UsageError(
-            f"parallel.kind: shard: {unit} has trained weights of two dtypes, {a} in {name(first_dtype)}"
-            f" and {b} in {name(second_dtype)}",
+            f"parallel.kind: shard: {unit} has trained weights of two dtypes, {a} in {format_dtype(first_dtype)}"
+            f" and {b} in {format_dtype(second_dtype)}",
             fix="precision.trainable: fp32, or parallel.kind: replicate",
         )
 

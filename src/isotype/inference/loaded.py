@@ -21,7 +21,7 @@ from ..config.sources import is_folder_name
 from ..data.chat import chat_template
 from ..data.pictures import BadPicture
 from ..data.rows import SamplePrompt
-from ..dtypes import name as name_of
+from ..dtypes import format_dtype
 from ..environment.hardware import detect
 from ..errors import RunError, UsageError
 from ..model.build import build_model, resolve_precision
@@ -261,7 +261,7 @@ def _precision_from_config(source: Source) -> Precision:
             **({} if packing.unread_reason or packing.kind == "fp4" else {"base": packing.kind}),
         )
     dtype = getattr(architecture, "dtype", None)
-    dtype_name = name_of(dtype) if dtype is not None else "fp32"
+    dtype_name = format_dtype(dtype) if dtype is not None else "fp32"
     return Precision(base=dtype_name, compute=dtype_name, generate=dtype_name, save=dtype_name)
 
 

@@ -19,7 +19,7 @@ from packaging.version import Version
 from torch import nn
 from transformers import Trainer
 
-from ..dtypes import name as dtype_name
+from ..dtypes import format_dtype
 from ..environment.hardware import detect
 from ..errors import UsageError
 from ..precision.apply import inner_model, is_quantised
@@ -42,7 +42,7 @@ def is_adapter(parameter_name: str) -> bool:
 def count_dtypes(parameters: Iterable[nn.Parameter]) -> str:
     """`bf16 x 12, fp32 x 3`: the dtypes of the floating parameters that are not quantised."""
     counts = Counter(
-        dtype_name(p.dtype) for p in parameters if p.is_floating_point() and not is_quantised(p)
+        format_dtype(p.dtype) for p in parameters if p.is_floating_point() and not is_quantised(p)
     )
     return ", ".join(f"{name} x {n}" for name, n in counts.most_common()) or "none"
 
@@ -273,7 +273,7 @@ def _trained_model_claims(trainer: Any, precision: Precision) -> Iterator[Claim]
         return
     owner = "PEFT"
     # TRL casts the adapters of quantised models
-    if is_trl_trainer(trainer) and any(dtype_name(p.dtype) == "bf16" for p in adapters):
+    if is_trl_trainer(trainer) and any(format_dtype(p.dtype) == "bf16" for p in adapters):
         owner = "TRL's cast"
     yield Claim(
         f"{owner}, adapters",
@@ -338,14 +338,14 @@ def _describe_vanishing_updates(trainer: Any, parameters: list[nn.Parameter]) ->
     """Describes which share of updates is lost if weights below fp32 are trained directly, or "".
     No trainer reports this.
     """
-    narrow = [p for p in parameters if dtype_name(p.dtype) in ("bf16", "fp16")]
+    narrow = [p for p in parameters if format_dtype(p.dtype) in ("bf16", "fp16")]
     update = trainer.args.learning_rate * TYPICAL_UPDATE
     total = sum(p.numel() for p in narrow)
     if not total or not update:
         return ""
     share = sum(stuck_share(p, update) * p.numel() for p in narrow) / total
     return (
-        f"; trained as they are, {share:.0%} of {dtype_name(narrow[0].dtype)} updates at"
+        f"; trained as they are, {share:.0%} of {format_dtype(narrow[0].dtype)} updates at"
         f" {trainer.args.learning_rate:g} would vanish"
     )
 

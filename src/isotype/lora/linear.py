@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..dtypes import name
+from ..dtypes import format_dtype
 from ..environment.planned_device import planned_device_type
 from ..errors import DtypeError, ShapeError
 from ..ops.backend import (
@@ -102,7 +102,7 @@ def resolve_dtypes(
         compute = output = x_dtype
     else:
         raise DtypeError(
-            f"LoRA linear got an input in {name(x_dtype)} and a weight in {name(weight_dtype)} with"
+            f"LoRA linear got an input in {format_dtype(x_dtype)} and a weight in {format_dtype(weight_dtype)} with"
             " autocast off, declared one dtype",
             code="DT001",
             fix=f"x.to({weight_dtype}), or run under torch.autocast({x.device.type!r}, dtype=...)",

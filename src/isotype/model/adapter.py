@@ -34,7 +34,7 @@ from ..precision.precision import Precision
 from ..precision.vision import vision_parts
 from ..wording import first_line, pluralise
 from .architecture import SCORE
-from .starts import describe_ordinary_adapter, initialise_adapter, to_ordinary_adapter
+from .initialisation import describe_ordinary_adapter, initialise_adapter, to_ordinary_adapter
 from .targets import (
     PEFT_PREFIX,
     adapted_parts,

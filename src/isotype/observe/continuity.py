@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ..dtypes import name, to_torch
+from ..dtypes import format_dtype, to_torch
 from ..precision.parts import local_part
 from .record import Observation
 
@@ -407,13 +407,13 @@ def _compare_samples(old: Sample, new: Sample) -> list[Difference]:
             continue
         if current.dtype != dtype or not torch.equal(_byte_view(current), _byte_view(old_values)):
             if current.dtype.itemsize < dtype.itemsize:
-                narrower = name(current.dtype)
+                narrower = format_dtype(current.dtype)
             else:
                 narrower = _find_rounding(old_values, current)
             if current.dtype == dtype:
                 change = "changed"
             else:
-                change = f"{name(dtype)} and now {name(current.dtype)}"
+                change = f"{format_dtype(dtype)} and now {format_dtype(current.dtype)}"
             differences.append(Difference(key[0], _tensor_label(key), narrower, change))
     return differences
 

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..dtypes import FLOATS, eps, itemsize, name
+from ..dtypes import FLOATS, eps, format_dtype, itemsize
 from ..precision.apply import is_norm
 from ..precision.precision import Precision
 from .operators import (
@@ -576,7 +576,7 @@ class ContractChecker:
             return
         divisor_lineage = self.lineages.get(divisor)
         values = dense_values(divisor.detach())
-        dtype_name = name(divisor.dtype)
+        dtype_name = format_dtype(divisor.dtype)
         is_in_layer = call.region == FORWARD and (
             call.outputs[0].numel() != 1 or self.step.is_in_submodule()
         )
@@ -624,9 +624,9 @@ class ContractChecker:
             if (
                 full_name is not None
                 and (call.op.base_name in ADDITIONS or call.op.kind == SUM)
-                and itemsize(name(target.dtype)) < 4
+                and itemsize(format_dtype(target.dtype)) < 4
             ):
-                dtype_name = name(target.dtype)
+                dtype_name = format_dtype(target.dtype)
                 call.report(
                     self.role,
                     f"buffer {full_name} sums in {dtype_name}",
@@ -748,7 +748,7 @@ class ContractChecker:
                 self.paused = False
 
     def _report_rounded_numbers(self, call: Call, source: str, tensor: Tensor) -> None:
-        dtype_name = name(tensor.dtype)
+        dtype_name = format_dtype(tensor.dtype)
         call.report(
             call.role,
             f"numbers of {source} are rounded to {dtype_name}",

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..dtypes import FLOATS, itemsize, name
+from ..dtypes import FLOATS, format_dtype, itemsize
 from ..precision.apply import (
     declared_dtype,
     inner_model,
@@ -169,7 +169,10 @@ class Observer:
             if parameter.requires_grad and gradient is not None:
                 if (tensor := gradient(parameter)) is not None:
                     observation.count_dtype(
-                        "grads", f"gradient of {full_name}", name(tensor.dtype), precision.grads
+                        "grads",
+                        f"gradient of {full_name}",
+                        format_dtype(tensor.dtype),
+                        precision.grads,
                     )
                 else:
                     observation.count_unseen("grads", "backward did not reach the weight")
@@ -218,7 +221,7 @@ class Observer:
             else:
                 role = "base"
             declared = declared_dtype(self.model, full_name, parameter, precision)
-            observation.count_dtype(role, full_name, name(parameter.dtype), declared)
+            observation.count_dtype(role, full_name, format_dtype(parameter.dtype), declared)
         elif parameter.is_complex():
             observation.count_unseen(
                 "trainable" if parameter.requires_grad else "base",
@@ -240,7 +243,7 @@ class Observer:
         for full_name, buffer in self.model.named_buffers():
             if not buffer.is_floating_point():
                 continue
-            dtype_name = name(buffer.dtype)
+            dtype_name = format_dtype(buffer.dtype)
             first_dtype = self._buffers.setdefault(full_name, buffer.dtype)
             observation.dtypes["buffers"][dtype_name] += 1
             module_path, _, buffer_name = full_name.rpartition(".")
@@ -249,14 +252,14 @@ class Observer:
                 module, buffer_name
             ):
                 continue
-            is_narrowed = itemsize(dtype_name) < itemsize(name(first_dtype))
+            is_narrowed = itemsize(dtype_name) < itemsize(format_dtype(first_dtype))
             if buffer.dtype != first_dtype and (is_narrowed or dtype_name == "fp64"):
                 observation.report(
                     "compute",
-                    f"buffer {full_name} is {dtype_name} and was {name(first_dtype)}",
+                    f"buffer {full_name} is {dtype_name} and was {format_dtype(first_dtype)}",
                     symbol=full_name,
                     observed=dtype_name,
-                    rule=f"a buffer keeps its dtype: {name(first_dtype)}",
+                    rule=f"a buffer keeps its dtype: {format_dtype(first_dtype)}",
                     cause=CHANGED_CAUSE,
                 )
             elif (
@@ -278,7 +281,7 @@ class Observer:
                 )
 
     def observe_loss(self, observation: Observation, dtype: torch.dtype) -> None:
-        observation.count_dtype("loss", "the loss", name(dtype), self.precision.loss)
+        observation.count_dtype("loss", "the loss", format_dtype(dtype), self.precision.loss)
 
     def observe_sums(self, observation: Observation, dtypes: Sequence[torch.dtype]) -> None:
         """Records the dtype of each bucket of gradients that was summed across processes."""
@@ -286,7 +289,7 @@ class Observer:
             observation.count_dtype(
                 "reduce",
                 f"bucket {number} of the gradients summed across processes",
-                name(dtype),
+                format_dtype(dtype),
                 self.precision.reduce,
             )
 
@@ -315,7 +318,7 @@ class Observer:
                 for full_name in file.keys():  # noqa: SIM118  # safe_open's file is not a mapping  # safe_open's file is not a mapping
                     if full_name.endswith(".alpha"):
                         observation.count_unseen("save", _ALPHAS_REASON)
-                    elif (dtype := name(file.get_slice(full_name).get_dtype())) in FLOATS:
+                    elif (dtype := format_dtype(file.get_slice(full_name).get_dtype())) in FLOATS:
                         observation.count_dtype(
                             "save", f"{full_name} in {path.name}", dtype, declared, allowed=allowed
                         )
@@ -460,7 +463,7 @@ class Observer:
                 return
             is_product = isinstance(module, nn.Linear)
             for tensor in floating_tensors(output):
-                dtype = name(tensor.dtype)
+                dtype = format_dtype(tensor.dtype)
                 if not is_generation:
                     observation.dtypes["outputs"][dtype] += 1
                 is_fp32_branch = (
@@ -506,7 +509,7 @@ def iterate_state_dtypes(
         elif has_8bit_states and tensor.shape != parameter.shape:
             yield key, None
         else:
-            yield key, name(tensor.dtype)
+            yield key, format_dtype(tensor.dtype)
 
 
 def _is_assigned_in_forward(module: nn.Module, buffer_name: str) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..dtypes import name
+from ..dtypes import format_dtype
 from ..precision.parts import gathered_weights
 from .operators import CAST, CREATE, PRODUCT, SUM, Operator
 from .origin import AUTOGRAD, Caller, find_caller
@@ -41,7 +41,7 @@ def float_dtype_name(dtype: torch.dtype) -> str | None:
     None.
     """
     real = _REAL_DTYPES.get(dtype, dtype)
-    return name(real) if real.is_floating_point else None
+    return format_dtype(real) if real.is_floating_point else None
 
 
 def collect_tensors(value: object, collected: list[Tensor]) -> list[Tensor]:

@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..dtypes import name as dtype_name
-from ..dtypes import to_torch
+from ..dtypes import format_dtype, to_torch
 from ..environment.planned_device import plan_device
 from ..instance_method import Placement, get_settings
 from ..ops import attention, rope
@@ -289,7 +288,7 @@ def _describe_backend(layer: Any, dtype: torch.dtype, device_type: str) -> str:
             dtype=dtype,
             device="cpu" if device_type == "cpu" else "meta",
         )
-        return f"{choose_backend(dtype, x, x, x, None, causal=False)} in {dtype_name(dtype)}"
+        return f"{choose_backend(dtype, x, x, x, None, causal=False)} in {format_dtype(dtype)}"
 
 
 def place_joint_attention(path: str, module: nn.Module) -> Placement:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ..dtypes import name, to_torch
+from ..dtypes import format_dtype, to_torch
 from ..instance_method import Placement
 from ..precision.apply import is_quantised
 from ..precision.quantised_base import (
@@ -98,7 +98,7 @@ def base_notes(model: nn.Module, precision: Any = None) -> list[str]:
             and not is_quantised(parameter)
         )
         if plain and parameter.dtype != to_torch(declared):
-            names_by_dtype.setdefault(name(parameter.dtype), []).append(parameter_name)
+            names_by_dtype.setdefault(format_dtype(parameter.dtype), []).append(parameter_name)
     for dtype, names in names_by_dtype.items():
         if quantisation is not None and dtype == "fp32":
             cause = " (PEFT's prepare_model_for_kbit_training does this)"

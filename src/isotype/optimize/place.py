@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..dtypes import TRAINING_FLOATS, name, to_torch
+from ..dtypes import TRAINING_FLOATS, format_dtype, to_torch
 from ..errors import UsageError
 from ..instance_method import Placement, get_method, uninstall_forward
 from ..lora import forward_4bit, fuse_lora, is_4bit, unfuse_lora
@@ -228,7 +228,7 @@ def parse_precision(precision: Any) -> Any:
     ):
         return precision
     if isinstance(precision, torch.dtype):
-        return name(precision)
+        return format_dtype(precision)
     if not isinstance(precision, str):
         raise UsageError(
             f"optimize() takes a Precision or a preset's name, not a {type(precision).__name__}"

@@ -294,7 +294,7 @@ class Entry:
             "",
         )
 
-    def rank(self, facts: Facts) -> str:
+    def severity_or_score(self, facts: Facts) -> str:
         return next((line.text for line in self.ranks if facts.holds(line.test)), "")
 
 
@@ -344,7 +344,7 @@ class Section:
         """
         self.define_variables(facts)
         for entry in self.entries[1:]:
-            rank = entry.rank(facts)
+            rank = entry.severity_or_score(facts)
             if rank:
                 yield rank, entry
 

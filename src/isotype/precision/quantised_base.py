@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from ..dtypes import name
+from ..dtypes import format_dtype
 from ..errors import UsageError
 from .apply import inner_model
 from .packing import DTYPES_ON_LOAD, PACKED_DTYPES, UNREAD_FIX, Packing, UnreadPacking, read_packing
@@ -232,4 +232,4 @@ def check_share(model: nn.Module, *, is_allowed: bool, dtype_name: str) -> list[
 
 
 def _dtype_name(dtype: Any) -> str | None:
-    return None if dtype is None else name(str(dtype))
+    return None if dtype is None else format_dtype(str(dtype))

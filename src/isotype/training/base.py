@@ -20,7 +20,7 @@ from ..config.schema import AdapterSection
 from ..distributed.agree import SAMPLED_ELEMENTS, version_lines
 from ..dtypes import to_torch
 from ..errors import UsageError
-from ..model.starts import SUBTRACTED_STARTS
+from ..model.initialisation import SUBTRACTED_STARTS
 from ..precision.apply import declared_dtype, inner_model, is_quantised
 from ..precision.precision import Precision
 

@@ -17,7 +17,7 @@ from ..distributed.world import ALONE, World
 from ..dtypes import eps, to_torch
 from ..errors import RunError
 from ..model.export import Digests, digest_tensors, refuse_difference
-from ..model.starts import SUBTRACTED_STARTS
+from ..model.initialisation import SUBTRACTED_STARTS
 from ..observe import Observation
 from ..precision.precision import Precision
 from ..runs.checkpoint.snapshot import local_row_selector, restore_model, restore_optimizer

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config.schema import RunConfig, TrainSection
-from ..dtypes import name as dtype_name
-from ..dtypes import to_torch
+from ..dtypes import format_dtype, to_torch
 from ..environment.install import install_command
 from ..errors import RunError, UsageError, raise_first_refusal
 from ..ops.adamw import AdamwHyperparameters, adamw_
@@ -495,7 +494,9 @@ class Ema:
 
     def observed_dtypes(self) -> list[tuple[str, str, str]]:
         """Returns (role, tensor, dtype) of each average, as `Task.observed_dtypes` does."""
-        return [("ema", name, dtype_name(average.dtype)) for name, average in self.averages.items()]
+        return [
+            ("ema", name, format_dtype(average.dtype)) for name, average in self.averages.items()
+        ]
 
     @contextmanager
     def use_averages(self) -> Iterator[None]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..config.schema import RunConfig
 from ..distributed.world import World
 from ..errors import UsageError
-from ..model.starts import SUBTRACTED_STARTS
+from ..model.initialisation import SUBTRACTED_STARTS
 from ..precision.precision import EIGHT_BIT_OPTIMIZERS
 from ..wording import format_binary_bytes
 from .device_setup import DeviceSetup

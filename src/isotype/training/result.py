@@ -15,7 +15,7 @@ from ..distributed.world import ALONE, World
 from ..dtypes import to_torch
 from ..model.card import write_card
 from ..model.export import trained_tensors
-from ..model.starts import to_ordinary_adapter
+from ..model.initialisation import to_ordinary_adapter
 from ..precision.precision import Precision
 from ..precision.resolution import Resolved
 from ..runs.checkpoint.atomic_folder import write_folder

@@ -87,7 +87,7 @@ def _collect_causes(
         if entry.is_include:
             if facts.holds(entry.test):
                 yield from _collect_causes(_SHARED_CAUSES[entry.title], facts, entry.offset)
-        elif score := entry.rank(facts):
+        elif score := entry.severity_or_score(facts):
             yield Cause(
                 reason=entry.text("cause", facts),
                 fix=entry.text("fix", facts),

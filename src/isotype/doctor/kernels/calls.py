@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ...dtypes import name as dtype_name
-from ...dtypes import to_torch
+from ...dtypes import format_dtype, to_torch
 from ...finding import Severity, sort_findings
 from ...wording import pluralise
 from .checker import Report, check, check_combinations
@@ -248,7 +247,7 @@ def _dtype_variants(inputs: Any) -> Iterator[tuple[str, Reach, list[str]]]:
     """Yields (label, reach, dtypes of the float tensors): first the given dtypes, then all tensors
     in one dtype, then bf16 with one tensor in another dtype.
     """
-    given_dtypes = [dtype_name(t.dtype) for t in _float_tensors(inputs)]
+    given_dtypes = [format_dtype(t.dtype) for t in _float_tensors(inputs)]
     yield "inputs as given", Reach.CONFIRMED, given_dtypes
     # if the given inputs have several dtypes, the author chose them by role
     is_uniform = len(set(given_dtypes)) <= 1

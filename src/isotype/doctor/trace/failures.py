@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ...dtypes import name as dtype_name
+from ...dtypes import format_dtype
 from ...finding import Finding, Severity, join_names
 from ...observe.operators import FLOATS, NARROW_FLOATS, Operator, iterate_floating
 from ...observe.origin import (
@@ -79,8 +79,8 @@ class Operand:
         )
 
     @property
-    def dtype_name(self) -> str:
-        return dtype_name(self.dtype)
+    def format_dtype(self) -> str:
+        return format_dtype(self.dtype)
 
     def describe_chain(self) -> tuple[str, str]:
         """Returns a detail of a finding with the dtype, the shape, and the chain of origins."""
@@ -122,7 +122,7 @@ def describe_majority(dtype_counts: Counter[torch.dtype]) -> str:
     if not dtype_counts:
         return ""
     dtype, count = dtype_counts.most_common(1)[0]
-    return f"{100 * count / dtype_counts.total():.0f}% of the parameters are {dtype_name(dtype)}"
+    return f"{100 * count / dtype_counts.total():.0f}% of the parameters are {format_dtype(dtype)}"
 
 
 _DECISION_TEMPLATES = {
@@ -140,7 +140,7 @@ def describe_cause(
     """Describes where the dtype was decided, and how it reached the op that failed."""
     deciding_origin = odd_operand.origin.deciding_origin()
     location = deciding_origin.location()
-    decided_dtype = dtype_name(deciding_origin.dtype)
+    decided_dtype = format_dtype(deciding_origin.dtype)
     article = "an" if decided_dtype[0] in "aeiof" else "a"
     template = _DECISION_TEMPLATES.get(deciding_origin.kind, "{what} returned {word}")
     decision = template.format(what=deciding_origin.creator, word=decided_dtype, a=article)
@@ -156,7 +156,7 @@ def describe_cause(
             else:
                 writer_note = ""
             parts.append(
-                f"{step.creator} promoted the other operand to {dtype_name(step.dtype)}"
+                f"{step.creator} promoted the other operand to {format_dtype(step.dtype)}"
                 f" ({step.location()}{writer_note})"
             )
         else:
@@ -233,7 +233,7 @@ def describe_fix(
             else:
                 cast_call = f"cast `{leaf}` with the rest of the model to {target_dtype}"
             suggestions.append(
-                f"if {deciding_origin.creator} was not meant to be {dtype_name(deciding_origin.dtype)}: {cast_call}"
+                f"if {deciding_origin.creator} was not meant to be {format_dtype(deciding_origin.dtype)}: {cast_call}"
             )
             promotion_site = next(
                 (step.site for step in odd_operand.origin.chain() if step.kind == "promotion"), None
@@ -243,7 +243,7 @@ def describe_fix(
                 + (f" at {promotion_site}" if promotion_site else "")
             )
         case "cast":
-            wide_dtype = dtype_name(deciding_origin.dtype)
+            wide_dtype = format_dtype(deciding_origin.dtype)
             suggestions.append(
                 f"cast back after the part that needs {wide_dtype}: `.to(x.dtype)`, here {target_dtype}, or"
                 f" drop the cast at {at_line}"
@@ -583,7 +583,7 @@ def _check_finding(
     details += site_detail("called at", user_site)
     details += [("autocast", context.autocast.describe_state()[0])]
     details += [
-        (dtype_name(dtype), join_names(names)) for dtype, names in evidence.parameters.items()
+        (format_dtype(dtype), join_names(names)) for dtype, names in evidence.parameters.items()
     ]
     return replace(
         make_finding(
@@ -647,9 +647,9 @@ def _explain_mixed_unit(
         evidence,
         symbol=groups[odd_dtype][0],
         kind="uniform",
-        dtypes=" and ".join(dtype_name(d) for d in groups),
-        odd=dtype_name(odd_dtype),
-        usual=dtype_name(usual_dtype),
+        dtypes=" and ".join(format_dtype(d) for d in groups),
+        odd=format_dtype(odd_dtype),
+        usual=format_dtype(usual_dtype),
         adapters="LoRA adapters" if has_adapters else "",
         shown=join_names(groups[odd_dtype]),
         others=join_names(groups[usual_dtype]),
@@ -681,8 +681,8 @@ def _explain_recompute(
         error,
         evidence,
         code="TR003",
-        saved=dtype_name(dtype_pair[0]),
-        recomputed=dtype_name(dtype_pair[1]),
+        saved=format_dtype(dtype_pair[0]),
+        recomputed=format_dtype(dtype_pair[1]),
     )
 
 

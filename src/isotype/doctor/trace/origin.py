@@ -19,7 +19,7 @@ from unittest import mock
 
 import torch
 
-from ...dtypes import name as dtype_name
+from ...dtypes import format_dtype
 from ...observe.operators import Operator
 from ...observe.origin import Site
 
@@ -115,7 +115,7 @@ class Origin:
 
     def describe(self) -> str:
         """A description of the origin without its location."""
-        return f"{dtype_name(self.dtype)}: {_KIND_TEMPLATES[self.kind].format(what=self.creator)}"
+        return f"{format_dtype(self.dtype)}: {_KIND_TEMPLATES[self.kind].format(what=self.creator)}"
 
     def location(self) -> str:
         """The module path, file and line, as far as they are known."""
@@ -262,7 +262,7 @@ class Provenance:
             elif context.uses_default_dtype(site, out.dtype, op):
                 creator += (
                     " without dtype= (the default dtype is"
-                    f" {dtype_name(torch.get_default_dtype())})"
+                    f" {format_dtype(torch.get_default_dtype())})"
                 )
             return Origin(out.dtype, "created", creator, **fields)
         source = widest if widest is not None and len(inputs) > 1 else inputs[0]
@@ -284,9 +284,7 @@ class Provenance:
         else:
             kind = "cast"
         if kind == "engine":
-            creator = (
-                f"{node} returned {dtype_name(source.dtype)} for a {dtype_name(out.dtype)} tensor"
-            )
+            creator = f"{node} returned {format_dtype(source.dtype)} for a {format_dtype(out.dtype)} tensor"
         elif kind == "cast" and call_name:
             creator = f".{call_name}()"
         origin = Origin(out.dtype, kind, creator, **fields)

@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 
-from ...dtypes import name as dtype_name
+from ...dtypes import format_dtype
 from ...finding import Finding, join_names
 from ...observe.operators import FLOATS
 from ...observe.origin import (
@@ -86,7 +86,7 @@ class Change:
         ][:2]
         callers = "".join(f", called from {s}" for s in outer_sites)
         return (
-            f"{self.name} changed from {dtype_name(self.old_dtype)} to {dtype_name(self.new_dtype)} at"
+            f"{self.name} changed from {format_dtype(self.old_dtype)} to {format_dtype(self.new_dtype)} at"
             f" {self.site}{callers}"
         )
 
@@ -302,8 +302,8 @@ def _build_finding(fault: Fault) -> Finding:
         kind=fault.kind,
         count=len(fault.names),
         shown=join_names(fault.names, 4),
-        wide=dtype_name(cast_down.old_dtype),
-        low=dtype_name(cast_down.new_dtype),
+        wide=format_dtype(cast_down.old_dtype),
+        low=format_dtype(cast_down.new_dtype),
         where=cast_down.site,
         up=fault.cast_back and fault.cast_back.site,
         share=100 * cast_down.rounded,
@@ -407,7 +407,7 @@ class DequantisedLayers(Watcher):
             facts = {
                 "model": model,
                 "library": library,
-                "word": dtype_name(weights[0].dtype),
+                "word": format_dtype(weights[0].dtype),
                 "count": len(weights),
             }
             self.reports[model] = make_finding(

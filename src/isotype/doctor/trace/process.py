@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ...dtypes import name as dtype_name
+from ...dtypes import format_dtype
 from ...finding import Finding
 from ...observe.operators import NARROW_FLOATS
 from ...observe.origin import (
@@ -149,8 +149,8 @@ def _build_finding(change: DefaultDtypeChange, *, is_leaked: bool) -> Finding:
         library=is_library_file(setter.file),
         setter=setter.function,
         where=setter,
-        before=dtype_name(change.old_dtype),
-        after=dtype_name(change.new_dtype),
+        before=format_dtype(change.old_dtype),
+        after=format_dtype(change.new_dtype),
         built=change.tensor_count,
         first=change.late_sites[0] if change.late_sites else "",
     )
@@ -281,7 +281,7 @@ class Autocast(Watcher):
             and id(self._context.stack[-1].module) in self._modules_with_autocast
         )
         if torch.is_autocast_enabled(device) or self._context.is_caller_autocast_on:
-            return f"on, {dtype_name(torch.get_autocast_dtype(device))}", ran_with_autocast
+            return f"on, {format_dtype(torch.get_autocast_dtype(device))}", ran_with_autocast
         if ran_with_autocast:
             return "off here, on when this module ran before", True
         return "off here", False
@@ -338,4 +338,4 @@ class Autocast(Watcher):
 
 
 def _describe_autocast(dtype: torch.dtype | None) -> str:
-    return "off" if dtype is None else f"on ({dtype_name(dtype)})"
+    return "off" if dtype is None else f"on ({format_dtype(dtype)})"

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...dtypes import name as dtype_name
+from ...dtypes import format_dtype
 from ...finding import Finding
 from ...observe.operators import NARROW_FLOATS, Operator
 from ...observe.origin import Site, site_place
@@ -142,8 +142,8 @@ class Promotions(Watcher):
 def _build_finding(group: list[Promotion]) -> Finding:
     first_promotion = group[0]
     origin, deciding_origin = first_promotion.origin, first_promotion.origin.deciding_origin()
-    wide = dtype_name(origin.dtype)
-    narrow = dtype_name(first_promotion.narrow)
+    wide = format_dtype(origin.dtype)
+    narrow = format_dtype(first_promotion.narrow)
     is_norm = deciding_origin.kind == "parameter" and (
         "norm" in first_promotion.module_class.lower() or first_promotion.is_vector
     )
@@ -207,8 +207,8 @@ class EngineCasts(Watcher):
                 site_place(site, module or node),
                 site_detail("forward at", site),
                 node=node,
-                before=dtype_name(source_dtype),
-                after=dtype_name(target_dtype),
+                before=format_dtype(source_dtype),
+                after=format_dtype(target_dtype),
                 loses=target_dtype.itemsize > source_dtype.itemsize,
                 count=count,
             )

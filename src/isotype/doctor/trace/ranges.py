@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from ...dtypes import eps, significant_bits, to_torch
-from ...dtypes import name as dtype_name
+from ...dtypes import eps, format_dtype, significant_bits, to_torch
 from ...finding import Finding
 from ...observe.operators import NARROW_FLOATS, Operator
 from ...observe.origin import innermost_site, site_place
@@ -117,7 +116,7 @@ class Positions(Watcher):
         if key in self._rounded or not self._is_due(key):
             return
         largest = float(angle.detach().abs().max())
-        if largest * eps(dtype_name(low_dtype)) / 2 > _MAX_ANGLE_ERROR and largest < float("inf"):
+        if largest * eps(format_dtype(low_dtype)) / 2 > _MAX_ANGLE_ERROR and largest < float("inf"):
             quantity = "frequencies of cos and sin"
             if angle.dtype in _MAX_EXACT:
                 quantity = "angles of cos and sin"
@@ -219,7 +218,7 @@ def _are_multiples(angle: torch.Tensor, table: torch.Tensor) -> bool:
 
 
 def _build_finding(rounded: RoundedValue) -> Finding:
-    low_name = dtype_name(rounded.dtype)
+    low_name = format_dtype(rounded.dtype)
     deciding_origin = rounded.origin.deciding_origin()
     location = deciding_origin.location()
     decision = deciding_origin.describe()
@@ -331,14 +330,14 @@ class LogProbs(Watcher):
             error = log_probs.detach().gather(-1, index).squeeze(-1).float() - exact
             # an error above one rounding means that other values than this log_softmax's are
             # gathered
-            if not bool((error.abs() <= eps(dtype_name(logits.dtype)) * exact.abs()).all()):
+            if not bool((error.abs() <= eps(format_dtype(logits.dtype)) * exact.abs()).all()):
                 return
             worst = float(error.sum(-1).abs().max())
         if worst > max(_MIN_ERROR_NATS, self._worst.get(key, 0.0)):
             self._worst[key] = worst
             site, module, _ = self._context.locate_op()
             facts = {
-                "word": dtype_name(logits.dtype),
+                "word": format_dtype(logits.dtype),
                 "off": worst,
                 "tokens": exact.shape[-1] if exact.ndim else 1,
             }

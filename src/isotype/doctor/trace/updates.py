@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ...dtypes import eps, significant_bits
-from ...dtypes import name as dtype_name
+from ...dtypes import eps, format_dtype, significant_bits
 from ...finding import Finding, join_names
 from ...observe.operators import NARROW_FLOATS, Operator
 from ...observe.origin import Site, innermost_site, site_place
@@ -151,7 +150,7 @@ class Updates(Watcher):
                     torch.isclose(
                         stored,
                         remainder,
-                        rtol=2 * eps(dtype_name(updated_tensor.dtype)),
+                        rtol=2 * eps(format_dtype(updated_tensor.dtype)),
                         atol=1e-30,
                     )
                     .float()
@@ -337,7 +336,7 @@ def _lost_updates_finding(
     decays = [w for w in lost_updates if "mul_" in w.op and "addcmul" not in w.op]
     updates = [w for w in lost_updates if w not in decays] or decays
     first = updates[0]
-    low_name = dtype_name(updates[0].dtype)
+    low_name = format_dtype(updates[0].dtype)
     names = list(dict.fromkeys(w.name for w in updates))
     details = site_detail("updated at", first.site)
     if decays and updates is not decays:
@@ -373,7 +372,7 @@ def _loss_facts(lost_updates: list[UpdatedTensor]) -> dict[str, Any]:
     """Facts for a finding: the dtype, its rounding unit, the share of the fp32 change, and the
     share of elements that did not change. Both shares are in percent.
     """
-    low_name = dtype_name(lost_updates[0].dtype)
+    low_name = format_dtype(lost_updates[0].dtype)
     share = (
         100 * sum(w.agreement for w in lost_updates) / sum(w.expected_norm for w in lost_updates)
     )
@@ -566,7 +565,7 @@ class Sums(Watcher):
 
 def _sums_finding(sums: list[_RunningSum]) -> Finding:
     worst = max(sums, key=lambda running_sum: running_sum.error)
-    low_name = dtype_name(worst.dtype)
+    low_name = format_dtype(worst.dtype)
     names = list(dict.fromkeys(running_sum.name for running_sum in sums))
     return make_finding(
         "TR024",

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...dtypes import name
+from ...dtypes import format_dtype
 from ...environment.planned_device import is_planned, planned_device_type
 from ...errors import DtypeError, ShapeError, UsageError
 from ..backend import (
@@ -441,8 +441,8 @@ def attention(
         value = value.to(autocast)
     if not query.dtype == key.dtype == value.dtype:
         raise DtypeError(
-            f"query, key and value are {name(query.dtype)}, {name(key.dtype)} and"
-            f" {name(value.dtype)}: expected one",
+            f"query, key and value are {format_dtype(query.dtype)}, {format_dtype(key.dtype)} and"
+            f" {format_dtype(value.dtype)}: expected one",
             code="DT001",
         )
     given_scale = scale

@@ -23,8 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from ...config.schema import RunConfig
-from ...dtypes import name as dtype_name
-from ...dtypes import to_torch
+from ...dtypes import format_dtype, to_torch
 from ...errors import UsageError
 from ...instance_method import InstanceMethod
 from ...model.adapter import attach_adapter
@@ -406,8 +405,8 @@ def record_time_dtypes(model: nn.Module, observed: dict[tuple[str, str], str]) -
 
     def record(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         if args[0].is_floating_point():
-            observed["timesteps", "noise level"] = dtype_name(args[0].dtype)
-        observed["timesteps", "sinusoidal embedding"] = dtype_name(output.dtype)
+            observed["timesteps", "noise level"] = format_dtype(args[0].dtype)
+        observed["timesteps", "sinusoidal embedding"] = format_dtype(output.dtype)
 
     for module in time_embeddings(model):
         module.register_forward_hook(record)

@@ -27,7 +27,7 @@ from torch.nn.functional import adaptive_avg_pool2d
 
 from ...data.cache import cache_folder, evict, max_cache_bytes
 from ...data.progress import track_progress
-from ...dtypes import name, to_torch
+from ...dtypes import format_dtype, to_torch
 from ...errors import RunError, UsageError
 from ...precision.precision import Precision
 from .batches import Row
@@ -446,7 +446,7 @@ class Encoder:
         return missing
 
     def _record_dtype(self, role: str, tensor: str, dtype: torch.dtype) -> None:
-        self.observed[role, tensor] = name(dtype)
+        self.observed[role, tensor] = format_dtype(dtype)
 
 
 def _open_controls(inputs: Sequence[TextInput]) -> tuple[list[TextInput], list[Any]]:

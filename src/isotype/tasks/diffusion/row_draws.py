@@ -9,8 +9,7 @@ from collections.abc import MutableMapping, Sequence
 import torch
 from torch import Tensor
 
-from ...dtypes import name as dtype_name
-from ...dtypes import to_torch
+from ...dtypes import format_dtype, to_torch
 from .batches import Batch, DrawnRow, PlacedRow, Row, row_generator, stack_rows
 from .encode import Store
 from .loss import EvaluationDraw
@@ -93,5 +92,5 @@ class BatchMaker:
             keeps_text_lengths=self.run.family.keeps_text_lengths,
         )
         for name in ("latents", "noise", "sigma"):
-            self.observed["latents", name] = dtype_name(getattr(batch, name).dtype)
+            self.observed["latents", name] = format_dtype(getattr(batch, name).dtype)
         return batch

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...dtypes import name
+from ...dtypes import format_dtype
 from ...finding import Place
 from ...observe.operators import Operator, split_names
 from ...observe.origin import may_be_at_fault, running_frames
@@ -158,7 +158,7 @@ def _operands(frame: FrameType, span: tuple[int, int, int | None, int | None]) -
 
 def format_tensor(tensor: Tensor) -> str:
     """Returns dtype and shape as text, such as `bf16[2 3 4]`."""
-    return f"{name(tensor.dtype)}[{' '.join(map(str, tensor.shape))}]"
+    return f"{format_dtype(tensor.dtype)}[{' '.join(map(str, tensor.shape))}]"
 
 
 _NO_ARITHMETIC = split_names("""

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...dtypes import name
+from ...dtypes import format_dtype
 from ...finding import Place
 from .attempt import (
     BACKWARD,
@@ -350,7 +350,7 @@ def _precision_fault(
         details=tuple(details),
         long=code == "AC007",
         result=excess.result,
-        low=name(str(low_dtype)),
+        low=format_dtype(str(low_dtype)),
         times=times,
         cancels=cancels,
         sums=sums,
@@ -401,7 +401,7 @@ def rounded_weight_faults(numerics: Numerics, setting: Setting) -> list[Fault]:
         location = subject.location
         values: dict[str, Any] = {
             "result": result,
-            "low": name(dtype),
+            "low": format_dtype(dtype),
             "spread": spread,
             "noise": noise,
             "rows": ROWS,

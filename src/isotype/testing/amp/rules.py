@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...dtypes import TensorSpec, name, parse
+from ...dtypes import TensorSpec, format_dtype, parse
 from ...finding import Finding, Place, Severity
 from ...ops.contract import OpContract
 from .attempt import (
@@ -140,7 +140,7 @@ def failure_finding(
         mixed = f": {', '.join(operands)}"
     autocast = ""
     if setting.autocast:
-        autocast = name(setting.autocast)
+        autocast = format_dtype(setting.autocast)
     device = "cuda"
     for tensor in outcome.tensors.values():
         device = tensor.device.type
@@ -178,7 +178,7 @@ def failure_finding(
 
 def _join_dtypes(tensors: Sequence[Tensor]) -> str:
     """Returns the dtypes as text, such as `bf16/fp32`."""
-    return "/".join(sorted({name(tensor.dtype) for tensor in tensors}))
+    return "/".join(sorted({format_dtype(tensor.dtype) for tensor in tensors}))
 
 
 def _describe_operands(failure: Failure, outcome: Outcome) -> list[str]:
@@ -271,13 +271,13 @@ def _gradient_fault(
     argument = _argument_name(call.function, index)
     autocast = "off"
     if setting.autocast:
-        autocast = name(setting.autocast)
+        autocast = format_dtype(setting.autocast)
     values: dict[str, Any] = {
         "owner": owner,
         "argument": argument,
         "wider": wider,
-        "got": name(returned),
-        "expected": name(expected),
+        "got": format_dtype(returned),
+        "expected": format_dtype(expected),
         "autocast": autocast,
     }
     location = return_location(call.function, owner)
@@ -325,9 +325,9 @@ def output_faults(
             "owner": owner,
             "wider": wider,
             "output": _output_name(i, outcome.values),
-            "got": name(dtype),
+            "got": format_dtype(dtype),
             "against": against,
-            "expected": name(expected),
+            "expected": format_dtype(expected),
             "setting": setting.describe(),
         }
         faults.append(make_fault("AC004", location, owner, i, wider, **values))
@@ -360,7 +360,7 @@ def contract_faults(
     sizes: dict[str, Any] = {}
     for argument, spec in contract.inputs.items():
         if (tensor := outcome.tensors.get(argument)) is not None:
-            spec.dtype_fault(name(tensor.dtype), letters)
+            spec.dtype_fault(format_dtype(tensor.dtype), letters)
             spec.shape_fault(tuple(tensor.shape), sizes)
     output_mismatches = _declared_output_faults(outcome, setting, subject, contract, letters, sizes)
     return [*output_mismatches, *_declared_gradient_faults(outcome, setting, contract, letters)]
@@ -374,7 +374,7 @@ def declared_output(
     """
     if setting.autocast is not None:
         if contract.autocast == "follows" and spec.is_free:
-            return replace(spec, dtype=name(setting.autocast))
+            return replace(spec, dtype=format_dtype(setting.autocast))
         if contract.autocast == "fp32" and (spec.is_free or spec.dtype in ("any", "float")):
             return replace(spec, dtype="fp32")
     if spec.is_free:
@@ -413,7 +413,7 @@ def _declared_output_faults(
         ]
     for i, (output, spec) in enumerate(zip(outcome.outputs, floats)):
         expected = declared_output(spec, setting, contract, letters)
-        observed = name(output.dtype)
+        observed = format_dtype(output.dtype)
         output_name = _output_name(i, floats)
         mismatch = expected.dtype_fault(observed, dict(letters))
         if mismatch is not None:
@@ -461,17 +461,17 @@ def _declared_gradient_faults(
                 expected = letters.get(declared)
             else:
                 expected = parse(declared)
-            if expected is None or expected == name(returned):
+            if expected is None or expected == format_dtype(returned):
                 continue
             owner = method_name(call.function, "backward")
             message = (
-                f"{owner} returns the gradient of {argument} in {name(returned)}; its contract says"
+                f"{owner} returns the gradient of {argument} in {format_dtype(returned)}; its contract says"
                 f" {expected}"
             )
-            observed_text = f"{name(returned)} with {setting.describe()}"
+            observed_text = f"{format_dtype(returned)} with {setting.describe()}"
             faults.append(
                 _contract_fault(
-                    ("grad", argument, name(returned)),
+                    ("grad", argument, format_dtype(returned)),
                     message,
                     return_location(call.function, owner),
                     f"{argument}: {declared}",

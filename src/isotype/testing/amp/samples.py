@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ...dtypes import TRAINING_FLOATS, TensorSpec, name, to_torch
+from ...dtypes import TRAINING_FLOATS, TensorSpec, format_dtype, to_torch
 from ...errors import UsageError
 from ...finding import Place
 from ...ops.contract import OpContract
@@ -151,7 +151,7 @@ class Sample:
         descriptions = []
         for slot in self.slots:
             tensor = self.tensor(slot)
-            descriptions.append(f"{slot.name} {name(tensor.dtype)}{list(tensor.shape)}")
+            descriptions.append(f"{slot.name} {format_dtype(tensor.dtype)}{list(tensor.shape)}")
         return ", ".join(descriptions)
 
 
@@ -394,7 +394,7 @@ class Setting:
         if self.dtypes is None:
             dtypes = "as built"
         else:
-            names = {group: name(str(dtype)) for group, dtype in self.dtypes}
+            names = {group: format_dtype(str(dtype)) for group, dtype in self.dtypes}
             distinct = set(names.values())
             if len(distinct) == 1:
                 dtypes = f"all {distinct.pop()}"
@@ -403,7 +403,7 @@ class Setting:
         if not self.autocast:
             return f"{dtypes}, autocast off"
         region = "inside" if self.is_backward_in_autocast else "outside"
-        return f"{dtypes}, autocast {name(str(self.autocast))}, backward {region}"
+        return f"{dtypes}, autocast {format_dtype(str(self.autocast))}, backward {region}"
 
 
 def _step(dtype: torch.dtype) -> float:
