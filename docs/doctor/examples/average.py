@@ -1,4 +1,4 @@
-"""Weights in fp32, trained rightly; their average is kept in bf16 and never moves. Nothing raises."""
+"""A correct training of fp32 weights whose moving average is kept in bf16 and never changes. No error is raised."""
 
 import torch
 from torch import nn

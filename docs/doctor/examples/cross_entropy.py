@@ -1,4 +1,4 @@
-"""Cross-entropy over one row: logits keep the pointer's dtype, and a run-time branch makes them fp32."""
+"""Cross-entropy over one row: logits have the dtype of the pointer, and a run-time branch casts them to fp32."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""A linear layer and its cross-entropy in chunks: the gradient is made in forward, into fp32 buffers, from bf16 products."""
+"""A linear layer and its cross-entropy in chunks. Forward computes the gradients, and adds bf16 products to fp32 buffers."""
 
 import torch
 import torch.nn.functional as F

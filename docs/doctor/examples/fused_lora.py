@@ -1,4 +1,4 @@
-"""A LoRA projection by hand: what it saves is fp32, and under autocast the incoming gradient is bf16."""
+"""A hand-written LoRA projection: the saved tensors are fp32, and under autocast the incoming gradient is bf16."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""LoRA training in bf16 works; `generate()` in a callback runs outside autocast and fails. A tiny model, nothing is downloaded."""
+"""LoRA training in bf16 works, but `generate()` in a callback runs outside autocast and fails. The model is tiny; nothing is downloaded."""
 
 import tempfile
 
