@@ -117,7 +117,7 @@ def made(tmp_path, name, text, **files):
     result = translate(tmp_path / name)
     (tmp_path / "run.yaml").write_text(result.text)
     config = load(tmp_path / "run.yaml").config
-    assert all(outcome.note or outcome.became for outcome in result.outcomes)
+    assert all(outcome.note or outcome.result for outcome in result.outcomes)
     return result, config
 
 
@@ -360,7 +360,7 @@ def test_lokr_dora_class_pictures_and_resolutions_are_carried(tmp_path):
     )
     assert (config.adapter.kind, config.adapter.factor, config.adapter.r) == ("lokr", 8, 32)
     assert config.images.train[1] == {"name": "small", "resolution": 768}
-    assert next(o.source_key.line for o in result.outcomes if o.became == "adapter.factor: 8") == 3
+    assert next(o.source_key.line for o in result.outcomes if o.result == "adapter.factor: 8") == 3
 
     network = "{type: lokr, lokr_full_rank: true, lokr_factor: 4, linear: 16, linear_alpha: 16}"
     text = AI_TOOLKIT.replace("{type: lora, linear: 16, linear_alpha: 16}", network)

@@ -77,7 +77,7 @@ def chat(
     conversation = Conversation(
         loaded, max_new_tokens=tokens, temperature=temperature, top_p=top_p, stream=not json_output
     )
-    conversation.show(image or [])
+    conversation.add_pictures(image or [])
     prompt = "> " if sys.stdin.isatty() and not json_output else ""
     if prompt:
         print(f"{run} ({loaded.weights_name}). /reset forgets, /quit ends, Ctrl-C stops an answer.")
@@ -100,7 +100,7 @@ def chat(
 
 def _answer(conversation: Conversation, question: str, *, json_output: bool) -> None:
     try:
-        answer = conversation.say(question)
+        answer = conversation.answer(question)
     except KeyboardInterrupt:
         print("\n(stopped; this question is not part of the conversation)", file=sys.stderr)
         return

@@ -169,7 +169,7 @@ def import_config(
 def _print_outcomes(result: Translation, stream: TextIO) -> None:
     rows = []
     for outcome in result.outcomes:
-        became = "; ".join(part for part in (outcome.became, outcome.note) if part)
+        became = "; ".join(part for part in (outcome.result, outcome.note) if part)
         rows.append(
             (
                 str(outcome.source_key.line or ""),

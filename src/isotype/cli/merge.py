@@ -17,7 +17,7 @@ from ..runs.checkpoint.atomic_folder import SEAL
 from ..wording import pluralise
 
 if TYPE_CHECKING:
-    from ..inference.merge import Merged
+    from ..inference.merge import MergeResult
 
 MAX_NOISE = 0.05  # a share of the adapter's effect; above it a wider dtype is suggested
 
@@ -87,7 +87,7 @@ def merge(
     )
 
 
-def _merge_run(run: Path, out: Path, dtype: str | None) -> Merged:
+def _merge_run(run: Path, out: Path, dtype: str | None) -> MergeResult:
     from ..training.console import quiet_libraries
 
     quiet_libraries()

@@ -361,8 +361,8 @@ class Run:
                 top_p=top_p,
                 stream=False,
             )
-        self._conversation.show(images)
-        return self._conversation.say(text)
+        self._conversation.add_pictures(images)
+        return self._conversation.answer(text)
 
     def forget(self) -> None:
         """Ends the conversation. The next `chat` begins a new one."""

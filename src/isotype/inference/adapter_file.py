@@ -18,15 +18,15 @@ from ..errors import UsageError
 from ..runs.checkpoint.atomic_folder import write_folder
 from ..runs.folder import refuse_non_empty
 
-FILE = "adapter_model.safetensors"
-SETTINGS = "adapter_config.json"
-_A = ".lora_A.weight"
-_B = ".lora_B.weight"
+ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+_A_SUFFIX = ".lora_A.weight"
+_B_SUFFIX = ".lora_B.weight"
 _PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True)
-class Pair:
+class LoraPair:
     """The change of one linear layer by an adapter: `scale * b @ a` is added to its weight.
 
     module  the layer's name in the base model
@@ -55,15 +55,15 @@ class Pair:
 def read_settings(adapter: Path) -> dict[str, Any]:
     """Reads adapter_config.json. Raises UsageError."""
     try:
-        settings = json.loads((adapter / SETTINGS).read_text(encoding="utf-8"))
+        settings = json.loads((adapter / ADAPTER_CONFIG_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UsageError(f"{adapter / SETTINGS}: {error}") from None
+        raise UsageError(f"{adapter / ADAPTER_CONFIG_FILE}: {error}") from None
     if not isinstance(settings, dict):
-        raise UsageError(f"{adapter / SETTINGS}: not a mapping")
+        raise UsageError(f"{adapter / ADAPTER_CONFIG_FILE}: not a mapping")
     return settings
 
 
-def read_pairs(adapter: Path, reader: str) -> list[Pair]:
+def read_pairs(adapter: Path, reader: str) -> list[LoraPair]:
     """Reads the pairs of matrices from a PEFT folder. Raises UsageError if the adapter has parts
     that the program `reader` does not support.
     """
@@ -71,27 +71,29 @@ def read_pairs(adapter: Path, reader: str) -> list[Pair]:
     from safetensors.torch import load_file
 
     settings = read_settings(adapter)
-    if not (adapter / FILE).is_file():
-        raise UsageError(f"{adapter}: no {FILE} there")
-    tensors = load_file(adapter / FILE)
+    if not (adapter / ADAPTER_FILE).is_file():
+        raise UsageError(f"{adapter}: no {ADAPTER_FILE} there")
+    tensors = load_file(adapter / ADAPTER_FILE)
     refuse_more_than_pairs(adapter, settings, list(tensors), reader)
     rank = settings.get("r", 8)
     alpha = settings.get("lora_alpha", 8)
     ranks = settings.get("rank_pattern") or {}
     alphas = settings.get("alpha_pattern") or {}
     pairs = []
-    for name in sorted(name for name in tensors if name.endswith(_A)):
-        module = name.removeprefix(_PREFIX).removesuffix(_A)
+    for name in sorted(name for name in tensors if name.endswith(_A_SUFFIX)):
+        module = name.removeprefix(_PREFIX).removesuffix(_A_SUFFIX)
         a = tensors[name]
-        b = tensors[name.removesuffix(_A) + _B]
+        b = tensors[name.removesuffix(_A_SUFFIX) + _B_SUFFIX]
         r = ranks.get(get_pattern_key(list(ranks), module), rank)
         if a.shape[0] != r:
             raise UsageError(
-                f"{adapter / FILE}: {module} has rank {a.shape[0]}, and {SETTINGS} says {r}"
+                f"{adapter / ADAPTER_FILE}: {module} has rank {a.shape[0]}, and {ADAPTER_CONFIG_FILE} says {r}"
             )
         module_alpha = alphas.get(get_pattern_key(list(alphas), module), alpha)
         pairs.append(
-            Pair(module, a, b, module_alpha / (math.sqrt(r) if settings.get("use_rslora") else r))
+            LoraPair(
+                module, a, b, module_alpha / (math.sqrt(r) if settings.get("use_rslora") else r)
+            )
         )
     return pairs
 
@@ -102,7 +104,7 @@ def refuse_more_than_pairs(
     """Raises UsageError for adapters of experts, DoRA, layers trained in full, embeddings and
     biases.
     """
-    unread = [name for name in names if not name.endswith((_A, _B))]
+    unread = [name for name in names if not name.endswith((_A_SUFFIX, _B_SUFFIX))]
     kind = settings.get("peft_type")
     # the pair of stacked experts has the name of their module, and a row for each expert and rank
     experts = settings.get("target_parameters") or [name for name in names if ".experts." in name]
@@ -156,7 +158,7 @@ def export_vllm(adapter: Path, out: Path, name: str) -> str:
             if file.is_file() and file.name != "DONE":
                 shutil.copy2(file, folder / file.name)
         if len({(pair.scale, pair.rank) for pair in pairs}) > 1:
-            (folder / FILE).unlink()
+            (folder / ADAPTER_FILE).unlink()
             uniform = {
                 "r": rank,
                 "lora_alpha": rank,
@@ -164,7 +166,7 @@ def export_vllm(adapter: Path, out: Path, name: str) -> str:
                 "rank_pattern": {},
                 "alpha_pattern": {},
             }
-            (folder / SETTINGS).write_text(
+            (folder / ADAPTER_CONFIG_FILE).write_text(
                 json.dumps(settings | uniform, indent=2) + "\n", encoding="utf-8"
             )
             tensors = {f"base_model.model.{pair.module}.lora_A.weight": pair.a for pair in pairs}
@@ -172,7 +174,7 @@ def export_vllm(adapter: Path, out: Path, name: str) -> str:
                 f"base_model.model.{pair.module}.lora_B.weight": pair.rescaled_b(1.0)
                 for pair in pairs
             }
-            save_file(tensors, folder / FILE, metadata={"format": "pt"})
+            save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
 
     write_folder(out, fill, next_action="export again")
     if (out / "chat_template.jinja").is_file():

@@ -39,14 +39,14 @@ from ..tasks.diffusion.task import DiffusionTask
 from ..tasks.diffusion.text_encoders import PREFIX
 from ..training.task import Evaluation, eval_mode
 from .loaded import find_result, load_newest, result_name
-from .merge import Merged, merged_dtype, merged_state, refuse_other_loss
+from .merge import MergeResult, merged_dtype, merged_state, refuse_other_loss
 
-ROWS = 4
+COMPARED_ROWS = 4
 # captions for text encoders that the run trained
 CAPTIONS = ("a red circle", "a photo of a dog in the snow", "a house on a hill", "")
 
 
-def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> Merged:
+def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> MergeResult:
     """Writes the folder of the pipeline with the merged denoiser. Compares the loss of the merged
     denoiser with the adapter's, on random latents.
 
@@ -66,14 +66,14 @@ def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> Merged:
     model = load_result(adapter, task.run.folder, config, precision, device)
     state, noise, count = merged_state(model, to_torch(dtype))
     batch = random_batch(task, device)
-    adapter_loss = _loss(task, model, batch, precision)
+    adapter_loss = _batch_loss(task, model, batch, precision)
     base_model = model.get_base_model()  # type: ignore[operator]  # a PeftModel's method
     buffers = {name: b.detach().cpu().contiguous() for name, b in base_model.named_buffers()}
     encoders: dict[str, dict[str, Tensor]] = {}
     for name in [name for name in state if name.startswith(PREFIX)]:
         part, _, parameter_name = name.removeprefix(PREFIX).partition(".")
         encoders.setdefault(part, {})[parameter_name] = state[name]
-    own_state = {name: tensor for name, tensor in state.items() if not name.startswith(PREFIX)}
+    denoiser_state = {name: tensor for name, tensor in state.items() if not name.startswith(PREFIX)}
     outline = task.run.folder.denoiser_outline()
     persistent = set(outline.state_dict())
     del model
@@ -94,7 +94,9 @@ def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> Merged:
         (folder / part).mkdir()
         outline.save_config(folder / part)
         tables = {name: b for name, b in buffers.items() if name in persistent}
-        save_file({**own_state, **tables}, folder / part / MODEL_FILE, metadata={"format": "pt"})
+        save_file(
+            {**denoiser_state, **tables}, folder / part / MODEL_FILE, metadata={"format": "pt"}
+        )
         for encoder, tensors in encoders.items():
             for file in (folder / encoder).glob("*.safetensors*"):
                 file.unlink()
@@ -114,48 +116,48 @@ def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> Merged:
         nonlocal merged_loss
         merged = _load_merged(folder, task, precision, dtype, device)
         refuse_difference(out, digest_tensors(state, to_torch(dtype)), merged, to_torch(dtype))
-        merged_loss = _loss(task, merged, batch, precision)
+        merged_loss = _batch_loss(task, merged, batch, precision)
         refuse_other_loss(out, merged_loss, adapter_loss)
 
     write_folder(out, fill, check=compare, next_action="merge again")
-    return Merged(out, dtype, reason, count, noise, adapter_loss, merged_loss, ROWS)
+    return MergeResult(out, dtype, reason, count, noise, adapter_loss, merged_loss, COMPARED_ROWS)
 
 
 def random_batch(task: DiffusionTask, device: torch.device) -> Batch:
     """Returns a batch of random latents and noise at evenly spaced noise levels. Text embeddings
     are random too, unless the run trained the text encoders, which then encode captions.
     """
-    empty = empty_batch(task.run, ROWS, torch.device("cpu"))
+    empty_inputs = empty_batch(task.run, COMPARED_ROWS, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
 
-    def normal(tensor: Tensor) -> Tensor:
+    def draw_normal(tensor: Tensor) -> Tensor:
         return torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
 
-    if "ids" not in empty.text:
+    if "ids" not in empty_inputs.text:
         text = {
-            name: torch.ones_like(tensor) if name == "mask" else normal(tensor)
-            for name, tensor in empty.text.items()
+            name: torch.ones_like(tensor) if name == "mask" else draw_normal(tensor)
+            for name, tensor in empty_inputs.text.items()
         }
     else:
         encoder = make_encoder(task.run, device)
         keys = encoder.encode_captions([TextInput(caption) for caption in CAPTIONS])
         text = {
             name: torch.stack([encoder.store.get(key)[name] for key in keys.values()])
-            for name in empty.text
+            for name in empty_inputs.text
         }
-    levels = torch.linspace(0.1, 0.9, ROWS, dtype=empty.sigma.dtype)
-    control = None if empty.control is None else normal(empty.control)
+    levels = torch.linspace(0.1, 0.9, COMPARED_ROWS, dtype=empty_inputs.sigma.dtype)
+    control = None if empty_inputs.control is None else draw_normal(empty_inputs.control)
     return Batch(
-        normal(empty.latents),
-        normal(empty.noise),
+        draw_normal(empty_inputs.latents),
+        draw_normal(empty_inputs.noise),
         levels,
         text,
-        lengths=empty.lengths,
+        lengths=empty_inputs.lengths,
         control=control,
     ).to(device)
 
 
-def _loss(task: DiffusionTask, model: nn.Module, batch: Batch, precision: Precision) -> float:
+def _batch_loss(task: DiffusionTask, model: nn.Module, batch: Batch, precision: Precision) -> float:
     with eval_mode(model):
         return float(task.loss_sum(model, batch, dtype=precision.loss)) / batch.weight
 
@@ -223,7 +225,7 @@ def draw_pictures(
     """
     control_setting = {} if control is None else {"control": str(control)}
 
-    def with_these(config: RunConfig) -> RunConfig:
+    def set_prompts(config: RunConfig) -> RunConfig:
         if prompts:
             return _change_section(
                 config, "run", samples=[{"prompt": text, **control_setting} for text in prompts]
@@ -238,7 +240,7 @@ def draw_pictures(
             )
         task.data.encode_prompts(device)
 
-    task, model, device, weights_name = _load_run(folder, encode, with_these)
+    task, model, device, weights_name = _load_run(folder, encode, set_prompts)
     run = task.run
     settings = run.sample_settings
     if seed is not None:
@@ -259,7 +261,7 @@ def evaluate_pictures(
     cleared_keys = ("eval", "regularisation", "masks", "controls", "columns", "limit")
     images = {**dict.fromkeys(cleared_keys), "train": pictures, "eval_split": 0.0}
 
-    def on_these(config: RunConfig) -> RunConfig:
+    def set_pictures(config: RunConfig) -> RunConfig:
         config = _change_section(
             config, "train", eval_batch_size=batch_size or config.train.eval_batch_size
         )
@@ -269,7 +271,7 @@ def evaluate_pictures(
         task.load_data()
         task.encode(device)
 
-    task, model, device, weights_name = _load_run(folder, encode, on_these)
+    task, model, device, weights_name = _load_run(folder, encode, set_pictures)
     return weights_name, task.evaluate(model, device, dtype=task.run.precision.loss)
 
 

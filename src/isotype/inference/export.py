@@ -19,7 +19,7 @@ from ..errors import UsageError
 from ..model.gguf import read_architecture
 from ..runs.checkpoint.atomic_folder import write_folder
 from ..runs.folder import detect_model_folder, split_run_and_adapter
-from .adapter_file import SETTINGS, export_vllm, read_settings
+from .adapter_file import ADAPTER_CONFIG_FILE, export_vllm, read_settings
 from .gguf_file import TYPES, export_adapter, export_model, llama_cpp, refuse_model, tokenizer_keys
 from .loaded import find_result, load_run
 from .merge import merge
@@ -37,7 +37,7 @@ def export_language(run: Path, out: Path, *, to: str, kind: str | None, name: st
     Raises  UsageError
     """
     result = _find_saved(run)
-    has_adapter = (result / SETTINGS).is_file()
+    has_adapter = (result / ADAPTER_CONFIG_FILE).is_file()
     if to == "vllm":
         return _export_to_vllm(run, result, out, name)
     if to == "gguf" and has_adapter and kind is None:
@@ -69,7 +69,7 @@ def export_language(run: Path, out: Path, *, to: str, kind: str | None, name: st
     content = ""
     if to == "ollama":
         content = modelfile(tokenizer, "." if uses_converter else "./model.gguf")
-    with _merge_aside(run, result, out.absolute().parent) as folder:
+    with _merge_temporarily(run, result, out.absolute().parent) as folder:
         kind = kind or _lossless_type(folder)
         if to == "gguf":
             tensors = export_model(folder, out, kind)
@@ -92,7 +92,7 @@ def _find_saved(run: Path) -> Path:
 
 
 def _export_to_vllm(run: Path, result: Path, out: Path, name: str) -> Export:
-    if not (result / SETTINGS).is_file():
+    if not (result / ADAPTER_CONFIG_FILE).is_file():
         raise UsageError(
             f"{run}: every weight was trained: there is no adapter",
             fix=f"vllm serve {result} takes the model as it is",
@@ -104,7 +104,7 @@ def _export_to_vllm(run: Path, result: Path, out: Path, name: str) -> Export:
 
 def _conversion_command(run: Path, result: Path, kind: str) -> str:
     """Returns the command of llama.cpp's converter, after a merge if there is an adapter."""
-    if (result / SETTINGS).is_file():
+    if (result / ADAPTER_CONFIG_FILE).is_file():
         return f"isotype merge {run} --out merged && {llama_cpp('merged', kind)}"
     return llama_cpp(result, kind)
 
@@ -131,11 +131,11 @@ def _write_ollama_folder(model: Path, out: Path, modelfile_text: str, *, kind: s
 
 
 @contextmanager
-def _merge_aside(run: Path, result: Path, parent: Path) -> Iterator[Path]:
+def _merge_temporarily(run: Path, result: Path, parent: Path) -> Iterator[Path]:
     """Yields the folder of the whole model. An adapter is merged into a temporary folder first."""
-    if not (result / SETTINGS).is_file():
+    if not (result / ADAPTER_CONFIG_FILE).is_file():
         yield result
         return
-    with tempfile.TemporaryDirectory(dir=parent, prefix=".merged-") as aside:
-        merge(load_run(run), Path(aside) / "model")
-        yield Path(aside) / "model"
+    with tempfile.TemporaryDirectory(dir=parent, prefix=".merged-") as temporary:
+        merge(load_run(run), Path(temporary) / "model")
+        yield Path(temporary) / "model"

@@ -26,7 +26,7 @@ from ..errors import UsageError
 from ..model.gguf import read_architecture
 from ..model.pre_tokenizers import match_splitting
 from .adapter_file import read_pairs, read_settings
-from .ollama import begins_text
+from .ollama import adds_bos
 
 TYPES = ("F16", "BF16", "Q8_0")
 _FP16_MAX = 65504.0  # the largest fp16
@@ -38,13 +38,13 @@ class Family:
 
     architecture  the name of gguf's MODEL_ARCH
     permutes_rows  rows of q and k are in neighbouring pairs
-    norm          value that is added to the weights of norms
+    norm_offset   value that is added to the weights of norms
     writes_model  whole models can be written, which a test checks by reading one with transformers
     """
 
     architecture: str
     permutes_rows: bool = False
-    norm: float = 0.0
+    norm_offset: float = 0.0
     writes_model: bool = False
 
 
@@ -53,8 +53,8 @@ FAMILIES = {
     "mistral": Family("LLAMA", permutes_rows=True, writes_model=True),
     "qwen2": Family("QWEN2", writes_model=True),
     "qwen3": Family("QWEN3", writes_model=True),
-    "gemma2": Family("GEMMA2", norm=1.0, writes_model=True),
-    "gemma3_text": Family("GEMMA3", norm=1.0, writes_model=True),
+    "gemma2": Family("GEMMA2", norm_offset=1.0, writes_model=True),
+    "gemma3_text": Family("GEMMA3", norm_offset=1.0, writes_model=True),
     "phi3": Family("PHI3", writes_model=True),
     # adapters alone
     "mixtral": Family("LLAMA", permutes_rows=True),
@@ -110,9 +110,9 @@ def export_adapter(adapter: Path, out: Path) -> int:
             f"{config.model_type}: how llama.cpp names this family's tensors is not known here",
             fix=command,
         )
-    text = config.get_text_config()
+    text_config = config.get_text_config()
     architecture = getattr(gguf.MODEL_ARCH, family.architecture)
-    names = gguf.get_tensor_name_map(architecture, text.num_hidden_layers)
+    names = gguf.get_tensor_name_map(architecture, text_config.num_hidden_layers)
     alpha = pairs[0].scale * pairs[0].rank
 
     matrices = []
@@ -123,18 +123,18 @@ def export_adapter(adapter: Path, out: Path) -> int:
                 f"{adapter}: llama.cpp has no name for {pair.module}",
                 fix="isotype merge writes a whole model",
             )
-        b = _reorder_rows(pair.rescaled_b(alpha / pair.rank), pair.module, text, family)
+        b = _reorder_rows(pair.rescaled_b(alpha / pair.rank), pair.module, text_config, family)
         matrices += [
             _StoredTensor(f"{gguf_name}.weight.lora_a", pair.a),
             _StoredTensor(f"{gguf_name}.weight.lora_b", b),
         ]
 
-    head = [
+    header = [
         ("add_type", "adapter"),
         ("add_string", "adapter.type", "lora"),
         ("add_float32", "adapter.lora.alpha", alpha),
     ]
-    _write(out, gguf.MODEL_ARCH_NAMES[architecture], head, matrices)
+    _write_file(out, gguf.MODEL_ARCH_NAMES[architecture], header, matrices)
     return len(pairs)
 
 
@@ -171,19 +171,23 @@ def export_model(folder: Path, out: Path, kind: str) -> int:
             tensor_type = "F16"
         else:
             tensor_type = kind
-        norm = family.norm if name.endswith("norm.weight") else 0.0
+        norm_offset = family.norm_offset if name.endswith("norm.weight") else 0.0
         order = partial(
-            _reorder_rows, module=name.rpartition(".")[0], config=config, family=family, norm=norm
+            _reorder_rows,
+            module=name.rpartition(".")[0],
+            config=config,
+            family=family,
+            norm_offset=norm_offset,
         )
         tensors.append(_StoredTensor(gguf_name, stored, tensor_type, order))
 
-    own_type = ("add_file_type", {"F16": 1, "Q8_0": 7, "BF16": 32}[kind])
-    head = [
+    file_type = ("add_file_type", {"F16": 1, "Q8_0": 7, "BF16": 32}[kind])
+    header = [
         *header_keys(config),
-        own_type,
+        file_type,
         *tokenizer_keys(folder, config.vocab_size, llama_cpp(folder, kind)),
     ]
-    _write(out, gguf.MODEL_ARCH_NAMES[architecture], head, tensors)
+    _write_file(out, gguf.MODEL_ARCH_NAMES[architecture], header, tensors)
     return len(tensors)
 
 
@@ -194,16 +198,26 @@ def refuse_model(config: PreTrainedConfig, command: str) -> None:
     family = FAMILIES.get(config.model_type)
     rope = getattr(config, "rope_parameters", None) or {}
     if "rope_type" in rope:
-        parts = [rope]
+        rope_settings = [rope]
     else:
-        parts = [part for part in rope.values() if isinstance(part, dict)]
-    scaled = [part["rope_type"] for part in parts if part.get("rope_type", "default") != "default"]
-    local, every = {"gemma2": (None, 2), "gemma3_text": (1e4, 6)}.get(config.model_type, (None, 0))
+        rope_settings = [settings for settings in rope.values() if isinstance(settings, dict)]
+    scaled = [
+        settings["rope_type"]
+        for settings in rope_settings
+        if settings.get("rope_type", "default") != "default"
+    ]
+    local_theta, full_attention_interval = {"gemma2": (None, 2), "gemma3_text": (1e4, 6)}.get(
+        config.model_type, (None, 0)
+    )
     types = getattr(config, "layer_types", None) or []
-    is_unusual = every and (
-        any((kind == "full_attention") != (i % every == every - 1) for i, kind in enumerate(types))
+    is_unusual = full_attention_interval and (
+        any(
+            (kind == "full_attention")
+            != (i % full_attention_interval == full_attention_interval - 1)
+            for i, kind in enumerate(types)
+        )
         or getattr(config, "query_pre_attn_scalar", None) != config.head_dim
-        or (local and rope["sliding_attention"]["rope_theta"] != local)
+        or (local_theta and rope["sliding_attention"]["rope_theta"] != local_theta)
     )
     blocker = ""
     if family is None or not family.writes_model:
@@ -225,31 +239,42 @@ def refuse_model(config: PreTrainedConfig, command: str) -> None:
 
 def header_keys(config: PreTrainedConfig) -> list[tuple[str, Any]]:
     """Sizes and settings of a model, as pairs: the name of a method of gguf's writer, and its argument."""
-    c: Any = config
-    head = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    model_config: Any = config
+    head_size = (
+        getattr(model_config, "head_dim", None)
+        or model_config.hidden_size // model_config.num_attention_heads
+    )
     keys = {
-        "context_length": c.max_position_embeddings,
-        "embedding_length": c.hidden_size,
-        "block_count": c.num_hidden_layers,
-        "feed_forward_length": c.intermediate_size,
-        "head_count": c.num_attention_heads,
-        "head_count_kv": c.num_key_value_heads,
-        "key_length": head,
-        "value_length": head,
-        "rope_dimension_count": int(head * (c.rope_parameters.get("partial_rotary_factor") or 1)),
+        "context_length": model_config.max_position_embeddings,
+        "embedding_length": model_config.hidden_size,
+        "block_count": model_config.num_hidden_layers,
+        "feed_forward_length": model_config.intermediate_size,
+        "head_count": model_config.num_attention_heads,
+        "head_count_kv": model_config.num_key_value_heads,
+        "key_length": head_size,
+        "value_length": head_size,
+        "rope_dimension_count": int(
+            head_size * (model_config.rope_parameters.get("partial_rotary_factor") or 1)
+        ),
         # Gemma 3 has a rotary base for each kind of layer; llama.cpp has the local one, 10,000, as
         # a constant
-        "rope_freq_base": c.rope_parameters.get("full_attention", c.rope_parameters)["rope_theta"],
-        "layer_norm_rms_eps": c.rms_norm_eps,
-        "vocab_size": c.vocab_size,
+        "rope_freq_base": model_config.rope_parameters.get(
+            "full_attention", model_config.rope_parameters
+        )["rope_theta"],
+        "layer_norm_rms_eps": model_config.rms_norm_eps,
+        "vocab_size": model_config.vocab_size,
         "rope_scaling_orig_ctx_len": (
-            c.original_max_position_embeddings if c.model_type == "phi3" else None
+            model_config.original_max_position_embeddings
+            if model_config.model_type == "phi3"
+            else None
         ),
         "sliding_window": (
-            c.sliding_window or 0 if c.model_type in ("gemma2", "gemma3_text", "phi3") else None
+            model_config.sliding_window or 0
+            if model_config.model_type in ("gemma2", "gemma3_text", "phi3")
+            else None
         ),
-        "attn_logit_softcapping": getattr(c, "attn_logit_softcapping", None),
-        "final_logit_softcapping": getattr(c, "final_logit_softcapping", None),
+        "attn_logit_softcapping": getattr(model_config, "attn_logit_softcapping", None),
+        "final_logit_softcapping": getattr(model_config, "final_logit_softcapping", None),
     }
     return [(f"add_{name}", value) for name, value in keys.items() if value is not None]
 
@@ -271,15 +296,15 @@ def _rope_factors(config: PreTrainedConfig) -> Tensor | None:
 
 
 def _reorder_rows(
-    tensor: Tensor, module: str, config: Any, family: Family, norm: float = 0.0
+    tensor: Tensor, module: str, config: Any, family: Family, norm_offset: float = 0.0
 ) -> Tensor:
     """Reorders the rows of q and k from halves to neighbouring pairs if the family needs it. Biases
     and LoRA's B are reordered like weights.
 
-    norm  is added to the tensor, for weights of norms
+    norm_offset  is added to the tensor, for weights of norms
     """
-    if norm:
-        return tensor + norm
+    if norm_offset:
+        return tensor + norm_offset
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(
         module.rpartition(".")[2]
     )
@@ -327,19 +352,22 @@ class _StoredTensor:
         )
 
 
-def _write(
-    out: Path, architecture: str, head: Sequence[tuple[Any, ...]], tensors: Sequence[_StoredTensor]
+def _write_file(
+    out: Path,
+    architecture: str,
+    header: Sequence[tuple[Any, ...]],
+    tensors: Sequence[_StoredTensor],
 ) -> None:
-    """Writes the file completely or not at all. `head`: methods of gguf's writer with their
+    """Writes the file completely or not at all. `header`: methods of gguf's writer with their
     arguments.
     """
     import gguf
 
     try:
-        with tempfile.TemporaryDirectory(dir=out.parent, prefix=".gguf-") as aside:
-            file = Path(aside) / out.name
+        with tempfile.TemporaryDirectory(dir=out.parent, prefix=".gguf-") as temporary:
+            file = Path(temporary) / out.name
             writer = gguf.GGUFWriter(str(file), architecture)
-            for method, *arguments in head:
+            for method, *arguments in header:
                 getattr(writer, method)(*arguments)
             for tensor in tensors:
                 raw = gguf.GGMLQuantizationType[tensor.kind]
@@ -401,31 +429,31 @@ def tokenizer_keys(folder: Path | str, vocabulary: int, command: str) -> list[tu
         tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge)
         for merge in model["merges"]
     ]
-    pieces = bool(model.get("byte_fallback"))
-    split_name = "default" if pieces else _split_name(folder, tokenizer, command)
-    listed = [tokens.get(index, f"[PAD{index}]") for index in range(vocabulary)]
+    is_sentencepiece = bool(model.get("byte_fallback"))
+    split_name = "default" if is_sentencepiece else _split_name(folder, tokenizer, command)
+    padded_tokens = [tokens.get(index, f"[PAD{index}]") for index in range(vocabulary)]
     keys: list[tuple[str, Any]] = [
-        ("add_tokenizer_model", "llama" if pieces else "gpt2"),
+        ("add_tokenizer_model", "llama" if is_sentencepiece else "gpt2"),
         ("add_tokenizer_pre", split_name),
-        ("add_token_list", listed),
+        ("add_token_list", padded_tokens),
         (
             "add_token_types",
             [
-                _type(i, tokens.get(i), added, pieces, model.get("unk_token"))
+                _token_type(i, tokens.get(i), added, is_sentencepiece, model.get("unk_token"))
                 for i in range(vocabulary)
             ],
         ),
-        ("add_add_bos_token", begins_text(tokenizer)),
+        ("add_add_bos_token", adds_bos(tokenizer)),
         ("add_add_eos_token", False),
     ]
-    if pieces:
+    if is_sentencepiece:
         # llama.cpp merges the pair whose result has the highest score, so scores follow the order
         # of the merges
         ranks: dict[str, int] = {}
         for rank, (first, second) in enumerate(merges):
             ranks.setdefault(first + second, rank)
         keys.append(
-            ("add_token_scores", [-float(ranks.get(token, len(merges))) for token in listed])
+            ("add_token_scores", [-float(ranks.get(token, len(merges))) for token in padded_tokens])
         )
         keys.append(("add_add_space_prefix", _begins_with_space(content)))
     else:
@@ -441,12 +469,16 @@ def tokenizer_keys(folder: Path | str, vocabulary: int, command: str) -> list[tu
     ]
 
 
-def _type(
-    index: int, token: str | None, added: dict[int, Any], pieces: bool, unknown: str | None
+def _token_type(
+    index: int,
+    token: str | None,
+    added: dict[int, Any],
+    is_sentencepiece: bool,
+    unknown: str | None,
 ) -> int:
     if token is None:
         return _UNUSED
-    if pieces and len(token) == 6 and token.startswith("<0x"):
+    if is_sentencepiece and len(token) == 6 and token.startswith("<0x"):
         return _BYTE
     if token == unknown:
         return _UNKNOWN
@@ -455,20 +487,20 @@ def _type(
     return _NORMAL
 
 
-def _steps(part: dict[str, Any] | None, inside: str) -> list[dict[str, Any]]:
+def _component_steps(component: dict[str, Any] | None, list_key: str) -> list[dict[str, Any]]:
     """Returns the steps of a normalizer or pre-tokenizer; a Sequence has several."""
-    if part is None:
+    if component is None:
         return []
-    if part["type"] == "Sequence":
-        return list(part[inside])
-    return [part]
+    if component["type"] == "Sequence":
+        return list(component[list_key])
+    return [component]
 
 
 def _split_name(folder: Path | str, tokenizer: Any, command: str) -> str:
     splitting = match_splitting(tokenizer.backend_tokenizer)
     if splitting is None:
         content = json.loads(tokenizer.backend_tokenizer.to_str())
-        steps = _steps(content.get("pre_tokenizer"), "pretokenizers")
+        steps = _component_steps(content.get("pre_tokenizer"), "pretokenizers")
         names = ", ".join(step["type"] for step in steps) or "no pre-tokenizer"
         raise UsageError(
             f"{folder}: llama.cpp splits no text as this tokenizer does ({names})", fix=command
@@ -478,8 +510,8 @@ def _split_name(folder: Path | str, tokenizer: Any, command: str) -> str:
 
 def _begins_with_space(content: dict[str, Any]) -> bool:
     steps = [
-        *_steps(content.get("normalizer"), "normalizers"),
-        *_steps(content.get("pre_tokenizer"), "pretokenizers"),
+        *_component_steps(content.get("normalizer"), "normalizers"),
+        *_component_steps(content.get("pre_tokenizer"), "pretokenizers"),
     ]
     return any(
         step["type"] == "Prepend"

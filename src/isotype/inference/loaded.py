@@ -93,9 +93,9 @@ def load_run(folder: Path) -> LoadedRun:
         result is None or (result / "adapter_config.json").is_file()
     ):
         check_base_path(config.model.name, "model.name", folder / RESOLVED)
-    device = _device(config)
+    device = _run_device(config)
     precision = resolve_precision(config, loaded.sources, detect(config.model.device)).precision
-    source = _source(config, run)
+    source = _base_source(config, run)
     if result is not None:
         tokenizer = load_tokenizer(
             ModelSection(name=str(result), trust_remote_code=source.trust_remote_code)
@@ -166,14 +166,14 @@ def load_newest(folder: Path) -> Checkpoint:
     """Loads the newest complete checkpoint of a run. Raises UsageError if there is none."""
     store = CheckpointStore(RunFolder(folder).checkpoints)
     for is_last_try in (False, True):
-        step, passed = store.find_newest_intact()
+        step, damage_reasons = store.find_newest_intact()
         try:
             if step is not None:
                 return store.load(step)
         except RunError:  # a run that is still training removed it meanwhile, and has a newer one
             if is_last_try:
                 raise
-    reasons = "; ".join(["neither a result nor a whole checkpoint yet", *passed])
+    reasons = "; ".join(["neither a result nor a whole checkpoint yet", *damage_reasons])
     raise UsageError(f"{folder}: {reasons}", fix=f"isotype train --resume {folder}")
 
 
@@ -208,7 +208,7 @@ def _load_folder(folder: Path, kind: str) -> LoadedRun:
         revision = settings.get("revision")
     config = RunConfig(model=ModelSection(name=name, revision=revision))
     source = Source(name, revision)
-    device = _device(config)
+    device = _run_device(config)
     precision = _precision_from_file(folder) or _precision_from_config(source)
     has_tokenizer = (folder / "tokenizer_config.json").is_file()
     tokenizer = load_tokenizer(ModelSection(name=str(folder) if has_tokenizer else name))
@@ -224,7 +224,7 @@ def _load_folder(folder: Path, kind: str) -> LoadedRun:
     return LoadedRun(folder, config, precision, source, tokenizer, model.eval(), device, kind)
 
 
-def _device(config: RunConfig) -> torch.device:
+def _run_device(config: RunConfig) -> torch.device:
     return torch.device("cpu" if detect(config.model.device).kind == "cpu" else "cuda")
 
 
@@ -265,7 +265,7 @@ def _precision_from_config(source: Source) -> Precision:
     return Precision(base=dtype_name, compute=dtype_name, generate=dtype_name, save=dtype_name)
 
 
-def _source(config: RunConfig, run: RunFolder) -> Source:
+def _base_source(config: RunConfig, run: RunFolder) -> Source:
     if config.model.init == "random" or config.model.add_tokens:
         return Source(str(run.base), rope=config.model.rope_parameters)
     assert config.model.name is not None, "a run with a pretrained base has its name"
@@ -277,7 +277,7 @@ def _source(config: RunConfig, run: RunFolder) -> Source:
     )
 
 
-class _Stream(TextStreamer):
+class _CleanTextStreamer(TextStreamer):
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         super().on_finalized_text(remove_control_characters(text), stream_end)
 
@@ -313,7 +313,7 @@ class Conversation:
         self.messages.clear()
         self.picture_references.clear()
 
-    def show(self, files: Sequence[str]) -> None:
+    def add_pictures(self, files: Sequence[str]) -> None:
         """Adds pictures to the next question. Raises UsageError."""
         if not files:
             return
@@ -322,22 +322,22 @@ class Conversation:
                 f"--image: {self.run.source.name} has no vision tower, or no chat template"
             )
         try:
-            self.waiting = [self.pictures.reference(file, Path()) for file in files]
+            self.pending_pictures = [self.pictures.reference(file, Path()) for file in files]
         except BadPicture as error:
             raise UsageError(f"--image: {error}") from None
 
-    waiting: Sequence[str] = ()
+    pending_pictures: Sequence[str] = ()
 
-    def say(self, text: str) -> str:
+    def answer(self, text: str) -> str:
         """Generates and returns the answer to a message, and streams it to stdout. An interrupted
         answer does not change the conversation.
         """
         tokenizer = self.run.tokenizer
         model = self.run.model
-        references = [*self.picture_references, *self.waiting]
+        references = [*self.picture_references, *self.pending_pictures]
         content = (
-            [{"type": "image"} for _ in self.waiting] + [{"type": "text", "text": text}]
-            if self.waiting
+            [{"type": "image"} for _ in self.pending_pictures] + [{"type": "text", "text": text}]
+            if self.pending_pictures
             else text
         )
         messages = [*self.messages, {"role": "user", "content": content}]
@@ -352,7 +352,7 @@ class Conversation:
             SamplePrompt(text, ids, pictures=tuple(references)), self.pictures, self.run.device
         )
         if self.stream:
-            streamer = _Stream(tokenizer, skip_prompt=True, skip_special_tokens=True)
+            streamer = _CleanTextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         else:
             streamer = None
         with torch.no_grad(), use_generate_dtype(model):
@@ -363,5 +363,5 @@ class Conversation:
         if tokenizer.chat_template:
             self.messages = [*messages, {"role": "assistant", "content": answer}]
             self.picture_references = references
-            self.waiting = ()
+            self.pending_pictures = ()
         return answer

@@ -50,7 +50,7 @@ TOLERANCE = 0.05
 
 
 @dataclass(frozen=True)
-class Merged:
+class MergeResult:
     """The result of a merge.
 
     noise  rounding error of the cast, relative to the adapter's change, over all merged weights
@@ -67,7 +67,7 @@ class Merged:
     rows: int
 
 
-def merge(run: LoadedRun, out: Path, *, dtype: str | None = None) -> Merged:
+def merge(run: LoadedRun, out: Path, *, dtype: str | None = None) -> MergeResult:
     """Merges a run's adapter and writes a Hugging Face folder. Raises UsageError if there is no
     adapter, RunError SV001 if the merged model has another loss.
     """
@@ -137,7 +137,7 @@ def merge(run: LoadedRun, out: Path, *, dtype: str | None = None) -> Merged:
         refuse_other_loss(out, merged_loss, adapter_loss)
 
     write_folder(out, fill, check=compare, next_action="merge again")
-    return Merged(out, dtype, reason, count, noise, adapter_loss, merged_loss, len(rows[0]))
+    return MergeResult(out, dtype, reason, count, noise, adapter_loss, merged_loss, len(rows[0]))
 
 
 def refuse_other_loss(out: Path, merged_loss: float, adapter_loss: float) -> None:
@@ -181,29 +181,29 @@ def merged_state(model: Any, dtype: torch.dtype) -> tuple[dict[str, Tensor], flo
     unchanged: dict[int, Tensor] = {}
     layers = _adapted_weights(inner)
     for name, parameter in inner.named_parameters(remove_duplicate=False):
-        plain = _plain_name(name)
-        if plain is None:
+        plain_name = _plain_name(name)
+        if plain_name is None:
             continue
-        layer = layers.get(plain)
+        layer = layers.get(plain_name)
         if layer is None and id(parameter) in unchanged:
-            state[plain] = unchanged[id(parameter)]
+            state[plain_name] = unchanged[id(parameter)]
             continue
-        value = dequantised(parameter)
+        value = dequantise(parameter)
         if layer is not None:
-            exact = merged_weight(layer, value)
-            delta = exact - value
-            value = exact.to(dtype)
+            exact_weight = merged_weight(layer, value)
+            delta = exact_weight - value
+            value = exact_weight.to(dtype)
             effect += float(delta.double().square().sum())
-            error += float((value.double() - exact.double()).square().sum())
+            error += float((value.double() - exact_weight.double()).square().sum())
             count += 1
-        state[plain] = value.to(dtype).contiguous().cpu()
+        state[plain_name] = value.to(dtype).contiguous().cpu()
         if layer is None:
-            unchanged[id(parameter)] = state[plain]
+            unchanged[id(parameter)] = state[plain_name]
     persistent = inner.state_dict(keep_vars=True)
     # such as the constants of Apertus' activation and the router bias of DeepSeek V3
     for name, buffer in inner.named_buffers(remove_duplicate=False):
-        if name in persistent and (plain := _plain_name(name)) is not None:
-            state[plain] = (
+        if name in persistent and (plain_name := _plain_name(name)) is not None:
+            state[plain_name] = (
                 (buffer.to(dtype) if buffer.is_floating_point() else buffer).contiguous().cpu()
             )
     return state, (error / effect) ** 0.5 if effect else 0.0, count
@@ -283,14 +283,14 @@ def _refuse_unmergeable(model: nn.Module) -> None:
     for name, layer in model.named_modules():
         if not isinstance(layer, BaseTunerLayer):
             continue
-        several = len(layer.active_adapters) > 1 and any(
+        has_several = len(layer.active_adapters) > 1 and any(
             a in getattr(layer, "lora_variant", ()) for a in layer.active_adapters
         )
-        biased = any(getattr(layer, "lora_bias", {}).values())
-        if type(layer) not in mergeable or several or biased:
-            if several:
+        has_bias = any(getattr(layer, "lora_bias", {}).values())
+        if type(layer) not in mergeable or has_several or has_bias:
+            if has_several:
                 complaint = "several adapters, one with DoRA"
-            elif biased:
+            elif has_bias:
                 complaint = "a bias of its own (lora_bias)"
             else:
                 complaint = type(layer).__name__
@@ -300,7 +300,7 @@ def _refuse_unmergeable(model: nn.Module) -> None:
             )
 
 
-def dequantised(parameter: Tensor) -> Tensor:
+def dequantise(parameter: Tensor) -> Tensor:
     """Returns a parameter in fp32, dequantised if necessary."""
     state: Any = getattr(parameter, "quant_state", None)
     if state is not None:
@@ -329,10 +329,10 @@ def _load_rows(run: LoadedRun) -> tuple[list, Pictures | None]:
     data = run.config.data
     model = cast(Any, run.model)
     if data.train is None:
-        most = model.get_input_embeddings().weight.shape[0]
+        vocabulary_size = model.get_input_embeddings().weight.shape[0]
         generator = torch.Generator().manual_seed(0)
-        drawn = torch.randint(0, most, (16, 32), generator=generator).tolist()
-        return [Row(tuple(ids), tuple(ids), 0) for ids in drawn], None
+        token_rows = torch.randint(0, vocabulary_size, (16, 32), generator=generator).tolist()
+        return [Row(tuple(ids), tuple(ids), 0) for ids in token_rows], None
     section = DataSection(**{**data.model_dump(), "limit": min(data.limit or 64, 64)})
     loaded = load_data(
         section,

@@ -35,9 +35,9 @@ _TRIAL_CONTENTS = (
 
 
 @dataclass(frozen=True)
-class Turns:
+class TurnTexts:
     """The text of a chat template around the messages, without the BOS token that the server adds
-    (`begins_text`).
+    (`adds_bos`).
 
     begin   before the first question if there is no system message
     system  before and after a system message, up to the first question; None if the template
@@ -96,12 +96,12 @@ def _literal(text: str) -> str:
     return text.replace("{{", '{{ "{{" }}')
 
 
-def find_turns(tokenizer: Any) -> Turns:
+def find_turns(tokenizer: Any) -> TurnTexts:
     """Finds the text around messages in a chat template. Raises UsageError for a template that
     changes contents or earlier turns, which this form cannot represent.
     """
     template = chat_template(tokenizer, None)
-    begins = tokenizer.bos_token if begins_text(tokenizer) else ""
+    bos_text = tokenizer.bos_token if adds_bos(tokenizer) else ""
 
     def messages(contents: list[str], system: str | None) -> list[dict[str, str]]:
         system_messages = [{"role": "system", "content": system}] if system else []
@@ -119,7 +119,7 @@ def find_turns(tokenizer: Any) -> Turns:
             generation_prompt=len(contents) % 2 == 1,
             location="the chat template",
         )
-        return text.removeprefix(begins)
+        return text.removeprefix(bos_text)
 
     def split_around(text: str, contents: list[str]) -> list[str]:
         parts = []
@@ -139,7 +139,7 @@ def find_turns(tokenizer: Any) -> Turns:
         system = (prefix, suffix)
     except UsageError:  # the template refuses a system message, or omits it
         system = None
-    turns = Turns(begin, system, answer, next_, prompt)
+    turns = TurnTexts(begin, system, answer, next_, prompt)
     for count in (1, 3, 5):
         for system_text in (None, "Be brief.\n\nBe right.") if system else (None,):
             contents = list(_TRIAL_CONTENTS[-1:] if count == 1 else _TRIAL_CONTENTS[:count])
@@ -155,7 +155,7 @@ def _unsupported_template() -> UsageError:
     )
 
 
-def begins_text(tokenizer: Any) -> bool:
+def adds_bos(tokenizer: Any) -> bool:
     """Whether llama.cpp and Ollama shall add the BOS token before a text. They shall if the
     tokenizer does, unless the chat template writes conversations without BOS.
 
@@ -184,10 +184,10 @@ def modelfile(folder: Path | str, weights: str) -> str:
     eos_token_id = None
     with suppress(OSError):
         eos_token_id = GenerationConfig.from_pretrained(folder).eos_token_id
-    ends = (
+    end_ids = (
         eos_token_id if isinstance(eos_token_id, list) else [eos_token_id, tokenizer.eos_token_id]
     )
-    stops = [tokenizer.convert_ids_to_tokens(index) for index in ends if index is not None]
+    stops = [tokenizer.convert_ids_to_tokens(index) for index in end_ids if index is not None]
     if turns:
         # a template may end a turn with another token than the tokenizer's end token
         stops += [
@@ -218,9 +218,7 @@ def write_for_converter(folder: Path) -> None:
     file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     file = folder / "tokenizer_config.json"
-    settings = json.loads(file.read_text(encoding="utf-8")) | {
-        "add_bos_token": begins_text(tokenizer)
-    }
+    settings = json.loads(file.read_text(encoding="utf-8")) | {"add_bos_token": adds_bos(tokenizer)}
     if isinstance(tokenizer.chat_template, str):
         settings["chat_template"] = tokenizer.chat_template
     file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

@@ -21,7 +21,7 @@ from ..model.card import merged_card, plain_card
 from ..report.record import read_run
 from ..runs.folder import RunFolder
 
-RECORD = "hub.json"  # file in the run folder that names the run's repository
+HUB_FILE = "hub.json"  # file in the run folder that names the run's repository
 
 
 def check_push(config: RunConfig, resumed_folder: Path | None) -> str | None:
@@ -64,12 +64,12 @@ def check_push(config: RunConfig, resumed_folder: Path | None) -> str | None:
                 f"{setting}: the token may only read",
                 fix="https://huggingface.co/settings/tokens makes one that may write",
             )
-        pushed = (
-            RunFolder(resumed_folder).read_json(RECORD).get("repository")
+        previous_name = (
+            RunFolder(resumed_folder).read_json(HUB_FILE).get("repository")
             if resumed_folder
             else None
         )
-        if pushed != name and api.repo_exists(name):
+        if previous_name != name and api.repo_exists(name):
             raise UsageError(
                 f"{setting}: {name} exists, and is not this run's: nothing of it is overwritten",
                 fix="give another name",
@@ -79,11 +79,11 @@ def check_push(config: RunConfig, resumed_folder: Path | None) -> str | None:
     except (HfHubHTTPError, ValueError) as error:  # ValueError: an invalid name
         fix = "a token that may write, and a name as ORG/NAME"
         raise UsageError(
-            f"{setting}: {constants.ENDPOINT} said: {_short(error)}", fix=fix
+            f"{setting}: {constants.ENDPOINT} said: {_shorten_error(error)}", fix=fix
         ) from None
     except Exception as error:  # errors of the HTTP library below the client
         raise UsageError(
-            f"{setting}: {constants.ENDPOINT} cannot be reached: {_short(error)}",
+            f"{setting}: {constants.ENDPOINT} cannot be reached: {_shorten_error(error)}",
             fix="check the network",
         ) from None
     return name
@@ -93,10 +93,17 @@ def push(folder: Path, config: RunConfig, name: str) -> str:
     """Uploads the result of the run in `folder`, and returns a line that reports success or
     failure. Raises nothing.
     """
-    run, private = config.run, ["--private"] if config.run.push_private else []
+    run, private_option = config.run, ["--private"] if config.run.push_private else []
     result = next(path for path in (folder / "adapter", folder / "model") if path.is_dir())
     repeat_command = shlex.join(
-        ["hf", "upload", name, str(folder / "merged" if run.push_merged else result), ".", *private]
+        [
+            "hf",
+            "upload",
+            name,
+            str(folder / "merged" if run.push_merged else result),
+            ".",
+            *private_option,
+        ]
     )
     repeat_command = (
         f"isotype merge {folder} && {repeat_command}" if run.push_merged else repeat_command
@@ -104,7 +111,7 @@ def push(folder: Path, config: RunConfig, name: str) -> str:
     try:
         with ExitStack() as stack:
             if run.push_merged:
-                result = _merged(
+                result = _merge_adapter(
                     folder,
                     result,
                     Path(
@@ -117,7 +124,7 @@ def push(folder: Path, config: RunConfig, name: str) -> str:
             left_out = ["DONE"]
             commit_message = f"Trained by Isotype: {folder.name}"
             api.create_repo(name, private=run.push_private, exist_ok=True)
-            RunFolder(folder).write_json(RECORD, {"repository": name})
+            RunFolder(folder).write_json(HUB_FILE, {"repository": name})
             if detect_run_kind(config) == DIFFUSION:
                 record = read_run(folder)
                 step = record.result.get("of_step")
@@ -141,18 +148,18 @@ def push(folder: Path, config: RunConfig, name: str) -> str:
                 commit_message=commit_message,
             )
     except Exception as error:  # a failed upload does not make the finished run fail
-        return f"warning   not pushed to {name}: {_short(error)}; {repeat_command}"
+        return f"warning   not pushed to {name}: {_shorten_error(error)}; {repeat_command}"
     return (
         f"pushed    {result.name} to {constants.ENDPOINT}/{name},"
         f" {'private' if run.push_private else 'public'}"
     )
 
 
-def _merged(folder: Path, adapter: Path, aside: Path) -> Path:
+def _merge_adapter(folder: Path, adapter: Path, temporary: Path) -> Path:
     from .loaded import load_run
     from .merge import merge
 
-    merged = merge(load_run(folder), aside / "merged")
+    merged = merge(load_run(folder), temporary / "merged")
     card = merged_card(
         (adapter / "README.md").read_text(encoding="utf-8"), merged.dtype, merged.noise
     )
@@ -160,6 +167,6 @@ def _merged(folder: Path, adapter: Path, aside: Path) -> Path:
     return merged.folder
 
 
-def _short(error: Exception) -> str:
+def _shorten_error(error: Exception) -> str:
     text = error.message if isinstance(error, IsotypeError) else str(error)
     return " ".join(text.split())[:300] or type(error).__name__

@@ -268,13 +268,16 @@ def add_defaults(draft: Draft, source: Source) -> None:
     draft.default_all(pictures.COMMON_DEFAULTS | _DEFAULTS)
     if "run.adapters_every" not in draft.settings:
         draft.settings.pop("run.adapters_keep", None)
-    sides: dict[str, list[dict[str, Any]]] = {"images.train": [], "images.regularisation": []}
+    sources_by_setting: dict[str, list[dict[str, Any]]] = {
+        "images.train": [],
+        "images.regularisation": [],
+    }
     for entry in pictures.collect_datasets(draft):
         if folder := entry.get("folder_path") or entry.get("dataset_path"):
             if transforms.is_enabled(entry.get("is_reg")):
-                side = "images.regularisation"
+                setting = "images.regularisation"
             else:
-                side = "images.train"
+                setting = "images.train"
             sizes = (
                 pictures.parse_resolutions(entry["resolution"]) if entry.get("resolution") else ()
             )
@@ -282,8 +285,8 @@ def add_defaults(draft: Draft, source: Source) -> None:
                 controls = {"controls": str(entry["control_path"])}
             else:
                 controls = {}
-            sides[side].append(
+            sources_by_setting[setting].append(
                 pictures.picture_source(folder, repeats=entry.get("num_repeats"), resolution=sizes)
                 | controls
             )
-    pictures.set_sources(draft, sides)
+    pictures.set_sources(draft, sources_by_setting)

@@ -104,7 +104,7 @@ def _convert_rl(draft: Draft, source_key: SourceKey) -> None:
 
 def refusal_reason(source: Source) -> str | None:
     """Returns the reason why Isotype does not offer the source's training method, or None."""
-    if (rl := source.has("rl")) and rl.value not in (None, "", False, *_RL_METHODS):
+    if (rl := source.find_key("rl")) and rl.value not in (None, "", False, *_RL_METHODS):
         return (
             f"line {rl.line}: rl: {rl.value} is not offered: train.objective is {', '.join(_RL_METHODS)},"
             " reward or distil"
@@ -116,12 +116,12 @@ def refusal_reason(source: Source) -> str | None:
         ("diffusion", "diffusion language models are"),
     ):
         if (
-            (source_key := source.has(key))
+            (source_key := source.find_key(key))
             and source_key.value
             and not (key == "num_labels" and source.get("reward_model"))
         ):
             return f"line {source_key.line}: {key}: {subject} not offered"
-    if (source_key := source.has("dpo_loss_type")) and source_key.value not in (
+    if (source_key := source.find_key("dpo_loss_type")) and source_key.value not in (
         None,
         ["sigmoid"],
         ["ipo"],

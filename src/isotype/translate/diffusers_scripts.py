@@ -124,8 +124,8 @@ KEYS: dict[str, transforms.Handler] = {
 
 def add_defaults(draft: Draft, source: Source) -> None:
     """Adds the scripts' defaults that differ from Isotype's."""
-    lora = "lora" in source.method or source.get("rank") is not None
-    draft.default_adapter("lora" if lora else "none", 4)
+    has_lora = "lora" in source.method or source.get("rank") is not None
+    draft.default_adapter("lora" if has_lora else "none", 4)
     if (
         "adapter.text_encoders" in draft.settings
         and draft.lowercase_value("optimizer") != "prodigy"
@@ -139,7 +139,7 @@ def add_defaults(draft: Draft, source: Source) -> None:
         pictures.COMMON_DEFAULTS
         | {
             "train.batch_size": 4,
-            "train.weight_decay": 1e-4 if lora else 1e-2,
+            "train.weight_decay": 1e-4 if has_lora else 1e-2,
             "images.resolution": 512,
         }
     )
@@ -152,13 +152,13 @@ def add_defaults(draft: Draft, source: Source) -> None:
         draft.default("diffusion.guidance", 3.5)
     if "train.epochs" not in draft.settings:
         draft.default("train.steps", 500)
-    sides = {}
+    sources_by_setting = {}
     if "images.train" in draft.settings:
         settings: dict[str, Any] = {
             "caption": source.get("instance_prompt"),
             "repeats": source.get("repeats"),
         }
-        sides["images.train"] = [
+        sources_by_setting["images.train"] = [
             pictures.picture_source(draft.settings["images.train"], **settings)
         ]
     if transforms.is_enabled(source.get("with_prior_preservation")) and source.get(
@@ -170,7 +170,7 @@ def add_defaults(draft: Draft, source: Source) -> None:
             "weight": source.get("prior_loss_weight"),
             "draw": number,
         }
-        sides["images.regularisation"] = [
+        sources_by_setting["images.regularisation"] = [
             pictures.picture_source(source.get("class_data_dir"), **settings)
         ]
-    pictures.set_sources(draft, sides)
+    pictures.set_sources(draft, sources_by_setting)

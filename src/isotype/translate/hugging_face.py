@@ -84,7 +84,7 @@ def preference_handler(
         if source_key.value is None:
             draft.no_effect(source_key, "the default")
         elif read_objective(draft) in objectives:
-            draft.set(source_key, f"preference.{name}", transforms.as_number(source_key.value))
+            draft.set(source_key, f"preference.{name}", transforms.parse_number(source_key.value))
         else:
             draft.no_effect(source_key, f"of {', '.join(objectives)}")
 
@@ -241,18 +241,18 @@ def _refused_command(source: Source) -> str | None:
 
 def _refused_key(source: Source) -> str | None:
     """Returns the reason to refuse a file with a key of another method."""
-    if source_key := source.has(*_PREFERENCE_KEYS):
+    if source_key := source.find_key(*_PREFERENCE_KEYS):
         return (
             f"line {source_key.line}: {source_key.name_in_file or source_key.name} belongs to a"
             " preference or reward method, which the file does not name: give the command or"
             " program that starts it"
         )
-    if source_key := source.has("auto_model"):
+    if source_key := source.find_key("auto_model"):
         return (
             f"line {source_key.line}: {source_key.name_in_file}: auto_model names another class"
             " than a causal language model's"
         )
-    if source.has("predict_with_generate", "generation_num_beams"):
+    if source.find_key("predict_with_generate", "generation_num_beams"):
         return (
             "sequence-to-sequence training is not offered: only causal language models are trained"
         )
@@ -342,8 +342,8 @@ def _convert_schedule_kwargs(draft: Draft, source_key: SourceKey) -> None:
 
 
 def _convert_warmup_ratio(draft: Draft, source_key: SourceKey) -> None:
-    value = transforms.as_number(source_key.value or 0)
-    if draft.keys.get("warmup_steps") and transforms.as_number(draft.keys["warmup_steps"]) > 0:
+    value = transforms.parse_number(source_key.value or 0)
+    if draft.keys.get("warmup_steps") and transforms.parse_number(draft.keys["warmup_steps"]) > 0:
         draft.no_effect(source_key, "warmup_steps wins, there too")
     elif (
         draft.settings.get("train.schedule") == "constant"
@@ -470,7 +470,7 @@ TRAINER: dict[str, transforms.Handler] = {
     "warmup_ratio": _convert_warmup_ratio,
     "warmup_steps": transforms.choose_handler(
         lambda draft, source_key: (
-            transforms.as_number(source_key.value) == 0 and "warmup_ratio" in draft.keys
+            transforms.parse_number(source_key.value) == 0 and "warmup_ratio" in draft.keys
         ),
         transforms.no_effect("warmup_ratio decides"),
         transforms.convert_number("train.warmup"),
@@ -600,11 +600,13 @@ KEYS: dict[str, transforms.Handler] = {
 
 def add_defaults(draft: Draft, source: Source) -> None:
     """Adds the defaults that differ from Isotype's. Without PEFT every weight is trained."""
-    peft = source.has("lora_r", "lora_alpha", "lora_target_modules") or source.called_names & {
+    has_peft = source.find_key(
+        "lora_r", "lora_alpha", "lora_target_modules"
+    ) or source.called_names & {
         "LoraConfig",
         "get_peft_model",
     }
-    sft = "SFTConfig" in source.called_names or "sft" in source.method
+    is_sft = "SFTConfig" in source.called_names or "sft" in source.method
     method = str(source.get("trl_method"))
     if "train.steps" not in draft.settings:
         draft.default("train.epochs", 3.0)
@@ -612,7 +614,7 @@ def add_defaults(draft: Draft, source: Source) -> None:
         rate = 1e-4
     elif method in _LOSSES:
         rate = 1e-6
-    elif sft:
+    elif is_sft:
         rate = 2e-5
     else:
         rate = 5e-5
@@ -630,21 +632,21 @@ def add_defaults(draft: Draft, source: Source) -> None:
         if draft.settings.get("train.objective") == "simpo":
             draft.default("preference.nll", 1.0)  # cpo_alpha
         drop_preference_conflicts(draft)
-    if sft and "data.loss_on" not in draft.settings:
+    if is_sft and "data.loss_on" not in draft.settings:
         draft.notes.append(
             "data.loss_on: TRL learns whole conversations unless assistant_only_loss is set; here"
             " the answers only (data.loss_on: all)"
         )
-    draft.settings.setdefault("adapter.kind", "lora" if peft else "none")
+    draft.settings.setdefault("adapter.kind", "lora" if has_peft else "none")
     if source.called_names & _VISION_MODEL_CLASSES:
         draft.notes.append(
             "data.train: rows with pictures have `messages` and `images` (docs/vision.md)"
         )
-    unsloth = source.tool == "unsloth"
+    is_unsloth = source.tool == "unsloth"
     if (
-        draft.default_adapter("lora", 16 if unsloth else 8, 16.0 if unsloth else 8.0)
+        draft.default_adapter("lora", 16 if is_unsloth else 8, 16.0 if is_unsloth else 8.0)
         and "adapter.targets" not in draft.settings
-        and not unsloth
+        and not is_unsloth
     ):
         draft.notes.append(
             "adapter.targets: there PEFT chooses modules by the model's family; here all linear"

@@ -54,7 +54,7 @@ def _convert_network_args(draft: Draft, source_key: SourceKey) -> None:
         if name in settings and not (
             name == "factor" and (arguments.get("algo") != "lokr" or int(value) < 1)
         ):
-            draft.set(source_key, settings[name], transforms.as_number(value))
+            draft.set(source_key, settings[name], transforms.parse_number(value))
     if unsupported := [name for name in arguments if name not in settings and name != "algo"]:
         draft.not_offered(
             source_key,
@@ -329,7 +329,10 @@ def add_defaults(draft: Draft, source: Source) -> None:
     if "train.epochs" not in draft.settings:
         draft.default("train.steps", 1600)
     weight = source.get("prior_loss_weight") or 1.0
-    sides: dict[str, list[dict[str, Any]]] = {"images.train": [], "images.regularisation": []}
+    sources_by_setting: dict[str, list[dict[str, Any]]] = {
+        "images.train": [],
+        "images.regularisation": [],
+    }
     for entry in pictures.collect_datasets(draft):
         if "image_dir" in entry:
             is_prior = transforms.is_enabled(entry.get("is_reg"))
@@ -343,17 +346,17 @@ def add_defaults(draft: Draft, source: Source) -> None:
                     [pictures.largest_side(entry["resolution"])] if entry.get("resolution") else ()
                 ),
             }
-            sides["images.regularisation" if is_prior else "images.train"].append(
+            sources_by_setting["images.regularisation" if is_prior else "images.train"].append(
                 pictures.picture_source(entry["image_dir"], **settings)
             )
-    pictures.set_sources(draft, sides)
-    for side, side_weight in (("images.train", 1.0), ("images.regularisation", weight)):
-        if isinstance(folder := draft.settings.get(side), str):
+    pictures.set_sources(draft, sources_by_setting)
+    for setting, setting_weight in (("images.train", 1.0), ("images.regularisation", weight)):
+        if isinstance(folder := draft.settings.get(setting), str):
             pictures.set_sources(
                 draft,
                 {
-                    side: pictures.read_numbered_folders(
-                        folder, Path(draft.folder), weight=side_weight
+                    setting: pictures.read_numbered_folders(
+                        folder, Path(draft.folder), weight=setting_weight
                     )
                 },
             )

@@ -61,14 +61,14 @@ def refusal_reason(source: Source) -> str | None:
     kind = source.get("finetuning_type")
     if kind not in (None, "lora", "full"):
         return f"finetuning_type: {kind} is not offered: lora and full are"
-    if source.has("export_dir"):
+    if source.find_key("export_dir"):
         return "an export: isotype merge RUN writes the merged model"
-    train = source.has("do_train")
+    train = source.find_key("do_train")
     if train is not None and not transforms.is_enabled(train.value):
         return "do_train: false; isotype eval and isotype sample look at a trained model"
-    if train is None and source.has("infer_backend", "do_predict"):
+    if train is None and source.find_key("infer_backend", "do_predict"):
         return "inference: isotype chat, sample and eval take a run folder, a model or an adapter"
-    if source_key := source.has(
+    if source_key := source.find_key(
         "dist_config", "peft_config.name", "sample_backend", "model_class", "init_config"
     ):
         return (
@@ -330,7 +330,7 @@ KEYS: dict[str, transforms.Handler] = {
 
 def add_defaults(draft: Draft, source: Source) -> None:
     """Adds LLaMA-Factory's defaults that differ from Isotype's."""
-    draft.default_adapter("lora", 8, times=2.0)
+    draft.default_adapter("lora", 8, alpha_per_rank=2.0)
     draft.default_all(
         {
             "train.batch_size": 8,

@@ -259,21 +259,24 @@ def add_defaults(draft: Draft, source: Source) -> None:
         half_weights=str(source.get("weight_dtype")) == "BFLOAT_16",
     )
     draft.default_all(pictures.COMMON_DEFAULTS | {"train.warmup": 200})
-    sides: dict[str, list[dict[str, Any]]] = {"images.train": [], "images.regularisation": []}
+    sources_by_setting: dict[str, list[dict[str, Any]]] = {
+        "images.train": [],
+        "images.regularisation": [],
+    }
     for entry in pictures.collect_datasets(draft):
         if entry.get("path") and transforms.is_enabled(entry.get("enabled", True)):
             if str(entry.get("type")) == "PRIOR_PREDICTION":
-                side = "images.regularisation"
+                setting = "images.regularisation"
             else:
-                side = "images.train"
+                setting = "images.train"
             sizes = (
                 pictures.parse_resolutions(source.get("resolution"))
                 if source.get("resolution")
                 else ()
             )
-            sides[side].append(
+            sources_by_setting[setting].append(
                 pictures.picture_source(
                     entry["path"], repeats=entry.get("balancing"), resolution=sizes
                 )
             )
-    pictures.set_sources(draft, sides)
+    pictures.set_sources(draft, sources_by_setting)

@@ -123,11 +123,11 @@ def _kohya_subset_keys(tree: Tree, label_prefix: str) -> Iterator[SourceKey]:
     count = 0
     for i, dataset in enumerate(data.get("datasets", [])):
         for j, subset in enumerate(dataset.get("subsets", [])):
-            outer = {
+            inherited = {
                 **data.get("general", {}),
                 **{key: value for key, value in dataset.items() if key != "subsets"},
             }
-            for key, value in {**outer, **subset}.items():
+            for key, value in {**inherited, **subset}.items():
                 line = tree.lines.get(("datasets", i, "subsets", j, key)) or tree.lines.get(
                     ("datasets", i, key)
                 )
@@ -272,12 +272,12 @@ def simpletuner_keys(tree: Tree | str, config: Path) -> list[SourceKey]:
         for name, assignment in shell.read_script(tree).variables.items():
             if name == "TRAINER_EXTRA_ARGS":
                 for key, value in shell.parse_options(assignment.value.split()).items():
-                    key, written = _SIMPLETUNER_ALIASES.get(key, key), f"{name}: --{key}"
+                    key, name_in_file = _SIMPLETUNER_ALIASES.get(key, key), f"{name}: --{key}"
                     keys[key] = SourceKey(
                         key,
                         parse_scalar(value) if isinstance(value, str) else value,
                         assignment.line,
-                        written,
+                        name_in_file,
                     )
             else:
                 key = _SIMPLETUNER_VARIABLES.get(name, name.lower())
@@ -291,11 +291,14 @@ def simpletuner_keys(tree: Tree | str, config: Path) -> list[SourceKey]:
                     ),
                 )
     else:
-        for written, value in tree.data.items() if isinstance(tree.data, dict) else ():
+        for name_in_file, value in tree.data.items() if isinstance(tree.data, dict) else ():
             # names in the file may begin with `--`
-            key = str(written).lstrip("-").replace("-", "_")
+            key = str(name_in_file).lstrip("-").replace("-", "_")
             keys[key] = SourceKey(
-                _SIMPLETUNER_ALIASES.get(key, key), value, tree.lines.get((written,)), str(written)
+                _SIMPLETUNER_ALIASES.get(key, key),
+                value,
+                tree.lines.get((name_in_file,)),
+                str(name_in_file),
             )
     dataset_file = next(
         (
@@ -364,8 +367,8 @@ def dataset_handler(
     """
 
     def handler(draft: Draft, source_key: SourceKey) -> None:
-        if handle := table.get(source_key.name.split(".", 2)[2]):
-            handle(draft, source_key)
+        if key_handler := table.get(source_key.name.split(".", 2)[2]):
+            key_handler(draft, source_key)
         else:
             transforms.not_offered(f"isotype import does not know this key of a {label}")(
                 draft, source_key
@@ -397,8 +400,8 @@ def picture_source(
     settings: dict[str, Any] = {"name": str(name)}
     if caption:
         settings["caption"] = str(caption)
-    if (times := round(float(repeats or 1))) > 1:
-        settings["repeats"] = times
+    if (repeat_count := round(float(repeats or 1))) > 1:
+        settings["repeats"] = repeat_count
     if weight is not None and float(weight) != 1.0:
         settings["weight"] = float(weight)
     if resolution:
@@ -408,11 +411,11 @@ def picture_source(
     return settings
 
 
-def set_sources(draft: Draft, sides: Mapping[str, list[dict[str, Any]]]) -> None:
+def set_sources(draft: Draft, sources_by_setting: Mapping[str, list[dict[str, Any]]]) -> None:
     """Sets `images.train` and similar settings in their shortest form: a source whose only
     resolution is the run's does not name it.
     """
-    for side, sources in sides.items():
+    for setting, sources in sources_by_setting.items():
         for source in sources:
             if source.get("resolution") == [draft.settings.get("images.resolution")]:
                 del source["resolution"]
@@ -421,9 +424,9 @@ def set_sources(draft: Draft, sides: Mapping[str, list[dict[str, Any]]]) -> None
         entries = [source["name"] if len(source) == 1 else source for source in sources]
         if entries:
             if len(entries) == 1 and isinstance(entries[0], str):
-                draft.settings[side] = entries[0]
+                draft.settings[setting] = entries[0]
             else:
-                draft.settings[side] = entries
+                draft.settings[setting] = entries
 
 
 def read_numbered_folders(folder: str, base: Path, **settings: Any) -> list[dict[str, Any]]:
@@ -466,13 +469,13 @@ def convert_resolution(draft: Draft, source_key: SourceKey) -> None:
     """Sets `images.resolution` to the largest resolution. Sources with other resolutions get their
     own setting.
     """
-    sides = parse_resolutions(source_key.value)
-    largest = max(*sides, int(draft.settings.get("images.resolution", 0)))
+    resolutions = parse_resolutions(source_key.value)
+    largest = max(*resolutions, int(draft.settings.get("images.resolution", 0)))
     draft.set(
         source_key,
         "images.resolution",
         largest,
-        f"resolution of the source: {sides}" if sides != [largest] else "",
+        f"resolution of the source: {resolutions}" if resolutions != [largest] else "",
     )
 
 
@@ -507,7 +510,7 @@ def convert_rate(draft: Draft, source_key: SourceKey) -> None:
         )
         draft.set(source_key, "train.learning_rate", _ADAMW_RATE, note)
     else:
-        draft.set(source_key, "train.learning_rate", transforms.as_number(source_key.value))
+        draft.set(source_key, "train.learning_rate", transforms.parse_number(source_key.value))
 
 
 def convert_text_encoder_rate(draft: Draft, source_key: SourceKey) -> None:
@@ -558,7 +561,7 @@ def set_default_preset(
     """Sets `precision.preset` by the dtype of the products, if it is not set. `half_weights`: the
     weights have this dtype too.
     """
-    adapter = draft.settings.get("adapter.kind") != "none"
+    has_adapter = draft.settings.get("adapter.kind") != "none"
     dtype_name = (
         str(mixed_precision or "no")
         .lower()
@@ -566,7 +569,7 @@ def set_default_preset(
         .replace("float16", "fp16")
         .replace("bfloat_16", "bf16")
     )
-    if adapter:
+    if has_adapter:
         bf16_preset = "bf16-lora"
     elif half_weights:
         bf16_preset = "bf16-pure"

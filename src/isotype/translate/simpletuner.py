@@ -69,7 +69,7 @@ _SCHEDULES = {
 def refusal_reason(source: Source) -> str | None:
     """Returns the reason why Isotype does not offer the source's training method, or None."""
     values = {source_key.name: source_key.value for source_key in source.keys}
-    places = {
+    locations = {
         source_key.name: f"line {source_key.line}: {source_key.name_in_file}"
         for source_key in source.keys
     }
@@ -82,22 +82,24 @@ def refusal_reason(source: Source) -> str | None:
         if transforms.is_enabled(values.get(name) or False)
     ]
     if control_keys or "controlnet" in kind:
-        place = places.get("controlnet", places.get("control", places.get("model_type", "")))
+        location = locations.get(
+            "controlnet", locations.get("control", locations.get("model_type", ""))
+        )
         return (
-            f"{place}: ControlNet is not offered: Isotype trains the denoiser on pictures and"
+            f"{location}: ControlNet is not offered: Isotype trains the denoiser on pictures and"
             " captions"
         )
     if str(values.get("lora_type") or "").lower() == "lycoris" or values.get("lycoris_config"):
-        place = places.get("lora_type", places.get("lycoris_config", ""))
+        location = locations.get("lora_type", locations.get("lycoris_config", ""))
         return (
-            f"{place}: LyCORIS is not offered: adapter.kind is lora; lora_type=standard can be"
+            f"{location}: LyCORIS is not offered: adapter.kind is lora; lora_type=standard can be"
             " translated"
         )
     if base_precision not in ("no_change", "") and not any(
         format_name in base_precision for format_name in ("nf4", *DTYPES_ON_LOAD)
     ):
         return (
-            f"{places['base_model_precision']}: {base_precision} is not offered: no_change (bf16), fp8-quanto,"
+            f"{locations['base_model_precision']}: {base_precision} is not offered: no_change (bf16), fp8-quanto,"
             " int8-quanto, or nf4-bnb"
         )
     video_keys = [
@@ -107,14 +109,14 @@ def refusal_reason(source: Source) -> str | None:
     ]
     if family in VIDEO_FAMILIES or any(name.endswith(".dataset_type") for name in video_keys):
         return (
-            f"{places['model_family' if family in VIDEO_FAMILIES else video_keys[0]]}: video is not offered:"
+            f"{locations['model_family' if family in VIDEO_FAMILIES else video_keys[0]]}: video is not offered:"
             " Isotype trains on pictures"
         )
     if family and family not in FAMILIES:
-        return f"{places['model_family']}: {family} is not offered: {', '.join(FAMILIES)}"
+        return f"{locations['model_family']}: {family} is not offered: {', '.join(FAMILIES)}"
     if transforms.is_enabled(values.get("train_text_encoder", False)):
         return (
-            f"{places['train_text_encoder']}: is not carried over: adapter.text_encoders trains"
+            f"{locations['train_text_encoder']}: is not carried over: adapter.text_encoders trains"
             " those of SDXL and Stable Diffusion"
         )
     return None
@@ -193,7 +195,7 @@ def _convert_sample_size(draft: Draft, source_key: SourceKey) -> None:
 
 
 def _convert_checkpointing_interval(draft: Draft, source_key: SourceKey) -> None:
-    if transforms.as_number(source_key.value or 0) > 1:
+    if transforms.parse_number(source_key.value or 0) > 1:
         draft.settings["train.gradient_checkpointing"] = "layers"
         draft.set(source_key, "train.checkpointed_layers", f"every {int(source_key.value)}")
     else:
@@ -521,7 +523,7 @@ KEYS: dict[str, transforms.Handler] = {
     ),
     # the objective
     "flow_schedule_shift": transforms.choose_handler(
-        lambda _, source_key: transforms.as_number(source_key.value) > 0,
+        lambda _, source_key: transforms.parse_number(source_key.value) > 0,
         transforms.convert_to("diffusion.shift", float),
         transforms.changed("diffusion.shift: auto, the scheduler's own"),
     ),

@@ -142,7 +142,7 @@ class Source:
     def get(self, name: str) -> object:
         return next((source_key.value for source_key in self.keys if source_key.name == name), None)
 
-    def has(self, *prefixes: str) -> SourceKey | None:
+    def find_key(self, *prefixes: str) -> SourceKey | None:
         """Returns the first key with one of these names, or below one of them."""
         return next(
             (
@@ -177,8 +177,8 @@ def read_source(path: Path, requested_tool: str | None = None) -> Source:
         if suffix == ".py":
             return _read_program(text, path, lambda line: line)
         if suffix == ".ipynb":
-            code, line_of = read_notebook(text)
-            return _read_program(code, path, line_of)
+            code, map_line = read_notebook(text)
+            return _read_program(code, path, map_line)
         if suffix == ".env" and is_config_env(set(shell.read_script(text).variables)):
             return Source(str(path), "simpletuner", simpletuner_keys(text, path))
         if suffix in (".sh", ".bash", ".slurm", ".sbatch", ".env"):
@@ -228,9 +228,9 @@ _MAPPING_VALUES = (
 )  # fmt: skip
 
 
-def _read_program(text: str, path: Path, line_of: Callable[[int | None], int | None]) -> Source:
+def _read_program(text: str, path: Path, map_line: Callable[[int | None], int | None]) -> Source:
     calls = python_calls.read_calls(text)
-    keys = [SourceKey(g.name, g.value, line_of(g.line), g.name_in_file) for g in _call_keys(calls)]
+    keys = [SourceKey(g.name, g.value, map_line(g.line), g.name_in_file) for g in _call_keys(calls)]
     called_names = frozenset(
         name for call in calls for name in (call.name, call.owner.rpartition(".")[2]) if name
     )
@@ -239,7 +239,7 @@ def _read_program(text: str, path: Path, line_of: Callable[[int | None], int | N
     }
     keys = [
         *(
-            SourceKey("trl_method", method, line_of(call.line), call.name)
+            SourceKey("trl_method", method, map_line(call.line), call.name)
             for method, call in methods.items()
         ),
         *keys,
@@ -327,8 +327,10 @@ def _parse_option_value(value: str) -> Any:
 
 def _launcher_keys(command: shell.Command, program: int) -> list[SourceKey]:
     """Reads the options before the program, which belong to accelerate, torchrun or DeepSpeed."""
-    words = command.arguments[:program]
-    launcher = "accelerate launch" if "accelerate" in words[0] else words[0].rpartition("/")[2]
+    arguments = command.arguments[:program]
+    launcher = (
+        "accelerate launch" if "accelerate" in arguments[0] else arguments[0].rpartition("/")[2]
+    )
     return [
         SourceKey(
             f"{LAUNCHER_PREFIX}{option.name}",
@@ -336,7 +338,7 @@ def _launcher_keys(command: shell.Command, program: int) -> list[SourceKey]:
             option.line,
             f"{launcher} --{option.name}",
         )
-        for option in shell.read_options(words, command.lines[:program])
+        for option in shell.read_options(arguments, command.lines[:program])
         if option.name not in ("m", "u")  # Python's options -m and -u
     ]
 

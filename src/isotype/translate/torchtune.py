@@ -38,8 +38,10 @@ def refusal_reason(source: Source) -> str | None:
             and value != _DPO_LOSS
             and re.search(r"RSO|GRPO|PPO|torchtune\.rlhf", value)
         ):
-            place = f"line {source_key.line}: {source_key.name_in_file or source_key.name}: {value}"
-            return f"{place} is not offered: of these methods, DPOLoss is"
+            location = (
+                f"line {source_key.line}: {source_key.name_in_file or source_key.name}: {value}"
+            )
+            return f"{location} is not offered: of these methods, DPOLoss is"
         if source_key.name.startswith(("teacher_model", "teacher_checkpointer", "kd_")):
             return f"line {source_key.line}: {source_key.name}: distillation is not offered"
         if source_key.name.startswith("quantizer") or "qat" in source.method:
@@ -56,12 +58,12 @@ def refusal_reason(source: Source) -> str | None:
             "model.fusion_trainable",
         ):
             return f"line {source_key.line}: {source_key.name}: {value}: models with pictures are not offered"
-    if re.search(r"dpo|ppo|grpo", source.method) and not source.has("loss"):
+    if re.search(r"dpo|ppo|grpo", source.method) and not source.find_key("loss"):
         return (
             f"tune {source.method.split(' --')[0]}: the method's settings are in its configuration:"
             " give that YAML file"
         )
-    if source.has("tasks", "prompt", "max_new_tokens") and not source.has("optimizer"):
+    if source.find_key("tasks", "prompt", "max_new_tokens") and not source.find_key("optimizer"):
         return (
             "evaluation or generation: isotype eval and isotype sample take a run folder, a model"
             " or an adapter"
@@ -72,9 +74,9 @@ def refusal_reason(source: Source) -> str | None:
 def _convert_model(draft: Draft, source_key: SourceKey) -> None:
     component = str(source_key.value).rpartition(".")[2]
     if component.startswith(("lora_", "qlora_", "dora_", "qdora_")):
-        dora = component.removeprefix("q").startswith("dora_")
+        is_dora = component.removeprefix("q").startswith("dora_")
         draft.set(source_key, "adapter.kind", "lora", "the model itself is model.name")
-        if dora:
+        if is_dora:
             draft.settings["adapter.dora"] = True
     else:
         draft.set(
@@ -265,7 +267,7 @@ KEYS: dict[str, transforms.Handler] = {
         transforms.not_offered(f"another model; {transforms.REFERENCE_NOTE}"),
     ),
     # steps
-    "seed": transforms.convert_to("train.seed", lambda value: int(transforms.as_number(value))),
+    "seed": transforms.convert_to("train.seed", lambda value: int(transforms.parse_number(value))),
     "optimizer._component_": transforms.convert_optimizer,
     "optimizer.betas": _convert_betas,
     "lr_scheduler._component_": transforms.convert_schedule,

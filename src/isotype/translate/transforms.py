@@ -59,13 +59,13 @@ class Computed:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of one key. `became`: the resulting setting, such as `train.learning_rate:
+    """The outcome of one key. `result`: the resulting setting, such as `train.learning_rate:
     0.0002`, or "" if there is none.
     """
 
     source_key: SourceKey
     fate: Fate
-    became: str = ""
+    result: str = ""
     note: str = ""
 
     def to_dict(self) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class Outcome:
             "line": self.source_key.line,
             "value": self.source_key.value,
             "fate": str(self.fate),
-            "became": self.became or None,
+            "became": self.result or None,
             "note": self.note or None,
         }
 
@@ -111,9 +111,14 @@ class Draft:
             self.default(target, value)
 
     def default_adapter(
-        self, kind: str, r: int | None = None, alpha: float | None = None, *, times: float = 1.0
+        self,
+        kind: str,
+        r: int | None = None,
+        alpha: float | None = None,
+        *,
+        alpha_per_rank: float = 1.0,
     ) -> bool:
-        """Sets the other tool's defaults of an adapter. `alpha` None: `times` the rank. Returns
+        """Sets the other tool's defaults of an adapter. `alpha` None: `alpha_per_rank` the rank. Returns
         False if every weight is trained; the adapter's settings are then removed.
         """
         self.default("adapter.kind", kind)
@@ -127,7 +132,8 @@ class Draft:
         if r is not None:
             self.default("adapter.r", r)
             self.default(
-                "adapter.alpha", times * self.settings["adapter.r"] if alpha is None else alpha
+                "adapter.alpha",
+                alpha_per_rank * self.settings["adapter.r"] if alpha is None else alpha,
             )
         return True
 
@@ -179,7 +185,7 @@ def _is_same_value(value: Any, source_value: Any) -> bool:
 Handler = Callable[[Draft, SourceKey], None]
 
 
-def as_number(value: Any) -> float | int:
+def parse_number(value: Any) -> float | int:
     """Converts a value to a number. `1e-5` is text in YAML 1.1, and every value on a command line
     is text.
     """
@@ -218,7 +224,7 @@ def convert_to(
 
 
 def convert_number(target: str) -> Handler:
-    return convert_to(target, as_number)
+    return convert_to(target, parse_number)
 
 
 def copy_values(**sections: str) -> dict[str, Handler]:
@@ -281,7 +287,7 @@ def convert_count(target: str) -> Handler:
     """Returns a handler for a positive integer. 0 and -1 leave Isotype's default."""
 
     def handler(draft: Draft, source_key: SourceKey) -> None:
-        value = as_number(source_key.value)
+        value = parse_number(source_key.value)
         if value <= 0:
             draft.no_effect(source_key, f"{source_key.value}: the default")
         elif value != int(value):
@@ -486,9 +492,11 @@ _LAUNCHER_NOT_OFFERED = {
 
 def _convert_launcher_precision(draft: Draft, source_key: SourceKey) -> None:
     """Uses the launcher's precision if the program's options do not set it."""
-    own = next((key for key in ("bf16", "fp16", "mixed_precision") if key in draft.keys), None)
-    if own:
-        draft.no_effect(source_key, f"{own} of the program decides")
+    program_key = next(
+        (key for key in ("bf16", "fp16", "mixed_precision") if key in draft.keys), None
+    )
+    if program_key:
+        draft.no_effect(source_key, f"{program_key} of the program decides")
     else:
         draft.defer_precision(source_key)
 
@@ -660,7 +668,7 @@ def convert_eval_split(draft: Draft, source_key: SourceKey) -> None:
     """Translates `val_set_size` and `val_size`, a share of the rows. A number of rows is not
     offered.
     """
-    value = as_number(source_key.value or 0)
+    value = parse_number(source_key.value or 0)
     if value >= 1:
         draft.not_offered(
             source_key, "data.eval_split is a share of the rows; data.eval names a file"
