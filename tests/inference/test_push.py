@@ -97,4 +97,4 @@ def test_what_prevents_a_push_is_found_before_the_run(
     monkeypatch.delenv("HF_TOKEN")
     refused("no token of the hub is here\\n  fix       hf auth login", push_to_hub="sums")
     assert not any(asked.startswith("POST") for asked in standing.asked)
-    assert pushing.RECORD not in {path.name for path in tmp_path.rglob("*")}
+    assert pushing.HUB_FILE not in {path.name for path in tmp_path.rglob("*")}
