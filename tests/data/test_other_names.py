@@ -308,6 +308,17 @@ def test_an_unused_conversation_beside_a_whole_pair_is_named() -> None:
     row = {"chosen": [ASK, ANSWER], "rejected": [ASK, OTHER], "messages": [ASK, ANSWER]}
     assert turns_of(read(row, "preference")) == (ASK, ANSWER)
     assert ignored_keys(row, "preference") == ["messages"]
+    for key, value in (("messages", [ASK, ANSWER]), ("instruction", 3)):  # neither is a prompt
+        row = {"chosen": [ANSWER], "rejected": [OTHER], key: value}
+        assert turns_of(read(row, "preference")) == (ANSWER,)
+        assert ignored_keys(row, "preference") == [key]
+
+
+def test_a_prompt_that_is_neither_text_nor_turns_is_a_bad_row() -> None:
+    for answers in (("yes", "no"), ([ANSWER], [OTHER])):
+        row = {"prompt": True, "chosen": answers[0], "rejected": answers[1]}
+        with pytest.raises(UsageError, match="prompt must be text or a list of messages"):
+            read(row, "preference")
 
 
 # rows with names of their own, and the objective: the error says which data.columns reads them

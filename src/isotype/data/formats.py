@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+from ..config.yaml_text import write_value
 from ..errors import UsageError
 from .bad_rows import EmptyAnswer, NoLabel, RowError
 from .columns import NamedRow, describe_name, name_columns, used_names
@@ -33,6 +34,7 @@ from .conversations import (
     sharegpt_messages,
 )
 from .key_hints import (
+    chosen_columns,
     column_hint,
     judged_row_hint,
     list_keys,
@@ -203,6 +205,9 @@ def _check_objective_format(
         inner_format = labelled_format(row)
         return () if inner_format is None else (*FORMATS[inner_format].keys, "label")
     if checked_row is row:
+        sides = [_answer_value(row[key], location, None) for key in PREFERENCE_KEYS]
+        if _pair_prompt_key(row) is None and all(isinstance(side, str) for side in sides):
+            raise _missing_prompt(row, location)
         return format_keys
     return [key for key in (*ANSWER_KEYS, *SCORE_KEYS) if key in row]
 
@@ -222,8 +227,8 @@ def _match_format(row: Mapping[str, Any], location: str) -> FormatName:
             f"{location}: the row has {' and '.join(preferences)}: preference pairs, and a run"
             " learns one answer a row",
             fix=(
-                f"{_LEARN_PAIRS_FIX}; to learn the chosen answers alone: data.columns: {{completion:"
-                " chosen}, or {messages: chosen} where it is a conversation"
+                f"{_LEARN_PAIRS_FIX}; to learn the chosen answers alone: data.columns:"
+                f" {write_value(chosen_columns(row))}"
             ),
         )
     if len(matches) > 1:
@@ -453,7 +458,18 @@ def _pair_prompt_key(row: Mapping[str, Any]) -> str | None:
         return key
     chosen = _turns_or_text(row.get("chosen"), "chosen")
     is_conversation = isinstance(chosen, list) and len(chosen) > 1
-    return None if is_conversation else key
+    return None if is_conversation or not _is_prompt(row[key]) else key
+
+
+def _is_prompt(value: Any) -> bool:
+    """Whether it is text, or turns that do not end with an answer."""
+    turns = _turns_or_text(value, "")
+    if not isinstance(turns, list):
+        return isinstance(turns, str)
+    last = turns[-1] if turns else None
+    if not isinstance(last, dict):
+        return False
+    return last.get("role", last.get("from")) not in ("assistant", "gpt")
 
 
 def _pair_prompt(row: Mapping[str, Any], location: str) -> Any:
@@ -494,6 +510,10 @@ def _preference_example(row: Mapping[str, Any], location: str) -> Example:
     first turns belong to the prompt. The row's prompt is not added again if these turns contain it.
     """
     prompt = _pair_prompt(row, location)
+    if not isinstance(prompt, str | list | None):
+        raise RowError(
+            f"{location}: prompt must be text or a list of messages, got {describe_json_type(prompt)}"
+        )
     chosen, rejected = (
         _answer_value(row[key], f"{location}: {key}", prompt) for key in PREFERENCE_KEYS
     )
@@ -525,11 +545,7 @@ def _preference_example(row: Mapping[str, Any], location: str) -> Example:
                 " answer of its own"
             )
     elif prompt is None:
-        hint = judged_row_hint(row, "preference")
-        raise RowError(
-            f"{location}: no key 'prompt': chosen and rejected as text need it; "
-            + (hint or "write what both answer as prompt")
-        )
+        raise _missing_prompt(row, location)
     conversation_values = {key: row.get(key) for key in CONVERSATION_KEYS}
     sides = {
         key: {**conversation_values, "prompt": prompt, key: value}
@@ -538,6 +554,13 @@ def _preference_example(row: Mapping[str, Any], location: str) -> Example:
     return replace(
         _pair_example(sides["chosen"], location, "chosen"),
         rejected=_pair_example(sides["rejected"], location, "rejected"),
+    )
+
+
+def _missing_prompt(row: Mapping[str, Any], location: str) -> RowError:
+    hint = judged_row_hint(row, "preference") or "write what both answer as prompt"
+    return RowError(
+        f"{location}: no key 'prompt': chosen and rejected as text need it; {hint}",
     )
 
 

@@ -117,6 +117,14 @@ def judged_row_hint(row: Mapping[str, Any], objective_format: FormatName) -> str
     return f"data.columns: {write_value(columns)}" if columns else ""
 
 
+def chosen_columns(row: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the columns with which the chosen answers of pairs are learnt alone."""
+    if not isinstance(row.get("chosen"), str):
+        return {"messages": "chosen"}
+    prompt = _first_column(_spelt_names(row), "prompt", ("prompt", "instruction", *_QUESTION_KEYS))
+    return {key: name for key, name in prompt.items() if key != name} | {"completion": "chosen"}
+
+
 def _first_column(names: Mapping[str, str], key: str, candidates: Sequence[str]) -> dict[str, str]:
     name = next((name for name in candidates if name in names), None)
     return {} if name is None else {key: names[name]}

@@ -90,15 +90,12 @@ def _convert_stage(draft: Draft, source_key: SourceKey) -> None:
 
 def _datasets_handler(target: str) -> transforms.Handler:
     def handler(draft: Draft, source_key: SourceKey) -> None:
-        if isinstance(source_key.value, list):
-            names = source_key.value
-        else:
-            names = str(source_key.value).split(",")
-        entries = []
+        names = _dataset_names(source_key.value)
+        entries: list[dict[str, Any]] = []
         unknown = []
         notes = ["named in dataset_info.json"]
         registry = _read_registry(draft)
-        for name in (str(name).strip() for name in names):
+        for name in names:
             description = registry.get(name)
             if draft.keys.get("dataset_dir") == "ONLINE":
                 entries.append({"name": f"hf:{name}"})
@@ -109,6 +106,9 @@ def _datasets_handler(target: str) -> transforms.Handler:
             else:
                 unknown.append(name)
                 entries.append({"name": f"{_data_folder(draft)}/{name}.json"})
+        limit = draft.keys.get("max_samples")
+        if limit and len(names) > 1:
+            entries = [{"limit": int(limit)} | entry for entry in entries]
         if unknown:
             notes = [
                 f"dataset_info.json was not found or lacks {', '.join(unknown)}: put the file's"
@@ -117,6 +117,19 @@ def _datasets_handler(target: str) -> transforms.Handler:
         draft.set(source_key, target, entries, "; ".join(dict.fromkeys(notes)))
 
     return handler
+
+
+def _dataset_names(value: Any) -> list[str]:
+    names = value if isinstance(value, list) else str(value).split(",")
+    return [str(name).strip() for name in names]
+
+
+def _convert_max_samples(draft: Draft, source_key: SourceKey) -> None:
+    """Sets data.limit for one data set; several have it each, as an entry of data.train."""
+    if len(_dataset_names(draft.keys.get("dataset", ""))) == 1:
+        transforms.convert_count("data.limit")(draft, source_key)
+    else:
+        draft.changed(source_key, "the limit of each source of data.train")
 
 
 def _data_folder(draft: Draft) -> str:
@@ -278,7 +291,7 @@ KEYS: dict[str, transforms.Handler] = {
         model="name=model_name_or_path",
         data=(
             "max_length=cutoff_len packing=neat_packing packing min_pixels=image_min_pixels"
-            " max_pixels=image_max_pixels limit=max_samples shuffle_buffer=buffer_size"
+            " max_pixels=image_max_pixels shuffle_buffer=buffer_size"
         ),
         adapter="r=lora_rank plus=loraplus_lr_ratio start_from=adapter_name_or_path",
         train="aux_loss=moe_aux_loss_coef",
@@ -303,6 +316,7 @@ KEYS: dict[str, transforms.Handler] = {
     # data
     "dataset": _datasets_handler("data.train"),
     "eval_dataset": _datasets_handler("data.eval"),
+    "max_samples": _convert_max_samples,
     "template": transforms.convert_template,
     **transforms.same_handler(
         transforms.convert_list("model.add_tokens"),
