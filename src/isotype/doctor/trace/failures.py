@@ -79,7 +79,7 @@ class Operand:
         )
 
     @property
-    def format_dtype(self) -> str:
+    def dtype_name(self) -> str:
         return format_dtype(self.dtype)
 
     def describe_chain(self) -> tuple[str, str]:
