@@ -164,8 +164,8 @@ class TensorSpec:
         return f"{self.dtype}[{' '.join(self.dims)}]"
 
     def dtype_fault(self, observed: str, bindings: dict[str, str]) -> str | None:
-        """The declared dtype if `observed` differs from it, else None. Adds the free letters that
-        it binds to `bindings`.
+        """The declared dtype if `observed` differs from it, else None. A free letter is bound to
+        the observed dtype by an entry in `bindings`.
         """
         if self.dtype == "any":
             return None
@@ -185,8 +185,8 @@ class TensorSpec:
         return self.dtype
 
     def shape_fault(self, shape: tuple[int, ...], bindings: dict[str, Any]) -> str | None:
-        """A sentence about the first dimension that differs from the spec, else None. Adds the
-        names that it binds to `bindings`.
+        """A sentence about the first dimension that differs from the spec, else None. A name is
+        bound to the observed size by an entry in `bindings`.
         """
         wildcard_index = next(
             (i for i, d in enumerate(self.dims) if d.startswith("*") or d == "..."), None

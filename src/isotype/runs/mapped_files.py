@@ -103,7 +103,9 @@ class MappedFiles:
 
 
 def mapped_paths() -> list[tuple[Path, tuple[int, int]]]:
-    """The files with data of the run that this process has mapped, each as (path, (device, inode))."""
+    """The data files of the run that this process has mapped into memory, each as (path, (device,
+    inode)).
+    """
     try:
         lines = MAPS.read_text(errors="surrogateescape").splitlines()
     except OSError:

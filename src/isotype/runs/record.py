@@ -69,8 +69,8 @@ class PrecisionRecord:
         observation.raise_if_violated()
 
     def set_watched_phases(self, names: Iterable[str]) -> None:
-        """Sets the names of the phases that were observed besides the steps and the files. The
-        record lists the others as `not watched`.
+        """Sets the names of the observed phases, such as generation, besides training steps and
+        files. The record lists the other phases as `not watched`.
         """
         self._observed["watched"] = list(names)
 

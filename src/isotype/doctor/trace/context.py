@@ -45,7 +45,9 @@ make_finding = load_finding_formatter(Path(__file__).with_name("findings.txt"))
 
 
 def site_detail(label: str, site: Site | None) -> tuple[tuple[str, str], ...]:
-    """A detail of a finding that shows a line of code and its location; () without a site."""
+    """A detail of a finding that shows a line of code and its location. It is empty if `site` is
+    None.
+    """
     if site is not None:
         return ((label, f"{site}: {site.text}"),)
     return ()
