@@ -74,7 +74,7 @@ def test_quantisation_of_other_libraries_is_recognised():
     found = quantisation_from_config(
         PretrainedConfig(quantization_config={"quant_method": "awq", "bits": 4, "group_size": 128})
     )
-    assert str(found) == "int4 by awq, a scale for 128 of a row"
+    assert str(found) == "int4 by awq, one scale per 128 values of a row"
     assert quantisation_from_config(
         PretrainedConfig(quantization_config={"quant_method": "hqq"})
     ).unread_reason.startswith("quantised by hqq")

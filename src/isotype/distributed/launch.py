@@ -166,7 +166,7 @@ def _report_failure(
     outputs[failed_rank].seek(0)
     for line in outputs[failed_rank].read().decode(errors="replace").splitlines()[-_PRINTED_LINES:]:
         print(f"  {line}", file=sys.stderr)
-    print("  fix       isotype train --resume FOLDER goes on from there", file=sys.stderr)
+    print("  fix       isotype train --resume FOLDER continues from there", file=sys.stderr)
 
 
 @contextmanager

@@ -427,7 +427,7 @@ class JoinedWorld(World):
 
 
 _RESUME_FIX = (
-    "see what ended it, then isotype train --resume FOLDER goes on, on any number of processes that"
+    "see what ended it, then isotype train --resume FOLDER continues, on any number of processes that"
     " share a step's rows"
 )
 

@@ -247,7 +247,9 @@ def _autocast_claims(trainer: Any, precision: Precision) -> Iterator[Claim]:
 
 
 def _trained_model_claims(trainer: Any, precision: Precision) -> Iterator[Claim]:
-    """The frozen weights, the trained weights and the adapters of the trained model."""
+    """Yields the claims of the trained model: on its frozen weights, its trained weights and its
+    adapters.
+    """
     model = trainer.model
     frozen = []
     adapters = []
@@ -297,7 +299,7 @@ def _optimizer_claims(trainer: Any, precision: Precision) -> Iterator[Claim]:
 
 
 def _read_only_model_claims(trainer: Any, precision: Precision) -> Iterator[Claim]:
-    """The claims of the reference model and the teacher."""
+    """Yields the claims of the reference model and the teacher."""
     for name, model in collect_models(trainer).items():
         if name == "model":
             continue

@@ -253,8 +253,8 @@ def divergence_from_hidden_states(
     teacher_final_logit_softcapping: float | None = None,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes the arguments and results of TRL's function with `linear_divergence`. Returns (loss,
-    summed entropies of the student, tokens).
+    """Replaces TRL's loss function: it takes the same arguments, and computes the same results with
+    `linear_divergence`. Returns (loss, summed entropies of the student, tokens).
     """
     op_counts[OP] += 1
     valid = completion_mask.reshape(-1) != 0
@@ -297,7 +297,9 @@ def divergence_from_logits(
     reduction: str = "batchmean",
     num_items_in_batch: Tensor | int | None = None,
 ) -> Tensor:
-    """Computes the loss of GKD's function of the same arguments with `linear_divergence`."""
+    """Replaces GKD's loss function: it takes the same arguments, and computes the same loss with
+    `linear_divergence`.
+    """
     logits = student_logits, teacher_logits
     is_supported = labels is not None and (
         reduction == "batchmean" or num_items_in_batch is not None

@@ -1,7 +1,7 @@
-"""The header of a GGUF file: its settings, and the kind, shape and place of its tensors.
+"""Reads the header of a GGUF file: its settings, and the kind, shape and position of its tensors.
 
-The package gguf makes an object for each of a vocabulary's tokens, which took 11 s and 0.7 GB for
-Gemma's 262,144. Here long lists are skipped: nothing in them is needed to load a model.
+The package gguf creates an object per token of the vocabulary, which took 11 s and 0.7 GB for
+Gemma's 262,144 tokens. Here long lists are skipped, because loading a model does not need them.
 
 Source  docs/gguf.md of ggml: the header's layout, and the numbers of its kinds
 """
@@ -20,7 +20,7 @@ from ..ops.packed.ggml import BLOCKS
 
 _MAGIC = 0x46554747  # "GGUF"
 _VERSIONS = (2, 3)
-_ALIGNMENT = 32  # of tensors, where the file says nothing else
+_ALIGNMENT = 32  # alignment of tensors in bytes, unless the file has another
 _STRING, _LIST = 8, 9
 # kinds of values, as `struct` names them
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # fmt: skip
@@ -32,14 +32,18 @@ _KINDS = {
     35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
 }  # fmt: skip
 _PLAIN_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-_LONGEST_LIST = 4096  # of numbers; longer ones belong to a vocabulary
+_LONGEST_LIST = 4096  # longest list of numbers that is read; longer lists belong to a vocabulary
 _MOST_ENTRIES = 1 << 20
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """kind: `Q4_K`, `F32`, ...; shape: of the values, as PyTorch has it; offset: in the file;
-    row_bytes: of a row of the last dimension, 0 for a kind that is not read.
+    """Describes a tensor of the file.
+
+    kind       `Q4_K`, `F32`, ...
+    shape      the shape of the values, in PyTorch's order
+    offset     the position of its first byte in the file
+    row_bytes  bytes per row of the last dimension; 0 for a kind that is not supported
     """
 
     kind: str
@@ -54,14 +58,20 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Header:
-    """fields: settings by name, without long lists and lists of text."""
+    """The content of a header.
+
+    fields   settings by name, without long lists and lists of text
+    tensors  tensors by name
+    """
 
     fields: Mapping[str, Any]
     tensors: Mapping[str, TensorEntry]
 
 
 def read_header(path: Path) -> Header:
-    """Raises  ValueError for a file that is no GGUF file, or is cut."""
+    """Reads the header of a file. Raises ValueError for a file that is no GGUF file, or is
+    truncated.
+    """
     if path.stat().st_size == 0:
         raise ValueError("the file is empty")
     with (
@@ -130,7 +140,7 @@ class _Reader:
             raise ValueError("its header is cut")
 
     def read_value(self, value_kind: int) -> Any:
-        """The value; None for a list of text or a long one, which is skipped."""
+        """Reads a value. Lists of text and long lists are skipped and give None."""
         if value_kind == _STRING:
             return self.read_text()
         if value_kind != _LIST:
@@ -156,7 +166,7 @@ class _Reader:
         sizes = [int(self.read_number("Q")) for _ in range(dimensions)]
         number = self.read_number("I")
         kind = _KINDS.get(number, f"kind {number}")
-        # ggml has the dimension that moves fastest first
+        # ggml stores the fastest dimension first
         return name, kind, tuple(reversed(sizes)), int(self.read_number("Q"))
 
     def place_tensor(

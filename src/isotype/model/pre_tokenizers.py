@@ -1,14 +1,17 @@
-"""How llama.cpp splits text before it merges pairs of bytes, by the name in `tokenizer.ggml.pre`.
+"""The rules by which llama.cpp splits text before it merges pairs of bytes. A GGUF file names its
+rule in `tokenizer.ggml.pre`.
 
-Under a name llama.cpp applies regular expressions one after another: each cuts the pieces that the
-ones before it left. The same steps are built here of the package tokenizers, to read a file, and are
-compared with a tokenizer's own steps on texts, to choose the name that is written.
+For each name llama.cpp applies regular expressions one after another; each splits the pieces that
+the earlier ones left. To read a file, the same steps are built with the package tokenizers. To
+write a file, they are compared with the tokenizer's steps on sample texts, and the name of the
+matching rule is written.
 
-Compared with llama.cpp itself (its build in `@fugood/node-llama-linux-x64` 1.7.15) on 53,224 texts
-of one to seven pieces: of the names that are written each gave the same pieces, except for an
-apostrophe before U+017F, which `(?i:'s)` takes for an s; and except for `tekken`, whose letters
-beyond ASCII llama.cpp takes for both cases. Not written: `gpt-4o` and its like (the same, and
-combining marks), `deepseek-coder` (white space beyond ASCII) and `deepseek-v3` (`~` after a space).
+The rules were compared with llama.cpp (its build in `@fugood/node-llama-linux-x64` 1.7.15) on
+53,224 texts of one to seven pieces. Each name that is written gave the same pieces, with two
+exceptions: an apostrophe before U+017F, which `(?i:'s)` matches as an s; and `tekken`, for which
+llama.cpp counts letters beyond ASCII as both cases. Some names are not written because they differ:
+`gpt-4o` and similar (as `tekken`, and combining marks), `deepseek-coder` (white space beyond ASCII)
+and `deepseek-v3` (`~` after a space).
 
 Source  src/llama-vocab.cpp of llama.cpp: the names and the regular expressions
 """
@@ -27,10 +30,12 @@ from tokenizers import Regex, Tokenizer, pre_tokenizers
 
 @dataclass(frozen=True)
 class Splitting:
-    """names           in llama.cpp; the first is written
+    """A rule by which llama.cpp splits text.
+
+    names           its names in llama.cpp; the first is written
     patterns        regular expressions, applied one after another
-    ignores_merges  a piece that is a token becomes it, whatever the merges say
-    is_written      llama.cpp splits as these patterns do
+    ignores_merges  whether a piece that is a token is not split by merges
+    is_written      whether llama.cpp splits exactly as these patterns do
     """
 
     names: tuple[str, ...]
@@ -112,7 +117,7 @@ SPLITTINGS = (
 )  # fmt: skip
 _BY_NAME = {name: splitting for splitting in SPLITTINGS for name in splitting.names}
 
-# one character of each class that the patterns tell apart
+# one character of each class that the patterns distinguish
 _CHARACTERS = "asLßÖǅʰ我ツ한क7½٣ \t\n\r\u00a0'./$_<…。😀~`\u0301"
 _PHRASES = (
     "I'll say: they've  3 or 12345 apples,\n\nand 'TIS \u00bd done! ",
@@ -128,14 +133,14 @@ def find_splitting(name: str | None) -> Splitting | None:
 
 
 def build_pre_tokenizer(splitting: Splitting) -> Any:
-    """The steps of the package tokenizers that split so, and write bytes as characters."""
+    """Builds a pre-tokenizer that splits by this rule and writes bytes as characters."""
     steps = [pre_tokenizers.Split(Regex(each), "isolated") for each in splitting.patterns]
     bytes_step = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return pre_tokenizers.Sequence([*steps, bytes_step])
 
 
 def match_splitting(tokenizer: Tokenizer) -> Splitting | None:
-    """The splitting with which llama.cpp makes the same tokens of a text as `tokenizer`, or None."""
+    """Finds the rule with which llama.cpp gives the same tokens as `tokenizer`, or None."""
     if tokenizer.pre_tokenizer is None or _changes_text(tokenizer):
         return None
     has_same_merges: bool | None = None
@@ -167,8 +172,8 @@ def _pieces(pre_tokenizer: Any, text: str) -> list[str]:
 
 
 def _changes_text(tokenizer: Tokenizer) -> bool:
-    """Whether the normalizer changes a text in Unicode's form NFC. llama.cpp has none for pairs of
-    bytes; Qwen's only brings a text into that form.
+    """Whether the normalizer changes texts that are already in Unicode's form NFC. llama.cpp has no
+    normalizer for byte-pair tokenizers; Qwen's normalizer only converts to NFC.
     """
     normalizer = tokenizer.normalizer
     if normalizer is None:
@@ -178,7 +183,7 @@ def _changes_text(tokenizer: Tokenizer) -> bool:
 
 
 def _merges_reach_every_token(tokenizer: Tokenizer) -> bool:
-    """Whether the merges make each token of its own characters: `ignore_merges` is then without
+    """Whether the merges build every token from its characters, so that `ignore_merges` has no
     effect.
     """
     copy = Tokenizer.from_str(tokenizer.to_str())

@@ -368,7 +368,7 @@ def report_narrow_values(
 
 
 def _group_differences(differences: list[Difference]) -> dict[tuple[str, str], list[Difference]]:
-    """(kind, change) -> the differences of this kind."""
+    """Groups differences: (kind, change) -> the differences of this kind."""
     groups: dict[tuple[str, str], list[Difference]] = {}
     for difference in differences:
         groups.setdefault(

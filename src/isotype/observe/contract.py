@@ -380,7 +380,8 @@ class ContractChecker:
 
     def _is_diffusers_positions(self, call: Call) -> bool:
         """Whether diffusers computes positions here, which it converts to fp64 and returns in fp32.
-        It does so in modules without weights, and in functions that its patch embeddings call.
+        diffusers computes positions in modules without weights, and in functions that its patch
+        embeddings call.
         """
         module = self.step.stack[-1].module if self.step.stack else None
         if module is None or not type(module).__module__.startswith("diffusers."):

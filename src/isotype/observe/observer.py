@@ -308,8 +308,8 @@ class Observer:
         *,
         allowed: tuple[str, ...] = (),
     ) -> None:
-        """Records the dtypes of the floating tensors in the files of a saved result. Integers are
-        packed weights or ids.
+        """Records the dtypes of the floating tensors in the files of a saved result. Integer
+        tensors are counted as unseen, because they are packed weights or ids.
         """
         from safetensors import safe_open
 

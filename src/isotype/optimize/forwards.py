@@ -236,7 +236,7 @@ def drop_cache(arguments: dict[str, Any]) -> None:
         arguments["use_cache"] = False
     if removed:
         logger.warning_once(
-            "Caching is incompatible with gradient checkpointing: training goes on without"
+            "Caching is incompatible with gradient checkpointing: training continues without"
             f" {', '.join(removed)}."
         )
 

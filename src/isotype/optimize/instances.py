@@ -99,7 +99,7 @@ def make_probe_copy(
     forward computes the reference of a probe.
 
     The module itself is never called: on some CPUs a forward in evaluation mode permanently repacks
-    4-bit layers. Children that are not replaced are copies too, so that the twin's mode can be set
+    4-bit layers. Children that are not replaced are copies too, so that the copy's mode can be set
     (`computes_same_in_both_modes`).
     """
     probe_copy = copy.copy(module)
@@ -244,9 +244,9 @@ def computes_same_in_both_modes(
     candidate: Callable[[], Tensor],
     *inputs: Tensor,
 ) -> bool:
-    """Whether `computes_same` holds in training and in evaluation mode, also for the gradients of the
-    twin's trained weights. Both modes are tried because dropout acts only in training, and models
-    are loaded in evaluation mode.
+    """Whether `computes_same` holds in training and in evaluation mode, also for the gradients of
+    the copy's trained weights. Both modes are tried because dropout acts only in training, and
+    models are loaded in evaluation mode.
     """
     tensors_by_id = {
         id(t): t for t in (*inputs, *(p for p in probe_copy.parameters() if p.requires_grad))

@@ -288,8 +288,8 @@ class GradientAccumulator:
         self.sent_dtypes = [] if self._sums is None else self._sums.finish()
 
     def drop_unreached(self, reached: Sequence[bool]) -> None:
-        """Frees the gradient of each parameter that is not reached, so that the optimizer does not
-        touch it.
+        """Frees the gradient of each parameter that is not marked as reached, so that the optimizer
+        does not update it.
         """
         for parameter, is_reached in zip(self.parameters, reached):
             if not is_reached:

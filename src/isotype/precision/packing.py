@@ -89,12 +89,12 @@ def _read_fp8(config: Mapping[str, Any]) -> Packing:
     block = config.get("weight_block_size")
     activations = config.get("activation_scheme") is not None
     if block is None:
-        return Packing("fp8", "fp8", "a scale a tensor", rounds_activations=activations)
+        return Packing("fp8", "fp8", "one scale per tensor", rounds_activations=activations)
     rows, columns = _parse_block(block)
     return Packing(
         "fp8",
         "fp8",
-        f"a scale for each block of {rows} x {columns}",
+        f"one scale per block of {rows} x {columns}",
         ((rows, columns),),
         rounds_activations=activations,
     )
@@ -134,7 +134,7 @@ def _read_modelopt(config: Mapping[str, Any]) -> Packing:
         config.get("quant_algo") or (config.get("quantization") or {}).get("quant_algo")
     )
     if algorithm == "FP8":
-        return Packing("modelopt", "fp8", "a scale a tensor", rounds_activations=True)
+        return Packing("modelopt", "fp8", "one scale per tensor", rounds_activations=True)
     if algorithm == "NVFP4":
         return Packing(
             "modelopt", "nvfp4", _group_description(16), ((1, 16),), 4, rounds_activations=True
@@ -234,7 +234,7 @@ def _read_compressed_group(group: Mapping[str, Any], file_format: str) -> Packin
         return Packing(
             "",
             dtype_name,
-            f"a scale for each block of {rows} x {columns}",
+            f"one scale per block of {rows} x {columns}",
             ((rows, columns),),
             bits,
             rounds_activations=rounds_activations,
@@ -263,8 +263,8 @@ def _group_description(size: int) -> str:
     if size != -1 and size < 1:
         raise ValueError(f"group_size: {size}")
     if size == -1:
-        return "a scale a channel"
-    return f"a scale for {size} of a row"
+        return "one scale per channel"
+    return f"one scale per {size} values of a row"
 
 
 def _parse_block(block: Any) -> tuple[int, int]:
@@ -277,10 +277,10 @@ def _parse_block(block: Any) -> tuple[int, int]:
 _READERS: dict[str, Callable[[Mapping[str, Any]], Packing]] = {
     "fp8": _read_fp8,
     "fbgemm_fp8": lambda config: Packing(
-        "fbgemm_fp8", "fp8", "a scale a channel", rounds_activations=True
+        "fbgemm_fp8", "fp8", "one scale per channel", rounds_activations=True
     ),
     "bitsandbytes": lambda config: Packing(
-        "bitsandbytes", "int8", "a scale a channel", rounds_activations=True
+        "bitsandbytes", "int8", "one scale per channel", rounds_activations=True
     ),
     "gptq": _read_gptq,
     "awq": _read_awq,

@@ -117,7 +117,7 @@ def _convert_base(draft: Draft, source_key: SourceKey) -> None:
             f"{kind}: the base is bf16; precision.base: fp8 or int8, or precision.preset: nf4-lora",
         )
     else:
-        draft.set(source_key, "precision.base", dtype_name, "with a scale a channel")
+        draft.set(source_key, "precision.base", dtype_name, "with one scale per channel")
 
 
 _DATASET_NO_EFFECT = {

@@ -265,7 +265,7 @@ KEYS: dict[str, transforms.Handler] = {
     "network_args": _convert_network_args,
     **transforms.same_handler(
         transforms.set_if_enabled(
-            "precision.base", "fp8", note="with a scale a channel; there without scales"
+            "precision.base", "fp8", note="with one scale per channel; there without scales"
         ),
         "fp8_base fp8_base_unet",
     ),

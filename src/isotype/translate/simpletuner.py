@@ -147,7 +147,7 @@ def _convert_base(draft: Draft, source_key: SourceKey) -> None:
     if dtype_name is None or str(draft.keys.get("model_type")).lower() != "lora":
         draft.defer_precision(source_key)
     else:
-        draft.set(source_key, "precision.base", dtype_name, "with a scale a channel")
+        draft.set(source_key, "precision.base", dtype_name, "with one scale per channel")
 
 
 def _convert_ema(draft: Draft, source_key: SourceKey) -> None:

@@ -349,7 +349,7 @@ def _choose_precision(draft: Draft, record: Record | None) -> tuple[dict[str, st
         return (
             settings,
             (
-                f"{_PRESET_REASONS[preset]}; the base is int8 with a scale a channel, which does not round"
+                f"{_PRESET_REASONS[preset]}; the base is int8 with one scale per channel, which does not round"
                 " activations"
             ),
         )
