@@ -205,7 +205,7 @@ INNER = {
         "PLAN_TOLERANCE choose_checkpointing_by_plan overhead_memory return_freed_blocks"
     ),
     "isotype.training.memory.offload": "CALLS_ON_DEVICE HostMemory",
-    "isotype.training.memory.run_again": "run_again_in_backward",
+    "isotype.training.memory.checkpointed_call": "run_again_in_backward",
     "isotype.training.parallel": "REPLICATE SHARD choose_by_plan configured_parallel",
     "isotype.training.plan": "plan= plan_run",
     "isotype.training.preflight.check": "check_CHECKS=CHECKS Outcome PHASES preflight read_skipped",

@@ -46,7 +46,7 @@ def test_under_nohup_the_run_continues_after_sighup(hang_up):
     hang_up(signal.SIG_IGN)
     with Interrupt() as interrupt:
         os.kill(os.getpid(), signal.SIGHUP)
-        assert not interrupt.requested
+        assert not interrupt.is_requested
 
 
 # --- What reads the output of a run goes away, as `| head` does: the run goes on.

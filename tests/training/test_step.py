@@ -122,7 +122,7 @@ def test_fp16_overflow_halves_the_scale_and_a_collapse_is_reported():
     s.model.model.norm.weight.register_hook(lambda g: g * float("inf"))
     before = s.model.model.norm.weight.detach().clone()
     result = s(batches(2), step=1, learning_rate=1e-3, watch_changes=False)
-    assert result.overflow
+    assert result.has_overflow
     assert (result.loss_scale, s.loss_scale.scale) == (2.0**16, 2.0**15)
     assert torch.equal(before, s.model.model.norm.weight)
     for step in range(2, 17):

@@ -338,7 +338,7 @@ class TrainerTask:
         )
 
     def sample(
-        self, model: Any, device: torch.device, *, shortened: bool = False, world: World = ALONE
+        self, model: Any, device: torch.device, *, is_shortened: bool = False, world: World = ALONE
     ) -> Sequence[Any]:
         row = self.data.train[0]
         prompt_length = row.prompt_length or len(row.input_ids) // 2
@@ -385,7 +385,7 @@ def build_subject(attachment: Attachment, folder: Path, *, resuming: bool) -> Su
         config=config,
         task=task,
         folder=folder,
-        resuming=resuming,
+        is_resuming=resuming,
         prepared=prepared,
         names=ARGUMENT_NAMES,
         schedule=RunSchedule(trainer.state.max_steps, eval_every=1, save_every=0, sample_every=1),

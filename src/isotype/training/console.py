@@ -112,8 +112,8 @@ class RunConsole:
             file=sys.stderr if json_output else sys.stdout, highlight=False, soft_wrap=True
         )
         self.result: Mapping[str, Any] = {}
-        self._json = json_output
-        self._silent = False
+        self._prints_json = json_output
+        self._is_silent = False
         self._live: Live | None = None
         self._last_plain_step = 0
         self._log: Path | None = None
@@ -121,7 +121,7 @@ class RunConsole:
 
     def silence(self) -> None:
         """Stops printing, because another process of the run prints."""
-        self._silent = self.console.quiet = True
+        self._is_silent = self.console.quiet = True
 
     def start_log(self, file: Path) -> None:
         """Appends every line to `file`, including the lines that were printed before."""
@@ -133,7 +133,7 @@ class RunConsole:
     def _write_log(self, text: str) -> None:
         if self._log is None:
             self._unlogged_lines.append(text)
-        elif not self._silent:
+        elif not self._is_silent:
             try:
                 with self._log.open("a", encoding="utf-8", errors="backslashreplace") as log:
                     log.write(f"{text}\n")
@@ -144,7 +144,7 @@ class RunConsole:
     def report_result(self, result: Mapping[str, Any]) -> None:
         """Stores the result, and prints it as one JSON object on stdout under `--json`."""
         self.result = result
-        if self._json and not self._silent:
+        if self._prints_json and not self._is_silent:
             print(json.dumps(result))
 
     def __enter__(self) -> RunConsole:
@@ -171,7 +171,7 @@ class RunConsole:
         seconds_left: float | None,
         names: MetricNames,
     ) -> None:
-        if self._silent:
+        if self._is_silent:
             return
         line = format_progress(step, total, row, seconds_left, names)
         self._write_log(line)
@@ -205,14 +205,15 @@ def _shorten(text: str) -> str:
 
 class Interrupt:
     """A context in which SIGINT, SIGTERM or SIGHUP (a closed terminal or a broken connection) sets
-    `requested`.
+    `is_requested`.
 
-    While `training` is true, the loop saves after its current step and stops; a second signal stops
-    it at once. Before training a signal raises KeyboardInterrupt, since tokenising may take hours.
+    While `is_training` is true, the loop saves after its current step and stops; a second signal
+    stops it at once. Before training a signal raises KeyboardInterrupt, since tokenising may take
+    hours.
     """
 
     def __init__(self) -> None:
-        self.requested = self.training = False
+        self.is_requested = self.is_training = False
         self._previous_handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupt:
@@ -231,13 +232,13 @@ class Interrupt:
         """Marks the start of training. Raises KeyboardInterrupt if a library or a `__del__`
         swallowed an earlier one.
         """
-        if self.requested:
+        if self.is_requested:
             raise KeyboardInterrupt
-        self.training = True
+        self.is_training = True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        is_immediate = self.requested or not self.training
-        self.requested = True
+        is_immediate = self.is_requested or not self.is_training
+        self.is_requested = True
         if is_immediate:
             raise KeyboardInterrupt
 
@@ -246,7 +247,7 @@ class Interrupt:
         the closed terminal would fail.
         """
         _redirect_to_null(*(stream for stream in (1, 2) if stat.S_ISCHR(os.fstat(stream).st_mode)))
-        if not self.requested:
+        if not self.is_requested:
             self._handle(number, frame)
 
 

@@ -80,7 +80,7 @@ class Loop:
         )
         self.pace = Pace()
         self.saved_step = -1
-        self.stop_requested = False  # by a callback
+        self.is_stop_requested = False  # by a callback
         if config.train.ema is None:
             self.ema = None
         else:
@@ -136,7 +136,8 @@ class Loop:
                     or step == self.schedule.total,
                 )
             interrupted, stopped = (
-                count > 0 for count in self.world.sum([interrupt.requested, self.stop_requested])
+                count > 0
+                for count in self.world.sum([interrupt.is_requested, self.is_stop_requested])
             )
             if interrupted and step < self.schedule.total:
                 self.console.end_live_line()
@@ -214,7 +215,7 @@ class Loop:
                 batches, step=step, learning_rate=rate, watch_changes=watches_changes
             )
             promotions = None
-        if self.ema is not None and not result.overflow:
+        if self.ema is not None and not result.has_overflow:
             self.ema.update(step)
         self.continuity.take_sample(f"the update of step {step}")
         seconds = self.pace.lap()
@@ -239,7 +240,7 @@ class Loop:
             "epoch": self.stream.epochs,
             "memory_bytes": peak_memory(self.device),
             "promotions": promotions,
-            "overflow": result.overflow or None,
+            "overflow": result.has_overflow or None,
             "loss_scale": result.loss_scale,
         }
         self._write_metrics(row)
@@ -316,7 +317,7 @@ class Loop:
             moment = Moment(
                 self.progress.step, self.schedule.total, row, self.model, self.folder.path
             )
-            self.stop_requested |= run_callbacks(
+            self.is_stop_requested |= run_callbacks(
                 self.callbacks, name, moment, self.stepper.optimizer
             )
             self.stepper.accumulator.zero()  # a callback that ran backward has left gradients
@@ -475,7 +476,7 @@ class Loop:
         layers: 104 s against 14.7 s).
         """
         with self.observer.watch(0, role="generate") as observation:
-            self.task.sample(self.model, self.device, shortened=True, world=self.model_world)
+            self.task.sample(self.model, self.device, is_shortened=True, world=self.model_world)
         self.precision_record.add(observation)
 
     def save(self, *, is_best: bool = False) -> None:

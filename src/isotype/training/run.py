@@ -110,7 +110,7 @@ class _TrainingRun:
         self.callbacks = callbacks
         self.objective = objective
         self.resume = resume
-        self.resuming = resume is not None
+        self.is_resuming = resume is not None
         self.interrupt = Interrupt()
 
     def run(self) -> int:
@@ -126,11 +126,11 @@ class _TrainingRun:
             refuse_remote_code(self.loaded, self.resume)
         with folder.lock() if world.is_first else contextlib.nullcontext(), self.interrupt, console:
             refuse_folder_of_another_machine(world, folder.path)
-            if not self.resuming and folder.is_run:
+            if not self.is_resuming and folder.is_run:
                 fix = f"isotype train --resume {folder.path}, or give another folder"
                 raise UsageError(f"run.folder: {folder.path} has a run already", fix=fix)
             changes: list[RunChange] = []
-            if self.resuming:
+            if self.is_resuming:
                 changes += compare_settings(self.loaded, self.task, folder, console)
                 changes += compare_objectives(
                     self.loaded, objective_name(self.objective), folder, console
@@ -182,7 +182,7 @@ class _TrainingRun:
         quiet_libraries()
         prepared = prepare(self.task, self.loaded.sources, folder.base, world)
         self._compare_processes(prepared)
-        if self.resuming and world.is_first:
+        if self.is_resuming and world.is_first:
             changes = [*changes, *compare_base(self.loaded, prepared, folder, console)]
         self._check_callbacks(prepared)
         self._set_objective(prepared)
@@ -190,7 +190,7 @@ class _TrainingRun:
         outcome, rehearsals = self._run_preflight(loop, prepared)
         step: int | None = None
         unusable_checkpoints: list[str] = []
-        if self.resuming:
+        if self.is_resuming:
             step, unusable_checkpoints = world.run_on_first(loop.store.find_newest_intact)
             refuse_fewer_steps(loop, step)
             self._record_resume(step, changes)
@@ -198,7 +198,7 @@ class _TrainingRun:
         console.start_log(folder.path / LOG)
         self._print_headers(loop, prepared, outcome)
         loop.precision_record.set_watched_phases(rehearsals)
-        if self.resuming:
+        if self.is_resuming:
             for reason in unusable_checkpoints:
                 console.print_line(f"resume    {reason}: passed over")
             restore_checkpoint(loop, step, console)
@@ -262,7 +262,7 @@ class _TrainingRun:
             prepared=prepared,
             schedule=loop.schedule,
             folder=self.folder.path,
-            resuming=self.resuming,
+            is_resuming=self.is_resuming,
             micro_batch=prepared.batching.micro_batch_size,
             observer=loop.observer,
         )
@@ -287,7 +287,7 @@ class _TrainingRun:
                 self.folder,
                 self.world,
                 objective_name(self.objective),
-                resuming=self.resuming,
+                is_resuming=self.is_resuming,
             )
         )
 
@@ -354,7 +354,7 @@ class _TrainingRun:
                 checkpoint_text = f"the last checkpoint is step {step}"
             else:
                 checkpoint_text = "there was no checkpoint yet"
-            if self.interrupt.training:
+            if self.interrupt.is_training:
                 message = "interrupted at once, without a save"
             else:
                 message = "interrupted before it went on"

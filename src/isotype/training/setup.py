@@ -292,7 +292,7 @@ class Subject:
 
     task                a `training.task.Task`; for an attached trainer, the parts that checks use
     prepared            a `Prepared`, or the run of an attached trainer
-    resuming            whether the run continues from a checkpoint; some of its files then exist
+    is_resuming         whether the run continues from a checkpoint; some of its files then exist
     micro_batch         the number of rows of a forward pass; by default train.batch_size
     observer            observes each rehearsal, that is each trial step, evaluation and sample
     violation_severity  the severity of a dtype that is not the declared one
@@ -305,7 +305,7 @@ class Subject:
     prepared: CheckedRun
     schedule: RunSchedule
     folder: Path
-    resuming: bool = False
+    is_resuming: bool = False
     micro_batch: int | None = None
     observer: Observer | None = None
     violation_severity: Severity = Severity.ERROR

@@ -324,28 +324,28 @@ def write_start(
     world: World,
     objective: str | None,
     *,
-    resuming: bool,
+    is_resuming: bool,
 ) -> None:
     """Writes the files that describe the run. `resolved.yaml` of a new run is written last, because
     it marks the folder as a run. `objective` is the name of the user's objective.
     """
     # the last start's result
     (folder.path / "result.json").unlink(missing_ok=True)
-    if not resuming:
+    if not is_resuming:
         folder.metrics.unlink(missing_ok=True)
         # the user's own text; a resumed run reads resolved.yaml
         folder.write_text("config.yaml", loaded.text)
     folder.write_json("env.json", environment())
     folder.write_json("manifest.json", prepared.manifest.to_dict())
-    task.begin(folder.path, resuming=resuming)
-    had_other_rows = resuming and any(
+    task.begin(folder.path, is_resuming=is_resuming)
+    had_other_rows = is_resuming and any(
         change.get("of") == ROWS for change in _read_resumes(folder)[1]
     )
     for name, content in task.records().items():
         if name == "data.json" and had_other_rows:
             content = content | {"notes": [*content.get("notes", []), OTHER_ROWS]}
         folder.write_json(name, content)
-    resolved = _resolved_text(loaded, prepared, folder, resuming=resuming)
+    resolved = _resolved_text(loaded, prepared, folder, is_resuming=is_resuming)
     trainable, total = trainable_share(prepared.model)
     plan_record = {
         **asdict(schedule),
@@ -361,15 +361,15 @@ def write_start(
     }
     # if the process is killed between the two files, the next resume finds the new settings in
     # resolved.yaml, and compares them with those of plan.json again
-    if resuming:
+    if is_resuming:
         folder.write_text(RESOLVED, resolved)
     folder.write_json("plan.json", plan_record)
-    if not resuming:
+    if not is_resuming:
         folder.write_text(RESOLVED, resolved)
 
 
 def _resolved_text(
-    loaded: LoadedConfig, prepared: Prepared, folder: RunFolder, *, resuming: bool
+    loaded: LoadedConfig, prepared: Prepared, folder: RunFolder, *, is_resuming: bool
 ) -> str:
     """The text of `resolved.yaml`: each setting with its source; settings that are `auto` have the
     value that the run chose.
@@ -394,7 +394,7 @@ def _resolved_text(
     folder_setting = loaded.config.run.folder
     # the folder was copied or renamed
     if (
-        resuming
+        is_resuming
         and "{name}" not in folder_setting
         and Path(folder_setting).resolve() != folder.path.resolve()
     ):

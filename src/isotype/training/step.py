@@ -46,7 +46,7 @@ class StepResult:
     loss           mean over `weight`
     units          number of tokens or pictures of the step
     share_changed  the share of weights that the previous update changed; None if not measured
-    overflow       whether the update was skipped because an fp16 gradient overflowed
+    has_overflow   whether the update was skipped because an fp16 gradient overflowed
     loss_scale     the factor of this step's loss; None without loss scaling
     measures       the task's other means, in its order
     """
@@ -56,7 +56,7 @@ class StepResult:
     units: int
     weight: int
     share_changed: float | None
-    overflow: bool = False
+    has_overflow: bool = False
     loss_scale: float | None = None
     measures: Sequence[float] = ()
 
@@ -88,11 +88,11 @@ class LossScale:
     scale: float = INITIAL_SCALE
     quiet: int = 0
 
-    def update(self, *, overflow: bool, step: int) -> None:
+    def update(self, *, has_overflow: bool, step: int) -> None:
         """Adapts the scale after a step. Raises RunError FP001 when it has fallen below 1, where
         halving it again cannot help.
         """
-        if overflow:
+        if has_overflow:
             self.scale = self.scale / 2
             self.quiet = 0
             if self.scale < SMALLEST_SCALE:
@@ -213,12 +213,12 @@ class Stepper:
             )
         scale = self.loss_scale.scale if self.loss_scale else 1.0
         norm = reduced.gradient_norm
-        overflow = not math.isfinite(norm)
-        if overflow and self.loss_scale is None:
+        has_overflow = not math.isfinite(norm)
+        if has_overflow and self.loss_scale is None:
             raise self.explain_non_finite(batches, step=step, quantity="the gradient")
         if self._is_changed_outside:
             self.report_outside_change(step)
-        if not overflow:
+        if not has_overflow:
             norm /= scale
             clip = min(1.0, self.train.clip / (norm + 1e-6)) if self.train.clip else 1.0
             if clip != 1.0 or scale != 1.0:
@@ -235,14 +235,14 @@ class Stepper:
             )
         self.accumulator.zero()
         if self.loss_scale:
-            self.loss_scale.update(overflow=overflow, step=step)
+            self.loss_scale.update(has_overflow=has_overflow, step=step)
         return StepResult(
             loss=reduced.loss,
             gradient_norm=norm,
             units=units,
             weight=weight,
             share_changed=reduced.share_changed,
-            overflow=overflow,
+            has_overflow=has_overflow,
             loss_scale=scale if self.loss_scale else None,
             measures=reduced.measures,
         )

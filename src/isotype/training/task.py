@@ -393,13 +393,13 @@ class Task(Protocol):
         model: nn.Module,
         device: torch.device,
         *,
-        shortened: bool = False,
+        is_shortened: bool = False,
         world: World = ALONE,
     ) -> Sequence[Sample]:
         """Generates one round of samples. It does not change the state of training.
 
-        shortened  generates only one small sample, from start to end, as a test
-        world      the processes that call this together, since they share the model
+        is_shortened  generates only one small sample, from start to end, as a test
+        world         the processes that call this together, since they share the model
         """
 
     # the result
@@ -422,7 +422,7 @@ class Task(Protocol):
     def records(self) -> Mapping[str, Any]:
         """JSON files of the run folder that this kind of run writes at its start, by name."""
 
-    def begin(self, folder: Path, *, resuming: bool) -> None:
+    def begin(self, folder: Path, *, is_resuming: bool) -> None:
         """Prepares the files that may grow during the run, such as lists; `records` are written
         once.
         """

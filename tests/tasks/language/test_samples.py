@@ -19,9 +19,9 @@ def test_only_a_short_sample_is_watched_before_step_1(configured, monkeypatch):
     calls = []
     sample = LanguageTask.sample
 
-    def recorded(self, model, device, *, shortened=False, **options):
-        calls.append((shortened, bool(_get_current_dispatch_mode_stack())))
-        return sample(self, model, device, shortened=shortened, **options)
+    def recorded(self, model, device, *, is_shortened=False, **options):
+        calls.append((is_shortened, bool(_get_current_dispatch_mode_stack())))
+        return sample(self, model, device, is_shortened=is_shortened, **options)
 
     monkeypatch.setattr(LanguageTask, "sample", recorded)
     loaded = configured(train={"steps": 1}, run=ROUNDS)
@@ -41,7 +41,7 @@ def test_a_short_sample_is_made_whole_where_the_first_token_ends_an_answer(subje
         lambda module, args, kwargs, output: lengths.append(kwargs["input_ids"].shape[1]),
         with_kwargs=True,
     )
-    one.task.sample(model, device, shortened=True)
+    one.task.sample(model, device, is_shortened=True)
     assert len(lengths) == REHEARSED_TOKENS
     assert lengths[0] > 1
     assert lengths[1:] == [1] * (REHEARSED_TOKENS - 1)
@@ -88,6 +88,6 @@ def test_a_prompt_with_pictures_is_the_short_sample(monkeypatch):
         tokenizer=None,
         data=SimpleNamespace(pictures=None),
     )
-    LanguageTask.sample(task, None, torch.device("cpu"), shortened=True)
+    LanguageTask.sample(task, None, torch.device("cpu"), is_shortened=True)
     LanguageTask.sample(task, None, torch.device("cpu"))
     assert drawn == [[prompts[1]], prompts]

@@ -182,7 +182,7 @@ class _StoredWindow(NamedTuple):
 
     picture: Picture
     window: Window
-    mirrored: bool
+    is_mirrored: bool
 
 
 @dataclass
@@ -333,7 +333,7 @@ class Encoder:
                 rows.append([])
                 continue
             plain, mirrored = (
-                [key for key, item in windows.items() if item.mirrored is is_mirrored]
+                [key for key, item in windows.items() if item.is_mirrored is is_mirrored]
                 for is_mirrored in (False, True)
             )
             pending |= windows
@@ -380,9 +380,9 @@ class Encoder:
             size = nearest_bucket(*displayed_size(picture.content.read()), bucket_sizes)
         return {
             entry_key(
-                [key_parts, content, mask, astuple(window), mirrored, *control]
-            ): _StoredWindow(picture, window, mirrored)
-            for mirrored in ((False, True) if images.flip else (False,))
+                [key_parts, content, mask, astuple(window), is_mirrored, *control]
+            ): _StoredWindow(picture, window, is_mirrored)
+            for is_mirrored in ((False, True) if images.flip else (False,))
             for window in crop_windows(size, images.crop, seed=seed, content=content)
         }
 
@@ -399,13 +399,15 @@ class Encoder:
         self._record_dtype("vae", "weights", next(vae.parameters()).dtype)
         refused_keys = set()
         with torch.no_grad():
-            for key, (picture, window, mirrored) in track_progress(
+            for key, (picture, window, is_mirrored) in track_progress(
                 pending.items(), "encoding pictures"
             ):
                 try:
                     content = picture.content.read()
                     x_1CHW = pixels(content, window)[None].to(self.device, vae.dtype)
-                    crop_4 = size_and_crop(*displayed_size(content), window, mirrored=mirrored)
+                    crop_4 = size_and_crop(
+                        *displayed_size(content), window, is_mirrored=is_mirrored
+                    )
                     if picture.mask is not None:
                         mask_1HW = mask_pixels(picture.mask.read(), window)
                     else:
@@ -420,12 +422,12 @@ class Encoder:
                     refused_keys.add(key)
                     continue
                 mean_1CHW, std_1CHW = self.folder.family.latents.encode(
-                    vae, x_1CHW.flip(-1) if mirrored else x_1CHW
+                    vae, x_1CHW.flip(-1) if is_mirrored else x_1CHW
                 )
                 self._record_dtype("vae", "pixels", x_1CHW.dtype)
                 entry = {"mean": mean_1CHW[0], "std": std_1CHW[0], "cut": crop_4}
                 if control_CHW is not None:
-                    control_1CHW = (control_CHW.flip(-1) if mirrored else control_CHW)[None].to(
+                    control_1CHW = (control_CHW.flip(-1) if is_mirrored else control_CHW)[None].to(
                         x_1CHW
                     )
                     entry["control"] = self.folder.family.latents.encode(vae, control_1CHW)[0][0]
@@ -433,7 +435,7 @@ class Encoder:
                     latent_mask_1HW = adaptive_avg_pool2d(
                         mask_1HW, (mean_1CHW.shape[-2], mean_1CHW.shape[-1])
                     )
-                    entry["mask"] = latent_mask_1HW.flip(-1) if mirrored else latent_mask_1HW
+                    entry["mask"] = latent_mask_1HW.flip(-1) if is_mirrored else latent_mask_1HW
                 self.store.write(key, entry)
         del vae
         free_memory(self.device)

@@ -250,7 +250,7 @@ def pixels(content: bytes, window: Window) -> Tensor:
     return torch.from_numpy(levels_HWC).permute(2, 0, 1).to(torch.float32) / 127.5 - 1.0
 
 
-def size_and_crop(width: int, height: int, window: Window, *, mirrored: bool) -> Tensor:
+def size_and_crop(width: int, height: int, window: Window, *, is_mirrored: bool) -> Tensor:
     """The original size and the crop of a picture, fp32[4], in pixels: its height and width, and
     top and left of its window in the scaled picture, which may be mirrored.
     """
@@ -268,7 +268,7 @@ def size_and_crop(width: int, height: int, window: Window, *, mirrored: bool) ->
             height,
             width,
             round(vertical_room * window.y_share),
-            horizontal_room - left_offset if mirrored else left_offset,
+            horizontal_room - left_offset if is_mirrored else left_offset,
         ],
         dtype=torch.float32,
     )

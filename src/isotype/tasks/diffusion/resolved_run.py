@@ -21,8 +21,8 @@ from .families import Conditioning, Family, SampleSettings
 from .loss import Objective, build_objective, picture_losses
 from .pipeline import PipelineFolder
 from .pixels import RunSizes
-from .refused import refuse_incompatible_settings
 from .sample import Prompt
+from .setting_checks import refuse_incompatible_settings
 
 
 @dataclass(frozen=True)

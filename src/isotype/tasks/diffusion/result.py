@@ -40,18 +40,18 @@ def save_lora(
     precision: Precision,
     pipeline: PipelineFolder,
     *,
-    comfyui: bool = False,
+    writes_comfyui_file: bool = False,
 ) -> None:
     """Saves the adapter as a PEFT folder. If the pipeline can load LoRA files, the folder also gets
     the adapter under diffusers' names. The metadata of this file contains rank, alpha and the other
     settings, because diffusers would otherwise take the rank as alpha.
 
-    comfyui  also writes a file for ComfyUI
+    writes_comfyui_file  also writes a file for ComfyUI
     """
     from peft import PeftConfig
 
     save_adapter(model, folder, precision)
-    if comfyui:
+    if writes_comfyui_file:
         write_comfyui(folder, folder / COMFYUI_FILE, pipeline.family)
     if not pipeline.family.loads_lora or is_lokr(folder):
         return

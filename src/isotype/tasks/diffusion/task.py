@@ -29,6 +29,7 @@ from ...training.task import (
     eval_mode,
     evaluation_batch_size,
 )
+from .batch_maker import BatchMaker
 from .batches import Batch, PictureStream, PlacedRow, Row, group_by_size
 from .data import PictureData
 from .denoiser import ForwardCost
@@ -37,7 +38,6 @@ from .loss import evaluate
 from .model import empty_batch, load_model, measure_forward_cost, outline_model
 from .resolved_run import ResolvedRun
 from .result import load_result, save_denoiser, save_lora
-from .row_draws import BatchMaker
 from .sample import Sample, sample
 
 REHEARSED_STEPS = 2  # denoising steps of a shortened sample
@@ -215,12 +215,12 @@ class DiffusionTask:
         model: nn.Module,
         device: torch.device,
         *,
-        shortened: bool = False,
+        is_shortened: bool = False,
         world: World = ALONE,
     ) -> list[Sample]:
         settings = self.run.sample_settings
         prompts = self.run.prompts
-        if shortened:
+        if is_shortened:
             prompts = [
                 replace(prompt, overrides={**prompt.overrides, "steps": REHEARSED_STEPS})
                 for prompt in prompts[:1]
@@ -237,8 +237,10 @@ class DiffusionTask:
         if self.config.adapter.kind == "none":
             save_denoiser(model, folder, precision)
             return
-        for_comfyui = self.config.run.adapter_format == "comfyui"
-        save_lora(model, folder, precision, self.run.folder, comfyui=for_comfyui)
+        writes_comfyui_file = self.config.run.adapter_format == "comfyui"
+        save_lora(
+            model, folder, precision, self.run.folder, writes_comfyui_file=writes_comfyui_file
+        )
 
     def reload(
         self, folder: Path, precision: Precision, device: torch.device, part: Part | None = None
@@ -253,9 +255,9 @@ class DiffusionTask:
     def records(self) -> Mapping[str, Any]:
         return run_records(self.data)
 
-    def begin(self, folder: Path, *, resuming: bool) -> None:
+    def begin(self, folder: Path, *, is_resuming: bool) -> None:
         bad_rows = self.data.pictures.bad_pictures.rows.values()
-        BadRowFile(folder / BAD_ROWS_FILE, resuming=resuming).write(bad_rows)
+        BadRowFile(folder / BAD_ROWS_FILE, resuming=is_resuming).write(bad_rows)
 
     def model_notes(self, outline: Outline, precision: Precision) -> tuple[str, list[str]]:
         class_name = type(inner_model(outline.model)).__name__

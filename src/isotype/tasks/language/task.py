@@ -48,7 +48,7 @@ from ...training.task import (
 from ...wording import pluralise
 from .batches import longest_rows, padded_length, split_by_pictures
 from .distil import Distil
-from .labelled import Kto
+from .kto import Kto
 from .objective import NextToken, Objective
 from .outline import outline, outline_largest_step
 from .preference import Preference, Reward
@@ -327,12 +327,12 @@ class LanguageTask:
         model: nn.Module,
         device: torch.device,
         *,
-        shortened: bool = False,
+        is_shortened: bool = False,
         world: World = ALONE,
     ) -> list[Sample]:
         prompts = self.prompts
         tokens = self.config.run.sample_tokens
-        if shortened:
+        if is_shortened:
             # a prompt with pictures also runs the vision tower
             prompts = sorted(prompts, key=lambda prompt: not prompt.pictures)[:1]
             tokens = min(REHEARSED_TOKENS, tokens)
@@ -341,7 +341,7 @@ class LanguageTask:
             self.tokenizer,
             prompts,
             max_new_tokens=tokens,
-            min_new_tokens=tokens if shortened else None,
+            min_new_tokens=tokens if is_shortened else None,
             device=device,
             world=world,
             pictures=self.data.pictures,
@@ -395,9 +395,9 @@ class LanguageTask:
             },
         }
 
-    def begin(self, folder: Path, *, resuming: bool) -> None:
+    def begin(self, folder: Path, *, is_resuming: bool) -> None:
         """Writes the list of rows that are left out. A stream adds rows to it while it is read."""
-        bad_rows_file = BadRowFile(folder / BAD_ROWS, resuming=resuming)
+        bad_rows_file = BadRowFile(folder / BAD_ROWS, resuming=is_resuming)
         bad_rows_file.write(self.data.bad_rows)
         if self.data.stream is None:
             return

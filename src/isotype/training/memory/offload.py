@@ -24,7 +24,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...ops.library import library_op
-from .run_again import call_and_recompute
+from .checkpointed_call import call_and_recompute
 
 CALLS_ON_DEVICE = 2
 MIN_OFFLOADED_BYTES = 1 << 14  # bytes: offloading a smaller tensor is not worth a copy

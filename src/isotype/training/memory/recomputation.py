@@ -22,8 +22,8 @@ from ...errors import UsageError, raise_first_refusal
 from ...instance_method import InstanceMethod
 from ...precision.apply import denoiser_blocks, inner_model
 from ...precision.vision import LANGUAGE, vision_parts
+from .checkpointed_call import call_and_recompute
 from .offload import HostMemory
-from .run_again import call_and_recompute
 
 NONE = "none"
 LAYERS = "layers"

@@ -104,13 +104,13 @@ def preflight(
             all do. The first process writes its outcome to preflight.json.
     """
     record = subject.folder / RECORD
-    previous_record = RunFolder(record.parent).read_json(record.name) if subject.resuming else {}
-    skipped = (read_skipped(record) if subject.resuming else {}) | dict(skips)
+    previous_record = RunFolder(record.parent).read_json(record.name) if subject.is_resuming else {}
+    skipped = (read_skipped(record) if subject.is_resuming else {}) | dict(skips)
     outcome = Outcome(skipped=skipped)
     task_checks = subject.task.checks()
     for phase in PHASES:
         # the next phase may run a model that the processes share: no process may run it alone
-        if world.any(outcome.refused) or (subject.resuming and phase != "static"):
+        if world.any(outcome.refused) or (subject.is_resuming and phase != "static"):
             break
         started = time.perf_counter()
         for check in (*checks.get(phase, ()), *task_checks.get(phase, ())):

@@ -176,7 +176,7 @@ def rehearse_samples(subject: Subject) -> Iterator[Finding]:
         return
     world = prepared.stepper.world if prepared.stepper.sharding is not None else ALONE
     with _rehearse(subject, "PF017", "a small sample", GENERATION, "generate") as findings:
-        subject.task.sample(prepared.model, prepared.device, shortened=True, world=world)
+        subject.task.sample(prepared.model, prepared.device, is_shortened=True, world=world)
     for finding in findings:
         if finding.code == "PF017" and subject.names.without_samples:
             yield replace(finding, fix=f"{subject.names.without_samples}; {finding.fix}")

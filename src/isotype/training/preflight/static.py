@@ -210,7 +210,7 @@ def check_disk(subject: Subject) -> Iterator[Finding]:
         )
     else:
         adapters = 0
-    if subject.resuming:
+    if subject.is_resuming:
         existing_bytes = sum(
             file.stat().st_size for file in checkpoints.rglob("*") if file.is_file()
         )
