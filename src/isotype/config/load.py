@@ -145,7 +145,7 @@ def load(
     overrides  `section.key=value`, the value in YAML
     flags      `section.key` -> value of a command line option; None: the option was not given
     preset     a recipe or precision by name (`recipe`)
-    consent    stored in the result, see LoadedConfig
+    consent    the value of LoadedConfig.consent
     source     the source of the flags that errors and resolved.yaml name
     resolved   the file is a run's resolved.yaml: sources are read from its comments, so that a
                resumed run keeps the original ones

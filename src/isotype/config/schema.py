@@ -211,8 +211,8 @@ class ImagesSection(Section):
     """Regularisation pictures, named as in `train`: they show things that the model shall still
     draw as before (prior preservation). They are trained together with the other pictures, and
     their loss is multiplied by the entry's `weight` (default 1). With `draw: 100` and a `caption`,
-    the base model draws pictures into the folder before training until it has 100. Each training
-    picture then comes with one of them.
+    the base model draws pictures into the folder before training until it has 100. Training then
+    uses as many of them as of the other pictures.
     """
     masks: str | None = None
     """Folder of greyscale masks, each with the name of its training picture. The loss counts where
@@ -622,10 +622,10 @@ class TrainSection(Section):
     deterministic: bool = False
     """Use only deterministic algorithms. Slower on a GPU."""
     eval_every: PositiveInt | None = None
-    """Number of steps between evaluations, each of all evaluation rows. By default a run evaluates
-    before step 1 and then at most ten times, the last time at the end. All these evaluations
-    together use about a fifth as many rows as training: there are fewer of them, or each uses only
-    every n-th row. The last one always evaluates all rows.
+    """Number of steps between evaluations of all evaluation rows. By default a run evaluates before
+    step 1 and then at most ten times, the last time at the end. All these evaluations together use
+    about a fifth as many rows as training: there are fewer of them, or each uses only every n-th
+    row. The last one always evaluates all rows.
     """
     eval_batch_size: PositiveInt | None = None
     """Number of rows in one evaluation pass. The result does not depend on it. Default:

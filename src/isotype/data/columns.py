@@ -1,6 +1,6 @@
-"""A row under the keys that Isotype reads: by `data.columns` and `data.roles`, by names that differ
-in capitals and blanks only, and out of ChatGPT's export. Every format and objective gets its rows
-from here.
+"""Renames the keys of a row to the keys that Isotype reads: as `data.columns` and `data.roles` say,
+and for names that differ only in capital letters and blanks. Also converts rows of ChatGPT's
+export. Rows of every format and objective pass through this module.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from ..errors import UsageError
+from .answer_labels import is_unwanted_column, parse_answer_label
 from .bad_rows import RowError
 from .conversations import describe_json_type, parse_json_cell
 from .key_hints import column_hint
@@ -28,26 +29,22 @@ from .row_keys import (
     Roles,
     labelled_format,
 )
-from .verdicts import is_unwanted_column, parse_verdict
 
-# keys that are read in another spelling beside a format's own: they hold text, whatever else has
-# such a name would change the row
+# optional keys that are also recognised in another spelling; only texts are accepted for them
 _SPELLED_TEXT_KEYS = ("input", "system", "prompt")
-_EXPORT_KEYS = ("mapping", "current_node")  # of ChatGPT's export
+_EXPORT_KEYS = ("mapping", "current_node")  # keys of ChatGPT's export
 EXPORT_NOTE = "ChatGPT's export, read as messages"
 
 
 @dataclass(frozen=True, slots=True)
 class NamedRow:
-    """A row with the keys that Isotype reads, and the row's own name of each key that has another
-    one.
-    """
+    """A row with renamed keys. `names`: key -> its original name in the row, for renamed keys."""
 
     values: dict[str, Any]
     names: Mapping[str, str]
 
 
-def name_columns(
+def rename_row(
     record: Record,
     columns: Columns = None,
     roles: Roles = None,
@@ -57,8 +54,8 @@ def name_columns(
     """Returns the row with its keys renamed as `data.columns` says. A renamed key replaces a key of
     the row with the same name.
 
-    roles       the data's words for roles -> ours
-    row_format  the format that the row is read as, where it is known
+    roles       the data's name of a role -> Isotype's
+    row_format  the format of the row, or None before it is detected
     Raises      RowError
     """
     row = _require_object(record)
@@ -84,7 +81,7 @@ def name_columns(
     if turn_columns or roles:
         _rename_turns(values, turn_columns, roles or {}, record.location)
     if row_format == "labelled":
-        _find_label(values, columns)
+        _normalise_label(values, columns)
     return NamedRow(values, names | spellings)
 
 
@@ -106,20 +103,20 @@ def _require_object(record: Record) -> dict[str, Any]:
 def _explicit_names(
     row: Mapping[str, Any], columns: Columns, location: str, row_format: FormatName | None
 ) -> dict[str, str]:
-    """Returns our key -> the row's key, for the keys in `data.columns`. Raises RowError for a key that
-    the row lacks.
+    """Returns Isotype's key -> the row's key, for the keys in `data.columns`. Raises RowError for a
+    key that the row lacks.
     """
     names: dict[str, str] = {}
     for key, column in (columns or {}).items():
         if column is None or key in TURN_COLUMNS:
             continue
         if key not in KNOWN_KEYS:
-            known = ", ".join(sorted(KNOWN_KEYS | set(TURN_COLUMNS)))
-            raise UsageError(f"data.columns.{key}: unknown key: one of {known}")
-        spelling = column if column in row else _spelling(column, row)
+            accepted_keys = ", ".join(sorted(KNOWN_KEYS | set(TURN_COLUMNS)))
+            raise UsageError(f"data.columns.{key}: unknown key: one of {accepted_keys}")
+        spelling = column if column in row else _find_spelling(column, row)
         if spelling is not None:
             names[key] = spelling
-        # an answer without a label is left out, and the label may stand in a turn
+        # a labelled row may have its label in a turn, and is left out without a label
         elif not (key == "label" and row_format == "labelled"):
             raise RowError(f"{location}: no key {column!r}{column_hint(key, column, row)}")
     return names
@@ -130,32 +127,34 @@ def _normalise_name(name: str) -> str:
     return re.sub(r"[\s_-]+", "_", name.strip().casefold())
 
 
-def _spelling(name: str, row: Mapping[str, Any]) -> str | None:
-    """Returns the key of the row that differs from `name` in capitals and blanks only; None if there
-    is none, or more than one.
+def _find_spelling(name: str, row: Mapping[str, Any]) -> str | None:
+    """Returns the key of the row that differs from `name` only in capital letters and blanks; None
+    if there is no such key or more than one.
     """
-    wanted = _normalise_name(name)
-    matches = [key for key in row if isinstance(key, str) and _normalise_name(key) == wanted]
+    normalised = _normalise_name(name)
+    matches = [key for key in row if isinstance(key, str) and _normalise_name(key) == normalised]
     return matches[0] if len(matches) == 1 else None
 
 
 def _match_spellings(
     row: Mapping[str, Any], row_format: FormatName | None, hidden: set[str]
 ) -> dict[str, str]:
-    """Returns our key -> the row's key, for keys that differ in capitals and blanks only. If the row
-    has a format without them, only its optional texts are matched.
+    """Returns Isotype's key -> the row's key, for keys that differ only in capital letters and
+    blanks. If the row already has a format, only optional texts of this format are matched.
     """
-    others = [key for key in row if isinstance(key, str) and key not in KNOWN_KEYS]
-    if not others:
+    unknown_keys = [key for key in row if isinstance(key, str) and key not in KNOWN_KEYS]
+    if not unknown_keys:
         return {}
-    counts = Counter(map(_normalise_name, others))
-    matches = {_normalise_name(key): key for key in others if counts[_normalise_name(key)] == 1}
+    counts = Counter(map(_normalise_name, unknown_keys))
+    matches = {
+        _normalise_name(key): key for key in unknown_keys if counts[_normalise_name(key)] == 1
+    }
     matches = {
         key: name
         for key, name in matches.items()
         if key in KNOWN_KEYS and not (key in row or key in hidden)
     }
-    formats = _formats_of(row, row_format)
+    formats = _matching_formats(row, row_format)
     if not matches or not formats:
         return matches
     optional = {key for name in formats for key in FORMATS[name].optional_keys}
@@ -172,8 +171,8 @@ def _is_text(value: Any) -> bool:
     return value is None or isinstance(value, str)
 
 
-def _formats_of(row: Mapping[str, Any], row_format: FormatName | None) -> list[FormatName]:
-    """Returns the formats that the row's keys have as they are spelt."""
+def _matching_formats(row: Mapping[str, Any], row_format: FormatName | None) -> list[FormatName]:
+    """Returns the formats whose required keys the row has, with exact spelling."""
     candidates = FORMATS if row_format is None else [row_format]
     formats = [name for name in candidates if all(key in row for key in FORMATS[name].keys)]
     if "labelled" not in formats or row_format is None:
@@ -185,7 +184,9 @@ def _formats_of(row: Mapping[str, Any], row_format: FormatName | None) -> list[F
 def _rename_turns(
     row: dict[str, Any], columns: Mapping[str, str], roles: Mapping[str, str], location: str
 ) -> None:
-    """Gives turns their keys and roles. Raises RowError where the row has no turn with them."""
+    """Renames the keys and roles of all turns in the row. Raises RowError if the row has no list of
+    turns.
+    """
     count = 0
     for key in TURN_LISTS:
         value = parse_json_cell(row.get(key), f"{location}: {key}")
@@ -211,29 +212,29 @@ def _rename_turn(
     renamed = {key: value for key, value in turn.items() if key not in hidden}
     renamed |= {key: turn[column] for key, column in present.items()}
     role_key = "role" if "role" in renamed else "from"
-    word = renamed.get(role_key)
-    if isinstance(word, str):
-        known = roles.get(word) or roles.get(word.casefold())
-        # a role under another key is in other words, too
-        if known is None and "role" in present:
-            known = SHAREGPT_ROLES.get(word.casefold())
-        renamed[role_key] = known or word
+    source_role = renamed.get(role_key)
+    if isinstance(source_role, str):
+        role = roles.get(source_role) or roles.get(source_role.casefold())
+        # data with another key for roles often has other names of roles too
+        if role is None and "role" in present:
+            role = SHAREGPT_ROLES.get(source_role.casefold())
+        renamed[role_key] = role or source_role
     return renamed
 
 
-def _find_label(row: dict[str, Any], columns: Columns) -> None:
-    """Takes the label from the last answer where the row has none; turns it round where its column
-    says that an answer is unwanted.
+def _normalise_label(row: dict[str, Any], columns: Columns) -> None:
+    """Takes the label from the last turn if the row has none. Inverts the label if true in its
+    column marks an unwanted answer.
     """
     name = (columns or {}).get("label") or "label"
     if "label" not in row:
         for key in ("messages", "conversations", "completion"):
             turns = parse_json_cell(row.get(key), key)
-            last = turns[-1] if isinstance(turns, list) and turns else None
-            if isinstance(last, dict) and name in last:
-                row["label"] = last[name]
+            last_turn = turns[-1] if isinstance(turns, list) and turns else None
+            if isinstance(last_turn, dict) and name in last_turn:
+                row["label"] = last_turn[name]
     if "label" in row and is_unwanted_column(name):
-        verdict = parse_verdict(row["label"])
+        verdict = parse_answer_label(row["label"])
         row["label"] = row["label"] if verdict is None else not verdict
 
 
@@ -258,7 +259,9 @@ def _export_messages(row: Mapping[str, Any], location: str) -> list[dict[str, An
         turn = _export_turn(node.get("message"), location)
         if turn is None:
             continue
-        if messages and messages[-1]["role"] == turn["role"]:  # parts of one answer
+        if (
+            messages and messages[-1]["role"] == turn["role"]
+        ):  # successive turns of one role are parts of one answer
             messages[-1]["content"] += "\n\n" + turn["content"]
         else:
             messages.append(turn)
@@ -287,7 +290,7 @@ def _export_turn(message: Any, location: str) -> dict[str, Any] | None:
 
 
 def used_names(row: NamedRow) -> set[str]:
-    """Returns the row's own names of the keys that were renamed."""
+    """Returns the original names of the renamed keys."""
     names = set(row.names.values())
     return names | set(_EXPORT_KEYS) if "mapping" in names else names
 

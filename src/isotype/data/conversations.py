@@ -60,7 +60,7 @@ def chat_messages(
 
 
 def is_sharegpt(turns: Sequence[Any]) -> bool:
-    """Whether all turns have the keys `from` and `value`, as ShareGPT's have."""
+    """Whether all turns have ShareGPT's keys `from` and `value`."""
     return bool(turns) and all(
         isinstance(turn, dict) and "role" not in turn and {"from", "value"} <= turn.keys()
         for turn in turns
@@ -169,7 +169,7 @@ def _check_message(raw_message: Any, key: str, location: str) -> Message:
         )
     if "role" not in raw_message:
         raise RowError(f"{path} has no role{_suggestion('role', raw_message)}")
-    if raw_message["role"] == "function_call":  # ShareGPT's, under OpenAI's keys
+    if raw_message["role"] == "function_call":  # a role of ShareGPT with OpenAI's keys
         _check_learn_keys(raw_message, path)
         return _call_message(raw_message, raw_message.get("content"), f"{path}.content", path)
     message = _modernise_message(raw_message)
@@ -417,7 +417,7 @@ def _other_keys(turn: Message) -> Message:
 
 
 def _call_message(turn: Message, value: Any, value_path: str, path: str) -> Message:
-    """Returns an assistant's turn with the tool call that `value` holds as JSON."""
+    """Returns a turn of the assistant with the tool call that `value` contains as JSON."""
     call = parse_json_cell(value, value_path)
     calls = call if isinstance(call, list) else [call]
     return {
@@ -485,8 +485,9 @@ def select_thoughts(
 
 
 def thought_probes(thought: str) -> Iterator[tuple[tuple[str, bool], list[Message]]]:
-    """Yields conversations that contain the text `thought` as a thought, for each key, before and
-    after the last question. Each comes with its position (key, whether a question follows).
+    """Yields conversations with the text `thought` as a thought. There is one for each key that can
+    contain thoughts, before and after the last question. Each comes with its position (key, whether
+    a question follows).
     """
     for key in (CONTENT_KEY, *THOUGHT_KEYS):
         if key == CONTENT_KEY:

@@ -18,8 +18,9 @@ from typing import Any, Literal, NoReturn
 
 from ..config.yaml_text import write_value
 from ..errors import UsageError
+from .answer_labels import LEARN_LABELS_FIX, parse_answer_label, refuse_unwanted_answer
 from .bad_rows import EmptyAnswer, NoLabel, RowError
-from .columns import NamedRow, describe_name, name_columns, used_names
+from .columns import NamedRow, describe_name, rename_row, used_names
 from .conversations import (
     Message,
     add_system_prompt,
@@ -57,7 +58,6 @@ from .row_keys import (
     Roles,
     labelled_format,
 )
-from .verdicts import LEARN_LABELS_FIX, parse_verdict, refuse_unwanted_answer
 
 _LEARN_PAIRS_FIX = "train.objective=dpo learns from pairs (docs/preferences.md)"
 
@@ -143,7 +143,7 @@ def detect_format(
         row_format = objective_format
     else:
         row_format = requested
-    named_row = name_columns(record, columns, roles, row_format=row_format)
+    named_row = rename_row(record, columns, roles, row_format=row_format)
     row = named_row.values
     if objective_format is not None:
         keys = _check_objective_format(named_row, requested, objective_format, record, columns)
@@ -276,7 +276,7 @@ def refuse_other_format(
     """Raises `error_class` for data of another format in a run whose objective learns from
     `objective_format`.
 
-    hint  what to write for this row
+    hint  advice for this row
     """
     expected = _JUDGED_FORMATS[objective_format]
     other_objectives = "; ".join(
@@ -350,7 +350,7 @@ def check_example(
     """Checks one row and returns it as an example. `needs_answer`: the loss is on answers only, so
     that a row without an answer is an error.
     """
-    row = name_columns(record, columns, roles, row_format=name).values
+    row = rename_row(record, columns, roles, row_format=name).values
     if name == "preference":
         row = _pair_from_scores(row, record.location)
     _require_keys(row, name, record.location)
@@ -433,7 +433,7 @@ def ignored_keys(
     row: Mapping[str, Any], name: FormatName, columns: Columns = None, roles: Roles = None
 ) -> list[str]:
     """Returns the keys of a row that are not used."""
-    named_row = name_columns(Record("", 0, row), columns, roles, row_format=name)
+    named_row = rename_row(Record("", 0, row), columns, roles, row_format=name)
     hidden = {key for key, column in (columns or {}).items() if column is None}
     used = (_read_keys(named_row.values, name) - named_row.names.keys()) | hidden
     used |= used_names(named_row)
@@ -462,7 +462,7 @@ def _pair_prompt_key(row: Mapping[str, Any]) -> str | None:
 
 
 def _is_prompt(value: Any) -> bool:
-    """Whether it is text, or turns that do not end with an answer."""
+    """Whether a value is text, or a list of turns that does not end with an answer."""
     turns = _turns_or_text(value, "")
     if not isinstance(turns, list):
         return isinstance(turns, str)
@@ -481,7 +481,7 @@ def _pair_prompt(row: Mapping[str, Any], location: str) -> Any:
     return None if key is None else _turns_or_text(row[key], f"{location}: {key}")
 
 
-# how a text that holds a whole dialogue begins its turns, each after a blank line
+# the beginnings of turns in a text that contains a whole dialogue; each follows a blank line
 _DIALOGUE_TURN = re.compile(r"(?:\A\s*|\n\s*\n)(Human|User|Assistant|System):[ \t]?")
 _DIALOGUE_ROLES = {
     "Human": "user",
@@ -565,8 +565,9 @@ def _missing_prompt(row: Mapping[str, Any], location: str) -> RowError:
 
 
 def _answer_value(value: Any, path: str, prompt: Any) -> Any:
-    """Returns an answer of a pair as text or as a list of turns. A text becomes an assistant's turn if
-    the prompt has turns; without a prompt it may hold the whole dialogue.
+    """Returns an answer of a pair as text or as a list of turns. A text becomes a turn of the
+    assistant if the prompt is a list of turns. Without a prompt, the text may contain the whole
+    dialogue.
     """
     answer = _turns_or_text(value, path)
     if isinstance(answer, dict):
@@ -602,7 +603,7 @@ def _labelled_example(row: Mapping[str, Any], location: str) -> Example:
 def _parse_label(value: Any, location: str) -> bool:
     if value is None or value == "":
         raise NoLabel(f"{location}: the row has no label")
-    label = parse_verdict(value)
+    label = parse_answer_label(value)
     if label is None:
         raise RowError(
             f"{location}: label must be true or false, got {json.dumps(value, default=str)}"

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..config.yaml_text import write_value
+from .answer_labels import is_label_column, parse_answer_label
 from .row_keys import FORMATS, PREFERENCE_KEYS, TURN_KEYS, FormatName, labelled_format
-from .verdicts import is_verdict_column, parse_verdict
 
 # common names of a question and its answer in data sets; the hint asks the user to confirm them
 _PAIR_KEYS = (
@@ -66,8 +66,8 @@ def _pair_hint(row: Mapping[str, Any]) -> str:
 
 
 def _pair_columns(row: Mapping[str, Any]) -> dict[str, str]:
-    """Returns our key -> the row's key for a question, its answer and what accompanies them; {} if
-    there are none.
+    """Returns Isotype's key -> the row's key for a question, its answer, and optional keys such as
+    a system prompt; {} if there is no such pair.
     """
     names = _spelt_names(row)
     pair = next((pair for pair in _PAIR_KEYS if pair[0] in names and pair[1] in names), None)
@@ -86,8 +86,8 @@ def _pair_columns(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _spelt_names(row: Mapping[str, Any]) -> dict[str, str]:
-    """Returns each name in small letters without blanks -> the row's key. A key that is spelt so has
-    precedence.
+    """Returns normalised name (lower case, without blanks) -> the row's key. A key that is already
+    normalised takes precedence.
     """
     names = {key.strip().casefold(): key for key in row if isinstance(key, str)}
     return names | {key: key for key in row if isinstance(key, str)}
@@ -138,7 +138,7 @@ def _label_columns(row: Mapping[str, Any]) -> dict[str, str]:
     last_turn = turns[-1] if turns and isinstance(turns[-1], dict) else {}
     for keys in (row, last_turn):
         for name, value in keys.items():
-            if is_verdict_column(name) and (value is None or parse_verdict(value) is not None):
+            if is_label_column(name) and (value is None or parse_answer_label(value) is not None):
                 return {"label": name}
     return {}
 

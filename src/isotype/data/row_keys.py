@@ -9,8 +9,8 @@ from typing import Any, Literal
 FormatName = Literal[
     "messages", "sharegpt", "alpaca", "prompt_completion", "preference", "labelled", "text"
 ]
-Columns = Mapping[str, str | None] | None  # our key -> the data's
-Roles = Mapping[str, str] | None  # the data's word for a role -> ours
+Columns = Mapping[str, str | None] | None  # Isotype's key -> the data's key
+Roles = Mapping[str, str] | None  # the data's name of a role -> Isotype's
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +33,16 @@ CONVERSATION_KEYS = ("system", "tools", "functions", *PICTURE_KEYS)
 ALPACA_KEYS = ("instruction", "input", "history")
 # a list of objects with one of these keys is a list of turns
 TURN_KEYS = {"role", "author", "from", "parts"}
-# what `data.columns` may name inside a turn
+# keys inside a turn that `data.columns` can rename
 TURN_COLUMNS = ("role", "content", "tool_calls", "reasoning_content", "weight", "train")
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# ShareGPT's `from`, as its data sets write it
+# values of ShareGPT's `from` in data sets -> roles
 SHAREGPT_ROLES = {
     "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
     "bing": "assistant", "bard": "assistant", "model": "assistant", "function_call": "function_call", "tool_call": "function_call",
     "tool": "tool", "observation": "tool", "function_response": "tool", "tool_response": "tool",
 }  # fmt: skip
-# the keys of a row that hold turns: a list of them, or one
+# keys of a row that contain a list of turns, or one turn
 TURN_LISTS = ("messages", "conversations", "prompt", "completion", *PREFERENCE_KEYS)
 FORMATS: dict[FormatName, Format] = {
     "messages": Format(("messages",), CONVERSATION_KEYS),
@@ -55,14 +55,14 @@ FORMATS: dict[FormatName, Format] = {
     "labelled": Format(("label",), CONVERSATION_KEYS),
     "text": Format(("text",)),
 }
-# the formats in which an answer with a label may stand, the first that a row has
+# formats that a labelled answer can have; the first one whose keys the row has is used
 LABELLED_FORMATS: tuple[FormatName, ...] = (
     "prompt_completion",
     "messages",
     "sharegpt",
     "alpaca",
 )
-# the keys in which the prompt of a pair may stand, the first that a row has
+# keys that can contain the prompt of a pair; the first one that the row has is used
 PAIR_PROMPT_KEYS = ("prompt", "instruction", "messages", "conversations")
 KNOWN_KEYS = frozenset(
     key for row_format in FORMATS.values() for key in row_format.keys + row_format.optional_keys
@@ -70,7 +70,7 @@ KNOWN_KEYS = frozenset(
 
 
 def labelled_format(row: Mapping[str, Any]) -> FormatName | None:
-    """Returns the format in which a labelled row has its answer."""
+    """Returns the format of the conversation or completion in a labelled row, or None."""
     return next(
         (name for name in LABELLED_FORMATS if all(key in row for key in FORMATS[name].keys)), None
     )

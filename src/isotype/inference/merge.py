@@ -248,8 +248,8 @@ def _delta(layer: Any, adapter: str) -> Tensor:
 
 
 def _adapted_weights(inner: nn.Module) -> dict[str, Any]:
-    """Returns the plain name of each weight with an adapter -> PEFT's layer. Stacked experts and
-    routers have adapters on bare parameters.
+    """Returns a mapping of each adapted weight's name in the plain model to PEFT's layer. Stacked
+    experts and routers have adapters on bare parameters.
     """
     layers = {}
     for name, layer in inner.named_modules():

@@ -293,13 +293,13 @@ def _name_turns(
         for role_name, role_words in (dataset.get("roles") or {}).items()
         if isinstance(role_words, list)
     }
-    row_names.name_turns(
+    row_names.set_turn_columns(
         entry,
         dataset.get("field_messages") or default_field,
         (str(role or default_keys[0]), str(content or default_keys[1])),
         words,
         turn_columns=turn_columns,
-        row_format=row_format,
+        sets_format=row_format,
     )
 
 

@@ -234,12 +234,12 @@ def _name_alpaca_row(
 def _name_turn_row(entry: dict[str, Any], description: dict[str, Any], *, has_format: bool) -> None:
     columns = description.get("columns") or {}
     tags = description.get("tags") or dict(_DEFAULT_TAGS)
-    row_names.name_turns(
+    row_names.set_turn_columns(
         entry,
         columns.get("messages") or "conversations",
         (str(tags.get("role_tag") or "from"), str(tags.get("content_tag") or "value")),
         {role: [str(tags[tag])] for role, tag in _ROLE_TAGS.items() if tags.get(tag)},
-        row_format=has_format,
+        sets_format=has_format,
     )
     row_names.add_columns(
         entry, {key: columns.get(theirs) for key, theirs in _COMMON_COLUMNS.items()}

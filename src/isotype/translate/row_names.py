@@ -1,5 +1,5 @@
-"""What other tools call the keys of a row and of its turns, as the `columns` and `roles` of an entry
-of data.train.
+"""Translates other tools' names for the keys of rows and turns into `columns` and `roles` of an
+entry of data.train.
 """
 
 from __future__ import annotations
@@ -14,46 +14,48 @@ _MESSAGE_TURN = ("role", "content")
 
 
 def add_columns(entry: dict[str, Any], columns: Mapping[str, Any]) -> None:
-    """Adds our key -> the data's name; a name that is ours already, or not given, is left out."""
-    named = {
+    """Adds names to the entry's `columns` (Isotype's key -> the data's name). Empty names, and
+    names that are already Isotype's, are left out.
+    """
+    renamed_keys = {
         key: str(name) for key, name in columns.items() if name not in (None, "") and name != key
     }
-    if named:
-        entry["columns"] = {**entry.get("columns", {}), **named}
+    if renamed_keys:
+        entry["columns"] = {**entry.get("columns", {}), **renamed_keys}
 
 
-def name_turns(
+def set_turn_columns(
     entry: dict[str, Any],
-    field: object,
+    list_key: object,
     turn_keys: tuple[str, str],
-    words: Mapping[str, Sequence[str]],
+    role_names: Mapping[str, Sequence[str]],
     *,
     turn_columns: Mapping[str, Any] | None = None,
-    row_format: bool = True,
+    sets_format: bool = True,
 ) -> None:
-    """Names the list of turns of a row.
+    """Sets `columns`, `format` and `roles` of an entry whose rows contain a list of turns.
 
-    field         the key of the list
-    turn_keys     what a turn calls role and content
-    words         our role -> the data's words for it
-    turn_columns  our other keys of a turn -> the data's
-    row_format    whether the entry says its format; pairs and labels have one
+    list_key      the row's key of the list
+    turn_keys     the keys of role and content in a turn
+    role_names    Isotype's role -> the data's names of it
+    turn_columns  other keys of a turn: Isotype's key -> the data's
+    sets_format   whether to set `format`; pairs and labels have only one format
     """
     is_sharegpt = turn_keys == _SHAREGPT_TURN
-    columns: dict[str, Any] = {"conversations" if is_sharegpt else "messages": field}
+    columns: dict[str, Any] = {"conversations" if is_sharegpt else "messages": list_key}
     if not is_sharegpt:
         columns |= dict(zip(_MESSAGE_TURN, turn_keys, strict=True))
     add_columns(entry, columns | dict(turn_columns or {}))
-    if row_format:
+    if sets_format:
         entry["format"] = "sharegpt" if is_sharegpt else "messages"
     has_own_role_key = not is_sharegpt and turn_keys[0] != "role"
-    known = SHAREGPT_ROLES if is_sharegpt or has_own_role_key else _MESSAGE_ROLES
+    recognised_roles = SHAREGPT_ROLES if is_sharegpt or has_own_role_key else _MESSAGE_ROLES
     roles = {
-        role: [word for word in role_words if known.get(word.casefold()) != role]
-        for role, role_words in words.items()
+        role: [word for word in names if recognised_roles.get(word.casefold()) != role]
+        for role, names in role_names.items()
     }
-    if named := {role: _one_or_list(unknown) for role, unknown in roles.items() if unknown}:
-        entry["roles"] = named
+    if unknown_roles := {role: _one_or_list(unknown) for role, unknown in roles.items() if unknown}:
+        entry["roles"] = unknown_roles
 
 
 _MESSAGE_ROLES = {role: role for role in (*ROLES, "function_call")}

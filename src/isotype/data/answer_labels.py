@@ -24,7 +24,7 @@ _UNWANTED_COLUMNS = (
     "is_bad",
 )  # fmt: skip
 _YES = ("true", "t", "yes", "y", "1")
-# words for an answer that is wanted
+# values that mark a wanted answer
 _WANTED_WORDS = (
     *_YES, "up", "thumbs_up", "thumbsup", "👍", "good", "like", "liked", "upvote", "accept", "accepted", "wanted", "desirable", "chosen",
     "right", "correct", "positive", "pos", "helpful",
@@ -57,7 +57,7 @@ def refuse_unwanted_answer(row: Mapping[str, Any], location: str, *, has_answer:
                 f" else: data.columns: {write_value({key: None})}"
             ),
         )
-    for key, value in _judged_turns(row) if has_answer else ():
+    for key, value in _unwanted_turns(row) if has_answer else ():
         raise UsageError(
             f"{location}: a turn has {key}: {write_value(value)}: that marks an unwanted answer, and"
             " this objective learns every answer",
@@ -92,22 +92,24 @@ def marks_unwanted(key: str, value: Any) -> bool:
 
 
 def is_unwanted_column(name: str) -> bool:
-    """Whether a column of this name says with a true value that the answer is unwanted."""
+    """Whether true in a column of this name marks an unwanted answer."""
     return _normalise(name) in _UNWANTED_COLUMNS
 
 
-def is_verdict_column(name: str) -> bool:
-    """Whether a column of this name says whether an answer is wanted."""
+def is_label_column(name: str) -> bool:
+    """Whether a column of this name marks wanted or unwanted answers."""
     return _normalise(name) in (*_WANTED_COLUMNS, *_UNWANTED_COLUMNS)
 
 
-def parse_verdict(value: Any) -> bool | None:
-    """Whether a label or feedback says that an answer is wanted; None where it says neither."""
+def parse_answer_label(value: Any) -> bool | None:
+    """Returns True for a value that marks a wanted answer, False for an unwanted one, None for
+    other values.
+    """
     if isinstance(value, str):
-        word = _normalise(value)
-        if word in _WANTED_WORDS:
+        normalised = _normalise(value)
+        if normalised in _WANTED_WORDS:
             return True
-        return False if word in (*_NO, *_CLASS_NAMES) else None
+        return False if normalised in (*_NO, *_CLASS_NAMES) else None
     if _is_number(value) and value in (-1, 0, 1):
         return bool(value > 0)
     return None
@@ -121,7 +123,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, bool | int | float)
 
 
-def _judged_turns(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _unwanted_turns(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yields (key, value) of learnt turns that mark an unwanted answer."""
     for key in ("messages", "conversations", "completion"):
         turns = row.get(key)
