@@ -143,13 +143,13 @@ def find_lost_processes(
     dead: list[LostProcess] = []
     while waiting and time.monotonic() < deadline:
         for rank, last_heartbeat in list(waiting.items()):
-            state = _describe_ending(
+            ending = _describe_ending(
                 last_heartbeat, local_heartbeat.host
             )  # read before its report is looked for
             if has_reported_its_end(store, rank):
                 del waiting[rank]
-            elif state:
-                dead.append(LostProcess(last_heartbeat, True, state))
+            elif ending:
+                dead.append(LostProcess(last_heartbeat, True, ending))
                 del waiting[rank]
             elif (
                 newest_heartbeat := read_heartbeat(store, rank)

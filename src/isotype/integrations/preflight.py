@@ -418,12 +418,12 @@ def run_preflight(
 def _run(attachment: Attachment, subject: Subject, skip: Mapping[str, str]) -> Outcome:
     trainer = attachment.trainer
     checks, reasons = _select_checks(cast(TrainerTask, subject.task))
-    memory = (
+    memory_reason = (
         "a trainer's memory is not planned; the rehearsed step of its longest batch is the check"
     )
     if "PF012" in reasons:
-        memory += f", which does not run: {reasons['PF012']}"
-    skipped = {"PF011": memory, **skip, **reasons}
+        memory_reason += f", which does not run: {reasons['PF012']}"
+    skipped = {"PF011": memory_reason, **skip, **reasons}
     world = World()  # each process checks for itself, and the first one writes
     world.rank = trainer.args.process_index
     try:
@@ -441,27 +441,27 @@ def _select_checks(task: TrainerTask) -> tuple[dict[str, tuple[Check, ...]], dic
     """
     trainer = task.trainer
     inner = inner_model(trainer.model)
-    rehearsal = _rehearsal_blocker(task)
-    tokens = task.no_tokens_reason
-    tokenizer = "" if task.tokenizer else "the trainer has no processing_class"
-    tables = "the model is none of transformers: its tables are not known"
+    rehearsal_reason = _rehearsal_blocker(task)
+    tokens_reason = task.no_tokens_reason
+    tokenizer_reason = "" if task.tokenizer else "the trainer has no processing_class"
+    tables_reason = "the model is none of transformers: its tables are not known"
     if hasattr(inner, "config"):
-        tables = ""
-    evaluation = "eval_strategy is no" if trainer.args.eval_strategy.value == "no" else ""
-    vision = "" if vision_parts(inner) is not None else "the model sees no pictures"
+        tables_reason = ""
+    evaluation_reason = "eval_strategy is no" if trainer.args.eval_strategy.value == "no" else ""
+    vision_reason = "" if vision_parts(inner) is not None else "the model sees no pictures"
     # (phase, codes, check, why it cannot run or "")
     candidates: tuple[tuple[str, tuple[str, ...], Callable[..., Any], str], ...] = (
         ("static", ("PF003",), check_update_sizes, ""),
-        ("data", ("PF005",), check_learnt_tokens, tokens),
-        ("data", ("PF020",), check_positions, tables or tokens),
-        ("data", ("PF007",), check_end_token, tokens or tokenizer),
-        ("data", ("PF008",), check_token_ids, tables or tokens or tokenizer),
-        ("data", ("PF009",), check_new_tokens, tables or tokens or tokenizer),
-        ("data", ("PF023",), find_learnt_picture_tokens, tables or vision),
-        ("static", ("PF024",), find_unloadable_names, tables),
-        ("real", ("PF012", "PF013", "PF014", "PF015"), rehearse_step, rehearsal),
-        ("real", ("PF017",), rehearse_samples, rehearsal),
-        ("real", ("PF016",), rehearse_evaluation, rehearsal or evaluation),
+        ("data", ("PF005",), check_learnt_tokens, tokens_reason),
+        ("data", ("PF020",), check_positions, tables_reason or tokens_reason),
+        ("data", ("PF007",), check_end_token, tokens_reason or tokenizer_reason),
+        ("data", ("PF008",), check_token_ids, tables_reason or tokens_reason or tokenizer_reason),
+        ("data", ("PF009",), check_new_tokens, tables_reason or tokens_reason or tokenizer_reason),
+        ("data", ("PF023",), find_learnt_picture_tokens, tables_reason or vision_reason),
+        ("static", ("PF024",), find_unloadable_names, tables_reason),
+        ("real", ("PF012", "PF013", "PF014", "PF015"), rehearse_step, rehearsal_reason),
+        ("real", ("PF017",), rehearse_samples, rehearsal_reason),
+        ("real", ("PF016",), rehearse_evaluation, rehearsal_reason or evaluation_reason),
     )
     checks: dict[str, tuple[Check, ...]] = {}
     reasons: dict[str, str] = {}

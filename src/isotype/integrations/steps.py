@@ -257,14 +257,15 @@ def divergence_from_hidden_states(
     `linear_divergence`. Returns (loss, summed entropies of the student, tokens).
     """
     op_counts[OP] += 1
-    valid = completion_mask.reshape(-1) != 0
-    heads = [
-        x.reshape(-1, x.shape[-1])[valid] for x in (student_hidden_states, teacher_hidden_states)
+    is_supervised = completion_mask.reshape(-1) != 0
+    hidden_states = [
+        x.reshape(-1, x.shape[-1])[is_supervised]
+        for x in (student_hidden_states, teacher_hidden_states)
     ]
     divergence, entropy = divergence_and_entropy(
-        heads[0],
+        hidden_states[0],
         student_lm_head_weight,
-        heads[1],
+        hidden_states[1],
         teacher_lm_head_weight,
         bias=student_lm_head_bias,
         teacher_bias=teacher_lm_head_bias,
@@ -275,7 +276,7 @@ def divergence_from_hidden_states(
         teacher_logit_scale=teacher_logit_scale,
         teacher_softcap=teacher_final_logit_softcapping,
     )
-    tokens = valid.sum()
+    tokens = is_supervised.sum()
     return _reduce_divergence(divergence, tokens, num_items_in_batch), entropy.sum(), tokens
 
 

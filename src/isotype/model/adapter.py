@@ -548,10 +548,10 @@ def trainable_share(model: nn.Module) -> tuple[int, int]:
     trainable = total = 0
     for parameter in model.parameters():
         state = getattr(parameter, "quant_state", None)
-        n = parameter.numel() if state is None else state.shape.numel()
-        total += n
+        element_count = parameter.numel() if state is None else state.shape.numel()
+        total += element_count
         if parameter.requires_grad:
-            trainable += n
+            trainable += element_count
     return trainable, total
 
 

@@ -136,17 +136,17 @@ def merged_card(card: str, dtype: str, noise: float) -> str:
 
     noise  the error of the rounding to `dtype`, as a share of the adapter's effect on the weights
     """
-    facts, _, load = card.partition("FOLDER is this folder:")
-    kind = re.search(r"^from transformers import (\w+),", load, re.MULTILINE)
-    name = kind[1] if kind else "AutoModelForCausalLM"
+    facts, _, code_section = card.partition("FOLDER is this folder:")
+    class_match = re.search(r"^from transformers import (\w+),", code_section, re.MULTILINE)
+    name = class_match[1] if class_match else "AutoModelForCausalLM"
     facts = facts.replace('library_name: "peft"', 'library_name: "transformers"').replace(
         "# A PEFT adapter", "# A model", 1
     )
-    rounded = (
+    rounding_line = (
         f"* merged in fp32, then rounded to {dtype}: the rounding is {noise:.1%} of the adapter's"
         " effect on the weights\n"
     )
-    facts = facts.replace("\n\n| role", f"\n{rounded}\n| role", 1)
+    facts = facts.replace("\n\n| role", f"\n{rounding_line}\n| role", 1)
     lines = [
         f"from transformers import {name}, AutoTokenizer",
         "",
@@ -163,13 +163,13 @@ def plain_card(
 
     data, precision  the content of the run's data.json and precision.json
     """
-    counted = {
+    row_counts = {
         key: value
         for key, value in data.items()
         if key.endswith(("pictures", "captions")) and isinstance(value, int) and value
     }
-    counts = (
-        ", ".join(f"{value:,} {key.replace('_', ' ')}" for key, value in counted.items())
+    counts_text = (
+        ", ".join(f"{value:,} {key.replace('_', ' ')}" for key, value in row_counts.items())
         or "not counted"
     )
     declared = {
@@ -178,5 +178,7 @@ def plain_card(
         if isinstance(entry, dict)
     }
     return "\n".join(
-        _card_header(base, "A result", counts, str(step), declared, precision.get("observed", {}))
+        _card_header(
+            base, "A result", counts_text, str(step), declared, precision.get("observed", {})
+        )
     )

@@ -104,10 +104,10 @@ class Sample:
 
     def on_host(self) -> Iterator[tuple[Key, torch.dtype, Tensor]]:
         """Copies the elements of each tensor to the host, with one transfer per device and dtype."""
-        read = {kind: tensor.cpu() for kind, tensor in self.values.items()}
-        start = dict.fromkeys(read, 0)
+        host_values = {kind: tensor.cpu() for kind, tensor in self.values.items()}
+        start = dict.fromkeys(host_values, 0)
         for key, (kind, size) in self.tensors.items():
-            yield key, kind[1], read[kind][start[kind] : start[kind] + size]
+            yield key, kind[1], host_values[kind][start[kind] : start[kind] + size]
             start[kind] += size
 
 
@@ -466,13 +466,13 @@ def _sample_elements(tensor: Tensor) -> Tensor:
 @torch.no_grad()
 def _take_sample(tensors: Mapping[Key, Tensor]) -> Sample:
     sample = Sample()
-    parts: dict[StorageKind, list[Tensor]] = {}
+    elements_by_kind: dict[StorageKind, list[Tensor]] = {}
     for key, tensor in tensors.items():
         part = _sample_elements(tensor)
         kind = part.device, part.dtype
         sample.tensors[key] = kind, part.numel()
-        parts.setdefault(kind, []).append(part)
-    sample.values = {kind: torch.cat(elements) for kind, elements in parts.items()}
+        elements_by_kind.setdefault(kind, []).append(part)
+    sample.values = {kind: torch.cat(elements) for kind, elements in elements_by_kind.items()}
     return sample
 
 

@@ -212,13 +212,13 @@ def merge_observation(record: Mapping[str, Any], observation: Observation) -> di
     is_step = bool(observation.total.get("compute"))
 
     def merge_counts(key: str, counts: Mapping[str, Counter[str]]) -> dict[str, Any]:
-        counted = {role: dict(count) for role, count in counts.items() if count}
-        unchanged = {
+        new_counts = {role: dict(count) for role, count in counts.items() if count}
+        earlier_counts = {
             role: value
             for role, value in record.get(key, {}).items()
-            if role not in observation.total and role not in counted
+            if role not in observation.total and role not in new_counts
         }
-        return {**unchanged, **counted}
+        return {**earlier_counts, **new_counts}
 
     promotions = [
         {"module": module, "dtype": dtype, "times": n}

@@ -40,8 +40,8 @@ def float_dtype_name(dtype: torch.dtype) -> str | None:
     """The name of a floating dtype, or that of a complex dtype's real and imaginary part; else
     None.
     """
-    real = _REAL_DTYPES.get(dtype, dtype)
-    return format_dtype(real) if real.is_floating_point else None
+    real_dtype = _REAL_DTYPES.get(dtype, dtype)
+    return format_dtype(real_dtype) if real_dtype.is_floating_point else None
 
 
 def collect_tensors(value: object, collected: list[Tensor]) -> list[Tensor]:
@@ -234,8 +234,8 @@ class Call:
     @cached_property
     def written_tensors(self) -> list[Tensor]:
         """The tensors into which the call writes."""
-        written = [value for writes, value in zip(self.op.writes, self.args) if writes]
-        return collect_tensors([*written, self.kwargs.get("out")], [])
+        written_arguments = [value for writes, value in zip(self.op.writes, self.args) if writes]
+        return collect_tensors([*written_arguments, self.kwargs.get("out")], [])
 
     def dtype(self) -> str | None:
         """The dtype of the arithmetic: the requested dtype, else the dtype to which the operands
@@ -250,15 +250,15 @@ class Call:
             and self.args[2] is True
         ):
             return "fp32"
-        floats = [t for t in self.inputs if float_dtype_name(t.dtype)]
-        if not floats:
+        floating_operands = [t for t in self.inputs if float_dtype_name(t.dtype)]
+        if not floating_operands:
             return next(
                 (dtype_name for t in self.outputs if (dtype_name := float_dtype_name(t.dtype))),
                 None,
             )
-        shaped = [t for t in floats if t.dim()] or floats
-        dtype = shaped[0].dtype
-        for tensor in shaped[1:]:
+        non_scalar_operands = [t for t in floating_operands if t.dim()] or floating_operands
+        dtype = non_scalar_operands[0].dtype
+        for tensor in non_scalar_operands[1:]:
             if self.op.kind != PRODUCT:
                 dtype = torch.promote_types(dtype, tensor.dtype)
         return float_dtype_name(dtype)
@@ -277,7 +277,7 @@ class Call:
             and isinstance(arguments_by_name.get(a.name), int | float | complex)
         ]
         output = self.outputs[0]
-        wider = [
+        wider_scalars = [
             t
             for t in self.inputs
             if not t.dim()
@@ -285,7 +285,7 @@ class Call:
             and t.itemsize > output.itemsize
             and not t.is_meta
         ]
-        return scalars + [float(t) for t in wider if output.dim()]
+        return scalars + [float(t) for t in wider_scalars if output.dim()]
 
     def contains_number(self, number: complex) -> bool:
         """Whether the result contains this number. A bound of a clamp, for example, may not occur

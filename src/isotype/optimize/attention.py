@@ -183,15 +183,19 @@ def wrap_attention(
         dropout: float = 0.0,
         scaling: float | None = None,
         is_causal: bool | None = None,
-        **extra: Any,
+        **extra_options: Any,
     ) -> tuple[Tensor, None]:
-        options = {"dropout": dropout, "scaling": scaling} | extra
+        options = {"dropout": dropout, "scaling": scaling} | extra_options
         if not is_eager:
             options["is_causal"] = is_causal
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         is_unsupported = dropout or query.shape[2] < MIN_QUERIES
         for name in UNSUPPORTED_ARGUMENTS:
-            if name in extra and extra[name] is not None and extra[name] is not False:
+            if (
+                name in extra_options
+                and extra_options[name] is not None
+                and extra_options[name] is not False
+            ):
                 is_unsupported = True
         if isinstance(attention_mask, DocumentMask):
             if is_unsupported or not causal:
@@ -199,7 +203,7 @@ def wrap_attention(
                     "a mask of documents reached an attention that cannot read it",
                     fix="model.attention: flash, or no packing",
                 )
-            window = extra.get("sliding_window")
+            window = extra_options.get("sliding_window")
             if window is not None and window >= query.shape[2]:
                 window = None
             documents: Documents | None = attention_mask.documents
@@ -212,13 +216,13 @@ def wrap_attention(
                 causal=True,
                 scale=scaling,
                 window=window,
-                softcap=extra.get("softcap"),
+                softcap=extra_options.get("softcap"),
                 documents=documents,
             )
             return output.transpose(1, 2).contiguous(), None
 
         arguments = (module, query, key, value, attention_mask)
-        if is_unsupported or is_eager or extra.get("softcap") is not None:
+        if is_unsupported or is_eager or extra_options.get("softcap") is not None:
             return _run_original(original, arguments, options)
         causal = causal and attention_mask is None
         if attention_mask is not None and attention_mask.dtype != torch.bool:

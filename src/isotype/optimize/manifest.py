@@ -41,11 +41,11 @@ class Manifest:
         return [entry for entry in self.entries if not entry.op]
 
     def lines(self) -> list[str]:
-        alike: dict[tuple[str, str, str | None, str], list[str]] = {}
+        modules_by_entry: dict[tuple[str, str, str | None, str], list[str]] = {}
         for e in self.entries:
-            alike.setdefault((e.part, e.kind, e.op, e.reason), []).append(e.module)
+            modules_by_entry.setdefault((e.part, e.kind, e.op, e.reason), []).append(e.module)
         rows = []
-        for (part, kind, op, reason), modules in alike.items():
+        for (part, kind, op, reason), modules in modules_by_entry.items():
             location = modules[0] or "(the model)"
             if len(modules) > 1:
                 location += f" and {len(modules) - 1} more"
@@ -92,12 +92,12 @@ def base_notes(model: nn.Module, precision: Any = None) -> list[str]:
         return notes
     names_by_dtype: dict[str, list[str]] = {}
     for parameter_name, parameter in model.named_parameters():
-        plain = (
+        is_frozen_float = (
             not parameter.requires_grad
             and parameter.is_floating_point()
             and not is_quantised(parameter)
         )
-        if plain and parameter.dtype != to_torch(declared):
+        if is_frozen_float and parameter.dtype != to_torch(declared):
             names_by_dtype.setdefault(format_dtype(parameter.dtype), []).append(parameter_name)
     for dtype, names in names_by_dtype.items():
         if quantisation is not None and dtype == "fp32":
@@ -112,9 +112,9 @@ def base_notes(model: nn.Module, precision: Any = None) -> list[str]:
 
 def _describe_mismatch(quantisation: Quantisation, precision: Any) -> str:
     declared = getattr(precision, "base", None)
-    differs = []
+    mismatches = []
     if declared is not None and declared != quantisation.kind:
-        differs.append(f"declared {declared}")
+        mismatches.append(f"declared {declared}")
     if declared is not None and quantisation.compute not in (None, precision.compute):
-        differs.append(f"declared products in {precision.compute}")
-    return f"; {' and '.join(differs)}" if differs else ""
+        mismatches.append(f"declared products in {precision.compute}")
+    return f"; {' and '.join(mismatches)}" if mismatches else ""
