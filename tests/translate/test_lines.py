@@ -8,6 +8,7 @@ import json
 
 import pytest
 
+from isotype.errors import UsageError
 from isotype.translate import Fate, translate
 from tests.api import read_source
 
@@ -209,3 +210,58 @@ def test_keys_of_a_file_of_pictures_have_their_lines(file, tmp_path):
         written = key.name.rpartition(".")[2]
         assert written in lines[key.line - 1], key
         assert str(key.value) in lines[key.line - 1], key
+
+
+SETTINGS = """\
+# settings
+model_name_or_path: a/b
+output_dir: out
+learning_rate: 1.0e-5
+per_device_train_batch_size: 4
+bf16: true
+"""
+AXOLOTL_SETTINGS = SETTINGS.replace("model_name_or_path", "base_model").replace(
+    "per_device_train_batch_size", "micro_batch_size"
+)
+COMMANDS = {
+    "trl sft --config c.yaml \\\n  --learning_rate 2.0e-4": SETTINGS,
+    "accelerate launch --num_processes 2 sft.py --config c.yaml \\\n --learning_rate 2.0e-4": SETTINGS,
+    "FORCE_TORCHRUN=1 llamafactory-cli train c.yaml \\\n learning_rate=2.0e-4": SETTINGS + "stage: sft\n",
+    "llamafactory-cli train c.yaml \\\n --learning_rate 2.0e-4": SETTINGS + "stage: sft\n",
+    "axolotl train c.yaml \\\n --learning-rate 2.0e-4": AXOLOTL_SETTINGS,
+    "accelerate launch -m axolotl.cli.train c.yaml \\\n --learning_rate 2.0e-4": AXOLOTL_SETTINGS,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_commands_file_is_read_with_its_lines_and_its_options_win(command, tmp_path):
+    (tmp_path / "run.sh").write_text(f"# a script\n{command}\n")
+    with pytest.raises(UsageError, match=r"c\.yaml is not there; its settings are needed"):
+        translate(tmp_path / "run.sh")
+    (tmp_path / "c.yaml").write_text(COMMANDS[command])
+    text = translate(tmp_path / "run.sh").text
+    settings = {line.split(":")[0].strip(): line for line in text.splitlines()}
+    assert "learning_rate: 0.0002" in settings["learning_rate"]
+    assert "learning_rate, line 3" in settings["learning_rate"].replace("-", "_")
+    assert settings["batch_size"].endswith("batch_size, line 5")
+    assert "c.yaml: " in settings["batch_size"]
+    assert settings["folder"].endswith("# c.yaml: output_dir, line 3")
+    assert "preset: bf16" in text
+    (tmp_path / "run.sh").write_text(f"{command} --bf16 false\n")
+    with pytest.raises(UsageError, match="--bf16 beside"):
+        translate(tmp_path / "run.sh")
+
+
+def test_a_program_of_llamafactory_is_read_with_its_file(tmp_path):
+    (tmp_path / "a/b").mkdir(parents=True)
+    settings = SETTINGS + "stage: sft\nfinetuning_type: full\ncutoff_len: 512\n"
+    (tmp_path / "a/b/c.yaml").write_text(settings)
+    other = "python prepare.py data.json\n"  # not a training
+    command = "accelerate launch --config_file f.yaml src/train.py a/b/c.yaml\n"
+    (tmp_path / "a/b/train.sh").write_text(other + command)
+    result = translate(tmp_path / "a/b/train.sh")
+    assert result.tool == "llamafactory"
+    assert "batch_size: 4" in result.text
+    lines = {one.source_key.name: one.source_key.line for one in result.outcomes}
+    assert lines["launcher.config_file"] == 2
+    assert lines["learning_rate"] == 4

@@ -112,7 +112,7 @@ def kohya_dataset_keys(file_name: object, config: Path) -> Iterator[SourceKey]:
     """
     if (
         isinstance(file_name, str)
-        and (file := _find_file(file_name, Path("."), config.parent)) is not None
+        and (file := find_file(file_name, Path("."), config.parent)) is not None
     ):
         yield from _kohya_subset_keys(_read_tree(file, read_toml), f"{file.name}: ")
 
@@ -197,7 +197,7 @@ def _onetrainer_keys(tree: Tree, path: Path) -> Iterator[SourceKey]:
     position: tuple[Any, ...] = ("concepts",)
     if concepts is None and isinstance(file_name, str):
         label = Path(file_name).name
-        file = _find_file(file_name, path.parent, Path("."))
+        file = find_file(file_name, path.parent, Path("."))
         if file is not None:
             concept_tree = _read_tree(file, read_json)
             concepts = concept_tree.data
@@ -214,7 +214,7 @@ def _onetrainer_keys(tree: Tree, path: Path) -> Iterator[SourceKey]:
             yield SourceKey(f"{DATASET_PREFIX}.{i}.{key}", value, line, f"{label}[{i}].{key}")
 
 
-def _find_file(file_name: str, *folders: Path) -> Path | None:
+def find_file(file_name: str, *folders: Path) -> Path | None:
     """Returns a file that another file names, searched in the folders by its path and then by its
     file name; None if it is missing.
     """
@@ -318,9 +318,7 @@ def _simpletuner_dataset_keys(file_name: object, config: Path) -> Iterator[Sourc
     if (
         not isinstance(file_name, str)
         or not file_name
-        or (
-            file := _find_file(file_name, config.parent, *config.absolute().parents[1:4], Path("."))
-        )
+        or (file := find_file(file_name, config.parent, *config.absolute().parents[1:4], Path(".")))
         is None
     ):
         return

@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from ..errors import UsageError
 from .pictures import (
     detect_program_tool,
     detect_tree_tool,
+    find_file,
     kohya_dataset_keys,
     nested_keys,
     read_picture_keys,
@@ -261,33 +262,24 @@ def _read_script(text: str, path: Path) -> Source:
     `tune run RECIPE key=value`, `python x.py ...`), with the options of its launcher.
     """
     for command in shell.read_script(text).commands:
-        executable = command.arguments[0].rpartition("/")[2]
-        program = next(
-            (i for i, argument in enumerate(command.arguments) if argument.endswith(".py")), None
-        )
-        if executable in _COMMAND_TOOLS:
-            start = 2
-            launcher_keys = []
-        elif program is not None:
-            start = program + 1
-            launcher_keys = _launcher_keys(command, program)
-        else:
+        if (program := _find_program(command.arguments)) is None:
             continue
-        arguments = command.arguments[start:]
-        lines = command.lines[start:]
-        if executable == "tune":
-            keys = _override_keys(arguments, lines)
-        else:
-            keys = [
-                SourceKey(option.name, _option_value(option), option.line, f"--{option.name}")
-                for option in shell.read_options(arguments, lines)
-            ]
-        if not keys:
+        arguments = command.arguments[program.start :]
+        lines = command.lines[program.start :]
+        keys = [
+            SourceKey(option.name, _option_value(option), option.line, f"--{option.name}")
+            for option in shell.read_options(arguments, lines)
+        ]
+        if program.executable in ("tune", "llamafactory-cli"):
+            keys += _override_keys(arguments, lines)
+        if program.executable == "tune":
+            keys = [key for key in keys if not key.name_in_file.startswith("--")]
+        config = _named_config(program, arguments, lines, keys, path)
+        if not keys and config is None:
             continue
-        script = command.arguments[program] if program is not None else ""
-        method = " ".join(command.arguments[1 : start + 1])
-        source = _command_source(executable, script, keys, path, method, command.lines[0])
-        source.keys = [*launcher_keys, *source.keys]
+        method = " ".join(command.arguments[1 : program.start + 1])
+        source = _command_source(program, keys, config, path, method, command.lines[0])
+        source.keys = [*_launcher_keys(command, program.launcher_end), *source.keys]
         return source
     raise UsageError(
         f"{path}: no training command in it that isotype import knows (trl, llamafactory-cli,"
@@ -295,8 +287,63 @@ def _read_script(text: str, path: Path) -> Source:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Program:
+    """The training program of a command.
+
+    executable    `trl`, `axolotl` and the like; "" for a Python script
+    script        its file
+    start         where its arguments begin
+    launcher_end  where those of its launcher end
+    """
+
+    executable: str
+    script: str
+    start: int
+    launcher_end: int
+
+
+def _find_program(arguments: list[str]) -> _Program | None:
+    executable = arguments[0].rpartition("/")[2]
+    if executable in _COMMAND_TOOLS:
+        return _Program(executable, "", 2, 0)
+    for i, argument in enumerate(arguments):
+        if argument.endswith(".py"):
+            return _Program("", argument, i + 1, i)
+        if argument.startswith("axolotl.cli") and arguments[i - 1] in ("-m", "--module"):
+            return _Program("axolotl", "", i + 1, i - 1)
+    return None
+
+
+def _named_config(
+    program: _Program, arguments: list[str], lines: list[int], keys: list[SourceKey], path: Path
+) -> SourceKey | None:
+    """Returns the file of settings that a command names: by `--config`, or as the first argument of
+    `axolotl train`, `llamafactory-cli train` and LLaMA-Factory's `train.py`.
+    """
+    if program.executable == "tune":
+        return None
+    named = next((key for key in keys if key.name == "config"), None)
+    if named is not None:
+        return named
+    if not arguments or not arguments[0].endswith((".yaml", ".yml", ".json")):
+        return None
+    if not program.executable:
+        file = _find_config(arguments[0], path)
+        if file is None or read_source(file).tool != "llamafactory":
+            return None
+    return SourceKey("config", arguments[0], lines[0], arguments[0])
+
+
+def _find_config(name: str, path: Path) -> Path | None:
+    """Returns the file that a command of the script `path` names: below the script's folder or one
+    above it, or the working directory.
+    """
+    return find_file(name, path.parent, *path.absolute().parents[1:4], Path("."))
+
+
 def _override_keys(arguments: list[str], lines: list[int]) -> list[SourceKey]:
-    """Reads the overrides `key=value` of torchtune's command."""
+    """Reads the overrides `key=value` of torchtune's and LLaMA-Factory's commands."""
     matches = [
         (re.match(r"^([A-Za-z_][\w.]*)=(.*)$", argument), line)
         for argument, line in zip(arguments, lines, strict=True)
@@ -328,6 +375,8 @@ def _parse_option_value(value: str) -> Any:
 def _launcher_keys(command: shell.Command, program: int) -> list[SourceKey]:
     """Reads the options before the program, which belong to accelerate, torchrun or DeepSpeed."""
     arguments = command.arguments[:program]
+    if not arguments:
+        return []
     launcher = (
         "accelerate launch" if "accelerate" in arguments[0] else arguments[0].rpartition("/")[2]
     )
@@ -344,62 +393,68 @@ def _launcher_keys(command: shell.Command, program: int) -> list[SourceKey]:
 
 
 def _command_source(
-    executable: str, script: str, keys: list[SourceKey], path: Path, method: str, line: int
+    program: _Program,
+    keys: list[SourceKey],
+    config: SourceKey | None,
+    path: Path,
+    method: str,
+    line: int,
 ) -> Source:
     """Returns the source of a command: its tool, its keys, and the keys of the files that it names."""
     options = {source_key.name: source_key.value for source_key in keys}
-    tool = _COMMAND_TOOLS.get(executable) or identify_tool(options)
-    picture_tool = detect_program_tool(script)
+    tool = _COMMAND_TOOLS.get(program.executable) or identify_tool(options)
+    picture_tool = detect_program_tool(program.script)
     # programs of other tools may also be named `train.py`, as kohya's is
-    if picture_tool is not None and not (script.endswith("train.py") and tool in _TEXT_TOOLS):
-        return _read_picture_command(picture_tool, keys, path, script)
+    is_text_program = program.script.endswith("train.py") and (
+        tool in _TEXT_TOOLS or config is not None
+    )
+    if picture_tool is not None and not is_text_program:
+        return _read_picture_command(picture_tool, keys, path, program.script)
+    config_file = None
+    if config is not None and (tool in _TEXT_TOOLS or tool is None):
+        keys, config_file, config_tool = _add_config_keys(keys, config, path)
+        tool = tool or config_tool
     tool = _TOOL_ALIASES.get(tool or "", tool)
     if tool in (None, "hf", "trl"):
-        text = method.partition(" ")[0] if executable == "trl" else script
-        if executable == "trl":
-            text = f"trl {text}"
+        text = program.script
+        if program.executable == "trl":
+            text = f"trl {method.partition(' ')[0]}"
         if match := _METHOD_SCRIPT.search(text):
-            return _read_preference_command(match, keys, path, method, line)
-    return Source(str(path), tool, keys, method=method)
+            name = match[1] or match[2]
+            keys = [SourceKey("trl_method", name, line, match[0].lstrip("/")), *keys]
+            tool = "hf"
+    return Source(str(path), tool, keys, method=method, config=config_file or "")
 
 
-def _read_preference_command(
-    match: re.Match[str], keys: list[SourceKey], path: Path, method: str, line: int
-) -> Source:
-    """Reads a command of TRL's preference scripts, with the file of its option `--config`."""
-    options = {source_key.name: source_key for source_key in keys}
-    method_key = SourceKey("trl_method", match[1] or match[2], line, match[0].lstrip("/"))
-    if (config := options.pop("config", None)) is None:
-        return Source(str(path), "hf", [method_key, *keys], method=method)
-    file = next(
-        (
-            file
-            for file in (path.parent / str(config.value), Path(str(config.value)))
-            if file.is_file()
-        ),
-        None,
-    )
+_PRECISION_OPTIONS = {"bf16", "fp16", "dtype", "torch_dtype", "load_in_4bit", "load_in_8bit"}
+
+
+def _add_config_keys(
+    keys: list[SourceKey], config: SourceKey, path: Path
+) -> tuple[list[SourceKey], str, str | None]:
+    """Returns the command's keys with those of the file that it names, the file, and its tool. An
+    option of the command takes precedence.
+    """
+    value = str(config.value)
+    label = "--config " if config.name_in_file == "--config" else ""
+    file = _find_config(value, path)
     if file is None:
         raise UsageError(
-            f"{path}:{config.line}: --config {config.value} is not there; its settings are needed"
+            f"{path}:{config.line}: {label}{value} is not there; its settings are needed"
         )
-    if precision_options := sorted(
-        options.keys() & {"bf16", "fp16", "dtype", "torch_dtype", "load_in_4bit", "load_in_8bit"}
-    ):
+    options = {key.name: key for key in keys if key is not config}
+    if precision_options := sorted(options.keys() & _PRECISION_OPTIONS):
+        name = options[precision_options[0]].name_in_file
         raise UsageError(
-            f"{path}:{config.line}: --{precision_options[0]} beside --config: write it into {file}"
+            f"{path}:{config.line}: {name} beside {label.strip() or value}: write it into {file}"
         )
-    return Source(
-        str(path),
-        "hf",
-        [
-            method_key,
-            *options.values(),
-            *(key for key in read_source(file).keys if key.name not in options),
-        ],
-        method=method,
-        config=str(file),
-    )
+    source = read_source(file)
+    file_keys = [
+        replace(key, name_in_file=f"{file.name}: {key.name_in_file or key.name}")
+        for key in source.keys
+        if key.name not in options
+    ]
+    return [*options.values(), *file_keys], str(file), source.tool
 
 
 def _read_picture_command(tool: str, keys: list[SourceKey], path: Path, script: str) -> Source:
