@@ -143,11 +143,12 @@ def normalise_reason(reason: str) -> str:
     counted. Numbers and quoted texts are replaced. A single quoted word, such as the name of a
     role, and digits within a name (UTF-8, cp1252.csv) stay.
     """
-    reason = re.sub(
-        r"'[^']*'|\"[^\"]*\"",
-        lambda quoted: quoted[0] if re.fullmatch(r"'[\w.-]{1,40}'", quoted[0]) else "'...'",
-        reason,
-    )
+
+    def replace_quoted(match: re.Match[str]) -> str:
+        is_word = re.fullmatch(r"'[\w.-]{1,40}'", match[0]) is not None
+        return match[0] if is_word else "'...'"
+
+    reason = re.sub(r"'[^']*'|\"[^\"]*\"", replace_quoted, reason)
     return re.sub(r"0x[0-9a-f]+|(?<![\w.-])\d[\d,]*(?![\w.-]\w)", "N", reason)
 
 

@@ -327,12 +327,9 @@ def _hold_out(
 ) -> tuple[TokenRows, TokenRows]:
     if share == 0.0 or len(rows) // rows_per_example < MIN_ROWS_TO_HOLD_OUT:
         return rows, rows.select(np.zeros(len(rows), bool))
-    held_out_mask = np.repeat(
-        choose_held_out(
-            rows.column("digest") if rows_per_example == 1 else pair_digests(rows), share, seed
-        ),
-        rows_per_example,
-    )
+    digests = rows.column("digest") if rows_per_example == 1 else pair_digests(rows)
+    is_held_out = choose_held_out(digests, share, seed)
+    held_out_mask = np.repeat(is_held_out, rows_per_example)
     return rows.select(~held_out_mask), rows.select(held_out_mask)
 
 

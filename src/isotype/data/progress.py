@@ -53,7 +53,5 @@ def progress_line(label: str, count: int, total: int, seconds: float) -> str:
         return line
     minutes, seconds_left = divmod(round(seconds * (total - count) / count), 60)
     hours, minutes = divmod(minutes, 60)
-    return (
-        f"{line}, {count / total:.0%}, {f'{hours}:{minutes:02}' if hours else minutes}:{seconds_left:02}"
-        " left"
-    )
+    time_left = f"{hours}:{minutes:02}" if hours else str(minutes)
+    return f"{line}, {count / total:.0%}, {time_left}:{seconds_left:02} left"

@@ -50,10 +50,12 @@ def read_records(path: Path, name: str, *, skip: int = 0) -> Iterator[Record]:
 
     Raises  UsageError with file and line where the rest of the file cannot be read
     """
-    kind = file_suffix(path)
-    return (
-        read_json if kind in JSON_ENDINGS else read_parquet if kind == ".parquet" else read_csv
-    )(path, name, skip=skip)
+    suffix = file_suffix(path)
+    if suffix in JSON_ENDINGS:
+        return read_json(path, name, skip=skip)
+    if suffix == ".parquet":
+        return read_parquet(path, name, skip=skip)
+    return read_csv(path, name, skip=skip)
 
 
 def read_json(path: Path, name: str, *, skip: int = 0) -> Iterator[Record]:
@@ -99,15 +101,13 @@ def _read_lines(path: Path, name: str, skip: int) -> Iterator[Record]:
         except (RecursionError, ValueError) as error:
             message = _python_limit_message(error)
         if isinstance(value, list):
-            message = (
-                "a row must be an object with keys, got a"
-                f" list{'' if is_json_file else '; a file that is one array is named .json'}"
-            )
-        yield (
-            Record(name, number, None, error=message)
-            if message
-            else _check_value(name, number, value, line, decoder.repeated_key)
-        )
+            message = "a row must be an object with keys, got a list"
+            if not is_json_file:
+                message += "; a file that is one array is named .json"
+        if message:
+            yield Record(name, number, None, error=message)
+        else:
+            yield _check_value(name, number, value, line, decoder.repeated_key)
 
 
 def _json_hint(line: str, position: int) -> str:

@@ -171,13 +171,13 @@ class FileSource(Source):
             summary = summarise_paths(
                 empty, Path(os.path.commonpath([file.path.parent for file in all_files]))
             )
+            verb = "holds" if len(empty) == 1 else "hold"
             self.notes.append(
-                f"{self.name}: {len(empty)} of {len(all_files)} files"
-                f" {'holds' if len(empty) == 1 else 'hold'} no rows ({summary})"
+                f"{self.name}: {len(empty)} of {len(all_files)} files {verb} no rows ({summary})"
             )
 
     def _detect_file_format(self, file: File, *, is_only_file: bool) -> bool:
-        """Adds the format of a file to `forms` and returns True. Returns False for a file without
+        """Adds the format of a file to `detected_formats` and returns True. Returns False for a file without
         rows if it is not the only file. Raises UsageError if none of its first rows is valid.
         """
         try:

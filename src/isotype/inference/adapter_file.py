@@ -90,11 +90,8 @@ def read_pairs(adapter: Path, reader: str) -> list[LoraPair]:
                 f"{adapter / ADAPTER_FILE}: {module} has rank {a.shape[0]}, and {ADAPTER_CONFIG_FILE} says {r}"
             )
         module_alpha = alphas.get(get_pattern_key(list(alphas), module), alpha)
-        pairs.append(
-            LoraPair(
-                module, a, b, module_alpha / (math.sqrt(r) if settings.get("use_rslora") else r)
-            )
-        )
+        divisor = math.sqrt(r) if settings.get("use_rslora") else r
+        pairs.append(LoraPair(module, a, b, module_alpha / divisor))
     return pairs
 
 

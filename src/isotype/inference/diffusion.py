@@ -82,14 +82,13 @@ def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> MergeRe
         base = task.run.folder.path
         part = task.run.folder.denoiser_part
         weights = ".safetensors" if task.run.folder.has_all_parts else "/"
-        shutil.copytree(
-            base,
-            folder,
-            dirs_exist_ok=True,
-            ignore=lambda at, names: (
-                [part] if Path(at) == base else [name for name in names if weights in name]
-            ),
-        )
+
+        def ignore(directory: str, names: list[str]) -> list[str]:
+            if Path(directory) == base:
+                return [part]
+            return [name for name in names if weights in name]
+
+        shutil.copytree(base, folder, dirs_exist_ok=True, ignore=ignore)
         task.run.folder.save_other_parts(folder)
         (folder / part).mkdir()
         outline.save_config(folder / part)
@@ -313,9 +312,13 @@ def _load_run(
     """
     folder, intermediate = split_run_and_adapter(folder)
     result = find_result(folder, intermediate)
-    task, device = _open_task(
-        folder, lambda config: change(config if result is None else _drop_start(config))
-    )
+
+    def change_config(config: RunConfig) -> RunConfig:
+        if result is not None:
+            config = _drop_start(config)
+        return change(config)
+
+    task, device = _open_task(folder, change_config)
     precision = task.run.precision
     encode(task, device)
     task.run = task.run.with_random_denoiser(RunFolder(folder).base)

@@ -203,10 +203,11 @@ def merged_state(model: Any, dtype: torch.dtype) -> tuple[dict[str, Tensor], flo
     # such as the constants of Apertus' activation and the router bias of DeepSeek V3
     for name, buffer in inner.named_buffers(remove_duplicate=False):
         if name in persistent and (plain_name := _plain_name(name)) is not None:
-            state[plain_name] = (
-                (buffer.to(dtype) if buffer.is_floating_point() else buffer).contiguous().cpu()
-            )
-    return state, (error / effect) ** 0.5 if effect else 0.0, count
+            if buffer.is_floating_point():
+                buffer = buffer.to(dtype)
+            state[plain_name] = buffer.contiguous().cpu()
+    noise = (error / effect) ** 0.5 if effect else 0.0
+    return state, noise, count
 
 
 def merged_weight(layer: Any, weight: Tensor) -> Tensor:

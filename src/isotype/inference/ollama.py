@@ -60,15 +60,20 @@ class TurnTexts:
             text = self.system[0] + system + self.system[1]
         else:
             text = self.begin
-        first = True
-        last = ""
+        is_first_question = True
+        last_role = ""
         for message in (m for m in messages if m["role"] != "system"):
-            is_question = message["role"] == "user"
-            text += ("" if first else self.next) if is_question else self.answer
-            first = first and not is_question
-            last = message["role"]
+            if message["role"] != "user":
+                text += self.answer
+            elif not is_first_question:
+                text += self.next
+            else:
+                is_first_question = False
+            last_role = message["role"]
             text += message["content"]
-        return text + (self.prompt if last == "user" else "")
+        if last_role == "user":
+            text += self.prompt
+        return text
 
     def to_go_template(self) -> str:
         begin = _literal(self.begin)

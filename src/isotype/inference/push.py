@@ -93,21 +93,13 @@ def push(folder: Path, config: RunConfig, name: str) -> str:
     """Uploads the result of the run in `folder`, and returns a line that reports success or
     failure. Raises nothing.
     """
-    run, private_option = config.run, ["--private"] if config.run.push_private else []
+    run = config.run
     result = next(path for path in (folder / "adapter", folder / "model") if path.is_dir())
-    repeat_command = shlex.join(
-        [
-            "hf",
-            "upload",
-            name,
-            str(folder / "merged" if run.push_merged else result),
-            ".",
-            *private_option,
-        ]
-    )
-    repeat_command = (
-        f"isotype merge {folder} && {repeat_command}" if run.push_merged else repeat_command
-    )
+    uploaded = folder / "merged" if run.push_merged else result
+    private_option = ["--private"] if run.push_private else []
+    repeat_command = shlex.join(["hf", "upload", name, str(uploaded), ".", *private_option])
+    if run.push_merged:
+        repeat_command = f"isotype merge {folder} && {repeat_command}"
     try:
         with ExitStack() as stack:
             if run.push_merged:
@@ -149,10 +141,8 @@ def push(folder: Path, config: RunConfig, name: str) -> str:
             )
     except Exception as error:  # a failed upload does not make the finished run fail
         return f"warning   not pushed to {name}: {_shorten_error(error)}; {repeat_command}"
-    return (
-        f"pushed    {result.name} to {constants.ENDPOINT}/{name},"
-        f" {'private' if run.push_private else 'public'}"
-    )
+    visibility = "private" if run.push_private else "public"
+    return f"pushed    {result.name} to {constants.ENDPOINT}/{name}, {visibility}"
 
 
 def _merge_adapter(folder: Path, adapter: Path, temporary: Path) -> Path:
