@@ -128,8 +128,8 @@ def _json_hint(line: str, position: int) -> str:
 
 
 def _read_values(path: Path, name: str, *, in_array: bool) -> Iterator[Record]:
-    """Yields the values of a JSON array, or objects that follow one another, each over several
-    lines.
+    """Yields the values of a JSON array, or the objects of a file in which objects follow one another.
+    One value may take several lines.
     """
     if (size := path.stat().st_size) > MAX_ARRAY_BYTES:
         fix = f"one object a line: jq -c '.[]' {shlex.quote(name)} > rows.jsonl"

@@ -3,8 +3,8 @@ represent tensors of that device.
 
 PyTorch's fake tensors of a CUDA device need CUDA: without it autograd asks for the device's guard
 and the interpreter ends. Meta tensors need no device, but torch.autocast does not apply to them.
-Inside `plan_device` this module therefore stores the autocast dtype: Isotype's ops read it, and
-plain products are cast to it.
+Inside `plan_device` this module therefore stores the autocast dtype: Isotype's ops read it, and the
+operands of other matrix products are cast to it.
 """
 
 from __future__ import annotations

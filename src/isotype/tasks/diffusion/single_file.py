@@ -177,9 +177,9 @@ UNET_PREFIX = "model.diffusion_model."
 def write_with_unet(
     original: Path, unet: Mapping[str, Tensor], config: Mapping[str, Any], out: Path
 ) -> bool:
-    """Writes a copy of a single file with another U-Net, under the names from which diffusers reads
-    it. Returns False, and writes nothing, if the file does not use the names of the original code
-    of Stable Diffusion and SDXL.
+    """Writes a copy of a checkpoint in one file, in which `unet` replaces the U-Net. The tensors keep
+    the names of the original file, which diffusers can read. Returns False, and writes nothing, if
+    the file does not use the names of the original code of Stable Diffusion and SDXL.
 
     config  the configuration of the U-Net
     """
