@@ -159,6 +159,57 @@ def test_a_resume_with_another_base_is_refused(change, base, configured, tmp_pat
     assert [entry["of"] for entry in read(run, "resumes")["changes"]] == ["settings", "base"]
 
 
+def test_a_moved_run_is_recognised_by_its_content(base, workshop, configured, tmp_path, capsys):
+    """Data and base lie elsewhere: a resume was refused for their paths."""
+    rows = Path(shutil.copy(workshop.chats, tmp_path / "rows.jsonl"))
+    train(configured(model={"name": str(base)}, data={"train": str(rows)}))
+    places = {"model.name": base, "data.train": rows}
+    moved = {"model.name": tmp_path / "elsewhere", "data.train": tmp_path / "renamed.jsonl"}
+    for key, place in places.items():
+        place.rename(moved[key])
+    run = tmp_path / "run"
+    keys = [f"{key}={place}" for key, place in moved.items()]
+    longer = load(run / "resolved.yaml", ["train.steps=8", *keys], resolved=True)
+    assert train(longer, resume=run) == 0
+    assert "its content is compared with that of the last start" in capsys.readouterr().out
+    assert [entry["of"] for entry in read(run, "resumes")["changes"]] == ["settings"] * 3
+
+
+@pytest.mark.parametrize("key", ["model.name", "data.train"])
+def test_a_path_to_other_content_is_refused(key, base, workshop, configured, tmp_path):
+    rows = Path(shutil.copy(workshop.chats, tmp_path / "rows.jsonl"))
+    train(configured(model={"name": str(base)}, data={"train": str(rows)}))
+    run = tmp_path / "run"
+    if key == "model.name":
+        other = Path(shutil.copytree(base, tmp_path / "other"))
+        edit(other, "weights")
+    else:
+        other = tmp_path / "other.jsonl"
+        other.write_text("".join(rows.read_text().splitlines(keepends=True)[1:]))
+    overrides = ["train.steps=8", f"{key}={other}"]
+    with pytest.raises(UsageError, match=r"resuming would be another run: .*last start"):
+        train(load(run / "resolved.yaml", overrides, resolved=True), resume=run)
+    accepted = load(run / "resolved.yaml", overrides, resolved=True, consent=True)
+    assert train(accepted, resume=run) == 0
+
+
+def test_other_settings_of_a_moved_source_are_refused(workshop, configured, tmp_path):
+    rows = [str(shutil.copy(workshop.chats, tmp_path / f"{name}.jsonl")) for name in "abc"]
+    sources = [{"name": rows[0], "weight": 1}, {"name": rows[1], "weight": 1}]
+    train(configured(data={"train": sources}))
+    run = tmp_path / "run"
+    for name, weight, is_refused in ((rows[2], 3, True), (rows[2], 1, False)):
+        changed = json.dumps([{"name": name, "weight": weight}, sources[1]])
+        longer = load(
+            run / "resolved.yaml", ["train.steps=8", f"data.train={changed}"], resolved=True
+        )
+        if is_refused:
+            with pytest.raises(UsageError, match=r"resuming would be another run:\n  data.train"):
+                train(longer, resume=run)
+        else:
+            assert train(longer, resume=run) == 0
+
+
 def test_a_resume_under_another_version_of_the_library_only_names_it(base, configured, tmp_path):
     assert train(configured(model={"name": str(base)})) == 0
     run = tmp_path / "run"

@@ -183,7 +183,8 @@ class _TrainingRun:
         prepared = prepare(self.task, self.loaded.sources, folder.base, world)
         self._compare_processes(prepared)
         if self.is_resuming and world.is_first:
-            changes = [*changes, *compare_base(self.loaded, prepared, folder, console)]
+            base_changes = compare_base(self.loaded, prepared, folder, console, changes)
+            changes = [*changes, *base_changes]
         self._check_callbacks(prepared)
         self._set_objective(prepared)
         loop = Loop(self.task, prepared, folder, console, callbacks=self.callbacks, world=world)
@@ -273,7 +274,8 @@ class _TrainingRun:
     def _record_resume(self, step: int | None, changes: list[RunChange]) -> None:
         """Records the step from which the run resumes, and the changes since the last start."""
         if self.world.is_first:
-            changes = [*changes, *compare_data(self.task, self.folder, self.console, changes)]
+            data_changes = compare_data(self.loaded, self.task, self.folder, self.console, changes)
+            changes = [*changes, *data_changes]
         self.world.run_on_first(lambda: record_resume(self.folder, step, changes))
 
     def _write_start(self, loop: Loop, prepared: Prepared) -> None:

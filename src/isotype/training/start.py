@@ -17,7 +17,7 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from ..config.compare import compare
+from ..config.compare import Change, compare
 from ..config.load import LoadedConfig, load, parse_config
 from ..config.schema import RunConfig
 from ..config.write import resolved_yaml
@@ -52,6 +52,15 @@ OTHER_ROWS = "earlier steps were trained on other rows: resumes.json says until 
 OBJECTIVE = "objective"
 SETTINGS = "settings"
 DATA = "data"
+# keys of a path whose content a resume compares, and the key of plan.json with the record of it
+_COMPARED_PATHS = {
+    "data.train": DATA,
+    "data.eval": DATA,
+    "images.train": DATA,
+    "images.eval": DATA,
+    "model.name": BASE,
+}
+_FIX = "resume without these, start a new run, or accept them: --yes (from Python: accept_changes=True)"
 _KINDS = (
     ("training", ROWS, "it goes on at the same place in them"),
     (
@@ -92,16 +101,59 @@ def compare_settings(
         console.print_line(
             f"note      {folder.path / RESOLVED} was edited by hand: {', '.join(edited)}"
         )
-    forbidden = [c for c in changes if not c.allowed and not loaded.consent]
+    moved = [c for c in changes if not loaded.consent and _is_compared_path(c, folder)]
+    forbidden = [c for c in changes if not c.allowed and not loaded.consent and c not in moved]
     if forbidden:
         raise UsageError(
-            "resuming would be another run:\n" + "\n".join(f"  {c}" for c in forbidden),
-            fix=(
-                "resume without these, start a new run, or accept them: --yes (from Python:"
-                " accept_changes=True)"
-            ),
+            "resuming would be another run:\n" + "\n".join(f"  {c}" for c in forbidden), fix=_FIX
         )
-    return [_report_change(console, SETTINGS, str(change)) for change in changes]
+    reported = []
+    for change in changes:
+        if change in moved:
+            change = replace(change, reason="its content is compared with that of the last start")
+        reported.append(_report_change(console, SETTINGS, str(change)))
+    return reported
+
+
+def _is_compared_path(change: Change, folder: RunFolder) -> bool:
+    """Whether the change is in paths alone, and the run recorded the content that they had."""
+    record = _COMPARED_PATHS.get(change.key)
+    if record is None or not isinstance(folder.read_json("plan.json").get(record), dict):
+        return False
+    return _without_paths(change.old) == _without_paths(change.new)
+
+
+def _without_paths(value: Any) -> Any:
+    """Sources of data with `PATH` for each path, so that their other settings are compared."""
+    if isinstance(value, str):
+        return "PATH"
+    if isinstance(value, list):
+        return [_without_paths(part) for part in value]
+    if not isinstance(value, dict):
+        return value
+    if "name" in value:
+        return value | {"name": "PATH"}
+    return {group: _without_paths(part) for group, part in value.items()}
+
+
+def _changed_keys(settings: Sequence[RunChange], *sections: str) -> list[str]:
+    keys = [change.description.partition(":")[0] for change in settings if change.kind == SETTINGS]
+    return [key for key in keys if key.partition(".")[0] in sections]
+
+
+def _refuse_other_content(
+    settings: Sequence[RunChange], record: str, difference: str, loaded: LoadedConfig
+) -> None:
+    """Raises UsageError if a path changed and its content is another one."""
+    keys = [
+        key
+        for key in _changed_keys(settings, "data", "images", "model")
+        if _COMPARED_PATHS.get(key) == record
+    ]
+    if keys and difference and not loaded.consent:
+        raise UsageError(
+            f"resuming would be another run: {', '.join(keys)}: {difference}", fix=_FIX
+        )
 
 
 def compare_objectives(
@@ -133,12 +185,17 @@ def compare_objectives(
 
 
 def compare_data(
-    task: Task, folder: RunFolder, console: RunConsole, settings: Sequence[RunChange] = ()
+    loaded: LoadedConfig,
+    task: Task,
+    folder: RunFolder,
+    console: RunConsole,
+    settings: Sequence[RunChange] = (),
 ) -> list[RunChange]:
     """Prints and returns the changes of the data since the last start. A run that did not record
     its data is not compared.
 
     settings  the settings that this start changes
+    Raises    UsageError for a path that leads to other rows, unless the user accepts changes
     """
     previous_fingerprints = folder.read_json("plan.json").get(DATA)
     recorded = folder.read_json("data.json")
@@ -146,11 +203,7 @@ def compare_data(
         return []
     facts = task.records().get("data.json", {})
     fingerprints = task.fingerprints()
-    setting_keys = [
-        change.description.partition(":")[0]
-        for change in settings
-        if change.description.startswith(f"{DATA}.")
-    ]
+    setting_keys = _changed_keys(settings, "data")
     changes: list[RunChange] = []
     for kind, rows_kind, consequence in _KINDS:
         files = _changed_files(recorded, facts, evaluation=rows_kind == EVALUATION_ROWS)
@@ -169,23 +222,32 @@ def compare_data(
         current_rows = _training_row_count(facts)
         if rows_kind == ROWS and previous_rows != current_rows and not streamed:
             causes += f"; training rows: {previous_rows} before, {current_rows} now"
-        changes.append(
-            _report_change(
-                console,
-                rows_kind,
-                f"the {rows_kind} are not those of the run's last start ({causes}): {consequence}",
-            )
-        )
+        difference = f"the {rows_kind} are not those of the run's last start ({causes})"
+        _refuse_other_content(settings, DATA, difference, loaded)
+        changes.append(_report_change(console, rows_kind, f"{difference}: {consequence}"))
     return changes
 
 
 def compare_base(
-    loaded: LoadedConfig, prepared: Prepared, folder: RunFolder, console: RunConsole
+    loaded: LoadedConfig,
+    prepared: Prepared,
+    folder: RunFolder,
+    console: RunConsole,
+    settings: Sequence[RunChange] = (),
 ) -> list[RunChange]:
-    """Prints and returns a change of the base model. Raises UsageError for another base."""
+    """Prints and returns a change of the base model. Raises UsageError for another base.
+
+    settings  the settings that this start changes
+    """
     precision = prepared.resolved.precision
     current = describe_base(prepared.base, prepared.model, precision)
-    message = compare_bases(folder.read_json("plan.json").get(BASE), current, loaded)
+    recorded = folder.read_json("plan.json").get(BASE)
+    message = compare_bases(recorded, current, loaded)
+    if not message and isinstance(recorded, dict) and recorded.get("precision") != precision.base:
+        difference = "its weights have another precision, and are not compared"
+    else:
+        difference = message
+    _refuse_other_content(settings, BASE, difference, loaded)
     return [_report_change(console, BASE, message)] if message else []
 
 
@@ -205,8 +267,18 @@ def _changed_files(old: dict[str, Any], new: dict[str, Any], *, evaluation: bool
         for facts in (old, new)
     )
     return sorted(
-        path for path in previous.keys() | current.keys() if previous.get(path) != current.get(path)
+        path
+        for path in previous.keys() | current.keys()
+        if previous.get(path) != current.get(path) and not _is_moved(path, previous, current)
     )
+
+
+def _is_moved(path: str, previous: dict[str, str], current: dict[str, str]) -> bool:
+    """Whether the file has the same content under another path on the other side."""
+    if path in previous and path in current:
+        return False
+    old, new = (set(checksums.values()) for checksums in (previous, current))
+    return previous.get(path) in new or current.get(path) in old
 
 
 def _training_row_count(facts: dict[str, Any]) -> Any:
