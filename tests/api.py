@@ -152,7 +152,7 @@ INNER = {
     "isotype.precision.quantised_base": (
         "Quantisation check_base detect_quantisation quantisation_from_config unquantised_share"
     ),
-    "isotype.precision.resolution": "resolution=",
+    "isotype.precision.resolution": "resolution= OVERFLOWS_IN_FP16",
     "isotype.precision.vision": "vision_LANGUAGE=LANGUAGE vision_parts",
     "isotype.quickstart.pictures": (
         "COLOURS SHAPES SIDE classify_picture draw draw_at_random write_pictures"

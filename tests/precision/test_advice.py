@@ -64,6 +64,7 @@ def findings_of(settings, device):
         "adapter": settings["adapter.kind"],
         "optimizer": settings["train.optimizer"],
         "task_roles": TASK_ROLES,
+        "family": settings.get("family", "llama"),
     }
     told = []
 
@@ -88,6 +89,8 @@ def situations(devices):
         yield fixed, device
         for key, value in singles:
             yield fixed | {key: value}, device
+            if value == "fp16":
+                yield fixed | {key: value, "family": "gemma3_text"}, device
         pairs = [(one, two) for one, two in itertools.combinations(singles, 2) if one[0] != two[0]]
         for one, two in draw.sample(pairs, 12):
             yield fixed | dict((one, two)), device

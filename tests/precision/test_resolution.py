@@ -2,8 +2,8 @@ import pytest
 
 from isotype.errors import UsageError
 from isotype.precision import PRESETS, Precision, resolve
+from tests.api import OVERFLOWS_IN_FP16, page
 from tests.api import contradictions_RULES as RULES
-from tests.api import page
 
 
 def test_every_preset_resolves_without_a_finding(h100):
@@ -120,7 +120,7 @@ BROKEN = {
 
 
 def test_every_rule_has_a_test_and_a_page():
-    assert set(RULES) == {*BROKEN, "PR001", "PR027"}
+    assert set(RULES) == {*BROKEN, "PR001", "PR027", "PR030"}
     for code in RULES:
         text = page(code)
         assert text is not None
@@ -147,3 +147,15 @@ def test_a_contradiction_names_both_settings_and_the_fix(h100, subtests):
             assert code in text
             assert "run.yaml:" in text
             assert "fix" in text
+
+
+@pytest.mark.parametrize("family", OVERFLOWS_IN_FP16)
+def test_a_family_that_overflows_in_fp16_is_refused_and_not_offered_it(family, t4, h100):
+    for settings in ({"preset": "fp16-mixed"}, {"preset": "fp32", "compute": "fp16"}):
+        with pytest.raises(UsageError, match=rf"PR030 {family} overflows in fp16"):
+            resolve(settings, device=t4, family=family)
+    chosen = resolve(device=t4, family=family)
+    assert chosen.preset == "fp32"
+    assert f"no bf16, and {family} overflows in fp16" in chosen.reasons["compute"]
+    assert resolve(device=h100, family=family).preset == "bf16-lora"
+    assert resolve({"preset": "fp16-mixed"}, device=t4, family="llama").preset == "fp16-mixed"

@@ -172,6 +172,9 @@ def resolve_precision(
     task_roles  roles that only this kind of run has -> a default dtype, or the role that they
                 follow
     """
+    is_diffusion = detect_run_kind(config) == DIFFUSION
+    parts = ("transformer", "unet") if is_diffusion else ("",)
+    settings = _read_settings(config.model, parts)
     return resolve(
         config.precision.model_dump(),
         device=hardware,
@@ -179,26 +182,25 @@ def resolve_precision(
         optimizer=config.train.optimizer,
         sources=sources,
         task_roles=task_roles,
-        checkpoint=published_quantisation(
-            config.model, ("transformer", "unet") if detect_run_kind(config) == DIFFUSION else ("",)
-        ),
+        checkpoint=_published_quantisation(settings),
+        family=str(settings.get("model_type") or ""),
     )
 
 
-def published_quantisation(section: ModelSection, parts: Sequence[str]) -> tuple[str, str] | None:
-    """Returns (dtype name, description) of a base that was published quantised. None for other
-    bases, and if no configuration can be read; loading the model reports that error later.
+def _read_settings(section: ModelSection, parts: Sequence[str]) -> dict[str, Any]:
+    """The `config.json` of a base. Empty if none can be read; loading the model reports that error
+    later.
 
     parts  subfolders of the model's folder, of which the first with a configuration is read; "" for
            the model's folder itself
     """
     if section.name is None or section.init == "random":
-        return None
+        return {}
     settings: dict[str, Any] = {}
     if gguf_file(section.name) is not None:
         settings = read_architecture(section.name).to_dict()
     elif Path(section.name).expanduser().is_file():  # a checkpoint in one file
-        return None
+        return {}
     for part in parts:
         with suppress(OSError, ValueError):
             settings = (
@@ -207,6 +209,11 @@ def published_quantisation(section: ModelSection, parts: Sequence[str]) -> tuple
                     section.name, revision=section.revision, subfolder=part
                 )[0]
             )
+    return settings
+
+
+def _published_quantisation(settings: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Returns (dtype name, description) of a base that was published quantised, else None."""
     quantisation_settings = settings.get("quantization_config") or (
         settings.get("text_config") or {}
     ).get("quantization_config")

@@ -35,7 +35,7 @@ class Setting:
         return f"{self.value} ({self.source})"
 
 
-SETTINGS = (*ALL_ROLES, "preset", "adapter", "frozen", "optimizer_name")
+SETTINGS = (*ALL_ROLES, "preset", "adapter", "frozen", "family", "optimizer_name")
 _HALF_DTYPES = ("bf16", "fp16")
 
 
@@ -51,7 +51,7 @@ class SettingFacts(sheets.Facts):
     eight bit                 whether the optimizer keeps its states in 8 bits
 
     settings  every role of the run, `adapter` (lora, none), `frozen` (yes, no: whether some weights
-              of the model are not trained), `optimizer_name` (adamw, adamw8bit) and `preset`
+              of the model are not trained), `family` (the model's `model_type`), `optimizer_name` (adamw, adamw8bit) and `preset`
     """
 
     facts = {

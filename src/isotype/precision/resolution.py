@@ -90,13 +90,22 @@ class Resolved:
         return declared
 
 
-def choose_preset(device: Hardware, *, adapter: str) -> tuple[str, str]:
-    """Chooses the preset for `auto` on a device. Returns (preset, reason)."""
+# families whose activations pass fp16's largest value (rule PR030)
+OVERFLOWS_IN_FP16 = ("gemma2", "gemma3", "gemma3_text", "gemma3n", "gemma3n_text")
+
+
+def choose_preset(device: Hardware, *, adapter: str, family: str = "") -> tuple[str, str]:
+    """Chooses the preset for `auto` on a device. Returns (preset, reason).
+
+    family  the model's `model_type`, where it is known
+    """
     if device.bf16 == "native":
         name = "bf16-mixed" if adapter == "none" else "bf16-lora"
         return name, f"auto: {device.name} has native bf16"
     bf16_support = "no bf16" if device.bf16 == "none" else "only emulated bf16"
-    if device.kind != "cpu":
+    if family in OVERFLOWS_IN_FP16:
+        fp16_hint = f", and {family} overflows in fp16"
+    elif device.kind != "cpu":
         fp16_hint = "; fp16-mixed is faster here but overflows above 65504: choose it by name"
     else:
         fp16_hint = ""
@@ -113,6 +122,7 @@ def resolve(
     sources: Mapping[str, str] | None = None,
     task_roles: Mapping[str, str] | None = None,
     checkpoint: tuple[str, str] | None = None,
+    family: str = "",
 ) -> Resolved:
     """Resolves `preset` and role overrides.
 
@@ -124,6 +134,7 @@ def resolve(
                 (`run.yaml:12`)
     task_roles  further roles of the run's task -> a dtype, or the role that it follows (`compute`)
     checkpoint  (dtype, description) of a base that was published quantised; `auto` keeps that dtype
+    family      the model's `model_type`; "" where it is not known
     Raises      UsageError with every contradiction, the most severe first
     """
     written = {
@@ -148,6 +159,7 @@ def resolve(
             sources=sources or {},
             task_roles=task_roles or {},
             checkpoint=checkpoint if preset == "auto" and "base" not in roles else None,
+            family=family,
         )
         return _resolve_run(run)
 
@@ -170,6 +182,7 @@ class _RunSettings:
     roles               the roles that the user wrote
     has_frozen_weights  None if the adapter decides it
     checkpoint          (dtype, description) of the base whose dtype `auto` keeps
+    family              the model's `model_type`
     """
 
     preset: str
@@ -181,6 +194,7 @@ class _RunSettings:
     sources: Mapping[str, str]
     task_roles: Mapping[str, str]
     checkpoint: tuple[str, str] | None
+    family: str
 
     @property
     def generate_follows_compute(self) -> bool:
@@ -210,7 +224,7 @@ def _resolve_run(run: _RunSettings) -> tuple[Resolved, list[Finding]]:
 def _resolve_preset(run: _RunSettings) -> tuple[str, str]:
     """Returns the preset and the reason for it."""
     if run.preset == "auto":
-        return choose_preset(run.device, adapter=run.adapter)
+        return choose_preset(run.device, adapter=run.adapter, family=run.family)
     if run.preset in PRESETS:
         return run.preset, f"preset {run.preset}"
     source = run.sources.get("precision.preset", "default")
@@ -276,6 +290,7 @@ def _list_settings(run: _RunSettings, resolved: Resolved, preset_reason: str) ->
     if has_frozen_weights is None:
         has_frozen_weights = run.adapter != "none"
     settings["frozen"] = Setting("yes" if has_frozen_weights else "no")
+    settings["family"] = Setting(run.family)
     settings["optimizer_name"] = Setting(
         run.optimizer, sources.get("train.optimizer", "default"), "train.optimizer" in sources
     )
