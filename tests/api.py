@@ -60,6 +60,7 @@ INNER = {
     "isotype.entry.train": "train= refuse_incomplete start",
     "isotype.environment.hub": "hub=",
     "isotype.environment.install": "install=",
+    "isotype.environment.memory_limits": "memory_limits=",
     "isotype.environment.planned_device": "plan_device",
     "isotype.environment.private_folder": (
         "NotPrivateError check_private_folder make_private_folder open_private_folder read_private_file temporary_folder"

@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import UsageError
+from .memory_limits import usable_memory
 
 GiB = 1 << 30
 
@@ -314,7 +315,7 @@ def _detect_cpu() -> Hardware:
     machine = platform.machine().lower()
     generation = cpu_generation(flags, machine)
     return replace(
-        _make_device(name, generation, machine, 0), memory=_usable_memory(), cores=count_cores()
+        _make_device(name, generation, machine, 0), memory=usable_memory(), cores=count_cores()
     )
 
 
@@ -343,22 +344,6 @@ def _cpu_facts() -> tuple[str, frozenset[str]]:
     return name[1].strip() if name else platform.machine(), (
         frozenset(flags[1].split()) if flags else frozenset()
     )
-
-
-def _usable_memory() -> int:
-    """The bytes of memory that this process may use: the machine's memory, or the limit of its
-    control group if that is smaller.
-    """
-    try:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError, AttributeError):
-        return 0
-    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            total = min(total, int(Path(limit).read_text()))
-        except (OSError, ValueError):  # no such file, or "max"
-            continue
-    return total
 
 
 def count_cores() -> int:

@@ -1,0 +1,82 @@
+"""The memory that this process may use: the machine's, or a limit that is smaller. Imports no torch.
+
+Source  cgroups(7), getrlimit(2), proc_pid_status(5)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+GROUPS = Path("/sys/fs/cgroup")
+PROCESS = Path("/proc/self")
+# the file of a group's limit in each version of control groups
+_LIMIT_FILES = ("memory.max", "memory.limit_in_bytes")
+
+
+def usable_memory() -> int:
+    """Bytes of the machine, or of the smallest limit: that of the control group or of a group around
+    it, or of `ulimit -v` and `ulimit -d`. 0 if the machine's memory is unknown.
+    """
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return 0
+    return min([total, *_group_limits(), *_process_limits()])
+
+
+def _group_limits() -> Iterator[int]:
+    """The limits of the control group of this process and of all groups around it. A container may
+    have its own group mounted as the outermost one, so that its path does not exist there.
+    """
+    for folder in _group_folders():
+        for name in _LIMIT_FILES:
+            try:
+                yield int((folder / name).read_text())
+            except (OSError, ValueError):  # no such file, or "max"
+                continue
+
+
+def _group_folders() -> set[Path]:
+    folders = {GROUPS, GROUPS / "memory"}
+    try:
+        lines = (PROCESS / "cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return folders
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":  # version 2 has one tree for all controllers
+            root = GROUPS
+        elif "memory" in controllers.split(","):
+            root = GROUPS / "memory"
+        else:
+            continue
+        group = root / path.lstrip("/")
+        folders |= {group, *(parent for parent in group.parents if parent.is_relative_to(root))}
+    return folders
+
+
+def _process_limits() -> Iterator[int]:
+    """`ulimit -v` and `ulimit -d`. Both limit addresses, of which a process has more than memory: the
+    difference that there is now is subtracted.
+    """
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return
+    for kind, used_field in (("RLIMIT_AS", "VmSize"), ("RLIMIT_DATA", "VmData")):
+        limit, _ = resource.getrlimit(getattr(resource, kind))
+        if limit == resource.RLIM_INFINITY:
+            continue
+        unused_addresses = _status_bytes(used_field) - _status_bytes("VmRSS")
+        yield max(1, limit - max(0, unused_addresses))
+
+
+def _status_bytes(name: str) -> int:
+    """A size in /proc/self/status; 0 on systems that have no such file."""
+    try:
+        lines = (PROCESS / "status").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:")), 0)
