@@ -59,8 +59,8 @@ INNER = {
     "isotype.doctor.trace.origin": "Origin",
     "isotype.entry.train": "train= refuse_incomplete start",
     "isotype.environment.hub": "hub=",
-    "isotype.environment.install": "install=",
     "isotype.environment.memory_limits": "memory_limits=",
+    "isotype.environment.install": "install=",
     "isotype.environment.planned_device": "plan_device",
     "isotype.environment.private_folder": (
         "NotPrivateError check_private_folder make_private_folder open_private_folder read_private_file temporary_folder"
@@ -160,7 +160,7 @@ INNER = {
     ),
     "isotype.quickstart.stages": "stages= Stage StopAtDeadline",
     "isotype.quickstart.text": "small_config train_tokenizer",
-    "isotype.report.live": "live= WatchServer",
+    "isotype.report.live": "live= WatchServer wait_for_run",
     "isotype.report.page": "_picture_facts page_render=render verdict",
     "isotype.report.plots": "plots",
     "isotype.report.record": "MAX_SAMPLES read_picture read_run parse_settings",

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+
 from tests.api import memory_limits
 
 GiB = 1 << 30
@@ -27,7 +28,9 @@ def write(folder, name, text):
         ("4:cpu:/a", {"memory/a/memory.limit_in_bytes": GiB}, None),
     ],
 )
-def test_each_control_group_around_the_process_counts(tmp_path, monkeypatch, group, files, expected):
+def test_each_control_group_around_the_process_counts(
+    tmp_path, monkeypatch, group, files, expected
+):
     whole = memory_limits.usable_memory()
     write(tmp_path / "process", "cgroup", f"9:name=systemd:/\n{group}\n")
     for path, limit in files.items():

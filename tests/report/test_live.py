@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from isotype.errors import UsageError
-from tests.api import WatchServer
+from tests.api import WatchServer, wait_for_run
 from tests.warm import interpreter
 
 from .runs import run_folder, step, whole
@@ -167,16 +167,55 @@ def test_a_folder_without_a_run_and_a_port_that_is_taken_are_one_line(tmp_path: 
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match=r"not a run folder"):
         WatchServer(tmp_path / "empty")
-    with (tmp_path / "empty/.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(UsageError, match=r"the run has not begun yet"):
-            WatchServer(tmp_path / "empty")
     run = whole(tmp_path / "run")
     with (
         watched(run) as server,
         pytest.raises(UsageError, match=r"--port \d+: Address already in use"),
     ):
         WatchServer(run, server.server_port)
+
+
+def give_up(reason: str) -> None:
+    raise TimeoutError(reason)
+
+
+def test_a_run_that_has_not_begun_is_waited_for(tmp_path: Path, subtests) -> None:
+    """The command was refused until the run's checks were done."""
+
+    def fill(folder: Path) -> None:
+        written = whole(tmp_path / f"written-{folder.name}")
+        folder.mkdir(exist_ok=True)
+        for file in written.iterdir():
+            file.rename(folder / file.name)
+
+    (tmp_path / "empty").mkdir()
+    for name, reason in (("absent", "no such folder yet"), ("empty", "the folder is empty")):
+        folder, told = tmp_path / name, []
+        timer = threading.Timer(0.3, fill, [folder])
+        timer.start()
+        with subtests.test(name):
+            wait_for_run(folder, told.append, interval=0.01)
+            assert told[0].startswith(reason)
+            WatchServer(folder).server_close()
+        timer.join()
+    (tmp_path / "locked").mkdir()
+    with (tmp_path / "locked/.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        told = []
+        timer = threading.Timer(0.3, fill, [tmp_path / "locked"])
+        timer.start()
+        wait_for_run(tmp_path / "locked", told.append, interval=0.01)
+        assert told == ["the run's checks come first"]
+        timer.join()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/notes.txt").write_text("no run")
+    with pytest.raises(UsageError, match=r"not a run folder"):
+        wait_for_run(tmp_path / "other", pytest.fail, interval=0.01)
+    with pytest.raises(TimeoutError, match=r"no such folder yet \(did you mean .*locked\?\)"):
+        wait_for_run(tmp_path / "locke", give_up, interval=0.01)
+    told = []
+    wait_for_run(tmp_path / "absent", told.append)
+    assert told == [], "a run that has begun is not waited for"
 
 
 def raw_request(server: WatchServer, request: bytes) -> bytes:

@@ -54,7 +54,7 @@ def watch(
     of its log, and a button to stop it.
 
     The command prints a local address with a token. It only reads the files of the run, so the run
-    may belong to another terminal or be finished. The button saves and stops the run, like Ctrl-C
+    may belong to another terminal or be finished. A run that has not begun is waited for. The button saves and stops the run, like Ctrl-C
     in its terminal. Ctrl-C here stops the server, but not the run.
 
     Examples:
@@ -63,14 +63,19 @@ def watch(
 
         isotype watch runs/qwen --port 8000      # remote: ssh -L 8000:127.0.0.1:8000 HOST
     """
-    from ..report.live import WatchServer
+    from ..report.live import WatchServer, wait_for_run
 
-    with WatchServer(run, port) as server:
-        print(
-            json.dumps({"url": server.url}) if json_output else f"watch     {server.url}",
-            flush=True,
-        )
-        with suppress(KeyboardInterrupt):
+    def print_wait(reason: str) -> None:
+        message = f"waiting   {run}: {reason}; Ctrl-C ends the command"
+        print(message, file=sys.stderr, flush=True)
+
+    with suppress(KeyboardInterrupt):
+        wait_for_run(run, print_wait)
+        with WatchServer(run, port) as server:
+            print(
+                json.dumps({"url": server.url}) if json_output else f"watch     {server.url}",
+                flush=True,
+            )
             server.serve_forever()
 
 

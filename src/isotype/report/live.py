@@ -12,6 +12,9 @@ import secrets
 import signal
 import sys
 import threading
+import time
+from collections.abc import Callable
+from difflib import get_close_matches
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
@@ -20,7 +23,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from ..errors import IsotypeError, UsageError
-from ..runs.folder import LOCK, LOG, find_training_process, is_locked, open_inside
+from ..runs.folder import LOCK, LOG, RESOLVED, find_training_process, is_locked, open_inside
 from .page import STEPS_SCRIPT, LiveState, render
 from .record import RunRecord, read_picture, read_run
 
@@ -49,15 +52,7 @@ class WatchServer(ThreadingHTTPServer):
     def __init__(self, folder: Path, port: int = 0) -> None:
         self.folder = folder
         self.token = secrets.token_urlsafe(16)
-        try:
-            read_run(folder)
-        except UsageError:
-            if not is_locked(folder):
-                raise
-            raise UsageError(
-                f"{folder}: the run has not begun yet: its checks come first",
-                fix="give the same command again",
-            ) from None
+        read_run(folder)
         self._lock = threading.Lock()
         self._cached_page = ("", b"")
         self._stopped_process: int | None = None
@@ -123,6 +118,47 @@ class WatchServer(ThreadingHTTPServer):
             except OSError:  # there are no samples yet, or a file is being replaced
                 fingerprints.append((folder.name, 0, 0))
         return f'"{hash((tuple(sorted(fingerprints)), is_locked(self.folder), self._stopped_process)):x}"'
+
+
+def wait_for_run(folder: Path, on_wait: Callable[[str], None], *, interval: float = 0.5) -> None:
+    """Returns once the folder holds the first files of a run. It is waited for if there is no folder
+    yet, if it is empty, or if a process has locked it whose checks come first.
+
+    on_wait   called once with the reason, if it waits
+    interval  seconds between two looks
+    Raises    UsageError for a folder that holds something else
+    """
+    is_told = False
+    while (reason := _not_begun_reason(folder)) is not None:
+        if not is_told:
+            on_wait(reason)
+            is_told = True
+        time.sleep(interval)
+
+
+def _not_begun_reason(folder: Path) -> str | None:
+    """Why a run may still begin in the folder; None if it has begun. Raises UsageError if it holds no
+    run.
+    """
+    if not folder.exists():
+        return f"no such folder yet{_similar_run(folder)}"
+    try:
+        read_run(folder)
+    except UsageError:
+        if is_locked(folder):
+            return "the run's checks come first"
+        if folder.is_dir() and not any(folder.iterdir()):
+            return "the folder is empty"
+        if not folder.exists():  # a run whose checks failed has just removed it
+            return "no such folder yet"
+        raise
+    return None
+
+
+def _similar_run(folder: Path) -> str:
+    runs = [file.parent.name for file in folder.parent.glob(f"*/{RESOLVED}")]
+    similar = get_close_matches(folder.name, runs, n=1)
+    return f" (did you mean {folder.parent / similar[0]}?)" if similar else ""
 
 
 def _last_lines(folder: Path) -> str:

@@ -120,7 +120,7 @@ def _is_compared_path(change: Change, folder: RunFolder) -> bool:
     record = _COMPARED_PATHS.get(change.key)
     if record is None or not isinstance(folder.read_json("plan.json").get(record), dict):
         return False
-    return _without_paths(change.old) == _without_paths(change.new)
+    return bool(_without_paths(change.old) == _without_paths(change.new))
 
 
 def _without_paths(value: Any) -> Any:
