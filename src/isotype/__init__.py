@@ -52,3 +52,10 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """`%load_ext isotype` in a notebook explains the dtype errors of its cells."""
+    from isotype.doctor.run.hook import install_in_notebook
+
+    install_in_notebook(shell)

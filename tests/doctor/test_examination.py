@@ -116,7 +116,7 @@ def test_a_name_typed_by_habit_is_answered_with_the_right_one(typed, right):
 def test_a_word_that_is_neither_a_command_nor_a_path_is_answered_with_the_commands(arguments):
     with pytest.raises(
         UsageError,
-        match="chek: no such file or folder, and no command of isotype doctor, which has check, explain",
+        match="chek: no such file or folder, and no command of isotype doctor, which has run, check, explain",
     ):
         CliRunner().invoke(build_app(), ["doctor", *arguments], catch_exceptions=False)
 

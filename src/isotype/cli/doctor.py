@@ -1,8 +1,8 @@
 """`isotype doctor PATH_OR_LOG` runs every part of the doctor that applies. Commands such as
 `isotype doctor check` run a single part.
 
-`check`, `explain` and `env` run no user code and import no torch. `trace`, `conform` and `kernels`
-run their target.
+`check`, `explain` and `env` run no user code and import no torch. `run`, `trace`, `conform` and
+`kernels` run their target.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ def register(app: typer.Typer) -> None:
     def prepare_part(context: typer.Context) -> None:
         prepare(f"doctor {context.invoked_subcommand}")
 
+    doctor.command(context_settings=SCRIPT_ARGUMENTS)(run)
     for command in (check, explain, env):
         doctor.command()(command)
     doctor.command(context_settings=SCRIPT_ARGUMENTS)(trace)
@@ -148,7 +149,7 @@ def _examine(subject: str, arguments: list[str]) -> tuple[str, list[Examination]
     if _is_unknown_command(arguments, names_a_path=names_a_path):
         raise UsageError(
             f"{arguments[0]}: no such file or folder, and no command of isotype doctor, which has"
-            " check, explain, env, trace, conform and kernels"
+            " run, check, explain, env, trace, conform and kernels"
         )
     if " " not in subject or Path(subject[:200]).exists():
         return subject, examine_path(Path(subject))
@@ -404,6 +405,50 @@ SCRIPT_ARGUMENTS = {
     "ignore_unknown_options": True,
     "allow_interspersed_args": False,
 }
+
+
+def run(
+    context: typer.Context,
+    program: Annotated[
+        str, typer.Argument(metavar="SCRIPT.py|-m MODULE", help="The program, with its arguments.")
+    ],
+    json_file: Annotated[
+        str | None, typer.Option("--json", help="Write the facts at the failure to this file.")
+    ] = None,
+    forward_lines: Annotated[
+        bool,
+        typer.Option(
+            "--forward-lines",
+            help=(
+                "Record the line of each forward operator for errors in backward (autograd's"
+                " anomaly mode, which is slower)."
+            ),
+        ),
+    ] = False,
+) -> None:
+    """Run a program unchanged. If a dtype error ends it, print its cause, place and fix under the
+    traceback, from the values that are alive at the failure.
+
+    Output, traceback and exit status are the program's own. Before a failure nothing is watched.
+
+        isotype doctor run train.py --lr 1e-4
+
+        isotype doctor run --json fault.json -m my_package.train
+
+        torchrun --nproc-per-node 2 -m isotype.doctor run train.py
+
+        accelerate launch -m isotype.doctor run train.py
+
+    In a program `import isotype.hook` does the same, in a notebook `%load_ext isotype`.
+    """
+    from ..doctor.run.program import main
+
+    options = []
+    if json_file is not None:
+        options.append(f"--json={json_file}")
+    if forward_lines:
+        options.append("--forward-lines")
+    raise typer.Exit(main([*options, program, *context.args]))
 
 
 def trace(

@@ -22,6 +22,7 @@ PAGE_MODULES = {
     "PR": "isotype.precision.contradictions",
     "CF": "isotype.doctor.check.rules",
     "EX": "isotype.doctor.explain.explainer",
+    "RN": "isotype.doctor.run.causes",
 }
 
 

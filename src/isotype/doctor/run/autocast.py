@@ -1,0 +1,185 @@
+"""The autocast state at the line that failed. Every autocast region has ended when an exception
+hook runs, so the state is read from the frames: `with` statements around the running lines, and
+functions that autocast decorates.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .expressions import UNKNOWN, node_keyword, read_value
+from .frames import CallFrame
+
+_REGION_NAMES = ("autocast", "autocast_smart_context_manager", "compute_loss_context_manager")
+
+
+@dataclass(frozen=True, slots=True)
+class AutocastState:
+    """The state of autocast at a line.
+
+    is_on     None if it cannot be read from the frames
+    location  the line that set the state; "" if none did
+    lost_at   the line of the region that a thread left behind; "" if there is none
+    """
+
+    is_on: bool | None = False
+    dtype: torch.dtype | None = None
+    device: str = ""
+    location: str = ""
+    lost_at: str = ""
+
+
+OFF = AutocastState()
+
+
+def read_autocast_state(frames: Sequence[CallFrame]) -> AutocastState:
+    """The state at the innermost line of the frames."""
+    state = OFF
+    for frame in frames:
+        if _starts_thread(frame):
+            lost_at = state.location if state.is_on else ""
+            state = AutocastState(lost_at=lost_at)
+        state = _state_of_decorator(frame) or state
+        for region in _surrounding_regions(frame):
+            state = _read_region(region, frame) or state
+    return state
+
+
+def find_other_region(frames: Sequence[CallFrame]) -> AutocastState | None:
+    """An autocast region in the functions of the frames that does not surround the failure."""
+    for frame in frames:
+        scope = frame.scope
+        if scope is None or not frame.is_user_code:
+            continue
+        for node in ast.walk(scope):
+            if isinstance(node, ast.With) and not _surrounds(node, frame.line):
+                for item in node.items:
+                    state = _read_region(item.context_expr, frame)
+                    if state is not None and state.is_on:
+                        return state
+    return None
+
+
+def _starts_thread(frame: CallFrame) -> bool:
+    """Whether a thread runs the function of this frame as its first."""
+    return frame.function == "run" and frame.file.endswith(
+        ("threading.py", os.path.join("futures", "thread.py"))
+    )
+
+
+def _state_of_decorator(frame: CallFrame) -> AutocastState | None:
+    """The state that a decorated function sets: `@torch.autocast(...)`, `custom_fwd`, `custom_bwd`."""
+    if f"{os.sep}torch{os.sep}amp" not in frame.file:
+        return None
+    if frame.function == "decorate_autocast":
+        return _state_of_instance(frame.variables.get("autocast_instance"), frame)
+    arguments = frame.variables.get("args")
+    if frame.function == "decorate_bwd" and arguments:
+        context = arguments[0]
+        return AutocastState(
+            bool(getattr(context, "_fwd_used_autocast", False)),
+            getattr(context, "_dtype", None),
+            str(frame.variables.get("device_type", "")),
+            frame.location,
+        )
+    if frame.function == "decorate_fwd" and frame.variables.get("cast_inputs") is not None:
+        return AutocastState(False, location=frame.location)
+    return None
+
+
+def _state_of_instance(instance: Any, frame: CallFrame) -> AutocastState | None:
+    if not isinstance(instance, torch.amp.autocast_mode.autocast):
+        return None
+    return AutocastState(
+        bool(instance._enabled), instance.fast_dtype, instance.device, frame.location
+    )
+
+
+def _surrounds(node: ast.With, line: int) -> bool:
+    return bool(node.body) and node.body[0].lineno <= line <= (node.end_lineno or line)
+
+
+def _surrounding_regions(frame: CallFrame) -> Iterator[ast.expr]:
+    """Yields the context expressions of the `with` statements around the running line, the
+    outermost first.
+    """
+    scope = frame.scope
+    if scope is None:
+        return
+    statements = [node for node in ast.walk(scope) if isinstance(node, ast.With)]
+    for statement in sorted(statements, key=lambda node: node.lineno):
+        if _surrounds(statement, frame.line):
+            yield from (item.context_expr for item in statement.items)
+
+
+def _read_region(node: ast.expr, frame: CallFrame) -> AutocastState | None:
+    """The state that a context expression sets; None if it is no autocast region."""
+    if isinstance(node, ast.IfExp):
+        is_first = read_value(node.test, frame)
+        if is_first is UNKNOWN:
+            return None
+        chosen = node.body if is_first else node.orelse
+        return _read_region(chosen, frame)
+    if isinstance(node, (ast.Name, ast.Attribute)):
+        state = _state_of_instance(read_value(node, frame), frame)
+        if state is None:
+            return None
+        return AutocastState(state.is_on, state.dtype, state.device, frame.location_of(node))
+    if not isinstance(node, ast.Call):
+        return None
+    name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    if name not in _REGION_NAMES:
+        return None
+    function = read_value(node.func, frame)
+    if isinstance(function, type) and issubclass(function, torch.amp.autocast_mode.autocast):
+        return _read_constructor(node, function, frame)
+    owner = read_value(node.func.value, frame) if isinstance(node.func, ast.Attribute) else UNKNOWN
+    return _read_trainer_region(owner, frame.location_of(node))
+
+
+def _read_constructor(node: ast.Call, function: type, frame: CallFrame) -> AutocastState:
+    """The state of a call of `torch.autocast`, whose arguments are read and not computed."""
+    arguments = list(node.args)
+    device = function.__module__.split(".")[1]  # torch.cuda.amp, torch.cpu.amp
+    if device == "amp":
+        value = read_value(
+            arguments.pop(0) if arguments else node_keyword(node, "device_type"), frame
+        )
+        device = str(value).partition(":")[0] if value is not UNKNOWN else "cuda"
+        dtype_node = arguments[0] if arguments else node_keyword(node, "dtype")
+    else:
+        dtype_node = arguments[1] if len(arguments) > 1 else node_keyword(node, "dtype")
+    dtype = read_value(dtype_node, frame)
+    if not isinstance(dtype, torch.dtype):
+        dtype = torch.get_autocast_dtype(device)
+    enabled = True
+    if (enabled_node := node_keyword(node, "enabled")) is not None:
+        enabled = read_value(enabled_node, frame)
+    is_on = None if enabled is UNKNOWN else bool(enabled)
+    return AutocastState(is_on, dtype, device, frame.location_of(node))
+
+
+def _read_trainer_region(owner: Any, location: str) -> AutocastState:
+    """The state of `accelerator.autocast()` and of a Trainer's own context managers."""
+    accelerator = getattr(owner, "__dict__", {}).get("accelerator", owner)
+    setting = read_mixed_precision(accelerator)
+    if setting is None:
+        return AutocastState(None, location=location)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(setting)
+    device = getattr(getattr(accelerator, "device", None), "type", "")
+    return AutocastState(dtype is not None, dtype, device, location)
+
+
+def read_mixed_precision(accelerator: Any) -> str | None:
+    """`mixed_precision` of an Accelerator: `no`, `bf16`, `fp16` or `fp8`; None for other objects."""
+    if type(accelerator).__name__ != "Accelerator":
+        return None
+    state = getattr(accelerator, "state", None)
+    setting = getattr(state, "_mixed_precision", None)
+    return setting if isinstance(setting, str) else None

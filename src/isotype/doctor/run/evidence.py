@@ -1,0 +1,331 @@
+"""Collects the facts about one exception from its living frames: the operands of the expression
+that failed, the module, autocast, and the precision settings.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...dtypes import name as dtype_name
+from .autocast import AutocastState, find_other_region, read_autocast_state
+from .expressions import TensorFacts, is_tensor, read_value
+from .frames import CallFrame, collect_frames, iterate_causes
+from .modules import ModelNames
+from .producers import Producer, find_producer
+from .settings import OptimizerFacts, Setting, collect_settings, find_optimizer
+
+MENTIONS_DTYPE = re.compile(
+    r"dtype|scalar ?type|\bdata ?type|BFloat16|\bHalf\b|\bFloat\b|\bDouble\b|float(16|32|64)|FP16"
+    r"|\b(fp|bf)(16|32)\b|not implemented for '|without overflow|floating|result type|Float8"
+    r"|CheckpointError|low precision|must be long|complex dtype",
+    re.IGNORECASE,
+)
+# words of messages about the other properties of tensors
+_OTHER_SUBJECTS = re.compile(
+    r"out of memory|shapes? (?:of|cannot|mismatch)|same device|No such file"
+)
+_MAX_OPERANDS = 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Operand:
+    """A tensor that the failing expression received.
+
+    label        its text in the source of the failing expression
+    path         the parameter or buffer that it is; "" for others
+    frame_index  the index of the failing frame
+    node         its expression there
+    storage      the dtype that a quantised weight computes in; None for other tensors
+    """
+
+    label: str
+    dtype: torch.dtype
+    shape: tuple[int, ...] | None
+    device: torch.device
+    path: str
+    frame_index: int
+    node: ast.AST
+    tensor: torch.Tensor | None
+    storage: str | None = None
+
+    @property
+    def dtype_name(self) -> str:
+        return dtype_name(self.dtype)
+
+    @property
+    def _role(self) -> str:
+        if not isinstance(self.tensor, nn.Parameter):
+            return "buffer"
+        return "trained parameter" if self.tensor.requires_grad else "frozen parameter"
+
+    def describe(self) -> str:
+        shape = "" if self.shape is None else f"[{' '.join(map(str, self.shape))}]"
+        parts = [f"{self.dtype_name}{shape}"]
+        if self.device.type != "cpu":
+            parts.append(f"on {self.device}")
+        if self.path:
+            parts.append(f"{self._role} {self.path}")
+        if self.storage is not None:
+            parts.append(self.storage)
+        return "  ".join(parts)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Evidence:
+    """The facts about one exception.
+
+    error         the exception that was raised first
+    operation     the name of the function or operator that failed
+    user_frame    the innermost frame of the user's own code
+    module        the innermost module that was running
+    in_backward   whether autograd was running
+    """
+
+    error: BaseException
+    frames: Sequence[CallFrame]
+    names: ModelNames
+    operation: str
+    operands: Sequence[Operand]
+    user_frame: CallFrame
+    module: nn.Module | None
+    in_backward: bool
+    autocast: AutocastState
+    other_region: AutocastState | None
+    settings: Sequence[Setting]
+    optimizer: OptimizerFacts | None
+    producers: dict[int, Producer] = field(default_factory=dict)
+
+    @property
+    def message(self) -> str:
+        return str(self.error)
+
+    @property
+    def failing_frame(self) -> CallFrame:
+        return self.frames[-1]
+
+    @property
+    def module_path(self) -> str:
+        return "" if self.module is None else self.names.module_path(self.module)
+
+    @property
+    def device(self) -> str:
+        return self.operands[0].device.type if self.operands else "cpu"
+
+    @property
+    def majority_dtype(self) -> torch.dtype | None:
+        return self.names.majority_dtype
+
+    @property
+    def operand_dtypes(self) -> list[torch.dtype]:
+        return list(dict.fromkeys(operand.dtype for operand in self.operands))
+
+    def producer_of(self, operand: Operand) -> Producer:
+        key = id(operand)
+        if key not in self.producers:
+            self.producers[key] = find_producer(
+                operand.node, self.frames, operand.frame_index, operand.dtype, self.names
+            )
+        return self.producers[key]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The facts for JSON."""
+        return {
+            "error": f"{type(self.error).__name__}: {self.message}",
+            "operation": self.operation,
+            "module": self.module_path,
+            "in_backward": self.in_backward,
+            "operands": {operand.label: operand.describe() for operand in self.operands},
+            "producers": {
+                operand.label: {
+                    "kind": producer.kind,
+                    "text": producer.text,
+                    "location": producer.location,
+                }
+                for operand in self.operands
+                if (producer := self.producers.get(id(operand))) is not None
+            },
+            "autocast": describe_autocast(self.autocast),
+            "default_dtype": dtype_name(torch.get_default_dtype()),
+            "float32_matmul_precision": torch.get_float32_matmul_precision(),
+            "parameters": {
+                dtype_name(dtype): count for dtype, count in self.names.dtype_counts.items()
+            },
+            "settings": {setting.name: setting.value for setting in self.settings},
+            "optimizer": None if self.optimizer is None else str(self.optimizer),
+            "torch": torch.__version__,
+        }
+
+
+def describe_autocast(state: AutocastState) -> str:
+    if state.lost_at:
+        return f"off in this thread, on at {state.lost_at}"
+    if state.is_on is None:
+        return f"not known, {state.location} decides"
+    if not state.is_on:
+        return f"off, switched off at {state.location}" if state.location else "off"
+    dtype = "" if state.dtype is None else f", {dtype_name(state.dtype)}"
+    return f"on{dtype}, since {state.location}"
+
+
+def collect_evidence(error: BaseException) -> Evidence | None:
+    """The facts about an exception; None if neither it nor its causes are about dtypes."""
+    for cause in iterate_causes(error):
+        text = f"{type(cause).__name__}: {cause}"
+        if not MENTIONS_DTYPE.search(text) or _OTHER_SUBJECTS.search(text):
+            continue
+        frames = collect_frames(cause)
+        if frames:
+            evidence = _build_evidence(cause, frames)
+            if _concerns_torch(evidence):
+                return evidence
+    return None
+
+
+def _concerns_torch(evidence: Evidence) -> bool:
+    """Whether tensors took part, so that an error of another library is not explained."""
+    is_torch_file = "/torch/" in evidence.failing_frame.file.replace("\\", "/")
+    return bool(evidence.operands) or is_torch_file or evidence.in_backward
+
+
+def _build_evidence(error: BaseException, frames: list[CallFrame]) -> Evidence:
+    names = ModelNames(frames)
+    operation, operands = _read_operands(frames, names)
+    user_frames = [frame for frame in frames if frame.is_user_code]
+    modules = [
+        frame.variables["self"]
+        for frame in frames
+        if isinstance(frame.variables.get("self"), nn.Module)
+    ]
+    return Evidence(
+        error=error,
+        frames=frames,
+        names=names,
+        operation=operation,
+        operands=operands,
+        user_frame=user_frames[-1] if user_frames else frames[-1],
+        module=modules[-1] if modules else None,
+        in_backward=any(frame.function == "_engine_run_backward" for frame in frames),
+        autocast=read_autocast_state(frames),
+        other_region=find_other_region(frames),
+        settings=collect_settings(frames),
+        optimizer=find_optimizer(frames),
+    )
+
+
+def _read_operands(frames: Sequence[CallFrame], names: ModelNames) -> tuple[str, list[Operand]]:
+    """The operation that failed, and its tensors. If the innermost expression has none, the
+    arguments of its function count, then those of the frames around it.
+    """
+    for index in reversed(range(len(frames))):
+        frame = frames[index]
+        node = frame.expression
+        if index == len(frames) - 1:
+            operation, nodes = _split_expression(node, frame)
+        else:
+            operation, nodes = frame.function, []
+        operands = list(_make_operands(nodes, index, frame, names))
+        if not operands:
+            operation = frame.function
+            arguments = [ast.Name(name, ast.Load()) for name in _argument_names(frame)]
+            operands = list(_make_operands(arguments, index, frame, names))
+        if operands:
+            return operation, operands[:_MAX_OPERANDS]
+        if frame.is_user_code:
+            break
+    return frames[-1].function, []
+
+
+def _argument_names(frame: CallFrame) -> list[str]:
+    code = frame.code
+    return list(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+
+
+def _split_expression(node: ast.AST | None, frame: CallFrame) -> tuple[str, list[ast.AST]]:
+    """The name of the operation, and the expressions of its operands."""
+    statement = frame.statement
+    match node:
+        case ast.Call(function, arguments, keywords):
+            nodes: list[ast.AST] = [*arguments, *(keyword.value for keyword in keywords)]
+            if isinstance(function, ast.Attribute):
+                if is_tensor(read_value(function.value, frame)):
+                    nodes.insert(0, function.value)
+                return function.attr, nodes
+            return ast.unparse(function), nodes
+        case ast.BinOp(left, operator, right):
+            return _operator_name(operator), [left, right]
+        case ast.AugAssign(target, operator, value):
+            return f"in-place {_operator_name(operator)}", [target, value]
+        case ast.Subscript(container, index) if _is_assigned(node, statement):
+            return "index_put", [container, statement.value, index]  # type: ignore[union-attr]
+        case ast.Subscript(container, index):
+            return "index", [container, index]
+        case ast.Assign(_, value) | ast.Return(value) | ast.Expr(value) if value is not None:
+            return _split_expression(value, frame)
+    return frame.function, []
+
+
+def _operator_name(operator: ast.operator) -> str:
+    return {"MatMult": "matmul", "Mult": "mul"}.get(
+        type(operator).__name__, type(operator).__name__.lower()
+    )
+
+
+def _is_assigned(node: ast.AST, statement: ast.stmt | None) -> bool:
+    return isinstance(statement, ast.Assign) and any(
+        part is node for target in statement.targets for part in ast.walk(target)
+    )
+
+
+def _make_operands(
+    nodes: Sequence[ast.AST], index: int, frame: CallFrame, names: ModelNames
+) -> Iterator[Operand]:
+    for node in nodes:
+        value = read_value(node, frame)
+        label = " ".join(ast.unparse(node).split())
+        if is_tensor(value):
+            yield _make_operand(label, value, node, index, names)
+        elif isinstance(value, (list, tuple)):
+            for position, item in enumerate(value[:_MAX_OPERANDS]):
+                if is_tensor(item):
+                    item_node = _item_node(node, position)
+                    yield _make_operand(f"{label}[{position}]", item, item_node, index, names)
+
+
+def _item_node(node: ast.AST, position: int) -> ast.AST:
+    if isinstance(node, (ast.List, ast.Tuple)) and position < len(node.elts):
+        return node.elts[position]
+    item = ast.Subscript(node, ast.Constant(position), ast.Load())  # type: ignore[arg-type]
+    return ast.copy_location(item, node)
+
+
+def _make_operand(
+    label: str,
+    value: torch.Tensor | TensorFacts,
+    node: ast.AST,
+    index: int,
+    names: ModelNames,
+) -> Operand:
+    tensor = value if isinstance(value, torch.Tensor) else None
+    shape = None if tensor is None else tuple(tensor.shape)
+    path = names.tensor_path(tensor) or ""
+    return Operand(
+        label, value.dtype, shape, value.device, path, index, node, tensor, _storage(tensor)
+    )
+
+
+def _storage(tensor: torch.Tensor | None) -> str | None:
+    """The compute dtype of a quantised weight of bitsandbytes, and the class of other subclasses."""
+    if tensor is None or type(tensor) in (torch.Tensor, nn.Parameter):
+        return None
+    state = getattr(tensor, "__dict__", {}).get("quant_state")
+    dtype = getattr(state, "dtype", None)
+    if isinstance(dtype, torch.dtype):
+        return f"{type(tensor).__name__} that widens to {dtype_name(dtype)}"
+    return type(tensor).__name__

@@ -1,0 +1,238 @@
+"""Reads the values of expressions from the variables of a frame, without running the program's
+code: names, attributes that are stored, items of containers, and the dtypes of common calls.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from .frames import CallFrame
+
+
+class _Unknown:
+    """The type of `UNKNOWN`."""
+
+    def __repr__(self) -> str:
+        return "UNKNOWN"
+
+
+UNKNOWN = _Unknown()  # the value of an expression that cannot be read without running code
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFacts:
+    """The dtype of a tensor that an expression would compute, without the tensor."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+
+_CAST_METHODS = {
+    "float": torch.float32,
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "double": torch.float64,
+    "long": torch.int64,
+    "int": torch.int32,
+    "bool": torch.bool,
+}
+_CONVERTING_METHODS = frozenset(("to", "type", "type_as"))
+_DTYPE_KEEPING_METHODS = frozenset(
+    [
+        "t",
+        "transpose",
+        "permute",
+        "view",
+        "reshape",
+        "contiguous",
+        "unsqueeze",
+        "squeeze",
+        "expand",
+        "flatten",
+        "clone",
+        "detach",
+        "cuda",
+        "cpu",
+        "repeat",
+        "expand_as",
+        "view_as",
+        "unflatten",
+        "narrow",
+        "select",
+        "chunk",
+        "movedim",
+        "swapaxes",
+        "requires_grad_",
+        "clamp",
+        "softmax",
+        "log_softmax",
+        "relu",
+        "tanh",
+        "sigmoid",
+        "exp",
+        "mul_",
+        "add_",
+    ]
+)
+_DTYPE_KEEPING_ATTRIBUTES = frozenset(("T", "mT", "H", "data", "grad"))
+CREATION_FUNCTIONS = frozenset(
+    [
+        "zeros",
+        "ones",
+        "full",
+        "empty",
+        "rand",
+        "randn",
+        "randint",
+        "arange",
+        "linspace",
+        "eye",
+        "tensor",
+        "from_numpy",
+        "as_tensor",
+        "normal",
+    ]
+)
+
+
+def read_value(node: ast.AST | None, frame: CallFrame) -> Any:
+    """The value of an expression; UNKNOWN if reading it would run code of the program. For tensors
+    that the expression would compute, the result is a `TensorFacts`.
+    """
+    match node:
+        case ast.Constant(value):
+            return value
+        case ast.Name(name):
+            return frame.get_variable(name) if frame.has_variable(name) else UNKNOWN
+        case ast.Attribute(owner, name):
+            return _read_attribute(read_value(owner, frame), name)
+        case ast.Subscript(container, index):
+            return _read_item(read_value(container, frame), index, frame)
+        case ast.Tuple(elements) | ast.List(elements):
+            return [read_value(element, frame) for element in elements]
+        case ast.UnaryOp(ast.USub(), operand):
+            return _as_result(read_value(operand, frame))
+        case ast.BinOp(left, _, right):
+            return _promote(read_value(left, frame), read_value(right, frame))
+        case ast.Call():
+            return _read_call(node, frame)
+    return UNKNOWN
+
+
+def is_tensor(value: Any) -> bool:
+    return isinstance(value, (torch.Tensor, TensorFacts))
+
+
+def _as_result(value: Any) -> Any:
+    """A new tensor with the dtype of `value`."""
+    if is_tensor(value):
+        return TensorFacts(value.dtype, value.device)
+    return UNKNOWN
+
+
+def _read_attribute(owner: Any, name: str) -> Any:
+    """A stored attribute. Properties are not called, except a few of tensors."""
+    if owner is UNKNOWN:
+        return UNKNOWN
+    if isinstance(owner, torch.Tensor):
+        if name in ("dtype", "device", "shape"):
+            return getattr(owner, name)
+        if name in _DTYPE_KEEPING_ATTRIBUTES:
+            return _as_result(owner)
+        return UNKNOWN
+    if isinstance(owner, TensorFacts):
+        return getattr(owner, name) if name in ("dtype", "device") else UNKNOWN
+    if isinstance(owner, (ModuleType, type)):
+        return getattr(owner, name, UNKNOWN)
+    stored: dict[str, Any] = getattr(owner, "__dict__", {})
+    if name in stored:
+        return stored[name]
+    if isinstance(owner, nn.Module):
+        for table in (owner._parameters, owner._buffers, owner._modules):
+            if name in table:
+                return table[name]
+        parametrizations = owner._modules.get("parametrizations")
+        if isinstance(parametrizations, nn.ModuleDict) and name in parametrizations:
+            return parametrizations[name].original
+    if name == "dtype" and isinstance(owner, nn.Module):
+        return next((p.dtype for p in owner.parameters() if p.is_floating_point()), UNKNOWN)
+    return UNKNOWN
+
+
+def _read_item(container: Any, index: ast.AST, frame: CallFrame) -> Any:
+    if is_tensor(container):
+        return _as_result(container)
+    key = read_value(index, frame)
+    if key is UNKNOWN:
+        return UNKNOWN
+    if isinstance(container, (nn.ModuleList, nn.Sequential, nn.ModuleDict, nn.ParameterList)):
+        return container._modules.get(str(key), UNKNOWN)
+    data = getattr(container, "data", None)  # BatchEncoding and BatchFeature of transformers
+    if not isinstance(container, (dict, list, tuple)) and isinstance(data, dict):
+        container = data
+    if type(container) in (dict, list, tuple):
+        try:
+            return container[key]
+        except (KeyError, IndexError, TypeError):
+            return UNKNOWN
+    return UNKNOWN
+
+
+def _promote(left: Any, right: Any) -> Any:
+    if is_tensor(left) and is_tensor(right):
+        if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+            return TensorFacts(torch.result_type(left, right), left.device)
+        return TensorFacts(torch.promote_types(left.dtype, right.dtype), left.device)
+    if is_tensor(left) and isinstance(right, (int, float)):
+        return _as_result(left)
+    if is_tensor(right) and isinstance(left, (int, float)):
+        return _as_result(right)
+    return UNKNOWN
+
+
+def _read_call(node: ast.Call, frame: CallFrame) -> Any:
+    """The facts of the tensor that a common call computes."""
+    if not isinstance(node.func, ast.Attribute):
+        return UNKNOWN
+    owner = read_value(node.func.value, frame)
+    name = node.func.attr
+    if is_tensor(owner):
+        if name in _CAST_METHODS:
+            return TensorFacts(_CAST_METHODS[name], owner.device)
+        if name in _CONVERTING_METHODS:
+            return _read_conversion(node, owner, frame)
+        if name in _DTYPE_KEEPING_METHODS and not node_keyword(node, "dtype"):
+            return _as_result(owner)
+        return UNKNOWN
+    if owner is torch and name in CREATION_FUNCTIONS:
+        dtype = read_value(node_keyword(node, "dtype"), frame)
+        if isinstance(dtype, torch.dtype):
+            return TensorFacts(dtype, torch.device("cpu"))
+        if name in ("zeros", "ones", "empty", "rand", "randn", "eye", "linspace"):
+            return TensorFacts(torch.get_default_dtype(), torch.device("cpu"))
+    return UNKNOWN
+
+
+def _read_conversion(node: ast.Call, owner: Any, frame: CallFrame) -> Any:
+    """The facts of `tensor.to(...)`."""
+    arguments = [read_value(argument, frame) for argument in node.args]
+    arguments += [read_value(keyword.value, frame) for keyword in node.keywords]
+    for argument in arguments:
+        if isinstance(argument, torch.dtype):
+            return TensorFacts(argument, owner.device)
+        if is_tensor(argument):
+            return TensorFacts(argument.dtype, owner.device)
+    if any(argument is UNKNOWN for argument in arguments):
+        return UNKNOWN
+    return _as_result(owner)
+
+
+def node_keyword(node: ast.Call, name: str) -> ast.expr | None:
+    """The value of a keyword argument."""
+    return next((keyword.value for keyword in node.keywords if keyword.arg == name), None)

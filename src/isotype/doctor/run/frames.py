@@ -1,0 +1,200 @@
+"""The frames of a traceback, which hold the local variables at the failure, and the expression of
+each frame that was being evaluated.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import linecache
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from types import CodeType, TracebackType
+from typing import Any
+
+from ...observe.origin import is_library_file, short_path
+
+Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.Module
+Position = tuple[int | None, int | None, int | None, int | None]
+
+# functions of torch that only pass their arguments on to another function
+_FORWARDING_FUNCTIONS = frozenset(
+    (
+        "_wrapped_call_impl",
+        "_call_impl",
+        "decorate_autocast",
+        "decorate_context",
+        "inner",
+        "apply",
+    )
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CallFrame:
+    """One frame of a traceback.
+
+    line       the line that was running
+    position   the first and last line, and the first and last column, of the running expression
+    variables  the local variables; in a module its global variables
+    """
+
+    code: CodeType
+    line: int
+    position: Position
+    variables: Mapping[str, Any]
+    global_variables: Mapping[str, Any]
+
+    @property
+    def file(self) -> str:
+        return self.code.co_filename
+
+    @property
+    def function(self) -> str:
+        return self.code.co_name
+
+    @property
+    def is_user_code(self) -> bool:
+        return not is_library_file(self.file)
+
+    @property
+    def is_forwarding(self) -> bool:
+        """Whether the function only passes its arguments on, as `Module._call_impl` does."""
+        return self.function in _FORWARDING_FUNCTIONS and f"{os.sep}torch{os.sep}" in self.file
+
+    @property
+    def location(self) -> str:
+        return f"{short_path(self.file)}:{self.line}"
+
+    def location_of(self, node: ast.AST) -> str:
+        line = getattr(node, "lineno", self.line)
+        return f"{short_path(self.file)}:{line}"
+
+    @property
+    def scope(self) -> Scope | None:
+        """The syntax tree of the function, or of the module."""
+        return _find_scope(self.code)
+
+    @property
+    def expression(self) -> ast.AST | None:
+        """The syntax tree of the expression that was being evaluated; of the whole statement if the
+        interpreter does not know the expression.
+        """
+        scope = self.scope
+        if scope is None:
+            return None
+        matches = [node for node in ast.walk(scope) if _position_of(node) == self.position]
+        expressions = [node for node in matches if isinstance(node, ast.expr)]
+        if expressions:
+            return expressions[0]
+        return matches[0] if matches else self.statement
+
+    @property
+    def statement(self) -> ast.stmt | None:
+        """The innermost statement at the running line."""
+        scope = self.scope
+        if scope is None:
+            return None
+        statements = [
+            node
+            for node in ast.walk(scope)
+            if isinstance(node, ast.stmt) and _contains_line(node, self.line)
+        ]
+        return min(statements, key=_line_count, default=None)
+
+    @property
+    def text(self) -> str:
+        """The source of the statement in one line."""
+        statement = self.statement
+        if statement is None:
+            return linecache.getline(self.file, self.line).strip()
+        if isinstance(statement, (ast.With, ast.For, ast.While, ast.If, ast.FunctionDef)):
+            return linecache.getline(self.file, statement.lineno).strip()
+        return " ".join(ast.unparse(statement).split())
+
+    def has_variable(self, name: str) -> bool:
+        return name in self.variables or name in self.global_variables
+
+    def get_variable(self, name: str) -> Any:
+        if name in self.variables:
+            return self.variables[name]
+        return self.global_variables[name]
+
+
+def collect_frames(error: BaseException) -> list[CallFrame]:
+    """The frames of an exception's traceback, the outermost first."""
+    frames = []
+    link = error.__traceback__
+    while link is not None:
+        frame = link.tb_frame
+        frames.append(
+            CallFrame(
+                frame.f_code, link.tb_lineno, _position(link), frame.f_locals, frame.f_globals
+            )
+        )
+        link = link.tb_next
+    return frames
+
+
+def iterate_causes(error: BaseException) -> Iterator[BaseException]:
+    """Yields the exception that was raised first, and then those that followed from it."""
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in chain:
+        chain.append(link)
+        link = link.__cause__ or link.__context__
+    yield from reversed(chain)
+
+
+def _position(link: TracebackType) -> Position:
+    positions = link.tb_frame.f_code.co_positions()
+    empty = (None, None, None, None)
+    return next(islice(positions, link.tb_lasti // 2, None), empty)
+
+
+def _position_of(node: ast.AST) -> Position | None:
+    if not hasattr(node, "lineno"):
+        return None
+    return (
+        node.lineno,
+        getattr(node, "end_lineno", None),
+        getattr(node, "col_offset", None),
+        getattr(node, "end_col_offset", None),
+    )
+
+
+def _contains_line(node: ast.stmt, line: int) -> bool:
+    return node.lineno <= line <= (node.end_lineno or node.lineno)
+
+
+def _line_count(node: ast.stmt) -> int:
+    return (node.end_lineno or node.lineno) - node.lineno
+
+
+@functools.cache
+def _parse_file(file: str) -> ast.Module | None:
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return None
+
+
+@functools.cache
+def _find_scope(code: CodeType) -> Scope | None:
+    tree = _parse_file(code.co_filename)
+    if tree is None or code.co_name == "<module>":
+        return tree
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == code.co_name:
+            decorator_lines = [decorator.lineno for decorator in node.decorator_list]
+            if code.co_firstlineno in (node.lineno, *decorator_lines):
+                return node
+        if (
+            isinstance(node, ast.Lambda)
+            and code.co_name == "<lambda>"
+            and node.lineno == code.co_firstlineno
+        ):
+            return node
+    return None

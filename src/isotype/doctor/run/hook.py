@@ -1,0 +1,99 @@
+"""Exception hooks that print the explanation of a dtype error under its traceback: for a program,
+for its threads, and for a notebook.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+from types import TracebackType
+from typing import Any
+
+_HOOK_ATTRIBUTE = "_is_isotype_hook"
+
+
+def install() -> None:
+    """Sets `sys.excepthook`, which calls the earlier hook first, and `threading.excepthook`. Further
+    calls have no effect.
+    """
+    earlier_hook = sys.excepthook
+    if not getattr(earlier_hook, _HOOK_ATTRIBUTE, False):
+
+        def explain_uncaught(
+            kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+        ) -> None:
+            earlier_hook(kind, error, traceback)
+            explain_to_stderr(error)
+
+        setattr(explain_uncaught, _HOOK_ATTRIBUTE, True)
+        sys.excepthook = explain_uncaught
+    install_thread_hook()
+
+
+def install_thread_hook(json_file: str | None = None) -> None:
+    """Sets `threading.excepthook`, which calls the earlier hook first."""
+    earlier_hook = threading.excepthook
+    if getattr(earlier_hook, _HOOK_ATTRIBUTE, False):
+        return
+
+    def explain_uncaught(args: threading.ExceptHookArgs) -> None:
+        earlier_hook(args)
+        if args.exc_value is not None:
+            explain_to_stderr(args.exc_value, json_file=json_file)
+
+    setattr(explain_uncaught, _HOOK_ATTRIBUTE, True)
+    threading.excepthook = explain_uncaught
+
+
+def install_in_notebook(shell: Any) -> None:
+    """Adds the explanation to the tracebacks of an IPython shell."""
+
+    def show_explained(
+        shell: Any,
+        kind: type[BaseException],
+        error: BaseException,
+        traceback: TracebackType | None,
+        tb_offset: int | None = None,
+    ) -> None:
+        shell.showtraceback((kind, error, traceback), tb_offset=tb_offset)
+        explain_to_stderr(error)
+
+    shell.set_custom_exc((Exception,), show_explained)
+
+
+def explain_to_stderr(error: BaseException, *, json_file: str | None = None) -> None:
+    """Prints the explanation of an exception, and writes its facts to a file. It prints nothing for
+    an exception that is not about dtypes. A fault of the explanation itself is printed in one line.
+    """
+    if "torch" not in sys.modules or not isinstance(error, Exception):
+        return
+    with contextlib.suppress(OSError, ValueError):  # a closed stream
+        sys.stdout.flush()
+    try:
+        from .evidence import collect_evidence
+        from .rules import decide_cause
+
+        evidence = collect_evidence(error)
+        if evidence is None:
+            return
+        finding = decide_cause(evidence)
+        text = finding.render()
+        facts = {"finding": finding.to_dict(), "evidence": evidence.to_dict()}
+    except Exception as fault:
+        if os.environ.get("ISOTYPE_TRACEBACK"):
+            raise
+        print(
+            f"isotype: no explanation: {type(fault).__name__}: {fault} (ISOTYPE_TRACEBACK=1 shows"
+            " where)",
+            file=sys.stderr,
+        )
+        return
+    rank = os.environ.get("RANK")
+    heading = "isotype doctor run" if rank is None else f"isotype doctor run, rank {rank}"
+    print(f"\n{heading}\n{text}", file=sys.stderr, flush=True)
+    if json_file is not None:
+        with open(json_file, "w", encoding="utf-8") as stream:
+            json.dump(facts, stream, indent=1)

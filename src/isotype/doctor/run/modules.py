@@ -1,0 +1,127 @@
+"""Finds the model in the frames of a traceback, and the paths of its modules, parameters and
+buffers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .frames import CallFrame
+
+# modules that wrap a model without changing its parts: their names are left out of paths
+_WRAPPER_NAMES = frozenset(
+    ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+)
+
+
+class ModelNames:
+    """The paths of the modules, parameters and buffers of the models in the frames.
+
+    dtype_counts  the number of elements of the parameters by dtype
+    """
+
+    def __init__(self, frames: Sequence[CallFrame]) -> None:
+        self.roots = _find_roots(frames)
+        self._modules: dict[int, str] = {}
+        self._tensors: dict[int, str] = {}
+        self._owners: dict[int, nn.Module] = {}
+        self.dtype_counts: Counter[torch.dtype] = Counter()
+        for root in self.roots:
+            self._register(root)
+
+    def _register(self, root: nn.Module) -> None:
+        for path, module in root.named_modules():
+            if id(module) in self._modules:
+                continue
+            clean_path = _remove_wrappers(path)
+            self._modules[id(module)] = clean_path
+            for name, parameter in module._parameters.items():
+                if parameter is not None and id(parameter) not in self._tensors:
+                    self._add_tensor(clean_path, name, parameter, module)
+                    self.dtype_counts[parameter.dtype] += parameter.numel()
+            for name, buffer in module._buffers.items():
+                if buffer is not None and id(buffer) not in self._tensors:
+                    self._add_tensor(clean_path, name, buffer, module)
+
+    def _add_tensor(self, path: str, name: str, tensor: torch.Tensor, owner: nn.Module) -> None:
+        self._tensors[id(tensor)] = ".".join(part for part in (path, name) if part)
+        self._owners[id(tensor)] = owner
+
+    def module_path(self, module: nn.Module) -> str:
+        """The path below the model; the name of the class for the model itself."""
+        return self._modules.get(id(module)) or type(module).__name__
+
+    def tensor_path(self, tensor: Any) -> str | None:
+        """The path of a parameter or buffer, also for a view of it."""
+        if not isinstance(tensor, torch.Tensor):
+            return None
+        path = self._tensors.get(id(tensor))
+        if path is None and tensor._base is not None:
+            return self._tensors.get(id(tensor._base))
+        return path
+
+    def tensor_owner(self, tensor: Any) -> nn.Module | None:
+        """The module that owns a parameter or buffer."""
+        return self._owners.get(id(tensor))
+
+    @property
+    def majority_dtype(self) -> torch.dtype | None:
+        """The floating-point dtype of most parameter elements."""
+        counts = [
+            (count, dtype) for dtype, count in self.dtype_counts.items() if dtype.is_floating_point
+        ]
+        return max(counts, key=lambda pair: pair[0])[1] if counts else None
+
+    def dtype_share(self, dtype: torch.dtype) -> float:
+        """The share of the parameter elements that have a dtype."""
+        total = self.dtype_counts.total()
+        return self.dtype_counts[dtype] / total if total else 0.0
+
+    def trained_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for root in self.roots:
+            yield from (
+                (_remove_wrappers(name), parameter)
+                for name, parameter in root.named_parameters()
+                if parameter.requires_grad
+            )
+
+
+def floating_weight_dtypes(module: nn.Module) -> set[torch.dtype]:
+    """The floating-point dtypes of the parameters that a module owns, itself and below it."""
+    return {p.dtype for p in module.parameters() if p.is_floating_point()}
+
+
+def find_modules(values: Mapping[str, Any]) -> Iterator[nn.Module]:
+    """Yields the modules among variables, and those stored in attributes of the variables."""
+    for value in values.values():
+        if isinstance(value, nn.Module):
+            yield value
+        elif not isinstance(value, (type, torch.Tensor)):
+            stored = getattr(value, "__dict__", None)
+            if isinstance(stored, dict):
+                yield from (item for item in stored.values() if isinstance(item, nn.Module))
+
+
+def _find_roots(frames: Sequence[CallFrame]) -> list[nn.Module]:
+    """The modules in the frames that are part of no other, the largest first."""
+    candidates: dict[int, nn.Module] = {}
+    for frame in frames:
+        for module in find_modules(frame.variables):
+            candidates.setdefault(id(module), module)
+    inner = {
+        id(part)
+        for module in candidates.values()
+        for part in module.modules()
+        if part is not module
+    }
+    roots = [module for key, module in candidates.items() if key not in inner]
+    return sorted(roots, key=lambda root: -sum(p.numel() for p in root.parameters()))
+
+
+def _remove_wrappers(path: str) -> str:
+    return ".".join(part for part in path.split(".") if part not in _WRAPPER_NAMES)

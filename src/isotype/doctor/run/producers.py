@@ -1,0 +1,290 @@
+"""Finds the expression that gave a tensor its dtype, by following the source back from the failing
+line: through assignments, calls that keep the dtype, and arguments of the callers.
+
+The values of variables are those at the failure. A step is only taken if the value that is read has
+the dtype that is looked for, or cannot be read at all.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .expressions import CREATION_FUNCTIONS, UNKNOWN, TensorFacts, is_tensor, read_value
+from .frames import CallFrame
+from .modules import ModelNames
+
+_MAX_STEPS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Producer:
+    """The expression that gave a tensor its dtype.
+
+    kind      cast, module, creation, parameter, data, call or unknown
+    text      the source of the expression
+    location  its file and line
+    function  the function that contains the line
+    path      the module, parameter or buffer that it names; "" if there is none
+    module    the module that computed the tensor, for the kind `module`
+    passed    the expression by which the user's code passed the tensor on, in the innermost frame
+              of the user's code; "" if there is none
+    passed_at the file and line of that expression
+    """
+
+    kind: str
+    text: str
+    location: str
+    function: str
+    path: str = ""
+    module: nn.Module | None = None
+    passed: str = ""
+    passed_at: str = ""
+
+
+def find_producer(
+    node: ast.AST, frames: Sequence[CallFrame], index: int, dtype: torch.dtype, names: ModelNames
+) -> Producer:
+    """Follows the expression `node` of the frame at `index` back to the one that made its value
+    `dtype`.
+    """
+    return _Search(frames, dtype, names).follow(node, index)
+
+
+class _Search:
+    """One search for a producer."""
+
+    def __init__(self, frames: Sequence[CallFrame], dtype: torch.dtype, names: ModelNames) -> None:
+        self.frames = frames
+        self.dtype = dtype
+        self.names = names
+        self.step_count = 0
+        self.passed: ast.AST | None = None
+        self.passed_at = ""
+
+    def follow(self, node: ast.AST, index: int, line: int | None = None) -> Producer:
+        """`line` is the line at which the expression was evaluated; by default the running line."""
+        frame = self.frames[index]
+        if line is None:
+            line = frame.line
+        self.step_count += 1
+        if self.passed is None and frame.is_user_code:
+            self.passed = node
+            self.passed_at = frame.location
+        value = read_value(node, frame)
+        has_other_dtype = is_tensor(value) and value.dtype != self.dtype
+        if self.step_count > _MAX_STEPS or has_other_dtype:
+            return self.producer("unknown", node, index)
+        path = self.names.tensor_path(value)
+        if path is not None:
+            return self.producer("parameter", node, index, path=path)
+        match node:
+            case ast.Name(name):
+                return self.follow_name(node, name, index, line)
+            case ast.Subscript(container, _):
+                return self.follow(container, index, line)
+            case ast.BinOp(left, _, right):
+                return self.follow_widest([left, right], node, index, line)
+            case ast.UnaryOp(_, operand):
+                return self.follow(operand, index, line)
+            case ast.IfExp(_, body, _):
+                return self.follow(body, index, line)
+            case ast.Call():
+                return self.follow_call(node, index, line)
+        return self.producer("unknown", node, index)
+
+    def producer(
+        self,
+        kind: str,
+        node: ast.AST,
+        index: int,
+        *,
+        path: str = "",
+        module: nn.Module | None = None,
+    ) -> Producer:
+        frame = self.frames[index]
+        return Producer(
+            kind,
+            _source(node),
+            frame.location_of(node),
+            frame.function,
+            path,
+            module,
+            "" if self.passed is None else _source(self.passed),
+            self.passed_at,
+        )
+
+    def follow_widest(
+        self, nodes: Sequence[ast.AST], node: ast.AST, index: int, line: int
+    ) -> Producer:
+        """Follows the first operand that has the dtype, else reports the operation."""
+        for operand in nodes:
+            value = read_value(operand, self.frames[index])
+            if is_tensor(value) and value.dtype == self.dtype:
+                return self.follow(operand, index, line)
+        for operand in nodes:
+            if isinstance(operand, (ast.Call, ast.BinOp, ast.Name)):
+                value = read_value(operand, self.frames[index])
+                if value is UNKNOWN:
+                    return self.follow(operand, index, line)
+        return self.producer("call", node, index)
+
+    def follow_call(self, node: ast.Call, index: int, line: int) -> Producer:
+        frame = self.frames[index]
+        function = read_value(node.func, frame)
+        if isinstance(function, nn.Module):
+            path = self.names.module_path(function)
+            return self.producer("module", node, index, path=path, module=function)
+        if isinstance(node.func, ast.Attribute):
+            owner = read_value(node.func.value, frame)
+            result = read_value(node, frame)
+            if is_tensor(owner) and isinstance(result, TensorFacts):
+                if owner.dtype == result.dtype:
+                    return self.follow(node.func.value, index, line)
+                return self.producer("cast", node, index)
+            if node.func.attr in ("float", "half", "bfloat16", "double", "to"):
+                return self.producer("cast", node, index)
+            if owner is torch and node.func.attr in CREATION_FUNCTIONS:
+                return self.producer("creation", node, index)
+        is_torch_function = getattr(function, "__module__", "").startswith("torch") or isinstance(
+            function, type(torch.add)
+        )
+        if is_torch_function and node.args:
+            operands = list(node.args)
+            if isinstance(operands[0], (ast.List, ast.Tuple)):
+                operands = list(operands[0].elts)
+            return self.follow_widest(operands, node, index, line)
+        return self.producer("call", node, index)
+
+    def follow_name(self, node: ast.AST, name: str, index: int, line: int) -> Producer:
+        frame = self.frames[index]
+        scope = frame.scope
+        if scope is None:
+            return self.producer("unknown", node, index)
+        for binding in _earlier_bindings(scope, name, line):
+            if self.has_other_dtype(binding, frame):
+                continue  # in a branch that did not run
+            return self.follow_binding(binding, name, index)
+        if not isinstance(scope, ast.Module) and name in _parameter_names(scope):
+            return self.follow_argument(scope, name, node, index)
+        return self.producer("unknown", node, index)
+
+    def has_other_dtype(self, binding: Any, frame: CallFrame) -> bool:
+        """Whether an assignment would have made the value another dtype."""
+        if not isinstance(binding, ast.Assign) or isinstance(binding.targets[0], ast.Tuple):
+            return False
+        value = read_value(binding.value, frame)
+        return is_tensor(value) and value.dtype != self.dtype
+
+    def follow_binding(self, binding: Any, name: str, index: int) -> Producer:
+        match binding:
+            case ast.For() | ast.AsyncFor():
+                return self.producer("data", binding.iter, index)
+            case ast.AugAssign():
+                return self.follow_widest([binding.value], binding.value, index, binding.lineno)
+            case ast.AnnAssign(value=ast.expr() as value):
+                return self.follow(value, index, binding.lineno)
+        return self.follow_assignment(binding, name, index)
+
+    def follow_assignment(self, binding: ast.Assign, name: str, index: int) -> Producer:
+        target = binding.targets[0]
+        if isinstance(target, (ast.Tuple, ast.List)) and isinstance(
+            binding.value, (ast.Tuple, ast.List)
+        ):
+            for element, value in zip(target.elts, binding.value.elts):
+                if isinstance(element, ast.Name) and element.id == name:
+                    return self.follow(value, index, binding.lineno)
+        if isinstance(target, (ast.Tuple, ast.List)):
+            if isinstance(binding.value, ast.Call):
+                return self.follow_call(binding.value, index, binding.lineno)
+            return self.producer("call", binding.value, index)
+        # the name may stand on both sides: its value at the failure is that of the left side
+        if isinstance(binding.value, ast.Call):
+            return self.follow_call(binding.value, index, binding.lineno)
+        if isinstance(binding.value, ast.BinOp):
+            operands = [binding.value.left, binding.value.right]
+            others = [operand for operand in operands if not _is_name(operand, name)]
+            return self.follow_widest(others, binding.value, index, binding.lineno)
+        return self.follow(binding.value, index, binding.lineno)
+
+    def follow_argument(self, scope: ast.AST, name: str, node: ast.AST, index: int) -> Producer:
+        """Follows an argument of a function into the call of the next outer frame."""
+        outer = index - 1
+        while outer >= 0 and self.frames[outer].is_forwarding:
+            outer -= 1
+        if outer < 0:
+            return self.producer("unknown", node, index)
+        call = self.frames[outer].expression
+        argument = _argument_expression(scope, call, name)
+        if argument is None:
+            return self.producer("unknown", node, index)
+        if isinstance(argument, ast.Starred):
+            return self.producer("data", argument.value, outer)
+        return self.follow(argument, outer)
+
+
+def _source(node: ast.AST) -> str:
+    return " ".join(ast.unparse(node).split())
+
+
+def _is_name(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
+
+
+def _parameter_names(scope: Any) -> list[str]:
+    arguments = scope.args
+    return [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+
+
+def _argument_expression(scope: Any, call: ast.AST | None, name: str) -> ast.AST | None:
+    """The expression that a call passes for a parameter; a starred one if it unpacks a mapping."""
+    if not isinstance(call, ast.Call):
+        return None
+    for keyword in call.keywords:
+        if keyword.arg == name:
+            return keyword.value
+    positional = [a.arg for a in (*scope.args.posonlyargs, *scope.args.args)]
+    if positional[:1] in (["self"], ["cls"], ["ctx"]):
+        positional.pop(0)
+    if name in positional:
+        position = positional.index(name)
+        if position < len(call.args) and not isinstance(call.args[position], ast.Starred):
+            return call.args[position]
+    for keyword in call.keywords:
+        if keyword.arg is None:
+            return ast.Starred(keyword.value)
+    return None
+
+
+def _earlier_bindings(scope: ast.AST, name: str, line: int) -> list[Any]:
+    """The statements before a line that give a name its value, the last first. A loop around the
+    line counts.
+    """
+    bindings: list[Any] = []
+    node: Any
+    for node in ast.walk(scope):
+        is_loop = isinstance(node, (ast.For, ast.AsyncFor))
+        is_assignment = isinstance(node, (ast.Assign, ast.AugAssign)) or (
+            isinstance(node, ast.AnnAssign) and node.value is not None
+        )
+        if not (is_loop or is_assignment) or name not in _bound_names(node):
+            continue
+        last_line = node.lineno if is_loop else node.end_lineno
+        if last_line < line:
+            bindings.append(node)
+    return sorted(bindings, key=lambda node: node.lineno, reverse=True)
+
+
+def _bound_names(node: Any) -> set[str]:
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    return {
+        part.id
+        for target in targets
+        for part in ast.walk(target)
+        if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)
+    }

@@ -1,0 +1,167 @@
+"""Runs a script or module as `python SCRIPT.py ARGS` and `python -m MODULE ARGS` do, and explains
+the exception that ends it.
+
+This module imports neither torch nor typer, so that a program starts without delay.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import io
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import CodeType, ModuleType, TracebackType
+
+USAGE = "isotype doctor run [--json FILE] [--forward-lines] SCRIPT.py|-m MODULE [ARGS]"
+
+
+class ProgramError(Exception):
+    """The command line is wrong, or there is no such program."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The parsed command line.
+
+    target         the script or the module
+    is_module      whether the program was given with `-m`
+    arguments      the arguments of the program
+    json_file      the file for the facts in JSON; None to write none
+    forward_lines  whether autograd records the line of each forward operator
+    """
+
+    target: str
+    is_module: bool
+    arguments: list[str]
+    json_file: str | None = None
+    forward_lines: bool = False
+
+    @classmethod
+    def parse(cls, words: Sequence[str]) -> Request:
+        """Parses the options of this command, which come before the program. Raises ProgramError."""
+        remaining = list(words)
+        json_file = None
+        forward_lines = False
+        while remaining and remaining[0].startswith("-") and remaining[0] != "-m":
+            option, _, value = remaining.pop(0).partition("=")
+            if option == "--forward-lines":
+                forward_lines = True
+            elif option == "--json":
+                if not value and not remaining:
+                    raise ProgramError("--json needs a file")
+                json_file = value or remaining.pop(0)
+            else:
+                raise ProgramError(f"no option {option}")
+        is_module = remaining[:1] == ["-m"]
+        if is_module:
+            remaining.pop(0)
+        if not remaining:
+            raise ProgramError("no program was given")
+        return cls(remaining[0], is_module, remaining[1:], json_file, forward_lines)
+
+
+def main(words: Sequence[str]) -> int:
+    """Runs the program of a command line and returns the exit status of its process."""
+    try:
+        request = Request.parse(words)
+        if request.is_module:
+            code, module = _load_module(request.target)
+        else:
+            code, module = _load_script(request.target)
+    except ProgramError as error:
+        print(f"isotype doctor run: {error}\n  usage     {USAGE}", file=sys.stderr)
+        return 2
+    from .hook import explain_to_stderr, install_thread_hook
+
+    sys.modules["__main__"] = module
+    sys.argv = [module.__file__ or request.target, *request.arguments]
+    if request.is_module:
+        sys.path[0] = os.getcwd()
+    else:
+        sys.argv[0] = request.target
+        sys.path[0] = os.path.dirname(os.path.realpath(request.target))
+    if request.forward_lines:
+        _record_forward_lines()
+    install_thread_hook(request.json_file)
+    try:
+        exec(code, module.__dict__)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        traceback = _skip_outer_frames(error.__traceback__, code)
+        error.__traceback__ = traceback
+        sys.excepthook(type(error), error, traceback)
+        if isinstance(error, KeyboardInterrupt):
+            return 130
+        explain_to_stderr(error, json_file=request.json_file)
+        return 1
+    return 0
+
+
+def _load_script(path: str) -> tuple[CodeType, ModuleType]:
+    file = path
+    if os.path.isdir(path):
+        file = os.path.join(path, "__main__.py")
+    file = os.path.abspath(file)
+    try:
+        with io.open_code(file) as stream:
+            source = stream.read()
+    except OSError as error:
+        raise ProgramError(f"can't open {path}: {error.strerror}") from None
+    module = ModuleType("__main__")
+    module.__file__ = file
+    module.__builtins__ = __builtins__  # type: ignore[attr-defined]
+    module.__loader__ = importlib.machinery.SourceFileLoader("__main__", file)
+    module.__annotations__ = {}
+    return _compile(source, file), module
+
+
+def _compile(source: bytes, file: str) -> CodeType:
+    try:
+        return compile(source, file, "exec", dont_inherit=True)
+    except SyntaxError:
+        # the message of Python, with the line and its mark, says everything
+        sys.excepthook(*sys.exc_info())
+        raise SystemExit(1) from None
+
+
+def _load_module(name: str) -> tuple[CodeType, ModuleType]:
+    sys.path[0] = os.getcwd()
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+    except (ImportError, ValueError) as error:
+        raise ProgramError(f"no module {name}: {error}") from None
+    loader = None if spec is None else spec.loader
+    get_code = getattr(loader, "get_code", None)
+    code = None if spec is None or get_code is None else get_code(spec.name)
+    if spec is None or code is None:
+        raise ProgramError(f"no module {name} that can be run")
+    module = ModuleType("__main__")
+    module.__file__ = spec.origin
+    module.__builtins__ = __builtins__  # type: ignore[attr-defined]
+    module.__loader__ = spec.loader
+    module.__package__ = spec.parent
+    module.__spec__ = spec
+    return code, module
+
+
+def _skip_outer_frames(traceback: TracebackType | None, code: CodeType) -> TracebackType | None:
+    """The traceback from the program's first frame on."""
+    link = traceback
+    while link is not None and link.tb_frame.f_code is not code:
+        link = link.tb_next
+    return link or traceback
+
+
+def _record_forward_lines() -> None:
+    """Switches autograd's anomaly mode on, as soon as torch is imported: an error in backward then
+    names the line of its forward operator. It makes the program slower.
+    """
+    import torch
+
+    torch.autograd.set_detect_anomaly(True, check_nan=False)

@@ -1,0 +1,592 @@
+"""The rules that decide the cause of an exception from the evidence of its living frames. Each rule
+returns a finding, or None if its case does not hold. The first finding counts; the texts are in
+`causes.txt`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...dtypes import name as dtype_name
+from ...finding import Finding, Place
+from ...pages.finding_sheet import load_finding_formatter
+from .causes import SHEET
+from .evidence import Evidence, Operand, describe_autocast
+from .modules import floating_weight_dtypes
+from .producers import Producer
+
+_format_finding = load_finding_formatter(SHEET)
+_HALF_DTYPES = (torch.bfloat16, torch.float16)
+_WRITING_OPERATIONS = frozenset(
+    ("index_put", "index_put_", "index_add_", "index_copy_", "scatter_", "scatter_add_")
+    + ("index_add", "index_copy", "scatter", "scatter_add", "masked_scatter", "masked_scatter_")
+    + ("scatter_reduce_", "scatter_reduce", "index_reduce_", "index_reduce")
+)
+_CLASS_LOSSES = frozenset(("cross_entropy", "cross_entropy_loss", "nll_loss", "nll_loss_nd"))
+_FLOAT_LOSSES = frozenset(
+    ("binary_cross_entropy", "binary_cross_entropy_with_logits", "mse_loss", "huber_loss")
+    + ("smooth_l1_loss", "l1_loss", "kl_div")
+)
+
+
+def decide_cause(evidence: Evidence) -> Finding:
+    """The finding of the first rule that holds; RN000, a note with the facts, if none does."""
+    for rule in RULES:
+        finding = rule(evidence)
+        if finding is not None:
+            return finding
+    first_line = evidence.message.strip().partition("\n")[0]
+    return _make_finding(
+        "RN000",
+        evidence,
+        operation=evidence.operation,
+        error=f"{type(evidence.error).__name__}: {first_line}",
+    )
+
+
+def _make_finding(code: str, evidence: Evidence, **values: Any) -> Finding:
+    frame = evidence.user_frame
+    location = Place(
+        file=frame.file, line=frame.line, symbol=evidence.module_path or frame.function
+    )
+    return _format_finding(code, location, _details(evidence), **values)
+
+
+def _details(evidence: Evidence) -> tuple[tuple[str, str], ...]:
+    """The facts that every finding shows."""
+    details = [("line", evidence.user_frame.text[:200])]
+    for operand in evidence.operands[:6]:
+        text = operand.describe()
+        producer = evidence.producers.get(id(operand))
+        if producer is not None and not operand.path and producer.text != operand.label:
+            text += f"  from {producer.text} at {producer.location}"
+        details.append((operand.label[:40], text))
+    phase = "in backward, " if evidence.in_backward else ""
+    details.append(("autocast", phase + describe_autocast(evidence.autocast)))
+    majority = evidence.majority_dtype
+    if majority is not None:
+        share = 100 * evidence.names.dtype_share(majority)
+        details.append(("model", f"{share:.0f}% of the parameters are {dtype_name(majority)}"))
+    if evidence.settings:
+        settings = ", ".join(map(str, evidence.settings))
+        details.append(("settings", settings))
+    return tuple(details)
+
+
+def _floating(evidence: Evidence) -> list[Operand]:
+    return [operand for operand in evidence.operands if operand.dtype.is_floating_point]
+
+
+def _differ(operands: Sequence[Operand]) -> bool:
+    return len({operand.dtype for operand in operands}) > 1
+
+
+def _describe(operand: Operand) -> str:
+    """An operand in a sentence: `fp32 x`, `bf16 layers.0.weight`."""
+    return f"{operand.dtype_name} {operand.path or operand.label}"
+
+
+def _passed(operand: Operand, producer: Producer) -> str:
+    """The user's expression for an operand, in brackets if a method call needs them."""
+    text = producer.passed or operand.label
+    return text if re.fullmatch(r"[\w.\[\]'\"(), =]+", text) else f"({text})"
+
+
+def _passed_at(evidence: Evidence, producer: Producer) -> str:
+    return producer.passed_at or evidence.user_frame.location
+
+
+def _half_dtype(operands: Sequence[Operand]) -> torch.dtype | None:
+    """The half dtype among operands, if autocast to it casts all of them."""
+    dtypes = {operand.dtype for operand in operands}
+    if torch.float64 in dtypes:
+        return None
+    return next((dtype for dtype in _HALF_DTYPES if dtype in dtypes), None)
+
+
+def find_changed_checkpoint(evidence: Evidence) -> Finding | None:
+    if type(evidence.error).__name__ != "CheckpointError":
+        return None
+    saved = re.search(r"saved metadata: .*'dtype': (torch\.\w+)", evidence.message)
+    recomputed = re.search(r"recomputed metadata: .*'dtype': (torch\.\w+)", evidence.message)
+    if saved is None or recomputed is None or saved[1] == recomputed[1]:
+        return None
+    function = _checkpointed_function(evidence)
+    return _make_finding(
+        "RN019",
+        evidence,
+        saved=dtype_name(saved[1]),
+        recomputed=dtype_name(recomputed[1]),
+        function=function,
+    )
+
+
+def _checkpointed_function(evidence: Evidence) -> str:
+    """The name of the checkpointed function, which torch's frame of the recomputation holds."""
+    for frame in reversed(evidence.frames):
+        for holder in (frame.variables, getattr(frame.variables.get("frame"), "__dict__", {})):
+            function = holder.get("fn") or holder.get("function")
+            name = getattr(function, "__qualname__", None)
+            if name is not None and "torch" not in getattr(function, "__module__", "torch"):
+                return str(name)
+    return "the checkpointed function"
+
+
+def find_scaler_over_halves(evidence: Evidence) -> Finding | None:
+    if "unscale FP16 gradients" not in evidence.message or evidence.optimizer is None:
+        return None
+    counts = evidence.optimizer.parameters
+    half_parameters = [
+        parameter
+        for group in evidence.optimizer.optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.dtype == torch.float16
+    ]
+    paths = [evidence.names.tensor_path(parameter) for parameter in half_parameters]
+    shown = ", ".join(path for path in paths[:3] if path) or "names not in the frames"
+    setters = [str(setting) for setting in evidence.settings if "fp16" in str(setting)]
+    return _make_finding(
+        "RN006",
+        evidence,
+        count=len(half_parameters),
+        total=counts.total(),
+        shown=shown,
+        whole=len(half_parameters) == counts.total(),
+        setter=" and ".join([*setters[:2], "the loss scaler"]),
+    )
+
+
+def find_stale_optimizer_states(evidence: Evidence) -> Finding | None:
+    facts = evidence.optimizer
+    is_step = any(
+        f"{os.sep}torch{os.sep}optim" in frame.file or frame.function == "step"
+        for frame in evidence.frames[-6:]
+    )
+    if facts is None or not is_step or evidence.in_backward:
+        return None
+    states = set(facts.states)
+    parameters = set(facts.parameters)
+    if states <= parameters and set(facts.gradients) <= parameters and len(parameters) < 2:
+        return None
+    return _make_finding(
+        "RN007",
+        evidence,
+        optimizer=facts.class_name,
+        states=_join_dtypes(facts.states) if not states <= parameters else "",
+        parameters_dtype=_join_dtypes(facts.parameters),
+        gradients=_join_dtypes(facts.gradients),
+    )
+
+
+def _join_dtypes(counts: Counter[torch.dtype]) -> str:
+    return " and ".join(dtype_name(dtype) for dtype, _ in counts.most_common())
+
+
+def find_integer_parameter(evidence: Evidence) -> Finding | None:
+    if not re.search(r"(?i)only tensors of floating point .*require gradients", evidence.message):
+        return None
+    integers = [operand for operand in evidence.operands if not operand.dtype.is_floating_point]
+    if not integers:
+        return None
+    operand = integers[0]
+    producer = evidence.producer_of(operand)
+    return _make_finding(
+        "RN012",
+        evidence,
+        value=_passed(operand, producer),
+        has=operand.dtype_name,
+        at=_passed_at(evidence, producer),
+        is_parameter="Parameter" in evidence.user_frame.text,
+    )
+
+
+def find_numpy_conversion(evidence: Evidence) -> Finding | None:
+    match = re.search(r"unsupported ScalarType (\w+)", evidence.message)
+    if match is None or not evidence.operands:
+        return None
+    operand = evidence.operands[0]
+    producer = evidence.producer_of(operand)
+    return _make_finding(
+        "RN013",
+        evidence,
+        value=_passed(operand, producer),
+        has=dtype_name(match[1]),
+        at=_passed_at(evidence, producer),
+    )
+
+
+_NO_KERNEL = re.compile(
+    r"not implemented for '(?P<dtype>\w+)'|Unsupported dtype (?P<plain>\w+)"
+    r"|[Ll]ow precision dtypes not supported. Got (?P<low>\w+)"
+    r"|must be either float or double dtype|only supports floating-point dtypes"
+    r"|Input dtype must be either a floating point"
+)
+
+
+def find_missing_kernel(evidence: Evidence) -> Finding | None:
+    match = _NO_KERNEL.search(evidence.message)
+    if match is None or not evidence.operands:
+        return None
+    name = match["dtype"] or match["plain"] or match["low"]
+    operands = list(evidence.operands)
+    if name is not None:
+        operands = [
+            operand for operand in operands if operand.dtype_name == dtype_name(name)
+        ] or operands
+    operand = operands[0]
+    producer = evidence.producer_of(operand)
+    target = str(operand.dtype) if operand.dtype.is_floating_point else ""
+    return _make_finding(
+        "RN014",
+        evidence,
+        operation=evidence.operation,
+        value=_passed(operand, producer),
+        has=operand.dtype_name,
+        device=operand.device.type,
+        at=_passed_at(evidence, producer),
+        target=target,
+    )
+
+
+def find_float_indices(evidence: Evidence) -> Finding | None:
+    is_index_error = re.search(
+        r"argument #\d+ 'indices'|used as indices must be|index.*(?:int64|int32|long)",
+        evidence.message,
+    )
+    floats = [operand for operand in _floating(evidence) if not operand.path]
+    if is_index_error is None or not floats:
+        return None
+    operand = floats[-1]
+    producer = evidence.producer_of(operand)
+    return _make_finding(
+        "RN015",
+        evidence,
+        value=_passed(operand, producer),
+        has=operand.dtype_name,
+        operation=evidence.operation,
+        at=_passed_at(evidence, producer),
+        source=producer.text,
+        source_at=producer.location,
+    )
+
+
+def find_wrong_target(evidence: Evidence) -> Finding | None:
+    operation = evidence.operation
+    is_class_loss = operation in _CLASS_LOSSES
+    if evidence.in_backward or len(evidence.operands) < 2:
+        return None
+    if not is_class_loss and operation not in _FLOAT_LOSSES:
+        return None
+    prediction, target = evidence.operands[:2]
+    if prediction.dtype == target.dtype or (is_class_loss and target.dtype == torch.int64):
+        return None
+    producer = evidence.producer_of(target)
+    method = ".long()" if is_class_loss else f".to({prediction.dtype})"
+    return _make_finding(
+        "RN010",
+        evidence,
+        loss=operation.removesuffix("_nd").removesuffix("_loss") if is_class_loss else operation,
+        target=_passed(target, producer),
+        has=target.dtype_name,
+        needs="int64" if is_class_loss else prediction.dtype_name,
+        method=method,
+        at=_passed_at(evidence, producer),
+    )
+
+
+def find_in_place_result(evidence: Evidence) -> Finding | None:
+    if "can't be cast to the desired output type" not in evidence.message or not evidence.operands:
+        return None
+    operand = evidence.operands[0]
+    producer = evidence.producer_of(operand)
+    return _make_finding(
+        "RN016",
+        evidence,
+        operation=evidence.operation,
+        value=operand.label,
+        has=operand.dtype_name,
+        at=_passed_at(evidence, producer),
+    )
+
+
+def find_constant_overflow(evidence: Evidence) -> Finding | None:
+    halves = [operand for operand in evidence.operands if operand.dtype == torch.float16]
+    if "without overflow" not in evidence.message or not halves:
+        return None
+    producer = evidence.producer_of(halves[0])
+    return _make_finding(
+        "RN018",
+        evidence,
+        value=_passed(halves[0], producer),
+        has=halves[0].dtype_name,
+        at=_passed_at(evidence, producer),
+    )
+
+
+def find_attention_operand(evidence: Evidence) -> Finding | None:
+    operands = _floating(evidence)
+    if "attention" not in evidence.operation or not _differ(operands):
+        return None
+    odd = _odd_operand(evidence, operands)
+    others = [operand for operand in operands if operand.dtype != odd.dtype]
+    odd_labels = [operand.label for operand in operands if operand.dtype == odd.dtype]
+    producer = evidence.producer_of(odd)
+    return _make_finding(
+        "RN011",
+        evidence,
+        odd=" and ".join(odd_labels),
+        odd_dtype=odd.dtype_name,
+        others=" and ".join(operand.label for operand in others),
+        others_dtype=others[0].dtype_name,
+        source=producer.text,
+        source_at=producer.location,
+        at=evidence.user_frame.location,
+        target=str(others[0].dtype),
+    )
+
+
+def find_lost_autocast(evidence: Evidence) -> Finding | None:
+    operands = _floating(evidence)
+    half = _half_dtype(operands)
+    if not evidence.autocast.lost_at or not _differ(operands) or half is None:
+        return None
+    thread_frames = [frame for frame in evidence.frames if frame.is_user_code]
+    starts = [i for i, frame in enumerate(evidence.frames) if frame.function == "run"]
+    first_frames = [frame for frame in evidence.frames[starts[-1] :] if frame.is_user_code]
+    function = (first_frames or thread_frames)[0].function
+    return _make_finding(
+        "RN004",
+        evidence,
+        region_at=evidence.autocast.lost_at,
+        function=function,
+        device=evidence.device,
+        target=str(half),
+        first=_describe(operands[0]),
+        second=_describe(next(o for o in operands if o.dtype != operands[0].dtype)),
+    )
+
+
+def find_custom_backward(evidence: Evidence) -> Finding | None:
+    operands = _floating(evidence)
+    frame = evidence.user_frame
+    context = frame.variables.get("ctx", frame.variables.get("self"))
+    is_custom_backward = isinstance(context, torch.autograd.function.BackwardCFunction)
+    if not is_custom_backward or not _differ(operands):
+        return None
+    first, second = operands[0], next(o for o in operands if o.dtype != operands[0].dtype)
+    is_decorated = any(frame.function == "decorate_bwd" for frame in evidence.frames)
+    return _make_finding(
+        "RN005",
+        evidence,
+        owner=type(context).__name__.removesuffix("Backward"),
+        first=_describe(first),
+        second=_describe(second),
+        device=evidence.device,
+        decorated=is_decorated,
+        cast=_brackets(first.label),
+        target=str(second.dtype),
+        at=frame.location,
+    )
+
+
+def _brackets(text: str) -> str:
+    return text if re.fullmatch(r"[\w.\[\]()]+", text) else f"({text})"
+
+
+def find_write(evidence: Evidence) -> Finding | None:
+    operands = evidence.operands
+    has_out = "out tensor to have dtype" in evidence.message
+    if evidence.operation not in _WRITING_OPERATIONS and not has_out:
+        return None
+    destination = operands[-1] if has_out else operands[0]
+    values = [
+        operand
+        for operand in _floating(evidence)
+        if operand is not destination and operand.dtype != destination.dtype
+    ]
+    if not values:
+        return None
+    evidence.producer_of(values[0])  # shown with the operands
+    return _make_finding(
+        "RN008",
+        evidence,
+        operation=evidence.operation,
+        destination=_brackets(destination.label),
+        destination_dtype=destination.dtype_name,
+        value=_brackets(values[0].label),
+        value_dtype=values[0].dtype_name,
+        at=evidence.failing_frame.location,
+        out=has_out,
+    )
+
+
+def find_call_outside_autocast(evidence: Evidence) -> Finding | None:
+    operands = _floating(evidence)
+    if not _differ(operands) or _half_dtype(operands) is None or evidence.autocast.is_on:
+        return None
+    region = evidence.other_region
+    if region is not None:
+        text = f"{region.location} opens autocast"
+        dtype = region.dtype
+        device = region.device or evidence.device
+    else:
+        modes = [s for s in evidence.settings if _setting_dtype(str(s)) is not None]
+        if not modes:
+            return None
+        text = f"{modes[0]} runs the training forward under autocast"
+        dtype = _setting_dtype(str(modes[0]))
+        device = evidence.device
+    frame = _outermost_call(evidence)
+    return _make_finding(
+        "RN003",
+        evidence,
+        call=frame.text,
+        call_at=frame.location,
+        region=text,
+        device=device,
+        target=str(dtype),
+        first=_describe(operands[0]),
+        second=_describe(next(o for o in operands if o.dtype != operands[0].dtype)),
+    )
+
+
+def _setting_dtype(setting: str) -> torch.dtype | None:
+    """The autocast dtype of `SFTConfig.bf16=True` and `Accelerator.mixed_precision=bf16`."""
+    match = re.search(r"\.(bf16|fp16)=True|mixed_precision=(bf16|fp16)", setting)
+    if match is None:
+        return None
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}[match[1] or match[2]]
+
+
+def _outermost_call(evidence: Evidence) -> Any:
+    """The user's frame that calls the model: the last before the first module's frame."""
+    caller = evidence.user_frame
+    for frame in evidence.frames:
+        if isinstance(frame.variables.get("self"), nn.Module):
+            break
+        if frame.is_user_code:
+            caller = frame
+    return caller
+
+
+def find_odd_weight(evidence: Evidence) -> Finding | None:
+    operands = _floating(evidence)
+    majority = evidence.majority_dtype
+    if not _differ(operands) or majority is None or evidence.autocast.is_on:
+        return None
+    weights = [operand for operand in operands if operand.path and operand.dtype != majority]
+    others = [operand for operand in operands if not operand.path]
+    if not weights or any(operand.dtype != majority for operand in others) or not others:
+        return None
+    weight = weights[0]
+    is_trained = isinstance(weight.tensor, nn.Parameter) and weight.tensor.requires_grad
+    return _make_finding(
+        "RN002",
+        evidence,
+        weight=weight.path,
+        has=weight.dtype_name,
+        share=100 * evidence.names.dtype_share(majority),
+        usual=dtype_name(majority),
+        trained=is_trained and majority in _HALF_DTYPES and weight.dtype == torch.float32,
+        device=evidence.device,
+        target=str(majority),
+        owner=weight.path.rpartition(".")[0],
+    )
+
+
+def find_layer_input(evidence: Evidence) -> Finding | None:
+    operands = _floating(evidence)
+    weights = [operand for operand in operands if operand.path]
+    inputs = [operand for operand in operands if not operand.path]
+    if not weights or not inputs or evidence.module is None:
+        return None
+    weight = weights[0]
+    different = [operand for operand in inputs if operand.dtype != weight.dtype]
+    if not different:
+        return None
+    operand = different[0]
+    producer = evidence.producer_of(operand)
+    producer_dtype = ""
+    if producer.module is not None:
+        dtypes = floating_weight_dtypes(producer.module)
+        if dtypes == {operand.dtype}:
+            producer_dtype = operand.dtype_name
+    return _make_finding(
+        "RN001",
+        evidence,
+        layer=weight.path.rpartition(".")[0] or evidence.module_path,
+        has=operand.dtype_name,
+        needs=weight.dtype_name,
+        passed=_passed(operand, producer),
+        passed_at=_passed_at(evidence, producer),
+        kind=producer.kind,
+        producer=producer.text,
+        producer_at=producer.location,
+        path=producer.path,
+        producer_dtype=producer_dtype,
+        target=str(weight.dtype),
+    )
+
+
+def _odd_operand(evidence: Evidence, operands: Sequence[Operand]) -> Operand:
+    """The operand whose dtype differs from the model's; without a model, from that of most operands,
+    and of two dtypes with as many operands the wider one is odd.
+    """
+    counts = Counter(operand.dtype for operand in operands)
+    usual = evidence.majority_dtype
+    if usual not in counts:
+        usual = max(counts, key=lambda dtype: (counts[dtype], -dtype.itemsize))
+    return next(operand for operand in operands if operand.dtype != usual)
+
+
+def find_mixed_operands(evidence: Evidence) -> Finding | None:
+    operands = _floating(evidence)
+    if not _differ(operands):
+        return None
+    odd = _odd_operand(evidence, operands)
+    others = [operand for operand in operands if operand.dtype != odd.dtype]
+    producer = evidence.producer_of(odd)
+    return _make_finding(
+        "RN017",
+        evidence,
+        operation=evidence.operation,
+        odd=odd.path or odd.label,
+        odd_dtype=odd.dtype_name,
+        others=" and ".join(operand.path or operand.label for operand in others),
+        others_dtype=others[0].dtype_name,
+        source=producer.text,
+        source_at=producer.location,
+        passed=_passed(odd, producer),
+        at=_passed_at(evidence, producer),
+        target=str(others[0].dtype),
+    )
+
+
+# in the order in which they are asked: the more special first
+RULES: tuple[Callable[[Evidence], Finding | None], ...] = (
+    find_changed_checkpoint,
+    find_scaler_over_halves,
+    find_stale_optimizer_states,
+    find_integer_parameter,
+    find_numpy_conversion,
+    find_missing_kernel,
+    find_float_indices,
+    find_wrong_target,
+    find_in_place_result,
+    find_constant_overflow,
+    find_attention_operand,
+    find_lost_autocast,
+    find_custom_backward,
+    find_write,
+    find_call_outside_autocast,
+    find_odd_weight,
+    find_layer_input,
+    find_mixed_operands,
+)

@@ -1,0 +1,130 @@
+"""Reads the precision settings that are alive in the frames: those of trainers, of accelerate, of
+DeepSpeed, of loss scalers and of optimizers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...dtypes import name as dtype_name
+from .autocast import read_mixed_precision
+from .frames import CallFrame
+
+_ARGUMENT_NAMES = (
+    "bf16", "fp16", "bf16_full_eval", "fp16_full_eval", "half_precision_backend", "tf32",
+)  # fmt: skip
+_DEEPSPEED_NAMES = ("bfloat16_enabled", "float16_enabled", "fp16_enabled")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One precision setting, such as `TrainingArguments.bf16`.
+
+    location  the line of the frame whose variable holds it
+    """
+
+    name: str
+    value: str
+    location: str
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.value}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OptimizerFacts:
+    """An optimizer with the dtypes of its parameters, gradients and states."""
+
+    optimizer: torch.optim.Optimizer
+    parameters: Counter[torch.dtype]
+    gradients: Counter[torch.dtype]
+    states: Counter[torch.dtype]
+
+    @property
+    def class_name(self) -> str:
+        return type(self.optimizer).__name__
+
+    def __str__(self) -> str:
+        return (
+            f"{self.class_name}: parameters {_describe(self.parameters)}, gradients"
+            f" {_describe(self.gradients)}, states {_describe(self.states)}"
+        )
+
+
+def _describe(counts: Counter[torch.dtype]) -> str:
+    return " ".join(dtype_name(dtype) for dtype, _ in counts.most_common()) or "none"
+
+
+def read_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerFacts:
+    parameters: Counter[torch.dtype] = Counter()
+    gradients: Counter[torch.dtype] = Counter()
+    states: Counter[torch.dtype] = Counter()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameters[parameter.dtype] += 1
+            if parameter.grad is not None:
+                gradients[parameter.grad.dtype] += 1
+            for value in optimizer.state.get(parameter, {}).values():
+                if isinstance(value, torch.Tensor) and value.dim() > 0:
+                    states[value.dtype] += 1
+    return OptimizerFacts(optimizer, parameters, gradients, states)
+
+
+def find_optimizer(frames: Sequence[CallFrame]) -> OptimizerFacts | None:
+    """The optimizer of the innermost frame that holds one."""
+    for _, value in _iterate_values(reversed(frames)):
+        if isinstance(value, torch.optim.Optimizer):
+            return read_optimizer(value)
+    return None
+
+
+def find_scaler(frames: Sequence[CallFrame]) -> torch.amp.GradScaler | None:
+    """The enabled loss scaler of the innermost frame that holds one."""
+    for _, value in _iterate_values(reversed(frames)):
+        if isinstance(value, torch.amp.GradScaler) and value.is_enabled():
+            return value
+    return None
+
+
+def collect_settings(frames: Sequence[CallFrame]) -> list[Setting]:
+    """The precision settings of the frames, each once."""
+    settings: dict[str, Setting] = {}
+    for frame, value in _iterate_values(frames):
+        for setting in _read_settings(frame, value):
+            settings.setdefault(setting.name, setting)
+    return list(settings.values())
+
+
+def _iterate_values(frames: Any) -> Iterator[tuple[CallFrame, Any]]:
+    """Yields the variables of the frames, and the values stored in attributes of `self`."""
+    for frame in frames:
+        for name, value in list(frame.variables.items()):
+            yield frame, value
+            if name in ("self", "trainer", "args"):
+                stored = getattr(value, "__dict__", None)
+                if isinstance(stored, dict):
+                    for item in list(stored.values()):
+                        yield frame, item
+
+
+def _read_settings(frame: CallFrame, value: Any) -> Iterator[Setting]:
+    class_names = [kind.__name__ for kind in type(value).__mro__]
+    if "TrainingArguments" in class_names:
+        for name in _ARGUMENT_NAMES:
+            setting = value.__dict__.get(name)
+            if setting:
+                yield Setting(f"{class_names[0]}.{name}", str(setting), frame.location)
+    elif (mixed_precision := read_mixed_precision(value)) is not None:
+        yield Setting("Accelerator.mixed_precision", mixed_precision, frame.location)
+    elif "GradScaler" in class_names and value.is_enabled():
+        yield Setting("GradScaler", "enabled", frame.location)
+    elif "DeepSpeedEngine" in class_names:
+        config = getattr(value, "_config", None)
+        for name in _DEEPSPEED_NAMES:
+            if getattr(config, name, False):
+                yield Setting(f"DeepSpeed.{name}", "True", frame.location)
