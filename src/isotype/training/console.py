@@ -199,8 +199,8 @@ class RunConsole:
 
 
 def _shorten(text: str) -> str:
-    flat = remove_control_characters(" ".join(text.split()))
-    return flat if len(flat) <= 160 else flat[:159] + "…"
+    one_line = remove_control_characters(" ".join(text.split()))
+    return one_line if len(one_line) <= 160 else one_line[:159] + "…"
 
 
 class Interrupt:

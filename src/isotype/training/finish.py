@@ -290,16 +290,16 @@ def _verify_result(
 def print_result(result: dict[str, Any], console: RunConsole) -> None:
     path = result.get("adapter") or result.get("model")
     console.print_line()
-    best = result["best_eval_loss"]
+    best_loss = result["best_eval_loss"]
     step = result["best_step"]
     eval_set = result["eval_set"]
     # the best loss on the current evaluation rows; before a resume the run may have had other rows
-    if best is None:
+    if best_loss is None:
         evaluation_text = ""
     elif step:
-        evaluation_text = f", best evaluation loss {best:.4f} ({eval_set}) at step {step}"
+        evaluation_text = f", best evaluation loss {best_loss:.4f} ({eval_set}) at step {step}"
     else:
-        evaluation_text = f", no evaluation lower than {best:.4f} ({eval_set}) before step 1"
+        evaluation_text = f", no evaluation lower than {best_loss:.4f} ({eval_set}) before step 1"
     console.print_line(
         f"done      {pluralise(result['steps'], 'step')} in"
         f" {format_duration(result['trained_seconds'])}{evaluation_text}"
@@ -308,7 +308,7 @@ def print_result(result: dict[str, Any], console: RunConsole) -> None:
     check = result["check"]
     losses = f"loss {check['reloaded_loss']:.4f}, trained {check['trained_loss']:.4f}"
     equal_text = f"{pluralise(check['tensors'], 'tensor')} equal"
-    rows = "evaluation row" if best is not None else "training row"
+    rows = "evaluation row" if best_loss is not None else "training row"
     console.print_line(
         f"checked   loaded into a fresh base: {losses}, on {pluralise(check['rows'], rows)}; {equal_text}"
     )

@@ -129,34 +129,34 @@ class Loop:
             step = self.progress.step + 1
             with self._explain_errors():
                 self._step(step)
-                stopping = self._evaluate_sample_save(
+                should_stop = self._evaluate_sample_save(
                     evaluate=self.schedule.is_due(self.schedule.eval_every, step),
                     sample=self.schedule.is_due(self.schedule.sample_every, step),
                     save=self.schedule.is_due(self.schedule.save_every, step)
                     or step == self.schedule.total,
                 )
-            interrupted, stopped = (
+            is_interrupted, is_stop_asked = (
                 count > 0
                 for count in self.world.sum([interrupt.is_requested, self.is_stop_requested])
             )
-            if interrupted and step < self.schedule.total:
+            if is_interrupted and step < self.schedule.total:
                 self.console.end_live_line()
                 self.save()
                 return False
             if self.schedule.is_adapter_due(step):
                 with self._explain_errors():
                     self.save_adapter()
-            if stopping or stopped:
+            if should_stop or is_stop_asked:
                 # a run that a callback ends is sampled at its last step, but not evaluated: a
                 # resumed run then has the metrics of a run that was not stopped
-                sampling = (
-                    not stopping
+                should_sample = (
+                    not should_stop
                     and bool(self.schedule.sample_every)
                     and not self.schedule.is_due(self.schedule.sample_every, step)
                 )
                 with self._explain_errors():
                     self._evaluate_sample_save(
-                        evaluate=False, sample=sampling, save=self.saved_step != step
+                        evaluate=False, sample=should_sample, save=self.saved_step != step
                     )
                 break
         self.console.end_live_line()
@@ -441,10 +441,10 @@ class Loop:
         changed. A checkpoint without an evaluation stride comes from an earlier version, which
         evaluated all rows after each tenth of the run.
         """
-        evaluated = self.progress.evaluated
+        evaluated_rows = self.progress.evaluated
         is_default = self.config.train.eval_every is None
         rows = self.task.fingerprints()["evaluation"]
-        if not is_default or evaluated is None or not evaluated.startswith(rows):
+        if not is_default or evaluated_rows is None or not evaluated_rows.startswith(rows):
             return
         if not self.progress.eval_stride:
             self.schedule.eval_every = max(1, math.ceil(self.schedule.total / 10))

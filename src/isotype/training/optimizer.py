@@ -356,15 +356,15 @@ def parameter_groups(
     lora_b_weights: set[nn.Parameter] = set()
     if plus is not None:
         lora_b_weights = {p for name, p in trained.items() if ".lora_B." in name}
-    ordinary = [p for p in trained.values() if p not in lora_b_weights]
+    other_weights = [p for p in trained.values() if p not in lora_b_weights]
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in ordinary if p.ndim >= 2], "weight_decay": train.weight_decay},
+        {"params": [p for p in other_weights if p.ndim >= 2], "weight_decay": train.weight_decay},
         {
             "params": [p for p in trained.values() if p in lora_b_weights],
             "weight_decay": train.weight_decay,
             "rate_factor": plus,
         },
-        {"params": [p for p in ordinary if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in other_weights if p.ndim < 2], "weight_decay": 0.0},
     ]
     if train.learning_rate > 0:
         for encoder, rate in _text_encoder_rates(text_rate).items():
@@ -560,5 +560,5 @@ def convert_states(
         elif getattr(optimizer, "is_paged", False):
             for key in ("state1", "state2"):
                 get_state_buffer = optimizer.get_state_buffer  # type: ignore[attr-defined]  # bitsandbytes'
-                paged = get_state_buffer(parameter, dtype=state[key].dtype)
-                state[key] = paged.copy_(state[key])
+                paged_state = get_state_buffer(parameter, dtype=state[key].dtype)
+                state[key] = paged_state.copy_(state[key])

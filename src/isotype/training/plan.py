@@ -35,8 +35,8 @@ RETAINED_MEMORY = "up to 340 MiB"
 class Plan:
     """The plan of a run.
 
-    process  bytes that this process takes without a model, on a CPU; 0 on a GPU
-    row      the task's name for a row of its data
+    process_bytes  bytes that this process takes without a model, on a CPU; 0 on a GPU
+    row            the task's name for a row of its data
     """
 
     config: RunConfig
@@ -51,7 +51,7 @@ class Plan:
     schedule: dict[str, Any]
     memory: MemoryPlan
     checkpointing: Checkpointing
-    process: int = 0
+    process_bytes: int = 0
     notes: Sequence[str] = field(default=())
     processes: ProcessesPlan | None = None
     offload: OffloadPlan | None = None
@@ -59,7 +59,7 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        return self.memory.peak + self.process
+        return self.memory.peak + self.process_bytes
 
     @property
     def fits(self) -> bool | None:
@@ -92,7 +92,7 @@ class Plan:
             },
             "memory": {
                 **self.memory.to_dict(),
-                "process": self.process,
+                "process": self.process_bytes,
                 "peak_with_process": self.peak,
                 "fits": self.fits,
             },
@@ -162,7 +162,7 @@ class Plan:
             ("update", memory.update),
             ("evaluation", memory.evaluation),
             ("a sample", memory.sampling or 0),
-            ("this process, without a model", self.process),
+            ("this process, without a model", self.process_bytes),
         ]
         limit_text = (
             f" of {format_binary_bytes(self.hardware.memory)}" if self.hardware.memory else ""
@@ -219,11 +219,11 @@ def plan_run(
     precision = device_setup.resolved.precision
     outline = task.outline(precision, device_type=device_setup.device.type)
     architecture, notes = task.model_notes(outline, precision)
-    process = peak_memory(device_setup.device) if device_setup.device.type == "cpu" else 0
+    process_bytes = peak_memory(device_setup.device) if device_setup.device.type == "cpu" else 0
     checkpointing, memory = planned_checkpointing(
-        task, device_setup, outline, available=hardware.memory, overhead=process
+        task, device_setup, outline, available=hardware.memory, overhead=process_bytes
     )
-    peak = memory.peak + process
+    peak = memory.peak + process_bytes
     if hardware.memory and peak > hardware.memory:
         advice = memory_saving_advice(config, checkpointing.kind)
         notes = [*notes, f"this will not fit into {format_binary_bytes(hardware.memory)}: {advice}"]
@@ -256,7 +256,7 @@ def plan_run(
         ),
         memory=memory,
         checkpointing=checkpointing,
-        process=process,
+        process_bytes=process_bytes,
         offload=plan_offload(
             outline.model,
             hardware,

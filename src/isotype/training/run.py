@@ -47,7 +47,7 @@ from .start import (
 from .task import Task
 from .trackers import Trackers
 
-INTERRUPTED = 130
+INTERRUPTED_STATUS = 130
 
 
 def train(
@@ -140,7 +140,7 @@ class _TrainingRun:
             except KeyboardInterrupt:
                 console.end_live_line()
                 world.report_failure(KeyboardInterrupt())
-                status = INTERRUPTED
+                status = INTERRUPTED_STATUS
                 result = self._record_immediate_stop()
             except PreflightError:
                 # training has not begun: the folder holds only the preflight's record, and the same
@@ -328,7 +328,7 @@ class _TrainingRun:
                 # a second Ctrl-C may end this: the run is saved, and the report can be made later
                 with contextlib.suppress(KeyboardInterrupt):
                     self._write_report()
-            return INTERRUPTED, result
+            return INTERRUPTED_STATUS, result
         try:
             result = finish(loop, prepared)
         except RunError as error:
@@ -336,8 +336,8 @@ class _TrainingRun:
         if first:
             folder.write_json("result.json", result)
             print_result(result, console)
-            if page := self._write_report():
-                result["report"] = page
+            if report_path := self._write_report():
+                result["report"] = report_path
         return 0, result
 
     def _record_immediate_stop(self) -> dict[str, Any]:
@@ -411,11 +411,11 @@ class _TrainingRun:
         from ..report import write_report
 
         try:
-            page = str(write_report(self.folder.path))
+            report_path = str(write_report(self.folder.path))
         except Exception as error:
             self.console.print_line(
                 f"warning   no report: {error}; isotype report {self.folder.path} makes it"
             )
             return None
-        self.console.print_line(f"report    {page}")
-        return page
+        self.console.print_line(f"report    {report_path}")
+        return report_path

@@ -188,15 +188,15 @@ class Pace:
     def __init__(self) -> None:
         self._step_seconds: deque[float] = deque(maxlen=self.WINDOW)
         self._is_warm = False
-        self._started = 0.0
+        self._start_time = 0.0
         self._pause_seconds: dict[PauseKind, list[float]] = defaultdict(list)
 
     def start(self) -> None:
-        self._started = time.perf_counter()
+        self._start_time = time.perf_counter()
 
     def lap(self) -> float:
         """Records and returns the seconds since `start`, as those of one step."""
-        seconds = time.perf_counter() - self._started
+        seconds = time.perf_counter() - self._start_time
         if self._is_warm:
             self._step_seconds.append(seconds)
         self._is_warm = True
@@ -205,11 +205,11 @@ class Pace:
     @contextmanager
     def pause(self, kind: PauseKind) -> Iterator[None]:
         """Measures the time of this block, which runs between steps."""
-        begin = time.perf_counter()
+        start_time = time.perf_counter()
         try:
             yield
         finally:
-            self._pause_seconds[kind].append(time.perf_counter() - begin)
+            self._pause_seconds[kind].append(time.perf_counter() - start_time)
 
     def eta(self, schedule: RunSchedule, step: int) -> float | None:
         """The estimated seconds from the end of step `step`, before the pauses that follow it, to

@@ -96,20 +96,20 @@ def compare_settings(
         auto_preset=resolved.preset,
         auto_base=resolved.from_checkpoint,
     )
-    edited = [c.key for c in changes if c.key not in loaded.command_line_keys]
-    if edited and loaded.path == folder.path / RESOLVED:
+    edited_keys = [c.key for c in changes if c.key not in loaded.command_line_keys]
+    if edited_keys and loaded.path == folder.path / RESOLVED:
         console.print_line(
-            f"note      {folder.path / RESOLVED} was edited by hand: {', '.join(edited)}"
+            f"note      {folder.path / RESOLVED} was edited by hand: {', '.join(edited_keys)}"
         )
-    moved = [c for c in changes if not loaded.consent and _is_compared_path(c, folder)]
-    forbidden = [c for c in changes if not c.allowed and not loaded.consent and c not in moved]
-    if forbidden:
+    moved_paths = [c for c in changes if not loaded.consent and _is_compared_path(c, folder)]
+    forbidden_changes = [c for c in changes if not c.allowed and not loaded.consent and c not in moved_paths]
+    if forbidden_changes:
         raise UsageError(
-            "resuming would be another run:\n" + "\n".join(f"  {c}" for c in forbidden), fix=_FIX
+            "resuming would be another run:\n" + "\n".join(f"  {c}" for c in forbidden_changes), fix=_FIX
         )
     reported = []
     for change in changes:
-        if change in moved:
+        if change in moved_paths:
             change = replace(change, reason="its content is compared with that of the last start")
         reported.append(_report_change(console, SETTINGS, str(change)))
     return reported
@@ -208,8 +208,8 @@ def compare_data(
     for kind, rows_kind, consequence in _KINDS:
         files = _changed_files(recorded, facts, evaluation=rows_kind == EVALUATION_ROWS)
         # the rows that were compared are the first ones only
-        streamed = bool(facts.get("stream")) and rows_kind == ROWS
-        if fingerprints[kind] == previous_fingerprints.get(kind) and not (streamed and files):
+        is_streamed = bool(facts.get("stream")) and rows_kind == ROWS
+        if fingerprints[kind] == previous_fingerprints.get(kind) and not (is_streamed and files):
             continue
         # evaluation rows that are held out of the training files
         if rows_kind == EVALUATION_ROWS and not files and changes:
@@ -220,7 +220,7 @@ def compare_data(
         )
         previous_rows = _training_row_count(recorded)
         current_rows = _training_row_count(facts)
-        if rows_kind == ROWS and previous_rows != current_rows and not streamed:
+        if rows_kind == ROWS and previous_rows != current_rows and not is_streamed:
             causes += f"; training rows: {previous_rows} before, {current_rows} now"
         difference = f"the {rows_kind} are not those of the run's last start ({causes})"
         _refuse_other_content(settings, DATA, difference, loaded)
@@ -376,15 +376,15 @@ def restore_checkpoint(loop: Loop, step: int | None, console: RunConsole) -> Non
             " any, draws differently"
         )
         console.print_line(f"resume    {message}")
-    ended = ""
+    end_text = ""
     if step >= loop.schedule.total:
-        ended = f", which was the last: train.steps={2 * step} or train.epochs=N goes on"
+        end_text = f", which was the last: train.steps={2 * step} or train.epochs=N goes on"
     elif loop.is_stopped_early:
-        ended = (
+        end_text = (
             f", where early stopping ended the run: train.patience={2 * loop.progress.without_gain}"
             " goes on"
         )
-    console.print_line(f"resume    from step {step}{ended}")
+    console.print_line(f"resume    from step {step}{end_text}")
 
 
 def write_start(

@@ -141,7 +141,7 @@ class Stepper:
         self.sharding = sharding
         self.loss_scale = LossScale() if precision.loss_scaling == "dynamic" else None
         self.loss_dtype: torch.dtype | None = None  # of the last forward, for the observer
-        self.measured: Tensor | None = None
+        self.measure_sums: Tensor | None = None
         # compares sampled values with those that the last update left; where other code has changed
         # them, `report_outside_change` is called with the step, before its update
         self.continuity: Continuity | None = None
@@ -153,35 +153,36 @@ class Stepper:
         self.share_changed: Tensor | None = None
 
     def accumulate(
-        self, batches: Sequence[Batch], weight: int | None = None, *, for_all: bool = False
+        self, batches: Sequence[Batch], weight: int | None = None, *, sends_gradients: bool = False
     ) -> Tensor:
         """Runs forward and backward of every micro-batch; returns the sum of their losses divided
-        by `weight`, by default the sum of their weights. `measured` gets the task's other measures,
+        by `weight`, by default the sum of their weights. `measures` gets the task's other measures,
         summed and divided in the same way.
 
-        for_all  all processes call this together: gradients are sent during the last backward
+        sends_gradients  all processes call this together: gradients are sent during the last
+                         backward
         """
         weight = max(1, sum(b.weight for b in batches) if weight is None else weight)
-        total: Tensor | None = None
-        self.measured = None
+        loss_total: Tensor | None = None
+        self.measure_sums = None
         for number, batch in enumerate(batches, 1):
             loss = self._loss_sum(batch, weight)
             if loss.dim():
-                measured = loss[1:].detach().float()
-                if self.measured is None:
-                    self.measured = measured
+                measures = loss[1:].detach().float()
+                if self.measure_sums is None:
+                    self.measure_sums = measures
                 else:
-                    self.measured = self.measured + measured
+                    self.measure_sums = self.measure_sums + measures
                 loss = loss[0]
             self.loss_dtype = loss.dtype
             loss = loss.float()
-            if for_all and number == len(batches):
+            if sends_gradients and number == len(batches):
                 self.accumulator.begin_sums()
             scaled_loss = loss * self.loss_scale.scale if self.loss_scale else loss
             scaled_loss.backward()
-            total = loss.detach() if total is None else total + loss.detach()
-        assert total is not None, "a step has at least one micro-batch"
-        return total
+            loss_total = loss.detach() if loss_total is None else loss_total + loss.detach()
+        assert loss_total is not None, "a step has at least one micro-batch"
+        return loss_total
 
     def _loss_sum(self, batch: Batch, divisor: int) -> Tensor:
         inner_batch = batch.batch if isinstance(batch, IdleBatch) else batch
@@ -205,7 +206,7 @@ class Stepper:
             int(n)
             for n in self.world.sum([sum(b.weight for b in batches), sum(b.units for b in batches)])
         )
-        loss_tensor = self.accumulate(batches, weight, for_all=True)
+        loss_tensor = self.accumulate(batches, weight, sends_gradients=True)
         reduced = self._reduce_across_ranks(loss_tensor)
         if not math.isfinite(reduced.loss):
             raise self.explain_non_finite(
@@ -257,11 +258,11 @@ class Stepper:
 
     def _reduce_across_ranks(self, loss: Tensor) -> ReducedStep:
         """Sums gradients, loss and measures over all processes."""
-        reached: list[bool] = []
+        gradient_flags: list[bool] = []
         if self.sharding is not None:  # its gradients were summed in the backward
             self.accumulator.sent_dtypes = self.sharding.sent_dtypes()
         else:
-            reached = self.accumulator.reached()
+            gradient_flags = self.accumulator.reached()
             self.accumulator.finish_sums()
         local = self._read_local_step(loss)
         if self.world.size == 1:
@@ -272,29 +273,31 @@ class Stepper:
             )
             norm = _sharded_norm(square, self.sharding)
             return replace(local, loss=total, gradient_norm=norm, measures=measures)
-        total, *sums = self.world.sum([local.loss, *reached, *local.measures])
-        counts = sums[: len(reached)]
+        total, *sums = self.world.sum([local.loss, *gradient_flags, *local.measures])
+        counts = sums[: len(gradient_flags)]
         self.accumulator.drop_unreached([count > 0 for count in counts])
-        return replace(local, loss=total, measures=sums[len(reached) :])
+        return replace(local, loss=total, measures=sums[len(gradient_flags) :])
 
     def _read_local_step(self, loss: Tensor) -> ReducedStep:
         """Reads the numbers of this process from the device, in the one wait for it in a step.
         Gradients that no process has are zeros here.
         """
-        measured = [] if self.measured is None else list(self.measured.unbind())
+        measures = [] if self.measure_sums is None else list(self.measure_sums.unbind())
         flags = [] if self.continuity is None else self.continuity.flags
-        changed = [] if self.share_changed is None else [self.share_changed]
+        changed_shares = [] if self.share_changed is None else [self.share_changed]
         self.share_changed = None
         norm = gradient_norm(self.accumulator.gradients())
-        local_loss, local_norm, *values = read_on_host(loss, norm, *measured, *flags, *changed)
-        share_changed = values.pop() if changed else None
-        self._is_changed_outside = any(values[len(measured) :])
+        local_loss, local_norm, *values = read_on_host(
+            loss, norm, *measures, *flags, *changed_shares
+        )
+        share_changed = values.pop() if changed_shares else None
+        self._is_changed_outside = any(values[len(measures) :])
         return ReducedStep(
             local_loss=local_loss,
             loss=local_loss,
             gradient_norm=local_norm,
             share_changed=share_changed,
-            measures=values[: len(measured)],
+            measures=values[: len(measures)],
         )
 
     def _sample_values(self) -> list[Tensor]:

@@ -174,14 +174,14 @@ class Evaluation:
             )
             return sum(products) / max(1, weight)
 
-        common = [
+        common_measures = [
             name
             for name in evaluations[0].measures
             if all(name in evaluation.measures for evaluation in evaluations)
         ]
         measures = {
             name: weighted_mean(evaluation.measures[name] for evaluation in evaluations)
-            for name in common
+            for name in common_measures
         }
         return cls(
             weighted_mean(evaluation.loss for evaluation in evaluations),

@@ -89,7 +89,7 @@ def same(loaded, batches_of, tmp_path):
         found.append(steps(prepared, batches_of(task)))
     assert all(torch.isfinite(t).all() for t in found[0])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    return late, [block.bytes for block in get_frozen_blocks(prepared.model).order], models
+    return late, [block.bytes for block in get_frozen_blocks(prepared.model).run_order], models
 
 
 def rows(count=2, length=40):
@@ -174,7 +174,7 @@ def test_a_denoisers_gradients_are_those_without_recomputing_and_two_blocks_are_
             losses.sum().backward()
         found.append([losses.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    sizes = [block.bytes for block in get_frozen_blocks(model).order]
+    sizes = [block.bytes for block in get_frozen_blocks(model).run_order]
     assert late.most <= sum(sorted(sizes)[-2:])
     # twice in each pass, but for the last block, and the first of the second pass; a U-Net's first
     # two come before all that is trained and have no backward

@@ -35,21 +35,23 @@ class BatchMaker:
         """
         return self._stack([self._draw_training_row(placed) for placed in rows])
 
-    def _draw_training_row(self, placed: PlacedRow) -> DrawnRow:
+    def _draw_training_row(self, placed_row: PlacedRow) -> DrawnRow:
         config = self.run.config
-        row = placed.row
-        generator = row_generator("train", config.train.seed, placed.position)
+        row = placed_row.row
+        generator = row_generator("train", config.train.seed, placed_row.position)
         sigma = self.run.objective.draw(generator, self.run.sizes.count_tokens(row.size))
-        dropped, mirrored, window, caption = torch.rand(4, generator=generator).tolist()
-        keys = row.mirrored if row.mirrored and mirrored < 0.5 else row.latents
-        entry = self.store.get(keys[int(window * len(keys))])
+        dropout_draw, mirror_draw, window_draw, caption_draw = torch.rand(
+            4, generator=generator
+        ).tolist()
+        keys = row.mirrored if row.mirrored and mirror_draw < 0.5 else row.latents
+        entry = self.store.get(keys[int(window_draw * len(keys))])
         eps, noise = (torch.randn(entry["mean"].shape, generator=generator) for _ in range(2))
         if (offset := config.diffusion.noise_offset) > 0:
             noise = noise + offset * torch.randn(len(noise), 1, 1, generator=generator)
-        if dropped < config.images.caption_dropout:
+        if dropout_draw < config.images.caption_dropout:
             text = row.empty
         else:
-            text = row.text[int(caption * len(row.text))]
+            text = row.text[int(caption_draw * len(row.text))]
         latents = entry["mean"] + entry["std"] * eps
         return self._drawn_row(row, entry, latents, noise, sigma, text)
 

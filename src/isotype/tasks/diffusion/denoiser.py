@@ -306,10 +306,14 @@ def _load_published(
             tensors[name] = tensors[name].to(
                 torch.float32 if is_kept_in_fp32(name, in_fp32) else dtype
             )
-    unread = denoiser.load_state_dict(tensors, strict=False, assign=True).unexpected_keys
-    absent = [name for name, p in denoiser.named_parameters() if p.is_meta]
-    if absent or unread:
-        problem = f"{absent[0]} is missing" if absent else f"{unread[0]} belongs to no layer"
+    unexpected_names = denoiser.load_state_dict(tensors, strict=False, assign=True).unexpected_keys
+    missing_names = [name for name, p in denoiser.named_parameters() if p.is_meta]
+    if missing_names or unexpected_names:
+        problem = (
+            f"{missing_names[0]} is missing"
+            if missing_names
+            else f"{unexpected_names[0]} belongs to no layer"
+        )
         raise UsageError(
             f"model.name: {folder.path / folder.denoiser_part}: {problem}", fix=_DOWNLOAD_AGAIN
         )

@@ -309,12 +309,12 @@ class Encoder:
         pictures: Sequence[Picture],
         text: Mapping[TextInput, str],
         sizes: RunSizes,
-        bad: UnusablePictures,
+        bad_pictures: UnusablePictures,
         *,
         seed: int,
     ) -> list[list[Row]]:
         """Encodes the pictures that the store lacks. Returns the rows of each picture, one per
-        repeat. A bad picture has no rows, and is added to `bad`.
+        repeat. A bad picture has no rows, and is added to `bad_pictures`.
         """
         key_parts = {
             "what": "latents",
@@ -329,17 +329,17 @@ class Encoder:
             try:
                 windows = self._list_windows(picture, key_parts, sizes, seed)
             except (BadPicture, OSError) as error:
-                bad.add(picture.origin, _error_reason(error))
+                bad_pictures.add(picture.origin, _error_reason(error))
                 rows.append([])
                 continue
-            plain, mirrored = (
+            unmirrored_keys, mirrored_keys = (
                 [key for key, item in windows.items() if item.is_mirrored is is_mirrored]
                 for is_mirrored in (False, True)
             )
             pending |= windows
             row = Row(
-                tuple(plain),
-                tuple(mirrored),
+                tuple(unmirrored_keys),
+                tuple(mirrored_keys),
                 tuple(
                     text[self.text_input(caption, picture.control)] for caption in picture.captions
                 ),
@@ -351,7 +351,7 @@ class Encoder:
         missing = self._find_missing({key: key for key in pending})
         if missing:
             refused_keys = self._encode_missing_pictures(
-                {key: pending[key] for key in missing}, bad
+                {key: pending[key] for key in missing}, bad_pictures
             )
         else:
             refused_keys = set()
@@ -387,7 +387,7 @@ class Encoder:
         }
 
     def _encode_missing_pictures(
-        self, pending: Mapping[str, _StoredWindow], bad: UnusablePictures
+        self, pending: Mapping[str, _StoredWindow], bad_pictures: UnusablePictures
     ) -> set[str]:
         """Encodes and stores the pending windows; returns the keys of those that cannot be used."""
         vae = (
@@ -418,7 +418,7 @@ class Encoder:
                         else:
                             control_CHW = None
                 except (BadPicture, OSError) as error:
-                    bad.add(picture.origin, _error_reason(error))
+                    bad_pictures.add(picture.origin, _error_reason(error))
                     refused_keys.add(key)
                     continue
                 mean_1CHW, std_1CHW = self.folder.family.latents.encode(

@@ -77,12 +77,12 @@ def header_rows(data: PictureData) -> list[tuple[str, str]]:
     encoder = data.encoder
     folder = encoder.store.folder
     location = f"in {folder}" if folder else "in memory"
-    cached = (
+    cache_text = (
         f"{encoder.encoded_count} latents and embeddings made, {encoder.cached_count} found"
         f" {location}"
     )
     pictures, levels, *notes = plan_lines(data)
-    return [("data", pictures), *(("", line) for line in (*notes, cached, levels))]
+    return [("data", pictures), *(("", line) for line in (*notes, cache_text, levels))]
 
 
 def run_records(data: PictureData) -> dict[str, Any]:

@@ -41,9 +41,9 @@ ARCHITECTURES = {
     "stable-diffusion-v2-512": "epsilon",
     "stable-diffusion-v2-768-v": "v_prediction",
 }
-TRUE = ("true", "1")
-WHOLE_SCHEDULE = ("", "0,1000", "0,999")
-LAST_LAYER = ("", "0", "1")
+TRUE_VALUES = ("true", "1")
+WHOLE_SCHEDULE_VALUES = ("", "0,1000", "0,999")
+LAST_LAYER_VALUES = ("", "0", "1")
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,9 @@ def read_markers(file: Path) -> FileMarkers:
     with safe_open(file, framework="pt") as opened:
         names = set(opened.keys())
         metadata = {key: str(text).strip() for key, text in (opened.metadata() or {}).items()}
-    if edm := [name for name in EDM_TENSORS if name in names]:
+    if edm_tensors := [name for name in EDM_TENSORS if name in names]:
         raise UsageError(
-            f"model.name: {file}: its tensor {edm[0]} says that it was trained with EDM's"
+            f"model.name: {file}: its tensor {edm_tensors[0]} says that it was trained with EDM's"
             " preconditioning, which is not offered",
             fix="a checkpoint of epsilon or v",
         )
@@ -97,7 +97,7 @@ def _predictions(file: Path, names: set[str], metadata: Mapping[str, str]) -> di
                 )
             predictions[key] = PREDICTIONS[spelling]
     if text := metadata.get("ss_v_parameterization"):
-        is_v = text.lower() in TRUE
+        is_v = text.lower() in TRUE_VALUES
         predictions["ss_v_parameterization"] = "v_prediction" if is_v else "epsilon"
     architecture = metadata.get("modelspec.architecture", "").partition("/")[0]
     if architecture in ARCHITECTURES:
@@ -107,7 +107,7 @@ def _predictions(file: Path, names: set[str], metadata: Mapping[str, str]) -> di
 
 def _zero_snr(names: set[str], metadata: Mapping[str, str]) -> tuple[str, ...]:
     markers = [f"tensor {ZERO_SNR_TENSOR}"] if ZERO_SNR_TENSOR in names else []
-    if metadata.get("ss_zero_terminal_snr", "").lower() in TRUE:
+    if metadata.get("ss_zero_terminal_snr", "").lower() in TRUE_VALUES:
         markers.append("ss_zero_terminal_snr")
     return tuple(markers)
 
@@ -131,13 +131,13 @@ def _shifts(file: Path, metadata: Mapping[str, str]) -> dict[str, float]:
 def _notes(metadata: Mapping[str, str]) -> tuple[str, ...]:
     notes = []
     steps = metadata.get("modelspec.timestep_range", "").replace(" ", "")
-    if steps not in WHOLE_SCHEDULE:
+    if steps not in WHOLE_SCHEDULE_VALUES:
         notes.append(
             f"modelspec.timestep_range: {steps}: diffusion.least_noise and most_noise train in a"
             " range"
         )
     layer = metadata.get("modelspec.encoder_layer", "")
-    if layer not in LAST_LAYER:
+    if layer not in LAST_LAYER_VALUES:
         notes.append(
             f"modelspec.encoder_layer: {layer}: captions are encoded as diffusers' pipeline does,"
             " whatever the file says"
@@ -219,11 +219,13 @@ def _refuse_other_shift(
     """
     if shift != "auto":
         return
-    usual = scheduler.get("shift", scheduler.get("flow_shift", 1.0))
+    scheduler_value = scheduler.get("shift", scheduler.get("flow_shift", 1.0))
     is_dynamic = bool(scheduler.get("use_dynamic_shifting"))
     for marker, number in markers.shift.items():
-        if is_dynamic or number != float(usual):
-            scheduler_shift = "one by the picture's size" if is_dynamic else f"{float(usual):g}"
+        if is_dynamic or number != float(scheduler_value):
+            scheduler_shift = (
+                "one by the picture's size" if is_dynamic else f"{float(scheduler_value):g}"
+            )
             raise UsageError(
                 f"model.name: {file}: {marker} says shift {number:g}, and its scheduler has"
                 f" {scheduler_shift}",

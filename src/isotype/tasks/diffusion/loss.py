@@ -366,9 +366,9 @@ def picture_losses(
              `dtype`
     """
     noisy, target = objective.mix(batch.latents, batch.noise, batch.sigma)
-    predicted = family.predict(model, noisy, objective.time(batch.sigma), batch.text, conditioning)
+    prediction = family.predict(model, noisy, objective.time(batch.sigma), batch.text, conditioning)
     loss_dtype = to_torch(dtype)
-    errors = (predicted.to(loss_dtype) - target.to(loss_dtype)).square()
+    errors = (prediction.to(loss_dtype) - target.to(loss_dtype)).square()
     if huber_c is not None:
         errors = 2 * huber_c * ((errors + huber_c**2).sqrt() - huber_c)
     losses_N = mean_of_pictures(errors, batch.mask)

@@ -147,19 +147,21 @@ def collect_pictures(
         held_out_count = min(
             len(train) - 1, round(images.eval_split * len(train)) or (1 if images.eval_split else 0)
         )
-        held_out = set(epoch_order(len(train), seed=seed, epoch=0, shuffle=True)[:held_out_count])
-        train, evaluation = (
-            [p for i, p in enumerate(train) if i not in held_out],
-            [p for i, p in enumerate(train) if i in held_out],
+        held_out_indices = set(
+            epoch_order(len(train), seed=seed, epoch=0, shuffle=True)[:held_out_count]
         )
-    train, regularisation, evaluated = map(
+        train, evaluation = (
+            [p for i, p in enumerate(train) if i not in held_out_indices],
+            [p for i, p in enumerate(train) if i in held_out_indices],
+        )
+    train, regularisation, eval_pictures = map(
         _split_by_resolution,
         (train, regularisation, [replace(picture, repeats=1) for picture in evaluation]),
     )
     if any(source.draw is not None for source in picture_sources(images, "regularisation")):
         train, regularisation = balance_repeats(train, regularisation)
     result.train = [*train, *regularisation]
-    result.eval = evaluated
+    result.eval = eval_pictures
     result.regularisation_count = len(regularisation)
     return result
 
@@ -554,19 +556,19 @@ def read_class_pictures(
         raise UsageError(
             f"{source.key}: {source.name}: a file; class pictures are drawn into a folder"
         )
-    existing = readable_pictures(list_files(folder))[: source.draw] if folder.is_dir() else []
+    existing_paths = readable_pictures(list_files(folder))[: source.draw] if folder.is_dir() else []
     free_files = (
         (number, path)
         for number in count(1)
-        if (path := folder / f"drawn_{number:04}.png") not in existing
+        if (path := folder / f"drawn_{number:04}.png") not in existing_paths
     )
     size = max(source.resolution, default=None)
     missing = [
         MissingPicture(path, caption, number, size)
-        for (number, path), _ in zip(free_files, range((source.draw or 0) - len(existing)))
+        for (number, path), _ in zip(free_files, range((source.draw or 0) - len(existing_paths)))
     ]
     # the order in which a later run lists them
-    paths = sorted([*existing, *(picture.path for picture in missing)])
+    paths = sorted([*existing_paths, *(picture.path for picture in missing)])
     return [Picture(FileContent(path), (caption,), str(path)) for path in paths], missing
 
 
@@ -598,7 +600,7 @@ def refuse_other_class_pictures(
 
     facts  the settings of drawing, by the keys of the folder's record
     """
-    incomplete = {picture.path.parent for picture in missing}
+    incomplete_folders = {picture.path.parent for picture in missing}
     for source in sources:
         folder = Path(source.name).expanduser()
         if source.draw is None:
@@ -611,7 +613,7 @@ def refuse_other_class_pictures(
             is_compared = (
                 isinstance(recorded, dict)
                 and key in recorded
-                and (folder in incomplete or key in ("caption", "model"))
+                and (folder in incomplete_folders or key in ("caption", "model"))
             )
             if is_compared and recorded[key] != value:
                 raise UsageError(
@@ -622,20 +624,20 @@ def refuse_other_class_pictures(
 
 
 def write_class_pictures(
-    missing: Sequence[MissingPicture], facts: dict[str, Any], drawn: Iterator[bytes]
+    missing: Sequence[MissingPicture], facts: dict[str, Any], png_files: Iterator[bytes]
 ) -> None:
     """Writes the missing class pictures. Each file appears only when it is complete, so that an
     interrupted run continues with the next picture.
 
     facts  the settings of drawing, which are recorded in the folder
-    drawn  yields the PNG of each picture, in order
+    png_files  yields the PNG of each picture, in order
     """
     for folder, caption in {picture.path.parent: picture.caption for picture in missing}.items():
         folder.mkdir(parents=True, exist_ok=True)
         (folder / RECORD_FILE).write_text(
             json.dumps({"caption": caption, **facts}, indent=1) + "\n", encoding="utf-8"
         )
-    for picture, png in zip(track_progress(missing, "drawing class pictures"), drawn):
-        unfinished = picture.path.with_suffix(".part")
-        unfinished.write_bytes(png)
-        os.replace(unfinished, picture.path)
+    for picture, png in zip(track_progress(missing, "drawing class pictures"), png_files):
+        temporary_path = picture.path.with_suffix(".part")
+        temporary_path.write_bytes(png)
+        os.replace(temporary_path, picture.path)

@@ -298,12 +298,12 @@ def _saved_name(name: str) -> str:
 
 
 def _refuse_differences(saved: dict[str, Tensor], loaded: dict[str, Tensor], source: str) -> None:
-    different = sorted(set(saved) ^ set(loaded)) or [
+    different_names = sorted(set(saved) ^ set(loaded)) or [
         n for n in saved if not torch.equal(saved[n].to(loaded[n].dtype), loaded[n].cpu())
     ]
-    if different:
+    if different_names:
         raise RunError(
-            f"{source} does not agree with what was saved: {different[0]} ({len(different)} such)",
+            f"{source} does not agree with what was saved: {different_names[0]} ({len(different_names)} such)",
             code="SV001",
             fix="the checkpoints are untouched; report this with env.json",
         )

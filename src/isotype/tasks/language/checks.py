@@ -190,8 +190,8 @@ def check_token_ids(subject: Subject) -> Iterator[Finding]:
     """
     rows = _embedding_table(subject, output=False).weight.shape[0]
     prompts = [i for prompt in subject.task.prompts for i in prompt.input_ids]
-    used = tokens_used(subject.task.data.documents) | tokens_used(subject.task.data.eval)
-    largest = max([subject.task.tokenizer.pad_token_id, *prompts, *used])
+    used_ids = tokens_used(subject.task.data.documents) | tokens_used(subject.task.data.eval)
+    largest = max([subject.task.tokenizer.pad_token_id, *prompts, *used_ids])
     if largest < rows:
         return
     yield Finding(
@@ -225,17 +225,17 @@ def check_new_tokens(subject: Subject) -> Iterator[Finding]:
         if table is None or any(p.requires_grad for p in table.parameters()):
             continue
         weight = gather_tensor(table.weight)
-        untrained = untrained_rows(weight, sorted(i for i in used_ids if i < weight.shape[0]))
-        if untrained:
+        untrained_ids = untrained_rows(weight, sorted(i for i in used_ids if i < weight.shape[0]))
+        if untrained_ids:
             token_names = ", ".join(
-                repr(subject.task.tokenizer.convert_ids_to_tokens(i)) for i in untrained[:5]
+                repr(subject.task.tokenizer.convert_ids_to_tokens(i)) for i in untrained_ids[:5]
             )
             yield Finding(
                 code="PF009",
                 severity=Severity.WARNING,
                 place=Place(symbol=name),
                 message=(
-                    f"{pluralise(len(untrained), 'token of the data was', 'tokens of the data were')}"
+                    f"{pluralise(len(untrained_ids), 'token of the data was', 'tokens of the data were')}"
                     f" never trained and will not be: {token_names}"
                 ),
                 cause=(
@@ -266,7 +266,7 @@ def untrained_rows(weight: Tensor, rows: list[int]) -> list[int]:
     fresh_R = (rows_RH.norm(dim=1) < NEAR_ZERO * usual_norm) | (
         (rows_RH - mean_H).norm(dim=1) < NEAR_MEAN * usual_distance
     )
-    return [row for row, fresh in zip(rows, fresh_R.tolist()) if fresh]
+    return [row for row, is_fresh in zip(rows, fresh_R.tolist()) if is_fresh]
 
 
 def check_chat_template(subject: Subject) -> Iterator[Finding]:

@@ -132,11 +132,11 @@ def row_sums(values_BT: Tensor) -> Tensor:
     zeros does not change a bit of it: a row has the same sum in a batch of any length.
     """
     length = values_BT.shape[1]
-    half = 1 << max(0, length - 1).bit_length()
-    values = F.pad(values_BT, (0, half - length))
-    while half > 1:
-        half //= 2
-        values = values[:, :half] + values[:, half:]
+    width = 1 << max(0, length - 1).bit_length()
+    values = F.pad(values_BT, (0, width - length))
+    while width > 1:
+        width //= 2
+        values = values[:, :width] + values[:, width:]
     return values.squeeze(1)
 
 
@@ -213,11 +213,11 @@ class Preference(Objective):
                 shares = [module.p]
             else:
                 shares = [getattr(module, name, 0.0) for name in DROPOUTS]
-            dropped = max(share for share in (*shares, 0.0) if isinstance(share, float))
-            if dropped > 0:
+            dropout = max(share for share in (*shares, 0.0) if isinstance(share, float))
+            if dropout > 0:
                 raise UsageError(
                     f"train.objective: {self.name} cannot train a model with dropout ({name}:"
-                    f" {dropped:g}): the reference has none",
+                    f" {dropout:g}): the reference has none",
                     fix="set it to 0 in the model's config.json",
                 )
 

@@ -39,9 +39,9 @@ def save_model(model: Any, folder: Path, precision: Precision) -> None:
     dtype = to_torch(precision.save_model)
     names = embedding_and_head(model)
     state = model.state_dict()
-    tied = state[names[0]].data_ptr() == state[names[1]].data_ptr() if names else None
+    is_tied = state[names[0]].data_ptr() == state[names[1]].data_ptr() if names else None
     model.save_pretrained(folder, state_dict=cast_tensors(state, dtype))
-    write_config(folder, dtype, tied=tied)
+    write_config(folder, dtype, tied=is_tied)
     if names:
         refuse_wrong_tying(folder, *names)
 

@@ -147,17 +147,19 @@ class FrozenBlocks:
         self, blocks: Sequence[Block], start_copy: Callable[[Tensor, Tensor], Any] | None = None
     ) -> None:
         self.blocks = blocks
-        self.order = list[Block]()
+        self.run_order = list[Block]()
         self.start_copy: Callable[[Tensor, Tensor], Any] = start_copy or (
             StreamCopier() if blocks[0].device.type == "cuda" else _copy_synchronously
         )
 
     def prepare(self, block: Block, *_: Any) -> None:
         """Copies the weights of a block to the device. It is also the block's forward pre-hook."""
-        if block not in self.order:
-            self.order.append(block)
-        position = self.order.index(block) + (-1 if torch._C._current_graph_task_id() != -1 else 1)
-        next_block = self.order[position] if 0 <= position < len(self.order) else None
+        if block not in self.run_order:
+            self.run_order.append(block)
+        position = self.run_order.index(block) + (
+            -1 if torch._C._current_graph_task_id() != -1 else 1
+        )
+        next_block = self.run_order[position] if 0 <= position < len(self.run_order) else None
         for other_block in self.blocks:
             if other_block is not block and other_block is not next_block:
                 other_block.evict()

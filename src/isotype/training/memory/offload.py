@@ -116,9 +116,9 @@ class HostTensor:
         # a memory plan counts only bytes of the device, so its host tensors are empty
         is_planned = tensor.is_meta or isinstance(tensor, FakeTensor)
         if is_planned:
-            self.host = torch.empty(0, dtype=tensor.dtype)
+            self.host_tensor = torch.empty(0, dtype=tensor.dtype)
         else:
-            self.host = torch.empty_strided(
+            self.host_tensor = torch.empty_strided(
                 self.shape, self.strides, dtype=tensor.dtype, pin_memory=tensor.is_cuda
             )
         # detached, because a tensor with an autograd graph would keep more than itself alive
@@ -149,14 +149,14 @@ class HostMemory:
         *,
         call: Callable[..., Any] | None = None,
     ) -> None:
-        self.pending: deque[list[HostTensor]] = deque()
+        self.pending_calls: deque[list[HostTensor]] = deque()
         self.current_call: SavedCall | None = None
         self.call = call or partial(call_and_recompute, keep_attention=False)
         self.start_copy = start_copy
 
     def __call__(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         self.current_call = SavedCall(self.current_call)
-        self.pending.append([])
+        self.pending_calls.append([])
         # checkpointing saves the layer's inputs before it installs its own hooks, so that these
         # hooks receive the inputs and nothing else
         with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
@@ -173,12 +173,12 @@ class HostMemory:
             return tensor
         if self.current_call is None:
             self.current_call = SavedCall(None)
-            self.pending.append([])
+            self.pending_calls.append([])
         saved = HostTensor(tensor, self.current_call)
-        self._copy(saved, saved.host, tensor)
-        self.pending[-1].append(saved)
-        while len(self.pending) > CALLS_ON_DEVICE:
-            for oldest in self.pending.popleft():
+        self._copy(saved, saved.host_tensor, tensor)
+        self.pending_calls[-1].append(saved)
+        while len(self.pending_calls) > CALLS_ON_DEVICE:
+            for oldest in self.pending_calls.popleft():
                 if oldest.pending_copy is not None:
                     oldest.pending_copy.wait()
                 oldest.on_device = None
@@ -209,15 +209,15 @@ class HostMemory:
 
     def _fetch(self, saved: HostTensor) -> None:
         if saved.on_device is None:
-            assert saved.host.dtype == saved.dtype, (
-                f"{saved.dtype} went to host memory, {saved.host.dtype} lies there"
+            assert saved.host_tensor.dtype == saved.dtype, (
+                f"{saved.dtype} went to host memory, {saved.host_tensor.dtype} lies there"
             )
             # allocated on the compute stream, which frees it too; the copy waits for the memory's
             # last user
             saved.on_device = torch.empty_strided(
                 saved.shape, saved.strides, dtype=saved.dtype, device=saved.device
             )
-            self._copy(saved, saved.on_device, saved.host)
+            self._copy(saved, saved.on_device, saved.host_tensor)
 
     def _copy(self, saved: HostTensor, target: Tensor, source: Tensor) -> None:
         if any(t.is_meta or isinstance(t, FakeTensor) for t in (target, source)):

@@ -237,7 +237,7 @@ def plan_process_memory(
     # padding enlarges states and gradients in proportion to the trained weights
     scale = trained / plan.trained if plan.trained else 0.0
     # the root from forward to backward, and the two largest layers
-    gathered = root.weights + sum(sorted(unit.weights for unit in layers)[-2:])
+    gathered_bytes = root.weights + sum(sorted(unit.weights for unit in layers)[-2:])
     # the gradient of a unit in its weights' dtype, as autograd makes it, and in the dtype of
     # sending
     gradient_bytes = max(
@@ -245,7 +245,7 @@ def plan_process_memory(
     )
     # gloo gathers a unit into a copy before it fills FSDP's buffer; NCCL needs none
     gather_copy = max(unit.weights for unit in units) if device_type == "cpu" else 0
-    shared = replace(
+    shared_plan = replace(
         plan,
         frozen=sum(unit.weights for unit in units) // parts
         - trained
@@ -254,11 +254,13 @@ def plan_process_memory(
         gradients=round(plan.gradients * scale),
         optimizer=round(plan.optimizer * scale),
         update=round(plan.update * scale),
-        gathered=gathered + max(gradient_bytes, gather_copy),
+        gathered=gathered_bytes + max(gradient_bytes, gather_copy),
     )
-    forward = max(plan.forward, plan.evaluation, plan.sampling or 0) + gathered + gather_copy
-    backward = plan.activations + plan.backward + gathered + max(gradient_bytes, gather_copy)
-    return replace(shared, peak=shared.persistent_bytes + max(forward, backward, shared.update))
+    forward = max(plan.forward, plan.evaluation, plan.sampling or 0) + gathered_bytes + gather_copy
+    backward = plan.activations + plan.backward + gathered_bytes + max(gradient_bytes, gather_copy)
+    return replace(
+        shared_plan, peak=shared_plan.persistent_bytes + max(forward, backward, shared_plan.update)
+    )
 
 
 def plan_persistent_memory(
@@ -336,7 +338,7 @@ def _simulate_step(
             live.restart_peak()
 
         def end_forward(*_: Any) -> None:
-            bytes_after_forward.append(live.current)
+            bytes_after_forward.append(live.current_bytes)
             start_phase()
 
         hooks = [
@@ -354,17 +356,17 @@ def _simulate_step(
             optimizer.step()
         accumulator.zero()
         live.restart_peak()
-        start_bytes = live.current
+        start_bytes = live.current_bytes
         first_forward = len(bytes_after_forward)
         peaks.clear()
         # from the second micro-batch on, the gradients of the first one are held too
         batches = [batch] * min(2, train.accumulate)
         stepper.accumulate(batches)
         forward_end = bytes_after_forward[first_forward + len(batches) - 1]
-        gradients = live.current - start_bytes if len(batches) > 1 else 0
+        gradients = live.current_bytes - start_bytes if len(batches) > 1 else 0
         forward_peak = peaks[-1]
         backward_peak = live.peak
-        bytes_before_update = live.current
+        bytes_before_update = live.current_bytes
         step_peak = max(*peaks, live.peak)
         live.restart_peak()
         if not states:
@@ -385,7 +387,7 @@ def _simulate_step(
         else:
             evaluation = earlier_plan.evaluation
             sampling = earlier_plan.sampling
-        end_bytes = live.current
+        end_bytes = live.current_bytes
         accumulator.close()
     return replace(
         persistent_plan,
@@ -412,7 +414,7 @@ def _measure_peak(
 ) -> int:
     """The peak bytes of live tensors during `run`, beyond those before it."""
     live.restart_peak()
-    start_bytes = live.current
+    start_bytes = live.current_bytes
     run(model, device)
     return live.peak - start_bytes
 
@@ -504,8 +506,8 @@ def _matrix_widths(module: nn.Module) -> tuple[int, ...]:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the live tensors that are made while this mode is active. `current` is
-    their sum, and `peak` its maximum.
+    """Counts the bytes of the live tensors that are made while this mode is active. `current_bytes`
+    is their sum, and `peak` its maximum.
 
     device_type  counts only tensors on this device
     scratch      operator -> function from its arguments to the bytes that it needs in addition to
@@ -521,7 +523,7 @@ class LiveBytes(TorchDispatchMode):
         ignored: Sequence[Tensor] = (),
     ) -> None:
         super().__init__()
-        self.current = self.peak = 0
+        self.current_bytes = self.peak = 0
         self.device_type = device_type
         self.scratch = scratch or {}
         self._storages: dict[int, int] = {tensor.untyped_storage()._cdata: 0 for tensor in ignored}
@@ -535,7 +537,7 @@ class LiveBytes(TorchDispatchMode):
                 self._count(leaf)
         if function in self.scratch:
             self.peak = max(
-                self.peak, self.current + self.scratch[function](*args, **(kwargs or {}))
+                self.peak, self.current_bytes + self.scratch[function](*args, **(kwargs or {}))
             )
         return result
 
@@ -545,12 +547,12 @@ class LiveBytes(TorchDispatchMode):
         if key in self._storages:
             return
         self._storages[key] = size = storage.nbytes()
-        self.current += size
-        self.peak = max(self.peak, self.current)
+        self.current_bytes += size
+        self.peak = max(self.peak, self.current_bytes)
         weakref.finalize(storage, self._free, key)
 
     def _free(self, key: int) -> None:
-        self.current -= self._storages.pop(key, 0)
+        self.current_bytes -= self._storages.pop(key, 0)
 
     def restart_peak(self) -> None:
-        self.peak = self.current
+        self.peak = self.current_bytes

@@ -112,12 +112,12 @@ def preflight(
         # the next phase may run a model that the processes share: no process may run it alone
         if world.any(outcome.refused) or (subject.is_resuming and phase != "static"):
             break
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         for check in (*checks.get(phase, ()), *task_checks.get(phase, ())):
             if check.codes[0] not in skipped:
                 outcome.findings += [f for f in check.run(subject) if f.code not in skipped]
                 outcome.checked_codes += [code for code in check.codes if code not in skipped]
-        outcome.seconds[phase] = time.perf_counter() - started
+        outcome.seconds[phase] = time.perf_counter() - start_time
     record_content = outcome.to_dict()
     earlier_records = previous_record.get("resumed")
     resumed_records = [

@@ -293,10 +293,12 @@ def _is_expected_zero(
 def find_frozen_gradients(subject: Subject) -> Iterator[Finding]:
     """PF015: finds tensors that get a gradient although no optimizer updates them."""
     stepper = subject.prepared.stepper
-    updated = {id(p) for group in stepper.optimizer.param_groups for p in group["params"]}
+    updated_ids = {id(p) for group in stepper.optimizer.param_groups for p in group["params"]}
     named_parameters = subject.prepared.model.named_parameters()
     gradients = {
-        name: p.grad for name, p in named_parameters if id(p) not in updated and p.grad is not None
+        name: p.grad
+        for name, p in named_parameters
+        if id(p) not in updated_ids and p.grad is not None
     }
     if not gradients:
         return

@@ -122,10 +122,13 @@ class QwenImageEdit(QwenImage):
         for time in timesteps:
             prediction = predict_velocity(time, text)
             if settings.guidance > 1:
-                negative = predict_velocity(time, empty)
-                guided = negative + settings.guidance * (prediction - negative)
-                prediction = guided * (
-                    prediction.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True)
+                negative_prediction = predict_velocity(time, empty)
+                guided_prediction = negative_prediction + settings.guidance * (
+                    prediction - negative_prediction
+                )
+                prediction = guided_prediction * (
+                    prediction.norm(dim=-1, keepdim=True)
+                    / guided_prediction.norm(dim=-1, keepdim=True)
                 )
             tokens_NTC = scheduler.step(prediction, time, tokens_NTC, return_dict=False)[0]
         return unpack_latents(tokens_NTC, side, side)
