@@ -254,7 +254,7 @@ def test_early_stopping_keeps_the_best_and_a_run_that_it_ended_stays_ended(
 
     before = kept()
     assert train(configured(train=sections), resume=run) == 0
-    said = f"resume    from step {result['steps']}, where early stopping ended the run: train.patience=6 goes on"
+    said = f"resume    from step {result['steps']}, where early stopping ended the run: train.patience=6 continues"
     assert said in capsys.readouterr().out
     assert kept() == before
     assert result_of(run) == result

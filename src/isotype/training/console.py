@@ -85,7 +85,7 @@ class _PipeSafeConsole(Console):
         self.quiet = True
         _redirect_to_null(self.file.fileno())
         message = (
-            "warning   the output is no longer read: the run goes on, and metrics.jsonl in its"
+            "warning   the output is no longer read: the run continues, and metrics.jsonl in its"
             " folder has the steps"
         )
         try:

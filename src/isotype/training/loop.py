@@ -256,7 +256,8 @@ class Loop:
     def _observed_step(
         self, batches: Sequence[Batch], step: int, rate: float, watches_changes: bool
     ) -> tuple[StepResult, int]:
-        """Runs a step with hooks on every module; returns its result and the number of promotions.
+        """Runs a step with hooks on every module; returns its result and
+        the number of promotions, which are outputs in a wider dtype than declared.
         Raises DtypeError where a dtype is not the declared one.
         """
         accumulator = self.stepper.accumulator

@@ -467,7 +467,8 @@ FOLDER_SUFFIX = "_ema"
 
 
 class Ema:
-    """An exponential moving average of the trained weights (`train.ema`), in `precision.ema`.
+    """An exponential moving average of the trained weights (`train.ema`), in the dtype of
+    `precision.ema`.
 
     averages  name -> the average of one trained weight
     The n-th update keeps the share min(decay, (1 + n) / (10 + n)) of the average, as diffusers'

@@ -322,7 +322,7 @@ class _TrainingRun:
             if first:
                 folder.write_json("result.json", result)
                 console.print_line(
-                    f"interrupted: saved at step {step}. Go on with: isotype train --resume"
+                    f"interrupted: saved at step {step}. Continue with: isotype train --resume"
                     f" {folder.path}"
                 )
                 # a second Ctrl-C may end this: the run is saved, and the report can be made later
@@ -359,9 +359,9 @@ class _TrainingRun:
             if self.interrupt.is_training:
                 message = "interrupted at once, without a save"
             else:
-                message = "interrupted before it went on"
+                message = "interrupted before it continued"
             console.print_line(
-                f"{message}: {checkpoint_text}. Go on with: isotype train --resume {folder.path}"
+                f"{message}: {checkpoint_text}. Continue with: isotype train --resume {folder.path}"
             )
         result = {"status": "interrupted", "folder": str(folder.path), "steps": step}
         # an existing result.json is the one of the last start, or of this start if it has ended

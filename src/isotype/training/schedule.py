@@ -149,7 +149,9 @@ class RunSchedule:
 
     @property
     def evaluated_rows(self) -> int:
-        """The number of rows of one evaluation, if all sets together are one list."""
+        """The number of rows of one evaluation. With several sets it may be slightly larger,
+        because each set is rounded up.
+        """
         return math.ceil(self.eval_rows / self.eval_stride)
 
     def describe_evaluation(self, row: str) -> str:

@@ -62,7 +62,7 @@ _COMPARED_PATHS = {
 }
 _FIX = "resume without these, start a new run, or accept them: --yes (from Python: accept_changes=True)"
 _KINDS = (
-    ("training", ROWS, "it goes on at the same place in them"),
+    ("training", ROWS, "the run continues at the same position in them"),
     (
         "evaluation",
         EVALUATION_ROWS,
@@ -102,10 +102,13 @@ def compare_settings(
             f"note      {folder.path / RESOLVED} was edited by hand: {', '.join(edited_keys)}"
         )
     moved_paths = [c for c in changes if not loaded.consent and _is_compared_path(c, folder)]
-    forbidden_changes = [c for c in changes if not c.allowed and not loaded.consent and c not in moved_paths]
+    forbidden_changes = [
+        c for c in changes if not c.allowed and not loaded.consent and c not in moved_paths
+    ]
     if forbidden_changes:
         raise UsageError(
-            "resuming would be another run:\n" + "\n".join(f"  {c}" for c in forbidden_changes), fix=_FIX
+            "resuming would be another run:\n" + "\n".join(f"  {c}" for c in forbidden_changes),
+            fix=_FIX,
         )
     reported = []
     for change in changes:
@@ -372,17 +375,17 @@ def restore_checkpoint(loop: Loop, step: int | None, console: RunConsole) -> Non
             pluralise(count, "process", "processes") for count in (writing_processes, world.size)
         )
         message = (
-            f"saved by {previous_processes}, goes on with {current_processes}: the same rows; dropout, where the model has"
+            f"saved by {previous_processes}, continues with {current_processes}: the same rows; dropout, where the model has"
             " any, draws differently"
         )
         console.print_line(f"resume    {message}")
     end_text = ""
     if step >= loop.schedule.total:
-        end_text = f", which was the last: train.steps={2 * step} or train.epochs=N goes on"
+        end_text = f", which was the last: train.steps={2 * step} or train.epochs=N continues"
     elif loop.is_stopped_early:
         end_text = (
             f", where early stopping ended the run: train.patience={2 * loop.progress.without_gain}"
-            " goes on"
+            " continues"
         )
     console.print_line(f"resume    from step {step}{end_text}")
 

@@ -156,11 +156,11 @@ class Stepper:
         self, batches: Sequence[Batch], weight: int | None = None, *, sends_gradients: bool = False
     ) -> Tensor:
         """Runs forward and backward of every micro-batch; returns the sum of their losses divided
-        by `weight`, by default the sum of their weights. `measures` gets the task's other measures,
-        summed and divided in the same way.
+        by `weight`, by default the sum of their weights. `measure_sums` gets the task's other
+        measures, summed and divided in the same way.
 
-        sends_gradients  all processes call this together: gradients are sent during the last
-                         backward
+        sends_gradients  sends gradients to the other processes during the last backward; all
+                         processes call this together
         """
         weight = max(1, sum(b.weight for b in batches) if weight is None else weight)
         loss_total: Tensor | None = None
@@ -279,7 +279,7 @@ class Stepper:
         return replace(local, loss=total, measures=sums[len(gradient_flags) :])
 
     def _read_local_step(self, loss: Tensor) -> ReducedStep:
-        """Reads the numbers of this process from the device, in the one wait for it in a step.
+        """Reads the numbers of this process from the device, with the only wait for it in a step.
         Gradients that no process has are zeros here.
         """
         measures = [] if self.measure_sums is None else list(self.measure_sums.unbind())

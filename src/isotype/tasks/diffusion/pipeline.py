@@ -367,7 +367,9 @@ class PipelineFolder:
         return outlines
 
     def text_encoders(self, dtype: torch.dtype) -> dict[str, Any]:
-        """Loads the text encoders that can be trained, frozen, by part. Raises UsageError."""
+        """Loads the text encoders that can be trained, with frozen weights; returns them by part.
+        Raises UsageError.
+        """
         pipe = self.pipeline(dtype, vae=None, **{self.denoiser_part: None})
         return {
             part: getattr(pipe, part).eval().requires_grad_(False)

@@ -84,7 +84,7 @@ def _unlearnt_rows_advice(drop_reasons: set[str], masked_count: int, names: Sett
     """
     if drop_reasons == {EMPTY_REASON} and not masked_count:
         return (
-            "write the missing answers, or take these rows out of the file; training goes on"
+            "write the missing answers, or take these rows out of the file; training continues"
             " without them"
         )
     return (

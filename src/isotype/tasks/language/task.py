@@ -70,9 +70,7 @@ REHEARSED_TOKENS = 4
 
 
 class LanguageTask:
-    """Rows of tokens, a loss for each next token, sampled answers. Implements
-    `training.task.Task`.
-    """
+    """The task of a language run. The objective defines its rows, batches and loss."""
 
     kind = "language"
 

@@ -341,9 +341,9 @@ def plan_offload(
 
     flops  returns the FLOPs of each block's forward on a micro-batch. The block's backward, with
            the recompute, takes twice as many.
-    The copy of a block overlaps with the computation of the previous block, and the longer of the
-    two counts. Norms and layers outside of blocks are not counted: they take the same time with and
-    without offloading, and would hide more of the copies.
+    The copy of a block overlaps with the computation of the previous block, so the longer of the
+    two times is taken. Norms and layers outside of blocks are not counted: they take the same time
+    with and without offloading, and would hide more of the copies.
     """
     frozen_blocks = get_frozen_blocks(model)
     if frozen_blocks is None:

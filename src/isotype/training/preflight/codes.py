@@ -1,4 +1,4 @@
-"""The checks of the preflight by code, and what `--skip CODE=REASON` means. Imports no torch."""
+"""The preflight's checks by code, and the parser of `--skip CODE=REASON`. Imports no torch."""
 
 from __future__ import annotations
 
