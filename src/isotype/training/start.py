@@ -123,20 +123,22 @@ def _is_compared_path(change: Change, folder: RunFolder) -> bool:
     record = _COMPARED_PATHS.get(change.key)
     if record is None or not isinstance(folder.read_json("plan.json").get(record), dict):
         return False
-    return bool(_without_paths(change.old) == _without_paths(change.new))
+    return bool(_mask_paths(change.old) == _mask_paths(change.new))
 
 
-def _without_paths(value: Any) -> Any:
-    """Sources of data with `PATH` for each path, so that their other settings are compared."""
+def _mask_paths(value: Any) -> Any:
+    """Replaces each path in the sources of data by `PATH`, so that only their other settings are
+    compared.
+    """
     if isinstance(value, str):
         return "PATH"
     if isinstance(value, list):
-        return [_without_paths(part) for part in value]
+        return [_mask_paths(part) for part in value]
     if not isinstance(value, dict):
         return value
     if "name" in value:
         return value | {"name": "PATH"}
-    return {group: _without_paths(part) for group, part in value.items()}
+    return {group: _mask_paths(part) for group, part in value.items()}
 
 
 def _changed_keys(settings: Sequence[RunChange], *sections: str) -> list[str]:
