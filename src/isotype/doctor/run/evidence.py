@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...dtypes import name as dtype_name
+from ...dtypes import format_dtype
 from .autocast import AutocastState, find_other_region, read_autocast_state
 from .expressions import TensorFacts, is_tensor, read_value
 from .frames import CallFrame, collect_frames, iterate_causes
@@ -57,7 +57,7 @@ class Operand:
 
     @property
     def dtype_name(self) -> str:
-        return dtype_name(self.dtype)
+        return format_dtype(self.dtype)
 
     @property
     def _role(self) -> str:
@@ -152,10 +152,10 @@ class Evidence:
                 if (producer := self.producers.get(id(operand))) is not None
             },
             "autocast": describe_autocast(self.autocast),
-            "default_dtype": dtype_name(torch.get_default_dtype()),
+            "default_dtype": format_dtype(torch.get_default_dtype()),
             "float32_matmul_precision": torch.get_float32_matmul_precision(),
             "parameters": {
-                dtype_name(dtype): count for dtype, count in self.names.dtype_counts.items()
+                format_dtype(dtype): count for dtype, count in self.names.dtype_counts.items()
             },
             "settings": {setting.name: setting.value for setting in self.settings},
             "optimizer": None if self.optimizer is None else str(self.optimizer),
@@ -170,7 +170,7 @@ def describe_autocast(state: AutocastState) -> str:
         return f"not known, {state.location} decides"
     if not state.is_on:
         return f"off, switched off at {state.location}" if state.location else "off"
-    dtype = "" if state.dtype is None else f", {dtype_name(state.dtype)}"
+    dtype = "" if state.dtype is None else f", {format_dtype(state.dtype)}"
     return f"on{dtype}, since {state.location}"
 
 
@@ -327,5 +327,5 @@ def _storage(tensor: torch.Tensor | None) -> str | None:
     state = getattr(tensor, "__dict__", {}).get("quant_state")
     dtype = getattr(state, "dtype", None)
     if isinstance(dtype, torch.dtype):
-        return f"{type(tensor).__name__} that widens to {dtype_name(dtype)}"
+        return f"{type(tensor).__name__} that widens to {format_dtype(dtype)}"
     return type(tensor).__name__

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...dtypes import name as dtype_name
+from ...dtypes import format_dtype
 from ...finding import Finding, Place
 from ...pages.finding_sheet import load_finding_formatter
 from .causes import SHEET
@@ -73,7 +73,7 @@ def _details(evidence: Evidence) -> tuple[tuple[str, str], ...]:
     majority = evidence.majority_dtype
     if majority is not None:
         share = 100 * evidence.names.dtype_share(majority)
-        details.append(("model", f"{share:.0f}% of the parameters are {dtype_name(majority)}"))
+        details.append(("model", f"{share:.0f}% of the parameters are {format_dtype(majority)}"))
     if evidence.settings:
         settings = ", ".join(map(str, evidence.settings))
         details.append(("settings", settings))
@@ -122,8 +122,8 @@ def find_changed_checkpoint(evidence: Evidence) -> Finding | None:
     return _make_finding(
         "RN019",
         evidence,
-        saved=dtype_name(saved[1]),
-        recomputed=dtype_name(recomputed[1]),
+        saved=format_dtype(saved[1]),
+        recomputed=format_dtype(recomputed[1]),
         function=function,
     )
 
@@ -186,7 +186,7 @@ def find_stale_optimizer_states(evidence: Evidence) -> Finding | None:
 
 
 def _join_dtypes(counts: Counter[torch.dtype]) -> str:
-    return " and ".join(dtype_name(dtype) for dtype, _ in counts.most_common())
+    return " and ".join(format_dtype(dtype) for dtype, _ in counts.most_common())
 
 
 def find_integer_parameter(evidence: Evidence) -> Finding | None:
@@ -217,7 +217,7 @@ def find_numpy_conversion(evidence: Evidence) -> Finding | None:
         "RN013",
         evidence,
         value=_passed(operand, producer),
-        has=dtype_name(match[1]),
+        has=format_dtype(match[1]),
         at=_passed_at(evidence, producer),
     )
 
@@ -238,7 +238,7 @@ def find_missing_kernel(evidence: Evidence) -> Finding | None:
     operands = list(evidence.operands)
     if name is not None:
         operands = [
-            operand for operand in operands if operand.dtype_name == dtype_name(name)
+            operand for operand in operands if operand.dtype_name == format_dtype(name)
         ] or operands
     operand = operands[0]
     producer = evidence.producer_of(operand)
@@ -493,7 +493,7 @@ def find_odd_weight(evidence: Evidence) -> Finding | None:
         weight=weight.path,
         has=weight.dtype_name,
         share=100 * evidence.names.dtype_share(majority),
-        usual=dtype_name(majority),
+        usual=format_dtype(majority),
         trained=is_trained and majority in _HALF_DTYPES and weight.dtype == torch.float32,
         device=evidence.device,
         target=str(majority),

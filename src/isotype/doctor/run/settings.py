@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...dtypes import name as dtype_name
+from ...dtypes import format_dtype
 from .autocast import read_mixed_precision
 from .frames import CallFrame
 
@@ -57,7 +57,7 @@ class OptimizerFacts:
 
 
 def _describe(counts: Counter[torch.dtype]) -> str:
-    return " ".join(dtype_name(dtype) for dtype, _ in counts.most_common()) or "none"
+    return " ".join(format_dtype(dtype) for dtype, _ in counts.most_common()) or "none"
 
 
 def read_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerFacts:
