@@ -39,8 +39,8 @@ def step(model, x, optimizer):
 """
 LOG = "RuntimeError: mat1 and mat2 must have the same dtype, but got Float and BFloat16\n"
 REFUSED = [
-    "train", "plan", "quickstart", "chat", "sample", "eval", "merge", "export", "report",
-    "watch", "doctor trace", "doctor conform", "doctor kernels",
+    "train", "plan", "quickstart", "chat", "sample", "eval", "merge", "export", "verify",
+    "report", "watch", "doctor trace", "doctor conform", "doctor kernels",
 ]  # fmt: skip
 
 

@@ -41,6 +41,7 @@ _COMMANDS = {
     "watch": ("report.watch", RUNS),
     "merge": ("merge.merge", RUNS),
     "export": ("merge.export", RUNS),
+    "verify": ("verify.verify", RUNS),
     "ls": ("report.ls", RUNS),
 }
 # command name that users may try -> the command to use
@@ -57,6 +58,7 @@ _FORMS = {
     "chat": 'isotype chat RUN; isotype sample RUN "a question" answers one',
     "eval": "isotype eval RUN FILE",
     "export": f"isotype export RUN --to {'|'.join(FORMATS)}",
+    "verify": "isotype verify RUN --file FILE",
 }
 # package that is missing in an installation without extras -> the extra that installs it
 _EXTRA_OF = dict.fromkeys(
@@ -84,7 +86,19 @@ _EXTRA_OF |= {
 # These commands need torch and were only run on Linux (docs/platforms.md). The others need no torch
 # and also run on macOS and Windows.
 LINUX_ONLY = frozenset(
-    ("train", "plan", "quickstart", "chat", "sample", "eval", "merge", "export", "report", "watch")
+    (
+        "train",
+        "plan",
+        "quickstart",
+        "chat",
+        "sample",
+        "eval",
+        "merge",
+        "export",
+        "verify",
+        "report",
+        "watch",
+    )
 ) | {f"doctor {verb}" for verb in ("trace", "conform", "kernels")}
 _SYSTEMS = {"win32": "Windows", "darwin": "macOS"}
 

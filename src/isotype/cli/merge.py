@@ -15,6 +15,7 @@ import typer
 from ..errors import UsageError
 from ..runs.checkpoint.atomic_folder import SEAL
 from ..wording import pluralise
+from .verify import KeepOption, RowsOption, VerifyOption, refuse_idle_options, verify_written
 
 if TYPE_CHECKING:
     from ..inference.merge import MergeResult
@@ -31,6 +32,9 @@ def merge(
         str | None,
         typer.Option("--dtype", help="fp32, bf16 or fp16; by default the base's dtype in the run."),
     ] = None,
+    verify: VerifyOption = False,
+    verify_rows: RowsOption = None,
+    keep: KeepOption = None,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Merge an adapter into its base model, as an ordinary Hugging Face folder that other engines
@@ -38,13 +42,14 @@ def merge(
 
     A 4-bit base is dequantised. The sum is computed in fp32 and cast once. The command prints how
     much of the adapter's effect the cast loses, and compares the loss of the merged model with the
-    loss of the model with the adapter.
+    loss of the model with the adapter. With `--verify` the folder is read back, and the command
+    prints how much of what the run learnt it keeps; below `--keep` the exit status is 1.
 
     Examples:
 
         isotype merge runs/qwen
 
-        isotype merge runs/qwen --dtype fp32 --out merged
+        isotype merge runs/qwen --dtype fp32 --out merged --verify
 
         isotype merge someones-adapter --out merged      # a PEFT folder, which names its base
     """
@@ -58,6 +63,9 @@ def merge(
             raise UsageError(f"--dtype: {error}") from None
         if dtype not in ("fp32", "bf16", "fp16"):
             raise UsageError(f"--dtype {dtype}: expected fp32, bf16 or fp16")
+    refuse_idle_options(verify, verify_rows, keep)
+    if verify:
+        _refuse_pictures(run)
     out = out or run / "merged"
     try:
         merged = _merge_run(run, out, dtype)
@@ -68,8 +76,9 @@ def merge(
             outcome = "was not written, and the same command starts again"
         print(f"interrupted: {out} {outcome}", file=sys.stderr)
         raise
+    facts: dict[str, Any] = {**asdict(merged), "folder": str(merged.folder)}
     if json_output:
-        print(json.dumps({**asdict(merged), "folder": str(merged.folder)}))
+        _finish(run, facts, [], merged.folder, verify, verify_rows, keep, json_output=True)
         return
     advice = "; --dtype fp32 keeps all of it" if merged.noise > MAX_NOISE else ""
     print(
@@ -81,10 +90,47 @@ def merge(
         f" weights{advice}"
     )
     rows = pluralise(merged.rows, "row")
-    print(
+    checked = (
         f"checked   loss {merged.merged_loss:.4f}, with the adapter not merged"
         f" {merged.adapter_loss:.4f}, on {rows}"
     )
+    _finish(run, facts, [checked], merged.folder, verify, verify_rows, keep, json_output=False)
+
+
+def _finish(
+    run: Path,
+    facts: dict[str, Any],
+    lines: list[str],
+    written: Path,
+    is_verified: bool,
+    verify_rows: int | None,
+    keep: float | None,
+    *,
+    json_output: bool,
+) -> None:
+    """Prints the result of a command, and compares the written file with the run if `--verify` was
+    given.
+    """
+    if lines and not json_output:
+        print("\n".join(lines))
+    verification = verify_written(run, written, verify_rows, keep) if is_verified else None
+    if verification is not None:
+        facts = facts | {"verify": verification.to_json()}
+        if not json_output:
+            print("\n".join(verification.lines()))
+    if json_output:
+        print(json.dumps(facts))
+    if verification is not None and not verification.is_same:
+        raise typer.Exit(1)
+
+
+def _refuse_pictures(run: Path) -> None:
+    """Raises UsageError for a diffusion run, whose files are not compared."""
+    from ..config.kind import DIFFUSION
+    from ..runs.folder import detect_model_folder, detect_run_kind
+
+    if detect_model_folder(run) is None and detect_run_kind(run) == DIFFUSION:
+        raise UsageError(f"{run}: --verify compares language models; this run is on pictures")
 
 
 def _merge_run(run: Path, out: Path, dtype: str | None) -> MergeResult:
@@ -135,6 +181,9 @@ def export(
             ),
         ),
     ] = None,
+    verify: VerifyOption = False,
+    verify_rows: RowsOption = None,
+    keep: KeepOption = None,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Write the result of a run for llama.cpp, Ollama, vLLM, or ComfyUI, Forge and kohya's tools.
@@ -147,7 +196,7 @@ def export(
 
         isotype export runs/qwen --to gguf --type Q8_0     # merged: the whole model in one file
 
-        isotype export runs/qwen --to ollama               # a folder with a Modelfile
+        isotype export runs/qwen --to ollama --verify      # a folder with a Modelfile, read back
 
         isotype export runs/dog/adapters/step_1500 --to comfyui --out dog.safetensors
     """
@@ -162,6 +211,7 @@ def export(
 
     if to not in FORMATS:
         raise UsageError(f"--to {to}: expected {', '.join(FORMATS)}")
+    refuse_idle_options(verify, verify_rows, keep)
     if kind is not None and to not in ("gguf", "ollama"):
         raise UsageError(f"--type has no effect with --to {to}")
     folder, intermediate_adapter = split_run_and_adapter(run)
@@ -193,6 +243,8 @@ def export(
         raise UsageError(f"{out}: no folder {out.parent}")
     quiet_libraries()
     if to == "comfyui":
+        if verify:
+            _refuse_pictures(run)
         from ..inference.diffusion import export_comfyui
 
         modules = export_comfyui(folder, intermediate_adapter, out)
@@ -202,4 +254,4 @@ def export(
         from ..inference.export import export_language
 
         written, lines = export_language(run, out, to=to, kind=kind, name=name)
-    print(json.dumps(written) if json_output else "\n".join(lines))
+    _finish(run, written, lines, out, verify, verify_rows, keep, json_output=json_output)

@@ -153,7 +153,7 @@ def export_model(folder: Path, out: Path, kind: str) -> int:
     family = FAMILIES[config.model_type]
     architecture = getattr(gguf.MODEL_ARCH, family.architecture)
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
-    factors = _rope_factors(config)
+    factors = rope_factors(config)
     tensors = [] if factors is None else [_StoredTensor("rope_freqs.weight", factors)]
     files = [safe_open(file, framework="pt") for file in sorted(folder.glob("*.safetensors"))]
     for name, stored in ((name, file.get_slice(name)) for file in files for name in file.keys()):  # noqa: SIM118  # not a mapping
@@ -279,7 +279,7 @@ def header_keys(config: PreTrainedConfig) -> list[tuple[str, Any]]:
     return [(f"add_{name}", value) for name, value in keys.items() if value is not None]
 
 
-def _rope_factors(config: PreTrainedConfig) -> Tensor | None:
+def rope_factors(config: PreTrainedConfig) -> Tensor | None:
     """Returns the factors by which llama.cpp divides the rotary frequencies for Llama 3's scaling:
     transformers' frequencies without scaling divided by those with it.
     """

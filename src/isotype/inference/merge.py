@@ -179,9 +179,9 @@ def merged_state(model: Any, dtype: torch.dtype) -> tuple[dict[str, Tensor], flo
     count = 0
     # a parameter may have two names (tied head and embedding): it is cast once and shared
     unchanged: dict[int, Tensor] = {}
-    layers = _adapted_weights(inner)
+    layers = adapted_weights(inner)
     for name, parameter in inner.named_parameters(remove_duplicate=False):
-        plain_name = _plain_name(name)
+        plain_name = strip_adapter_name(name)
         if plain_name is None:
             continue
         layer = layers.get(plain_name)
@@ -202,7 +202,7 @@ def merged_state(model: Any, dtype: torch.dtype) -> tuple[dict[str, Tensor], flo
     persistent = inner.state_dict(keep_vars=True)
     # such as the constants of Apertus' activation and the router bias of DeepSeek V3
     for name, buffer in inner.named_buffers(remove_duplicate=False):
-        if name in persistent and (plain_name := _plain_name(name)) is not None:
+        if name in persistent and (plain_name := strip_adapter_name(name)) is not None:
             if buffer.is_floating_point():
                 buffer = buffer.to(dtype)
             state[plain_name] = buffer.contiguous().cpu()
@@ -248,7 +248,7 @@ def _delta(layer: Any, adapter: str) -> Tensor:
         parameter.data = narrow
 
 
-def _adapted_weights(inner: nn.Module) -> dict[str, Any]:
+def adapted_weights(inner: nn.Module) -> dict[str, Any]:
     """Returns a mapping of each adapted weight's name in the plain model to PEFT's layer. Stacked
     experts and routers have adapters on bare parameters.
     """
@@ -309,7 +309,7 @@ def dequantise(parameter: Tensor) -> Tensor:
     return parameter.detach().float()
 
 
-def _plain_name(name: str) -> str | None:
+def strip_adapter_name(name: str) -> str | None:
     """Returns a parameter's name without PEFT's wrappers; None for parameters that the plain model
     does not have.
     """

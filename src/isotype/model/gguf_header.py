@@ -1,7 +1,8 @@
 """Reads the header of a GGUF file: its settings, and the kind, shape and position of its tensors.
 
 The package gguf creates an object per token of the vocabulary, which took 11 s and 0.7 GB for
-Gemma's 262,144 tokens. Here long lists are skipped, because loading a model does not need them.
+Gemma's 262,144 tokens. Here long lists and lists of text are skipped unless the caller asks for
+them, because loading a model does not need them.
 
 Source  docs/gguf.md of ggml: the header's layout, and the numbers of its kinds
 """
@@ -60,7 +61,7 @@ class TensorEntry:
 class Header:
     """The content of a header.
 
-    fields   settings by name, without long lists and lists of text
+    fields   settings by name; long lists and lists of text are in it only if they were read
     tensors  tensors by name
     """
 
@@ -68,9 +69,11 @@ class Header:
     tensors: Mapping[str, TensorEntry]
 
 
-def read_header(path: Path) -> Header:
-    """Reads the header of a file. Raises ValueError for a file that is no GGUF file, or is
-    truncated.
+def read_header(path: Path, *, with_lists: bool = False) -> Header:
+    """Reads the header of a file.
+
+    with_lists  also read long lists and lists of text: the tokens and merges of a vocabulary
+    Raises      ValueError for a file that is no GGUF file, or is truncated
     """
     if path.stat().st_size == 0:
         raise ValueError("the file is empty")
@@ -79,7 +82,7 @@ def read_header(path: Path) -> Header:
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
     ):
         try:
-            return _Reader(content).read_header()
+            return _Reader(content, with_lists=with_lists).read_header()
         except struct.error:
             raise ValueError("its header is cut") from None
 
@@ -87,8 +90,9 @@ def read_header(path: Path) -> Header:
 class _Reader:
     """Reads from the beginning of a file; `position` is the next byte."""
 
-    def __init__(self, content: mmap.mmap) -> None:
+    def __init__(self, content: mmap.mmap, *, with_lists: bool = False) -> None:
         self.content = content
+        self.with_lists = with_lists
         self.position = 0
 
     def read_header(self) -> Header:
@@ -140,13 +144,17 @@ class _Reader:
             raise ValueError("its header is cut")
 
     def read_value(self, value_kind: int) -> Any:
-        """Reads a value. Lists of text and long lists are skipped and give None."""
+        """Reads a value. Lists of text and long lists that are skipped give None."""
         if value_kind == _STRING:
             return self.read_text()
         if value_kind != _LIST:
             return self.read_number(_format_of(value_kind))
         item_kind = self.read_number("I")
         length = int(self.read_number("Q"))
+        if item_kind == _STRING and self.with_lists:
+            if length > _MOST_ENTRIES:
+                raise ValueError(f"a list of {length} texts")
+            return [self.read_text() for _ in range(length)]
         if item_kind == _STRING:
             for _ in range(length):
                 self.skip(int(self.read_number("Q")))
@@ -154,7 +162,7 @@ class _Reader:
         item_format = _format_of(item_kind)
         start = self.position
         self.skip(length * struct.calcsize(item_format))
-        if length > _LONGEST_LIST:
+        if length > _LONGEST_LIST and not self.with_lists:
             return None
         return list(struct.unpack_from(f"<{length}{item_format}", self.content, start))
 

@@ -1,0 +1,166 @@
+"""Reads a GGUF file under the names of the run's weights: values are dequantised, and rows and
+norms are put back into the order of transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...errors import UsageError
+from ...model.gguf_header import Header, TensorEntry, read_header
+from ...ops.packed.ggml import BLOCKS, decode_blocks
+from ..adapter_file import LoraPair
+from ..gguf_file import FAMILIES, Family
+from .written_model import WrittenModel, WrittenTensor, adapter_model
+
+_PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# tensors that are settings: factors of the rotary embedding
+ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+_LORA_A = ".lora_a"
+_LORA_B = ".lora_b"
+
+
+def read_gguf_header(path: Path) -> Header:
+    """Reads the header of a GGUF file with its lists. Raises UsageError for a damaged file."""
+    try:
+        header = read_header(path, with_lists=True)
+    except (ValueError, OSError) as error:
+        raise UsageError(
+            f"{path}: no whole GGUF file: {error}", fix="export it again with --out another file"
+        ) from None
+    kinds = {entry.kind for entry in header.tensors.values()} - {*BLOCKS, *_PLAIN_DTYPES}
+    if kinds:
+        raise UsageError(
+            f"{path}: tensors of type {', '.join(sorted(kinds))} are not read",
+            fix=f"one of {', '.join([*_PLAIN_DTYPES, *BLOCKS])}",
+        )
+    return header
+
+
+def open_gguf(
+    path: Path, config: Any, names: Iterable[str], read_base: Callable[[str], Tensor]
+) -> WrittenModel:
+    """Opens a GGUF file of a whole model or of an adapter.
+
+    config     the configuration of the run's model
+    names      the names of the run's weights
+    read_base  returns a weight of the run's base, to which an adapter is added
+    Raises     UsageError for a damaged file, and for a model of another architecture
+    """
+    import gguf
+
+    header = read_gguf_header(path)
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        raise UsageError(
+            f"{config.model_type}: how llama.cpp names this family's tensors is not known here",
+            fix="isotype merge RUN --verify compares a folder",
+        )
+    architecture = getattr(gguf.MODEL_ARCH, family.architecture)
+    expected = gguf.MODEL_ARCH_NAMES[architecture]
+    stored = header.fields.get("general.architecture")
+    if stored != expected:
+        raise UsageError(
+            f"{path}: a file of the architecture {stored}; the run's model is {expected}"
+        )
+    text_config = config.get_text_config()
+    name_map = gguf.get_tensor_name_map(architecture, text_config.num_hidden_layers)
+    content = np.memmap(path, mode="r")
+    gguf_names = {}
+    for name in names:
+        plain_name = name.replace(".language_model.", ".")
+        gguf_name = name_map.get_name(plain_name, try_suffixes=(".weight", ".bias"))
+        if gguf_name is not None:
+            gguf_names[name] = gguf_name
+    if header.fields.get("general.type") == "adapter":
+        return _open_adapter(header, content, family, text_config, gguf_names, read_base)
+    tensors = {}
+    for name, gguf_name in gguf_names.items():
+        entry = header.tensors.get(gguf_name)
+        if entry is not None:
+            read = partial(_read_weight, content, entry, name, family, text_config)
+            tensors[name] = WrittenTensor(gguf_name, entry.kind, entry.shape, read)
+    unexpected = set(header.tensors) - set(gguf_names.values()) - {*ROPE_TENSORS, "output.weight"}
+    rope_entry = header.tensors.get(ROPE_TENSORS[0])
+    return WrittenModel(
+        f"GGUF, {_main_kind(header)}",
+        tensors,
+        unexpected=sorted(unexpected),
+        fields=header.fields,
+        rope_factors=None if rope_entry is None else _read_values(content, rope_entry),
+    )
+
+
+def _main_kind(header: Header) -> str:
+    """Returns the type that holds most of the file's bytes."""
+    sizes: dict[str, int] = {}
+    for entry in header.tensors.values():
+        sizes[entry.kind] = sizes.get(entry.kind, 0) + entry.size
+    return max(sizes, key=lambda kind: sizes[kind], default="no tensors")
+
+
+def _open_adapter(
+    header: Header,
+    content: np.ndarray[Any, Any],
+    family: Family,
+    config: Any,
+    gguf_names: Mapping[str, str],
+    read_base: Callable[[str], Tensor],
+) -> WrittenModel:
+    """Opens an adapter as llama.cpp applies it: alpha divided by the rank of the layer is the
+    scale.
+    """
+    alpha = float(header.fields.get("adapter.lora.alpha", 0.0))
+    pairs = {}
+    used = set()
+    for name, gguf_name in gguf_names.items():
+        a_name = gguf_name + _LORA_A
+        b_name = gguf_name + _LORA_B
+        if a_name not in header.tensors or b_name not in header.tensors:
+            continue
+        a = _read_values(content, header.tensors[a_name])
+        b = _read_values(content, header.tensors[b_name])
+        b = _restore_rows(b, name, config, family)
+        pairs[name] = LoraPair(gguf_name, a, b, alpha / a.shape[0])
+        used |= {a_name, b_name}
+    return adapter_model(
+        "GGUF, adapter alone",
+        pairs,
+        read_base,
+        unexpected=sorted(set(header.tensors) - used),
+        fields=header.fields,
+    )
+
+
+def _read_values(content: np.ndarray[Any, Any], entry: TensorEntry) -> Tensor:
+    raw = torch.from_numpy(np.array(content[entry.offset : entry.offset + entry.size]))
+    if entry.kind in BLOCKS:
+        rows = raw.view(-1, entry.row_bytes)
+        return decode_blocks(entry.kind, rows, torch.float32).view(entry.shape)
+    return raw.view(_PLAIN_DTYPES[entry.kind]).view(entry.shape).float()
+
+
+def _read_weight(
+    content: np.ndarray[Any, Any], entry: TensorEntry, name: str, family: Family, config: Any
+) -> Tensor:
+    value = _read_values(content, entry)
+    if family.norm_offset and name.endswith("norm.weight"):
+        return value - family.norm_offset
+    return _restore_rows(value, name, config, family)
+
+
+def _restore_rows(value: Tensor, name: str, config: Any, family: Family) -> Tensor:
+    """Puts the rows of q and k back from neighbouring pairs into halves."""
+    module = name.rpartition(".")[0].rpartition(".")[2]
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(module)
+    if not family.permutes_rows or heads is None or value.shape[0] % (2 * heads):
+        return value
+    pairs = value.view(heads, -1, 2, *value.shape[1:])
+    return pairs.transpose(1, 2).reshape(value.shape)

@@ -1,0 +1,228 @@
+"""Measures how much of what a run learnt is in the file that was written from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from ...config.kind import FORMAT_OF_OBJECTIVE
+from ...data.load import load_data
+from ...data.pictures import Pictures
+from ...data.rows import Row
+from ...errors import UsageError
+from ...model.processor import build_picture_reader
+from ...tasks.language.batches import Batch
+from ...tasks.language.objective import NextToken
+from ...tasks.language.result import evaluate
+from ..loaded import LoadedRun
+from ..merge import merged_dtype
+from .gguf_model import open_gguf
+from .reference import ReferenceModel, Scores
+from .result import Verification, kept_share
+from .run_weights import RunWeights
+from .settings import (
+    apply_gguf_settings,
+    compare_folder_settings,
+    compare_gguf_settings,
+    compare_rope_factors,
+)
+from .tensors import (
+    Difference,
+    TensorComparison,
+    cast_to_merge,
+    fill_and_compare,
+    refuse_other_run,
+    unmerged_difference,
+)
+from .written_model import WrittenModel, open_adapter_folder, open_folder
+
+DEFAULT_ROWS = 32
+MIN_KEPT = 0.9
+OLLAMA_FILE = "model.gguf"
+RUN_DTYPES = "from the run's dtypes to fp32"
+
+
+def verify_file(
+    run: LoadedRun, path: Path, *, row_count: int = DEFAULT_ROWS, min_kept: float = MIN_KEPT
+) -> Verification:
+    """Reads a written file back, and compares it with its run.
+
+    path       a GGUF file, the folder of a merged model or of an adapter, or a folder for Ollama
+    row_count  the number of held-out rows, or of training rows if none are held out
+    min_kept   the share of what was learnt that the file has to keep
+    Raises     UsageError for a damaged file, a file of another model or run, and absent rows
+    """
+    rows, row_source, pictures = load_rows(run, row_count)
+    weights = RunWeights(run)
+    reference = ReferenceModel(run, weights)
+    written = open_written(run, path, reference, weights)
+    batches = reference.batches(rows, pictures)
+
+    reference.fill(weights.base)
+    base = reference.score(batches)
+    reference.fill(weights.trained, _changed_names(reference, weights))
+    trained = reference.score(batches)
+    comparison = fill_and_compare(reference, weights, written)
+    refuse_other_run(comparison)
+    differences, notes = _compare_settings(run, reference, written, path)
+    unmerged = unmerged_difference(comparison)
+    if unmerged is not None:
+        differences.insert(0, unmerged)
+    scores = reference.score(batches)
+    causes = {RUN_DTYPES: trained.loss - _loss_in_run(run, rows, pictures)}
+    changed_config = None
+    if written.fields and not written.adapter_only:
+        changed_config = apply_gguf_settings(reference.config, written)
+    if changed_config is not None:
+        weights_loss = scores.loss
+        scores = reference.score_with(changed_config, batches)
+        causes["settings of the file"] = scores.loss - weights_loss
+    causes |= _tensor_causes(reference, weights, written, comparison, batches, trained, scores)
+    noise = base.noise(trained)
+    return Verification(
+        file=path.name,
+        description=written.description,
+        base_loss=base.loss,
+        trained_loss=trained.loss,
+        file_loss=scores.loss if math.isfinite(scores.loss) else None,
+        noise=noise,
+        kept=kept_share(base.loss, trained.loss, scores.loss, noise),
+        min_kept=min_kept,
+        agreement=scores.agreement(trained),
+        rows=len(rows),
+        tokens=len(trained.predictions),
+        row_source=row_source,
+        losses_by_cause={
+            cause: change for cause, change in causes.items() if math.isfinite(change)
+        },
+        differences=[*differences, *comparison.differences],
+        notes=notes,
+    )
+
+
+def load_rows(run: LoadedRun, count: int) -> tuple[list[Row], str, Pictures | None]:
+    """Returns up to `count` rows of the run's data, whether they were held out, and the reader of
+    their pictures.
+
+    Raises  UsageError for data that is no longer there, and for a folder without a run's data
+    """
+    data = run.config.data
+    if data.train is None:
+        raise UsageError(
+            f"{run.folder}: this folder names no data on which the file could be compared",
+            fix="give the run's folder, whose resolved.yaml names its data",
+        )
+    objective_format = FORMAT_OF_OBJECTIVE.get(run.config.train.objective)
+    loaded = load_data(
+        data,
+        run.tokenizer,
+        seed=run.config.train.seed,
+        objective_format=objective_format,
+        pictures=build_picture_reader(run.config.model, data, run.tokenizer),
+    )
+    row_source = "held-out" if len(loaded.eval) else "training"
+    rows = loaded.eval if len(loaded.eval) else loaded.documents
+    # the rows of a preference pair follow one another, the chosen answer first
+    step = 2 if objective_format == "preference" else 1
+    selected = [rows[i] for i in range(0, min(len(rows), step * count), step)]
+    learnt = [row for row in selected if row.supervised]
+    if not learnt:
+        raise UsageError(f"{run.folder}: its {row_source} rows have no learnt token")
+    return learnt, row_source, loaded.pictures
+
+
+def open_written(
+    run: LoadedRun, path: Path, reference: ReferenceModel, weights: RunWeights
+) -> WrittenModel:
+    """Opens a file or folder by what it holds. Raises UsageError for another kind of file."""
+    if not path.exists():
+        raise UsageError(f"{path}: no such file or folder")
+    if path.is_dir() and (path / OLLAMA_FILE).is_file():
+        path = path / OLLAMA_FILE
+    if path.is_file():
+        written = open_gguf(path, reference.config, reference.names, weights.base)
+        if not written.adapter_only:
+            written.merge_dtype = merged_dtype(run.precision)[0]
+        return written
+    if (path / "adapter_config.json").is_file():
+        return open_adapter_folder(path, weights.base)
+    if (path / "config.json").is_file():
+        return open_folder(path, reference.names, text_only=reference.text_only)
+    raise UsageError(
+        f"{path}: neither a GGUF file nor the folder of a model or adapter",
+        fix="--file the file or folder that isotype export or merge wrote",
+    )
+
+
+def _changed_names(reference: ReferenceModel, weights: RunWeights) -> list[str]:
+    return [name for name in reference.names if name in weights.changed_names]
+
+
+def _loss_in_run(run: LoadedRun, rows: Sequence[Row], pictures: Pictures | None) -> float:
+    """Returns the trained model's loss in the run's own dtypes."""
+    return evaluate(
+        run.model,
+        rows,
+        batch_size=4,
+        pad_id=run.tokenizer.pad_token_id or 0,
+        device=run.device,
+        loss_dtype=run.precision.loss,
+        objective=NextToken(run.config, pictures),
+    ).loss
+
+
+def _tensor_causes(
+    reference: ReferenceModel,
+    weights: RunWeights,
+    written: WrittenModel,
+    comparison: TensorComparison,
+    batches: Sequence[Batch],
+    trained: Scores,
+    scores: Scores,
+) -> dict[str, float]:
+    """Returns by how much the loss changes by the cast of the merge, and by the file's values of
+    each group of tensors alone.
+    """
+    if written.adapter_only:
+        return {"the adapter's file": scores.loss - trained.loss}
+    groups = comparison.rounded_names
+    if not groups:
+        return {f"merge to {written.merge_dtype}": scores.loss - trained.loss}
+
+    def read_merged(name: str) -> Tensor:
+        return cast_to_merge(weights.trained(name), written.merge_dtype)
+
+    def read_file(name: str) -> Tensor:
+        return written.tensors[name].read()
+
+    names = [name for group in groups.values() for name in group]
+    reference.fill(read_merged, names)
+    causes = {}
+    merged_loss = trained.loss
+    if not comparison.is_merge_exact:
+        merged_loss = reference.score(batches).loss
+        causes[f"merge to {written.merge_dtype}"] = merged_loss - trained.loss
+    for group, group_names in groups.items():
+        readable = [name for name in group_names if name in comparison.read_names]
+        reference.fill(read_file, readable)
+        causes[f"{group} in the file"] = reference.score(batches).loss - merged_loss
+        reference.fill(read_merged, readable)
+    return causes
+
+
+def _compare_settings(
+    run: LoadedRun, reference: ReferenceModel, written: WrittenModel, path: Path
+) -> tuple[list[Difference], list[str]]:
+    """Compares the settings of the file. Returns the differences, and notes about what could not be
+    compared.
+    """
+    if written.folder is not None:
+        return compare_folder_settings(run, reference.config, written.folder)
+    if written.adapter_only:
+        return [], ["an adapter alone: it is measured on the run's own base"]
+    differences, notes = compare_gguf_settings(run, reference.config, written)
+    differences += compare_rope_factors(reference.config, written.rope_factors)
+    return differences, notes

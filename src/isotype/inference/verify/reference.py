@@ -1,0 +1,176 @@
+"""The model in the reference arithmetic: fp32 weights and fp32 products. Weights are copied into it
+one tensor at a time, so that one model serves for every state that is compared.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.initialization import no_init_weights
+
+from ...data.pictures import Pictures
+from ...data.rows import IGNORE_INDEX, Row
+from ...model.architecture import auto_class
+from ...model.export import embedding_and_head
+from ...precision.vision import vision_parts
+from ...tasks.language.batches import Batch, collate, model_inputs, split_by_pictures
+from ..loaded import LoadedRun
+from .run_weights import RunWeights
+
+_LOGITS_PER_BATCH = 1 << 27  # values of fp32 logits in one batch: 0.5 GB
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The predictions of one state of the model on the evaluation rows.
+
+    row_losses   fp64[rows]   the loss of each row, summed over its learnt tokens
+    row_tokens   int[rows]    the number of learnt tokens of each row
+    predictions  int[tokens]  the most probable token at each learnt position
+    """
+
+    row_losses: Tensor
+    row_tokens: Tensor
+    predictions: Tensor
+
+    @property
+    def loss(self) -> float:
+        return float(self.row_losses.sum() / self.row_tokens.sum())
+
+    def agreement(self, reference: Scores) -> float:
+        """Returns the share of learnt positions with the same most probable token."""
+        return float((self.predictions == reference.predictions).double().mean())
+
+    def noise(self, reference: Scores) -> float:
+        """Returns the standard error of the difference of both losses over the draw of rows; 0 for
+        a single row, from which it cannot be estimated.
+        """
+        count = len(self.row_losses)
+        if count < 2:
+            return 0.0
+        difference = self.row_losses - reference.row_losses
+        mean = difference.sum() / self.row_tokens.sum()
+        residual = difference - mean * self.row_tokens
+        spread = residual.square().sum().sqrt() * (count / (count - 1)) ** 0.5
+        return float(spread / self.row_tokens.sum())
+
+
+class ReferenceModel:
+    """An fp32 model of the run's architecture.
+
+    names  the names of its weights; a head that is tied to the embedding has no name of its own
+    """
+
+    def __init__(self, run: LoadedRun, weights: RunWeights) -> None:
+        self.device = run.device
+        self.pad_id = run.tokenizer.pad_token_id or 0
+        self.config = copy.deepcopy(weights.inner.config)
+        if hasattr(self.config, "quantization_config"):
+            del self.config.quantization_config
+        self.trusts_remote_code = run.source.trust_remote_code
+        self.text_only = vision_parts(weights.inner) is None
+        self.is_tied = _is_tied(weights)
+        for config in (self.config, self.config.get_text_config()):
+            config.tie_word_embeddings = self.is_tied
+        self.build(self.config)
+
+    def build(self, config: Any) -> None:
+        """Builds the model of a configuration. Its weights have no values yet."""
+        # sdpa leaves out Gemma 2's softcap
+        has_softcap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+        auto = auto_class(config, text_only=self.text_only)
+        with no_init_weights():
+            self.model: Any = auto.from_config(
+                config,
+                dtype=torch.float32,
+                trust_remote_code=self.trusts_remote_code,
+                **({"attn_implementation": "eager"} if has_softcap else {}),
+            )
+        self.model.tie_weights()
+        self.model.to(self.device).eval().requires_grad_(False)
+        self.tensors = dict(self.model.named_parameters())
+        persistent = self.model.state_dict(keep_vars=True)
+        self.tensors |= {
+            name: buffer
+            for name, buffer in self.model.named_buffers()
+            if name in persistent and buffer.is_floating_point()
+        }
+        self.names = list(self.tensors)
+
+    @torch.no_grad()
+    def fill(self, read: Callable[[str], Tensor], names: Iterable[str] | None = None) -> None:
+        """Copies values into the weights: all of them, or those of `names`."""
+        for name in self.names if names is None else names:
+            self.tensors[name].copy_(read(name))
+
+    @torch.no_grad()
+    def score_with(self, config: Any, batches: Sequence[Batch]) -> Scores:
+        """Scores the present weights under another configuration of the same shapes."""
+        values = self.tensors
+        self.build(config)
+        self.fill(values.__getitem__)
+        scores = self.score(batches)
+        self.build(self.config)
+        self.fill(values.__getitem__)
+        return scores
+
+    @torch.no_grad()
+    def score(self, batches: Sequence[Batch]) -> Scores:
+        losses = []
+        counts = []
+        predictions = []
+        for batch in batches:
+            inputs = model_inputs(self.model, batch.to(self.device))
+            logits = self.model(**inputs).logits[:, :-1]
+            labels = batch.labels[:, 1:].to(logits.device)
+            is_learnt = labels != IGNORE_INDEX
+            token_losses = F.cross_entropy(
+                logits.transpose(1, 2), labels, ignore_index=IGNORE_INDEX, reduction="none"
+            )
+            losses.append(token_losses.double().sum(1).cpu())
+            counts.append(is_learnt.sum(1).cpu())
+            predictions.append(logits.argmax(-1)[is_learnt].cpu())
+        return Scores(torch.cat(losses), torch.cat(counts), torch.cat(predictions))
+
+    def batches(self, rows: Sequence[Row], pictures: Pictures | None) -> list[Batch]:
+        """Returns the rows in batches, sorted by length. A batch is limited by the size of its
+        logits.
+        """
+        ordered = sorted(rows, key=lambda row: len(row.input_ids))
+        groups: list[list[Row]] = [[]]
+        vocabulary_size = self.config.get_text_config().vocab_size
+        for row in ordered:
+            logit_count = (len(groups[-1]) + 1) * len(row.input_ids) * vocabulary_size
+            if groups[-1] and logit_count > _LOGITS_PER_BATCH:
+                groups.append([])
+            groups[-1].append(row)
+        return [
+            collate(part, pad_id=self.pad_id, device_type=self.device.type, pictures=pictures)
+            for group in groups
+            for part in split_by_pictures(group)
+        ]
+
+
+def _is_tied(weights: RunWeights) -> bool:
+    """Whether the trained head and embedding have the same values. An adapter on one of them unties
+    them.
+    """
+    names = embedding_and_head(weights.inner)
+    if names is None:
+        return False
+    embedding, head = (name.replace(".base_layer.", ".") for name in names)
+    if head not in weights.parameters:
+        return True
+    if embedding not in weights.parameters:
+        return False
+    if weights.parameters[embedding].shape != weights.parameters[head].shape:
+        return False
+    if head not in weights.adapters and embedding not in weights.adapters:
+        return weights.parameters[embedding].data_ptr() == weights.parameters[head].data_ptr()
+    return torch.equal(weights.trained(embedding), weights.trained(head))

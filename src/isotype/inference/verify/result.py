@@ -1,0 +1,179 @@
+"""The result of a verification: as JSON, and as lines for the terminal."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...runs.checkpoint.atomic_folder import write_text
+from ...runs.folder import RunFolder
+from ...wording import pluralise
+from .tensors import Difference
+
+VERIFY_FILE = "verify.json"  # in the run folder: file name -> the last result for this file
+LINES_SHOWN = 8
+SMALLEST_SHOWN = 5e-5  # a change of the loss
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The comparison of a written file with its run.
+
+    file         the file's name
+    description  its format: `GGUF, Q8_0`
+    base_loss, trained_loss, file_loss  losses in fp32; the last is None if values are not finite
+    noise        the standard error of the difference of the first two, over the draw of rows
+    kept         the share of what the run learnt that the file keeps; None if the run learnt
+                 nothing that these rows show
+    min_kept     the smallest share that counts as the same
+    agreement    the share of learnt tokens for which the file and the trained model predict the
+                 same token
+    rows, tokens, row_source  the rows of the comparison, and whether they were held out
+    losses_by_cause  cause -> by how much it raises the loss
+    differences  tensors and settings that differ
+    notes        what could not be compared
+    """
+
+    file: str
+    description: str
+    base_loss: float
+    trained_loss: float
+    file_loss: float | None
+    noise: float
+    kept: float | None
+    min_kept: float
+    agreement: float
+    rows: int
+    tokens: int
+    row_source: str
+    losses_by_cause: Mapping[str, float] = field(default_factory=dict)
+    differences: Sequence[Difference] = ()
+    notes: Sequence[str] = ()
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether the file answers worse than the trained model, by the limit of `--keep`."""
+        if self.file_loss is None:
+            return True
+        if self.kept is not None:
+            return self.kept < self.min_kept
+        return self.file_loss - self.trained_loss > 2 * self.noise + 0.01
+
+    @property
+    def is_same(self) -> bool:
+        return not self.differences and not self.is_worse
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "same": self.is_same,
+            "kept": self.kept,
+            "loss": {
+                "base": self.base_loss,
+                "trained": self.trained_loss,
+                "served": self.file_loss,
+            },
+            "noise": self.noise,
+            "agreement": self.agreement,
+            "causes": dict(self.losses_by_cause),
+            "differences": [difference.to_json() for difference in self.differences],
+            "notes": list(self.notes),
+            "rows": {"count": self.rows, "tokens": self.tokens, "source": self.row_source},
+            "file": self.file,
+            "format": self.description,
+            "min_kept": self.min_kept,
+        }
+
+    def lines(self) -> list[str]:
+        """Returns the report for the terminal."""
+        rows = f"{pluralise(self.rows, f'{self.row_source} row')}, {self.tokens:,} learnt tokens"
+        file_loss = "not finite" if self.file_loss is None else f"{self.file_loss:.4f}"
+        lines = [
+            f"verified  {self.file} ({self.description}), read back and run in fp32 on {rows}",
+            f"loss      base {self.base_loss:.4f}, trained {self.trained_loss:.4f}, this file"
+            f" {file_loss}",
+            f"kept      {self.kept_sentence()}",
+            f"tokens    {self.agreement:.1%} of the most probable next tokens are those of the"
+            " trained model",
+        ]
+        for cause, change in self.losses_by_cause.items():
+            lines.append(f"cause     {cause}: {self._change_text(change)}")
+        for difference in self.differences[:LINES_SHOWN]:
+            lines.append(f"differs   {difference.name}: {difference.message}")
+        hidden = len(self.differences) - LINES_SHOWN
+        if hidden > 0:
+            lines.append(f"          and {hidden} more; --json lists them all")
+        lines += [f"note      {note}" for note in self.notes]
+        lines.append(f"result    {self.result_sentence()}")
+        return lines
+
+    def _change_text(self, change: float) -> str:
+        if abs(change) < SMALLEST_SHOWN:
+            return "no change of the loss"
+        text = f"loss {change:+.4f}"
+        gain = self.base_loss - self.trained_loss
+        if self.kept is None:
+            return text
+        return f"{text}, {abs(change) / gain:.1%} of what was learnt"
+
+    def kept_sentence(self) -> str:
+        if self.file_loss is None:
+            return "unknown: the file's model gives losses that are not finite"
+        if self.kept is not None:
+            return f"{self.kept:.1%} of what the run learnt"
+        gain = self.base_loss - self.trained_loss
+        return (
+            f"unknown: on these rows training changed the loss by {-gain:+.4f}, and the rows alone"
+            f" explain ±{2 * self.noise:.4f}; more rows (--verify-rows) or more training show it"
+        )
+
+    def result_sentence(self) -> str:
+        """Says whether the file is what was trained, and what would help if not."""
+        if self.is_same:
+            return "the file is the trained model, within the rounding of its type"
+        parts = []
+        if self.differences:
+            number = pluralise(len(self.differences), "difference")
+            parts.append(f"the file is not what was trained: {number}; export it again")
+        if self.is_worse and self.kept is not None:
+            parts.append(f"it keeps less than --keep {self.min_kept:g}: {self._advice()}")
+        elif self.is_worse:
+            parts.append(f"its loss is higher than the trained model's: {self._advice()}")
+        return "; ".join(parts)
+
+    def _advice(self) -> str:
+        if self.file_loss is None:
+            return "--type BF16 has a wider range"
+        if "F32" in self.description or "fp32" in self.description:
+            return "the differences above are the cause"
+        if "F16" in self.description or "bf16" in self.description or "fp16" in self.description:
+            return (
+                "isotype merge --dtype fp32 keeps all of it; a higher learning rate of the adapter"
+                " makes a change that survives the rounding"
+            )
+        return (
+            "--type Q8_0 or BF16 rounds less; a higher learning rate of the adapter makes a change"
+            " that survives the rounding"
+        )
+
+
+def store_result(run: Path, verification: Verification) -> None:
+    """Writes the result into verify.json of the run folder, in the place of an earlier one for the
+    same file.
+    """
+    results = RunFolder(run).read_json(VERIFY_FILE)
+    results[verification.file] = verification.to_json()
+    write_text(run / VERIFY_FILE, json.dumps(results, indent=1) + "\n")
+
+
+def kept_share(base: float, trained: float, file: float, noise: float) -> float | None:
+    """Returns (base - file) / (base - trained); None if training lowered the loss by no more than
+    twice the standard error.
+    """
+    gain = base - trained
+    if not math.isfinite(file) or gain <= max(2 * noise, 1e-6):
+        return None
+    return (base - file) / gain

@@ -1,0 +1,81 @@
+"""The weights of a run in fp32: before training, and as trained.
+
+They are computed one tensor at a time, so that a caller needs memory for one tensor besides the
+loaded model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...model.load import load_base
+from ..loaded import LoadedRun
+from ..merge import adapted_weights, dequantise, merged_weight, strip_adapter_name
+
+_ORIGINAL = ".original_module."
+
+
+class RunWeights:
+    """The weights of a run by their names in the plain model, without those of PEFT.
+
+    changed_names  the weights that training could change
+    """
+
+    def __init__(self, run: LoadedRun) -> None:
+        from peft import PeftModel
+
+        model: Any = run.model
+        self.has_adapter = isinstance(model, PeftModel)
+        self.inner: Any = model.get_base_model() if self.has_adapter else model
+        self.adapters: dict[str, Any] = {}
+        self.original: dict[str, Tensor] = {}
+        if self.has_adapter:
+            self.adapters = adapted_weights(self.inner)
+            self.parameters = _plain_parameters(self.inner)
+            self.original = {
+                name.replace(_ORIGINAL, "."): parameter
+                for name, parameter in self.inner.named_parameters()
+                if _ORIGINAL in name
+            }
+            self.changed_names = frozenset(self.adapters) | frozenset(self.original)
+        else:
+            self.parameters = _plain_parameters(self.inner)
+            base = load_base(
+                run.source,
+                run.precision,
+                attention=run.config.model.attention,
+                device=torch.device("cpu"),
+                trainable=True,
+            )
+            self.original = _plain_parameters(base)
+            self.changed_names = frozenset(self.parameters)
+
+    @torch.no_grad()
+    def base(self, name: str) -> Tensor:
+        """Returns a weight before training, fp32."""
+        return dequantise(self.original.get(name, self.parameters[name]))
+
+    @torch.no_grad()
+    def trained(self, name: str) -> Tensor:
+        """Returns a weight with the exact change by the adapters, fp32."""
+        value = dequantise(self.parameters[name])
+        layer = self.adapters.get(name)
+        return value if layer is None else merged_weight(layer, value)
+
+
+def _plain_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the parameters and the persistent buffers by plain name."""
+    parameters: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        plain_name = strip_adapter_name(name)
+        if plain_name is not None:
+            parameters[plain_name] = parameter
+    persistent = model.state_dict(keep_vars=True)
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        plain_name = strip_adapter_name(name)
+        if name in persistent and plain_name is not None and buffer.is_floating_point():
+            parameters[plain_name] = buffer
+    return parameters

@@ -1,0 +1,296 @@
+"""Compares the tensors of a written model with those of the run. A tensor that is off by more than
+the rounding of its type is a difference.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...dtypes import to_torch
+from ...errors import UsageError
+from .reference import ReferenceModel
+from .run_weights import RunWeights
+from .written_model import WrittenModel, WrittenTensor
+
+# the largest relative error of one rounding
+_ROUNDING = {"F32": 2.0**-23, "F16": 2.0**-11, "BF16": 2.0**-8}
+_DTYPE_ROUNDING = {"fp32": 0.0, "fp16": 2.0**-11, "bf16": 2.0**-8}
+_SMALLEST_FP16 = 2.0**-24
+# the largest error in a block of 32, as a share of the block's largest value
+_BLOCK_ROUNDING = {
+    "Q8_0": 1 / 127,
+    "Q5_0": 1 / 12,
+    "Q5_1": 1 / 12,
+    "Q4_0": 1 / 6,
+    "Q4_1": 1 / 6,
+    "IQ4_NL": 1 / 6,
+}
+# the largest relative error of a tensor, root mean square, for types with blocks of 256
+_TENSOR_ROUNDING = {"Q2_K": 0.5, "Q3_K": 0.3, "Q4_K": 0.2, "Q5_K": 0.1, "Q6_K": 0.05}
+# errors of fp32 sums, and of the 1 that Gemma's norms are stored with
+_FP32_ERROR = 2e-6
+_ADAPTER_ERROR = 1e-5
+_ATTENTION = re.compile(r"(self_attn|attention|attn)\.")
+_EXPERTS = re.compile(r"\.(experts|shared_expert|block_sparse_moe)\b")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A difference between a file and its run.
+
+    kind      tensor or setting
+    name      the tensor or the setting in the file
+    message   what differs
+    file_value, run_value  the two values of a setting
+    """
+
+    kind: str
+    name: str
+    message: str
+    file_value: Any = None
+    run_value: Any = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {key: value for key, value in asdict(self).items() if value is not None}
+
+
+@dataclass
+class TensorComparison:
+    """The comparison of all tensors.
+
+    read_names        weights that were read from the file
+    rounded_names     group -> weights whose values in the file differ from the merged ones
+    change_in_file    the share of the training's change that the file's weights hold: the
+                      projection of the file's change onto the run's
+    change_in_merge   the same of the merged weights, after their cast
+    """
+
+    differences: list[Difference] = field(default_factory=list)
+    read_names: set[str] = field(default_factory=set)
+    rounded_names: dict[str, list[str]] = field(default_factory=dict)
+    is_merge_exact: bool = True
+    changed_total: int = 0
+    changed_different: int = 0
+    unlike_base: int = 0
+    frozen_total: int = 0
+    frozen_different: int = 0
+    file_projection: float = 0.0
+    merge_projection: float = 0.0
+    run_change: float = 0.0
+
+    @property
+    def change_in_file(self) -> float | None:
+        return self.file_projection / self.run_change if self.run_change else None
+
+    @property
+    def change_in_merge(self) -> float | None:
+        return self.merge_projection / self.run_change if self.run_change else None
+
+
+def tensor_group(name: str) -> str:
+    """Returns the part of a model to which a weight belongs."""
+    if "embed" in name or "lm_head" in name:
+        return "embedding and head"
+    if "norm" in name:
+        return "norms"
+    if _EXPERTS.search(name):
+        return "experts"
+    if _ATTENTION.search(name):
+        return "attention"
+    return "mlp"
+
+
+def cast_to_merge(value: Tensor, dtype: str) -> Tensor:
+    """Rounds a weight to the dtype of the merged model, and returns it in fp32."""
+    return value.to(to_torch(dtype)).float()
+
+
+def fill_and_compare(
+    reference: ReferenceModel, weights: RunWeights, written: WrittenModel
+) -> TensorComparison:
+    """Copies the file's values into the reference model, and compares each with the run's.
+
+    A tensor that the file lacks, or that has another shape, gets the run's value. A weight that an
+    adapter file does not change gets the base's value.
+
+    Raises  UsageError for a file of another model or of another run
+    """
+    _refuse_other_shapes(reference, weights, written)
+    comparison = TensorComparison()
+    for name in reference.names:
+        trained = weights.trained(name)
+        merged = cast_to_merge(trained, written.merge_dtype)
+        tensor = written.tensors.get(name)
+        message = _absence(tensor, name, trained, weights, written)
+        if message:
+            stored_name = tensor.name if tensor is not None else name
+            comparison.differences.append(Difference("tensor", stored_name, message))
+        if tensor is not None and not message:
+            value = tensor.read().to(trained.device)
+            comparison.read_names.add(name)
+        elif written.adapter_only:
+            value = weights.base(name)
+        else:
+            value = merged
+        reference.tensors[name].copy_(value)
+        if tensor is not None and not message:
+            _compare_values(comparison, weights, written, name, value, trained)
+        if not torch.allclose(value, merged, rtol=_FP32_ERROR, atol=0.0, equal_nan=False):
+            comparison.rounded_names.setdefault(tensor_group(name), []).append(name)
+        comparison.is_merge_exact &= torch.equal(merged, trained)
+    for stored_name in written.unexpected:
+        message = "the run's model has no such tensor"
+        comparison.differences.append(Difference("tensor", stored_name, message))
+    return comparison
+
+
+def _absence(
+    tensor: WrittenTensor | None,
+    name: str,
+    trained: Tensor,
+    weights: RunWeights,
+    written: WrittenModel,
+) -> str:
+    """Returns why a tensor of the file cannot be used; "" if it can, or if the file needs none."""
+    if tensor is None:
+        if written.adapter_only and name not in weights.changed_names:
+            return ""
+        return "the file has no such tensor"
+    if tensor.shape != tuple(trained.shape):
+        return f"its shape is {list(tensor.shape)}, the run's is {list(trained.shape)}"
+    return ""
+
+
+def _refuse_other_shapes(
+    reference: ReferenceModel, weights: RunWeights, written: WrittenModel
+) -> None:
+    """Raises UsageError if most tensors are absent or have another shape: the file holds another
+    model.
+    """
+    needed = weights.changed_names if written.adapter_only else reference.names
+    shapes = {
+        name: tuple(reference.tensors[name].shape) for name in needed if name in reference.tensors
+    }
+    fitting = [
+        name
+        for name, shape in shapes.items()
+        if name in written.tensors and written.tensors[name].shape == shape
+    ]
+    if 2 * len(fitting) <= len(shapes):
+        raise UsageError(
+            f"the file holds another model: {len(fitting)} of {len(shapes)} tensors have the shapes"
+            " of the run's model",
+            fix="give the file that was written from this run",
+        )
+
+
+def _compare_values(
+    comparison: TensorComparison,
+    weights: RunWeights,
+    written: WrittenModel,
+    name: str,
+    value: Tensor,
+    trained: Tensor,
+) -> None:
+    tensor = written.tensors[name]
+    bad_values = int((~value.isfinite()).sum())
+    if bad_values:
+        message = f"{bad_values} of its values are not finite"
+        comparison.differences.append(Difference("tensor", tensor.name, message))
+        return
+    is_changed = name in weights.changed_names
+    base = weights.base(name) if is_changed else trained
+    message = _deviation(tensor.kind, written, value, trained, base)
+    if not is_changed:
+        comparison.frozen_total += 1
+        comparison.frozen_different += bool(message)
+    else:
+        run_change = (trained - base).double().flatten()
+        comparison.run_change += float(run_change.square().sum())
+        comparison.file_projection += float((value - base).double().flatten() @ run_change)
+        merged = cast_to_merge(trained, written.merge_dtype)
+        comparison.merge_projection += float((merged - base).double().flatten() @ run_change)
+        comparison.changed_total += 1
+        comparison.changed_different += bool(message)
+        comparison.unlike_base += bool(_deviation(tensor.kind, written, value, base, base))
+    if message:
+        comparison.differences.append(Difference("tensor", tensor.name, message))
+
+
+def _deviation(
+    kind: str, written: WrittenModel, value: Tensor, expected: Tensor, base: Tensor
+) -> str:
+    """Describes how far a tensor is from its expected values; "" within the rounding of its type."""
+    error = (value - expected).abs()
+    if written.adapter_only:
+        change = (expected - base).abs().amax()
+        limit = 4 * _ROUNDING.get(kind, 1 / 100) * change + _ADAPTER_ERROR * expected.abs().amax()
+        limits = limit.expand_as(error)
+    elif kind in _TENSOR_ROUNDING:
+        relative = float(error.square().mean().sqrt() / expected.square().mean().sqrt())
+        if relative <= _TENSOR_ROUNDING[kind]:
+            return ""
+        return f"its values are off by {relative:.0%}, more than the rounding of {kind}"
+    else:
+        limits = _rounding_limits(kind, written.merge_dtype, expected)
+    is_off = error > limits
+    if not is_off.any():
+        return ""
+    share = float(is_off.double().mean())
+    return (
+        f"{share:.1%} of its values are off by more than the rounding of {kind}, the largest by"
+        f" {float(error.max()):.3g}"
+    )
+
+
+def _rounding_limits(kind: str, merge_dtype: str, expected: Tensor) -> Tensor:
+    """Returns the largest error of each value: of the cast to the merged dtype, of the file's type,
+    and of fp32 sums.
+    """
+    magnitude = expected.abs()
+    largest = magnitude.amax() if magnitude.numel() else magnitude.sum()
+    limits = magnitude * _DTYPE_ROUNDING[merge_dtype] + _FP32_ERROR * largest
+    if kind in _BLOCK_ROUNDING:
+        blocks = magnitude.reshape(-1, 32).amax(1, keepdim=True).expand(-1, 32)
+        return limits + blocks.reshape(magnitude.shape) * _BLOCK_ROUNDING[kind]
+    return limits + magnitude * _ROUNDING[kind] + _SMALLEST_FP16
+
+
+def refuse_other_run(comparison: TensorComparison) -> None:
+    """Raises UsageError if the file's weights belong to another base or to another run."""
+    if 2 * comparison.frozen_different > comparison.frozen_total:
+        raise UsageError(
+            f"the file holds another base model: {comparison.frozen_different} of"
+            f" {comparison.frozen_total} tensors that the run did not train differ",
+            fix="give the file that was written from this run",
+        )
+    share = comparison.change_in_file
+    if share is None or share > 0.5:
+        return
+    total = comparison.changed_total
+    if 2 * comparison.changed_different > total and 2 * comparison.unlike_base > total:
+        raise UsageError(
+            f"the file was written from another run: {comparison.changed_different} of {total}"
+            " trained tensors have neither this run's values nor the base's",
+            fix="give the file that was written from this run",
+        )
+
+
+def unmerged_difference(comparison: TensorComparison) -> Difference | None:
+    """Returns the difference of a file that holds the base without the run's changes; None if it
+    holds them.
+    """
+    share = comparison.change_in_file
+    expected = comparison.change_in_merge
+    if share is None or expected is None or share > 0.5 * expected:
+        return None
+    message = (
+        f"the file's weights hold {max(0.0, share):.0%} of the change that the run made; the merged"
+        f" weights hold {expected:.0%}: the adapter is not merged into the file"
+    )
+    return Difference("tensor", "adapter", message)

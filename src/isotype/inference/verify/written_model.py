@@ -1,0 +1,182 @@
+"""A written model: its tensors under the names of the run's weights, each with the way to read it.
+
+A folder of safetensors is read here; `gguf_model` reads GGUF files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ...dtypes import format_dtype
+from ...errors import UsageError
+from ...model.architecture import auto_class
+from ..adapter_file import LoraPair, read_pairs
+
+_KINDS = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
+_KINDS_BY_SAFETENSORS = {"F32": "F32", "F16": "F16", "BF16": "BF16", "F64": "F32"}
+
+
+@dataclass(frozen=True)
+class WrittenTensor:
+    """A tensor of a file.
+
+    name   its name in the file
+    kind   F32, F16, BF16, Q8_0, ...
+    shape  the shape of its values, in the order of the run's weight
+    read   returns the values, fp32, in the order of the run's weight
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+
+
+@dataclass
+class WrittenModel:
+    """A file or folder that holds a model.
+
+    description   its format, for the report
+    tensors       name of the run's weight -> its tensor
+    unexpected    names of tensors that the run's model does not have
+    merge_dtype   the dtype to which the merged weights were rounded before this file was written
+    adapter_only  whether it holds only an adapter, which is added to the run's base
+    fields        the settings in the header of a GGUF file
+    rope_factors  the tensor of a GGUF file by which rotary frequencies are divided
+    folder        the folder of configuration and tokenizer files; None for a GGUF file
+    """
+
+    description: str
+    tensors: Mapping[str, WrittenTensor]
+    unexpected: list[str] = field(default_factory=list)
+    merge_dtype: str = "fp32"
+    adapter_only: bool = False
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    rope_factors: Tensor | None = None
+    folder: Path | None = None
+
+
+def open_folder(folder: Path, names: Iterable[str], *, text_only: bool) -> WrittenModel:
+    """Opens a Hugging Face folder. Raises UsageError for a damaged file.
+
+    names      the names of the run's weights
+    text_only  whether the run trained the text-only class of its family
+    """
+    stored: dict[str, WrittenTensor] = {}
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise UsageError(f"{folder}: no .safetensors file there")
+    for path in files:
+        try:
+            file = safe_open(path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise UsageError(
+                f"{path}: no whole safetensors file: {error}", fix="write the model again"
+            ) from None
+        for name in file.keys():  # noqa: SIM118  # not a mapping
+            part = file.get_slice(name)
+            kind = _KINDS_BY_SAFETENSORS.get(part.get_dtype(), part.get_dtype())
+            stored[name] = WrittenTensor(name, kind, tuple(part.get_shape()), partial(_read, part))
+    if not set(names) & set(stored):
+        raise UsageError(f"{folder}: a model of another architecture: it has no tensor of this run")
+    if not set(names) <= set(stored):
+        stored = _load_converted(folder, stored, text_only=text_only)
+    dtype = _read_dtype(folder)
+    return WrittenModel(
+        f"folder, {dtype}",
+        {name: stored[name] for name in names if name in stored},
+        unexpected=sorted(set(stored) - set(names) - {"lm_head.weight"}),
+        merge_dtype=dtype,
+        folder=folder,
+    )
+
+
+def _read(part: Any) -> Tensor:
+    value: Tensor = part[:]
+    return value.float()
+
+
+def _read_dtype(folder: Path) -> str:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return format_dtype(str(config.get("dtype") or config.get("torch_dtype") or "fp32"))
+    except (OSError, ValueError, AttributeError) as error:
+        raise UsageError(f"{folder / 'config.json'}: {error}") from None
+
+
+def _load_converted(
+    folder: Path, stored: Mapping[str, WrittenTensor], *, text_only: bool
+) -> dict[str, WrittenTensor]:
+    """Returns the tensors under the names that transformers gives them when it loads the folder.
+    Families with stacked experts store one tensor per expert. A tensor that the file lacks is left
+    out.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder)
+    model, report = auto_class(config, text_only=text_only).from_pretrained(
+        folder, dtype="auto", output_loading_info=True
+    )
+    absent = {*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])}
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    persistent = model.state_dict(keep_vars=True)
+    converted = {
+        name: WrittenTensor(
+            name,
+            _KINDS.get(format_dtype(tensor.dtype), "F32"),
+            tuple(tensor.shape),
+            partial(_widen, tensor),
+        )
+        for name, tensor in tensors.items()
+        if name in persistent and name not in absent
+    }
+    unexpected = [stored[name] for name in report["unexpected_keys"] if name in stored]
+    return converted | {tensor.name: tensor for tensor in unexpected}
+
+
+def _widen(tensor: Tensor) -> Tensor:
+    return tensor.detach().float()
+
+
+def open_adapter_folder(folder: Path, read_base: Callable[[str], Tensor]) -> WrittenModel:
+    """Opens the folder of a PEFT adapter, such as `export --to vllm` writes. Raises UsageError."""
+    pairs = {f"{pair.module}.weight": pair for pair in read_pairs(folder, "isotype verify")}
+    return adapter_model("adapter, PEFT", pairs, read_base)
+
+
+def adapter_model(
+    description: str,
+    pairs: Mapping[str, LoraPair],
+    read_base: Callable[[str], Tensor],
+    *,
+    unexpected: list[str] | None = None,
+    fields: Mapping[str, Any] | None = None,
+) -> WrittenModel:
+    """Returns an adapter as a model: its changes are added to the weights of the run's base."""
+    tensors = {}
+    for name, pair in pairs.items():
+        shape = (pair.b.shape[0], pair.a.shape[1])
+        kind = _KINDS.get(format_dtype(pair.b.dtype), "F32")
+        read = partial(_add_pair, pair, name, read_base)
+        tensors[name] = WrittenTensor(pair.module, kind, shape, read)
+    return WrittenModel(
+        description,
+        tensors,
+        unexpected=unexpected or [],
+        adapter_only=True,
+        fields=fields or {},
+    )
+
+
+def _add_pair(pair: LoraPair, name: str, read_base: Callable[[str], Tensor]) -> Tensor:
+    base = read_base(name)
+    change = pair.b.float() @ pair.a.float()
+    return base + pair.scale * change.to(base.device)
