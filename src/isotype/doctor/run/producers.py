@@ -167,18 +167,19 @@ class _Search:
         if scope is None:
             return self.producer("unknown", node, index)
         for binding in _earlier_bindings(scope, name, line):
-            if self.has_other_dtype(binding, frame):
+            if self.has_other_dtype(binding, name, frame):
                 continue  # in a branch that did not run
             return self.follow_binding(binding, name, index)
         if not isinstance(scope, ast.Module) and name in _parameter_names(scope):
             return self.follow_argument(scope, name, node, index)
         return self.producer("unknown", node, index)
 
-    def has_other_dtype(self, binding: Any, frame: CallFrame) -> bool:
+    def has_other_dtype(self, binding: Any, name: str, frame: CallFrame) -> bool:
         """Whether an assignment would have made the value another dtype."""
-        if not isinstance(binding, ast.Assign) or isinstance(binding.targets[0], ast.Tuple):
+        if not isinstance(binding, ast.Assign):
             return False
-        value = read_value(binding.value, frame)
+        assigned = _assigned_expression(binding, name)
+        value = read_value(assigned, frame)
         return is_tensor(value) and value.dtype != self.dtype
 
     def follow_binding(self, binding: Any, name: str, index: int) -> Producer:
@@ -192,25 +193,17 @@ class _Search:
         return self.follow_assignment(binding, name, index)
 
     def follow_assignment(self, binding: ast.Assign, name: str, index: int) -> Producer:
-        target = binding.targets[0]
-        if isinstance(target, (ast.Tuple, ast.List)) and isinstance(
-            binding.value, (ast.Tuple, ast.List)
-        ):
-            for element, value in zip(target.elts, binding.value.elts):
-                if isinstance(element, ast.Name) and element.id == name:
-                    return self.follow(value, index, binding.lineno)
-        if isinstance(target, (ast.Tuple, ast.List)):
-            if isinstance(binding.value, ast.Call):
-                return self.follow_call(binding.value, index, binding.lineno)
+        value = _assigned_expression(binding, name)
+        if value is None:
             return self.producer("call", binding.value, index)
         # the name may stand on both sides: its value at the failure is that of the left side
-        if isinstance(binding.value, ast.Call):
-            return self.follow_call(binding.value, index, binding.lineno)
-        if isinstance(binding.value, ast.BinOp):
-            operands = [binding.value.left, binding.value.right]
+        if isinstance(value, ast.Call):
+            return self.follow_call(value, index, binding.lineno)
+        if isinstance(value, ast.BinOp):
+            operands = [value.left, value.right]
             others = [operand for operand in operands if not _is_name(operand, name)]
-            return self.follow_widest(others, binding.value, index, binding.lineno)
-        return self.follow(binding.value, index, binding.lineno)
+            return self.follow_widest(others, value, index, binding.lineno)
+        return self.follow(value, index, binding.lineno)
 
     def follow_argument(self, scope: ast.AST, name: str, node: ast.AST, index: int) -> Producer:
         """Follows an argument of a function into the call of the next outer frame."""
@@ -230,6 +223,21 @@ class _Search:
 
 def _source(node: ast.AST) -> str:
     return " ".join(ast.unparse(node).split())
+
+
+def _assigned_expression(binding: ast.Assign, name: str) -> ast.expr | None:
+    """The expression that an assignment gives to a name: a part of a tuple, or the call whose result
+    is unpacked. None if it cannot be told.
+    """
+    target = binding.targets[0]
+    value = binding.value
+    if not isinstance(target, (ast.Tuple, ast.List)):
+        return value
+    if isinstance(value, (ast.Tuple, ast.List)) and len(value.elts) == len(target.elts):
+        for element, part in zip(target.elts, value.elts):
+            if isinstance(element, ast.Name) and element.id == name:
+                return part
+    return value if isinstance(value, ast.Call) else None
 
 
 def _is_name(node: ast.AST, name: str) -> bool:

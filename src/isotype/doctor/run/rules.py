@@ -19,6 +19,7 @@ from ...finding import Finding, Place
 from ...pages.finding_sheet import load_finding_formatter
 from .causes import SHEET
 from .evidence import Evidence, Operand, describe_autocast
+from .frames import CallFrame
 from .modules import floating_weight_dtypes
 from .producers import Producer
 
@@ -51,17 +52,23 @@ def decide_cause(evidence: Evidence) -> Finding:
     )
 
 
-def _make_finding(code: str, evidence: Evidence, **values: Any) -> Finding:
-    frame = evidence.user_frame
+def _make_finding(
+    code: str, evidence: Evidence, frame: CallFrame | None = None, **values: Any
+) -> Finding:
+    """The finding at the innermost line of the user's code, or at the line of `frame`."""
+    if frame is None:
+        frame = evidence.user_frame
     location = Place(
         file=frame.file, line=frame.line, symbol=evidence.module_path or frame.function
     )
-    return _format_finding(code, location, _details(evidence), **values)
+    return _format_finding(code, location, _details(evidence, frame), **values)
 
 
-def _details(evidence: Evidence) -> tuple[tuple[str, str], ...]:
+def _details(evidence: Evidence, frame: CallFrame) -> tuple[tuple[str, str], ...]:
     """The facts that every finding shows."""
-    details = [("line", evidence.user_frame.text[:200])]
+    details = [("line", frame.text[:200])]
+    if frame is not evidence.user_frame:
+        details.append(("raised at", evidence.user_frame.location))
     for operand in evidence.operands[:6]:
         text = operand.describe()
         producer = evidence.producers.get(id(operand))
@@ -129,12 +136,17 @@ def find_changed_checkpoint(evidence: Evidence) -> Finding | None:
 
 
 def _checkpointed_function(evidence: Evidence) -> str:
-    """The name of the checkpointed function, which torch's frame of the recomputation holds."""
+    """The name of the checkpointed function, which torch's function that recomputes holds."""
     for frame in reversed(evidence.frames):
-        for holder in (frame.variables, getattr(frame.variables.get("frame"), "__dict__", {})):
-            function = holder.get("fn") or holder.get("function")
-            name = getattr(function, "__qualname__", None)
-            if name is not None and "torch" not in getattr(function, "__module__", "torch"):
+        holder = frame.variables.get("frame")
+        recompute = getattr(holder, "recompute_fn", None)
+        cells = getattr(recompute, "__closure__", None) or ()
+        for cell in cells:
+            content = cell.cell_contents
+            if isinstance(content, nn.Module):
+                return evidence.names.module_path(content)
+            name = getattr(content, "__qualname__", None)
+            if name is not None and not content.__module__.startswith("torch"):
                 return str(name)
     return "the checkpointed function"
 
@@ -285,17 +297,18 @@ def find_wrong_target(evidence: Evidence) -> Finding | None:
     if not is_class_loss and operation not in _FLOAT_LOSSES:
         return None
     prediction, target = evidence.operands[:2]
-    if prediction.dtype == target.dtype or (is_class_loss and target.dtype == torch.int64):
+    needed_dtype = torch.int64 if is_class_loss else prediction.dtype
+    if target.dtype == needed_dtype:
         return None
     producer = evidence.producer_of(target)
-    method = ".long()" if is_class_loss else f".to({prediction.dtype})"
+    method = ".long()" if is_class_loss else f".to({needed_dtype})"
     return _make_finding(
         "RN010",
         evidence,
         loss=operation.removesuffix("_nd").removesuffix("_loss") if is_class_loss else operation,
         target=_passed(target, producer),
         has=target.dtype_name,
-        needs="int64" if is_class_loss else prediction.dtype_name,
+        needs=format_dtype(needed_dtype),
         method=method,
         at=_passed_at(evidence, producer),
     )
@@ -447,6 +460,7 @@ def find_call_outside_autocast(evidence: Evidence) -> Finding | None:
     return _make_finding(
         "RN003",
         evidence,
+        frame,
         call=frame.text,
         call_at=frame.location,
         region=text,
@@ -465,7 +479,7 @@ def _setting_dtype(setting: str) -> torch.dtype | None:
     return {"bf16": torch.bfloat16, "fp16": torch.float16}[match[1] or match[2]]
 
 
-def _outermost_call(evidence: Evidence) -> Any:
+def _outermost_call(evidence: Evidence) -> CallFrame:
     """The user's frame that calls the model: the last before the first module's frame."""
     caller = evidence.user_frame
     for frame in evidence.frames:
