@@ -10,7 +10,7 @@ it is read.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -31,6 +31,7 @@ from ..ops.packed.recognise import TensorHeader, recognise_layout
 from ..precision.packing import Packing
 from .gguf_header import read_header
 from .pre_tokenizers import build_pre_tokenizer, find_splitting
+from .value_ranges import check_config_size, check_gguf_fields, check_model_config
 
 _PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -87,6 +88,7 @@ _HANDLED_SETTINGS = (
     "rope.scaling.original_context_length", "rope.scaling.finetuned", "tensor_data_layout",
 )  # fmt: skip
 _ROPE_FACTORS = "rope_freqs.weight"
+_REQUIRED_TENSORS = ("token_embd.weight", "output_norm.weight")
 DENSE = "the dense model that it was made from, with precision.base: nf4, fp8 or int8"
 
 
@@ -129,11 +131,14 @@ def _read_cached(file: Path, _changed: int) -> _File:
         header = read_header(file)
         fields = dict(header.fields)
         architecture = str(fields["general.architecture"])
+        if not architecture.isprintable():
+            raise ValueError(f"general.architecture: {architecture!a:.60}")
     except (ValueError, KeyError, OSError) as error:
         raise UsageError(
             f"model {file}: no whole GGUF file: {error}",
             fix="get the file again from where it came",
         ) from None
+    check_gguf_fields(fields, architecture, f"model {file}")
     # this is llama.cpp's default; some classes of transformers have another
     if (heads := fields.get(f"{architecture}.attention.head_count")) is not None:
         fields.setdefault(f"{architecture}.attention.head_count_kv", heads)
@@ -154,6 +159,12 @@ def _read_cached(file: Path, _changed: int) -> _File:
             f"model {file}: {', '.join(kinds)} is not read: {', '.join(BLOCKS)} are",
             fix=dense_copy_instructions(file),
         )
+    if absent := [name for name in _REQUIRED_TENSORS if name not in header.tensors]:
+        raise UsageError(
+            f"model {file}: its tensor {absent[0]} is missing",
+            fix="get the file again from where it came",
+        )
+    _check_block_count(fields.get(f"{architecture}.block_count"), header.tensors, file)
     content = torch.from_numpy(np.memmap(file, mode="c"))
     tensors = {}
     for name, entry in header.tensors.items():
@@ -161,6 +172,24 @@ def _read_cached(file: Path, _changed: int) -> _File:
         rows = data.view(*entry.shape[:-1], entry.row_bytes)
         tensors[name] = _Tensor(entry.kind, rows, entry.shape)
     return _File(fields, tensors, family)
+
+
+def _check_block_count(count: int | None, tensor_names: Iterable[str], file: Path) -> None:
+    """Raises UsageError if the header has another number of layers than the file has tensors for."""
+    matches = (re.match(r"blk\.(\d{1,6})\.", name) for name in tensor_names)
+    layers = {int(match[1]) for match in matches if match is not None}
+    if count is not None and layers != set(range(count)):
+        raise UsageError(
+            f"model {file}: block_count: {count}, expected the number of blocks with tensors,"
+            f" {len(layers)}",
+            fix="get the file again from where it came",
+        )
+
+
+def _printable_text(value: Any) -> str:
+    """A value of the header for a message, without line breaks and control characters."""
+    text = str(value)[:60]
+    return text if text.isprintable() else ascii(text)
 
 
 def dense_copy_instructions(file: Path) -> str:
@@ -178,11 +207,14 @@ def dense_copy_instructions(file: Path) -> str:
 def read_architecture(
     name: str, revision: str | None = None, *, trust_remote_code: bool = False
 ) -> PretrainedConfig:
-    """Reads the configuration of a folder, a hub id or a GGUF file. Raises UsageError for a GGUF
-    file with a setting that is not supported.
+    """Reads the configuration of a folder, a hub id or a GGUF file. Raises UsageError for a value
+    outside its range, and for a GGUF file with a setting that is not supported.
     """
     path = gguf_file(name)
     if path is None:
+        check_config_size(Path(name) / "config.json", f"model {name}")
+        settings, _ = PretrainedConfig.get_config_dict(name, revision=revision)
+        check_model_config(settings, f"model {name}: config.json")
         config: PretrainedConfig = AutoConfig.from_pretrained(
             name, revision=revision, trust_remote_code=trust_remote_code
         )
@@ -205,7 +237,7 @@ def read_architecture(
         or (name in experts and file.family.fixed_settings is None)
     }
     if unread_settings := [
-        f"{architecture}{name}: {architecture_fields[name]}"
+        f"{architecture}{name}: {_printable_text(architecture_fields[name])}"
         for name in sorted(unread)
         if architecture_fields[name]
     ]:
@@ -286,7 +318,9 @@ def _rope_parameters(file: _File, path: Path, head_dim: int) -> dict[str, Any]:
         if original:
             rope["original_max_position_embeddings"] = int(original)
     elif scaling != "none":
-        raise UsageError(f"model {path}: rope.scaling.type: {scaling} is not read", fix=DENSE)
+        raise UsageError(
+            f"model {path}: rope.scaling.type: {_printable_text(scaling)} is not read", fix=DENSE
+        )
     if _ROPE_FACTORS in file.tensors:
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -420,7 +454,8 @@ def load_gguf_tokenizer(path: Path) -> Any:
     is_byte_level = fields.get("tokenizer.ggml.model") == "gpt2"
     if is_byte_level and splitting is None:
         message = (
-            f"model {path}: how its tokenizer splits text (tokenizer.ggml.pre: {name}) is not known"
+            f"model {path}: how its tokenizer splits text (tokenizer.ggml.pre: {_printable_text(name)})"
+            " is not known"
         )
         raise UsageError(message, fix="model.tokenizer: the folder or hub id of the dense model")
     try:

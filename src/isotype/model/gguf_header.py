@@ -35,6 +35,8 @@ _KINDS = {
 _PLAIN_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _LONGEST_LIST = 4096  # longest list of numbers that is read; longer lists belong to a vocabulary
 _MOST_ENTRIES = 1 << 20
+_MOST_VALUES = 1 << 40  # along one dimension of a tensor
+_MOST_TEXTS = 1 << 20  # texts of one list; the largest vocabularies have less than 2**19
 
 
 @dataclass(frozen=True)
@@ -105,19 +107,21 @@ class _Reader:
         field_count = self.read_count()
         fields = {}
         for _ in range(field_count):
-            name = self.read_text()
+            name = self.read_name()
             value = self.read_value(self.read_number("I"))
             if value is not None:
                 fields[name] = value
         entries = [self.read_tensor_entry() for _ in range(tensor_count)]
-        alignment = int(fields.get("general.alignment", _ALIGNMENT))
-        if alignment < 4 or alignment & (alignment - 1):
-            raise ValueError(f"general.alignment: {alignment}")
+        alignment = fields.get("general.alignment", _ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 4 or alignment & (alignment - 1):
+            raise ValueError(f"general.alignment: {repr(alignment)[:60]}, expected a power of two")
         start = -(-self.position // alignment) * alignment
         tensors = {}
         for name, kind, shape, offset in entries:
             if name in tensors:
                 raise ValueError(f"two tensors have the name {name}")
+            if offset % alignment:
+                raise ValueError(f"{name} does not begin at a multiple of {alignment} bytes")
             tensors[name] = self.place_tensor(name, kind, shape, start + offset)
         return Header(fields, tensors)
 
@@ -138,6 +142,13 @@ class _Reader:
         self.skip(length)
         return text.decode("utf-8", errors="replace")
 
+    def read_name(self) -> str:
+        """Reads a name, which messages show: it must not contain control characters."""
+        name = self.read_text()
+        if not name.isprintable():
+            raise ValueError(f"a name with control characters, {name!a:.60}")
+        return name
+
     def skip(self, length: int) -> None:
         self.position += length
         if self.position > len(self.content):
@@ -151,9 +162,11 @@ class _Reader:
             return self.read_number(_format_of(value_kind))
         item_kind = self.read_number("I")
         length = int(self.read_number("Q"))
+        if item_kind == _LIST:
+            raise ValueError("a list of lists")
+        if item_kind == _STRING and length > _MOST_TEXTS:
+            raise ValueError(f"a list of {length:,} texts")
         if item_kind == _STRING and self.with_lists:
-            if length > _MOST_ENTRIES:
-                raise ValueError(f"a list of {length} texts")
             return [self.read_text() for _ in range(length)]
         if item_kind == _STRING:
             for _ in range(length):
@@ -167,11 +180,13 @@ class _Reader:
         return list(struct.unpack_from(f"<{length}{item_format}", self.content, start))
 
     def read_tensor_entry(self) -> tuple[str, str, tuple[int, ...], int]:
-        name = self.read_text()
+        name = self.read_name()
         dimensions = self.read_number("I")
         if not 1 <= dimensions <= 4:
             raise ValueError(f"{name} has {dimensions} dimensions")
         sizes = [int(self.read_number("Q")) for _ in range(dimensions)]
+        if any(not 1 <= size <= _MOST_VALUES for size in sizes):
+            raise ValueError(f"{name} has a side of {max(sizes)} and one of {min(sizes)} values")
         number = self.read_number("I")
         kind = _KINDS.get(number, f"kind {number}")
         # ggml stores the fastest dimension first

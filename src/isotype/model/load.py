@@ -506,8 +506,8 @@ def _random_config(section: ModelSection, tokenizer: PreTrainedTokenizerBase) ->
                 "model.init: random needs model.config (or model.name, whose architecture is taken)"
             )
         with explain_loading_errors(section.name, "model", section.revision):
-            config = AutoConfig.from_pretrained(
-                section.name, revision=section.revision, trust_remote_code=section.trust_remote_code
+            config = read_architecture(
+                section.name, section.revision, trust_remote_code=section.trust_remote_code
             )
         refuse_other_objectives(config, section.name)
         architecture: PretrainedConfig = config

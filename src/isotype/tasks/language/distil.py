@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
 from ...config.schema import DistilSection, RunConfig
 from ...data.rows import IGNORE_INDEX, LoadedData
 from ...dtypes import to_torch
 from ...errors import UsageError
 from ...model.architecture import auto_class
+from ...model.gguf import read_architecture
 from ...model.load import Source, explain_loading_errors, load_base
 from ...ops import linear_cross_entropy, linear_divergence
 from ...ops.cross_entropy.op import apply_rule
@@ -91,7 +92,7 @@ class Distil(NextToken):
                 fix="a teacher of the same family",
             )
         with explain_loading_errors(name, "model", revision), torch.device("meta"):
-            architecture = AutoConfig.from_pretrained(name, revision=revision)
+            architecture = read_architecture(name, revision)
             if quantisation_from_config(architecture) is not None:
                 raise UsageError(
                     f"distil.teacher: {name} is quantised before it is saved: not offered",
