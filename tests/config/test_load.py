@@ -109,11 +109,11 @@ def test_values_and_where_they_came_from(write):
         ("train: 7", "run.yaml:1 train: expected keys below it, got 7"),
         (
             "model: org/name",
-            "run.yaml:1 model: expected keys below it, got org/name, did you mean model.name?",
+            "run.yaml:1 model: expected keys below it, got org/name, did you mean model.name: org/name?",
         ),
         (
             "finetuning_type: lora",
-            "run.yaml:1 finetuning_type: unknown section; here it is adapter.kind",
+            "run.yaml:1 finetuning_type: unknown section; here it is adapter.kind; write adapter.kind: lora",
         ),
         (
             "--learning_rate: 1e-4",
@@ -121,7 +121,7 @@ def test_values_and_where_they_came_from(write):
         ),
         (
             "train:\n  checkpoint_every: 3",
-            "run.yaml:2 train.checkpoint_every: unknown key; here it is run.save_every",
+            "run.yaml:2 train.checkpoint_every: unknown key; here it is run.save_every; write run.save_every: 3",
         ),
         ("- a\n- b", "run.yaml:1: expected sections (model:, data:, train:, ...)"),
         (
@@ -271,9 +271,9 @@ def test_the_number_of_complaints_shown_is_bounded(write):
 def test_other_tools_names_are_known(write):
     path = write("train:\n  lr: 1\n  output_dir: x\nlora_alpha: 3\n")
     assert complaints(path) == [
-        "run.yaml:2 train.lr: unknown key; here it is train.learning_rate",
-        "run.yaml:3 train.output_dir: unknown key; here it is run.folder",
-        "run.yaml:4 lora_alpha: unknown section; here it is adapter.alpha",
+        "run.yaml:2 train.lr: unknown key; here it is train.learning_rate; write train.learning_rate: 1",
+        "run.yaml:3 train.output_dir: unknown key; here it is run.folder; write run.folder: x",
+        "run.yaml:4 lora_alpha: unknown section; here it is adapter.alpha; write adapter.alpha: 3",
     ]
     for foreign, ours in (
         ("optim.kind", "train.optimizer"),
@@ -284,6 +284,88 @@ def test_other_tools_names_are_known(write):
             load(None, [f"{foreign}=x"])
     assert set(KEY_ALIASES.values()) <= set(key_schemas())
     assert not {key.partition(".")[2] for key in key_schemas()} & set(KEY_ALIASES)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("precision=bf16", "got precision=bf16, did you mean precision.preset=bf16-lora with an"),
+        (
+            "precision.preset=bf16",
+            "did you mean bf16-lora with an adapter, or bf16-mixed for every",
+        ),
+        ("torch_dtype=bfloat16", "here it is precision.base; write precision.base=bf16"),
+        ("model.dtype=float16", "here it is precision.base; write precision.base=fp16"),
+        ("bf16=true", "write precision.preset=bf16-lora with an adapter, or bf16-mixed for every"),
+        ("train.fp16=false", "write precision.preset=auto (the default, by the device), or fp32"),
+        ("mixed_precision=no", "here it is precision.preset; write precision.preset=fp32"),
+        ("load_in_4bit=true", "here it is precision.preset; write precision.preset=nf4-lora"),
+        ("lr=1e-4", "here it is train.learning_rate; write train.learning_rate=0.0001"),
+        ("fsdp=full_shard", "here it is parallel.kind; write parallel.kind=shard"),
+        ("optim=adamw_torch", "here it is train.optimizer, which takes one of adamw adamw8bit"),
+    ],
+)
+def test_a_setting_of_another_tool_names_the_key_and_the_value_to_write(write, setting, message):
+    with pytest.raises(UsageError) as caught:
+        load(None, [setting])
+    assert message in str(caught.value)
+    key, _, value = setting.partition("=")
+    section, _, name = key.partition(".")
+    text = f"{section}:\n  {name}: {value}\n" if name else f"{section}: {value}\n"
+    with pytest.raises(UsageError) as caught:
+        load(write(text))
+    in_file = message.replace("precision=bf16", "bf16")
+    for known in ("preset", "base", "learning_rate", "kind"):
+        in_file = in_file.replace(f".{known}=", f".{known}: ")
+    assert in_file in str(caught.value)
+
+
+def test_a_preset_that_names_a_dtype_names_the_presets():
+    with pytest.raises(UsageError) as caught:
+        load(None, preset="bf16")
+    assert caught.value.fix == "--preset bf16-lora with an adapter, or bf16-mixed for every weight"
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+def test_a_file_in_utf_16_is_refused_with_the_way_to_save_it(tmp_path, encoding):
+    path = tmp_path / "run.yaml"
+    path.write_bytes("model:\n  name: base\n".encode(encoding))
+    with pytest.raises(UsageError, match=r"run\.yaml: is in UTF-16") as caught:
+        load(path)
+    assert f"iconv -f UTF-16 -t UTF-8 {path} > NEW.yaml" in str(caught.value.fix)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model:\n  name: “base”", "model.name: “base” has typographic quotes"),
+        ("data:\n  train: [a.jsonl, ‘b.jsonl’]", "write data.train: b.jsonl"),
+        (
+            'model:\n  name: "C:\\Users\\me\\base"',
+            'run.yaml:2: name: "C:\\Users\\me\\base": in double quotes a backslash begins an escape;'
+            " write name: 'C:\\Users\\me\\base' or name: C:/Users/me/base",
+        ),
+        (
+            'data:\n  train: "data\\new\\train.jsonl"',
+            'run.yaml:2 data.train: "data\\new\\train.jsonl": in double quotes a backslash begins an'
+            " escape; write data.train: 'data\\new\\train.jsonl' or data.train: data/new/train.jsonl",
+        ),
+    ],
+)
+def test_a_name_with_quotes_of_a_word_processor_or_windows_names_the_way_to_write(
+    write, text, message
+):
+    with pytest.raises(UsageError) as caught:
+        load(write(text))
+    assert message in str(caught.value)
+
+
+def test_typographic_quotes_in_text_and_in_names_of_files_are_kept(write, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("“rows”").touch()
+    loaded = load(write("data:\n  train: “rows”\nrun:\n  samples: [“Hello” she said, “Hi”]\n"))
+    assert loaded.config.data.train == "“rows”"
+    assert loaded.config.run.samples == ["“Hello” she said", "“Hi”"]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,11 @@ from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
+from pydantic import ValidationError
+
+from ..dtypes import parse
 from .schema import RunConfig
+from .yaml_text import write_value
 
 _PLURAL_TYPE_NAMES = {"string": "text", "object": "mappings"}
 
@@ -52,6 +56,19 @@ def accepts_type(key: str, json_type: str) -> bool:
     """Whether `key` accepts a value of this JSON type (`boolean`, `string`, `object`, ...)."""
     schema = key_schemas()[key]
     return any(option.get("type") == json_type for option in schema.get("anyOf", [schema]))
+
+
+def accepts_value(key: str, value: Any) -> bool:
+    """Whether `key` accepts this value."""
+    # pydantic would accept true as the number 1
+    if isinstance(value, bool) and not accepts_type(key, "boolean"):
+        return False
+    section, _, name = key.partition(".")
+    try:
+        RunConfig.model_validate({section: {name: value}})
+    except ValidationError:
+        return False
+    return True
 
 
 def _describe_schema(schema: dict[str, Any]) -> str:
@@ -147,7 +164,7 @@ _ALIASES_BY_KEY = {
     "run.keep": "save_total_limit",
     "run.trackers": "report_to",
     "precision.preset": "bf16 fp16 mixed_precision load_in_4bit",
-    "precision.base": "torch_dtype",
+    "precision.base": "torch_dtype dtype",
     "precision.reduce": "reduce_dtype mixed_precision_reduce",
     "parallel.kind": "fsdp fsdp_config fsdp_version",
 }
@@ -160,6 +177,67 @@ MAIN_KEYS = {
     "precision": "precision.preset",
 }
 KEY_ALIASES = {alias: key for key, names in _ALIASES_BY_KEY.items() for alias in names.split()}
+# keys whose value is the name of a file, a folder or a model
+NAME_KEYS = (
+    "model.name",
+    "model.tokenizer",
+    "model.config",
+    "data.train",
+    "data.eval",
+    "images.train",
+    "images.eval",
+    "images.regularisation",
+    "adapter.start_from",
+    "distil.teacher",
+    "run.folder",
+)
+
+_PRESETS_BY_DTYPE = {
+    "bf16": "bf16-lora with an adapter, or bf16-mixed for every weight",
+    "fp16": "fp16-mixed",
+    "fp32": "fp32",
+}
+# settings of other tools that switch a precision on or off
+_PRECISION_SWITCHES = {
+    "bf16": _PRESETS_BY_DTYPE["bf16"],
+    "fp16": _PRESETS_BY_DTYPE["fp16"],
+    "load_in_4bit": "nf4-lora",
+}
+
+
+def presets_for_dtype(value: Any) -> str | None:
+    """Returns the presets that compute in a dtype, for a value that names a dtype and no preset
+    (`bf16`, `float16`, `no` for fp32). Returns None for any other value.
+    """
+    text = str(value).lower()
+    if text == "no":
+        return _PRESETS_BY_DTYPE["fp32"]
+    try:
+        return _PRESETS_BY_DTYPE.get(parse(text))
+    except ValueError:
+        return None
+
+
+def value_to_write(name: str, key: str, value: Any) -> str | None:
+    """Returns the value of `key` that has the meaning of `value` under another tool's name of the
+    key: nf4-lora for `load_in_4bit: true`. Returns None if no value is known.
+    """
+    if key == "precision.preset":
+        if name in _PRECISION_SWITCHES and isinstance(value, bool):
+            if value:
+                return _PRECISION_SWITCHES[name]
+            return "auto (the default, by the device), or fp32"
+        return presets_for_dtype(value)
+    if key == "precision.base":
+        try:
+            value = parse(str(value))
+        except ValueError:
+            return None
+    value = VALUE_ALIASES.get(key, {}).get(str(value).lower(), value)
+    if isinstance(value, str | int | float) and accepts_value(key, value):
+        return write_value(value)
+    return None
+
 
 _OPTION_ALIASES = {
     "4bit": "precision.preset=nf4-lora", "load_in_4bit": "precision.preset=nf4-lora", "qlora": "--preset qlora", "dry_run": "isotype plan",

@@ -7,6 +7,7 @@ train.learning_rate?`, and all mistakes of a configuration are reported at once.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -21,13 +22,16 @@ from ..wording import closest_file_name
 from .keys import (
     KEY_ALIASES,
     MAIN_KEYS,
+    NAME_KEYS,
     NOT_OFFERED,
     VALUE_ALIASES,
     accepts_type,
     allowed_words,
     describe_accepted_values,
     key_schemas,
+    presets_for_dtype,
     section_names,
+    value_to_write,
 )
 from .schema import RunConfig
 from .yaml_text import Entry, YamlError, read_sections, read_value, write_value
@@ -78,7 +82,11 @@ def find_recipe(name: str) -> Recipe:
         if name in _FULL_PRECISIONS:
             settings |= {"adapter.kind": "none", "train.learning_rate": 2e-5}
         return Recipe(f"precision {name}", settings)
-    raise UsageError(f"--preset {name}: unknown; one of {' '.join(preset_names())}")
+    presets = presets_for_dtype(name)
+    raise UsageError(
+        f"--preset {name}: unknown; one of {' '.join(preset_names())}",
+        fix=f"--preset {presets}" if presets else None,
+    )
 
 
 # key -> further values that it accepts, each with its meaning: other tools and older runs use true
@@ -89,6 +97,7 @@ VALUE_SYNONYMS: Mapping[str, Mapping[Any, str]] = {
 COMMAND_LINE = "command line"
 DEFAULT = "default"
 MAX_COMPLAINTS = 40  # complaints shown at once
+_UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 MAX_BYTES = 4 << 20  # a configuration is kilobytes; more is a data file given by mistake
 
 
@@ -167,7 +176,9 @@ def load(
         if key in key_schemas():
             settings.set(key, value, source)
         else:
-            settings.complaints.append(f"{source} {key}: {_unknown_key_message(key)}")
+            settings.complaints.append(
+                f"{source} {key}: {_unknown_key_message(key, value, source)}"
+            )
     overrides = list(overrides)
     for override in overrides:
         _apply_override(settings, override)
@@ -231,7 +242,16 @@ def read_text(path: Path) -> str:
             raise UsageError(
                 f"{path}: {path.stat().st_size >> 20} MiB, too large for a configuration"
             )
-        return path.read_text(encoding="utf-8-sig")
+        content = path.read_bytes()
+        if _is_utf16(content):
+            raise UsageError(
+                f"{path}: is in UTF-16, expected UTF-8",
+                fix=(
+                    f"choose UTF-8 where the editor saves it, or: iconv -f UTF-16 -t UTF-8 {path} >"
+                    " NEW.yaml"
+                ),
+            )
+        return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UsageError:  # which is a ValueError
         raise
     except FileNotFoundError:
@@ -250,12 +270,18 @@ def read_text(path: Path) -> str:
         raise UsageError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
 
 
+def _is_utf16(content: bytes) -> bool:
+    """Whether a file begins with the mark of UTF-16, or every other byte at its start is zero."""
+    halves = (content[0:32:2], content[1:32:2])
+    return content.startswith(_UTF16_MARKS) or any(half and not any(half) for half in halves)
+
+
 def _read_file(settings: _Settings, text: str, name: str) -> None:
     try:
         entries = list(read_sections(text))
     except YamlError as error:
         location = f"{name}:{error.line}" if error.line else name
-        raise UsageError(f"{location}: {error}") from None
+        raise UsageError(f"{location}: {_escape_message(text, error) or error}") from None
     if not entries:
         raise UsageError(
             f"{name}: empty; expected sections ({', '.join(section_names())}); isotype init writes a"
@@ -271,14 +297,12 @@ def _read_file(settings: _Settings, text: str, name: str) -> None:
             continue
         first_lines[entry.key] = entry.line
         if entry.key not in section_names():
-            settings.complaints.append(f"{location}{entry.key}: {_unknown_key_message(entry.key)}")
+            message = _unknown_key_message(entry.key, entry.value, name)
+            settings.complaints.append(f"{location}{entry.key}: {message}")
         elif inner_entries is not None:
             _read_section(settings, entry.key, inner_entries, name)
         elif entry.value is not None:  # `train:` with nothing below is an empty section
-            if entry.key in MAIN_KEYS and isinstance(entry.value, str | list):
-                hint = f", did you mean {MAIN_KEYS[entry.key]}?"
-            else:
-                hint = ""
+            hint = _main_key_hint(entry.key, entry.value, name)
             settings.complaints.append(
                 f"{location}{entry.key}: expected keys below it, got {_shorten_value(entry.value)}{hint}"
             )
@@ -294,7 +318,9 @@ def _read_section(settings: _Settings, section: str, entries: list[Entry], name:
                 f"{location} {key}: given twice, first in line {first_lines[entry.key]}"
             )
         elif key not in key_schemas():
-            settings.complaints.append(f"{location} {key}: {_unknown_key_message(key)}")
+            settings.complaints.append(
+                f"{location} {key}: {_unknown_key_message(key, entry.value, name)}"
+            )
         else:
             settings.set(key, entry.value, location)
         first_lines.setdefault(entry.key, entry.line)
@@ -325,8 +351,15 @@ def _apply_override(settings: _Settings, override: str) -> None:
             )
             return
         settings.set(parent_key, {**(previous or {}), nested_key: value}, COMMAND_LINE)
+    elif key in section_names():
+        settings.complaints.append(
+            f"{COMMAND_LINE} {key}: expected {key}.KEY=VALUE, got"
+            f" {key}={_shorten_value(value)}{_main_key_hint(key, value, COMMAND_LINE)}"
+        )
     elif key not in key_schemas():
-        settings.complaints.append(f"{COMMAND_LINE} {key}: {_unknown_key_message(key)}")
+        settings.complaints.append(
+            f"{COMMAND_LINE} {key}: {_unknown_key_message(key, value, COMMAND_LINE)}"
+        )
     else:
         settings.set(key, value, COMMAND_LINE)
 
@@ -336,9 +369,80 @@ _GENERIC_NAMES = frozenset(("kind", "name", "type"))
 _ALIASES = KEY_ALIASES | {"optimizer": "train.optimizer"}
 
 
-def _unknown_key_message(key: str) -> str:
-    """Returns the message for an unknown key or section: a suggestion, or that Isotype does not
-    offer it.
+def _main_key_hint(section: str, value: Any, source: str) -> str:
+    """Returns the setting that a value given to a whole section means: `, did you mean model.name:
+    org/name?` for `model: org/name`.
+    """
+    if section not in MAIN_KEYS or not isinstance(value, str | list):
+        return ""
+    key = MAIN_KEYS[section]
+    presets = presets_for_dtype(value) if key == PRESET_KEY else None
+    return f", did you mean {_write_setting(key, presets or _shorten_value(value), source)}?"
+
+
+def _write_setting(key: str, text: str, source: str) -> str:
+    """Writes a setting as the source writes it: `key=value` on the command line, `key: value` in a
+    file.
+    """
+    return f"{key}={text}" if source == COMMAND_LINE else f"{key}: {text}"
+
+
+def _describe_alias(noun: str, name: str, key: str, value: Any, source: str) -> str:
+    """Returns the message for a key that another tool names `name`: the key that means the same
+    here, and how to write the value.
+    """
+    message = f"unknown {noun}; here it is {key}"
+    text = value_to_write(name, key, value)
+    if text is not None:
+        return f"{message}; write {_write_setting(key, text, source)}"
+    if value is None:
+        return message
+    return f"{message}, which takes {describe_accepted_values(key)}"
+
+
+_ESCAPED_VALUE = re.compile(r'^\s*(?:- +)?(?:([\w.]+) *: *)?.*?"([^"]*\\[^"]*)"')
+
+
+def _escape_message(text: str, error: YamlError) -> str | None:
+    """Returns the message for a path of Windows in double quotes, or None for another error."""
+    if "escape" not in str(error) or error.line is None:
+        return None
+    match = _ESCAPED_VALUE.match(text.splitlines()[error.line - 1])
+    if match is None:
+        return None
+    key = f"{match[1]}: " if match[1] else ""
+    return _backslash_message(key, match[2])
+
+
+def _backslash_message(key: str, path: str) -> str:
+    return (
+        f"{key}\"{path}\": in double quotes a backslash begins an escape; write {key}'{path}' or"
+        f" {key}{path.replace(chr(92), '/')}"
+    )
+
+
+_TYPOGRAPHIC_QUOTES = "\u201c\u201d\u201e\u2018\u2019\u201a\u00ab\u00bb"
+_ESCAPES = {"\0": "0", "\a": "a", "\b": "b", "\t": "t", "\n": "n", "\v": "v", "\f": "f", "\r": "r", "\x1b": "e"}  # fmt: skip
+
+
+def _misquoted_name_message(key: str, name: str, source: str) -> str | None:
+    """Returns the message for the name of a file, folder or model with typographic quotes, or with
+    characters that YAML made of a backslash in double quotes. None for any other name.
+    """
+    is_quoted = name[:1] in _TYPOGRAPHIC_QUOTES and name[-1:] in _TYPOGRAPHIC_QUOTES
+    if len(name) > 2 and is_quoted and not Path(name).exists():
+        straight = name.strip(_TYPOGRAPHIC_QUOTES)
+        setting = _write_setting(key, straight, source)
+        return f"{source} {key}: {name} has typographic quotes, which are no quotes of YAML; write {setting}"
+    if any(character in name for character in _ESCAPES):
+        path = "".join(f"\\{_ESCAPES[c]}" if c in _ESCAPES else c for c in name)
+        return f"{source} {_backslash_message(f'{key}: ', path)}"
+    return None
+
+
+def _unknown_key_message(key: str, value: Any, source: str) -> str:
+    """Returns the message for an unknown key or section: a suggestion with the way to write the
+    value, or that Isotype does not offer it.
     """
     key = key.lstrip("-")  # files of command line options write keys with leading dashes
     section, dot, name = key.partition(".")
@@ -346,14 +450,14 @@ def _unknown_key_message(key: str) -> str:
         if part in NOT_OFFERED:
             return NOT_OFFERED[part]
     if dot and section not in section_names() and name in _GENERIC_NAMES and section in _ALIASES:
-        return f"unknown key; here it is {_ALIASES[section]}"
+        return _describe_alias("key", section, _ALIASES[section], value, source)
     noun = "key" if dot else "section"
     setting = name if dot else key
     for known_key in key_schemas():
         if known_key.partition(".")[2] == setting:
             return f"unknown {noun}, did you mean {known_key}?"
     if setting in KEY_ALIASES:
-        return f"unknown {noun}; here it is {KEY_ALIASES[setting]}"
+        return _describe_alias(noun, setting, KEY_ALIASES[setting], value, source)
     if not dot:
         near = get_close_matches(key, section_names(), n=1)
         if near:
@@ -396,6 +500,11 @@ def _check_settings(settings: _Settings) -> RunConfig:
     tree: dict[str, dict[str, Any]] = {}
     for key, value in list(settings.values.items()):
         section, _, name = key.partition(".")
+        names = value if isinstance(value, list) else [value]
+        for file_name in names if key in NAME_KEYS else ():
+            if isinstance(file_name, str):
+                message = _misquoted_name_message(key, file_name, settings.sources[key])
+                settings.complaints += [message] if message else []
         if isinstance(value, bool):
             value = settings.values[key] = VALUE_SYNONYMS.get(key, {}).get(value, value)
         # pydantic would accept true as the number 1
@@ -447,6 +556,9 @@ def _value_hint(key: str, value: Any) -> str:
     misspelt word, or that Isotype does not offer the value.
     """
     choices = allowed_words(key)
+    presets = presets_for_dtype(value) if key == PRESET_KEY else None
+    if presets:
+        return f", did you mean {presets}?"
     if key == "precision.compute" and str(value).lower().startswith("fp8"):
         return f"; {NO_FP8_PRODUCTS}"
     if choices and str(value).lower() in NOT_OFFERED:
