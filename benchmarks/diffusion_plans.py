@@ -42,7 +42,7 @@ from isotype.training.memory.blocks import apply_offload, plan_offload
 from isotype.training.memory.outline import quantise_outline
 from isotype.training.memory.plan import plan_memory, plan_persistent_memory
 from isotype.training.memory.recomputation import LAYERS, Checkpointing, checkpointable_layers
-from isotype.training.task import Outline, StepOutline
+from isotype.training.task import ModelOutline, StepOutline
 
 FLUX_DEV = {
     "patch_size": 1, "in_channels": 64, "num_layers": 19, "num_single_layers": 38, "attention_head_dim": 128, "num_attention_heads": 24,
@@ -125,7 +125,7 @@ def least(name: str, base: str, offload: str) -> str:
     kind, architecture, family = ARCHITECTURES[name]
     model, total, config, precision = outlined(name, BASES[base], f"model.offload={offload}")
     settings = {"joint_attention_dim": 0, **architecture}
-    length = family.text_tokens(77, family.max_text_length or 77)
+    length = family.count_text_tokens(77, family.max_text_length or 77)
 
     def batch(device: torch.device) -> Batch:
         latents, noise = (
@@ -152,9 +152,9 @@ def least(name: str, base: str, offload: str) -> str:
             / divisor
         )
 
-    blocks, tokens = len(checkpointable_layers(model)), (SIDE // family.downscale) ** 2
+    blocks, tokens = len(checkpointable_layers(model)), (SIDE // family.side_multiple) ** 2
     plan = plan_memory(
-        Outline(model.train(), 0, total), config.train, precision,
+        ModelOutline(model.train(), 0, total), config.train, precision,
         StepOutline(rows=1, length=tokens, make_batch=batch, compute_loss_sum=loss_sum),
         checkpointing=Checkpointing(LAYERS, tuple(range(blocks)), blocks), device_type="cuda",
     )  # fmt: skip

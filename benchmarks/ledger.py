@@ -36,7 +36,7 @@ from isotype.environment.hardware import Hardware, lookup_hardware
 from isotype.errors import UsageError
 from isotype.precision.accumulate import GradientAccumulator
 from isotype.precision.precision import Precision
-from isotype.tasks.language.outline import outline, outline_step
+from isotype.tasks.language.outline import outline_model, outline_step
 from isotype.training.console import silence_library_warnings
 from isotype.training.memory.plan import (
     MemoryPlan,
@@ -47,7 +47,7 @@ from isotype.training.memory.plan import (
 from isotype.training.memory.recomputation import Checkpointing, apply_checkpointing
 from isotype.training.optimizer import build_optimizer
 from isotype.training.step import Stepper
-from isotype.training.task import Outline, StepOutline
+from isotype.training.task import ModelOutline, StepOutline
 from isotype.wording import format_binary_bytes
 
 LLAMA_31_8B = {
@@ -237,7 +237,7 @@ def rates_of(hardware: Hardware) -> Rates:
 
 
 def recorded(
-    made: Outline,
+    made: ModelOutline,
     train: TrainSection,
     precision: Precision,
     largest: StepOutline,
@@ -295,7 +295,7 @@ def shapes_of(config: Any, *, rows: int, length: int, rank: int, nf4: bool) -> u
 
 
 def step_ledger(
-    made: Outline,
+    made: ModelOutline,
     train: TrainSection,
     precision: Precision,
     hardware: Hardware,
@@ -345,7 +345,7 @@ def ledger_of(
     ]
     config = load(None, given).config
     precision = Precision.preset(f"{base}-lora")
-    made = outline(
+    made = outline_model(
         AutoConfig.for_model(**{**LLAMA_31_8B, "num_hidden_layers": layers}), config, precision, device_type="cuda"
     )  # fmt: skip
     what = (

@@ -228,7 +228,7 @@ INNER = {
     "isotype.training.setup": "Subject prepare",
     "isotype.training.step": "Stepper gradient_norm peak_memory",
     "isotype.translate.source": "read_source",
-    "isotype.translate.transforms": "transforms= Draft SourceKey TEMPLATES",
+    "isotype.translate.transforms": "transforms= ConfigDraft SourceKey TEMPLATES",
     "isotype.translate.translation": "TOOLS",
 }
 SOURCES = {

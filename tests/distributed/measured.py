@@ -83,7 +83,7 @@ def steps(world: World, file: str, folder: Path) -> object:
     measured = world.gather(kilobytes("status", "VmHWM") - before)
     precision = prepared.resolved.precision
     plan = plan_process_memory(
-        task.outline(precision, device_type="cpu"), loaded.config.train, precision, task.step_outline(precision),
+        task.outline_model(precision, device_type="cpu"), loaded.config.train, precision, task.outline_largest_step(precision),
         checkpointing=prepared.checkpointing, device_type="cpu", parts=world.size,
     )  # fmt: skip
     return {"planned": plan.to_dict(), "measured": measured}

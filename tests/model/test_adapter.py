@@ -16,7 +16,7 @@ from isotype.inference.merge import merge
 from isotype.model.adapter import attach_adapter, check_lora_branch, load_adapter, save_adapter
 from isotype.model.build import resolve_precision
 from isotype.tasks.choose import train
-from isotype.tasks.language.outline import outline
+from isotype.tasks.language.outline import outline_model
 from tests.api import lora_layers, read_projection, trained_tensors
 from tests.models import SIZES, tiny
 
@@ -29,7 +29,7 @@ def resolved(*settings, preset="bf16-lora"):
 def test_every_adapter_of_a_run_has_its_branch_in_fp32():
     config, precision = resolved("model.lora_branch=fp32")
     check_lora_branch(config, precision)
-    made = outline(tiny("llama").config, config, precision, device_type="cpu")
+    made = outline_model(tiny("llama").config, config, precision, device_type="cpu")
     layers = [layer for _, layer in lora_layers(made.model)]
     assert [read_projection(layer, layer.weight).dtype_key[-1] for layer in layers] == [True] * 14
 

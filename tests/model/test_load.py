@@ -17,7 +17,7 @@ from isotype.precision import PRESETS
 from isotype.precision.apply import is_quantised
 from isotype.tasks.language.batches import collate
 from isotype.tasks.language.objective import batch_loss_sum
-from isotype.tasks.language.outline import outline
+from isotype.tasks.language.outline import outline_model
 from isotype.training.memory.plan import LiveBytes
 from tests.api import attention_setting, describe_attention
 from tests.api import tasks_language_result_load_result as load_result
@@ -157,7 +157,7 @@ def test_what_is_trained_in_full_is_not_quantised(workshop, tmp_path):
     config = RunConfig.model_validate({
         "model": {"name": source.name}, "adapter": {"r": 2, "targets": ["q_proj"], "modules_to_save": ["down_proj", "1.mlp.up_proj"]},
     })  # fmt: skip
-    planned = outline(base.config, config, NF4, device_type="cpu")
+    planned = outline_model(base.config, config, NF4, device_type="cpu")
     model, _ = build_model(config, NF4, source, tokenizer, CPU)
     for made in (planned.model, model):
         assert sum(is_quantised(p) for p in made.parameters()) == 14 - 3

@@ -14,7 +14,7 @@ from isotype.config.load import load
 from isotype.config.schema import RunConfig
 from isotype.data.chat import NAMED_TEMPLATES
 from isotype.translate import Fate, translate
-from tests.api import TEMPLATES, TOOLS, Draft, SourceKey, transforms
+from tests.api import TEMPLATES, TOOLS, ConfigDraft, SourceKey, transforms
 
 from .configurations import AXOLOTL, AXOLOTL_LORA, FACTORY, TUNE, UNSLOTH
 
@@ -82,7 +82,7 @@ def reached(tool: str) -> set[str]:
     """The settings that some value of some key of the tool becomes."""
     found: set[str] = set()
     for key, value, beside in itertools.product(TOOLS[tool].KEYS, _VALUES, _BESIDE):
-        draft = Draft(keys={**beside, key: value})
+        draft = ConfigDraft(keys={**beside, key: value})
         with suppress(Exception):  # a value that this key cannot have
             TOOLS[tool].KEYS[key](draft, SourceKey(key, value, 1))
         found |= set(draft.settings)

@@ -258,7 +258,11 @@ def _precision_from_config(source: Source) -> Precision:
         # an unsupported packing is refused when the base is loaded
         return Precision.preset(
             "bf16-lora",
-            **({} if packing.unread_reason or packing.kind == "fp4" else {"base": packing.kind}),
+            **(
+                {}
+                if packing.unread_reason or packing.weight_format == "fp4"
+                else {"base": packing.weight_format}
+            ),
         )
     dtype = getattr(architecture, "dtype", None)
     dtype_name = format_dtype(dtype) if dtype is not None else "fp32"

@@ -70,9 +70,9 @@ def _choose_precision(
     )
     fp32_reason = "bf16=False in the trainer's arguments"
     if quantised is not None:
-        if quantised.is_loaded or quantised.kind == "int8":
+        if quantised.is_loaded or quantised.weight_format == "int8":
             preset = "bf16-lora"
-            overrides = {"base": quantised.kind}
+            overrides = {"base": quantised.weight_format}
         else:
             preset = "nf4-lora"
             overrides = {}
@@ -144,7 +144,7 @@ def resolve_trainer_precision(trainer: Any, precision: Any) -> Resolved:
     _check_precision_claims(trainer, resolved.precision, preset)
     if quantised is not None and quantised.packing is not None:
         raise UsageError(
-            f"the trainer's model has {quantised.kind} layers of {quantised.library}'s own, whose"
+            f"the trainer's model has {quantised.weight_format} layers of {quantised.library}'s own, whose"
             " products and gradients are not checked",
             fix=(
                 "isotype.load_packed(FOLDER), which reads the same files into layers with a right"

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..environment.planned_device import planned_device_type
-from ..ops.backend import PLAIN_TENSOR_TYPES, arithmetic_dtype, forced_path, has_fp32_output
+from ..ops.backend import PLAIN_TENSOR_TYPES, arithmetic_dtype, forced_backend, has_fp32_output
 from ..ops.cpp import CppKernels, fallback_reasons
 from ..ops.library import library_op
 
@@ -81,7 +81,9 @@ def can_run_kernels(x: Tensor) -> bool:
     if torch.compiler.is_dynamo_compiling():
         return _availability_for_graphs.get("native", False)
     # a compiled graph cannot read which path is forced
-    return kernels_available() and (torch.compiler.is_compiling() or forced_path() in (None, "cpp"))
+    return kernels_available() and (
+        torch.compiler.is_compiling() or forced_backend() in (None, "cpp")
+    )
 
 
 def can_call_kernels_directly(dtype: torch.dtype, x: Tensor) -> bool:
@@ -93,7 +95,7 @@ def can_call_kernels_directly(dtype: torch.dtype, x: Tensor) -> bool:
         return False
     if torch._C._len_torch_dispatch_stack() or type(x) not in PLAIN_TENSOR_TYPES:
         return False
-    return kernels_available() and forced_path() in (None, "cpp")
+    return kernels_available() and forced_backend() in (None, "cpp")
 
 
 @library_op(

@@ -110,13 +110,14 @@ def explain_attention(model: str, attention: str, error: BaseException) -> Usage
 SCORE = "score"  # the head of transformers' sequence classifiers
 
 
-def auto_class(architecture: Any, *, text_only: bool = False, has_score_head: bool = False) -> Any:
+def auto_class(config: Any, *, text_only: bool = False, has_score_head: bool = False) -> Any:
     """Returns the auto class of transformers that loads this configuration as the class with which
     it was released.
 
     A vision-language model is loaded with its released class also for training on text, so that an
     adapter has the names that servers of the released model expect.
 
+    config          the model's configuration from transformers
     text_only       return the family's text-only class if it has one
     has_score_head  return the family's sequence classifier, with one label
     Raises          UsageError for a family without a sequence classifier
@@ -128,9 +129,9 @@ def auto_class(architecture: Any, *, text_only: bool = False, has_score_head: bo
     )
 
     if has_score_head:
-        family = getattr(architecture, "model_type", None) or "this model"
+        family = getattr(config, "model_type", None) or "this model"
         if (
-            is_vision_language(architecture)
+            is_vision_language(config)
             or family not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
         ):
             raise UsageError(
@@ -138,21 +139,21 @@ def auto_class(architecture: Any, *, text_only: bool = False, has_score_head: bo
                 f" {family}",
                 fix="Llama, Qwen, Gemma, ...",
             )
-        architecture.num_labels = 1
+        config.num_labels = 1
         return AutoModelForSequenceClassification
-    if is_vision_language(architecture) and not text_only:
+    if is_vision_language(config) and not text_only:
         return AutoModelForImageTextToText
     return AutoModelForCausalLM
 
 
-def is_vision_language(architecture: Any) -> bool:
+def is_vision_language(config: Any) -> bool:
     """Whether the configuration belongs to a class that reads pictures and text and generates text."""
-    family = getattr(architecture, "model_type", None) or ""
+    family = getattr(config, "model_type", None) or ""
     multimodal_class = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(family)
     text_class = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family)
     if not str(multimodal_class).endswith("ForConditionalGeneration"):
         return False
-    class_name = (getattr(architecture, "architectures", None) or [multimodal_class])[0]
+    class_name = (getattr(config, "architectures", None) or [multimodal_class])[0]
     return bool(text_class == multimodal_class or class_name != text_class)
 
 
@@ -164,18 +165,20 @@ _NO_NEXT_TOKEN = {
 }  # fmt: skip
 
 
-def refuse_other_objectives(architecture: Any, name: str, *, has_score_head: bool = False) -> None:
+def refuse_other_objectives(config: Any, name: str, *, has_score_head: bool = False) -> None:
     """Raises UsageError for a model that cannot be trained to predict the next token: its positions
     attend to later ones, it needs an encoder's input, or its head predicts classes.
 
+    config          the model's configuration from transformers
+    name            the model's name, for the error
     has_score_head  the run trains a classifier with one label
     """
-    family = getattr(architecture, "model_type", "") or "this model"
-    classes = getattr(architecture, "architectures", None) or []
-    with_head = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family)
+    family = getattr(config, "model_type", "") or "this model"
+    classes = getattr(config, "architectures", None) or []
+    causal_class_name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family)
     fix = DECODERS
     reason = ""
-    answers = next(
+    predicted_output = next(
         (
             output
             for end, output in _NO_NEXT_TOKEN.items()
@@ -183,9 +186,9 @@ def refuse_other_objectives(architecture: Any, name: str, *, has_score_head: boo
         ),
         None,
     )
-    if answers is not None and not has_score_head:
+    if predicted_output is not None and not has_score_head:
         reason = (
-            f"{classes[0]} answers with {answers}: as a language model it would train without its"
+            f"{classes[0]} answers with {predicted_output}: as a language model it would train without its"
             " head, which is dropped"
         )
         fix = (
@@ -194,8 +197,8 @@ def refuse_other_objectives(architecture: Any, name: str, *, has_score_head: boo
         )
     elif (
         classes
-        and with_head
-        and classes[0] != with_head
+        and causal_class_name
+        and classes[0] != causal_class_name
         and classes[0] == MODEL_MAPPING_NAMES.get(family)
         and not has_score_head
     ):
@@ -205,7 +208,7 @@ def refuse_other_objectives(architecture: Any, name: str, *, has_score_head: boo
             "the base that it was made from; a language model that was saved so: "
             "name its class with a head under architectures in config.json"
         )
-    elif getattr(architecture, "is_encoder_decoder", False):
+    elif getattr(config, "is_encoder_decoder", False):
         reason = (
             f"{family} is an encoder-decoder (seq2seq) model, which is not offered yet: "
             "missing are batches with an input for the encoder and labels for the decoder"
@@ -213,7 +216,7 @@ def refuse_other_objectives(architecture: Any, name: str, *, has_score_head: boo
     elif family in ("xlnet", "cpmant"):
         reason = f"{family} does not predict the next token from those before it alone"
     elif family in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not (
-        getattr(architecture, "is_decoder", False) or getattr(architecture, "causal", False)
+        getattr(config, "is_decoder", False) or getattr(config, "causal", False)
     ):
         reason = (
             f"{family} is an encoder: every position sees the later ones, so next-token training"
@@ -224,12 +227,10 @@ def refuse_other_objectives(architecture: Any, name: str, *, has_score_head: boo
         )
     elif family in CONFIG_MAPPING_NAMES and not (
         # a model's custom code may have a next-token head
-        with_head or getattr(architecture, "auto_map", None) or is_vision_language(architecture)
+        causal_class_name or getattr(config, "auto_map", None) or is_vision_language(config)
     ):
-        kinds = ", ".join(classes) or "config.json names no architecture"
-        reason = (
-            f"{family} is no language model ({kinds}): transformers has no next-token head for it"
-        )
+        class_names = ", ".join(classes) or "config.json names no architecture"
+        reason = f"{family} is no language model ({class_names}): transformers has no next-token head for it"
     if reason:
         raise UsageError(f"model {name}: {reason}", fix=fix)
 

@@ -222,6 +222,6 @@ def _published_quantisation(settings: Mapping[str, Any]) -> tuple[str, str] | No
         if isinstance(quantisation_settings, dict)
         else None
     )
-    if quantisation is None or quantisation.unread_reason or quantisation.kind == "fp4":
+    if quantisation is None or quantisation.unread_reason or quantisation.weight_format == "fp4":
         return None
-    return (quantisation.kind, str(quantisation))
+    return (quantisation.weight_format, str(quantisation))

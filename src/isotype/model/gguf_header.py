@@ -33,10 +33,10 @@ _KINDS = {
     35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
 }  # fmt: skip
 _PLAIN_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-_LONGEST_LIST = 4096  # longest list of numbers that is read; longer lists belong to a vocabulary
-_MOST_ENTRIES = 1 << 20
-_MOST_VALUES = 1 << 40  # along one dimension of a tensor
-_MOST_TEXTS = 1 << 20  # texts of one list; the largest vocabularies have less than 2**19
+_MAX_LIST_LENGTH = 4096  # longest list of numbers that is read; longer lists belong to a vocabulary
+_MAX_ENTRIES = 1 << 20
+_MAX_VALUES = 1 << 40  # along one dimension of a tensor
+_MAX_TEXTS = 1 << 20  # texts of one list; the largest vocabularies have less than 2**19
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class _Reader:
 
     def read_count(self) -> int:
         count = int(self.read_number("Q"))
-        if count > _MOST_ENTRIES:
+        if count > _MAX_ENTRIES:
             raise ValueError(f"a header of {count} entries")
         return count
 
@@ -164,7 +164,7 @@ class _Reader:
         length = int(self.read_number("Q"))
         if item_kind == _LIST:
             raise ValueError("a list of lists")
-        if item_kind == _STRING and length > _MOST_TEXTS:
+        if item_kind == _STRING and length > _MAX_TEXTS:
             raise ValueError(f"a list of {length:,} texts")
         if item_kind == _STRING and self.with_lists:
             return [self.read_text() for _ in range(length)]
@@ -175,7 +175,7 @@ class _Reader:
         item_format = _format_of(item_kind)
         start = self.position
         self.skip(length * struct.calcsize(item_format))
-        if length > _LONGEST_LIST and not self.with_lists:
+        if length > _MAX_LIST_LENGTH and not self.with_lists:
             return None
         return list(struct.unpack_from(f"<{length}{item_format}", self.content, start))
 
@@ -185,7 +185,7 @@ class _Reader:
         if not 1 <= dimensions <= 4:
             raise ValueError(f"{name} has {dimensions} dimensions")
         sizes = [int(self.read_number("Q")) for _ in range(dimensions)]
-        if any(not 1 <= size <= _MOST_VALUES for size in sizes):
+        if any(not 1 <= size <= _MAX_VALUES for size in sizes):
             raise ValueError(f"{name} has a side of {max(sizes)} and one of {min(sizes)} values")
         number = self.read_number("I")
         kind = _KINDS.get(number, f"kind {number}")

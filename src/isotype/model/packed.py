@@ -353,7 +353,7 @@ def load_packed(
         else:
             reason = (
                 quantisation.unread_reason
-                or f"is {quantisation.kind}, which transformers loads with bitsandbytes"
+                or f"is {quantisation.weight_format}, which transformers loads with bitsandbytes"
             )
         raise UsageError(
             f"model {name}: {reason}", fix="transformers.AutoModelForCausalLM.from_pretrained"

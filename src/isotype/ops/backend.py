@@ -1,9 +1,9 @@
-"""The dtype in which an op computes, and the path on which it runs.
+"""The dtype in which an op computes, and the choice of its implementation.
 
-An op reads autocast's dtype and then switches autocast off. A path is one of several
-implementations of the op: Triton kernels on a GPU, C++ kernels on a CPU, or plain PyTorch
-elsewhere. An op has first derivatives only: it rejects `torch.func`, forward-mode AD and
-`create_graph=True`. Its reference, in plain PyTorch, has derivatives of any order.
+An op reads autocast's dtype and then switches autocast off. It has several implementations: Triton
+kernels on a GPU, C++ kernels on a CPU, and plain PyTorch elsewhere. An op has first derivatives
+only: it rejects `torch.func`, forward-mode AD and `create_graph=True`. Its reference, in plain
+PyTorch, has derivatives of any order.
 """
 
 from __future__ import annotations
@@ -137,20 +137,20 @@ def product_dtype(x: Tensor, *operands: Tensor) -> torch.dtype:
 
 
 # "graph" is plain PyTorch that is traced
-Path = Literal["triton", "cpp", "plain", "graph"]
+Implementation = Literal["triton", "cpp", "plain", "graph"]
 BACKENDS = ("triton", "cpp", "eager")
 
 _forced_backend: ContextVar[str | None] = ContextVar("isotype_ops_backend", default=None)
 # the backend of `force_backend`, or None
-forced_path = _forced_backend.get
+forced_backend = _forced_backend.get
 # types of the tensors whose memory is passed to a kernel directly, without PyTorch's dispatcher
 PLAIN_TENSOR_TYPES = (Tensor, torch.nn.Parameter)
 
 
 @contextmanager
 def force_backend(backend: str) -> Iterator[None]:
-    """Within this block every op takes its "triton", "cpp" or "eager" path on any device. It is for
-    tests and comparisons.
+    """Within this block every op takes its "triton", "cpp" or "eager" implementation on any
+    device. It is for tests and comparisons.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r}: expected {', '.join(BACKENDS)}")
@@ -221,10 +221,10 @@ def _warn_once(reason: str) -> None:
     print(f"isotype: ops run as plain PyTorch on {reason}", file=sys.stderr, flush=True)
 
 
-def choose_path(
+def choose_implementation(
     kernels: CppKernels, *tensors: Tensor, out_dtype: torch.dtype | None = None
-) -> Path:
-    """Returns the path on which an op runs on these tensors, in its forward and its backward.
+) -> Implementation:
+    """Returns the implementation that an op uses for these tensors, in forward and in backward.
 
     fp64 runs as plain PyTorch, since the kernels compute in fp32. In a compiled graph the op is its
     formula in plain PyTorch, which Inductor fuses.

@@ -11,7 +11,7 @@ from ..dtypes import format_dtype, to_torch
 from ..instance_method import Placement
 from ..precision.apply import is_quantised
 from ..precision.quantised_base import (
-    MOST_UNQUANTISED,
+    MAX_UNQUANTISED_SHARE,
     Quantisation,
     detect_quantisation,
     unquantised_share,
@@ -22,6 +22,10 @@ from ..precision.quantised_base import (
 class Manifest:
     """The changes of `optimize` in a model. `print(manifest)` prints one line for all modules that
     are alike.
+
+    precision  the declared precision as text; "" without one
+    entries    each module that `optimize` considered, and the op that it placed there
+    notes      sentences about the whole model, such as how its base is quantised
     """
 
     precision: str = ""
@@ -41,15 +45,16 @@ class Manifest:
         return [entry for entry in self.entries if not entry.op]
 
     def lines(self) -> list[str]:
+        # in an entry, `part` is the kind of place in the model, and `kind` the module's class
         modules_by_entry: dict[tuple[str, str, str | None, str], list[str]] = {}
         for e in self.entries:
             modules_by_entry.setdefault((e.part, e.kind, e.op, e.reason), []).append(e.module)
         rows = []
-        for (part, kind, op, reason), modules in modules_by_entry.items():
+        for (part, class_name, op, reason), modules in modules_by_entry.items():
             location = modules[0] or "(the model)"
             if len(modules) > 1:
                 location += f" and {len(modules) - 1} more"
-            row = f"{part:10s} {op or 'left alone':22s} {kind:24s} {location}"
+            row = f"{part:10s} {op or 'left alone':22s} {class_name:24s} {location}"
             if reason:
                 row += f"   {reason}"
             rows.append(row)
@@ -85,7 +90,7 @@ def base_notes(model: nn.Module, precision: Any = None) -> list[str]:
     if quantisation is not None:
         notes.append(f"base: {quantisation}" + _describe_mismatch(quantisation, precision))
         share, largest = unquantised_share(model)
-        if share > MOST_UNQUANTISED:
+        if share > MAX_UNQUANTISED_SHARE:
             notes.append(f"base: {share:.0%} of its matrices are not quantised, such as {largest}")
     declared = getattr(precision, "unquantised", None)
     if declared is None:
@@ -113,7 +118,7 @@ def base_notes(model: nn.Module, precision: Any = None) -> list[str]:
 def _describe_mismatch(quantisation: Quantisation, precision: Any) -> str:
     declared = getattr(precision, "base", None)
     mismatches = []
-    if declared is not None and declared != quantisation.kind:
+    if declared is not None and declared != quantisation.weight_format:
         mismatches.append(f"declared {declared}")
     if declared is not None and quantisation.compute not in (None, precision.compute):
         mismatches.append(f"declared products in {precision.compute}")

@@ -22,7 +22,8 @@ from .precision import Precision
 from .vision import LANGUAGE, vision_parts
 
 CONSENT_KEY = "model.allow_unquantised"
-MOST_UNQUANTISED = 0.10
+# a larger share of matrices without quantisation is reported
+MAX_UNQUANTISED_SHARE = 0.10
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Quantisation:
     """How a base is quantised.
 
     library           the library's name in transformers
-    kind              nf4, fp4, a dtype of packed bases, or the name of the library
+    weight_format     nf4, fp4, a dtype of packed bases, or the name of the library
     compute, storage  the dtypes of products and of stored numbers; None if unknown
     packing           the packing of a checkpoint whose files are read
     unread_reason     why the checkpoint's files are not read
@@ -38,7 +39,7 @@ class Quantisation:
     """
 
     library: str
-    kind: str
+    weight_format: str
     compute: str | None = None
     storage: str | None = None
     is_double_quantised: bool | None = None
@@ -47,9 +48,13 @@ class Quantisation:
     is_loaded: bool = False
 
     def __str__(self) -> str:
-        parts = [self.kind if self.library == self.kind else f"{self.kind} by {self.library}"]
+        parts = [
+            self.weight_format
+            if self.library == self.weight_format
+            else f"{self.weight_format} by {self.library}"
+        ]
         if self.is_loaded:
-            parts = [f"{self.kind}, as its files have it"]
+            parts = [f"{self.weight_format}, as its files have it"]
         if self.packing is not None:
             parts.append(self.packing.layout)
         if self.is_double_quantised is not None:
@@ -141,19 +146,16 @@ def check_base(
         return []
     if quantisation.unread_reason:
         raise UsageError(f"model {model_name}: {quantisation.unread_reason}", fix=UNREAD_FIX)
-    if quantisation.kind not in ("nf4", *PACKED_DTYPES):
-        reason = (
-            f"no precision declares {quantisation.kind}: its error is a third larger than nf4's"
-        )
+    if quantisation.weight_format not in ("nf4", *PACKED_DTYPES):
+        reason = f"no precision declares {quantisation.weight_format}: its error is a third larger than nf4's"
         raise UsageError(
-            f"model {model_name}: its weights are {quantisation.kind}, and {reason}", fix=UNREAD_FIX
+            f"model {model_name}: its weights are {quantisation.weight_format}, and {reason}",
+            fix=UNREAD_FIX,
         )
-    if precision.base != quantisation.kind:
-        fix = (
-            f"precision.base: {quantisation.kind}, or precision.preset: auto without precision.base"
-        )
+    if precision.base != quantisation.weight_format:
+        fix = f"precision.base: {quantisation.weight_format}, or precision.preset: auto without precision.base"
         raise UsageError(
-            f"model {model_name}: its weights are {quantisation.kind} already, declared base"
+            f"model {model_name}: its weights are {quantisation.weight_format} already, declared base"
             f" {precision.base}",
             fix=fix,
         )
@@ -220,7 +222,7 @@ def check_share(model: nn.Module, *, is_allowed: bool, dtype_name: str) -> list[
     quantised. Raises UsageError for such a base without consent.
     """
     share, largest = unquantised_share(model)
-    if share <= MOST_UNQUANTISED:
+    if share <= MAX_UNQUANTISED_SHARE:
         return []
     text = f"{share:.0%} of the base's matrices stay {dtype_name}, not nf4, such as {largest}"
     if not is_allowed:

@@ -276,7 +276,7 @@ def nice_ticks(low: float, high: float) -> list[float]:
 
 
 def thin_points(points: Sequence[Point]) -> list[Point]:
-    """Reduces the points to about MOST_POINTS. Of every bucket the smallest and largest values are
+    """Reduces the points to about MAX_POINTS. Of every bucket the smallest and largest values are
     kept, so that no peak is lost, and the first value that is not finite.
     """
     if len(points) <= MAX_POINTS:

@@ -133,16 +133,16 @@ def choose_parallel(task: Task, device_setup: DeviceSetup, world: World) -> Para
         return configured
 
     def decide() -> list[str]:
-        outline = task.outline(precision, device_type=device.type)
+        model_outline = task.outline_model(precision, device_type=device.type)
         available = available_memory(device_setup.hardware.memory, device)
 
         def peak() -> int:
             return planned_checkpointing(
-                task, device_setup, outline, available=available, overhead=0
+                task, device_setup, model_outline, available=available, overhead=0
             )[1].peak
 
         parallel = choose_by_plan(
-            task.max_step_bytes(outline.model, precision), available, peak, config=config
+            task.max_step_bytes(model_outline.model, precision), available, peak, config=config
         )
         return [parallel.kind, parallel.reason]
 

@@ -25,7 +25,7 @@ from .parallel import HYBRID, REPLICATE, SHARD, Parallel, choose_by_plan
 from .schedule import RunSchedule, learning_rate, repeated_rows_warning, warmup_steps
 from .start import attention_line
 from .step import peak_memory
-from .task import Outline, Task, evaluation_batch_size
+from .task import ModelOutline, Task, evaluation_batch_size
 
 # the most that a process was measured to use beyond its plan where it keeps freed memory
 RETAINED_MEMORY = "up to 340 MiB"
@@ -217,11 +217,11 @@ def plan_run(
         hardware = lookup_hardware(str(device))
     device_setup = prepare_data(task, sources, hardware)
     precision = device_setup.resolved.precision
-    outline = task.outline(precision, device_type=device_setup.device.type)
-    architecture, notes = task.model_notes(outline, precision)
+    model_outline = task.outline_model(precision, device_type=device_setup.device.type)
+    architecture, notes = task.model_notes(model_outline, precision)
     process_bytes = peak_memory(device_setup.device) if device_setup.device.type == "cpu" else 0
     checkpointing, memory = planned_checkpointing(
-        task, device_setup, outline, available=hardware.memory, overhead=process_bytes
+        task, device_setup, model_outline, available=hardware.memory, overhead=process_bytes
     )
     peak = memory.peak + process_bytes
     if hardware.memory and peak > hardware.memory:
@@ -232,7 +232,12 @@ def plan_run(
             None
             if gpus is None or batching is None
             else plan_processes(
-                task, device_setup, outline, batching, gpus, whole_model=(checkpointing, memory)
+                task,
+                device_setup,
+                model_outline,
+                batching,
+                gpus,
+                whole_model=(checkpointing, memory),
             )
         ),
         config=config,
@@ -240,10 +245,13 @@ def plan_run(
         resolved=device_setup.resolved,
         architecture=architecture,
         attention=attention_line(
-            outline.model, config.model.attention, precision, device_type=device_setup.device.type
+            model_outline.model,
+            config.model.attention,
+            precision,
+            device_type=device_setup.device.type,
         ),
-        trainable=outline.trainable,
-        total=outline.total,
+        trainable=model_outline.trainable,
+        total=model_outline.total,
         data=task.plan_facts(),
         data_lines=task.plan_lines(),
         schedule=_schedule_facts(
@@ -258,13 +266,13 @@ def plan_run(
         checkpointing=checkpointing,
         process_bytes=process_bytes,
         offload=plan_offload(
-            outline.model,
+            model_outline.model,
             hardware,
             micro_batches=config.train.accumulate
             if batching is None
             else len(batching.local_micro_batches),
             compute=precision.compute,
-            flops=task.step_outline(precision).block_flops,
+            flops=task.outline_largest_step(precision).block_flops,
         ),
         notes=tuple(notes),
         row=task.metric_names.row,
@@ -375,7 +383,7 @@ def split_step(task: Task, processes: int) -> Batching:
 def plan_processes(
     task: Task,
     device_setup: DeviceSetup,
-    outline: Outline,
+    model_outline: ModelOutline,
     batching: Batching,
     processes: int,
     *,
@@ -397,7 +405,7 @@ def plan_processes(
     ):
         parts = processes // nodes if kind == HYBRID else processes
         kinds[kind] = planned_checkpointing(
-            task, device_setup, outline, available=available, overhead=0, parts=parts
+            task, device_setup, model_outline, available=available, overhead=0, parts=parts
         )
     kind_setting = config.parallel.kind
     if kind_setting == AUTO:

@@ -100,8 +100,8 @@ def check_host_memory(task: Task, device_setup: DeviceSetup, world: World) -> No
     if task.config.model.offload != BLOCKS:
         return
     precision = device_setup.resolved.precision
-    outline = task.outline(precision, device_type=device_setup.device.type)
-    frozen_blocks = get_frozen_blocks(outline.model)
+    model_outline = task.outline_model(precision, device_type=device_setup.device.type)
+    frozen_blocks = get_frozen_blocks(model_outline.model)
     block_bytes = 0
     if frozen_blocks is not None:
         block_bytes = sum(block.bytes for block in frozen_blocks.blocks)

@@ -204,7 +204,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Outline:
+class ModelOutline:
     """A run's model on the meta device: every shape and dtype, no data.
 
     model      with adapter and precision
@@ -314,12 +314,14 @@ class Task(Protocol):
     def largest_rows(self, count: int) -> Sequence[Any]:
         """The rows of the largest batch that training could ever see."""
 
-    def outline(self, precision: Precision, *, device_type: str) -> Outline:
+    def outline_model(self, precision: Precision, *, device_type: str) -> ModelOutline:
         """The model as `build_model` makes it, without its weights. Raises UsageError for adapter
         targets that the model does not have.
         """
 
-    def step_outline(self, precision: Precision) -> StepOutline: ...
+    def outline_largest_step(self, precision: Precision) -> StepOutline:
+        """Returns the work of the largest step, evaluation and sample, for a memory plan."""
+        ...
 
     def max_step_bytes(self, model: nn.Module, precision: Precision) -> int:
         """An upper bound on the bytes of a step, even without recomputation. It is cheap to
@@ -427,7 +429,9 @@ class Task(Protocol):
         once.
         """
 
-    def model_notes(self, outline: Outline, precision: Precision) -> tuple[str, list[str]]:
+    def model_notes(
+        self, model_outline: ModelOutline, precision: Precision
+    ) -> tuple[str, list[str]]:
         """The architecture's name, and the plan's notes about the base. Raises UsageError as
         `build_model` would.
         """

@@ -6,7 +6,7 @@ from typing import Any
 
 from . import pictures, transforms
 from .source import Source
-from .transforms import Draft, SourceKey
+from .transforms import ConfigDraft, SourceKey
 
 
 def refusal_reason(source: Source) -> str | None:
@@ -27,7 +27,7 @@ def refusal_reason(source: Source) -> str | None:
     return None
 
 
-def _convert_samples(draft: Draft, source_key: SourceKey) -> None:
+def _convert_samples(draft: ConfigDraft, source_key: SourceKey) -> None:
     entries = source_key.value if isinstance(source_key.value, list) else [source_key.value]
     trigger = str(draft.keys.get("trigger_word") or "")
     seed = draft.keys.get("sample.seed")
@@ -47,7 +47,7 @@ def _convert_samples(draft: Draft, source_key: SourceKey) -> None:
     draft.set(source_key, "run.samples", samples, "with their seeds")
 
 
-def _convert_sample_size(draft: Draft, source_key: SourceKey) -> None:
+def _convert_sample_size(draft: ConfigDraft, source_key: SourceKey) -> None:
     draft.set(
         source_key,
         "run.sample_size",
@@ -64,11 +64,11 @@ def _refuse_if_enabled(alternative: str) -> transforms.Handler:
     off may be missing in `OFF_VALUES`.
     """
 
-    def handler(draft: Draft, source_key: SourceKey) -> None:
+    def handler(draft: ConfigDraft, source_key: SourceKey) -> None:
         if transforms.is_enabled(source_key.value):
-            draft.not_offered(source_key, alternative)
+            draft.report_not_offered(source_key, alternative)
         else:
-            draft.no_effect(source_key, "switched off")
+            draft.report_no_effect(source_key, "switched off")
 
     return handler
 
@@ -87,7 +87,7 @@ def _require_clip(handle: transforms.Handler) -> transforms.Handler:
     no family, and refuses the key for other families.
     """
 
-    def handler(draft: Draft, source_key: SourceKey) -> None:
+    def handler(draft: ConfigDraft, source_key: SourceKey) -> None:
         is_other_family = any(
             transforms.is_enabled(draft.keys.get(key)) for key in _FAMILIES_WITHOUT_CLIP
         )
@@ -103,7 +103,7 @@ def _require_clip(handle: transforms.Handler) -> transforms.Handler:
     return handler
 
 
-def _convert_base(draft: Draft, source_key: SourceKey) -> None:
+def _convert_base(draft: ConfigDraft, source_key: SourceKey) -> None:
     """Translates `model.quantize`, with the dtype of `model.qtype`, by default qfloat8."""
     kind = str(draft.keys.get("model.qtype") or "qfloat8").lower()
     dtype_name = None
@@ -112,7 +112,7 @@ def _convert_base(draft: Draft, source_key: SourceKey) -> None:
     elif kind in ("qint8", "int8"):
         dtype_name = "int8"
     if dtype_name is None:
-        draft.not_offered(
+        draft.report_not_offered(
             source_key,
             f"{kind}: the base is bf16; precision.base: fp8 or int8, or precision.preset: nf4-lora",
         )
@@ -131,18 +131,18 @@ _DATASET_NOT_OFFERED = {
     "weight, of images.regularisation": "network_weight",
 }
 _DATASET_KEYS: dict[str, transforms.Handler] = {
-    **transforms.handlers_by_reason(transforms.no_effect, _DATASET_NO_EFFECT),
-    **transforms.handlers_by_reason(transforms.not_offered, _DATASET_NOT_OFFERED),
-    "folder_path": transforms.changed("images.train, or images.regularisation with is_reg"),
-    "dataset_path": transforms.changed("images.train"),
-    "default_caption": transforms.changed("caption of the source"),
+    **transforms.handlers_by_reason(transforms.report_no_effect, _DATASET_NO_EFFECT),
+    **transforms.handlers_by_reason(transforms.report_not_offered, _DATASET_NOT_OFFERED),
+    "folder_path": transforms.report_changed("images.train, or images.regularisation with is_reg"),
+    "dataset_path": transforms.report_changed("images.train"),
+    "default_caption": transforms.report_changed("caption of the source"),
     "caption_dropout_rate": transforms.convert_number("images.caption_dropout"),
     "shuffle_tokens": pictures.set_tag_orders,
     "resolution": pictures.convert_resolution,
-    "is_reg": transforms.changed("images.regularisation"),
-    "num_repeats": transforms.changed("repeats of the source"),
+    "is_reg": transforms.report_changed("images.regularisation"),
+    "num_repeats": transforms.report_changed("repeats of the source"),
     "mask_path": transforms.convert_to("images.masks", str),
-    "control_path": transforms.changed("controls of the source"),
+    "control_path": transforms.report_changed("controls of the source"),
     "flip_x": transforms.set_if_enabled("images.flip", True),
     "trigger_word": transforms.convert_to("images.trigger", str),
     "random_crop": pictures.set_random_crops,
@@ -154,7 +154,7 @@ _NO_EFFECT = {
     "in run.samples": "sample.neg sample.seed sample.walk_seed",
     "precision.save: adapters are fp32": "save.dtype",
     pictures.NOT_UPLOADED_NOTE: "save.push_to_hub save.hf_*",
-    transforms.IRRELEVANT: (
+    transforms.IRRELEVANT_NOTE: (
         "type performance_log_every sqlite_db_path logging.* model.is_flux model.arch model.is_xl"
         " model.is_v2 model.is_v3 model.model_kwargs model.quantize_te model.qtype_te"
         " train.unload_text_encoder train.cache_text_embeddings train.train_unet"
@@ -176,8 +176,8 @@ _NOT_OFFERED = {
 _TIMESTEPS = {"sigmoid": "logit_normal", "linear": "uniform", "uniform": "uniform"}
 _STYLE_NOTE = "diffusion.logit_mean above 0 draws more noise (content), below 0 less (style)"
 KEYS: dict[str, transforms.Handler] = {
-    **transforms.handlers_by_reason(transforms.no_effect, _NO_EFFECT),
-    **transforms.handlers_by_reason(transforms.not_offered, _NOT_OFFERED),
+    **transforms.handlers_by_reason(transforms.report_no_effect, _NO_EFFECT),
+    **transforms.handlers_by_reason(transforms.report_not_offered, _NOT_OFFERED),
     **transforms.copy_values(
         model="name=model.name_or_path",
         diffusion="noise_offset=train.noise_offset",
@@ -202,11 +202,11 @@ KEYS: dict[str, transforms.Handler] = {
     ),
     # model and adapter
     "model.quantize": transforms.require_key("model.quantize", "on", _convert_base, "switched off"),
-    "model.qtype": transforms.changed("decides precision.base, where model.quantize is on"),
+    "model.qtype": transforms.report_changed("decides precision.base, where model.quantize is on"),
     "network.type": transforms.choose_handler(
         lambda _, source_key: str(source_key.value).lower() == "lokr",
         pictures.set_lokr,
-        transforms.no_effect(pictures.PEFT_LORA_NOTE),
+        transforms.report_no_effect(pictures.PEFT_LORA_NOTE),
     ),
     "network.lokr_full_rank": transforms.set_if_enabled(
         "adapter.r", _FULL_RANK, note="a rank at which both factors are whole, with as much alpha"
@@ -255,17 +255,17 @@ _DEFAULTS = {
 }
 
 
-def add_defaults(draft: Draft, source: Source) -> None:
+def add_defaults(draft: ConfigDraft, source: Source) -> None:
     """Adds ai-toolkit's defaults that differ from Isotype's, and the sources of pictures."""
     if transforms.is_enabled(source.get("network.lokr_full_rank")):  # overrides `network.linear`
         draft.settings |= {"adapter.r": _FULL_RANK, "adapter.alpha": float(_FULL_RANK)}
     if draft.settings.get("adapter.kind") != "lokr":
         draft.settings.pop("adapter.factor", None)
     has_network = any(source_key.name.startswith("network.") for source_key in source.keys)
-    draft.default_adapter("lora" if has_network else "none", 4)
+    draft.set_adapter_defaults("lora" if has_network else "none", 4)
     pictures.drop_text_encoders(draft)
     pictures.set_default_preset(draft, source.get("train.dtype") or "bf16")
-    draft.default_all(pictures.COMMON_DEFAULTS | _DEFAULTS)
+    draft.set_defaults(pictures.COMMON_DEFAULTS | _DEFAULTS)
     if "run.adapters_every" not in draft.settings:
         draft.settings.pop("run.adapters_keep", None)
     sources_by_setting: dict[str, list[dict[str, Any]]] = {

@@ -9,9 +9,9 @@ from typing import Any
 
 from ..data.row_keys import TURN_COLUMNS
 from . import row_names, transforms
-from .hugging_face import TRAINER, add_text_defaults, frozen_part_handler, preference_handler
+from .hugging_face import TRAINER_KEYS, add_text_defaults, frozen_part_handler, preference_handler
 from .source import Source
-from .transforms import Draft, SourceKey
+from .transforms import ConfigDraft, SourceKey
 
 _FORMATS = {
     "alpaca": "alpaca",
@@ -76,7 +76,7 @@ _PLAIN_WORDINGS = ("{instruction} {input}", "{instruction}", "{prompt}", "{syste
 _RL_METHODS = ("dpo", "ipo", "orpo", "simpo", "kto")
 
 
-def _objective(draft: Draft) -> str | None:
+def _read_objective(draft: ConfigDraft) -> str | None:
     """Returns the objective, from the keys of the whole file: settings may come before the key that
     names the method.
     """
@@ -90,13 +90,13 @@ def _objective(draft: Draft) -> str | None:
     return None
 
 
-# a handler for a setting of the section `preference`
-_preference = partial(preference_handler, read_objective=_objective)
+# makes a handler for a setting of the section `preference`
+_preference_handler = partial(preference_handler, read_objective=_read_objective)
 
 
-def _convert_rl(draft: Draft, source_key: SourceKey) -> None:
-    if (objective := _objective(draft)) is None:
-        draft.no_effect(source_key, "training is on given answers")
+def _convert_rl(draft: ConfigDraft, source_key: SourceKey) -> None:
+    if (objective := _read_objective(draft)) is None:
+        draft.report_no_effect(source_key, "training is on given answers")
     else:
         note = transforms.REFERENCE_NOTE if objective in ("dpo", "ipo", "kto") else ""
         draft.set(source_key, "train.objective", objective, note)
@@ -136,22 +136,22 @@ def refusal_reason(source: Source) -> str | None:
     return None
 
 
-def _convert_adapter(draft: Draft, source_key: SourceKey) -> None:
+def _convert_adapter(draft: ConfigDraft, source_key: SourceKey) -> None:
     note = "with precision.preset: nf4-lora" if source_key.value == "qlora" else ""
     draft.set(source_key, "adapter.kind", "lora" if source_key.value else "none", note)
 
 
 def _datasets_handler(target: str) -> transforms.Handler:
-    def handler(draft: Draft, source_key: SourceKey) -> None:
+    def handler(draft: ConfigDraft, source_key: SourceKey) -> None:
         entries = []
         notes = []
         for dataset in source_key.value if isinstance(source_key.value, list) else []:
             if isinstance(dataset, dict):
-                entry, dataset_notes = _convert_dataset(dataset, _objective(draft))
+                entry, dataset_notes = _convert_dataset(dataset, _read_objective(draft))
                 entries.append(entry)
                 notes += dataset_notes
         if not entries:
-            draft.not_offered(source_key, "data.train: a file, a folder or hf:NAME")
+            draft.report_not_offered(source_key, "data.train: a file, a folder or hf:NAME")
         else:
             draft.set(source_key, target, entries, "; ".join(dict.fromkeys(notes)))
 
@@ -288,7 +288,7 @@ def _name_turns(
         turn_columns["reasoning_content"] = dataset["field_thinking"]
     if dataset.get("message_field_training"):
         turn_columns["train"] = dataset["message_field_training"]
-    words = {
+    role_names = {
         role_name: [str(word) for word in role_words]
         for role_name, role_words in (dataset.get("roles") or {}).items()
         if isinstance(role_words, list)
@@ -297,13 +297,13 @@ def _name_turns(
         entry,
         dataset.get("field_messages") or default_field,
         (str(role or default_keys[0]), str(content or default_keys[1])),
-        words,
+        role_names,
         turn_columns=turn_columns,
         sets_format=row_format,
     )
 
 
-def _convert_pretraining(draft: Draft, source_key: SourceKey) -> None:
+def _convert_pretraining(draft: ConfigDraft, source_key: SourceKey) -> None:
     dataset = (
         source_key.value[0]
         if isinstance(source_key.value, list) and source_key.value
@@ -324,7 +324,7 @@ def _convert_pretraining(draft: Draft, source_key: SourceKey) -> None:
     draft.set(source_key, "data.train", [entry], "text, tokenised while training (data.stream)")
 
 
-def _is_set(_: Draft, source_key: SourceKey) -> bool:
+def _is_set(_: ConfigDraft, source_key: SourceKey) -> bool:
     return bool(source_key.value)
 
 
@@ -332,7 +332,7 @@ def _refuse_epoch_interval(target: str) -> transforms.Handler:
     """Returns a handler that refuses an interval in epochs (`evals_per_epoch: 4`): the number of
     steps in an epoch is unknown before the data is read.
     """
-    return lambda draft, source_key: draft.not_offered(
+    return lambda draft, source_key: draft.report_not_offered(
         source_key,
         f"{target} in steps; by default at most ten evaluations in a run, and ten checkpoints",
     )
@@ -356,7 +356,7 @@ _NO_EFFECT = {
     "the checkpoint's own processor reads the pictures; a row's are in `images` (docs/vision.md)": (
         "processor_type skip_prepare_dataset remove_unused_columns"
     ),
-    transforms.IRRELEVANT: (
+    transforms.IRRELEVANT_NOTE: (
         "model_type tokenizer_type tokenizer_use_fast min_sample_len sample_packing_*"
         " eval_sample_packing pad_to_sequence_len resize_token_embeddings_to_32x num_labels"
         " lora_fan_in_fan_out dp_replicate_size context_* accelerator_config local_rank strict"
@@ -390,7 +390,7 @@ _NOT_OFFERED = {
     "the loss is cross-entropy; a loss of your own is a function in Python": "use_eaft eaft_*",
     "isotype train --resume RUN": "auto_resume_from_checkpoints",
     "run.trackers is tensorboard or wandb": "use_swanlab swanlab_* use_otel_metrics otel_*",
-    transforms.NOT_GPU_COUNT: (
+    transforms.NO_GPU_COUNT_NOTE: (
         "fsdp_version fsdp_final_state_dict_type tensor_parallel_size context_parallel_size"
         " sequence_parallel_degree dp_shard_size use_ray ray_*"
     ),
@@ -410,9 +410,9 @@ def _convert_rope(rope_scaling: dict[str, Any]) -> dict[str, Any]:
 
 
 KEYS: dict[str, transforms.Handler] = {
-    **TRAINER,
-    **transforms.handlers_by_reason(transforms.no_effect, _NO_EFFECT),
-    **transforms.handlers_by_reason(transforms.not_offered, _NOT_OFFERED),
+    **TRAINER_KEYS,
+    **transforms.handlers_by_reason(transforms.report_no_effect, _NO_EFFECT),
+    **transforms.handlers_by_reason(transforms.report_not_offered, _NOT_OFFERED),
     **transforms.copy_values(
         model="name=base_model revision=revision_of_model tokenizer=tokenizer_config",
         data=(
@@ -440,32 +440,35 @@ KEYS: dict[str, transforms.Handler] = {
     "tokens": transforms.convert_list("model.add_tokens"),
     "reinit_weights": transforms.set_if_enabled("model.init", "random"),
     "freeze_mm_modules": frozen_part_handler("adapter.vision"),
-    "eot_tokens": transforms.changed(
+    "eot_tokens": transforms.report_changed(
         "the end of a turn is what the chat template writes; it is always learnt"
     ),
     # preferences
     **transforms.same_handler(_convert_rl, "rl reward_model"),
-    "rl_beta": _preference("beta", "dpo", "ipo", "simpo", "kto"),
-    "orpo_alpha": _preference("beta", "orpo"),
-    "simpo_gamma": _preference("simpo_gamma", "simpo"),
-    "cpo_alpha": _preference("nll", "simpo"),
-    "rpo_alpha": _preference("nll", "dpo", "ipo"),
-    "dpo_label_smoothing": _preference("label_smoothing", "dpo"),
-    "kto_desirable_weight": _preference("desirable_weight", "kto"),
-    "kto_undesirable_weight": _preference("undesirable_weight", "kto"),
-    "center_rewards_coefficient": _preference("center_rewards_coefficient", "reward"),
+    "rl_beta": _preference_handler("beta", "dpo", "ipo", "simpo", "kto"),
+    "orpo_alpha": _preference_handler("beta", "orpo"),
+    "simpo_gamma": _preference_handler("simpo_gamma", "simpo"),
+    "cpo_alpha": _preference_handler("nll", "simpo"),
+    "rpo_alpha": _preference_handler("nll", "dpo", "ipo"),
+    "dpo_label_smoothing": _preference_handler("label_smoothing", "dpo"),
+    "kto_desirable_weight": _preference_handler("desirable_weight", "kto"),
+    "kto_undesirable_weight": _preference_handler("undesirable_weight", "kto"),
+    "center_rewards_coefficient": _preference_handler("center_rewards_coefficient", "reward"),
     # adapter
     "adapter": _convert_adapter,
     "lora_target_modules": transforms.choose_handler(
-        _is_set, transforms.convert_targets, transforms.no_effect("lora_target_linear decides")
+        _is_set,
+        transforms.convert_targets,
+        transforms.report_no_effect("lora_target_linear decides"),
     ),
     "lora_target_linear": transforms.set_if_enabled(
-        "adapter.targets", "all-linear", "adapter.targets"
+        "adapter.targets", "all-linear", off_note="adapter.targets"
     ),
     "peft_init_lora_weights": transforms.convert_lora_init,
     # precision
     **transforms.same_handler(
-        transforms.Draft.defer_precision, "bfloat16 float16 float32 gptq bnb_config_kwargs fp8"
+        transforms.ConfigDraft.add_precision_key,
+        "bfloat16 float16 float32 gptq bnb_config_kwargs fp8",
     ),
     # attention and kernels
     "flash_attention": transforms.set_if_enabled("model.attention", "flash"),
@@ -478,23 +481,23 @@ KEYS: dict[str, transforms.Handler] = {
     # evaluation, saving, logging
     "evals_per_epoch": _refuse_epoch_interval("train.eval_every"),
     "saves_per_epoch": _refuse_epoch_interval("run.save_every"),
-    "use_tensorboard": transforms.set_if_enabled("run.trackers", ["tensorboard"], "off"),
-    "use_wandb": transforms.set_if_enabled("run.trackers", ["wandb"], "off"),
+    "use_tensorboard": transforms.set_if_enabled("run.trackers", ["tensorboard"], off_note="off"),
+    "use_wandb": transforms.set_if_enabled("run.trackers", ["wandb"], off_note="off"),
     "wandb_project": transforms.choose_handler(
         _is_set,
         transforms.set_constant(
             "run.trackers", ["wandb"], "the project: WANDB_PROJECT in the environment"
         ),
-        transforms.no_effect("off"),
+        transforms.report_no_effect("off"),
     ),
 }
 
 
-def add_defaults(draft: Draft, source: Source) -> None:
+def add_defaults(draft: ConfigDraft, source: Source) -> None:
     """Adds axolotl's defaults that differ from Isotype's."""
     draft.settings.setdefault("adapter.kind", "none")
-    draft.default_adapter("none")
-    draft.default_all(
+    draft.set_adapter_defaults("none")
+    draft.set_defaults(
         {
             "train.batch_size": 1,
             "train.accumulate": 1,
@@ -503,5 +506,5 @@ def add_defaults(draft: Draft, source: Source) -> None:
         }
     )
     if draft.settings.get("train.objective") == "simpo":
-        draft.default("preference.nll", 1.0)  # TRL's cpo_alpha
+        draft.set_default("preference.nll", 1.0)  # TRL's cpo_alpha
     add_text_defaults(draft)

@@ -9,7 +9,7 @@ from typing import Any
 
 from . import pictures, transforms
 from .source import Source
-from .transforms import Draft
+from .transforms import ConfigDraft
 
 
 def refusal_reason(source: Source) -> str | None:
@@ -45,8 +45,8 @@ _NO_EFFECT = {
     "the default: images.crop: center": "center_crop",
     pictures.CACHED_NOTE: "cache_latents cache_dir offload",
     pictures.NOT_UPLOADED_NOTE: "push_to_hub hub_*",
-    transforms.NOT_GPU_COUNT: "num_processes",
-    transforms.IRRELEVANT: (
+    transforms.NO_GPU_COUNT_NOTE: "num_processes",
+    transforms.IRRELEVANT_NOTE: (
         "variant pretrained_vae_model_name_or_path vae_path sample_batch_size prediction_type"
         " precondition_outputs logging_dir dataloader_num_workers local_rank"
         " enable_xformers_memory_efficient_attention set_grads_to_none"
@@ -69,8 +69,8 @@ _NOT_OFFERED = {
 _TIMESTEPS = {"logit_normal": "logit_normal", "mode": "mode", "none": "uniform"}
 KEYS: dict[str, transforms.Handler] = {
     **pictures.DIFFUSERS_KEYS,
-    **transforms.handlers_by_reason(transforms.no_effect, _NO_EFFECT),
-    **transforms.handlers_by_reason(transforms.not_offered, _NOT_OFFERED),
+    **transforms.handlers_by_reason(transforms.report_no_effect, _NO_EFFECT),
+    **transforms.handlers_by_reason(transforms.report_not_offered, _NOT_OFFERED),
     **transforms.copy_values(
         images=(
             "train=instance_data_dir train=train_data_dir resolution flip=random_flip"
@@ -81,7 +81,7 @@ KEYS: dict[str, transforms.Handler] = {
         run="save_every=checkpointing_steps",
     ),
     "validation_prompt": transforms.convert_to("run.samples", lambda value: [str(value)]),
-    "repeats": transforms.changed("repeats: {} of images.train"),
+    "repeats": transforms.report_changed("repeats: {} of images.train"),
     # adapter
     "train_text_encoder": transforms.set_if_enabled("adapter.text_encoders", True),
     "text_encoder_lr": transforms.require_key(
@@ -91,7 +91,7 @@ KEYS: dict[str, transforms.Handler] = {
     "num_class_images": transforms.require_key(
         "with_prior_preservation",
         "on",
-        transforms.changed("draw: {} of images.regularisation"),
+        transforms.report_changed("draw: {} of images.regularisation"),
         "without class pictures",
     ),
     "lora_layers": transforms.convert_list("adapter.targets"),
@@ -122,20 +122,20 @@ KEYS: dict[str, transforms.Handler] = {
 }
 
 
-def add_defaults(draft: Draft, source: Source) -> None:
+def add_defaults(draft: ConfigDraft, source: Source) -> None:
     """Adds the scripts' defaults that differ from Isotype's."""
     has_lora = "lora" in source.method or source.get("rank") is not None
-    draft.default_adapter("lora" if has_lora else "none", 4)
+    draft.set_adapter_defaults("lora" if has_lora else "none", 4)
     if (
         "adapter.text_encoders" in draft.settings
         and draft.lowercase_value("optimizer") != "prodigy"
         and re.search("sdxl|advanced", source.method)
     ):
-        draft.default("adapter.text_encoder_rate", _TEXT_RATE)
+        draft.set_default("adapter.text_encoder_rate", _TEXT_RATE)
     # the script's option, else the option of accelerate's launcher
     dtype_name = source.get("mixed_precision") or source.get("launcher.mixed_precision")
     pictures.set_default_preset(draft, dtype_name)
-    draft.default_all(
+    draft.set_defaults(
         pictures.COMMON_DEFAULTS
         | {
             "train.batch_size": 4,
@@ -147,11 +147,11 @@ def add_defaults(draft: Draft, source: Source) -> None:
         family in source.method for family in ("flux", "qwen", "z_image")
     ):
         # weighting_scheme none
-        draft.default_all({"diffusion.timesteps": "uniform", "diffusion.shift": 1.0})
+        draft.set_defaults({"diffusion.timesteps": "uniform", "diffusion.shift": 1.0})
     if "flux" in source.method:
-        draft.default("diffusion.guidance", 3.5)
+        draft.set_default("diffusion.guidance", 3.5)
     if "train.epochs" not in draft.settings:
-        draft.default("train.steps", 500)
+        draft.set_default("train.steps", 500)
     sources_by_setting = {}
     if "images.train" in draft.settings:
         settings: dict[str, Any] = {

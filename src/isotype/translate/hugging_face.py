@@ -14,7 +14,7 @@ from typing import Any
 
 from . import transforms
 from .source import Source
-from .transforms import Draft, SourceKey
+from .transforms import ConfigDraft, SourceKey
 
 _OTHER_METHOD_CLASS = re.compile(
     r"^(GRPO|PRM|RLOO|PPO|BCO|XPO|NashMD|GKD|OnlineDPO|MiniLLM)(?:v2)?(?:Config|Trainer)$"
@@ -45,7 +45,7 @@ def _loss_name(value: object) -> str:
     return " ".join(str(name) for name in names)
 
 
-def _objective(draft: Draft) -> str | None:
+def _read_objective(draft: ConfigDraft) -> str | None:
     """Returns the objective, from the keys of the whole file: settings may come before the key that
     names the method.
     """
@@ -58,14 +58,14 @@ def frozen_part_handler(target: str) -> transforms.Handler:
     is trained like the rest: with an adapter, or in full.
     """
 
-    def handler(draft: Draft, source_key: SourceKey) -> None:
+    def handler(draft: ConfigDraft, source_key: SourceKey) -> None:
         kind = (
             draft.settings.get("adapter.kind")
             or draft.keys.get("finetuning_type")
             or draft.keys.get("adapter")
         )
         if transforms.is_enabled(source_key.value):
-            draft.no_effect(source_key, f"{target} is none unless asked")
+            draft.report_no_effect(source_key, f"{target} is none unless asked")
         else:
             draft.set(source_key, target, "lora" if kind in ("lora", "qlora") else "full")
 
@@ -73,36 +73,36 @@ def frozen_part_handler(target: str) -> transforms.Handler:
 
 
 def preference_handler(
-    name: str, *objectives: str, read_objective: Callable[[Draft], str | None]
+    name: str, *objectives: str, read_objective: Callable[[ConfigDraft], str | None]
 ) -> transforms.Handler:
     """Returns a handler that sets `preference.NAME` if the file's objective is one of `objectives`.
     `read_objective` reads the objective from the keys of the whole file, because the method may
     come after the setting.
     """
 
-    def handler(draft: Draft, source_key: SourceKey) -> None:
+    def handler(draft: ConfigDraft, source_key: SourceKey) -> None:
         if source_key.value is None:
-            draft.no_effect(source_key, "the default")
+            draft.report_no_effect(source_key, "the default")
         elif read_objective(draft) in objectives:
             draft.set(source_key, f"preference.{name}", transforms.parse_number(source_key.value))
         else:
-            draft.no_effect(source_key, f"of {', '.join(objectives)}")
+            draft.report_no_effect(source_key, f"of {', '.join(objectives)}")
 
     return handler
 
 
-def add_text_defaults(draft: Draft) -> None:
+def add_text_defaults(draft: ConfigDraft) -> None:
     """Adds defaults that the tools for text share: without evaluation data they train on every row.
     Removes settings that they ignore for preference methods.
     """
     if "data.eval" in draft.settings:
         draft.settings.pop("data.eval_split", None)
     else:
-        draft.default("data.eval_split", 0)
+        draft.set_default("data.eval_split", 0)
     drop_preference_conflicts(draft)
 
 
-def drop_preference_conflicts(draft: Draft) -> None:
+def drop_preference_conflicts(draft: ConfigDraft) -> None:
     """Removes settings that Isotype refuses with the objective."""
     objective = draft.settings.get("train.objective")
     conflicts = {
@@ -116,17 +116,17 @@ def drop_preference_conflicts(draft: Draft) -> None:
             draft.notes.append(f"{key} is left out: {reason}")
 
 
-# a handler for a setting of the section `preference`
-_preference = partial(preference_handler, read_objective=_objective)
+# makes a handler for a setting of the section `preference`
+_preference_handler = partial(preference_handler, read_objective=_read_objective)
 
 
-def _convert_method(draft: Draft, source_key: SourceKey) -> None:
+def _convert_method(draft: ConfigDraft, source_key: SourceKey) -> None:
     rows = "prompt, completion and label" if source_key.value == "kto" else "chosen and rejected"
     reference = f"; {transforms.REFERENCE_NOTE}" if source_key.value in ("dpo", "kto") else ""
     draft.set(
         source_key,
         "train.objective",
-        _objective(draft),
+        _read_objective(draft),
         f"rows have {rows}; other names: data.columns{reference}",
     )
 
@@ -259,17 +259,17 @@ def _refused_key(source: Source) -> str | None:
     return None
 
 
-def _convert_dataset(draft: Draft, source_key: SourceKey) -> None:
+def _convert_dataset(draft: ConfigDraft, source_key: SourceKey) -> None:
     name = str(source_key.value)
     if name in ("json", "csv", "parquet", "text") and draft.keys.get("data_files"):
-        draft.no_effect(source_key, "the format is seen from the file")
+        draft.report_no_effect(source_key, "the format is seen from the file")
     elif re.search(r"\.(jsonl?|csv|parquet|txt)$", name) or name.startswith(("/", "./", "../")):
         draft.set(source_key, "data.train", name)
     else:
         draft.set(source_key, "data.train", f"hf:{name}", "a dataset of the hub")
 
 
-def _convert_data_files(draft: Draft, source_key: SourceKey) -> None:
+def _convert_data_files(draft: ConfigDraft, source_key: SourceKey) -> None:
     if isinstance(source_key.value, dict):
         for split, key in (
             ("train", "data.train"),
@@ -287,15 +287,15 @@ def _hub_dataset_handler(key: str, default_values: tuple[str, ...]) -> transform
     data.train.
     """
 
-    def handler(draft: Draft, source_key: SourceKey) -> None:
+    def handler(draft: ConfigDraft, source_key: SourceKey) -> None:
         name = draft.settings.get("data.train")
         if str(source_key.value) in default_values:
-            draft.no_effect(source_key, "the default")
+            draft.report_no_effect(source_key, "the default")
         elif isinstance(name, list) or (isinstance(name, str) and name.startswith("hf:")):
             entry = name[0] if isinstance(name, list) else {"name": name}
             draft.set(source_key, "data.train", [{**entry, key: str(source_key.value)}])
         else:
-            draft.not_offered(
+            draft.report_not_offered(
                 source_key,
                 f"{key} is for datasets of the hub: data.train: [{{name: 'hf:NAME', {key}: ...}}]",
             )
@@ -303,7 +303,7 @@ def _hub_dataset_handler(key: str, default_values: tuple[str, ...]) -> transform
     return handler
 
 
-def _convert_mixture(draft: Draft, source_key: SourceKey) -> None:
+def _convert_mixture(draft: ConfigDraft, source_key: SourceKey) -> None:
     """Translates `dataset_mixture.datasets` of the alignment handbook and TRL: id or path, config,
     split and weight. Columns are ignored.
     """
@@ -327,30 +327,30 @@ def _convert_mixture(draft: Draft, source_key: SourceKey) -> None:
     draft.set(source_key, "data.train", entries, note)
 
 
-def _convert_schedule_kwargs(draft: Draft, source_key: SourceKey) -> None:
+def _convert_schedule_kwargs(draft: ConfigDraft, source_key: SourceKey) -> None:
     """Translates `lr_scheduler_kwargs`, of which only the minimum of the learning rate is offered."""
     details = source_key.value if isinstance(source_key.value, dict) else {}
     rate = details.get("min_lr_rate")
     if rate is None and details.get("min_lr") is not None and draft.keys.get("learning_rate"):
         rate = float(details["min_lr"]) / float(draft.keys["learning_rate"])
     if rate is None:
-        draft.not_offered(
+        draft.report_not_offered(
             source_key, "train.decay and train.min_learning_rate are what schedules take"
         )
     else:
         draft.set(source_key, "train.min_learning_rate", float(rate))
 
 
-def _convert_warmup_ratio(draft: Draft, source_key: SourceKey) -> None:
+def _convert_warmup_ratio(draft: ConfigDraft, source_key: SourceKey) -> None:
     value = transforms.parse_number(source_key.value or 0)
     if draft.keys.get("warmup_steps") and transforms.parse_number(draft.keys["warmup_steps"]) > 0:
-        draft.no_effect(source_key, "warmup_steps wins, there too")
+        draft.report_no_effect(source_key, "warmup_steps wins, there too")
     elif (
         draft.settings.get("train.schedule") == "constant"
         and draft.settings.get("train.warmup") == 0
         and value
     ):
-        draft.no_effect(source_key, "a constant schedule has no warm-up, there too")
+        draft.report_no_effect(source_key, "a constant schedule has no warm-up, there too")
     else:
         draft.set(source_key, "train.warmup", value)
 
@@ -367,17 +367,17 @@ _convert_checkpointing = transforms.choose_handler(
 convert_liger = transforms.set_if_enabled(
     "model.optimize",
     True,
-    "switched off; model.optimize is on by default",
-    "Isotype's own ops instead of Liger's",
+    off_note="switched off; model.optimize is on by default",
+    note="Isotype's own ops instead of Liger's",
 )
 
 
-def _convert_push(draft: Draft, source_key: SourceKey) -> None:
+def _convert_push(draft: ConfigDraft, source_key: SourceKey) -> None:
     """Translates `push_to_hub`. The repository is `hub_model_id`, else the name of the output
     folder, as in transformers.
     """
     if not transforms.is_enabled(source_key.value):
-        draft.no_effect(source_key, "off")
+        draft.report_no_effect(source_key, "off")
         return
     repository = draft.keys.get("hub_model_id") or draft.keys.get("output_dir")
     name = repository if isinstance(repository, str) else ""
@@ -386,7 +386,7 @@ def _convert_push(draft: Draft, source_key: SourceKey) -> None:
     if name:
         draft.set(source_key, "run.push_to_hub", name, "private unless run.push_private is false")
     else:
-        draft.not_offered(source_key, "run.push_to_hub: ORG/NAME pushes the result")
+        draft.report_not_offered(source_key, "run.push_to_hub: ORG/NAME pushes the result")
 
 
 # arguments of Hugging Face's Trainer and PEFT, which LLaMA-Factory and axolotl pass on
@@ -404,7 +404,7 @@ _TRAINER_NO_EFFECT = {
     "losses are always divided by the tokens of the whole step": (
         "average_tokens_across_devices accelerator_config"
     ),
-    transforms.IRRELEVANT: (
+    transforms.IRRELEVANT_NOTE: (
         "gradient_checkpointing_kwargs prediction_loss_only overwrite_output_dir"
         " hub_strategy save_safetensors save_only_model trackio_* dataloader_num_workers"
         " ddp_find_unused_parameters ddp_timeout low_cpu_mem_usage use_cache"
@@ -421,12 +421,12 @@ _TRAINER_NOT_OFFERED = {
     "a DeepSpeed file is not read: precision.* and the memory plan (isotype plan) take its place": (
         "deepspeed"
     ),
-    transforms.NOT_GPU_COUNT: "fsdp fsdp_config",
+    transforms.NO_GPU_COUNT_NOTE: "fsdp fsdp_config",
     "model.device is auto, cuda or cpu": "use_mps_device",
 }
-TRAINER: dict[str, transforms.Handler] = {
-    **transforms.handlers_by_reason(transforms.no_effect, _TRAINER_NO_EFFECT),
-    **transforms.handlers_by_reason(transforms.not_offered, _TRAINER_NOT_OFFERED),
+TRAINER_KEYS: dict[str, transforms.Handler] = {
+    **transforms.handlers_by_reason(transforms.report_no_effect, _TRAINER_NO_EFFECT),
+    **transforms.handlers_by_reason(transforms.report_not_offered, _TRAINER_NOT_OFFERED),
     **transforms.copy_values(
         model="revision=model_revision tokenizer=tokenizer_name trust_remote_code",
         adapter=(
@@ -446,7 +446,10 @@ TRAINER: dict[str, transforms.Handler] = {
     "load_best_model_at_end": transforms.set_if_enabled("run.save", "best"),
     "push_to_hub": _convert_push,
     "hub_model_id": transforms.require_key(
-        "push_to_hub", "on", transforms.no_effect("part of run.push_to_hub"), "push_to_hub is off"
+        "push_to_hub",
+        "on",
+        transforms.report_no_effect("part of run.push_to_hub"),
+        "push_to_hub is off",
     ),
     "hub_private_repo": transforms.require_key(
         "push_to_hub",
@@ -458,7 +461,7 @@ TRAINER: dict[str, transforms.Handler] = {
     "lora_target_modules": transforms.convert_targets,
     # precision: decided together
     **transforms.same_handler(
-        transforms.Draft.defer_precision,
+        transforms.ConfigDraft.add_precision_key,
         "bf16 fp16 tf32 dtype torch_dtype load_in_4bit load_in_8bit load_in_16bit load_in_fp8"
         " full_finetuning bnb_4bit_quant_type bnb_4bit_compute_dtype bnb_4bit_use_double_quant"
         " use_bnb_nested_quant bnb_4bit_quant_storage",
@@ -472,7 +475,7 @@ TRAINER: dict[str, transforms.Handler] = {
         lambda draft, source_key: (
             transforms.parse_number(source_key.value) == 0 and "warmup_ratio" in draft.keys
         ),
-        transforms.no_effect("warmup_ratio decides"),
+        transforms.report_no_effect("warmup_ratio decides"),
         transforms.convert_number("train.warmup"),
     ),
     "optim": transforms.convert_optimizer,
@@ -480,7 +483,7 @@ TRAINER: dict[str, transforms.Handler] = {
         _convert_checkpointing, "gradient_checkpointing use_gradient_checkpointing"
     ),
     "activation_offloading": transforms.set_if_enabled(
-        "train.gradient_checkpointing", "layers+offload", "off"
+        "train.gradient_checkpointing", "layers+offload", off_note="off"
     ),
     # evaluation, saving, logging
     **transforms.same_handler(
@@ -488,13 +491,13 @@ TRAINER: dict[str, transforms.Handler] = {
             "data.eval_split",
             dict.fromkeys(("no", "false", "none"), (0, "no rows are held out")),
             "evaluations come by train.eval_every, by default at most ten in a run",
-            fallback="no_effect",
+            fallback="report_no_effect",
         ),
         "eval_strategy evaluation_strategy",
     ),
     "report_to": transforms.convert_trackers,
     # machine
-    "use_cpu": transforms.set_if_enabled("model.device", "cpu", "model.device: auto"),
+    "use_cpu": transforms.set_if_enabled("model.device", "cpu", off_note="model.device: auto"),
 }
 _NO_EFFECT = {
     "train.seed": "dataset_mixture.seed",
@@ -512,7 +515,7 @@ _NO_EFFECT = {
         "fp16_full_eval"
     ),
     transforms.REFERENCE_NOTE: "precompute_ref_log_probs precompute_ref_batch_size",
-    transforms.IRRELEVANT: (
+    transforms.IRRELEVANT_NOTE: (
         "packing_strategy eos_token task_type fast_inference disable_dropout num_labels pad_token"
         " padding_value label_pad_token_id pad_to_multiple_of f_alpha_divergence_coef discopop_tau"
         " ref_model_mixup_alpha ref_model_sync_steps log_level unsloth_force_compile"
@@ -533,9 +536,9 @@ _NOT_OFFERED = {
     transforms.NO_SETTING_NOTE: "lora_bias use_weighting ld_alpha alpha loftq qat_scheme offload_embedding",
 }
 KEYS: dict[str, transforms.Handler] = {
-    **TRAINER,
-    **transforms.handlers_by_reason(transforms.no_effect, _NO_EFFECT),
-    **transforms.handlers_by_reason(transforms.not_offered, _NOT_OFFERED),
+    **TRAINER_KEYS,
+    **transforms.handlers_by_reason(transforms.report_no_effect, _NO_EFFECT),
+    **transforms.handlers_by_reason(transforms.report_not_offered, _NOT_OFFERED),
     **transforms.copy_values(
         model="name=model_name_or_path revision tokenizer=tokenizer_name_or_path",
         data=(
@@ -548,9 +551,15 @@ KEYS: dict[str, transforms.Handler] = {
     **transforms.same_handler(convert_liger, "use_liger_kernel use_liger"),
     # data
     "chat_template": transforms.convert_template,
-    "turn_names": transforms.no_effect("ShareGPT's and OpenAI's names of turns are recognised"),
-    "default_system_message": transforms.not_offered("write the system message into the rows"),
-    "map_eos_token": transforms.no_effect("the end of a turn is what the chat template writes"),
+    "turn_names": transforms.report_no_effect(
+        "ShareGPT's and OpenAI's names of turns are recognised"
+    ),
+    "default_system_message": transforms.report_not_offered(
+        "write the system message into the rows"
+    ),
+    "map_eos_token": transforms.report_no_effect(
+        "the end of a turn is what the chat template writes"
+    ),
     "dataset_name": _convert_dataset,
     **transforms.same_handler(
         _hub_dataset_handler("subset", ("default", "main")), "dataset_config dataset_config_name"
@@ -566,7 +575,7 @@ KEYS: dict[str, transforms.Handler] = {
     # adapter
     "use_peft": transforms.convert_switch("adapter.kind", "lora", "none"),
     "finetune_vision_layers": transforms.set_if_enabled(
-        "adapter.vision", "lora", "the tower is frozen"
+        "adapter.vision", "lora", off_note="the tower is frozen"
     ),
     "finetune_language_layers": transforms.accept_only(
         "True true",
@@ -577,18 +586,18 @@ KEYS: dict[str, transforms.Handler] = {
     # preferences
     "trl_method": _convert_method,
     "loss_type": transforms.choose_handler(
-        lambda draft, _: _objective(draft),
-        transforms.no_effect("part of train.objective"),
+        lambda draft, _: _read_objective(draft),
+        transforms.report_no_effect("part of train.objective"),
         transforms.accept_only("nll chunked_nll", "cross-entropy", "the loss is cross-entropy"),
     ),
-    "beta": _preference("beta", "dpo", "ipo", "orpo", "cpo", "simpo", "kto"),
-    "label_smoothing": _preference("label_smoothing", "dpo", "cpo"),
-    "rpo_alpha": _preference("nll", "dpo", "ipo"),
-    "cpo_alpha": _preference("nll", "cpo", "simpo"),
-    "simpo_gamma": _preference("simpo_gamma", "simpo"),
-    "desirable_weight": _preference("desirable_weight", "kto"),
-    "undesirable_weight": _preference("undesirable_weight", "kto"),
-    "center_rewards_coefficient": _preference("center_rewards_coefficient", "reward"),
+    "beta": _preference_handler("beta", "dpo", "ipo", "orpo", "cpo", "simpo", "kto"),
+    "label_smoothing": _preference_handler("label_smoothing", "dpo", "cpo"),
+    "rpo_alpha": _preference_handler("nll", "dpo", "ipo"),
+    "cpo_alpha": _preference_handler("nll", "cpo", "simpo"),
+    "simpo_gamma": _preference_handler("simpo_gamma", "simpo"),
+    "desirable_weight": _preference_handler("desirable_weight", "kto"),
+    "undesirable_weight": _preference_handler("undesirable_weight", "kto"),
+    "center_rewards_coefficient": _preference_handler("center_rewards_coefficient", "reward"),
     "f_divergence_type": transforms.accept_only(
         "reverse_kl", "the default", "the divergence is the reverse KL"
     ),
@@ -598,7 +607,7 @@ KEYS: dict[str, transforms.Handler] = {
 }
 
 
-def add_defaults(draft: Draft, source: Source) -> None:
+def add_defaults(draft: ConfigDraft, source: Source) -> None:
     """Adds the defaults that differ from Isotype's. Without PEFT every weight is trained."""
     has_peft = source.find_key(
         "lora_r", "lora_alpha", "lora_target_modules"
@@ -609,7 +618,7 @@ def add_defaults(draft: Draft, source: Source) -> None:
     is_sft = "SFTConfig" in source.called_names or "sft" in source.method
     method = str(source.get("trl_method"))
     if "train.steps" not in draft.settings:
-        draft.default("train.epochs", 3.0)
+        draft.set_default("train.epochs", 3.0)
     if method == "reward":
         rate = 1e-4
     elif method in _LOSSES:
@@ -618,7 +627,7 @@ def add_defaults(draft: Draft, source: Source) -> None:
         rate = 2e-5
     else:
         rate = 5e-5
-    draft.default_all(
+    draft.set_defaults(
         {
             "train.batch_size": 8,
             "train.learning_rate": rate,
@@ -628,9 +637,9 @@ def add_defaults(draft: Draft, source: Source) -> None:
     )
     if method in _LOSSES:
         if "max_length" not in draft.keys:
-            draft.default("data.max_length", 1024)
+            draft.set_default("data.max_length", 1024)
         if draft.settings.get("train.objective") == "simpo":
-            draft.default("preference.nll", 1.0)  # cpo_alpha
+            draft.set_default("preference.nll", 1.0)  # cpo_alpha
         drop_preference_conflicts(draft)
     if is_sft and "data.loss_on" not in draft.settings:
         draft.notes.append(
@@ -644,7 +653,7 @@ def add_defaults(draft: Draft, source: Source) -> None:
         )
     is_unsloth = source.tool == "unsloth"
     if (
-        draft.default_adapter("lora", 16 if is_unsloth else 8, 16.0 if is_unsloth else 8.0)
+        draft.set_adapter_defaults("lora", 16 if is_unsloth else 8, 16.0 if is_unsloth else 8.0)
         and "adapter.targets" not in draft.settings
         and not is_unsloth
     ):

@@ -9,7 +9,7 @@ from typing import Any
 
 from . import pictures, transforms
 from .source import Source
-from .transforms import Draft, SourceKey
+from .transforms import ConfigDraft, SourceKey
 
 
 def refusal_reason(source: Source) -> str | None:
@@ -41,7 +41,7 @@ def _parse_arguments(value: Any) -> dict[str, str]:
     )
 
 
-def _convert_network_args(draft: Draft, source_key: SourceKey) -> None:
+def _convert_network_args(draft: ConfigDraft, source_key: SourceKey) -> None:
     arguments = _parse_arguments(source_key.value)
     settings = {
         "factor": "adapter.factor",
@@ -56,21 +56,21 @@ def _convert_network_args(draft: Draft, source_key: SourceKey) -> None:
         ):
             draft.set(source_key, settings[name], transforms.parse_number(value))
     if unsupported := [name for name in arguments if name not in settings and name != "algo"]:
-        draft.not_offered(
+        draft.report_not_offered(
             source_key,
             f"{', '.join(unsupported)}: every linear layer of the blocks is adapted; adapter.targets names"
             " others",
         )
 
 
-def _convert_token_length(draft: Draft, source_key: SourceKey) -> None:
+def _convert_token_length(draft: ConfigDraft, source_key: SourceKey) -> None:
     if draft.keys.get("clip_l") or draft.keys.get("t5xxl"):
-        draft.no_effect(source_key, "T5 reads the caption: t5xxl_max_token_length")
+        draft.report_no_effect(source_key, "T5 reads the caption: t5xxl_max_token_length")
     else:
         draft.set(source_key, "diffusion.max_text_length", int(source_key.value))
 
 
-def _convert_samples(draft: Draft, source_key: SourceKey) -> None:
+def _convert_samples(draft: ConfigDraft, source_key: SourceKey) -> None:
     file = next(
         (
             candidate
@@ -83,7 +83,7 @@ def _convert_samples(draft: Draft, source_key: SourceKey) -> None:
         None,
     )
     if file is None or file.suffix != ".txt":
-        draft.not_offered(
+        draft.report_not_offered(
             source_key,
             "the file is not there, or is no .txt: run.samples takes the prompts themselves",
         )
@@ -120,7 +120,7 @@ def _parse_samples(text: str) -> list[Any]:
     return samples
 
 
-def _convert_keep_tokens(draft: Draft, source_key: SourceKey) -> None:
+def _convert_keep_tokens(draft: ConfigDraft, source_key: SourceKey) -> None:
     """Translates `keep_tokens` of the run or of a subset, if shuffle_caption is on for the same."""
     if transforms.is_enabled(
         draft.keys.get(
@@ -132,29 +132,29 @@ def _convert_keep_tokens(draft: Draft, source_key: SourceKey) -> None:
             source_key, "images.keep_tags", int(source_key.value), "of all pictures of the run"
         )
     else:
-        draft.no_effect(source_key, "without shuffle_caption")
+        draft.report_no_effect(source_key, "without shuffle_caption")
 
 
-def _has_frozen_encoders(draft: Draft) -> bool:
+def _has_frozen_encoders(draft: ConfigDraft) -> bool:
     return any(
         transforms.is_enabled(draft.keys.get(key))
         for key in ("network_train_unet_only", "cache_text_encoder_outputs")
     )
 
 
-def _convert_text_encoder_rate(draft: Draft, source_key: SourceKey) -> None:
+def _convert_text_encoder_rate(draft: ConfigDraft, source_key: SourceKey) -> None:
     rates = source_key.value if isinstance(source_key.value, list) else [source_key.value]
     if _has_frozen_encoders(draft) or not any(map(float, rates)):
-        draft.no_effect(source_key, "the text encoders stay frozen")
+        draft.report_no_effect(source_key, "the text encoders stay frozen")
     elif draft.keys.get("clip_l") or draft.keys.get("t5xxl"):
-        draft.not_offered(source_key, pictures.NO_TEXT_ENCODER_NOTE)
+        draft.report_not_offered(source_key, pictures.NO_TEXT_ENCODER_NOTE)
     else:
         pictures.convert_text_encoder_rate(draft, source_key)
 
 
 _DATASET_NO_EFFECT = {
     pictures.BUCKETS_NOTE: "min_bucket_reso max_bucket_reso bucket_reso_steps",
-    transforms.IRRELEVANT: "caption_separator caption_extension",
+    transforms.IRRELEVANT_NOTE: "caption_separator caption_extension",
 }
 _DATASET_NOT_OFFERED = {
     "images.crop: windows at random": "face_crop_aug_range",
@@ -167,8 +167,8 @@ _DATASET_NOT_OFFERED = {
     ),
 }
 _DATASET_KEYS: dict[str, transforms.Handler] = {
-    **transforms.handlers_by_reason(transforms.no_effect, _DATASET_NO_EFFECT),
-    **transforms.handlers_by_reason(transforms.not_offered, _DATASET_NOT_OFFERED),
+    **transforms.handlers_by_reason(transforms.report_no_effect, _DATASET_NO_EFFECT),
+    **transforms.handlers_by_reason(transforms.report_not_offered, _DATASET_NOT_OFFERED),
     "resolution": lambda draft, source_key: pictures.convert_resolution(
         draft, replace(source_key, value=pictures.largest_side(source_key.value))
     ),
@@ -183,18 +183,18 @@ _DATASET_KEYS: dict[str, transforms.Handler] = {
     "caption_tag_dropout_rate": transforms.choose_handler(
         lambda draft, _: "images.tag_orders" in draft.settings,
         transforms.convert_to("images.tag_dropout", float, "of all pictures of the run"),
-        transforms.not_offered("images.tag_dropout, with images.tag_orders"),
+        transforms.report_not_offered("images.tag_dropout, with images.tag_orders"),
     ),
     **transforms.copy_values(images="flip=flip_aug caption_dropout=caption_dropout_rate"),
 }
 _SUBSET_KEYS: dict[str, transforms.Handler] = {
     **_DATASET_KEYS,
-    "image_dir": transforms.changed("images.train, or images.regularisation with is_reg"),
-    "num_repeats": transforms.changed("repeats of the source"),
-    "class_tokens": transforms.changed(
+    "image_dir": transforms.report_changed("images.train, or images.regularisation with is_reg"),
+    "num_repeats": transforms.report_changed("repeats of the source"),
+    "class_tokens": transforms.report_changed(
         "caption of the source, where pictures have none of their own"
     ),
-    "is_reg": transforms.changed("images.regularisation"),
+    "is_reg": transforms.report_changed("images.regularisation"),
     "batch_size": transforms.convert_count("train.batch_size"),
 }
 _NO_EFFECT = {
@@ -207,9 +207,9 @@ _NO_EFFECT = {
         "cache_latents cache_latents_to_disk cache_text_encoder_outputs"
         " cache_text_encoder_outputs_to_disk vae_batch_size skip_cache_check"
     ),
-    transforms.NOT_GPU_COUNT: "num_processes num_cpu_threads_per_process ddp_*",
+    transforms.NO_GPU_COUNT_NOTE: "num_processes num_cpu_threads_per_process ddp_*",
     pictures.NOT_UPLOADED_NOTE: "huggingface_*",
-    transforms.IRRELEVANT: (
+    transforms.IRRELEVANT_NOTE: (
         "clip_l clip_g t5xxl ae vae v2 tokenizer_cache_dir clip_skip"
         " network_module model_prediction_type sample_sampler output_name logging_dir log_*"
         " max_data_loader_n_workers persistent_data_loader_workers xformers sdpa mem_eff_attn"
@@ -246,8 +246,8 @@ _TIMESTEPS = {
 _LOSSES = dict.fromkeys(("huber", "smooth_l1"), ("huber", "with a constant c"))
 KEYS: dict[str, transforms.Handler] = {
     **pictures.DIFFUSERS_KEYS,
-    **transforms.handlers_by_reason(transforms.no_effect, _NO_EFFECT),
-    **transforms.handlers_by_reason(transforms.not_offered, _NOT_OFFERED),
+    **transforms.handlers_by_reason(transforms.report_no_effect, _NO_EFFECT),
+    **transforms.handlers_by_reason(transforms.report_not_offered, _NOT_OFFERED),
     **transforms.copy_values(
         images="train=train_data_dir regularisation=reg_data_dir",
         diffusion=(
@@ -273,7 +273,7 @@ KEYS: dict[str, transforms.Handler] = {
         pictures.note_precision_key,
         "mixed_precision full_bf16 full_fp16 save_precision no_half_vae",
     ),
-    "launcher.mixed_precision": transforms.no_effect(
+    "launcher.mixed_precision": transforms.report_no_effect(
         "the script's own --mixed_precision decides; without it fp32"
     ),
     # steps
@@ -283,7 +283,7 @@ KEYS: dict[str, transforms.Handler] = {
     # the objective
     "v_parameterization": transforms.set_if_enabled("diffusion.objective", "v"),
     "loss_type": transforms.convert_choice(
-        "diffusion.loss", _LOSSES, "the squared error, the default", fallback="no_effect"
+        "diffusion.loss", _LOSSES, "the squared error, the default", fallback="report_no_effect"
     ),
     "huber_c": transforms.require_key(
         "loss_type",
@@ -296,7 +296,7 @@ KEYS: dict[str, transforms.Handler] = {
     ),
     "min_timestep": pictures.convert_timestep("diffusion.least_noise"),
     "max_timestep": pictures.convert_timestep("diffusion.most_noise"),
-    "prior_loss_weight": transforms.changed("weight: {} of images.regularisation"),
+    "prior_loss_weight": transforms.report_changed("weight: {} of images.regularisation"),
     # samples, saving
     "sample_prompts": _convert_samples,
     "save_model_as": transforms.set_constant(
@@ -305,29 +305,29 @@ KEYS: dict[str, transforms.Handler] = {
 }
 
 
-def add_defaults(draft: Draft, source: Source) -> None:
+def add_defaults(draft: ConfigDraft, source: Source) -> None:
     """Adds kohya's defaults that differ from Isotype's, and the sources of pictures."""
     is_full_training = not source.get("network_module") and not source.get("network_dim")
-    if not draft.default_adapter("none" if is_full_training else "lora", 4, 1.0):
+    if not draft.set_adapter_defaults("none" if is_full_training else "lora", 4, 1.0):
         pictures.drop_adapter_files(draft)
     sets_text_encoders = (
         _has_frozen_encoders(draft) or draft.keys.get("text_encoder_lr") is not None
     )
     # kohya's scripts train the text encoders by default
     if re.search(r"(^|/)(sdxl_)?train_network\b", source.method) and not sets_text_encoders:
-        draft.default("adapter.text_encoders", True)
+        draft.set_default("adapter.text_encoders", True)
     pictures.drop_text_encoders(draft)
     pictures.set_default_preset(
         draft,
         source.get("mixed_precision"),
         half_weights=transforms.is_enabled(source.get("full_bf16")),
     )
-    draft.default_all(
+    draft.set_defaults(
         pictures.COMMON_DEFAULTS
         | {"train.batch_size": 1, "train.weight_decay": 0.01, "images.resolution": 512}
     )
     if "train.epochs" not in draft.settings:
-        draft.default("train.steps", 1600)
+        draft.set_default("train.steps", 1600)
     weight = source.get("prior_loss_weight") or 1.0
     sources_by_setting: dict[str, list[dict[str, Any]]] = {
         "images.train": [],

@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from . import row_names, transforms
-from .hugging_face import KEYS as TRAINER
+from .hugging_face import KEYS as TRAINER_KEYS
 from .hugging_face import add_text_defaults, convert_liger, frozen_part_handler, preference_handler
 from .source import Source
-from .transforms import Draft, SourceKey
+from .transforms import ConfigDraft, SourceKey
 
 # values of `pref_loss` with `stage: dpo` -> objective
 _PREF_LOSSES = {"sigmoid": "dpo", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo"}
 
 
-def _objective(draft: Draft) -> str | None:
+def _read_objective(draft: ConfigDraft) -> str | None:
     """Returns the objective, from the keys of the whole file: settings may come before the key that
     names the method.
     """
@@ -29,25 +29,25 @@ def _objective(draft: Draft) -> str | None:
     return {"kto": "kto", "rm": "reward"}.get(str(stage))
 
 
-# a handler for a setting of the section `preference`
-_preference = partial(preference_handler, read_objective=_objective)
+# makes a handler for a setting of the section `preference`
+_preference_handler = partial(preference_handler, read_objective=_read_objective)
 
 
-def _convert_pref_ftx(draft: Draft, source_key: SourceKey) -> None:
+def _convert_pref_ftx(draft: ConfigDraft, source_key: SourceKey) -> None:
     """Translates `pref_ftx`, a weight of the chosen answer's likelihood. ORPO already has the
     weight 1, so it is added.
     """
-    if _objective(draft) == "orpo":
+    if _read_objective(draft) == "orpo":
         draft.set(
             source_key,
             "preference.nll",
             1.0 + float(source_key.value),
             "beside the 1 that orpo has",
         )
-    elif _objective(draft) == "kto":
-        transforms.not_offered("kto has no likelihood part")(draft, source_key)
+    elif _read_objective(draft) == "kto":
+        transforms.report_not_offered("kto has no likelihood part")(draft, source_key)
     else:
-        _preference("nll", "dpo", "ipo", "simpo")(draft, source_key)
+        _preference_handler("nll", "dpo", "ipo", "simpo")(draft, source_key)
 
 
 def refusal_reason(source: Source) -> str | None:
@@ -78,18 +78,18 @@ def refusal_reason(source: Source) -> str | None:
     return None
 
 
-def _convert_stage(draft: Draft, source_key: SourceKey) -> None:
-    if (objective := _objective(draft)) is not None:
+def _convert_stage(draft: ConfigDraft, source_key: SourceKey) -> None:
+    if (objective := _read_objective(draft)) is not None:
         note = transforms.REFERENCE_NOTE if objective in ("dpo", "ipo", "kto") else ""
         draft.set(source_key, "train.objective", objective, note)
     elif source_key.value == "pt":
         draft.set(source_key, "data.format", "text", "plain text, learnt whole")
     else:
-        draft.no_effect(source_key, "training is on given answers")
+        draft.report_no_effect(source_key, "training is on given answers")
 
 
 def _datasets_handler(target: str) -> transforms.Handler:
-    def handler(draft: Draft, source_key: SourceKey) -> None:
+    def handler(draft: ConfigDraft, source_key: SourceKey) -> None:
         names = _dataset_names(source_key.value)
         entries: list[dict[str, Any]] = []
         unknown = []
@@ -124,19 +124,19 @@ def _dataset_names(value: Any) -> list[str]:
     return [str(name).strip() for name in names]
 
 
-def _convert_max_samples(draft: Draft, source_key: SourceKey) -> None:
+def _convert_max_samples(draft: ConfigDraft, source_key: SourceKey) -> None:
     """Sets data.limit for one data set; several have it each, as an entry of data.train."""
     if len(_dataset_names(draft.keys.get("dataset", ""))) == 1:
         transforms.convert_count("data.limit")(draft, source_key)
     else:
-        draft.changed(source_key, "the limit of each source of data.train")
+        draft.report_changed(source_key, "the limit of each source of data.train")
 
 
-def _data_folder(draft: Draft) -> str:
+def _data_folder(draft: ConfigDraft) -> str:
     return str(draft.keys.get("dataset_dir", "data"))
 
 
-def _read_registry(draft: Draft) -> dict[str, Any]:
+def _read_registry(draft: ConfigDraft) -> dict[str, Any]:
     """Reads dataset_info.json from `dataset_dir`, relative to the file or to the working directory.
     Returns {} if it cannot be read.
     """
@@ -187,7 +187,7 @@ _DEFAULT_TAGS = {
 
 
 def _convert_dataset(
-    draft: Draft, name: str, description: dict[str, Any]
+    draft: ConfigDraft, name: str, description: dict[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
     """Translates an entry of dataset_info.json into one of data.train. Returns it with notes."""
     hub = description.get("hf_hub_url")
@@ -204,10 +204,10 @@ def _convert_dataset(
         entry["format"] = "text"
         row_names.add_columns(entry, {"text": columns.get("prompt", "instruction")})
     elif description.get("formatting", "alpaca") == "alpaca":
-        _name_alpaca_row(entry, description, has_format=_objective(draft) is None)
+        _name_alpaca_row(entry, description, has_format=_read_objective(draft) is None)
     else:
-        _name_turn_row(entry, description, has_format=_objective(draft) is None)
-    if _objective(draft) == "kto" and not columns.get("kto_tag"):
+        _name_turn_row(entry, description, has_format=_read_objective(draft) is None)
+    if _read_objective(draft) == "kto" and not columns.get("kto_tag"):
         notes.append(f"{name} has no kto_tag: data.columns: {{label: NAME}}")
     if description.get("split") not in (None, "train"):
         entry["split"] = str(description["split"])
@@ -247,7 +247,9 @@ def _name_turn_row(entry: dict[str, Any], description: dict[str, Any], *, has_fo
 
 
 def _refuse_optimizer(name: str) -> transforms.Handler:
-    return transforms.not_offered(f"{name} is not offered; adamw8bit or an adapter saves memory")
+    return transforms.report_not_offered(
+        f"{name} is not offered; adamw8bit or an adapter saves memory"
+    )
 
 
 _NO_EFFECT = {
@@ -258,7 +260,7 @@ _NO_EFFECT = {
     "rows are tokenised once and cached by their content: data.cache": (
         "overwrite_cache preprocessing_num_workers tokenized_path"
     ),
-    transforms.IRRELEVANT: "pissa_iter quantization_method double_quantization plot_loss",
+    transforms.IRRELEVANT_NOTE: "pissa_iter quantization_method double_quantization plot_loss",
 }
 _NOT_OFFERED = {
     "model.rope_parameters: {rope_type: yarn, factor: N}, N being cutoff_len over the model's positions": (
@@ -272,7 +274,7 @@ _NOT_OFFERED = {
     "the loss is cross-entropy; a loss of your own is a function in Python": (
         "use_asft_loss asft_alpha use_dft_loss use_eaft_loss eaft_alpha"
     ),
-    transforms.NOT_GPU_COUNT: (
+    transforms.NO_GPU_COUNT_NOTE: (
         "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size"
         " context_parallel_size sequence_parallel ray_* use_distributed_optimizer"
         " overlap_param_gather overlap_grad_reduce fsdp_transformer_layer_cls_to_wrap"
@@ -284,9 +286,9 @@ _NOT_OFFERED = {
     ),
 }
 KEYS: dict[str, transforms.Handler] = {
-    **TRAINER,
-    **transforms.handlers_by_reason(transforms.no_effect, _NO_EFFECT),
-    **transforms.handlers_by_reason(transforms.not_offered, _NOT_OFFERED),
+    **TRAINER_KEYS,
+    **transforms.handlers_by_reason(transforms.report_no_effect, _NO_EFFECT),
+    **transforms.handlers_by_reason(transforms.report_not_offered, _NOT_OFFERED),
     **transforms.copy_values(
         model="name=model_name_or_path",
         data=(
@@ -307,12 +309,12 @@ KEYS: dict[str, transforms.Handler] = {
     "additional_target": transforms.convert_list("adapter.modules_to_save"),
     "pissa_init": transforms.set_if_enabled("adapter.start", "pissa"),
     # preferences
-    "pref_beta": _preference("beta", "dpo", "ipo", "orpo", "simpo", "kto"),
+    "pref_beta": _preference_handler("beta", "dpo", "ipo", "orpo", "simpo", "kto"),
     "pref_ftx": _convert_pref_ftx,
-    "simpo_gamma": _preference("simpo_gamma", "simpo"),
-    "dpo_label_smoothing": _preference("label_smoothing", "dpo"),
-    "kto_chosen_weight": _preference("desirable_weight", "kto"),
-    "kto_rejected_weight": _preference("undesirable_weight", "kto"),
+    "simpo_gamma": _preference_handler("simpo_gamma", "simpo"),
+    "dpo_label_smoothing": _preference_handler("label_smoothing", "dpo"),
+    "kto_chosen_weight": _preference_handler("desirable_weight", "kto"),
+    "kto_rejected_weight": _preference_handler("undesirable_weight", "kto"),
     # data
     "dataset": _datasets_handler("data.train"),
     "eval_dataset": _datasets_handler("data.eval"),
@@ -330,7 +332,9 @@ KEYS: dict[str, transforms.Handler] = {
     "val_size": transforms.convert_eval_split,
     "train_on_prompt": transforms.convert_switch("data.loss_on", "all", "assistant"),
     # precision
-    **transforms.same_handler(transforms.Draft.defer_precision, "pure_bf16 quantization_bit"),
+    **transforms.same_handler(
+        transforms.ConfigDraft.add_precision_key, "pure_bf16 quantization_bit"
+    ),
     # steps
     "use_muon": transforms.set_if_enabled("train.optimizer", "muon"),
     "disable_gradient_checkpointing": transforms.convert_switch(
@@ -342,10 +346,10 @@ KEYS: dict[str, transforms.Handler] = {
 }
 
 
-def add_defaults(draft: Draft, source: Source) -> None:
+def add_defaults(draft: ConfigDraft, source: Source) -> None:
     """Adds LLaMA-Factory's defaults that differ from Isotype's."""
-    draft.default_adapter("lora", 8, alpha_per_rank=2.0)
-    draft.default_all(
+    draft.set_adapter_defaults("lora", 8, alpha_per_rank=2.0)
+    draft.set_defaults(
         {
             "train.batch_size": 8,
             "train.epochs": 3.0,

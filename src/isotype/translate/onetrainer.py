@@ -9,7 +9,7 @@ from typing import Any
 
 from . import pictures, transforms
 from .source import Source
-from .transforms import Draft, SourceKey
+from .transforms import ConfigDraft, SourceKey
 
 _ADAPTER_KINDS = {"LORA": "lora", "FINE_TUNE": "none"}
 
@@ -26,35 +26,35 @@ def refusal_reason(source: Source) -> str | None:
 
 
 _CONCEPT_NO_EFFECT = {
-    transforms.IRRELEVANT: (
+    transforms.IRRELEVANT_NOTE: (
         "name seed type enabled balancing_strategy tag_delimiter include_subdirectories"
         " image_variations text_variations"
     ),
 }
 _CONCEPT_KEYS: dict[str, transforms.Handler] = {
-    **transforms.handlers_by_reason(transforms.no_effect, _CONCEPT_NO_EFFECT),
-    "path": transforms.changed("images.train, or images.regularisation"),
-    "balancing": transforms.changed("repeats of the source"),
-    "loss_weight": transforms.changed("weight, of images.regularisation"),
+    **transforms.handlers_by_reason(transforms.report_no_effect, _CONCEPT_NO_EFFECT),
+    "path": transforms.report_changed("images.train, or images.regularisation"),
+    "balancing": transforms.report_changed("repeats of the source"),
+    "loss_weight": transforms.report_changed("weight, of images.regularisation"),
     "prompt_source": transforms.convert_choice(
         "images.captions",
         {"filename": "names"},
         "a .txt beside the picture, or caption of the source",
-        fallback="changed",
+        fallback="report_changed",
     ),
-    "prompt_path": transforms.changed("caption of the source, where a file has it"),
+    "prompt_path": transforms.report_changed("caption of the source, where a file has it"),
     "enable_tag_shuffling": pictures.set_tag_orders,
     "keep_tags_count": transforms.choose_handler(
         lambda draft, _: "images.tag_orders" in draft.settings,
         transforms.convert_number("images.keep_tags"),
-        transforms.no_effect("off"),
+        transforms.report_no_effect("off"),
     ),
     "enable_random_flip": transforms.set_if_enabled("images.flip", True),
     "enable_crop_jitter": pictures.set_random_crops,
 }
 
 
-def _convert_samples(draft: Draft, source_key: SourceKey) -> None:
+def _convert_samples(draft: ConfigDraft, source_key: SourceKey) -> None:
     samples = []
     for entry in source_key.value if isinstance(source_key.value, list) else []:
         if not transforms.is_enabled(entry.get("enabled", True)):
@@ -80,7 +80,7 @@ _CLIP_ENCODERS = {
 }
 
 
-def _convert_text_encoder(draft: Draft, source_key: SourceKey) -> None:
+def _convert_text_encoder(draft: ConfigDraft, source_key: SourceKey) -> None:
     """Translates `text_encoder.train`, `text_encoder_2.learning_rate` and similar keys. Encoders
     are trained only if all encoders of the model are.
     """
@@ -92,7 +92,7 @@ def _convert_text_encoder(draft: Draft, source_key: SourceKey) -> None:
         not transforms.is_enabled(draft.keys.get(f"{encoder_name}.train"))
         or source_key.value is None
     ):
-        draft.no_effect(
+        draft.report_no_effect(
             source_key, "not trained" if source_key.value is not None else "learning_rate"
         )
     elif encoder_name not in encoders or {
@@ -102,9 +102,9 @@ def _convert_text_encoder(draft: Draft, source_key: SourceKey) -> None:
         "",
         "lora",
     }:
-        draft.not_offered(source_key, pictures.NO_TEXT_ENCODER_NOTE)
+        draft.report_not_offered(source_key, pictures.NO_TEXT_ENCODER_NOTE)
     elif not all(transforms.is_enabled(draft.keys.get(f"{encoder}.train")) for encoder in encoders):
-        draft.not_offered(source_key, "adapter.text_encoders trains both")
+        draft.report_not_offered(source_key, "adapter.text_encoders trains both")
     elif key == "train":
         draft.set(source_key, "adapter.text_encoders", True)
     else:
@@ -120,13 +120,13 @@ def _interval_handler(target: str, unit_key: str) -> transforms.Handler:
     `sample_after_unit` STEP.
     """
 
-    def handler(draft: Draft, source_key: SourceKey) -> None:
+    def handler(draft: ConfigDraft, source_key: SourceKey) -> None:
         if str(draft.keys.get(unit_key)) in ("STEP", "steps"):
             transforms.convert_count(target)(draft, source_key)
         elif str(draft.keys.get(unit_key)) in ("NEVER", "None"):
-            draft.no_effect(source_key, "never")
+            draft.report_no_effect(source_key, "never")
         else:
-            draft.not_offered(source_key, f"{target} counts steps")
+            draft.report_not_offered(source_key, f"{target} counts steps")
 
     return handler
 
@@ -139,7 +139,7 @@ _NO_EFFECT = {
     "run.folder names the folder": "output_model_destination",
     pictures.NO_TEXT_ENCODER_NOTE: "text_encoder* unet* prior* transformer* vae* decoder* effnet*",
     "kept: images.cache": "latent_caching cache_dir clear_cache_before_training only_cache",
-    transforms.IRRELEVANT: (
+    transforms.IRRELEVANT_NOTE: (
         "model_type lora_weight_dtype optimizer mse_strength loss_scaler sample_after_unit"
         " save_every_unit learning_rate_scaler __version model_name debug* tensorboard* validation*"
         " continue_last_backup backup* rolling_backup* train_device temp_device dataloader_threads"
@@ -164,8 +164,8 @@ _NOT_OFFERED = {
     ),
 }
 KEYS: dict[str, transforms.Handler] = {
-    **transforms.handlers_by_reason(transforms.no_effect, _NO_EFFECT),
-    **transforms.handlers_by_reason(transforms.not_offered, _NOT_OFFERED),
+    **transforms.handlers_by_reason(transforms.report_no_effect, _NO_EFFECT),
+    **transforms.handlers_by_reason(transforms.report_not_offered, _NOT_OFFERED),
     **transforms.copy_values(
         model="name=base_model_name",
         diffusion=(
@@ -191,7 +191,7 @@ KEYS: dict[str, transforms.Handler] = {
     "peft_type": transforms.choose_handler(
         lambda _, source_key: str(source_key.value) == "LOKR",
         pictures.set_lokr,
-        transforms.no_effect(pictures.PEFT_LORA_NOTE),
+        transforms.report_no_effect(pictures.PEFT_LORA_NOTE),
     ),
     **transforms.same_handler(
         _convert_text_encoder,
@@ -201,7 +201,7 @@ KEYS: dict[str, transforms.Handler] = {
     "lora_decompose": transforms.set_if_enabled("adapter.dora", True),
     # precision
     **transforms.same_handler(
-        transforms.changed("decides precision.preset"),
+        transforms.report_changed("decides precision.preset"),
         "train_dtype fallback_train_dtype weight_dtype output_dtype enable_autocast_cache",
     ),
     # steps
@@ -213,7 +213,7 @@ KEYS: dict[str, transforms.Handler] = {
     "optimizer.optimizer": transforms.convert_optimizer,
     "ema": transforms.choose_handler(
         lambda _, source_key: source_key.value == "OFF",
-        transforms.no_effect("off"),
+        transforms.report_no_effect("off"),
         lambda draft, source_key: draft.set(
             source_key, "train.ema", float(draft.keys.get("ema_decay") or 0.999)
         ),
@@ -249,16 +249,16 @@ KEYS: dict[str, transforms.Handler] = {
 }
 
 
-def add_defaults(draft: Draft, source: Source) -> None:
+def add_defaults(draft: ConfigDraft, source: Source) -> None:
     """Adds OneTrainer's defaults that differ from Isotype's, and the sources of pictures."""
-    if not draft.default_adapter("lora", 16, 1.0):
+    if not draft.set_adapter_defaults("lora", 16, 1.0):
         pictures.drop_adapter_files(draft)
     pictures.set_default_preset(
         draft,
         source.get("train_dtype") or "bf16",
         half_weights=str(source.get("weight_dtype")) == "BFLOAT_16",
     )
-    draft.default_all(pictures.COMMON_DEFAULTS | {"train.warmup": 200})
+    draft.set_defaults(pictures.COMMON_DEFAULTS | {"train.warmup": 200})
     sources_by_setting: dict[str, list[dict[str, Any]]] = {
         "images.train": [],
         "images.regularisation": [],

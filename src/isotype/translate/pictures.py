@@ -14,7 +14,7 @@ from ..doctor.check import shell
 from ..doctor.check.text_files import Tree, UnreadableError, parse_scalar, read_json, read_toml
 from ..errors import UsageError
 from . import transforms
-from .transforms import Draft, SourceKey
+from .transforms import ConfigDraft, SourceKey
 
 DATASET_PREFIX = "dataset"
 _PROGRAM_PATTERNS = (
@@ -344,7 +344,7 @@ BUCKETS_NOTE = "buckets follow images.resolution and images.max_aspect"
 NO_TEXT_ENCODER_NOTE = (
     "adapter.text_encoders trains those of SDXL and Stable Diffusion only, with a LoRA"
 )
-note_precision_key = transforms.changed("one of the keys that decide precision.preset")
+note_precision_key = transforms.report_changed("one of the keys that decide precision.preset")
 ADAM_SETTINGS_NOTE = "train.beta1, train.beta2, train.epsilon, train.weight_decay"
 TIMESTEPS_NOTE = "diffusion.timesteps: logit_normal, uniform, mode"
 RANDOM_CROPS_NOTE = "so many windows of each picture are kept; one is drawn each time"
@@ -364,18 +364,18 @@ def dataset_handler(
     `set_sources`.
     """
 
-    def handler(draft: Draft, source_key: SourceKey) -> None:
+    def handler(draft: ConfigDraft, source_key: SourceKey) -> None:
         if key_handler := table.get(source_key.name.split(".", 2)[2]):
             key_handler(draft, source_key)
         else:
-            transforms.not_offered(f"isotype import does not know this key of a {label}")(
+            transforms.report_not_offered(f"isotype import does not know this key of a {label}")(
                 draft, source_key
             )
 
     return handler
 
 
-def collect_datasets(draft: Draft) -> list[dict[str, Any]]:
+def collect_datasets(draft: ConfigDraft) -> list[dict[str, Any]]:
     """Returns the keys of each dataset, key -> value."""
     datasets: dict[int, dict[str, Any]] = {}
     for name, value in draft.keys.items():
@@ -409,7 +409,7 @@ def picture_source(
     return settings
 
 
-def set_sources(draft: Draft, sources_by_setting: Mapping[str, list[dict[str, Any]]]) -> None:
+def set_sources(draft: ConfigDraft, sources_by_setting: Mapping[str, list[dict[str, Any]]]) -> None:
     """Sets `images.train` and similar settings in their shortest form: a source whose only
     resolution is the run's does not name it.
     """
@@ -463,7 +463,7 @@ def parse_resolutions(value: Any) -> list[int]:
     return sorted({largest_side(part) for part in parts})
 
 
-def convert_resolution(draft: Draft, source_key: SourceKey) -> None:
+def convert_resolution(draft: ConfigDraft, source_key: SourceKey) -> None:
     """Sets `images.resolution` to the largest resolution. Sources with other resolutions get their
     own setting.
     """
@@ -477,11 +477,11 @@ def convert_resolution(draft: Draft, source_key: SourceKey) -> None:
     )
 
 
-def set_lokr(draft: Draft, source_key: SourceKey) -> None:
+def set_lokr(draft: ConfigDraft, source_key: SourceKey) -> None:
     draft.set(source_key, "adapter.kind", "lokr", "PEFT's, on the linear layers")
 
 
-def _optimizer_name(draft: Draft) -> str:
+def _optimizer_name(draft: ConfigDraft) -> str:
     return next(
         filter(
             None,
@@ -494,7 +494,7 @@ def _optimizer_name(draft: Draft) -> str:
     )
 
 
-def convert_rate(draft: Draft, source_key: SourceKey) -> None:
+def convert_rate(draft: ConfigDraft, source_key: SourceKey) -> None:
     """Translates a learning rate. DAdapt and similar optimizers find their rate, and 1.0 is only a
     factor of it: AdamW, which replaces them, gets a usual rate.
     """
@@ -511,7 +511,7 @@ def convert_rate(draft: Draft, source_key: SourceKey) -> None:
         draft.set(source_key, "train.learning_rate", transforms.parse_number(source_key.value))
 
 
-def convert_text_encoder_rate(draft: Draft, source_key: SourceKey) -> None:
+def convert_text_encoder_rate(draft: ConfigDraft, source_key: SourceKey) -> None:
     """Translates the learning rate of text encoders, or one for each. The factor of an optimizer
     that finds its rate is not used.
     """
@@ -519,7 +519,7 @@ def convert_text_encoder_rate(draft: Draft, source_key: SourceKey) -> None:
     rates = [float(value) for value in values]
     draft.settings["adapter.text_encoders"] = True
     if max(rates) > 0.05 or _optimizer_name(draft).startswith(_RATE_FINDERS):
-        draft.changed(
+        draft.report_changed(
             source_key,
             "of an optimizer that finds its own rate; adapter.text_encoders has"
             " train.learning_rate",
@@ -535,7 +535,7 @@ def convert_text_encoder_rate(draft: Draft, source_key: SourceKey) -> None:
         draft.set(source_key, "adapter.text_encoder_rate", value, note)
 
 
-def convert_min_snr(draft: Draft, source_key: SourceKey) -> None:
+def convert_min_snr(draft: ConfigDraft, source_key: SourceKey) -> None:
     """Translates `snr_gamma` and `min_snr_gamma`."""
     draft.settings["diffusion.weighting"] = "min_snr"
     draft.set(
@@ -554,7 +554,7 @@ def convert_timestep(target: str) -> transforms.Handler:
 
 
 def set_default_preset(
-    draft: Draft, mixed_precision: object, *, half_weights: bool = False
+    draft: ConfigDraft, mixed_precision: object, *, half_weights: bool = False
 ) -> None:
     """Sets `precision.preset` by the dtype of the products, if it is not set. `half_weights`: the
     weights have this dtype too.
@@ -574,17 +574,17 @@ def set_default_preset(
     else:
         bf16_preset = "bf16-mixed"
     presets = {"bf16": bf16_preset, "fp16": "fp16-mixed"}
-    draft.default("precision.preset", presets.get(dtype_name, "fp32"))
+    draft.set_default("precision.preset", presets.get(dtype_name, "fp32"))
 
 
-def drop_text_encoders(draft: Draft) -> None:
+def drop_text_encoders(draft: ConfigDraft) -> None:
     """Removes the settings of text encoders unless a LoRA adapter is trained."""
     if draft.settings.get("adapter.kind") != "lora":
         for key in ("adapter.text_encoders", "adapter.text_encoder_rate"):
             draft.settings.pop(key, None)
 
 
-def drop_adapter_files(draft: Draft) -> None:
+def drop_adapter_files(draft: ConfigDraft) -> None:
     """Removes settings of adapter files, for a run that trains every weight."""
     for key in ("run.adapters_every", "run.adapter_format"):
         draft.settings.pop(key, None)

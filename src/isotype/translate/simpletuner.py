@@ -11,7 +11,7 @@ from typing import Any
 from ..precision.packing import DTYPES_ON_LOAD
 from . import pictures, transforms
 from .source import Source
-from .transforms import Draft, SourceKey
+from .transforms import ConfigDraft, SourceKey
 
 FLOW_FAMILIES = ("flux", "flux2", "sd3", "qwen_image", "z_image", "chroma", "sana", "auraflow")
 FAMILIES = (*FLOW_FAMILIES, "pixart_sigma", "sdxl", "sd1x", "sd2x")
@@ -122,7 +122,7 @@ def refusal_reason(source: Source) -> str | None:
     return None
 
 
-def _convert_lr_end(draft: Draft, source_key: SourceKey) -> None:
+def _convert_lr_end(draft: ConfigDraft, source_key: SourceKey) -> None:
     rate = float(draft.keys.get("learning_rate") or 0)
     if rate and float(source_key.value) <= rate:
         draft.set(
@@ -132,10 +132,10 @@ def _convert_lr_end(draft: Draft, source_key: SourceKey) -> None:
             "a share of the peak",
         )
     else:
-        draft.not_offered(source_key, "train.min_learning_rate is a share of the peak")
+        draft.report_not_offered(source_key, "train.min_learning_rate is a share of the peak")
 
 
-def _convert_base(draft: Draft, source_key: SourceKey) -> None:
+def _convert_base(draft: ConfigDraft, source_key: SourceKey) -> None:
     dtype_name = next(
         (
             dtype_name
@@ -145,23 +145,23 @@ def _convert_base(draft: Draft, source_key: SourceKey) -> None:
         None,
     )
     if dtype_name is None or str(draft.keys.get("model_type")).lower() != "lora":
-        draft.defer_precision(source_key)
+        draft.add_precision_key(source_key)
     else:
         draft.set(source_key, "precision.base", dtype_name, "with one scale per channel")
 
 
-def _convert_ema(draft: Draft, source_key: SourceKey) -> None:
+def _convert_ema(draft: ConfigDraft, source_key: SourceKey) -> None:
     decay = float(draft.keys.get("ema_decay") or 0.995)
     transforms.set_if_enabled(
         "train.ema", decay, note="kept in fp32, and saved beside the trained result"
     )(draft, source_key)
 
 
-def _add_prompts(draft: Draft, source_key: SourceKey, prompts: list[str]) -> None:
+def _add_prompts(draft: ConfigDraft, source_key: SourceKey, prompts: list[str]) -> None:
     draft.set(source_key, "run.samples", [*draft.settings.get("run.samples", []), *prompts])
 
 
-def _read_prompts(draft: Draft, source_key: SourceKey) -> None:
+def _read_prompts(draft: ConfigDraft, source_key: SourceKey) -> None:
     try:
         content = json.loads(
             (Path(draft.folder) / str(source_key.value)).read_text(encoding="utf-8")
@@ -170,7 +170,7 @@ def _read_prompts(draft: Draft, source_key: SourceKey) -> None:
             str(value) for value in (content.values() if isinstance(content, dict) else content)
         ]
     except (OSError, ValueError, TypeError):
-        draft.not_offered(
+        draft.report_not_offered(
             source_key, "the file is not there: run.samples takes the prompts themselves"
         )
     else:
@@ -183,7 +183,7 @@ def _parse_pixels(value: Any, kind: object) -> int:
     return int(size) if str(kind) != "area" else max(64, round((size * 1e6) ** 0.5 / 64) * 64)
 
 
-def _convert_sample_size(draft: Draft, source_key: SourceKey) -> None:
+def _convert_sample_size(draft: ConfigDraft, source_key: SourceKey) -> None:
     width, _, height = str(source_key.value).partition(",")[0].lower().partition("x")
     if height and height != width:
         draft.set(
@@ -194,15 +194,15 @@ def _convert_sample_size(draft: Draft, source_key: SourceKey) -> None:
         draft.set(source_key, "run.sample_size", _parse_pixels(width, unit))
 
 
-def _convert_checkpointing_interval(draft: Draft, source_key: SourceKey) -> None:
+def _convert_checkpointing_interval(draft: ConfigDraft, source_key: SourceKey) -> None:
     if transforms.parse_number(source_key.value or 0) > 1:
         draft.settings["train.gradient_checkpointing"] = "layers"
         draft.set(source_key, "train.checkpointed_layers", f"every {int(source_key.value)}")
     else:
-        draft.no_effect(source_key, "every block: the default")
+        draft.report_no_effect(source_key, "every block: the default")
 
 
-def _convert_targets(draft: Draft, source_key: SourceKey) -> None:
+def _convert_targets(draft: ConfigDraft, source_key: SourceKey) -> None:
     if str(source_key.value) == "all":
         draft.set(
             source_key,
@@ -218,24 +218,26 @@ def _convert_targets(draft: Draft, source_key: SourceKey) -> None:
             "every linear layer of the denoiser's blocks",
         )
     else:
-        draft.not_offered(source_key, "adapter.targets names the modules; all-linear is used")
+        draft.report_not_offered(
+            source_key, "adapter.targets names the modules; all-linear is used"
+        )
 
 
-def _convert_flavour(draft: Draft, source_key: SourceKey) -> None:
+def _convert_flavour(draft: ConfigDraft, source_key: SourceKey) -> None:
     model = DEFAULT_MODELS.get((str(draft.keys.get("model_family")), str(source_key.value)))
     if draft.keys.get("pretrained_model_name_or_path"):
-        draft.no_effect(source_key, "pretrained_model_name_or_path names the model")
+        draft.report_no_effect(source_key, "pretrained_model_name_or_path names the model")
     elif model:
         draft.set(source_key, "model.name", model)
     else:
-        draft.not_offered(source_key, "put the model's folder or hub id into model.name")
+        draft.report_not_offered(source_key, "put the model's folder or hub id into model.name")
 
 
 _CACHED_NOTE = "latents and embeddings are kept under a key of all that shaped them: images.cache"
 _TABLE_COLUMNS_NOTE = "the source is the table itself; images.columns names its columns"
 
 
-def _dataset_of_key(draft: Draft, source_key: SourceKey) -> dict[str, Any]:
+def _dataset_of_key(draft: ConfigDraft, source_key: SourceKey) -> dict[str, Any]:
     """Returns the dataset to which a key belongs."""
     return pictures.collect_datasets(draft)[int(source_key.name.split(".")[1])]
 
@@ -254,20 +256,20 @@ def _has_instance_prompt(entry: dict[str, Any]) -> bool:
     )
 
 
-def _convert_dataset(draft: Draft, source_key: SourceKey) -> None:
+def _convert_dataset(draft: ConfigDraft, source_key: SourceKey) -> None:
     """Translates one key of one dataset, such as `dataset.0.repeats`."""
     key = source_key.name.split(".", 2)[2]
     entry = _dataset_of_key(draft, source_key)
     kind = str(entry.get("dataset_type", "image"))
     storage = str(entry.get("type", "local"))
     if transforms.is_enabled(entry.get("disabled", entry.get("disable"))):
-        draft.no_effect(source_key, "the dataset is switched off")
+        draft.report_no_effect(source_key, "the dataset is switched off")
     elif kind in ("text_embeds", "image_embeds", "conditioning_image_embeds") or key.startswith(
         "cache_dir"
     ):
-        draft.no_effect(source_key, _CACHED_NOTE)
+        draft.report_no_effect(source_key, _CACHED_NOTE)
     elif kind == "conditioning" and str(entry.get("conditioning_type")) != "mask":
-        draft.not_offered(
+        draft.report_not_offered(
             source_key,
             f"conditioning of type {entry.get('conditioning_type', 'controlnet')}: only masks",
         )
@@ -275,11 +277,11 @@ def _convert_dataset(draft: Draft, source_key: SourceKey) -> None:
         if key == "instance_data_dir":
             draft.set(source_key, "images.masks", str(source_key.value))
         else:
-            draft.no_effect(source_key, "a mask belongs to the picture of its name")
+            draft.report_no_effect(source_key, "a mask belongs to the picture of its name")
     elif kind not in ("image", "eval"):
-        draft.not_offered(source_key, f"{kind} datasets")
+        draft.report_not_offered(source_key, f"{kind} datasets")
     elif storage not in ("local", "csv"):
-        draft.not_offered(
+        draft.report_not_offered(
             source_key,
             f"a dataset of type {storage}: put its pictures into a folder, and the folder into"
             " images.train",
@@ -288,31 +290,31 @@ def _convert_dataset(draft: Draft, source_key: SourceKey) -> None:
         pictures.dataset_handler(_DATASET_KEYS)(draft, source_key)
 
 
-def _convert_folder(draft: Draft, source_key: SourceKey) -> None:
+def _convert_folder(draft: ConfigDraft, source_key: SourceKey) -> None:
     draft.set(
         source_key, _images_setting(_dataset_of_key(draft, source_key)), str(source_key.value)
     )
 
 
-def _convert_caption_strategy(draft: Draft, source_key: SourceKey) -> None:
+def _convert_caption_strategy(draft: ConfigDraft, source_key: SourceKey) -> None:
     strategy = str(source_key.value)
     if strategy == "textfile":
-        draft.no_effect(
+        draft.report_no_effect(
             source_key, "a .txt beside each picture, a caption a line: what is read by default"
         )
     elif strategy in ("instanceprompt", "parquet", "csv"):
         if strategy == "instanceprompt":
             setting = _images_setting(_dataset_of_key(draft, source_key))
-            draft.changed(source_key, f"{setting}: caption")
+            draft.report_changed(source_key, f"{setting}: caption")
         else:
-            draft.changed(source_key, _TABLE_COLUMNS_NOTE)
+            draft.report_changed(source_key, _TABLE_COLUMNS_NOTE)
     else:
-        draft.not_offered(
+        draft.report_not_offered(
             source_key, "captions stand in a .txt beside each picture, or in a table's column"
         )
 
 
-def _convert_resolution(draft: Draft, source_key: SourceKey) -> None:
+def _convert_resolution(draft: ConfigDraft, source_key: SourceKey) -> None:
     is_dataset_key = source_key.name.startswith(f"{pictures.DATASET_PREFIX}.")
     dataset = _dataset_of_key(draft, source_key) if is_dataset_key else {}
     size = _parse_pixels(
@@ -325,14 +327,14 @@ def _convert_resolution(draft: Draft, source_key: SourceKey) -> None:
         and previous not in (None, size)
         and draft.sources["images.resolution"].name.startswith(f"{pictures.DATASET_PREFIX}.")
     ):
-        draft.not_offered(
+        draft.report_not_offered(
             source_key, f"a run has one resolution, that of the first dataset: {previous}"
         )
     else:
         draft.set(source_key, "images.resolution", size)
 
 
-def _is_square_crop(draft: Draft, source_key: SourceKey) -> bool:
+def _is_square_crop(draft: ConfigDraft, source_key: SourceKey) -> bool:
     entry = _dataset_of_key(draft, source_key)
     return (
         transforms.is_enabled(entry.get("crop"))
@@ -340,9 +342,9 @@ def _is_square_crop(draft: Draft, source_key: SourceKey) -> bool:
     )
 
 
-def _convert_crop_style(draft: Draft, source_key: SourceKey) -> None:
+def _convert_crop_style(draft: ConfigDraft, source_key: SourceKey) -> None:
     if not transforms.is_enabled(_dataset_of_key(draft, source_key).get("crop", True)):
-        draft.no_effect(source_key, "without crop")
+        draft.report_no_effect(source_key, "without crop")
     elif str(source_key.value) == "random":
         transforms.set_constant("images.crop", 4, pictures.RANDOM_CROPS_NOTE)(draft, source_key)
     else:
@@ -360,7 +362,7 @@ _DATASET_NO_EFFECT = {
         "cache_file_suffix text_embeds image_embeds skip_file_discovery preserve_data_backend_cache"
         " default write_batch_size read_batch_size hash_filenames hash_filename"
     ),
-    transforms.IRRELEVANT: "maximum_image_size target_downsample_size id type dataset_type metadata_backend",
+    transforms.IRRELEVANT_NOTE: "maximum_image_size target_downsample_size id type dataset_type metadata_backend",
 }
 _DATASET_NOT_OFFERED = {
     "captions are taken as they are, a line each": (
@@ -371,27 +373,27 @@ _DATASET_NOT_OFFERED = {
     ),
 }
 _DATASET_KEYS: dict[str, transforms.Handler] = {
-    **transforms.handlers_by_reason(transforms.no_effect, _DATASET_NO_EFFECT),
-    **transforms.handlers_by_reason(transforms.not_offered, _DATASET_NOT_OFFERED),
+    **transforms.handlers_by_reason(transforms.report_no_effect, _DATASET_NO_EFFECT),
+    **transforms.handlers_by_reason(transforms.report_not_offered, _DATASET_NOT_OFFERED),
     **transforms.same_handler(_convert_folder, "instance_data_dir data_dir"),
-    "repeats": transforms.changed("so many times more than once: repeats of the source"),
-    "is_regularisation_data": transforms.changed("images.regularisation, where it is on"),
+    "repeats": transforms.report_changed("so many times more than once: repeats of the source"),
+    "is_regularisation_data": transforms.report_changed("images.regularisation, where it is on"),
     "caption_strategy": _convert_caption_strategy,
     "instance_prompt": transforms.choose_handler(
         lambda draft, source_key: _has_instance_prompt(_dataset_of_key(draft, source_key)),
-        lambda draft, source_key: draft.changed(
+        lambda draft, source_key: draft.report_changed(
             source_key,
             f"{_images_setting(_dataset_of_key(draft, source_key))}: caption: {source_key.value}",
         ),
-        transforms.no_effect("without caption_strategy instanceprompt"),
+        transforms.report_no_effect("without caption_strategy instanceprompt"),
     ),
-    "only_instance_prompt": transforms.changed("caption of the source, where it is on"),
-    "parquet": transforms.changed(_TABLE_COLUMNS_NOTE),
+    "only_instance_prompt": transforms.report_changed("caption of the source, where it is on"),
+    "parquet": transforms.report_changed(_TABLE_COLUMNS_NOTE),
     "resolution": _convert_resolution,
     **transforms.same_handler(
         transforms.choose_handler(
             _is_square_crop,
-            transforms.no_effect("squares are the default: images.max_aspect"),
+            transforms.report_no_effect("squares are the default: images.max_aspect"),
             transforms.set_constant(
                 "images.max_aspect",
                 2.0,
@@ -401,7 +403,7 @@ _DATASET_KEYS: dict[str, transforms.Handler] = {
         "crop crop_aspect",
     ),
     "crop_style": _convert_crop_style,
-    "conditioning_data": transforms.changed("images.masks, where it holds masks"),
+    "conditioning_data": transforms.report_changed("images.masks, where it holds masks"),
     "probability": transforms.accept_only(
         "1 1.0", "switched off", "repeats of a source make its pictures come more often"
     ),
@@ -413,7 +415,7 @@ _NO_EFFECT = {
     "images.resolution is a side in pixels": "resolution_type",
     "LoRA's projections are grouped where they can be: model.optimize": "fuse_qkv_projections",
     "samples are drawn from train.seed, the same at every step": "validation_seed",
-    transforms.NOT_GPU_COUNT: "num_processes",
+    transforms.NO_GPU_COUNT_NOTE: "num_processes",
     _CACHED_NOTE: (
         "vae_* text_encoder_batch_size text_cache_* cache_dir* preserve_data_backend_cache"
         " write_batch_size read_batch_size metadata_update_interval image_processing_batch_size"
@@ -423,7 +425,7 @@ _NO_EFFECT = {
     "nothing is uploaded; a secret stays in the environment": (
         "push_* hub_* tracker_* webhook_* hf_token wandb_* huggingface_token"
     ),
-    transforms.IRRELEVANT: (
+    transforms.IRRELEVANT_NOTE: (
         "model_family aspect_bucket_rounding aspect_bucket_alignment target_downsample_size"
         " instance_prompt lora_type grad_clip_method ema_device ema_cpu_only ema_update_interval"
         " ema_validation flux_guidance_max attention_mechanism train_text_encoder controlnet"
@@ -449,8 +451,8 @@ _NOT_OFFERED = {
 }
 KEYS: dict[str, transforms.Handler] = {
     **pictures.DIFFUSERS_KEYS,
-    **transforms.handlers_by_reason(transforms.no_effect, _NO_EFFECT),
-    **transforms.handlers_by_reason(transforms.not_offered, _NOT_OFFERED),
+    **transforms.handlers_by_reason(transforms.report_no_effect, _NO_EFFECT),
+    **transforms.handlers_by_reason(transforms.report_not_offered, _NOT_OFFERED),
     **transforms.copy_values(
         images="caption_dropout=caption_dropout_probability",
         diffusion="guidance=flux_guidance_value max_text_length=tokenizer_max_length",
@@ -475,7 +477,8 @@ KEYS: dict[str, transforms.Handler] = {
     **transforms.same_handler(_convert_targets, "flux_lora_target lora_target"),
     # precision
     **transforms.same_handler(
-        transforms.Draft.defer_precision, "mixed_precision base_model_default_dtype pure_bf16"
+        transforms.ConfigDraft.add_precision_key,
+        "mixed_precision base_model_default_dtype pure_bf16",
     ),
     "base_model_precision": _convert_base,
     "gradient_precision": transforms.choose_handler(
@@ -486,13 +489,13 @@ KEYS: dict[str, transforms.Handler] = {
             "what it meant: gradients of bf16 weights, accumulated in fp32; SimpleTuner accepts and"
             " ignores it",
         ),
-        transforms.changed("gradients are accumulated in fp32 (precision.grads)"),
+        transforms.report_changed("gradients are accumulated in fp32 (precision.grads)"),
     ),
     "vae_dtype": transforms.convert_choice(
         "precision.vae",
         {"fp32": "fp32", "bf16": "bf16"},
         "the default: the VAE computes in fp32",
-        fallback="no_effect",
+        fallback="report_no_effect",
     ),
     **transforms.same_handler(
         transforms.accept_only(
@@ -509,7 +512,7 @@ KEYS: dict[str, transforms.Handler] = {
     "lr_scheduler": transforms.schedule_converter(_SCHEDULES),
     "lr_warmup_steps": transforms.choose_handler(
         lambda draft, _: draft.lowercase_value("lr_scheduler") == "constant",
-        transforms.no_effect("a constant schedule has no warm-up, there too"),
+        transforms.report_no_effect("a constant schedule has no warm-up, there too"),
         transforms.convert_number("train.warmup"),
     ),
     "lr_end": _convert_lr_end,
@@ -519,15 +522,15 @@ KEYS: dict[str, transforms.Handler] = {
     "gradient_checkpointing_interval": _convert_checkpointing_interval,
     "use_ema": _convert_ema,
     "ema_decay": transforms.require_key(
-        "use_ema", "on", transforms.no_effect("part of train.ema"), "without use_ema"
+        "use_ema", "on", transforms.report_no_effect("part of train.ema"), "without use_ema"
     ),
     # the objective
     "flow_schedule_shift": transforms.choose_handler(
         lambda _, source_key: transforms.parse_number(source_key.value) > 0,
         transforms.convert_to("diffusion.shift", float),
-        transforms.changed("diffusion.shift: auto, the scheduler's own"),
+        transforms.report_changed("diffusion.shift: auto, the scheduler's own"),
     ),
-    "flow_schedule_auto_shift": transforms.changed(
+    "flow_schedule_auto_shift": transforms.report_changed(
         "diffusion.shift: auto, the scheduler's own, where it is on"
     ),
     "flow_use_uniform_schedule": transforms.set_if_enabled("diffusion.timesteps", "uniform"),
@@ -546,23 +549,25 @@ KEYS: dict[str, transforms.Handler] = {
     ),
     "validation_resolution": _convert_sample_size,
     "validation_disable": transforms.set_if_enabled("run.sample_every", 0),
-    "validation_negative_prompt": transforms.changed("guidance starts from the empty prompt"),
+    "validation_negative_prompt": transforms.report_changed(
+        "guidance starts from the empty prompt"
+    ),
     # saving, machine
-    "resume_from_checkpoint": transforms.changed("isotype train --resume RUN"),
+    "resume_from_checkpoint": transforms.report_changed("isotype train --resume RUN"),
 }
 
 
-def add_defaults(draft: Draft, source: Source) -> None:
+def add_defaults(draft: ConfigDraft, source: Source) -> None:
     """Adds SimpleTuner's defaults that differ from Isotype's, and the datasets."""
     is_flux = str(source.get("model_family")) == "flux"
-    if draft.default_adapter("none", 16):
-        draft.default_all(
+    if draft.set_adapter_defaults("none", 16):
+        draft.set_defaults(
             {
                 "adapter.dropout": 0.1,
                 "adapter.targets": ATTENTION_TARGETS if is_flux else ATTENTION_TARGETS[:4],
             }
         )
-    draft.default_all(
+    draft.set_defaults(
         {
             "train.weight_decay": 1e-2,
             "train.epsilon": 1e-6,
@@ -571,7 +576,7 @@ def add_defaults(draft: Draft, source: Source) -> None:
         }
     )
     if str(source.get("model_family") or "flux") in FLOW_FAMILIES:
-        draft.default("diffusion.shift", 3.0)
+        draft.set_default("diffusion.shift", 3.0)
     if (
         "max_grad_norm" not in draft.keys
         and str(source.get("grad_clip_method") or "value") == "value"
@@ -610,6 +615,6 @@ def add_defaults(draft: Draft, source: Source) -> None:
             f"the dataset file was not found ({dataset_file}): name your pictures in images.train"
         )
     if "images.eval" not in draft.settings:
-        draft.default("images.eval_split", 0.0)  # SimpleTuner trains on every picture
+        draft.set_default("images.eval_split", 0.0)  # SimpleTuner trains on every picture
     if "train.steps" in draft.settings:
         draft.settings.pop("train.epochs", None)

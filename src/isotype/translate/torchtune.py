@@ -9,7 +9,7 @@ from typing import Any
 from . import transforms
 from .hugging_face import drop_preference_conflicts
 from .source import Source
-from .transforms import Draft, SourceKey
+from .transforms import ConfigDraft, SourceKey
 
 _DATASETS = {  # component -> (its hub dataset if `source` is not set, format)
     "alpaca_dataset": ("tatsu-lab/alpaca", "alpaca"),
@@ -71,7 +71,7 @@ def refusal_reason(source: Source) -> str | None:
     return None
 
 
-def _convert_model(draft: Draft, source_key: SourceKey) -> None:
+def _convert_model(draft: ConfigDraft, source_key: SourceKey) -> None:
     component = str(source_key.value).rpartition(".")[2]
     if component.startswith(("lora_", "qlora_", "dora_", "qdora_")):
         is_dora = component.removeprefix("q").startswith("dora_")
@@ -87,7 +87,7 @@ def _convert_model(draft: Draft, source_key: SourceKey) -> None:
         )
 
 
-def _convert_modules(draft: Draft, source_key: SourceKey) -> None:
+def _convert_modules(draft: ConfigDraft, source_key: SourceKey) -> None:
     names = [_MODULE_NAMES.get(str(name), str(name)) for name in source_key.value or []]
     if transforms.is_enabled(draft.keys.get("model.apply_lora_to_mlp", False)):
         names += _MLP_MODULES
@@ -99,13 +99,13 @@ def _convert_modules(draft: Draft, source_key: SourceKey) -> None:
     )
 
 
-def _convert_dataset(draft: Draft, source_key: SourceKey) -> None:
+def _convert_dataset(draft: ConfigDraft, source_key: SourceKey) -> None:
     section = source_key.name.partition(".")[0]  # dataset or dataset_val
     target = "data.train" if section == "dataset" else "data.eval"
     component = str(source_key.value).rpartition(".")[2]
     defaults = _DATASETS.get(component)
     if defaults is None:
-        draft.not_offered(source_key, "data.train: a file, a folder or hf:NAME")
+        draft.report_not_offered(source_key, "data.train: a file, a folder or hf:NAME")
         return
     dataset_name = draft.keys.get(f"{section}.source") or defaults[0]
     files = draft.keys.get(f"{section}.data_files")
@@ -114,7 +114,7 @@ def _convert_dataset(draft: Draft, source_key: SourceKey) -> None:
     elif dataset_name:
         entry = {"name": f"hf:{dataset_name}"}
     else:
-        draft.not_offered(
+        draft.report_not_offered(
             source_key, "dataset.source is missing: data.train names a file or hf:NAME"
         )
         return
@@ -130,14 +130,14 @@ def _convert_dataset(draft: Draft, source_key: SourceKey) -> None:
     draft.set(source_key, target, [entry], note)
 
 
-def _convert_betas(draft: Draft, source_key: SourceKey) -> None:
+def _convert_betas(draft: ConfigDraft, source_key: SourceKey) -> None:
     beta1, beta2 = (float(value) for value in source_key.value)
     draft.settings["train.beta2"] = beta2
     draft.sources["train.beta2"] = source_key
     draft.set(source_key, "train.beta1", beta1, f"and train.beta2: {beta2}")
 
 
-def _convert_checkpointing(draft: Draft, source_key: SourceKey) -> None:
+def _convert_checkpointing(draft: ConfigDraft, source_key: SourceKey) -> None:
     if not transforms.is_enabled(source_key.value):
         value = "none"
     elif transforms.is_enabled(draft.keys.get("enable_activation_offloading", False)):
@@ -147,7 +147,7 @@ def _convert_checkpointing(draft: Draft, source_key: SourceKey) -> None:
     draft.set(source_key, "train.gradient_checkpointing", value)
 
 
-def _convert_template(draft: Draft, source_key: SourceKey) -> None:
+def _convert_template(draft: ConfigDraft, source_key: SourceKey) -> None:
     """Translates a prompt template, which is the path of a class of torchtune. A mapping with texts
     for each role is not offered.
     """
@@ -160,7 +160,7 @@ def _convert_template(draft: Draft, source_key: SourceKey) -> None:
     transforms.convert_template(draft, source_key)
 
 
-def _convert_logger(draft: Draft, source_key: SourceKey) -> None:
+def _convert_logger(draft: ConfigDraft, source_key: SourceKey) -> None:
     component = str(source_key.value).lower()
     transforms.convert_trackers(
         draft,
@@ -181,7 +181,7 @@ _NO_EFFECT = {
     "part of train.gradient_checkpointing": "enable_activation_offloading",
     "everything lies in run.folder": "metric_logger.log_dir",
     "not a part of the training; isotype doctor trace and benchmarks/ look at programs": "profiler",
-    transforms.IRRELEVANT: (
+    transforms.IRRELEVANT_NOTE: (
         "checkpointer._component_ checkpointer.checkpoint_files checkpointer.model_type"
         " ref_checkpointer tokenizer._component_ tokenizer.merges_file tokenizer.vocab_path"
         " tokenizer.merges_path optimizer.fused optimizer.foreach low_cpu_ram"
@@ -201,15 +201,15 @@ _NOT_OFFERED = {
     "one step after backward; adamw8bit or an adapter saves memory": "optimizer_in_bwd",
     "train without it: the fused ops are used by default (model.optimize)": "compile",
     "train.checkpointed_layers: every 2, a number or a list": "ac_mode ac_option",
-    transforms.NOT_GPU_COUNT: (
+    transforms.NO_GPU_COUNT_NOTE: (
         "tensor_parallel_plan tensor_parallel_dim fsdp data_parallel_shard_dim"
         " data_parallel_replicate_dim memory_efficient_fsdp_wrap custom_sharded_layers"
     ),
     "train.gradient_checkpointing: layers+offload, an adapter, or nf4-lora": "fsdp_cpu_offload",
 }
 KEYS: dict[str, transforms.Handler] = {
-    **transforms.handlers_by_reason(transforms.no_effect, _NO_EFFECT),
-    **transforms.handlers_by_reason(transforms.not_offered, _NOT_OFFERED),
+    **transforms.handlers_by_reason(transforms.report_no_effect, _NO_EFFECT),
+    **transforms.handlers_by_reason(transforms.report_not_offered, _NOT_OFFERED),
     **transforms.copy_values(
         data=(
             "columns=dataset.column_map max_length=tokenizer.max_seq_len"
@@ -234,7 +234,7 @@ KEYS: dict[str, transforms.Handler] = {
     ),
     "model._component_": _convert_model,
     "model.lora_attn_modules": _convert_modules,
-    "model.quantize_base": transforms.Draft.defer_precision,
+    "model.quantize_base": transforms.ConfigDraft.add_precision_key,
     "checkpointer.checkpoint_dir": transforms.convert_to(
         "model.name",
         str,
@@ -246,7 +246,7 @@ KEYS: dict[str, transforms.Handler] = {
     "dataset_val._component_": transforms.choose_handler(
         lambda draft, _: draft.lowercase_value("run_val_every_n_steps").isdigit(),
         _convert_dataset,
-        transforms.no_effect("no evaluation: run_val_every_n_steps is not set"),
+        transforms.report_no_effect("no evaluation: run_val_every_n_steps is not set"),
     ),
     "dataset.train_on_input": transforms.convert_switch("data.loss_on", "all", "assistant"),
     "dataset.conversation_column": transforms.convert_to(
@@ -259,19 +259,19 @@ KEYS: dict[str, transforms.Handler] = {
     "loss._component_": transforms.choose_handler(
         lambda _, source_key: source_key.value == _DPO_LOSS,
         transforms.set_constant("train.objective", "dpo", transforms.REFERENCE_NOTE),
-        transforms.no_effect("the loss is cross-entropy"),
+        transforms.report_no_effect("the loss is cross-entropy"),
     ),
     "ref_checkpointer.checkpoint_dir": transforms.choose_handler(
         lambda draft, source_key: source_key.value == draft.keys.get("checkpointer.checkpoint_dir"),
-        transforms.no_effect(transforms.REFERENCE_NOTE),
-        transforms.not_offered(f"another model; {transforms.REFERENCE_NOTE}"),
+        transforms.report_no_effect(transforms.REFERENCE_NOTE),
+        transforms.report_not_offered(f"another model; {transforms.REFERENCE_NOTE}"),
     ),
     # steps
     "seed": transforms.convert_to("train.seed", lambda value: int(transforms.parse_number(value))),
     "optimizer._component_": transforms.convert_optimizer,
     "optimizer.betas": _convert_betas,
     "lr_scheduler._component_": transforms.convert_schedule,
-    "dtype": transforms.Draft.defer_precision,
+    "dtype": transforms.ConfigDraft.add_precision_key,
     "enable_activation_checkpointing": _convert_checkpointing,
     # machine, saving, logging
     "device": transforms.convert_choice(
@@ -281,12 +281,12 @@ KEYS: dict[str, transforms.Handler] = {
 }
 
 
-def add_defaults(draft: Draft, source: Source) -> None:
+def add_defaults(draft: ConfigDraft, source: Source) -> None:
     """Adds torchtune's defaults that differ from Isotype's."""
     recipe = f"{source.method} {draft.keys.get('recipe', '')}"
     draft.settings.setdefault("adapter.kind", "lora" if "lora" in recipe else "none")
-    draft.default_adapter("lora", 8, 16.0)
+    draft.set_adapter_defaults("lora", 8, 16.0)
     if "train.schedule" not in draft.settings:
-        draft.default_all({"train.schedule": "constant", "train.warmup": 0})
-    draft.default_all({"train.clip": 0.0, "data.eval_split": 0, "train.weight_decay": 0.01})
+        draft.set_defaults({"train.schedule": "constant", "train.warmup": 0})
+    draft.set_defaults({"train.clip": 0.0, "data.eval_split": 0, "train.weight_decay": 0.01})
     drop_preference_conflicts(draft)

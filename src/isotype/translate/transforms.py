@@ -15,8 +15,9 @@ from ..config.yaml_text import write_value
 
 # values that switch a key off
 OFF_VALUES = (None, "", "none", "None", "null", False, "false")
-NOT_GPU_COUNT = "not set in the file: it says what a step is, not on how many GPUs"
-IRRELEVANT = "nothing here depends on it"
+# notes of outcomes that several tables share
+NO_GPU_COUNT_NOTE = "not set in the file: it says what a step is, not on how many GPUs"
+IRRELEVANT_NOTE = "nothing here depends on it"
 NO_SETTING_NOTE = "Isotype has no such setting"
 OWN_OPS_NOTE = "Isotype's own ops are used by default: model.optimize"
 OTHER_OPTIMIZER_NOTE = (
@@ -80,15 +81,17 @@ class Outcome:
 
 
 @dataclass
-class Draft:
-    """The configuration during translation. The handler of each key calls one of its methods.
+class ConfigDraft:
+    """Isotype's configuration while it is translated from another tool's. The handler of each key calls one of its methods.
 
-    settings  `train.learning_rate` -> value
-    sources   `train.learning_rate` -> the source's key
-    keys      every key of the file -> its value, for handlers that need other keys
-    folder    the file's folder, for keys that name other files
-    defaults  the settings that come from the other tool's defaults
-    notes     notes that do not belong to a single key
+    keys            every key of the file -> its value, for handlers that need other keys
+    folder          the file's folder, for keys that name other files
+    settings        `train.learning_rate` -> value
+    sources         `train.learning_rate` -> the source's key
+    outcomes        the outcome of each key that was handled
+    precision_keys  the keys that decide the precision together, which are handled last
+    defaults        the settings that come from the other tool's defaults
+    notes           notes that do not belong to a single key
     """
 
     keys: dict[str, Any] = field(default_factory=dict)
@@ -100,17 +103,17 @@ class Draft:
     defaults: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
 
-    def default(self, target: str, value: Any) -> None:
+    def set_default(self, target: str, value: Any) -> None:
         """Sets `target` to the other tool's default if the file did not set it."""
         if target not in self.settings:
             self.settings[target] = value
             self.defaults.add(target)
 
-    def default_all(self, settings: Mapping[str, Any]) -> None:
+    def set_defaults(self, settings: Mapping[str, Any]) -> None:
         for target, value in settings.items():
-            self.default(target, value)
+            self.set_default(target, value)
 
-    def default_adapter(
+    def set_adapter_defaults(
         self,
         kind: str,
         r: int | None = None,
@@ -121,7 +124,7 @@ class Draft:
         """Sets the other tool's defaults of an adapter. `alpha` None: `alpha_per_rank` the rank. Returns
         False if every weight is trained; the adapter's settings are then removed.
         """
-        self.default("adapter.kind", kind)
+        self.set_default("adapter.kind", kind)
         if self.settings["adapter.kind"] == "none":
             self.settings = {
                 key: value
@@ -130,8 +133,8 @@ class Draft:
             }
             return False
         if r is not None:
-            self.default("adapter.r", r)
-            self.default(
+            self.set_default("adapter.r", r)
+            self.set_default(
                 "adapter.alpha",
                 alpha_per_rank * self.settings["adapter.r"] if alpha is None else alpha,
             )
@@ -155,17 +158,17 @@ class Draft:
             fate = Fate.UNCHANGED
         self.outcomes.append(Outcome(source_key, fate, f"{target}: {write_value(value)}", note))
 
-    def changed(self, source_key: SourceKey, note: str) -> None:
+    def report_changed(self, source_key: SourceKey, note: str) -> None:
         """Reports that Isotype does something else for this key, without a setting."""
         self.outcomes.append(Outcome(source_key, Fate.CHANGED, note=note))
 
-    def no_effect(self, source_key: SourceKey, reason: str) -> None:
+    def report_no_effect(self, source_key: SourceKey, reason: str) -> None:
         self.outcomes.append(Outcome(source_key, Fate.NO_EFFECT, note=reason))
 
-    def not_offered(self, source_key: SourceKey, alternative: str) -> None:
+    def report_not_offered(self, source_key: SourceKey, alternative: str) -> None:
         self.outcomes.append(Outcome(source_key, Fate.NOT_OFFERED, note=alternative))
 
-    def defer_precision(self, source_key: SourceKey) -> None:
+    def add_precision_key(self, source_key: SourceKey) -> None:
         """Stores a key of the precision. These keys decide together, and are reported when all are
         known.
         """
@@ -182,7 +185,7 @@ def _is_same_value(value: Any, source_value: Any) -> bool:
         return False
 
 
-Handler = Callable[[Draft, SourceKey], None]
+Handler = Callable[[ConfigDraft, SourceKey], None]
 
 
 def parse_number(value: Any) -> float | int:
@@ -247,7 +250,7 @@ def _convert_by_schema(target: str) -> Handler:
     integer, a number, a boolean or text. Values for lists and mappings are not changed.
     """
 
-    def handler(draft: Draft, source_key: SourceKey) -> None:
+    def handler(draft: ConfigDraft, source_key: SourceKey) -> None:
         if accepts_type(target, "integer"):
             convert_count(target)(draft, source_key)
         elif accepts_type(target, "number"):
@@ -286,12 +289,14 @@ def convert_list(target: str) -> Handler:
 def convert_count(target: str) -> Handler:
     """Returns a handler for a positive integer. 0 and -1 leave Isotype's default."""
 
-    def handler(draft: Draft, source_key: SourceKey) -> None:
+    def handler(draft: ConfigDraft, source_key: SourceKey) -> None:
         value = parse_number(source_key.value)
         if value <= 0:
-            draft.no_effect(source_key, f"{source_key.value}: the default")
+            draft.report_no_effect(source_key, f"{source_key.value}: the default")
         elif value != int(value):
-            draft.not_offered(source_key, f"a share of the run; {target} is a number of steps")
+            draft.report_not_offered(
+                source_key, f"a share of the run; {target} is a number of steps"
+            )
         else:
             draft.set(source_key, target, int(value))
 
@@ -299,13 +304,17 @@ def convert_count(target: str) -> Handler:
 
 
 def convert_choice(
-    target: str, choices: Mapping[str, Any], fallback_note: str, *, fallback: str = "not_offered"
+    target: str,
+    choices: Mapping[str, Any],
+    fallback_note: str,
+    *,
+    fallback: str = "report_not_offered",
 ) -> Handler:
     """Returns a handler that looks the value up in `choices` (source's value -> value, or (value,
     note)). For other values it calls the draft's method `fallback` with `fallback_note`.
     """
 
-    def handler(draft: Draft, source_key: SourceKey) -> None:
+    def handler(draft: ConfigDraft, source_key: SourceKey) -> None:
         choice = re.sub(r"^.*(?:OptimizerNames|SchedulerType)\.", "", str(source_key.value)).lower()
         if choice not in choices:
             getattr(draft, fallback)(source_key, fallback_note)
@@ -318,15 +327,19 @@ def convert_choice(
 
 
 def set_if_enabled(
-    target: str, value: Any, off_note: str = "switched off", note: str = ""
+    target: str, value: Any, *, off_note: str = "switched off", note: str = ""
 ) -> Handler:
-    """Returns a handler that sets `target` to `value` if the key is on."""
+    """Returns a handler that sets `target` to `value` if the key is on.
 
-    def handler(draft: Draft, source_key: SourceKey) -> None:
+    off_note  the note of the outcome if the key is off
+    note      the note of the outcome if the key is on
+    """
+
+    def handler(draft: ConfigDraft, source_key: SourceKey) -> None:
         if is_enabled(source_key.value):
             draft.set(source_key, target, value, note)
         else:
-            draft.no_effect(source_key, off_note)
+            draft.report_no_effect(source_key, off_note)
 
     return handler
 
@@ -336,7 +349,7 @@ def require_key(key: str, accepted: str, convert: Handler, reason: str) -> Handl
     values (`on`: it is switched on; empty: it is not set). Otherwise the key has no effect.
     """
 
-    def handler(draft: Draft, source_key: SourceKey) -> None:
+    def handler(draft: ConfigDraft, source_key: SourceKey) -> None:
         if accepted == "on":
             is_accepted = is_enabled(draft.keys.get(key))
         else:
@@ -344,17 +357,17 @@ def require_key(key: str, accepted: str, convert: Handler, reason: str) -> Handl
         if is_accepted:
             convert(draft, source_key)
         else:
-            draft.no_effect(source_key, reason)
+            draft.report_no_effect(source_key, reason)
 
     return handler
 
 
 def choose_handler(
-    condition: Callable[[Draft, SourceKey], object], handler: Handler, alternative: Handler
+    condition: Callable[[ConfigDraft, SourceKey], object], handler: Handler, alternative: Handler
 ) -> Handler:
     """Returns a handler that calls `handler` if `condition` is true, else `alternative`."""
 
-    def choose(draft: Draft, source_key: SourceKey) -> None:
+    def choose(draft: ConfigDraft, source_key: SourceKey) -> None:
         if condition(draft, source_key):
             handler(draft, source_key)
         else:
@@ -371,12 +384,14 @@ _TEMPLATE_ALIASES = {
     "mistral": "mistral mistral_v1 mistralchattemplate",
     "zephyr": "zephyr",
 }
-TEMPLATES = {theirs: ours for ours, words in _TEMPLATE_ALIASES.items() for theirs in words.split()}
+TEMPLATES = {
+    alias: name for name, aliases in _TEMPLATE_ALIASES.items() for alias in aliases.split()
+}
 _TEMPLATES_WITHOUT_TOKENS = ("mistral", "zephyr")
 _TEMPLATE_FILES = (".jinja", ".jinja2", ".j2")
 
 
-def convert_template(draft: Draft, source_key: SourceKey) -> None:
+def convert_template(draft: ConfigDraft, source_key: SourceKey) -> None:
     """Translates a chat template that is given by its name or file. For the text of a template
     Isotype has no setting.
     """
@@ -384,11 +399,11 @@ def convert_template(draft: Draft, source_key: SourceKey) -> None:
     name = re.sub(r"[-. ]", "_", value.lower())
     is_text = "{%" in value or "{{" in value
     if source_key.value in OFF_VALUES or name in ("tokenizer_default", "jinja"):
-        draft.no_effect(
+        draft.report_no_effect(
             source_key, "the tokenizer's own template, unless data.chat_template is set"
         )
     elif is_text or not isinstance(source_key.value, str):
-        draft.not_offered(
+        draft.report_not_offered(
             source_key,
             "data.chat_template: a file with this text; without it the tokenizer's own template is"
             " used",
@@ -402,14 +417,14 @@ def convert_template(draft: Draft, source_key: SourceKey) -> None:
             tokens = ""
         draft.set(source_key, "data.chat_template", template, f"Isotype's own of this name{tokens}")
     else:
-        draft.not_offered(
+        draft.report_not_offered(
             source_key,
             f"data.chat_template is {', '.join(_TEMPLATE_ALIASES)} or a Jinja file; the tokenizer's"
             f" own template is used, or a plain one where it has none, not {value}",
         )
 
 
-def resolve_template_conflict(draft: Draft) -> None:
+def resolve_template_conflict(draft: ConfigDraft) -> None:
     """Removes the chat template if every row is plain text, because a run refuses this combination."""
     sources = draft.settings.get("data.train")
     formats = {
@@ -426,27 +441,28 @@ def set_constant(target: str, value: Any, note: str = "") -> Handler:
     return convert_to(target, lambda _: value, note)
 
 
-def no_effect(reason: str) -> Handler:
-    return lambda draft, source_key: draft.no_effect(source_key, reason)
+def report_no_effect(reason: str) -> Handler:
+    """Returns a handler that reports the key as without effect."""
+    return lambda draft, source_key: draft.report_no_effect(source_key, reason)
 
 
-def changed(note: str) -> Handler:
+def report_changed(note: str) -> Handler:
     """Returns a handler that reports a note, in which {} is replaced by the value."""
-    return lambda draft, source_key: draft.changed(
+    return lambda draft, source_key: draft.report_changed(
         source_key, note.replace("{}", str(source_key.value))
     )
 
 
-def not_offered(alternative: str) -> Handler:
+def report_not_offered(alternative: str) -> Handler:
     """Returns a handler that reports the key as not offered if it is switched on, else as without
     effect.
     """
 
-    def handler(draft: Draft, source_key: SourceKey) -> None:
+    def handler(draft: ConfigDraft, source_key: SourceKey) -> None:
         if source_key.value in OFF_VALUES or source_key.value in ([], {}):
-            draft.no_effect(source_key, "switched off")
+            draft.report_no_effect(source_key, "switched off")
         else:
-            draft.not_offered(source_key, alternative)
+            draft.report_not_offered(source_key, alternative)
 
     return handler
 
@@ -456,11 +472,11 @@ def accept_only(accepted: str, reason: str, alternative: str) -> Handler:
     others are reported as not offered. In `alternative`, {} is replaced by the value.
     """
 
-    def handler(draft: Draft, source_key: SourceKey) -> None:
+    def handler(draft: ConfigDraft, source_key: SourceKey) -> None:
         if str(source_key.value) in accepted.split():
-            draft.no_effect(source_key, reason)
+            draft.report_no_effect(source_key, reason)
         else:
-            draft.not_offered(source_key, alternative.replace("{}", str(source_key.value)))
+            draft.report_not_offered(source_key, alternative.replace("{}", str(source_key.value)))
 
     return handler
 
@@ -490,24 +506,26 @@ _LAUNCHER_NOT_OFFERED = {
 }
 
 
-def _convert_launcher_precision(draft: Draft, source_key: SourceKey) -> None:
+def _convert_launcher_precision(draft: ConfigDraft, source_key: SourceKey) -> None:
     """Uses the launcher's precision if the program's options do not set it."""
     program_key = next(
         (key for key in ("bf16", "fp16", "mixed_precision") if key in draft.keys), None
     )
     if program_key:
-        draft.no_effect(source_key, f"{program_key} of the program decides")
+        draft.report_no_effect(source_key, f"{program_key} of the program decides")
     else:
-        draft.defer_precision(source_key)
+        draft.add_precision_key(source_key)
 
 
 LAUNCHER: dict[str, Handler] = {
     f"{LAUNCHER_PREFIX}{name}": handler
     for name, handler in {
-        **handlers_by_reason(no_effect, _LAUNCHER_NO_EFFECT),
-        **handlers_by_reason(not_offered, _LAUNCHER_NOT_OFFERED),
+        **handlers_by_reason(report_no_effect, _LAUNCHER_NO_EFFECT),
+        **handlers_by_reason(report_not_offered, _LAUNCHER_NOT_OFFERED),
         "mixed_precision": _convert_launcher_precision,
-        "*": not_offered("an option of the launcher; isotype train starts its own processes"),
+        "*": report_not_offered(
+            "an option of the launcher; isotype train starts its own processes"
+        ),
     }.items()
 }
 
@@ -534,7 +552,7 @@ _OPTIMIZER_ALIASES = {
     "prodigy": "prodigy",
 }
 OPTIMIZERS = {
-    theirs: ours for ours, words in _OPTIMIZER_ALIASES.items() for theirs in words.split()
+    alias: name for name, aliases in _OPTIMIZER_ALIASES.items() for alias in aliases.split()
 } | {
     **dict.fromkeys(
         ("paged_adamw_32bit", "paged_adamw", "bitsandbytes.optim.pagedadamw", "bnb-adamw-paged"),
@@ -548,7 +566,7 @@ OPTIMIZERS = {
 convert_optimizer = convert_choice("train.optimizer", OPTIMIZERS, OTHER_OPTIMIZER_NOTE)
 
 
-def resolve_optimizer_conflicts(draft: Draft) -> None:
+def resolve_optimizer_conflicts(draft: ConfigDraft) -> None:
     """Removes or replaces settings that the optimizer refuses, with a note for each."""
     name = draft.settings.get("train.optimizer", "adamw")
     settings = draft.settings
@@ -598,16 +616,16 @@ SCHEDULES = {
 }
 
 
-def convert_lora_init(draft: Draft, source_key: SourceKey) -> None:
+def convert_lora_init(draft: ConfigDraft, source_key: SourceKey) -> None:
     """Translates PEFT's `init_lora_weights`."""
     method = str(source_key.value).lower()
     if method == "true":
-        draft.no_effect(source_key, "the default")
+        draft.report_no_effect(source_key, "the default")
     elif method.partition("_niter_")[0] in ("pissa", "olora", "orthogonal"):
         note = "its start is an exact SVD" if "_niter_" in method else ""
         draft.set(source_key, "adapter.start", method.partition("_niter_")[0], note)
     else:
-        draft.not_offered(source_key, "adapter.start is default, orthogonal, pissa or olora")
+        draft.report_not_offered(source_key, "adapter.start is default, orthogonal, pissa or olora")
 
 
 def schedule_converter(choices: Mapping[str, Any]) -> Handler:
@@ -617,7 +635,7 @@ def schedule_converter(choices: Mapping[str, Any]) -> Handler:
         "train.schedule is cosine, linear, constant or wsd; cosine is used",
     )
 
-    def handler(draft: Draft, source_key: SourceKey) -> None:
+    def handler(draft: ConfigDraft, source_key: SourceKey) -> None:
         convert(draft, source_key)
         # this schedule has no warm-up, and ignores warmup_ratio
         if str(source_key.value).lower().endswith("constant"):
@@ -629,7 +647,7 @@ def schedule_converter(choices: Mapping[str, Any]) -> Handler:
 convert_schedule = schedule_converter(SCHEDULES)
 
 
-def convert_attention(draft: Draft, source_key: SourceKey) -> None:
+def convert_attention(draft: ConfigDraft, source_key: SourceKey) -> None:
     choices = {
         **dict.fromkeys(("flash_attention_2", "flash_attention_3", "fa2"), "flash"),
         "sdpa": "sdpa",
@@ -637,7 +655,7 @@ def convert_attention(draft: Draft, source_key: SourceKey) -> None:
         **dict.fromkeys(("flex_attention", "flex"), "flex"),
     }
     if str(source_key.value).lower() in ("auto", "none", "null"):
-        draft.no_effect(source_key, "the default, sdpa")
+        draft.report_no_effect(source_key, "the default, sdpa")
     else:
         convert_choice(
             "model.attention",
@@ -646,7 +664,7 @@ def convert_attention(draft: Draft, source_key: SourceKey) -> None:
         )(draft, source_key)
 
 
-def convert_trackers(draft: Draft, source_key: SourceKey) -> None:
+def convert_trackers(draft: ConfigDraft, source_key: SourceKey) -> None:
     names = source_key.value if isinstance(source_key.value, list) else [source_key.value]
     requested = [str(name).lower() for name in names]
     supported = [name for name in requested if name in ("tensorboard", "wandb")]
@@ -657,27 +675,27 @@ def convert_trackers(draft: Draft, source_key: SourceKey) -> None:
         note = f"{', '.join(unsupported)}: not offered" if unsupported else ""
         draft.set(source_key, "run.trackers", supported, note)
     elif unsupported and unsupported != ["all"]:
-        draft.not_offered(
+        draft.report_not_offered(
             source_key, "run.trackers is tensorboard or wandb; metrics.jsonl is always written"
         )
     else:
-        draft.no_effect(source_key, "metrics.jsonl and report.html are always written")
+        draft.report_no_effect(source_key, "metrics.jsonl and report.html are always written")
 
 
-def convert_eval_split(draft: Draft, source_key: SourceKey) -> None:
+def convert_eval_split(draft: ConfigDraft, source_key: SourceKey) -> None:
     """Translates `val_set_size` and `val_size`, a share of the rows. A number of rows is not
     offered.
     """
     value = parse_number(source_key.value or 0)
     if value >= 1:
-        draft.not_offered(
+        draft.report_not_offered(
             source_key, "data.eval_split is a share of the rows; data.eval names a file"
         )
     else:
         draft.set(source_key, "data.eval_split", value)
 
 
-def convert_targets(draft: Draft, source_key: SourceKey) -> None:
+def convert_targets(draft: ConfigDraft, source_key: SourceKey) -> None:
     value = source_key.value
     if isinstance(value, str) and "," in value:
         value = [part.strip() for part in value.split(",")]

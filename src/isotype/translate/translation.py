@@ -36,7 +36,7 @@ from .transforms import (
     LAUNCHER_PREFIX,
     OFF_VALUES,
     Computed,
-    Draft,
+    ConfigDraft,
     Fate,
     Handler,
     Outcome,
@@ -115,7 +115,7 @@ def translate(path: Path | str, tool: str | None = None) -> Translation:
     module = TOOLS[name]
     if reason := module.refusal_reason(source):
         raise UsageError(f"{path}: {reason}")
-    draft = Draft(keys=_resolve_references(source), folder=str(path.parent))
+    draft = ConfigDraft(keys=_resolve_references(source), folder=str(path.parent))
     for source_key in source.keys:
         _translate_key(
             draft, replace(source_key, value=draft.keys[source_key.name]), module.KEYS, name
@@ -189,7 +189,7 @@ def _resolve_references(source: Source) -> dict[str, Any]:
 
 
 def _translate_key(
-    draft: Draft, source_key: SourceKey, table: Mapping[str, Handler], tool: str
+    draft: ConfigDraft, source_key: SourceKey, table: Mapping[str, Handler], tool: str
 ) -> None:
     if source_key.name.startswith(LAUNCHER_PREFIX):
         table = {**LAUNCHER, **table}
@@ -200,25 +200,25 @@ def _translate_key(
             hint = f"did you mean {near[0]}?"
         else:
             hint = f"what it does is in {_TOOL_TITLES.get(tool, tool)}'s documentation; nothing came of it"
-        draft.not_offered(source_key, f"isotype import does not know this key: {hint}")
+        draft.report_not_offered(source_key, f"isotype import does not know this key: {hint}")
     elif source_key.value is None:
-        draft.no_effect(source_key, "not set")
+        draft.report_no_effect(source_key, "not set")
     elif source_key.value is Computed:
         computed_key = replace(source_key, value="computed")
         # `bf16=is_bfloat16_supported()` does the same as `precision.preset: auto`
         if source_key.name in ("bf16", "fp16", "dtype", "torch_dtype"):
-            draft.no_effect(
+            draft.report_no_effect(
                 computed_key, "known when the program runs; precision.preset decides by the device"
             )
         else:
-            draft.not_offered(
+            draft.report_not_offered(
                 computed_key, "its value is only known when the program runs: set it by hand"
             )
     else:
         try:
             handler(draft, source_key)
         except (ValueError, TypeError, AttributeError, KeyError, IndexError):
-            draft.not_offered(
+            draft.report_not_offered(
                 source_key,
                 f"{_shorten(source_key.value)} is not a value that isotype import understands: set it by"
                 " hand",
@@ -288,7 +288,7 @@ def _refuse_contradictions(path: Path, findings: list[Finding]) -> None:
         )
 
 
-def _set_precision(draft: Draft, record: Record | None) -> None:
+def _set_precision(draft: ConfigDraft, record: Record | None) -> None:
     """Sets the precision preset that corresponds to the other tool's settings, from the record of
     `isotype doctor check`, and adds the outcome of each key of the precision.
     """
@@ -320,7 +320,7 @@ def _precision_note(name: str, note: str) -> str:
     return notes.get(name.rpartition(".")[2], note)
 
 
-def _choose_precision(draft: Draft, record: Record | None) -> tuple[dict[str, str], str]:
+def _choose_precision(draft: ConfigDraft, record: Record | None) -> tuple[dict[str, str], str]:
     """Returns the settings of the section `precision`, and the reason."""
     if record is None:
         return {}, _PRESET_REASONS[""]
@@ -384,7 +384,7 @@ def _choose_preset(
     return ""
 
 
-def _add_required_settings(draft: Draft, data_key: str) -> None:
+def _add_required_settings(draft: ConfigDraft, data_key: str) -> None:
     """Adds settings that Isotype requires and the file lacks, with notes that ask for them."""
     if "model.name" not in draft.settings:
         draft.settings["model.name"] = "path/to/model"
@@ -408,7 +408,7 @@ def _add_required_settings(draft: Draft, data_key: str) -> None:
             draft.settings[key] = max(1, int(draft.settings[key]))
 
 
-def _write_yaml(draft: Draft, source: Source, tool: str) -> str:
+def _write_yaml(draft: ConfigDraft, source: Source, tool: str) -> str:
     """Writes the YAML. Sections are in Isotype's order; a comment after each setting names the
     source's key and line.
     """

@@ -31,7 +31,7 @@ from isotype.errors import UsageError
 from isotype.precision.precision import Precision
 from isotype.tasks.choose import choose_task
 from isotype.tasks.language.batches import collate
-from isotype.tasks.language.outline import outline, outline_step
+from isotype.tasks.language.outline import outline_model, outline_step
 from isotype.training.memory.plan import plan_memory
 from isotype.training.memory.recomputation import (
     Checkpointing,
@@ -190,7 +190,7 @@ def planned(offload, preset="bf16-lora", **changes):
         "train.accumulate=2",
     ]
     config, precision = load(None, settings).config, Precision.preset(preset)
-    made = outline(
+    made = outline_model(
         AutoConfig.for_model(**{**LLAMA, "num_hidden_layers": 12, **changes}),
         config,
         precision,

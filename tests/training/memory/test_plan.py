@@ -13,7 +13,7 @@ from isotype.data.rows import Row
 from isotype.precision.precision import Precision
 from isotype.tasks.choose import choose_task
 from isotype.tasks.language.batches import collate
-from isotype.tasks.language.outline import outline, outline_step
+from isotype.tasks.language.outline import outline_model, outline_step
 from isotype.training.memory.plan import LiveBytes, plan_memory
 from isotype.training.memory.recomputation import Checkpointing, configured_checkpointing
 
@@ -25,7 +25,7 @@ QWEN = {**LLAMA, "model_type": "qwen2", "vocab_size": 4000, "tie_word_embeddings
 def planned(architecture: dict, overrides: list[str], length: int):
     config = load(None, ["train.gradient_checkpointing=none", *overrides]).config
     precision = Precision.preset(config.precision.preset)
-    made = outline(AutoConfig.for_model(**architecture), config, precision, device_type="cpu")
+    made = outline_model(AutoConfig.for_model(**architecture), config, precision, device_type="cpu")
     checkpointing = configured_checkpointing(made.model, config.train)
     return made, plan_memory(
         made,
@@ -56,7 +56,7 @@ def test_a_gpus_step_is_simulated_without_one(preset, packing):
     precision = Precision.preset(preset)
     plans = {}
     for way in ("none", "layers", "layers+offload"):
-        made = outline(AutoConfig.for_model(**LLAMA), config, precision, device_type="cuda")
+        made = outline_model(AutoConfig.for_model(**LLAMA), config, precision, device_type="cuda")
         what = configured_checkpointing(
             made.model, config.train.model_copy(update={"gradient_checkpointing": way})
         )
@@ -94,7 +94,9 @@ def test_planned_memory_of_a_gpu_step_is_that_of_every_live_tensor_of_a_real_ste
         model=model, precision={"preset": "nf4-lora"}, adapter={"r": 16}, train=settings
     )
     config, precision = loaded.config, Precision.preset("nf4-lora")
-    made = outline(AutoConfig.for_model(**model["config"]), config, precision, device_type="cuda")
+    made = outline_model(
+        AutoConfig.for_model(**model["config"]), config, precision, device_type="cuda"
+    )
     largest = outline_step(config, precision, length=256, device_type="cuda")
     plan = plan_memory(
         made,

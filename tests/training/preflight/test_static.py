@@ -72,7 +72,7 @@ def test_a_disk_that_is_a_byte_too_small(subject, monkeypatch):
 
 def planned(one):
     precision = one.prepared.resolved.precision
-    made = one.task.outline(precision, device_type="cpu")
+    made = one.task.outline_model(precision, device_type="cpu")
     largest = outline_step(one.config, precision, length=len(one.longest_rows[0].input_ids))
     return plan_memory(
         made, one.config.train, precision, largest, checkpointing=Checkpointing("none")

@@ -16,12 +16,12 @@ from ...dtypes import format_dtype
 from ...environment.planned_device import is_planned, planned_device_type
 from ...errors import DtypeError, ShapeError, UsageError
 from ..backend import (
-    Path,
+    Implementation,
     apply_function,
     arithmetic_dtype,
     autocast_dtype,
     autocast_off,
-    choose_path,
+    choose_implementation,
     refuse_second_derivative,
     uses_cpp,
 )
@@ -280,7 +280,7 @@ class Attention(torch.autograd.Function):
         backend: Backend,
         documents: Documents | None,
         window: int | None,
-        path: Path,
+        implementation: Implementation,
     ) -> Tensor:
         def compute() -> tuple[Tensor, ...]:
             if backend == "flash":
@@ -289,7 +289,7 @@ class Attention(torch.autograd.Function):
                 return gpu.cudnn_forward(q_BNSD, k_BMTD, v_BMTD, causal, scale)
             return attention_forward(q_BNSD, k_BMTD, v_BMTD, mask, causal, scale)
 
-        if path == "graph" or not layers_running:
+        if implementation == "graph" or not layers_running:
             out_BNSD, *statistics = compute()
         else:
             out_BNSD, *statistics = compute_or_restore_attention(compute)
@@ -448,11 +448,11 @@ def attention(
     given_scale = scale
     if scale is None:
         scale = query.shape[-1] ** -0.5
-    path = choose_path(KERNELS, query, key, value)
+    implementation = choose_implementation(KERNELS, query, key, value)
     has_option = documents is not None or window is not None or softcap is not None
     backend: Backend
     if (
-        path == "cpp"
+        implementation == "cpp"
         and query.is_cpu
         and not has_option
         and _cpp_supports(query.dtype, query, key, value, mask)
@@ -476,7 +476,17 @@ def attention(
         backend = "flash"
     if backend in ("cpp", "flash", "cudnn"):
         out: Tensor = apply_function(
-            Attention, query, key, value, mask, causal, scale, backend, documents, window, path
+            Attention,
+            query,
+            key,
+            value,
+            mask,
+            causal,
+            scale,
+            backend,
+            documents,
+            window,
+            implementation,
         )
         return out
     if backend == "flex":
@@ -544,11 +554,15 @@ def kernel_attention(
         query = query.to(autocast)
         key = key.to(autocast)
         value = value.to(autocast)
-    path = choose_path(KERNELS, query, key, value)
+    implementation = choose_implementation(KERNELS, query, key, value)
     if not query.dtype == key.dtype == value.dtype:
         return None
     backend: Backend
-    if path == "cpp" and query.is_cpu and _cpp_supports(query.dtype, query, key, value, mask):
+    if (
+        implementation == "cpp"
+        and query.is_cpu
+        and _cpp_supports(query.dtype, query, key, value, mask)
+    ):
         backend = "cpp"
     else:
         backend = choose_backend(query.dtype, query, key, value, mask, causal=causal)
@@ -558,7 +572,7 @@ def kernel_attention(
     if scale is None:
         scale = query.shape[-1] ** -0.5
     out: Tensor = apply_function(
-        Attention, query, key, value, mask, causal, scale, backend, None, None, path
+        Attention, query, key, value, mask, causal, scale, backend, None, None, implementation
     )
     return out
 

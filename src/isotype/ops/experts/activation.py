@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..backend import arithmetic_dtype, choose_path
+from ..backend import arithmetic_dtype, choose_implementation
 from ..gated.op import KERNELS, gated_backward, gated_forward, gated_reference
 from ..library import library_op
 from .groups import KERNELS as EXPERT_KERNELS
@@ -50,16 +50,18 @@ def activation_reference(g: Tensor, kind: Activation) -> Tensor:
 def apply_activation(g_TG: Tensor, kind: Activation) -> Tensor:
     """Computes the activation as F[T I], for a caller that computes the backward itself."""
     arguments = _kernel_arguments(kind)
-    if arguments is not None and (path := choose_path(EXPERT_KERNELS, g_TG)) in (
+    if arguments is not None and (
+        implementation := choose_implementation(EXPERT_KERNELS, g_TG)
+    ) in (
         "cpp",
         "triton",
     ):
-        if path == "cpp":
+        if implementation == "cpp":
             return _cpp_activate(g_TG, *arguments)
         return _activate(g_TG, *arguments)
     if not isinstance(kind, str):
         return activation_reference(g_TG, kind)
-    return gated_forward(choose_path(KERNELS, g_TG), *_split_halves(g_TG), kind)
+    return gated_forward(choose_implementation(KERNELS, g_TG), *_split_halves(g_TG), kind)
 
 
 def _kernel_arguments(kind: Activation) -> tuple[str, float, float] | None:
@@ -87,15 +89,15 @@ def activation_backward(
     if (
         arguments is not None
         and w_T.dtype is torch.float32
-        and (path := choose_path(EXPERT_KERNELS, g_TG)) in ("cpp", "triton")
+        and (implementation := choose_implementation(EXPERT_KERNELS, g_TG)) in ("cpp", "triton")
     ):
-        if path == "cpp":
+        if implementation == "cpp":
             return _cpp_backward(g_TG, dh_TI, w_T, *arguments, needs_h)
         return _backward(g_TG, dh_TI, w_T, *arguments, needs_h)
     if isinstance(kind, str):
         gate, up = _split_halves(g_TG)
         dgate, dup, h = gated_backward(
-            choose_path(KERNELS, g_TG), gate, up, scale_rows(dh_TI, w_T), kind, True
+            choose_implementation(KERNELS, g_TG), gate, up, scale_rows(dh_TI, w_T), kind, True
         )
         assert dup is not None
         assert h is not None

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...environment.planned_device import planned_device_type
-from ..backend import arithmetic_dtype, choose_path, forced_path, uses_triton
+from ..backend import arithmetic_dtype, choose_implementation, forced_backend, uses_triton
 from ..cpp import CppKernels
 from ..library import library_op
 
@@ -214,7 +214,7 @@ class SortedRows:
         self.experts = experts
         self.experts_per_token = index_TC.shape[1]
         device = index_TC.device
-        is_grouped = planned_device_type(device) != "cpu" or forced_path() == "triton"
+        is_grouped = planned_device_type(device) != "cpu" or forced_backend() == "triton"
         sorted_experts, self.order = index_TC.reshape(-1).sort(stable=True)
         self.tokens = self.order // self.experts_per_token
         self.ends: Tensor | None = None
@@ -368,7 +368,7 @@ class RowPart:
 
     def scatter_add_(self, total_TN: Tensor, y_SN: Tensor, w_S: Tensor | None) -> None:
         """Adds each row, times w, to the sums of its token."""
-        if total_TN.dtype is torch.float32 and choose_path(KERNELS, y_SN) == "cpp":
+        if total_TN.dtype is torch.float32 and choose_implementation(KERNELS, y_SN) == "cpp":
             _cpp_scatter_(total_TN, y_SN, self.tokens, w_S)
             return
         wide_SN = y_SN.to(total_TN.dtype)
@@ -381,7 +381,11 @@ def _uses_rank_kernel(x: Tensor, ranks: int) -> bool:
 
 
 def _uses_bf16_kernel(x: Tensor) -> bool:
-    return x.dtype is torch.bfloat16 and choose_path(KERNELS, x) == "cpp" and _has_bf16_kernels()
+    return (
+        x.dtype is torch.bfloat16
+        and choose_implementation(KERNELS, x) == "cpp"
+        and _has_bf16_kernels()
+    )
 
 
 class GroupedRows(RowPart):

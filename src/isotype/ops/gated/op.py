@@ -17,11 +17,11 @@ from torch import Tensor
 
 from ...errors import DtypeError, ShapeError, UsageError
 from ..backend import (
-    Path,
+    Implementation,
     apply_function,
     arithmetic_dtype,
     cast_output,
-    choose_path,
+    choose_implementation,
     refuse_second_derivative,
     uses_fused_kernel,
 )
@@ -165,10 +165,12 @@ def _cpp_backward(
 # --- the op
 
 
-def gated_forward(path: Path, x: Tensor, up: Tensor | None, activation: Activation) -> Tensor:
-    if path == "cpp":
+def gated_forward(
+    implementation: Implementation, x: Tensor, up: Tensor | None, activation: Activation
+) -> Tensor:
+    if implementation == "cpp":
         return _cpp_forward(x, up, activation)
-    if path == "triton":
+    if implementation == "triton":
         from . import triton
 
         return triton.gated_forward(x, up, activation)
@@ -176,15 +178,20 @@ def gated_forward(path: Path, x: Tensor, up: Tensor | None, activation: Activati
 
 
 def gated_backward(
-    path: Path, x: Tensor, up: Tensor | None, dy: Tensor, activation: Activation, product: bool
+    implementation: Implementation,
+    x: Tensor,
+    up: Tensor | None,
+    dy: Tensor,
+    activation: Activation,
+    product: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Returns the gradients of x and up. With `product` it also returns the result of the forward,
     for which the exp need not be computed again.
     """
-    if path == "cpp":
+    if implementation == "cpp":
         dx, dup, recomputed = _cpp_backward(x, up, dy, activation, product)
         return dx, None if up is None else dup, recomputed if product else None
-    if path == "triton":
+    if implementation == "triton":
         from . import triton
 
         return triton.gated_backward(x, up, dy, activation, product)
@@ -221,18 +228,22 @@ class GatedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, up: Tensor | None, activation: Activation, path: Path
+        ctx: Any,
+        x: Tensor,
+        up: Tensor | None,
+        activation: Activation,
+        implementation: Implementation,
     ) -> Tensor:
         ctx.save_for_backward(x, up)
-        ctx.path = path
+        ctx.implementation = implementation
         ctx.activation = activation
-        return gated_forward(path, x, up, activation)
+        return gated_forward(implementation, x, up, activation)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative(ctx.activation)
         x, up = ctx.saved_tensors
-        dx, dup, _ = gated_backward(ctx.path, x, up, dy, ctx.activation, False)
+        dx, dup, _ = gated_backward(ctx.implementation, x, up, dy, ctx.activation, False)
         return dx, dup, None, None
 
 
@@ -267,7 +278,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     Raises  DtypeError DT001 when gate and up differ; ShapeError SH001
     """
     _check_pair(gate, up)
-    y: Tensor = apply_function(GatedProduct, gate, up, "silu", choose_path(KERNELS, gate))
+    y: Tensor = apply_function(GatedProduct, gate, up, "silu", choose_implementation(KERNELS, gate))
     return y
 
 
@@ -284,7 +295,7 @@ def gelu_mul(gate: Tensor, up: Tensor, *, approximate: str = "none") -> Tensor:
     """
     _check_pair(gate, up)
     y: Tensor = apply_function(
-        GatedProduct, gate, up, _gelu_activation(approximate), choose_path(KERNELS, gate)
+        GatedProduct, gate, up, _gelu_activation(approximate), choose_implementation(KERNELS, gate)
     )
     return y
 
@@ -300,7 +311,7 @@ def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
     Raises  UsageError
     """
     y: Tensor = apply_function(
-        GatedProduct, x, None, _gelu_activation(approximate), choose_path(KERNELS, x)
+        GatedProduct, x, None, _gelu_activation(approximate), choose_implementation(KERNELS, x)
     )
     return mark_recomputable(y, partial(gelu, approximate=approximate), x)
 
@@ -314,7 +325,7 @@ def gated_product(kind: Gated, gate: Tensor, up: Tensor) -> Tensor:
     gate, up  F[T I]
     ->        F[T I]
     """
-    return gated_forward(choose_path(KERNELS, gate), gate, up, _ACTIVATIONS[kind])
+    return gated_forward(choose_implementation(KERNELS, gate), gate, up, _ACTIVATIONS[kind])
 
 
 def gated_gradients(
@@ -326,7 +337,7 @@ def gated_gradients(
     gate, up, dy  F[T I]
     """
     dgate, dup, y = gated_backward(
-        choose_path(KERNELS, gate), gate, up, dy, _ACTIVATIONS[kind], True
+        choose_implementation(KERNELS, gate), gate, up, dy, _ACTIVATIONS[kind], True
     )
     assert dup is not None
     assert y is not None

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from ...errors import DtypeError, ShapeError
 from ..backend import (
-    Path,
+    Implementation,
     apply_function,
     arithmetic_dtype,
     cast_output,
-    choose_path,
+    choose_implementation,
     refuse_second_derivative,
 )
 from ..contract import OpContract
@@ -275,15 +275,15 @@ class ModulatedLayerNorm(torch.autograd.Function):
         shift_BH: Tensor,
         eps: float,
         out_dtype: torch.dtype,
-        path: Path,
+        implementation: Implementation,
     ) -> Tensor:
         ctx.recompute_x, saved_x = saved_or_recomputed(x_BTH, x_BTH)
         ctx.save_for_backward(scale_BH, *saved_x)
-        ctx.path = path
+        ctx.implementation = implementation
         ctx.eps = eps
-        if path == "cpp":
+        if implementation == "cpp":
             return _cpp_norm_forward(x_BTH, scale_BH, shift_BH, eps, out_dtype)
-        if path == "triton":
+        if implementation == "triton":
             from . import triton
 
             # longer rows, which no model has, run in plain PyTorch
@@ -305,8 +305,8 @@ class ModulatedLayerNorm(torch.autograd.Function):
         x_BTH = saved_x[0] if ctx.recompute_x is None else recompute(ctx.recompute_x, saved_x)
         want_modulation = any(ctx.needs_input_grad[1:3])
         eps = ctx.eps
-        path = ctx.path
-        if path == "cpp":
+        implementation = ctx.implementation
+        if implementation == "cpp":
             dx_BTH, dscale_BH, dshift_BH = _cpp_norm_backward(
                 x_BTH, scale_BH, dy_BTH, eps, want_modulation
             )
@@ -317,7 +317,7 @@ class ModulatedLayerNorm(torch.autograd.Function):
                 None,
                 None,
             )
-        if path == "triton":
+        if implementation == "triton":
             from . import triton
 
             if triton.fits_in_registers(x_BTH):
@@ -368,8 +368,10 @@ def modulated_layer_norm(
     Source       adaLN of Peebles and Xie 2022; LayerNorm of Ba et al. 2016
     """
     _check_vectors(x, scale=scale, shift=shift)
-    path = choose_path(KERNELS, x, scale, out_dtype=out_dtype)
-    y: Tensor = apply_function(ModulatedLayerNorm, x, scale, shift, eps, out_dtype or x.dtype, path)
+    implementation = choose_implementation(KERNELS, x, scale, out_dtype=out_dtype)
+    y: Tensor = apply_function(
+        ModulatedLayerNorm, x, scale, shift, eps, out_dtype or x.dtype, implementation
+    )
     return mark_recomputable(
         y, partial(modulated_layer_norm, eps=eps, out_dtype=out_dtype), x, scale, shift
     )
@@ -391,13 +393,17 @@ class GatedResidual(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, residual_BTH: Tensor, x_BTH: Tensor, gate_BH: Tensor, path: Path
+        ctx: Any,
+        residual_BTH: Tensor,
+        x_BTH: Tensor,
+        gate_BH: Tensor,
+        implementation: Implementation,
     ) -> Tensor:
         ctx.save_for_backward(x_BTH if ctx.needs_input_grad[2] else None, gate_BH)
-        ctx.path = path
-        if path == "cpp":
+        ctx.implementation = implementation
+        if implementation == "cpp":
             return _cpp_gate_forward(residual_BTH, x_BTH, gate_BH)
-        if path == "triton":
+        if implementation == "triton":
             from . import triton
 
             if triton.fits_in_registers(x_BTH):
@@ -415,11 +421,11 @@ class GatedResidual(torch.autograd.Function):
             x_BTH = saved_x
         needs_residual, _, want_gate, _ = ctx.needs_input_grad
         dresidual = dy_BTH if needs_residual else None
-        path = ctx.path
-        if path == "cpp":
+        implementation = ctx.implementation
+        if implementation == "cpp":
             dx_BTH, dgate_BH = _cpp_gate_backward(x_BTH, gate_BH, dy_BTH, want_gate)
             return dresidual, dx_BTH, dgate_BH if want_gate else None, None
-        if path == "triton":
+        if implementation == "triton":
             from . import triton
 
             if triton.fits_in_registers(x_BTH):
@@ -464,5 +470,7 @@ def gated_residual(residual: Tensor, x: Tensor, gate: Tensor) -> Tensor:
             f"residual is {list(residual.shape)} and x is {list(x.shape)}, declared one shape",
             code="SH001",
         )
-    y: Tensor = apply_function(GatedResidual, residual, x, gate, choose_path(KERNELS, x, gate))
+    y: Tensor = apply_function(
+        GatedResidual, residual, x, gate, choose_implementation(KERNELS, x, gate)
+    )
     return y

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from ...errors import ShapeError
 from ..backend import (
-    Path,
+    Implementation,
     apply_function,
     arithmetic_dtype,
     cast_output,
-    choose_path,
+    choose_implementation,
     refuse_second_derivative,
 )
 from ..contract import OpContract
@@ -204,7 +204,7 @@ def _cpp_backward(
 
 
 def _forward(
-    path: Path,
+    implementation: Implementation,
     x: Tensor,
     residual: Tensor | None,
     weight_H: Tensor,
@@ -213,12 +213,12 @@ def _forward(
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns (y, 1 / rms of each row, x + residual or None)."""
-    if path == "cpp":
+    if implementation == "cpp":
         y, scale, summed = _cpp_forward(x, residual, weight_H, eps, unit_offset, out_dtype)
         if residual is None:
             return y, scale, None
         return y, scale, summed
-    if path == "triton":
+    if implementation == "triton":
         from . import triton
 
         # longer rows run in plain PyTorch. No model has such rows, and a kernel with a loop would
@@ -239,7 +239,7 @@ def _forward(
 
 
 def _backward(
-    path: Path,
+    implementation: Implementation,
     x: Tensor,
     weight_H: Tensor,
     scale: Tensor,
@@ -249,12 +249,12 @@ def _backward(
     want_dweight: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the gradients of x and weight. `added_grad` is added to the gradient of x."""
-    if path == "cpp":
+    if implementation == "cpp":
         dx, dweight_H = _cpp_backward(x, weight_H, scale, dy, added_grad, unit_offset, want_dweight)
         if not want_dweight:
             return dx, None
         return dx, dweight_H
-    if path == "triton":
+    if implementation == "triton":
         from . import triton
 
         if triton.fits_in_registers(x):
@@ -292,11 +292,11 @@ class RmsNorm(torch.autograd.Function):
         eps: float,
         unit_offset: bool,
         out_dtype: torch.dtype,
-        path: Path,
+        implementation: Implementation,
     ) -> Tensor:
-        y, scale, _ = _forward(path, x, None, weight_H, eps, unit_offset, out_dtype)
+        y, scale, _ = _forward(implementation, x, None, weight_H, eps, unit_offset, out_dtype)
         ctx.save_for_backward(x, weight_H, scale)
-        ctx.path = path
+        ctx.implementation = implementation
         ctx.unit_offset = unit_offset
         return y
 
@@ -305,7 +305,14 @@ class RmsNorm(torch.autograd.Function):
         refuse_second_derivative("rms_norm")
         x, weight_H, scale = ctx.saved_tensors
         dx, dweight_H = _backward(
-            ctx.path, x, weight_H, scale, dy, None, ctx.unit_offset, ctx.needs_input_grad[1]
+            ctx.implementation,
+            x,
+            weight_H,
+            scale,
+            dy,
+            None,
+            ctx.unit_offset,
+            ctx.needs_input_grad[1],
         )
         return dx, dweight_H, None, None, None, None
 
@@ -331,8 +338,8 @@ def rms_norm(
     if weight.shape != x.shape[-1:]:
         raise _wrong_weight(x, weight)
     out_dtype = out_dtype or x.dtype
-    path = choose_path(KERNELS, x, weight, out_dtype=out_dtype)
-    y: Tensor = apply_function(RmsNorm, x, weight, eps, unit_offset, out_dtype, path)
+    implementation = choose_implementation(KERNELS, x, weight, out_dtype=out_dtype)
+    y: Tensor = apply_function(RmsNorm, x, weight, eps, unit_offset, out_dtype, implementation)
     return y
 
 
@@ -357,14 +364,16 @@ class AddRmsNorm(torch.autograd.Function):
         eps: float,
         unit_offset: bool,
         out_dtype: torch.dtype,
-        path: Path,
+        implementation: Implementation,
     ) -> tuple[Tensor, Tensor]:
-        y, scale, summed = _forward(path, x, residual, weight_H, eps, unit_offset, out_dtype)
+        y, scale, summed = _forward(
+            implementation, x, residual, weight_H, eps, unit_offset, out_dtype
+        )
         total = x
         if summed is not None:
             total = summed
         ctx.save_for_backward(total, weight_H, scale)
-        ctx.path = path
+        ctx.implementation = implementation
         ctx.unit_offset = unit_offset
         # PyTorch may store the tensor that backward returns as a leaf's .grad. If two leaves got
         # the same tensor, each would accumulate into the other's .grad
@@ -389,7 +398,14 @@ class AddRmsNorm(torch.autograd.Function):
             dweight_H = None
         else:
             dx, dweight_H = _backward(
-                ctx.path, total, weight_H, scale, dy, dtotal, ctx.unit_offset, needs_weight
+                ctx.implementation,
+                total,
+                weight_H,
+                scale,
+                dy,
+                dtotal,
+                ctx.unit_offset,
+                needs_weight,
             )
         dresidual = dx
         if ctx.copies_gradient and dx is not None:
@@ -432,6 +448,8 @@ def add_rms_norm(
     if weight.shape != x.shape[-1:]:
         raise _wrong_weight(x, weight)
     out_dtype = out_dtype or x.dtype
-    path = choose_path(KERNELS, x, weight, out_dtype=out_dtype)
-    y, total = apply_function(AddRmsNorm, x, residual, weight, eps, unit_offset, out_dtype, path)
+    implementation = choose_implementation(KERNELS, x, weight, out_dtype=out_dtype)
+    y, total = apply_function(
+        AddRmsNorm, x, residual, weight, eps, unit_offset, out_dtype, implementation
+    )
     return y, total

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ...errors import ShapeError
 from ..backend import (
-    Path,
+    Implementation,
     apply_function,
     arithmetic_dtype,
     autocast_off,
-    choose_path,
+    choose_implementation,
     empty_rows_like,
     refuse_second_derivative,
     uses_fused_kernel,
@@ -76,17 +76,19 @@ def _reference(
 
 # --- the C++ kernels of cpu.cpp
 
+# a letter per argument of `rotate` in cpu.cpp: the dtype, four tensors, and 14 integers (sizes,
+# strides, and the two flags)
 KERNELS = CppKernels(__file__, rotate="d" + "p" * 4 + "i" * 14)
 
 
-def _fake_pair(q: Tensor, k: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+def _fake_rotate(q: Tensor, k: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return empty_rows_like(q), empty_rows_like(k)
 
 
 @library_op(
     "rope_cpp(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved, bool inverse) ->"
     " (Tensor, Tensor)",
-    fake=_fake_pair,
+    fake=_fake_rotate,
 )
 def _cpp_rotate(
     q_BNSD: Tensor,
@@ -126,11 +128,11 @@ def _cpp_rotate(
 
 
 @library_op(
-    "rope_pair(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved, bool inverse) ->"
+    "rope_triton(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved, bool inverse) ->"
     " (Tensor, Tensor)",
-    fake=_fake_pair,
+    fake=_fake_rotate,
 )
-def _rotate_pair(
+def _triton_rotate(
     q_BNSD: Tensor,
     k_BMSD: Tensor,
     cos_BSR: Tensor,
@@ -140,7 +142,7 @@ def _rotate_pair(
 ) -> tuple[Tensor, Tensor]:
     from . import triton
 
-    return triton.rotate_pair(
+    return triton.rotate_query_and_key(
         q_BNSD, k_BMSD, cos_BSR, sin_BSR, interleaved=interleaved, inverse=inverse
     )
 
@@ -152,16 +154,20 @@ def _rotate(
     sin_BSR: Tensor,
     interleaved: bool,
     inverse: bool,
-    path: Path,
+    implementation: Implementation,
 ) -> tuple[Tensor, Tensor]:
-    if path == "cpp":
+    """Rotates q and k with one implementation.
+
+    inverse  rotates by the negative angle, as backward does
+    """
+    if implementation == "cpp":
         return _cpp_rotate(q_BNSD, k_BMSD, cos_BSR, sin_BSR, interleaved, inverse)
-    if path == "triton" and q_BNSD.dtype == k_BMSD.dtype:
-        return _rotate_pair(q_BNSD, k_BMSD, cos_BSR, sin_BSR, interleaved, inverse)
-    if path == "triton":
+    if implementation == "triton" and q_BNSD.dtype == k_BMSD.dtype:
+        return _triton_rotate(q_BNSD, k_BMSD, cos_BSR, sin_BSR, interleaved, inverse)
+    if implementation == "triton":
         # one launch for q and one for k; the other tensor of each launch has no heads
-        q, _ = _rotate_pair(q_BNSD, q_BNSD[:, :0], cos_BSR, sin_BSR, interleaved, inverse)
-        k, _ = _rotate_pair(k_BMSD, k_BMSD[:, :0], cos_BSR, sin_BSR, interleaved, inverse)
+        q, _ = _triton_rotate(q_BNSD, q_BNSD[:, :0], cos_BSR, sin_BSR, interleaved, inverse)
+        k, _ = _triton_rotate(k_BMSD, k_BMSD[:, :0], cos_BSR, sin_BSR, interleaved, inverse)
         return q, k
     return _reference(q_BNSD, k_BMSD, cos_BSR, sin_BSR, interleaved, inverse)
 
@@ -179,23 +185,21 @@ class Rotate(torch.autograd.Function):
         cos_BSR: Tensor,
         sin_BSR: Tensor,
         interleaved: bool,
-        inverse: bool,
-        path: Path,
+        implementation: Implementation,
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos_BSR, sin_BSR)
-        ctx.path = path
+        ctx.implementation = implementation
         ctx.interleaved = interleaved
-        ctx.inverse = inverse
-        return _rotate(q_BNSD, k_BMSD, cos_BSR, sin_BSR, interleaved, inverse, path)
+        return _rotate(q_BNSD, k_BMSD, cos_BSR, sin_BSR, interleaved, False, implementation)
 
     @staticmethod
     def backward(ctx: Any, dq_BNSD: Tensor, dk_BMSD: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("rope")
         cos_BSR, sin_BSR = ctx.saved_tensors
         dq_BNSD, dk_BMSD = _rotate(
-            dq_BNSD, dk_BMSD, cos_BSR, sin_BSR, ctx.interleaved, not ctx.inverse, ctx.path
+            dq_BNSD, dk_BMSD, cos_BSR, sin_BSR, ctx.interleaved, True, ctx.implementation
         )
-        return dq_BNSD, dk_BMSD, None, None, None, None, None
+        return dq_BNSD, dk_BMSD, None, None, None, None
 
 
 def rope(
@@ -231,10 +235,10 @@ def rope(
                 f" {2 * cos.shape[-1]}",
                 code="SH001",
             )
-    path = choose_path(KERNELS, q, k)
-    if not q.is_cpu and path in ("plain", "cpp") and uses_fused_kernel(q):
+    implementation = choose_implementation(KERNELS, q, k)
+    if not q.is_cpu and implementation in ("plain", "cpp") and uses_fused_kernel(q):
         # memory is planned for a GPU, where the kernel is a single `torch.library` op with a fake
         # implementation
-        path = "triton"
-    rotated_q, rotated_k = apply_function(Rotate, q, k, cos, sin, interleaved, False, path)
+        implementation = "triton"
+    rotated_q, rotated_k = apply_function(Rotate, q, k, cos, sin, interleaved, implementation)
     return rotated_q, rotated_k

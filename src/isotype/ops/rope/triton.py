@@ -190,7 +190,7 @@ def rotate_kernel(
 
 
 @on_tensor_device
-def rotate_pair(
+def rotate_query_and_key(
     q_BNSD: Tensor,
     k_BMSD: Tensor,
     cos_BSR: Tensor,

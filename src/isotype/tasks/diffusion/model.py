@@ -15,7 +15,7 @@ from ...precision.parts import Part, loading_device
 from ...precision.precision import Precision
 from ...precision.quantised_base import check_base
 from ...training.memory.blocks import apply_offload
-from ...training.task import Outline
+from ...training.task import ModelOutline
 from .batches import Batch
 from .denoiser import (
     ForwardCost,
@@ -58,7 +58,7 @@ def load_model(
     return apply_offload(model, offload, device), manifest
 
 
-def outline_model(run: ResolvedRun, precision: Precision, *, device_type: str) -> Outline:
+def outline_model(run: ResolvedRun, precision: Precision, *, device_type: str) -> ModelOutline:
     """Builds the model as `load_model` does, but without its weights. Raises UsageError."""
     config = run.config
     trains_every_weight = config.adapter.kind == "none"
@@ -72,7 +72,7 @@ def outline_model(run: ResolvedRun, precision: Precision, *, device_type: str) -
         offload_device = torch.device("cpu" if device_type == "cpu" else "meta")
         apply_offload(model, config.model.offload, offload_device)
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return Outline(model, trainable, total + (0 if trains_every_weight else trainable))
+    return ModelOutline(model, trainable, total + (0 if trains_every_weight else trainable))
 
 
 def empty_batch(run: ResolvedRun, rows: int, device: torch.device) -> Batch:
@@ -83,7 +83,7 @@ def empty_batch(run: ResolvedRun, rows: int, device: torch.device) -> Batch:
     text_dtype = to_torch(run.precision.text_encoder)
     channels = family.latents.channels(folder.config("vae"))
     side = run.sizes.largest_side // run.downscale
-    length = family.text_tokens(folder.clip_length(), run.text_length)
+    length = family.count_text_tokens(folder.clip_length(), run.text_length)
     latents, noise = (
         torch.empty(rows, channels, side, side, dtype=dtype, device=device) for _ in range(2)
     )

@@ -80,7 +80,7 @@ class ResolvedRun:
 
     @cached_property
     def sizes(self) -> RunSizes:
-        token_side = self.downscale * self.family.downscale
+        token_side = self.downscale * self.family.side_multiple
         return RunSizes(self.config.images, self.sources, token_side)
 
     @cached_property

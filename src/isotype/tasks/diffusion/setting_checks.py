@@ -86,9 +86,9 @@ def _refuse_text_length(length: int | None, folder: PipelineFolder) -> None:
     family = folder.family
     if length is None or family.max_text_length is not None:
         return
-    if family.most_clip_windows > 1:
+    if family.max_clip_windows > 1:
         window = folder.clip_length() - 2
-        accepted = [window * count for count in range(1, family.most_clip_windows + 1)]
+        accepted = [window * count for count in range(1, family.max_clip_windows + 1)]
         if length not in accepted:
             raise UsageError(
                 f"diffusion.max_text_length: {length}: {family.pipeline} reads captions in windows of"

@@ -24,7 +24,7 @@ from ...training.task import (
     Check,
     Evaluation,
     MetricNames,
-    Outline,
+    ModelOutline,
     StepOutline,
     eval_mode,
     evaluation_batch_size,
@@ -116,10 +116,10 @@ class DiffusionTask:
     def largest_rows(self, count: int) -> list[PlacedRow]:
         return self.data.largest_rows(count)
 
-    def outline(self, precision: Precision, *, device_type: str) -> Outline:
+    def outline_model(self, precision: Precision, *, device_type: str) -> ModelOutline:
         return outline_model(self.run, precision, device_type=device_type)
 
-    def step_outline(self, precision: Precision) -> StepOutline:
+    def outline_largest_step(self, precision: Precision) -> StepOutline:
         rows = self.config.train.batch_size
         draws = len(self.data.pictures.eval) * self.config.diffusion.eval_draws
         evaluation_rows = min(evaluation_batch_size(self.config.train), draws)
@@ -259,8 +259,10 @@ class DiffusionTask:
         bad_rows = self.data.pictures.bad_pictures.rows.values()
         BadRowFile(folder / BAD_ROWS_FILE, resuming=is_resuming).write(bad_rows)
 
-    def model_notes(self, outline: Outline, precision: Precision) -> tuple[str, list[str]]:
-        class_name = type(inner_model(outline.model)).__name__
+    def model_notes(
+        self, model_outline: ModelOutline, precision: Precision
+    ) -> tuple[str, list[str]]:
+        class_name = type(inner_model(model_outline.model)).__name__
         return class_name, check_base(
             self.run.folder.published_quantisation, precision, self.base_name
         )

@@ -30,7 +30,7 @@ from ...precision.quantised_base import quantisation_from_config
 from ...training.console import silence_library_warnings
 from ...training.memory.blocks import apply_offload
 from ...training.memory.outline import quantise_outline
-from ...training.task import Outline, StepOutline, eval_mode, evaluation_batch_size
+from ...training.task import ModelOutline, StepOutline, eval_mode, evaluation_batch_size
 from .batches import Batch, padded_length
 from .objective import NextToken, Objective
 
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-def outline(
+def outline_model(
     architecture: PretrainedConfig,
     config: RunConfig,
     precision: Precision,
     *,
     device_type: str,
     has_pictures: bool = False,
-) -> Outline:
+) -> ModelOutline:
     """Builds the model as `build_model` does, but without its weights. Raises UsageError for
     adapter targets that the model does not have.
     """
@@ -113,7 +113,7 @@ def outline(
     apply_offload(
         model, config.model.offload, torch.device("cpu" if device_type == "cpu" else "meta")
     )
-    return Outline(model, trainable, total + (0 if trains_every_weight else trainable))
+    return ModelOutline(model, trainable, total + (0 if trains_every_weight else trainable))
 
 
 def outline_largest_step(

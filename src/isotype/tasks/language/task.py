@@ -41,7 +41,7 @@ from ...training.task import (
     Batch,
     Evaluation,
     MetricNames,
-    Outline,
+    ModelOutline,
     StepOutline,
     evaluation_batch_size,
 )
@@ -50,7 +50,7 @@ from .batches import longest_rows, padded_length, split_by_pictures
 from .distil import Distil
 from .kto import Kto
 from .objective import NextToken, Objective
-from .outline import outline, outline_largest_step
+from .outline import outline_largest_step, outline_model
 from .preference import Preference, Reward
 from .result import evaluate, load_result, save_model
 from .sample import Sample, sample
@@ -199,10 +199,10 @@ class LanguageTask:
             has_score_head=self.config.train.objective == "reward",
         )
 
-    def outline(self, precision: Precision, *, device_type: str) -> Outline:
+    def outline_model(self, precision: Precision, *, device_type: str) -> ModelOutline:
         self.device_type = device_type
         has_pictures = self.data.pictures is not None
-        return outline(
+        return outline_model(
             self.architecture(),
             self.config,
             precision,
@@ -210,7 +210,7 @@ class LanguageTask:
             has_pictures=has_pictures,
         )
 
-    def step_outline(self, precision: Precision) -> StepOutline:
+    def outline_largest_step(self, precision: Precision) -> StepOutline:
         step = outline_largest_step(
             self.config,
             precision,
@@ -410,7 +410,9 @@ class LanguageTask:
 
         self.data.stream.on_bad_rows = record_bad_rows
 
-    def model_notes(self, outline: Outline, precision: Precision) -> tuple[str, list[str]]:
+    def model_notes(
+        self, model_outline: ModelOutline, precision: Precision
+    ) -> tuple[str, list[str]]:
         architecture: Any = self.architecture()
         notes = check_base(
             quantisation_from_config(architecture),
@@ -418,12 +420,12 @@ class LanguageTask:
             self.config.model.name or "model.config",
         )
         get_base_model: Callable[[], PreTrainedModel] | None = getattr(
-            outline.model, "get_base_model", None
+            model_outline.model, "get_base_model", None
         )
         inner = (
             get_base_model()
             if get_base_model is not None
-            else cast("PreTrainedModel", outline.model)
+            else cast("PreTrainedModel", model_outline.model)
         )
         check_vocabulary(inner, self.tokenizer)
         if precision.base == "nf4":

@@ -355,7 +355,7 @@ def plan_offload(
         if not p.requires_grad
         for t in (p, *quantisation_tensors(p))
     )
-    held_bytes = resident_bytes(model)
+    held_bytes = offload_buffer_bytes(model)
     moved_bytes = (2 * sum(sizes) - sizes[0] - sizes[-1]) * micro_batches
     peak_tflops = hardware.peak_tflops.get(compute)
     time = None
@@ -382,7 +382,7 @@ def plan_offload(
     )
 
 
-def resident_bytes(model: nn.Module) -> int:
+def offload_buffer_bytes(model: nn.Module) -> int:
     """Bytes of the two largest offloaded blocks of a model; 0 if it has none."""
     frozen_blocks = get_frozen_blocks(model)
     if frozen_blocks is None:

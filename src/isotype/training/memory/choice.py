@@ -9,7 +9,7 @@ from torch import nn
 from ...config.schema import RunConfig, size_in_bytes
 from ...wording import format_binary_bytes
 from ..device_setup import DeviceSetup
-from ..task import Outline, Task
+from ..task import ModelOutline, Task
 from .blocks import OFFLOAD_SETTING, effective_train_settings
 from .device import (
     available_memory,
@@ -58,9 +58,9 @@ def choose_checkpointing(
             NONE,
             reason=f"auto: the step cannot take more than {format_binary_bytes(upper_bound)} of {format_binary_bytes(available)}",
         )
-    outline = task.outline(precision, device_type=device.type)
+    model_outline = task.outline_model(precision, device_type=device.type)
     checkpointing, _ = planned_checkpointing(
-        task, device_setup, outline, available=available, overhead=overhead, parts=parts
+        task, device_setup, model_outline, available=available, overhead=overhead, parts=parts
     )
     return checkpointing
 
@@ -75,7 +75,7 @@ def _configured_checkpointing(model: nn.Module, config: RunConfig) -> Checkpoint
 def planned_checkpointing(
     task: Task,
     device_setup: DeviceSetup,
-    outline: Outline,
+    model_outline: ModelOutline,
     *,
     available: int,
     overhead: int,
@@ -89,13 +89,13 @@ def planned_checkpointing(
     """
     train = effective_train_settings(task.config)
     precision = device_setup.resolved.precision
-    step_outline = task.step_outline(precision)
+    step_outline = task.outline_largest_step(precision)
     earlier_plan: MemoryPlan | None = None
 
     def simulate(checkpointing: Checkpointing) -> MemoryPlan:
         nonlocal earlier_plan
         plan = plan_process_memory(
-            outline,
+            model_outline,
             train,
             precision,
             step_outline,
@@ -109,9 +109,9 @@ def planned_checkpointing(
         return plan
 
     if train.gradient_checkpointing != AUTO:
-        checkpointing = _configured_checkpointing(outline.model, task.config)
+        checkpointing = _configured_checkpointing(model_outline.model, task.config)
         return checkpointing, simulate(checkpointing)
-    layers = len(checkpointable_layers(outline.model))
+    layers = len(checkpointable_layers(model_outline.model))
     target = None if train.memory is None else size_in_bytes(train.memory)
     return choose_checkpointing_by_plan(
         simulate,

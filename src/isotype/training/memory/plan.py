@@ -38,7 +38,7 @@ from ...environment.planned_device import plan_device
 from ...errors import UsageError
 from ...model.architecture import layer_settings
 from ...ops.backend import force_backend
-from ...ops.linear_cross_entropy.op import scratch_estimators as head_scratch
+from ...ops.linear_cross_entropy.op import scratch_estimators as head_scratch_estimators
 from ...precision.accumulate import GradientAccumulator
 from ...precision.apply import inner_model, is_quantised
 from ...precision.precision import EIGHT_BIT_OPTIMIZERS, Precision
@@ -46,8 +46,8 @@ from ...wording import first_line
 from ..console import silence_library_warnings
 from ..optimizer import MUON, build_optimizer, state_bytes
 from ..step import Stepper
-from ..task import Outline, StepOutline
-from .blocks import offloaded_tensors, resident_bytes
+from ..task import ModelOutline, StepOutline
+from .blocks import offload_buffer_bytes, offloaded_tensors
 from .outline import copy_quantisation, quantisation_tensors, scratch_sizes
 from .recomputation import Checkpointing, apply_checkpointing
 
@@ -101,7 +101,7 @@ class MemoryPlan:
 
 
 def plan_memory(
-    outline: Outline,
+    model_outline: ModelOutline,
     train: TrainSection,
     precision: Precision,
     step_outline: StepOutline,
@@ -113,22 +113,24 @@ def plan_memory(
     """Plans the memory of one optimizer step on the largest micro-batch. The same outline may be
     planned again with other settings.
 
-    outline       the task's outline, whose parameters are replaced by fake ones here
-    step_outline  the task's largest step, evaluation and sample
-    earlier_plan  a plan of the same step with other recomputation. Its figures for evaluation and
-                  sample
-             are reused, since these recompute nothing.
+    model_outline  the run's model without data, whose parameters are replaced by fake ones here
+    train          the section `train` of the configuration
+    step_outline   the task's largest step, evaluation and sample
+    checkpointing  which layers are recomputed in backward
+    device_type    the device for which the step is planned: cpu or cuda
+    earlier_plan   a plan of the same step with other recomputation. Its figures for evaluation and
+                   sample are reused, since these recompute nothing.
     A step for a GPU is simulated on meta tensors, whether this machine has a GPU or not. If a step
     cannot be simulated, `persistent_bytes` is still exact, and `not_simulated` gives the reason.
     """
-    persistent_plan = plan_persistent_memory(outline.model, train, precision)
+    persistent_plan = plan_persistent_memory(model_outline.model, train, precision)
     persistent_plan = replace(
         persistent_plan, frozen=persistent_plan.frozen + step_outline.other_model_bytes
     )
-    apply_checkpointing(outline.model, checkpointing)
+    apply_checkpointing(model_outline.model, checkpointing)
     try:
         return _simulate_step(
-            outline.model,
+            model_outline.model,
             train,
             precision,
             step_outline,
@@ -203,7 +205,7 @@ def padded_elements(weight: Tensor, parts: int) -> int:
 
 
 def plan_process_memory(
-    outline: Outline,
+    model_outline: ModelOutline,
     train: TrainSection,
     precision: Precision,
     step_outline: StepOutline,
@@ -216,13 +218,13 @@ def plan_process_memory(
     """Plans the memory of one of `parts` processes that share a model. With `parts` 1 the result is
     that of `plan_memory`.
     """
-    units = unit_bytes(outline.model, parts) if parts > 1 else []
+    units = unit_bytes(model_outline.model, parts) if parts > 1 else []
     if parts > 1:
         # plans a backward after an earlier micro-batch, which allocates no gradient buffers: a
         # process has buffers only for its own part
         train = train.model_copy(update={"accumulate": max(2, train.accumulate)})
     plan = plan_memory(
-        outline,
+        model_outline,
         train,
         precision,
         step_outline,
@@ -281,14 +283,14 @@ def plan_persistent_memory(
         if id(t) not in offloaded_ids
     )
     return MemoryPlan(
-        frozen=frozen_bytes + resident_bytes(model),
+        frozen=frozen_bytes + offload_buffer_bytes(model),
         trained=sum(_bytes(p) for p in trained),
         gradients=elements * to_torch(precision.grads).itemsize,
-        optimizer=state_bytes(model, train, precision) + average_bytes(model, train, precision),
+        optimizer=state_bytes(model, train, precision) + ema_bytes(model, train, precision),
     )
 
 
-def average_bytes(model: nn.Module, train: TrainSection, precision: Precision) -> int:
+def ema_bytes(model: nn.Module, train: TrainSection, precision: Precision) -> int:
     """The bytes of the moving averages of `train.ema`; 0 without it."""
     elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
     if train.ema is None:
@@ -313,14 +315,16 @@ def _simulate_step(
     device = torch.device("cpu" if device_type == "cpu" else "meta")
     states_bytes = state_bytes(model, train, precision)
     live = LiveBytes(
-        device.type, {**scratch_sizes(), **head_scratch()}, ignored=offloaded_tensors(model)
+        device.type,
+        {**scratch_sizes(), **head_scratch_estimators()},
+        ignored=offloaded_tensors(model),
     )
     with simulate_device(device_type), live, silence_library_warnings():
         replace_with_fakes(model, device)
         accumulator = GradientAccumulator(
             model.parameters(), dtype=precision.grads, reduce=precision.reduce
         )
-        # other optimizers read values of tensors and cannot be simulated. The size of their states
+        # whether the update runs: other optimizers read values of tensors. The size of their states
         # is known, and an update needs at most two more copies of a tensor
         is_simulated = train.optimizer in ("adamw", MUON)
         simulated_train = train if is_simulated else train.model_copy(update={"optimizer": "adamw"})
@@ -348,12 +352,12 @@ def _simulate_step(
 
         # the first step creates the optimizer's states; the second step is measured
         stepper.accumulate([batch])
+        # takes the place of the states of an optimizer whose update does not run
+        state_buffers: list[Tensor] = []
         if is_simulated:
-            states = []
-        else:
-            states = [torch.empty(states_bytes, dtype=torch.uint8, device=device)]
-        if not states:
             optimizer.step()
+        else:
+            state_buffers.append(torch.empty(states_bytes, dtype=torch.uint8, device=device))
         accumulator.zero()
         live.restart_peak()
         start_bytes = live.current_bytes
@@ -369,7 +373,7 @@ def _simulate_step(
         bytes_before_update = live.current_bytes
         step_peak = max(*peaks, live.peak)
         live.restart_peak()
-        if not states:
+        if is_simulated:
             optimizer.step()
         elif train.optimizer not in EIGHT_BIT_OPTIMIZERS:
             torch.empty(2 * largest_trained, dtype=torch.uint8, device=device)
@@ -399,8 +403,8 @@ def _simulate_step(
         evaluation=evaluation,
         sampling=sampling,
         peak=max(step_peak, update_peak, end_bytes + max(evaluation, sampling or 0))
-        + average_bytes(model, train, precision)
-        + resident_bytes(model),
+        + ema_bytes(model, train, precision)
+        + offload_buffer_bytes(model),
         rows=step_outline.rows,
         length=step_outline.length,
     )

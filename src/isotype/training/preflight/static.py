@@ -281,10 +281,10 @@ def check_memory(subject: Subject) -> Iterator[Finding]:
     if not available or task.max_step_bytes(prepared.model, precision) + overhead <= available // 2:
         return
     plan = plan_process_memory(
-        task.outline(precision, device_type=device),
+        task.outline_model(precision, device_type=device),
         config.train,
         precision,
-        task.step_outline(precision),
+        task.outline_largest_step(precision),
         checkpointing=prepared.checkpointing,
         device_type=device,
         parts=1 if prepared.sharding is None else prepared.sharding.shard_count,

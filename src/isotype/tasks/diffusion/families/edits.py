@@ -40,7 +40,7 @@ class QwenImageEdit(QwenImage):
     encodes_control = True
     tokens: ClassVar[int] = 1369
 
-    def text_tokens(self, clip_length: int, max_length: int) -> int:
+    def count_text_tokens(self, clip_length: int, max_length: int) -> int:
         """The number of text tokens in a plan: those of the picture, and 256 for the instruction,
         which has no limit.
         """
@@ -115,7 +115,7 @@ class QwenImageEdit(QwenImage):
                     unpack_latents(tokens_NTC, side, side),
                     level_N,
                     texts,
-                    Conditioning(control=control),
+                    Conditioning(control_latents=control),
                 )
             )
 

@@ -101,7 +101,7 @@ class VideoLatents(Latents):
         return decode_pixels(vae, (latents_NCHW * deviation + offset)[:, :, None], *time)[:, :, 0]
 
 
-class DeterministicLatents(Latents):
+class DeepCompressionLatents(Latents):
     """The latents of a deep compression autoencoder, which has no posterior (Sana)."""
 
     vae = "AutoencoderDC"
@@ -187,21 +187,21 @@ Denoiser = Callable[..., Sequence[Tensor]]
 class Conditioning:
     """The inputs of a denoiser besides picture, time and text.
 
-    guidance   the guidance scale of a guidance-distilled model
+    guidance   the guidance scale (a number) of a guidance-distilled model
     downscale  the number of pixels per latent pixel, in each direction; models that take a
                picture's size need it in pixels
     lengths    the number of tokens of each caption, for a family with `keeps_text_lengths`
     crop       fp32[N 4]   the result of `pixels.size_and_crop` for each picture; None for whole
                            pictures of the size of the latents
-    control    F[N C H W]  latents of the pictures before the edit, for a family with
-               `edits_pictures`
+    control_latents  F[N C H W]  latents of the pictures before the edit, for a family with
+                                 `edits_pictures`
     """
 
     guidance: float = 1.0
     downscale: int = 8
     lengths: tuple[int, ...] = ()
     crop: Tensor | None = None
-    control: Tensor | None = None
+    control_latents: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -223,22 +223,22 @@ class Family:
     pipeline               the `_class_name` in model_index.json, a class of diffusers
     denoiser               the name of the denoiser's folder and of the pipeline's attribute
     objectives             the objectives with which such models are trained
-    time_scale             the factor of the noise level before the sinusoidal embedding, if the
-                           denoiser would round its level to the dtype of its hidden states
-                           (`keep_time_exact`); None if it does not
-    downscale              a number of which the sides of latents are multiples; if the denoiser
-                           works on tokens, the side of one token in latent pixels
+    time_scale             the factor by which `keep_time_exact` multiplies the noise level before
+                           its sinusoidal embedding. It is set for a denoiser that would round the
+                           level to the dtype of its hidden states, and None for others
+    side_multiple          the number of latent pixels of which the sides of latents are multiples;
+                           if the denoiser works on tokens, the side of one token
     max_text_length        the default limit of a caption, in tokens of the text encoder; None if
                            every caption has the length of CLIP's tokenizer, or of several windows
                            of that length
-    most_clip_windows      the largest number of windows in which CLIP encoders read a caption
+    max_clip_windows       the largest number of windows in which CLIP encoders read a caption
     keeps_text_lengths     whether captions are stored in their own length; in a batch they are
                            padded to the longest, with a `mask`
     encoder_parts          the folders of text encoders and tokenizers
     unneeded_parts         the parts of the pipeline that are never loaded
     latents                the conversion between pictures, latents of the VAE and of the denoiser
-    text_outputs           the encoded texts, and the index of each in the result of
-                           `encode_prompt`: `text` F[N S D], `pooled` F[N D], `mask` F[N S]
+    text_output_indices    encoded text -> its index in the tuple that the pipeline's
+                           `encode_prompt` returns: `text` F[N S D], `pooled` F[N D], `mask` F[N S]
     text_width_key         the key of D in the denoiser's configuration
     text_arguments         argument of the pipeline -> encoded text; the arguments of the negative
                            prompt have the prefix `negative_`
@@ -249,9 +249,10 @@ class Family:
     comfyui_blocker        why ComfyUI does not read an adapter of this family; empty if it does
     comfyui_prefix         the prefix of a transformer's modules in ComfyUI
     comfyui_names          the parts of module names that are different in ComfyUI
-    block_classes          the classes of the blocks that are recomputed, shared and adapted, if the
-                           denoiser's `_no_split_modules` does not name them
-    adapted_blocks         the classes that `adapted_classes` returns; empty for the blocks
+    block_classes          the classes of the blocks that are recomputed, shared between processes
+                           and adapted, if the denoiser's `_no_split_modules` does not name them
+    adapted_block_classes  the classes of the modules whose linear layers get an adapter, if they
+                           are other ones than the blocks; else empty
     guidance_argument      the pipeline's argument for the guidance scale
     edits_pictures         whether a row has a picture before the edit, whose latents the denoiser
                            gets in addition to the noisy ones
@@ -264,14 +265,14 @@ class Family:
     denoiser: ClassVar[str] = "transformer"
     objectives: ClassVar[tuple[str, ...]] = FLOW_ONLY
     time_scale: ClassVar[float | None] = None
-    downscale: ClassVar[int] = 2
+    side_multiple: ClassVar[int] = 2
     max_text_length: ClassVar[int | None]
-    most_clip_windows: ClassVar[int] = 1
+    max_clip_windows: ClassVar[int] = 1
     encoder_parts: ClassVar[tuple[str, ...]] = ("text_encoder", "tokenizer")
     unneeded_parts: ClassVar[tuple[str, ...]] = ()
     latents: ClassVar[Latents] = Latents()
     keeps_text_lengths: ClassVar[bool] = False
-    text_outputs: ClassVar[Mapping[str, int]] = {"text": 0}
+    text_output_indices: ClassVar[Mapping[str, int]] = {"text": 0}
     text_width_key: ClassVar[str] = "joint_attention_dim"
     text_arguments: ClassVar[Mapping[str, str]] = {"prompt_embeds": "text"}
     takes_negative_prompt: ClassVar[bool] = True
@@ -280,7 +281,7 @@ class Family:
     comfyui_prefix: ClassVar[str] = "transformer"
     comfyui_names: ClassVar[Mapping[str, str]] = {}
     block_classes: ClassVar[tuple[str, ...]] = ()
-    adapted_blocks: ClassVar[tuple[str, ...]] = ()
+    adapted_block_classes: ClassVar[tuple[str, ...]] = ()
     guidance_argument: ClassVar[str] = "guidance_scale"
     edits_pictures: ClassVar[bool] = False
     encodes_control: ClassVar[bool] = False
@@ -291,7 +292,11 @@ class Family:
         """The classes of the modules whose linear layers get an adapter, and are quantised in an
         nf4 base.
         """
-        return self.adapted_blocks or self.block_classes or tuple(denoiser._no_split_modules or ())
+        return (
+            self.adapted_block_classes
+            or self.block_classes
+            or tuple(denoiser._no_split_modules or ())
+        )
 
     def refusal(self, index: Mapping[str, Any]) -> str | None:
         """The reason why a pipeline of this class is not trained, from its model_index.json; None
@@ -318,13 +323,15 @@ class Family:
         clip_length  the length of a window, with its begin and end token
         max_length   the longest caption, without begin and end tokens; 0 if it is not set
         """
-        if self.most_clip_windows == 1:
+        if self.max_clip_windows == 1:
             return 1
         return max(1, max_length // (clip_length - 2))
 
-    def text_tokens(self, clip_length: int, max_length: int) -> int:
-        """The number of text tokens S, from the lengths of the CLIP tokenizer and of T5's
-        sequence.
+    def count_text_tokens(self, clip_length: int, max_length: int) -> int:
+        """Returns the number of text tokens S.
+
+        clip_length  the length of the CLIP tokenizer's sequences
+        max_length   the length of the other text encoder's sequences (T5, a language model)
         """
         return max_length
 
@@ -335,9 +342,9 @@ class Family:
         length  S
         """
         shapes: dict[str, tuple[int, ...]] = {"text": (length, int(config[self.text_width_key]))}
-        if "pooled" in self.text_outputs:
+        if "pooled" in self.text_output_indices:
             shapes["pooled"] = (int(config["pooled_projection_dim"]),)
-        if "mask" in self.text_outputs or self.keeps_text_lengths:
+        if "mask" in self.text_output_indices or self.keeps_text_lengths:
             shapes["mask"] = (length,)
         return shapes
 
@@ -345,7 +352,7 @@ class Family:
         self, pipe: Any, captions: list[str], *, max_length: int, **options: Any
     ) -> Mapping[str, Any]:
         """Encodes captions with the pipeline's text encoders. Returns a tensor for each name of
-        `text_outputs`; with `keeps_text_lengths` a list of F[S D] for `text` instead, without mask.
+        `text_output_indices`; with `keeps_text_lengths` a list of F[S D] for `text` instead, without mask.
 
         options  further arguments of the pipeline's `encode_prompt`
         """
@@ -356,7 +363,7 @@ class Family:
             **{name: value for name, value in arguments.items() if name in accepted},
             **options,
         )
-        texts = {text_name: outputs[index] for text_name, index in self.text_outputs.items()}
+        texts = {text_name: outputs[index] for text_name, index in self.text_output_indices.items()}
         return texts | ({"mask": texts["mask"].to(texts["text"].dtype)} if "mask" in texts else {})
 
     def encode_instructions(
@@ -399,7 +406,11 @@ class Family:
         }
 
     def extra_arguments(self, pipe: Any, size: int, control: Tensor | None) -> dict[str, Any]:
-        """The pipeline's further arguments, besides texts, size, steps, guidance and generator."""
+        """The pipeline's further arguments, besides texts, size, steps, guidance and generator.
+
+        size     the side of the picture in pixels
+        control  F[1 C H W]  the latents of the picture before the edit
+        """
         return {}
 
     def output_latents(self, pipe: Any, output: Tensor, size: int) -> Tensor:

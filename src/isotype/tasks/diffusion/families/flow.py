@@ -18,8 +18,8 @@ from .family import (
     POOLED_ARGUMENTS,
     Conditioning,
     Config,
+    DeepCompressionLatents,
     Denoiser,
-    DeterministicLatents,
     Family,
     PatchedLatents,
     Text,
@@ -58,9 +58,9 @@ class PackedTokens(Family):
     """
 
     def pack_tokens(self, noisy_NCHW: Tensor, conditioning: Conditioning) -> Tensor:
-        if conditioning.control is None:
+        if conditioning.control_latents is None:
             return pack_latents(noisy_NCHW)
-        return torch.cat([pack_latents(noisy_NCHW), pack_latents(conditioning.control)], 1)
+        return torch.cat([pack_latents(noisy_NCHW), pack_latents(conditioning.control_latents)], 1)
 
     def output_latents(self, pipe: Any, output: Tensor, size: int) -> Tensor:
         side = size // pipe.vae_scale_factor
@@ -79,7 +79,7 @@ class Flux(PackedTokens):
         "text_encoder_2",
         "tokenizer_2",
     )
-    text_outputs = {"text": 0, "pooled": 1}
+    text_output_indices = {"text": 0, "pooled": 1}
     text_arguments = POOLED_ARGUMENTS
     takes_negative_prompt = False
 
@@ -108,7 +108,7 @@ class Flux(PackedTokens):
         height, width = noisy_NCHW.shape[-2:]
         tokens_NTC = self.pack_tokens(noisy_NCHW, conditioning)
         ids_T3 = position_ids(height // 2, width // 2, noisy_NCHW.device)
-        if conditioning.control is not None:
+        if conditioning.control_latents is not None:
             ids_T3 = torch.cat([ids_T3, ids_T3 + ids_T3.new_tensor([1, 0, 0])])
         output_NTC = model(
             hidden_states=tokens_NTC,
@@ -149,7 +149,7 @@ class Chroma(Flux):
     pipeline = "ChromaPipeline"
     encoder_parts = ("text_encoder", "tokenizer")
     unneeded_parts = ("image_encoder", "feature_extractor")
-    text_outputs = {"text": 0, "mask": 2}
+    text_output_indices = {"text": 0, "mask": 2}
     text_arguments = MASK_ARGUMENTS
     takes_negative_prompt = True
 
@@ -173,7 +173,7 @@ class Flux2(Family):
 
     pipeline = "Flux2Pipeline"
     time_scale = 1000.0
-    downscale = 1
+    side_multiple = 1
     max_text_length = 512
     latents = PatchedLatents()
     takes_negative_prompt = False
@@ -257,7 +257,7 @@ class QwenImage(PackedTokens):
         conditioning: Conditioning,
     ) -> Tensor:
         height, width = noisy_NCHW.shape[-2:]
-        shapes = [(1, height // 2, width // 2)] * (1 if conditioning.control is None else 2)
+        shapes = [(1, height // 2, width // 2)] * (1 if conditioning.control_latents is None else 2)
         output_NTC = model(
             hidden_states=self.pack_tokens(noisy_NCHW, conditioning),
             timestep=time_N,
@@ -319,7 +319,7 @@ class SD3(Family):
         "text_encoder_3",
         "tokenizer_3",
     )
-    text_outputs = {"text": 0, "pooled": 2}
+    text_output_indices = {"text": 0, "pooled": 2}
     text_arguments = POOLED_ARGUMENTS
 
     def unused_layers(self, denoiser: Any) -> tuple[str, ...]:
@@ -330,7 +330,7 @@ class SD3(Family):
             if b.context_pre_only
         )
 
-    def text_tokens(self, clip_length: int, max_length: int) -> int:
+    def count_text_tokens(self, clip_length: int, max_length: int) -> int:
         return clip_length + max_length
 
     def encode_text(
@@ -365,7 +365,7 @@ class AuraFlow(Family):
     pipeline = "AuraFlowPipeline"
     max_text_length = 256
     text_arguments = MASK_ARGUMENTS  # the pipeline only checks the shape of the mask
-    adapted_blocks = ("AuraFlowJointTransformerBlock", "AuraFlowSingleTransformerBlock")
+    adapted_block_classes = ("AuraFlowJointTransformerBlock", "AuraFlowSingleTransformerBlock")
 
     def predict(
         self,
@@ -386,14 +386,14 @@ class Sana(Family):
     """
 
     pipeline = "SanaPipeline"
-    downscale = 1
+    side_multiple = 1
     max_text_length = 300
-    latents = DeterministicLatents()
-    text_outputs = {"text": 0, "mask": 1}
+    latents = DeepCompressionLatents()
+    text_output_indices = {"text": 0, "mask": 1}
     text_width_key = "caption_channels"
     text_arguments = MASK_ARGUMENTS
     comfyui_blocker = "ComfyUI itself has no Sana"
-    adapted_blocks = ("SanaTransformerBlock",)
+    adapted_block_classes = ("SanaTransformerBlock",)
 
     def encode_text(
         self, pipe: Any, captions: list[str], *, max_length: int, **options: Any
@@ -416,7 +416,7 @@ class Sana(Family):
         ]
         return {
             text_name: torch.cat([item[text_name] for item in texts])
-            for text_name in self.text_outputs
+            for text_name in self.text_output_indices
         }
 
     def predict(
@@ -543,7 +543,7 @@ class HiDream(Family):
         "text_encoder_4",
         "tokenizer_4",
     )
-    text_outputs = {"text": 0, "layers": 2, "pooled": 4}
+    text_output_indices = {"text": 0, "layers": 2, "pooled": 4}
     text_arguments = {
         "prompt_embeds_t5": "text",
         "prompt_embeds_llama3": "layers",

@@ -19,7 +19,7 @@ from .family import (
     denoiser_config,
 )
 
-MOST_CLIP_WINDOWS = 3
+MAX_CLIP_WINDOWS = 3
 
 
 def tokenize_windows(tokenizer: Any, captions: Sequence[str], windows: int) -> Tensor:
@@ -63,15 +63,15 @@ class StableDiffusion(Family):
     pipeline = "StableDiffusionPipeline"
     denoiser = "unet"
     objectives = ("epsilon", "v")
-    downscale = 8
+    side_multiple = 8
     max_text_length = None
-    most_clip_windows = MOST_CLIP_WINDOWS
+    max_clip_windows = MAX_CLIP_WINDOWS
     text_width_key = "cross_attention_dim"
     trainable_encoders: ClassVar[tuple[str, ...]] = ("text_encoder",)
     unneeded_parts = ("safety_checker", "feature_extractor", "image_encoder")
-    adapted_blocks = ("Transformer2DModel",)
+    adapted_block_classes = ("Transformer2DModel",)
 
-    def text_tokens(self, clip_length: int, max_length: int) -> int:
+    def count_text_tokens(self, clip_length: int, max_length: int) -> int:
         return clip_length * self.clip_windows(clip_length, max_length)
 
     def encode_text(
@@ -117,9 +117,9 @@ class SDXL(StableDiffusion):
     """
 
     pipeline = "StableDiffusionXLPipeline"
-    downscale = 4
+    side_multiple = 4
     encoder_parts = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
-    text_outputs = {"text": 0, "pooled": 2}
+    text_output_indices = {"text": 0, "pooled": 2}
     text_arguments = POOLED_ARGUMENTS
     trainable_encoders = ("text_encoder", "text_encoder_2")
     unused_last_layers = ("text_encoder",)
@@ -211,11 +211,11 @@ class PixArtAlpha(Family):
     pipeline = "PixArtAlphaPipeline"
     objectives = ("epsilon", "v")
     max_text_length = 120
-    text_outputs = {"text": 0, "mask": 1}
+    text_output_indices = {"text": 0, "mask": 1}
     text_width_key = "caption_channels"
     text_arguments = MASK_ARGUMENTS
     loads_lora = False
-    adapted_blocks = ("BasicTransformerBlock",)
+    adapted_block_classes = ("BasicTransformerBlock",)
 
     def predict(
         self,

@@ -106,10 +106,10 @@ class LTX(SingleFrame):
     """
 
     pipeline = "LTXPipeline"
-    downscale = 1
+    side_multiple = 1
     max_text_length = 128
     latents = LTXLatents()
-    text_outputs = {"text": 0, "mask": 1}
+    text_output_indices = {"text": 0, "mask": 1}
     text_width_key = "caption_channels"
     text_arguments = MASK_ARGUMENTS
     block_classes = ("LTXVideoTransformerBlock",)
