@@ -22,7 +22,7 @@ from typing import IO, Any, cast
 from unicodedata import normalize
 
 from ..errors import UsageError
-from ..wording import closest_file_name
+from ..wording import closest_file_name, format_binary_bytes
 
 JSON_ENDINGS = (".jsonl", ".ndjson", ".json")
 TABLE_ENDINGS = (".csv", ".tsv", ".parquet")
@@ -43,6 +43,7 @@ _OTHER_FORMATS = (
     (b"PAR1\x15", "Parquet", ".parquet"),
     (b"PK\x03\x04", "a zip archive, as a spreadsheet (.xlsx) is too", ""),
 )
+MAX_LINE_BYTES = 1 << 27  # of one line, which is held in memory; 3 MB of gzip can hold 3 GB
 _LINE_ENDS = re.compile(r"\s*[\r\n]\s*")
 
 
@@ -215,27 +216,43 @@ def looks_like_json(path: Path, name: str) -> bool:
     return _JSON_ROWS.match("".join(line for _, line in lines)) is not None
 
 
-def text_lines(path: Path, name: str) -> Iterator[tuple[int, str]]:
+def text_lines(
+    path: Path, name: str, *, max_line_bytes: int = MAX_LINE_BYTES
+) -> Iterator[tuple[int, str]]:
     """Yields line numbers and lines, with their line ends, of a plain or gzipped file."""
-    for number, offset, raw in raw_lines(path, name):
+    for number, offset, raw in raw_lines(path, name, max_line_bytes=max_line_bytes):
         text, problem = decode_line(raw, file=name, offset=offset)
         if problem:
             raise UsageError(f"{name}:{number}: {problem[0]}", fix=problem[1])
         yield number, text
 
 
-def raw_lines(path: Path, name: str) -> Iterator[tuple[int, int, bytes]]:
+def raw_lines(
+    path: Path, name: str, *, max_line_bytes: int = MAX_LINE_BYTES
+) -> Iterator[tuple[int, int, bytes]]:
     """Yields the number, the offset in the file and the bytes of each line of a plain or gzipped
-    file.
+    file. Raises UsageError for a line of more than `max_line_bytes`, before it is read to its end.
     """
     offset = number = 0
     with _open_file(path) as file:
         try:
-            for number, raw in enumerate(file, start=1):
+            lines = iter(lambda: file.readline(max_line_bytes + 1), b"")
+            for number, raw in enumerate(lines, start=1):
+                if len(raw) > max_line_bytes:
+                    raise _long_line_error(path, name, number, max_line_bytes)
                 yield number, offset, raw
                 offset += len(raw)
         except _READ_ERRORS as error:
             raise _unreadable_error(error, name, number + 1) from None
+
+
+def _long_line_error(path: Path, name: str, number: int, max_line_bytes: int) -> UsageError:
+    if file_suffix(path) in DATA_ENDINGS:
+        fix = "one row per line; pictures as files that the rows name"
+    else:
+        fix = f"fold -s -w 100000 {shlex.quote(name)} > lines{path.suffix}, and give that file"
+    message = f"{name}:{number}: the line is longer than {format_binary_bytes(max_line_bytes)}"
+    return UsageError(message, fix=fix)
 
 
 def first_line(path: Path) -> str:

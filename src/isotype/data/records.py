@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
+from ..wording import format_binary_bytes
 from .read import (
     JSON_ENDINGS,
     NoRows,
@@ -34,6 +35,7 @@ from .read import (
 )
 
 MAX_ARRAY_BYTES = 4 << 30  # size of the file of a JSON array
+MAX_COMPRESSED_ARRAY_BYTES = 1 << 28  # size of a JSON array of a gzipped file, unpacked
 _BATCH_ROWS = 512  # rows of Parquet that are converted to Python objects at once
 # characters of one CSV cell; csv's own limit, 131072, is less than a long document
 _MAX_CELL_CHARACTERS = 1 << 27
@@ -138,7 +140,7 @@ def _read_values(path: Path, name: str, *, in_array: bool) -> Iterator[Record]:
             " whole",
             fix=fix,
         )
-    text = "".join(line for _, line in text_lines(path, name))
+    text = _read_array_text(path, name)
     decoder = ObjectDecoder()
 
     def skip_blanks(position: int) -> int:
@@ -187,6 +189,27 @@ def _read_values(path: Path, name: str, *, in_array: bool) -> Iterator[Record]:
                     + ("" if separator else ", the file ends here"),
                 )
             position = following
+
+
+def _read_array_text(path: Path, name: str) -> str:
+    """Reads a file that holds one JSON array, or objects over several lines. Raises UsageError for
+    a gzipped file that unpacks to more than `MAX_COMPRESSED_ARRAY_BYTES`.
+    """
+    if path.suffix.lower() != ".gz":
+        return "".join(line for _, line in text_lines(path, name, max_line_bytes=MAX_ARRAY_BYTES))
+    limit = MAX_COMPRESSED_ARRAY_BYTES
+    lines = []
+    size = 0
+    for _, line in text_lines(path, name, max_line_bytes=limit):
+        lines.append(line)
+        size += len(line)
+        if size > limit:
+            raise UsageError(
+                f"{name}: it unpacks to more than {format_binary_bytes(limit)} of JSON that is not"
+                " one object a line",
+                fix=f"gzip -dc {shlex.quote(name)} | jq -c '.[]' > rows.jsonl",
+            )
+    return "".join(lines)
 
 
 def _python_limit_message(error: Exception) -> str:

@@ -226,6 +226,19 @@ def test_columns_are_named_or_asked_for(tmp_path):
     assert "no column 'foto'" in refusal(train=str(file), columns={"image": "foto"})
 
 
+def test_captions_of_megabytes_are_refused_before_they_are_held(tmp_path):
+    picture(tmp_path / "a.png")
+    with (tmp_path / "a.txt").open("wb") as file:
+        file.truncate(50_000_000)
+    said = refusal(train=str(tmp_path))
+    assert "a.txt has 50,000,000 bytes: captions have at most 1,048,576" in said
+    rows = tmp_path / "metadata.jsonl"
+    rows.write_text(json.dumps({"image": "a.png", "text": "red " * 300_000}) + "\n")
+    assert "text: captions of more than 1,048,576 characters" in refusal(train=str(tmp_path))
+    rows.write_text(json.dumps({"image": "a.png", "text": "red"}) + "\n")
+    assert "metadata.jsonl and a.txt disagree" in refusal(train=str(tmp_path))
+
+
 def test_two_files_that_disagree_about_a_picture_are_named(tmp_path):
     picture(tmp_path / "a.png", "a red circle")
     file = tmp_path / "rows.jsonl"

@@ -115,6 +115,7 @@ class Picture:
 
 
 CAPTION_SUFFIXES = (".txt", ".caption")
+MAX_CAPTION_BYTES = 1 << 20  # of a caption, and of a file of captions; text encoders read 2 KB
 METADATA_FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 ReportBad = Callable[[str, str], None]
 """A function that records a bad row: it receives the row's file or location, and the reason."""
@@ -161,10 +162,7 @@ def read_captions(picture: Path) -> tuple[str, ...]:
         text for suffix in CAPTION_SUFFIXES if (text := picture.with_suffix(suffix)).is_file()
     ):
         try:
-            lines = [
-                " ".join(line.split())
-                for line in text.read_bytes().decode("utf-8-sig").splitlines()
-            ]
+            lines = [" ".join(line.split()) for line in read_caption_file(text).splitlines()]
         except UnicodeDecodeError:
             raise BadPicture(f"{text.name} is not text (UTF-8)") from None
         captions_by_file[text.name] = tuple(dict.fromkeys(line for line in lines if line)) or ("",)
@@ -175,6 +173,18 @@ def read_captions(picture: Path) -> tuple[str, ...]:
     if len(set(captions_by_file.values())) > 1:
         raise BadPicture(f"{' and '.join(captions_by_file)} disagree: remove one")
     return next(iter(captions_by_file.values()))
+
+
+def read_caption_file(file: Path) -> str:
+    """Reads a file of captions. Raises BadPicture for a file that is too large to be one, and
+    UnicodeDecodeError.
+    """
+    size = file.stat().st_size
+    if size > MAX_CAPTION_BYTES:
+        raise BadPicture(
+            f"{file.name} has {size:,} bytes: captions have at most {MAX_CAPTION_BYTES:,}"
+        )
+    return file.read_bytes().decode("utf-8-sig")
 
 
 def list_files(folder: Path) -> list[Path]:
@@ -351,6 +361,8 @@ def _row_picture(
     texts = [row.get(key)] if isinstance(row.get(key), str) else row.get(key)
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
         raise BadPicture(f"{key}: expected a caption or a list of them, got {row.get(key)!r:.60}")
+    if sum(map(len, texts)) > MAX_CAPTION_BYTES:
+        raise BadPicture(f"{key}: captions of more than {MAX_CAPTION_BYTES:,} characters")
     captions = tuple(dict.fromkeys(" ".join(text.split()) for text in texts))
     content = _cell_content(row.get(names["image"]), names["image"], file, position)
     mask, control = (

@@ -28,6 +28,7 @@ from ...data.read import file_suffix
 from ...errors import UsageError
 from .picture_files import (
     CAPTION_SUFFIXES,
+    MAX_CAPTION_BYTES,
     TABLE_ENDINGS,
     FileContent,
     Picture,
@@ -296,8 +297,7 @@ def _read_with_metadata(
             continue
         elif (
             caption_file.is_file()
-            and caption_file.read_bytes().decode("utf-8", "replace").split()
-            != " ".join(row_by_path[path].captions).split()
+            and _read_words(caption_file) != " ".join(row_by_path[path].captions).split()
         ):
             result.bad_pictures.add(
                 str(path), f"{file.name} and {caption_file.name} disagree: remove one"
@@ -306,6 +306,12 @@ def _read_with_metadata(
             yield row_by_path[path]
     if result.has_controls:
         yield from rows
+
+
+def _read_words(caption_file: Path) -> list[str]:
+    """The words of a caption file, of a file that is too large only those of its beginning."""
+    with caption_file.open("rb") as file:
+        return file.read(MAX_CAPTION_BYTES + 1).decode("utf-8", "replace").split()
 
 
 def _report_disagreeing(pictures: Iterable[Picture], result: RunPictures) -> None:
