@@ -87,3 +87,18 @@ def test_the_front_page_shows_the_summary_of_everything():
     block = FRONT.partition("## All of it at once")[2].partition("```\n")[2].partition("\n```")[0]
     assert block
     assert printed(".").endswith(block)
+
+
+def test_run_page_shows_todays_output():
+    page = (DOCS / "run.md").read_text(encoding="utf-8")
+    shown = re.search(r"```\n(isotype doctor run\n.*?)\n```", page, re.DOTALL)
+    assert shown is not None
+    done = subprocess.run(
+        [interpreter(), "-m", "isotype", "doctor", "run", "qlora.py"],
+        cwd=DOCS / "examples",
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 1
+    assert shown[1] in done.stderr

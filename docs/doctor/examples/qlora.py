@@ -27,3 +27,7 @@ def run():
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(folder, bf16=True, use_cpu=True, max_steps=1, report_to=[], save_strategy="no", disable_tqdm=True)
         Trainer(build(), args, train_dataset=[{"input_ids": ids, "labels": ids}] * 4, callbacks=[Sample()]).train()
+
+
+if __name__ == "__main__":
+    run()

@@ -16,6 +16,7 @@ from torch import nn
 
 from ...dtypes import format_dtype
 from ...finding import Finding, Place
+from ...observe.origin import short_path
 from ...pages.finding_sheet import load_finding_formatter
 from .causes import SHEET
 from .evidence import Evidence, Operand, describe_autocast
@@ -59,7 +60,7 @@ def _make_finding(
     if frame is None:
         frame = evidence.user_frame
     location = Place(
-        file=frame.file, line=frame.line, symbol=evidence.module_path or frame.function
+        file=short_path(frame.file), line=frame.line, symbol=evidence.module_path or frame.function
     )
     return _format_finding(code, location, _details(evidence, frame), **values)
 
@@ -457,6 +458,7 @@ def find_call_outside_autocast(evidence: Evidence) -> Finding | None:
         dtype = _setting_dtype(str(modes[0]))
         device = evidence.device
     frame = _outermost_call(evidence)
+    evidence.producer_of(operands[0])  # shown with the operands
     return _make_finding(
         "RN003",
         evidence,
