@@ -77,6 +77,7 @@ INNER = {
         "header_keys tokenizer_keys"
     ),
     "isotype.inference.ollama": "find_turns",
+    "isotype.inference.verify.result": "kept_share",
     "isotype.inference.push": "inference_push= check_push push_push=push",
     "isotype.integrations.claims": "TESTED_VERSIONS",
     "isotype.integrations.monitor": "read_reduce_dtypes",

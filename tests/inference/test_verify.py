@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.api import export_model
+import torch
+from safetensors.torch import load_file, save_file
+from tests.api import export_model, kept_share
 from tests.commands import ask, invoke
 from tests.gguf_files import splitting
 from tests.models import SIZES, tiny
@@ -194,6 +196,145 @@ def test_a_file_of_the_base_is_named_as_not_merged(llama, tmp_path) -> None:
     assert result["differences"][0]["name"] == "adapter"
     assert "not merged" in result["differences"][0]["message"]
     assert result["kept"] == pytest.approx(0.0, abs=0.01)
+    outcome = invoke("verify", llama.run, "--file", tmp_path / "base.gguf")
+    assert outcome.exit_code == 1
+    assert "keeps less than --keep 0.9" in outcome.stdout
+    assert "higher learning rate" in outcome.stdout
+
+
+def requantise(file: Path, out: Path, kind: str) -> None:
+    """Writes the file again with its matrices in another type, by gguf's own quantisers."""
+    reader = gguf.GGUFReader(str(file))
+    architecture = reader.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(str(out), architecture)
+    for key, field in reader.fields.items():
+        if key.startswith("GGUF.") or key == "general.architecture":
+            continue
+        item_type = field.types[-1] if len(field.types) > 1 else None
+        writer.add_key_value(key, field.contents(), field.types[0], item_type)
+    for tensor in reader.tensors:
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        wanted = gguf.GGMLQuantizationType[kind if values.ndim > 1 else "F32"]
+        writer.add_tensor(tensor.name, gguf.quants.quantize(values, wanted), raw_dtype=wanted)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_q4_0_file_is_reported_with_what_it_keeps(llama, tmp_path) -> None:
+    file = tmp_path / "q4.gguf"
+    requantise(llama.file, file, "Q4_0")
+    result = verify(llama.run, file, "--keep", 0.0)
+    assert result["format"] == "GGUF, Q4_0"
+    assert result["differences"] == []
+    assert 0.3 < result["kept"] < 1.2
+    groups = {"embedding and head in the file", "attention in the file", "mlp in the file"}
+    assert groups <= set(result["causes"])
+
+
+def test_nothing_learnt_gives_no_share() -> None:
+    assert kept_share(2.0, 1.0, 1.5, 0.1) == pytest.approx(0.5)
+    assert kept_share(2.0, 1.9, 1.95, 0.1) is None, "within the noise of the rows"
+    assert kept_share(2.0, 2.1, 2.0, 0.0) is None, "the loss rose"
+    assert kept_share(2.0, 1.9999, 2.0, 0.0) is None
+    assert kept_share(2.0, 1.0, float("nan"), 0.1) is None
+
+
+@pytest.mark.full
+def test_a_run_that_learnt_nothing_has_no_share(llama, tmp_path) -> None:
+    config = json.loads((llama.folder / "run.yaml").read_text())
+    config["train"] |= {"steps": 1, "learning_rate": 1e-7}
+    config["run"]["folder"] = str(tmp_path / "idle")
+    (tmp_path / "idle.yaml").write_text(json.dumps(config))
+    ask("train", tmp_path / "idle.yaml")
+    ask("merge", tmp_path / "idle", "--out", tmp_path / "merged")
+    result = verify(tmp_path / "idle", tmp_path / "merged")
+    assert result["kept"] is None
+    assert result["same"]
+    assert "unknown: on these rows" in ask(
+        "verify", tmp_path / "idle", "--file", tmp_path / "merged"
+    )
+    with pytest.raises(UsageError, match="another run"):
+        verify(tmp_path / "idle", llama.file)
+
+
+@pytest.mark.full
+def test_a_run_that_trained_every_weight_is_compared(llama, tmp_path) -> None:
+    config = json.loads((llama.folder / "run.yaml").read_text())
+    config["adapter"] = {"kind": "none"}
+    config["precision"] = {"preset": "bf16-mixed"}
+    config["train"] |= {"learning_rate": 1e-2}
+    config["run"]["folder"] = str(tmp_path / "whole")
+    (tmp_path / "whole.yaml").write_text(json.dumps(config))
+    ask("train", tmp_path / "whole.yaml")
+    file = tmp_path / "whole.gguf"
+    ask("export", tmp_path / "whole", "--to", "gguf", "--type", "BF16", "--out", file)
+    result = verify(tmp_path / "whole", file)
+    assert result["differences"] == []
+    assert result["kept"] == pytest.approx(1.0, abs=0.005)
+
+
+@pytest.mark.parametrize("change", ["template", "end token", "rope", "tensor"])
+def test_a_difference_of_a_merged_folder_is_named(llama, tmp_path, change: str) -> None:
+    folder = tmp_path / "merged"
+    shutil.copytree(llama.merged, folder)
+    config_file = folder / "config.json"
+    if change == "template":
+        (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+        expected = "tokenizer: chat_template"
+    elif change == "end token":
+        file = folder / "generation_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": 7}))
+        expected = "generation_config.json: eos_token_id"
+    elif change == "rope":
+        settings = json.loads(config_file.read_text())
+        settings["rope_parameters"]["rope_theta"] = 5e5
+        config_file.write_text(json.dumps(settings))
+        expected = "config.json: rope_parameters"
+    else:
+        tensors = load_file(folder / "model.safetensors")
+        expected = "model.layers.0.mlp.down_proj.weight"
+        tensors[expected] = tensors[expected].T.contiguous()
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    result = verify(llama.run, folder)
+    assert [difference["name"] for difference in result["differences"]] == [expected]
+    if change == "rope":
+        assert "settings of the file" in result["causes"]
+
+
+def test_the_result_is_a_section_of_the_report(llama) -> None:
+    ask("report", llama.run)
+    verify(llama.run, llama.file)
+    page = (llama.run / "report.html").read_text()
+    assert "Written files" in page
+    assert "bf16.gguf" in page
+    assert "the file is the trained model" in page
+
+
+def test_files_of_another_model_and_absent_rows_are_refused(llama, tmp_path) -> None:
+    tiny("llama", vocab_size=320, hidden_size=32, bos_token_id=None).save_pretrained(
+        tmp_path / "small"
+    )
+    splitting().save_pretrained(tmp_path / "small")
+    with pytest.raises(UsageError, match="another model"):
+        verify(llama.run, tmp_path / "small")
+    torch.manual_seed(7)
+    sizes = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 64, "bos_token_id": None}
+    tiny("llama", seed=5, **sizes).save_pretrained(tmp_path / "other")
+    splitting().save_pretrained(tmp_path / "other")
+    with pytest.raises(UsageError, match="another base model"):
+        verify(llama.run, tmp_path / "other")
+    export_model(tmp_path / "small", tmp_path / "small.gguf", "F16")
+    with pytest.raises(UsageError, match="another model"):
+        verify(llama.run, tmp_path / "small.gguf")
+    rows = llama.folder / "chats.jsonl"
+    rows.rename(tmp_path / "moved.jsonl")
+    try:
+        with pytest.raises(UsageError, match=r"chats\.jsonl"):
+            verify(llama.run, llama.file)
+    finally:
+        (tmp_path / "moved.jsonl").rename(rows)
 
 
 def test_a_file_cut_short_and_files_of_another_model_are_refused(llama, tmp_path) -> None:

@@ -136,6 +136,7 @@ def page(record: RunRecord) -> dict[str, Any]:
         "figures": [(plot, line_chart(plot)) for plot in plots(record)],
         "precision": precision(record),
         "preflight": preflight(record),
+        "files": written_files(record),
         "samples": prompts,
         "pictures": pictures,
         "drawn": side_by_side(prompts) if pictures else [],
@@ -673,3 +674,39 @@ def preflight(record: RunRecord) -> dict[str, Any] | None:
         "passed": passed,
         "seconds": format_duration(sum(seconds)) if seconds else "",
     }
+
+
+def written_files(record: RunRecord) -> list[dict[str, Any]]:
+    """Returns the files that were compared with the run (verify.json), with their losses and
+    differences as text.
+    """
+    files = []
+    for name, result in record.verify.items():
+        result = dict_or_empty(result)
+        losses = dict_or_empty(result.get("loss"))
+        kept = result.get("kept")
+        agreement = result.get("agreement")
+        files.append(
+            {
+                "name": str(name),
+                "format": str(result.get("format", "")),
+                "losses": [_loss_text(losses.get(key)) for key in ("base", "trained", "served")],
+                "kept": format_percent(kept) if isinstance(kept, int | float) else "unknown",
+                "agreement": format_percent(agreement)
+                if isinstance(agreement, int | float)
+                else "",
+                "is_same": result.get("same") is True,
+                "summary": str(result.get("summary", "")),
+                "differences": rows_or_empty(result.get("differences"), "name", "message"),
+                "causes": [
+                    (str(cause), f"{change:+.4f}")
+                    for cause, change in dict_or_empty(result.get("causes")).items()
+                    if isinstance(change, int | float)
+                ],
+            }
+        )
+    return files
+
+
+def _loss_text(loss: Any) -> str:
+    return f"{loss:.4f}" if isinstance(loss, int | float) else "not finite"

@@ -45,6 +45,7 @@ class RunRecord:
     preflight: dict[str, Any] = field(default_factory=dict)
     plan: dict[str, Any] = field(default_factory=dict)
     resumes: dict[str, Any] = field(default_factory=dict)
+    verify: dict[str, Any] = field(default_factory=dict)
     examples: list[dict[str, Any]] = field(default_factory=list)
     before_edits: dict[str, Any] = field(default_factory=dict)
     is_running: bool = False
@@ -139,7 +140,7 @@ def read_run(folder: Path) -> RunRecord:
     if not any((folder / name).is_file() for name in FILES):
         raise UsageError(f"{folder}: not a run folder: it has none of {', '.join(FILES[:4])}")
     record = RunRecord(folder)
-    for name in ("precision", "data", "result", "preflight", "plan", "resumes"):
+    for name in ("precision", "data", "result", "preflight", "plan", "resumes", "verify"):
         setattr(record, name, dict_or_empty(_read_json(folder / f"{name}.json", record)))
     record.environment = dict_or_empty(_read_json(folder / "env.json", record))
     examples = dict_or_empty(_read_json(folder / "examples.json", record))

@@ -24,6 +24,7 @@ from .reference import ReferenceModel, Scores
 from .result import Verification, kept_share
 from .run_weights import RunWeights
 from .settings import (
+    apply_folder_settings,
     apply_gguf_settings,
     compare_folder_settings,
     compare_gguf_settings,
@@ -74,7 +75,9 @@ def verify_file(
     scores = reference.score(batches)
     causes = {RUN_DTYPES: trained.loss - _loss_in_run(run, rows, pictures)}
     changed_config = None
-    if written.fields and not written.adapter_only:
+    if written.folder is not None:
+        changed_config = apply_folder_settings(reference.config, written.folder)
+    elif not written.adapter_only:
         changed_config = apply_gguf_settings(reference.config, written)
     if changed_config is not None:
         weights_loss = scores.loss

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...report.page import REPORT, write_report
 from ...runs.checkpoint.atomic_folder import write_text
 from ...runs.folder import RunFolder
 from ...wording import pluralise
@@ -16,6 +17,7 @@ from .tensors import Difference
 
 VERIFY_FILE = "verify.json"  # in the run folder: file name -> the last result for this file
 LINES_SHOWN = 8
+SMALLEST_GAIN = 1e-3  # of the loss; less counts as nothing learnt
 SMALLEST_SHOWN = 5e-5  # a change of the loss
 
 
@@ -70,6 +72,7 @@ class Verification:
     def to_json(self) -> dict[str, Any]:
         return {
             "same": self.is_same,
+            "summary": self.result_sentence(),
             "kept": self.kept,
             "loss": {
                 "base": self.base_loss,
@@ -126,8 +129,9 @@ class Verification:
             return f"{self.kept:.1%} of what the run learnt"
         gain = self.base_loss - self.trained_loss
         return (
-            f"unknown: on these rows training changed the loss by {-gain:+.4f}, and the rows alone"
-            f" explain ±{2 * self.noise:.4f}; more rows (--verify-rows) or more training show it"
+            f"unknown: on these rows training changed the loss by {-gain:+.4f}, which is not more"
+            f" than the draw of rows explains (±{max(2 * self.noise, SMALLEST_GAIN):.4f});"
+            " --verify-rows takes more rows"
         )
 
     def result_sentence(self) -> str:
@@ -162,18 +166,20 @@ class Verification:
 
 def store_result(run: Path, verification: Verification) -> None:
     """Writes the result into verify.json of the run folder, in the place of an earlier one for the
-    same file.
+    same file, and writes the run's report again if it has one.
     """
     results = RunFolder(run).read_json(VERIFY_FILE)
     results[verification.file] = verification.to_json()
     write_text(run / VERIFY_FILE, json.dumps(results, indent=1) + "\n")
+    if (run / REPORT).is_file():
+        write_report(run)
 
 
 def kept_share(base: float, trained: float, file: float, noise: float) -> float | None:
     """Returns (base - file) / (base - trained); None if training lowered the loss by no more than
-    twice the standard error.
+    twice the standard error, or by less than SMALLEST_GAIN.
     """
     gain = base - trained
-    if not math.isfinite(file) or gain <= max(2 * noise, 1e-6):
+    if not math.isfinite(file) or gain <= max(2 * noise, SMALLEST_GAIN):
         return None
     return (base - file) / gain

@@ -52,6 +52,9 @@ _CONFIG_KEYS = (
     "num_experts_per_tok",
 )
 
+# of these, those that decide which tensors there are
+_SHAPE_KEYS = ("tie_word_embeddings", "vocab_size")
+
 
 def compare_gguf_settings(
     run: LoadedRun, config: Any, written: WrittenModel
@@ -217,6 +220,23 @@ def apply_gguf_settings(config: Any, written: WrittenModel) -> Any | None:
     rope["rope_theta"] = theta
     if epsilon is not None and not math.isclose(epsilon, text_config.rms_norm_eps, rel_tol=1e-6):
         text_config.rms_norm_eps = epsilon
+        is_changed = True
+    return changed if is_changed else None
+
+
+def apply_folder_settings(config: Any, folder: Path) -> Any | None:
+    """Returns the configuration with the settings of a folder's config.json that change the model's
+    output; None if the folder has the same.
+    """
+    file_text = AutoConfig.from_pretrained(folder).get_text_config()
+    changed = copy.deepcopy(config)
+    text_config = changed.get_text_config()
+    is_changed = False
+    for key in _CONFIG_KEYS:
+        value = getattr(file_text, key, None)
+        if key in _SHAPE_KEYS or value == getattr(text_config, key, None):
+            continue
+        setattr(text_config, key, value)
         is_changed = True
     return changed if is_changed else None
 

@@ -207,8 +207,9 @@ def _compare_values(
     base = weights.base(name) if is_changed else trained
     message = _deviation(tensor.kind, written, value, trained, base)
     if not is_changed:
-        comparison.frozen_total += 1
-        comparison.frozen_different += bool(message)
+        if value.ndim > 1:  # norms may be ones in every model
+            comparison.frozen_total += 1
+            comparison.frozen_different += bool(message)
     else:
         run_change = (trained - base).double().flatten()
         comparison.run_change += float(run_change.square().sum())
@@ -266,11 +267,11 @@ def refuse_other_run(comparison: TensorComparison) -> None:
     if 2 * comparison.frozen_different > comparison.frozen_total:
         raise UsageError(
             f"the file holds another base model: {comparison.frozen_different} of"
-            f" {comparison.frozen_total} tensors that the run did not train differ",
+            f" {comparison.frozen_total} matrices that the run did not train differ",
             fix="give the file that was written from this run",
         )
     share = comparison.change_in_file
-    if share is None or share > 0.5:
+    if share is None or 0.5 < share < 2.0:
         return
     total = comparison.changed_total
     if 2 * comparison.changed_different > total and 2 * comparison.unlike_base > total:
