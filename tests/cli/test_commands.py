@@ -46,6 +46,7 @@ def test_a_mistake_in_options_and_arguments_is_answered_with_what_works(tmp_path
     small = ("model.init=random", "model.config={model_type: llama}", "data.train=stdlib")
     for arguments, fix in (
         (("eval", "r", "--data", "f"), "isotype eval RUN FILE"),
+        (("merge", "base", "adapter"), "isotype merge RUN_OR_ADAPTER --out FOLDER; the run or"),
         (("chat", "r", "hello"), "isotype sample RUN"),
         (("export", "r"), "--to comfyui|gguf"),
         (("train", "--gpus", 2, "model.device=cpu", *small), "--processes 2"),
@@ -135,3 +136,54 @@ def test_an_interrupted_command_has_status_130_and_no_traceback(tmp_path, monkey
     ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=900)
     assert (ended.returncode, ended.stdout) == (130, "")
     assert "Traceback" not in ended.stderr
+
+
+LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 123456\n"
+
+
+def refusal_of_model(folder: Path, chats: Path) -> str:
+    done = invoke("plan", "--model", folder, "--data", chats)
+    assert isinstance(done.exception, UsageError), done.output
+    return str(done.exception)
+
+
+def test_an_adapter_as_the_model_names_its_base_and_how_to_train_it_further(workshop, tmp_path):
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+    text = refusal_of_model(folder, workshop.chats)
+    assert f"command line model.name: {folder}: is a PEFT adapter, expected a model" in text
+    assert f"write model.name: org/base and adapter.start_from: {folder}" in text
+    assert f"isotype merge {folder}" in text
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_a_model_that_git_lfs_did_not_fetch_is_refused_with_the_command(workshop, tmp_path, name):
+    folder = shutil.copytree(workshop.base, tmp_path / "base")
+    (folder / name).write_text(LFS_POINTER)
+    text = refusal_of_model(folder, workshop.chats)
+    assert f"{name} is a Git LFS pointer, without the content; git -C {folder} lfs pull" in text
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".csv", ".txt", ".jsonl.gz"])
+def test_data_that_git_lfs_did_not_fetch_is_refused_with_the_command(workshop, tmp_path, suffix):
+    file = tmp_path / f"rows{suffix}"
+    file.write_text(LFS_POINTER)
+    done = invoke("plan", "--model", workshop.base, "--data", file)
+    assert isinstance(done.exception, UsageError), done.output
+    assert f"{file}: is a Git LFS pointer, without the rows" in str(done.exception)
+    assert done.exception.fix == f"git -C {tmp_path} lfs pull"
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("train.objective=classification", "classes of a text are not offered"),
+        ("train.objective=sequence-classification", "classes of a text are not offered"),
+        ("model.num_labels=3", "classes of a text are not offered"),
+        ("train.objective=embedding", "embedding models are not offered"),
+    ],
+)
+def test_classes_and_embeddings_are_refused_by_name(workshop, setting, message):
+    done = invoke("plan", "--model", workshop.base, "--data", workshop.chats, setting)
+    assert message in str(done.exception)

@@ -249,6 +249,14 @@ WRONG: dict[str, tuple[str, str | bytes | list[Any], dict[str, Any], str]] = {
     "deep": ("x.jsonl", "[" * 100_000, {}, "x.jsonl:1: JSON nested too deeply"),
     "wrapped": ("x.json", '{"data": [{"text": "a"}]}', {}, "x.json:1: no known format in the keys; data is a list of objects: if"),
     "utf16": ("x.txt", "words".encode("utf-16"), {}, "x.txt:1: byte 0: the file is UTF-16; save it as UTF-8"),
+    "classes": ("x.jsonl", [{"sentence": "a", "label": 1}], {},
+        "x.jsonl:1: sentence and label are a text and its class, and a trainer of classes is not offered; "
+        "a language model learns the class as an answer with data.columns: {prompt: sentence, "
+        "completion: label}, where label is the class's name as text"),
+    "pairs of embeddings": ("x.jsonl", [{"anchor": "a", "positive": "b", "negative": "c"}], {},
+        "x.jsonl:1: anchor and positive are a pair for an embedding model, which is not offered: "),
+    "LFS pointer": ("x.jsonl", "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n", {},
+        "x.jsonl: is a Git LFS pointer, without the rows"),
     "unknown keys": ("x.jsonl", [{"a": "a", "b": "b"}], {}, "x.jsonl:1: no known format in the keys (a, b): use messages, or prompt"),
     "typo": ("x.jsonl", [{"mesages": []}], {}, "x.jsonl:1: mesages: unknown key, did you mean messages?"),
     "two formats in a row": ("x.jsonl", [{"text": "a", "messages": []}], {}, "x.jsonl:1: the row has messages and text: set data.format"),

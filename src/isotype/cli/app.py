@@ -58,6 +58,7 @@ _FORMS = {
     "chat": 'isotype chat RUN; isotype sample RUN "a question" answers one',
     "eval": "isotype eval RUN FILE",
     "export": f"isotype export RUN --to {'|'.join(FORMATS)}",
+    "merge": "isotype merge RUN_OR_ADAPTER --out FOLDER; the run or adapter_config.json names the base",
     "verify": "isotype verify RUN --file FILE",
 }
 # package that is missing in an installation without extras -> the extra that installs it

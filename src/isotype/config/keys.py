@@ -298,6 +298,14 @@ _PIPELINE_HINT = (
     "pipeline parallelism is not offered yet; parallel.kind: shard shares the weights, layer by"
     " layer"
 )
+_CLASSES_HINT = (
+    "classes of a text are not offered: train.objective: reward trains one score, and"
+    " attach(Trainer(...)) adds the checks to a trainer of classes"
+)
+_EMBEDDINGS_HINT = (
+    "embedding models are not offered: a trainer for them, such as sentence-transformers, trains"
+    " one"
+)
 _PARAM_DTYPE_HINT = (
     "not offered: it rounds adapters, norms and their gradients; precision.compute is the dtype of"
     " products, precision.reduce that of sums"
@@ -308,6 +316,32 @@ NOT_OFFERED = {
         ("dpo", "orpo", "simpo", "cpo", "ipo", "kto", "reward", "reward_model"), _OBJECTIVE_HINT
     ),
     **dict.fromkeys(("grpo", "ppo", "rlhf"), _REINFORCEMENT_LEARNING_HINT),
+    **dict.fromkeys(
+        (
+            "classification",
+            "text_classification",
+            "sequence_classification",
+            "token_classification",
+            "seq_cls",
+            "token_cls",
+            "num_labels",
+            "id2label",
+            "problem_type",
+        ),
+        _CLASSES_HINT,
+    ),
+    **dict.fromkeys(
+        (
+            "embedding",
+            "embeddings",
+            "feature_extraction",
+            "sentence_transformers",
+            "contrastive",
+            "reranker",
+            "reranking",
+        ),
+        _EMBEDDINGS_HINT,
+    ),
     **dict.fromkeys(
         ("deepspeed", "deepspeed_config", "zero_optimization", "zero_stage"), _SHARDED_HINT
     ),

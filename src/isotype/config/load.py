@@ -561,8 +561,9 @@ def _value_hint(key: str, value: Any) -> str:
         return f", did you mean {presets}?"
     if key == "precision.compute" and str(value).lower().startswith("fp8"):
         return f"; {NO_FP8_PRODUCTS}"
-    if choices and str(value).lower() in NOT_OFFERED:
-        return f"; {NOT_OFFERED[str(value).lower()]}"
+    word = str(value).lower().replace("-", "_")
+    if choices and word in NOT_OFFERED:
+        return f"; {NOT_OFFERED[word]}"
     try:
         matches = [choice for choice in (parse(str(value)),) if choice in choices]
     except ValueError:

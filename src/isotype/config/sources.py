@@ -4,8 +4,10 @@ list: names, or mappings with settings. Imports no torch.
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -164,6 +166,59 @@ def config_file(name: str) -> Path:
     """The JSON file of `model.config`, which names the file or its folder."""
     path = Path(name)
     return path / "config.json" if path.is_dir() else path
+
+
+LFS_MARK = b"version https://git-lfs.github.com/spec/"
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Whether a file is the text that Git LFS puts in place of a large file that was not fetched."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(LFS_MARK)) == LFS_MARK
+    except OSError:
+        return False
+
+
+def lfs_fix(path: Path) -> str:
+    """The command that fetches the content of the Git LFS pointers in a folder."""
+    return f"git -C {shlex.quote(str(path.parent))} lfs pull"
+
+
+def model_folder_problem(key: str, name: str) -> str | None:
+    """Returns the problem of a local model that is an adapter, or whose files are Git LFS pointers,
+    with the way to mend it. Returns None for any other name.
+    """
+    path = Path(name).expanduser()
+    try:
+        files = sorted(path.iterdir()) if path.is_dir() else [path]
+    except OSError:
+        return None
+    names = [file.name for file in files]
+    if path.is_dir() and "adapter_config.json" in names and "config.json" not in names:
+        if key != "model.name":
+            return None
+        base = _adapter_base(path / "adapter_config.json")
+        return (
+            f"is a PEFT adapter, expected a model; write model.name: {base} and adapter.start_from:"
+            f" {name} to train it further, or make it a model: isotype merge {name}"
+        )
+    pointers = [file for file in files if is_lfs_pointer(file)]
+    if pointers:
+        return (
+            f"{pointers[0].name} is a Git LFS pointer, without the content; {lfs_fix(pointers[0])}"
+        )
+    return None
+
+
+def _adapter_base(file: Path) -> str:
+    """The base that an adapter's configuration names."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        content = None
+    base = content.get("base_model_name_or_path") if isinstance(content, dict) else None
+    return base if isinstance(base, str) else "BASE"
 
 
 def closest_model_hint(name: str) -> str:

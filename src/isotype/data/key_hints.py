@@ -42,6 +42,7 @@ def unknown_row_hint(row: Mapping[str, Any]) -> str:
     turn_lists = [key for key in object_lists if TURN_KEYS & row[key][0].keys()]
     return (
         _pair_hint(row)
+        or _class_or_embedding_hint(row)
         or _similar_key_hint(row, object_lists, turn_lists)
         or _missing_key_hint(row)
         or _list_hint(object_lists, turn_lists)
@@ -50,6 +51,39 @@ def unknown_row_hint(row: Mapping[str, Any]) -> str:
             " completion, or text, or name them in data.columns"
         )
     )
+
+
+_TEXT_KEYS = ("sentence", "text", "review", "tweet", "comment", "content", "title", "document")
+_CLASS_KEYS = ("label", "labels", "label_text", "class", "category", "intent", "sentiment")
+_EMBEDDING_KEYS = (
+    ("anchor", "positive"),
+    ("query", "pos"),
+    ("query", "positive"),
+    ("sentence1", "sentence2"),
+    ("premise", "hypothesis"),
+)
+
+
+def _class_or_embedding_hint(row: Mapping[str, Any]) -> str:
+    """Returns a hint for a row of a classifier or of an embedding model."""
+    for first, second in _EMBEDDING_KEYS:
+        if first in row and second in row:
+            return (
+                f"{first} and {second} are a pair for an embedding model, which is not offered: a"
+                " trainer for them, such as sentence-transformers, trains one"
+            )
+    text_key = next((key for key in _TEXT_KEYS if key in row), None)
+    class_key = next((key for key in _CLASS_KEYS if key in row), None)
+    if text_key is None or class_key is None:
+        return ""
+    hint = (
+        f"{text_key} and {class_key} are a text and its class, and a trainer of classes is not"
+        f" offered; a language model learns the class as an answer with data.columns: {{prompt:"
+        f" {text_key}, completion: {class_key}}}"
+    )
+    if not isinstance(row[class_key], str):
+        hint += f", where {class_key} is the class's name as text"
+    return hint
 
 
 def _pair_hint(row: Mapping[str, Any]) -> str:

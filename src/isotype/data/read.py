@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 from unicodedata import normalize
 
+from ..config.sources import is_lfs_pointer, lfs_fix
 from ..errors import UsageError
 from ..wording import closest_file_name, format_binary_bytes
 
@@ -145,6 +146,10 @@ def require_file(
         with path.open("rb") as file:
             if not file.read(1) and not accept_empty:
                 raise UsageError(f"{name}: the file is empty")
+        if is_lfs_pointer(path):
+            raise UsageError(
+                f"{name}: is a Git LFS pointer, without the rows", fix=lfs_fix(path.absolute())
+            )
     except OSError as error:
         raise UsageError(f"{name}: cannot be read: {error.strerror}") from None
     return path

@@ -489,9 +489,6 @@ def refuse_incomplete(loaded: LoadedConfig) -> None:
     )
     from ..config.sources import (
         check_data,
-        closest_model_hint,
-        is_folder_name,
-        missing_folder_hint,
         picture_sources,
         source_specs,
     )
@@ -512,16 +509,7 @@ def refuse_incomplete(loaded: LoadedConfig) -> None:
             f"{folder_name}model.name: missing: --model FOLDER, or model.name in a file (isotype init"
             " writes one)"
         )
-    for key, name in (
-        ("model.name", config.model.name),
-        ("model.tokenizer", config.model.tokenizer),
-    ):
-        if name is not None and is_folder_name(name) and not Path(name).exists():
-            expected_kind = "file" if name.endswith((".safetensors", ".gguf")) else "folder"
-            missing.append(
-                f"{loaded.sources[key]} {key}: {name}: no such"
-                f" {expected_kind}{closest_model_hint(name) or missing_folder_hint(name, loaded.path)}"
-            )
+    missing += _model_name_problems(loaded)
     refuse_inapplicable_keys(config, loaded.sources)
     diffusion = detect_run_kind(config) == DIFFUSION
     if diffusion and str(config.model.name).endswith(".gguf"):
@@ -547,6 +535,31 @@ def refuse_incomplete(loaded: LoadedConfig) -> None:
     for split in ("train", "eval"):
         for spec in source_specs(config.data, split):
             require_source(spec)
+
+
+def _model_name_problems(loaded: LoadedConfig) -> list[str]:
+    """Returns one line for each local model or tokenizer that does not exist or is no model."""
+    from ..config.sources import (
+        closest_model_hint,
+        is_folder_name,
+        missing_folder_hint,
+        model_folder_problem,
+    )
+
+    model = loaded.config.model
+    problems = []
+    for key, name in (("model.name", model.name), ("model.tokenizer", model.tokenizer)):
+        if name is None:
+            continue
+        if is_folder_name(name) and not Path(name).exists():
+            expected_kind = "file" if name.endswith((".safetensors", ".gguf")) else "folder"
+            hint = closest_model_hint(name) or missing_folder_hint(name, loaded.path)
+            problem: str | None = f"no such {expected_kind}{hint}"
+        else:
+            problem = model_folder_problem(key, name)
+        if problem:
+            problems.append(f"{loaded.sources[key]} {key}: {name}: {problem}")
+    return problems
 
 
 def missing_trackers(trackers: Sequence[str]) -> list[str]:
