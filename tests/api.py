@@ -226,7 +226,7 @@ INNER = {
         "EVALUATED_SHARE MIN_EVALUATED_ROWS MIN_EVALUATIONS RunSchedule learning_rate"
     ),
     "isotype.training.setting_names": "RUN_FILE_NAMES",
-    "isotype.training.setup": "Subject prepare",
+    "isotype.training.setup": "PreflightSubject prepare",
     "isotype.training.step": "Stepper gradient_norm peak_memory",
     "isotype.translate.source": "read_source",
     "isotype.translate.transforms": "transforms= ConfigDraft SourceKey TEMPLATES",

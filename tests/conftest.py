@@ -186,16 +186,16 @@ def subject(configured, tmp_path):
     """`subject(folder, **sections)`: a prepared run, as `train` would hand it to the preflight."""
     from isotype.runs.folder import RunFolder
     from isotype.tasks.choose import choose_task
-    from tests.api import RunSchedule, Subject, prepare
+    from tests.api import PreflightSubject, RunSchedule, prepare
 
-    def make(folder_name: str = "run", **sections: Any) -> Subject:
+    def make(folder_name: str = "run", **sections: Any) -> PreflightSubject:
         loaded = configured(folder_name, **sections)
         folder = tmp_path / folder_name
         folder.mkdir(exist_ok=True)
         task = choose_task(loaded.config)
         prepared = prepare(task, loaded.sources, RunFolder(folder).base)
         plan = RunSchedule.from_config(loaded.config, rows=task.rows, eval_rows=task.eval_rows)
-        return Subject(
+        return PreflightSubject(
             config=loaded.config, task=task, prepared=prepared, schedule=plan, folder=folder
         )
 

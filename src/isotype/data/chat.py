@@ -30,9 +30,9 @@ from .conversations import (
     THOUGHT_KEYS,
     hide_thought_tags,
     is_learnt,
+    make_thought_probes,
     restore_thought_tags,
     select_thoughts,
-    thought_probes,
 )
 from .formats import Example, Message
 from .read import read_text, require_file
@@ -201,7 +201,7 @@ class ChatTemplate:
         """The positions of thoughts (key, and whether a question follows) that the template writes."""
         return frozenset(
             position
-            for position, turns in thought_probes(_SENTINEL)
+            for position, turns in make_thought_probes(_SENTINEL)
             if self._writes_sentinel(split_into_parts(turns) if self.needs_parts else turns)
         )
 

@@ -34,7 +34,8 @@ BEGIN_THOUGHTS = "<think>"
 END_THOUGHTS = "</think>"
 CONTENT_KEY = "content"
 _EMPTY_THOUGHTS = re.compile(rf"{BEGIN_THOUGHTS}\s*{END_THOUGHTS}")
-DOUBLED_THOUGHTS = re.compile(rf"{_EMPTY_THOUGHTS.pattern}\s*{BEGIN_THOUGHTS}")
+# empty thoughts that are followed by other thoughts
+EMPTY_BEFORE_FULL_THOUGHTS = re.compile(rf"{_EMPTY_THOUGHTS.pattern}\s*{BEGIN_THOUGHTS}")
 # (the key that contains thoughts, whether a question follows them)
 ThoughtPositions = AbstractSet[tuple[str, bool]]
 _THOUGHTS_BLOCK = re.compile(rf"{BEGIN_THOUGHTS}(.*?){END_THOUGHTS}\s*", re.DOTALL)
@@ -42,10 +43,10 @@ _THOUGHTS_BLOCK = re.compile(rf"{BEGIN_THOUGHTS}(.*?){END_THOUGHTS}\s*", re.DOTA
 _HIDDEN_TAGS = {BEGIN_THOUGHTS: "\U000f0f10", END_THOUGHTS: "\U000f0f11"}
 
 
-def chat_messages(
+def convert_chat_messages(
     value: Any, key: str, location: str, *, may_be_empty: bool = False
 ) -> tuple[Message, ...]:
-    """Checks a list of messages. Text parts are joined, and arguments of tool calls become objects.
+    """Converts a list of messages to the form of chat templates. Text parts are joined, and arguments of tool calls become objects.
 
     key  the row's key of the list, for errors
     """
@@ -55,8 +56,8 @@ def chat_messages(
             f"{location}: {key} must be a list of {{role, content}}, got {describe_json_type(messages)}"
         )
     if is_sharegpt(messages):
-        return sharegpt_messages(messages, key, location)
-    return tuple(_check_message(m, f"{key}[{i}]", location) for i, m in enumerate(messages))
+        return convert_sharegpt_messages(messages, key, location)
+    return tuple(_convert_message(m, f"{key}[{i}]", location) for i, m in enumerate(messages))
 
 
 def is_sharegpt(turns: Sequence[Any]) -> bool:
@@ -67,7 +68,7 @@ def is_sharegpt(turns: Sequence[Any]) -> bool:
     )
 
 
-def sharegpt_messages(value: Any, key: str, location: str) -> tuple[Message, ...]:
+def convert_sharegpt_messages(value: Any, key: str, location: str) -> tuple[Message, ...]:
     """Converts ShareGPT's `conversations`, turns with `from` and `value`, to messages. A turn from
     `function_call` contains a tool call as JSON, a turn from `observation` its result.
     """
@@ -77,7 +78,7 @@ def sharegpt_messages(value: Any, key: str, location: str) -> tuple[Message, ...
             f"{location}: {key} must be a list of {{from, value}}, got {describe_json_type(turns)}"
         )
     if all(isinstance(turn, dict) and "role" in turn and "from" not in turn for turn in turns):
-        return chat_messages(turns, key, location)
+        return convert_chat_messages(turns, key, location)
     return tuple(
         _convert_sharegpt_turn(turn, f"{key}[{i}]", location) for i, turn in enumerate(turns)
     )
@@ -161,17 +162,20 @@ def describe_json_type(value: Any) -> str:
     )
 
 
-def _check_message(raw_message: Any, key: str, location: str) -> Message:
+def _convert_message(raw_message: Any, key: str, location: str) -> Message:
+    """Converts one message to the form of chat templates. Raises RowError for an unknown role, a
+    missing content, and tool calls outside of an assistant's turn.
+    """
     path = f"{location}: {key}"
     if not isinstance(raw_message, dict):
         raise RowError(
             f"{path} must be an object with role and content, got {describe_json_type(raw_message)}"
         )
     if "role" not in raw_message:
-        raise RowError(f"{path} has no role{_suggestion('role', raw_message)}")
+        raise RowError(f"{path} has no role{_suggest_key('role', raw_message)}")
     if raw_message["role"] == "function_call":  # a role of ShareGPT with OpenAI's keys
         _check_learn_keys(raw_message, path)
-        return _call_message(raw_message, raw_message.get("content"), f"{path}.content", path)
+        return _make_call_message(raw_message, raw_message.get("content"), f"{path}.content", path)
     message = _modernise_message(raw_message)
     role = message["role"]
     if role not in ROLES:
@@ -187,17 +191,19 @@ def _check_message(raw_message: Any, key: str, location: str) -> Message:
     if calls:
         if role != "assistant":
             raise RowError(f"{path}: tool_calls belong to an assistant turn, not to {role}")
-        calls = _check_calls(calls, path)
+        calls = _convert_tool_calls(calls, path)
         content = message.get("content")
         return {
             **message,
-            "content": "" if content is None else _check_content(content, path, may_be_empty=True),
+            "content": ""
+            if content is None
+            else _convert_content(content, path, may_be_empty=True),
             "tool_calls": calls,
         }
     if "content" not in message:
-        raise RowError(f"{path} has no content{_suggestion('content', message)}")
+        raise RowError(f"{path} has no content{_suggest_key('content', message)}")
     return message | {
-        "content": _check_content(
+        "content": _convert_content(
             message["content"], path, may_be_empty=role != "assistant" or not is_learnt(message)
         )
     }
@@ -228,7 +234,7 @@ def _check_learn_keys(turn: Message, path: str) -> None:
             )
 
 
-def _check_content(content: Any, path: str, *, may_be_empty: bool) -> Any:
+def _convert_content(content: Any, path: str, *, may_be_empty: bool) -> Any:
     """Returns the content of a message as text, with text parts joined. Parts with pictures among
     them are returned unchanged.
     """
@@ -255,7 +261,7 @@ def _convert_picture_part(part: Any) -> Any:
     return {"type": "image"} if url is None else {"type": "image", "url": url}
 
 
-PICTURE_MARK = "<image>"  # the placeholder of a picture in texts of LLaVA and ShareGPT
+PICTURE_PLACEHOLDER = "<image>"  # the placeholder of a picture in texts of LLaVA and ShareGPT
 _PICTURE_KEYS = ("image", "path", "url", "bytes")
 
 
@@ -266,19 +272,21 @@ def extract_pictures(
     their order, in the row's form.
 
     A part `{type: image}` contains its picture, or uses the next one of the row's `images` (or
-    `image`). In a text, `<image>` marks the place of a picture. Without marks the pictures are put
+    `image`). In a text, `<image>` is the placeholder of a picture. Without placeholders the pictures are put
     before the first question, as TRL does.
     """
     row_pictures = _row_pictures(row, location)
     remaining = list(row_pictures)
     pictures: list[Any] = []
     turns: list[Message] = []
-    has_marks = any(PICTURE_MARK in m["content"] for m in messages if isinstance(m["content"], str))
+    has_placeholders = any(
+        PICTURE_PLACEHOLDER in m["content"] for m in messages if isinstance(m["content"], str)
+    )
     for i, message in enumerate(messages):
         parts = message["content"]
         if isinstance(parts, str) and row_pictures and message["role"] != "assistant":
-            if has_marks:
-                texts = parts.split(PICTURE_MARK)
+            if has_placeholders:
+                texts = parts.split(PICTURE_PLACEHOLDER)
                 parts = [
                     part
                     for text in texts
@@ -291,20 +299,20 @@ def extract_pictures(
             elif message["role"] == "user" and remaining and len(remaining) == len(row_pictures):
                 parts = [{"type": "image"}] * len(remaining) + [{"type": "text", "text": parts}]
         if not isinstance(parts, str) or (
-            row_pictures and message["role"] == "assistant" and PICTURE_MARK in parts
+            row_pictures and message["role"] == "assistant" and PICTURE_PLACEHOLDER in parts
         ):
             if message["role"] == "assistant":
                 raise RowError(
                     f"{location}: messages[{i}] (assistant) has a picture: answers are text"
                 )
             parts = [
-                _check_part(part, f"{location}: messages[{i}].content[{j}]", remaining, pictures)
+                _convert_part(part, f"{location}: messages[{i}].content[{j}]", remaining, pictures)
                 for j, part in enumerate(parts)
             ]
         turns.append({**message, "content": parts})
     if remaining:
         raise RowError(
-            f"{location}: {len(row_pictures)} pictures and {len(pictures)} marks ({{type: image}}, or {PICTURE_MARK}"
+            f"{location}: {len(row_pictures)} pictures and {len(pictures)} places ({{type: image}}, or {PICTURE_PLACEHOLDER}"
             " in the text): one each"
         )
     return tuple(turns), tuple(pictures)
@@ -323,7 +331,10 @@ def _row_pictures(row: Mapping[str, Any], location: str) -> list[Any]:
     return []
 
 
-def _check_part(part: Any, path: str, remaining: list[Any], pictures: list[Any]) -> Message:
+def _convert_part(part: Any, path: str, remaining: list[Any], pictures: list[Any]) -> Message:
+    """Converts one part of a content. The picture of a part is moved to `pictures`, from the part
+    itself or from `remaining`, the row's pictures that have no place yet.
+    """
     if not isinstance(part, dict) or part.get("type") != "image":
         return {"type": "text", "text": _part_text(part, path)}
     picture = next((part[key] for key in _PICTURE_KEYS if part.get(key) is not None), None)
@@ -348,13 +359,13 @@ def _part_text(part: Any, path: str) -> str:
     )
 
 
-def _check_calls(calls: Any, path: str) -> list[Any]:
-    """Checks tool calls and parses their arguments into objects. A template would write arguments
+def _convert_tool_calls(calls: Any, path: str) -> list[Any]:
+    """Converts tool calls to OpenAI's form, with their arguments parsed into objects. A template would write arguments
     that are text as a JSON string inside JSON.
     """
     if not isinstance(calls, list):
         raise RowError(f"{path}.tool_calls must be a list, got {describe_json_type(calls)}")
-    checked = []
+    converted = []
     for i, call in enumerate(calls):
         inner = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
@@ -369,12 +380,12 @@ def _check_calls(calls: Any, path: str) -> list[Any]:
                 f" {arguments[:40]!r}"
             )
         function = {**inner, "arguments": arguments or {}}
-        checked.append(
+        converted.append(
             {**call, "function": function}
             if "function" in call
             else {"type": "function", "function": function}
         )
-    return checked
+    return converted
 
 
 def _convert_sharegpt_turn(turn: Any, turn_key: str, location: str) -> Message:
@@ -385,7 +396,7 @@ def _convert_sharegpt_turn(turn: Any, turn_key: str, location: str) -> Message:
         )
     for key in ("from", "value"):
         if key not in turn:
-            raise RowError(f"{path} has no {key}{_suggestion(key, turn)}")
+            raise RowError(f"{path} has no {key}{_suggest_key(key, turn)}")
     role = SHAREGPT_ROLES.get(str(turn["from"]).lower())
     if role is None:
         raise RowError(
@@ -395,7 +406,7 @@ def _convert_sharegpt_turn(turn: Any, turn_key: str, location: str) -> Message:
     _check_learn_keys(turn, path)
     value = turn["value"]
     if role == "function_call":
-        return _call_message(turn, value, f"{path}.value", path)
+        return _make_call_message(turn, value, f"{path}.value", path)
     if (
         role == "assistant"
         and is_learnt(turn)
@@ -416,7 +427,7 @@ def _other_keys(turn: Message) -> Message:
     }
 
 
-def _call_message(turn: Message, value: Any, value_path: str, path: str) -> Message:
+def _make_call_message(turn: Message, value: Any, value_path: str, path: str) -> Message:
     """Returns a turn of the assistant with the tool call that `value` contains as JSON."""
     call = parse_json_cell(value, value_path)
     calls = call if isinstance(call, list) else [call]
@@ -424,11 +435,11 @@ def _call_message(turn: Message, value: Any, value_path: str, path: str) -> Mess
         **_other_keys(turn),
         "role": "assistant",
         "content": "",
-        "tool_calls": _check_calls(calls, path),
+        "tool_calls": _convert_tool_calls(calls, path),
     }
 
 
-def _suggestion(key: str, row: Message) -> str:
+def _suggest_key(key: str, row: Message) -> str:
     close = difflib.get_close_matches(key, list(row), n=1, cutoff=0.75)
     return f", but {close[0]!r}: did you mean {key}?" if close else ""
 
@@ -465,7 +476,7 @@ def select_thoughts(
     them.
 
     selection  `last`: thoughts after the last question; `all`; `none`
-    written_positions  the positions of thoughts that the template writes (`thought_probes`)
+    written_positions  the positions of thoughts that the template writes (`make_thought_probes`)
     has_tags  whether the template's text contains the tag `</think>`
     Raises  RowError for one of the two tags without the other, EmptyAnswer for a learnt turn that
             contains only thoughts
@@ -484,7 +495,7 @@ def select_thoughts(
     return tuple(turns)
 
 
-def thought_probes(thought: str) -> Iterator[tuple[tuple[str, bool], list[Message]]]:
+def make_thought_probes(thought: str) -> Iterator[tuple[tuple[str, bool], list[Message]]]:
     """Yields conversations with the text `thought` as a thought. There is one for each key that can
     contain thoughts, before and after the last question. Each comes with its position (key, whether
     a question follows).
@@ -527,7 +538,7 @@ def hide_thought_tags(messages: Sequence[Message]) -> list[Message]:
 
 
 def restore_thought_tags(text: str) -> str:
-    return _replace_all(text, {mark: tag for tag, mark in _HIDDEN_TAGS.items()})
+    return _replace_all(text, {hidden_tag: tag for tag, hidden_tag in _HIDDEN_TAGS.items()})
 
 
 def learns_empty_thoughts(text: str, learnt: Sequence[tuple[int, int]]) -> bool:
@@ -570,7 +581,7 @@ def _move_thoughts(
     """Moves the thoughts of a turn into its content, as Qwen3 writes them, if the template does not
     write them from their present place.
 
-    They are not moved if the template has other marks for thoughts, as the template of gpt-oss has.
+    They are not moved if the template has other tags for thoughts, as the template of gpt-oss has.
     """
     content = message["content"]
     block = _THOUGHTS_BLOCK.match(content)
@@ -579,10 +590,8 @@ def _move_thoughts(
         None,
     )
     source_key = CONTENT_KEY if block is not None else key
-    has_other_marks = not has_tags and any(
-        (key, False) in written_positions for key in THOUGHT_KEYS
-    )
-    if source_key is None or (source_key, is_earlier) in written_positions or has_other_marks:
+    has_other_tags = not has_tags and any((key, False) in written_positions for key in THOUGHT_KEYS)
+    if source_key is None or (source_key, is_earlier) in written_positions or has_other_tags:
         return message
     if block is not None:
         thought = block[1]

@@ -19,7 +19,7 @@ from typing import Any
 from ..errors import UsageError
 from .bad_rows import BadRow, BadRows, RowError
 from .chat import ChatTemplate, Span
-from .conversations import DOUBLED_THOUGHTS, PICTURE_MARK, learns_empty_thoughts
+from .conversations import EMPTY_BEFORE_FULL_THOUGHTS, PICTURE_PLACEHOLDER, learns_empty_thoughts
 from .formats import Example, Message
 from .pictures import BadPicture, Pictures
 from .rows import IGNORE_INDEX, Row
@@ -82,11 +82,11 @@ class Tally:
 
 
 def _has_picture_mark(message: Message) -> bool:
-    """Whether a question contains LLaVA's mark of a picture. `<image>` with a closing `</image>` is
+    """Whether a question contains LLaVA's placeholder of a picture. `<image>` with a closing `</image>` is
     markup.
     """
     content = message["content"] if message["role"] == "user" else ""
-    return isinstance(content, str) and PICTURE_MARK in content and "</image>" not in content
+    return isinstance(content, str) and PICTURE_PLACEHOLDER in content and "</image>" not in content
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +233,7 @@ class Encoder:
             and any(_has_picture_mark(m) for m in messages)
         ):
             raise RowError(
-                f"{location}: a mark {PICTURE_MARK} in the text, and the row has no picture"
+                f"{location}: a placeholder {PICTURE_PLACEHOLDER} in the text, and the row has no picture"
             )
         text = template.render(messages, tools=example.tools, location=location)
         tally.special_in_content += any(
@@ -245,7 +245,9 @@ class Encoder:
         roles, calls, tools, reasoning = template.find_omissions(
             messages, example.tools, text, location
         )
-        if template.thoughts in ("last", "all") and (reasoning or DOUBLED_THOUGHTS.search(text)):
+        if template.thoughts in ("last", "all") and (
+            reasoning or EMPTY_BEFORE_FULL_THOUGHTS.search(text)
+        ):
             raise RowError(
                 f"{location}: the chat template does not write thoughts as data.thoughts:"
                 f" {template.thoughts} keeps them"

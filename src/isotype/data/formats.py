@@ -24,7 +24,8 @@ from .columns import NamedRow, describe_name, rename_row, used_names
 from .conversations import (
     Message,
     add_system_prompt,
-    chat_messages,
+    convert_chat_messages,
+    convert_sharegpt_messages,
     describe_json_type,
     extract_pictures,
     is_learnt,
@@ -32,7 +33,6 @@ from .conversations import (
     parse_json_cell,
     read_tools,
     refuse_cut_thoughts,
-    sharegpt_messages,
 )
 from .key_hints import (
     chosen_columns,
@@ -391,10 +391,10 @@ def _check_row(
         return _labelled_example(row, location)
     if name == "messages":
         key = "messages"
-        messages = chat_messages(row[key], key, location)
+        messages = convert_chat_messages(row[key], key, location)
     else:
         key = "conversations"
-        messages = sharegpt_messages(row[key], key, location)
+        messages = convert_sharegpt_messages(row[key], key, location)
     messages = add_system_prompt(messages, row.get("system"), location)
     if needs_answer and not any(m["role"] == "assistant" for m in messages):
         raise RowError(f"{location}: {key} has no assistant turn: the row has no target")
@@ -580,7 +580,7 @@ def _answer_value(value: Any, path: str, prompt: Any) -> Any:
 def _as_messages(turns: Sequence[Any], location: str) -> tuple[Any, ...]:
     """Returns turns of a prompt as messages; turns in ShareGPT's form are converted."""
     if is_sharegpt(turns):
-        return sharegpt_messages(list(turns), "prompt", location)
+        return convert_sharegpt_messages(list(turns), "prompt", location)
     return tuple(turns)
 
 
@@ -625,8 +625,8 @@ def _pair_example(row: Mapping[str, Any], location: str, answer: str = "completi
             f"{location}: {message}: prompt is {describe_json_type(prompt)}, {answer} {describe_json_type(completion)}"
         )
     if isinstance(prompt, list):
-        prompt_turns = chat_messages(prompt, "prompt", location, may_be_empty=True)
-        answer_turns = chat_messages(completion, answer, location)
+        prompt_turns = convert_chat_messages(prompt, "prompt", location, may_be_empty=True)
+        answer_turns = convert_chat_messages(completion, answer, location)
         if not any(m["role"] == "assistant" for m in answer_turns):
             raise RowError(f"{location}: {answer} has no assistant turn: the row has no target")
     else:

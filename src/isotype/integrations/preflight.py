@@ -51,7 +51,7 @@ from ..training.preflight.rehearsal import rehearse_evaluation, rehearse_samples
 from ..training.preflight.static import check_update_sizes
 from ..training.schedule import RunSchedule
 from ..training.setting_names import SettingNames
-from ..training.setup import Subject
+from ..training.setup import PreflightSubject
 from ..training.step import LossScale, gradient_norm
 from ..training.task import Check, Evaluation, eval_mode, preserve_random_state
 from ..wording import pluralise
@@ -355,7 +355,7 @@ def find_tokenizer(trainer: Any) -> Any | None:
     return tokenizer if hasattr(tokenizer, "added_tokens_decoder") else None
 
 
-def build_subject(attachment: Attachment, folder: Path, *, resuming: bool) -> Subject:
+def build_subject(attachment: Attachment, folder: Path, *, resuming: bool) -> PreflightSubject:
     """Presents the trainer to the checks as a run. The configuration contains the trainer's
     arguments that the checks read.
     """
@@ -381,7 +381,7 @@ def build_subject(attachment: Attachment, folder: Path, *, resuming: bool) -> Su
         manifest=attachment.manifest,
         stepper=TrainerStepper(attachment),
     )
-    return Subject(
+    return PreflightSubject(
         config=config,
         task=task,
         folder=folder,
@@ -415,7 +415,7 @@ def run_preflight(
     return subject.observations
 
 
-def _run(attachment: Attachment, subject: Subject, skip: Mapping[str, str]) -> Outcome:
+def _run(attachment: Attachment, subject: PreflightSubject, skip: Mapping[str, str]) -> Outcome:
     trainer = attachment.trainer
     checks, reasons = _select_checks(cast(TrainerTask, subject.task))
     memory_reason = (
@@ -535,7 +535,7 @@ def _is_plain(value: Any) -> bool:
 # --- vision-language models: whether they learn the tokens of pictures, and where an adapter loads
 
 
-def find_learnt_picture_tokens(subject: Subject) -> Iterator[Finding]:
+def find_learnt_picture_tokens(subject: PreflightSubject) -> Iterator[Finding]:
     """Finds labels on the tokens of pictures (PF023), which exist if a trainer learns every token."""
     trainer: Any = subject.task.trainer
     config = inner_model(trainer.model).config
@@ -574,7 +574,7 @@ def find_learnt_picture_tokens(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def find_unloadable_names(subject: Subject) -> Iterator[Finding]:
+def find_unloadable_names(subject: PreflightSubject) -> Iterator[Finding]:
     """Finds an adapter on a family's text-only class whose names the released class does not have
     (PF024).
     """

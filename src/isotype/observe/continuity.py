@@ -335,7 +335,7 @@ def report_differences(
             observation.report(
                 _ROLES[kind],
                 f"{_describe_group(group)} {change} {between}",
-                symbol=group[0].tensor,
+                location=group[0].tensor,
                 rule=_CONTINUITY_RULE,
                 observed=group[0].narrower or "other numbers",
                 cause="code that ran there: a scheduler, a callback, an evaluation, a save",
@@ -359,7 +359,7 @@ def report_narrow_values(
         observation.report(
             _ROLES[kind],
             f"{_describe_group(group)} stored in fp32 with numbers of {dtype_name} {moment}",
-            symbol=group[0].tensor,
+            location=group[0].tensor,
             observed=f"{dtype_name} in fp32",
             rule=_ALL_BITS_RULE,
             cause="something rounds it in each update, or the file held it so",

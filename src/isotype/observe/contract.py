@@ -52,7 +52,16 @@ from .operators import (
 )
 from .origin import AUTOGRAD, HUGGING_FACE, ISOTYPE, USER, find_caller
 from .record import TABLES_RULE, Observation
-from .tape import BACKWARD, FORWARD, GRADIENTS, LOSS, UPDATE, FunctionTape, StepTracker, make_tape
+from .tape import (
+    AFTER_BACKWARD,
+    BACKWARD,
+    FORWARD,
+    LOSS,
+    UPDATE,
+    FunctionTape,
+    StepTracker,
+    make_tape,
+)
 from .values import (
     BUFFER,
     EMPTY_LINEAGE,
@@ -128,8 +137,8 @@ ADDITION = "addition"
 DIVISION = "division"
 # (part of the step, kind of arithmetic) -> the role whose dtype it must have at least
 ARITHMETIC_ROLES = {
-    (GRADIENTS, SUM): "grads",
-    (GRADIENTS, DIVISION): "grads",  # the division by the norm to which gradients are clipped
+    (AFTER_BACKWARD, SUM): "grads",
+    (AFTER_BACKWARD, DIVISION): "grads",  # the division by the norm to which gradients are clipped
     (UPDATE, SUM): "grads",
     (UPDATE, ADDITION): "optimizer",
 }
@@ -417,7 +426,7 @@ class ContractChecker:
     def _classify_product(self, call: Call, dtype: str, lineage: Lineage) -> str:
         region = call.region
         source = call.caller
-        if region in (UPDATE, GRADIENTS) or (region == LOSS and source.kind != ISOTYPE):
+        if region in (UPDATE, AFTER_BACKWARD) or (region == LOSS and source.kind != ISOTYPE):
             return OTHER_PRODUCT
         if dtype == self.compute or dtype not in FLOATS:
             return DECLARED_PRODUCT
@@ -486,7 +495,7 @@ class ContractChecker:
         self.observation.report(
             self.role,
             f"{symbol} multiplies in {dtype_name}, declared {fields['declared']}",
-            symbol=symbol,
+            location=symbol,
             observed=dtype_name,
             cause=cause or call.operand_dtype_reason(dtype_name),
             file=call.caller.file,
@@ -518,7 +527,7 @@ class ContractChecker:
             self.observation.dtypes["update_iteration"][dtype] += 1
         else:
             self._check_role(call, dtype)
-        if call.region in (BACKWARD, GRADIENTS) and call.op.base_name in ADDITIONS:
+        if call.region in (BACKWARD, AFTER_BACKWARD) and call.op.base_name in ADDITIONS:
             self._check_accumulation(call, dtype)
         return lineage
 
@@ -683,7 +692,7 @@ class ContractChecker:
             FORWARD: () if is_table else (self.compute,),
             LOSS: (precision.loss,),
             BACKWARD: (self.compute, precision.grads),
-            GRADIENTS: (precision.grads,),
+            AFTER_BACKWARD: (precision.grads,),
             UPDATE: (precision.trainable, precision.optimizer),
         }
         return (
@@ -706,7 +715,7 @@ class ContractChecker:
             or dense_values(output) is None
         ):
             return
-        if call.is_rounded_ramp() if is_ramp else call.rounds_numbers():
+        if call.rounds_ramp() if is_ramp else call.rounds_numbers():
             self._report_rounded_numbers(call, call.op.base_name, output)
 
     def _check_python_numbers(
@@ -783,7 +792,7 @@ class ContractChecker:
             return
         if (
             source.numel() == 1
-            and call.region == GRADIENTS
+            and call.region == AFTER_BACKWARD
             and itemsize(dtype_name) < itemsize(self.precision.grads)
         ):
             call.report(

@@ -257,7 +257,7 @@ class Observer:
                 observation.report(
                     "compute",
                     f"buffer {full_name} is {dtype_name} and was {format_dtype(first_dtype)}",
-                    symbol=full_name,
+                    location=full_name,
                     observed=dtype_name,
                     rule=f"a buffer keeps its dtype: {format_dtype(first_dtype)}",
                     cause=CHANGED_CAUSE,
@@ -270,7 +270,7 @@ class Observer:
                 observation.report(
                     "compute",
                     f"buffer {full_name} is stored in {dtype_name}",
-                    symbol=full_name,
+                    location=full_name,
                     observed=dtype_name,
                     rule=TABLES_RULE,
                     cause=_FIRST_OBSERVATION_CAUSE,
@@ -417,7 +417,7 @@ class Observer:
             observation.report(
                 role,
                 f"products of fp32 tensors are computed in {setting}",
-                symbol="torch.backends",
+                location="torch.backends",
                 observed=setting,
                 declared="fp32",
                 cause=(
@@ -476,7 +476,7 @@ class Observer:
                     observation.report(
                         role,
                         f"{symbol} is {dtype}, declared {compute}",
-                        symbol=symbol,
+                        location=symbol,
                         observed=dtype,
                         declared=compute,
                     )

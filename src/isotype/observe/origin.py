@@ -105,11 +105,11 @@ class Caller(NamedTuple):
         return self.kind != USER
 
 
-def find_caller(*, skip_deferred: bool = False) -> Caller:
+def find_caller(*, skip_deferred_frames: bool = False) -> Caller:
     """Finds the caller of the operator that is being dispatched.
 
-    skip_deferred  whether to skip the frames of a deferred tensor that was computed for the
-                   operator
+    skip_deferred_frames  whether to skip the frames of a deferred tensor (one that is computed when
+                          it is first used), if it was computed for this operator
     """
     frame: FrameType | None = sys._getframe(1)
     kind = file = function = ""
@@ -138,7 +138,9 @@ def find_caller(*, skip_deferred: bool = False) -> Caller:
         elif (
             owner not in (_OBSERVER, _PYTHON)
             and not kind
-            and not (skip_deferred and owner == ISOTYPE and code.co_name in _DEFERRED_METHODS)
+            and not (
+                skip_deferred_frames and owner == ISOTYPE and code.co_name in _DEFERRED_METHODS
+            )
         ):
             kind = OPTIMIZER if is_in_optimizer else owner
             if not is_in_optimizer:

@@ -112,7 +112,7 @@ class Observation:
             self.report(
                 role,
                 f"{tensor} is {dtype}, declared {declared}",
-                symbol=tensor,
+                location=tensor,
                 observed=dtype,
                 declared=declared,
                 **details,
@@ -128,7 +128,7 @@ class Observation:
         role: str,
         message: str,
         *,
-        symbol: str,
+        location: str,
         observed: str,
         declared: str = "",
         rule: str = "",
@@ -139,6 +139,9 @@ class Observation:
     ) -> None:
         """Adds a violation, unless one with the same message exists.
 
+        role      the part of the precision whose dtype is violated, such as `compute`
+        location  the name of the module, tensor or function, which is the finding's `symbol`
+        observed  the dtype that was found
         declared  the role's dtype
         rule      the broken rule, if it is not the dtype of a role
         cause     by default the usual cause for this role
@@ -152,7 +155,7 @@ class Observation:
                 code="DT003",
                 severity=Severity.ERROR,
                 message=message,
-                place=Place(symbol=symbol, file=file, line=line),
+                place=Place(symbol=location, file=file, line=line),
                 declared=rule or f"precision.{role}: {declared}",
                 observed=observed,
                 cause=cause or _CAUSES.get(role, CHANGED_CAUSE),

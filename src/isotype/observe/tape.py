@@ -27,11 +27,12 @@ from ..precision.apply import inner_model
 from .operators import Operator
 from .origin import Caller, is_library_forward
 
-FORWARD = "forward"
-LOSS = "loss"
-BACKWARD = "backward"
-GRADIENTS = "gradients"
-UPDATE = "update"
+# the regions of a step (`StepTracker.current_region`)
+FORWARD = "forward"  # in a module of the model
+LOSS = "loss"  # between the model's forward and backward
+BACKWARD = "backward"  # while autograd runs
+AFTER_BACKWARD = "gradients"  # between backward and the update, such as gradient clipping
+UPDATE = "update"  # in the optimizer's step
 
 RunOperator = Callable[[Operator, tuple, dict], Any]
 
@@ -173,7 +174,7 @@ class StepTracker(ModuleStack):
         if self.stack:
             return FORWARD
         if torch._C._current_graph_task_id() != -1:
-            self._region_between = GRADIENTS
+            self._region_between = AFTER_BACKWARD
             return BACKWARD
         return self._region_between
 

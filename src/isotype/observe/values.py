@@ -18,7 +18,7 @@ from ..precision.parts import gathered_weights
 from .operators import CAST, CREATE, PRODUCT, SUM, Operator
 from .origin import AUTOGRAD, Caller, find_caller
 from .record import Observation
-from .tape import BACKWARD, GRADIENTS, LOSS, UPDATE
+from .tape import AFTER_BACKWARD, BACKWARD, LOSS, UPDATE
 
 INPUT = 1
 WEIGHT = 2
@@ -195,14 +195,21 @@ class Lineages:
 
 
 class Call:
-    """One call of an operator: its inputs and outputs, its caller, and the part of the step.
+    """One call of an operator: its inputs and outputs, its caller, and the region of the step.
 
-    contract  the `contract.ContractChecker` that checks the call
+    checker          the `contract.ContractChecker` that checks the call
+    op               the operator
+    args, kwargs     its arguments
+    inputs, outputs  the tensors in its arguments and results
+    region           the region of the step in which it runs (`tape.FORWARD`, ...)
+    module           the name of the running module; "" outside of modules
+    role             the part of the precision (`compute`, `loss`, `grads`, `optimizer`, ...) that
+                     declares the dtype of the call
     """
 
     def __init__(
         self,
-        contract: Any,
+        checker: Any,
         op: Operator | None,
         args: tuple,
         kwargs: dict,
@@ -214,14 +221,17 @@ class Call:
         self.kwargs = kwargs
         self.inputs = inputs
         self.outputs = outputs
-        self.observation: Observation = contract.observation
-        self.region: str = contract.step.current_region()
-        self.module: str = contract.step.module
+        self.observation: Observation = checker.observation
+        self.region: str = checker.step.current_region()
+        self.module: str = checker.step.module
         self.location = self.module or self.region
-        self.role = {LOSS: "loss", BACKWARD: "grads", GRADIENTS: "grads", UPDATE: "optimizer"}.get(
-            self.region, contract.role
-        )
-        self._precision = contract.precision
+        self.role = {
+            LOSS: "loss",
+            BACKWARD: "grads",
+            AFTER_BACKWARD: "grads",
+            UPDATE: "optimizer",
+        }.get(self.region, checker.role)
+        self._precision = checker.precision
 
     @property
     def is_in_adapter(self) -> bool:
@@ -229,7 +239,7 @@ class Call:
 
     @cached_property
     def caller(self) -> Caller:
-        return find_caller(skip_deferred=self.op is not None and self.op.kind == CAST)
+        return find_caller(skip_deferred_frames=self.op is not None and self.op.kind == CAST)
 
     @cached_property
     def written_tensors(self) -> list[Tensor]:
@@ -301,8 +311,10 @@ class Call:
             for number in self.written_numbers()
         )
 
-    def is_rounded_ramp(self) -> bool:
-        """Whether the same ramp in fp32 has other values."""
+    def rounds_ramp(self) -> bool:
+        """Whether the ramp that the operator creates (arange, linspace) has other values than the
+        same ramp in fp32.
+        """
         output = self.outputs[0]
         dtype_arguments = (
             {"out": torch.empty_like(output, dtype=torch.float32)}
@@ -352,11 +364,12 @@ class Call:
         )
 
     def report(self, role: str, message: str, *, observed: str, cause: str, rule: str = "") -> None:
+        """Adds a violation of the declared dtype of `role` at the call (`Observation.report`)."""
         caller_suffix = f" at {self.caller.file_and_line}" if self.caller.kind != AUTOGRAD else ""
         self.observation.report(
             role,
             f"{message} ({self.location}{caller_suffix})",
-            symbol=self.location,
+            location=self.location,
             observed=observed,
             rule=rule,
             cause=cause,

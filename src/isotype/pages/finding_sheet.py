@@ -16,7 +16,7 @@ from .sheets import Facts, Section, SheetError, read_sections
 class FindingFacts(Facts):
     """The facts of one finding: its variables, and the `symbol` of its place."""
 
-    facts = {"symbol": lambda self: self.location.symbol}
+    fact_functions = {"symbol": lambda self: self.location.symbol}
 
     def __init__(self, variables: Mapping[str, Any], location: Place) -> None:
         super().__init__(variables)
@@ -35,7 +35,7 @@ def load_finding_formatter(path: Path) -> Callable[..., Finding]:
     """
     by_code: dict[str, Section] = {}
     for section in read_sections(
-        path, ranks="error|warning|note", fields="|".join(_FINDING_FIELDS)
+        path, rank_pattern="error|warning|note", field_pattern="|".join(_FINDING_FIELDS)
     ):
         check_section(section, FindingFacts)
         by_code[section.code] = section

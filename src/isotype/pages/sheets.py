@@ -112,15 +112,15 @@ class Facts:
     """Looks up the values of names. Each reader of sheets has a subclass with these tables, which
     are also used to check a sheet.
 
-    variables   the variables of the section
-    facts       name -> function that returns its value
-    functions   kind -> definition of `KIND ARGUMENT`
-    conversions  ending -> function that converts the value in `NAME ENDING`
-    attributes  the attributes that may follow a name, as in `device.kind`
-    values      name -> the values with which a test may compare it
+    variables       the variables of the section
+    fact_functions  name -> function that returns its value
+    functions       kind -> definition of `KIND ARGUMENT`
+    conversions     ending -> function that converts the value in `NAME ENDING`
+    attributes      the attributes that may follow a name, as in `device.kind`
+    values          name -> the values with which a test may compare it
     """
 
-    facts: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}
+    fact_functions: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}
     functions: ClassVar[Mapping[str, Function]] = {}
     conversions: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}
     attributes: ClassVar[Collection[str]] = ()
@@ -133,8 +133,8 @@ class Facts:
         """The value of a variable or fact; None if it has none."""
         if name in self.variables:
             return self.variables[name]
-        if name in self.facts:
-            return self.facts[name](self)
+        if name in self.fact_functions:
+            return self.fact_functions[name](self)
         for ending, read in self.conversions.items():
             if name.endswith(ending):
                 value = self.get(name.removesuffix(ending))
@@ -142,14 +142,14 @@ class Facts:
         kind, _, argument = name.partition(" ")
         if argument and kind in self.functions:
             return self.functions[kind].evaluate(self, argument)
-        return self.find(name)
+        return self.evaluate_other_name(name)
 
     @classmethod
     def find_variables(cls, name: str, variables: Collection[str]) -> set[str] | None:
         """The variables of the section that occur in a name; None for an unknown name."""
         if name in variables:
             return {name}
-        if name in cls.facts:
+        if name in cls.fact_functions:
             return set()
         for ending in cls.conversions:
             if name.endswith(ending):
@@ -160,7 +160,7 @@ class Facts:
             if arguments is None:
                 return cls.find_variables(argument, variables)
             return set() if argument in arguments else None
-        special_variables = cls.find_special_variables(name, variables)
+        special_variables = cls.find_variables_in_other_name(name, variables)
         if special_variables is not None:
             return special_variables
         return cls._find_owner_variables(name, variables)
@@ -179,12 +179,12 @@ class Facts:
                 return None
         return cls.find_variables(owner, variables)
 
-    def find(self, name: str) -> Any:
+    def evaluate_other_name(self, name: str) -> Any:
         """The value of a name that is in none of the tables."""
         return None
 
     @classmethod
-    def find_special_variables(cls, name: str, variables: Collection[str]) -> set[str] | None:
+    def find_variables_in_other_name(cls, name: str, variables: Collection[str]) -> set[str] | None:
         """The result of `find_variables` for a name that is in none of the tables."""
         return None
 
@@ -349,17 +349,17 @@ class Section:
                 yield rank, entry
 
 
-def read_sections(path: Path, *, ranks: str, fields: str) -> Iterator[Section]:
-    """Reads the sections of one sheet, in order. `ranks` and `fields` are regular expressions.
+def read_sections(path: Path, *, rank_pattern: str, field_pattern: str) -> Iterator[Section]:
+    """Reads the sections of one sheet, in order. `rank_pattern` and `field_pattern` are regular expressions.
 
     Raises  SheetError for a line that is not valid in a sheet
     """
     patterns = _LinePatterns(
         re.compile(
-            rf"(?P<name>let [\w ]+?|set \w+|parameters|{fields})"
+            rf"(?P<name>let [\w ]+?|set \w+|parameters|{field_pattern})"
             r"(?: if (?P<test>.+?))?: (?P<text>.*)"
         ),
-        re.compile(rf"(?P<rank>{ranks})(?: if (?P<test>.+))?"),
+        re.compile(rf"(?P<rank>{rank_pattern})(?: if (?P<test>.+))?"),
     )
     section: Section | None = None
     code = ""

@@ -1,6 +1,6 @@
 """Finds contradictions between the settings of one run before anything is loaded. The rules are
-entries of the text file `rules.txt`. A finding names the settings, where each was set, why they
-conflict, and the fix. Imports no torch.
+entries of `rules.txt`, a sheet: a text file of rules, whose format `pages.sheets` describes. A
+finding names the settings, where each was set, why they conflict, and the fix. Imports no torch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ _HALF_DTYPES = ("bf16", "fp16")
 
 
 class SettingFacts(sheets.Facts):
-    """Evaluates the names that a rule may use. The name of a setting means its value. These are the
+    """Evaluates the names that a rule may use. A role is a part of the precision, such as `base` or
+    `grads`. The name of a setting means its value. These are the
     others:
 
     given ROLE                whether the user wrote it
@@ -54,7 +55,7 @@ class SettingFacts(sheets.Facts):
               of the model are not trained), `family` (the model's `model_type`), `optimizer_name` (adamw, adamw8bit) and `preset`
     """
 
-    facts = {
+    fact_functions = {
         "device": lambda self: self.device.name,
         "bf16 of device": lambda self: self.device.bf16,
         "eight bit": lambda self: self.get("optimizer_name") in EIGHT_BIT_OPTIMIZERS,
@@ -76,7 +77,7 @@ class SettingFacts(sheets.Facts):
         self.settings = settings
         self.device = device
 
-    def find(self, name: str) -> Any:
+    def evaluate_other_name(self, name: str) -> Any:
         if name in self.settings:
             return self.settings[name].value
         roles, separator, value = name.partition(" set to ")
@@ -97,7 +98,7 @@ class SettingFacts(sheets.Facts):
         return None
 
     @classmethod
-    def find_special_variables(cls, name: str, variables: Collection[str]) -> set[str] | None:
+    def find_variables_in_other_name(cls, name: str, variables: Collection[str]) -> set[str] | None:
         if name in SETTINGS:
             return set()
         roles, separator, value = name.partition(" set to ")
@@ -118,7 +119,9 @@ class SettingFacts(sheets.Facts):
 def load_rules(path: Path) -> dict[str, sheets.Section]:
     """Reads the rules of a file: code -> section. Raises SheetError."""
     rules = {}
-    for section in sheets.read_sections(path, ranks="error|warning", fields="settings|cause|fix"):
+    for section in sheets.read_sections(
+        path, rank_pattern="error|warning", field_pattern="settings|cause|fix"
+    ):
         check_section(section, SettingFacts, lists=("settings",))
         rules[section.code] = section
     return dict(sorted(rules.items()))

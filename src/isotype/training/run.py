@@ -29,9 +29,9 @@ from .console import Interrupt, RunConsole, quiet_libraries
 from .finish import finish, print_result
 from .loop import Loop
 from .memory.device import memory_saving_advice
-from .preflight.check import RECORD, Outcome, preflight
+from .preflight.check import PREFLIGHT_FILE, Outcome, preflight
 from .run_state import last_good_checkpoint
-from .setup import Prepared, Subject, prepare
+from .setup import PreflightSubject, Prepared, prepare
 from .start import (
     RunChange,
     compare_base,
@@ -146,7 +146,7 @@ class _TrainingRun:
                 # training has not begun: the folder holds only the preflight's record, and the same
                 # command may run again
                 if world.is_first:
-                    record = folder.read_json(RECORD)
+                    record = folder.read_json(PREFLIGHT_FILE)
                     console.report_result(
                         {"status": "refused", "folder": str(folder.path), "preflight": record}
                     )
@@ -257,7 +257,7 @@ class _TrainingRun:
         `Subject` refers to the model; it ends here, so that `finish` can free the model.
         """
         self.world.record_progress(0, "the preflight")
-        subject = Subject(
+        subject = PreflightSubject(
             config=self.config,
             task=self.task,
             prepared=prepared,

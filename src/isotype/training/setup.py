@@ -287,7 +287,7 @@ class CheckedRun(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class PreflightSubject:
     """The prepared run that the preflight checks.
 
     task                a `training.task.Task`; for an attached trainer, the parts that checks use

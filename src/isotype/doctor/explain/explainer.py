@@ -49,7 +49,7 @@ _SHARED_SHEET = "shared.txt"
 def load_shared_causes(path: Path) -> dict[str, list[Entry]]:
     """Returns name -> causes that several families include. Raises SheetError."""
     causes = {}
-    for section in read_sections(path, ranks=r"[\d.]+", fields=_CAUSE_FIELDS):
+    for section in read_sections(path, rank_pattern=r"[\d.]+", field_pattern=_CAUSE_FIELDS):
         check_section(section, ErrorFacts)
         causes[section.header] = section.entries[1:]
     return causes
@@ -65,7 +65,9 @@ def load_families(path: Path, shared: Collection[str]) -> dict[str, Section]:
     Raises  SheetError
     """
     families: dict[str, Section] = {}
-    for section in read_sections(path, ranks=r"[\d.]+", fields=f"message|severity|{_CAUSE_FIELDS}"):
+    for section in read_sections(
+        path, rank_pattern=r"[\d.]+", field_pattern=f"message|severity|{_CAUSE_FIELDS}"
+    ):
         check_section(section, ErrorFacts, shared=shared)
         for operator in section.header.split("; "):
             if operator not in OPERATORS:

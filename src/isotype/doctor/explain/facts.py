@@ -79,7 +79,7 @@ class ErrorFacts(sheets.Facts):
     Endings such as `NAME as dtype` convert a text.
     """
 
-    facts = {
+    fact_functions = {
         "operator": lambda self: self.error.operator,
         "text": lambda self: self.error.text,
         "half": lambda self: self.error.half,
@@ -135,11 +135,11 @@ class ErrorFacts(sheets.Facts):
                     return table[name]
         return super().get(name)
 
-    def find(self, name: str) -> Any:
+    def evaluate_other_name(self, name: str) -> Any:
         return name in self.error.situation or None
 
     @classmethod
-    def find_special_variables(cls, name: str, variables: Collection[str]) -> set[str] | None:
+    def find_variables_in_other_name(cls, name: str, variables: Collection[str]) -> set[str] | None:
         return set() if name in DTYPE_ROLES or name in CAPTURES or name in FLAGS else None
 
     def matches(self, name: str, pattern: str) -> bool:

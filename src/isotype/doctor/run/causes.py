@@ -13,7 +13,7 @@ SHEET = Path(__file__).with_name("causes.txt")
 @cache
 def _sections() -> dict[str, Section]:
     fields = "cause|fix|declared|observed"
-    sections = read_sections(SHEET, ranks="error|warning|note", fields=fields)
+    sections = read_sections(SHEET, rank_pattern="error|warning|note", field_pattern=fields)
     return {section.code: section for section in sections}
 
 

@@ -16,7 +16,7 @@ from ...precision.apply import inner_model
 from ...precision.parts import gather_tensor
 from ...training.preflight.rehearsal import STEP_ERRORS, preserve_state
 from ...training.setting_names import SettingNames
-from ...training.setup import Subject
+from ...training.setup import PreflightSubject
 from ...training.task import Check
 from ...wording import pluralise
 from .batches import collate, model_inputs, needs_single_packed_row
@@ -35,7 +35,7 @@ TRIAL_TOKENS = 64
 LEAK_TOLERANCE = 1e-3  # a share of the largest logit; masked attention gives exactly 0
 
 
-def training_formats(subject: Subject) -> set[str]:
+def training_formats(subject: PreflightSubject) -> set[str]:
     """The formats of the training files, as data.json names them."""
     return {
         form
@@ -44,7 +44,7 @@ def training_formats(subject: Subject) -> set[str]:
     }
 
 
-def check_learnt_tokens(subject: Subject) -> Iterator[Finding]:
+def check_learnt_tokens(subject: PreflightSubject) -> Iterator[Finding]:
     """PF005: counts rows without a token to learn, both those that were dropped when the data was
     read and those that remain.
     """
@@ -93,7 +93,7 @@ def _unlearnt_rows_advice(drop_reasons: set[str], masked_count: int, names: Sett
     )
 
 
-def check_prompt_labels(subject: Subject) -> Iterator[Finding]:
+def check_prompt_labels(subject: PreflightSubject) -> Iterator[Finding]:
     """PF006: finds data of chats or prompt/completion pairs in which every token is learnt,
     although only answers should be.
     """
@@ -120,7 +120,7 @@ def check_prompt_labels(subject: Subject) -> Iterator[Finding]:
     )
 
 
-def check_end_token(subject: Subject) -> Iterator[Finding]:
+def check_end_token(subject: PreflightSubject) -> Iterator[Finding]:
     """PF007: finds data in which no end token is learnt. Generation stops only at the end tokens of
     the tokenizer and the model, so a model that never learns one does not stop.
     """
@@ -184,7 +184,7 @@ def _has_masked_end(row: Row, end_ids: set[int]) -> bool:
     )
 
 
-def check_token_ids(subject: Subject) -> Iterator[Finding]:
+def check_token_ids(subject: PreflightSubject) -> Iterator[Finding]:
     """PF008: finds token ids in rows and prompts for which the model has no embedding. The size of
     the tokenizer is checked when the model is loaded, but single ids may lie beyond it.
     """
@@ -211,7 +211,7 @@ def check_token_ids(subject: Subject) -> Iterator[Finding]:
     )
 
 
-def check_new_tokens(subject: Subject) -> Iterator[Finding]:
+def check_new_tokens(subject: PreflightSubject) -> Iterator[Finding]:
     """PF009: finds added tokens of the training rows whose frozen embedding was never trained: it
     is zero or the mean of all, as resizing leaves it.
     """
@@ -269,7 +269,7 @@ def untrained_rows(weight: Tensor, rows: list[int]) -> list[int]:
     return [row for row, is_fresh in zip(rows, fresh_R.tolist()) if is_fresh]
 
 
-def check_chat_template(subject: Subject) -> Iterator[Finding]:
+def check_chat_template(subject: PreflightSubject) -> Iterator[Finding]:
     """PF010: finds chats with a tokenizer that has no chat template."""
     template = subject.task.data.facts["template"]
     if not template or template["source"] != "default":
@@ -288,14 +288,14 @@ def check_chat_template(subject: Subject) -> Iterator[Finding]:
     )
 
 
-def _embedding_table(subject: Subject, *, output: bool) -> Any:
+def _embedding_table(subject: PreflightSubject, *, output: bool) -> Any:
     inner: Any = inner_model(subject.prepared.model)
     if output:
         return inner.get_output_embeddings()
     return inner.get_input_embeddings()
 
 
-def check_positions(subject: Subject) -> Iterator[Finding]:
+def check_positions(subject: PreflightSubject) -> Iterator[Finding]:
     """PF020: finds rows that are longer than the model's positions. This is an error for a table of
     positions. Rotary positions continue, with angles that the model was not trained on.
     """
@@ -331,7 +331,7 @@ def check_positions(subject: Subject) -> Iterator[Finding]:
     )
 
 
-def check_packing(subject: Subject) -> Iterator[Finding]:
+def check_packing(subject: PreflightSubject) -> Iterator[Finding]:
     """PF018: finds models for which, in a packed row, one document changes the predictions in
     another.
 

@@ -17,15 +17,15 @@ from ...distributed.world import ALONE, World
 from ...errors import PreflightError
 from ...finding import Finding, Severity, sort_findings
 from ...runs.folder import RunFolder
-from ..setup import Subject
+from ..setup import PreflightSubject
 from ..task import Check
-from .codes import CODES, NOT_SKIPPED
+from .codes import CODES, UNSKIPPABLE_REASONS
 from .rehearsal import rehearse_evaluation, rehearse_samples, rehearse_step
 from .static import check_device, check_disk, check_memory, check_update_sizes
 
-RECORD = "preflight.json"
-
-
+PREFLIGHT_FILE = "preflight.json"
+# the phase "real" rehearses a step, an evaluation and samples with the loaded model. These names are
+# keys of `seconds` in preflight.json
 PHASES = ("static", "data", "memory", "real")
 CHECKS: Mapping[str, tuple[Check, ...]] = {
     "static": (
@@ -90,7 +90,7 @@ class Outcome:
 
 
 def preflight(
-    subject: Subject,
+    subject: PreflightSubject,
     skips: Mapping[str, str],
     *,
     checks: Mapping[str, tuple[Check, ...]] = CHECKS,
@@ -99,13 +99,15 @@ def preflight(
     """Runs the checks, writes preflight.json, and raises PreflightError with all errors. A resumed
     run gets static checks only.
 
-    checks  the checks of each phase, to which those of the task are added
-    world   the processes of the run. Each checks its own machine and step; if one refuses the run,
-            all do. The first process writes its outcome to preflight.json.
+    subject  the prepared run that is checked
+    skips    code -> the user's reason, of each check that is left out
+    checks   the checks of each phase, to which those of the task are added
+    world    the processes of the run. Each checks its own machine and step; if one refuses the run,
+             all do. The first process writes its outcome to preflight.json.
     """
-    record = subject.folder / RECORD
-    previous_record = RunFolder(record.parent).read_json(record.name) if subject.is_resuming else {}
-    skipped = (read_skipped(record) if subject.is_resuming else {}) | dict(skips)
+    path = subject.folder / PREFLIGHT_FILE
+    previous_content = RunFolder(path.parent).read_json(path.name) if subject.is_resuming else {}
+    skipped = (read_skipped(path) if subject.is_resuming else {}) | dict(skips)
     outcome = Outcome(skipped=skipped)
     task_checks = subject.task.checks()
     for phase in PHASES:
@@ -118,19 +120,19 @@ def preflight(
                 outcome.findings += [f for f in check.run(subject) if f.code not in skipped]
                 outcome.checked_codes += [code for code in check.codes if code not in skipped]
         outcome.seconds[phase] = time.perf_counter() - start_time
-    record_content = outcome.to_dict()
-    earlier_records = previous_record.get("resumed")
-    resumed_records = [
-        *(earlier_records if isinstance(earlier_records, list) else []),
-        record_content,
+    outcome_content = outcome.to_dict()
+    earlier_contents = previous_content.get("resumed")
+    resumed_contents = [
+        *(earlier_contents if isinstance(earlier_contents, list) else []),
+        outcome_content,
     ]
     if world.is_first:
         content = (
-            previous_record | {"skipped": record_content["skipped"], "resumed": resumed_records}
-            if previous_record
-            else record_content
+            previous_content | {"skipped": outcome_content["skipped"], "resumed": resumed_contents}
+            if previous_content
+            else outcome_content
         )
-        RunFolder(record.parent).write_json(record.name, content)
+        RunFolder(path.parent).write_json(path.name, content)
     error = refusal_error(outcome) if outcome.refused else None
     for rank, refusal in enumerate(world.gather([error.message, error.fix] if error else None)):
         if refusal:
@@ -156,15 +158,15 @@ def _format_finding(finding: Finding) -> str:
     return f"{finding.code} {finding.message}" + (f"; {finding.fix}" if finding.fix else "")
 
 
-def read_skipped(record: Path) -> dict[str, str]:
-    """The checks that were skipped when the run started, code to reason; invalid entries are
+def read_skipped(path: Path) -> dict[str, str]:
+    """The checks that were skipped when the run start_time, code to reason; invalid entries are
     ignored.
     """
-    skipped = RunFolder(record.parent).read_json(record.name).get("skipped")
+    skipped = RunFolder(path.parent).read_json(path.name).get("skipped")
     return {
         entry["code"]: entry["reason"]
         for entry in (skipped if isinstance(skipped, list) else [])
         if isinstance(entry, dict)
         and isinstance(entry.get("reason"), str)
-        and str(entry.get("code")) in CODES.keys() - NOT_SKIPPED.keys()
+        and str(entry.get("code")) in CODES.keys() - UNSKIPPABLE_REASONS.keys()
     }

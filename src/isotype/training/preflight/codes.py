@@ -29,7 +29,8 @@ CODES: Mapping[str, str] = {
     "PF023": "places of pictures are not learnt",
     "PF024": "the adapter loads onto the released model",
 }
-NOT_SKIPPED = {"PF008": "the run would read outside its embeddings"}
+# the checks that cannot be skipped, each with the reason
+UNSKIPPABLE_REASONS = {"PF008": "the run would read outside its embeddings"}
 
 
 def check_skips(skips: Mapping[str, str], template: str = "skip={{'{}': '...'}}") -> dict[str, str]:
@@ -49,9 +50,9 @@ def check_skips(skips: Mapping[str, str], template: str = "skip={{'{}': '...'}}"
                 if close_codes
                 else f"one of: {' '.join(CODES)}",
             )
-        if code in NOT_SKIPPED:
+        if code in UNSKIPPABLE_REASONS:
             raise UsageError(
-                f"{option}: cannot be skipped: {NOT_SKIPPED[code]}",
+                f"{option}: cannot be skipped: {UNSKIPPABLE_REASONS[code]}",
                 fix=f"isotype doctor explain {code}",
             )
         if not str(reason).strip():

@@ -33,7 +33,7 @@ from ...observe.record import EVALUATION, GENERATION, LONGEST
 from ...precision.parts import local_part, reshard_units
 from ...wording import first_line, pluralise
 from ..setting_names import SettingNames
-from ..setup import CheckedRun, Subject
+from ..setup import CheckedRun, PreflightSubject
 from ..task import preserve_modes, preserve_random_state
 
 # the errors that a model's code raises for unsuitable inputs; torch's are subclasses of
@@ -106,7 +106,7 @@ def _preserve_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             group.update(group_settings)
 
 
-def rehearse_step(subject: Subject) -> Iterator[Finding]:
+def rehearse_step(subject: PreflightSubject) -> Iterator[Finding]:
     """PF012 to PF015: runs forward, backward and update on the longest rows, and checks the
     gradients before they are freed.
     """
@@ -144,7 +144,7 @@ def rehearse_step(subject: Subject) -> Iterator[Finding]:
             yield _failure_finding("PF012", f"the update after {description}", error, subject.names)
 
 
-def rehearse_evaluation(subject: Subject) -> Iterator[Finding]:
+def rehearse_evaluation(subject: PreflightSubject) -> Iterator[Finding]:
     """PF016: runs one evaluation pass on the longest evaluation rows."""
     prepared = subject.prepared
     result = None
@@ -169,7 +169,7 @@ def rehearse_evaluation(subject: Subject) -> Iterator[Finding]:
     )
 
 
-def rehearse_samples(subject: Subject) -> Iterator[Finding]:
+def rehearse_samples(subject: PreflightSubject) -> Iterator[Finding]:
     """PF017: generates one small sample in the dtype of `precision.generate`."""
     prepared = subject.prepared
     if not subject.task.samples or not subject.schedule.sample_every:
@@ -186,7 +186,11 @@ def rehearse_samples(subject: Subject) -> Iterator[Finding]:
 
 @contextmanager
 def _rehearse(
-    subject: Subject, code: str, description: str, observation_name: str, role: str = "compute"
+    subject: PreflightSubject,
+    code: str,
+    description: str,
+    observation_name: str,
+    role: str = "compute",
 ) -> Iterator[list[Finding]]:
     """Runs and observes this block, then restores all state. Yields a list that, after the block,
     contains the dtypes that are not the declared ones, and a finding if the block failed.
@@ -201,7 +205,7 @@ def _rehearse(
     findings += subject.violations(observation_name)
 
 
-def find_missing_gradients(subject: Subject) -> Iterator[Finding]:
+def find_missing_gradients(subject: PreflightSubject) -> Iterator[Finding]:
     """PF014: finds trained tensors that get no gradient, or only zeros."""
     model = subject.prepared.model
     gradient = subject.prepared.stepper.accumulator.gradient
@@ -247,7 +251,7 @@ def find_missing_gradients(subject: Subject) -> Iterator[Finding]:
     )
 
 
-def _nonzero_names(tensors: dict[str, Tensor], subject: Subject) -> set[str]:
+def _nonzero_names(tensors: dict[str, Tensor], subject: PreflightSubject) -> set[str]:
     """The names of tensors with a non-zero element, in any of the processes that share a model."""
     stepper = subject.prepared.stepper
     flags = torch.stack([t.any() for t in tensors.values()]).tolist() if tensors else []
@@ -290,7 +294,7 @@ def _is_expected_zero(
     return False
 
 
-def find_frozen_gradients(subject: Subject) -> Iterator[Finding]:
+def find_frozen_gradients(subject: PreflightSubject) -> Iterator[Finding]:
     """PF015: finds tensors that get a gradient although no optimizer updates them."""
     stepper = subject.prepared.stepper
     updated_ids = {id(p) for group in stepper.optimizer.param_groups for p in group["params"]}
@@ -323,7 +327,7 @@ def find_frozen_gradients(subject: Subject) -> Iterator[Finding]:
     )
 
 
-def _non_finite_finding(subject: Subject, quantity: str) -> Finding:
+def _non_finite_finding(subject: PreflightSubject, quantity: str) -> Finding:
     stepper = subject.prepared.stepper
     batch = subject.make_batch(subject.longest_rows)
     error = stepper.explain_non_finite([batch], step=0, quantity=quantity)

@@ -21,7 +21,7 @@ from ...wording import format_binary_bytes, format_bytes, pluralise
 from ..memory.device import PLAN_TOLERANCE, available_memory, memory_saving_advice, overhead_memory
 from ..memory.plan import plan_persistent_memory, plan_process_memory
 from ..setting_names import SettingNames
-from ..setup import Prepared, Subject
+from ..setup import PreflightSubject, Prepared
 
 TYPICAL_UPDATE = 0.2  # the share of the learning rate by which AdamW moves a weight
 # the shares of weights that cannot move from which on there is a warning, or an error
@@ -30,7 +30,7 @@ ERROR_SHARE = 0.9
 SAMPLED_ELEMENTS = 4096  # elements that are tested in each tensor
 
 
-def check_device(subject: Subject) -> Iterator[Finding]:
+def check_device(subject: PreflightSubject) -> Iterator[Finding]:
     """PF001: `model.device: auto` took the CPU, and there is a GPU. A device that is given by name
     is found or refused earlier, when the run is prepared.
     """
@@ -87,7 +87,7 @@ def installed_gpu() -> str | None:
     return None
 
 
-def check_update_sizes(subject: Subject) -> Iterator[Finding]:
+def check_update_sizes(subject: PreflightSubject) -> Iterator[Finding]:
     """PF003: compares the size of an update with the distance between neighbouring numbers in each
     trained tensor's dtype, at the magnitudes of its elements.
 
@@ -190,7 +190,7 @@ def stuck_share(weight: nn.Parameter | Tensor, update: float) -> float:
     return float(((moved == flat) & (flat != 0)).float().mean())
 
 
-def check_disk(subject: Subject) -> Iterator[Finding]:
+def check_disk(subject: PreflightSubject) -> Iterator[Finding]:
     """PF004: compares the free space with the checkpoints that exist at the same time (`run.keep`,
     the best one, and one that is written before an old one is removed), the result and the
     adapters.
@@ -241,7 +241,7 @@ def check_disk(subject: Subject) -> Iterator[Finding]:
     )
 
 
-def checkpoint_bytes(subject: Subject) -> int:
+def checkpoint_bytes(subject: PreflightSubject) -> int:
     """Bytes of the trained tensors and the optimizer's states; the other parts of a checkpoint are
     kilobytes.
     """
@@ -251,7 +251,7 @@ def checkpoint_bytes(subject: Subject) -> int:
     return persistent_plan.trained + persistent_plan.optimizer
 
 
-def result_bytes(subject: Subject) -> int:
+def result_bytes(subject: PreflightSubject) -> int:
     """The bytes of the saved adapter or model, in the dtype in which it is saved."""
     precision = subject.prepared.resolved.precision
     is_full_model = subject.config.adapter.kind == "none"
@@ -264,7 +264,7 @@ def result_bytes(subject: Subject) -> int:
     )
 
 
-def check_memory(subject: Subject) -> Iterator[Finding]:
+def check_memory(subject: PreflightSubject) -> Iterator[Finding]:
     """PF011: compares the planned memory of a step with the available memory. Planning takes
     seconds, so it runs only if a generous upper bound comes near the available memory.
     """

@@ -99,7 +99,7 @@ def load_sheet(path: Path) -> dict[str, list[Section]]:
     """The sections of a sheet, grouped by code. Raises SheetError for a sheet with mistakes."""
     by_code: dict[str, list[Section]] = {}
     for section in read_sections(
-        path, ranks="error|warning|note", fields="settings|cause|fix|today|holds"
+        path, rank_pattern="error|warning|note", field_pattern="settings|cause|fix|today|holds"
     ):
         for row in _parse_rows(section):
             check_section(section, RuleFacts, row_variables=row, lists=("settings",))

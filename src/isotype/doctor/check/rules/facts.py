@@ -238,7 +238,7 @@ class RuleFacts(sheets.Facts):
     key`, `as name` and `as half` use its key.
     """
 
-    facts = {
+    fact_functions = {
         **{name: _record_fact(compute) for name, compute in _RECORD_FACTS.items()},
         **{role: _role_value(role) for role in ROLES},
     }
@@ -274,11 +274,11 @@ class RuleFacts(sheets.Facts):
         super().__init__(variables)
         self.record = record
 
-    def find(self, name: str) -> Any:
+    def evaluate_other_name(self, name: str) -> Any:
         return self.record.facts.get(*name.split(", ")) if "." in name else None
 
     @classmethod
-    def find_special_variables(cls, name: str, variables: Collection[str]) -> set[str] | None:
+    def find_variables_in_other_name(cls, name: str, variables: Collection[str]) -> set[str] | None:
         return set() if name in _KEYS else None
 
     def setting(self, names: str) -> Setting | None:
