@@ -69,7 +69,7 @@ INNER = {
         "NotPrivateError check_private_folder make_private_folder open_private_folder read_private_file temporary_folder"
     ),
     "isotype.environment.versions": "find_faults",
-    "isotype.inference.adapter_file": "export_vllm",
+    "isotype.inference.adapter_file": "export_vllm read_pairs",
     "isotype.inference.diffusion": "draw_pictures evaluate_pictures export_comfyui merge_denoiser",
     "isotype.inference.export": "export_language",
     "isotype.inference.gguf_file": (
@@ -90,6 +90,7 @@ INNER = {
     "isotype.lora.mlp": "lora_mlp",
     "isotype.lora.products": "add_product_ kernels_unavailable_reason product_fp32 scaled_product",
     "isotype.lora.quantised": "dequantise_weight forward_4bit",
+    "isotype.model.adapter_settings": "check_patterns",
     "isotype.model.architecture": "attention_setting describe_attention",
     "isotype.model.export": "trained_tensors",
     "isotype.model.gguf": "read_architecture",
@@ -98,6 +99,7 @@ INNER = {
     "isotype.model.processor": "build_picture_reader",
     "isotype.model.targets": "refuse_unknown_parameters target_notes",
     "isotype.model.tokens": "add_tokens",
+    "isotype.model.value_ranges": "check_model_config",
     "isotype.observe.continuity": "Continuity",
     "isotype.observe.observer": "ModelChanges is_observed",
     "isotype.ops.adamw": "AdamwHyperparameters adamw_ adamw_reference_ stochastic_round_",

@@ -15,9 +15,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from isotype.config.schema import ModelSection
 from isotype.errors import IsotypeError, UsageError
 from isotype.model.load import Source, load_architecture, load_base
-from isotype.model.value_ranges import check_model_config
 from isotype.precision.precision import PRESETS
-from tests.api import read_architecture
+from tests.api import check_model_config, read_architecture
 from tests.models import tiny
 
 CPU = torch.device("cpu")

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import UsageError
+from ..model.adapter_settings import check_patterns, read_adapter_config
 from ..runs.checkpoint.atomic_folder import write_folder
 from ..runs.folder import refuse_non_empty
 
@@ -53,14 +54,8 @@ class LoraPair:
 
 
 def read_settings(adapter: Path) -> dict[str, Any]:
-    """Reads adapter_config.json. Raises UsageError."""
-    try:
-        settings = json.loads((adapter / ADAPTER_CONFIG_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{adapter / ADAPTER_CONFIG_FILE}: {error}") from None
-    if not isinstance(settings, dict):
-        raise UsageError(f"{adapter / ADAPTER_CONFIG_FILE}: not a mapping")
-    return settings
+    """Reads adapter_config.json and checks its values. Raises UsageError."""
+    return read_adapter_config(adapter, "adapter")
 
 
 def read_pairs(adapter: Path, reader: str) -> list[LoraPair]:
@@ -75,6 +70,8 @@ def read_pairs(adapter: Path, reader: str) -> list[LoraPair]:
         raise UsageError(f"{adapter}: no {ADAPTER_FILE} there")
     tensors = load_file(adapter / ADAPTER_FILE)
     refuse_more_than_pairs(adapter, settings, list(tensors), reader)
+    modules = (name.removeprefix(_PREFIX).removesuffix(_A_SUFFIX) for name in tensors)
+    check_patterns(settings, modules, f"adapter: {adapter / ADAPTER_CONFIG_FILE}")
     rank = settings.get("r", 8)
     alpha = settings.get("lora_alpha", 8)
     ranks = settings.get("rank_pattern") or {}

@@ -24,6 +24,7 @@ from ..data.rows import SamplePrompt
 from ..dtypes import format_dtype
 from ..environment.hardware import detect
 from ..errors import RunError, UsageError
+from ..model.adapter_settings import read_adapter_config
 from ..model.build import build_model, resolve_precision
 from ..model.load import Source, load_architecture, load_base, load_tokenizer
 from ..model.processor import build_picture_reader
@@ -197,7 +198,7 @@ def _load_folder(folder: Path, kind: str) -> LoadedRun:
     revision = None
     if kind == "adapter":
         file = folder / "adapter_config.json"
-        settings = json.loads(file.read_text(encoding="utf-8"))
+        settings = read_adapter_config(folder, "adapter")
         if settings.get("task_type") == "SEQ_CLS":
             refuse_scores(folder)
         if not settings.get("base_model_name_or_path"):

@@ -33,6 +33,7 @@ from ..precision.apply import declared_dtype, is_quantised
 from ..precision.precision import Precision
 from ..precision.vision import vision_parts
 from ..wording import first_line, pluralise
+from .adapter_settings import CONFIG_FILE, check_patterns, read_adapter_config
 from .architecture import SCORE
 from .initialisation import describe_ordinary_adapter, initialise_adapter, to_ordinary_adapter
 from .targets import (
@@ -332,6 +333,7 @@ def _attach_outline(model: PreTrainedModel, folder: Path) -> PeftModel:
     """
     from peft import PeftConfig, get_peft_model
 
+    check_adapter(model, folder, "adapter.start_from")
     try:
         settings = PeftConfig.from_pretrained(str(folder))
         refuse_packed_modules(model, read_modules_to_save(folder), f"adapter.start_from: {folder}")
@@ -339,8 +341,10 @@ def _attach_outline(model: PreTrainedModel, folder: Path) -> PeftModel:
         settings.inference_mode = False
         wrapped: PeftModel = get_peft_model(model, settings)
         return wrapped
-    except (OSError, ValueError) as error:
-        raise UsageError(f"adapter.start_from: {folder}: {first_line(error)}") from None
+    except UsageError:
+        raise
+    except Exception as error:  # PEFT builds layers from settings of any shape
+        raise UsageError(f"adapter.start_from: {folder}: {first_line(error)}") from error
 
 
 def freeze_vision(model: Any, section: AdapterSection, precision: Precision) -> list[str]:
@@ -448,6 +452,7 @@ def load_adapter(model: PreTrainedModel, folder: Path, *, setting: str = "adapte
             ),
         )
     fetch_again = "get the adapter again from where it came"
+    check_adapter(model, folder, setting)
     try:
         with safe_open(weights, framework="pt") as file:
             saved = set(file.keys())
@@ -457,11 +462,6 @@ def load_adapter(model: PreTrainedModel, folder: Path, *, setting: str = "adapte
             f"{label} cannot be read: {type(error).__name__}: {first_line(error)}", fix=fetch_again
         ) from error
     base = settings.base_model_name_or_path
-    if base is not None and not isinstance(base, str):
-        raise UsageError(
-            f"{label} cannot be read: base_model_name_or_path is {str(base)[:60]}, not a name",
-            fix=fetch_again,
-        )
     refuse_packed_modules(model, read_modules_to_save(folder), label)
     if base:
         fix = f"take the base model it was trained on ({base})"
@@ -487,6 +487,15 @@ def load_adapter(model: PreTrainedModel, folder: Path, *, setting: str = "adapte
         )
     _restore_wider_values(loaded, weights)
     return loaded
+
+
+def check_adapter(model: nn.Module, folder: Path, setting: str) -> None:
+    """Raises UsageError for settings of a saved adapter that are outside their ranges, and for
+    patterns that take too long to match the model's modules.
+    """
+    settings = read_adapter_config(folder, setting)
+    names = (name for name, _ in model.named_modules())
+    check_patterns(settings, names, f"{setting}: {folder / CONFIG_FILE}")
 
 
 def is_trained_on_text_class(folder: Path) -> bool:
@@ -570,7 +579,7 @@ def read_modules_to_save(folder: Path) -> list[str]:
     """
     try:
         settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return []
     names = settings.get("modules_to_save") if isinstance(settings, dict) else None
     if isinstance(names, list):

@@ -4,7 +4,6 @@ file in the way a user would.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -21,6 +20,7 @@ from ...dtypes import to_torch
 from ...errors import RunError, UsageError
 from ...lora.quantised import PackedLinear
 from ...model.adapter import load_adapter, save_adapter
+from ...model.adapter_settings import read_adapter_config
 from ...precision.parts import Part, loading_device
 from ...precision.precision import Precision
 from ...training.memory.blocks import apply_offload
@@ -77,16 +77,8 @@ def save_lora(
 
 
 def read_adapter_settings(adapter: Path, setting: str = "adapter") -> dict[str, Any]:
-    """Reads the settings of a PEFT folder. Raises UsageError."""
-    file = adapter / "adapter_config.json"
-    try:
-        settings: dict[str, Any] = dict(json.loads(file.read_text(encoding="utf-8")))
-        return settings
-    except (OSError, ValueError, TypeError) as error:
-        raise UsageError(
-            f"{setting}: {file}: {str(error).splitlines()[0]}",
-            fix="a PEFT folder, as runs/NAME/adapter",
-        ) from None
+    """Reads the settings of a PEFT folder and checks them. Raises UsageError."""
+    return read_adapter_config(adapter, setting)
 
 
 def is_lokr(adapter: Path) -> bool:
