@@ -7,7 +7,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ class Operand:
     frame_index  the index of the failing frame
     node         its expression there
     storage      the dtype that a quantised weight computes in; None for other tensors
+    list_name    the list of tensors that it is an item of; "" if it stands alone
     """
 
     label: str
@@ -54,6 +55,7 @@ class Operand:
     node: ast.AST
     tensor: torch.Tensor | None
     storage: str | None = None
+    list_name: str = ""
 
     @property
     def dtype_name(self) -> str:
@@ -295,7 +297,8 @@ def _make_operands(
             for position, item in enumerate(value[:_MAX_OPERANDS]):
                 if is_tensor(item):
                     item_node = _item_node(node, position)
-                    yield _make_operand(f"{label}[{position}]", item, item_node, index, names)
+                    operand = _make_operand(f"{label}[{position}]", item, item_node, index, names)
+                    yield replace(operand, list_name=label)
 
 
 def _item_node(node: ast.AST, position: int) -> ast.AST:

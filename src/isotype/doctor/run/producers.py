@@ -56,6 +56,17 @@ def find_producer(
     return _Search(frames, dtype, names).follow(node, index)
 
 
+def find_assigned_call(node: ast.AST, frame: CallFrame) -> ast.Call | None:
+    """The call whose result was last assigned to a name before the running line."""
+    scope = frame.scope
+    if scope is None or not isinstance(node, ast.Name):
+        return None
+    for binding in _earlier_bindings(scope, node.id, frame.line):
+        if isinstance(binding, ast.Assign) and isinstance(binding.value, ast.Call):
+            return binding.value
+    return None
+
+
 class _Search:
     """One search for a producer."""
 
@@ -159,6 +170,11 @@ class _Search:
             if isinstance(operands[0], (ast.List, ast.Tuple)):
                 operands = list(operands[0].elts)
             return self.follow_widest(operands, node, index, line)
+        if node.args and not frame.is_user_code:
+            # a helper of a library: its first argument, if it has the dtype
+            value = read_value(node.args[0], frame)
+            if is_tensor(value) and value.dtype == self.dtype:
+                return self.follow(node.args[0], index, line)
         return self.producer("call", node, index)
 
     def follow_name(self, node: ast.AST, name: str, index: int, line: int) -> Producer:
@@ -215,6 +231,8 @@ class _Search:
         call = self.frames[outer].expression
         argument = _argument_expression(scope, call, name)
         if argument is None:
+            return self.producer("unknown", node, index)
+        if isinstance(argument, ast.Starred) and not self.frames[outer].is_user_code:
             return self.producer("unknown", node, index)
         if isinstance(argument, ast.Starred):
             return self.producer("data", argument.value, outer)

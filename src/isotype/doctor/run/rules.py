@@ -5,6 +5,7 @@ returns a finding, or None if its case does not hold. The first finding counts; 
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 from collections import Counter
@@ -14,17 +15,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...dtypes import format_dtype
+from ...dtypes import format_dtype, to_torch
 from ...finding import Finding, Place
 from ...observe.origin import short_path
 from ...pages.finding_sheet import load_finding_formatter
 from .causes import SHEET
 from .evidence import Evidence, Operand, describe_autocast
+from .expressions import is_tensor, read_value
 from .frames import CallFrame
 from .modules import floating_weight_dtypes
-from .producers import Producer
+from .producers import Producer, find_assigned_call, find_producer
 
 _format_finding = load_finding_formatter(SHEET)
+_MAX_GRAPH_NODES = 200  # nodes of an autograd graph that are searched for a loss
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
 _WRITING_OPERATIONS = frozenset(
     ("index_put", "index_put_", "index_add_", "index_copy_", "scatter_", "scatter_add_")
@@ -101,10 +104,15 @@ def _describe(operand: Operand) -> str:
     return f"{operand.dtype_name} {operand.path or operand.label}"
 
 
-def _passed(operand: Operand, producer: Producer) -> str:
-    """The user's expression for an operand, in brackets if a method call needs them."""
-    text = producer.passed or operand.label
-    return text if re.fullmatch(r"[\w.\[\]'\"(), =]+", text) else f"({text})"
+def _passed(evidence: Evidence, operand: Operand, producer: Producer) -> str:
+    """The user's expression for an operand, in brackets if a method call needs them. If it cannot be
+    followed to the user's code, the only argument of the user's call counts.
+    """
+    text = producer.passed
+    call = evidence.user_frame.expression
+    if not text and isinstance(call, ast.Call) and len(call.args) == 1:
+        text = ast.unparse(call.args[0])
+    return _brackets(text or operand.label)
 
 
 def _passed_at(evidence: Evidence, producer: Producer) -> str:
@@ -184,6 +192,8 @@ def find_stale_optimizer_states(evidence: Evidence) -> Finding | None:
     )
     if facts is None or not is_step or evidence.in_backward:
         return None
+    if not type(facts.optimizer).__module__.startswith("torch.optim"):
+        return None  # other optimizers may choose the dtype of their states
     states = set(facts.states)
     parameters = set(facts.parameters)
     if states <= parameters and set(facts.gradients) <= parameters and len(parameters) < 2:
@@ -213,7 +223,7 @@ def find_integer_parameter(evidence: Evidence) -> Finding | None:
     return _make_finding(
         "RN012",
         evidence,
-        value=_passed(operand, producer),
+        value=_passed(evidence, operand, producer),
         has=operand.dtype_name,
         at=_passed_at(evidence, producer),
         is_parameter="Parameter" in evidence.user_frame.text,
@@ -229,7 +239,7 @@ def find_numpy_conversion(evidence: Evidence) -> Finding | None:
     return _make_finding(
         "RN013",
         evidence,
-        value=_passed(operand, producer),
+        value=_passed(evidence, operand, producer),
         has=format_dtype(match[1]),
         at=_passed_at(evidence, producer),
     )
@@ -260,7 +270,7 @@ def find_missing_kernel(evidence: Evidence) -> Finding | None:
         "RN014",
         evidence,
         operation=evidence.operation,
-        value=_passed(operand, producer),
+        value=_passed(evidence, operand, producer),
         has=operand.dtype_name,
         device=operand.device.type,
         at=_passed_at(evidence, producer),
@@ -281,7 +291,7 @@ def find_float_indices(evidence: Evidence) -> Finding | None:
     return _make_finding(
         "RN015",
         evidence,
-        value=_passed(operand, producer),
+        value=_passed(evidence, operand, producer),
         has=operand.dtype_name,
         operation=evidence.operation,
         at=_passed_at(evidence, producer),
@@ -307,11 +317,114 @@ def find_wrong_target(evidence: Evidence) -> Finding | None:
         "RN010",
         evidence,
         loss=operation.removesuffix("_nd").removesuffix("_loss") if is_class_loss else operation,
-        target=_passed(target, producer),
+        target=_passed(evidence, target, producer),
         has=target.dtype_name,
         needs=format_dtype(needed_dtype),
         method=method,
         at=_passed_at(evidence, producer),
+    )
+
+
+def find_wrong_target_in_backward(evidence: Evidence) -> Finding | None:
+    """A loss whose forward accepts a target of another dtype and whose backward does not."""
+    match = re.search(r"Found dtype (\w+) but expected (\w+)", evidence.message)
+    if match is None or not evidence.in_backward:
+        return None
+    dtype_name = format_dtype(match[1])
+    for output in evidence.operands:
+        node = None if output.tensor is None else output.tensor.grad_fn
+        loss = _find_loss_name(node)
+        if loss is None:
+            continue
+        target, location = _target_of_loss(evidence, dtype_name)
+        return _make_finding(
+            "RN010",
+            evidence,
+            loss=loss,
+            target=target,
+            has=dtype_name,
+            needs=format_dtype(match[2]),
+            method=f".to({to_torch(format_dtype(match[2]))})",
+            at=location or f"the call of {loss}",
+        )
+    return None
+
+
+def _target_of_loss(evidence: Evidence, dtype_name: str) -> tuple[str, str]:
+    """The target's expression in the call whose result runs backward, and its location."""
+    frame = evidence.user_frame
+    call = frame.expression
+    loss_call = None
+    if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+        loss_call = find_assigned_call(call.func.value, frame)
+    if loss_call is None:
+        return "target", ""
+    for argument in loss_call.args:
+        value = read_value(argument, frame)
+        if is_tensor(value) and format_dtype(value.dtype) == dtype_name:
+            return _brackets(ast.unparse(argument)), frame.location_of(argument)
+    return "target", ""
+
+
+def _find_loss_name(node: Any) -> str | None:
+    """The name of the first loss in an autograd graph: `HuberLoss`."""
+    pending = [node]
+    visited: set[Any] = set()
+    while pending and len(visited) < _MAX_GRAPH_NODES:
+        node = pending.pop(0)
+        if node is None or node in visited:
+            continue
+        visited.add(node)
+        name = type(node).__name__
+        if "LossBackward" in name or "CrossEntropyBackward" in name:
+            return name.partition("Backward")[0]
+        pending.extend(parent for parent, _ in node.next_functions)
+    return None
+
+
+def find_failed_check(evidence: Evidence) -> Finding | None:
+    """An assertion of the program about the dtype of a tensor."""
+    frame = evidence.failing_frame
+    statement = frame.statement
+    if not isinstance(statement, ast.Assert) or not isinstance(statement.test, ast.Compare):
+        return None
+    sides = [statement.test.left, *statement.test.comparators]
+    values = [read_value(side, frame) for side in sides]
+    if len(sides) != 2 or not all(isinstance(value, torch.dtype) for value in values):
+        return None
+    if not isinstance(statement.test.ops[0], (ast.Eq, ast.Is)) or values[0] == values[1]:
+        return None
+    tensors = [
+        i for i in range(2) if isinstance(sides[i], ast.Attribute) and _is_dtype_of(sides[i], frame)
+    ]
+    if not tensors:
+        return None
+    index = tensors[0]
+    owner = sides[index].value  # type: ignore[attr-defined]
+    producer = find_producer(
+        owner, evidence.frames, len(evidence.frames) - 1, values[index], evidence.names
+    )
+    is_autocast = producer.kind == "module" and evidence.autocast.is_on
+    return _make_finding(
+        "RN020",
+        evidence,
+        value=ast.unparse(owner),
+        has=format_dtype(values[index]),
+        needs=format_dtype(values[1 - index]),
+        source=producer.text,
+        source_at=producer.location,
+        autocast=is_autocast and values[index] == evidence.autocast.dtype,
+        target=str(values[1 - index]),
+        at=producer.location,
+    )
+
+
+def _is_dtype_of(node: ast.expr, frame: CallFrame) -> bool:
+    """Whether an expression is the dtype of a tensor that can be read."""
+    return (
+        isinstance(node, ast.Attribute)
+        and node.attr == "dtype"
+        and is_tensor(read_value(node.value, frame))
     )
 
 
@@ -338,7 +451,7 @@ def find_constant_overflow(evidence: Evidence) -> Finding | None:
     return _make_finding(
         "RN018",
         evidence,
-        value=_passed(halves[0], producer),
+        value=_passed(evidence, halves[0], producer),
         has=halves[0].dtype_name,
         at=_passed_at(evidence, producer),
     )
@@ -411,13 +524,18 @@ def find_custom_backward(evidence: Evidence) -> Finding | None:
 
 
 def _brackets(text: str) -> str:
-    return text if re.fullmatch(r"[\w.\[\]()]+", text) else f"({text})"
+    """An expression to which a method call can be added."""
+    tree = ast.parse(text, mode="eval").body
+    is_primary = isinstance(tree, (ast.Name, ast.Attribute, ast.Subscript, ast.Call))
+    return text if is_primary else f"({text})"
 
 
 def find_write(evidence: Evidence) -> Finding | None:
     operands = evidence.operands
+    operation = evidence.operation
     has_out = "out tensor to have dtype" in evidence.message
-    if evidence.operation not in _WRITING_OPERATIONS and not has_out:
+    is_writing = operation in _WRITING_OPERATIONS or operation.endswith("_")
+    if not operands or not (is_writing or has_out):
         return None
     destination = operands[-1] if has_out else operands[0]
     values = [
@@ -428,17 +546,26 @@ def find_write(evidence: Evidence) -> Finding | None:
     if not values:
         return None
     evidence.producer_of(values[0])  # shown with the operands
+    labels = dict.fromkeys(_cast_text(operand, destination) for operand in values)
     return _make_finding(
         "RN008",
         evidence,
-        operation=evidence.operation,
+        operation=operation,
         destination=_brackets(destination.label),
         destination_dtype=destination.dtype_name,
         value=_brackets(values[0].label),
         value_dtype=values[0].dtype_name,
+        casts=" and ".join(labels),
         at=evidence.failing_frame.location,
         out=has_out,
     )
+
+
+def _cast_text(operand: Operand, destination: Operand) -> str:
+    """The cast of an operand to the destination's dtype; of a whole list for its items."""
+    if operand.list_name:
+        return f"`[tensor.to({destination.dtype}) for tensor in {operand.list_name}]`"
+    return f"`{_brackets(operand.label)}.to({_brackets(destination.label)}.dtype)`"
 
 
 def find_call_outside_autocast(evidence: Evidence) -> Finding | None:
@@ -529,6 +656,7 @@ def find_layer_input(evidence: Evidence) -> Finding | None:
         return None
     operand = different[0]
     producer = evidence.producer_of(operand)
+    passed = _passed(evidence, operand, producer)
     producer_dtype = ""
     if producer.module is not None:
         dtypes = floating_weight_dtypes(producer.module)
@@ -540,10 +668,10 @@ def find_layer_input(evidence: Evidence) -> Finding | None:
         layer=weight.path.rpartition(".")[0] or evidence.module_path,
         has=operand.dtype_name,
         needs=weight.dtype_name,
-        passed=_passed(operand, producer),
+        passed=passed,
         passed_at=_passed_at(evidence, producer),
         kind=producer.kind,
-        producer=producer.text,
+        producer=producer.text if producer.kind != "unknown" else passed,
         producer_at=producer.location,
         path=producer.path,
         producer_dtype=producer_dtype,
@@ -579,7 +707,7 @@ def find_mixed_operands(evidence: Evidence) -> Finding | None:
         others_dtype=others[0].dtype_name,
         source=producer.text,
         source_at=producer.location,
-        passed=_passed(odd, producer),
+        passed=_passed(evidence, odd, producer),
         at=_passed_at(evidence, producer),
         target=str(others[0].dtype),
     )
@@ -595,6 +723,8 @@ RULES: tuple[Callable[[Evidence], Finding | None], ...] = (
     find_missing_kernel,
     find_float_indices,
     find_wrong_target,
+    find_wrong_target_in_backward,
+    find_failed_check,
     find_in_place_result,
     find_constant_overflow,
     find_attention_operand,
