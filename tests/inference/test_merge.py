@@ -3,6 +3,7 @@ refused.
 """
 
 import json
+from dataclasses import replace
 
 import peft
 import pytest
@@ -54,6 +55,17 @@ def test_a_peft_folder_is_merged_into_the_base_it_names(foreign, tmp_path, setti
         torch.testing.assert_close(
             plain(input_ids=torch.arange(3, 20)[None]).logits, expected, atol=1e-5, rtol=1e-5
         )
+
+
+def test_rotary_parameters_of_the_run_are_in_the_merged_configuration(foreign, tmp_path):
+    """`isotype merge --verify` found that config.json had the base's."""
+    folder, _ = foreign()
+    run = load_run(folder)
+    rope = {"rope_type": "linear", "factor": 2.0}
+    merge(replace(run, source=replace(run.source, rope=rope)), tmp_path / "merged")
+    written = json.loads((tmp_path / "merged/config.json").read_text())
+    assert written["rope_parameters"]["rope_type"] == "linear"
+    assert written["rope_parameters"]["factor"] == 2.0
 
 
 def test_a_merged_model_is_put_in_place_after_it_is_compared(foreign, tmp_path, monkeypatch):

@@ -21,7 +21,7 @@ from ..data.pictures import Pictures
 from ..data.rows import Row
 from ..dtypes import to_torch
 from ..errors import RunError, UsageError
-from ..model.architecture import auto_class
+from ..model.architecture import apply_rope_parameters, auto_class
 from ..model.export import (
     digest_tensors,
     embedding_and_head,
@@ -91,6 +91,8 @@ def merge(run: LoadedRun, out: Path, *, dtype: str | None = None) -> MergeResult
     def fill(folder: Path) -> None:
         trust = run.source.trust_remote_code
         config = read_architecture(run.source.name, run.source.revision, trust_remote_code=trust)
+        if run.source.rope is not None:
+            apply_rope_parameters(config, run.source.rope)
         with torch.device("meta"):
             plain = auto_class(config, text_only=vision_parts(base) is None).from_config(
                 config, dtype=to_torch(dtype), trust_remote_code=trust

@@ -72,7 +72,7 @@ def verify_file(
     unmerged = unmerged_difference(comparison)
     if unmerged is not None:
         differences.insert(0, unmerged)
-    scores = reference.score(batches)
+    file_weights = scores = reference.score(batches)
     causes = {RUN_DTYPES: trained.loss - _loss_in_run(run, rows, pictures)}
     changed_config = None
     if written.folder is not None:
@@ -80,10 +80,11 @@ def verify_file(
     elif not written.adapter_only:
         changed_config = apply_gguf_settings(reference.config, written)
     if changed_config is not None:
-        weights_loss = scores.loss
         scores = reference.score_with(changed_config, batches)
-        causes["settings of the file"] = scores.loss - weights_loss
-    causes |= _tensor_causes(reference, weights, written, comparison, batches, trained, scores)
+        causes["settings of the file"] = scores.loss - file_weights.loss
+    causes |= _tensor_causes(
+        reference, weights, written, comparison, batches, trained, file_weights
+    )
     noise = base.noise(trained)
     return Verification(
         file=path.name,
