@@ -25,6 +25,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from ..config.schema import AdapterSection, RunConfig
 from ..dtypes import to_torch
 from ..environment.hardware import out_of_memory_message
+from ..environment.hub_kernels import disable_hub_kernels
 from ..errors import UsageError
 from ..lora.attach import lora_layers
 from ..lora.quantised import PackedLinear
@@ -80,6 +81,7 @@ def attach_adapter(
     task_type     PEFT's task type; None for a model that is not called through a task's wrapper
     targets       replaces `adapter.targets`, for models whose linear layers PEFT cannot choose
     """
+    disable_hub_kernels()  # PEFT imports bitsandbytes
     from peft import LoraConfig
 
     if task_type == "CAUSAL_LM" and hasattr(model, SCORE):
@@ -433,6 +435,7 @@ def load_adapter(model: PreTrainedModel, folder: Path, *, setting: str = "adapte
     Raises  UsageError for an adapter that is damaged, of another kind, or for another model (PEFT
             ignores weights that do not match)
     """
+    disable_hub_kernels()  # PEFT imports bitsandbytes
     from peft import PeftConfig, PeftModel, get_peft_model_state_dict
     from safetensors import safe_open
 

@@ -33,6 +33,7 @@ from ..data.records import parse_json
 from ..dtypes import to_torch
 from ..environment.hardware import out_of_memory_message
 from ..environment.hub import cache_miss_error, is_unreachable, print_status
+from ..environment.hub_kernels import HUB_KERNELS_NOTE, disable_hub_kernels
 from ..environment.install import install_command
 from ..errors import UsageError
 from ..ops.packed.recognise import PACKED_TENSOR_NAMES
@@ -258,6 +259,7 @@ def load_base(
     Raises            UsageError for a base that the precision does not declare, and for an
                       architecture that does not predict the next token
     """
+    are_hub_kernels_off = disable_hub_kernels()
     loading_on = loading_device(device, part, offload)
     options = attention_options(attention, device)
     dtype = to_torch(precision.trainable if trainable else precision.unquantised)
@@ -268,6 +270,8 @@ def load_base(
     is_saved_quantised = bool(quantisation_notes)
     notes = [] if notes is None else notes
     notes += quantisation_notes
+    if are_hub_kernels_off and precision.base == "nf4":
+        notes.append(HUB_KERNELS_NOTE)
     options["dtype"] = dtype
     if is_saved_quantised and precision.base != "nf4":
         with explain_loading_errors(source.name, "model", source.revision):
@@ -450,6 +454,7 @@ def pack_outline(
 
 def require_bitsandbytes() -> None:
     """Raises UsageError with the install command if bitsandbytes is missing."""
+    disable_hub_kernels()
     try:
         import bitsandbytes  # noqa: F401
     except ImportError:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ..config.schema import RunConfig, TrainSection
 from ..dtypes import format_dtype, to_torch
+from ..environment.hub_kernels import disable_hub_kernels
 from ..environment.install import install_command
 from ..errors import RunError, UsageError, raise_first_refusal
 from ..ops.adamw import AdamwHyperparameters, adamw_
@@ -330,6 +331,7 @@ def _build_external(groups: list[dict[str, Any]], train: TrainSection) -> torch.
     """Builds an optimizer of another package."""
     name = train.optimizer
     package, path, _ = _EXTERNAL[name]
+    disable_hub_kernels()
     optimizer_class: Any = functools.reduce(getattr, path.split("."), import_module(package))
     options = dict(_EXTERNAL_OPTIONS.get(name, {}))
     if name not in _UNUSED_SETTINGS:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...environment.hub_kernels import disable_hub_kernels
 from ...ops.packed import PackedState
 
 # elements per scale, and scales per second-level scale
@@ -29,6 +30,7 @@ def quantise_outline(
 
 
 def _build_nf4_layer(linear: nn.Linear, compute: torch.dtype, double_quant: bool) -> nn.Module:
+    disable_hub_kernels()
     import bitsandbytes
     from bitsandbytes.functional import QuantState
 
@@ -110,6 +112,7 @@ def scratch_sizes() -> dict[Any, Any]:
     """Maps bitsandbytes' 4-bit product to a function that returns the bytes it needs in addition to
     its result: those of the dequantised weight.
     """
+    disable_hub_kernels()
     try:
         import bitsandbytes  # noqa: F401
     except ImportError:
