@@ -82,6 +82,7 @@ def write(
 
     torch.manual_seed(0)
     config = model.config
+    norm_offset = FAMILIES[config.model_type].norm_offset
     architecture = getattr(gguf.MODEL_ARCH, FAMILIES[config.model_type].architecture)
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     writer = gguf.GGUFWriter(str(file), gguf.MODEL_ARCH_NAMES[architecture])
@@ -114,6 +115,8 @@ def write(
         elif name.endswith("experts.down_proj"):
             put(f"blk.{layer}.ffn_down_exps.weight", value, packed=True)
         else:
+            if name.endswith("norm.weight"):
+                value = value + norm_offset
             put(
                 names.get_name(name, try_suffixes=(".weight", ".bias")),
                 value,

@@ -12,6 +12,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from isotype import load_packed
+from isotype.errors import UsageError
 from isotype.inference.loaded import load_run
 from isotype.inference.merge import merged_state
 from isotype.lora import PackedLinear
@@ -33,7 +34,23 @@ gguf = pytest.importorskip("gguf")
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "vocab_size": 320}
 # transformers takes widths of these families from its own defaults
 EXPERTS = {"head_dim": 128, "num_experts": 4, "moe_intermediate_size": 768}
-FAMILIES = {"llama": {}, "qwen2": {}, "qwen3": {"head_dim": 128}, "qwen3_moe": EXPERTS}
+GEMMA = {
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 8,
+    "num_hidden_layers": 7,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
+FAMILIES = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 128},
+    "qwen3_moe": EXPERTS,
+    "gemma3_text": GEMMA,
+}
 MIXED = {"ffn_down.weight": "Q6_K", "attn_v.weight": "Q5_K"}
 IDS = torch.arange(3, 51).view(2, 24)
 
@@ -178,6 +195,35 @@ def test_llama_3s_scaling_of_positions_is_found_again(tmp_path):
     splitting().save_pretrained(tmp_path / "model")
     export_model(tmp_path / "model", tmp_path / "model.gguf", "Q8_0")
     assert read_architecture(str(tmp_path / "model.gguf")).rope_parameters == rope
+
+
+def test_gemma_3_has_the_constants_of_llama_cpp(tmp_path, monkeypatch, subtests):
+    splitting().save_pretrained(tmp_path / "tokenizer")
+    ids = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 2}
+    model = tiny("gemma3_text", **SIZES | ids | GEMMA)
+
+    def read(name: str, **keys):
+        file = tmp_path / f"{name}.gguf"
+        settings = {f"gemma3.{key}": value for key, value in keys.items()}
+        write(model, tmp_path / "tokenizer", file, "Q8_0", keys=settings)
+        return read_architecture(str(file))
+
+    with subtests.test("as released"):
+        config = read("plain")
+        assert config.layer_types == model.config.layer_types
+        assert (config.sliding_window, config.query_pre_attn_scalar) == (8, 256)
+        assert config.rope_parameters == GEMMA["rope_parameters"]
+    with subtests.test("positions of the larger ones"):
+        scaled = read("scaled", **{"rope.scaling.type": "linear", "rope.scaling.factor": 8})
+        whole = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
+        assert scaled.rope_parameters["full_attention"] == whole
+        local = GEMMA["rope_parameters"]["sliding_attention"]
+        assert scaled.rope_parameters["sliding_attention"] == local
+    with subtests.test("the 27B scales by the hidden size"):
+        monkeypatch.setattr("isotype.model.gguf._GEMMA3_27B_LAYERS", 7)
+        assert read("large").query_pre_attn_scalar == 256 // 8
+    with subtests.test("no window"), pytest.raises(UsageError, match="sliding_window is missing"):
+        read("full", **{"attention.sliding_window": None})
 
 
 UNREAD = (

@@ -1,7 +1,7 @@
 """Reads GGUF files of llama.cpp as base models: it converts their settings and names to those of
 transformers, and keeps the quantised blocks unchanged.
 
-It supports Llama and Qwen families. In a Llama file the rows of q and k that rotary embeddings
+It supports the Llama and Qwen families, and Gemma 3. In a Llama file the rows of q and k that rotary embeddings
 combine are neighbours; in transformers they are in two halves. So these rows are reordered, which
 does not change the blocks inside a row. The embedding is no linear layer, and is dequantised when
 it is read.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -43,11 +43,17 @@ class Family:
     model_type      the family's name in transformers
     permutes_rows   whether rows of q and k are stored in neighbouring pairs
     fixed_settings  settings that are fixed in llama.cpp's code and not stored in the file
+    norm_offset     number that is added to a norm's weights in the file, and not in transformers
+    settings        settings that only this family has: the file's name -> transformers' name
+    layer_tensors   tensors whose place differs from that in other families
     """
 
     model_type: str
     permutes_rows: bool = False
     fixed_settings: Mapping[str, Any] | None = None
+    norm_offset: float = 0.0
+    settings: Mapping[str, str] = field(default_factory=dict)
+    layer_tensors: Mapping[str, str] = field(default_factory=dict)
 
 
 # llama.cpp's name of a family -> how it is converted
@@ -59,7 +65,21 @@ FAMILIES = {
         "qwen3_moe",
         fixed_settings={"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
     ),
+    "gemma3": Family(
+        "gemma3_text",
+        norm_offset=1.0,
+        settings={"attention.sliding_window": "sliding_window"},
+        layer_tensors={
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_norm": "pre_feedforward_layernorm",
+            "post_ffw_norm": "post_feedforward_layernorm",
+        },
+    ),
 }
+# constants of llama.cpp for Gemma 3: the rotary base of layers with a sliding window, and the layers
+# of the 27B, whose scale of attention follows the hidden size
+_LOCAL_ROPE_THETA = 10_000.0
+_GEMMA3_27B_LAYERS = 62
 _MODEL_TENSORS = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -220,7 +240,8 @@ def read_architecture(
         )
         return config
     file = read_file(path)
-    field = file.architecture_field
+    family = file.family
+    names = _SETTINGS | dict(family.settings)
     fields = file.fields
     tensors = file.tensors
     architecture = f"{fields['general.architecture']}."
@@ -233,8 +254,8 @@ def read_architecture(
     unread = {
         name
         for name in architecture_fields
-        if name not in (*_SETTINGS, *_HANDLED_SETTINGS)
-        or (name in experts and file.family.fixed_settings is None)
+        if name not in (*names, *_HANDLED_SETTINGS)
+        or (name in experts and family.fixed_settings is None)
     }
     if unread_settings := [
         f"{architecture}{name}: {_printable_text(architecture_fields[name])}"
@@ -244,9 +265,7 @@ def read_architecture(
         raise UsageError(f"model {path}: its setting {unread_settings[0]} is not read", fix=DENSE)
     optional_settings = (*experts, "attention.key_length")
     if absent := [
-        name
-        for name in _SETTINGS
-        if name not in architecture_fields and name not in optional_settings
+        name for name in names if name not in architecture_fields and name not in optional_settings
     ]:
         raise UsageError(
             f"model {path}: its setting {architecture}{absent[0]} is missing",
@@ -254,16 +273,16 @@ def read_architecture(
         )
     settings = {
         setting: architecture_fields[name]
-        for name, setting in _SETTINGS.items()
+        for name, setting in names.items()
         if architecture_fields.get(name)
     }
     head_dim = settings.setdefault(
         "head_dim", settings["hidden_size"] // settings["num_attention_heads"]
     )
-    if field("rope.dimension_count", head_dim) != head_dim:
+    rotary_channels = file.architecture_field("rope.dimension_count", head_dim)
+    if rotary_channels != head_dim:
         raise UsageError(
-            f"model {path}: rotary angles for {field('rope.dimension_count')} of {head_dim} channels"
-            " are not read",
+            f"model {path}: rotary angles for {rotary_channels} of {head_dim} channels are not read",
             fix=DENSE,
         )
     token_keys = {"bos": "bos", "eos": "eos", "pad": "padding"}
@@ -271,18 +290,17 @@ def read_architecture(
         f"{name}_token_id": fields.get(f"tokenizer.ggml.{key}_token_id")
         for name, key in token_keys.items()
     }
-    if file.family.permutes_rows:
-        bias_settings = {"attention_bias": "blk.0.attn_q.bias" in tensors}
-    else:
-        bias_settings = {}
+    if family.permutes_rows:
+        settings["attention_bias"] = "blk.0.attn_q.bias" in tensors
+    settings["rope_parameters"] = _rope_parameters(file, path, head_dim)
+    if family.model_type == "gemma3_text":
+        settings |= _gemma3_settings(settings)
     built = AutoConfig.for_model(
-        file.family.model_type,
+        family.model_type,
         **settings,
         **ids,
-        **bias_settings,
-        **(file.family.fixed_settings or {}),
+        **(family.fixed_settings or {}),
         vocab_size=tensors["token_embd.weight"].shape[0],
-        rope_parameters=_rope_parameters(file, path, head_dim),
         tie_word_embeddings="output.weight" not in tensors,
         dtype=torch.bfloat16,
     )
@@ -293,8 +311,24 @@ def read_architecture(
             fix=dense_copy_instructions(path),
         )
     built.quantization_config = {"quant_method": "gguf", "kinds": kinds}
-    built.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[file.family.model_type]]
+    built.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family.model_type]]
     return built
+
+
+def _gemma3_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of Gemma 3 that are constants in llama.cpp."""
+    local_rope = {"rope_type": "default", "rope_theta": _LOCAL_ROPE_THETA}
+    if settings["num_hidden_layers"] == _GEMMA3_27B_LAYERS:
+        scale = settings["hidden_size"] // settings["num_attention_heads"]
+    else:
+        scale = settings["head_dim"]
+    return {
+        "query_pre_attn_scalar": scale,
+        "rope_parameters": {
+            "full_attention": settings["rope_parameters"],
+            "sliding_attention": local_rope,
+        },
+    }
 
 
 def _rope_parameters(file: _File, path: Path, head_dim: int) -> dict[str, Any]:
@@ -370,8 +404,11 @@ def load_tensors(path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
     embedding, `dtype`[V H].
     """
     result = {}
+    norm_offset = read_file(path).family.norm_offset
     for name, tensor, heads in _rename_tensors(path):
         value = _tensor_values(tensor)
+        if norm_offset and name.endswith("norm.weight"):
+            value = value.float() - norm_offset
         owner, _, last = name.rpartition(".")
         if _is_packed_embedding(name):
             name = f"{owner}.weight"
@@ -411,6 +448,7 @@ def _rename_tensors(path: Path) -> Iterator[tuple[str, _Tensor, int]]:
         }
     else:
         heads_of = {}
+    layer_tensors = _LAYER_TENSORS | dict(file.family.layer_tensors)
     for gguf_name, tensor in file.tensors.items():
         if gguf_name == _ROPE_FACTORS:
             continue
@@ -429,7 +467,7 @@ def _rename_tensors(path: Path) -> Iterator[tuple[str, _Tensor, int]]:
         if layer is None:
             transformers_name = _MODEL_TENSORS.get(name)
         else:
-            transformers_name = _LAYER_TENSORS.get(name)
+            transformers_name = layer_tensors.get(name)
         if transformers_name is None:
             raise UsageError(
                 f"model {path}: its tensor {gguf_name} has no place in a {file.family.model_type}",
