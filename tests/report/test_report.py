@@ -6,17 +6,20 @@ import shutil
 import subprocess
 from base64 import b64encode
 from hashlib import sha256
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from isotype.config.keys import key_schemas
 from isotype.errors import UsageError
 from isotype.report import write_report
+from isotype.report.plots import describe_losses, loss_plot
 from tests.api import page_render as render
 from tests.api import read_run, verdict
-from tests.report.runs import DECLARED, run_folder, step, whole
+from tests.report.runs import DECLARED, RESOLVED, run_folder, step, whole
 
 HOSTILE = "<script>alert('ran')</script><img src=x onerror=alert(1)>\"'&{{ 271828 * 314159 }}"
 
@@ -348,3 +351,29 @@ def test_base_against_tuned_loss(tmp_path: Path, subtests: Any) -> None:
             assert said in found.learnt
             assert found.mood == mood
             assert found.precision == "The declared precision was kept in 2 of 2 roles."
+
+
+OBJECTIVES = key_schemas()["train.objective"]["enum"]
+
+
+def test_each_objective_describes_its_own_loss(tmp_path: Path) -> None:
+    captions = {}
+    for objective in OBJECTIVES:
+        resolved = RESOLVED.replace("train:\n", f"train:\n  objective: {objective}\n")
+        folder = run_folder(tmp_path / objective, resolved=resolved, metrics=[step(1), step(2)])
+        plot = loss_plot(read_run(folder))
+        assert plot is not None
+        captions[objective] = plot.note
+        assert plot.note in unescape(html_of(folder))
+    assert len(set(captions.values())) == len(OBJECTIVES)
+    assert "-ln p over the learnt tokens" in captions["sft"]
+    for objective in set(OBJECTIVES) - {"sft"}:
+        assert "-ln p over the learnt tokens" not in captions[objective]
+    assert all("ln 2" in captions[name] for name in ("dpo", "reward"))
+
+    own = run_folder(
+        tmp_path / "own", resolved=RESOLVED, metrics=[step(1)], plan={"objective": "f"}
+    )
+    assert "the value that your objective f returns" in describe_losses(read_run(own))
+    attached = run_folder(tmp_path / "attached", metrics=[step(1)], plan={"total": 1})
+    assert "the loss that the trainer logs" in describe_losses(read_run(attached))

@@ -452,7 +452,8 @@ class Observer:
         self, observation: Observation, module_name: str, role: str
     ) -> Callable[..., None]:
         """Makes a hook that counts the dtypes of a module's outputs. The output of a linear layer
-        must have `compute`; wider outputs of other modules are counted as promotions.
+        must have `compute`; wider outputs of other modules are counted as promotions, unless the
+        module's own code makes them from narrower values.
         """
         compute = getattr(self.precision, role)
         is_generation = role == "generate"
@@ -484,6 +485,7 @@ class Observer:
                     not (is_product or is_generation or module is outermost)
                     and dtype in FLOATS
                     and itemsize(dtype) > itemsize(compute)
+                    and not _is_declared_by_class(module, (args, kwargs), compute)
                 ):
                     observation.promotions[module_name, dtype] += 1
 
@@ -510,6 +512,24 @@ def iterate_state_dtypes(
             yield key, None
         else:
             yield key, format_dtype(tensor.dtype)
+
+
+def _is_declared_by_class(module: nn.Module, inputs: Any, compute: str) -> bool:
+    """Whether the code of a class of transformers makes a wide output itself, as the tables of a
+    rotation and the scores of a router are made in fp32: no input of the module is wider than
+    `compute`, and no parameter outside of its products, which have the dtype `compute`.
+    """
+    if not type(module).__module__.startswith("transformers.models."):
+        return False
+    if "forward" in vars(module):  # replaced for this instance, so the class does not decide
+        return False
+    parameters = [
+        parameter
+        for name, parameter in module.named_parameters()
+        if parameter.ndim < 2 or not name.endswith("weight") or isinstance(module, nn.Embedding)
+    ]
+    tensors = [*floating_tensors(inputs), *parameters]
+    return all(tensor.dtype.itemsize <= itemsize(compute) for tensor in tensors)
 
 
 def _is_assigned_in_forward(module: nn.Module, buffer_name: str) -> bool:

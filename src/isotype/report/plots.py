@@ -19,15 +19,50 @@ from ..wording import format_bytes, format_compact, format_number, format_percen
 from .record import RunRecord, spread_evenly
 
 Point = tuple[float, float]
-LOSSES = (
-    "Training loss: mean of -ln p over the learnt tokens of a step's rows, before its update. "
-    "Evaluation loss: the same mean over all learnt tokens of the evaluation rows, without dropout."
-)
 LOSSES_OF_PICTURES = (
     "Training loss: the squared error of the predicted velocity or noise, a mean over the latent"
     " pixels of a step's pictures, before its update; it depends on the noise levels that were"
     " drawn. Evaluation loss: the same at fixed noise levels of the evaluation pictures."
 )
+_PAIR = "over the pairs of a step"
+# objective -> the training loss: a mean of what, over what
+_LOSS_BY_OBJECTIVE = {
+    "sft": "the mean of -ln p over the learnt tokens of a step's rows",
+    "distil": (
+        "the mean, over the learnt tokens of a step's rows, of the divergence between the teacher's"
+        " and the student's probabilities, and of the cross-entropy with the weight"
+        " distil.cross_entropy"
+    ),
+    "dpo": (
+        f"the mean {_PAIR} of -ln sigmoid(beta m), where m is the margin: how much more the model"
+        " prefers the chosen answer than the reference does. It is ln 2 = 0.693 at the start"
+    ),
+    "ipo": (
+        f"the mean {_PAIR} of (m - 1 / (2 beta))^2, where m is the margin per token: how much more"
+        " the model prefers the chosen answer than the reference does"
+    ),
+    "simpo": (
+        f"the mean {_PAIR} of -ln sigmoid(beta m - simpo_gamma), where m is the chosen answer's mean"
+        " ln p per token less the rejected answer's. There is no reference"
+    ),
+    "orpo": (
+        f"the mean {_PAIR} of the chosen answer's -ln p per token, plus beta times -ln sigmoid of"
+        " the logarithm of the ratio of the answers' odds. There is no reference"
+    ),
+    "cpo": (
+        f"the mean {_PAIR} of -ln sigmoid(beta m), where m is the chosen answer's ln p less the"
+        " rejected answer's, plus the chosen answer's -ln p per token. There is no reference"
+    ),
+    "kto": (
+        "the weighted mean over the answers of a step of 1 - sigmoid(beta d), where d is how far a"
+        " wanted answer lies above the reference point, or an unwanted answer below it. It is 0.5"
+        " at the start"
+    ),
+    "reward": (
+        f"the mean {_PAIR} of -ln sigmoid(s - t), where s and t are the scores of the chosen and"
+        " the rejected answer. It is near ln 2 = 0.693 at the start"
+    ),
+}
 # A noisy curve with more points is smoothed, and the raw curve is drawn faintly behind it.
 SMOOTHED_ABOVE = 30
 MAX_POINTS = 600  # per line; more points than a page has pixels for
@@ -81,11 +116,33 @@ class Plot:
         return labelled if len(labelled) > 1 else []
 
 
+def describe_losses(record: RunRecord) -> str:
+    """Returns a sentence on the training loss of the run's objective, and one on the evaluation
+    loss.
+    """
+    user_objective = record.plan.get("objective")
+    if user_objective:
+        return (
+            f"Training loss: the value that your objective {user_objective} returns, before a step's"
+            " update. Evaluation loss: the same of the evaluation rows, without dropout."
+        )
+    if record.plan.get("task") == "diffusion":
+        return LOSSES_OF_PICTURES
+    objective = str(record.setting("train", "objective") or ("sft" if record.settings else ""))
+    # an attached trainer has no settings, and computes its own loss
+    loss = _LOSS_BY_OBJECTIVE.get(objective, "the loss that the trainer logs")
+    rows = "all learnt tokens" if objective in ("sft", "distil") else "all"
+    return (
+        f"Training loss: {loss}; it is computed before the step's update. Evaluation loss: the same"
+        f" mean over {rows} of the evaluation rows, without dropout."
+    )
+
+
 def loss_plot(record: RunRecord) -> Plot | None:
     """The plot of the training loss, raw and smoothed, with the evaluations. None if there is no
     finite value.
     """
-    note = LOSSES_OF_PICTURES if record.plan.get("task") == "diffusion" else LOSSES
+    note = describe_losses(record)
     plot = _metric_plot(
         record,
         "loss",
@@ -148,7 +205,7 @@ def plots(record: RunRecord) -> list[Plot]:
                 record.curve(key),
                 points=[],
                 evaluation_name=title.lower(),
-                note=LOSSES,
+                note=describe_losses(record),
                 from_zero=False,
             )
         )

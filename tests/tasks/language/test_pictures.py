@@ -351,3 +351,13 @@ def test_tower_and_projector_are_trained_as_asked(family, section, trained, vlm,
     assert batch_loss_sum(again, batch).item() == pytest.approx(
         batch_loss_sum(model, batch).item(), rel=1e-6
     )
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl", "qwen2_5_vl"])
+def test_a_table_that_the_models_class_makes_in_fp32_is_no_promotion(family, vlm, seen, tmp_path):
+    run = tmp_path / "run"
+    settings = ("precision.preset=bf16-lora", "train.steps=2", *SETTINGS)
+    output = ask("train", "--model", vlm(family), "--data", many(seen), "--out", run, *settings)
+    assert json.loads((run / "precision.json").read_text())["promotions"] == []
+    assert " promotions" not in output
+    assert "Unintended promotions" not in (run / "report.html").read_text()
