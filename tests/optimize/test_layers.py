@@ -42,7 +42,7 @@ def pair(family, dtype=torch.float32):
 
 
 def placed(manifest):
-    return {(e.op, e.reason) for e in manifest.entries if e.part == layers.PART}
+    return {(e.op, e.reason) for e in manifest.entries if e.part == layers.PLACE_KIND}
 
 
 @pytest.mark.parametrize(

@@ -329,7 +329,7 @@ def evaluations(*losses: float) -> list[dict]:
 
 
 def test_base_against_tuned_loss(tmp_path: Path, subtests: Any) -> None:
-    for losses, said, mood in (
+    for losses, said, rating in (
         ((4.0, 3.0), "Evaluation loss 4 before training, 3 at step 10: 25% lower.", "good"),
         ((4.0, 5.0), "Evaluation loss 4 before training, 5 at step 10: 25% higher.", "warn"),
         (
@@ -349,7 +349,7 @@ def test_base_against_tuned_loss(tmp_path: Path, subtests: Any) -> None:
                 )
             )
             assert said in found.learnt
-            assert found.mood == mood
+            assert found.rating == rating
             assert found.precision == "The declared precision was kept in 2 of 2 roles."
 
 

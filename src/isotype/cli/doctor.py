@@ -125,7 +125,7 @@ def examine(
     )
     if not json_output:
         for examination in examinations:
-            print(_summary_line(examination, with_notes=shows_notes))
+            print(_summary_line(examination, shows_notes=shows_notes))
         if not any(examination.was_examined for examination in examinations):
             print(
                 "  nothing here is a configuration, a program, a log (*.log, *.err, *.out) or a"
@@ -145,15 +145,15 @@ def _examine(subject: str, arguments: list[str]) -> tuple[str, list[Examination]
     if subject == "-":
         sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal's stream, or a test's that has the method
         return "standard input", [examine_log(sys.stdin)]
-    names_a_path = any(Path(argument[:200]).exists() for argument in arguments)
-    if _is_unknown_command(arguments, names_a_path=names_a_path):
+    has_path = any(Path(argument[:200]).exists() for argument in arguments)
+    if _is_unknown_command(arguments, has_path=has_path):
         raise UsageError(
             f"{arguments[0]}: no such file or folder, and no command of isotype doctor, which has"
             " run, check, explain, env, trace, conform and kernels"
         )
     if " " not in subject or Path(subject[:200]).exists():
         return subject, examine_path(Path(subject))
-    if len(arguments) > 1 and names_a_path:
+    if len(arguments) > 1 and has_path:
         raise UsageError(
             f"one path at a time, got {len(arguments)}",
             fix="isotype doctor check PATH PATH, or the folder that holds them",
@@ -161,17 +161,17 @@ def _examine(subject: str, arguments: list[str]) -> tuple[str, list[Examination]
     return "the text", [examine_log(subject.splitlines())]
 
 
-def _is_unknown_command(arguments: list[str], *, names_a_path: bool) -> bool:
+def _is_unknown_command(arguments: list[str], *, has_path: bool) -> bool:
     """Whether the first argument was probably meant as a subcommand: it is a single word, alone or
     before a path.
     """
     first = arguments[0]
     if not first.isidentifier() or Path(first).exists():
         return False
-    return len(arguments) == 1 or names_a_path
+    return len(arguments) == 1 or has_path
 
 
-def _summary_line(examination: Examination, *, with_notes: bool) -> str:
+def _summary_line(examination: Examination, *, shows_notes: bool) -> str:
     """One line about a part of the doctor, with its subject and the number of findings."""
     heading = f"  {examination.part:9}{examination.subject}"
     if not examination.was_examined:
@@ -188,7 +188,7 @@ def _summary_line(examination: Examination, *, with_notes: bool) -> str:
         summary += f" ({listed})"
     if notes:
         summary += f", {pluralise(notes, 'note')}"
-        if not with_notes:
+        if not shows_notes:
             summary += f" (isotype doctor {examination.part} shows them)"
     return f"{heading}: {summary}"
 

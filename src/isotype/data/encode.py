@@ -55,7 +55,7 @@ class Tally:
         self.dropped[reason] += 1
         self.first_dropped.setdefault(reason, location)
 
-    def note_bad(self, row: BadRow) -> None:
+    def add_bad_row(self, row: BadRow) -> None:
         """Counts a row that cannot be used. A row with an empty answer, or without a label, is also
         counted as dropped.
         """
@@ -81,7 +81,7 @@ class Tally:
         return total
 
 
-def _has_picture_mark(message: Message) -> bool:
+def _has_picture_placeholder(message: Message) -> bool:
     """Whether a question contains LLaVA's placeholder of a picture. `<image>` with a closing `</image>` is
     markup.
     """
@@ -181,7 +181,7 @@ class Encoder:
                 try:
                     rendered_row = self.render(example, tally)
                 except UsageError as error:
-                    tally.note_bad(BadRow.from_error(error, example.location))
+                    tally.add_bad_row(BadRow.from_error(error, example.location))
                     continue
                 if not rendered_row.spans:
                     tally.drop("all of its answers are marked as not learnt", rendered_row.location)
@@ -230,7 +230,7 @@ class Encoder:
         if (
             self.pictures is not None
             and not example.pictures
-            and any(_has_picture_mark(m) for m in messages)
+            and any(_has_picture_placeholder(m) for m in messages)
         ):
             raise RowError(
                 f"{location}: a placeholder {PICTURE_PLACEHOLDER} in the text, and the row has no picture"
@@ -280,10 +280,10 @@ class Encoder:
         """
         pictures = self.pictures
         assert pictures is not None
-        pieces = rendered.text.split(pictures.mark)
+        pieces = rendered.text.split(pictures.placeholder)
         if len(pieces) - 1 != len(row_pictures):
             raise RowError(
-                f"{rendered.location}: the text has {len(pieces) - 1} times {pictures.mark}, and the row"
+                f"{rendered.location}: the text has {len(pieces) - 1} times {pictures.placeholder}, and the row"
                 f" {len(row_pictures)} pictures"
             )
         if not row_pictures:
@@ -305,11 +305,11 @@ class Encoder:
         for piece, tokens in zip_longest(pieces, picture_texts, fillvalue=""):
             shifts.append((offset, offset + len(piece), len(text) - offset))
             text += piece + tokens
-            offset += len(piece) + len(pictures.mark)
+            offset += len(piece) + len(pictures.placeholder)
         cut = [
-            (max(span.start, a), min(span.end, b), shift, span.is_closed)
+            (max(span.start, piece_start), min(span.end, piece_end), shift, span.is_closed)
             for span in rendered.spans
-            for a, b, shift in shifts
+            for piece_start, piece_end, shift in shifts
         ]
         spans = [
             Span(start + shift, end + shift, closed)
@@ -318,9 +318,9 @@ class Encoder:
         ]
         pictures_end = len(text) - len(pieces[-1])
         if self.picture_token is not None and self.picture_token[1]:
-            placeholders = sum(item.count(self.picture_token[1]) for item in picture_texts)
+            picture_token_count = sum(item.count(self.picture_token[1]) for item in picture_texts)
         else:
-            placeholders = 0
+            picture_token_count = 0
         return RenderedRow(
             rendered.location,
             text,
@@ -328,10 +328,12 @@ class Encoder:
             is_literal=False,
             pictures=tuple(references),
             pictures_end=pictures_end,
-            picture_tokens=placeholders,
+            picture_tokens=picture_token_count,
         )
 
-    def windows(self, tokens: Iterable[list[int]], location: str, tally: Tally) -> Iterator[Row]:
+    def cut_windows(
+        self, tokens: Iterable[list[int]], location: str, tally: Tally
+    ) -> Iterator[Row]:
         """Yields a plain text cut into rows of `max_length` tokens. Each begins with the
         tokenizer's first tokens; the last ends with the end-of-text token.
 
@@ -395,16 +397,16 @@ class Encoder:
         offsets: list[tuple[int, int]] = []
         begin = 0  # start of the text that is tokenised
         start = 0  # start of the current part
-        settled = 0  # number of tokens before `begin`, which no longer change
+        fixed_count = 0  # number of tokens before `begin`, which no longer change
         for edge in [*edges, len(text)]:
-            grown = self.ids(text[begin:edge])
-            if ids[settled:] != grown[: len(ids) - settled]:
+            ids_to_edge = self.ids(text[begin:edge])
+            if ids[fixed_count:] != ids_to_edge[: len(ids) - fixed_count]:
                 begin = start
-                settled = len(ids)
-                grown = self.ids(text[begin:edge])
-            new = grown[len(ids) - settled :]
-            ids += new
-            offsets += [(start, edge)] * len(new)
+                fixed_count = len(ids)
+                ids_to_edge = self.ids(text[begin:edge])
+            new_ids = ids_to_edge[len(ids) - fixed_count :]
+            ids += new_ids
+            offsets += [(start, edge)] * len(new_ids)
             start = edge
         return ids, offsets
 
@@ -526,13 +528,13 @@ class Encoder:
         """
         # number of characters and tokens before the last cut
         cut_at = 0
-        settled = 0
+        fixed_count = 0
         for span, prompt in zip(rendered.spans, prompts):
             if span.start == 0:
                 continue
             if cut_at:
                 prompt = self.ids(rendered.text[cut_at : span.start])
-            if ids[settled : settled + len(prompt)] == prompt:
+            if ids[fixed_count : fixed_count + len(prompt)] == prompt:
                 continue
             tally.borders += 1
             sides = [rendered.text[cut_at : span.start], rendered.text[span.start :]]
@@ -541,12 +543,12 @@ class Encoder:
                 [edge - begin for edge in self._span_edges(rendered) if begin < edge < end]
                 for begin, end in parts
             ]
-            ids = ids[:settled]
-            offsets = list(offsets[:settled])
+            ids = ids[:fixed_count]
+            offsets = list(offsets[:fixed_count])
             for (begin, _), (tokens, token_offsets) in zip(
                 parts, self._tokenize_texts(sides, edges)
             ):
-                settled = len(ids)
+                fixed_count = len(ids)
                 ids += tokens
                 offsets += [(a + begin, b + begin) for a, b in token_offsets]
             cut_at = span.start

@@ -272,7 +272,7 @@ def encode_source(source: Source, encoder: Encoder, writer: TokenWriter) -> dict
         for item in source.examples():
             pending.append(item)
             if isinstance(item, BadRow):
-                tally.note_bad(item)
+                tally.add_bad_row(item)
             else:
                 yield from (item,) if item.rejected is None else (item, item.rejected)
 
@@ -293,7 +293,7 @@ def encode_source(source: Source, encoder: Encoder, writer: TokenWriter) -> dict
         window
         for name, pieces in source.texts()
         for window in track_progress(
-            encoder.windows(map(encoder.ids, pieces), name, tally), f"tokenising {name}"
+            encoder.cut_windows(map(encoder.ids, pieces), name, tally), f"tokenising {name}"
         )
     )
     for window in islice(

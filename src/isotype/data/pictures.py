@@ -248,7 +248,7 @@ class Pictures:
         return self._load()
 
     @property
-    def mark(self) -> str:
+    def placeholder(self) -> str:
         """The text that a chat template writes for a picture."""
         return str(self.processor.image_token)
 
@@ -352,7 +352,7 @@ class Pictures:
         try:
             outputs = self.processor(
                 images=self._decode_images([references]),
-                text=[self.mark * len(references)],
+                text=[self.placeholder * len(references)],
                 return_text_replacement_offsets=True,
             )
         except UsageError:
@@ -365,7 +365,7 @@ class Pictures:
         replaced = outputs.get("text_replacement_offsets")
         # a model with cross-attention to pictures (Llama 3.2 Vision) has one token per picture
         if replaced is None:
-            texts = [self.mark] * len(references)
+            texts = [self.placeholder] * len(references)
         else:
             texts = [replacement["replacement"] for replacement in replaced[0]]
         if (
@@ -382,7 +382,7 @@ class Pictures:
 
     def insert_texts(self, text: str, picture_texts: Sequence[str]) -> str:
         """Replaces the mark of each picture in a rendered text by the picture's text."""
-        first, *rest = text.split(self.mark)
+        first, *rest = text.split(self.placeholder)
         return first + "".join(
             picture_text + following_text
             for picture_text, following_text in zip(picture_texts, rest)
@@ -401,7 +401,7 @@ class Pictures:
         processor.tokenizer = _FixedTokenizer(self.processor.tokenizer, input_ids, attention_mask)
         outputs = processor(
             images=self._decode_images(references),
-            text=[self.mark * len(row) for row in references],
+            text=[self.placeholder * len(row) for row in references],
             return_tensors="pt",
         )
         tensors = {

@@ -270,7 +270,7 @@ def tokenize_examples(
     def iterate_usable() -> Iterator[Example]:
         for example in examples:
             if isinstance(example, BadRow):
-                tally.note_bad(example)
+                tally.add_bad_row(example)
             else:
                 used_examples.append(example)
                 yield example

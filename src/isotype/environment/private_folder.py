@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+OTHERS_WRITE_BITS = stat.S_IWGRP | stat.S_IWOTH
 MAX_LINKS = 40  # the same limit as Linux has
 
 
@@ -43,28 +43,28 @@ def check_private_folder(folder: Path) -> Path:
     if not hasattr(os, "getuid"):  # Windows protects the user's folders by access control lists
         return folder.resolve()
     path = Path("/")
-    pending = list(reversed(Path(os.path.abspath(folder)).parts[1:]))
-    links = 0
-    _refuse_folder(path, is_last=not pending)
-    while pending:
-        name = pending.pop()
+    pending_names = list(reversed(Path(os.path.abspath(folder)).parts[1:]))
+    link_count = 0
+    _refuse_folder(path, is_last=not pending_names)
+    while pending_names:
+        name = pending_names.pop()
         if name == "..":
             path = path.parent
             continue
         entry = path / name
         status = entry.lstat()
         if stat.S_ISLNK(status.st_mode):
-            links += 1
-            if links > MAX_LINKS:
+            link_count += 1
+            if link_count > MAX_LINKS:
                 raise NotPrivateError(f"{folder}: too many links")
             _refuse_owner(entry, status)
             target = Path(os.readlink(entry))
             if target.is_absolute():
                 path = Path("/")
-            pending += reversed([part for part in target.parts if part != target.anchor])
+            pending_names += reversed([part for part in target.parts if part != target.anchor])
         else:
             path = entry
-        _refuse_folder(path, is_last=not pending)
+        _refuse_folder(path, is_last=not pending_names)
     return path
 
 
@@ -105,7 +105,7 @@ def read_private_file(file: Path) -> bytes:
             raise NotPrivateError(f"{file.name} is no file")
         if hasattr(os, "getuid"):
             if status.st_uid != os.getuid():
-                raise NotPrivateError(f"{file.name} belongs to {_owner(status)}")
+                raise NotPrivateError(f"{file.name} belongs to {_owner_name(status)}")
             if _others_can_write(status):
                 raise NotPrivateError(f"others can write {file.name}")
         return opened.read()
@@ -117,7 +117,7 @@ def _refuse_folder(path: Path, *, is_last: bool) -> None:
     if not stat.S_ISDIR(status.st_mode):
         raise NotPrivateError(f"{path} is no folder")
     if is_last and status.st_uid != os.getuid():
-        raise NotPrivateError(f"{path} belongs to {_owner(status)}")
+        raise NotPrivateError(f"{path} belongs to {_owner_name(status)}")
     _refuse_owner(path, status)
     # in a folder with the sticky bit, such as /tmp, only the owner of a file can replace it
     is_sticky = bool(status.st_mode & stat.S_ISVTX)
@@ -127,14 +127,14 @@ def _refuse_folder(path: Path, *, is_last: bool) -> None:
 
 def _refuse_owner(path: Path, status: os.stat_result) -> None:
     if status.st_uid not in (os.getuid(), 0, os.lstat("/").st_uid):
-        raise NotPrivateError(f"{path} belongs to {_owner(status)}")
+        raise NotPrivateError(f"{path} belongs to {_owner_name(status)}")
 
 
 def _others_can_write(status: os.stat_result) -> bool:
     """Whether the file's mode lets another user write. Write permission for a group that only this
     user belongs to does not count: many systems create such a group for each user.
     """
-    writable = status.st_mode & OTHERS_WRITE
+    writable = status.st_mode & OTHERS_WRITE_BITS
     if writable == stat.S_IWGRP:
         return not _is_own_group(status.st_gid)
     return bool(writable)
@@ -153,7 +153,7 @@ def _is_own_group(group: int) -> bool:
     return is_named_for_user and set(entry.gr_mem) <= {user.pw_name}
 
 
-def _owner(status: os.stat_result) -> str:
+def _owner_name(status: os.stat_result) -> str:
     import pwd
 
     try:

@@ -36,7 +36,7 @@ def export_language(run: Path, out: Path, *, to: str, kind: str | None, name: st
             adapter in the type that keeps its values
     Raises  UsageError
     """
-    result = _find_saved(run)
+    result = _find_result_folder(run)
     has_adapter = (result / ADAPTER_CONFIG_FILE).is_file()
     if to == "vllm":
         return _export_to_vllm(run, result, out, name)
@@ -80,7 +80,7 @@ def export_language(run: Path, out: Path, *, to: str, kind: str | None, name: st
     return {"folder": str(out), "command": create}, [f"exported  {out}", f"create    {create}"]
 
 
-def _find_saved(run: Path) -> Path:
+def _find_result_folder(run: Path) -> Path:
     """Returns the folder of the adapter or model to export. Raises UsageError if there is none."""
     if detect_model_folder(run) is not None:
         return run.absolute()
@@ -118,7 +118,7 @@ def _lossless_type(folder: Path) -> str:
 def _write_ollama_folder(model: Path, out: Path, modelfile_text: str, *, kind: str | None) -> None:
     """Writes weights and Modelfile. `kind`: GGUF type; None: safetensors for Ollama's converter."""
 
-    def fill(folder: Path) -> None:
+    def write_contents(folder: Path) -> None:
         if kind is None:
             ignore = shutil.ignore_patterns("DONE")
             shutil.copytree(model, folder, dirs_exist_ok=True, ignore=ignore)
@@ -127,7 +127,7 @@ def _write_ollama_folder(model: Path, out: Path, modelfile_text: str, *, kind: s
             export_model(model, folder / "model.gguf", kind)
         (folder / "Modelfile").write_text(modelfile_text, encoding="utf-8")
 
-    write_folder(out, fill, next_action="export again")
+    write_folder(out, write_contents, next_action="export again")
 
 
 @contextmanager

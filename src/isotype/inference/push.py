@@ -26,7 +26,7 @@ HUB_FILE = "hub.json"  # file in the run folder that names the run's repository
 
 def check_push(config: RunConfig, resumed_folder: Path | None) -> str | None:
     """Checks the settings of the upload before the run. Returns the full name of the repository, or
-    None if nothing shall be uploaded.
+    None if nothing is uploaded.
 
     resumed_folder  the run folder of a resumed run
     Raises  UsageError for settings without effect, for a token that is missing, refused or
@@ -95,9 +95,9 @@ def push(folder: Path, config: RunConfig, name: str) -> str:
     """
     run = config.run
     result = next(path for path in (folder / "adapter", folder / "model") if path.is_dir())
-    uploaded = folder / "merged" if run.push_merged else result
+    upload_folder = folder / "merged" if run.push_merged else result
     private_option = ["--private"] if run.push_private else []
-    repeat_command = shlex.join(["hf", "upload", name, str(uploaded), ".", *private_option])
+    repeat_command = shlex.join(["hf", "upload", name, str(upload_folder), ".", *private_option])
     if run.push_merged:
         repeat_command = f"isotype merge {folder} && {repeat_command}"
     try:
@@ -113,7 +113,7 @@ def push(folder: Path, config: RunConfig, name: str) -> str:
                     ),
                 )
             api = HfApi()
-            left_out = ["DONE"]
+            ignore_patterns = ["DONE"]
             commit_message = f"Trained by Isotype: {folder.name}"
             api.create_repo(name, private=run.push_private, exist_ok=True)
             RunFolder(folder).write_json(HUB_FILE, {"repository": name})
@@ -132,11 +132,13 @@ def push(folder: Path, config: RunConfig, name: str) -> str:
                     repo_id=name,
                     commit_message=commit_message,
                 )
-                left_out.append("README.md")  # the README of the libraries, whose fields are empty
+                ignore_patterns.append(
+                    "README.md"
+                )  # the README of the libraries, whose fields are empty
             api.upload_folder(
                 folder_path=result,
                 repo_id=name,
-                ignore_patterns=left_out,
+                ignore_patterns=ignore_patterns,
                 commit_message=commit_message,
             )
     except Exception as error:  # a failed upload does not make the finished run fail

@@ -83,14 +83,16 @@ def adapted_row_norms(projection: Projection, x: Tensor, dtype: torch.dtype) -> 
     dtype  of the products
     """
     sum_dtype = torch.promote_types(torch.float32, dtype)
-    direct_kernels = can_call_kernels_directly(dtype, x)
+    calls_kernels_directly = can_call_kernels_directly(dtype, x)
     assert projection.a is not None
     assert projection.b is not None
     with torch.no_grad(), autocast_off(x):
         w_OK = base_weight(projection.weight, projection.quant_state, dtype)
         a_RK = projection.a.to(dtype)
         b_OR = projection.b.to(dtype).to(sum_dtype)
-        wa_OR = scaled_product(w_OK, a_RK.t(), direct_kernels=direct_kernels).to(sum_dtype)
+        wa_OR = scaled_product(w_OK, a_RK.t(), calls_kernels_directly=calls_kernels_directly).to(
+            sum_dtype
+        )
         aa_RR = a_RK.to(sum_dtype) @ a_RK.to(sum_dtype).t()
         squares = _row_squares(projection.weight, w_OK, sum_dtype) + (
             (2 * projection.scale * wa_OR + projection.scale**2 * (b_OR @ aa_RR)) * b_OR

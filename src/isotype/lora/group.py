@@ -82,7 +82,7 @@ def adapter_products(
     flat_tensors: Sequence[Tensor | None],
     adapters: CastAdapters | None = None,
     *,
-    direct_kernels: bool = False,
+    calls_kernels_directly: bool = False,
 ) -> AdapterProducts:
     """Computes x Aᵀ of all projections. Returns it with the cast A and B."""
     if adapters is None:
@@ -98,7 +98,11 @@ def adapter_products(
         return x_TK[:, :0], a_RK, b_matrices
     keep_masks = flat_tensors[KEEP_MASK::FIELDS_PER_PROJECTION]
     if are_all_none(keep_masks):
-        return scaled_product(x_TK, a_RK.t(), direct_kernels=direct_kernels), a_RK, b_matrices
+        return (
+            scaled_product(x_TK, a_RK.t(), calls_kernels_directly=calls_kernels_directly),
+            a_RK,
+            b_matrices,
+        )
     columns = []
     for keep_mask, ranks in zip(keep_masks, rank_slices(b_matrices)):
         columns.append(apply_dropout_mask(x_TK, keep_mask) @ a_RK[ranks].t())
@@ -112,21 +116,21 @@ def compute_projections(
     states: Sequence[Any],
     adapters: CastAdapters | None = None,
     *,
-    direct_kernels: bool = False,
+    calls_kernels_directly: bool = False,
 ) -> tuple[list[Tensor], AdapterProducts]:
     """Computes every projection of x, with the dtype and leading dimensions of x. Returns the
     outputs and the `AdapterProducts` that backward needs.
 
     adapters        the result of `cast_adapters`, if several tiles share it
-    direct_kernels  the result of `can_call_kernels_directly` for x
+    calls_kernels_directly  the result of `can_call_kernels_directly` for x
     """
     x_TK = x
     if x.dim() != 2:
         x_TK = x.reshape(-1, x.shape[-1])
     xa_TR, a_RK, b_matrices = adapter_products(
-        x_TK, flat_tensors, adapters, direct_kernels=direct_kernels
+        x_TK, flat_tensors, adapters, calls_kernels_directly=calls_kernels_directly
     )
-    adapter_first = not direct_kernels and should_run_adapter_first(x_TK)
+    adapter_first = not calls_kernels_directly and should_run_adapter_first(x_TK)
     start = 0
     outputs = []
     for i, b in enumerate(b_matrices):
@@ -147,7 +151,7 @@ def compute_projections(
                 b,
                 scales[i],
                 adapter_first=adapter_first,
-                direct_kernels=direct_kernels,
+                calls_kernels_directly=calls_kernels_directly,
             )
         )
         start = end
@@ -160,7 +164,7 @@ def branch_gradient(
     scales: Sequence[float],
     xa_TR: Tensor,
     *,
-    direct_kernels: bool = False,
+    calls_kernels_directly: bool = False,
 ) -> Tensor:
     """Computes the gradient of x Aᵀ, including each branch's scale: scale dy B. It is zero for an
     output that was not used.
@@ -176,7 +180,9 @@ def branch_gradient(
         if dy is None:
             columns.append(b.new_zeros(xa_TR.shape[0], b.shape[1]))
         else:
-            columns.append(scaled_product(dy, b, scale, direct_kernels=direct_kernels))
+            columns.append(
+                scaled_product(dy, b, scale, calls_kernels_directly=calls_kernels_directly)
+            )
     return columns[0] if len(columns) == 1 else torch.cat(columns, 1)
 
 
@@ -190,7 +196,7 @@ def input_gradient(
     slices: Sequence[slice],
     dtype: torch.dtype,
     *,
-    direct_kernels: bool = False,
+    calls_kernels_directly: bool = False,
 ) -> Tensor:
     """Computes the gradient of x in `dtype` as one sum of all dy W and the adapters' part dxa A.
     Only one weight is dequantised at a time.
@@ -203,7 +209,7 @@ def input_gradient(
     dx_TK: Tensor | None = None
     add_adapters_last = False
     if keep_masks is None:
-        adds_directly = direct_kernels and dtype == dxa_TR.dtype
+        adds_directly = calls_kernels_directly and dtype == dxa_TR.dtype
         add_adapters_last = (
             adds_directly and 0 < a_RK.shape[0] <= MAX_KERNEL_RANK
         ) or can_add_in_one_pass(dtype, dxa_TR, a_RK)
@@ -234,7 +240,7 @@ def input_gradient(
             dx_TK.add_(dy @ w_OK)
     assert dx_TK is not None
     if add_adapters_last:
-        return add_product_(dx_TK, dxa_TR, a_RK, direct_kernels=direct_kernels)
+        return add_product_(dx_TK, dxa_TR, a_RK, calls_kernels_directly=calls_kernels_directly)
     return dx_TK
 
 
@@ -250,7 +256,7 @@ def tensor_gradients(
     needs: Sequence[bool],
     dtypes: Sequence[torch.dtype | None],
     *,
-    direct_kernels: bool = False,
+    calls_kernels_directly: bool = False,
 ) -> list[Tensor | None]:
     """Computes the gradient of each tensor of the flat list, in the tensor's dtype, or None if it
     is not needed. x may be None if no weight and no A needs a gradient.
@@ -281,7 +287,7 @@ def tensor_gradients(
                 xa_TR[:, slices[i]],
                 scales[i],
                 dtypes[b],  # type: ignore[arg-type]  # the same holds for B
-                direct_kernels=direct_kernels,
+                calls_kernels_directly=calls_kernels_directly,
             )
         if not needs[a]:
             continue
@@ -293,13 +299,13 @@ def tensor_gradients(
                 apply_dropout_mask(x_TK, keep_masks[i]),
                 1.0,
                 sum_dtype,
-                direct_kernels=direct_kernels,
+                calls_kernels_directly=calls_kernels_directly,
             )
         else:
             if all_da is None:
                 # without dropout one product computes the gradients of all A
                 all_da = gradient_product(
-                    dxa_TR, x_TK, 1.0, sum_dtype, direct_kernels=direct_kernels
+                    dxa_TR, x_TK, 1.0, sum_dtype, calls_kernels_directly=calls_kernels_directly
                 )
             da = all_da[slices[i]]
         grads[a] = da.to(dtypes[a])
@@ -326,11 +332,15 @@ class LoraGroup(torch.autograd.Function):
         *flat_tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
         compute, output_dtype, _ = dtypes
-        ctx.direct_kernels = direct_kernels = can_call_kernels_directly(compute, x)
-        with disable_autocast() if direct_kernels else autocast_off(x):
+        ctx.calls_kernels_directly = calls_kernels_directly = can_call_kernels_directly(compute, x)
+        with disable_autocast() if calls_kernels_directly else autocast_off(x):
             x_compute = x if x.dtype == compute else x.to(compute)
             outputs, (xa_TR, a_RK, b_matrices) = compute_projections(
-                x_compute, flat_tensors, scales, states, direct_kernels=direct_kernels
+                x_compute,
+                flat_tensors,
+                scales,
+                states,
+                calls_kernels_directly=calls_kernels_directly,
             )
         if output_dtype != compute:
             outputs = [y.to(output_dtype) for y in outputs]
@@ -394,8 +404,10 @@ class LoraGroup(torch.autograd.Function):
         if are_all_none(keep_masks):
             keep_masks = None
         slices = rank_slices(b_matrices)
-        direct_kernels = ctx.direct_kernels and not torch._C._len_torch_dispatch_stack()
-        with disable_autocast() if direct_kernels else autocast_off(xa_TR):
+        calls_kernels_directly = (
+            ctx.calls_kernels_directly and not torch._C._len_torch_dispatch_stack()
+        )
+        with disable_autocast() if calls_kernels_directly else autocast_off(xa_TR):
             incoming_dys: list[Tensor | None] = []
             compute_dys: list[Tensor | None] = []
             for dy in dys:
@@ -407,7 +419,11 @@ class LoraGroup(torch.autograd.Function):
                     incoming_dys.append(dy_TO)
                     compute_dys.append(dy_TO.to(compute))
             dxa_TR = branch_gradient(
-                compute_dys, b_matrices, ctx.scales, xa_TR, direct_kernels=direct_kernels
+                compute_dys,
+                b_matrices,
+                ctx.scales,
+                xa_TR,
+                calls_kernels_directly=calls_kernels_directly,
             )
             if ctx.recipe is None:
                 (x_TK,) = saved_x
@@ -425,7 +441,7 @@ class LoraGroup(torch.autograd.Function):
                 slices,
                 needs,
                 ctx.leaf_dtypes,
-                direct_kernels=direct_kernels,
+                calls_kernels_directly=calls_kernels_directly,
             )
             dx = None
             if ctx.needs_input_grad[0]:
@@ -438,7 +454,7 @@ class LoraGroup(torch.autograd.Function):
                     keep_masks,
                     slices,
                     ctx.x_dtype,
-                    direct_kernels=direct_kernels,
+                    calls_kernels_directly=calls_kernels_directly,
                 ).view(ctx.x_shape)
         return dx, None, None, None, *grads
 

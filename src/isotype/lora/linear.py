@@ -193,7 +193,7 @@ def adapted_product(
     scale: float,
     *,
     adapter_first: bool,
-    direct_kernels: bool,
+    calls_kernels_directly: bool,
 ) -> Tensor:
     """Computes x Wᵀ + bias + scale xa Bᵀ as a new tensor with the dtype and leading dimensions of
     x.
@@ -202,7 +202,7 @@ def adapted_product(
     product. This moves 2 bytes per element of the output; a sum after the product would move 4.
 
     adapter_first   the result of `should_run_adapter_first(x)`
-    direct_kernels  the result of `can_call_kernels_directly` for x
+    calls_kernels_directly  the result of `can_call_kernels_directly` for x
     """
     dtype = x.dtype
     if not adapter_first and quant_state is None and bias is None and weight.dtype == dtype:
@@ -210,7 +210,7 @@ def adapted_product(
         y_TO = y
         if y.dim() != 2:
             y_TO = y.view(-1, y.shape[-1])
-        add_product_(y_TO, xa_TR, b_OR.t(), scale, direct_kernels=direct_kernels)
+        add_product_(y_TO, xa_TR, b_OR.t(), scale, calls_kernels_directly=calls_kernels_directly)
         return y
     x_TK = x
     if x.dim() != 2:
@@ -221,7 +221,7 @@ def adapted_product(
             xa_TR,
             b_OR.t(),
             scale,
-            direct_kernels=direct_kernels,
+            calls_kernels_directly=calls_kernels_directly,
         )
     else:
         w_OK = base_weight(weight, quant_state, dtype)
@@ -384,7 +384,7 @@ class LinearChoices(NamedTuple):
     skip_output     whether the call is a recompute whose output is not read; backward then needs
                     only x Aᵀ
     recipe          how backward recomputes x, or None if x itself is saved
-    direct_kernels  whether the C++ kernels are called without PyTorch's dispatcher
+    calls_kernels_directly  whether the C++ kernels are called without PyTorch's dispatcher
     adapter_first   whether the adapter's product runs first and the base product is added to it
     """
 
@@ -393,7 +393,7 @@ class LinearChoices(NamedTuple):
     quant_state: Any
     skip_output: bool
     recipe: Recipe | None
-    direct_kernels: bool
+    calls_kernels_directly: bool
     adapter_first: bool
 
 
@@ -408,10 +408,10 @@ def choose_linear(
     recipe = find_recipe(x) if needs_weight or needs_a else None
     if dtypes.fp32_branch:
         return LinearChoices(dtypes, scale, quant_state, False, recipe, False, False)
-    direct_kernels = can_call_kernels_directly(dtypes.compute, x)
-    adapter_first = not direct_kernels and should_run_adapter_first(x)
+    calls_kernels_directly = can_call_kernels_directly(dtypes.compute, x)
+    adapter_first = not calls_kernels_directly and should_run_adapter_first(x)
     return LinearChoices(
-        dtypes, scale, quant_state, is_unused, recipe, direct_kernels, adapter_first
+        dtypes, scale, quant_state, is_unused, recipe, calls_kernels_directly, adapter_first
     )
 
 
@@ -436,13 +436,13 @@ class LoraLinear(torch.autograd.Function):
         dtypes: LoraDtypes,
     ) -> Tensor:
         choices = choose_linear(ctx, x, scale, quant_state, dtypes)
-        direct_kernels = choices.direct_kernels
+        calls_kernels_directly = choices.calls_kernels_directly
         compute = dtypes.compute
         x_TK = x
         if x.dim() != 2:
             x_TK = x.reshape(-1, x.shape[-1])
         keep_mask_TK = None if keep_mask is None else keep_mask.reshape(x_TK.shape)
-        with disable_autocast() if direct_kernels else autocast_off(x):
+        with disable_autocast() if calls_kernels_directly else autocast_off(x):
             x_compute_TK = x_TK if x_TK.dtype == compute else x_TK.to(compute)
             if dtypes.fp32_branch:
                 branch_TK = x_TK
@@ -458,7 +458,7 @@ class LoraLinear(torch.autograd.Function):
                 xa_TR = scaled_product(
                     apply_dropout_mask(branch_TK, keep_mask_TK),
                     a.t(),
-                    direct_kernels=direct_kernels,
+                    calls_kernels_directly=calls_kernels_directly,
                 )
                 if choices.skip_output:
                     y_shape = (*x.shape[:-1], out_features(weight, quant_state))
@@ -473,7 +473,7 @@ class LoraLinear(torch.autograd.Function):
                         b,
                         scale,
                         adapter_first=choices.adapter_first,
-                        direct_kernels=direct_kernels,
+                        calls_kernels_directly=calls_kernels_directly,
                     )
         needs_x, needs_weight, _, needs_a, needs_b = ctx.needs_input_grad[:5]
         saved_x: tuple[Tensor | None, ...] = (None,)
@@ -502,12 +502,14 @@ class LoraLinear(torch.autograd.Function):
         compute, _, fp32_branch = choices.dtypes
         branch_dtype = torch.float32 if fp32_branch else compute
         scale = choices.scale
-        direct_kernels = choices.direct_kernels and not torch._C._len_torch_dispatch_stack()
+        calls_kernels_directly = (
+            choices.calls_kernels_directly and not torch._C._len_torch_dispatch_stack()
+        )
         needs_x, needs_weight, needs_bias, needs_a, needs_b = ctx.needs_input_grad[:5]
         weight_dtype, bias_dtype, a_dtype, b_dtype = ctx.leaf_dtypes
         weight, a, b, xa_TR, keep_mask_TK, *saved_x = ctx.saved_tensors
         dx = dx_TK = dweight = dbias = da = db = None
-        with disable_autocast() if direct_kernels else autocast_off(dy):
+        with disable_autocast() if calls_kernels_directly else autocast_off(dy):
             dy_TO = dy.reshape(-1, dy.shape[-1])
             dy_compute_TO = dy_TO.to(compute)
             a = a.to(branch_dtype)
@@ -544,10 +546,16 @@ class LoraLinear(torch.autograd.Function):
                     db = db.to(b_dtype)
             else:
                 if needs_x or needs_a:
-                    dxa_TR = scaled_product(dy_compute_TO, b, direct_kernels=direct_kernels)
+                    dxa_TR = scaled_product(
+                        dy_compute_TO, b, calls_kernels_directly=calls_kernels_directly
+                    )
                 if needs_b:
                     db = gradient_product(
-                        dy_compute_TO, xa_TR, scale, b_dtype, direct_kernels=direct_kernels
+                        dy_compute_TO,
+                        xa_TR,
+                        scale,
+                        b_dtype,
+                        calls_kernels_directly=calls_kernels_directly,
                     )
                 if needs_a:
                     da = gradient_product(
@@ -555,7 +563,7 @@ class LoraLinear(torch.autograd.Function):
                         apply_dropout_mask(x_TK, keep_mask_TK),
                         scale,
                         a_dtype,
-                        direct_kernels=direct_kernels,
+                        calls_kernels_directly=calls_kernels_directly,
                     )
                 # frees a recomputed x before its gradient is allocated
                 del x_TK
@@ -568,7 +576,7 @@ class LoraLinear(torch.autograd.Function):
                         keep_mask_TK,
                         choices,
                         ctx.x_dtype,
-                        direct_kernels=direct_kernels,
+                        calls_kernels_directly=calls_kernels_directly,
                     )
             if dx_TK is not None:
                 dx = dx_TK.to(ctx.x_dtype).view(ctx.x_shape)
@@ -584,7 +592,7 @@ def _input_gradient(
     choices: LinearChoices,
     x_dtype: torch.dtype,
     *,
-    direct_kernels: bool,
+    calls_kernels_directly: bool,
 ) -> Tensor:
     """Computes dy W + scale (dxa A) * keep in the dtype of x.
 
@@ -597,9 +605,13 @@ def _input_gradient(
     else:
         w_OK = base_weight(weight, choices.quant_state, compute)
     if keep_mask_TK is None:
-        adds_directly = direct_kernels and x_dtype == compute and a_RK.shape[0] <= MAX_KERNEL_RANK
+        adds_directly = (
+            calls_kernels_directly and x_dtype == compute and a_RK.shape[0] <= MAX_KERNEL_RANK
+        )
         if adds_directly or can_add_in_one_pass(x_dtype, dxa_TR, a_RK):
-            return add_product_(dy_TO @ w_OK, dxa_TR, a_RK, scale, direct_kernels=direct_kernels)
+            return add_product_(
+                dy_TO @ w_OK, dxa_TR, a_RK, scale, calls_kernels_directly=calls_kernels_directly
+            )
     # the adapter's product is rounded to the products' dtype; the base product is added to it
     branch_dx_TK = apply_dropout_mask(dxa_TR @ a_RK, keep_mask_TK)
     if x_dtype == compute:

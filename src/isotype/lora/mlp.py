@@ -112,7 +112,7 @@ def _compute_mlp(
     *,
     skip_output: bool = False,
     adapters: tuple[CastAdapters | None, CastAdapters | None] = (None, None),
-    direct_kernels: bool = False,
+    calls_kernels_directly: bool = False,
 ) -> tuple[list[Tensor], AdapterProducts, AdapterProducts, Tensor]:
     """Returns (outputs of gate and up, adapter products of gate and up, adapter products of down,
     output).
@@ -126,7 +126,7 @@ def _compute_mlp(
         scales[:-1],
         states[:-1],
         adapters[0],
-        direct_kernels=direct_kernels,
+        calls_kernels_directly=calls_kernels_directly,
     )
     gate, up = split_gate_up(gate_up)
     down = flat_tensors[-FIELDS_PER_PROJECTION:]
@@ -142,7 +142,7 @@ def _compute_mlp(
         scales[-1:],
         states[-1:],
         adapters[1],
-        direct_kernels=direct_kernels,
+        calls_kernels_directly=calls_kernels_directly,
     )
     return gate_up, inner, outer, output
 
@@ -262,7 +262,7 @@ def _down_gradients(
     compute: torch.dtype,
     *,
     may_overwrite: bool,
-    direct_kernels: bool,
+    calls_kernels_directly: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
     """Returns (gradient of gate's output, gradient of up's output, gradients of down's tensors).
 
@@ -273,7 +273,9 @@ def _down_gradients(
     compute_dy_TK = dy_TK.to(compute)
     slices = rank_slices([b])
     keep_masks = None if keep_mask is None else [keep_mask]
-    dha_TR = branch_gradient([compute_dy_TK], [b], [scale], ha_TR, direct_kernels=direct_kernels)
+    dha_TR = branch_gradient(
+        [compute_dy_TK], [b], [scale], ha_TR, calls_kernels_directly=calls_kernels_directly
+    )
     can_overwrite = (
         may_overwrite
         and uses_fused_kernel(gate_TI)
@@ -290,7 +292,7 @@ def _down_gradients(
             keep_masks,
             slices,
             compute,
-            direct_kernels=direct_kernels,
+            calls_kernels_directly=calls_kernels_directly,
         )
         dgate_TI, dup_TI, h_TI = gated_gradients(gated_op, gate_TI, up_TI, dh_TI)
         del dh_TI
@@ -305,7 +307,7 @@ def _down_gradients(
             slices,
             needs,
             leaf_dtypes,
-            direct_kernels=direct_kernels,
+            calls_kernels_directly=calls_kernels_directly,
         )
         return dgate_TI, dup_TI, grads
     # dequantised once for all tiles, or taken from the copy that the recompute made
@@ -321,7 +323,7 @@ def _down_gradients(
             keep_masks,
             slices,
             compute,
-            direct_kernels=direct_kernels,
+            calls_kernels_directly=calls_kernels_directly,
         )
         _, _, h_TI = gated_gradients_(gated_op, gate_TI[rows], up_TI[rows], dh_TI)
         if needs[A]:
@@ -346,7 +348,7 @@ def _down_gradients(
         slices,
         remaining_needs,
         leaf_dtypes,
-        direct_kernels=direct_kernels,
+        calls_kernels_directly=calls_kernels_directly,
     )
     if da_fp32 is not None:
         a_dtype = leaf_dtypes[A]
@@ -505,8 +507,8 @@ class LoraMlp(torch.autograd.Function):
         if layers_running:
             ctx.owns_gate_up = is_recomputed()
             skip_output = is_output_unused(ctx)
-        direct_kernels = can_call_kernels_directly(compute, x)
-        with disable_autocast() if direct_kernels else autocast_off(x):
+        calls_kernels_directly = can_call_kernels_directly(compute, x)
+        with disable_autocast() if calls_kernels_directly else autocast_off(x):
             x_TK = x_TK if x_TK.dtype == compute else x_TK.to(compute)
             can_tile = (
                 x_TK.shape[0] > TILE_TOKENS
@@ -528,7 +530,7 @@ class LoraMlp(torch.autograd.Function):
                     scales,
                     states,
                     skip_output=skip_output,
-                    direct_kernels=direct_kernels,
+                    calls_kernels_directly=calls_kernels_directly,
                 )
         (xa_TR, a_RK, inner_b), (ha_TR, a_RI, outer_b) = inner, outer
         saved_x = x_TK if needs_input(needs[:-FIELDS_PER_PROJECTION]) else None
@@ -550,7 +552,7 @@ class LoraMlp(torch.autograd.Function):
         ctx.compute = compute
         ctx.x_shape = x.shape
         ctx.x_dtype = x.dtype
-        ctx.direct_kernels = direct_kernels
+        ctx.calls_kernels_directly = calls_kernels_directly
         ctx.leaf_dtypes = [None if t is None else t.dtype for t in flat_tensors]
         if x.dim() == 2:
             return y_TO
@@ -567,7 +569,9 @@ class LoraMlp(torch.autograd.Function):
         needs_x = ctx.needs_input_grad[0]
         needs = ctx.needs_input_grad[5:]
         leaf_dtypes = ctx.leaf_dtypes
-        direct_kernels = ctx.direct_kernels and not torch._C._len_torch_dispatch_stack()
+        calls_kernels_directly = (
+            ctx.calls_kernels_directly and not torch._C._len_torch_dispatch_stack()
+        )
         x_TK, xa_TR, a_RK, ha_TR, a_RI, *saved = ctx.saved_tensors
         inner_count = len(scales) - 1
         gate_up = saved[:inner_count]
@@ -575,7 +579,7 @@ class LoraMlp(torch.autograd.Function):
         weights = saved[2 * inner_count + 1 : 3 * inner_count + 2]
         keep_masks = saved[3 * inner_count + 2 :]
         inner_keep_masks = None if are_all_none(keep_masks[:-1]) else keep_masks[:-1]
-        with disable_autocast() if direct_kernels else autocast_off(dy):
+        with disable_autocast() if calls_kernels_directly else autocast_off(dy):
             dx = None
             dy_TK = dy.reshape(-1, dy.shape[-1])
             if x_TK is not None and x_TK.shape[0] > 0 and gate_up[0].stride(-1) == 0:
@@ -614,14 +618,18 @@ class LoraMlp(torch.autograd.Function):
                 leaf_dtypes[-FIELDS_PER_PROJECTION:],
                 compute,
                 may_overwrite=ctx.owns_gate_up and keep_masks[-1] is None and inner_count == 2,
-                direct_kernels=direct_kernels,
+                calls_kernels_directly=calls_kernels_directly,
             )
             dys = [dgate_TI, dup_TI]
             if inner_count == 1:
                 dys = [torch.cat(dys, -1)]
             slices = rank_slices(b_matrices[:-1])
             dxa_TR = branch_gradient(
-                dys, b_matrices[:-1], scales[:-1], xa_TR, direct_kernels=direct_kernels
+                dys,
+                b_matrices[:-1],
+                scales[:-1],
+                xa_TR,
+                calls_kernels_directly=calls_kernels_directly,
             )
             inner_grads = tensor_gradients(
                 x_TK,
@@ -634,7 +642,7 @@ class LoraMlp(torch.autograd.Function):
                 slices,
                 needs[:-FIELDS_PER_PROJECTION],
                 leaf_dtypes[:-FIELDS_PER_PROJECTION],
-                direct_kernels=direct_kernels,
+                calls_kernels_directly=calls_kernels_directly,
             )
             if needs_x:
                 dx = input_gradient(
@@ -646,7 +654,7 @@ class LoraMlp(torch.autograd.Function):
                     inner_keep_masks,
                     slices,
                     ctx.x_dtype,
-                    direct_kernels=direct_kernels,
+                    calls_kernels_directly=calls_kernels_directly,
                 ).view(ctx.x_shape)
         return dx, None, None, None, None, *inner_grads, *down_grads
 

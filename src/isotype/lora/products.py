@@ -103,7 +103,7 @@ def can_call_kernels_directly(dtype: torch.dtype, x: Tensor) -> bool:
     fake=lambda x, a, scale: x.new_empty(x.shape[0], a.shape[0]),
 )
 def _shrink(x_TN: Tensor, a_RN: Tensor, scale: float) -> Tensor:
-    return scaled_product(x_TN, a_RN.t(), scale, direct_kernels=True)
+    return scaled_product(x_TN, a_RN.t(), scale, calls_kernels_directly=True)
 
 
 @library_op(
@@ -111,7 +111,7 @@ def _shrink(x_TN: Tensor, a_RN: Tensor, scale: float) -> Tensor:
     fake=lambda *_: None,
 )
 def _expand_(y_TN: Tensor, left_TR: Tensor, right_RN: Tensor, scale: float) -> None:
-    add_product_(y_TN, left_TR, right_RN, scale, direct_kernels=True)
+    add_product_(y_TN, left_TR, right_RN, scale, calls_kernels_directly=True)
 
 
 @library_op(
@@ -121,16 +121,16 @@ def _expand_(y_TN: Tensor, left_TR: Tensor, right_RN: Tensor, scale: float) -> N
     ),
 )
 def _gradient(left_TM: Tensor, right_TN: Tensor, scale: float) -> Tensor:
-    return gradient_product(left_TM, right_TN, scale, torch.float32, direct_kernels=True)
+    return gradient_product(left_TM, right_TN, scale, torch.float32, calls_kernels_directly=True)
 
 
-# --- products. direct_kernels is the result of `can_call_kernels_directly`. The kernels need
+# --- products. calls_kernels_directly is the result of `can_call_kernels_directly`. The kernels need
 # adjacent elements in each row of an operand; for a matrix with ranks, in each row or in each
 # column
 
 
 def scaled_product(
-    left: Tensor, right: Tensor, scale: float = 1.0, *, direct_kernels: bool = False
+    left: Tensor, right: Tensor, scale: float = 1.0, *, calls_kernels_directly: bool = False
 ) -> Tensor:
     """Computes scale * left @ right in the operands' dtype. The columns of right are ranks. The sum
     is scaled before it is rounded.
@@ -139,7 +139,7 @@ def scaled_product(
     right   F[N R]
     """
     features, ranks = right.shape
-    if direct_kernels and ranks <= MAX_KERNEL_RANK:
+    if calls_kernels_directly and ranks <= MAX_KERNEL_RANK:
         if left.stride(1) != 1:
             left = left.contiguous()
         if 1 not in right.stride():
@@ -185,11 +185,11 @@ def add_product_(
     right_RN: Tensor,
     scale: float = 1.0,
     *,
-    direct_kernels: bool = False,
+    calls_kernels_directly: bool = False,
 ) -> Tensor:
     """Computes y += scale * left @ right, in the common dtype of all. The sum is rounded once."""
     ranks = right_RN.shape[0]
-    if direct_kernels and 0 < ranks <= MAX_KERNEL_RANK:
+    if calls_kernels_directly and 0 < ranks <= MAX_KERNEL_RANK:
         if left_TR.stride(1) != 1:
             left_TR = left_TR.contiguous()
         if 1 not in right_RN.stride():
@@ -228,14 +228,14 @@ def gradient_product(
     scale: float,
     dtype: torch.dtype,
     *,
-    direct_kernels: bool = False,
+    calls_kernels_directly: bool = False,
 ) -> Tensor:
     """Computes scale * leftᵀ @ right in `dtype`, rounded once. It is an fp32 product if `dtype` is
     wider than the operands.
     """
     if dtype == left_TM.dtype and scale == 1.0:
         return left_TM.t() @ right_TN
-    if not direct_kernels:
+    if not calls_kernels_directly:
         return product_fp32(left_TM, right_TN, scale).to(dtype)
     if left_TM.stride(1) != 1:
         left_TM = left_TM.contiguous()

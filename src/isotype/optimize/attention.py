@@ -30,7 +30,7 @@ from ..precision.apply import inner_model
 from ..precision.vision import get_language_part
 from .instances import Replacement, make_placement, rebuild_blocker, replacement_blocker
 
-PART = "attention"
+PLACE_KIND = "attention"
 FUNCTION_TABLE = "ALL_ATTENTION_FUNCTIONS"
 # with fewer queries PyTorch's forward is as fast: most lanes of a block of 64 would be empty
 MIN_QUERIES = 32
@@ -74,10 +74,10 @@ def place_attention(
     """
     reason = replacement_blocker(module) or rebuild_blocker(type(module).forward)
     if reason is not None:
-        return make_placement(PART, path, module, None, reason)
+        return make_placement(PLACE_KIND, path, module, None, reason)
     replacements.append(Replacement(FUNCTION_TABLE, AttentionFunctions))
     note = "" if device_type == "cpu" else describe_backends(module)
-    return make_placement(PART, path, module, "attention", note)
+    return make_placement(PLACE_KIND, path, module, "attention", note)
 
 
 def describe_backends(module: nn.Module) -> str:

@@ -41,7 +41,7 @@ _ONE_STREAM_CHILDREN = ("norm", "proj_mlp", "act_mlp", "attn", "proj_out")
 _WIDTH = 6
 
 
-Form = Callable[..., Any]  # two_streams or one_stream
+BlockForward = Callable[..., Any]  # two_streams or one_stream
 
 
 def is_block(module: nn.Module) -> bool:
@@ -189,9 +189,9 @@ class _NarrowingProbeLayer(_ProbeLayer):
 
 
 @cache_by_kind
-def recognise_block(module: Any) -> Form | str:
+def recognise_block(module: Any) -> BlockForward | str:
     """Returns the form that reproduces this module's output on a probe, or why none does."""
-    unknown = "its output is not that of a known form on a probe"
+    unknown_form_reason = "its output is not that of a known form on a probe"
     stubs: dict[str, nn.Module]
     if isinstance(getattr(module, "norm1_context", None), nn.Module):
         is_last = getattr(module, "norm2_context", None) is None
@@ -215,7 +215,7 @@ def recognise_block(module: Any) -> Form | str:
             if getattr(module, name, None) is not None
         }
         if not all(is_plain_norm(norm) for norm in norms.values()):
-            return unknown
+            return unknown_form_reason
         stubs |= {
             name: nn.LayerNorm(_WIDTH, norm.eps, elementwise_affine=False)
             for name, norm in norms.items()
@@ -228,7 +228,7 @@ def recognise_block(module: Any) -> Form | str:
             "attn": _ProbeLayer(0.4),
             "proj_out": _NarrowingProbeLayer(0.5),
         }
-    form: Form = run_two_streams if "norm1_context" in stubs else run_one_stream
+    form: BlockForward = run_two_streams if "norm1_context" in stubs else run_one_stream
     probe = make_probe_copy(module, stubs, {})
     generator = torch.Generator().manual_seed(0)
     picture, text = (
@@ -247,7 +247,7 @@ def recognise_block(module: Any) -> Form | str:
         text,
         emb,
     )
-    return form if is_same else unknown
+    return form if is_same else unknown_form_reason
 
 
 def stream_forward(
@@ -263,17 +263,17 @@ def stream_forward(
     gets other arguments, rows are computed in chunks, or fp16 values are clipped.
     """
     streams = (hidden_states, encoder_hidden_states)
-    is_usual = (
+    runs_recognised_form = (
         not joint_attention_kwargs and not extra and getattr(self, "_chunk_size", None) is None
     )
-    is_usual = (
-        is_usual
+    runs_recognised_form = (
+        runs_recognised_form
         and all(x.dtype != torch.float16 and x.dim() == 3 for x in streams)
         and temb.dim() == 2
     )
     rotary = {} if image_rotary_emb is None else {"image_rotary_emb": image_rotary_emb}
-    if is_usual:
-        form: Form = get_settings(self)
+    if runs_recognised_form:
+        form: BlockForward = get_settings(self)
         return form(self, hidden_states, encoder_hidden_states, temb, rotary)
     if joint_attention_kwargs is None:
         joint_kwargs = {}
@@ -309,7 +309,7 @@ def place_activation(path: str, module: Any) -> Placement:
     output.
     """
     reason = replacement_blocker(module)
-    forward: Form = gelu_forward
+    forward: BlockForward = gelu_forward
     if hasattr(module, "proj"):
         forward = projected_gelu_forward
     if reason is None and hasattr(module, "proj"):
@@ -456,11 +456,11 @@ def recognise_adaptive(module: Any) -> AdaptiveSettings | str:
     """Returns the settings with which `compute_adaptive` reproduces this module's output on a
     probe, or why there are none.
     """
-    unknown = "its output is not a LayerNorm's, scaled and shifted, on a probe"
+    unknown_form_reason = "its output is not a LayerNorm's, scaled and shifted, on a probe"
     width = module.norm.normalized_shape[0]
     outer_width = getattr(module.linear, "out_features", 0)
     if outer_width % width:
-        return unknown
+        return unknown_form_reason
     chunks = outer_width // width
     generator = torch.Generator().manual_seed(0)
     linear = nn.Linear(_WIDTH, chunks * _WIDTH, dtype=torch.float64)
@@ -476,7 +476,7 @@ def recognise_adaptive(module: Any) -> AdaptiveSettings | str:
     names = list(inspect.signature(type(module).forward).parameters)[2:]
     argument = next((name for name in ("emb", "conditioning_embedding") if name in names), None)
     if argument is None:
-        return unknown
+        return unknown_form_reason
     for scale, shift in ((1, 0), (0, 1)):
         for returns_rows_only, has_second_rows in (
             (False, False),
@@ -502,7 +502,7 @@ def recognise_adaptive(module: Any) -> AdaptiveSettings | str:
                 emb,
             ):
                 return settings
-    return unknown
+    return unknown_form_reason
 
 
 def _flatten_outputs(function: Callable[[], Any]) -> Tensor:

@@ -28,7 +28,7 @@ from .instances import (
     replacement_blocker,
 )
 
-PART = "experts"
+PLACE_KIND = "experts"
 # sizes of a probe: experts, hidden and inner features
 _EXPERTS = 3
 _HIDDEN = 6
@@ -280,7 +280,7 @@ def place_experts(path: str, module: Any, *, branch_fp32: bool) -> Placement:
             experts_blocker(wrappers, base, settings_or_reason) or settings_or_reason
         )
     if isinstance(settings_or_reason, str):
-        return make_placement(PART, path, base, None, settings_or_reason)
+        return make_placement(PLACE_KIND, path, base, None, settings_or_reason)
     install_forward(module, experts_forward, settings_or_reason)
     notes = [f"with LoRA on {' and '.join(sorted(wrappers))}"] if wrappers else []
     if wrappers and branch_fp32:
@@ -288,4 +288,4 @@ def place_experts(path: str, module: Any, *, branch_fp32: bool) -> Placement:
             "lora_branch: fp32 does not reach adapters on experts: they have the products' dtype,"
             " as in PEFT"
         )
-    return make_placement(PART, path, base, "experts", "; ".join(notes))
+    return make_placement(PLACE_KIND, path, base, "experts", "; ".join(notes))

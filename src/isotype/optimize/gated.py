@@ -21,7 +21,7 @@ from .instances import (
     replacement_blocker,
 )
 
-PART = "gated mlp"
+PLACE_KIND = "gated mlp"
 _HIDDEN = 6
 _INNER = 10
 
@@ -113,7 +113,7 @@ def place_gated_mlp(path: str, module: nn.Module) -> Placement:
     """Replaces the forward of a gated MLP by the op, if that reproduces the module's output."""
     settings = replacement_blocker(module) or recognise(module)
     if isinstance(settings, str):
-        return make_placement(PART, path, module, None, settings)
+        return make_placement(PLACE_KIND, path, module, None, settings)
     install_forward(module, gated_forward, settings)
     layers = [
         getattr(module, name)
@@ -122,8 +122,8 @@ def place_gated_mlp(path: str, module: nn.Module) -> Placement:
     ]
     reason = mlp_fusion_blocker(layers)
     if reason is None:
-        return make_placement(PART, path, module, "lora_mlp", settings.op)
+        return make_placement(PLACE_KIND, path, module, "lora_mlp", settings.op)
     notes = ["gate and up from one layer"] if settings.up is None else []
     if any(map(is_lora, layers)):
         notes.append(f"not with its LoRA layers in one function: {reason}")
-    return make_placement(PART, path, module, settings.op, "; ".join(notes))
+    return make_placement(PLACE_KIND, path, module, settings.op, "; ".join(notes))

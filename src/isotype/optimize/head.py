@@ -39,7 +39,7 @@ from .instances import (
 from .manifest import Manifest
 from .trl_head import find_fused_head, find_trl_forward, fused_head_blocker, place_fused_head
 
-PART = "head"
+PLACE_KIND = "head"
 IGNORED = -100
 _forwards = threading.local()
 
@@ -130,10 +130,10 @@ def place_head(path: str, model: nn.Module, manifest: Manifest) -> Placement:
     get_head: Callable[[], nn.Module | None] | None = getattr(model, "get_output_embeddings", None)
     head = get_head() if get_head is not None else None
     if head is None:
-        return make_placement(PART, path, model, None, "the model has no output embeddings")
+        return make_placement(PLACE_KIND, path, model, None, "the model has no output embeddings")
     reason = head_blocker(model, head)
     if reason is not None:
-        return make_placement(PART, path, head, None, reason)
+        return make_placement(PLACE_KIND, path, head, None, reason)
     inner = inner_model(model)
     has_trl_forward = find_trl_forward(inner) is not None
     if has_trl_forward:
@@ -146,13 +146,13 @@ def place_head(path: str, model: nn.Module, manifest: Manifest) -> Placement:
         model.register_forward_pre_hook(start_deferring, with_kwargs=True)
         model.register_forward_hook(stop_deferring, with_kwargs=True, always_call=True)
     if has_trl_forward:
-        return make_placement(PART, path, head, "linear_log_probs", "for TRL's fused head")
+        return make_placement(PLACE_KIND, path, head, "linear_log_probs", "for TRL's fused head")
     targets_blocker = place_targets(inner, head)
     if targets_blocker is None:
         note = "the loss of targets, else deferred logits"
     else:
         note = f"deferred logits; takes no targets: {targets_blocker}"
-    return make_placement(PART, path, head, "linear_cross_entropy", note)
+    return make_placement(PLACE_KIND, path, head, "linear_cross_entropy", note)
 
 
 def head_blocker(model: nn.Module, head: nn.Module) -> str | None:

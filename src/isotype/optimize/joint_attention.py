@@ -36,7 +36,7 @@ from .instances import (
     replacement_blocker,
 )
 
-PART = "joint attention"
+PLACE_KIND = "joint attention"
 _PICTURE = ("to_q", "to_k", "to_v")
 _TEXT = ("add_q_proj", "add_k_proj", "add_v_proj")
 _NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
@@ -81,7 +81,7 @@ def recognise(module: Any) -> tuple[JointSettings, type] | str:
     """Returns the settings with which `compute_joint_attention` reproduces this module's output on
     a probe, and its processor's class; or why there are none.
     """
-    unknown = "its output is not that of one attention over all its tokens on a probe"
+    unknown_form_reason = "its output is not that of one attention over all its tokens on a probe"
     width = _HEADS * _SIZE
     names = [
         n
@@ -110,7 +110,7 @@ def recognise(module: Any) -> tuple[JointSettings, type] | str:
     }
     if table_names - {_TABLES}:
         # the model will pass its tables under another name
-        return unknown
+        return unknown_form_reason
     for rotary, text_first, output, text_out in product((True, False), repeat=4):
         settings = JointSettings(joint, text_first, output, text_out, rotary)
         is_missing_child = (
@@ -134,7 +134,7 @@ def recognise(module: Any) -> tuple[JointSettings, type] | str:
             *inputs.values(),
         ):
             return settings, type(module.processor)
-    return unknown
+    return unknown_form_reason
 
 
 def _concatenate_outputs(function: Callable[[], Any]) -> Tensor:
@@ -234,20 +234,22 @@ def joint_forward(
     """
     settings, processor = get_settings(self)
     unknown_arguments = {name: value for name, value in extra.items() if value is not None}
-    is_usual = (
+    runs_recognised_form = (
         attention_mask is None
         and not unknown_arguments
         and settings.is_joint == (encoder_hidden_states is not None)
     )
-    is_usual = (
-        is_usual
+    runs_recognised_form = (
+        runs_recognised_form
         and settings.has_rotary == (image_rotary_emb is not None)
         and type(self.processor) is processor
     )
-    is_usual = is_usual and not getattr(self, "fused_projections", False)
+    runs_recognised_form = runs_recognised_form and not getattr(self, "fused_projections", False)
     for setting in ("_attention_backend", "_parallel_config"):
-        is_usual = is_usual and getattr(self.processor, setting, None) is None
-    if is_usual:
+        runs_recognised_form = (
+            runs_recognised_form and getattr(self.processor, setting, None) is None
+        )
+    if runs_recognised_form:
         return compute_joint_attention(
             self, settings, hidden_states, encoder_hidden_states, image_rotary_emb
         )
@@ -300,5 +302,5 @@ def place_joint_attention(path: str, module: nn.Module) -> Placement:
         else ""
     )
     return place_replacement(
-        PART, path, module, settings_or_reason, joint_forward, "attention", note
+        PLACE_KIND, path, module, settings_or_reason, joint_forward, "attention", note
     )

@@ -30,7 +30,7 @@ from .instances import (
     replacement_blocker,
 )
 
-PART = "rotary"
+PLACE_KIND = "rotary"
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ def place_rotary(
     pairs = None if reason or tables.form is None else recognise(original, tables.form)
     if pairs is None:
         return make_placement(
-            PART, path, module, None, reason or "its output is not a rotation's on a probe"
+            PLACE_KIND, path, module, None, reason or "its output is not a rotation's on a probe"
         )
     replacements.append(Replacement(function_name, wrap_rotary, (pairs, tables.form)))
     note_by_pairs = {
@@ -198,7 +198,7 @@ def place_rotary(
         "neighbours": "interleaved pairs",
         "neighbours to halves": "interleaved pairs, turned into halves",
     }
-    return make_placement(PART, path, module, "rope", note_by_pairs[pairs])
+    return make_placement(PLACE_KIND, path, module, "rope", note_by_pairs[pairs])
 
 
 def rotary_blocker(function_name: str, original: Callable[..., Any]) -> str | None:

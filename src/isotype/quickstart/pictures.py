@@ -29,15 +29,25 @@ COLOURS = {
     "blue": (45, 70, 210),
     "yellow": (240, 200, 30),
 }
-_ARM = 0.3
+_CROSS_ARM_WIDTH = 0.3
 # shape -> polygons with coordinates from -1 to 1; y increases downwards
 _OUTLINES: dict[str, list[list[tuple[float, float]]]] = {
     "circle": [[(math.cos(k * math.pi / 32), math.sin(k * math.pi / 32)) for k in range(64)]],
     "square": [[(-1, -1), (1, -1), (1, 1), (-1, 1)]],
     "triangle": [[(0, -1), (1, 1), (-1, 1)]],
     "cross": [
-        [(-1, -_ARM), (1, -_ARM), (1, _ARM), (-1, _ARM)],
-        [(-_ARM, -1), (_ARM, -1), (_ARM, 1), (-_ARM, 1)],
+        [
+            (-1, -_CROSS_ARM_WIDTH),
+            (1, -_CROSS_ARM_WIDTH),
+            (1, _CROSS_ARM_WIDTH),
+            (-1, _CROSS_ARM_WIDTH),
+        ],
+        [
+            (-_CROSS_ARM_WIDTH, -1),
+            (_CROSS_ARM_WIDTH, -1),
+            (_CROSS_ARM_WIDTH, 1),
+            (-_CROSS_ARM_WIDTH, 1),
+        ],
     ],
 }
 _OVERSAMPLING = 4  # pictures are drawn this much larger and scaled down, for smooth edges
@@ -224,7 +234,7 @@ def _train_vae(steps: int, rng: random.Random) -> tuple[Any, float]:
         mid_block_add_attention=False,
     )
 
-    def shapes(count: int) -> torch.Tensor:
+    def draw_random_shapes(count: int) -> torch.Tensor:
         """Draws random shapes as fp32[count 3 SIDE SIDE] in [-1, 1]."""
         images = [
             np.array(draw_at_random(rng.choice(SHAPES), rng.choice(list(COLOURS)), rng))
@@ -236,7 +246,7 @@ def _train_vae(steps: int, rng: random.Random) -> tuple[Any, float]:
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
     error = 0.0
     for _ in range(steps):
-        x_NCHW = shapes(16)
+        x_NCHW = draw_random_shapes(16)
         posterior = vae.encode(x_NCHW).latent_dist
         difference = (vae.decode(posterior.sample()).sample - x_NCHW).abs().mean()
         (difference + 1e-3 * posterior.kl().mean() / posterior.mean[0].numel()).backward()
@@ -245,7 +255,7 @@ def _train_vae(steps: int, rng: random.Random) -> tuple[Any, float]:
         optimizer.zero_grad()
         error = float(difference.detach())
     vae.requires_grad_(False)
-    latents = vae.encode(shapes(128)).latent_dist.mean
+    latents = vae.encode(draw_random_shapes(128)).latent_dist.mean
     vae.register_to_config(
         scaling_factor=float(1 / latents.std()), shift_factor=float(latents.mean())
     )

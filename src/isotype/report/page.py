@@ -492,21 +492,21 @@ class Verdict:
 
     learnt: str
     precision: str
-    mood: str
+    rating: str
 
 
 def verdict(record: RunRecord) -> Verdict:
     """Compares the evaluation loss before and after training, and tells whether the declared
     precision was kept.
     """
-    (learning_sentence, mood), (precision_sentence, precision_mood) = (
+    (learning_sentence, rating), (precision_sentence, precision_rating) = (
         _learning_verdict(record),
         _precision_verdict(record),
     )
     return Verdict(
         learning_sentence,
         precision_sentence,
-        next(worst for worst in ("bad", "warn", "good") if worst in (mood, precision_mood)),
+        next(worst for worst in ("bad", "warn", "good") if worst in (rating, precision_rating)),
     )
 
 
@@ -574,7 +574,7 @@ def _precision_verdict(record: RunRecord) -> tuple[str, str]:
         for row in table["rows"]
         if row["role"] not in _NOT_A_DTYPE and row["declared"] is not None
     ]
-    observed_rows = [row for row in roles if row["mood"] == "good"]
+    observed_rows = [row for row in roles if row["rating"] == "good"]
     if not observed_rows:
         return "The precision was not observed.", "warn"
     unobserved_roles = [str(row["role"]) for row in roles if row not in observed_rows]
@@ -610,11 +610,11 @@ def precision(record: RunRecord) -> dict[str, Any]:
             for dtype, n in dict_or_empty(observed.get(role)).items()
         ]
         if f"precision.{role}:" in violated_settings:
-            mood = "bad"
+            rating = "bad"
         elif counts and value is not None:
-            mood = "good"
+            rating = "good"
         else:
-            mood = ""
+            rating = ""
         observation = ", ".join(counts) or ("" if role in _NOT_A_DTYPE else "not observed")
         rows.append(
             {
@@ -622,7 +622,7 @@ def precision(record: RunRecord) -> dict[str, Any]:
                 "declared": value,
                 "reason": str(setting.get("reason") or ""),
                 "observed": observation,
-                "mood": mood,
+                "rating": rating,
                 "seen": bool(counts),
                 "unseen": str(unobserved.get(role, "")),
             }
@@ -658,15 +658,15 @@ def preflight(record: RunRecord) -> dict[str, Any] | None:
         return None
     findings = rows_or_empty(recorded.get("findings"), "code", "severity", "message", "fix")
     skipped = rows_or_empty(recorded.get("skipped"), "code", "check", "reason")
-    moods = {f["code"]: "bad" if f["severity"] == "error" else "warn" for f in findings}
+    ratings = {f["code"]: "bad" if f["severity"] == "error" else "warn" for f in findings}
     checks = [
-        {"code": code, "what": title, "mood": moods.get(code, "good")}
+        {"code": code, "what": title, "rating": ratings.get(code, "good")}
         for code, title in dict_or_empty(recorded.get("checks")).items()
     ]
     seconds = [
         s for s in dict_or_empty(recorded.get("seconds")).values() if isinstance(s, int | float)
     ]
-    passed = sum(check["mood"] == "good" for check in checks)
+    passed = sum(check["rating"] == "good" for check in checks)
     return {
         "checks": checks,
         "findings": findings,

@@ -118,28 +118,28 @@ def _cpp_forward(x: Tensor, up: Tensor | None, activation: str) -> Tensor:
 
 
 def _fake_backward(
-    x: Tensor, up: Tensor | None, dy: Tensor, activation: str, product: bool
+    x: Tensor, up: Tensor | None, dy: Tensor, activation: str, returns_product: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     empty = (0,)
     return (
         _empty_like(x),
         x.new_empty(empty if up is None else up.shape),
-        x.new_empty(x.shape if product else empty),
+        x.new_empty(x.shape if returns_product else empty),
     )
 
 
 @library_op(
-    "gated_backward_cpp(Tensor x, Tensor? up, Tensor dy, str activation, bool product) -> (Tensor,"
+    "gated_backward_cpp(Tensor x, Tensor? up, Tensor dy, str activation, bool returns_product) -> (Tensor,"
     " Tensor, Tensor)",
     fake=_fake_backward,
 )
 def _cpp_backward(
-    x: Tensor, up: Tensor | None, dy: Tensor, activation: str, product: bool
+    x: Tensor, up: Tensor | None, dy: Tensor, activation: str, returns_product: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of x and up, and the result of the forward; one that is not needed is
     empty.
     """
-    dx, dup, y = _fake_backward(x, up, dy, activation, product)
+    dx, dup, y = _fake_backward(x, up, dy, activation, returns_product)
     if up is None:
         x, dy = view_as_rows(x, dy)
     else:
@@ -152,7 +152,7 @@ def _cpp_backward(
         dy,
         dx,
         None if up is None else dup,
-        y if product else None,
+        y if returns_product else None,
         *x.shape,
         x.stride(0),
         0 if up is None else up.stride(0),
@@ -183,22 +183,22 @@ def gated_backward(
     up: Tensor | None,
     dy: Tensor,
     activation: Activation,
-    product: bool,
+    returns_product: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Returns the gradients of x and up. With `product` it also returns the result of the forward,
+    """Returns the gradients of x and up. With `returns_product` it also returns the result of the forward,
     for which the exp need not be computed again.
     """
     if implementation == "cpp":
-        dx, dup, recomputed = _cpp_backward(x, up, dy, activation, product)
-        return dx, None if up is None else dup, recomputed if product else None
+        dx, dup, recomputed = _cpp_backward(x, up, dy, activation, returns_product)
+        return dx, None if up is None else dup, recomputed if returns_product else None
     if implementation == "triton":
         from . import triton
 
-        return triton.gated_backward(x, up, dy, activation, product)
+        return triton.gated_backward(x, up, dy, activation, returns_product)
     g = x.to(arithmetic_dtype(x.dtype))
     d = dy.to(g.dtype)
     value, slope = _value_and_slope(g, activation)
-    y = gated_reference(x, up, activation) if product else None
+    y = gated_reference(x, up, activation) if returns_product else None
     if up is None:
         return (d * slope).to(x.dtype), None, y
     return (d * up.to(g.dtype) * slope).to(x.dtype), (d * value).to(up.dtype), y
@@ -247,7 +247,7 @@ class GatedProduct(torch.autograd.Function):
         return dx, dup, None, None
 
 
-def _check_pair(gate: Tensor, up: Tensor) -> None:
+def _check_gate_and_up(gate: Tensor, up: Tensor) -> None:
     if gate.dtype != up.dtype or not gate.is_floating_point():
         raise DtypeError(
             f"gate is {gate.dtype} and up is {up.dtype}, declared one float dtype",
@@ -277,7 +277,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     grads   gate: F   up: F
     Raises  DtypeError DT001 when gate and up differ; ShapeError SH001
     """
-    _check_pair(gate, up)
+    _check_gate_and_up(gate, up)
     y: Tensor = apply_function(GatedProduct, gate, up, "silu", choose_implementation(KERNELS, gate))
     return y
 
@@ -293,7 +293,7 @@ def gelu_mul(gate: Tensor, up: Tensor, *, approximate: str = "none") -> Tensor:
     grads   gate: F   up: F
     Raises  DtypeError DT001 when gate and up differ; ShapeError SH001; UsageError
     """
-    _check_pair(gate, up)
+    _check_gate_and_up(gate, up)
     y: Tensor = apply_function(
         GatedProduct, gate, up, _gelu_activation(approximate), choose_implementation(KERNELS, gate)
     )

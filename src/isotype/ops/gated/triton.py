@@ -154,7 +154,12 @@ def gated_forward(x: Tensor, up: Tensor | None, activation: str) -> Tensor:
 
 @on_tensor_device
 def gated_backward(
-    x: Tensor, up: Tensor | None, dy: Tensor, activation: str, product: bool, in_place: bool = False
+    x: Tensor,
+    up: Tensor | None,
+    dy: Tensor,
+    activation: str,
+    returns_product: bool,
+    in_place: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Computes the gradients of x and up, and the result of the forward, in one pass. With all
     three it reads and writes six tensors; separate passes would read and write eight.
@@ -164,7 +169,7 @@ def gated_backward(
     """
     dx = x if in_place else _empty_like(x)
     dup = None if up is None else up if in_place else _empty_like(up)
-    out = None if not product else dy if in_place else _empty_like(x)
+    out = None if not returns_product else dy if in_place else _empty_like(x)
     if dy.numel():
         x_RC, u_RC, d_RC = view_as_rows(x, x if up is None else up, dy)
         rows, columns = x_RC.shape
@@ -183,7 +188,7 @@ def gated_backward(
             blocks,
             ACTIVATION=activation,
             GATED=up is not None,
-            PRODUCT=product,
+            PRODUCT=returns_product,
             BLOCK=BLOCK,
         )
     return dx, dup, out

@@ -77,7 +77,7 @@ def find_failure(error: BaseException) -> Failure | None:
         return None
     frame = innermost.tb_frame
     file = frame.f_code.co_filename
-    span = _span(innermost)
+    span = _find_source_span(innermost)
     lines = [linecache.getline(file, n).strip() for n in range(span[0], span[1] + 1)]
     source = " ".join(lines).strip()
     is_raise = re.match(r"(raise|assert)\b", source) is not None
@@ -85,7 +85,7 @@ def find_failure(error: BaseException) -> Failure | None:
         location=Place(file=file, line=span[0], symbol=qualified_name(frame)),
         source=source,
         function=function,
-        operands=_operands(frame, span),
+        operands=_find_operands(frame, span),
         chain=tuple(chain),
         raised_by_hand=is_raise and entries[-1].tb_frame is frame,
     )
@@ -124,7 +124,7 @@ def _is_function_method(frame: FrameType) -> bool:
     )
 
 
-def _span(tb: TracebackType) -> tuple[int, int, int | None, int | None]:
+def _find_source_span(tb: TracebackType) -> tuple[int, int, int | None, int | None]:
     """Returns the first line, last line, first column and end column of the instruction that
     failed.
     """
@@ -135,7 +135,9 @@ def _span(tb: TracebackType) -> tuple[int, int, int | None, int | None]:
     return line, end or line, column, end_column
 
 
-def _operands(frame: FrameType, span: tuple[int, int, int | None, int | None]) -> dict[str, Tensor]:
+def _find_operands(
+    frame: FrameType, span: tuple[int, int, int | None, int | None]
+) -> dict[str, Tensor]:
     """Returns the tensors that are variables in the expression, in order. Names of attributes and
     of keyword arguments are skipped.
     """
@@ -296,8 +298,8 @@ def locate(
     index = None
     if long_sum:
         index = _last_of_busiest_sum(steps)
-    errors = [_error(n.values, w.values) for n, w in zip(steps, wide_recorder.steps)]
-    input_errors = [_error(n.inputs, w.inputs) for n, w in zip(steps, wide_recorder.steps)]
+    errors = [_relative_error(n.values, w.values) for n, w in zip(steps, wide_recorder.steps)]
+    input_errors = [_relative_error(n.inputs, w.inputs) for n, w in zip(steps, wide_recorder.steps)]
     if index is None:
         located_steps = [i for i, step in enumerate(steps) if step.location is not None]
         index = _first_inexact(located_steps, errors, input_errors)
@@ -316,7 +318,7 @@ def _last_of_busiest_sum(steps: list[_Step]) -> int | None:
         if not step.accumulates or step.location is None:
             continue
         last[step.location] = i
-        if _is_low(step.dtype):
+        if _is_low_precision(step.dtype):
             counts[step.location] += 1
     for location, count in counts.most_common(1):
         if count > 1:
@@ -362,12 +364,12 @@ def _make_culprit(
     )
 
 
-def _is_low(dtype: torch.dtype | None) -> bool:
+def _is_low_precision(dtype: torch.dtype | None) -> bool:
     """Whether a dtype has fewer than 32 bits."""
     return dtype is not None and dtype.is_floating_point and torch.finfo(dtype).bits < 32
 
 
-def _error(narrow: tuple[Tensor, ...], wide: tuple[Tensor, ...]) -> float:
+def _relative_error(narrow: tuple[Tensor, ...], wide: tuple[Tensor, ...]) -> float:
     """Returns the largest relative error of a step. It is infinite if a value is not finite."""
     worst = 0.0
     for n, w in zip(narrow, wide):
