@@ -38,11 +38,12 @@ class Tally:
     first_dropped: dict[str, str] = field(default_factory=dict)
     end_of_turn: Counter[str] = field(default_factory=Counter)
     borders: int = 0
-    """Answers that were tokenised separately from their prompts."""
+    """The number of answers that were tokenised separately from their prompts."""
     special_in_content: int = 0
+    """The number of examples whose content contains the text of a special token."""
     calls_unseen: int = 0
     tools_unseen: int = 0
-    """Rows with tool calls, and rows with tools, that the template did not write."""
+    """The numbers of rows with tool calls, and with tools, that the template did not write."""
     reasoning_unseen: int = 0
     """Rows with reasoning, in the content or in a separate key, that the template did not write."""
     empty_thoughts: int = 0
@@ -82,8 +83,8 @@ class Tally:
 
 
 def _has_picture_placeholder(message: Message) -> bool:
-    """Whether a question contains LLaVA's placeholder of a picture. `<image>` with a closing `</image>` is
-    markup.
+    """Whether a question contains LLaVA's placeholder of a picture. `<image>` with a closing
+    `</image>` is markup.
     """
     content = message["content"] if message["role"] == "user" else ""
     return isinstance(content, str) and PICTURE_PLACEHOLDER in content and "</image>" not in content
@@ -272,11 +273,11 @@ class Encoder:
     def insert_pictures(
         self, rendered: RenderedRow, row_pictures: Sequence[Any], folder: str
     ) -> RenderedRow:
-        """Replaces each picture's mark in the text by the picture's placeholder tokens, as the
+        """Replaces each picture's placeholder in the text by the picture's tokens, as the
         model's processor writes them. These tokens are not learnt.
 
-        Raises  RowError for a picture that cannot be used, and for different numbers of marks and
-                pictures
+        Raises  RowError for a picture that cannot be used, and for different numbers of
+                placeholders and pictures
         """
         pictures = self.pictures
         assert pictures is not None

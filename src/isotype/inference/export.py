@@ -31,7 +31,10 @@ Export = tuple[dict[str, Any], list[str]]
 def export_language(run: Path, out: Path, *, to: str, kind: str | None, name: str) -> Export:
     """Writes `out`. Returns facts for `--json`, and the lines for the terminal.
 
+    run     the run folder, or the folder of an adapter or a model
+    out     the file or folder to write
     to      vllm, gguf or ollama
+    name    the adapter's name in vLLM, or the model's name in Ollama
     kind    GGUF type of the whole model. None: gguf writes only the adapter, and a model without
             adapter in the type that keeps its values
     Raises  UsageError

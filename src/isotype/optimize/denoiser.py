@@ -41,7 +41,7 @@ _ONE_STREAM_CHILDREN = ("norm", "proj_mlp", "act_mlp", "attn", "proj_out")
 _WIDTH = 6
 
 
-BlockForward = Callable[..., Any]  # two_streams or one_stream
+BlockForward = Callable[..., Any]  # run_two_streams or run_one_stream
 
 
 def is_block(module: nn.Module) -> bool:
@@ -56,7 +56,7 @@ def is_block(module: nn.Module) -> bool:
     )
 
 
-# the two forms of a block: (block, picture [B T H], text [B S H], time embedding [B H], further
+# the forwards of the two forms of a block: (block, picture [B T H], text [B S H], time embedding [B H], further
 # arguments of attention) -> (text, picture)
 
 

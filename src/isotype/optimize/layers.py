@@ -31,7 +31,7 @@ from .instances import (
     replacement_blocker,
 )
 
-PLACE_KIND = "layer"
+PLACE_KIND = "layer"  # of `Placement.part`
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def recognise(module: nn.Module) -> LayerSettings | str:
     names = tuple(p.name for p in plain if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD)
     defaults = tuple((p.name, p.default) for p in plain if p.default is not inspect.Parameter.empty)
     x = torch.linspace(-2.0, 3.0, 12, dtype=torch.float64).view(1, 2, 6)
-    for takes_first_mlp_output in (False, True):
+    for mlp_returns_tuple in (False, True):
         stub = _AttentionStub()
         stubs: dict[str, nn.Module] = {
             name: ProbeLayer(0.1 + 0.2 * i) for i, name in enumerate(children.norms)
@@ -144,7 +144,7 @@ def recognise(module: nn.Module) -> LayerSettings | str:
             {
                 **stubs,
                 children.attention: stub,
-                children.mlp: ProbeLayer(0.55, returns_tuple=takes_first_mlp_output),
+                children.mlp: ProbeLayer(0.55, returns_tuple=mlp_returns_tuple),
             },
             {},
         )
@@ -162,7 +162,7 @@ def recognise(module: nn.Module) -> LayerSettings | str:
             continue
         original_forward = partial(forward, probe, x, **arguments)
         for attention, mlp, scale in enumerate_forms(children, module):
-            settings = LayerSettings(attention, mlp, scale, takes_first_mlp_output, names, defaults)
+            settings = LayerSettings(attention, mlp, scale, mlp_returns_tuple, names, defaults)
             if computes_same_in_both_modes(
                 probe, original_forward, partial(run_layer, probe, settings, {}, x), x
             ):

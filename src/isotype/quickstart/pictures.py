@@ -29,7 +29,7 @@ COLOURS = {
     "blue": (45, 70, 210),
     "yellow": (240, 200, 30),
 }
-_CROSS_ARM_WIDTH = 0.3
+_CROSS_ARM_WIDTH = 0.3  # half the width of an arm, in the coordinates of _OUTLINES
 # shape -> polygons with coordinates from -1 to 1; y increases downwards
 _OUTLINES: dict[str, list[list[tuple[float, float]]]] = {
     "circle": [[(math.cos(k * math.pi / 32), math.sin(k * math.pi / 32)) for k in range(64)]],

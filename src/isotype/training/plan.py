@@ -36,7 +36,7 @@ class Plan:
     """The plan of a run.
 
     process_bytes  bytes that this process takes without a model, on a CPU; 0 on a GPU
-    row            the task's name for a row of its data
+    row_name       the task's name for a row of its data
     """
 
     config: RunConfig
@@ -55,7 +55,7 @@ class Plan:
     notes: Sequence[str] = field(default=())
     processes: ProcessesPlan | None = None
     offload: OffloadPlan | None = None
-    row: str = "row"
+    row_name: str = "row"
 
     @property
     def peak(self) -> int:
@@ -130,7 +130,7 @@ class Plan:
             *[f"  {line}" for line in self.data_lines[1:]],
             (
                 f"schedule    {pluralise(schedule['steps'], 'step')} of"
-                f" {pluralise(schedule['rows_per_step'], self.row)} ({schedule['epochs']:.3g} epochs), learning"
+                f" {pluralise(schedule['rows_per_step'], self.row_name)} ({schedule['epochs']:.3g} epochs), learning"
                 f" rate {schedule['learning_rate']:g} {schedule['shape']}, {schedule['warmup']} of them warm-up, ends at"
                 f" {schedule['last_learning_rate']:.2g}"
             ),
@@ -260,7 +260,7 @@ def plan_run(
             eval_rows=task.eval_rows,
             stream=config.data.stream,
             samples=task.samples,
-            row=task.metric_names.row,
+            row_name=task.metric_names.row,
         ),
         memory=memory,
         checkpointing=checkpointing,
@@ -275,7 +275,7 @@ def plan_run(
             flops=task.outline_largest_step(precision).block_flops,
         ),
         notes=tuple(notes),
-        row=task.metric_names.row,
+        row_name=task.metric_names.row,
     )
 
 
@@ -288,7 +288,7 @@ def _format_interval(event: str, steps: int) -> str:
 
 
 def _schedule_facts(
-    config: RunConfig, *, rows: int, eval_rows: int, stream: bool, samples: int, row: str
+    config: RunConfig, *, rows: int, eval_rows: int, stream: bool, samples: int, row_name: str
 ) -> dict[str, Any]:
     train = config.train
     schedule = RunSchedule.from_config(config, rows=rows, eval_rows=eval_rows)
@@ -304,7 +304,7 @@ def _schedule_facts(
         "eval_every": schedule.eval_every,
         "evaluations": schedule.evaluations,
         "evaluated_rows": schedule.evaluated_rows,
-        "evaluation": schedule.describe_evaluation(row),
+        "evaluation": schedule.describe_evaluation(row_name),
         "save_every": schedule.save_every,
         "sample_every": schedule.sample_every if samples else 0,
         "note": None if stream else repeated_rows_warning(rows_per_step, rows),

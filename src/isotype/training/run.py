@@ -230,7 +230,7 @@ class _TrainingRun:
             versions=versions(),
             configuration=configuration_lines(self.config),
             data=str(self.task.fingerprints()),
-            weights=prepared.fingerprint,
+            weights=prepared.weights_fingerprint,
             **{MODEL_SETTINGS: setting_lines(model_settings(prepared.model))},
         )
 

@@ -51,9 +51,9 @@ class Prepared(DeviceSetup):
     checkpointing: Checkpointing
     batching: Batching
     sharding: Sharding | None = None
-    fingerprint: str = ""  # of the weights; empty for one process
+    weights_fingerprint: str = ""  # of all weights; empty for one process
     parallel: Parallel = ONE_PROCESS
-    base: str = ""  # the fingerprint of the frozen weights, which a resume compares
+    base_fingerprint: str = ""  # the fingerprint of the frozen weights, which a resume compares
 
 
 def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World = ALONE) -> Prepared:
@@ -83,9 +83,9 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
         checkpointing=built.checkpointing,
         batching=batching,
         sharding=built.sharding,
-        fingerprint=built.fingerprints.weights,
+        weights_fingerprint=built.fingerprints.weights,
         parallel=parallel,
-        base=built.fingerprints.base,
+        base_fingerprint=built.fingerprints.base,
     )
 
 

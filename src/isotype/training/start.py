@@ -245,7 +245,7 @@ def compare_base(
     settings  the settings that this start changes
     """
     precision = prepared.resolved.precision
-    current = describe_base(prepared.base, prepared.model, precision)
+    current = describe_base(prepared.base_fingerprint, prepared.model, precision)
     recorded = folder.read_json("plan.json").get(BASE)
     message = compare_bases(recorded, current, loaded)
     if not message and isinstance(recorded, dict) and recorded.get("precision") != precision.base:
@@ -431,7 +431,7 @@ def write_start(
         "trained": trainable,
         OBJECTIVE: objective,
         DATA: task.fingerprints(),
-        BASE: describe_base(prepared.base, prepared.model, prepared.resolved.precision),
+        BASE: describe_base(prepared.base_fingerprint, prepared.model, prepared.resolved.precision),
         "processes": world.size,
         "machines": world.nodes,
         SETTINGS: parse_config(resolved, RESOLVED).model_dump(mode="json"),

@@ -52,8 +52,12 @@ class FaultGroup:
 
 @dataclass
 class Report:
-    """The result of a check: findings, kernels, the number of compilations, and remarks.
+    """The result of a check.
 
+    kernels   the names of the checked kernels
+    compiled  the number of compilations
+    failed    the number of compilations that failed
+    remarks   lines about the check that are no findings
     usages    with `binary`, a line about the resources of each compiled program
     launches  the number of launches that a wrapper made
     refused   label of a combination -> the error with which the wrapper refused it

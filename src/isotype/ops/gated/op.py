@@ -84,6 +84,7 @@ def gelu_reference(x: Tensor, *, approximate: str = "none") -> Tensor:
 
 # --- the C++ kernels of cpu.cpp
 
+# a letter per argument of the functions in cpu.cpp (`CppKernels`)
 KERNELS = CppKernels(__file__, forward="dpppiiiii", backward="dppppppiiiiii")
 # the numbers of the activations in cpu.cpp
 _ACTIVATION_NUMBERS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
@@ -185,8 +186,8 @@ def gated_backward(
     activation: Activation,
     returns_product: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Returns the gradients of x and up. With `returns_product` it also returns the result of the forward,
-    for which the exp need not be computed again.
+    """Returns the gradients of x and up. With `returns_product` it also returns the result of the
+    forward, for which the exp need not be computed again.
     """
     if implementation == "cpp":
         dx, dup, recomputed = _cpp_backward(x, up, dy, activation, returns_product)

@@ -44,7 +44,7 @@ class Failure:
     function: str | None
     operands: dict[str, Tensor]
     chain: tuple[str, ...]
-    raised_by_hand: bool
+    is_raised_by_user: bool
 
     @property
     def expression(self) -> str:
@@ -87,7 +87,7 @@ def find_failure(error: BaseException) -> Failure | None:
         function=function,
         operands=_find_operands(frame, span),
         chain=tuple(chain),
-        raised_by_hand=is_raise and entries[-1].tb_frame is frame,
+        is_raised_by_user=is_raise and entries[-1].tb_frame is frame,
     )
 
 
@@ -186,10 +186,12 @@ class _Step:
 
 
 @dataclass(frozen=True)
-class Culprit:
+class ImpreciseStep:
     """The step at which the error of the final result first appeared.
 
     input_error, output_error  relative errors of the step's inputs and outputs
+    repeats      the number of additions that the same line makes
+    accumulates  whether the step adds to its first input
     """
 
     location: Place
@@ -270,12 +272,12 @@ def _user_location() -> Place | None:
 
 
 def locate(
-    subject: Subject, sample: Sample, setting: Setting, *, long_sum: bool = False
-) -> Culprit | None:
+    subject: Subject, sample: Sample, setting: Setting, *, is_long_sum: bool = False
+) -> ImpreciseStep | None:
     """Returns the line at which the result lost its precision. Returns None if the two runs do not
     call the same operators, or if the code does not consist of operators.
 
-    long_sum  the error grew with the number of rows; the line that adds most often to a
+    is_long_sum  the error grew with the number of rows; the line that adds most often to a
               low-precision tensor is then returned, if there is one
     """
     narrow_recorder = _Recorder()
@@ -296,7 +298,7 @@ def locate(
     if [step.operator for step in steps] != [step.operator for step in wide_recorder.steps]:
         return None
     index = None
-    if long_sum:
+    if is_long_sum:
         index = _last_of_busiest_sum(steps)
     errors = [_relative_error(n.values, w.values) for n, w in zip(steps, wide_recorder.steps)]
     input_errors = [_relative_error(n.inputs, w.inputs) for n, w in zip(steps, wide_recorder.steps)]
@@ -305,7 +307,7 @@ def locate(
         index = _first_inexact(located_steps, errors, input_errors)
     if index is None:
         return None
-    return _make_culprit(steps, index, input_errors[index], errors[index])
+    return _make_imprecise_step(steps, index, input_errors[index], errors[index])
 
 
 def _last_of_busiest_sum(steps: list[_Step]) -> int | None:
@@ -346,13 +348,13 @@ def _first_inexact(
     return None
 
 
-def _make_culprit(
+def _make_imprecise_step(
     steps: list[_Step], index: int, input_error: float, output_error: float
-) -> Culprit:
+) -> ImpreciseStep:
     step = steps[index]
     assert step.location is not None
     line = linecache.getline(step.location.file or "", step.location.line or 0)
-    return Culprit(
+    return ImpreciseStep(
         location=step.location,
         source=line.split("#")[0].strip(),
         operator=step.operator,

@@ -311,7 +311,7 @@ def _precision_fault(
     code: str, excess: Excess, outcome: Outcome, setting: Setting, subject: Subject, sample: Sample
 ) -> Fault:
     """Returns the finding for one excess, at the line at which the precision was lost."""
-    culprit = locate(subject, sample, setting, long_sum=code == "AC007")
+    imprecise_step = locate(subject, sample, setting, is_long_sum=code == "AC007")
     error = format_error(excess.error)
     allowed = format_error(excess.allowed)
     details = [("error", f"{error} of its norm; {allowed} is excused by {excess.yardstick}")]
@@ -319,22 +319,24 @@ def _precision_fault(
     repeats = 0
     cancels = False
     sums = False
-    if culprit is None:
+    if imprecise_step is None:
         stage = BACKWARD if excess.result.startswith("gradient") else FORWARD
         location = faulty_method_location(subject, outcome, stage)
     else:
-        location = culprit.location
-        low_dtype = culprit.dtype or low_dtype
-        repeats = culprit.repeats
-        cancels = culprit.accumulates and culprit.output_error > 8 * max(culprit.input_error, 1e-9)
-        sums = culprit.accumulates and repeats >= 4
-        input_error = format_error(culprit.input_error)
-        output_error = format_error(culprit.output_error)
+        location = imprecise_step.location
+        low_dtype = imprecise_step.dtype or low_dtype
+        repeats = imprecise_step.repeats
+        cancels = imprecise_step.accumulates and imprecise_step.output_error > 8 * max(
+            imprecise_step.input_error, 1e-9
+        )
+        sums = imprecise_step.accumulates and repeats >= 4
+        input_error = format_error(imprecise_step.input_error)
+        output_error = format_error(imprecise_step.output_error)
         errors = (
-            f"relative error {input_error} before this operator ({culprit.operator}),"
+            f"relative error {input_error} before this operator ({imprecise_step.operator}),"
             f" {output_error} after"
         )
-        details += [("code", culprit.source), ("there", errors)]
+        details += [("code", imprecise_step.source), ("there", errors)]
     if not location.file:
         location = Place(
             file=subject.location.file, line=subject.location.line, symbol=location.symbol

@@ -86,7 +86,7 @@ def accepted_failure_reason(
         return "the backend has no kernel for these dtypes"
     if has_contract:
         return None
-    if failure is not None and failure.raised_by_hand:
+    if failure is not None and failure.is_raised_by_user:
         return "the function refuses it on purpose"
     if does_reference_run:
         return None
@@ -595,7 +595,7 @@ def _compare_gradients(
             return [make_fault(code, location, wrong=wrong_arguments)]
         return []
     failure = find_failure(actual.error)
-    if failure is not None and failure.raised_by_hand:
+    if failure is not None and failure.is_raised_by_user:
         return []
     if failure:
         location = Place(
@@ -617,7 +617,7 @@ def _frozen_inputs(numerics: Numerics, setting: Setting, baseline: Outcome) -> l
         location = faulty_method_location(subject, baseline, BACKWARD)
         if outcome.error is not None:
             failure = find_failure(outcome.error)
-            if failure is None or failure.raised_by_hand:
+            if failure is None or failure.is_raised_by_user:
                 continue
             location = Place(
                 file=failure.location.file,
