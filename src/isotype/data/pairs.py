@@ -18,6 +18,7 @@ from .formats import Example
 from .rows import IGNORE_INDEX, Row
 from .tokens import LazyRowSequence, TokenRows
 
+# the rows of `Encoder.encode_rows`; the last value is whether the row was cut
 EncodedExample = tuple[Example, Row, bool]
 # a note on the answers' lengths needs more pairs than this, and a larger share of pairs in which
 # the same side is longer

@@ -105,6 +105,14 @@ class Setting:
 class Document:
     """The settings of one file for one tool. `tool` is the namespace of its keys (`hf`,
     `deepspeed`, ...).
+
+    attributes  facts about the file beside its settings:
+                `reader`    how it was read: python, command line, config.env or safetensors
+                `launcher`  True for the options of a launcher such as torchrun
+                `unknown`   the keys that the tool does not have
+                `unsloth`   True for a program that loads its model with Unsloth
+                `dtypes`    dtype name -> number of tensors, of a safetensors file
+                `made_by`   the class whose call has the settings, such as SFTConfig
     """
 
     tool: str

@@ -471,7 +471,7 @@ def tokens_to_latents(tokens_NTC: Tensor, height: int, width: int) -> Tensor:
 
 # --- pipelines of diffusers that are not trained, with the reason that the error names
 
-_VIDEO = "it makes videos: Isotype trains on pictures"
+_VIDEO = "it makes videos, and Isotype trains on pictures only"
 
 REFUSED: dict[str, str] = {
     "StableDiffusionInstructPix2PixPipeline": (
@@ -497,7 +497,7 @@ REFUSED: dict[str, str] = {
     "HunyuanDiTPipeline": "its captions have two masks and a style, which were never tried here",
     "WanImageToVideoPipeline": f"{_VIDEO}; WanPipeline trains on them as single frames",
     "LTXImageToVideoPipeline": f"{_VIDEO}; LTXPipeline trains on them as single frames",
-    "LTX2Pipeline": "it makes videos with sound: Isotype trains on pictures",
+    "LTX2Pipeline": "it makes videos with sound, and Isotype trains on pictures only",
     "HunyuanVideoPipeline": _VIDEO,
     "CogVideoXPipeline": _VIDEO,
     "MochiPipeline": _VIDEO,
