@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.api import run_hook
+
 PROGRAMS = Path(__file__).parent / "programs"
 WITHOUT_TORCH = """
 import pathlib, sys
@@ -81,3 +83,67 @@ def test_unknown_program_and_option():
         result = run("-m", "isotype", "doctor", "run", *words)
         assert result.returncode == 2
         assert message in result.stderr
+
+
+FAILING_THREAD = """
+import threading, torch
+thread = threading.Thread(target=lambda: torch.ones(2, 2) @ torch.ones(2, 2).half())
+thread.start()
+thread.join()
+"""
+
+
+def test_error_of_a_thread_is_explained(tmp_path):
+    program = tmp_path / "threads.py"
+    program.write_text(FAILING_THREAD)
+    result = run("-m", "isotype", "doctor", "run", str(program))
+    assert result.returncode == 0
+    assert "error RN017 " in result.stderr
+
+
+def test_forward_line_of_an_error_in_backward(tmp_path):
+    program = str(PROGRAMS / "backward_targets.py")
+    forward_line = "loss = F.huber_loss(model(x).squeeze(-1), ratings)"
+    assert forward_line not in run("-m", "isotype", "doctor", "run", program).stderr
+    result = run("-m", "isotype", "doctor", "run", "--forward-lines", program)
+    assert forward_line in result.stderr
+
+
+class Shell:
+    """IPython's shell, as far as the extension uses it."""
+
+    def set_custom_exc(self, kinds, handler):
+        self.handler = handler
+
+    def showtraceback(self, exception, tb_offset=None):
+        print("traceback of", exception[0].__name__)
+
+
+def test_notebook_extension_shows_both(capsys):
+    import torch
+
+    shell = Shell()
+    run_hook.install_in_notebook(shell)
+    try:
+        torch.dot(torch.ones(2), torch.ones(2).half())
+    except RuntimeError as error:
+        shell.handler(shell, type(error), error, error.__traceback__)
+    printed = capsys.readouterr()
+    assert printed.out == "traceback of RuntimeError\n"
+    assert "error RN017 " in printed.err
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        "nn.Linear(8, 4).to(torch.bfloat16)(torch.ones(2, 7, dtype=torch.bfloat16))",
+        "{'lr': 1}['dtype']",
+        "__import__('numpy').zeros(2, dtype='bfloat16')",
+    ],
+)
+def test_other_errors_get_no_text(failure, tmp_path):
+    program = tmp_path / "other.py"
+    program.write_text(f"import torch\nfrom torch import nn\n{failure}\n")
+    plain = run(str(program))
+    explained = run("-m", "isotype", "doctor", "run", str(program))
+    assert explained.stderr == plain.stderr

@@ -216,6 +216,27 @@ TRUTH = {
         "autocast, which is on, computes `self.gate(x)` in bf16",
         "`self.gate(x).to(torch.float32)`",
     ),
+    "chunked_head": Truth(
+        "RN008",
+        "total.addmm_(left, right)",
+        "backward",
+        "total is fp32, `left` is bf16",
+        "`left.to(total.dtype)` and `right.to(total.dtype)`",
+    ),
+    "timesteps": Truth(
+        "RN001",
+        "return self.linear(sample)",
+        "embedding.linear",
+        "torch.outer(step.float(), torch.arange(8.0))",
+        "`sample.to(torch.float16)`",
+    ),
+    "quantile": Truth(
+        "RN014",
+        "return x.clamp(max=torch.quantile(values.abs(), 0.99).item())",
+        "clip",
+        "implements quantile on cpu for other dtypes",
+        "`values.abs().float()`",
+    ),
 }
 
 

@@ -73,6 +73,17 @@ _DTYPE_KEEPING_METHODS = frozenset(
         "softmax",
         "log_softmax",
         "relu",
+        "abs",
+        "neg",
+        "sqrt",
+        "rsqrt",
+        "pow",
+        "square",
+        "mean",
+        "sum",
+        "log",
+        "masked_fill",
+        "flip",
         "tanh",
         "sigmoid",
         "exp",
@@ -127,6 +138,23 @@ def read_value(node: ast.AST | None, frame: CallFrame) -> Any:
 
 def is_tensor(value: Any) -> bool:
     return isinstance(value, (torch.Tensor, TensorFacts))
+
+
+def read_condition(node: ast.AST, frame: CallFrame) -> bool | None:
+    """Whether a simple condition holds with the values at the failure: a name, `not`, or a
+    comparison with None. None if it cannot be read.
+    """
+    match node:
+        case ast.UnaryOp(ast.Not(), operand):
+            result = read_condition(operand, frame)
+            return None if result is None else not result
+        case ast.Compare(left, [ast.Is() | ast.IsNot() as operator], [ast.Constant(None)]):
+            value = read_value(left, frame)
+            if value is UNKNOWN:
+                return None
+            return (value is None) == isinstance(operator, ast.Is)
+    value = read_value(node, frame)
+    return value if isinstance(value, bool) else None
 
 
 def _as_result(value: Any) -> Any:

@@ -15,7 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from .expressions import CREATION_FUNCTIONS, UNKNOWN, TensorFacts, is_tensor, read_value
+from .expressions import (
+    CREATION_FUNCTIONS,
+    UNKNOWN,
+    TensorFacts,
+    is_tensor,
+    read_condition,
+    read_value,
+)
 from .frames import CallFrame
 from .modules import ModelNames
 
@@ -183,7 +190,7 @@ class _Search:
         if scope is None:
             return self.producer("unknown", node, index)
         for binding in _earlier_bindings(scope, name, line):
-            if self.has_other_dtype(binding, name, frame):
+            if _is_skipped(binding, scope, frame) or self.has_other_dtype(binding, name, frame):
                 continue  # in a branch that did not run
             return self.follow_binding(binding, name, index)
         if not isinstance(scope, ast.Module) and name in _parameter_names(scope):
@@ -241,6 +248,22 @@ class _Search:
 
 def _source(node: ast.AST) -> str:
     return " ".join(ast.unparse(node).split())
+
+
+def _is_skipped(binding: ast.AST, scope: ast.AST, frame: CallFrame) -> bool:
+    """Whether a statement stands in a branch whose condition, with the values at the failure, does
+    not hold.
+    """
+    for node in ast.walk(scope):
+        if not isinstance(node, ast.If):
+            continue
+        holds = read_condition(node.test, frame)
+        if holds is None:
+            continue
+        skipped = node.orelse if holds else node.body
+        if any(part is binding for statement in skipped for part in ast.walk(statement)):
+            return True
+    return False
 
 
 def _assigned_expression(binding: ast.Assign, name: str) -> ast.expr | None:
