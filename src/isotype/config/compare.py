@@ -11,8 +11,9 @@ from .keys import key_schemas
 from .schema import RunConfig
 from .yaml_text import write_value
 
-# Reason why a resumed run may change a key -> the keys. The steps already done stay valid with
-# these changes. After any other change no single configuration would describe the result.
+# Reason why a resumed run may change a key -> the keys with this reason. The steps before the
+# change stay valid. After a change of any other key no single configuration would describe the
+# result.
 _KEYS_BY_REASON = {
     "the run continues on another device; results are not bit-identical": "model.device",
     "only the place of the tokenised rows changes": "data.cache",

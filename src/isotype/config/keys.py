@@ -168,8 +168,8 @@ _ALIASES_BY_KEY = {
     "precision.reduce": "reduce_dtype mixed_precision_reduce",
     "parallel.kind": "fsdp fsdp_config fsdp_version",
 }
-# section -> the key that is suggested where a file gives the section a value, as in `model:
-# org/name`
+# section -> the key to suggest if a file gives the whole section one value, as `model: org/name`
+# does
 MAIN_KEYS = {
     "model": "model.name",
     "data": "data.train",

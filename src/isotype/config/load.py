@@ -155,7 +155,7 @@ def load(
     flags      `section.key` -> value of a command line option; None: the option was not given
     preset     a recipe or precision by name (`recipe`)
     consent    the value of LoadedConfig.consent
-    source     the source of the flags that errors and resolved.yaml name
+    source     the name that errors and resolved.yaml give as the source of the flags
     resolved   the file is a run's resolved.yaml: sources are read from its comments, so that a
                resumed run keeps the original ones
     Raises     UsageError, a line for each mistake
@@ -185,7 +185,7 @@ def load(
     if settings.keys_set_by(COMMAND_LINE, source) & {"train.epochs", "train.steps"} == {
         "train.epochs"
     }:
-        # otherwise `train.steps` of the file would override the command line's epochs
+        # `train.steps` of the file would otherwise override the epochs of the command line
         settings.set("train.steps", None, settings.sources["train.epochs"])
     config = _check_settings(settings)
     command_line_keys = settings.keys_set_by(COMMAND_LINE, source)
@@ -441,10 +441,10 @@ def _misquoted_name_message(key: str, name: str, source: str) -> str | None:
 
 
 def _unknown_key_message(key: str, value: Any, source: str) -> str:
-    """Returns the message for an unknown key or section: a suggestion with the way to write the
-    value, or that Isotype does not offer it.
+    """Returns the message for an unknown key or section. The message suggests a key and how to
+    write its value, or says that Isotype does not offer the setting.
     """
-    key = key.lstrip("-")  # files of command line options write keys with leading dashes
+    key = key.lstrip("-")  # in files of command line options, keys have leading dashes
     section, dot, name = key.partition(".")
     for part in (name, name.partition(".")[0], section):
         if part in NOT_OFFERED:
@@ -495,7 +495,7 @@ def _near_key(section: str, name: str) -> str | None:
 
 def _check_settings(settings: _Settings) -> RunConfig:
     """Returns the configuration. Raises UsageError with every complaint, in the order of the file's
-    lines; those about the command line come last.
+    lines; complaints about the command line come last.
     """
     tree: dict[str, dict[str, Any]] = {}
     for key, value in list(settings.values.items()):

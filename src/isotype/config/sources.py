@@ -334,8 +334,8 @@ def _check_entry(
 
 
 def _is_column_mapping(columns: Any, *, allow_null: bool) -> bool:
-    """Whether it is a mapping of keys to names in the data. With `allow_null` a name may be null: the
-    key is not read.
+    """Whether `columns` is a mapping of keys to names in the data. With `allow_null` a name may be
+    null, which means that the key is not read.
     """
     allowed = (str, type(None)) if allow_null else (str,)
     return isinstance(columns, dict) and all(
@@ -388,12 +388,12 @@ def _build_spec(
     return SourceSpec(**settings | {"group": group, "limit": limit, "roles": roles})
 
 
-# the roles of turns that `data.roles` gives other words
+# the roles of turns for which `data.roles` can name other words
 ROLE_NAMES = ("system", "user", "assistant", "tool", "function_call", "developer")
 
 
 def _invert_roles(roles: Any, location: str) -> dict[str, str] | None:
-    """The data's word for a role -> ours. Raises UsageError."""
+    """Returns the data's word for a role -> Isotype's role. Raises UsageError."""
     if not roles:
         return None
     if not isinstance(roles, dict):
@@ -444,9 +444,9 @@ PICTURE_COLUMNS = ("image", "text", "mask", "control")
 class PictureSource:
     """One entry of images.train, images.eval or images.regularisation, as the user wrote it.
 
-    the caption of every picture, in place of captions from text files
+    caption     the caption of every picture, in place of captions from text files
     repeats     number of times that each picture comes in an epoch
-    weight of the loss of these pictures; only for regularisation pictures
+    weight      the weight of the loss of these pictures; only for regularisation pictures
     draw        number of pictures that the folder shall have: the base model draws the missing
                 ones; only for regularisation pictures
     resolution  replaces `images.resolution`; with several values each picture comes once at each

@@ -43,8 +43,8 @@ def refuse_unwanted_answer(row: Mapping[str, Any], location: str, *, has_answer:
     unwanted.
 
     row         the row, with its keys renamed by `data.columns`
-    has_answer  False for a plain text, whose numbers and words are classes: only the JSON value
-                false counts
+    has_answer  False for a plain text. There a number or a word names a class, so only the JSON
+                value false marks the text as unwanted
     """
     for key, value in row.items():
         if not marks_unwanted(key, value) or not (has_answer or isinstance(value, bool)):

@@ -2,8 +2,8 @@
 grouped by reason.
 
 A row is bad if it is not JSON or not UTF-8, has wrong keys or types, or is refused by the chat
-template. A row with an empty answer is not bad, but has nothing to learn, so it is always skipped
-and counted. Both kinds are written to bad_rows.jsonl in the run folder.
+template. A row with an empty answer is not bad, but has no tokens to learn, so it is always skipped
+and counted. Bad rows and rows with an empty answer are written to bad_rows.jsonl in the run folder.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class BadRows:
         return {"kinds": dict(self.kinds), "empty": self.empty_count, "rows": rows}
 
     def update(self, counts: dict[str, Any]) -> None:
-        """Adds the counts of another one, as its `to_dict` returned them."""
+        """Adds the counts of another `BadRows`, in the form that `to_dict` returns."""
         self.kinds.update(counts["kinds"])
         self.empty_count += counts["empty"]
         self.listed += [BadRow(*row) for row in counts["rows"]]
@@ -124,7 +124,7 @@ class BadRows:
         free_locations = MAX_LOCATIONS - len(listed_kinds)
         lines = [f"{self.count:,} rows cannot be used"]
         for kind in listed_kinds:
-            # the reason of an actual row, so that a command in it can be copied
+            # the full reason of one row, so that the user can copy a command in it
             reason = by_kind[kind][0].reason
             rows = by_kind[kind][: 1 + free_locations]
             free_locations -= len(rows) - 1

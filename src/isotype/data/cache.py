@@ -9,7 +9,8 @@ not read into memory.
 
 When a new entry exceeds the folder's limit, the least recently used entries are removed. An entry
 that another run has mapped may be removed too: the system keeps its content until that run ends.
-Pictures that the data contain as bytes are stored in a folder below, with a limit of the same size.
+Pictures that the data contain as bytes are stored in a subfolder, which has a separate limit of the
+same size.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ _CHUNK = 1 << 22
 # files with other names may be a user's weights
 _ENTRY_NAME = re.compile(r"[0-9a-f]{32}\.(safetensors|picture)")
 _DTYPE_CODES = {"int32": "I32", "int64": "I64", "uint64": "U64", "bool": "BOOL", "uint8": "U8"}
-# widest elements first, so that every column begins at a multiple of its element's size
+# columns with wider elements come first, so that every column begins at a multiple of its
+# elements' size
 _COLUMN_ORDER = sorted(COLUMNS, key=lambda name: -np.dtype(COLUMNS[name]).itemsize)
 _NO_CHECKSUM = "0" * 64  # stands in the header while the file's checksum is computed
 

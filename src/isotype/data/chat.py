@@ -4,9 +4,9 @@ rendered text.
 The templates of Llama, Qwen and Gemma have no `{% generation %}` block, so the learnt spans are
 derived. The turns before an answer are rendered with the generation prompt: the answer begins at
 the end of this text. The turns up to the answer are rendered too: the answer ends at the end of
-that text. Some templates render an earlier turn differently from the last one; Qwen3 drops the
-thoughts of earlier turns. Then the conversation is rendered again with another text as the answer,
-and the two renderings are compared.
+that text. Some templates render an earlier turn differently from the last one; for example, Qwen3's
+drops the thoughts of earlier turns. For such a turn the conversation is rendered again with another
+text as the answer, and the two renderings are compared.
 """
 
 from __future__ import annotations
@@ -437,7 +437,7 @@ def _add_defaults(template: ChatTemplate, default_kwargs: Mapping[str, Any]) -> 
         f"{{%- if {name} is not defined %}}{{% set {name} = {value!r} %}}{{% endif -%}}\n"
         for name, value in default_kwargs.items()
     )
-    # the tokenizer of a finished run has them already
+    # the template in the tokenizer of a finished run already begins with these defaults
     text = template.text if template.text.startswith(start) else start + template.text
     return replace(template, text=text, default_kwargs=default_kwargs)
 

@@ -1,6 +1,6 @@
-"""Renames the keys of a row to the keys that Isotype reads: as `data.columns` and `data.roles` say,
-and for names that differ only in capital letters and blanks. Also converts rows of ChatGPT's
-export. Rows of every format and objective pass through this module.
+"""Renames the keys of a row to the keys that Isotype reads: by `data.columns` and `data.roles`, and
+where a key differs from Isotype's only in capital letters and blanks. Also converts rows of
+ChatGPT's export. Rows of every format and objective pass through this module.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _explicit_names(
         spelling = column if column in row else _find_spelling(column, row)
         if spelling is not None:
             names[key] = spelling
-        # a labelled row may have its label in a turn, and is left out without a label
+        # a labelled row may have its label in a turn; a row without any label is left out later
         elif not (key == "label" and row_format == "labelled"):
             raise RowError(f"{location}: no key {column!r}{column_hint(key, column, row)}")
     return names

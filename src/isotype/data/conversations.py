@@ -46,7 +46,8 @@ _HIDDEN_TAGS = {BEGIN_THOUGHTS: "\U000f0f10", END_THOUGHTS: "\U000f0f11"}
 def convert_chat_messages(
     value: Any, key: str, location: str, *, may_be_empty: bool = False
 ) -> tuple[Message, ...]:
-    """Converts a list of messages to the form of chat templates. Text parts are joined, and arguments of tool calls become objects.
+    """Converts a list of messages to the form of chat templates. Text parts are joined, and the
+    arguments of tool calls become objects.
 
     key  the row's key of the list, for errors
     """
@@ -271,9 +272,9 @@ def extract_pictures(
     """Returns the turns, with a list of parts as content where pictures are, and the pictures in
     their order, in the row's form.
 
-    A part `{type: image}` contains its picture, or uses the next one of the row's `images` (or
-    `image`). In a text, `<image>` is the placeholder of a picture. Without placeholders the pictures are put
-    before the first question, as TRL does.
+    A part `{type: image}` contains its picture, or stands for the next picture of the row's key
+    `images` (or `image`). In a text, `<image>` is the placeholder of a picture. Without
+    placeholders the pictures are put before the first question, as TRL does.
     """
     row_pictures = _row_pictures(row, location)
     remaining = list(row_pictures)
@@ -360,8 +361,8 @@ def _part_text(part: Any, path: str) -> str:
 
 
 def _convert_tool_calls(calls: Any, path: str) -> list[Any]:
-    """Converts tool calls to OpenAI's form, with their arguments parsed into objects. A template would write arguments
-    that are text as a JSON string inside JSON.
+    """Converts tool calls to OpenAI's form. Arguments that are given as text are parsed into
+    objects, because a template would write the text as a string within the JSON of the call.
     """
     if not isinstance(calls, list):
         raise RowError(f"{path}.tool_calls must be a list, got {describe_json_type(calls)}")

@@ -250,8 +250,8 @@ def _length_notes(facts: dict[str, Any], encoder: Encoder) -> list[str]:
 
 
 def _split_notes(facts: dict[str, Any]) -> list[str]:
-    """Returns notes if there are no evaluation rows, or if training contains rows or prompts of
-    them.
+    """Returns notes if there are no evaluation rows, or if training rows repeat evaluation rows or
+    their prompts.
     """
     notes = []
     train = facts["train"]

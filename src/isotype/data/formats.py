@@ -214,7 +214,7 @@ def _check_objective_format(
 
 def _match_format(row: Mapping[str, Any], location: str) -> FormatName:
     """Returns the only format whose keys the row has, for objectives that learn every answer.
-    Raises UsageError for none or several.
+    Raises UsageError if the row has the keys of no format, or of several.
     """
     matches = [
         name

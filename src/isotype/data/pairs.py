@@ -20,8 +20,8 @@ from .tokens import LazyRowSequence, TokenRows
 
 # the rows of `Encoder.encode_rows`; the last value is whether the row was cut
 EncodedExample = tuple[Example, Row, bool]
-# a note on the answers' lengths needs more pairs than this, and a larger share of pairs in which
-# the same side is longer
+# a note on the answers' lengths is given if there are more than _MIN_PAIRS pairs, and if the same
+# side (chosen or rejected) is longer in more than the share _LENGTH_SHARE of them
 _MIN_PAIRS = 10
 _LENGTH_SHARE = 0.9
 
@@ -74,8 +74,8 @@ class Pairs(LazyRowSequence[Pair]):
 def complete_pairs(
     encoded: Iterable[EncodedExample], tally: Tally
 ) -> Iterator[tuple[EncodedExample, ...]]:
-    """Yields the pairs whose answers both have learnt tokens and differ. Other pairs are left out;
-    pairs with the same tokens are counted.
+    """Yields the pairs whose two answers have different tokens and both have learnt tokens. Other
+    pairs are left out; pairs of equal answers are counted.
     """
     chosen: EncodedExample | None = None
     for encoded_row in encoded:

@@ -341,7 +341,7 @@ class Pictures:
     def _decode_images(self, references: Sequence[Sequence[str]]) -> list[list[Any]]:
         flat = [reference for row in references for reference in row]
         with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as workers:
-            # decoding releases Python's global lock, so that threads help
+            # decoding releases Python's global lock, so that several threads decode faster than one
             images = iter(list(workers.map(self.image, flat)))
         return [[next(images) for _ in row] for row in references]
 
@@ -438,6 +438,6 @@ class _FixedTokenizer:
 
         class FixedEncoding(BatchEncoding):
             def char_to_token(self, *_: Any, **__: Any) -> int:
-                return 0  # a processor asks for it to build token types that its models do not read
+                return 0  # called to build token types, which these models do not read
 
         return FixedEncoding(dict(self._encoding))

@@ -37,14 +37,14 @@ CODE_ENDINGS = (
 DATA_ENDINGS = JSON_ENDINGS + TABLE_ENDINGS
 ENDINGS = DATA_ENDINGS + TEXT_ENDINGS
 _BOMS = ((b"\xff\xfe", "UTF-16"), (b"\xfe\xff", "UTF-16"))
-# first bytes of other formats that often have the name of a text file; the format; the ending with
-# which it can be read ("": it cannot)
+# formats whose files are often named like text files: (first bytes, name of the format, ending with
+# which Isotype reads the file, or "" if Isotype cannot read it)
 _OTHER_FORMATS = (
     (b"\x1f\x8b", "compressed with gzip", ".gz"),
     (b"PAR1\x15", "Parquet", ".parquet"),
     (b"PK\x03\x04", "a zip archive, as a spreadsheet (.xlsx) is too", ""),
 )
-MAX_LINE_BYTES = 1 << 27  # of one line, which is held in memory; 3 MB of gzip can hold 3 GB
+MAX_LINE_BYTES = 1 << 27  # a line is held in memory; a gzip file of 3 MB can unpack to 3 GB
 _LINE_ENDS = re.compile(r"\s*[\r\n]\s*")
 
 

@@ -261,7 +261,7 @@ def read_csv(path: Path, name: str, *, skip: int = 0) -> Iterator[Record]:
 
 
 class _Table:
-    """A CSV or TSV file. `header`: the names of its columns, known after its first row was read."""
+    """A CSV or TSV file. `header`: the names of the columns; empty until the first row is read."""
 
     def __init__(self, path: Path, name: str) -> None:
         self.path = path

@@ -1,5 +1,6 @@
 """Renders chat templates in a separate process with limits on time, memory and length of the text.
-A template is a program by the author of the tokenizer, and Jinja's sandbox does not limit these.
+A template is a program by the author of the tokenizer, and Jinja's sandbox does not limit its time,
+memory or text.
 
 The process is forked at the first rendering, with a copy of the tokenizer, and closes all files. It
 ends together with the parent process. This works on Linux. On other systems, and for requests that
@@ -61,7 +62,7 @@ class _RenderProcess:
     """A child process that renders with one tokenizer, in the tokenizer's state at the fork."""
 
     def __init__(self, tokenizer: Any) -> None:
-        # this reference prevents that another tokenizer gets the same id()
+        # while this reference exists, no other tokenizer gets the same id()
         self.tokenizer = tokenizer
         self.owner_pid = os.getpid()
         self._lock = threading.Lock()

@@ -39,8 +39,8 @@ from .records import read_records, remove_inner_nulls
 from .row_keys import FormatName
 from .stdlib import stdlib_pairs
 
-# the first rows; the first valid one among them decides the format. Few rows of a product's log have
-# a label
+# number of first rows among which the first valid row decides the format. The number is large
+# because few rows of a product's log have a label
 _SAMPLED_ROWS = 1000
 
 
@@ -126,8 +126,8 @@ class Source:
             yield checked
 
     def detect_row_format(self, records: Iterator[Record], name: str) -> None:
-        """Adds the format of the first valid row to `forms`. Raises RowError if none of the first
-        rows is valid, and NoRows if there is no row.
+        """Adds the format of the first valid row to `detected_formats`. Raises RowError if none of
+        the first rows is valid, and NoRows if there is no row.
         """
         first_error: RowError | None = None
         for record in islice(records, _SAMPLED_ROWS):
@@ -177,8 +177,9 @@ class FileSource(Source):
             )
 
     def _detect_file_format(self, file: File, *, is_only_file: bool) -> bool:
-        """Adds the format of a file to `detected_formats` and returns True. Returns False for a file without
-        rows if it is not the only file. Raises UsageError if none of its first rows is valid.
+        """Adds the format of a file to `detected_formats` and returns True. Returns False for a
+        file without rows if it is not the only file. Raises UsageError if none of its first
+        rows is valid.
         """
         try:
             if not is_only_file and file.is_blank:

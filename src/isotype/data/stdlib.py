@@ -244,7 +244,7 @@ def _item_pairs(item: DocumentedItem, summary: str, *, is_new: bool) -> Iterator
             _SIGNATURE_QUESTIONS[number // 7 % len(_SIGNATURE_QUESTIONS)].format(name=item.name),
             answer,
         )
-    # A third of the questions ask for the name, the others for the description.
+    # A third of the questions ask for an item's name, the others for its description.
     if (
         is_new
         and item.kind != "method"

@@ -30,7 +30,7 @@ from .sources import Source
 from .tokens import TokenRows, TokenWriter, is_held_out, pack_rows, row_digest
 
 MAX_EVALUATED_ROWS = 256  # number of held-out rows that are evaluated
-_MAX_SEARCHED_ROWS = 20_000  # number of first rows in which they are searched
+_MAX_SEARCHED_ROWS = 20_000  # number of first rows among which held-out rows are searched
 
 
 class StreamedRows:

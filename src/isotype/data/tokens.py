@@ -8,9 +8,9 @@ example     int64[R]   number of the row in its source, from 0; -1 for a window 
 cut         bool[R]    the row was longer than data.max_length
 wanted      bool[R]    the label of an answer; true where rows have none
 supervised  int32[R]   number of tokens that give a loss
-digest      uint64[R]  hash of the tokens and pictures: rows with the same digest are the same row
-            (with 64 bits, a million rows have two different rows with one digest with probability 1
-            in 40 million)
+digest      uint64[R]  hash of the tokens and pictures; rows with the same digest are treated as
+            copies (among a million different rows, two have the same 64-bit hash with a
+            probability of 1 in 40 million)
 prompt      uint64[R]  hash of the tokens before the first learnt one; 0 if there are none
 pictures    uint8[P]   the references of all rows' pictures as UTF-8, one per line
 pictures_end int64[R]  end of each row's references in `pictures`
@@ -366,7 +366,7 @@ class PackedRows(LazyRowSequence[Row]):
 
 def pack_rows(rows: TokenRows, capacity: int) -> PackedRows:
     """Packs the rows of each source separately. A row with pictures is not joined with others,
-    because model families number its positions differently.
+    because model families number the positions of pictures differently.
     """
     packs: list[np.ndarray] = []
     pack_blocks: list[int] = []

@@ -135,8 +135,8 @@ def attach_adapter(
 
 
 def _continue_adapter(model: PreTrainedModel, folder: Path, *, new_tokens: bool) -> PeftModel:
-    """Loads the adapter of `adapter.start_from`. For a model on the meta device only its settings
-    are read.
+    """Loads the adapter of `adapter.start_from`. For a model on the meta device only the adapter's
+    settings are read, not its weights.
     """
     if new_tokens:
         raise UsageError(
@@ -164,8 +164,8 @@ def _refuse_tokens_trained_in_full(
 def _choose_full_modules(
     model: PreTrainedModel, section: AdapterSection, *, new_tokens: bool
 ) -> tuple[list[str], bool]:
-    """Returns the names of the modules that are trained in full, and whether embedding and head are
-    among them and tied.
+    """Returns the names of the modules that are trained in full, and whether the embedding and the
+    head are trained for new tokens and share their weights.
     """
     full_modules = list(section.modules_to_save)
     is_tied = False
@@ -191,7 +191,7 @@ def _find_lost_targets(
     model: PreTrainedModel, config: LoraConfig, section: AdapterSection
 ) -> list[str]:
     """Finds linear layers whose adapters PEFT could not load from a saved file. In a
-    vision-language model it looks only at parts that get an adapter.
+    vision-language model only the parts that get an adapter are searched.
     """
     linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
     lost_layers = find_lost_layers(model, config, linear)
@@ -310,8 +310,8 @@ def refuse_unmatched_patterns(adapted: nn.Module, section: AdapterSection) -> No
 
 
 def _compute_dora_magnitudes(adapted: nn.Module) -> None:
-    """Computes DoRA's magnitudes in fp32. PEFT stores them in the base's dtype. Rounded to bf16
-    they would be wrong by up to 2^-9, which is as much as training changes them.
+    """Computes DoRA's magnitudes in fp32. PEFT stores them in the base's dtype. Rounding to bf16
+    would change each magnitude by up to a share of 2^-9, and training changes it by as much.
     """
     for _, layer in lora_layers(adapted):
         weight = layer.base_layer.weight
@@ -330,8 +330,8 @@ def _compute_dora_magnitudes(adapted: nn.Module) -> None:
 
 
 def _attach_outline(model: PreTrainedModel, folder: Path) -> PeftModel:
-    """Wraps a model on the meta device in an adapter with the settings of a saved one. Raises
-    UsageError.
+    """Wraps a model on the meta device in an adapter with the settings of a saved adapter. Raises
+    UsageError for settings that PEFT does not accept.
     """
     from peft import PeftConfig, get_peft_model
 
@@ -345,7 +345,7 @@ def _attach_outline(model: PreTrainedModel, folder: Path) -> PeftModel:
         return wrapped
     except UsageError:
         raise
-    except Exception as error:  # PEFT builds layers from settings of any shape
+    except Exception as error:  # damaged settings make PEFT raise any type of error
         raise UsageError(f"adapter.start_from: {folder}: {first_line(error)}") from error
 
 
@@ -460,7 +460,7 @@ def load_adapter(model: PreTrainedModel, folder: Path, *, setting: str = "adapte
         with safe_open(weights, framework="pt") as file:
             saved = set(file.keys())
         settings = PeftConfig.from_pretrained(str(folder))
-    except Exception as error:  # a config.json of any shape is read here
+    except Exception as error:  # a damaged config.json may raise any type of error
         raise UsageError(
             f"{label} cannot be read: {type(error).__name__}: {first_line(error)}", fix=fetch_again
         ) from error
@@ -515,7 +515,8 @@ def is_trained_on_text_class(folder: Path) -> bool:
 
 
 def _restore_wider_values(model: PeftModel, weights: Path) -> None:
-    """Reloads modules that were trained in full in the file's dtype, if that is wider.
+    """Loads the modules that were trained in full a second time, in the dtype of the saved file, if
+    this dtype is wider than the base's.
 
     PEFT copies these modules in the base's dtype and rounds the file's values to it: fp32 weights
     trained on a bf16 base would come back as bf16. Tied weights stay tied.
@@ -577,8 +578,8 @@ def modules_trained_in_full(section: AdapterSection) -> list[str]:
 
 
 def read_modules_to_save(folder: Path) -> list[str]:
-    """The `modules_to_save` of a saved adapter. Empty for a folder that cannot be read, which
-    `load_adapter` refuses later.
+    """The `modules_to_save` of a saved adapter. The result is empty for a folder that cannot be
+    read; `load_adapter` refuses such a folder later.
     """
     try:
         settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
@@ -600,9 +601,9 @@ def find_modules(model: nn.Module, names: Collection[str]) -> dict[str, nn.Modul
 
 
 def unquantised_patterns(model: PreTrainedModel, names: Collection[str]) -> list[str]:
-    """Patterns of the layers that are not quantised, in the form of `llm_int8_skip_modules`. They
-    include the vision tower and projector, which are a small share of a large model and lose more
-    in 4 bits.
+    """Patterns of the layers that are not quantised, in the form of `llm_int8_skip_modules`. The
+    vision tower and the projector are among these layers: they are a small share of a large
+    model, and 4 bits change their results more than those of other layers.
 
     model  the model before it is quantised, for example on the meta device
     names  `modules_trained_in_full`

@@ -39,11 +39,12 @@ _NUMBERS_BY_PATTERN: Mapping[str, Range] = {"rank_pattern": _RANK, "alpha_patter
 _TEXTS = ("base_model_name_or_path", "peft_type", "task_type", "revision", "bias")
 _NAMES = ("target_modules", "exclude_modules", "layers_pattern", "modules_to_save", "target_parameters")  # fmt: skip
 _SWITCHES = ("use_rslora", "use_dora", "fan_in_fan_out", "inference_mode")
-# the dimension of these weights with the rank
+# the end of a weight's name -> the dimension of the weight whose size is the rank
 _RANK_DIMENSIONS = {".lora_A.weight": 0, ".lora_B.weight": 1}
-# a name or the end of one: matched as an expression it takes no time
+# a name, or the end of a name: an expression of these characters is matched at once
 _PLAIN_NAME = re.compile(r"[\w.^$-]*")
-# matches the expressions as PEFT does; reads {"expressions", "names"} from its input
+# the program of the process that matches the expressions as PEFT does: its standard input is a JSON
+# object with the keys "expressions" and "names"
 _MATCH_PROGRAM = """
 import json, re, sys
 given = json.load(sys.stdin)
@@ -130,7 +131,9 @@ def _check_rank(label: str, settings: Mapping[str, Any], weights: Path) -> None:
 
 
 def _largest_rank(weights: Path) -> int:
-    """The largest rank of a LoRA matrix of the file. 0 if it has none, or cannot be read."""
+    """The largest rank of a LoRA matrix of the file; 0 if the file has no such matrix or cannot
+    be read.
+    """
     from safetensors import SafetensorError, safe_open
 
     rank = 0
@@ -141,7 +144,7 @@ def _largest_rank(weights: Path) -> int:
                     if name.endswith(suffix):
                         rank = max(rank, file.get_slice(name).get_shape()[dimension])
     except (OSError, SafetensorError, IndexError):
-        return 0  # what reads the weights reports what is wrong with the file
+        return 0  # the code that later loads the weights reports the error
     return rank
 
 
@@ -150,8 +153,8 @@ def check_patterns(
     names: Iterable[str],
     label: str,
 ) -> None:
-    """Raises UsageError for an expression of the settings that is none, or that takes longer than
-    the limit to match the names.
+    """Raises UsageError for a setting that is not a valid regular expression, and for one that
+    takes longer than the limit to match the names.
 
     names  the names of the model's modules
     """
@@ -183,8 +186,8 @@ def check_patterns(
 
 
 def _expressions(settings: Mapping[str, Any]) -> dict[str, list[tuple[str, str]]]:
-    """Key -> the expressions that PEFT builds from its values, each as (method of a compiled
-    expression, expression). Plain names are left out.
+    """Key -> the expressions that PEFT builds from the key's values, each as (name of the method of
+    `re.Pattern` that PEFT calls, expression). Plain names are left out.
     """
     expressions: dict[str, list[tuple[str, str]]] = {}
     for key, (method, template) in _TEMPLATES.items():

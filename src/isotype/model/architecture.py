@@ -55,8 +55,8 @@ def attention_options(attention: str, device: torch.device) -> dict[str, Any]:
 
 
 def has_attention(model: Any) -> bool:
-    """Whether the model's configuration names its attention implementation. Those of transformers
-    do, those of diffusers do not.
+    """Whether the model's configuration names its attention implementation. Configurations of
+    transformers name it, those of diffusers do not.
     """
     return hasattr(getattr(model, "config", None), "_attn_implementation")
 
@@ -158,7 +158,7 @@ def is_vision_language(config: Any) -> bool:
 
 
 DECODERS = "a decoder-only language model (Llama, Qwen, Gemma, ...)"
-# the end of a class's name -> what it predicts
+# the end of a class's name -> what a model of this class predicts
 _NO_NEXT_TOKEN = {
     "ForSequenceClassification": "classes of a text", "ForTokenClassification": "classes of tokens", "ForMultipleChoice": "a choice",
     "ForQuestionAnswering": "places in a text",
@@ -202,7 +202,7 @@ def refuse_other_objectives(config: Any, name: str, *, has_score_head: bool = Fa
         and classes[0] == MODEL_MAPPING_NAMES.get(family)
         and not has_score_head
     ):
-        # with tied embeddings its weights would load as a language model
+        # a file without a head would load as a language model with tied embeddings
         reason = f"{classes[0]} is a model without a head for tokens, as embedding models are saved"
         fix = (
             "the base that it was made from; a language model that was saved so: "

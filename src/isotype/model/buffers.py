@@ -1,9 +1,10 @@
 """Corrects buffers that transformers leaves uninitialised, or that depend on earlier batches.
 
 transformers 5 builds a model on the meta device, and then allocates each buffer that is not saved
-(`persistent=False`) without initialising it. Its own families fill these buffers in
-`_init_weights`. Model code for transformers 4 fills them only in `__init__`. Its rotary table then
-holds random memory, without an error, and differs at each start.
+(`persistent=False`) without initialising it. The model classes of transformers 5 fill these buffers
+in `_init_weights`. Model code that was written for transformers 4 fills them only in `__init__`.
+The rotary table of such a model then holds random memory, without an error, and differs at each
+start.
 
 With dynamic rotary embeddings transformers recomputes the table for a batch with more positions
 than all batches before, and keeps it for later batches that are longer than the original positions.

@@ -59,12 +59,12 @@ def build_model(
     has_pictures  whether rows have pictures
     """
     trains_every_weight = config.adapter.kind == "none"
-    # the initial values of an adapter depend on the base's dtype: they are rounded to it, and
-    # `modules_to_save` are copies
+    # with an adapter the base is loaded in its declared dtype, because PEFT rounds the adapter's
+    # initial values to this dtype, and copies the modules of `modules_to_save` in it
     keeps_file_dtype = part is not None and trains_every_weight
     notes: list[str] = []
     if source.has_score_head:
-        torch.manual_seed(config.train.seed)  # its head is initialised at random
+        torch.manual_seed(config.train.seed)  # the score head is initialised at random
     base = load_base(
         source,
         precision,
@@ -94,7 +94,8 @@ def build_model(
         check_share(
             base, is_allowed=config.model.allow_unquantised, dtype_name=precision.unquantised
         )
-    # the ops are placed before the precision wraps the forward that they read
+    # the ops are inserted first, because they read the model's forward, which the precision
+    # replaces by a wrapper
     if config.model.optimize:
         manifest = optimize(
             model, precision, device_type=device.type, lora_branch=config.model.lora_branch
@@ -166,8 +167,8 @@ def resolve_precision(
     hardware: Hardware,
     task_roles: Mapping[str, str] | None = None,
 ) -> Resolved:
-    """Resolves the precision of a configuration on this hardware. Raises UsageError with every
-    contradiction.
+    """Resolves the precision of a configuration on this hardware. Raises UsageError, which lists
+    every contradiction.
 
     task_roles  roles that only this kind of run has -> a default dtype, or the role that they
                 follow
@@ -188,8 +189,8 @@ def resolve_precision(
 
 
 def _read_settings(section: ModelSection, parts: Sequence[str]) -> dict[str, Any]:
-    """The `config.json` of a base. Empty if none can be read; loading the model reports that error
-    later.
+    """The `config.json` of a base. The result is empty if no such file can be read; loading the
+    model reports the error later.
 
     parts  subfolders of the model's folder, of which the first with a configuration is read; "" for
            the model's folder itself

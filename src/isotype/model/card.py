@@ -32,7 +32,7 @@ def write_card(
     """Writes the model card of a result. It replaces PEFT's card, whose fields are empty.
 
     data            a description of the numbers of rows
-    observed        role -> dtype -> how many things of that role had it in the last observation
+    observed        role -> dtype -> the count that the last observation has for this role and dtype
     has_score_head  whether the model is a sequence classifier with one label
     """
     inner: Any = inner_model(model)

@@ -87,8 +87,8 @@ def refuse_wrong_tying(folder: Path, embedding: str, head: str) -> None:
     """Raises RunError SV001 if `tie_word_embeddings` in config.json contradicts the file: the file
     has a head although the entry is true, or has none although it is false.
 
-    Some families save the head under another name (`embed_out` of GPT-NeoX). There the check does
-    nothing.
+    Some families save the head under another name (`embed_out` of GPT-NeoX). Their files are not
+    checked.
     """
     tied = json.loads((folder / "config.json").read_text(encoding="utf-8")).get(
         "tie_word_embeddings"

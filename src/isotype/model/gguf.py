@@ -1,10 +1,10 @@
 """Reads GGUF files of llama.cpp as base models: it converts their settings and names to those of
 transformers, and keeps the quantised blocks unchanged.
 
-It supports the Llama and Qwen families, and Gemma 3. In a Llama file the rows of q and k that rotary embeddings
-combine are neighbours; in transformers they are in two halves. So these rows are reordered, which
-does not change the blocks inside a row. The embedding is no linear layer, and is dequantised when
-it is read.
+The Llama and Qwen families and Gemma 3 are supported. In a Llama file, two rows of q or k that a
+rotary embedding combines are neighbours; in transformers one is in the first half of the rows, and
+the other in the second half. So these rows are reordered, which does not change the blocks inside a
+row. The embedding is no linear layer, and is dequantised when it is read.
 """
 
 from __future__ import annotations
@@ -207,7 +207,9 @@ def _check_block_count(count: int | None, tensor_names: Iterable[str], file: Pat
 
 
 def _printable_text(value: Any) -> str:
-    """A value of the header for a message, without line breaks and control characters."""
+    """The first 60 characters of a value of the header, for a message. Line breaks and control
+    characters are written as escapes.
+    """
     text = str(value)[:60]
     return text if text.isprintable() else ascii(text)
 
@@ -401,7 +403,7 @@ def _is_packed_embedding(name: str) -> bool:
 
 def load_tensors(path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
     """Loads the tensors with transformers' names. They stay mapped to the file, except for the
-    embedding, `dtype`[V H].
+    embedding, which is dequantised to `dtype`[V H].
     """
     result = {}
     norm_offset = read_file(path).family.norm_offset
@@ -480,8 +482,9 @@ def _rename_tensors(path: Path) -> Iterator[tuple[str, _Tensor, int]]:
 
 
 def load_gguf_tokenizer(path: Path) -> Any:
-    """Builds the tokenizer of a file with transformers, and lets it split text as llama.cpp does
-    under the file's name. Raises UsageError for an unknown name.
+    """Builds the tokenizer of a file with transformers. The tokenizer splits text by llama.cpp's
+    rule for the name that the file has in `tokenizer.ggml.pre`. Raises UsageError for an unknown
+    name.
 
     `AutoTokenizer` would read the whole file once more to find the model's family. That takes 22.8 s
     for Gemma's 262,144 tokens; `PreTrainedTokenizerFast` takes 2.7 s.
@@ -498,7 +501,7 @@ def load_gguf_tokenizer(path: Path) -> Any:
         raise UsageError(message, fix="model.tokenizer: the folder or hub id of the dense model")
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(str(path.parent), gguf_file=path.name)
-    except ImportError:  # transformers before 5.23 reads it with the package gguf
+    except ImportError:  # transformers before 5.23 reads a file with the package gguf
         raise UsageError(
             f"model {path}: reading its tokenizer needs the package gguf",
             fix=install_command("gguf"),

@@ -68,7 +68,7 @@ def initialise_adapter(model: nn.Module, start: str) -> None:
                 initial = _draw_orthogonal(len(a), a.shape[1], len(b))
             else:
                 initial = _factorise_base(base.weight, len(a), scale, start)
-            # LAPACK's results are column-major, and the states of a restored optimizer would not be
+            # LAPACK's results are column-major; the states of a restored optimizer are row-major
             a.data, b.data = (t.contiguous().to(a.device) for t in initial)
         if start in SUBTRACTED_STARTS:
             layer.register_buffer(A0, a.detach().clone())

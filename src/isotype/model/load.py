@@ -245,9 +245,9 @@ def load_base(
     full_modules: Sequence[str] = (),
     offload: str = "none",
 ) -> PreTrainedModel:
-    """Loads the base model for `device`. If all weights are trained, they get the dtype of
-    `precision.trainable`; else they get that of the base, and are quantised if it is nf4, fp8 or
-    int8.
+    """Loads the base model for `device`. If all weights are trained, they get the dtype
+    `precision.trainable`. Otherwise they get the dtype `precision.base`; nf4, fp8 and int8 mean
+    that they are quantised.
 
     keeps_file_dtype  weights may keep the dtype of their file; they are then read only when they
                       are used, and the caller casts them
@@ -316,8 +316,8 @@ def _load_in_file_dtype(
     notes: list[str],
 ) -> PreTrainedModel | None:
     """Loads the model with weights in the dtype of their files, and writes `options["dtype"]` into
-    its configuration. None if the model would differ from one that is loaded in `options["dtype"]`
-    and cast.
+    its configuration. Returns None if casting this model would not give the model that is loaded
+    in `options["dtype"]`.
     """
     with explain_loading_errors(source.name, "model", source.revision, attention):
         dtype = detect_file_dtype(source.name, source.revision)
@@ -552,8 +552,8 @@ def _announce_download(name: str, revision: str | None) -> None:
             )
     except LocalEntryNotFoundError:
         raise
-    # the hub answered with an error, or the name is no hub id; transformers' own error then names
-    # the cause
+    # the hub answered with an error, or the name is no hub id; transformers then raises its own
+    # error, which names the cause
     except (HfHubHTTPError, ValueError):
         return
 
@@ -610,7 +610,7 @@ def loading_error(name: str, source_kind: str, error: BaseException) -> UsageErr
         return UsageError(
             f"{label}: no such folder{closest_model_hint(name) or missing_folder_hint(name)}"
         )
-    # the error for a missing repository mentions gated ones too
+    # the error for a missing repository mentions gated repositories too
     if "GatedRepoError" in kinds or (
         "gated" in text.lower() and "RepositoryNotFoundError" not in kinds
     ):

@@ -1,9 +1,9 @@
-"""Loads a checkpoint that was published quantised. A layer is packed if the file has packed tensors
-for it; the same is true for experts.
+"""Loads a checkpoint that was published quantised. A linear layer is packed if the file has packed
+tensors for it, and so is a stack of experts.
 
-transformers loads the file, with a quantiser of Isotype in place of its own. So its renaming of
-keys, its shards and its devices are used, each tensor is copied from the file to the device
-unchanged, and no layer is ever dequantised. transformers' own quantisers read some of these files
+transformers loads the file, with a quantiser of Isotype in place of its own. So transformers
+renames the keys, finds the shards and chooses the devices; each tensor is copied from the file to
+the device unchanged, and no layer is ever dequantised. transformers' own quantisers read some files
 wrongly (FP8 blocks at sizes that are no multiples), need kernel packages, or dequantise the model
 at its first forward: `docs/lora.md` has the table.
 """
@@ -336,8 +336,8 @@ def load_packed(
     **options: Any,
 ) -> Any:
     """Loads a causal language model whose weights were published quantised, from a folder or hub
-    id. It is frozen. Its packed layers hold the bytes of the file and give correct gradients;
-    everything else is as transformers loads it.
+    id. The model is frozen. Its packed layers hold the bytes of the file and give correct
+    gradients; all other modules are as transformers loads them.
 
     dtype    the dtype of the weights that the file does not pack
     options  further arguments of transformers' `from_pretrained`
@@ -400,9 +400,9 @@ def _register_placeholder(module: nn.Module, name: str, part: TensorHeader) -> N
     )
 
 
-# --- packed experts: a file stores them stacked (gpt-oss), or as one linear layer per expert
+# --- packed experts. A file stores experts stacked (gpt-oss), or as one linear layer per expert
 # (Qwen3-MoE, DeepSeek). transformers' code computes with stacks [E O K]. Here a stack stays packed:
-# it concatenates the packed tensors of all experts
+# the packed tensors of all experts are concatenated
 
 _SEPARATE_EXPERT = re.compile(r"(?P<experts>.*\.experts)\.\d+\.(gate_proj|up_proj|down_proj)$")
 _STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}

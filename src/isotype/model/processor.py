@@ -1,9 +1,9 @@
 """Loads the processor of a vision-language model, which converts pictures to pixel tensors and
 inserts their tokens, and copies its files.
 
-It is loaded with the PIL image processor and without its video part, because the alternatives need
-torchvision. Pixels of PIL and torchvision differ by a level, so that a fixed choice gives the same
-pixels on every machine.
+The processor is loaded with the PIL image processor and without its video part, because the
+alternatives need torchvision. A pixel resized by PIL and by torchvision can differ by one level;
+with a fixed choice the pixels are the same on every machine.
 """
 
 from __future__ import annotations

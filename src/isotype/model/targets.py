@@ -216,7 +216,7 @@ def _is_matrix_product(linear: nn.Linear) -> bool:
             rows = linear(
                 torch.zeros(2, linear.in_features, dtype=weight.dtype, device=weight.device)
             )
-        except RuntimeError:  # it does not accept rows of this shape
+        except RuntimeError:  # the layer does not accept rows of this shape
             return False
     return isinstance(rows, torch.Tensor) and rows.shape == (2, linear.out_features)
 

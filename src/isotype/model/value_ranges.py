@@ -124,9 +124,9 @@ GGUF_GENERAL_RANGES: Mapping[str, Range] = {
     "split.count": Range(0, 1 << 16),
     **{f"tokenizer.ggml.{name}_token_id": Range(0, 1 << 26) for name in ("bos", "eos", "padding")},
 }
-# (a key, the key whose value it divides)
+# (a key, the key whose value must be a multiple of the first key's value)
 _DIVISORS = (("num_key_value_heads", "num_attention_heads"),)
-# (a key, the keys with the largest value that it may have)
+# (a key, the keys whose values are the largest value that the first key may have)
 _PARTS = (("num_experts_per_tok", ("num_experts", "num_local_experts", "n_routed_experts")),)
 
 

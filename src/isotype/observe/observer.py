@@ -315,7 +315,7 @@ class Observer:
 
         for path in sorted(folder.glob("*.safetensors")):
             with safe_open(path, framework="pt") as file:
-                for full_name in file.keys():  # noqa: SIM118  # safe_open's file is not a mapping  # safe_open's file is not a mapping
+                for full_name in file.keys():  # noqa: SIM118  # safe_open's file is not a mapping
                     if full_name.endswith(".alpha"):
                         observation.count_unseen("save", _ALPHAS_REASON)
                     elif (dtype := format_dtype(file.get_slice(full_name).get_dtype())) in FLOATS:

@@ -51,7 +51,7 @@ def stochastic_round_(
     16 random bits are added to the 16 bits that bf16 drops; a carry rounds up. Values that bf16
     represents exactly, and infinities, do not change.
 
-    seed, first_index  arguments of `noise`
+    seed, first_index  arguments of `draw_noise_bits`
     """
     bits = value_fp32.view(torch.int32) + draw_noise_bits(
         seed, first_index, value_fp32.numel(), value_fp32.device
