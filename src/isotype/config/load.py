@@ -422,7 +422,7 @@ def _backslash_message(key: str, path: str) -> str:
 
 
 _TYPOGRAPHIC_QUOTES = "\u201c\u201d\u201e\u2018\u2019\u201a\u00ab\u00bb"
-_ESCAPES = {"\0": "0", "\a": "a", "\b": "b", "\t": "t", "\n": "n", "\v": "v", "\f": "f", "\r": "r", "\x1b": "e"}  # fmt: skip
+_ESCAPES = {"\a": "a", "\b": "b", "\t": "t", "\n": "n", "\v": "v", "\f": "f", "\r": "r", "\x1b": "e"}  # fmt: skip
 
 
 def _misquoted_name_message(key: str, name: str, source: str) -> str | None:
