@@ -165,10 +165,10 @@ INNER = {
         "COLOURS SHAPES SIDE classify_picture draw draw_at_random write_pictures"
     ),
     "isotype.quickstart.stages": "stages= Stage StopAtDeadline",
-    "isotype.quickstart.text": "small_config train_tokenizer",
+    "isotype.quickstart.text": "STAGES small_config train_tokenizer",
     "isotype.report.live": "live= WatchServer wait_for_run",
     "isotype.report.page": "_picture_facts page_render=render verdict",
-    "isotype.report.plots": "plots",
+    "isotype.report.plots": "describe_losses loss_plot plots",
     "isotype.report.record": "MAX_SAMPLES read_picture read_run parse_settings",
     "isotype.runs.checkpoint.atomic_folder": (
         "atomic_folder= SEAL find_damage seal write_folder write_text"
@@ -200,7 +200,7 @@ INNER = {
     "isotype.testing.amp.numerics": "numerics=",
     "isotype.training.base": "fingerprint_of_base setting_lines",
     "isotype.training.callbacks": "Callback Moment",
-    "isotype.training.console": "Interrupt RunConsole quiet_libraries",
+    "isotype.training.console": "Interrupt RunConsole fit_progress format_progress quiet_libraries wrap_header",
     "isotype.training.device_setup": "device_setup= prepare_data",
     "isotype.training.finish": "finish=",
     "isotype.training.loop": "loop= Loop",

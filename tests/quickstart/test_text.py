@@ -10,7 +10,7 @@ import torch
 
 from isotype.errors import UsageError
 from isotype.quickstart import quickstart
-from tests.api import Moment, Stage, StopAtDeadline, stages, stdlib
+from tests.api import STAGES, Moment, Stage, StopAtDeadline, stages, stdlib
 from tests.results import metrics
 
 pytestmark = pytest.mark.timeout(3600)
@@ -89,3 +89,16 @@ def test_a_stage_ends_in_its_time(monkeypatch):
             if moment._stop_requests:
                 break
         assert number == done
+
+
+def test_stages_that_were_cut_short_say_by_how_much(tmp_path: Path) -> None:
+    for name, steps in (("pretrain", 300), ("tune", 400)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "plan.json").write_text(
+            json.dumps({"total": 1200 if steps == 300 else 400})
+        )
+        (tmp_path / name / "result.json").write_text(json.dumps({"steps": steps}))
+    lines = stages.describe_shortened(tmp_path, STAGES)
+    assert len(lines) == 1
+    assert "pretrain made 300 of 1200 steps (25%)" in lines[0]
+    assert f"isotype train {tmp_path / 'pretrain.yaml'} run.folder=runs/pretrain" in lines[0]

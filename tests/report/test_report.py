@@ -16,9 +16,8 @@ import pytest
 from isotype.config.keys import key_schemas
 from isotype.errors import UsageError
 from isotype.report import write_report
-from isotype.report.plots import describe_losses, loss_plot
+from tests.api import describe_losses, loss_plot, read_run, verdict
 from tests.api import page_render as render
-from tests.api import read_run, verdict
 from tests.report.runs import DECLARED, RESOLVED, run_folder, step, whole
 
 HOSTILE = "<script>alert('ran')</script><img src=x onerror=alert(1)>\"'&{{ 271828 * 314159 }}"

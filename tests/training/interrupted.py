@@ -23,8 +23,8 @@ def interrupted_after(step: int, loaded: LoadedConfig, monkeypatch: pytest.Monke
     """The status of a run that gets SIGINT when it has saved the checkpoint of this step."""
     saved = CheckpointStore.save
 
-    def save_then_interrupt(self, checkpoint, *, best=False):
-        saved(self, checkpoint, best=best)
+    def save_then_interrupt(self, checkpoint, *, is_best=False):
+        saved(self, checkpoint, is_best=is_best)
         if checkpoint.step == step:
             os.kill(os.getpid(), signal.SIGINT)
 

@@ -88,6 +88,10 @@ def run_quickstart(
         }
         print(json.dumps({"folder": str(folder), **results, **summary}))
     else:
+        shortened = describe_shortened(folder, stages)
+        if shortened:
+            print("\n" + "\n".join(shortened))
+            print("so the results below are those of a shortened run; a full run does better")
         print_summary(summary)
     return 0
 
@@ -129,6 +133,24 @@ def write_folder(
         raise UsageError(
             f"{folder}: cannot be written: {error.strerror}", fix=f"{command} --folder OTHER"
         ) from None
+
+
+def describe_shortened(folder: Path, stages: Sequence[Stage]) -> list[str]:
+    """Returns a line for each stage that ended before its configured steps, with the share that it
+    did, and the command that does the rest.
+    """
+    lines = []
+    for stage in stages:
+        run = RunFolder(folder / stage.name)
+        total = run.read_json("plan.json").get("total")
+        steps = run.read_json("result.json").get("steps")
+        if type(total) is int and type(steps) is int and steps < total:
+            lines.append(
+                f"cut short {stage.name} made {steps} of {total} steps ({steps / total:.0%}), because"
+                f" this machine is slow or busy; all of them: isotype train"
+                f" {folder / f'{stage.name}.yaml'} run.folder=runs/{stage.name}"
+            )
+    return lines
 
 
 def run_stages(

@@ -13,6 +13,7 @@ import os
 import signal
 import stat
 import sys
+import textwrap
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +30,8 @@ from rich.text import Text
 from ..wording import remove_control_characters
 from .task import MetricNames, Sample
 
+# parts of the live line that are left out of a narrow terminal, the first one first
+_OPTIONAL_PARTS = ("changed ", "grad ", "lr ")
 PLAIN_PROGRESS_LINES = 60  # about this many progress lines in a run without a terminal
 
 
@@ -71,6 +74,20 @@ def format_progress(
         parts.append(f"overflow at loss scale {row['loss_scale']:,.0f}: step skipped, scale halved")
     if seconds_left is not None:
         parts.append(f"ETA {format_duration(seconds_left)}")
+    return "  ".join(parts)
+
+
+def fit_progress(line: str, width: int) -> str:
+    """Shortens the live line to the width of the terminal. Memory and the remaining time stay, and
+    the share of changed elements, the gradient norm and the learning rate are left out first.
+    """
+    parts = line.split("  ")
+    for name in _OPTIONAL_PARTS:
+        if len("  ".join(parts)) <= width:
+            break
+        parts = [part for part in parts if not part.startswith(name)]
+    while len("  ".join(parts)) > width and len(parts) > 4:
+        del parts[2]  # a measure of the objective, between the loss and the speed
     return "  ".join(parts)
 
 
@@ -160,7 +177,8 @@ class RunConsole:
     def print_header(self, rows: list[tuple[str, str]]) -> None:
         for label, text in rows:
             lines = f"{label:<10}{text}".replace("\n", f"\n{'':<10}")
-            self.console.print(Text.assemble((lines[:10], "bold"), lines[10:]))
+            shown = wrap_header(lines, self.console.width) if self.console.is_terminal else lines
+            self.console.print(Text.assemble((shown[:10], "bold"), shown[10:]))
             self._write_log(remove_control_characters(lines))
 
     def print_progress(
@@ -179,7 +197,8 @@ class RunConsole:
             if self._live is None:
                 self._live = Live(console=self.console, refresh_per_second=4, transient=False)
                 self._live.start()
-            self._live.update(Text(line, no_wrap=True, overflow="ellipsis"))
+            fitted = fit_progress(line, self.console.width)
+            self._live.update(Text(fitted, no_wrap=True, overflow="ellipsis"))
         elif step in (1, total) or step - self._last_plain_step >= total / PLAIN_PROGRESS_LINES:
             self._last_plain_step = step
             self.console.print(Text(line))
@@ -201,6 +220,26 @@ class RunConsole:
 def _shorten(text: str) -> str:
     one_line = remove_control_characters(" ".join(text.split()))
     return one_line if len(one_line) <= 160 else one_line[:159] + "…"
+
+
+def wrap_header(lines: str, width: int) -> str:
+    """Breaks the lines of a header row between words, so that they fit the terminal. The lines that
+    continue are indented below the text.
+    """
+    wrapped = []
+    for line in lines.split("\n"):
+        indent = " " * max(10, len(line) - len(line.lstrip()))
+        pieces = textwrap.wrap(
+            line,
+            max(width, 40),
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+            drop_whitespace=True,
+            replace_whitespace=False,
+        )
+        wrapped += pieces or [line]
+    return "\n".join(wrapped)
 
 
 class Interrupt:
