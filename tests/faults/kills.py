@@ -237,8 +237,10 @@ def _die_after_a_save() -> None:
 
     save = CheckpointStore.save
 
-    def save_then_die(self: CheckpointStore, checkpoint: Checkpoint, *, best: bool = False) -> None:
-        save(self, checkpoint, best=best)
+    def save_then_die(
+        self: CheckpointStore, checkpoint: Checkpoint, *, is_best: bool = False
+    ) -> None:
+        save(self, checkpoint, is_best=is_best)
         if checkpoint.step == KILLED_AFTER:
             die()
 
