@@ -54,8 +54,9 @@ def watch(
     of its log, and a button to stop it.
 
     The command prints a local address with a token. It only reads the files of the run, so the run
-    may belong to another terminal or be finished. A run that has not begun is waited for. The button saves and stops the run, like Ctrl-C
-    in its terminal. Ctrl-C here stops the server, but not the run.
+    may belong to another terminal or be finished. The command waits for a run that has not begun.
+    The button saves and stops the run, like Ctrl-C in its terminal. Ctrl-C here stops the server,
+    but not the run.
 
     Examples:
 

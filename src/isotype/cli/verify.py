@@ -49,9 +49,10 @@ def verify(
     """Check that a written file is the model that the run trained.
 
     The file is read back tensor by tensor, and its model runs in fp32 on the run's held-out rows.
-    The report has the losses of the base, of the trained model and of the file, the share of what
-    was learnt that the file keeps, what the rest was lost to, and every tensor and setting that
-    differs. Exit status: 0 the same, 1 not, 2 a file that cannot be compared.
+    The report has the losses of the base, of the trained model and of the file, and the share of
+    what was learnt that the file keeps. It also has the causes of the difference, and every tensor
+    and setting that differs. The exit status is 0 if the file is the trained model, 1 if it is not,
+    and 2 if it cannot be compared.
 
     Examples:
 
@@ -74,7 +75,7 @@ def verify(
 
 
 def refuse_idle_options(is_verified: bool, verify_rows: int | None, keep: float | None) -> None:
-    """Raises UsageError for options of the comparison without `--verify`."""
+    """Raises UsageError if options of the comparison are given without `--verify`."""
     options = {"--verify-rows": verify_rows, "--keep": keep}
     for option, value in options.items():
         if value is not None and not is_verified:

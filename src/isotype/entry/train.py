@@ -85,7 +85,7 @@ def train(
                a mapping with such rows as train and eval
     preset     lora, qlora, full, full-bf16, or a precision
     resume     the folder of a run to continue; the sections then hold the changes
-    accept_changes  with resume: accepts changes that make it a different run, like `--yes`
+    accept_changes  with resume: accepts changes that make the run a different run, like `--yes`
     skip       the preflight checks to skip, as code -> reason
     callbacks  objects of `isotype.Callback`, whose docstring lists what they can do
     objective  a function that replaces the loss of the task: objective(model, batch) -> float[],

@@ -273,8 +273,8 @@ def _detect_gpu(torch: Any, index: int) -> Hardware:
 
 
 def _find_published(name: str, memory: int) -> Hardware | None:
-    """The device of the table whose name is part of `name`. If there are several, the one whose
-    memory is nearest to `memory`.
+    """The device of the table whose name is part of `name`. If several devices match, it is the one
+    whose memory is nearest to `memory`.
     """
     compact_name = re.sub(r"[-_ ]", "", name.lower())
     variant = r"(?=$|sxm|pcie|oam|nvl|hbm|\d+gb)"
@@ -334,7 +334,7 @@ def cpu_generation(flags: Iterable[str], machine: str) -> str:
 
 
 def _cpu_facts() -> tuple[str, frozenset[str]]:
-    """(name, flags), from /proc/cpuinfo where there is one."""
+    """The name and the flags of the CPU, from /proc/cpuinfo if this file exists."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -352,7 +352,7 @@ def count_cores() -> int:
     return os.cpu_count() or 1
 
 
-SHARED_LOAD = 0.5  # runnable processes for each core from which on waiting threads sleep
+SHARED_LOAD = 0.5  # the number of runnable processes per core above which waiting threads sleep
 _WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 

@@ -45,7 +45,7 @@ def cache_miss_error(subject: str, alternative: str, *, is_partial: bool = False
     downloaded.
 
     alternative  what the user can give instead: `a local folder`
-    is_partial   whether a part of it is in the cache
+    is_partial   whether a part of the model or dataset is in the cache
     """
     message = f"{subject}: {'only a part of it is' if is_partial else 'not'} in the local cache"
     if constants.HF_HUB_OFFLINE and not _unreachable_by_endpoint.get(constants.ENDPOINT):

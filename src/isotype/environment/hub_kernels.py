@@ -2,8 +2,9 @@
 
 Where the package kernels is installed, bitsandbytes 0.50 asks the hub for
 `kernels-community/quantization-bitsandbytes` when it is imported on a CPU with AVX512-BF16, and for
-`kernels-community/bitsandbytes-mps` on macOS 26. A run of local files must connect to nobody, so
-this is off, unless the user sets `USE_HUB_KERNELS`, the variable that transformers reads.
+`kernels-community/bitsandbytes-mps` on macOS 26. A run of local files must not connect to any
+server. The download is therefore switched off, unless the user sets `USE_HUB_KERNELS`, the variable
+that transformers reads.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ HUB_KERNELS_NOTE = (
 
 def disable_hub_kernels() -> bool:
     """Imports bitsandbytes, if it is installed, while the package kernels cannot be imported. PEFT
-    and transformers import it too, so this is called before them.
+    and transformers import bitsandbytes too, so this function is called before they are imported.
 
-    Returns whether kernels of the hub are off for the reason above. False if the package kernels is
-    not installed, or if the user allows it.
+    Returns True if this function has switched off the kernels of the hub. Returns False if the
+    package kernels is not installed, or if the user allows the download.
     """
     if os.environ.get(HUB_KERNELS_VARIABLE, "").upper() in _TRUE_VALUES:
         return False

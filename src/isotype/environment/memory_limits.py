@@ -16,8 +16,9 @@ _LIMIT_FILES = ("memory.max", "memory.limit_in_bytes")
 
 
 def usable_memory() -> int:
-    """Bytes of the machine, or of the smallest limit: that of the control group or of a group around
-    it, or of `ulimit -v` and `ulimit -d`. 0 if the machine's memory is unknown.
+    """The memory of the machine in bytes, or the smallest limit if a limit is smaller. The limits
+    are those of the control group and of all groups around it, `ulimit -v` and `ulimit -d`. The
+    result is 0 if the machine's memory is unknown.
     """
     try:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -27,8 +28,9 @@ def usable_memory() -> int:
 
 
 def _group_limits() -> Iterator[int]:
-    """The limits of the control group of this process and of all groups around it. A container may
-    have its own group mounted as the outermost one, so that its path does not exist there.
+    """The limits of the control group of this process and of all groups around it. In a container,
+    the container's own group may be mounted as the outermost one. The path of the group then does
+    not exist.
     """
     for folder in _group_folders():
         for name in _LIMIT_FILES:
@@ -58,8 +60,8 @@ def _group_folders() -> set[Path]:
 
 
 def _process_limits() -> Iterator[int]:
-    """`ulimit -v` and `ulimit -d`. Both limit addresses, of which a process has more than memory: the
-    difference that there is now is subtracted.
+    """`ulimit -v` and `ulimit -d`. Both limit the address space, which is larger than the memory of
+    the process. The present difference of the two is subtracted.
     """
     try:
         import resource

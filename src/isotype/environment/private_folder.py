@@ -27,9 +27,9 @@ def temporary_folder() -> Path:
 
 
 def make_private_folder(folder: Path) -> Path:
-    """Creates the folder where it is missing; returns its path without links.
+    """Creates the folder if it is missing, and returns its path without links.
 
-    Raises  NotPrivateError where others can change it, OSError where it cannot be created
+    Raises  NotPrivateError if other users can change the folder, OSError if it cannot be created
     """
     missing = [parent for parent in folder.parents if not parent.exists()]
     for parent in reversed(missing):
@@ -39,7 +39,8 @@ def make_private_folder(folder: Path) -> Path:
 
 
 def check_private_folder(folder: Path) -> Path:
-    """The folder's path without links. Raises NotPrivateError where others can change it."""
+    """The folder's path without links. Raises NotPrivateError if other users can change the
+    folder."""
     if not hasattr(os, "getuid"):  # Windows protects the user's folders by access control lists
         return folder.resolve()
     path = Path("/")

@@ -188,7 +188,7 @@ def _load_merged(
 def export_comfyui(run: Path, intermediate: Path | None, out: Path) -> int:
     """Writes an adapter for ComfyUI, and returns the number of its modules.
 
-    intermediate  the folder of an intermediate adapter; None: the result
+    intermediate  the folder of an intermediate adapter; None means the result
     Raises        UsageError for a run without an adapter, and for a family that ComfyUI does not
                   support
     """

@@ -35,8 +35,8 @@ def export_language(run: Path, out: Path, *, to: str, kind: str | None, name: st
     out     the file or folder to write
     to      vllm, gguf or ollama
     name    the adapter's name in vLLM, or the model's name in Ollama
-    kind    GGUF type of the whole model. None: gguf writes only the adapter, and a model without
-            adapter in the type that keeps its values
+    kind    the GGUF type of the whole model. With None, gguf writes only the adapter; a model
+            without an adapter is written in the type that keeps its values
     Raises  UsageError
     """
     result = _find_result_folder(run)
@@ -119,7 +119,8 @@ def _lossless_type(folder: Path) -> str:
 
 
 def _write_ollama_folder(model: Path, out: Path, modelfile_text: str, *, kind: str | None) -> None:
-    """Writes weights and Modelfile. `kind`: GGUF type; None: safetensors for Ollama's converter."""
+    """Writes weights and Modelfile. `kind` is the GGUF type; None means safetensors for Ollama's
+    converter."""
 
     def write_contents(folder: Path) -> None:
         if kind is None:

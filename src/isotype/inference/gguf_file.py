@@ -37,9 +37,9 @@ class Family:
     """The name of a model family in llama.cpp, and the layout of its weights there.
 
     architecture  the name of gguf's MODEL_ARCH
-    permutes_rows  rows of q and k are in neighbouring pairs
+    permutes_rows  whether the rows of q and k are in neighbouring pairs
     norm_offset   value that is added to the weights of norms
-    writes_model  whole models can be written, which a test checks by reading one with transformers
+    writes_model  whether whole models can be written; a test reads such a model with transformers
     """
 
     architecture: str
@@ -192,8 +192,8 @@ def export_model(folder: Path, out: Path, kind: str) -> int:
 
 
 def refuse_model(config: PreTrainedConfig, command: str) -> None:
-    """Raises UsageError for a model that this module cannot write. `command`: the command of
-    llama.cpp that may convert it.
+    """Raises UsageError for a model that this module cannot write. `command` is the command of
+    llama.cpp that may convert the model.
     """
     family = FAMILIES.get(config.model_type)
     rope = getattr(config, "rope_parameters", None) or {}
@@ -358,7 +358,7 @@ def _write_file(
     header: Sequence[tuple[Any, ...]],
     tensors: Sequence[_StoredTensor],
 ) -> None:
-    """Writes the file completely or not at all. `header`: methods of gguf's writer with their
+    """Writes the file completely or not at all. `header` holds methods of gguf's writer with their
     arguments.
     """
     import gguf

@@ -138,7 +138,7 @@ def find_result(run: Path, intermediate: Path | None) -> Path | None:
     """Returns the folder of an intermediate adapter, or of the run's result; None without a result.
     Raises UsageError for a damaged intermediate adapter.
 
-    intermediate  the folder of an intermediate adapter; None: the result
+    intermediate  the folder of an intermediate adapter; None means the result
     """
     if intermediate is None:
         return next(

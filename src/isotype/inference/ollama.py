@@ -161,8 +161,8 @@ def _unsupported_template() -> UsageError:
 
 
 def adds_bos(tokenizer: Any) -> bool:
-    """Whether llama.cpp and Ollama shall add the BOS token before a text. They shall if the
-    tokenizer does, unless the chat template writes conversations without BOS.
+    """Whether llama.cpp and Ollama shall add the BOS token before a text. This is so if the
+    tokenizer adds the token, unless the chat template writes conversations without BOS.
 
     If only the template writes BOS, it stays in the template. SmolLM2 is an example: with the flag
     set, llama.cpp added a second BOS.

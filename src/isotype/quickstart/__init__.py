@@ -5,7 +5,7 @@ text      trains a small model on the text of Python's documentation (pretrain.y
           questions about it (tune.yaml)
 pictures  trains a small Flux on drawn shapes (full.yaml), then LoRA that teaches it a new shape
           (lora.yaml)
-stages    the code that both share: creates the folder and runs the two stages
+stages    the code that both examples share, which creates the folder and runs the two stages
 """
 
 from .pictures import quickstart_pictures

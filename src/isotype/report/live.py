@@ -64,7 +64,7 @@ class WatchServer(ThreadingHTTPServer):
             ) from None
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Prints errors, except that a browser has closed the connection."""
+        """Prints an error. The error of a connection that a browser has closed is not printed."""
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
 
@@ -121,11 +121,11 @@ class WatchServer(ThreadingHTTPServer):
 
 
 def wait_for_run(folder: Path, on_wait: Callable[[str], None], *, interval: float = 0.5) -> None:
-    """Returns once the folder holds the first files of a run. It is waited for if there is no folder
-    yet, if it is empty, or if a process has locked it whose checks come first.
+    """Returns once the folder holds the first files of a run. The function waits while the folder
+    does not exist or is empty, or while a process that still runs its checks has locked it.
 
-    on_wait   called once with the reason, if it waits
-    interval  seconds between two looks
+    on_wait   called once with the reason, if the function waits
+    interval  seconds between two checks of the folder
     Raises    UsageError for a folder that holds something else
     """
     is_told = False
@@ -137,8 +137,8 @@ def wait_for_run(folder: Path, on_wait: Callable[[str], None], *, interval: floa
 
 
 def _not_begun_reason(folder: Path) -> str | None:
-    """Why a run may still begin in the folder; None if it has begun. Raises UsageError if it holds no
-    run.
+    """The reason why a run may still begin in the folder; None if the run has begun. Raises
+    UsageError if the folder holds no run.
     """
     if not folder.exists():
         return f"no such folder yet{_similar_run(folder)}"

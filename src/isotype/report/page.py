@@ -285,7 +285,7 @@ def samples(record: RunRecord) -> list[dict[str, Any]]:
 
 
 def _prompt_and_turn(entry: dict[str, Any]) -> tuple[str, int]:
-    """The prompt and its number of occurrence. Both are equal for the trained and the averaged
+    """The prompt and the number of its occurrence. Both are equal for the trained and the averaged
     weights.
     """
     return entry["prompt"].removesuffix(AVERAGE), entry["turn"]

@@ -73,8 +73,8 @@ _NOISY = ("tokens_per_second", "share_changed")
 
 @dataclass(frozen=True)
 class Series:
-    """A named line. The look `faint` is for the raw values behind a smoothed line, and `dots` for
-    few values that are drawn with a mark each.
+    """A named line. The look `faint` is for the raw values behind a smoothed line, and `dots` for a
+    few values, each of which is drawn as a mark.
     """
 
     name: str
@@ -333,8 +333,8 @@ def nice_ticks(low: float, high: float) -> list[float]:
 
 
 def thin_points(points: Sequence[Point]) -> list[Point]:
-    """Reduces the points to about MAX_POINTS. Of every bucket the smallest and largest values are
-    kept, so that no peak is lost, and the first value that is not finite.
+    """Reduces the points to about MAX_POINTS. Every bucket keeps its smallest and largest values,
+    so that no peak is lost, and its first value that is not finite.
     """
     if len(points) <= MAX_POINTS:
         return list(points)

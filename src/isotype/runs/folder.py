@@ -133,8 +133,8 @@ class RunFolder:
             os.close(lock)  # this also releases the lock, as a kill does
 
     def _remove_created(self, created_folders: list[Path]) -> None:
-        """Removes the lock file if the folder holds nothing else, then those of `created_folders`
-        that are empty, the innermost first.
+        """Removes the lock file if the folder holds nothing else, then the empty folders among
+        `created_folders`, the innermost first.
         """
         with suppress(OSError):
             if not set(os.listdir(self.path)) - {LOCK}:

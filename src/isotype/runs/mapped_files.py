@@ -1,8 +1,8 @@
 """Detects changes of the files that are mapped into memory during training, such as frozen weights
 and tokenised rows. A program that writes into such a file changes the run.
 
-`MappedFiles` is created once everything is loaded. Replacing a file by a rename, or removing it, is
-no change: the mapped content stays the same. If only the modification time differs, the content
+`MappedFiles` is created after everything is loaded. Replacing a file by a rename, or removing it,
+is no change: the mapped content stays the same. If only the modification time differs, the content
 decides: a checksum of evenly spaced blocks is compared.
 
 Source  proc_pid_maps(5)
@@ -132,8 +132,8 @@ def mapped_paths() -> list[tuple[Path, tuple[int, int]]]:
 
 
 def _identity(name: str, identity: tuple[int, int]) -> tuple[int, int]:
-    """The (device, inode) of a mapped file as `stat` returns it. For file systems with subvolumes,
-    /proc/self/maps shows another device.
+    """The device and inode of a mapped file as `stat` returns them. For file systems with
+    subvolumes, /proc/self/maps shows another device.
     """
     with suppress(OSError):
         status = os.stat(name)

@@ -52,8 +52,8 @@ class PrecisionRecord:
         return observed
 
     def add(self, observation: Observation) -> None:
-        """Adds an observation. Roles that it does not contain keep their earlier counts. Raises
-        DtypeError DT003 if it violates the declared precision.
+        """Adds an observation. Roles that the observation does not contain keep their earlier
+        counts. Raises DtypeError DT003 if the observation violates the declared precision.
         """
         self._observed = merge_observation(self._observed, observation)
         if self.is_writer:

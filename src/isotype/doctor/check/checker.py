@@ -31,7 +31,7 @@ from .tools import identify_tool
 class CheckResult:
     """The result of a check.
 
-    records  the resolved precision of each run; runs of Isotype have none here
+    records  the resolved precision of each run; a run of Isotype has no record here
     files    the number of files that were read
     """
 

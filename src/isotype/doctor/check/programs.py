@@ -415,8 +415,8 @@ def _command_tool(executable: str, program: str, options: dict[str, str | bool])
 
 
 def documents_from_environment(text: str, display_path: str) -> list[Document]:
-    """Reads an env file. It is SimpleTuner's config.env if it has SimpleTuner's variables, else a
-    plain environment.
+    """Reads an env file. A file with SimpleTuner's variables is read as SimpleTuner's config.env,
+    any other file as a plain environment.
     """
     variables = shell.read_script(text).variables
     if not is_config_env(set(variables)):

@@ -62,9 +62,7 @@ def read_calls(text: str) -> list[Call]:
 
 
 def _call_targets(tree: ast.Module) -> dict[int, str]:
-    """Returns the id of each node that is assigned to a single variable -> the name of that
-    variable.
-    """
+    """Maps the id of each node that is assigned to a single variable to the name of that variable."""
     targets = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and len(node.targets) == 1:

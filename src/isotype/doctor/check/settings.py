@@ -445,8 +445,8 @@ def find_deepspeed(facts: Facts) -> Setting | None:
 
 
 def deepspeed_half(record: Record) -> str | None:
-    """The half precision that DeepSpeed's file enables with true or "auto"; None if it enables
-    none.
+    """The half precision that DeepSpeed's file enables with true or "auto"; None if the file
+    enables neither bf16 nor fp16.
     """
     for half in ("bf16", "fp16"):
         section = deepspeed_setting(record.facts, f"{half}.enabled")

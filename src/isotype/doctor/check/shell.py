@@ -70,7 +70,7 @@ _TOKEN = re.compile(
 class _ShellWord:
     """A word of a command, without its quotes.
 
-    is_single_quoted  whether single quotes prevent the expansion of variables in it
+    is_single_quoted  whether single quotes prevent the expansion of variables in the word
     """
 
     text: str

@@ -105,8 +105,8 @@ _PYTEST_LOCATION = re.compile(
 
 @dataclass(slots=True)
 class _PytestFailure:
-    """One failed test in pytest's output. pytest prints the code of a frame before its location,
-    and in its short form after it.
+    """One failed test in pytest's output. pytest prints the code of a frame before the location of
+    the frame. In pytest's short form the code follows the location.
     """
 
     function: str

@@ -215,7 +215,7 @@ def find_quoted_code(text: str) -> Frame | None:
 def read_situation(
     frames: Sequence[Frame], report_flags: frozenset[str] = frozenset(), text: str = ""
 ) -> Situation:
-    """The situation of a traceback. If there is none, quoted code is searched in `text`, the
+    """The situation of a traceback. Without a traceback, quoted code is searched in `text`, the
     passage of the error.
     """
     evidence: dict[str, Frame] = {}
@@ -258,7 +258,7 @@ class Call:
 
     function  `einsum`, `grid_sample`, `@`
     tensors   the source of the arguments that can be tensors
-    in_place  whether the call writes into the first of them
+    in_place  whether the call writes into the first tensor
     """
 
     function: str

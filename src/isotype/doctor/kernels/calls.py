@@ -51,7 +51,7 @@ class Launch:
 
     def combination(self, target: Any, label: str, reach: Reach = Reach.CONFIRMED) -> Combination:
         """The combination to which Triton's launcher specialises the arguments: types, constexprs
-        (an integer 1 and None count as such), and divisibility.
+        (an integer 1 and None count as constexprs), and divisibility.
         """
         from triton._utils import find_paths_if, get_iterable_path
         from triton.compiler.compiler import make_backend
@@ -322,8 +322,9 @@ def compile_matrix(
               signatures are then inferred
     inputs    a tuple, a list or a dict of arguments; a list of tuples describes several calls.
               Float tensors are cast, other arguments stay the same
-    fail_on   "error": fails if a combination of equal dtypes fails; "warning" (default): also if
-              one with a tensor in another dtype fails, unless the function refuses it with an error
+    fail_on   with "error", the check fails if a combination of equal dtypes fails. With "warning"
+              (default), it also fails if a combination with one tensor in another dtype fails,
+              unless the function refuses this combination with an error
     backward  whether to call backward on the outputs
     binary    whether to compile to machine code too, which reports registers, spills and shared
               memory and takes seconds per target

@@ -204,7 +204,7 @@ def build_findings(function: Any, observations: Sequence[Observation]) -> list[F
 
 
 def _is_due_to_guess(group: FaultGroup, observations: Sequence[Observation]) -> bool:
-    """Whether the guessed arguments probably caused a failure: it is no dtype error, the
+    """Whether the guessed arguments probably caused a failure: the failure is no dtype error, the
     combination was inferred, and other combinations compile.
     """
     some_compile = any(not o.failed for o in observations)

@@ -367,8 +367,8 @@ def _suggest_widening(
 
 
 def _wider_dtype(first: str, second: str) -> str:
-    """The dtype to which both should be cast. It is fp32 instead of fp64, because fp64 is rarely
-    intended.
+    """The dtype to which both values should be cast. The result is fp32 instead of fp64, because
+    fp64 is rarely intended.
     """
     order = ["bool", "int8", "int16", "int32", "int64", "fp16", "bf16", "fp32"]
     ordered = [dtype for dtype in (first, second) if dtype in order]

@@ -2,8 +2,8 @@
 
 Inside `simulate_gpu(target)` tensors are on the CPU but report `cuda:0`. A call with a CUDA device
 creates a CPU tensor. New memory is zeroed, so that the outputs of kernels that do not run have
-plausible values. Triton's active driver reports `target`. Nothing runs on a GPU, even if there is
-one.
+plausible values. Triton's active driver reports `target`. Nothing runs on a GPU, even if the
+machine has one.
 """
 
 from __future__ import annotations

@@ -38,12 +38,12 @@ _MAX_OPERANDS = 8
 class Operand:
     """A tensor that the failing expression received.
 
-    label        its text in the source of the failing expression
-    path         the parameter or buffer that it is; "" for others
+    label        the operand's text in the source of the failing expression
+    path         the path of the parameter or buffer; "" if the operand is neither
     frame_index  the index of the failing frame
-    node         its expression there
+    node         the operand's expression in the failing frame
     storage      the dtype that a quantised weight computes in; None for other tensors
-    list_name    the list of tensors that it is an item of; "" if it stands alone
+    list_name    the list of tensors that contains the operand; "" if no list does
     """
 
     label: str
@@ -177,7 +177,8 @@ def describe_autocast(state: AutocastState) -> str:
 
 
 def collect_evidence(error: BaseException) -> Evidence | None:
-    """The facts about an exception; None if neither it nor its causes are about dtypes."""
+    """The facts about an exception; None if neither the exception nor its causes are about
+    dtypes."""
     for cause in iterate_causes(error):
         text = f"{type(cause).__name__}: {cause}"
         if not MENTIONS_DTYPE.search(text) or _OTHER_SUBJECTS.search(text):
@@ -191,7 +192,8 @@ def collect_evidence(error: BaseException) -> Evidence | None:
 
 
 def _concerns_torch(evidence: Evidence) -> bool:
-    """Whether tensors took part, so that an error of another library is not explained."""
+    """Whether tensors took part in the failed operation. Errors without tensors are not
+    explained."""
     is_torch_file = "/torch/" in evidence.failing_frame.file.replace("\\", "/")
     return bool(evidence.operands) or is_torch_file or evidence.in_backward
 
@@ -222,8 +224,8 @@ def _build_evidence(error: BaseException, frames: list[CallFrame]) -> Evidence:
 
 
 def _read_operands(frames: Sequence[CallFrame], names: ModelNames) -> tuple[str, list[Operand]]:
-    """The operation that failed, and its tensors. If the innermost expression has none, the
-    arguments of its function count, then those of the frames around it.
+    """The operation that failed, and its tensors. If the innermost expression has no tensor, the
+    arguments of its function are used, then the arguments of the functions around it.
     """
     for index in reversed(range(len(frames))):
         frame = frames[index]

@@ -165,7 +165,7 @@ def _as_result(value: Any) -> Any:
 
 
 def _read_attribute(owner: Any, name: str) -> Any:
-    """A stored attribute. Properties are not called, except a few of tensors."""
+    """Reads a stored attribute. Properties are not called, except a few properties of tensors."""
     if owner is UNKNOWN:
         return UNKNOWN
     if isinstance(owner, torch.Tensor):

@@ -66,7 +66,8 @@ def install_in_notebook(shell: Any) -> None:
 
 def explain_to_stderr(error: BaseException, *, json_file: str | None = None) -> None:
     """Prints the explanation of an exception, and writes its facts to a file. It prints nothing for
-    an exception that is not about dtypes. A fault of the explanation itself is printed in one line.
+    an exception that is not about dtypes. An error in the explanation itself is printed in one
+    line.
     """
     if "torch" not in sys.modules or not isinstance(error, Exception):
         return

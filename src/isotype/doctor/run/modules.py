@@ -92,7 +92,7 @@ class ModelNames:
 
 
 def floating_weight_dtypes(module: nn.Module) -> set[torch.dtype]:
-    """The floating-point dtypes of the parameters that a module owns, itself and below it."""
+    """The floating-point dtypes of the parameters of a module and of its submodules."""
     return {p.dtype for p in module.parameters() if p.is_floating_point()}
 
 
@@ -108,7 +108,7 @@ def find_modules(values: Mapping[str, Any]) -> Iterator[nn.Module]:
 
 
 def _find_roots(frames: Sequence[CallFrame]) -> list[nn.Module]:
-    """The modules in the frames that are part of no other, the largest first."""
+    """The modules in the frames that are part of no other module, the largest first."""
     candidates: dict[int, nn.Module] = {}
     for frame in frames:
         for module in find_modules(frame.variables):

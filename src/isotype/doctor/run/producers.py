@@ -1,8 +1,8 @@
 """Finds the expression that gave a tensor its dtype, by following the source back from the failing
 line: through assignments, calls that keep the dtype, and arguments of the callers.
 
-The values of variables are those at the failure. A step is only taken if the value that is read has
-the dtype that is looked for, or cannot be read at all.
+The values of variables are those at the failure. A step is followed only if the value there has the
+dtype that is searched for, or cannot be read.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Producer:
 
     kind      cast, module, creation, parameter, data, call or unknown
     text      the source of the expression
-    location  its file and line
+    location  the file and line of the expression
     function  the function that contains the line
-    path      the module, parameter or buffer that it names; "" if there is none
+    path      the module, parameter or buffer that the expression names; "" if it names none
     module    the module that computed the tensor, for the kind `module`
     passed    the expression by which the user's code passed the tensor on, in the innermost frame
               of the user's code; "" if there is none
@@ -57,8 +57,8 @@ class Producer:
 def find_producer(
     node: ast.AST, frames: Sequence[CallFrame], index: int, dtype: torch.dtype, names: ModelNames
 ) -> Producer:
-    """Follows the expression `node` of the frame at `index` back to the one that made its value
-    `dtype`.
+    """Follows the expression `node` of the frame at `index` back to the expression that gave its
+    value the dtype `dtype`.
     """
     return _Search(frames, dtype, names).follow(node, index)
 
@@ -140,7 +140,8 @@ class _Search:
     def follow_widest(
         self, nodes: Sequence[ast.AST], node: ast.AST, index: int, line: int
     ) -> Producer:
-        """Follows the first operand that has the dtype, else reports the operation."""
+        """Follows the first operand that has the dtype. If no operand has it, the operation itself
+        is the producer."""
         for operand in nodes:
             value = read_value(operand, self.frames[index])
             if is_tensor(value) and value.dtype == self.dtype:
@@ -198,7 +199,7 @@ class _Search:
         return self.producer("unknown", node, index)
 
     def has_other_dtype(self, binding: Any, name: str, frame: CallFrame) -> bool:
-        """Whether an assignment would have made the value another dtype."""
+        """Whether an assignment would have given the value another dtype."""
         if not isinstance(binding, ast.Assign):
             return False
         assigned = _assigned_expression(binding, name)
@@ -267,8 +268,8 @@ def _is_skipped(binding: ast.AST, scope: ast.AST, frame: CallFrame) -> bool:
 
 
 def _assigned_expression(binding: ast.Assign, name: str) -> ast.expr | None:
-    """The expression that an assignment gives to a name: a part of a tuple, or the call whose result
-    is unpacked. None if it cannot be told.
+    """The expression that an assignment gives to a name: a part of a tuple, or the call whose
+    result is unpacked. None if the expression cannot be determined.
     """
     target = binding.targets[0]
     value = binding.value
@@ -291,7 +292,8 @@ def _parameter_names(scope: Any) -> list[str]:
 
 
 def _argument_expression(scope: Any, call: ast.AST | None, name: str) -> ast.AST | None:
-    """The expression that a call passes for a parameter; a starred one if it unpacks a mapping."""
+    """The expression that a call passes for a parameter; if the call unpacks a mapping, a starred
+    expression."""
     if not isinstance(call, ast.Call):
         return None
     for keyword in call.keywords:

@@ -19,7 +19,7 @@ USAGE = "isotype doctor run [--json FILE] [--forward-lines] SCRIPT.py|-m MODULE 
 
 
 class ProgramError(Exception):
-    """The command line is wrong, or there is no such program."""
+    """An error for a wrong command line, or for a program that does not exist."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +159,8 @@ def _skip_outer_frames(traceback: TracebackType | None, code: CodeType) -> Trace
 
 
 def _record_forward_lines() -> None:
-    """Switches autograd's anomaly mode on, as soon as torch is imported: an error in backward then
-    names the line of its forward operator. It makes the program slower.
+    """Switches autograd's anomaly mode on as soon as torch is imported. An error in backward then
+    names the line of its forward operator. The anomaly mode makes the program slower.
     """
     import torch
 

@@ -1,6 +1,6 @@
 """The rules that decide the cause of an exception from the evidence of its living frames. Each rule
-returns a finding, or None if its case does not hold. The first finding counts; the texts are in
-`causes.txt`.
+returns a finding, or None if its case does not hold. The first finding is reported. The texts of
+the findings are in `causes.txt`.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def _describe(operand: Operand) -> str:
 
 
 def _passed(evidence: Evidence, operand: Operand, producer: Producer) -> str:
-    """The user's expression for an operand, in brackets if a method call needs them. If it cannot be
-    followed to the user's code, the only argument of the user's call counts.
+    """The user's expression for an operand, in brackets if a method call needs them. If the operand
+    cannot be followed to the user's code, the result is the only argument of the user's call.
     """
     text = producer.passed
     call = evidence.user_frame.expression
@@ -120,7 +120,7 @@ def _passed_at(evidence: Evidence, producer: Producer) -> str:
 
 
 def _half_dtype(operands: Sequence[Operand]) -> torch.dtype | None:
-    """The half dtype among operands, if autocast to it casts all of them."""
+    """The half dtype among operands, if autocast to this dtype casts all operands."""
     dtypes = {operand.dtype for operand in operands}
     if torch.float64 in dtypes:
         return None
@@ -145,7 +145,8 @@ def find_changed_checkpoint(evidence: Evidence) -> Finding | None:
 
 
 def _checkpointed_function(evidence: Evidence) -> str:
-    """The name of the checkpointed function, which torch's function that recomputes holds."""
+    """The name of the checkpointed function. It is read from the function with which torch
+    recomputes."""
     for frame in reversed(evidence.frames):
         holder = frame.variables.get("frame")
         recompute = getattr(holder, "recompute_fn", None)
@@ -351,7 +352,8 @@ def find_wrong_target_in_backward(evidence: Evidence) -> Finding | None:
 
 
 def _target_of_loss(evidence: Evidence, dtype_name: str) -> tuple[str, str]:
-    """The target's expression in the call whose result runs backward, and its location."""
+    """The expression of the target, and its location, in the call of the loss on which backward
+    runs."""
     frame = evidence.user_frame
     call = frame.expression
     loss_call = None
@@ -609,7 +611,7 @@ def _setting_dtype(setting: str) -> torch.dtype | None:
 
 
 def _outermost_call(evidence: Evidence) -> CallFrame:
-    """The user's frame that calls the model: the last before the first module's frame."""
+    """The user's frame that calls the model: the last frame before the first frame of a module."""
     caller = evidence.user_frame
     for frame in evidence.frames:
         if isinstance(frame.variables.get("self"), nn.Module):
@@ -680,8 +682,9 @@ def find_layer_input(evidence: Evidence) -> Finding | None:
 
 
 def _odd_operand(evidence: Evidence, operands: Sequence[Operand]) -> Operand:
-    """The operand whose dtype differs from the model's; without a model, from that of most operands,
-    and of two dtypes with as many operands the wider one is odd.
+    """The operand whose dtype differs from the model's dtype. Without a model, it is the operand
+    whose dtype differs from the dtype of most operands. If two dtypes are equally frequent, it is
+    the operand with the wider dtype.
     """
     counts = Counter(operand.dtype for operand in operands)
     usual = evidence.majority_dtype
@@ -713,7 +716,7 @@ def find_mixed_operands(evidence: Evidence) -> Finding | None:
     )
 
 
-# in the order in which they are asked: the more special first
+# in the order of evaluation: the more specific rules come first
 RULES: tuple[Callable[[Evidence], Finding | None], ...] = (
     find_changed_checkpoint,
     find_scaler_over_halves,

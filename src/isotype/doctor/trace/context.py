@@ -252,8 +252,9 @@ class Context:
         return self._model_dtype_counts
 
     def failure_dtype_counts(self) -> Counter[torch.dtype]:
-        """Like `model_dtype_counts`, for the whole model that is running or, in a loss or between
-        two forwards, that ran last. Before any model has run, it counts all models.
+        """Counts like `model_dtype_counts`, but for the whole model that is running. In a loss or
+        between two forwards, it counts the model that ran last. Before any model has run, it counts
+        all models.
         """
         running = self.stack[0].module if self.stack else None
         if running is None or next(running.parameters(), None) is None:

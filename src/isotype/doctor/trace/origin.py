@@ -50,7 +50,7 @@ class Origin:
 
     creator   the name of the parameter, or the op
     module    the path of the module that was running
-    backward  the autograd node, if it happened in backward
+    backward  the autograd node, if the op ran in backward
     upstream  the origin of the operand of a cast, or of the operand that forced a promotion
     writer    the op and the module that wrote this operand last
     promotion  the promotion that created the tensor, as long as its result may still spread

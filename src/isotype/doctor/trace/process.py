@@ -56,7 +56,7 @@ class DefaultDtypeChange:
 
 class DefaultDtype(Watcher):
     """Watches `torch.set_default_dtype`. A function leaks the new dtype if its code restores the
-    old dtype but it ended without doing so.
+    old dtype, but the function ended before that code ran.
     """
 
     def __init__(self, context: Context) -> None:

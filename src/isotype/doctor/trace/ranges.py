@@ -1,7 +1,7 @@
 """Detects values that a low-precision dtype cannot represent: positions, timesteps, rotary angles,
 log-probabilities, and activations that overflow in fp16.
 
-Integers above 256 are not exact in bf16, and the sine of a rounded angle is noise. A
+Integers above 256 are not exact in bf16, and the sine of a rounded angle is wrong. A
 log-probability of -8 in bf16 has steps of 0.03 to 0.06; a sum of 128 of them was off by 1.7 nats.
 """
 

@@ -36,9 +36,11 @@ class trace:
         for finding in seen.findings:
             print(finding.render())
 
-    model  the model whose parameters and modules get names from the start. Without it they get
-           names when they first run A dtype error inside keeps its type and message and carries the
-           explanation as a note.
+    model  the model whose parameters and modules get names from the start. Without this argument
+           they get names when they first run
+
+    A dtype error inside the block keeps its type and message. The explanation is added to the error
+    as a note.
     """
 
     def __init__(self, model: torch.nn.Module | None = None) -> None:

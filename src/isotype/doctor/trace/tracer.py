@@ -68,12 +68,12 @@ _MAX_ITEMS = 16
 class WatchSchedule:
     """Counts forwards and steps by kind, and switches the tracer off for repeated ones.
 
-    PyTorch's modes call Python for every op, which is most of the cost of a trace. After eight
-    forwards of a kind, further forwards run without the modes and hooks, and so do their backwards
-    and the optimizer steps. Other code of the program (losses, metrics, averages, assignments,
-    casts) is always watched. A forward is also watched while a sum in low precision grows. If a
-    dtype error occurs in an unwatched forward, this forward runs again with the tracer to explain
-    the error.
+    PyTorch's modes call Python for every op. These calls are most of the cost of a trace. After
+    eight forwards of a kind, further forwards, their backwards and the optimizer steps run without
+    the modes and hooks. Other code of the program (losses, metrics, averages, assignments, casts)
+    is always watched. A forward is also watched while a sum in low precision grows. If a dtype
+    error occurs in an unwatched forward, this forward runs again with the tracer to explain the
+    error.
     """
 
     def __init__(self, context: Context) -> None:

@@ -54,7 +54,7 @@ def verify_file(
     path       a GGUF file, the folder of a merged model or of an adapter, or a folder for Ollama
     row_count  the number of held-out rows, or of training rows if none are held out
     min_kept   the share of what was learnt that the file has to keep
-    Raises     UsageError for a damaged file, a file of another model or run, and absent rows
+    Raises     UsageError for a damaged file, a file of another model or run, and missing rows
     """
     rows, row_source, pictures = load_rows(run, row_count)
     weights = RunWeights(run)
@@ -111,7 +111,7 @@ def load_rows(run: LoadedRun, count: int) -> tuple[list[Row], str, Pictures | No
     """Returns up to `count` rows of the run's data, whether they were held out, and the reader of
     their pictures.
 
-    Raises  UsageError for data that is no longer there, and for a folder without a run's data
+    Raises  UsageError for data that is missing, and for a folder without a run's data
     """
     data = run.config.data
     if data.train is None:
@@ -141,7 +141,8 @@ def load_rows(run: LoadedRun, count: int) -> tuple[list[Row], str, Pictures | No
 def open_written(
     run: LoadedRun, path: Path, reference: ReferenceModel, weights: RunWeights
 ) -> WrittenModel:
-    """Opens a file or folder by what it holds. Raises UsageError for another kind of file."""
+    """Opens a file or folder according to its content. Raises UsageError for another kind of
+    file."""
     if not path.exists():
         raise UsageError(f"{path}: no such file or folder")
     if path.is_dir() and (path / OLLAMA_FILE).is_file():
@@ -187,8 +188,8 @@ def _tensor_causes(
     trained: Scores,
     scores: Scores,
 ) -> dict[str, float]:
-    """Returns by how much the loss changes by the cast of the merge, and by the file's values of
-    each group of tensors alone.
+    """Returns how much the cast of the merge changes the loss, and how much the file's values of
+    each single group of tensors change it.
     """
     if written.adapter_only:
         return {"the adapter's file": scores.loss - trained.loss}

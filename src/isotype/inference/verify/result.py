@@ -31,7 +31,7 @@ class Verification:
     noise        the standard error of the difference of the first two, over the draw of rows
     kept         the share of what the run learnt that the file keeps; None if the run learnt
                  nothing that these rows show
-    min_kept     the smallest share that counts as the same
+    min_kept     the smallest share with which the file counts as the trained model
     agreement    the share of learnt tokens for which the file and the trained model predict the
                  same token
     rows, tokens, row_source  the rows of the comparison, and whether they were held out
@@ -165,8 +165,8 @@ class Verification:
 
 
 def store_result(run: Path, verification: Verification) -> None:
-    """Writes the result into verify.json of the run folder, in the place of an earlier one for the
-    same file, and writes the run's report again if it has one.
+    """Writes the result into verify.json of the run folder, where it replaces an earlier result for
+    the same file. Writes the run's report again if the run has one.
     """
     results = RunFolder(run).read_json(VERIFY_FILE)
     results[verification.file] = verification.to_json()

@@ -19,7 +19,7 @@ _ORIGINAL = ".original_module."
 
 
 class RunWeights:
-    """The weights of a run by their names in the plain model, without those of PEFT.
+    """The weights of a run by their names in the plain model, without PEFT's prefixes.
 
     changed_names  the weights that training could change
     """

@@ -52,7 +52,7 @@ _CONFIG_KEYS = (
     "num_experts_per_tok",
 )
 
-# of these, those that decide which tensors there are
+# the settings among these that decide which tensors exist
 _SHAPE_KEYS = ("tie_word_embeddings", "vocab_size")
 
 

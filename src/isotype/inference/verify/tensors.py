@@ -67,7 +67,7 @@ class TensorComparison:
     rounded_names     group -> weights whose values in the file differ from the merged ones
     change_in_file    the share of the training's change that the file's weights hold: the
                       projection of the file's change onto the run's
-    change_in_merge   the same of the merged weights, after their cast
+    change_in_merge   the same share for the merged weights after their cast
     """
 
     differences: list[Difference] = field(default_factory=list)
@@ -156,7 +156,8 @@ def _absence(
     weights: RunWeights,
     written: WrittenModel,
 ) -> str:
-    """Returns why a tensor of the file cannot be used; "" if it can, or if the file needs none."""
+    """Returns the reason why a tensor of the file cannot be used; "" if the tensor can be used, or
+    if the file does not need it."""
     if tensor is None:
         if written.adapter_only and name not in weights.changed_names:
             return ""
@@ -226,7 +227,8 @@ def _compare_values(
 def _deviation(
     kind: str, written: WrittenModel, value: Tensor, expected: Tensor, base: Tensor
 ) -> str:
-    """Describes how far a tensor is from its expected values; "" within the rounding of its type."""
+    """Describes how far a tensor is from its expected values; "" if the distance is within the
+    rounding of its type."""
     error = (value - expected).abs()
     if written.adapter_only:
         change = (expected - base).abs().amax()
@@ -250,8 +252,8 @@ def _deviation(
 
 
 def _rounding_limits(kind: str, merge_dtype: str, expected: Tensor) -> Tensor:
-    """Returns the largest error of each value: of the cast to the merged dtype, of the file's type,
-    and of fp32 sums.
+    """Returns the largest error that is allowed for each value. The limits come from the cast to
+    the merged dtype, the file's type, and fp32 sums.
     """
     magnitude = expected.abs()
     largest = magnitude.amax() if magnitude.numel() else magnitude.sum()
@@ -283,8 +285,8 @@ def refuse_other_run(comparison: TensorComparison) -> None:
 
 
 def unmerged_difference(comparison: TensorComparison) -> Difference | None:
-    """Returns the difference of a file that holds the base without the run's changes; None if it
-    holds them.
+    """Returns the difference of a file that holds the base without the run's changes; None if the
+    file holds the changes.
     """
     share = comparison.change_in_file
     expected = comparison.change_in_merge

@@ -177,8 +177,8 @@ def _sync_and_hash(file: Path) -> dict[str, Any]:
 
 
 def find_damage(folder: Path, needs: Sequence[str] = ()) -> str | None:
-    """Why a sealed folder cannot be trusted. None if every file has the recorded size and checksum
-    and the files `needs` are among them.
+    """The reason why a sealed folder cannot be trusted. None if every file has the recorded size
+    and checksum and the files `needs` are among them.
     """
     try:
         checksums = json.loads((folder / SEAL).read_text())["files"]

@@ -36,7 +36,7 @@ class Progress:
 
     best_loss       the lowest evaluation loss, reached at `best_step`
     without_gain    the number of evaluations since then
-    evaluated       a hash of the evaluation rows of `best_loss` and `without_gain`
+    evaluated       a hash of the evaluation rows to which `best_loss` and `without_gain` refer
     eval_stride     an evaluation uses every `eval_stride`-th row; 0 in checkpoints of older versions
     units           the number of tokens or pictures that were trained on
     """
@@ -157,8 +157,8 @@ def restore_rank_random_state(
 
 
 def seed_rank(seed: int, step: int, rank: int) -> None:
-    """Seeds this process differently from the others, and equally in every run. Dropout must differ
-    between the rows of different processes.
+    """Seeds this process. Every process gets another seed, and a repeated run gets the same seeds.
+    Dropout must differ between the rows of different processes.
     """
     seed_generators(int.from_bytes(hashlib.sha256(f"{seed} {step} {rank}".encode()).digest()[:4]))
 
