@@ -306,7 +306,7 @@ def evaluate(
     """Measure the token-weighted loss and perplexity of a run on a file or on its own evaluation
     rows, in the run's precision.
 
-    For a diffusion run, it is the loss on the pictures of a folder or file at fixed noise levels.
+    For a diffusion run, this is the loss on the pictures of a folder or file at fixed noise levels.
 
     Examples:
 
@@ -448,8 +448,8 @@ def _evaluate_pictures(run: Path, data: str, *, batch_size: int | None, json_out
 
 
 def _require_run(run: Path) -> None:
-    """Raises UsageError for a folder that is no run, adapter or model. It is checked before
-    loading, which takes seconds.
+    """Raises UsageError for a folder that is no run, adapter or model. The folder is checked before
+    the model is loaded, because loading takes seconds.
     """
     from ..runs.folder import detect_model_folder, require_run, split_run_and_adapter
 

@@ -1,10 +1,10 @@
 """Runs code without data for a device that this machine does not have: tensors on the meta device
 represent tensors of that device.
 
-PyTorch's fake tensors of a CUDA device need CUDA: without it autograd asks for the device's guard
-and the interpreter ends. Meta tensors need no device, but torch.autocast does not apply to them.
-Inside `plan_device` this module therefore stores the autocast dtype: Isotype's ops read it, and the
-operands of other matrix products are cast to it.
+PyTorch's fake tensors of a CUDA device need CUDA. Without CUDA, autograd asks for the device's
+guard, and the interpreter ends. Meta tensors need no device, but torch.autocast does not apply to
+them. Inside `plan_device` this module therefore stores the autocast dtype: Isotype's ops read it,
+and the operands of other matrix products are cast to it.
 """
 
 from __future__ import annotations

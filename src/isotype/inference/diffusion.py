@@ -48,7 +48,7 @@ CAPTIONS = ("a red circle", "a photo of a dog in the snow", "a house on a hill",
 
 def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> MergeResult:
     """Writes the folder of the pipeline with the merged denoiser. Compares the loss of the merged
-    denoiser with the adapter's, on random latents.
+    denoiser with the loss of the denoiser with its adapter, on random latents.
 
     Raises  UsageError if the run has no adapter, RunError SV001 if the losses differ
     """
@@ -287,7 +287,8 @@ def _open_task(
 
 
 def _drop_samples(config: RunConfig) -> RunConfig:
-    """Removes the prompts, so that they are not encoded; their pictures may be missing."""
+    """Removes the prompts, so that they are not encoded. The pictures that belong to the prompts
+    may be missing."""
     return _change_section(config, "run", samples=[])
 
 

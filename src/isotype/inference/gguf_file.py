@@ -319,8 +319,8 @@ def _reorder_rows(
 
 @dataclass(frozen=True)
 class _StoredTensor:
-    """A tensor of the output file. It is read when it is written, so that the model need not fit
-    into memory.
+    """A tensor of the output file. Its values are read when they are written, so that the model
+    need not fit into memory.
 
     stored  the tensor, or its slice of a safetensors file
     order   converts the fp32 values to the order of llama.cpp

@@ -1,5 +1,6 @@
-"""Loads a run with its precision, and chats with it: its result, or the newest complete checkpoint
-of an unfinished run. Also loads folders of adapters and models that belong to no run.
+"""Loads the result of a run, or the newest complete checkpoint of an unfinished run, with the run's
+precision, and chats with the model. Also loads folders of adapters and models that belong to no
+run.
 """
 
 from __future__ import annotations

@@ -21,9 +21,9 @@ test consists of terms joined by `and` and `or`, where `and` binds tighter. A te
 `not`:
 
     name                             whether the fact has a value that is not empty
-    name = value, another value      whether it equals one of these values
+    name = value, another value      whether the fact equals one of these values
     name == other name               whether two facts are equal
-    name ~ regex                     whether the pattern matches a part of it
+    name ~ regex                     whether the pattern matches a part of the fact
     name < number, name >= number    whether the number is smaller, or not smaller
     name narrower than other name    whether the first dtype has fewer bits; also `wider than`
 

@@ -57,7 +57,7 @@ _TOKEN = re.compile(rf'(?P<key>{_STRING})\s*:|{_STRING}|[][{{}},]|[^\s\]\[{{}},:
 
 
 def read_json(text: str) -> Tree:
-    """Raises UnreadableError."""
+    """Parses a JSON text. Raises UnreadableError."""
     plain = _TRAILING_COMMA.sub(
         _blank_match, _COMMENT.sub(_blank_match, text.removeprefix("\ufeff"))
     )
@@ -182,7 +182,7 @@ _KEY = re.compile(r"^\s*((?:[\w-]+|\"[^\"]+\")(?:\s*\.\s*(?:[\w-]+|\"[^\"]+\"))*
 
 
 def read_toml(text: str) -> Tree:
-    """Raises UnreadableError."""
+    """Parses a TOML text. Raises UnreadableError."""
     import tomllib
 
     try:

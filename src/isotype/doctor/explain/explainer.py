@@ -47,7 +47,8 @@ _SHARED_SHEET = "shared.txt"
 
 
 def load_shared_causes(path: Path) -> dict[str, list[Entry]]:
-    """Returns name -> causes that several families include. Raises SheetError."""
+    """Returns a mapping from a name to the causes that several families include. Raises
+    SheetError."""
     causes = {}
     for section in read_sections(path, rank_pattern=r"[\d.]+", field_pattern=_CAUSE_FIELDS):
         check_section(section, ErrorFacts)
@@ -59,7 +60,8 @@ _SHARED_CAUSES = load_shared_causes(_SHEET_FOLDER / _SHARED_SHEET)
 
 
 def load_families(path: Path, shared: Collection[str]) -> dict[str, Section]:
-    """Returns operator -> the section of this sheet that explains its errors.
+    """Returns a mapping from an operator to the section of this sheet that explains the operator's
+    errors.
 
     shared  the names of the sections in `shared.txt`
     Raises  SheetError

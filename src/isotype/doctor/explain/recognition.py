@@ -436,8 +436,8 @@ def find_half_dtypes(text: str) -> list[str]:
 
 
 def _find_refused_dtype(line: str) -> dict[str, str] | None:
-    """The half-precision dtype that an exception's line refuses, as {"refused": dtype}. It is empty
-    if the line names no such dtype, and None if the line refuses nothing.
+    """The half-precision dtype that an exception's line refuses, as {"refused": dtype}. The result
+    is empty if the line names no such dtype, and None if the line refuses nothing.
     """
     if (
         not re.match(r"[\w.]*(?:Error|Exception|error)\b", line.strip())

@@ -180,7 +180,7 @@ class WrapperCalls:
     @contextlib.contextmanager
     def record(self, target: Any, label: str, reach: Reach = Reach.CONFIRMED) -> Iterator[None]:
         """Records the launches inside this context, on a simulated GPU. An error counts as a
-        refusal. On exit the combinations are added to `reached`.
+        refusal. On exit the combinations are added to `launched`.
         """
         # imported first, because its table of torch's functions must hold the unpatched functions
         import torch._dynamo  # noqa: F401

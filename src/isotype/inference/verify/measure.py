@@ -1,4 +1,4 @@
-"""Measures how much of what a run learnt is in the file that was written from it."""
+"""Measures how much of what a run learnt is in a file that was written from this run."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Verification:
     agreement    the share of learnt tokens for which the file and the trained model predict the
                  same token
     rows, tokens, row_source  the rows of the comparison, and whether they were held out
-    losses_by_cause  cause -> by how much it raises the loss
+    losses_by_cause  cause -> the increase of the loss by this cause
     differences  tensors and settings that differ
     notes        what could not be compared
     """

@@ -147,7 +147,8 @@ def _widen(tensor: Tensor) -> Tensor:
 
 
 def open_adapter_folder(folder: Path, read_base: Callable[[str], Tensor]) -> WrittenModel:
-    """Opens the folder of a PEFT adapter, such as `export --to vllm` writes. Raises UsageError."""
+    """Opens the folder of a PEFT adapter, such as the folder that `export --to vllm` writes. Raises
+    UsageError."""
     pairs = {f"{pair.module}.weight": pair for pair in read_pairs(folder, "isotype verify")}
     return adapter_model("adapter, PEFT", pairs, read_base)
 

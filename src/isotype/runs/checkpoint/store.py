@@ -121,8 +121,8 @@ class CheckpointStore:
         """Marks a new checkpoint, then removes old ones."""
         if is_best:
             self.mark_best(step)
-        # A checkpoint of a later step is damaged, else the run would have resumed from it. It must
-        # not displace an intact checkpoint.
+        # A checkpoint of a later step is damaged, because otherwise the run would have resumed from
+        # it. The damaged checkpoint must not displace an intact checkpoint.
         steps_to_keep = {
             *[existing for existing in self.steps() if existing <= step][-self.keep :],
             self.best,

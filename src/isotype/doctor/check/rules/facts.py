@@ -155,7 +155,8 @@ _RECORD_FACTS: dict[str, Callable[[Record], Any]] = {
 
 
 def _read_value(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Applies `read` to the value of a setting; other values are passed to it unchanged."""
+    """Applies `read` to the value of a setting, or to the argument itself if the argument is no
+    setting."""
     return lambda value: read(value.value if isinstance(value, Setting) else value)
 
 
