@@ -294,8 +294,8 @@ def quiet_libraries() -> None:
     """Switches off progress bars and advice, which would break the live line. Errors are still
     printed.
 
-    The hub's progress bars stay on: it shows them only on a terminal, and a download happens before
-    the first step and may take minutes.
+    The hub's progress bars stay on: the hub's library shows them only on a terminal, and a download
+    happens before the first step and may take minutes.
     """
     import transformers
 
@@ -314,8 +314,8 @@ def quiet_libraries() -> None:
         message="Unable to fetch remote file|Could not find a config file in",
         module="peft",
     )
-    # this advice is for new adapters; a saved adapter is loaded unchanged, and a merge decides
-    # itself whether the head stays tied
+    # this advice is for new adapters; a saved adapter is loaded unchanged, and Isotype's merge
+    # decides whether the head stays tied
     warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`", module="peft")
     # PEFT writes these patterns itself for stacked experts and applies them. It warns because it
     # does not count the experts' parameters as modules

@@ -232,7 +232,7 @@ def _free_model(loop: Loop, prepared: Prepared) -> None:
         torch.cuda.empty_cache()
 
 
-CHECKED_ROWS = 16  # enough to reveal a wrong adapter, few enough for a CPU
+CHECKED_ROWS = 16  # number of rows: enough to reveal a wrong adapter, few enough for a CPU
 
 
 def _verify_result(

@@ -1,5 +1,5 @@
 """Finds the origin of a non-finite number: the first module whose output contains one, or the
-parameters that do.
+parameters that contain one.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class Loop:
         )
         self.pace = Pace()
         self.saved_step = -1
-        self.is_stop_requested = False  # by a callback
+        self.is_stop_requested = False  # set when a callback asks for it
         if config.train.ema is None:
             self.ema = None
         else:
@@ -473,8 +473,8 @@ class Loop:
     def _observe_short_sample(self) -> None:
         """Observes the dtypes of every operator of one short sample. A short sample has the dtypes
         of a whole round: the prefill of a prompt and its following tokens run the same operators
-        for every prompt. Observing a whole round took seven times as long as generating it (24
-        layers: 104 s against 14.7 s).
+        for every prompt. For a model of 24 layers, generating a whole round took 14.7 s without
+        observation and 104 s with it.
         """
         with self.observer.watch(0, role="generate") as observation:
             self.task.sample(self.model, self.device, is_shortened=True, world=self.model_world)

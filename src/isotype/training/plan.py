@@ -27,7 +27,7 @@ from .start import attention_line
 from .step import peak_memory
 from .task import ModelOutline, Task, evaluation_batch_size
 
-# the most that a process was measured to use beyond its plan where it keeps freed memory
+# the most memory beyond its plan that a process was measured to use if malloc keeps freed memory
 RETAINED_MEMORY = "up to 340 MiB"
 
 

@@ -254,7 +254,8 @@ class _TrainingRun:
 
     def _run_preflight(self, loop: Loop, prepared: Prepared) -> tuple[Outcome, list[str]]:
         """Returns the outcome of the preflight, and the names of the observed rehearsals. The
-        `Subject` refers to the model; it ends here, so that `finish` can free the model.
+        `PreflightSubject` refers to the model; it exists only in this method, so that `finish` can
+        free the model.
         """
         self.world.record_progress(0, "the preflight")
         subject = PreflightSubject(
@@ -403,8 +404,8 @@ class _TrainingRun:
         )
 
     def _write_report(self) -> str | None:
-        """Writes the report and returns its path. An error is only printed: it must not hide that
-        the run is complete, or why it failed.
+        """Writes the report and returns its path. An error of the report is only printed: it must
+        not hide that the run is complete, or why the run failed.
         """
         if not self.config.run.report:
             return None

@@ -33,7 +33,7 @@ def learning_rate(train: TrainSection, step: int, total: int) -> float:
     warmup = warmup_steps(train, total)
     if step <= warmup:
         return train.learning_rate * step / (warmup + 1)
-    # 0 at the first full step, just below 1 at the last
+    # progress is 0 at the first step after warm-up, and just below 1 at the last step
     progress = (step - warmup - 1) / max(1, total - warmup)
     floor = train.min_learning_rate
     if train.schedule == "cosine":

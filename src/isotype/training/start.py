@@ -52,7 +52,8 @@ OTHER_ROWS = "earlier steps were trained on other rows: resumes.json says until 
 OBJECTIVE = "objective"
 SETTINGS = "settings"
 DATA = "data"
-# keys of a path whose content a resume compares, and the key of plan.json with the record of it
+# key of the configuration with a path whose content a resume compares -> the key of plan.json
+# that records the content
 _COMPARED_PATHS = {
     "data.train": DATA,
     "data.eval": DATA,
@@ -119,7 +120,7 @@ def compare_settings(
 
 
 def _is_compared_path(change: Change, folder: RunFolder) -> bool:
-    """Whether the change is in paths alone, and the run recorded the content that they had."""
+    """Whether only paths changed, and the run recorded the content of the old paths."""
     record = _COMPARED_PATHS.get(change.key)
     if record is None or not isinstance(folder.read_json("plan.json").get(record), dict):
         return False
@@ -149,7 +150,7 @@ def _changed_keys(settings: Sequence[RunChange], *sections: str) -> list[str]:
 def _refuse_other_content(
     settings: Sequence[RunChange], record: str, difference: str, loaded: LoadedConfig
 ) -> None:
-    """Raises UsageError if a path changed and its content is another one."""
+    """Raises UsageError if a path changed and the new path has other content."""
     keys = [
         key
         for key in _changed_keys(settings, "data", "images", "model")
@@ -406,7 +407,7 @@ def write_start(
     """Writes the files that describe the run. `resolved.yaml` of a new run is written last, because
     it marks the folder as a run. `objective` is the name of the user's objective.
     """
-    # the last start's result
+    # remove the result of the last start
     (folder.path / "result.json").unlink(missing_ok=True)
     if not is_resuming:
         folder.metrics.unlink(missing_ok=True)

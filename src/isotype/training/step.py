@@ -142,8 +142,8 @@ class Stepper:
         self.loss_scale = LossScale() if precision.loss_scaling == "dynamic" else None
         self.loss_dtype: torch.dtype | None = None  # of the last forward, for the observer
         self.measure_sums: Tensor | None = None
-        # compares sampled values with those that the last update left; where other code has changed
-        # them, `report_outside_change` is called with the step, before its update
+        # compares sampled values with those that the last update left. If other code has changed
+        # them, `report_outside_change` is called with the step's number before the step's update
         self.continuity: Continuity | None = None
         self.report_outside_change: Callable[[int], None] = lambda step: None
         self._is_changed_outside = False

@@ -163,7 +163,7 @@ class Evaluation:
 
     @classmethod
     def combine(cls, sets: Mapping[str, Evaluation]) -> Evaluation:
-        """Returns the evaluation of all sets together; its `parts` are the losses of each set."""
+        """Returns the evaluation of all sets; `losses_by_part` has the loss of each set."""
         evaluations = list(sets.values())
         weight = sum(evaluation.weight for evaluation in evaluations)
 
@@ -196,7 +196,7 @@ class Check:
     """One check before step 1. `codes`: the codes of its findings; if the user skips the first of
     them, the check does not run.
 
-    run  takes a `setup.Subject` of the task that has the check
+    run  takes a `setup.PreflightSubject` of the task that has the check
     """
 
     codes: tuple[str, ...]
@@ -239,7 +239,7 @@ class StepOutline:
     """Bytes of other frozen models that the run holds."""
     block_flops: Callable[[nn.Module], Sequence[float]] = lambda model: ()
     """FLOPs of each block's forward on the largest micro-batch, in the order of
-    `memory.recomputation.checkpointable`.
+    `memory.recomputation.checkpointable_layers`.
     """
 
 

@@ -60,8 +60,8 @@ _FULL_RANK = 100_000
 
 
 def _refuse_if_enabled(alternative: str) -> transforms.Handler:
-    """Returns a handler that reports the key as not offered if it is switched on. Its value when
-    off may be missing in `OFF_VALUES`.
+    """Returns a handler that reports the key as not offered if it is switched on. It is for keys
+    that can be off with a value that `OFF_VALUES` lacks.
     """
 
     def handler(draft: ConfigDraft, source_key: SourceKey) -> None:

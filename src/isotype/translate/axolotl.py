@@ -25,7 +25,7 @@ _FORMATS = {
     "pretrain": "text",
     "input_output": None,
 }
-# types whose rows have keys of their own, by the last word of the type: our key -> the row's
+# the last word of a type whose rows have other keys -> Isotype's key -> the row's key
 _TYPE_COLUMNS: dict[str, dict[str, str]] = {
     "load_qa": {"instruction": "question", "output": "answer"},
     "load_camel_ai": {"instruction": "message_1", "output": "message_2"},
@@ -41,7 +41,7 @@ _TYPE_COLUMNS: dict[str, dict[str, str]] = {
     },
     "gpteacher": {"output": "response"},
 }
-# the same of pairs and of labelled answers
+# the same for types of pairs and of labelled answers
 _PAIR_TYPE_COLUMNS: dict[str, dict[str, str]] = {
     "intel": {"prompt": "question"},
     "icr": {"prompt": "input"},
@@ -56,7 +56,7 @@ _LABELLED_TYPE_COLUMNS: dict[str, dict[str, str]] = {
     "argilla": {"prompt": "instruction"},
     "argilla_chat": {"messages": "completion"},
 }
-# `type` with fields of its own: our key -> axolotl's
+# Isotype's key -> the field that names it in a `type` given as a mapping
 _OWN_FIELDS = {
     "instruction": "field_instruction",
     "input": "field_input",
@@ -68,7 +68,7 @@ _OWN_FIELDS = {
     "chosen": "field_chosen",
     "rejected": "field_rejected",
 }
-# wordings around a question that say no more than its chat template
+# formats of a question that add no words, so that the chat template alone gives the same prompt
 _PLAIN_WORDINGS = ("{instruction} {input}", "{instruction}", "{prompt}", "{system}", "{input}")
 
 

@@ -34,8 +34,8 @@ _preference_handler = partial(preference_handler, read_objective=_read_objective
 
 
 def _convert_pref_ftx(draft: ConfigDraft, source_key: SourceKey) -> None:
-    """Translates `pref_ftx`, a weight of the chosen answer's likelihood. ORPO already has the
-    weight 1, so it is added.
+    """Translates `pref_ftx`, a weight of the chosen answer's likelihood. ORPO's loss already has
+    this likelihood with weight 1, so the result is 1 + `pref_ftx`.
     """
     if _read_objective(draft) == "orpo":
         draft.set(
@@ -125,7 +125,9 @@ def _dataset_names(value: Any) -> list[str]:
 
 
 def _convert_max_samples(draft: ConfigDraft, source_key: SourceKey) -> None:
-    """Sets data.limit for one data set; several have it each, as an entry of data.train."""
+    """Sets data.limit if the file has one data set. With several, each entry of data.train gets
+    the limit instead.
+    """
     if len(_dataset_names(draft.keys.get("dataset", ""))) == 1:
         transforms.convert_count("data.limit")(draft, source_key)
     else:
@@ -153,7 +155,7 @@ def _read_registry(draft: ConfigDraft) -> dict[str, Any]:
     return {}
 
 
-# our key -> LLaMA-Factory's, of a row in Alpaca's format and of one with turns
+# Isotype's key -> LLaMA-Factory's, first for rows in Alpaca's format, then for every row
 _ALPACA_COLUMNS = {
     "instruction": "prompt",
     "input": "query",
@@ -168,7 +170,7 @@ _COMMON_COLUMNS = {
     "rejected": "rejected",
     "label": "kto_tag",
 }
-# our role -> the tag that names it
+# Isotype's role -> the tag that names it
 _ROLE_TAGS = {
     "user": "user_tag",
     "assistant": "assistant_tag",
@@ -176,7 +178,7 @@ _ROLE_TAGS = {
     "function_call": "function_tag",
     "system": "system_tag",
 }
-# where an entry has no tags
+# the words that LLaMA-Factory uses for roles if an entry has no tags
 _DEFAULT_TAGS = {
     "user_tag": "human",
     "assistant_tag": "gpt",

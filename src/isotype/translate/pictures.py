@@ -26,8 +26,8 @@ _PROGRAM_PATTERNS = (
     ),
     (re.compile(r"^train_(dreambooth|text_to_image)\w*\.py$"), "diffusers"),
 )
-# SimpleTuner's variables of config.env -> arguments, where the argument is not the variable in
-# lower case
+# SimpleTuner's variables of config.env -> arguments. All other arguments have the name of their
+# variable in lower case
 _SIMPLETUNER_VARIABLES = {
     "RESUME_CHECKPOINT": "resume_from_checkpoint", "DATALOADER_CONFIG": "data_backend_config", "TRAINING_SEED": "seed",
     "ACCELERATE_CONFIG_PATH": "accelerate_config", "USE_XFORMERS": "enable_xformers_memory_efficient_attention",
@@ -495,8 +495,8 @@ def _optimizer_name(draft: ConfigDraft) -> str:
 
 
 def convert_rate(draft: ConfigDraft, source_key: SourceKey) -> None:
-    """Translates a learning rate. DAdapt and similar optimizers find their rate, and 1.0 is only a
-    factor of it: AdamW, which replaces them, gets a usual rate.
+    """Translates a learning rate. DAdapt and similar optimizers find their rate themselves, and the
+    rate in the file is only a factor, usually 1.0. AdamW replaces them and gets a usual rate.
     """
     optimizer = _optimizer_name(draft)
     if transforms.OPTIMIZERS.get(optimizer) != "prodigy" and (

@@ -1,5 +1,5 @@
 """The draft of the translated configuration, and the handlers that translate single keys. The
-tools' tables are built from these handlers.
+tables of all tools are built from these handlers.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ class Outcome:
 
 @dataclass
 class ConfigDraft:
-    """Isotype's configuration while it is translated from another tool's. The handler of each key calls one of its methods.
+    """Isotype's configuration while it is translated from another tool's. The handler of each key
+    calls one of the draft's methods.
 
     keys            every key of the file -> its value, for handlers that need other keys
     folder          the file's folder, for keys that name other files
@@ -121,8 +122,9 @@ class ConfigDraft:
         *,
         alpha_per_rank: float = 1.0,
     ) -> bool:
-        """Sets the other tool's defaults of an adapter. `alpha` None: `alpha_per_rank` the rank. Returns
-        False if every weight is trained; the adapter's settings are then removed.
+        """Sets the other tool's defaults of an adapter. If `alpha` is None, alpha is
+        `alpha_per_rank` times the rank. Returns False if every weight is trained; the adapter's
+        settings are then removed.
         """
         self.set_default("adapter.kind", kind)
         if self.settings["adapter.kind"] == "none":
@@ -531,7 +533,7 @@ LAUNCHER: dict[str, Handler] = {
 
 
 _NOT_PAGED_NOTE = "not paged: states stay on the GPU"
-# Isotype's name -> other tools' names
+# Isotype's name of an optimizer -> other tools' names
 _OPTIMIZER_ALIASES = {
     "adamw": (
         "adamw adamw_torch adamw_torch_fused adamw_hf adamw_torch_xla torch.optim.adamw fused_adamw"

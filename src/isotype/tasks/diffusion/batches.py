@@ -2,8 +2,8 @@
 receives.
 
 All random numbers of a row are a function of the seed and of the row's position in the stream. So
-4 micro-batches of 2 rows are the same as 1 of 8, a resumed run draws the same numbers as an
-uninterrupted one, and nothing that happens between steps changes them.
+4 micro-batches of 2 rows have the same numbers as 1 micro-batch of 8 rows, a resumed run draws the
+same numbers as an uninterrupted one, and nothing that happens between steps changes the numbers.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class PlacedRow:
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch of pictures of one size. Its weight, and its units for the speed, are the number of
-    pictures.
+    """A batch of pictures of one size. The number of pictures is both the batch's weight and its
+    units, from which the speed is computed.
 
     latents, noise  F[N C H W]   in the dtype of `precision.latents`
     sigma           F[N]         noise levels, in the same dtype
@@ -118,7 +118,8 @@ def group_by_size(items: Iterable[Item], size_of: Callable[[Item], Size]) -> dic
 
 
 class PictureStream(RowStream[Row]):
-    """Feeds rows with their positions. The position is the whole state, as in any stream of rows.
+    """Feeds rows with their positions. The position in the stream is its whole state, as in any
+    stream of rows.
 
     step_rows  the number of rows of a step. All rows of a step have the same size, except for the
                rows that are left over of each size, which come last in an epoch

@@ -82,7 +82,7 @@ def _longest_tokenizer(folder: PipelineFolder, text_length: int) -> tuple[Any, i
         limit = int(getattr(tokenizer, "model_max_length", UNBOUNDED))
         windows = folder.family.clip_windows(limit, text_length)
         if windows > 1:
-            limit = windows * (limit - 2) + 2  # a caption's tokens are counted with begin and end
+            limit = windows * (limit - 2) + 2  # begin and end tokens are counted too
         elif text_length and "CLIP" not in type(tokenizer).__name__:
             limit = text_length
         if limit > best[1]:

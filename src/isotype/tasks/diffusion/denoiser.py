@@ -1,12 +1,13 @@
 """Builds the denoiser for training: with nf4 layers, adapter, exact noise levels, Isotype's ops and
-precision. It has its weights, or is on the meta device.
+precision. The denoiser is built with its weights, or without them on the meta device.
 
 diffusers quantises on a GPU only. Here bitsandbytes' layers are made from the loaded weights, one
 at a time, on the device of the run.
 
-Flux computes `timestep.to(hidden_states.dtype) * 1000`. In bf16 1000 different noise levels become
-498 different ones, with an error of up to 3.5 of 1000. So the forward of the denoiser instance
-records the exact level, and the sinusoidal embedding uses it. No class is changed.
+Flux computes `timestep.to(hidden_states.dtype) * 1000`. In bf16, 1000 different noise levels become
+498 different ones, and a level from 0 to 1000 has an error of up to 3.5. So the forward of the
+denoiser instance records the exact level, and the sinusoidal embedding uses the recorded level. No
+class is changed.
 """
 
 from __future__ import annotations

@@ -269,7 +269,7 @@ class Encoder:
         pipe = self.folder.pipeline(
             to_torch(self.precision.text_encoder), vae=None, **{self.folder.denoiser_part: None}
         )
-        # a pipeline without one of its encoders reads the denoiser's widths
+        # a pipeline that lacks one of its encoders reads sizes from the denoiser's configuration
         setattr(pipe, self.folder.denoiser_part, self.folder.denoiser_outline())
         if family.encodes_control:
             pipe.processor = self.folder.processor(pipe.tokenizer)

@@ -47,8 +47,8 @@ class NoiseLevels:
     highest: float = 1.0
 
     def draw(self, generator: torch.Generator, shift: float) -> float:
-        """Draws one level in (0, 1) of the training distribution, and shifts it. It takes one
-        number from the generator.
+        """Draws one level in (0, 1) of the training distribution, and shifts the level. Each call
+        takes one number from the generator.
         """
         if self.timesteps == "logit_normal":
             logit = self.mean + self.deviation * torch.randn(
@@ -109,7 +109,7 @@ class Objective(ABC):
     levels: NoiseLevels
 
     def draw(self, generator: torch.Generator, tokens: int | None = None) -> float:
-        """Draws one noise level of the training distribution. It takes one number from the
+        """Draws one noise level of the training distribution. Each call takes one number from the
         generator.
 
         tokens  number of latent tokens of the picture; by default that of the run's largest picture

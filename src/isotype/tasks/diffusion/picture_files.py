@@ -115,7 +115,7 @@ class Picture:
 
 
 CAPTION_SUFFIXES = (".txt", ".caption")
-MAX_CAPTION_BYTES = 1 << 20  # of a caption, and of a file of captions; text encoders read 2 KB
+MAX_CAPTION_BYTES = 1 << 20  # limit of one caption and of a caption file; encoders read 2 KB
 METADATA_FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 ReportBad = Callable[[str, str], None]
 """A function that records a bad row: it receives the row's file or location, and the reason."""
@@ -176,8 +176,8 @@ def read_captions(picture: Path) -> tuple[str, ...]:
 
 
 def read_caption_file(file: Path) -> str:
-    """Reads a file of captions. Raises BadPicture for a file that is too large to be one, and
-    UnicodeDecodeError.
+    """Reads a file of captions. Raises BadPicture for a file that is larger than
+    MAX_CAPTION_BYTES, and UnicodeDecodeError for a file that is not UTF-8.
     """
     size = file.stat().st_size
     if size > MAX_CAPTION_BYTES:
@@ -242,8 +242,8 @@ COLUMN_NAMES: Mapping[str, tuple[str, ...]] = {
     "text": ("text", "caption", "captions", "prompt"),
     "mask": ("mask", "mask_path"),
 }
-# the column names of pairs; `image` is the picture before the edit if another column is the edited
-# one
+# the column names of pairs. If a column with another name has the edited picture, the column
+# `image` has the picture before the edit
 PAIR_COLUMN_NAMES: Mapping[str, tuple[str, ...]] = {
     "image": (
         "edited_image", "edited", "target_image", "target_img", "target", "output_image", "output", "after", *COLUMN_NAMES["image"],

@@ -269,9 +269,9 @@ def _files_of_source(folder: Path, images: ImagesSection) -> list[Path]:
 def _read_with_metadata(
     files: list[Path], file: Path, source: PictureSource, result: RunPictures
 ) -> Iterable[Picture]:
-    """Yields the pictures of the folder that its metadata file names. A picture that it does not
-    name is bad, since it has no caption. For pairs it yields all rows of the metadata file, because
-    the controls lie in the same folder.
+    """Yields the pictures of the folder that its metadata file names. A picture that the file does
+    not name is bad, since it has no caption. For pairs, all rows of the metadata file are yielded,
+    because the controls lie in the same folder.
     """
     rows = list(
         read_table_pictures(
@@ -309,7 +309,7 @@ def _read_with_metadata(
 
 
 def _read_words(caption_file: Path) -> list[str]:
-    """The words of a caption file, of a file that is too large only those of its beginning."""
+    """The words of a caption file. If the file is too large, only its beginning is read."""
     with caption_file.open("rb") as file:
         return file.read(MAX_CAPTION_BYTES + 1).decode("utf-8", "replace").split()
 
@@ -402,7 +402,7 @@ def _relative_name(picture: Picture, roots: Sequence[Path]) -> str:
     return path.stem
 
 
-MAX_SKIPPED_SHARE = 0.05  # of the pictures; a larger share means that the data as a whole is wrong
+MAX_SKIPPED_SHARE = 0.05  # share of all pictures; above it the data as a whole is wrong
 
 
 class UnusablePictures:
@@ -451,7 +451,7 @@ class UnusablePictures:
 
 
 # --- captions: a trigger word, tags in random order, tags left out at random. Text is encoded once,
-# before training. So a number of random forms of each caption is drawn at that time, and a step
+# before training. So several random forms of each caption are drawn before training, and a step
 # takes one of them. The forms depend only on the seed and the caption
 
 SEPARATOR = ","

@@ -144,8 +144,8 @@ class PipelineFolder:
 
     @property
     def denoiser_part(self) -> str:
-        """The name of the denoiser: of its folder, in model_index.json, and as the pipeline's
-        attribute.
+        """The denoiser's name, which is the name of its folder, its key in model_index.json, and
+        the pipeline's attribute.
         """
         return self.family.denoiser
 
@@ -410,8 +410,8 @@ class PipelineFolder:
         return replace(self, denoiser_settings=settings)
 
     def draw_denoiser(self, folder: Path, *, seed: int) -> PipelineFolder:
-        """Returns this pipeline with the random denoiser of `folder`. Its weights are drawn now,
-        unless they exist there already.
+        """Returns this pipeline with the random denoiser of `folder`. The denoiser's weights are
+        drawn now, unless the folder has them already.
         """
         if find_damage(folder) is not None:
             torch.manual_seed(seed)

@@ -2,7 +2,8 @@
 takes.
 
 A picture is assigned to an aspect bucket and cropped to windows. Its pixels are those that a viewer
-shows: with EXIF rotation and colour profiles applied and alpha on white, also for CMYK and 16 bits.
+shows: EXIF rotation and colour profile are applied, and transparent parts are white. Pictures in
+CMYK, and those with 16 bits per channel, are converted too.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ class RunSizes:
 
 def nearest_bucket(width: int, height: int, sizes: Sequence[Size]) -> Size:
     """The bucket whose aspect is nearest to that of a picture, by the logarithm of width over
-    height. Of two equally near buckets it is the larger.
+    height. Of two equally near buckets the larger is returned.
     """
     aspect = math.log(width / height)
     return min(
@@ -255,7 +256,7 @@ def size_and_crop(width: int, height: int, window: Window, *, is_mirrored: bool)
     top and left of its window in the scaled picture, which may be mirrored.
     """
     size = window.size
-    # a picture that is scaled to the window's height may only be too wide
+    # the picture is scaled to the window's height, so that only its width exceeds the window
     if width * size.height >= height * size.width:
         vertical_room = 0
         horizontal_room = width * size.height // height - size.width

@@ -308,11 +308,11 @@ def pipeline_class(pipeline: PipelineFolder) -> Any:
 
 
 # --- files for ComfyUI. ComfyUI reads a LoRA's alpha only from tensors named `MODULE.alpha`;
-# without one it uses the product of the matrices times 1. The file for diffusers has its alpha in
-# the metadata, so it would have rank / alpha of its strength in ComfyUI. Modules of a U-Net have
-# kohya's names (`lora_unet_down_blocks_0_...`). Modules of a transformer have diffusers' names
-# after `transformer.`, which ComfyUI translates. Source: ComfyUI's comfy/lora.py and
-# comfy/weight_adapter/lora.py
+# without such a tensor it multiplies the product of the matrices by 1. The file for diffusers has
+# its alpha in the metadata, so ComfyUI would multiply the adapter's effect by rank / alpha. Modules
+# of a U-Net have kohya's names (`lora_unet_down_blocks_0_...`). Modules of a transformer have
+# diffusers' names after `transformer.`, which ComfyUI translates. Source: ComfyUI's comfy/lora.py
+# and comfy/weight_adapter/lora.py
 
 COMFYUI_FILE = "comfyui.safetensors"
 NO_DORA = "a DoRA, which is not written for ComfyUI: it scales by other lengths"
@@ -342,7 +342,7 @@ def refuse_without_comfyui_support(family: Family) -> None:
 def comfyui_tensors(adapter: Path, family: Family) -> dict[str, Tensor]:
     """The tensors of the ComfyUI file, by name. Each module has its two matrices, F[r in] and
     F[out r], in the dtype F of the adapter, and its alpha, fp32[]. ComfyUI multiplies by alpha / r.
-    alpha is in fp32, because bf16 would round an rsLoRA's 313.53 to 314.
+    alpha is in fp32, because bf16 would round the alpha of an rsLoRA, for example 313.53 to 314.
     """
     settings = read_adapter_settings(adapter)
     if settings.get("use_dora"):

@@ -131,8 +131,8 @@ def sample(
     *,
     world: World = ALONE,
 ) -> Iterator[Sample]:
-    """Yields one picture per prompt, as soon as it is drawn. Its noise depends only on the seed and
-    on the position of the prompt.
+    """Yields one picture per prompt, as soon as it is drawn. The noise of a picture depends only on
+    the seed and on the position of its prompt.
 
     prompts  each prompt with the embeddings of its text and of its negative text
     world    the processes that share the model and call this together: all draw the same pictures

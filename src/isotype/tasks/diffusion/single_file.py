@@ -1,9 +1,9 @@
 """Reads a checkpoint in one .safetensors file (Pony, Illustrious, Flux without its encoders).
 
-Settings and tokenizers come from a pipeline's folder beside the file, whose name is the file's name
-without its ending. Without such a folder they come from the hub, if diffusers recognises the model
-family of the file. If the folder contains the weights of a VAE, the file has the denoiser alone,
-and all other parts come from the folder.
+Settings and tokenizers come from a pipeline's folder beside the file. The folder has the file's
+name without the ending. Without such a folder they come from the hub, if diffusers recognises the
+model family of the file. If the folder contains the weights of a VAE, the file has the denoiser
+alone, and all other parts come from the folder.
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ class Batch:
     position_ids          int[B T]  positions of packed rows, which begin at 0 in each document;
                                     transformers separates documents by them
     supervised_positions  int[N]    the sorted positions in the flattened B x T at which the next
-                                    token is supervised; None if all are. It is computed on the host,
-                                    so that the loss on a device need not tell the host their number
+                                    token is supervised; None if all are. They are computed on the
+                                    host, so that the host need not wait for the device to learn N
     documents                       where each document of packed rows begins, computed on the host
     pictures                        the processor's outputs for the rows' pictures, by the names of
                                     the model's arguments: pixels, grids, token types

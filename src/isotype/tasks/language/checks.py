@@ -26,13 +26,14 @@ MIN_UNLEARNT_SHARE = (
     0.05  # below this share, rows without a token to learn are only listed in data.json
 )
 ANSWER_FORMATS = {"messages", "sharegpt", "alpaca", "prompt_completion", "preference", "labelled"}
-# a share of the median distance from the mean row; transformers draws new rows around the mean with
-# 1e-9 of the covariance
+# rows that are nearer to the mean row than this share of the median distance are untrained;
+# transformers draws new rows around the mean with 1e-9 of the rows' covariance
 NEAR_MEAN = 0.05
-NEAR_ZERO = 1e-3  # a share of the median norm
-# tokens of each document in the check of packing: a leak shows from the first token on
+NEAR_ZERO = 1e-3  # rows with a smaller share of the median norm are untrained
+# number of tokens of each document in the check of packing, which can be small because a leak
+# already changes the prediction at the first token
 TRIAL_TOKENS = 64
-LEAK_TOLERANCE = 1e-3  # a share of the largest logit; masked attention gives exactly 0
+LEAK_TOLERANCE = 1e-3  # as a share of the largest logit; masked attention leaks 0
 
 
 def training_formats(subject: PreflightSubject) -> set[str]:

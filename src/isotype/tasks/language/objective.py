@@ -191,7 +191,7 @@ def batch_loss_sum(
 
 AUX_LOSS = "aux_loss"
 _FUNCTION_NAME = "load_balancing_loss_func"
-# the routers of each model, in its order
+# model -> its routers, in the order of its layers
 _ROUTERS: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()
 
 

@@ -51,8 +51,8 @@ def outline_model(
     """
     trains_every_weight = config.adapter.kind == "none"
     dtype = precision.trainable if trains_every_weight else precision.unquantised
-    # sdpa stands for flash and flex, which use the same memory but need packages or devices that
-    # may be missing here
+    # flash and flex are planned as sdpa: they use the same memory, but need packages or devices
+    # that may be missing here
     requested = config.model.attention
     attention = attention_options(
         AUTO if requested in ("flash", "flex") else requested, torch.device(device_type)
@@ -229,7 +229,7 @@ def _empty_batch(rows: int, length: int, device: torch.device, *, packing: bool)
 
 def _fill_inverse_frequencies(model: nn.Module) -> None:
     """Gives the frequencies of rotary modules values on the CPU. `optimize` runs such a module to
-    see how its tables repeat, for which any different values will do.
+    see how its tables repeat; for this the frequencies need only differ from each other.
     """
     for module in model.modules():
         for name, _ in module.named_buffers(recurse=False):

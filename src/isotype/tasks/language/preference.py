@@ -128,8 +128,8 @@ def answer_log_probs(model: nn.Module, batch: Batch, *, dtype: str) -> Tensor:
 
 
 def row_sums(values_BT: Tensor) -> Tensor:
-    """The sum of each row, fp32[B]. The sum is computed by adding halves, so that padding with
-    zeros does not change a bit of it: a row has the same sum in a batch of any length.
+    """The sum of each row, fp32[B]. The sum is computed by adding halves. Padding with zeros then
+    does not change it: a row has bit for bit the same sum in a batch of any length.
     """
     length = values_BT.shape[1]
     width = 1 << max(0, length - 1).bit_length()

@@ -59,11 +59,12 @@ def load_result(
     """Loads the saved model, or the saved adapter onto a freshly loaded base, under the run's
     precision.
 
-    The code of a base with remote code is saved beside the model. It is executed if the code of the
-    base was.
+    If the base has code of its own (remote code), this code is saved beside the model. The saved
+    code is executed if the run executed the code of the base.
 
     part     the part of the weights that this process will keep, if several share the model
-    adapter  the run's adapter settings, which decide what of a vision-language model was frozen
+    adapter  the run's adapter settings, which decide which parts of a vision-language model were
+             frozen
     """
     if (folder / "adapter_config.json").is_file():
         source = replace(source, text_only=is_trained_on_text_class(folder))

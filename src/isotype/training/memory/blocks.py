@@ -5,7 +5,7 @@ When a block begins, in forward or in its recompute during backward, its weights
 their copy has begun already. The weights of all other blocks are removed from the device. Then the
 copy for the following block begins: for the next block in forward, for the previous one in
 backward. So at most two blocks are on the device. Trained weights, buffers and weights below 16 KiB
-always stay there.
+always stay on the device.
 
 Every block recomputes, because its saved tensors would otherwise keep its weights on the device
 until backward. The `.data` of a parameter is switched between a host tensor and a device tensor. So

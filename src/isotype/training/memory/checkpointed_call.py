@@ -5,9 +5,9 @@ In the forward an empty slot takes the place of each saved tensor. When backward
 slot, the layer runs again until all slots are filled. Reading a slot empties it, so that memory is
 freed during backward; a second backward over the same graph runs the layer once more.
 
-torch.utils.checkpoint with use_reentrant=False does the same. This implementation needs a fraction
-of its Python calls, because it leaves out features that Isotype does not use (other contexts, a
-trace of operators, groups of backwards).
+torch.utils.checkpoint with use_reentrant=False does the same. This implementation needs only a
+fraction of the Python calls of torch's, because it leaves out features that Isotype does not use
+(other contexts, a trace of operators, groups of backwards).
 """
 
 from __future__ import annotations

@@ -27,16 +27,15 @@ from ..step import peak_memory
 from .plan import MemoryPlan
 from .recomputation import AUTO, LAYERS, NONE, OFFLOAD, Checkpointing
 
-PLAN_TOLERANCE = 0.15  # the plan's error relative to the peak memory of real CPU runs
-# simulations with some of the layers recomputed; the peak is nearly linear in their number
+PLAN_TOLERANCE = 0.15  # the plan's largest error, as a share of the peak memory of real CPU runs
+# number of simulations with some of the layers recomputed; few are enough, because the peak is
+# nearly a linear function of the number of recomputed layers
 _MAX_SIMULATIONS = 3
 # glibc's malloc.h
 _M_TRIM_THRESHOLD = -1
 _M_TOP_PAD = -2
 _M_MMAP_THRESHOLD = -3
-_RETURN_THRESHOLD = (
-    128 << 10
-)  # glibc's own threshold before it grows; setting it keeps it from growing
+_RETURN_THRESHOLD = 128 << 10  # the initial threshold of glibc, which raises it unless it was set
 _is_returning = False
 
 PlannedCheckpointing = tuple[Checkpointing, MemoryPlan]
@@ -113,7 +112,8 @@ def choose_checkpointing_by_plan(
     overhead      how many of these bytes are used by something other than the step
     target_bytes  the bytes that the step's plan must not exceed, from `train.memory`
     """
-    # beyond the device's memory a run fails, so a margin is kept; the target needs none
+    # a run that exceeds the device's memory fails, so a margin is kept for the plan's error; a run
+    # that exceeds the target goes on, so the target has no margin
     limits = ([int(available * (1 - PLAN_TOLERANCE))] if available else []) + (
         [] if target_bytes is None else [target_bytes + overhead]
     )

@@ -335,7 +335,7 @@ def _simulate_step(
         )
         batch = step_outline.make_batch(device)
         bytes_after_forward: list[int] = []
-        peaks: list[int] = []  # in turn: before each forward, and in it
+        peaks: list[int] = []  # by turns the peak before a forward, and the peak in it
 
         def start_phase(*_: Any) -> None:
             peaks.append(live.peak)
@@ -352,7 +352,7 @@ def _simulate_step(
 
         # the first step creates the optimizer's states; the second step is measured
         stepper.accumulate([batch])
-        # takes the place of the states of an optimizer whose update does not run
+        # if the optimizer's update is not run, these buffers take the place of its states
         state_buffers: list[Tensor] = []
         if is_simulated:
             optimizer.step()

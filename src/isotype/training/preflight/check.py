@@ -159,7 +159,7 @@ def _format_finding(finding: Finding) -> str:
 
 
 def read_skipped(path: Path) -> dict[str, str]:
-    """The checks that were skipped when the run start_time, code to reason; invalid entries are
+    """The checks that were skipped when the run started, code to reason; invalid entries are
     ignored.
     """
     skipped = RunFolder(path.parent).read_json(path.name).get("skipped")
