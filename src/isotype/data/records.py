@@ -1,7 +1,7 @@
 """Reads the rows of a file as records: JSON lines and arrays, CSV and TSV, Parquet.
 
 Lines of JSON and of tables are read one at a time. The text of a JSON array is held in memory, and
-its values are parsed one at a time: a file of 119 MiB needs 119 MiB, where `json.loads` needed 739.
+its values are parsed one at a time: a file of 119 MiB needs 119 MiB; `json.loads` needed 739 MiB.
 An object with a repeated key is an error here; `json` keeps the last value and does not report it.
 Parquet is read in batches. It fills missing keys with nulls at every depth; these are removed, so
 that a message without `tool_calls` has no such key.

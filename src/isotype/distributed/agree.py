@@ -21,8 +21,8 @@ from ..errors import UsageError
 from .world import World
 
 SAMPLED_ELEMENTS = 64  # number of elements of each tensor that are hashed
-# seconds that the other processes wait to see a file of the first process: network folders show new
-# files late
+# seconds that the other processes wait to see a file of the first process, because network folders
+# show new files late
 SHARED_FOLDER_TIMEOUT = 10.0
 
 COMPARED_PACKAGES = (

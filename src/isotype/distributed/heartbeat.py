@@ -1,9 +1,9 @@
-"""Heartbeats: each process writes into the shared store where it is, so that the other processes
-can name one that is dead or late.
+"""Heartbeats: each process writes its step and activity into the shared store, so that the other
+processes can name a process that is dead or late.
 
 Gloo reports that a connection was closed or that a wait took too long, but not which process was
-the cause. Here a thread of each process writes every BEAT seconds: a growing count, the step, the
-current activity, and how many exchanges between the processes it has begun.
+the cause. Here a thread of each process writes every HEARTBEAT_INTERVAL seconds a growing count,
+the step, the current activity, and how many exchanges with other processes this process has begun.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from ..wording import first_line
 from .bounded_store import BoundedStore
 
 HEARTBEAT_INTERVAL = 0.5  # seconds between two heartbeats
-# seconds without a heartbeat after which a process counts as dead; a busy machine delays heartbeats
+# seconds without a heartbeat after which a process counts as dead. They are many, because a busy
+# machine delays heartbeats
 HEARTBEAT_TIMEOUT = 8.0
 ENDED_KEY = "ended"  # prefix of the keys of the processes that end because of another process
 

@@ -25,8 +25,8 @@ from .rank import LAUNCHED_BY
 
 LIFELINE = "ISOTYPE_LIFELINE"
 LISTENING_SOCKET = "ISOTYPE_LISTENS_AT"
-# seconds that the other processes have to end by themselves after one has failed: longer than the
-# search for a lost process
+# seconds that the other processes have to end by themselves after one has failed. This is longer
+# than the search for a lost process takes
 SHUTDOWN_SECONDS = 20.0
 # how many of the last lines of output are shown for a process that ended without reporting its
 # error
@@ -79,7 +79,7 @@ def watch_lifeline() -> None:
         return
 
     def wait() -> None:
-        os.read(int(handle), 1)  # nothing is ever written: it returns when the other end closes
+        os.read(int(handle), 1)  # no byte is ever written: the read returns when the pipe closes
         os._exit(1)
 
     threading.Thread(target=wait, name="lifeline", daemon=True).start()

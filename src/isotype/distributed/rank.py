@@ -19,8 +19,8 @@ _TORCHRUN = "start with torchrun, which sets them all, or unset RANK and WORLD_S
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """The position of this process: `rank` of `size` processes, and `local_rank` of `local_size`
-    processes on this machine.
+    """The position of this process: it is number `rank` of `size` processes of the run, and number
+    `local_rank` of `local_size` processes on this machine.
 
     launcher  the launcher's name, for messages
     """

@@ -1,10 +1,10 @@
 """Distributes a model over the processes: each holds some rows of every weight, and the weights of
 a unit are gathered while that unit runs.
 
-It uses torch's FSDP2. The units are the decoder layers, or the blocks of a denoiser, and an
-embedding that does not share its weight with the head. The rest (norm, head) is the last unit. It
-stays gathered from the forward to its backward, because the loss may multiply by the head's weight
-after the model's forward has ended.
+The distribution uses torch's FSDP2. The units are the decoder layers, or the blocks of a denoiser,
+and an embedding that does not share its weight with the head. The rest (norm, head) is the last
+unit. This unit stays gathered from the forward to its backward, because the loss may multiply by
+the head's weight after the model's forward has ended.
 
 The units compute in the weights' own dtypes (`param_dtype=None`): the ops choose the dtype of their
 products. Gradients are summed, not averaged, in `precision.reduce`. FSDP would cast the sum to the

@@ -128,7 +128,8 @@ def _install(attachment: Attachment, *, reversible: bool) -> Guards:
             read_only=name != "model",
             stores_lost_bits=reversible,
         )
-        # the ops are placed before the precision wraps the forward that they read
+        # the ops are inserted first, because they read the model's forward, which the precision
+        # replaces by a wrapper
         attachment.undo += [partial(restore, model), partial(remove_precision, model)]
         attachment.manifests[name] = optimize(model, precision, device_type=device)
         apply_precision(model, precision, device_type=device, cast=False)

@@ -1,9 +1,9 @@
 """Wraps the steps, losses and evaluations of an attached trainer.
 
-A non-finite loss or gradient stops the run before any weight moves. Trainer's own filter, which
-logs 0.0 instead, is switched off. The logits of any `compute_loss` are deferred, with or without
-labels in the forward, including those of ORPO, of CPO and of a user. `linear_divergence` computes
-the loss of TRL's distillation.
+A non-finite loss or gradient stops the run before any weight changes. Trainer's own filter, which
+logs a loss of 0.0 instead, is switched off. The logits of any `compute_loss` are deferred, with or
+without labels in the forward, including those of ORPO, of CPO and of a user. `linear_divergence`
+computes the loss of TRL's distillation.
 
 A full evaluation in bf16 or fp16 would cast the weights. Here they keep their dtype, and the
 evaluation computes in `precision.compute`.

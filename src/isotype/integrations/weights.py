@@ -1,9 +1,9 @@
 """Casts a trainer's weights to the dtypes of a precision, and moves autocast to the inner model.
-Both can be undone.
+Both changes can be undone.
 
-`bf16-pure` trains bf16 weights, whose gradients a trainer would sum in `.grad`, in bf16. Here a hook
-adds each gradient to an fp32 buffer, and clipping and an AdamW that rounds stochastically read the
-buffers. The trainer gets this AdamW through its own `optimizer_cls_and_kwargs`.
+`bf16-pure` trains bf16 weights. A trainer would sum their gradients in bf16, in `.grad`. Here a
+hook adds each gradient to an fp32 buffer. Clipping reads the buffers, and so does an AdamW that
+rounds stochastically. The trainer gets this AdamW through its attribute `optimizer_cls_and_kwargs`.
 
 accelerate puts autocast on the forward of one object, and `generate` bypasses that wrapper. The
 attribute `native_amp` of the trainer's accelerator decides whether accelerate wraps. fp16 keeps the

@@ -444,7 +444,7 @@ def read_projection(
     return _make_projection(values)
 
 
-# the same as Projection(*values), without a Python call
+# gives the same result as Projection(*values), without a Python call
 _make_projection: Callable[[Any], Projection] = partial(tuple.__new__, Projection)
 
 
@@ -538,7 +538,9 @@ def _compute_with_siblings(
 
 
 class _SharedOutput(DroppedOnCopy, tuple[Any, ...]):
-    """(x, the layer's output for x, the version of x, whether gradients were enabled)."""
+    """The stored output of a layer: (x, the layer's output for x, the version of x, whether
+    gradients were enabled).
+    """
 
 
 # results of `projection_dtypes`; a model needs only a few, but several times per layer
@@ -592,7 +594,7 @@ def shared_dtypes(
     for projection in projections:
         if projection.dtype_key != first.dtype_key and resolve(projection, x, x.dtype) != dtypes:
             return None
-        # without an adapter only, since the property `in_features` costs a Python call
+        # the property `in_features` is read only without an adapter, since it costs a Python call
         a_RK = projection.a
         in_features = projection.in_features if a_RK is None else a_RK.shape[1]
         if features != in_features:

@@ -1,5 +1,5 @@
-"""Records what a program computes, and compares what a run did with its declared precision:
-storage, arithmetic and files.
+"""Records what a program computes, and compares the storage, arithmetic and files of a run with its
+declared precision.
 
 tape       the dispatch mode and the stack of running modules, which all readers of operators share
 operators  the effect of each operator on dtypes

@@ -1,14 +1,15 @@
 """Checks that a step starts from the values that the last update left, whatever code ran in
 between: a scheduler, a callback, an evaluation.
 
-After an update it copies some elements of some trained weights, of their optimizer states, of
-averages and of buffers. Before the next step it compares their bytes. Each update samples other
-tensors, first those that were written since by PyTorch's count of writes. No step waits for its
-device: the result is a number on the device, which the step reads together with its loss.
+After an update, some elements of some trained weights, of their optimizer states, of averages and
+of buffers are copied. Before the next step their bytes are compared. Each update samples other
+tensors. Tensors that were written after the last update, by PyTorch's count of writes, come first.
+No step waits for its device: the result is a number on the device, which the step reads together
+with its loss.
 
-It also finds fp32 tensors whose values were rounded to bf16 or fp16: every sampled value that is
-not zero then ends in zero bits. After an update only the elements that it changed are checked,
-because weights of a bf16 checkpoint may be trained in fp32.
+This module also finds fp32 tensors whose values were rounded to bf16 or fp16: every sampled value
+that is not zero then ends in zero bits. After an update only the elements that the update changed
+are checked, because weights of a bf16 checkpoint may be trained in fp32.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ BUFFER = "buffer"
 # the largest number of tensors of each kind in a sample, and of elements of each tensor
 SAMPLED_TENSORS = 16
 SAMPLED_ELEMENTS = 64
-# how many values are needed to judge a tensor: 8 values all end in 16 zero bits by chance with a
-# probability of 2 to the -128
+# how many values are needed to call a tensor rounded: the probability that 8 values end in 16 zero
+# bits each by chance is 2 to the power of -128
 _MIN_VALUES = 8
 # the last bits of an fp32 number that are zero after rounding to a narrower dtype
 _ZERO_BITS = {"bf16": 0xFFFF, "fp16": 0x1FFF}

@@ -2,12 +2,12 @@
 checks the operators of a step.
 
 `watch()` hooks every module and activates the tape for one step only, so that other steps have no
-extra cost. Things that cannot be observed (`Observation.unseen`, `Observation.unobserved`) are
-reported with the reason and never counted as observed.
+extra cost. What cannot be observed (`Observation.unseen`, `Observation.unobserved`) is reported
+with the reason and never counted as observed.
 
 The observed steps are the first, every `every`-th, a random one between two of these, and the step
-after a change of the model. The random steps make it likely to find a module that computes
-differently in some steps only. The choice depends only on the number of the step and the seed, so
+after a change of the model. Because of the random steps, a module that computes differently in some
+steps only is likely to be found. The choice depends only on the number of the step and the seed, so
 that a resumed run observes the same steps as an uninterrupted one.
 """
 
@@ -401,8 +401,8 @@ class Observer:
         """
         on_gpu = any(p.device.type == "cuda" for p in self.model.parameters())
         backend = torch.backends.cuda if on_gpu else torch.backends.mkldnn
-        # "none" leaves the choice to the wider setting. "tf32" on a CPU is what
-        # torch.set_float32_matmul_precision("high") leaves there
+        # "none" leaves the choice to the next setting, which is more general. On a CPU,
+        # torch.set_float32_matmul_precision("high") sets "tf32"
         settings = (
             backend_setting.fp32_precision
             for backend_setting in (backend.matmul, backend, torch.backends)

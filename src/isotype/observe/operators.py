@@ -49,8 +49,8 @@ _PRODUCTS = split_names("""
     _efficient_attention_forward _efficient_attention_backward _native_multi_head_attention _transformer_encoder_layer_fwd lstm gru
     rnn_tanh rnn_relu _thnn_fused_lstm_cell _cdist_forward einsum
     """)
-# sums; the kernel accumulates in a wide dtype, but the result has the requested dtype and may be
-# narrow
+# sums. PyTorch's kernels accumulate a sum in a wide dtype, but its result has the requested dtype,
+# which may be narrow
 _SUMS = split_names("""
     sum nansum mean prod var std var_mean std_mean norm linalg_vector_norm logsumexp cumsum cumprod logcumsumexp _logcumsumexp trace
     _softmax _log_softmax _safe_softmax _softmax_backward_data _log_softmax_backward_data nll_loss_forward nll_loss2d_forward
@@ -66,7 +66,7 @@ LOSSES = split_names("""
 LOG_SUMS = split_names("_log_softmax logsumexp")
 # operators with which a norm computes its divisor
 NORM_SUMS = split_names("linalg_vector_norm mean norm pow rsqrt sqrt std std_mean sum var var_mean")
-# functions whose values models store in tables
+# functions whose values models store in tables, for example the cosines of a rotary embedding
 NONLINEAR = split_names("""
     acos asin atan cos cosh erf exp exp2 expm1 log log10 log1p log2 polar pow reciprocal rsqrt sigmoid sin sinh softplus sqrt tan tanh
     """)

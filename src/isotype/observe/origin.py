@@ -30,8 +30,8 @@ OBSERVER_FOLDERS = tuple(
 )
 _STDLIB_FOLDER = sysconfig.get_paths()["stdlib"] + os.sep
 _PACKAGE_FOLDERS = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-# libraries whose code counts as common practice; a model's own code from the Hub is in the cache
-# folder of transformers, and is the user's
+# libraries whose code counts as common practice. A model's own code from the hub lies in the cache
+# folder of transformers, and counts as the user's code
 _HUGGING_FACE_FOLDERS = tuple(
     mark + name + os.sep
     for mark in _PACKAGE_FOLDERS

@@ -1,6 +1,6 @@
-"""`Observation` holds the result of one observation of a run: the dtypes, the violations, and the
-things that could not be observed, with the reason. This file also merges observations into the
-record that `precision.json` stores: the last observed state of each role, and every place that
+"""`Observation` holds the result of one observation of a run: the dtypes, the violations, and what
+could not be observed, with the reason. This file also merges observations into the record that
+`precision.json` stores. The record has the last observed state of each role, and every place that
 cannot be observed.
 """
 
@@ -15,7 +15,7 @@ from ..errors import DtypeError
 from ..finding import Finding, Place, Severity
 from ..precision.precision import TASK_ROLES
 
-# role -> why a run may not observe it
+# role -> the reason why a run may not observe this role
 UNSEEN_REASONS = {
     "norms": (
         "inside one kernel, Isotype's rms_norm (fp32 by its contract) or PyTorch's layer_norm; what"
@@ -60,9 +60,10 @@ class Observation:
 
     dtypes       role -> dtype -> count of parameters, gradients, states, products, norm calls or
                  tensors of files
-    unseen       role -> reason -> count of the things of that role that could not be observed
-    total        role -> count of all things of that role, counted independently; equal to the sum
-                 of `dtypes` and `unseen`
+    unseen       role -> reason -> count of the tensors or calls of that role that could not be
+                 observed
+    total        role -> count of all tensors or calls of that role, counted independently; equal to
+                 the sum of `dtypes` and `unseen`
     violations   findings where the dtype differs from the declared one
     promotions   module outputs wider than `compute` that the declaration allows: (module, dtype),
                  counted
@@ -101,8 +102,8 @@ class Observation:
         allowed: tuple[str, ...] = (),
         **details: Any,
     ) -> None:
-        """Counts one thing of a role, and reports a violation if its dtype is neither the declared
-        one nor in `allowed`.
+        """Counts one tensor or call of a role, and reports a violation if its dtype is neither the
+        declared one nor in `allowed`.
 
         details  `report`'s cause, file and line
         """
@@ -119,7 +120,7 @@ class Observation:
             )
 
     def count_unseen(self, role: str, reason: str) -> None:
-        """Counts one thing of a role that cannot be observed."""
+        """Counts one tensor or call of a role that cannot be observed."""
         self.unseen[role][reason] += 1
         self.total[role] += 1
 

@@ -59,7 +59,8 @@ class Tape(TorchDispatchMode):
         super().__init__()
         self._run = run
         self._on_new_operator = on_new_operator
-        # by id: the hash of an operator is slow, and `Operator.func` keeps it alive
+        # the key is an operator's id, because its hash is slow; `Operator.func` keeps the operator
+        # alive, so that no other object gets this id
         self._operators: dict[int, Operator] = {}
 
     @classmethod

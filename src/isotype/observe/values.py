@@ -24,10 +24,10 @@ INPUT = 1
 WEIGHT = 2
 BUFFER = 4
 FLOAT_INPUT = 8
-MASK_BOUND = 1e4  # larger numbers are those that fill masks
+MASK_BOUND = 1e4  # a number of a larger magnitude fills a mask
 MAX_RECOMPUTED_ELEMENTS = (
     1 << 20
-)  # of a tensor that is computed again to check whether it was rounded
+)  # a larger tensor is not computed again to check whether it was rounded
 
 _REAL_DTYPES = {
     torch.complex32: torch.float16,

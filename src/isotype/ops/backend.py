@@ -28,12 +28,12 @@ from ..environment.planned_device import is_planned, planned_device_type
 from ..errors import UsageError
 from .cpp import DTYPES, CppKernels
 
-# looked up once: the three attribute lookups take 2 us, and a layer needs ten of them
+# looked up once: the three attribute lookups take 2 us, and a layer would need them ten times
 _UNSAFE_VIEW_OP = torch.ops.aten._unsafe_view.default
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype autocast would use on `x`'s device, or None where it is off."""
+    """The dtype that autocast uses on `x`'s device, or None if autocast is off there."""
     device_type = x.device.type
     if device_type == "meta":
         # PyTorch raises an error for questions about autocast on the meta device
@@ -63,8 +63,8 @@ def autocast_off(x: Tensor) -> AbstractContextManager[object]:
 
 
 # A context manager in C++, which PyTorch's compiled graphs use too. `autocast_dtype` does not
-# notice it and returns the same value inside the block as outside. So it is only for code that does
-# not read whether autocast is on, outside compiled graphs and memory plans
+# notice this context manager and returns the same value inside the block as outside. So it is only
+# for code that does not read whether autocast is on, and not for compiled graphs and memory plans
 disable_autocast = torch._C._DisableAutocast
 
 
@@ -190,8 +190,8 @@ def kernel_unavailable_reason(device: torch.device) -> str:
 
 
 def _run_probe(device: torch.device) -> tuple[str, bool]:
-    """Launches the probe. Returns (the reason why no kernel runs, or "", whether the reason is
-    permanent).
+    """Launches the probe. Returns (the reason why no kernel runs, which is "" if it runs; whether
+    this reason is permanent).
     """
     try:
         from .launch import probe
@@ -347,7 +347,7 @@ def apply_function(function: type[Function], *args: Any) -> Any:
 
     Outside torch.func and compiled graphs, `Function.apply` searches every argument for tensors of
     a torch.func transform, and the dispatcher searches them again. A decoder layer with adapters
-    makes 150 such calls. With 20 arguments, `Function.apply` takes 28 us and this function 15.
+    makes 150 such calls. With 20 arguments, `Function.apply` takes 28 us and this function 15 us.
     """
     if torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active():
         return function.apply(*args)

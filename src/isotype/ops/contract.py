@@ -10,8 +10,9 @@ from typing import Literal
 
 from ..dtypes import TensorSpec
 
-# ignored: autocast does not change the op's dtypes. follows: a free letter becomes the autocast
-# dtype, as in a matmul. fp32: the output is fp32 under autocast, as in torch's cross_entropy
+# "ignored": autocast does not change the op's dtypes. "follows": the dtype of a letter in the
+# signature becomes the autocast dtype, as in a matmul. "fp32": the output is fp32 under autocast,
+# as in torch's cross_entropy
 Autocast = Literal["ignored", "follows", "fp32"]
 
 

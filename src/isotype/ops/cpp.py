@@ -37,7 +37,7 @@ from ..environment.private_folder import (
 
 HEADERS = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-Wno-psabi")
-# a build that takes longer prints a message
+# seconds; a build that takes longer prints a message
 BUILD_MESSAGE_DELAY_S = 5.0
 
 
@@ -100,8 +100,8 @@ def warn_of_shared_folder(reason: str) -> None:
 
 @cache
 def machine_signature(compiler: str) -> str:
-    """Returns a text that identifies the compiler and the processor. Builds of a source may differ
-    if it differs.
+    """Returns a text that identifies the compiler and the processor. Two machines with different
+    texts may need different builds of a source.
     """
     version = subprocess.run(
         [compiler, "--version"], capture_output=True, text=True, check=False

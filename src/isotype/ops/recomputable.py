@@ -1,10 +1,10 @@
 """Tensors that backward recomputes instead of saving them.
 
-gelu(x) of an MLP is four times as wide as the residual stream, and the layer that reads it needs it
-in backward for its adapter's gradient. x is saved in any case. So the layer saves x, and backward
-computes gelu(x) again. The op that returns a tensor stores the recipe on the tensor itself
-(`mark_recomputable`). A layer that gets another tensor, such as a view or a copy, finds no recipe
-and saves the tensor.
+In an MLP, gelu(x) is four times as wide as the residual stream. The layer that reads gelu(x) needs
+it in backward for its adapter's gradient. Since x is saved in any case, the layer saves x instead,
+and backward computes gelu(x) again. The op that returns a tensor stores the recipe on the tensor
+itself (`mark_recomputable`). A layer that gets another tensor, such as a view or a copy, finds no
+recipe and saves the tensor.
 """
 
 from __future__ import annotations

@@ -32,7 +32,8 @@ from .instances import Replacement, make_placement, rebuild_blocker, replacement
 
 PLACE_KIND = "attention"
 FUNCTION_TABLE = "ALL_ATTENTION_FUNCTIONS"
-# with fewer queries PyTorch's forward is as fast: most lanes of a block of 64 would be empty
+# with fewer queries PyTorch's forward is as fast, because the op computes blocks of 64 queries and
+# most of a block would be empty
 MIN_QUERIES = 32
 # arguments that would change the result, and that the op does not support
 UNSUPPORTED_ARGUMENTS = ("position_bias", "cache", "s_aux", "output_attentions")
@@ -238,8 +239,8 @@ def wrap_attention(
 
 
 def document_mask_blocker(model: nn.Module) -> str | None:
-    """Says why document bounds cannot replace the mask in this model. None if all its attention
-    runs the op, and nothing else reads a mask.
+    """Says why document bounds cannot replace the mask in this model. Returns None if the op
+    computes all attention of the model, and nothing else reads a mask.
     """
     language = get_language_part(inner_model(model))
     layers = [
@@ -283,8 +284,9 @@ PLAIN_LAYERS = {"full_attention", "sliding_attention"}
 
 
 def padding_mask_reason(model: Any) -> str | None:
-    """Says why this model needs a mask of padding. None if only causal attention reads the mask:
-    then padding on the right needs none, because no real token attends to a later position.
+    """Says why this model needs a mask of padding. Returns None if only causal attention reads the
+    mask: padding on the right then needs no mask, because no real token attends to a later
+    position.
     """
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     config: Any = getattr(model, "config", None)
@@ -300,7 +302,7 @@ def padding_mask_reason(model: Any) -> str | None:
         return f"it has layers of {', '.join(other_types)}"
     for name, module in get_language_part(
         model
-    ).named_modules():  # towers do not get the text's mask
+    ).named_modules():  # a vision tower does not get the text's mask
         if getattr(module, "is_causal", True) is False:
             return f"{name} is not causal"
         if isinstance(module, nn.Conv1d) or hasattr(module, "A_log"):

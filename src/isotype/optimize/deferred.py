@@ -1,5 +1,6 @@
-"""Deferred logits: a tensor subclass for logits that are computed only when needed. They are
-`outer_factor * tanh(inner_factor * (hidden @ weight.T + bias))`, or `inner_factor * (...)`.
+"""Deferred logits: a tensor subclass for logits that are computed only when needed. The logits are
+`outer_factor * tanh(inner_factor * (hidden @ weight.T + bias))`, or without a softcap
+`inner_factor * (hidden @ weight.T + bias)`.
 
 Their cross-entropy is computed by `linear_cross_entropy`. A logit, a logsumexp or a log-probability
 of each row is computed without the other logits (`deferred_values`). Scale, softcap, lossless
@@ -44,7 +45,7 @@ from .deferred_values import (
 materialisations: Counter[str] = Counter()
 
 
-# functions that need the tensor's own memory or graph, besides those whose name ends in one
+# functions that need the tensor's own memory or graph; so do functions whose name ends in one
 # underscore
 _IN_PLACE = {
     "__setitem__",
@@ -340,7 +341,7 @@ def _calling_line() -> str:
 
 
 def _replace_recipe(x: DeferredLogits, **changes: Any) -> DeferredLogits | None:
-    # after the real tensor was computed, later operations should use it
+    # if the real tensor was computed already, later operations should use the real tensor
     if x.computed is not None:
         return None
     return DeferredLogits(replace(x.recipe, **changes))

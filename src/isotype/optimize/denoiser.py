@@ -1,8 +1,8 @@
-"""Replaces parts of diffusers' transformers by ops: blocks, adaptive norms and activations.
-`joint_attention` does so for attention.
+"""Replaces parts of diffusers' transformers by ops: blocks, adaptive norms and activations. The
+module `joint_attention` replaces attention.
 
 A block has one residual stream for the picture and one for the text, or one stream for both (Flux,
-SD3). It is recognised by its children and a probe. The new forward calls the same children and adds
+SD3). A block is recognised by its children and a probe. The new forward calls its children and adds
 to a stream with `gated_residual`. In a block with one stream the last layer reads the concatenation
 of attention's output and the activation; backward recomputes both from their inputs.
 """
@@ -56,8 +56,9 @@ def is_block(module: nn.Module) -> bool:
     )
 
 
-# the forwards of the two forms of a block: (block, picture [B T H], text [B S H], time embedding [B H], further
-# arguments of attention) -> (text, picture)
+# the forwards of the two forms of a block:
+# (block, picture [B T H], text [B S H], time embedding [B H], further arguments of attention)
+# -> (text, picture)
 
 
 def run_two_streams(
@@ -125,8 +126,8 @@ def run_one_stream(
 def _attend_and_activate(
     block: Any, stream: Tensor, emb: Tensor, attention_kwargs: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Returns the input of the last layer, and the gate. It is a function so that its intermediate
-    tensors are freed before the last layer runs.
+    """Returns the input of the last layer, and the gate. This is a separate function so that its
+    intermediate tensors are freed before the last layer runs.
     """
     rows, gate = block.norm(stream, emb=emb)
     inner = block.act_mlp(block.proj_mlp(rows))

@@ -29,7 +29,7 @@ from .instances import (
 )
 
 PLACE_KIND = "experts"
-# sizes of a probe: experts, hidden and inner features
+# sizes of a probe: number of experts, of hidden features and of inner features
 _EXPERTS = 3
 _HIDDEN = 6
 _INNER = 10

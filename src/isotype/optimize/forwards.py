@@ -42,8 +42,8 @@ def check_placed(model: nn.Module) -> None:
     """Checks that no class's forward was changed after `optimize` replaced it on an instance. The
     training loop and an attached trainer call this in each step.
 
-    A LoRA layer that has got a hook or another child runs PEFT's code from then on; when that is
-    removed, it runs the fused code again.
+    A LoRA layer to which a hook or another child is added runs PEFT's code from then on. When the
+    hook or child is removed, the layer runs the fused code again.
 
     Raises  UsageError if the forward of a class was replaced after `optimize`
     """
@@ -100,7 +100,8 @@ def norm_forward(
         return normed
     settings: NormSettings = self.__dict__[SETTINGS_KEY][0]
     eps = USUAL_EPSILON if settings.eps_attribute is None else self.__dict__[settings.eps_attribute]
-    # read once, because `torch.nn.utils.parametrize` computes it anew for every access
+    # the weight is read once, because a parametrised weight (`torch.nn.utils.parametrize`) is
+    # computed anew for every access
     weight: Tensor = self._parameters["weight"] if residual_slot is not None else self.weight
     if residual_slot is not None:
         normed, residual_slot[0] = add_rms_norm(

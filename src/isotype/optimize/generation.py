@@ -2,11 +2,11 @@
 unchanged.
 
 Generation and training can disturb each other in two ways. First, sampling uses the same random
-generators as dropout and the data order. After a training step, generation therefore uses a
+generators as dropout and the data order. After a first training step, generation therefore uses a
 separate random stream, which the caller can restart with a seed. Samples that are trained on (GRPO,
 OnlineDPO) use the generators of training in an attached trainer (`sample_from_training_state`).
-Second, a layer with gradient checkpointing in training mode discards the key-value cache, and would
-see one token without the earlier ones. Gradient checkpointing is therefore switched off during
+Second, a layer with gradient checkpointing in training mode discards the key-value cache, so that
+each new token would attend only to itself. Gradient checkpointing is therefore switched off during
 generation. `linear_4bit` prevents bitsandbytes from changing 4-bit weights in evaluation mode.
 """
 
@@ -30,8 +30,8 @@ _STREAM = "_isotype_generation"
 
 
 class SamplingStream:
-    """The random stream for sampling during training. It continues from one generation to the next
-    and never repeats.
+    """The random stream for sampling during training. The stream continues from one generation to
+    the next and never repeats.
 
     training_state   the CPU generator's state in the last training step; None before the first step
     restored_states  the generator states that the last generation from the stream restored

@@ -24,8 +24,8 @@ KERNEL_LIBRARIES = ("liger_kernel", "unsloth", "unsloth_zoo", "cut_cross_entropy
 
 
 def library_name(function: Any) -> str:
-    """The package that defines a function or class; for a decorated function that of the wrapped
-    function, if that is a kernel library.
+    """The package that defines a function or class. For a decorated function it is the package of
+    the wrapped function, if this package is a kernel library.
     """
     current_function = getattr(function, "__func__", function)
     packages = []

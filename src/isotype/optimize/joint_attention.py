@@ -1,5 +1,5 @@
 """Replaces attention in diffusers' transformers, over a picture's tokens alone or joined with the
-text's tokens. It is recognised by its children and a probe.
+text's tokens. An attention layer is recognised by its children and a probe.
 
 The new forward calls the same children and the ops `rope` and `attention`. For backward it saves
 the projections, and recomputes the normed, joined and rotated query and key from them.
@@ -50,7 +50,7 @@ class JointSettings:
     """Describes an attention layer.
 
     is_joint   whether attention is over the text's tokens too
-    text_first whether they come before the picture's
+    text_first whether the text's tokens come before the picture's
     has_output_layer  whether to_out is applied to the picture's result
     has_text_output_layer  whether to_add_out is applied to the text's result
     has_rotary  whether query and key are rotated by the tables `image_rotary_emb`

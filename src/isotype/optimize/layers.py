@@ -1,9 +1,10 @@
-"""Replaces decoder layers with two halves, x + attention(x) and then x + mlp(x). They are
-recognised by their children and a probe, not by names.
+"""Replaces decoder layers with two halves, x + attention(x) and then x + mlp(x). A layer is
+recognised by its children and a probe, not by names.
 
 Norms are before attention and MLP (Llama), after them (OLMo 2), or both (Gemma 2). The outputs of
-both may be multiplied by a number of the layer (Granite). The new forward joins each sum with the
-norm that reads it (`add_rms_norm`), so that backward adds the gradients of both in one pass.
+attention and MLP may be multiplied by a number of the layer (Granite). The new forward computes
+each sum together with the norm that reads the sum (`add_rms_norm`), so that backward adds the
+gradients of sum and norm in one pass.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from .instances import (
     replacement_blocker,
 )
 
-PLACE_KIND = "layer"  # of `Placement.part`
+PLACE_KIND = "layer"  # the value of `Placement.part`
 
 
 @dataclass(frozen=True)

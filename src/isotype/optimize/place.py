@@ -68,13 +68,14 @@ def optimize(
                dtype of the input
     device_type  the type of the device on which the model will run; by default that of its
                  parameters
-    lora_branch  "fp32" computes the adapters' own products in fp32 beside narrower base products
+    lora_branch  "fp32" computes the products with A and B in fp32, also if base products are
+                 narrower
     ->         the Manifest, which can be printed
     Norms run `rms_norm`, rotary functions `rope`, attention in bf16 on a CPU `attention`, gated
     MLPs `silu_mul` or `gelu_mul`, the head with its loss `linear_cross_entropy`, LoRA layers
-    `lora_linear`, gated MLPs of them `lora_mlp`, stacked experts with and without LoRA `experts`,
-    and 4-bit layers `linear_4bit`. `model.generate` may be called during training: see
-    `generation`.
+    `lora_linear`, gated MLPs of LoRA layers `lora_mlp`, stacked experts with and without LoRA
+    `experts`, and 4-bit layers `linear_4bit`. `model.generate` may be called during training; the
+    module `generation` describes how.
     Raises  UsageError if `model` is no module, and for an unknown precision or lora_branch
     """
     if lora_branch not in ("compute", "fp32"):

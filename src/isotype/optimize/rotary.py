@@ -1,8 +1,9 @@
-"""Replaces the rotary embedding, which is a function in the file of the model. The instance's
-forward is rebuilt over private globals that contain the replacement (`rebuild_forward`).
+"""Replaces the rotary embedding, which is a function in the file of the model. The forward of an
+attention layer that calls this function is rebuilt over private globals that contain the
+replacement (`rebuild_forward`).
 
 The function is recognised by its signature, `f(q, k, cos, sin, ...)`, and by a probe. A function
-that only has the name of a rotation is not replaced; the manifest says so.
+that has the name of a rotation but not this signature is not replaced; the manifest says so.
 """
 
 from __future__ import annotations

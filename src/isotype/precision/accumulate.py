@@ -1,9 +1,9 @@
 """Accumulates gradients in buffers that are wider than the weights.
 
 DDP, FSDP2, deepcopy and torch's own AdamW lose `param.grad_dtype`, so the sum is stored outside
-`.grad`: a hook adds each gradient to its buffer and then frees it. Processes that train together
-sum theirs once per step, between `begin_sums` and `finish_sums`, without a wrapper around the
-model.
+`.grad`: a hook adds each gradient to its buffer and then frees the gradient. Processes that train
+together sum their gradients once per step, between `begin_sums` and `finish_sums`, without a
+wrapper around the model.
 
 Gradients are summed over processes in buckets. A bucket can be sent while backward still computes
 the gradients of others. It is sent as soon as all its gradients have arrived and the buckets before
@@ -26,8 +26,8 @@ from ..errors import RunError
 from .parts import local_part
 
 BUCKET_BYTES = 25 << 20  # bytes of gradients per bucket, as in torch's DDP
-# largest number of buckets that are sent and not received yet: they are the memory that the sums
-# take besides the gradients
+# largest number of buckets that are sent and not received yet; the sums need memory for these
+# buckets in addition to the gradients
 MAX_IN_FLIGHT = 4
 
 
@@ -70,8 +70,9 @@ class BucketSums:
         # that backward does not run
         self._arrived: set[int] | None = None
         self._missing_counts: list[int] = []  # how many gradients of each bucket have not arrived
-        # whether buckets are sent during backward. They are not if a layer runs a backward of its
-        # own, which may compute a gradient in several parts. None: the first step has not ended yet
+        # whether buckets are sent during backward; None until the first step has ended. They are
+        # not sent then if a layer runs a backward of its own, which may compute a gradient in
+        # several parts
         self._sends_early: bool | None = None
         self._arrives_in_parts = False
         self._sent_count = 0

@@ -1,9 +1,9 @@
 """Applies a `Precision` to a model: casts weights to their declared dtype, and computes products
 and the outputs of norms and embeddings in `compute`.
 
-It wraps the forward of the inner model, not that of a trainer's wrapper, so that generation,
-evaluation and callbacks compute in the same dtypes as training. It changes instances only and
-patches no class. A deepcopy of the model behaves the same.
+The forward of the inner model is wrapped, not that of a trainer's wrapper, so that generation,
+evaluation and callbacks compute in the same dtypes as training. Only instances are changed; no
+class is patched. A deepcopy of the model computes in the same dtypes.
 """
 
 from __future__ import annotations

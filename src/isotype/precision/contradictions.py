@@ -41,10 +41,9 @@ _HALF_DTYPES = ("bf16", "fp16")
 
 class SettingFacts(sheets.Facts):
     """Evaluates the names that a rule may use. A role is a part of the precision, such as `base` or
-    `grads`. The name of a setting means its value. These are the
-    others:
+    `grads`. The name of a setting means its value. The other names are:
 
-    given ROLE                whether the user wrote it
+    given ROLE                whether the user wrote the role
     packed NAME               whether weights of this dtype are stored in few bits with scales
     bf16 among ROLE, ROLE     those of the roles that are bf16; `half among`: bf16 or fp16
     ROLES set to NAME         `precision.ROLE: VALUE`, for each of the roles
@@ -52,7 +51,8 @@ class SettingFacts(sheets.Facts):
     eight bit                 whether the optimizer keeps its states in 8 bits
 
     settings  every role of the run, `adapter` (lora, none), `frozen` (yes, no: whether some weights
-              of the model are not trained), `family` (the model's `model_type`), `optimizer_name` (adamw, adamw8bit) and `preset`
+              of the model are not trained), `family` (the model's `model_type`), `optimizer_name`
+              (adamw, adamw8bit) and `preset`
     """
 
     fact_functions = {

@@ -1,5 +1,5 @@
-"""Reads from config.json how the weights of a checkpoint are packed: by which library, in which dtype
-of `precision.base`, in which blocks.
+"""Reads from config.json how the weights of a checkpoint are packed: the library, the dtype that
+`precision.base` names, and the size of blocks.
 
 Which layers are packed, and how, is read from the tensors of the file (`ops.packed.recognise`), not
 from the lists of ignored layers in config.json. Imports no torch.
@@ -169,7 +169,7 @@ def _read_compressed_tensors(config: Mapping[str, Any]) -> Packing:
 
 
 # torchao's formats that store one number per byte with separate scales. Int4WeightOnlyConfig is not
-# among them: it stores its numbers in the order of one kernel
+# among them: its numbers are stored in an order that only one kernel reads
 _TORCHAO_DTYPES = {
     "Int8WeightOnlyConfig": "int8", "Float8WeightOnlyConfig": "fp8", "IntxWeightOnlyConfig": "int8",
     "Int8DynamicActivationInt8WeightConfig": "int8", "Int8DynamicActivationIntxWeightConfig": "int8",

@@ -65,8 +65,8 @@ def draw_noise_bits(seed: int, first_index: int, count: int, device: torch.devic
     """Returns 16 random bits for each of `count` elements from `first_index` on, as int32[count].
     The bits depend only on the seed and the element's index.
 
-    So processes that hold parts of a tensor draw the same bits as a single process. Each block of
-    BLOCK elements has a separate generator.
+    So processes that hold parts of a tensor draw the same bits for their elements as a single
+    process that holds the whole tensor. Each block of BLOCK elements has a separate generator.
     """
     if device.type == "meta":
         return torch.empty(count, dtype=torch.int32, device=device)

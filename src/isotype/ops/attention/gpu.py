@@ -102,8 +102,8 @@ def _capability(index: int | None) -> tuple[int, int]:
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:
-    """Returns the compute capability. None for other devices than CUDA, and for AMD's GPUs, whose
-    numbers have another meaning.
+    """Returns the compute capability of a CUDA device. Returns None for other devices, and for
+    AMD's GPUs, whose numbers have another meaning.
     """
     if is_planned(device) and planned_device_type(device) == "cuda":
         if not torch.cuda.is_available():
@@ -136,8 +136,8 @@ def has_flash() -> bool:
 def disable_cudnn_with_mask(mask: Tensor | None) -> Iterator[None]:
     """Within this block PyTorch's attention does not use cuDNN if there is a mask. With a mask
     cuDNN's backward gives NaN for some lengths (a multiple of 128 plus 64, pytorch issue 196678),
-    and cuDNN reads an fp32 mask for bf16 queries as bf16 (pytorch pull request 191612). It is for
-    calls outside compiled graphs.
+    and cuDNN reads an fp32 mask for bf16 queries as bf16 (pytorch pull request 191612). Use this
+    block only outside compiled graphs.
     """
     if (
         mask is None
@@ -166,8 +166,8 @@ def _cudnn_supports(compute_capability: tuple[int, int], depth: int) -> bool:
         or os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1"
     ):
         return False
-    # the order of additions in cuDNN's backward differs from call to call; FlashAttention has a
-    # deterministic backward
+    # in cuDNN's backward the order of additions differs from call to call, while FlashAttention has
+    # a deterministic backward
     return (
         not torch.are_deterministic_algorithms_enabled()
         or torch.is_deterministic_algorithms_warn_only_enabled()

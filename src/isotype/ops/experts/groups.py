@@ -24,11 +24,11 @@ from ..backend import arithmetic_dtype, choose_implementation, forced_backend, u
 from ..cpp import CppKernels
 from ..library import library_op
 
-# for a CPU: 512 rows of 1,024 inner features are 1 MiB in bf16, and a part of 64 rows needs as many
-# calls as a part of 512
+# number of rows of a part on a CPU. 512 rows of 1,024 inner features are 1 MiB in bf16. A part of
+# fewer rows, such as 64, needs as many calls as a part of 512 rows
 ROWS_PER_PART = 512
-# the number of packed experts that are widened at a time on a GPU: 8 of gpt-oss's are 265 MB, and
-# all are 1 GiB
+# the number of packed experts that are widened at a time on a GPU. Widened matrices of 8 experts of
+# gpt-oss take 265 MB, and those of all experts 1 GiB
 EXPERTS_AT_ONCE = 8
 
 

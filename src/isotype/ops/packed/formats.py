@@ -64,7 +64,7 @@ class Layout:
 
     @property
     def align(self) -> int:
-        """The number of rows of a piece must be a multiple of this, so that pieces hold whole
+        """The number of which the rows of a piece must be a multiple, so that a piece holds whole
         blocks and whole words in every packing.
         """
         return math.lcm(self.block[0], 8)

@@ -191,8 +191,8 @@ def rms_norm_backward(
         if want_dweight
         else scale
     )
-    # with 16,384 columns, 16 warps spill 2 values per thread (Triton 3.6, sm_90), or 32 if the
-    # weight's gradient is summed too; 32 warps spill none, or 17
+    # with 16,384 columns (Triton 3.6, sm_90), 16 warps spill 2 values per thread, and 32 values if
+    # the weight's gradient is summed too; 32 warps spill no value, and 17 values with that sum
     rms_norm_backward_kernel[(programs,)](
         x,
         weight_H,
