@@ -135,8 +135,8 @@ def examine(
 
 
 def _examine(subject: str, arguments: list[str]) -> tuple[str, list[Examination]]:
-    """Examines standard input, a path, or the text of an error. Returns a name for it and the
-    examinations.
+    """Examines standard input, a path, or the text of an error. Returns a name for what was
+    examined, and the examinations.
 
     Raises  UsageError for an unknown path or command, and for several paths
     """

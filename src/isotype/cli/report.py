@@ -27,8 +27,8 @@ def report(
     """Write report.html of a run: curves, declared and observed precision, preflight, data and
     samples.
 
-    The page is one file and needs no network. Its only script is the slider for pictures. It is
-    built from the files in the run folder, so that failed and running runs have a report too.
+    The page is one file and needs no network. Its only script is the slider for pictures. The page
+    is built from the files in the run folder, so that failed and running runs have a report too.
 
     Examples:
 
@@ -53,10 +53,10 @@ def watch(
     """Show a run in a browser while it trains: curves, observed precision, samples, the last lines
     of its log, and a button to stop it.
 
-    The command prints a local address with a token. It only reads the files of the run, so the run
-    may belong to another terminal or be finished. The command waits for a run that has not begun.
-    The button saves and stops the run, like Ctrl-C in its terminal. Ctrl-C here stops the server,
-    but not the run.
+    The command prints a local address with a token. The server only reads the files of the run, so
+    the run may belong to another terminal or be finished. The command waits for a run that has not
+    begun. The button saves and stops the run, like Ctrl-C in its terminal. Ctrl-C here stops the
+    server, but not the run.
 
     Examples:
 

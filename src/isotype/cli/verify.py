@@ -51,8 +51,8 @@ def verify(
     The file is read back tensor by tensor, and its model runs in fp32 on the run's held-out rows.
     The report has the losses of the base, of the trained model and of the file, and the share of
     what was learnt that the file keeps. It also has the causes of the difference, and every tensor
-    and setting that differs. The exit status is 0 if the file is the trained model, 1 if it is not,
-    and 2 if it cannot be compared.
+    and setting that differs. The exit status is 0 if the file is the trained model, 1 if the file
+    is not, and 2 if the file cannot be compared.
 
     Examples:
 

@@ -326,8 +326,8 @@ class Run:
         return folder
 
     def load(self) -> LoadedRun:
-        """The model, tokenizer, precision and device as in training. They are loaded at the first
-        call.
+        """The model, tokenizer, precision and device as in training. All four are loaded at the
+        first call.
         """
         if self._loaded is None:
             from ..inference.loaded import load_run
@@ -365,7 +365,7 @@ class Run:
         return self._conversation.answer(text)
 
     def forget(self) -> None:
-        """Ends the conversation. The next `chat` begins a new one."""
+        """Ends the conversation. The next `chat` begins a new conversation."""
         self._conversation = None
 
     @property

@@ -12,7 +12,8 @@ bf16  native    matrix products run in hardware
 Peaks are TFLOP/s of dense matrix products with fp32 accumulation (datasheets print twice as much,
 for 2:4 sparsity). Bandwidth is in GB/s.
 
-The figures are taken from the documents below. They were not looked up again one by one.
+The figures are taken from the documents below. The single figures were not compared with the
+documents again.
 
 Source  NVIDIA: CUDA C++ Programming Guide (tensor core input types by compute capability);
         datasheets of P100, V100, T4, A100, A10, A40, L4, L40S, H100, H200, HGX B200; Ampere GA102,
@@ -213,8 +214,8 @@ def lookup_hardware(name: str) -> Hardware:
 
 
 def detect(device: str = "auto") -> Hardware:
-    """The device of this machine. `auto` takes a CUDA or ROCm GPU if there is one, else the CPU.
-    `cuda` needs a GPU. Other names are refused.
+    """The device of this machine. `auto` takes a CUDA or ROCm GPU if the machine has one, and
+    otherwise the CPU. `cuda` needs a GPU. Other names are refused.
 
     Raises  UsageError with the reason.
     """
@@ -364,7 +365,7 @@ def wait_passively(
     is_torch_loaded: bool | None = None,
 ) -> bool:
     """Makes OpenMP's threads sleep while they wait, if other programs use the cores and the user
-    has not set how threads wait. Returns whether it changed the setting.
+    has not set how threads wait. Returns whether the function changed the setting.
 
     OpenMP reads the variable when torch is loaded. By default a thread that has finished its part
     of a loop spins for about a millisecond. On shared cores it then occupies the core on which the

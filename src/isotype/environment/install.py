@@ -21,8 +21,8 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def install_command(*extras: str) -> str:
-    """The command `pip install ...` for these extras. Paths in it are relative to the current
-    folder.
+    """The command `pip install ...` for these extras. Paths in the command are relative to the
+    current folder.
     """
     suffix = f"[{','.join(extras)}]"
     checkout = _checkout_folder()
@@ -52,8 +52,8 @@ def _checkout_folder() -> Path | None:
 
 
 def _read_direct_url() -> dict[str, Any]:
-    """The content of `direct_url.json`. It is empty for a copy that came from an index or was not
-    installed.
+    """The content of `direct_url.json`. The content is empty for a copy that came from an index or
+    was not installed.
     """
     try:
         text = metadata.distribution(NAME).read_text("direct_url.json")

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 
 class _PlanState:
-    """The current planned device and autocast dtype. They are plain class attributes, which Dynamo
+    """The current planned device and autocast dtype. Both are plain class attributes, which Dynamo
     can trace.
     """
 
@@ -41,8 +41,8 @@ def is_planned(device: torch.device) -> bool:
 
 
 def planned_device_type(device: torch.device) -> str:
-    """The type of device whose code path the tensors of `device` take: for meta tensors the planned
-    type, else the device's own type.
+    """The type of device whose code path the tensors of `device` take: for meta tensors this is the
+    planned type, and for other tensors the device's own type.
     """
     if device.type == "meta":
         return _PlanState.device_type or device.type
@@ -62,8 +62,8 @@ def plan_device(device_type: str) -> Iterator[None]:
 
 
 def autocast(device_type: str, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """torch.autocast in `dtype`; None switches it off. Inside `plan_device` it has the same effect
-    on meta tensors. Outside, meta tensors have no autocast.
+    """torch.autocast in `dtype`; None switches it off. Inside `plan_device` this function has the
+    same effect on meta tensors. Outside, meta tensors have no autocast.
     """
     if _PlanState.device_type is None:
         if device_type == "meta":

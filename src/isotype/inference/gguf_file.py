@@ -90,8 +90,8 @@ def export_adapter(adapter: Path, out: Path) -> int:
     """Writes a LoRA adapter, and returns the number of its layers. Matrices stay fp32.
 
     llama.cpp scales with `alpha / rank of the layer`, so alpha is written as scale times rank,
-    which is alpha * sqrt(r) for rsLoRA. If a layer's product of scale and rank differs, the
-    quotient is multiplied into its B.
+    which is alpha * sqrt(r) for rsLoRA. If a layer has another product of scale and rank than the
+    file's alpha, the quotient is multiplied into the layer's B.
 
     Raises  UsageError for a family or layer without a known name, and for an adapter that is more
             than pairs of matrices

@@ -193,7 +193,7 @@ def refuse_scores(folder: Path) -> NoReturn:
 def _load_folder(folder: Path, kind: str) -> LoadedRun:
     """Loads a folder that belongs to no run: a model (merged, base, or fully fine-tuned), or an
     adapter on the base that its file names. The precision comes from precision.json in the folder,
-    else from the dtype in the base's config.
+    or otherwise from the dtype in the base's config.
     """
     name = str(folder)
     revision = None
@@ -231,8 +231,8 @@ def _run_device(config: RunConfig) -> torch.device:
 
 
 def check_base_path(name: str, setting: str, file: Path) -> str:
-    """Returns the name of the base model. Raises UsageError if it is a path that does not exist;
-    the error names `setting` in `file`, where the name is written.
+    """Returns the name of the base model. Raises UsageError if the name is a path that does not
+    exist. The error names `setting` in `file`, where the name is written.
     """
     if is_folder_name(name) and not Path(name).expanduser().exists():
         fix = f"write the folder where the base is now as {setting} in that file"

@@ -156,8 +156,8 @@ def refuse_other_loss(out: Path, merged_loss: float, adapter_loss: float) -> Non
 
 
 def merged_dtype(precision: Precision) -> tuple[str, str]:
-    """Returns the dtype of a merged model, and the reason. It is the declared dtype of saved
-    models, else the base's dtype.
+    """Returns the dtype of a merged model, and the reason. The dtype is the declared dtype of saved
+    models, or otherwise the base's dtype.
     """
     if precision.save_model != precision.save_adapter:
         return precision.save_model, f"precision.save: {precision.save}"

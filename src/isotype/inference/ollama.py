@@ -164,8 +164,8 @@ def adds_bos(tokenizer: Any) -> bool:
     """Whether llama.cpp and Ollama shall add the BOS token before a text. This is so if the
     tokenizer adds the token, unless the chat template writes conversations without BOS.
 
-    If only the template writes BOS, it stays in the template. SmolLM2 is an example: with the flag
-    set, llama.cpp added a second BOS.
+    If only the template writes BOS, the BOS stays in the template. SmolLM2 is an example: with the
+    flag set, llama.cpp added a second BOS.
     """
     if tokenizer.bos_token is None or tokenizer("a")["input_ids"][:1] != [tokenizer.bos_token_id]:
         return False

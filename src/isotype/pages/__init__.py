@@ -1,5 +1,5 @@
 """Finds the page of a finding's code. A page tells why the finding matters, gives an example, and
-says what to do. `isotype doctor explain CODE` prints it.
+says what to do. `isotype doctor explain CODE` prints the page.
 
 A page is the file `CODE.md` in this folder, or the result of `page(code)` of the module that loads
 the rule. This module imports no torch.

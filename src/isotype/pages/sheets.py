@@ -16,9 +16,9 @@ to report with their conditions.
     + NAME -2 if TEST        includes the entries of another section and changes their scores by -2
 
 In texts `{name}` is replaced by a fact or a variable. `{one|another|some text}` is replaced by the
-first of the names that has a value, else by the last part as literal text. `\\n` is a line break. A
-test consists of terms joined by `and` and `or`, where `and` binds tighter. A term may begin with
-`not`:
+value of the first name that has a value. If no name has a value, it is replaced by the last part as
+literal text. `\\n` is a line break. A test consists of terms joined by `and` and `or`, where `and`
+binds tighter. A term may begin with `not`:
 
     name                             whether the fact has a value that is not empty
     name = value, another value      whether the fact equals one of these values
@@ -130,7 +130,7 @@ class Facts:
         self.variables: dict[str, Any] = dict(variables or {})
 
     def get(self, name: str) -> Any:
-        """The value of a variable or fact; None if it has none."""
+        """The value of a variable or fact; None if the name has no value."""
         if name in self.variables:
             return self.variables[name]
         if name in self.fact_functions:
@@ -284,7 +284,7 @@ class Entry:
     test: str | None = None
 
     def text(self, name: str, facts: Facts) -> str:
-        """The first text of this field whose test holds; "" if there is none."""
+        """The first text of this field whose test holds; "" if no test holds."""
         return next(
             (
                 facts.format(line.text)

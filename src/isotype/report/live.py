@@ -87,8 +87,8 @@ class WatchServer(ThreadingHTTPServer):
             return self._cached_page
 
     def stop(self) -> None:
-        """Sends SIGINT to the run, as Ctrl-C does. It is sent only once, because a second SIGINT
-        would end the run without a save. Raises UsageError if no process can be stopped.
+        """Sends SIGINT to the run, as Ctrl-C does. The signal is sent only once, because a second
+        SIGINT would end the run without a save. Raises UsageError if no process can be stopped.
         """
         process = find_training_process(self.folder)
         if process is None:
@@ -162,8 +162,8 @@ def _similar_run(folder: Path) -> str:
 
 
 def _last_lines(folder: Path) -> str:
-    """The last lines of the run's log. Empty if there is no log, or if it is a link that leads out
-    of the folder.
+    """The last lines of the run's log. The text is empty if there is no log, or if the log is a
+    link that leads out of the folder.
     """
     try:
         with open_inside(folder, folder / LOG) as log:

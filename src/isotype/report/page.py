@@ -316,7 +316,7 @@ MAX_EVALUATIONS = 6
 
 def noise_levels(record: RunRecord) -> dict[str, Any] | None:
     """The evaluation loss of a diffusion run by noise level, at evenly spaced steps. None if the
-    run did not record it.
+    run did not record this loss.
     """
     steps = spread_evenly(sorted({int(step) for step, _ in record.evaluations()}), MAX_EVALUATIONS)
     levels = {
@@ -651,7 +651,7 @@ def precision(record: RunRecord) -> dict[str, Any]:
 
 def preflight(record: RunRecord) -> dict[str, Any] | None:
     """Returns every check of the preflight with its result: passed, findings, or skipped with a
-    reason. None if the run has no record of it.
+    reason. None if the run has no record of the preflight.
     """
     recorded = record.preflight
     if not recorded:

@@ -349,7 +349,7 @@ def thin_points(points: Sequence[Point]) -> list[Point]:
 
 
 def line_chart(plot: Plot, *, width: int = 460, height: int = 190) -> Markup:
-    """The plot as SVG. It is empty if no value is finite."""
+    """The plot as SVG. The SVG text is empty if no value is finite."""
     if not plot.finite:
         return Markup("")
     frame = _Frame(plot, width, height)
@@ -439,8 +439,8 @@ class _Frame:
         return [*(self._vertical_line("resumed", x) for x in positions), *labels]
 
     def labels(self) -> list[str]:
-        """The labels of the last values and of the guide at the right edge. They are moved apart if
-        they would overlap.
+        """The labels of the last values and of the guide at the right edge. Labels that would
+        overlap are moved apart.
         """
         if self.guide:
             labels = [(self.y(self.guide[0]), "guide-label", self.guide[1])]
@@ -526,7 +526,7 @@ class _Frame:
         return parts
 
     def _path(self, points: Sequence[Point]) -> str:
-        """The path of a line. It is interrupted at values that are not finite."""
+        """The path of a line. The line is interrupted at values that are not finite."""
         segments = []
         is_pen_up = True
         for x, y in points:

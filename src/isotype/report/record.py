@@ -65,7 +65,7 @@ class RunRecord:
         return points
 
     def last_value(self, key: str) -> float | None:
-        """The last finite value of a metric; None if there is none."""
+        """The last finite value of a metric; None if no value is finite."""
         return next((v for _, v in reversed(self.curve(key)) if math.isfinite(v)), None)
 
     @property
@@ -209,7 +209,7 @@ def rows_or_empty(value: Any, *keys: str) -> list[dict[str, str]]:
 
 
 def _number(value: Any) -> float | None:
-    """The value as a float. It is NaN for a number that JSON cannot represent, and None for
+    """The value as a float. The result is NaN for a number that JSON cannot represent, and None for
     anything that is no number.
     """
     if isinstance(value, bool):
@@ -294,7 +294,7 @@ PAGE_PIXELS = 512  # the longer side of a picture on the page
 
 def shrink_picture(content: bytes | None) -> tuple[str, bytes]:
     """Scales a picture to the size on the page. Returns its format and bytes. If Pillow is missing
-    or cannot read it, the PNG is returned unchanged.
+    or cannot read the picture, the PNG is returned unchanged.
     """
     if content is None:
         return "png", b""

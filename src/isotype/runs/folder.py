@@ -1,5 +1,5 @@
-"""The folder of a run. It is locked by one process, its small files are replaced atomically, and
-folders from an untrusted source are checked.
+"""The folder of a run. The folder is locked by one process, its small files are replaced
+atomically, and folders from an untrusted source are checked.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class RunFolder:
         write_text(self.path / name, json.dumps(content, indent=1, default=str) + "\n")
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """The JSON object in a file of the run. It is empty if the file cannot be read or holds
-        something else.
+        """The JSON object in a file of the run. The result is empty if the file cannot be read or
+        holds something else.
         """
         try:
             content = parse_json(read_inside(self.path, self.path / name))
@@ -332,8 +332,8 @@ def is_locked(path: Path) -> bool:
 
 
 def find_training_process(path: Path) -> int | None:
-    """The id of the process that trains in this folder now. None if there is none, and for a
-    process of another machine, container or user.
+    """The id of the process that trains in this folder now. None if no process trains there, or if
+    the process belongs to another machine, container or user.
 
     The number in the lock file counts only if the process with that id has the file open.
     """

@@ -1,5 +1,6 @@
-"""Checks training configurations. It reads every file that may be one, groups the files into runs,
-resolves each run's precision into a record, and applies every rule to that record.
+"""Checks training configurations. The module reads every file that may be a configuration, groups
+the files into runs, resolves each run's precision into a record, and applies every rule to that
+record.
 """
 
 from __future__ import annotations
@@ -250,8 +251,8 @@ def _allows_several_documents(tool: str, documents: list[Document]) -> bool:
 
 
 def _runs_without_main(documents: list[Document], device: str | None) -> list[Facts]:
-    """The runs of a folder without a trainer's arguments. All its documents form one run, except
-    that several files of the same tool form one run each.
+    """The runs of a folder without a trainer's arguments. All documents of the folder form one run.
+    If several files belong to the same tool, each of them forms a separate run.
     """
     counts = Counter(document.tool for document in documents)
     repeated = {tool for tool in ("deepspeed", "accelerate", "model") if counts[tool] > 1}

@@ -131,7 +131,7 @@ def _hf_arguments_class(facts: Facts) -> str:
 
 
 def _is_hf_half_computed(facts: Facts) -> bool:
-    """Whether the program computes the values of bf16 or fp16, so that they are unknown."""
+    """Whether the program computes the values of bf16 or fp16, so that these values are unknown."""
     document = facts.first_document("hf")
     if document is None:
         return False
@@ -387,7 +387,7 @@ def set_torchtitan_roles(record: Record) -> None:
 
 
 def _dtype_or(setting: Setting | None, default: str | None) -> str | None:
-    """The dtype that a setting names; the default if it is not set."""
+    """The dtype that a setting names; the default if the setting is missing."""
     if setting is None:
         return default
     return parse_dtype(setting.value)

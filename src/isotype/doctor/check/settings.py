@@ -400,8 +400,8 @@ def detect_quantisation(record: Record, *prefixes: str) -> None:
 
 
 def detect_adapter(record: Record, *names: str) -> None:
-    """Decides whether adapters are trained, by the first of the settings that is written, else by
-    calls of PEFT.
+    """Decides whether adapters are trained, by the first of the settings that is written, or
+    otherwise by calls of PEFT.
     """
     facts = record.facts
     if setting := next(filter(None, map(facts.get_written, names)), None):
@@ -459,8 +459,8 @@ def deepspeed_half(record: Record) -> str | None:
 
 
 def zero_stage(facts: Facts) -> tuple[int | None, Setting | None]:
-    """The ZeRO stage and its setting. It comes from DeepSpeed's settings, else from the name of the
-    file (`zero3.json`, `ds_z2_config.json`).
+    """The ZeRO stage and its setting. Both come from DeepSpeed's settings, or otherwise from the
+    name of the file (`zero3.json`, `ds_z2_config.json`).
     """
     if stage := deepspeed_setting(facts, "zero_optimization.stage") or facts.get(
         "accelerate.deepspeed_config.zero_stage"

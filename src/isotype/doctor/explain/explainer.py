@@ -1,10 +1,10 @@
-"""Explains the errors in a text. It recognises each error, reads its situation from the traceback,
-and ranks its causes. The last error is reported first.
+"""Explains the errors in a text. The module recognises each error, reads the situation of the error
+from the traceback, and ranks the possible causes. The last error is reported first.
 
 Each family of errors is a sheet: a text file of entries with conditions (`families/*.txt`, read by
 `pages.sheets`). The header of a section lists the operators that raise the error, separated by `;`,
 and its first entry has the `message`. The other entries are causes with the fields `cause`, `fix`
-and `evidence`; their rank is a score. `+ outside autocast -2 if TEST` includes causes of
+and `evidence`; the rank of a cause is a score. `+ outside autocast -2 if TEST` includes causes of
 `shared.txt`.
 """
 
@@ -137,7 +137,7 @@ _NUMBER = re.compile(r"\d+")
 
 def explain(lines: Iterable[str], *, source: str | None = None) -> list[Finding]:
     """Returns one finding for each distinct dtype error. The last error keeps its severity; earlier
-    errors become warnings. Without a dtype error, it returns one note, EX000.
+    errors become warnings. For a text without a dtype error, the result is one note, EX000.
 
     source  the path of the log, which is the place of errors without a traceback
     """
@@ -204,8 +204,8 @@ class _ErrorCollector:
         return None if is_prose and not mentions_mismatch else error
 
     def _add_error(self, error: RecognisedError, incident: Incident) -> None:
-        """Adds an error. A repeated error is counted and moves to its latest position. Without a
-        traceback it keeps the line of its first occurrence.
+        """Adds an error. A repeated error is counted and moves to its latest position. An error
+        without a traceback keeps the line of its first occurrence.
         """
         finding = _build_finding(error, incident, self._source)
         location = str(finding.place) if incident.frames else ""

@@ -221,7 +221,7 @@ class Frame:
 
 @dataclass(slots=True)
 class Incident:
-    """An exception, or a passage without one.
+    """An exception, or a passage of text without an exception.
 
     line     the number of its first line in the log
     message  the lines of the exception's text, or of the passage
@@ -315,7 +315,7 @@ def _clean_lines(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
 
 def _learn_prefix(head: str, prefixes: dict[str, re.Pattern[str]]) -> None:
     """Records a pattern for the text before a traceback, such as a timestamp, a log level or the
-    name of a container. Its numbers may change from line to line.
+    name of a container. The numbers in this text may change from line to line.
     """
     if not head.strip() or "Group" in head or len(prefixes) >= MAX_PREFIXES:
         return
@@ -340,7 +340,8 @@ def _unfold_json_lines(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
 
 
 def _extend_traceback(current: Incident, line: str) -> bool:
-    """Adds a line to an open traceback. Returns True if the line is no longer part of it."""
+    """Adds a line to an open traceback. Returns True if the line does not belong to this
+    traceback."""
     if not current.message:
         if frame := _FRAME.match(line):
             current.add_frame(frame, frame["line"])

@@ -3,7 +3,7 @@ module imports no torch.
 
 Each line of `forms.tsv` is a template of a message: `<name>` stands for a dtype in any of the
 spellings below. A text that matches no template but names two dtypes and a mismatch is recognised
-too. Its operator is then inferred from the traceback.
+too. The operator of such an error is then inferred from the traceback.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Reads the facts of a traceback: whose code failed, what the program was doing (generate,
 backward, callback, ...), and which function the user's line called with which tensors.
-`RecognisedError` combines them with the operator and the dtypes of the message.
+`RecognisedError` combines these facts with the operator and the dtypes of the message.
 """
 
 from __future__ import annotations
@@ -280,7 +280,7 @@ class Call:
 
 def failing_call(situation: Situation) -> Call | None:
     """The call on the user's innermost line if it calls torch directly; None if a layer or another
-    library is in between. Without a traceback, it is the call that the text quotes.
+    library is in between. Without a traceback, the result is the call that the text quotes.
     """
     if situation.quoted_frame is not None:
         return _parse_call(situation.quoted_frame)

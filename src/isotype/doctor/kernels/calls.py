@@ -95,8 +95,8 @@ def _mock_tensor(value: Any) -> Any:
 
 
 class _SkippedLaunch:
-    """The return value of a trapped launch. It has small numbers for code that reads the resources
-    of a compiled kernel.
+    """The return value of a trapped launch. The value has small numbers for code that reads the
+    resources of a compiled kernel.
     """
 
     n_regs = 32

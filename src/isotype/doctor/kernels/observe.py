@@ -90,8 +90,8 @@ class Observation:
 
 
 def _get_attribute(value: Any, name: str) -> Any:
-    """An attribute of a value; None if it is missing. Triton's tuples raise ValueError for a
-    missing attribute up to version 3.6.
+    """An attribute of a value; None if the attribute is missing. Triton's tuples raise ValueError
+    for a missing attribute up to version 3.6.
     """
     try:
         return getattr(value, name, None)
@@ -295,8 +295,8 @@ def find_names(node: ast.AST) -> list[str]:
 
 
 def variable_name(node: ast.AST) -> str:
-    """The variable in an expression: `x` in `-x`, `x[:, None]` or `x.to(...)`. For other
-    expressions it is their source.
+    """The variable in an expression: `x` in `-x`, `x[:, None]` or `x.to(...)`. For any other
+    expression, the result is the source of the expression.
     """
     while True:
         if isinstance(node, ast.Name):
@@ -345,7 +345,7 @@ def call_name(node: ast.AST) -> str:
 def find_origin(
     frame: Frame, node: ast.AST, *, last_line: int | None = None, _depth: int = 0
 ) -> Origin | None:
-    """The step in this function that gave `node` its dtype; None if it cannot be determined.
+    """The step in this function that gave `node` its dtype; None if this step cannot be determined.
 
     last_line  bindings after this line are ignored, because a name may be assigned again later
     """
@@ -468,7 +468,8 @@ def _call_origin(frame: Frame, node: ast.Call, last_line: int | None, depth: int
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of a kernel. It becomes one Finding for all combinations in which it occurs."""
+    """A fault of a kernel. One Finding reports the fault for all combinations in which it
+    occurs."""
 
     code: str
     file: str
@@ -515,7 +516,7 @@ class FailureSite:
         )
 
     def format_location(self, origin: Origin | None) -> str:
-        """The location of an origin as ` (case.py:12)`; "" if there is none."""
+        """The location of an origin as ` (case.py:12)`; "" if the origin has no location."""
         if origin:
             return f" ({self.frame.file.rsplit('/', 1)[-1]}:{origin.line})"
         return ""

@@ -248,7 +248,8 @@ def is_float_pointer(type_name: Any) -> bool:
 
 
 def remove_duplicates(combinations: Sequence[Combination]) -> list[Combination]:
-    """Removes equal combinations. The most reachable one is kept, at the position of the first."""
+    """Removes equal combinations. Of equal combinations the most reachable one is kept, at the
+    position of the first one."""
     unique: dict[str, Combination] = {}
     for combination in combinations:
         unique[combination.key] = max(

@@ -270,8 +270,8 @@ def simulate_gpu(target: Any) -> Iterator[None]:
 
 
 def _restore_driver(driver: Any, previous_driver: Any) -> None:
-    """Restores the previous active driver. If there was none, Triton searches for one when it needs
-    it.
+    """Restores the previous active driver. If no driver was active before, Triton searches for a
+    driver when it needs one.
     """
     if hasattr(driver, "_active"):
         driver._active = previous_driver

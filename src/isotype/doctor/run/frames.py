@@ -139,7 +139,7 @@ def collect_frames(error: BaseException) -> list[CallFrame]:
 
 
 def iterate_causes(error: BaseException) -> Iterator[BaseException]:
-    """Yields the exception that was raised first, and then those that followed from it."""
+    """Yields the exception that was raised first, and then the exceptions that followed from it."""
     chain: list[BaseException] = []
     link: BaseException | None = error
     while link is not None and link not in chain:

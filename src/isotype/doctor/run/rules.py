@@ -42,7 +42,8 @@ _FLOAT_LOSSES = frozenset(
 
 
 def decide_cause(evidence: Evidence) -> Finding:
-    """The finding of the first rule that holds; RN000, a note with the facts, if none does."""
+    """The finding of the first rule that holds; if no rule holds, RN000, which is a note with the
+    facts."""
     for rule in RULES:
         finding = rule(evidence)
         if finding is not None:

@@ -76,7 +76,7 @@ def read_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerFacts:
 
 
 def find_optimizer(frames: Sequence[CallFrame]) -> OptimizerFacts | None:
-    """The optimizer of the innermost frame that holds one."""
+    """The optimizer of the innermost frame that holds an optimizer."""
     for _, value in _iterate_values(reversed(frames)):
         if isinstance(value, torch.optim.Optimizer):
             return read_optimizer(value)
@@ -84,7 +84,7 @@ def find_optimizer(frames: Sequence[CallFrame]) -> OptimizerFacts | None:
 
 
 def find_scaler(frames: Sequence[CallFrame]) -> torch.amp.GradScaler | None:
-    """The enabled loss scaler of the innermost frame that holds one."""
+    """The enabled loss scaler of the innermost frame that holds an enabled loss scaler."""
     for _, value in _iterate_values(reversed(frames)):
         if isinstance(value, torch.amp.GradScaler) and value.is_enabled():
             return value

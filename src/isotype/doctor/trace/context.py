@@ -45,8 +45,8 @@ make_finding = load_finding_formatter(Path(__file__).with_name("findings.txt"))
 
 
 def site_detail(label: str, site: Site | None) -> tuple[tuple[str, str], ...]:
-    """A detail of a finding that shows a line of code and its location. It is empty if `site` is
-    None.
+    """A detail of a finding that shows a line of code and its location. The detail is empty if
+    `site` is None.
     """
     if site is not None:
         return ((label, f"{site}: {site.text}"),)
@@ -67,8 +67,8 @@ class ModuleNames:
         self._roots: list[weakref.ref[torch.nn.Module]] = []
 
     def register(self, root: torch.nn.Module) -> None:
-        """Records the paths of all modules below a root. If the root contains earlier roots, their
-        modules get the longer paths.
+        """Records the paths of all modules below a root. If the root contains earlier roots, the
+        modules of those roots get the longer paths.
         """
         paths = {module: clean_path(path) for path, module in root.named_modules()}
         self.modules.update(paths)
@@ -83,7 +83,7 @@ class ModuleNames:
         return [root for ref in self._roots if (root := ref()) is not None]
 
     def find_root(self, module: torch.nn.Module) -> torch.nn.Module:
-        """The root that contains the module; the module itself if there is none."""
+        """The root that contains the module; the module itself if no root contains it."""
         return next(
             (root for root in self.roots() if any(inner is module for inner in root.modules())),
             module,
@@ -127,8 +127,8 @@ class ModuleNames:
 
 
 def is_due(count: int, full_count: int) -> bool:
-    """Whether an expensive check runs at the count-th opportunity: at the first `full_count` ones, and
-    then if the count is a power of two.
+    """Whether an expensive check runs at the count-th opportunity: at the first `full_count`
+    opportunities, and then if the count is a power of two.
     """
     return count <= full_count or not count & (count - 1)
 
@@ -302,8 +302,8 @@ class Watcher:
 
     def op_hooks(self) -> dict[str, tuple[BeforeHook, AfterHook | None]]:
         """Returns name of an op -> two hooks. The hook before the op is called with (op, args,
-        kwargs). The hook after the op is called with the result of the first hook, unless it is
-        None.
+        kwargs). The hook after the op is called with the result of the first hook, unless this
+        result is None.
         """
         return {}
 
@@ -315,7 +315,7 @@ class Watcher:
         narrow: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """Called when an op widened one of its operands to the dtype of another."""
+        """Called when an op widened one of its operands to the dtype of another operand."""
 
     def on_cast(self, origin: Origin, source: torch.Tensor, out: torch.Tensor) -> None:
         """Called after a cast by the program, by autocast or by autograd (`origin.kind`)."""

@@ -1,6 +1,6 @@
 """Explains a dtype error from the operands that the op received. For checks in Python code
-(GradScaler, FSDP, checkpoint, an attention backend) it uses the tensors in the frames of the
-traceback. The exception is not replaced; the explanation is added as a note.
+(GradScaler, FSDP, checkpoint, an attention backend) the explanation uses the tensors in the frames
+of the traceback. The exception is not replaced; the explanation is added as a note.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ def find_odd_operand(
     operands: Sequence[Operand], dtype_counts: Counter[torch.dtype], op: str
 ) -> Operand:
     """The operand whose dtype differs from the model's usual dtype. For an op that writes into its
-    first operand, it is the source. If the model has no usual dtype, it is the widest operand.
+    first operand, the result is the source. If the model has no usual dtype, the result is the
+    widest operand.
     """
     odd_operands = [operand for operand in operands[1:] if operand.dtype != operands[0].dtype]
     if odd_operands and _is_writing(op):
@@ -137,7 +138,7 @@ _DECISION_TEMPLATES = {
 def describe_cause(
     odd_operand: Operand, op: str, dtype_counts: Counter[torch.dtype], autocast: str
 ) -> str:
-    """Describes where the dtype was decided, and how it reached the op that failed."""
+    """Describes where the dtype was decided, and how the tensor reached the op that failed."""
     deciding_origin = odd_operand.origin.deciding_origin()
     location = deciding_origin.location()
     decided_dtype = format_dtype(deciding_origin.dtype)

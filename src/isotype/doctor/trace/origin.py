@@ -2,8 +2,8 @@
 the origin of its operand, so that a chain of origins leads back to the decision.
 
 An origin is stored on its tensor and also on the tensor's storage, for the copies that autograd
-unpacks. torch.save and pickle do not write it, because they would then also write every object to
-which it refers.
+unpacks. torch.save and pickle do not write origins, because they would then also write every object
+to which an origin refers.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class Origin:
             origin = origin.upstream
 
     def deciding_origin(self) -> Origin:
-        """The origin that decided the dtype. It is upstream of promotions, of ops that kept the
-        dtype, and of casts that autocast inserted.
+        """The origin that decided the dtype. The search goes upstream past promotions, ops that
+        kept the dtype, and casts that autocast inserted.
 
         A cast to the dtype of another tensor only undoes an earlier change of the dtype. In this
         case the first such change decided.
@@ -188,7 +188,7 @@ class Provenance:
             tensor.untyped_storage().__dict__[ORIGIN_ATTRIBUTE] = origin
 
     def get(self, tensor: torch.Tensor) -> Origin:
-        """The origin of a tensor. If none was recorded, it is inferred."""
+        """The origin of a tensor. If no origin was recorded, the origin is inferred."""
         entry: tuple[Origin, Any] | None = tensor.__dict__.get(ORIGIN_ATTRIBUTE)
         if entry is not None and entry[0].dtype == tensor.dtype:
             return entry[0]
@@ -201,7 +201,7 @@ class Provenance:
         return origin
 
     def get_recorded(self, tensor: torch.Tensor) -> Origin | None:
-        """The recorded origin of a tensor; None if there is none."""
+        """The recorded origin of a tensor; None if no origin was recorded."""
         entry = tensor.__dict__.get(ORIGIN_ATTRIBUTE)
         return entry[0] if entry is not None and entry[0].dtype == tensor.dtype else None
 

@@ -65,8 +65,8 @@ class Change:
 
     @property
     def evaluation_site(self) -> Site | None:
-        """The line of the cast in a function whose name indicates an evaluation; None if there is
-        none.
+        """The line of the cast in a function whose name indicates an evaluation; None if no such
+        function made the cast.
         """
         near_sites = [site for site in self.stack if not site.file.startswith(TORCH_FOLDER)][
             :_MAX_CALLERS
@@ -254,8 +254,8 @@ class Parameters(Watcher):
             fault.names.append(cast_down.name)
 
     def _is_copy(self, module: int) -> bool:
-        """Whether a module belongs to a copy of another model. Rounding a copy does no harm if it
-        is not trained later.
+        """Whether a module belongs to a copy of another model. Rounding a copy does no harm if the
+        copy is not trained later.
         """
         roots = self._context.names.roots()
         root_of_module = next(

@@ -3,7 +3,7 @@ torch.compile.
 
 `Autocast` finds recomputations that ran under another autocast state than the forward, and stale
 copies of weights. `DefaultDtype` finds functions that set the default dtype and do not restore it.
-`CompiledRegions` runs compiled regions eagerly, so that they can be watched.
+`CompiledRegions` runs compiled regions eagerly, so that these regions can be watched.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class DefaultDtype(Watcher):
             self._unrestored_changes.setdefault(code, change)
 
     def explain(self) -> Finding | None:
-        """The finding about a leak that is in force; None if there is none."""
+        """The finding about a leak that is in force; None if no leak is in force."""
         change = self.find_leak()
         if change is not None:
             return _build_finding(change, is_leaked=True)
@@ -169,7 +169,7 @@ def _restores_dtype(code: CodeType) -> bool:
 
 
 class CompiledRegions(Watcher):
-    """Switches torch.compile off during the trace, and reports it as a note."""
+    """Switches torch.compile off during the trace, and reports this in a note."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -192,8 +192,8 @@ class CompiledRegions(Watcher):
 
 
 class Autocast(Watcher):
-    """Records for each module the autocast dtype of its last forward, and whether it ever ran with
-    autocast on.
+    """Records for each module the autocast dtype of its last forward, and whether the module ever
+    ran with autocast on.
     """
 
     def __init__(self, context: Context) -> None:
@@ -211,8 +211,8 @@ class Autocast(Watcher):
         self._stale_uses: dict[str, tuple[Site | None, Site | None]] = {}
 
     def on_module_enter(self, module: torch.nn.Module, args: tuple) -> None:
-        """Records the autocast state of a module. It is also called when a checkpoint recomputes
-        the module in backward.
+        """Records the autocast state of a module. The method is also called when a checkpoint
+        recomputes the module in backward.
         """
         device = self._context.device
         key = id(module)
@@ -288,7 +288,7 @@ class Autocast(Watcher):
 
     def recomputation_finding(self, error: str = "") -> Finding | None:
         """The finding about a module whose forward and recomputation had different autocast states;
-        None if there is none.
+        None if no module did.
 
         error  the message of the error that the recomputation raised, if any
         """

@@ -184,7 +184,7 @@ def run_traced(target: Target, arguments: Sequence[str] = ()) -> Outcome:
 
 def plain_traceback(error: BaseException) -> str:
     """The traceback without the frames of Isotype and without the note that explains the error,
-    because the finding contains it.
+    because the finding contains this explanation.
     """
     formatted = traceback.TracebackException.from_exception(error)
     link: traceback.TracebackException | None = formatted

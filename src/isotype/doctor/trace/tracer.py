@@ -2,7 +2,7 @@
 
 Each op runs once and its result is returned unchanged. While the program repeats the same forwards
 and steps, the tracer switches its PyTorch modes off (`WatchSchedule`). The tracer notifies the
-watchers, each of which detects one kind of fault; they use the tracer as their `Context`.
+watchers, each of which detects one kind of fault. The watchers use the tracer as their `Context`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ _MAX_ITEMS = 16
 
 
 class WatchSchedule:
-    """Counts forwards and steps by kind, and switches the tracer off for repeated ones.
+    """Counts forwards and steps by kind, and switches the tracer off for repeated forwards and
+    steps.
 
     PyTorch's modes call Python for every op. These calls are most of the cost of a trace. After
     eight forwards of a kind, further forwards, their backwards and the optimizer steps run without
@@ -192,16 +193,16 @@ class WatchSchedule:
 
     # ---- backwards, and steps of an optimizer
     def should_skip_backward(self) -> bool:
-        """Called when a backward begins. Returns True if it is not watched, because tensors of an
-        unwatched forward have no origins.
+        """Called when a backward begins. Returns True if the backward is not watched, because
+        tensors of an unwatched forward have no origins.
         """
         should_skip = self._has_unwatched_forward
         self._has_unwatched_forward = False
         return should_skip
 
     def should_skip_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> bool:
-        """Called when an optimizer step begins. Returns True if it is not watched. A step with a
-        closure is always watched, because the closure runs forwards.
+        """Called when an optimizer step begins. Returns True if the step is not watched. A step
+        with a closure is always watched, because the closure runs forwards.
         """
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         kind = (
@@ -286,7 +287,7 @@ class Tracer(Context):
 
     def suspend(self, *, hooks: bool) -> bool:
         """Removes the modes, and with `hooks` the hooks of modules, until `resume`. Returns False
-        if the program has activated another mode above them.
+        if the program has activated another mode above these modes.
         """
         if self._suspended is not None or _get_current_dispatch_mode() is not self._tape:
             return False
@@ -361,8 +362,8 @@ class Tracer(Context):
 
     # ---- the modes
     def _run_call(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """Runs a torch function that the program called. Its name is used to describe casts and
-        factory calls, and its checks may raise errors.
+        """Runs a torch function that the program called. The name of the function is used to
+        describe casts and factory calls. The function's own checks may raise errors.
         """
         name = func.__name__
         outer_call = self.current_call

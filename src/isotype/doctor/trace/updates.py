@@ -4,8 +4,9 @@ steps are compared with the same sums in fp32: each addition loses little, but t
 
 This covers everything that is updated in place: optimizers (single, foreach and fused), optimizer
 states, weight decay, averaged weights and accumulators. Stochastic rounding writes values that are
-exact in the low precision, so its change agrees with the fp32 change. A sum is a tensor that only
-`add_` or `sub_` writes, such as `.grad` over micro-batches, a buffer, or the total of a metric.
+exact in the low precision, so the change that it makes agrees with the fp32 change. A sum is a
+tensor that only `add_` or `sub_` writes, such as `.grad` over micro-batches, a buffer, or the total
+of a metric.
 """
 
 from __future__ import annotations
@@ -140,8 +141,8 @@ class Updates(Watcher):
                 )
 
     def _find_compensation(self) -> None:
-        """Detects compensated sums. There the rounding errors of a step's additions are stored in
-        the operands, and the next step adds them again.
+        """Detects compensated sums. In a compensated sum, the rounding errors of a step's additions
+        are stored in the operands, and the next step adds these errors again.
         """
         for updated_tensor, tensor, operand, remainder in self._remainders:
             stored = _sampled_part(operand, tensor).float()
@@ -264,7 +265,7 @@ class Updates(Watcher):
         )
 
     def _archive(self, key: tuple[int, str]) -> None:
-        """Drops an entry. If it showed a loss, it is kept for the findings."""
+        """Drops an entry. An entry that showed a loss is kept for the findings."""
         updated_tensor = self._updated_tensors.pop(key, None)
         if updated_tensor is not None and self._is_lost(updated_tensor):
             archived = self._lost_updates[
@@ -387,7 +388,8 @@ def _loss_facts(lost_updates: list[UpdatedTensor]) -> dict[str, Any]:
 
 
 def _list_item(value: Any, index: int | None) -> Any:
-    """The argument for one tensor of a foreach op; the value itself if it is the same for all."""
+    """The argument for one tensor of a foreach op; the value itself if all tensors have the same
+    value."""
     if index is not None and isinstance(value, (list, tuple)) and len(value) > index:
         return value[index]
     return value

@@ -48,8 +48,8 @@ class Scores:
         return float((self.predictions == reference.predictions).double().mean())
 
     def noise(self, reference: Scores) -> float:
-        """Returns the standard error of the difference of both losses over the draw of rows; 0 for
-        a single row, from which it cannot be estimated.
+        """Returns the standard error of the difference of both losses over the choice of rows; 0
+        for a single row, from which the error cannot be estimated.
         """
         count = len(self.row_losses)
         if count < 2:
@@ -158,8 +158,8 @@ class ReferenceModel:
 
 
 def _is_tied(weights: RunWeights) -> bool:
-    """Whether the trained head and embedding have the same values. An adapter on one of them unties
-    them.
+    """Whether the trained head and embedding have the same values. An adapter on one of the two
+    unties them.
     """
     names = embedding_and_head(weights.inner)
     if names is None:

@@ -1,7 +1,7 @@
 """The weights of a run in fp32: before training, and as trained.
 
-They are computed one tensor at a time, so that a caller needs memory for one tensor besides the
-loaded model.
+The weights are computed one tensor at a time, so that a caller needs memory for one tensor besides
+the loaded model.
 """
 
 from __future__ import annotations

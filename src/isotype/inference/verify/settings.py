@@ -154,7 +154,7 @@ def compare_folder_settings(
     run: LoadedRun, config: Any, folder: Path
 ) -> tuple[list[Difference], list[str]]:
     """Compares config.json, generation_config.json and the tokenizer of a folder. Raises UsageError
-    if one of them cannot be read.
+    if one of these files cannot be read.
     """
     try:
         file_config = AutoConfig.from_pretrained(folder)

@@ -1,5 +1,5 @@
-"""Compares the tensors of a written model with those of the run. A tensor that is off by more than
-the rounding of its type is a difference.
+"""Compares the tensors of a written model with those of the run. If the values of a tensor deviate
+by more than the rounding of its type, this is a difference.
 """
 
 from __future__ import annotations

@@ -1,3 +1,3 @@
-"""Checkpoints. Each is written to a temporary folder, checksummed, synced and renamed, so that a
-kill never damages the previous one.
+"""Checkpoints. Each checkpoint is written to a temporary folder, checksummed, synced and renamed,
+so that a kill never damages the previous checkpoint.
 """

@@ -95,7 +95,7 @@ def write_folder_together(
 def _temporary_folder(
     target: Path, *, should_remove_on_error: bool = True, next_action: str = "resume"
 ) -> Iterator[Path]:
-    """The temporary folder beside `target`. It is removed if an error occurs."""
+    """The temporary folder beside `target`. The temporary folder is removed if an error occurs."""
     temporary = target.parent / f".{target.name}.partial"
     try:
         yield temporary

@@ -1,9 +1,10 @@
 """The state for a bit-identical resume: the trainable weights, the optimizer, the random state of
-every process, and the progress. It consists only of tensors and JSON.
+every process, and the progress. The state consists only of tensors and JSON.
 
-A run that is resumed with the same number of processes is bit-identical. With another number it
-draws other random numbers. The state of the first process is stored under the same names as in a
-run of one process, so that a checkpoint can be resumed with any number of processes.
+A run that is resumed with the same number of processes is bit-identical. With another number of
+processes the run draws other random numbers. The state of the first process is stored under the
+same names as in a run of one process, so that a checkpoint can be resumed with any number of
+processes.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The checkpoints of a run, in `checkpoints/step_N/`. The store retains the newest few and the
-best, and finds the newest complete one.
+"""The checkpoints of a run, in `checkpoints/step_N/`. The store retains the newest few checkpoints
+and the best one, and finds the newest complete checkpoint.
 
 Each process of a sharded run writes its rows of a tensor, and any number of processes can read
 them. `tensors.safetensors` has the first process's rows and every tensor that is not sharded,
@@ -88,8 +88,8 @@ class CheckpointStore:
                 (self.folder / "best.json").unlink(missing_ok=True)
 
     def save(self, checkpoint: Checkpoint, *, is_best: bool = False) -> None:
-        """Writes the checkpoint, marks it, then removes old ones. Raises RunError CK001 when the
-        disk is full or read-only.
+        """Writes the checkpoint, marks it, then removes old checkpoints. Raises RunError CK001 when
+        the disk is full or read-only.
         """
         write_folder(self.path(checkpoint.step), lambda aside: _write(checkpoint, aside))
         self._mark_and_prune(checkpoint.step, is_best)
@@ -103,8 +103,8 @@ class CheckpointStore:
         file_count: int,
         is_best: bool = False,
     ) -> None:
-        """Like `save`, for a sharded run. All processes call it, each with its own rows of the
-        sharded tensors.
+        """Like `save`, for a sharded run. All processes call this method, each with its own rows of
+        the sharded tensors.
 
         file_index  the index of the file that this process writes. A process whose index is not
                     below `file_count` writes no file
@@ -118,7 +118,7 @@ class CheckpointStore:
         processes.run_on_first(lambda: self._mark_and_prune(checkpoint.step, is_best))
 
     def _mark_and_prune(self, step: int, is_best: bool) -> None:
-        """Marks a new checkpoint, then removes old ones."""
+        """Marks a new checkpoint, then removes old checkpoints."""
         if is_best:
             self.mark_best(step)
         # A checkpoint of a later step is damaged, because otherwise the run would have resumed from
@@ -132,7 +132,7 @@ class CheckpointStore:
                 shutil.rmtree(self.path(existing), ignore_errors=True)
 
     def find_damage(self, step: int) -> str | None:
-        """Why this checkpoint cannot be trusted; None if it is intact."""
+        """The reason why this checkpoint cannot be trusted; None if the checkpoint is intact."""
         return find_damage(self.path(step), needs=(TENSORS, STATE))
 
     def find_newest_intact(self) -> tuple[int | None, list[str]]:
@@ -217,7 +217,7 @@ def tensor_file_name(file_index: int) -> str:
 
 def read_tensors(folder: Path, file_count: int, select_rows: RowSelector) -> dict[str, Tensor]:
     """Every tensor, each with only the rows that `select_rows` returns for it, so that no process
-    holds more than it needs.
+    holds more rows than it needs.
     """
     pieces: dict[str, list[Any]] = {}
     with ExitStack() as files:

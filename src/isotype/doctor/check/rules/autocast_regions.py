@@ -117,7 +117,7 @@ def _find_autocast_regions(
 
 
 def _method_calls(region: ast.AST, is_disabled: bool = False) -> Iterator[tuple[ast.Call, bool]]:
-    """The method calls of a region, each with a flag that tells whether it is inside
+    """The method calls of a region, each with a flag that tells whether the call is inside
     `autocast(enabled=False)`. Functions that are defined inside the region are skipped.
     """
     for child in ast.iter_child_nodes(region):
@@ -162,8 +162,8 @@ def _classify_call(call: ast.Call) -> tuple[str, str, Severity] | None:
 
 
 def _has_zero_factor(call: ast.Call) -> bool:
-    """Whether a loss is multiplied by 0, as in `(logits * 0).sum().backward()`. Its gradients are
-    zero in every dtype.
+    """Whether a loss is multiplied by 0, as in `(logits * 0).sum().backward()`. The gradients of
+    such a loss are zero in every dtype.
     """
     products = [
         n for n in ast.walk(call.func) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mult)
@@ -182,8 +182,8 @@ def _is_disabled(call: ast.Call) -> bool:
 
 
 def _last_name(node: ast.AST) -> str:
-    """The last part of a dotted name: `a.b.c` -> c, `c` -> c. For a call it is the name of the
-    function, and "" for any other node.
+    """The last part of a dotted name: `a.b.c` -> c, `c` -> c. For a call, the result is the name of
+    the function. For any other node, the result is "".
     """
     if isinstance(node, ast.Call):
         return _last_name(node.func)

@@ -206,7 +206,7 @@ def _first_nested(facts: RuleFacts, prefixes: str) -> Setting | None:
 
 
 def _is_value_unknown(facts: RuleFacts, name: str) -> bool:
-    """Whether a program computes the value of a setting, so that it is unknown."""
+    """Whether a program computes the value of a setting, so that this value is unknown."""
     tool, _, key = name.partition(".")
     return any(
         key in document.attributes.get("unknown", ())
