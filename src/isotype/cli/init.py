@@ -38,8 +38,8 @@ def init(
     ] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Write a commented configuration. Required settings are set; all others are shown with their
-    defaults.
+    """Write a commented configuration. Required settings are set; all other settings are shown with
+    their defaults.
 
     Examples:
 

@@ -55,8 +55,8 @@ def watch(
 
     The command prints a local address with a token. The server only reads the files of the run, so
     the run may belong to another terminal or be finished. The command waits for a run that has not
-    begun. The button saves and stops the run, like Ctrl-C in its terminal. Ctrl-C here stops the
-    server, but not the run.
+    begun. The button saves and stops the run, like Ctrl-C in its terminal. Ctrl-C in the terminal
+    of this command stops the server, but not the run.
 
     Examples:
 

@@ -51,7 +51,7 @@ def planned_device_type(device: torch.device) -> str:
 
 @contextmanager
 def plan_device(device_type: str) -> Iterator[None]:
-    """Within this block meta tensors take the paths that tensors of `device_type` take."""
+    """Within this block, code treats meta tensors as tensors of `device_type`."""
     previous = _PlanState.device_type
     _PlanState.device_type = device_type
     try:

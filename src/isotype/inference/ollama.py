@@ -1,9 +1,9 @@
 """Writes a folder from which `ollama create` makes a model: weights, and a Modelfile with the run's
 template and stop tokens.
 
-Ollama's templates are Go templates. The chat template's text around each message is found by
-rendering conversations with known contents. The Go template that results is compared with the chat
-template on other conversations.
+Ollama's templates are Go templates. The text that the chat template writes around each message is
+found by rendering conversations with known contents. The Go template that results is compared with
+the chat template on other conversations.
 """
 
 from __future__ import annotations

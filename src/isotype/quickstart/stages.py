@@ -136,8 +136,8 @@ def write_folder(
 
 
 def describe_shortened(folder: Path, stages: Sequence[Stage]) -> list[str]:
-    """Returns a line for each stage that ended before its configured steps, with the share that it
-    did, and the command that does the rest.
+    """Returns a line for each stage that ended before its configured steps, with the share of the
+    steps that it did, and the command that executes the rest.
     """
     lines = []
     for stage in stages:

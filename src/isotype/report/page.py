@@ -285,8 +285,8 @@ def samples(record: RunRecord) -> list[dict[str, Any]]:
 
 
 def _prompt_and_turn(entry: dict[str, Any]) -> tuple[str, int]:
-    """The prompt and the number of its occurrence. Both are equal for the trained and the averaged
-    weights.
+    """The prompt and the number of its occurrence. A prompt has the same number for the trained and
+    for the averaged weights.
     """
     return entry["prompt"].removesuffix(AVERAGE), entry["turn"]
 

@@ -137,7 +137,7 @@ class UnwrappedKernel:
 
 
 def is_kernel(value: Any) -> bool:
-    """Whether the value is a `@triton.jit` function, also inside other decorators."""
+    """Whether the value is a `@triton.jit` function, or such a function inside other decorators."""
     from triton.runtime.jit import JITFunction, KernelInterface
 
     while isinstance(value, KernelInterface) and not isinstance(value, JITFunction):

@@ -101,7 +101,7 @@ def _differ(operands: Sequence[Operand]) -> bool:
 
 
 def _describe(operand: Operand) -> str:
-    """An operand in a sentence: `fp32 x`, `bf16 layers.0.weight`."""
+    """The description of an operand for a sentence: `fp32 x`, `bf16 layers.0.weight`."""
     return f"{operand.dtype_name} {operand.path or operand.label}"
 
 

@@ -111,7 +111,8 @@ class ReferenceModel:
 
     @torch.no_grad()
     def score_with(self, config: Any, batches: Sequence[Batch]) -> Scores:
-        """Scores the present weights under another configuration of the same shapes."""
+        """Scores the present weights under another configuration with the same shapes of
+        weights."""
         values = self.tensors
         self.build(config)
         self.fill(values.__getitem__)

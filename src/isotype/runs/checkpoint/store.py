@@ -2,7 +2,7 @@
 and the best one, and finds the newest complete checkpoint.
 
 Each process of a sharded run writes its rows of a tensor, and any number of processes can read
-them. `tensors.safetensors` has the first process's rows and every tensor that is not sharded,
+these rows. `tensors.safetensors` has the first process's rows and every tensor that is not sharded,
 `tensors.1.safetensors` has the next rows, and so on. A tensor in several files is the concatenation
 of their rows in this order.
 """
