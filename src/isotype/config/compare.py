@@ -64,8 +64,8 @@ AUTO_KEYS = (
 
 @dataclass(frozen=True)
 class Change:
-    """A key with two different values. `allowed`: whether a resumed run may change it; `reason`:
-    why it may or may not.
+    """A key with two different values. `allowed` is true if a resumed run may change the key;
+    `reason` says why.
     """
 
     key: str
@@ -83,8 +83,8 @@ def compare(
 ) -> list[Change]:
     """Returns every key whose value differs, in the order of the schema.
 
-    Where the new configuration has `gradient_checkpointing: auto`, the keys of recomputation are
-    not compared: the old configuration holds the values that `auto` chose for the earlier run.
+    If the new configuration has `gradient_checkpointing: auto`, the keys of recomputation are not
+    compared, because the old configuration holds the values that `auto` chose for the earlier run.
 
     auto_preset  the preset that `precision.preset: auto` means on the new run's device;
                  resolved.yaml holds this preset in place of `auto`

@@ -219,8 +219,8 @@ def presets_for_dtype(value: Any) -> str | None:
 
 
 def value_to_write(name: str, key: str, value: Any) -> str | None:
-    """Returns the value of `key` that has the meaning of `value` under another tool's name of the
-    key: nf4-lora for `load_in_4bit: true`. Returns None if no value is known.
+    """Returns the value of `key` that means the same as `value` under another tool's name of the
+    key, for example nf4-lora for `load_in_4bit: true`. Returns None if no value is known.
     """
     if key == "precision.preset":
         if name in _PRECISION_SWITCHES and isinstance(value, bool):

@@ -106,8 +106,8 @@ def guess_run_kind(model: str, data: str) -> str:
 
 
 def is_denoiser(model_config: dict[str, Any] | str | None) -> bool:
-    """Whether a `model.config`, or the JSON file that it names, describes a diffusers model. Their
-    configurations have the key `_class_name`.
+    """Whether a `model.config`, or the JSON file that it names, describes a diffusers model.
+    Configurations of diffusers models have the key `_class_name`.
     """
     if isinstance(model_config, str):
         try:

@@ -228,7 +228,7 @@ def closest_model_hint(name: str) -> str:
     try:
         path = Path(name).expanduser()
         models = [p.name for p in path.parent.iterdir() if (p / "config.json").is_file()]
-    # ValueError: a NUL in the name; RuntimeError: ~ of an unknown user
+    # a name with a NUL raises ValueError, and ~ of an unknown user raises RuntimeError
     except (OSError, ValueError, RuntimeError):
         return ""
     near = get_close_matches(path.name, models, n=1)

@@ -33,7 +33,7 @@ _NO = (
     "false", "f", "no", "n", "0", "-1", "down", "thumbs_down", "thumbsdown", "👎", "bad", "dislike", "disliked", "downvote",
     "reject", "rejected", "unwanted", "undesirable", "wrong", "incorrect",
 )  # fmt: skip
-# `feedback: negative` marks an unwanted answer, `label: negative` is the class of a review
+# `feedback: negative` marks an unwanted answer, but `label: negative` is the class of a review
 _CLASS_NAMES = ("negative", "neg")
 LEARN_LABELS_FIX = "train.objective=kto learns from labels (docs/preferences.md)"
 

@@ -106,8 +106,8 @@ class BadRows:
         self.listed += [BadRow(*row) for row in counts["rows"]]
 
     def refuse(self, *, usable_rows: int) -> None:
-        """Raises UsageError if there are bad rows. It names the reasons, and up to MAX_LOCATIONS
-        locations.
+        """Raises UsageError if there are bad rows. The message names the reasons, and up to
+        MAX_LOCATIONS locations.
 
         usable_rows  number of rows that can be used; with 0 the fix is not to skip the bad rows
         """

@@ -2,10 +2,10 @@
 begins at once.
 
 An entry is one safetensors file. Its name is a hash of everything that determines its rows: the
-content of the source, the tokenizer, the template, the settings, and `VERSION` of this code. It is
-written under a temporary name and renamed, so that concurrent or killed runs leave no partial
-entries. Its metadata contain a checksum; a damaged file is written again. Rows are memory-mapped,
-not read into memory.
+content of the source, the tokenizer, the template, the settings, and `VERSION` of this code. The
+file is written under a temporary name and renamed, so that concurrent or killed runs leave no
+partial entries. The file's metadata contain a checksum; a damaged file is written again. Rows are
+memory-mapped, not read into memory.
 
 When a new entry exceeds the folder's limit, the least recently used entries are removed. An entry
 that another run has mapped may be removed too: the system keeps its content until that run ends.
@@ -91,7 +91,7 @@ def max_cache_bytes() -> int:
 def evict(folder: Path, *, keep: Path | None = None) -> int:
     """Removes the least recently used entries until the folder is within its limit, and returns
     their number. It does not remove `keep`, nor a picture that was read within a day, because
-    another run may need it again.
+    another run may need this picture again.
     """
     entries = []
     for path in folder.glob("*"):
@@ -205,8 +205,8 @@ def _remove_stale_files(folder: Path) -> None:
 
 
 def write_entry(path: Path, files: Mapping[str, IO[bytes]], facts: dict[str, Any]) -> None:
-    """Writes columns as a safetensors file. Its metadata are `facts`, and a checksum of everything
-    else in the file.
+    """Writes columns as a safetensors file. The file's metadata are `facts`, and a checksum of
+    everything else in the file.
     """
     header: dict[str, Any] = {"__metadata__": {"facts": json.dumps(facts), "sha256": _NO_CHECKSUM}}
     offset = 0

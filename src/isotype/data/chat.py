@@ -41,8 +41,8 @@ from .render import TemplateLimitError, TemplateRefusal, render_text
 
 @dataclass(frozen=True, slots=True)
 class NamedTemplate:
-    """A chat template of Isotype. `end`: the token after an answer; None: the tokenizer's end
-    token. `tokens`: texts that must be single tokens of the vocabulary.
+    """A chat template of Isotype. `end` is the token after an answer, or None for the tokenizer's
+    end token. `tokens` are texts that must be single tokens of the vocabulary.
     """
 
     text: str
@@ -105,8 +105,8 @@ NAMED_TEMPLATES: Mapping[str, NamedTemplate] = {
 
 
 def _apply_named_template(name: str, tokenizer: Any) -> str:
-    """Returns the text of a named template. Its end-of-turn token becomes the tokenizer's end
-    token, so that generation stops there.
+    """Returns the text of a named template. The template's end-of-turn token becomes the
+    tokenizer's end token, so that generation stops there.
     """
     template = NAMED_TEMPLATES[name]
     vocabulary = tokenizer.get_vocab()

@@ -253,8 +253,8 @@ class Pictures:
         return str(self.processor.image_token)
 
     def settings(self) -> dict[str, Any]:
-        """Returns everything that decides the tokens and pixels of a picture. It is a part of the
-        cache's key, and `pictures` in data.json.
+        """Returns everything that decides the tokens and pixels of a picture. These settings are a
+        part of the cache's key, and are stored as `pictures` in data.json.
         """
         images = self.processor.image_processor
         lengths = sorted(

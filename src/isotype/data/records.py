@@ -3,8 +3,8 @@
 Lines of JSON and of tables are read one at a time. The text of a JSON array is held in memory, and
 its values are parsed one at a time: a file of 119 MiB needs 119 MiB; `json.loads` needed 739 MiB.
 An object with a repeated key is an error here; `json` keeps the last value and does not report it.
-Parquet is read in batches. It fills missing keys with nulls at every depth; these are removed, so
-that a message without `tool_calls` has no such key.
+Parquet is read in batches. A Parquet file stores null for missing keys at every depth; these nulls
+are removed, so that a message without `tool_calls` has no such key.
 """
 
 from __future__ import annotations
@@ -222,9 +222,9 @@ def _python_limit_message(error: Exception) -> str:
 
 
 def _check_value(name: str, line: int, value: Any, source: str, repeated_key: str | None) -> Record:
-    """Returns the record of a row. It has an error if one of its objects has the key `repeated_key`
-    twice, or if a text contains half of a surrogate pair, which is valid JSON but makes tokenizers
-    fail.
+    """Returns the record of a row. The record has an error if one of the row's objects has the key
+    `repeated_key` twice, or if a text contains half of a surrogate pair, which is valid JSON but
+    makes tokenizers fail.
     """
     message = None if repeated_key is None else str(RepeatedKey(repeated_key))
     if (

@@ -3,8 +3,8 @@ A template is a program by the author of the tokenizer, and Jinja's sandbox does
 memory or text.
 
 The process is forked at the first rendering, with a copy of the tokenizer, and closes all files. It
-ends together with the parent process. This works on Linux. On other systems, and for requests that
-cannot be pickled (a function as a tool), the parent process renders without limits.
+ends together with the parent process. The limits work on Linux. On other systems, and for requests
+that cannot be pickled (a function as a tool), the parent process renders without limits.
 """
 
 from __future__ import annotations

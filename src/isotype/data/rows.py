@@ -266,8 +266,8 @@ def _example_facts(row: Row, tokenizer: Any, pictures: Any) -> dict[str, Any]:
 
 
 def epoch_order(rows: int, *, seed: int, epoch: int, shuffle: bool) -> list[int]:
-    """Returns the order of the rows in one epoch. It depends only on seed and epoch, not on the
-    global random state.
+    """Returns the order of the rows in one epoch. The order depends only on seed and epoch, not on
+    the global random state.
     """
     if not shuffle:
         return list(range(rows))

@@ -25,8 +25,8 @@ from ..wording import first_line
 from .bounded_store import BoundedStore
 
 HEARTBEAT_INTERVAL = 0.5  # seconds between two heartbeats
-# seconds without a heartbeat after which a process counts as dead. They are many, because a busy
-# machine delays heartbeats
+# seconds without a heartbeat after which a process counts as dead; this is much longer than
+# HEARTBEAT_INTERVAL, because a busy machine delays heartbeats
 HEARTBEAT_TIMEOUT = 8.0
 ENDED_KEY = "ended"  # prefix of the keys of the processes that end because of another process
 
@@ -52,8 +52,8 @@ class Heartbeat:
 
 
 class HeartbeatThread(threading.Thread):
-    """Writes the heartbeats of this process until `stop`. It needs its own connection to the store,
-    because a waiting call would block a shared one.
+    """Writes the heartbeats of this process until `stop`. The thread needs its own connection to
+    the store, because a waiting call would block a shared connection.
     """
 
     def __init__(self, store: BoundedStore, rank: int) -> None:

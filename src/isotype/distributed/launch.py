@@ -1,8 +1,9 @@
 """`isotype train --processes N`: starts the processes of a run on this machine, waits for them and
 returns their exit status. Imports no torch.
 
-The first process writes to the terminal. The output of the others is stored. It is shown only when
-one of them ends without having reported its error to the first process. Signals are forwarded once.
+The first process writes to the terminal. The output of the others is stored. The output of a
+process is shown only if this process ends without having reported its error to the first process.
+Signals are forwarded once.
 If the launcher itself is killed, a pipe that it held open closes, and the processes end.
 """
 

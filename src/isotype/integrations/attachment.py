@@ -1,5 +1,5 @@
-"""Records what `attach` changed in a trainer; the record is printed once and used by `detach`. It
-also wraps methods of a trainer instance (no class is changed).
+"""Records what `attach` changed in a trainer; the record is printed once and used by `detach`. This
+module also wraps methods of a trainer instance (no class is changed).
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ class Attachment:
         return self.resolved.precision
 
     def install(self, part: Any) -> Any:
-        """Installs a part. It is removed when the trainer is detached, or when a later part fails."""
+        """Installs a part. The part is removed when the trainer is detached, or when the
+        installation of a later part fails.
+        """
         self.undo.append(part.remove)
         part.install()
         return part

@@ -108,7 +108,9 @@ def _to_ids(value: Any) -> tuple[int, ...] | None:
 
 
 def _token_rows(rows: list[Any]) -> list[Row]:
-    """Converts rows to tokens with labels, without padding. Empty if a row has another form."""
+    """Converts rows to tokens with labels, without padding. The list is empty if a row has another
+    form.
+    """
     token_rows = []
     for row in rows:
         token_row = _token_row(row) if isinstance(row, dict) else None
@@ -120,7 +122,7 @@ def _token_rows(rows: list[Any]) -> list[Row]:
 
 def _token_row(row: dict[str, Any]) -> Row | None:
     """Converts a row. Its labels are the column `labels`, else the ids that `completion_mask`
-    selects, else all ids. Tokens outside `attention_mask` are padding and dropped.
+    selects, else all ids. Tokens outside `attention_mask` are padding, and are dropped.
     """
     ids = _to_ids(row.get("input_ids"))
     if ids is None:
@@ -145,7 +147,7 @@ def _token_row(row: dict[str, Any]) -> Row | None:
 
 
 def _longest_rows(rows: list[Any], count: int) -> list[Any]:
-    """Returns the `count` rows with the most tokens. Empty if lengths cannot be read."""
+    """Returns the `count` rows with the most tokens; an empty list if lengths cannot be read."""
 
     def length(row: Any) -> int:
         if isinstance(row, dict):

@@ -1,5 +1,5 @@
-"""`output_dir/isotype/`: the files that an attached run writes. They have the form of an Isotype
-run's files, so that the same report shows them.
+"""`output_dir/isotype/`: the files that an attached run writes. These files have the form of an
+Isotype run's files, so that the same report can show them.
 
 manifest.json   owners, ops, notes, and the calls of the first step
 precision.json  declared and observed dtypes

@@ -244,8 +244,8 @@ class LowPrecisionWeights(TrainerCallback):
         self.trainer.add_callback(self)
 
     def _create_optimizer(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Makes the trainer build Isotype's AdamW with the settings of its arguments. It is called
-        when a training begins.
+        """Makes the trainer build Isotype's AdamW with the settings of the trainer's arguments. The
+        trainer calls this method when a training begins.
         """
         trainer = self.trainer
         _, settings = type(trainer).get_optimizer_cls_and_kwargs(trainer.args, trainer.model)

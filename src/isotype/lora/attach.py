@@ -3,10 +3,10 @@
 A layer is fused only if the op computes exactly what PEFT computes. Other layers run PEFT's code,
 and the manifest (the list of what `optimize` replaced) states the reason.
 
-A `LayerPlan` records whether a layer can be fused, and its modules. It is created when the op is
-attached and renewed once per step (`refresh_plan`). Each call reads from PEFT whether the adapter
-is disabled or merged, which adapter is active, and the tensors, scale and dropout. The attached
-forward is a bound method; deepcopy binds it to the copy.
+A `LayerPlan` records whether a layer can be fused, and its modules. The plan is created when the op
+is attached and renewed once per step (`refresh_plan`). Each call reads from PEFT whether the
+adapter is disabled or merged, which adapter is active, and the tensors, scale and dropout. The
+attached forward is a bound method; deepcopy binds it to the copy.
 
 Layers with the same input are called siblings. The first of them computes the outputs of all and
 stores them. Each sibling returns its stored output if its input is the same tensor; otherwise it

@@ -1,7 +1,7 @@
 """DoRA: each row of W + s B A is scaled to a trained length m (Liu et al. 2024, "DoRA:
 weight-decomposed low-rank adaptation").
 
-y = (m / n) (x Wᵀ + s x Aᵀ Bᵀ) + bias. n are the norms of the rows of W + s B A. They get no
+y = (m / n) (x Wᵀ + s x Aᵀ Bᵀ) + bias. n are the norms of the rows of W + s B A. The norms get no
 gradient, as in the paper and in PEFT. So the product is the same as in LoRA, with a scale for each
 column. The norms are computed by rows as n² = |W|² + 2 s <W Aᵀ, B> + s² <B (A Aᵀ), B>, without
 computing W + s B A. |W|² is computed once per weight. n is fp32: m / n is near 1 at the start,

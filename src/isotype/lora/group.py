@@ -166,8 +166,8 @@ def branch_gradient(
     *,
     calls_kernels_directly: bool = False,
 ) -> Tensor:
-    """Computes the gradient of x Aᵀ, including each branch's scale: scale dy B. It is zero for an
-    output that was not used.
+    """Computes the gradient of x Aᵀ, which is scale dy B. The gradient is zero for an output that
+    was not used.
 
     xa_TR  a tensor of the result's shape
     """

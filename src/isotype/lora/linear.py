@@ -120,8 +120,8 @@ def resolve_dtypes(
 
 
 def draw_dropout_mask(like: Tensor, p: float) -> Tensor:
-    """Draws a dropout mask: bool in the shape of `like`, true for elements that are kept. It is
-    drawn in the same way as in PEFT, so that on a CPU the same seed gives the same mask.
+    """Draws a dropout mask: bool in the shape of `like`, true for elements that are kept. The mask
+    is drawn in the same way as in PEFT, so that on a CPU the same seed gives the same mask.
 
     PyTorch draws random numbers in the order of a tensor's memory, so the mask of a transposed
     tensor is transposed too.
@@ -235,9 +235,9 @@ def adapted_product(
     return unsafe_view(y_TO, (*x.shape[:-1], y_TO.shape[-1]))
 
 
-# --- the branch in fp32 with a narrow base product. It is for adapters whose dtype differs from the
-# product's when autocast is off; PEFT then widens the whole input. Here one block of rows is
-# widened at a time, so that no activation is widened as a whole
+# --- the branch in fp32 with a narrow base product. It is needed if autocast is off and the dtype
+# of the adapter differs from that of the product. PEFT then widens the whole input. Here one block
+# of rows is widened at a time, so that no activation is widened as a whole
 
 
 def add_branch_fp32(

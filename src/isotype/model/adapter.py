@@ -398,7 +398,7 @@ def check_vision(model: Any, section: AdapterSection, *, has_pictures: bool) -> 
 
 
 def check_lora_branch(config: RunConfig, precision: Precision) -> None:
-    """Raises UsageError if `model.lora_branch: fp32` would have no effect. It is called before
+    """Raises UsageError if `model.lora_branch: fp32` would have no effect. This check runs before
     anything is loaded.
     """
     reasons = {
@@ -502,8 +502,9 @@ def check_adapter(model: nn.Module, folder: Path, setting: str) -> None:
 
 
 def is_trained_on_text_class(folder: Path) -> bool:
-    """Whether a saved adapter was trained on the text-only class of a vision-language family. Its
-    layers are named `model.layers`; in the released class they are `model.language_model.layers`.
+    """Whether a saved adapter was trained on the text-only class of a vision-language family. In
+    this class the layers are named `model.layers`, in the released class
+    `model.language_model.layers`.
     """
     from safetensors import SafetensorError, safe_open
 

@@ -237,7 +237,7 @@ def refuse_other_objectives(config: Any, name: str, *, has_score_head: bool = Fa
 
 def layer_settings(config: Any) -> list[Any]:
     """Returns one configuration per layer of the text model; if all layers are alike, the same one
-    for each. Empty if the configuration has no number of layers.
+    for each. The list is empty if the configuration has no number of layers.
     """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     count = getattr(text, "num_hidden_layers", 0)

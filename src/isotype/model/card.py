@@ -29,7 +29,7 @@ def write_card(
     is_adapter: bool,
     has_score_head: bool,
 ) -> None:
-    """Writes the model card of a result. It replaces PEFT's card, whose fields are empty.
+    """Writes the model card of a result. This card replaces PEFT's card, whose fields are empty.
 
     data            a description of the numbers of rows
     observed        role -> dtype -> the count that the last observation has for this role and dtype

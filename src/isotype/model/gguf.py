@@ -76,8 +76,8 @@ FAMILIES = {
         },
     ),
 }
-# constants of llama.cpp for Gemma 3: the rotary base of layers with a sliding window, and the layers
-# of the 27B, whose scale of attention follows the hidden size
+# constants of llama.cpp for Gemma 3: the rotary base of layers with a sliding window, and the
+# number of layers of the 27B, whose scale of attention follows from the hidden size
 _LOCAL_ROPE_THETA = 10_000.0
 _GEMMA3_27B_LAYERS = 62
 _MODEL_TENSORS = {

@@ -1,4 +1,4 @@
-"""Loads or builds a language model or vision-language model in the declared dtypes, and its
+"""Loads or builds a language model or vision-language model in the declared dtypes, and loads its
 tokenizer. Each failure becomes a short error with a fix.
 
 The processes of a sharded run load the model in the dtype of its files. transformers then maps the

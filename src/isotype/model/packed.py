@@ -505,8 +505,8 @@ def _place_expert_layers(
     packing: Packing,
     model_name: str,
 ) -> dict[str, Layout]:
-    """Prepares experts that the file stores as one linear layer per expert. Each gets parameters
-    under its name in the file, so that transformers does not join them.
+    """Prepares experts that the file stores as one linear layer per expert. Each expert gets
+    parameters under its name in the file, so that transformers does not stack the experts.
     """
     layouts_by_stack: dict[str, Layout] = {}
     if module.is_transposed or not module.is_concatenated:

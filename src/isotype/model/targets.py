@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-# a Mamba mixer passes the weights of these layers to its kernel or multiplies them itself. It never
-# calls the layers, so adapters on them would get no gradient (PEFT refuses the first two, except in
-# Jamba). A quantised Jamba calls its dt_proj, but an adapter there would have no effect on the
-# unquantised base
+# a Mamba mixer passes the weights of these layers to its kernel or multiplies by them itself. The
+# mixer never calls the layers, so adapters on them would get no gradient (PEFT refuses the first
+# two names, except in Jamba). A quantised Jamba calls its dt_proj, but an adapter that was trained
+# there would have no effect on the unquantised base
 _NEVER_CALLED = dict.fromkeys(
     ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h"),
     frozenset(("out_proj", "conv1d", "x_proj", "dt_proj")),

@@ -208,7 +208,7 @@ def _check_divisor(label: str, divisor: Any, multiple: Any) -> None:
 
 
 def check_config_size(file: Path, label: str) -> None:
-    """Raises UsageError for a file that is too large to be settings. It is not read."""
+    """Raises UsageError for a file that is too large to be settings, without reading it."""
     if file.is_file() and (size := file.stat().st_size) > MAX_CONFIG_BYTES:
         message = f"{label}: {file.name} has {size:,} bytes, expected at most {MAX_CONFIG_BYTES:,}"
         raise UsageError(message, fix=_FETCH_AGAIN)

@@ -309,8 +309,8 @@ def is_library_file(file: str) -> bool:
 
 
 def may_be_at_fault(file: str) -> bool:
-    """Whether a check reports faults of this file. It does not for torch, Triton, NumPy, the
-    standard library and test runners.
+    """Whether a check reports faults of this file. No faults are reported for the files of torch,
+    Triton, NumPy, the standard library and test runners.
     """
     for mark in _PACKAGE_FOLDERS:
         if mark in file:

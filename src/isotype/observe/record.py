@@ -210,8 +210,8 @@ def list_unwatched(record: Mapping[str, Any]) -> list[str]:
 
 
 def merge_observation(record: Mapping[str, Any], observation: Observation) -> dict[str, Any]:
-    """Returns the record with one more observation. Its counts replace earlier counts of the same
-    roles.
+    """Returns the record with one more observation. The observation's counts replace earlier counts
+    of the same roles.
     """
     is_step = bool(observation.total.get("compute"))
 

@@ -2,7 +2,7 @@
 
 An op reads autocast's dtype and then switches autocast off. It has several implementations: Triton
 kernels on a GPU, C++ kernels on a CPU, and plain PyTorch elsewhere. An op has first derivatives
-only: it rejects `torch.func`, forward-mode AD and `create_graph=True`. Its reference, in plain
+only: it rejects `torch.func`, forward-mode AD and `create_graph=True`. The op's reference, in plain
 PyTorch, has derivatives of any order.
 """
 
@@ -256,8 +256,8 @@ def choose_implementation(
 
 
 def uses_triton(x: Tensor) -> bool:
-    """Whether the op's Triton kernels run on `x`. They do not run for fp64, since they compute in
-    fp32, nor in a compiled graph, where Inductor fuses the formula.
+    """Whether the op's Triton kernels run on `x`. The kernels do not run for fp64, since they
+    compute in fp32, nor in a compiled graph, where Inductor fuses the op's formula.
     """
     if torch.compiler.is_compiling():
         return False
@@ -309,9 +309,9 @@ def can_count_rows(x: Tensor) -> bool:
 
 
 def uses_cpp(kernels: CppKernels, *tensors: Tensor) -> bool:
-    """Whether the op's C++ kernels run on these tensors. They do not run for fp64, they run in a
-    compiled graph only if they are declared with `in_graphs`, and they need a compiler that built
-    them.
+    """Whether the op's C++ kernels run on these tensors. The kernels do not run for fp64, and run
+    in a compiled graph only if they are declared with `in_graphs`. A compiler must have built them
+    on this machine.
     """
     if torch.compiler.is_compiling():
         return (

@@ -118,8 +118,8 @@ def machine_signature(compiler: str) -> str:
 
 
 def load_or_build_library(source: Path) -> ctypes.CDLL:
-    """Loads the library of `source`. It is built first, unless a build of the same text (with
-    headers), compiler and processor is stored.
+    """Loads the library of `source`. The library is built first, unless a build of the same text
+    (with headers), compiler and processor is stored.
 
     Raises  BuildError
     """
@@ -244,8 +244,8 @@ _kernels: dict[str, CppKernels] = {}
 
 
 def fallback_reasons() -> dict[str, str]:
-    """Maps each op that runs in plain PyTorch on this CPU to the reason. Each is a line of the
-    manifest.
+    """Maps each op that runs in plain PyTorch on this CPU to the reason. Each reason is a line of
+    the manifest.
     """
     return dict(_fallback_reasons)
 
@@ -276,8 +276,8 @@ class CppKernels:
         self.op = self.source.parent.name
         _kernels[self.op] = self
         self.functions = functions
-        # positions of the arguments that a call must convert to numbers. They are stored, since a
-        # layer makes 16 calls
+        # positions of the arguments that a call must convert to numbers. They are not computed for
+        # each call, since a layer makes 16 calls
         self.pointers = {
             name: [i for i, kind in enumerate(kinds) if kind == "p"]
             for name, kinds in functions.items()
@@ -291,7 +291,7 @@ class CppKernels:
 
     def has_bf16_instructions(self) -> bool:
         """Whether this processor multiplies bf16, which the library's function `native` returns.
-        False if no library is built.
+        The result is False if no library is built.
         """
         if not self.load():
             return False

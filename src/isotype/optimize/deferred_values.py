@@ -68,8 +68,8 @@ _BLOCK = 2**22  # elements of the head that are widened at a time
 
 
 class HeadMean(torch.autograd.Function):
-    """Computes fp32[H]: the mean of the head's rows. It works in blocks, without a wide copy of the
-    head.
+    """Computes fp32[H]: the mean of the head's rows. The rows are summed in blocks, without an fp32
+    copy of the whole head.
     """
 
     @staticmethod

@@ -507,7 +507,9 @@ def recognise_adaptive(module: Any) -> AdaptiveSettings | str:
 
 
 def _flatten_outputs(function: Callable[[], Any]) -> Tensor:
-    """Concatenates the outputs in one row. Their number comes first, or 0 for a single tensor."""
+    """Concatenates the outputs in one row. The row begins with the number of outputs, or with 0 for
+    a single tensor.
+    """
     outputs = function()
     tensors = outputs if isinstance(outputs, tuple) else (outputs,)
     return torch.cat(

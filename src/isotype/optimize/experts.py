@@ -246,8 +246,8 @@ def experts_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any)
 
 
 def packed_forward(self: Any, hidden_states: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Replaces the forward of transformers' stacked experts if their stacks are packed. It is
-    installed when they are loaded.
+    """Replaces the forward of transformers' stacked experts if their stacks are packed. This
+    forward is installed when the experts are loaded.
 
     hidden_states  F[... K]
     index          int[... C], the experts of each token

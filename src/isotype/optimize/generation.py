@@ -103,8 +103,8 @@ _sampling_mode = _SamplingMode()
 
 @contextmanager
 def sample_from_training_state() -> Iterator[None]:
-    """Makes generation use the generators of training within this block. It wraps a training step
-    that trains on its own samples.
+    """Makes generation use the generators of training within this block. The block is a training
+    step that trains on its own samples.
     """
     previous = _sampling_mode.uses_training_generators
     _sampling_mode.uses_training_generators = True

@@ -348,7 +348,7 @@ class _BackboneOutput:
 
 class _BackboneStub(nn.Module):
     """Replaces the backbone in a probe, and also a child of it that the forward calls (OPT's
-    decoder). It has the backbone's attributes, such as Falcon H1's scale.
+    decoder). The stub has the backbone's attributes, such as Falcon H1's scale.
     """
 
     def __init__(self, hidden: Tensor, real: nn.Module) -> None:
@@ -368,7 +368,9 @@ class _BackboneStub(nn.Module):
 
 
 class _HeadStub(nn.Module):
-    """Replaces the head in a probe. Its deferred logits record the operations on them."""
+    """Replaces the head in a probe. The stub returns deferred logits, which record the operations
+    that the model's forward applies to them.
+    """
 
     def __init__(self, size: int) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""Precision: the dtype of each role of a run. It is declared once, resolved with reasons, and
-checked against what the run really did.
+"""Precision: the dtype of each role of a run. The precision is declared once, resolved with
+reasons, and checked against the dtypes that the run really had.
 
 Importing this package does not import torch; importing `apply`, `parts` or `accumulate` does.
 """

@@ -26,8 +26,8 @@ from .vision import is_vision_weight, vision_parts
 
 def denoiser_blocks(model: nn.Module) -> list[nn.Module]:
     """Returns the blocks of a diffusers model, in the order of the model: the members of module
-    lists whose class it names in `_no_split_modules`. Of nested blocks it returns the inner ones (a
-    U-Net's resnet and transformer blocks). Empty for other models.
+    lists whose class the model names in `_no_split_modules`. Of nested blocks only the inner ones
+    are returned (a U-Net's resnet and transformer blocks). The list is empty for other models.
     """
     for owner in model.modules():
         if type(owner).__module__.startswith("diffusers.") and getattr(

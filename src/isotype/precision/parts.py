@@ -100,9 +100,9 @@ def _fsdp_units(model: nn.Module) -> list[Any]:
 
 
 def loading_device(device: torch.device, part: Part | None, offload: str = "none") -> torch.device:
-    """The device on which a model's weights are loaded. It is the CPU if the model is sharded,
-    because each unit's part is moved to the device later, and if the blocks stay on the CPU
-    (`model.offload`). Otherwise it is the device of the run.
+    """The device on which a model's weights are loaded. This is the CPU if the blocks stay on the
+    CPU (`model.offload`), or if the model is sharded, because each unit's part is moved to the
+    device later. Otherwise it is the device of the run.
     """
     if part is None and offload == "none":
         return device

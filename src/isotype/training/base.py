@@ -32,8 +32,9 @@ _INSTALLATION_KEYS = (
 
 
 def fingerprint_of_base(model: nn.Module, precision: Precision, adapter: AdapterSection) -> str:
-    """A hash of some elements of every frozen weight, in the dtype that the run casts it to. So the
-    hash is the same before and after the cast. It is "" where `adapter.start` changes the weights.
+    """A hash of some elements of every frozen weight. The elements are hashed in the dtype to which
+    the run casts the weight, so that the hash is the same before and after the cast. The hash is ""
+    where `adapter.start` changes the weights.
     """
     if adapter.start in SUBTRACTED_STARTS:
         return ""

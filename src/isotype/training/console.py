@@ -282,8 +282,8 @@ class Interrupt:
             raise KeyboardInterrupt
 
     def _hang_up(self, number: int, frame: FrameType | None) -> None:
-        """Handles SIGHUP. It may arrive twice, from the kernel and from the shell, and printing to
-        the closed terminal would fail.
+        """Handles SIGHUP. The signal may arrive twice, from the kernel and from the shell, and
+        printing to the closed terminal would fail.
         """
         _redirect_to_null(*(stream for stream in (1, 2) if stat.S_ISCHR(os.fstat(stream).st_mode)))
         if not self.is_requested:
@@ -317,8 +317,8 @@ def quiet_libraries() -> None:
     # this advice is for new adapters; a saved adapter is loaded unchanged, and Isotype's merge
     # decides whether the head stays tied
     warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`", module="peft")
-    # PEFT writes these patterns itself for stacked experts and applies them. It warns because it
-    # does not count the experts' parameters as modules
+    # PEFT writes these patterns itself for stacked experts and applies them. It still warns,
+    # because its check does not count the experts' parameters as modules
     warnings.filterwarnings(
         "ignore",
         message=r"The following (rank|alpha)_pattern keys did not match .*\['\.\*",

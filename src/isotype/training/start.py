@@ -2,8 +2,8 @@
 and the header.
 
 `plan.json` contains the settings, data and objective of the last start. `resumes.json` contains the
-steps after which the run was resumed, with the changes of each resume. It is written before the
-other files of the run folder, which describe the last start.
+steps after which the run was resumed, with the changes of each resume. This file is written before
+the other files of the run folder, which describe the last start.
 """
 
 from __future__ import annotations

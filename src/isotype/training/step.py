@@ -81,8 +81,8 @@ class ReducedStep:
 
 @dataclass
 class LossScale:
-    """Dynamic loss scaling for fp16. `scale` multiplies the loss. It halves on overflow, and
-    doubles after GROWTH_INTERVAL steps without overflow, which `quiet` counts.
+    """Dynamic loss scaling for fp16. `scale` multiplies the loss. The scale halves on overflow, and
+    doubles after GROWTH_INTERVAL steps without overflow; `quiet` counts these steps.
     """
 
     scale: float = INITIAL_SCALE
@@ -380,8 +380,9 @@ def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
 def choose_sampled_elements(
     parameters: Sequence[nn.Parameter],
 ) -> list[tuple[nn.Parameter, Tensor]]:
-    """Chooses fixed positions in some of the model's parameters, the same in every run. They are
-    evenly spaced over each parameter, or over this process's part of a sharded parameter.
+    """Chooses fixed positions in some of the model's parameters, the same in every run. The
+    positions are evenly spaced over each parameter, or over this process's part of a sharded
+    parameter.
     """
     return [
         (p, torch.linspace(0, n - 1, min(SAMPLED_ELEMENTS, n), device=p.device).long())

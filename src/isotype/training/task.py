@@ -353,11 +353,12 @@ class Task(Protocol):
         """
 
     def loss_sum(self, model: nn.Module, batch: Batch, divisor: int = 1, *, dtype: str) -> Tensor:
-        """The losses of a batch, summed: float[] in `dtype`, `precision.loss`; or, with
-        `metric_names.measures`, float[1 + measures]: their sums follow, without gradient.
+        """Returns the sum of the losses of a batch, float[] in `dtype`, which is `precision.loss`.
+        With `metric_names.measures` the result is float[1 + measures]: the sum of the losses, then
+        the sums of the measures, which have no gradient.
 
-        divisor  the sums are divided by it, inside an op where there is one, so that a gradient is
-                 rounded once
+        divisor  the number by which the sums are divided; an op divides inside, so that a gradient
+                 is rounded once
         """
 
     def evaluate(

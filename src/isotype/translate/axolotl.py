@@ -329,8 +329,8 @@ def _is_set(_: ConfigDraft, source_key: SourceKey) -> bool:
 
 
 def _refuse_epoch_interval(target: str) -> transforms.Handler:
-    """Returns a handler that refuses an interval in epochs (`evals_per_epoch: 4`): the number of
-    steps in an epoch is unknown before the data is read.
+    """Returns a handler that refuses an interval in epochs (`evals_per_epoch: 4`), because the
+    number of steps in an epoch is unknown before the data is read.
     """
     return lambda draft, source_key: draft.report_not_offered(
         source_key,

@@ -457,7 +457,7 @@ def largest_side(value: Any) -> int:
 
 def parse_resolutions(value: Any) -> list[int]:
     """Returns the resolutions in `[512, 768, 1024]` or `"512,768"`, sorted. Each picture comes once
-    at each of them.
+    at each resolution.
     """
     parts = value if isinstance(value, list) else str(value).split(",")
     return sorted({largest_side(part) for part in parts})

@@ -348,7 +348,8 @@ def set_if_enabled(
 
 def require_key(key: str, accepted: str, convert: Handler, reason: str) -> Handler:
     """Returns a handler that calls `convert` if another key of the file has one of the `accepted`
-    values (`on`: it is switched on; empty: it is not set). Otherwise the key has no effect.
+    values. The value `on` stands for a key that is switched on, an empty value for a key that is
+    not set. Otherwise the handled key is reported as without effect.
     """
 
     def handler(draft: ConfigDraft, source_key: SourceKey) -> None:

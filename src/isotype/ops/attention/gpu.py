@@ -74,8 +74,8 @@ class Documents(NamedTuple):
         ).view(batch, positions)
 
     def mask(self, batch: int, positions: int) -> Tensor:
-        """Returns bool[B 1 S S], true where query and key belong to the same document. It is for
-        back ends that take a mask.
+        """Returns bool[B 1 S S], true where query and key belong to the same document. This mask
+        is for back ends that cannot read `bounds`.
         """
         ids_BS = self.document_ids(batch, positions)
         return ids_BS[:, None, :, None] == ids_BS[:, None, None, :]

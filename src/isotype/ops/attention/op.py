@@ -98,9 +98,9 @@ def attention_reference(
 KERNELS = CppKernels(__file__, in_graphs=True, forward="apppppppf", backward="appppppppppif")
 # queries and keys of a block in cpu.cpp
 BLOCK = 64
-# If a batch has at least this many key heads, they are divided among threads; otherwise query heads
-# are. It is a constant and not the number of threads, so that the order of a sum does not depend on
-# the machine
+# If a batch has at least this many key heads, the key heads are divided among threads; otherwise
+# the query heads are. This number is a constant and not the number of threads, so that the order of
+# a sum does not depend on the machine
 _KEY_HEADS = 16
 
 

@@ -148,7 +148,7 @@ def reduce_losses(
     ignore_index: int,
 ) -> Tensor:
     """Reduces the row losses fp32[T] (0 for ignored rows) to their mean or sum, or returns them
-    unreduced. It is plain differentiable PyTorch.
+    unreduced. This function is plain PyTorch, which autograd differentiates.
     """
     if reduction == "none":
         return loss_T

@@ -102,7 +102,7 @@ def cross_entropy_forward_kernel(
     start = logits + row * row_stride
     # A lane is one load of 16 bytes by one thread, LANE_VALUES values. Its maximum and its sum stay
     # in that thread. So the loop has no barrier and takes two registers per lane instead of one per
-    # value (32 in all instead of 80 to 93). It costs one exp per value and one per lane
+    # value (32 in all instead of 80 to 93). The loop computes one exp per value and one per lane
     lanes = tl.arange(0, LANES)[:, None] * LANE_VALUES + tl.arange(0, LANE_VALUES)[None, :]
     maxima = tl.full([LANES], float("-inf"), tl.float32)
     exp_sums = tl.zeros([LANES], tl.float32)

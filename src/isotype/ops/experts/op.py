@@ -6,9 +6,9 @@ is one grouped product for all experts. On a CPU it is one product per expert, f
 a time, so that activations between the two layers exist only for the rows of these experts.
 
 The gradient of a routing weight is the inner product of the expert's result and the incoming
-gradient. It is computed as <h, dh> (plus <d, bias>), where h is the input of the second layer, dh
-its gradient without the routing weight, and d the incoming gradient. So no expert's output has to
-be saved, and nothing is divided by the routing weight.
+gradient. This product is computed as <h, dh> (plus <d, bias>), where h is the input of the second
+layer, dh the gradient of h without the routing weight, and d the incoming gradient. So no expert's
+output has to be saved, and nothing is divided by the routing weight.
 
 These tensors are saved for backward: x, the order of the rows, the output of the first layer, x Aᵀ
 and h Aᵀ (rows x rank), and A and B in the products' dtype.

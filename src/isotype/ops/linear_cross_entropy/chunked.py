@@ -308,8 +308,8 @@ def empty_outputs(
     want_dbias: bool,
     chunk: int,
 ) -> Forward:
-    """Allocates outputs of the right shapes and dtypes. They are zeroed, since ignored rows stay
-    zero; only the head's gradient is not, since the first chunk writes it.
+    """Allocates outputs of the right shapes and dtypes. The outputs are zeroed, since ignored rows
+    stay zero. Only the head's gradient is not zeroed, since the first chunk overwrites it.
     """
     tokens = hidden_TH.shape[0]
     classes = weight_VH.shape[:1]
@@ -373,8 +373,8 @@ class HeadGradient:
             elif is_first:
                 part.copy_(partial)
             else:
-                # on a CPU, adding a tensor of a narrower dtype takes 39 ms; widening the tensor first
-                # and then adding it takes 3 ms
+                # on a CPU, adding a tensor of a narrower dtype takes 39 ms; widening the tensor and
+                # then adding it takes 3 ms
                 if self.wide_buffer is None:
                     self.wide_buffer = torch.empty_like(self.buffer, dtype=total.dtype)
                 part.add_(self.wide_buffer[: part.shape[0]].copy_(partial))

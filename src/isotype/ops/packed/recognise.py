@@ -232,8 +232,8 @@ def _check_shape(layer: str, headers: TensorHeaders, name: str, shape: tuple[int
 def _matching_block(
     layer: str, name: str, actual: tuple[int, ...], packing: Packing, shape: tuple[int, int]
 ) -> tuple[int, int]:
-    """Returns the block size from config.json that fits a scale of this shape. It cannot be
-    computed from the shapes, since the last block may be smaller.
+    """Returns the block size from config.json that fits a scale of this shape. The block size
+    cannot be computed from the shapes, since the last block may be smaller.
     """
     blocks = [(rows, shape[1] if columns == -1 else columns) for rows, columns in packing.blocks]
     matching = [b for b in blocks if tuple(actual) == (-(-shape[0] // b[0]), -(-shape[1] // b[1]))]

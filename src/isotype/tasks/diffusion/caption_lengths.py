@@ -1,4 +1,5 @@
-"""Finds captions that are longer than the text encoders read. Their ends are not learnt.
+"""Finds captions that are longer than the text encoders read. The ends of such captions are not
+learnt.
 
 A caption counts as cut if it exceeds the limit of every tokenizer of the pipeline. The template
 that some families put around a caption is not counted.

@@ -239,10 +239,10 @@ def _place_nf4_layer(
     return packed, bitsandbytes.nn.Params4bit
 
 
-# --- a denoiser that was published in a quantised format. It is read tensor by tensor, on any
-# device, because diffusers' quantisers need a GPU for bitsandbytes, and a package for each other
-# format. `quantization_config` in config.json names the library; the files show which layers are
-# packed
+# --- a denoiser that was published in a quantised format. Its files are read tensor by tensor, on
+# any device. diffusers' own quantisers are not used, because they need a GPU for bitsandbytes, and
+# a package for each other format. `quantization_config` in config.json names the library; the files
+# show which layers are packed
 
 _NF4_SUFFIX = ".quant_state.bitsandbytes__nf4"
 _DOWNLOAD_AGAIN = "get the folder again, or give the pipeline that it was quantised from"

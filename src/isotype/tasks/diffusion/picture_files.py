@@ -1,8 +1,8 @@
 """Reads the pictures of one source. A source is a folder whose captions are in text files or in a
 metadata file, or a table: a JSONL, CSV or Parquet file.
 
-A picture's bytes are in a file or in a cell of a Parquet file. They are read when they are needed,
-and not kept in memory.
+A picture's bytes are in a file or in a cell of a Parquet file. The bytes are read when they are
+needed, and not kept in memory.
 """
 
 from __future__ import annotations

@@ -474,8 +474,8 @@ class PipelineFolder:
     def pipeline_for_sampling(
         self, denoiser: Any, vae: Any, encoders: Mapping[str, Any] = MappingProxyType({})
     ) -> Any:
-        """Builds the pipeline around a denoiser. It has only those text encoders that are in
-        `encoders`.
+        """Builds the pipeline around a denoiser. The pipeline has only those text encoders that are
+        in `encoders`.
         """
         parts = {**dict.fromkeys(self.family.encoder_parts), **encoders}
         return self.pipeline(torch.float32, **parts, vae=vae, **{self.denoiser_part: denoiser})

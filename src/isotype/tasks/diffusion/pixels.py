@@ -63,8 +63,8 @@ class Window:
 
 
 def bucket_sizes(resolution: int, *, max_aspect: float, multiple: int) -> list[Size]:
-    """The sizes of aspect buckets, the square first. Their sides are multiples of `multiple`, and
-    their areas at most `resolution` squared.
+    """The sizes of aspect buckets, the square first. All sides are multiples of `multiple`, and
+    all areas are at most `resolution` squared.
 
     multiple  the number of pixels per token of the model, in each direction
     """
@@ -238,8 +238,8 @@ def open_displayed(content: bytes) -> Any:
 
 
 def pixels(content: bytes, window: Window) -> Tensor:
-    """Reads a picture as fp32[3 H W] in [-1, 1]. It is scaled to cover the window, and cropped to
-    it. Raises BadPicture.
+    """Reads a picture as fp32[3 H W] in [-1, 1]. The picture is scaled to cover the window, and
+    cropped to the window. Raises BadPicture.
     """
     image = open_displayed(content)
     if min(image.size) < MIN_SIDE:

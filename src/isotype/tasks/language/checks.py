@@ -213,8 +213,8 @@ def check_token_ids(subject: PreflightSubject) -> Iterator[Finding]:
 
 
 def check_new_tokens(subject: PreflightSubject) -> Iterator[Finding]:
-    """PF009: finds added tokens of the training rows whose frozen embedding was never trained: it
-    is zero or the mean of all, as resizing leaves it.
+    """PF009: finds added tokens of the training rows whose frozen embedding was never trained. Such
+    an embedding is zero or the mean of all embeddings, as resizing leaves it.
     """
     added_ids = set(subject.task.tokenizer.added_tokens_decoder) - {
         subject.task.tokenizer.pad_token_id

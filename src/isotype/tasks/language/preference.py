@@ -397,8 +397,9 @@ def add_reference(
     folder: Path,
     world: World,
 ) -> Header:
-    """Adds the reference log-probabilities to the rows; returns a row of the header. They are read
-    from the run folder if it has those of the same rows, and otherwise computed.
+    """Adds the reference log-probabilities to the rows; returns a row of the header. If the run
+    folder has the log-probabilities of the same rows, they are read from there; otherwise they are
+    computed.
 
     log_probs  computes two values per row: of both answers of a pair, or of an answer and its
                partner

@@ -46,8 +46,8 @@ def generation_config(
     temperature: float = 0.0,
     top_p: float = 1.0,
 ) -> GenerationConfig:
-    """The settings of a generation, which is greedy at temperature 0. It ends at the tokenizer's
-    end token and at the end tokens that the model's configuration names.
+    """The settings of a generation, which is greedy at temperature 0. The generation ends at the
+    tokenizer's end token and at the end tokens that the model's configuration names.
     """
     from transformers import GenerationConfig
 

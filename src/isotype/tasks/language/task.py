@@ -438,8 +438,8 @@ class LanguageTask:
         return str(getattr(architecture, "model_type", "model")), notes
 
     def plan_facts(self) -> dict[str, Any]:
-        """The numbers of rows and tokens for `isotype plan`. They count packed rows, and only the
-        first rows of a stream.
+        """The numbers of rows and tokens for `isotype plan`. Packed rows are counted, and of a
+        stream only its first rows.
         """
         data = self.data
         return {

@@ -444,7 +444,7 @@ def load_target(text: str) -> Target:
 
 def triton_interpreted_without_gpu() -> AbstractContextManager[None]:
     """Returns a context in which Triton kernels run in the repaired interpreter if there is no GPU.
-    It does nothing if Triton was not imported.
+    The context has no effect if Triton was not imported.
     """
     if torch.cuda.is_available() or "triton" not in sys.modules:
         return nullcontext()

@@ -372,7 +372,7 @@ def _is_low_precision(dtype: torch.dtype | None) -> bool:
 
 
 def _relative_error(narrow: tuple[Tensor, ...], wide: tuple[Tensor, ...]) -> float:
-    """Returns the largest relative error of a step. It is infinite if a value is not finite."""
+    """Returns the largest relative error of a step, or infinity if a value is not finite."""
     worst = 0.0
     for n, w in zip(narrow, wide):
         if n.shape != w.shape or not w.numel():

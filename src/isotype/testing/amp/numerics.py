@@ -74,8 +74,8 @@ class Numerics:
         return Numerics(self.subject, self.reference, sample, self.inside_fp32)
 
     def truth(self, setting: Setting) -> dict[str, Tensor]:
-        """Returns the results of the reference, or of the checked function itself, in fp64. They
-        are in fp32 if it raises in fp64, and empty if it raises in both.
+        """Returns the results of the reference, or of the checked function itself, in fp64. If
+        the function raises in fp64, the results are in fp32; if it raises in both, there are none.
         """
         if setting.dtypes not in self._truths:
             self._truths[setting.dtypes] = self._compute_truth(setting)
@@ -207,8 +207,8 @@ def _norm(tensor: Tensor) -> float:
 
 
 def _distance(actual: Tensor, expected: Tensor) -> float:
-    """Returns the norm of the difference over elements whose truth is finite. It is infinite if the
-    result is not finite there.
+    """Returns the norm of the difference over elements whose truth is finite. The norm is infinite
+    if the result is not finite for one of these elements.
     """
     actual = actual.detach().double()
     expected = expected.detach().double()

@@ -213,7 +213,9 @@ def _input_role(operand_name: str, tensor: Tensor, outcome: Outcome) -> str:
 
 
 def _same_storage(tensor: Tensor, candidates: list[Tensor]) -> bool:
-    """Whether a candidate shares the tensor's memory and dtype. False for tensors without memory."""
+    """Whether a candidate shares the tensor's memory and dtype. The result is False for a tensor
+    without memory.
+    """
     try:
         address = tensor.untyped_storage().data_ptr()
         for candidate in candidates:

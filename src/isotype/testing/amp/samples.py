@@ -233,7 +233,9 @@ def _position(path: Sequence[Any]) -> int | None:
 
 
 def _declared_group(spec: TensorSpec, group: str) -> str:
-    """Returns the group of an argument with this spec. It is `group` if the spec allows any dtype."""
+    """Returns the group of an argument with this spec, which is `group` if the spec allows any
+    dtype.
+    """
     if spec.is_free:
         return spec.dtype
     if spec.dtype in ("any", "float"):

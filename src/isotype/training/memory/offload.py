@@ -60,8 +60,8 @@ class StreamCopier:
 
 
 class CopyEvent:
-    """The end of a copy. Its `wait` acts on the stream of the tensor's device; that of torch's
-    event acts on the current device, which may be another one.
+    """The end of a copy. Its method `wait` acts on the stream of the tensor's device. The `wait` of
+    torch's event acts on the stream of the current device, which may be another one.
     """
 
     def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
@@ -73,8 +73,8 @@ class CopyEvent:
 
 
 class SavedCall:
-    """The tensors that one call of a layer saved, in order. They are weak references, because the
-    autograd graph owns the tensors. `previous` is the previous call.
+    """The tensors that one call of a layer saved, in order. They are stored as weak references,
+    because the autograd graph owns the tensors. `previous` is the previous call.
     """
 
     def __init__(self, previous: SavedCall | None) -> None:

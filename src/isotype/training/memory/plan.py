@@ -493,8 +493,8 @@ def max_step_bytes(
 
 
 def _matrix_widths(module: nn.Module) -> tuple[int, ...]:
-    """Returns (in, out) of a module with a matrix. They come from `in_features` and `out_features`
-    where these exist, because a 4-bit weight has another shape.
+    """Returns (in, out) of a module with a matrix. Both numbers come from `in_features` and
+    `out_features` if the module has these, because a 4-bit weight has another shape.
     """
     weight = module._parameters.get("weight")
     if weight is None or (weight.ndim < 2 and not is_quantised(weight)):

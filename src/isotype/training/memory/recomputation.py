@@ -2,7 +2,8 @@
 are stored in host memory.
 
 A recomputed layer stores only its input. In transformers the layers that support recomputation have
-one base class. Its switch is set on instances, so that some layers recompute and others do not.
+one base class with a switch. The switch is set on instances, so that some layers recompute and
+others do not.
 diffusers has one switch for a whole model; so the forward of each block instance is replaced by one
 that recomputes. Recomputing draws the same random numbers, so that the results are bit-identical.
 """

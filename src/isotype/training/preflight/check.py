@@ -24,8 +24,8 @@ from .rehearsal import rehearse_evaluation, rehearse_samples, rehearse_step
 from .static import check_device, check_disk, check_memory, check_update_sizes
 
 PREFLIGHT_FILE = "preflight.json"
-# the phase "real" rehearses a step, an evaluation and samples with the loaded model. These names are
-# keys of `seconds` in preflight.json
+# the phase "real" rehearses a step, an evaluation and samples with the loaded model. The names of
+# the phases are keys of `seconds` in preflight.json
 PHASES = ("static", "data", "memory", "real")
 CHECKS: Mapping[str, tuple[Check, ...]] = {
     "static": (

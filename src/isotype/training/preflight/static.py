@@ -31,8 +31,8 @@ SAMPLED_ELEMENTS = 4096  # elements that are tested in each tensor
 
 
 def check_device(subject: PreflightSubject) -> Iterator[Finding]:
-    """PF001: `model.device: auto` took the CPU, and there is a GPU. A device that is given by name
-    is found or refused earlier, when the run is prepared.
+    """PF001: finds a run for which `model.device: auto` chose the CPU although there is a GPU. A
+    device that is given by name is checked earlier, when the run is prepared.
     """
     if subject.config.model.device != "auto" or subject.prepared.device.type != "cpu":
         return

@@ -14,7 +14,7 @@ from .flow import Flux, QwenImage, pack_latents, unpack_latents
 
 class FluxKontext(Flux):
     """Flux.1 Kontext. The tokens of the picture before the edit follow the noisy ones. They have
-    the same row and column ids, and 1 as their first id.
+    the row and column ids of the noisy tokens, and 1 as their first id.
     """
 
     pipeline = "FluxKontextPipeline"
@@ -135,8 +135,8 @@ class QwenImageEdit(QwenImage):
 
 
 class QwenImageEditPlus(QwenImageEdit):
-    """Qwen-Image-Edit of September 2025 and later, with one picture before the edit. Its language
-    model reads this picture at a smaller size.
+    """Qwen-Image-Edit of September 2025 and later, with one picture before the edit. The pipeline's
+    language model reads this picture at a smaller size than in the first Qwen-Image-Edit.
     """
 
     pipeline = "QwenImageEditPlusPipeline"

@@ -1,5 +1,5 @@
-"""Families that learn a velocity by flow matching. They differ in the content of a token and in the
-encoding of texts.
+"""Families that learn a velocity by flow matching. The families differ in the content of a token
+and in the encoding of texts.
 """
 
 from __future__ import annotations
