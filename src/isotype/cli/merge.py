@@ -40,10 +40,11 @@ def merge(
     """Merge an adapter into its base model, as an ordinary Hugging Face folder that other engines
     load. For a diffusion run, the folder is a pipeline's.
 
-    A 4-bit base is dequantised. The sum is computed in fp32 and cast once. The command prints how
-    much of the adapter's effect the cast loses, and compares the loss of the merged model with the
-    loss of the model with the adapter. With `--verify` the folder is read back, and the command
-    prints how much of what the run learnt the folder keeps; below `--keep` the exit status is 1.
+    A 4-bit base is dequantised. The sum of base and adapter is computed in fp32 and cast once. The
+    command prints how much of the adapter's effect the cast loses, and compares the loss of the
+    merged model with the loss of the model with the adapter. With `--verify` the folder is read
+    back, and the command prints how much of what the run learnt the folder keeps; below `--keep`
+    the exit status is 1.
 
     Examples:
 

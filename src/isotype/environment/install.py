@@ -63,7 +63,7 @@ def _read_direct_url() -> dict[str, Any]:
 
 
 def _shorten(path: Path) -> str:
-    """`.` for the current folder, else the path."""
+    """`.` for the current folder, and the unchanged path for other folders."""
     return "." if path == Path.cwd() else str(path)
 
 

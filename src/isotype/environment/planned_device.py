@@ -63,7 +63,7 @@ def plan_device(device_type: str) -> Iterator[None]:
 
 def autocast(device_type: str, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
     """torch.autocast in `dtype`; None switches it off. Inside `plan_device` this function has the
-    same effect on meta tensors. Outside, meta tensors have no autocast.
+    same effect on meta tensors. Outside `plan_device`, meta tensors have no autocast.
     """
     if _PlanState.device_type is None:
         if device_type == "meta":

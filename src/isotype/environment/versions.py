@@ -54,7 +54,7 @@ def environment() -> dict[str, Any]:
 
 def installed_versions() -> dict[str, str]:
     """Every installed distribution: normalised name -> version. If a distribution is installed
-    twice, the first on the path counts, as for imports.
+    twice, the first one on the path counts, as for imports.
     """
     versions: dict[str, str] = {}
     for distribution in metadata.distributions():

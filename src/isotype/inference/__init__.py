@@ -1,1 +1,2 @@
-"""Uses the result of a run: chats with it, draws samples, evaluates, merges and exports it."""
+"""Uses the result of a run: chats with the model, draws samples, and evaluates, merges and exports
+the result."""

@@ -1,5 +1,5 @@
-"""Uses a diffusion run after training: merges it into its pipeline, draws pictures, or evaluates it
-on other pictures.
+"""Uses a diffusion run after training: merges its adapter into the pipeline, draws pictures, or
+evaluates the run on other pictures.
 """
 
 from __future__ import annotations

@@ -253,7 +253,7 @@ def finite_values(record: RunRecord, key: str) -> list[float]:
 
 def samples(record: RunRecord) -> list[dict[str, Any]]:
     """Returns for every prompt its reference and the answers at each step. `picture` is the picture
-    of a diffusion run, else "".
+    of a diffusion run, and "" in other runs.
     """
     by_prompt: dict[tuple[str, int], dict[str, Any]] = {}
     for step_record in record.samples:

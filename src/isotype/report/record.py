@@ -249,8 +249,8 @@ MAX_SAMPLES = 256  # per step
 
 
 def read_picture(folder: Path, sample: dict[str, Any]) -> bytes | None:
-    """The PNG of one sample. None for a text sample, and if the file is missing or is no picture of
-    a run.
+    """The PNG of one sample. The result is None for a text sample, and if the file is missing or is
+    no picture of a run.
     """
     name = sample.get("file")
     if not isinstance(name, str) or not _PICTURE_NAME.fullmatch(name):

@@ -1,5 +1,5 @@
-"""Recognises from the text of an error which operator raised it and which dtypes it received. This
-module imports no torch.
+"""Recognises from the text of an error which operator raised the error and which dtypes this
+operator received. This module imports no torch.
 
 Each line of `forms.tsv` is a template of a message: `<name>` stands for a dtype in any of the
 spellings below. A text that matches no template but names two dtypes and a mismatch is recognised

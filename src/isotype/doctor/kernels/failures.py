@@ -79,7 +79,7 @@ def diagnose_math_dtype(site: FailureSite) -> Fault | None:
 
 
 def _math_function(site: FailureSite) -> str | None:
-    """`math` or `libdevice` if the node calls a function of that module, else None."""
+    """`math` or `libdevice` if the node calls a function of that module; None for other nodes."""
     if not isinstance(site.node, ast.Call):
         return None
     if find_names(site.node.func):

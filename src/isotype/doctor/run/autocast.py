@@ -67,7 +67,7 @@ def find_other_region(frames: Sequence[CallFrame]) -> AutocastState | None:
 
 
 def _starts_thread(frame: CallFrame) -> bool:
-    """Whether a thread runs the function of this frame as its first."""
+    """Whether a thread runs the function of this frame as its first function."""
     return frame.function == "run" and frame.file.endswith(
         ("threading.py", os.path.join("futures", "thread.py"))
     )

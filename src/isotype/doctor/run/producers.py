@@ -292,8 +292,8 @@ def _parameter_names(scope: Any) -> list[str]:
 
 
 def _argument_expression(scope: Any, call: ast.AST | None, name: str) -> ast.AST | None:
-    """The expression that a call passes for a parameter; if the call unpacks a mapping, a starred
-    expression."""
+    """The expression that a call passes for a parameter; if the call unpacks a mapping, the
+    expression is a starred one."""
     if not isinstance(call, ast.Call):
         return None
     for keyword in call.keywords:
