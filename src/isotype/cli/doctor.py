@@ -426,8 +426,8 @@ def run(
         ),
     ] = False,
 ) -> None:
-    """Run a program unchanged. If a dtype error ends it, print its cause, place and fix under the
-    traceback, from the values that are alive at the failure.
+    """Run a program unchanged. If a dtype error ends the program, print the cause, place and fix of
+    the error under the traceback, from the values that are alive at the failure.
 
     Output, traceback and exit status are the program's own. Before a failure nothing is watched.
 

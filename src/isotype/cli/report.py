@@ -51,7 +51,7 @@ def watch(
     json_output: Annotated[bool, typer.Option("--json", help='Print `{"url": URL}`.')] = False,
 ) -> None:
     """Show a run in a browser while it trains: curves, observed precision, samples, the last lines
-    of its log, and a button to stop it.
+    of its log, and a button to stop the run.
 
     The command prints a local address with a token. The server only reads the files of the run, so
     the run may belong to another terminal or be finished. The command waits for a run that has not

@@ -71,8 +71,8 @@ def train(
     callbacks: Sequence[Callback] = (),
     objective: Callable[[nn.Module, Any], Tensor] | None = None,
 ) -> Run:
-    """Trains and returns the run. Ctrl-C (in a notebook: interrupt) saves the run and returns it
-    with the status `interrupted`.
+    """Trains and returns the run. Ctrl-C, or an interrupt in a notebook, saves the run and returns
+    it with the status `interrupted`.
 
         run = isotype.train(model="Qwen/Qwen2.5-0.5B", data="chats.jsonl", train={"steps": 200})
         run.metrics, run.adapter, run.chat("What is a bf16?")

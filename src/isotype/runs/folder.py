@@ -27,7 +27,7 @@ LOG = "log.txt"  # the printed output of the run and of all its resumed parts
 
 
 def default_run_name(config: RunConfig) -> str:
-    """`MODEL-DATA-TIME`, in characters that every file system accepts."""
+    """The name `MODEL-DATA-TIME`, in characters that every file system accepts."""
     model = config.model.name or str(
         (config.model.config or {}).get("model_type", "model")
         if isinstance(config.model.config, dict)

@@ -93,8 +93,8 @@ def _submodules(module: ModuleType) -> Iterator[ModuleType]:
 
 
 def find_kernels(module: ModuleType) -> dict[str, Any]:
-    """Name -> kernel, for the kernels that are defined in this module. `@triton.jit` functions that
-    return a value are checked together with the kernels that call them.
+    """A mapping from name to kernel, for the kernels that are defined in this module. `@triton.jit`
+    functions that return a value are checked together with the kernels that call them.
     """
     kernels = {
         name: value

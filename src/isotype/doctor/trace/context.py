@@ -215,8 +215,8 @@ class Context:
         return caller_frame is not None and caller_frame.f_code.co_name == "_engine_run_backward"
 
     def is_autocast_cast(self) -> bool:
-        """Whether autocast inserted the running cast: autocast is on and the program did not call a
-        cast.
+        """Whether autocast inserted the running cast. This is the case if autocast is on and the
+        program did not call a cast.
         """
         return self.is_caller_autocast_on and self.call_name() not in _CAST_FUNCTIONS
 

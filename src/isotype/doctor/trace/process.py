@@ -161,8 +161,8 @@ def _is_running(code: CodeType) -> bool:
 
 
 def _restores_dtype(code: CodeType) -> bool:
-    """Whether the code of a function restores the default dtype: it reads the old dtype, or sets
-    the dtype more than once.
+    """Whether the code of a function restores the default dtype. Such code reads the old dtype, or
+    sets the dtype more than once.
     """
     calls = [i.argval for i in dis.get_instructions(code) if isinstance(i.argval, str)]
     return "get_default_dtype" in calls or calls.count("set_default_dtype") > 1

@@ -7,7 +7,7 @@ functions (`keys.py`).
 
 The header of a section may hold rows of variables, such as `half=bf16 other=fp16; half=fp16
 other=bf16`. The section is evaluated once for each row. The title of an entry is the message of the
-finding, and its rank is the severity. The fields are `settings` (the settings to list;
+finding, and the rank of an entry is the severity. The fields are `settings` (the settings to list;
 `one|another` means the first of the two that exists), `cause`, `fix`, `today` (the effect of the
 current settings) and `holds` (the versions for which the rule is known).
 """
