@@ -108,7 +108,8 @@ class World:
     def run_on_first(self, work: Callable[[], Result], *, without_timeout: bool = False) -> Result:
         """Runs `work` in the first process; all processes get its result, which must be JSON.
 
-        without_timeout  the others wait as long as the first process lives, not only up to the timeout
+        without_timeout  the others wait as long as the first process lives, and not only up to the
+                         timeout
         """
         return work()
 

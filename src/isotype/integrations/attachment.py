@@ -20,8 +20,8 @@ from ..precision.accumulate import GradientAccumulator
 from ..precision.precision import Precision
 from ..precision.resolution import Resolved
 
-# attributes of a trainer with further models that it runs without gradients: TRL's reference and
-# teacher
+# attributes of a trainer that hold further models, which it runs without gradients: TRL's reference
+# model and teacher
 READ_ONLY = ("ref_model", "teacher_model")
 
 

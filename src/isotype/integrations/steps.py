@@ -219,8 +219,8 @@ def defer_teacher_logits(trainer: Any, methods: MethodWrappers) -> None:
         and _TRL_TILED_LOSS in loss.__code__.co_names
         and loss.__module__.startswith("trl.")
     ):
-        # TRL's method is rebuilt over a copy of its globals in which this name is our function;
-        # TRL's module is unchanged
+        # TRL's method is rebuilt over a copy of its globals in which this name is Isotype's
+        # function; TRL's module is unchanged
         names = {**loss.__globals__, _TRL_TILED_LOSS: divergence_from_hidden_states}
         bound = MethodType(
             FunctionType(loss.__code__, names, loss.__name__, loss.__defaults__, loss.__closure__),

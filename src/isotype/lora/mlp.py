@@ -6,9 +6,9 @@ x rank). The activation and its product with up are not saved; one pass in backw
 again together with their gradients. Gate and up may be a single layer of twice the width.
 
 In a decoder layer that is recomputed (gradient checkpointing), backward may overwrite the outputs
-of gate and up. On a GPU it writes their gradients over them, and computes the product and its
-gradient for one tile of tokens at a time. Two tensors of tokens x inner features then exist instead
-of six. If the recompute's output is not read, the recompute skips down's base product, since
+of gate and up. On a GPU it writes the gradients of these outputs over the outputs, and computes the
+product and its gradient for one tile of tokens at a time. Two tensors of tokens x inner features
+then exist instead of six. A recompute whose output is not read skips down's base product, since
 backward only needs the product of down's input with A.
 
 T tokens, K in features, I inner features, R ranks. h is activation(gate) * up.

@@ -139,8 +139,8 @@ class _File:
 def read_file(file: Path) -> _File:
     """Opens a GGUF file.
 
-    Raises  UsageError for a file that is damaged or split, and for a family or a kind of blocks that
-            is not supported
+    Raises  UsageError for a file that is damaged or split, and for a family or a kind of blocks
+            that is not supported
     """
     return _read_cached(file, file.stat().st_mtime_ns)
 

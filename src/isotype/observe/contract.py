@@ -101,7 +101,8 @@ _UNFUSED_CAUSE = (
 # Muon's Newton-Schulz iteration is in bf16 for weights of any dtype, and is counted as
 # `update_iteration`
 _MUON_FILE = "torch/optim/_muon.py"
-# up to this number of narrow additions count as a formula, more as a sum that is written as a loop
+# more narrow additions than this number count as a sum that is written as a loop, fewer as a
+# formula
 _MAX_ADDITIONS = 4
 
 

@@ -339,8 +339,8 @@ class Observer:
 
         role  `generate` while tokens are generated
 
-        optimizer, gradient  if given, gradients are recorded just before the update, and states after
-                             the block
+        optimizer, gradient  if given, gradients are recorded just before the update, and optimizer
+                             states after the block
         """
         observation = Observation(step)
         inner = inner_model(self.model)
@@ -515,9 +515,10 @@ def iterate_state_dtypes(
 
 
 def _is_declared_by_class(module: nn.Module, inputs: Any, compute: str) -> bool:
-    """Whether the code of a class of transformers makes a wide output itself, as the tables of a
-    rotation and the scores of a router are made in fp32: no input of the module is wider than
-    `compute`, and no parameter outside of its products, which have the dtype `compute`.
+    """Whether the code of a class of transformers itself makes a wide output, as it makes the
+    tables of a rotation and the scores of a router in fp32. This is so if no input of the module is
+    wider than `compute`, and no parameter except for the weights of its matrix products. The
+    products are in the dtype `compute`, so that a wide weight does not make the output wide.
     """
     if not type(module).__module__.startswith("transformers.models."):
         return False

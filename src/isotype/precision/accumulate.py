@@ -8,8 +8,8 @@ wrapper around the model.
 Gradients are summed over processes in buckets. A bucket can be sent while backward still computes
 the gradients of others. It is sent as soon as all its gradients have arrived and the buckets before
 it are sent. So all processes send the same buckets in the same order, whichever gradient arrives
-first, and early sending does not change a bit of the sums. The first step sends only after its
-backward, and checks whether each gradient arrives once.
+first, and the sums are bit-identical to those without early sending. The first step sends only
+after its backward, and checks whether each gradient arrives once.
 """
 
 from __future__ import annotations

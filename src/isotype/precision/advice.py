@@ -13,7 +13,7 @@ from ..finding import Finding, Severity
 
 Settings = Mapping[str, str]
 Change = dict[str, str | None]  # key -> its new value, or None where it is removed
-_MAX_ADDITIONS = 4  # settings, besides those that a rule names, that a remedy may need
+_MAX_ADDITIONS = 4  # largest number of settings that are added to a remedy
 
 
 def parse_fix(fix: str) -> Iterator[tuple[str, Change]]:

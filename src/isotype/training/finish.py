@@ -269,8 +269,8 @@ def _verify_result(
         reloaded_evaluation = task.evaluate(
             model, device, dtype=precision.loss, most=CHECKED_ROWS, world=world
         )
-    # the tolerance is the error of rounding to the saved dtype; where `adapter.start` subtracted
-    # the adapter from the base, also that of rounding the base
+    # the tolerance is the error of rounding to the saved dtype. If `adapter.start` subtracted the
+    # adapter from the base, the error of rounding the base is added
     is_exact = saved.dtype in (torch.float32, to_torch(precision.trainable))
     tolerance = 1e-6 if is_exact else torch.finfo(saved.dtype).eps
     adapter = task.config.adapter

@@ -541,8 +541,8 @@ def convert_states(
     optimizer: torch.optim.Optimizer, counters: Sequence[Mapping[str, float]]
 ) -> None:
     """Converts restored states to the form that this optimizer needs: the dtype of its moments, the
-    type of its step count, its paged memory. A resume may change the first two if the user accepts
-    it.
+    type of its step count, its paged memory. A resume may change the dtype of the moments and the
+    type of the step count if the user accepts the change.
 
     counters  the result of `group_counters` in the checkpoint
     """

@@ -79,8 +79,8 @@ class TensorBoard:
     """Writes scalars under names such as `train/loss` and `eval/loss`. `address` is the command
     that shows them.
 
-    It opens its file at the first row, because the step of this row is where a resumed run
-    continues.
+    The file is opened at the first row, because the step of this row is the step at which a
+    resumed run continues.
     """
 
     name = "tensorboard"

@@ -97,7 +97,9 @@ _MODEL_CLASS = re.compile(
     r"^(?:Auto(?:Liger)?(?:ModelForCausalLM|KernelForCausalLM)|AutoLigerKernelForCausalLM|\w+ForCausalLM|Fast(?:Language|Vision)?Model"
     r"|AutoModelFor(?:SequenceClassification|ImageTextToText|Vision2Seq))$"
 )
-_PROGRAM_OBJECTS = (  # arguments that pass an object from one call to another: the object's own settings are keys, these arguments are not
+# arguments that pass an object from one call to another. The settings of the object are keys of the
+# source; these arguments are not
+_PROGRAM_OBJECTS = (
     *(
         "model",
         "tokenizer",
@@ -292,9 +294,9 @@ class _Program:
     """The training program of a command.
 
     executable    `trl`, `axolotl` and the like; "" for a Python script
-    script        its file
-    start         where its arguments begin
-    launcher_end  where those of its launcher end
+    script        the file of a Python script; "" for an executable
+    start         the position in the command at which the program's arguments begin
+    launcher_end  the position at which the launcher's arguments end
     """
 
     executable: str

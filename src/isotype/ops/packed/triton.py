@@ -174,7 +174,8 @@ def widen_4bit_kernel(
     BLOCK: tl.constexpr,
 ):
     first = tl.program_id(0).to(tl.int64) * BLOCK
-    # the 8 bytes of a thread share one scale (BYTES_PER_SCALE is a multiple of 8), which is decoded once
+    # the 8 bytes of a thread share one scale, since BYTES_PER_SCALE is a multiple of 8; the scale
+    # is decoded once
     first_byte = tl.arange(0, BLOCK // 8) * 8
     i = first_byte[:, None] + tl.arange(0, 8)[None, :]
     count = tl.minimum(size - first, BLOCK).to(tl.int32)

@@ -1,8 +1,8 @@
 """Reads the markers of a checkpoint in one file: tensors and metadata by which ComfyUI, A1111,
 Forge and kohya's tools record how the checkpoint was trained.
 
-The settings beside such a file, or on the hub, are those of its model family. Only the markers show
-that a checkpoint of this family was trained otherwise, for example with v-prediction.
+The settings beside such a file, or on the hub, are the usual ones of its model family. Only the
+markers show that this checkpoint was trained otherwise, for example with v-prediction.
 
 Sources  ComfyUI `supported_models.py` and its node that saves a checkpoint (`v_pred`, `ztsnr`,
          `edm_...`, `modelspec.predict_key`); Stability's ModelSpec 1.0; kohya's `ss_...`
@@ -186,8 +186,8 @@ def scheduler_changes(
 def refuse_unknown_prediction(file: Path, settings_repository: str | None) -> None:
     """Raises UsageError for a file of Stable Diffusion 2 without a marker.
 
-    Such files exist for epsilon (512 pixels) and for v (768 pixels), with the same tensors, and the
-    hub's settings are those of only one of the two.
+    Such files exist for epsilon (512 pixels) and for v (768 pixels). Both have tensors of the same
+    names and shapes, and the settings on the hub fit only one of the two.
     """
     if "stable-diffusion-2" in (settings_repository or ""):
         raise UsageError(

@@ -361,8 +361,9 @@ def _attach_masks(
 def _attach_controls(
     pictures: Sequence[Picture], source: PictureSource, report_bad: ReportBad
 ) -> list[Picture]:
-    """Adds to each edited picture its picture before the edit: that of its row, or the picture of
-    the same name in the source's `controls`. Leaves out and reports edited pictures that have none.
+    """Adds to each edited picture its picture before the edit: the picture that its row names, or
+    the picture of the same name in the source's `controls`. Edited pictures without a picture
+    before the edit are left out and reported.
     """
     root = Path(source.name).expanduser()
     controls = dict[str, Path]()
@@ -544,8 +545,8 @@ class MissingPicture:
 def read_class_pictures(
     source: PictureSource, *, has_controls: bool = False
 ) -> tuple[list[Picture], list[MissingPicture]]:
-    """Returns the class pictures of a source with `draw`, and those of them that must still be
-    drawn. Existing pictures of the folder are taken first.
+    """Returns the class pictures of a source with `draw`, and a list of the class pictures that
+    must still be drawn. Existing pictures of the folder are taken first.
 
     has_controls  whether the model edits pictures
     Raises        UsageError for a model that edits, because class pictures have no picture before

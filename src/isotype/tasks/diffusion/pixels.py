@@ -53,8 +53,8 @@ class Size:
 class Window:
     """The part of a picture that is scaled to `size`.
 
-    x_share, y_share  the position of the window in a picture that is larger than it: from 0 (left,
-                      top) to 1 (right, bottom)
+    x_share, y_share  the position of the window in a larger picture: from 0 (left, top) to 1 (right,
+                      bottom)
     """
 
     size: Size

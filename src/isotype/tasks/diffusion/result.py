@@ -184,11 +184,11 @@ def _layer_shape(
 def load_adapter_as_diffusers(
     denoiser: Any, folder: Path, pipeline: PipelineFolder, encoders: Mapping[str, nn.Module]
 ) -> None:
-    """Loads the adapter by diffusers and checks it. Raises RunError SV001.
+    """Loads the adapter by diffusers and checks the loaded tensors. Raises RunError SV001.
 
     The check is needed because diffusers leaves a tensor uninitialised if the file lacks it, and
     ignores a tensor that belongs to no part of the model. diffusers also casts the adapter to the
-    denoiser's dtype; so each tensor is replaced by that of the file afterwards.
+    denoiser's dtype; so each loaded tensor is replaced by the file's tensor afterwards.
 
     encoders  the text encoders that the run trained, by part; they are not in the denoiser yet
     """
@@ -366,8 +366,8 @@ def comfyui_tensors(adapter: Path, family: Family) -> dict[str, Tensor]:
 
 
 def _module_setting(module: str, settings: Mapping[str, Any], patterns: str, default: str) -> float:
-    """A module's alpha or rank: that of the matching pattern, as PEFT chooses it, or the
-    default.
+    """A module's alpha or rank: the value of the pattern that PEFT would choose for this module, or
+    the default.
     """
     from peft.utils.other import get_pattern_key
 

@@ -180,7 +180,7 @@ class Kto(Preference):
         self, model: nn.Module, batch: AnswerBatch, divisor: int = 1, *, dtype: str
     ) -> Tensor:
         """Returns the sums of the losses and measures, fp32[1 + measures]. Without reference values
-        it uses those of the model itself, which are equal in the first step.
+        the log-probabilities of the model itself are used; in the first step both are equal.
         """
         logps = answer_log_probs(model, batch.answers, dtype=dtype)
         section = self.config.preference

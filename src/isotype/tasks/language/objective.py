@@ -184,10 +184,10 @@ def batch_loss_sum(
 
 
 # --- the balancing loss of a mixture of experts, which prevents its router from choosing few
-# experts. Function and coefficient are those of the model family. transformers adds it to the loss
-# of a model that gets labels and has `output_router_logits`. Here the loss is computed outside of
-# the model. So hooks read the scores of the routers, and the family's function is called with them
-# and the mask of the data
+# experts. Function and coefficient are those of the model family. transformers adds the balancing
+# loss to the loss of a model that gets labels and has `output_router_logits`. Here the loss is
+# computed outside of the model. So hooks read the scores of the routers, and the family's function
+# is called with these scores and the mask of the data
 
 AUX_LOSS = "aux_loss"
 _FUNCTION_NAME = "load_balancing_loss_func"

@@ -73,8 +73,8 @@ def outline_model(
                 or error
             ) from error
         base.config.use_cache = False
-        # a score head finds a row's last token by the padding token; a run sets that of the
-        # tokenizer
+        # a score head finds a row's last token by the padding token; a run sets the tokenizer's
+        # padding token here
         if hasattr(base, SCORE):
             base.config.get_text_config().pad_token_id = 0
         total = sum(p.numel() for p in base.parameters())

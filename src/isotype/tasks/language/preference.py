@@ -246,7 +246,7 @@ class Preference(Objective):
 
     def loss_sum(self, model: nn.Module, batch: Any, divisor: int = 1, *, dtype: str) -> Tensor:
         """Returns the sums of the losses and measures, fp32[1 + measures]. Without reference values
-        it uses those of the model itself, which are equal in the first step.
+        the log-probabilities of the model itself are used; in the first step both are equal.
         """
         logps = answer_log_probs(model, batch.answers, dtype=dtype)
         reference = batch.reference if batch.reference is not None else logps.detach()
@@ -335,8 +335,9 @@ class PairLosses(NamedTuple):
 def pair_losses(objective: str, settings: PreferenceSection, log_probs: PairLogProbs) -> PairLosses:
     """The losses of an objective, `nll` included.
 
-    A reward is beta times the log-probability of an answer, minus that of the reference if the
-    objective has one. simpo and orpo use the mean over an answer's tokens instead of the sum.
+    The reward of an answer is beta times the difference of its log-probabilities under the model
+    and under the reference (0 for an objective without a reference). simpo and orpo use the mean
+    over an answer's tokens instead of the sum.
     """
     beta = settings.beta
     smoothing = settings.label_smoothing
@@ -368,8 +369,8 @@ def pair_losses(objective: str, settings: PreferenceSection, log_probs: PairLogP
 
 
 def log1mexp(x: Tensor) -> Tensor:
-    """Computes ln(1 - e^x) for x < 0 without cancellation. Near 0, where it tends to -inf, the
-    result is that of x = -1e-6.
+    """Computes ln(1 - e^x) for x < 0 without cancellation. Near 0, where the function tends to
+    -inf, the result is its value at x = -1e-6.
     """
     x = x.clamp(max=-1e-6)
     return torch.where(x > -math.log(2), torch.log(-torch.expm1(x)), torch.log1p(-torch.exp(x)))
@@ -478,7 +479,7 @@ def _compute_log_probs(
 
 def _load_reference(path: Path, identity: Mapping[str, str]) -> dict[str, list[float]]:
     """Reads the reference log-probabilities of the same rows from the run folder, for training and
-    evaluation rows. Raises UsageError if they are those of another model.
+    evaluation rows. Raises UsageError if they were computed with another model.
     """
     if not path.is_file():
         return {}
@@ -554,8 +555,8 @@ class Reward(Preference):
         )
 
     def checks(self) -> Mapping[str, tuple[Check, ...]]:
-        """The checks of the data, without that of the end token, because a reward model generates
-        nothing. The check of packing is left out too, because it reads logits of every position.
+        """The checks of the data. The check of the end token is left out, because a reward model
+        generates nothing, and the check of packing, because it reads logits of every position.
         """
         return {
             "data": tuple(check for check in CHECKS["data"] if check.run is not check_end_token)

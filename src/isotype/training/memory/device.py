@@ -7,8 +7,8 @@ highest, each recomputed layer saves the same amount. But in backward the last l
 while the activations of all others are still in memory, and the first layers when those have been
 freed.
 
-Of all tensors that a recomputed layer could keep, attention's output saves the most time for its
-memory. So it is kept (`train.keep_attention`) where the step still fits with it.
+Of all tensors that a recomputed layer could keep, attention's output saves the most time per byte.
+So this output is kept (`train.keep_attention`) if the step with it still fits.
 """
 
 from __future__ import annotations

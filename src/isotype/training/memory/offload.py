@@ -90,8 +90,8 @@ class SavedCall:
 
 
 def dense_strides(tensor: Tensor) -> tuple[int, ...]:
-    """The strides of a copy without gaps: those of the tensor if it has no gaps, else contiguous
-    ones.
+    """The strides of a copy without gaps: the tensor's own strides if it has no gaps, else
+    contiguous strides.
     """
     step = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape)):

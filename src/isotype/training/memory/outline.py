@@ -109,8 +109,8 @@ def copy_quantisation(target: Any, parameter: Tensor, convert: Any) -> None:
 
 
 def scratch_sizes() -> dict[Any, Any]:
-    """Maps bitsandbytes' 4-bit product to a function that returns the bytes it needs in addition to
-    its result: those of the dequantised weight.
+    """Maps bitsandbytes' 4-bit product to a function. The function returns the bytes that the
+    product needs in addition to its result, for the dequantised weight.
     """
     disable_hub_kernels()
     try:

@@ -215,8 +215,8 @@ def plan_process_memory(
     parts: int,
     earlier_plan: MemoryPlan | None = None,
 ) -> MemoryPlan:
-    """Plans the memory of one of `parts` processes that share a model. With `parts` 1 the result is
-    that of `plan_memory`.
+    """Plans the memory of one of `parts` processes that share a model. If `parts` is 1, the result
+    is the same as the result of `plan_memory`.
     """
     units = unit_bytes(model_outline.model, parts) if parts > 1 else []
     if parts > 1:

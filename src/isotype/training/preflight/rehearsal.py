@@ -6,7 +6,8 @@ which could not be restored.
 
 Gradients, optimizer states, buffers, modes, the loss scale and every random generator are restored,
 so that the weights of a run with preflight are bit-identical to those of a run without. At learning
-rate 0 AdamW changes no weight, not even with stochastic rounding, because its result is exact.
+rate 0 AdamW changes no weight, not even with stochastic rounding, because the unchanged weight is
+exact in its dtype.
 """
 
 from __future__ import annotations
