@@ -96,9 +96,9 @@ VALUE_SYNONYMS: Mapping[str, Mapping[Any, str]] = {
 }
 COMMAND_LINE = "command line"
 DEFAULT = "default"
-MAX_COMPLAINTS = 40  # complaints shown at once
+MAX_COMPLAINTS = 40  # largest number of complaints that are shown at once
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
-MAX_BYTES = 4 << 20  # a configuration is kilobytes; more is a data file given by mistake
+MAX_BYTES = 4 << 20  # a configuration has a few kilobytes; a larger file is a data file by mistake
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ class SourceSpec:
 
 _SOURCE_KEYS = tuple(field.name for field in fields(SourceSpec) if field.name != "group")
 _HUB_KEYS = ("subset", "split", "revision")
-SPLITS_FILE = "dataset_dict.json"  # in a folder of `save_to_disk` that has several splits
+SPLITS_FILE = "dataset_dict.json"  # lies in a folder of `save_to_disk` with several splits
 
 
 def list_entries(value: Any, key: str, *, description: str) -> list[tuple[str, dict[str, Any]]]:

@@ -18,7 +18,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
 
 MAX_DEPTH = 32
-MAX_VALUES = 10_000  # values in one key: with anchors, ten lines can stand for billions of values
+MAX_VALUES = 10_000  # largest number of values of a key; with anchors, ten lines can mean billions
 
 
 class YamlError(ValueError):

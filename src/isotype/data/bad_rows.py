@@ -20,8 +20,8 @@ from ..errors import UsageError
 from ..wording import pluralise
 
 BAD_ROWS_FILE = "bad_rows.jsonl"
-MAX_LOCATIONS = 40  # number of rows that one error names
-MAX_LISTED = 10_000  # number of rows of a source that are stored; all rows are counted
+MAX_LOCATIONS = 40  # largest number of rows that one error names
+MAX_LISTED = 10_000  # largest number of bad rows of a source that are stored; all are counted
 EMPTY_REASON = "the answer is empty"
 SKIP_FIX = (
     "data.on_bad_row: skip leaves them out, counts them and lists them in the run's bad_rows.jsonl"

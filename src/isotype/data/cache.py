@@ -37,7 +37,7 @@ VERSION = 22  # must be raised whenever the same source gives other rows or othe
 MIN_CACHED_BYTES = 1_000_000
 LIMIT_VARIABLE = "ISOTYPE_CACHE_GB"
 DEFAULT_GB = 20.0
-PICTURES_FOLDER = "pictures"  # below the folder of entries
+PICTURES_FOLDER = "pictures"  # name of a subfolder of the folder of entries
 # a picture that was read within this time (in seconds) is not removed: a run may read it again in
 # its next epoch
 IN_USE_SECONDS = 24 * 3600
@@ -50,7 +50,7 @@ _DTYPE_CODES = {"int32": "I32", "int64": "I64", "uint64": "U64", "bool": "BOOL",
 # columns with wider elements come first, so that every column begins at a multiple of its
 # elements' size
 _COLUMN_ORDER = sorted(COLUMNS, key=lambda name: -np.dtype(COLUMNS[name]).itemsize)
-_NO_CHECKSUM = "0" * 64  # stands in the header while the file's checksum is computed
+_NO_CHECKSUM = "0" * 64  # placeholder in the header while the file's checksum is computed
 
 
 def cache_folder(setting: str) -> Path | None:

@@ -43,8 +43,10 @@ _STATE_FILE = "state.json"
 _INFO_FILE = "dataset_info.json"
 _METADATA_FILES = frozenset((_STATE_FILE, _INFO_FILE, "dataset_infos.json", SPLITS_FILE))
 _FIRST_RUN_FILES = ("preflight.json", "env.json")  # files that a run writes before resolved.yaml
-_PIECE_CHARACTERS = 1 << 16  # characters of a piece of plain text; pieces end at line ends
-_SAMPLE_BYTES = 1 << 18  # bytes from which the number of rows is estimated
+# number of characters of a piece of plain text; pieces end at line ends
+_PIECE_CHARACTERS = 1 << 16
+# number of first bytes of a file from which the number of rows is estimated
+_SAMPLE_BYTES = 1 << 18
 
 
 @dataclass

@@ -16,7 +16,7 @@ from .formats import Example, Message
 from .rows import LoadedData, SamplePrompt
 
 SAMPLES = 4  # number of prompts that are taken from the data
-_TEXT_PROMPT = 24  # number of tokens of a plain text that are its prompt
+_TEXT_PROMPT = 24  # number of first tokens of a plain text that become a prompt
 
 
 def user_prompts(

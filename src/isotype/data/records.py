@@ -34,9 +34,9 @@ from .read import (
     text_lines,
 )
 
-MAX_ARRAY_BYTES = 4 << 30  # size of the file of a JSON array
-MAX_COMPRESSED_ARRAY_BYTES = 1 << 28  # size of a JSON array of a gzipped file, unpacked
-_BATCH_ROWS = 512  # rows of Parquet that are converted to Python objects at once
+MAX_ARRAY_BYTES = 4 << 30  # largest size of a file that holds one JSON array
+MAX_COMPRESSED_ARRAY_BYTES = 1 << 28  # largest unpacked size of a gzipped JSON array
+_BATCH_ROWS = 512  # number of rows of Parquet that are converted to Python objects at once
 # characters of one CSV cell; csv's own limit, 131072, is less than a long document
 _MAX_CELL_CHARACTERS = 1 << 27
 _BLANK = re.compile(r"[ \t\n\r]*")

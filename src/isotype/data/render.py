@@ -26,10 +26,10 @@ from typing import Any, NoReturn
 
 import jinja2
 
-MAX_SECONDS = 10.0  # processor time for one conversation; usual templates take 0.1 ms
-MAX_MEMORY = 2 << 30  # bytes in addition to the memory that the process has at its start
-MAX_CHARACTERS = 1 << 26  # length of a rendered conversation
-MAX_PROCESSES = 4  # number of processes; each tokenizer has its own
+MAX_SECONDS = 10.0  # limit of processor time for one conversation; usual templates take 0.1 ms
+MAX_MEMORY = 2 << 30  # limit in bytes, in addition to the memory that the process has at its start
+MAX_CHARACTERS = 1 << 26  # largest length of a rendered conversation
+MAX_PROCESSES = 4  # largest number of child processes; each tokenizer has its own process
 _UNSENDABLE = (pickle.PicklingError, AttributeError, TypeError, RecursionError)
 
 

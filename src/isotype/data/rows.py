@@ -199,7 +199,7 @@ def _stretch_row(row: Row, length: int) -> Row:
 
 # the first rows, among which the median and the longest row are searched; a stream has no end
 SAMPLED_ROWS = 1000
-MAX_TOKENS = 512  # tokens of a row that are shown
+MAX_TOKENS = 512  # largest number of tokens of a row that are shown
 
 
 def example_rows(rows: Sequence[Row], tokenizer: Any, pictures: Any = None) -> list[dict[str, Any]]:
@@ -234,7 +234,8 @@ def example_rows(rows: Sequence[Row], tokenizer: Any, pictures: Any = None) -> l
     ]
 
 
-_REPEATED = re.compile(r"(<[^<>\s]+>)\1{3,}")  # the placeholder tokens of a picture
+# a run of four or more equal tokens, such as the placeholders of a picture
+_REPEATED = re.compile(r"(<[^<>\s]+>)\1{3,}")
 
 
 def _shorten_repeats(match: re.Match[str]) -> str:

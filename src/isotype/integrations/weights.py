@@ -161,7 +161,7 @@ class RoundingLoss:
 
 
 _HALF_STEP = 1 << 15
-_SUM_CHUNK = 1 << 22  # elements per chunk, because a sum in another dtype copies its operand
+_SUM_CHUNK = 1 << 22  # number of elements per chunk; a sum in another dtype copies its operand
 
 
 def _widen_bits(narrow: Tensor) -> Tensor:

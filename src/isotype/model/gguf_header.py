@@ -21,7 +21,7 @@ from ..ops.packed.ggml import BLOCKS
 
 _MAGIC = 0x46554747  # "GGUF"
 _VERSIONS = (2, 3)
-_ALIGNMENT = 32  # alignment of tensors in bytes, unless the file has another
+_ALIGNMENT = 32  # alignment of tensors in bytes, unless the file's header has another
 _STRING, _LIST = 8, 9
 # kinds of values, as `struct` names them
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # fmt: skip
@@ -33,10 +33,12 @@ _KINDS = {
     35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
 }  # fmt: skip
 _PLAIN_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-_MAX_LIST_LENGTH = 4096  # longest list of numbers that is read; longer lists belong to a vocabulary
+# length of the longest list of numbers that is read; longer ones are vocabularies
+_MAX_LIST_LENGTH = 4096
 _MAX_ENTRIES = 1 << 20
-_MAX_VALUES = 1 << 40  # along one dimension of a tensor
-_MAX_TEXTS = 1 << 20  # texts of one list; the largest vocabularies have less than 2**19
+_MAX_VALUES = 1 << 40  # largest size of a tensor along one dimension
+# largest number of texts of a list; the largest vocabularies have fewer than 2**19 tokens
+_MAX_TEXTS = 1 << 20
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,8 @@ WEIGHT = 2
 BUFFER = 4
 FLOAT_INPUT = 8
 MASK_BOUND = 1e4  # a number of a larger magnitude fills a mask
-MAX_RECOMPUTED_ELEMENTS = (
-    1 << 20
-)  # a larger tensor is not computed again to check whether it was rounded
+# a larger tensor is not computed again to check whether it was rounded
+MAX_RECOMPUTED_ELEMENTS = 1 << 20
 
 _REAL_DTYPES = {
     torch.complex32: torch.float16,

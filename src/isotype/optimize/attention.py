@@ -300,9 +300,8 @@ def padding_mask_reason(model: Any) -> str | None:
     other_types = sorted(set(getattr(text, "layer_types", None) or []) - PLAIN_LAYERS)
     if other_types:
         return f"it has layers of {', '.join(other_types)}"
-    for name, module in get_language_part(
-        model
-    ).named_modules():  # a vision tower does not get the text's mask
+    # a vision tower does not get the text's mask
+    for name, module in get_language_part(model).named_modules():
         if getattr(module, "is_causal", True) is False:
             return f"{name} is not causal"
         if isinstance(module, nn.Conv1d) or hasattr(module, "A_log"):

@@ -64,7 +64,7 @@ class SelectedLogits(torch.autograd.Function):
         return dhidden, dweight, None, None
 
 
-_BLOCK = 2**22  # elements of the head that are widened at a time
+_BLOCK = 2**22  # number of elements of the head that are widened at a time
 
 
 class HeadMean(torch.autograd.Function):

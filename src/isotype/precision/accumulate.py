@@ -25,7 +25,7 @@ from ..dtypes import to_torch
 from ..errors import RunError
 from .parts import local_part
 
-BUCKET_BYTES = 25 << 20  # bytes of gradients per bucket, as in torch's DDP
+BUCKET_BYTES = 25 << 20  # largest number of bytes of gradients per bucket, as in torch's DDP
 # largest number of buckets that are sent and not received yet; the sums need memory for these
 # buckets in addition to the gradients
 MAX_IN_FLIGHT = 4

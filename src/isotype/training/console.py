@@ -32,7 +32,7 @@ from .task import MetricNames, Sample
 
 # parts of the live line that are left out of a narrow terminal, the first one first
 _OPTIONAL_PARTS = ("changed ", "grad ", "lr ")
-PLAIN_PROGRESS_LINES = 60  # about this many progress lines in a run without a terminal
+PLAIN_PROGRESS_LINES = 60  # approximate number of progress lines of a run without a terminal
 
 
 def format_duration(seconds: float) -> str:

@@ -63,9 +63,9 @@ def repeated_rows_warning(rows_per_step: int, rows: int) -> str | None:
     )
 
 
-EVALUATED_SHARE = 5  # by default one row is evaluated per this many trained rows
+EVALUATED_SHARE = 5  # by default one row is evaluated for every 5 trained rows
 MIN_EVALUATED_ROWS = 32  # the losses of two steps can hardly be compared on fewer rows
-MIN_EVALUATIONS = 2  # before step 1 and at the end
+MIN_EVALUATIONS = 2  # the evaluations before step 1 and at the end
 
 
 def default_evaluations(

@@ -28,14 +28,15 @@ from ..precision.precision import Precision
 from .finite import non_finite_error, non_finite_parameters
 from .task import Batch, IdleBatch, LossSum
 
-# the size of the sample for `share_changed`: precise to 1%, a few kilobytes
+# the size of the sample for `share_changed`, which gives the share to within 1% and needs a few
+# kilobytes
 SAMPLED_PARAMETERS = 32
 SAMPLED_ELEMENTS = 256
 # dynamic loss scaling
 INITIAL_SCALE = 2.0**16
 # steps without overflow before the scale doubles; torch.amp.GradScaler's default
 GROWTH_INTERVAL = 2000
-SMALLEST_SCALE = 1.0  # below this the gradients themselves do not fit fp16
+SMALLEST_SCALE = 1.0  # if gradients overflow at this scale, they do not fit fp16 themselves
 T = TypeVar("T")
 
 

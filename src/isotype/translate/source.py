@@ -30,7 +30,7 @@ from .pictures import (
 )
 from .transforms import LAUNCHER_PREFIX, Computed, SourceKey
 
-MAX_BYTES = 4 << 20  # bytes
+MAX_BYTES = 4 << 20  # largest size of a file that is read
 # names that `identify_tool` returns for files with only a model's or an adapter's arguments
 _TOOL_ALIASES = {"model": "hf", "peft": "hf"}
 _COMMAND_TOOLS = {

@@ -38,7 +38,7 @@ class AdamwHyperparameters(NamedTuple):
         return 1 / (1 - self.beta2**self.step)
 
 
-BLOCK = 1 << 18  # number of elements per random generator
+BLOCK = 1 << 18  # number of elements whose noise comes from one random generator
 _64_BITS = (1 << 64) - 1
 
 

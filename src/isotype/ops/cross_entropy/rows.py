@@ -29,7 +29,7 @@ def _make_rows_contiguous(logits_TV: Tensor) -> Tensor:
     return logits_TV.contiguous()
 
 
-RECOMPUTED_LOGITS = 9  # RECOMPUTED in logits.h
+RECOMPUTED_LOGITS = 9  # number of recomputed logits per row; RECOMPUTED in logits.h
 
 
 class RecomputedLogits(NamedTuple):

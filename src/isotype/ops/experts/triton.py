@@ -15,7 +15,7 @@ from torch import Tensor
 from ..gated.triton import activation_factor, activation_slope
 from ..launch import on_tensor_device
 
-# as in gated/triton.py: 8 values per thread with 4 warps
+# 8 values per thread with 4 warps, as in gated/triton.py
 BLOCK = 1024
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from ..cpp import view_as_rows
 from ..launch import on_tensor_device
 
-# 8 values per thread with 4 warps: one load of 16 bytes per tensor in bf16. The 2,048 threads of a
-# multiprocessor then have 64 KiB of loads in flight
+# 8 values per thread with 4 warps, which are one load of 16 bytes per tensor in bf16. The 2,048
+# threads of a multiprocessor then have 64 KiB of loads in progress at the same time
 BLOCK = 1024
 
 

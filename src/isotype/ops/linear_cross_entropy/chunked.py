@@ -145,7 +145,7 @@ def product_over_classes(dlogits_NV: Tensor, weight_VH: Tensor, out_NH: Tensor) 
 
 
 _ASSUMED_MULTIPROCESSORS = 132  # as on an H100; used when memory is planned without a GPU
-# rows and columns of the result that a thread block of cuBLAS's fast kernels computes
+# numbers of rows and columns of the result that one thread block of cuBLAS's fast kernels computes
 _TILE = (128, 256)
 
 

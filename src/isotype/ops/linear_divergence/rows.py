@@ -22,7 +22,7 @@ from ..cross_entropy.rows import NO_SOURCE_ARGUMENTS, LogitsSource
 from ..cross_entropy.rule import LossRule, wide_blocks
 
 KERNELS = CppKernels(__file__, divergences="dpiiiffpipiipdpiffpipiipfppppi")
-MIN_LOG_PROB = -1e30  # a finite number, so that p ln p of a masked class is 0
+MIN_LOG_PROB = -1e30  # finite, so that p ln p of a masked class is 0 and not NaN
 
 
 class DivergenceParameters(NamedTuple):

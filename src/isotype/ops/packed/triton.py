@@ -13,7 +13,7 @@ from torch import Tensor
 from ..launch import on_tensor_device
 from .formats import FOUR_BIT_KINDS, KINDS
 
-BLOCK = 1024  # packed bytes per program, all in one row
+BLOCK = 1024  # number of packed bytes that a program reads, all in one row
 _E4M3, _E5M2, _INT8, _FP4 = (KINDS[kind] for kind in ("e4m3", "e5m2", "int8", "fp4"))
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from .pipeline import PipelineFolder
 
-SHOWN_CHARACTERS = 60  # characters of a caption in the message
-UNBOUNDED = 10**6  # a tokenizer without a limit has a larger model_max_length
+SHOWN_CHARACTERS = 60  # number of characters of a caption that the message shows
+UNBOUNDED = 10**6  # a larger `model_max_length` means that the tokenizer has no limit
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ class TextInput(NamedTuple):
     control: Content | None = None
 
 
-VERSION = 4  # to be raised whenever the same picture or caption gives other tensors
+VERSION = 4  # must be raised whenever the same picture or caption gives other tensors
 
 
 def entry_key(parts: Any) -> str:
@@ -174,7 +174,7 @@ def library_versions() -> dict[str, str]:
 
 
 Key = TypeVar("Key", str, TextInput)
-CAPTIONS_PER_PASS = 8  # captions in one pass of the text encoders
+CAPTIONS_PER_PASS = 8  # number of captions in one pass of the text encoders
 
 
 class _StoredWindow(NamedTuple):

@@ -44,7 +44,7 @@ from .picture_files import (
 )
 from .pixels import BadPicture, thumbnail_url
 
-EXAMPLE_COUNT = 6  # example pictures in the report
+EXAMPLE_COUNT = 6  # number of example pictures in the report
 
 
 @dataclass

@@ -30,7 +30,8 @@ from ...errors import UsageError
 
 MIN_SIDE = 16  # the smallest side of a training picture, in pixels
 THUMBNAIL_SIDE = 192  # the longer side of a picture in the report, in pixels
-# a bucket's sides are multiples of a 16th of the resolution, rounded to the model's multiple
+# a bucket's sides are multiples of one 16th of the resolution, rounded to a multiple of the number
+# of pixels per token of the model
 _STEPS_PER_SIDE = 16
 
 
@@ -53,8 +54,8 @@ class Size:
 class Window:
     """The part of a picture that is scaled to `size`.
 
-    x_share, y_share  the position of the window in a larger picture: from 0 (left, top) to 1 (right,
-                      bottom)
+    x_share, y_share  the position of the window in a larger picture: from 0 (left, top) to 1
+                      (right, bottom)
     """
 
     size: Size
@@ -189,7 +190,8 @@ def crop_windows(
     return [Window(size, random_draws.random(), random_draws.random()) for _ in range(crop)]
 
 
-_ORIENTATION = 0x0112  # the EXIF tag; from value 5 on width and height are exchanged
+# the EXIF tag of the orientation; its values from 5 on exchange width and height
+_ORIENTATION = 0x0112
 
 
 def displayed_size(content: bytes) -> tuple[int, int]:

@@ -40,7 +40,7 @@ from .resolved_run import ResolvedRun
 from .result import load_result, save_denoiser, save_lora
 from .sample import Sample, sample
 
-REHEARSED_STEPS = 2  # denoising steps of a shortened sample
+REHEARSED_STEPS = 2  # number of denoising steps of a shortened sample
 
 
 class DiffusionTask:

@@ -22,9 +22,8 @@ from ...wording import pluralise
 from .batches import collate, model_inputs, needs_single_packed_row
 from .sample import generation_config
 
-MIN_UNLEARNT_SHARE = (
-    0.05  # below this share, rows without a token to learn are only listed in data.json
-)
+# below this share, rows without a token to learn are only listed in data.json
+MIN_UNLEARNT_SHARE = 0.05
 ANSWER_FORMATS = {"messages", "sharegpt", "alpaca", "prompt_completion", "preference", "labelled"}
 # rows that are nearer to the mean row than this share of the median distance are untrained;
 # transformers draws new rows around the mean with 1e-9 of the rows' covariance

@@ -44,7 +44,8 @@ from .locate import locate
 from .samples import LOW, PARAM, Sample, Setting, Subject, lengthen
 
 SLACK = 4.0  # factor by which a result's error may exceed the yardstick's
-REORDERING_STEPS = 16  # machine epsilons by which another order of additions may change a result
+# number of machine epsilons by which another order of additions may change a result
+REORDERING_STEPS = 16
 
 
 @dataclass(frozen=True)
@@ -371,7 +372,7 @@ MIN_COLUMNS = 8
 # rounding of values between 1 and 2 has a standard deviation of 0.29
 MIN_SPREAD = 0.12
 MIN_CORRELATION = 0.7  # required correlation of the columns' slopes between two sets of rows
-NOISE_FACTOR = 5.0  # factor by which the spread must exceed the rows' noise
+NOISE_FACTOR = 5.0  # factor by which the slopes' spread must exceed the noise of the rows
 OUTLIER_FACTOR = 6.0  # a row whose error exceeds this multiple of the median error is left out
 
 

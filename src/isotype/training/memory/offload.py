@@ -27,7 +27,7 @@ from ...ops.library import library_op
 from .checkpointed_call import call_and_recompute
 
 CALLS_ON_DEVICE = 2
-MIN_OFFLOADED_BYTES = 1 << 14  # bytes: offloading a smaller tensor is not worth a copy
+MIN_OFFLOADED_BYTES = 1 << 14  # a smaller tensor is not offloaded, since it is not worth a copy
 
 
 @library_op("host_copy(Tensor x) -> ()", fake=lambda x: None)

@@ -49,7 +49,7 @@ STEP_ERRORS = (
     AssertionError,
     MemoryError,
 )
-_MAX_NAMES = 3  # tensors that a finding names
+_MAX_NAMES = 3  # largest number of tensors that a finding names
 _LIBRARY_FOLDERS = (
     str(Path(__file__).parents[2]) + os.sep,
     str(Path(torch.__file__).parent) + os.sep,

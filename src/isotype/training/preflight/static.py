@@ -23,11 +23,11 @@ from ..memory.plan import plan_persistent_memory, plan_process_memory
 from ..setting_names import SettingNames
 from ..setup import PreflightSubject, Prepared
 
-TYPICAL_UPDATE = 0.2  # the share of the learning rate by which AdamW moves a weight
-# the shares of weights that cannot move from which on there is a warning, or an error
+TYPICAL_UPDATE = 0.2  # AdamW typically moves a weight by this share of the learning rate
+# if at least this share of the weights cannot change, there is a warning, or an error
 WARNING_SHARE = 0.5
 ERROR_SHARE = 0.9
-SAMPLED_ELEMENTS = 4096  # elements that are tested in each tensor
+SAMPLED_ELEMENTS = 4096  # number of elements that are tested in each tensor
 
 
 def check_device(subject: PreflightSubject) -> Iterator[Finding]:
