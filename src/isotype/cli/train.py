@@ -311,8 +311,8 @@ def quickstart(
         bool, typer.Option("--json", help="Progress on stderr, one JSON object on stdout.")
     ] = False,
 ) -> None:
-    """Train a small model on Python's documentation, then a LoRA adapter on questions about it. It
-    works offline and takes minutes on a CPU.
+    """Train a small model on Python's documentation, then a LoRA adapter on questions about it. The
+    command works offline and takes minutes on a CPU.
 
     The folder then holds the text (or pictures), both configuration files, both runs and their
     reports. If the command is repeated, it continues where it stopped.

@@ -1,4 +1,5 @@
-"""The memory that this process may use: the machine's, or a limit that is smaller. Imports no torch.
+"""The memory that this process may use: the machine's memory, or a limit that is smaller. Imports
+no torch.
 
 Source  cgroups(7), getrlimit(2), proc_pid_status(5)
 """

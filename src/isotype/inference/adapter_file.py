@@ -128,7 +128,7 @@ VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def export_vllm(adapter: Path, out: Path, name: str) -> str:
-    """Writes a folder for vLLM, and returns the command that serves it as model `name`.
+    """Writes a folder for vLLM, and returns the command that serves the adapter as model `name`.
 
     vLLM computes one scale from r, lora_alpha and use_rslora, and ignores rank_pattern and
     alpha_pattern. If the scales of layers differ, each layer's scale is multiplied into its B.

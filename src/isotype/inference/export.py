@@ -84,7 +84,8 @@ def export_language(run: Path, out: Path, *, to: str, kind: str | None, name: st
 
 
 def _find_result_folder(run: Path) -> Path:
-    """Returns the folder of the adapter or model to export. Raises UsageError if there is none."""
+    """Returns the folder of the adapter or model to export. Raises UsageError if the run has
+    neither."""
     if detect_model_folder(run) is not None:
         return run.absolute()
     folder, intermediate = split_run_and_adapter(run)

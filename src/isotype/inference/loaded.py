@@ -165,7 +165,8 @@ def result_name(run: Path, result: Path) -> str:
 
 
 def load_newest(folder: Path) -> Checkpoint:
-    """Loads the newest complete checkpoint of a run. Raises UsageError if there is none."""
+    """Loads the newest complete checkpoint of a run. Raises UsageError if no checkpoint is
+    complete."""
     store = CheckpointStore(RunFolder(folder).checkpoints)
     for is_last_try in (False, True):
         step, damage_reasons = store.find_newest_intact()

@@ -136,7 +136,7 @@ def small_config(
     tokenizer: Any, *, hidden: int = 256, layers: int = 4, positions: int = 512
 ) -> Any:
     """The configuration of a small Llama with tied embeddings and head dimension 64. With the
-    default sizes it has about 4 million parameters.
+    default sizes the model has about 4 million parameters.
     """
     from transformers import LlamaConfig
 

@@ -146,7 +146,7 @@ def find_changed_checkpoint(evidence: Evidence) -> Finding | None:
 
 
 def _checkpointed_function(evidence: Evidence) -> str:
-    """The name of the checkpointed function. It is read from the function with which torch
+    """The name of the checkpointed function. The name is read from the function with which torch
     recomputes."""
     for frame in reversed(evidence.frames):
         holder = frame.variables.get("frame")

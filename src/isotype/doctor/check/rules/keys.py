@@ -49,7 +49,7 @@ def both_half_formats_enabled(record: Record) -> Iterator[Finding]:
 
     **Why it matters.** The two formats exclude each other: fp16 needs loss scaling; bf16 has the
     range of fp32 and uses no loss scaling. Most trainers stop with "At most one of fp16 and bf16
-    can be True". Some continue with the setting that they check first.
+    can be True". Some trainers continue with the setting that they check first.
 
     **Example.** `{"fp16": true, "bf16": true}`; a DeepSpeed file with both sections enabled; `bf16`
     for training and `fp16_full_eval` for evaluation under DeepSpeed's "auto".
