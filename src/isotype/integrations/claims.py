@@ -40,7 +40,9 @@ def is_adapter(parameter_name: str) -> bool:
 
 
 def count_dtypes(parameters: Iterable[nn.Parameter]) -> str:
-    """`bf16 x 12, fp32 x 3`: the dtypes of the floating parameters that are not quantised."""
+    """Returns the dtypes of the floating parameters that are not quantised, with their numbers:
+    `bf16 x 12, fp32 x 3`.
+    """
     counts = Counter(
         format_dtype(p.dtype) for p in parameters if p.is_floating_point() and not is_quantised(p)
     )
@@ -63,8 +65,8 @@ def _choose_precision(
     from it, reason). If neither decides, the preset is `auto`, and the device decides.
     """
     requested = requested_dtype(trainer)
-    # TRL's default of `bf16` is None, which means bf16, so False was requested by the user. In
-    # transformers' own arguments False may be the default
+    # TRL's default of `bf16` is None, which means bf16, so that False was written by the user. In
+    # the arguments of transformers itself, False may be the default
     is_fp32_requested = (
         requested is None and type(trainer.args).__dataclass_fields__["bf16"].default is None
     )

@@ -239,22 +239,23 @@ def weight_blocker(base: nn.Module) -> str | None:
     return packed_state_blocker(base)
 
 
-# names of a fused layer's attributes: its fused forward, its LayerPlan, the layers that share its
-# input, the output that another layer computed for it, and whether its branch is requested in fp32
+# names of a fused layer's attributes: the fused forward, the LayerPlan, the layers that share the
+# layer's input, the output that another layer computed for this one, and whether the adapter branch
+# is requested in fp32
 FUSED = "_isotype_fused"
 _PLAN = "_isotype_plan"
 _SIBLINGS = "_isotype_siblings"
 _SHARED_OUTPUT = "_isotype_shared_output"
 _BRANCH_FP32 = "_isotype_branch_fp32"
 
-# names of child modules that models of transformers and diffusers call with the same input, in the
-# order of the calls
+# groups of names of child modules. Models of transformers and diffusers call the modules of a group
+# with the same input, in this order
 GROUPS = (
     ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"),
     ("to_q", "to_k", "to_v"), ("add_q_proj", "add_k_proj", "add_v_proj"),
 )  # fmt: skip
-# the same for cross-attention, where Q reads another tensor. Self-attention and cross-attention
-# often have the same class, so cross-attention is recognised by its path
+# the groups of cross-attention, where Q reads another tensor than K and V. Self-attention and
+# cross-attention often have the same class, so cross-attention is recognised by its path
 CROSS_GROUPS = (("k_proj", "v_proj"), ("to_k", "to_v"), ("add_k_proj", "add_v_proj"))
 _CROSS = re.compile("cross|^encoder_attn|^encoder_decoder", re.IGNORECASE)
 

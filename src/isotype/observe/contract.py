@@ -81,7 +81,7 @@ from .values import (
     storage_address,
 )
 
-# names of autograd's nodes of products; other nodes, such as that of a triangular solve, may
+# names of autograd's nodes of products; other nodes, such as the node of a triangular solve, may
 # multiply in another dtype
 _PRODUCT_NODE = re.compile(
     r"(Mm|Addmm|Bmm|Baddbmm|Addbmm|Mv|Addmv|Convolution|Linear|ScaledDot|GroupedMm|Trilinear)\w*Backward"
@@ -90,8 +90,8 @@ _ATTENTION_FUNCTIONS = (
     torch.nn.functional.scaled_dot_product_attention,
     torch.nn.functional.multi_head_attention_forward,
 )
-# functions that create a tensor from Python numbers, or write a number into one -> the position of
-# the argument with the numbers
+# functions that create a tensor from Python numbers, or write a number into a tensor -> the
+# position of the argument with the numbers
 _NUMBER_ARGUMENTS = {"tensor": 0, "as_tensor": 0, "asarray": 0, "new_tensor": 1, "__setitem__": 2}
 _NUMBERS_RULE = "numbers are made in fp32, or in the dtype that computes with them"
 _SUMS_RULE = "sums are fp32"
@@ -101,16 +101,17 @@ _UNFUSED_CAUSE = (
 # Muon's Newton-Schulz iteration is in bf16 for weights of any dtype, and is counted as
 # `update_iteration`
 _MUON_FILE = "torch/optim/_muon.py"
-# more narrow additions than this number count as a sum that is written as a loop, fewer as a
-# formula
+# more narrow additions than this number count as a sum that is written as a loop; this number or
+# fewer count as a formula
 _MAX_ADDITIONS = 4
 
 
-# the cases of a matrix product, in this order: in `compute`; in the loss, on gradients or in an
-# update; in an op or kernel of Isotype; in an op's branch of an adapter; in autograd's backward of
-# a forward product; inside PyTorch's attention; in an adapter that no op runs; of tables, which
-# depend on no activation; where code of transformers switches autocast off; in forward, where a
-# later operator decides whether it belongs to a router; any other
+# the cases of a matrix product, in this order: a product in `compute`; one in the loss, on
+# gradients or in an update; in an op or kernel of Isotype; in an op's branch of an adapter; in
+# autograd's backward of a forward product; inside PyTorch's attention; in an adapter that no op
+# runs; a product of tables, which depend on no activation; one where code of transformers switches
+# autocast off; a product in forward, for which a later operator decides whether it belongs to a
+# router; any other
 DECLARED_PRODUCT = "declared"
 OTHER_PRODUCT = "other"
 ISOTYPE_PRODUCT = "isotype"

@@ -25,7 +25,7 @@ class OpContract:
     inside     dtype of the arithmetic (fp64 when the inputs are fp64)
     grads      the dtype of each returned gradient; `F` is the letter of an input's dtype in the
                signature
-    autocast   the effect of autocast: see `Autocast`
+    autocast   the effect of autocast; `Autocast` lists the values
     """
 
     signature: str

@@ -362,12 +362,12 @@ class AdaptiveSettings:
     """How an adaptive norm computes and returns its results.
 
     argument            the name of the embedding in the forward
-    embedding_is_first  whether it is the first argument after x
-    chunks              number of chunks of the linear layer's output
-    scale, shift        the indices of these two chunks
+    embedding_is_first  whether the embedding is the first argument after x
+    chunks              number of chunks into which the linear layer's output is split
+    scale, shift        the indices of the chunks that are scale and shift
     returns_rows_only   whether the other chunks are not returned after the rows
-    has_second_rows     nine chunks: after four further chunks the rows are returned again with
-                        chunk 6 as shift and chunk 7 as scale, and then chunk 8
+    has_second_rows     whether there are nine chunks; after four further chunks the rows are then
+                        returned again with chunk 6 as shift and chunk 7 as scale, and then chunk 8
     """
 
     argument: str

@@ -45,14 +45,16 @@ class SettingFacts(sheets.Facts):
 
     given ROLE                whether the user wrote the role
     packed NAME               whether weights of this dtype are stored in few bits with scales
-    bf16 among ROLE, ROLE     those of the roles that are bf16; `half among`: bf16 or fp16
-    ROLES set to NAME         `precision.ROLE: VALUE`, for each of the roles
-    device, bf16 of device    the device's name; native, emulated or none
+    bf16 among ROLE, ROLE     the roles of this list that are bf16; with `half among` the roles that
+                              are bf16 or fp16
+    ROLES set to NAME         the text `precision.ROLE: VALUE` for each of the roles
+    device                    the device's name
+    bf16 of device            how the device computes bf16: native, emulated or none
     eight bit                 whether the optimizer keeps its states in 8 bits
 
-    settings  every role of the run, `adapter` (lora, none), `frozen` (yes, no: whether some weights
-              of the model are not trained), `family` (the model's `model_type`), `optimizer_name`
-              (adamw, adamw8bit) and `preset`
+    settings  every role of the run, `adapter` (lora or none), `frozen` (yes if some weights of the
+              model are not trained, else no), `family` (the model's `model_type`),
+              `optimizer_name` (adamw, adamw8bit) and `preset`
     """
 
     fact_functions = {

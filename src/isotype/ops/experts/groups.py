@@ -1,8 +1,8 @@
 """Groups rows by their experts and multiplies each expert's rows by its matrix.
 
-On a CPU the rows are divided into parts of a few experts each, and each expert's rows are one
-product. On other devices a single part holds all rows, and one call computes the products of all
-experts; the host never waits for the numbers of rows.
+On a CPU the rows are divided into parts of a few experts each, and the rows of one expert are
+multiplied in one product. On other devices a single part holds all rows, and one call computes the
+products of all experts; the host never waits for the numbers of rows.
 
 S rows of a part, sorted by expert; N and M features; R rank; E experts of a part.
 """

@@ -1,5 +1,5 @@
 """Gradients of a head and its inputs without storing all logits (tokens x vocabulary). There are
-two ways. T tokens, N tokens that are not ignored, H hidden size, V vocabulary size.
+two ways to compute them. T tokens, N tokens that are not ignored, H hidden size, V vocabulary size.
 
 `Chunks`, `HeadGradient`   Forward computes the gradients in chunks of rows. The logits are
                            overwritten by their gradient, and the head's gradient is accumulated in
@@ -26,10 +26,10 @@ from ..cross_entropy.rule import LossRule
 
 # Bytes of logits that exist at once. On a CPU, products of more than 256 rows are no faster, and
 # allocating a buffer takes 0.3 ms per MiB. But the head's gradient, V x H in fp32, is read and
-# written once per chunk, so chunks are larger if it is computed. On a GPU, a product of N rows
-# makes 2 N H V operations and moves 2 H V bytes of weight and 4 N V bytes of logits. With 523 rows
-# (256 MiB at V 128,256) and H 4096 this is 416 operations per byte. A product is limited by
-# arithmetic above 184 operations per byte on an H200 (measured: 788 TFLOP/s and 4.3 TB/s), and
+# written once per chunk, so chunks are larger if this gradient is computed. On a GPU, a product of
+# N rows makes 2 N H V operations and moves 2 H V bytes of weight and 4 N V bytes of logits. With
+# 523 rows (256 MiB at V 128,256) and H 4096 this is 416 operations per byte. A product is limited
+# by arithmetic above 184 operations per byte on an H200 (measured: 788 TFLOP/s and 4.3 TB/s), and
 # above about 260 on an H100. The head's gradient is read and written in fp32, 8 H V bytes per
 # chunk, which is N / 4 operations per byte: enough from 1,046 rows on (512 MiB).
 _LOGITS_BYTES = {"cpu": 64 * 2**20}

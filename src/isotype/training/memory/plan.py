@@ -59,8 +59,8 @@ class MemoryPlan:
 
     frozen        frozen weights; with blocks in host memory (`model.offload: blocks`), the weights
                   outside of the blocks and those of the two largest blocks
-    activations   tensors that are live at the end of a forward pass: those that autograd saved for
-                  backward, and the logits
+    activations   tensors that are live at the end of a forward pass: the tensors that autograd
+                  saved for backward, and the logits
     working       the most that forward, loss and backward add to the activations
     forward       the most that a forward pass holds, activations included
     backward      the most that loss and backward add to the activations
@@ -68,9 +68,9 @@ class MemoryPlan:
     evaluation    the most that an evaluation adds
     sampling      the most that generating an answer with its cache adds; None if it could not be
                   simulated
-    gathered      the most that is held of other processes' weights and gradients, where processes
-                  share the model
-    rows, length  the size of the largest micro-batch (not bytes)
+    gathered      the most bytes of other processes' weights and gradients that this process holds,
+                  if processes share the model
+    rows, length  the number of rows of the largest micro-batch and their length in tokens
     not_simulated the reason why activations, working and update are unknown, or None
     """
 

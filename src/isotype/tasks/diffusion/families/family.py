@@ -217,8 +217,8 @@ class SampleSettings:
 class Family:
     """A model family: how its denoiser is called, and how its pipeline encodes texts and draws.
 
-    A family's latents are those of the VAE after shift and scale. Their packing into tokens is a
-    part of `predict`.
+    A family's latents are the VAE's latents after shift and scale. `predict` packs them into tokens
+    if the denoiser works on tokens.
 
     pipeline               the `_class_name` in model_index.json, a class of diffusers
     denoiser               the name of the denoiser's folder and of the pipeline's attribute
@@ -246,13 +246,13 @@ class Family:
                            guidance is a number that the denoiser takes
     loads_lora             whether the pipeline has `load_lora_weights`; otherwise an adapter is
                            saved as a PEFT folder only
-    comfyui_blocker        why ComfyUI does not read an adapter of this family; empty if it does
+    comfyui_blocker        why ComfyUI reads no adapter of this family; empty if it reads them
     comfyui_prefix         the prefix of a transformer's modules in ComfyUI
     comfyui_names          the parts of module names that are different in ComfyUI
     block_classes          the classes of the blocks that are recomputed, shared between processes
                            and adapted, if the denoiser's `_no_split_modules` does not name them
-    adapted_block_classes  the classes of the modules whose linear layers get an adapter, if they
-                           are other ones than the blocks; else empty
+    adapted_block_classes  the classes of the modules whose linear layers get an adapter; empty if
+                           these are the classes of the blocks
     guidance_argument      the pipeline's argument for the guidance scale
     edits_pictures         whether a row has a picture before the edit, whose latents the denoiser
                            gets in addition to the noisy ones
