@@ -1,5 +1,5 @@
 """`isotype verify RUN --file FILE` compares a written file with the run. `isotype export --verify`
-and `isotype merge --verify` do the same for the file that they write.
+and `isotype merge --verify` make the same comparison for the file that they write.
 """
 
 from __future__ import annotations

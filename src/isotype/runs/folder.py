@@ -295,7 +295,7 @@ LOCK = ".lock"
 
 def acquire_lock(handle: int, path: Path) -> None:
     """Locks the run folder `path`, whose lock file is open as `handle`. Raises UsageError if
-    another process has the lock, or has just released it and removed the lock file.
+    another process has the lock, or has just released the lock and removed the lock file.
     """
     import fcntl
 

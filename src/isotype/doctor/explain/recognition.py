@@ -362,8 +362,8 @@ def infer_operator(situation: Situation) -> str:
 
 
 def _recognise_unknown_wording(text: str, situation: Situation) -> RecognisedError | None:
-    """Recognises a dtype error that matches no template: one line names two different dtypes and a
-    mismatch, or refuses a dtype.
+    """Recognises a dtype error that matches no template. One line of such an error names two
+    different dtypes and a mismatch, or refuses a dtype.
     """
     lines = text.splitlines()
     captures = {"operator": infer_operator(situation) if situation.frames else ""}

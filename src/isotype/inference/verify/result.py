@@ -1,4 +1,4 @@
-"""The result of a verification: as JSON, and as lines for the terminal."""
+"""The result of a verification, as JSON and as lines for the terminal."""
 
 from __future__ import annotations
 

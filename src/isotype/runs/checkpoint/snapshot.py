@@ -279,8 +279,8 @@ def local_row_selector(model: nn.Module) -> RowSelector:
 
 
 def local_tensors(tensors: dict[str, Tensor], *, is_first: bool) -> dict[str, Tensor]:
-    """The tensors that this process writes: its rows of each sharded tensor. The first process also
-    writes the tensors that are not sharded.
+    """The tensors that this process writes. These are the process's rows of each sharded tensor.
+    The first process also writes the tensors that are not sharded.
     """
     return {
         name: local_part(tensor)

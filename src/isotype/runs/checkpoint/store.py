@@ -73,8 +73,8 @@ class CheckpointStore:
         write_text(self.folder / "best.json", json.dumps({"step": step}) + "\n")
 
     def clean_up(self, best_step: int | None) -> None:
-        """Cleans up for a resumed run: removes half-written folders, and marks the checkpoint
-        `best_step`, which the resumed checkpoint names, as the best.
+        """Cleans up for a resumed run. The method removes half-written folders, and marks the
+        checkpoint `best_step`, which the resumed checkpoint names, as the best.
 
         The mark can be wrong after a kill between writing and marking a checkpoint, or if the
         newest checkpoint is damaged.
