@@ -206,7 +206,7 @@ def example_rows(rows: Sequence[Row], tokenizer: Any, pictures: Any = None) -> l
     """Returns up to four examples: the first row, a row of median length, the longest row, and the
     first row with a picture. Each is split into learnt and other parts.
 
-    pictures  the run's `Pictures`: it gives thumbnails of a row's pictures as `data:` URLs
+    pictures  the run's `Pictures`, which gives thumbnails of a row's pictures as `data:` URLs
 
     A part is `{"text", "learnt"}`, and its text contains the special tokens. `tokens` and `learnt`
     count tokens of the whole row, `left_out` the tokens that are not shown.

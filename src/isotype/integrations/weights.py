@@ -319,7 +319,8 @@ def disable_accelerate_autocast(
 ) -> None:
     """Switches accelerate's autocast off, and appends to `undo` what restores it.
 
-    The trainer wrapped its reference models when it was created, so their forward is unwrapped.
+    The trainer wrapped its reference models when the trainer was created, so the forward of these
+    models is unwrapped.
     """
     undo.append(partial(setattr, accelerator, "native_amp", accelerator.native_amp))
     if precision.loss_scaling == "none":

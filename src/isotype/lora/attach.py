@@ -51,7 +51,7 @@ _GLOBAL_HOOKS = GLOBAL_FORWARD_HOOKS, GLOBAL_FORWARD_PRE_HOOKS, _, _ = (
     module_globals._global_backward_hooks,
     module_globals._global_backward_pre_hooks,
 )
-# the forward that a fused op replaces; if nn.Linear has another forward, it was patched
+# the forward that a fused op replaces; if nn.Linear has another forward, nn.Linear was patched
 _NN_LINEAR_FORWARD = nn.Linear.forward
 # types of the weight of a plain nn.Linear
 DENSE_WEIGHT_TYPES = (nn.Parameter, Tensor, FakeTensor)

@@ -145,7 +145,7 @@ class _Reader:
         return text.decode("utf-8", errors="replace")
 
     def read_name(self) -> str:
-        """Reads a name, which messages show: it must not contain control characters."""
+        """Reads a name. Messages show names, so that a name must not contain control characters."""
         name = self.read_text()
         if not name.isprintable():
             raise ValueError(f"a name with control characters, {name!a:.60}")

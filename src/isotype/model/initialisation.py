@@ -3,9 +3,9 @@ factorisation of the base weight (PiSSA and OLoRA).
 
 PiSSA and OLoRA subtract the initial product from the base weight W. The adapter then belongs to the
 residual W - s B0 A0, which no other program has. So A0 and B0 are kept beside A and B, and the
-adapter is saved as an ordinary one for the unchanged base: W + s (B A - B0 A0), with the matrices
-[A; A0] and [B, -B0] of twice the rank. PEFT instead saves the name of the initialisation, and
-repeats the factorisation when it loads the adapter.
+adapter is saved as an ordinary one for the unchanged base. Its update is s (B A - B0 A0), with the
+matrices [A; A0] and [B, -B0] of twice the rank. PEFT instead saves the name of the initialisation,
+and repeats the factorisation when an adapter is loaded.
 
 K in features, O out features, R rank.
 """

@@ -452,8 +452,8 @@ def _is_full_precision(key: Key) -> bool:
 
 
 def _sample_elements(tensor: Tensor) -> Tensor:
-    """Selects elements at even distances, as a view. If the tensor is not contiguous, they are from
-    one row.
+    """Selects elements at even distances, as a view. If the tensor is not contiguous, the selected
+    elements are from one row.
     """
     part = local_part(tensor)
     while not part.is_contiguous() and part.dim() > 1:

@@ -155,8 +155,9 @@ def arithmetic_kind(op: Operator) -> str:
 
 
 def _is_accumulation(call: Call) -> bool:
-    """Whether rounding matters in this call: it is a sum of several numbers, an addition, or a
-    division of single numbers in the user's code, such as the division by a norm.
+    """Whether rounding matters in this call. It matters in a sum of several numbers, in an
+    addition, and in a division of single numbers in the user's code, such as the division by a
+    norm.
     """
     kind = arithmetic_kind(call.op)
     if kind == SUM:
@@ -577,7 +578,7 @@ class ContractChecker:
             self._report_narrow(call, "loss", dtype)
 
     def _check_divisor(self, call: Call, lineage: Lineage) -> None:
-        """Reports a narrow number by which the loss is divided: it may be a count that was rounded."""
+        """Reports a narrow number by which the loss is divided, which may be a rounded count."""
         divisor = call.args[1] if len(call.args) > 1 else None
         if (
             not isinstance(divisor, Tensor)

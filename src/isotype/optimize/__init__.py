@@ -5,8 +5,8 @@ place       `optimize` and `restore`, which go through all modules of a model
 manifest    the list of replaced modules, with the reasons why others were not replaced
 instances   comparison of modules on small probe inputs, and forwards over private globals
 layers, norms, gated, rotary, attention, head, denoiser, joint_attention
-            one kind of module each: they recognise it by its structure, compare it with the op
-            on a probe, and replace the instance's forward
+            one kind of module each: they recognise the kind by its structure, compare a module
+            with the op on a probe, and replace the instance's forward
 forwards    the forwards of replaced modules, and the check in each step that they are unchanged
 deferred, deferred_tensor, deferred_values
             logits that are computed only when needed, for losses in other libraries' loops

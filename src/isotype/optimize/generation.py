@@ -52,8 +52,9 @@ class SamplingStream:
 
     @contextmanager
     def isolate(self, *, training: bool) -> Iterator[None]:
-        """Wraps a generation: it samples from the stream and restores the generators. If the caller
-        has set a seed after the last training step, that seed is used.
+        """Wraps a generation. The generation samples from the stream, and the generators are
+        restored afterwards. If the caller has set a seed after the last training step, that seed is
+        used.
 
         training  whether the model is in training mode, as in a trainer's loop before the first
                   step

@@ -298,8 +298,8 @@ def _list_settings(run: _RunSettings, resolved: Resolved, preset_reason: str) ->
 
 
 def _describe_preset(run: _RunSettings, preset: str, precision: Precision) -> str:
-    """Describes the preset. If roles were changed, it lists these instead, because the preset's
-    description may no longer be true.
+    """Describes the preset. If roles were changed, the changed roles are listed instead, because
+    the preset's description may no longer be true.
     """
     if run.checkpoint:
         return f"; base {precision.base}, as the checkpoint is"

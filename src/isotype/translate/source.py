@@ -129,7 +129,7 @@ class Source:
 
     called_names  names of functions and classes that a Python file calls, for `refusal_reason`
     method        the words after `trl`, `tune run` or the like in a command, for `refusal_reason`
-    config        the file of settings that a command names; it decides the precision
+    config        the file of settings that a command names; this file decides the precision
     """
 
     file: str

@@ -193,8 +193,8 @@ def modulated_layer_norm_backward_kernel(
         offsets = (picture * tokens + token)[:, None] * hidden + h[None, :]
         x_fp32 = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
         d_fp32 = tl.load(dy + offsets, mask=inside, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
-        # loaded again for every tile, from the cache. Kept in registers, it would take one register
-        # per value
+        # the scale is loaded again for every tile, from the cache. In registers it would take one
+        # register per value
         scale_fp32 = tl.load(scale + picture * hidden + h, mask=h < hidden, other=0.0).to(
             tl.float32
         )  # [BLOCK]

@@ -96,8 +96,8 @@ def rms_norm_backward_kernel(
         scale_fp32 = tl.load(scale + row, mask=row < rows, other=0.0).to(tl.float32)[
             :, None
         ]  # [ROWS, 1]
-        # loaded again for every tile, from the cache. Kept in registers, it would take one register
-        # per value (with 16,384 columns 48 values spilled)
+        # the weight is loaded again for every tile, from the cache. In registers it would take one
+        # register per value (with 16,384 columns 48 values spilled)
         w_fp32 = tl.load(weight + h, mask=h < hidden, other=0.0).to(tl.float32)  # [BLOCK]
         if OFFSET:
             w_fp32 += 1.0

@@ -238,8 +238,8 @@ class _Recorder:
 
 
 def _adds_to_first(op: Operator, args: tuple, kwargs: dict, output: Tensor) -> bool:
-    """Whether an addition accumulates into its first argument: it writes in place, or its result
-    has the shape of that argument.
+    """Whether an addition accumulates into its first argument. This is so if the addition writes in
+    place, or if its result has the shape of that argument.
     """
     if not args or not isinstance(args[0], Tensor):
         return False

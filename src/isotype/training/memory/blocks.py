@@ -337,7 +337,7 @@ def plan_offload(
     compute: str,
     flops: Callable[[nn.Module], Sequence[float]],
 ) -> OffloadPlan | None:
-    """Estimates the cost of a model's offloaded blocks in one process; None where it has none.
+    """Estimates the cost of a model's offloaded blocks in one process; None if the model has none.
 
     flops  returns the FLOPs of each block's forward on a micro-batch. The block's backward, with
            the recompute, takes twice as many.

@@ -382,7 +382,7 @@ def _failure_finding(code: str, description: str, error: Exception, names: Setti
 
 def _error_location(error: Exception) -> str | None:
     """The innermost line of the traceback outside of PyTorch and Isotype, as `file:line in
-    function`. If all lines are inside them, it is the innermost one.
+    function`. If all lines are in PyTorch or Isotype, the innermost line is returned.
     """
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
