@@ -84,7 +84,11 @@ def test_a_page_shows_what_running_prints(page: str, command: str):
 
 
 def test_the_front_page_shows_the_summary_of_everything():
-    block = FRONT.partition("## All of it at once")[2].partition("```\n")[2].partition("\n```")[0]
+    block = (
+        FRONT.partition("## All reading commands at once")[2]
+        .partition("```\n")[2]
+        .partition("\n```")[0]
+    )
     assert block
     assert printed(".").endswith(block)
 

@@ -54,11 +54,11 @@ def test_weights_are_quantised_one_after_the_other(tmp_path):
     with LiveBytes() as live:
         base = load(Source(str(tmp_path)), "nf4-lora")
     assert base.is_loaded_in_4bit
-    assert sum(p.nbytes for p in base.parameters()) <= live.current  # the scales come on top
+    assert sum(p.nbytes for p in base.parameters()) <= live.current_bytes  # the scales come on top
     # the matrix that is quantised in bf16 and fp32, and its own result; all of them in bf16 would
     # take four times this bound
     bound = 8 * max(sizes)
-    assert live.peak - live.current <= bound < 2 * sum(sizes) / 4
+    assert live.peak - live.current_bytes <= bound < 2 * sum(sizes) / 4
 
 
 def without_a_weight(folder):

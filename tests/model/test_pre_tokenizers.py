@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 from tokenizers import Regex, normalizers
 from tokenizers import pre_tokenizers as steps
@@ -98,9 +99,11 @@ def test_a_file_is_split_as_its_name_says(tmp_path, subtests):
             writer.add_block_count(1)
             for method, value in (keys | {"add_tokenizer_pre": name}).items():
                 getattr(writer, method)(value)
+            for tensor in ("token_embd.weight", "output_norm.weight", "blk.0.attn_q.weight"):
+                writer.add_tensor(tensor, np.zeros((1, 32), np.float32))
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
-            writer.write_ti_data_to_file()
+            writer.write_tensors_to_file()
             writer.close()
             with subtests.test(name):
                 read = load_gguf_tokenizer(file)

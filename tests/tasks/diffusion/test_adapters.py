@@ -315,7 +315,7 @@ def test_an_adapter_to_go_on_from_that_would_not_be_written_is_refused_before_tr
     assert "a DoRA, which is not written for ComfyUI" in begins(dora, {}, adapter_format="comfyui")
     assert "is a lora, and adapter.kind is lokr" in begins(dora, {"kind": "lokr"})
     assert "is a lokr, and adapter.kind is lora" in begins('{"peft_type": "LOKR"}', {})
-    assert "adapter_config.json: Expecting value" in begins("nothing", {})
+    assert "adapter_config.json cannot be read: Expecting value" in begins("nothing", {})
     assert "adapter.start_from: has no effect with adapter.kind: none" in begins(
         dora, {"kind": "none"}
     )
