@@ -22,8 +22,8 @@ MAX_VALUES = 10_000  # largest number of values of a key; with anchors, ten line
 
 
 class YamlError(ValueError):
-    """The error for invalid YAML: a message of one line, and the line number in the text, from 1,
-    or None.
+    """The error for invalid YAML. It has a message of one line, and the number of the faulty line
+    (counted from 1), or None if the line is not known.
     """
 
     def __init__(self, message: str, line: int | None = None) -> None:

@@ -258,8 +258,8 @@ class JoinedWorld(World):
             self._store.set(f"failed/{self.rank}", json.dumps(error_to_json(error)))
 
     def close(self) -> None:
-        """Leaves the run together with all processes: closing a connection would break an exchange
-        in which another process still takes part.
+        """Waits until all processes have reached the end of the run, and then closes the connection.
+        Closing it earlier would break an exchange in which another process still takes part.
         """
         # another process may be gone; if it is the first, the store is gone too
         with suppress(Exception):

@@ -438,7 +438,8 @@ def _tensor_values(tensor: _Tensor) -> Tensor:
 
 def _rename_tensors(path: Path) -> Iterator[tuple[str, _Tensor, int]]:
     """Yields (name in transformers, tensor, heads) of each tensor. Stacked experts are split, one
-    tensor per expert. `heads` is the number of heads whose rows are stored in pairs, or 0.
+    tensor per expert. `heads` is the number of attention heads if the file stores the rows of the
+    query or key weight in neighbouring pairs, which have to be reordered, and 0 for other tensors.
 
     Raises  UsageError for a tensor that has no name in transformers
     """

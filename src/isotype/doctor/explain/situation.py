@@ -203,8 +203,8 @@ def find_report_flags(text: str) -> frozenset[str]:
 
 
 def find_quoted_code(text: str) -> Frame | None:
-    """The code that a text without a traceback quotes: the line that an arrow marks, or the last
-    call of an operator.
+    """For a text that contains no traceback, returns the code that the text quotes: the line that an
+    arrow marks, or else the last call of an operator. Returns None if no code is quoted.
     """
     match = next(iter([*_QUOTED_CODE.finditer(text)][-1:]), None)
     if match:
