@@ -42,7 +42,7 @@ def read_autocast_state(frames: Sequence[CallFrame]) -> AutocastState:
     """The state at the innermost line of the frames."""
     state = OFF
     for frame in frames:
-        if _starts_thread(frame):
+        if starts_thread(frame):
             lost_at = state.location if state.is_on else ""
             state = AutocastState(lost_at=lost_at)
         state = _state_of_decorator(frame) or state
@@ -66,7 +66,7 @@ def find_other_region(frames: Sequence[CallFrame]) -> AutocastState | None:
     return None
 
 
-def _starts_thread(frame: CallFrame) -> bool:
+def starts_thread(frame: CallFrame) -> bool:
     """Whether a thread runs the function of this frame as its first function."""
     return frame.function == "run" and frame.file.endswith(
         ("threading.py", os.path.join("futures", "thread.py"))

@@ -124,10 +124,6 @@ class Evidence:
     def majority_dtype(self) -> torch.dtype | None:
         return self.names.majority_dtype
 
-    @property
-    def operand_dtypes(self) -> list[torch.dtype]:
-        return list(dict.fromkeys(operand.dtype for operand in self.operands))
-
     def producer_of(self, operand: Operand) -> Producer:
         key = id(operand)
         if key not in self.producers:

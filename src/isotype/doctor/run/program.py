@@ -77,12 +77,8 @@ def main(words: Sequence[str]) -> int:
     from .hook import explain_to_stderr, install_thread_hook
 
     sys.modules["__main__"] = module
-    sys.argv = [module.__file__ or request.target, *request.arguments]
-    if request.is_module:
-        sys.path[0] = os.getcwd()
-    else:
-        sys.argv[0] = request.target
-        sys.path[0] = os.path.dirname(os.path.realpath(request.target))
+    name = module.__file__ if request.is_module else None
+    sys.argv = [name or request.target, *request.arguments]
     if request.forward_lines:
         _record_forward_lines()
     install_thread_hook(request.json_file)
@@ -102,6 +98,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _load_script(path: str) -> tuple[CodeType, ModuleType]:
+    sys.path[0] = os.path.dirname(os.path.realpath(path))
     file = path
     if os.path.isdir(path):
         file = os.path.join(path, "__main__.py")
@@ -159,8 +156,8 @@ def _skip_outer_frames(traceback: TracebackType | None, code: CodeType) -> Trace
 
 
 def _record_forward_lines() -> None:
-    """Switches autograd's anomaly mode on as soon as torch is imported. An error in backward then
-    names the line of its forward operator. The anomaly mode makes the program slower.
+    """Imports torch and switches autograd's anomaly mode on. An error in backward then names the
+    line of its forward operator. The anomaly mode makes the program slower.
     """
     import torch
 

@@ -19,6 +19,7 @@ from ...dtypes import format_dtype, to_torch
 from ...finding import Finding, Place
 from ...observe.origin import short_path
 from ...pages.finding_sheet import load_finding_formatter
+from .autocast import starts_thread
 from .causes import SHEET
 from .evidence import Evidence, Operand, describe_autocast
 from .expressions import is_tensor, read_value
@@ -69,6 +70,21 @@ def _make_finding(
     return _format_finding(code, location, _details(evidence, frame), **values)
 
 
+def _make_operand_finding(
+    code: str, evidence: Evidence, operand: Operand, **values: Any
+) -> Finding:
+    """The finding about one operand: the user's expression for it, its dtype, and the line at which
+    the user's code passes it on. `values` replaces these or adds others.
+    """
+    producer = evidence.producer_of(operand)
+    facts = {
+        "value": _passed(evidence, operand, producer),
+        "has": operand.dtype_name,
+        "at": _passed_at(evidence, producer),
+    }
+    return _make_finding(code, evidence, **{**facts, **values})
+
+
 def _details(evidence: Evidence, frame: CallFrame) -> tuple[tuple[str, str], ...]:
     """The facts that every finding shows."""
     details = [("line", frame.text[:200])]
@@ -98,6 +114,11 @@ def _floating(evidence: Evidence) -> list[Operand]:
 
 def _differ(operands: Sequence[Operand]) -> bool:
     return len({operand.dtype for operand in operands}) > 1
+
+
+def _first_of_other_dtype(operands: Sequence[Operand]) -> Operand:
+    """The first operand whose dtype is not that of `operands[0]`."""
+    return next(operand for operand in operands if operand.dtype != operands[0].dtype)
 
 
 def _describe(operand: Operand) -> str:
@@ -220,30 +241,16 @@ def find_integer_parameter(evidence: Evidence) -> Finding | None:
     integers = [operand for operand in evidence.operands if not operand.dtype.is_floating_point]
     if not integers:
         return None
-    operand = integers[0]
-    producer = evidence.producer_of(operand)
-    return _make_finding(
-        "RN012",
-        evidence,
-        value=_passed(evidence, operand, producer),
-        has=operand.dtype_name,
-        at=_passed_at(evidence, producer),
-        is_parameter="Parameter" in evidence.user_frame.text,
-    )
+    is_parameter = "Parameter" in evidence.user_frame.text
+    return _make_operand_finding("RN012", evidence, integers[0], is_parameter=is_parameter)
 
 
 def find_numpy_conversion(evidence: Evidence) -> Finding | None:
     match = re.search(r"unsupported ScalarType (\w+)", evidence.message)
     if match is None or not evidence.operands:
         return None
-    operand = evidence.operands[0]
-    producer = evidence.producer_of(operand)
-    return _make_finding(
-        "RN013",
-        evidence,
-        value=_passed(evidence, operand, producer),
-        has=format_dtype(match[1]),
-        at=_passed_at(evidence, producer),
+    return _make_operand_finding(
+        "RN013", evidence, evidence.operands[0], has=format_dtype(match[1])
     )
 
 
@@ -266,17 +273,13 @@ def find_missing_kernel(evidence: Evidence) -> Finding | None:
             operand for operand in operands if operand.dtype_name == format_dtype(name)
         ] or operands
     operand = operands[0]
-    producer = evidence.producer_of(operand)
-    target = str(operand.dtype) if operand.dtype.is_floating_point else ""
-    return _make_finding(
+    return _make_operand_finding(
         "RN014",
         evidence,
+        operand,
         operation=evidence.operation,
-        value=_passed(evidence, operand, producer),
-        has=operand.dtype_name,
         device=operand.device.type,
-        at=_passed_at(evidence, producer),
-        target=target,
+        target=str(operand.dtype) if operand.dtype.is_floating_point else "",
     )
 
 
@@ -288,15 +291,12 @@ def find_float_indices(evidence: Evidence) -> Finding | None:
     floats = [operand for operand in _floating(evidence) if not operand.path]
     if is_index_error is None or not floats:
         return None
-    operand = floats[-1]
-    producer = evidence.producer_of(operand)
-    return _make_finding(
+    producer = evidence.producer_of(floats[-1])
+    return _make_operand_finding(
         "RN015",
         evidence,
-        value=_passed(evidence, operand, producer),
-        has=operand.dtype_name,
+        floats[-1],
         operation=evidence.operation,
-        at=_passed_at(evidence, producer),
         source=producer.text,
         source_at=producer.location,
     )
@@ -397,13 +397,12 @@ def find_failed_check(evidence: Evidence) -> Finding | None:
         return None
     if not isinstance(statement.test.ops[0], (ast.Eq, ast.Is)) or values[0] == values[1]:
         return None
-    tensors = [
-        i for i in range(2) if isinstance(sides[i], ast.Attribute) and _is_dtype_of(sides[i], frame)
-    ]
-    if not tensors:
+    owners = [_owner_of_dtype(side, frame) for side in sides]
+    index = next((i for i, owner in enumerate(owners) if owner is not None), None)
+    if index is None:
         return None
-    index = tensors[0]
-    owner = sides[index].value  # type: ignore[attr-defined]
+    owner = owners[index]
+    assert owner is not None
     producer = find_producer(
         owner, evidence.frames, len(evidence.frames) - 1, values[index], evidence.names
     )
@@ -422,27 +421,19 @@ def find_failed_check(evidence: Evidence) -> Finding | None:
     )
 
 
-def _is_dtype_of(node: ast.expr, frame: CallFrame) -> bool:
-    """Whether an expression is the dtype of a tensor that can be read."""
-    return (
-        isinstance(node, ast.Attribute)
-        and node.attr == "dtype"
-        and is_tensor(read_value(node.value, frame))
-    )
+def _owner_of_dtype(node: ast.expr, frame: CallFrame) -> ast.expr | None:
+    """The expression `x` of `x.dtype`, if `x` is a tensor that can be read."""
+    if not isinstance(node, ast.Attribute) or node.attr != "dtype":
+        return None
+    return node.value if is_tensor(read_value(node.value, frame)) else None
 
 
 def find_in_place_result(evidence: Evidence) -> Finding | None:
     if "can't be cast to the desired output type" not in evidence.message or not evidence.operands:
         return None
     operand = evidence.operands[0]
-    producer = evidence.producer_of(operand)
-    return _make_finding(
-        "RN016",
-        evidence,
-        operation=evidence.operation,
-        value=operand.label,
-        has=operand.dtype_name,
-        at=_passed_at(evidence, producer),
+    return _make_operand_finding(
+        "RN016", evidence, operand, operation=evidence.operation, value=operand.label
     )
 
 
@@ -450,14 +441,7 @@ def find_constant_overflow(evidence: Evidence) -> Finding | None:
     halves = [operand for operand in evidence.operands if operand.dtype == torch.float16]
     if "without overflow" not in evidence.message or not halves:
         return None
-    producer = evidence.producer_of(halves[0])
-    return _make_finding(
-        "RN018",
-        evidence,
-        value=_passed(evidence, halves[0], producer),
-        has=halves[0].dtype_name,
-        at=_passed_at(evidence, producer),
-    )
+    return _make_operand_finding("RN018", evidence, halves[0])
 
 
 def find_attention_operand(evidence: Evidence) -> Finding | None:
@@ -487,10 +471,9 @@ def find_lost_autocast(evidence: Evidence) -> Finding | None:
     half = _half_dtype(operands)
     if not evidence.autocast.lost_at or not _differ(operands) or half is None:
         return None
-    thread_frames = [frame for frame in evidence.frames if frame.is_user_code]
-    starts = [i for i, frame in enumerate(evidence.frames) if frame.function == "run"]
-    first_frames = [frame for frame in evidence.frames[starts[-1] :] if frame.is_user_code]
-    function = (first_frames or thread_frames)[0].function
+    start = max(i for i, frame in enumerate(evidence.frames) if starts_thread(frame))
+    frames = [*evidence.frames[start:], *evidence.frames]
+    function = next(frame.function for frame in frames if frame.is_user_code)
     return _make_finding(
         "RN004",
         evidence,
@@ -499,7 +482,7 @@ def find_lost_autocast(evidence: Evidence) -> Finding | None:
         device=evidence.device,
         target=str(half),
         first=_describe(operands[0]),
-        second=_describe(next(o for o in operands if o.dtype != operands[0].dtype)),
+        second=_describe(_first_of_other_dtype(operands)),
     )
 
 
@@ -510,7 +493,8 @@ def find_custom_backward(evidence: Evidence) -> Finding | None:
     is_custom_backward = isinstance(context, torch.autograd.function.BackwardCFunction)
     if not is_custom_backward or not _differ(operands):
         return None
-    first, second = operands[0], next(o for o in operands if o.dtype != operands[0].dtype)
+    first = operands[0]
+    second = _first_of_other_dtype(operands)
     is_decorated = any(frame.function == "decorate_bwd" for frame in evidence.frames)
     return _make_finding(
         "RN005",
@@ -599,7 +583,7 @@ def find_call_outside_autocast(evidence: Evidence) -> Finding | None:
         device=device,
         target=str(dtype),
         first=_describe(operands[0]),
-        second=_describe(next(o for o in operands if o.dtype != operands[0].dtype)),
+        second=_describe(_first_of_other_dtype(operands)),
     )
 
 
