@@ -15,12 +15,15 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import UsageError
-from ..model.adapter_settings import check_patterns, read_adapter_config
-from ..runs.checkpoint.atomic_folder import write_folder
+from ..model.adapter_settings import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_FILE,
+    check_patterns,
+    read_adapter_config,
+)
+from ..runs.checkpoint.atomic_folder import SEAL, write_folder
 from ..runs.folder import refuse_non_empty
 
-ADAPTER_FILE = "adapter_model.safetensors"
-ADAPTER_CONFIG_FILE = "adapter_config.json"
 _A_SUFFIX = ".lora_A.weight"
 _B_SUFFIX = ".lora_B.weight"
 _PREFIX = "base_model.model."
@@ -148,8 +151,8 @@ def export_vllm(adapter: Path, out: Path, name: str) -> str:
     def fill(folder: Path) -> None:
         from safetensors.torch import save_file
 
-        for file in adapter.iterdir():  # includes tokenizer and template; DONE is written anew
-            if file.is_file() and file.name != "DONE":
+        for file in adapter.iterdir():  # includes tokenizer and template; the seal is written anew
+            if file.is_file() and file.name != SEAL:
                 shutil.copy2(file, folder / file.name)
         if len({(pair.scale, pair.rank) for pair in pairs}) > 1:
             (folder / ADAPTER_FILE).unlink()
@@ -163,10 +166,9 @@ def export_vllm(adapter: Path, out: Path, name: str) -> str:
             (folder / ADAPTER_CONFIG_FILE).write_text(
                 json.dumps(settings | uniform, indent=2) + "\n", encoding="utf-8"
             )
-            tensors = {f"base_model.model.{pair.module}.lora_A.weight": pair.a for pair in pairs}
+            tensors = {f"{_PREFIX}{pair.module}{_A_SUFFIX}": pair.a for pair in pairs}
             tensors |= {
-                f"base_model.model.{pair.module}.lora_B.weight": pair.rescaled_b(1.0)
-                for pair in pairs
+                f"{_PREFIX}{pair.module}{_B_SUFFIX}": pair.rescaled_b(1.0) for pair in pairs
             }
             save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
 

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
+from ..model.adapter_settings import ADAPTER_CONFIG_FILE
 from ..model.gguf import read_architecture
 from ..runs.checkpoint.atomic_folder import write_folder
 from ..runs.folder import detect_model_folder, split_run_and_adapter
-from .adapter_file import ADAPTER_CONFIG_FILE, export_vllm, read_settings
+from .adapter_file import export_vllm, read_settings
 from .gguf_file import TYPES, export_adapter, export_model, llama_cpp, refuse_model, tokenizer_keys
 from .loaded import find_result, load_run
 from .merge import merge

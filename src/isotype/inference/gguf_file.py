@@ -305,16 +305,24 @@ def _reorder_rows(
     """
     if norm_offset:
         return tensor + norm_offset
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(
-        module.rpartition(".")[2]
-    )
-    if not family.permutes_rows or heads is None:
+    heads = paired_heads(module, config, family)
+    if heads is None:
         return tensor
     return (
         tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
         .transpose(1, 2)
         .reshape(tensor.shape)
     )
+
+
+def paired_heads(module: str, config: Any, family: Family) -> int | None:
+    """The number of heads of a module whose rows llama.cpp stores in neighbouring pairs; None for a
+    module whose rows stay in order.
+    """
+    if not family.permutes_rows:
+        return None
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    return heads.get(module.rpartition(".")[2])
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from ..data.rows import SamplePrompt
 from ..dtypes import format_dtype
 from ..environment.hardware import detect
 from ..errors import RunError, UsageError
-from ..model.adapter_settings import read_adapter_config
+from ..model.adapter_settings import ADAPTER_CONFIG_FILE, read_adapter_config
 from ..model.build import build_model, resolve_precision
 from ..model.load import Source, load_architecture, load_base, load_tokenizer
 from ..model.processor import build_picture_reader
@@ -92,7 +92,7 @@ def load_run(folder: Path) -> LoadedRun:
         refuse_scores(folder)
     result = find_result(folder, intermediate)
     if config.model.name is not None and (
-        result is None or (result / "adapter_config.json").is_file()
+        result is None or (result / ADAPTER_CONFIG_FILE).is_file()
     ):
         check_base_path(config.model.name, "model.name", folder / RESOLVED)
     device = _run_device(config)
@@ -199,7 +199,7 @@ def _load_folder(folder: Path, kind: str) -> LoadedRun:
     name = str(folder)
     revision = None
     if kind == "adapter":
-        file = folder / "adapter_config.json"
+        file = folder / ADAPTER_CONFIG_FILE
         settings = read_adapter_config(folder, "adapter")
         if settings.get("task_type") == "SEQ_CLS":
             refuse_scores(folder)

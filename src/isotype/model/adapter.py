@@ -34,7 +34,12 @@ from ..precision.apply import declared_dtype, is_quantised
 from ..precision.precision import Precision
 from ..precision.vision import vision_parts
 from ..wording import first_line, pluralise
-from .adapter_settings import CONFIG_FILE, check_patterns, read_adapter_config
+from .adapter_settings import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_FILE,
+    check_patterns,
+    read_adapter_config,
+)
 from .architecture import SCORE
 from .initialisation import describe_ordinary_adapter, initialise_adapter, to_ordinary_adapter
 from .targets import (
@@ -440,8 +445,8 @@ def load_adapter(model: PreTrainedModel, folder: Path, *, setting: str = "adapte
     from safetensors import safe_open
 
     label = f"{setting}: {folder}"
-    weights = folder / "adapter_model.safetensors"
-    if not (folder / "adapter_config.json").is_file():
+    weights = folder / ADAPTER_FILE
+    if not (folder / ADAPTER_CONFIG_FILE).is_file():
         raise UsageError(f"{label} has no adapter_config.json: not a PEFT folder")
     if not weights.is_file():
         message = f"{label} has no adapter_model.safetensors"
@@ -498,7 +503,7 @@ def check_adapter(model: nn.Module, folder: Path, setting: str) -> None:
     """
     settings = read_adapter_config(folder, setting)
     names = (name for name, _ in model.named_modules())
-    check_patterns(settings, names, f"{setting}: {folder / CONFIG_FILE}")
+    check_patterns(settings, names, f"{setting}: {folder / ADAPTER_CONFIG_FILE}")
 
 
 def is_trained_on_text_class(folder: Path) -> bool:
@@ -509,7 +514,7 @@ def is_trained_on_text_class(folder: Path) -> bool:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
+        with safe_open(folder / ADAPTER_FILE, framework="pt") as file:
             return any(name.startswith(f"{PEFT_PREFIX}model.layers.") for name in file.keys())  # noqa: SIM118  # not a dictionary
     except (OSError, SafetensorError):
         return False  # `load_adapter` reports what is wrong with the file
@@ -583,7 +588,7 @@ def read_modules_to_save(folder: Path) -> list[str]:
     read; `load_adapter` refuses such a folder later.
     """
     try:
-        settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        settings = json.loads((folder / ADAPTER_CONFIG_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return []
     names = settings.get("modules_to_save") if isinstance(settings, dict) else None

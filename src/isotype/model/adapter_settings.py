@@ -20,8 +20,8 @@ from ..errors import UsageError
 from ..runs.value_limits import parse_json
 from .value_ranges import MAX_CONFIG_BYTES, Range, describe_value
 
-CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+ADAPTER_FILE = "adapter_model.safetensors"
 PATTERN_SECONDS = 10.0
 _FETCH_AGAIN = "get the adapter again from where it came"
 _RANK = Range(1, 1 << 16)
@@ -65,7 +65,7 @@ def read_adapter_config(folder: Path, label: str) -> dict[str, Any]:
     label   the words before the file's name in a message
     Raises  UsageError for a file that is no mapping, and for a value of another type or range
     """
-    file = folder / CONFIG_FILE
+    file = folder / ADAPTER_CONFIG_FILE
     label = f"{label}: {file}"
     try:
         if (size := file.stat().st_size) > MAX_CONFIG_BYTES:
@@ -80,7 +80,7 @@ def read_adapter_config(folder: Path, label: str) -> dict[str, Any]:
     for key, value in settings.items():
         if value is not None:
             _check_setting(label, key, value)
-    _check_rank(label, settings, folder / WEIGHTS_FILE)
+    _check_rank(label, settings, folder / ADAPTER_FILE)
     return settings
 
 

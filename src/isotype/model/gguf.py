@@ -33,7 +33,7 @@ from .gguf_header import read_header
 from .pre_tokenizers import build_pre_tokenizer, find_splitting
 from .value_ranges import check_config_size, check_gguf_fields, check_model_config
 
-_PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def _read_cached(file: Path, _changed: int) -> _File:
             f"model {file}: a part of {fields['split.count']}",
             fix="llama.cpp/build/bin/llama-gguf-split --merge joins them",
         )
-    kinds = sorted({entry.kind for entry in header.tensors.values()} - {*BLOCKS, *_PLAIN_DTYPES})
+    kinds = sorted({entry.kind for entry in header.tensors.values()} - {*BLOCKS, *PLAIN_DTYPES})
     if kinds:
         raise UsageError(
             f"model {file}: {', '.join(kinds)} is not read: {', '.join(BLOCKS)} are",
@@ -421,19 +421,23 @@ def load_tensors(path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
                 (tensor.shape[0], tensor.shape[1]),
             )
             value = PackedState(layout, "gguf", {}).widen(value, dtype)
-        if heads:
-            result[name] = (
-                value.view(heads, -1, 2, *value.shape[1:]).transpose(1, 2).reshape(value.shape)
-            )
-        else:
-            result[name] = value
+        result[name] = restore_rows(value, heads) if heads else value
     return result
+
+
+def restore_rows(value: Tensor, heads: int) -> Tensor:
+    """Puts the rows of a query or key weight back from neighbouring pairs into halves.
+
+    value  [heads*D ...]
+    """
+    pairs = value.view(heads, -1, 2, *value.shape[1:])
+    return pairs.transpose(1, 2).reshape(value.shape)
 
 
 def _tensor_values(tensor: _Tensor) -> Tensor:
     if tensor.kind in BLOCKS:
         return tensor.data
-    return tensor.data.view(_PLAIN_DTYPES[tensor.kind]).view(tensor.shape)
+    return tensor.data.view(PLAIN_DTYPES[tensor.kind]).view(tensor.shape)
 
 
 def _rename_tensors(path: Path) -> Iterator[tuple[str, _Tensor, int]]:

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from ...errors import UsageError
+from ...model.gguf import PLAIN_DTYPES, restore_rows
 from ...model.gguf_header import Header, TensorEntry, read_header
 from ...ops.packed.ggml import BLOCKS, decode_blocks
 from ..adapter_file import LoraPair
-from ..gguf_file import FAMILIES, Family
+from ..gguf_file import FAMILIES, Family, paired_heads
 from .written_model import WrittenModel, WrittenTensor, adapter_model
 
-_PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # tensors that are settings: factors of the rotary embedding
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _LORA_A = ".lora_a"
@@ -35,11 +35,11 @@ def read_gguf_header(path: Path) -> Header:
         raise UsageError(
             f"{path}: no whole GGUF file: {error}", fix="export it again with --out another file"
         ) from None
-    kinds = {entry.kind for entry in header.tensors.values()} - {*BLOCKS, *_PLAIN_DTYPES}
+    kinds = {entry.kind for entry in header.tensors.values()} - {*BLOCKS, *PLAIN_DTYPES}
     if kinds:
         raise UsageError(
             f"{path}: tensors of type {', '.join(sorted(kinds))} are not read",
-            fix=f"one of {', '.join([*_PLAIN_DTYPES, *BLOCKS])}",
+            fix=f"one of {', '.join([*PLAIN_DTYPES, *BLOCKS])}",
         )
     return header
 
@@ -144,7 +144,7 @@ def _read_values(content: np.ndarray[Any, Any], entry: TensorEntry) -> Tensor:
     if entry.kind in BLOCKS:
         rows = raw.view(-1, entry.row_bytes)
         return decode_blocks(entry.kind, rows, torch.float32).view(entry.shape)
-    return raw.view(_PLAIN_DTYPES[entry.kind]).view(entry.shape).float()
+    return raw.view(PLAIN_DTYPES[entry.kind]).view(entry.shape).float()
 
 
 def _read_weight(
@@ -157,10 +157,10 @@ def _read_weight(
 
 
 def _restore_rows(value: Tensor, name: str, config: Any, family: Family) -> Tensor:
-    """Puts the rows of q and k back from neighbouring pairs into halves."""
-    module = name.rpartition(".")[0].rpartition(".")[2]
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(module)
-    if not family.permutes_rows or heads is None or value.shape[0] % (2 * heads):
+    """Puts the rows of q and k back into the order of transformers. A tensor of another shape is
+    left as it is, and reported later.
+    """
+    heads = paired_heads(name.rpartition(".")[0], config, family)
+    if heads is None or value.shape[0] % (2 * heads):
         return value
-    pairs = value.view(heads, -1, 2, *value.shape[1:])
-    return pairs.transpose(1, 2).reshape(value.shape)
+    return restore_rows(value, heads)

@@ -13,6 +13,7 @@ from ...data.load import load_data
 from ...data.pictures import Pictures
 from ...data.rows import Row
 from ...errors import UsageError
+from ...model.adapter_settings import ADAPTER_CONFIG_FILE
 from ...model.processor import build_picture_reader
 from ...tasks.language.batches import Batch
 from ...tasks.language.objective import NextToken
@@ -76,7 +77,7 @@ def verify_file(
     causes = {RUN_DTYPES: trained.loss - _loss_in_run(run, rows, pictures)}
     changed_config = None
     if written.folder is not None:
-        changed_config = apply_folder_settings(reference.config, written.folder)
+        changed_config = apply_folder_settings(reference.config, written.config)
     elif not written.adapter_only:
         changed_config = apply_gguf_settings(reference.config, written)
     if changed_config is not None:
@@ -152,7 +153,7 @@ def open_written(
         if not written.adapter_only:
             written.merge_dtype = merged_dtype(run.precision)[0]
         return written
-    if (path / "adapter_config.json").is_file():
+    if (path / ADAPTER_CONFIG_FILE).is_file():
         return open_adapter_folder(path, weights.base)
     if (path / "config.json").is_file():
         return open_folder(path, reference.names, text_only=reference.text_only)
@@ -225,7 +226,7 @@ def _compare_settings(
     compared.
     """
     if written.folder is not None:
-        return compare_folder_settings(run, reference.config, written.folder)
+        return compare_folder_settings(run, reference.config, written.folder, written.config)
     if written.adapter_only:
         return [], ["an adapter alone: it is measured on the run's own base"]
     differences, notes = compare_gguf_settings(run, reference.config, written)

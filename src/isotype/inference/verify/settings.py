@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig
 
 from ...errors import UsageError
 from ...model.pre_tokenizers import find_splitting
@@ -150,25 +151,31 @@ def _first_difference(first: str, second: str) -> int:
     return next((i for i in range(limit) if first[i] != second[i]), limit)
 
 
+def _changed_settings(config: Any, file_config: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yields (key, the file's value, the run's value) of the settings that differ."""
+    file_text = file_config.get_text_config()
+    run_text = config.get_text_config()
+    for key in _CONFIG_KEYS:
+        value = getattr(file_text, key, None)
+        expected = getattr(run_text, key, None)
+        if value != expected:
+            yield key, value, expected
+
+
 def compare_folder_settings(
-    run: LoadedRun, config: Any, folder: Path
+    run: LoadedRun, config: Any, folder: Path, file_config: Any
 ) -> tuple[list[Difference], list[str]]:
     """Compares config.json, generation_config.json and the tokenizer of a folder. Raises UsageError
     if one of these files cannot be read.
     """
     try:
-        file_config = AutoConfig.from_pretrained(folder)
         tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
         raise UsageError(f"{folder}: {error}") from None
-    differences = []
-    run_text = config.get_text_config()
-    file_text = file_config.get_text_config()
-    for key in _CONFIG_KEYS:
-        value = getattr(file_text, key, None)
-        expected = getattr(run_text, key, None)
-        if value != expected:
-            differences.append(setting_difference(f"config.json: {key}", value, expected))
+    differences = [
+        setting_difference(f"config.json: {key}", value, expected)
+        for key, value, expected in _changed_settings(config, file_config)
+    ]
     run_tokenizer: Any = run.tokenizer
     if tokenizer.get_vocab() != run_tokenizer.get_vocab():
         pair = (len(tokenizer), len(run_tokenizer))
@@ -224,21 +231,22 @@ def apply_gguf_settings(config: Any, written: WrittenModel) -> Any | None:
     return changed if is_changed else None
 
 
-def apply_folder_settings(config: Any, folder: Path) -> Any | None:
+def apply_folder_settings(config: Any, file_config: Any) -> Any | None:
     """Returns the configuration with the settings of a folder's config.json that change the model's
     output; None if the folder has the same.
     """
-    file_text = AutoConfig.from_pretrained(folder).get_text_config()
+    values = {
+        key: value
+        for key, value, _ in _changed_settings(config, file_config)
+        if key not in _SHAPE_KEYS
+    }
+    if not values:
+        return None
     changed = copy.deepcopy(config)
     text_config = changed.get_text_config()
-    is_changed = False
-    for key in _CONFIG_KEYS:
-        value = getattr(file_text, key, None)
-        if key in _SHAPE_KEYS or value == getattr(text_config, key, None):
-            continue
+    for key, value in values.items():
         setattr(text_config, key, value)
-        is_changed = True
-    return changed if is_changed else None
+    return changed
 
 
 def compare_rope_factors(config: Any, stored: torch.Tensor | None) -> list[Difference]:

@@ -52,6 +52,7 @@ class WrittenModel:
     fields        the settings in the header of a GGUF file
     rope_factors  the tensor of a GGUF file by which rotary frequencies are divided
     folder        the folder of configuration and tokenizer files; None for a GGUF file
+    config        the configuration in that folder
     """
 
     description: str
@@ -62,6 +63,7 @@ class WrittenModel:
     fields: Mapping[str, Any] = field(default_factory=dict)
     rope_factors: Tensor | None = None
     folder: Path | None = None
+    config: Any = None
 
 
 def open_folder(folder: Path, names: Iterable[str], *, text_only: bool) -> WrittenModel:
@@ -87,15 +89,17 @@ def open_folder(folder: Path, names: Iterable[str], *, text_only: bool) -> Writt
             stored[name] = WrittenTensor(name, kind, tuple(part.get_shape()), partial(_read, part))
     if not set(names) & set(stored):
         raise UsageError(f"{folder}: a model of another architecture: it has no tensor of this run")
-    if not set(names) <= set(stored):
-        stored = _load_converted(folder, stored, text_only=text_only)
     dtype = _read_dtype(folder)
+    config = _read_config(folder)
+    if not set(names) <= set(stored):
+        stored = _load_converted(folder, config, stored, text_only=text_only)
     return WrittenModel(
         f"folder, {dtype}",
         {name: stored[name] for name in names if name in stored},
         unexpected=sorted(set(stored) - set(names) - {"lm_head.weight"}),
         merge_dtype=dtype,
         folder=folder,
+        config=config,
     )
 
 
@@ -112,16 +116,22 @@ def _read_dtype(folder: Path) -> str:
         raise UsageError(f"{folder / 'config.json'}: {error}") from None
 
 
+def _read_config(folder: Path) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{folder}: {error}") from None
+
+
 def _load_converted(
-    folder: Path, stored: Mapping[str, WrittenTensor], *, text_only: bool
+    folder: Path, config: Any, stored: Mapping[str, WrittenTensor], *, text_only: bool
 ) -> dict[str, WrittenTensor]:
     """Returns the tensors under the names that transformers gives them when it loads the folder.
     Families with stacked experts store one tensor per expert. A tensor that the file lacks is left
     out.
     """
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(folder)
     model, report = auto_class(config, text_only=text_only).from_pretrained(
         folder, dtype="auto", output_loading_info=True
     )
