@@ -25,7 +25,7 @@ from urllib.parse import unquote, urlsplit
 from ..errors import IsotypeError, UsageError
 from ..runs.folder import LOCK, LOG, RESOLVED, find_training_process, is_locked, open_inside
 from .page import STEPS_SCRIPT, LiveState, render
-from .record import RunRecord, read_picture, read_run
+from .record import RunRecord, read_picture, read_run, require_run_files
 
 HOST = "127.0.0.1"
 # the number of lines of the log that are shown, and of bytes that are read
@@ -52,7 +52,7 @@ class WatchServer(ThreadingHTTPServer):
     def __init__(self, folder: Path, port: int = 0) -> None:
         self.folder = folder
         self.token = secrets.token_urlsafe(16)
-        read_run(folder)
+        require_run_files(folder)
         self._lock = threading.Lock()
         self._cached_page = ("", b"")
         self._stopped_process: int | None = None
@@ -143,7 +143,7 @@ def _not_begun_reason(folder: Path) -> str | None:
     if not folder.exists():
         return f"no such folder yet{_similar_run(folder)}"
     try:
-        read_run(folder)
+        require_run_files(folder)
     except UsageError:
         if is_locked(folder):
             return "the run's checks come first"

@@ -127,10 +127,8 @@ class RunRecord:
         return dict_or_empty(self.settings.get(section)).get(key)
 
 
-def read_run(folder: Path) -> RunRecord:
-    """Reads all files of a run. Raises UsageError if the folder is missing or holds no file of a
-    run.
-    """
+def require_run_files(folder: Path) -> None:
+    """Raises UsageError if the folder is missing or holds no file of a run. Reads no file."""
     if not folder.is_dir():
         raise UsageError(
             f"{folder}: "
@@ -139,6 +137,13 @@ def read_run(folder: Path) -> RunRecord:
         )
     if not any((folder / name).is_file() for name in FILES):
         raise UsageError(f"{folder}: not a run folder: it has none of {', '.join(FILES[:4])}")
+
+
+def read_run(folder: Path) -> RunRecord:
+    """Reads all files of a run. Raises UsageError if the folder is missing or holds no file of a
+    run.
+    """
+    require_run_files(folder)
     record = RunRecord(folder)
     for name in ("precision", "data", "result", "preflight", "plan", "resumes", "verify"):
         setattr(record, name, dict_or_empty(_read_json(folder / f"{name}.json", record)))
