@@ -176,7 +176,8 @@ def test_what_is_no_row_is_refused_with_its_place() -> None:
 
 UNWANTED: list[tuple[str, Any]] = [
     ("label", False), ("label", 0), ("label", -1), ("label", "FALSE"), ("label", "0"), ("Label ", "false"), ("label", "rejected"),
-    ("kto_tag", False), ("kto_tag", "False"), ("feedback", "down"), ("feedback", "negative"), ("thumbs", "thumbs down"), ("thumbs", -1),
+    ("kto_tag", False), ("kto_tag", "False"), ("feedback", "down"), ("feedback", "negative"), ("thumbs", "thumbs down"),
+    ("thumbs", "thumbs-down"), ("thumbs", -1),
     ("score", 0), ("score", -2.5), ("rejected", True), ("rejected", 1), ("rejected", "yes"), ("thumbs_down", "TRUE"),
 ]  # fmt: skip
 WANTED: list[tuple[str, Any]] = [

@@ -187,8 +187,9 @@ def load(folder: Path, families: SimpleNamespace, rows: list[Any], objective: An
 
 
 FEEDBACK: list[tuple[Any, bool]] = [
-    ("up", True), ("down", False), ("👍", True), ("👎", False), ("Thumbs Up", True), ("thumbs-down", False), (1, True), (-1, False),
-    (0.0, False), ("good", True), ("bad", False), ("positive", True), ("negative", False), (True, True), ("FALSE", False),
+    ("up", True), ("down", False), ("👍", True), ("👎", False), ("Thumbs Up", True), ("thumbs-down", False), (1, True),
+    (-1, False), ("-1", False), (0.0, False),
+    ("good", True), ("bad", False), ("positive", True), ("negative", False), (True, True), ("FALSE", False),
 ]  # fmt: skip
 LOGS: list[dict[str, Any]] = [
     {"messages": [ASK, ANSWER]},

@@ -13,6 +13,7 @@ from typing import Any
 from ..config.yaml_text import write_value
 from ..errors import UsageError
 from .conversations import is_learnt
+from .row_keys import normalise_name, normalise_word
 
 # columns in which false marks an unwanted answer, and columns in which true does
 _WANTED_COLUMNS = (
@@ -77,28 +78,28 @@ def _learn_labels_fix(column: str) -> str:
 
 def marks_unwanted(key: str, value: Any) -> bool:
     """Whether a column with this name and value marks the answer as wrong or unwanted."""
-    name = _normalise(str(key))
-    if isinstance(value, str):
-        value = value.strip().casefold().replace(" ", "_")
-    if name in _UNWANTED_COLUMNS:
-        if isinstance(value, str):
-            return value in _YES
-        return _is_number(value) and value > 0
-    if name not in _WANTED_COLUMNS:
+    name = normalise_name(str(key))
+    is_unwanted = name in _UNWANTED_COLUMNS
+    if not is_unwanted and name not in _WANTED_COLUMNS:
         return False
     if isinstance(value, str):
-        return value in _NO or (name != "label" and value in _CLASS_NAMES)
-    return _is_number(value) and value <= 0
+        word = normalise_word(value)
+        if is_unwanted:
+            return word in _YES
+        return word in _NO or (name != "label" and word in _CLASS_NAMES)
+    if not _is_number(value):
+        return False
+    return bool(value > 0 if is_unwanted else value <= 0)
 
 
 def is_unwanted_column(name: str) -> bool:
     """Whether true in a column of this name marks an unwanted answer."""
-    return _normalise(name) in _UNWANTED_COLUMNS
+    return normalise_name(name) in _UNWANTED_COLUMNS
 
 
 def is_label_column(name: str) -> bool:
     """Whether a column of this name marks wanted or unwanted answers."""
-    return _normalise(name) in (*_WANTED_COLUMNS, *_UNWANTED_COLUMNS)
+    return normalise_name(name) in (*_WANTED_COLUMNS, *_UNWANTED_COLUMNS)
 
 
 def parse_answer_label(value: Any) -> bool | None:
@@ -106,17 +107,13 @@ def parse_answer_label(value: Any) -> bool | None:
     other values.
     """
     if isinstance(value, str):
-        normalised = _normalise(value)
-        if normalised in _WANTED_WORDS:
+        word = normalise_word(value)
+        if word in _WANTED_WORDS:
             return True
-        return False if normalised in (*_NO, *_CLASS_NAMES) else None
+        return False if word in (*_NO, *_CLASS_NAMES) else None
     if _is_number(value) and value in (-1, 0, 1):
         return bool(value > 0)
     return None
-
-
-def _normalise(text: str) -> str:
-    return text.strip().casefold().replace(" ", "_").replace("-", "_")
 
 
 def _is_number(value: Any) -> bool:

@@ -5,11 +5,9 @@ ChatGPT's export. Rows of every format and objective pass through this module.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from ..errors import UsageError
@@ -28,6 +26,7 @@ from .row_keys import (
     FormatName,
     Roles,
     labelled_format,
+    normalise_name,
 )
 
 # optional keys that are also recognised in another spelling; only texts are accepted for them
@@ -122,17 +121,12 @@ def _explicit_names(
     return names
 
 
-@lru_cache(maxsize=4096)
-def _normalise_name(name: str) -> str:
-    return re.sub(r"[\s_-]+", "_", name.strip().casefold())
-
-
 def _find_spelling(name: str, row: Mapping[str, Any]) -> str | None:
     """Returns the key of the row that differs from `name` only in capital letters and blanks; None
     if there is no such key or more than one.
     """
-    normalised = _normalise_name(name)
-    matches = [key for key in row if isinstance(key, str) and _normalise_name(key) == normalised]
+    normalised = normalise_name(name)
+    matches = [key for key in row if isinstance(key, str) and normalise_name(key) == normalised]
     return matches[0] if len(matches) == 1 else None
 
 
@@ -145,10 +139,8 @@ def _match_spellings(
     unknown_keys = [key for key in row if isinstance(key, str) and key not in KNOWN_KEYS]
     if not unknown_keys:
         return {}
-    counts = Counter(map(_normalise_name, unknown_keys))
-    matches = {
-        _normalise_name(key): key for key in unknown_keys if counts[_normalise_name(key)] == 1
-    }
+    counts = Counter(map(normalise_name, unknown_keys))
+    matches = {normalise_name(key): key for key in unknown_keys if counts[normalise_name(key)] == 1}
     matches = {
         key: name
         for key, name in matches.items()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 FormatName = Literal[
@@ -67,6 +69,17 @@ PAIR_PROMPT_KEYS = ("prompt", "instruction", "messages", "conversations")
 KNOWN_KEYS = frozenset(
     key for row_format in FORMATS.values() for key in row_format.keys + row_format.optional_keys
 )
+
+
+def normalise_word(word: str) -> str:
+    """Returns a word in lower case, with one underscore for each run of blanks, hyphens and
+    underscores. A sign before a number stays.
+    """
+    return re.sub(r"(?!^-\d)[\s_-]+", "_", word.strip().casefold())
+
+
+# for names of keys, which are the same in every row
+normalise_name = lru_cache(maxsize=4096)(normalise_word)
 
 
 def labelled_format(row: Mapping[str, Any]) -> FormatName | None:
