@@ -78,24 +78,16 @@ def merge(
         print(f"interrupted: {out} {outcome}", file=sys.stderr)
         raise
     facts: dict[str, Any] = {**asdict(merged), "folder": str(merged.folder)}
-    if json_output:
-        _finish(run, facts, [], merged.folder, verify, verify_rows, keep, json_output=True)
-        return
     advice = "; --dtype fp32 keeps all of it" if merged.noise > MAX_NOISE else ""
-    print(
+    lines = [
         f"merged    {pluralise(merged.weights, 'weight')} into {merged.folder}, {merged.dtype}:"
-        f" {merged.why}"
-    )
-    print(
+        f" {merged.why}",
         f"noise     rounding to {merged.dtype} is {merged.noise:.1%} of the adapter's effect on the"
-        f" weights{advice}"
-    )
-    rows = pluralise(merged.rows, "row")
-    checked = (
+        f" weights{advice}",
         f"checked   loss {merged.merged_loss:.4f}, with the adapter not merged"
-        f" {merged.adapter_loss:.4f}, on {rows}"
-    )
-    _finish(run, facts, [checked], merged.folder, verify, verify_rows, keep, json_output=False)
+        f" {merged.adapter_loss:.4f}, on {pluralise(merged.rows, 'row')}",
+    ]
+    _finish(run, facts, lines, merged.folder, verify, verify_rows, keep, json_output=json_output)
 
 
 def _finish(
@@ -112,7 +104,7 @@ def _finish(
     """Prints the result of a command, and compares the written file with the run if `--verify` was
     given.
     """
-    if lines and not json_output:
+    if not json_output:
         print("\n".join(lines))
     verification = verify_written(run, written, verify_rows, keep) if is_verified else None
     if verification is not None:

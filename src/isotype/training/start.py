@@ -142,20 +142,15 @@ def _mask_paths(value: Any) -> Any:
     return {group: _mask_paths(part) for group, part in value.items()}
 
 
-def _changed_keys(settings: Sequence[RunChange], *sections: str) -> list[str]:
-    keys = [change.description.partition(":")[0] for change in settings if change.kind == SETTINGS]
-    return [key for key in keys if key.partition(".")[0] in sections]
+def _changed_keys(settings: Sequence[RunChange]) -> list[str]:
+    return [change.description.partition(":")[0] for change in settings if change.kind == SETTINGS]
 
 
 def _refuse_other_content(
     settings: Sequence[RunChange], record: str, difference: str, loaded: LoadedConfig
 ) -> None:
     """Raises UsageError if a path changed and the new path has other content."""
-    keys = [
-        key
-        for key in _changed_keys(settings, "data", "images", "model")
-        if _COMPARED_PATHS.get(key) == record
-    ]
+    keys = [key for key in _changed_keys(settings) if _COMPARED_PATHS.get(key) == record]
     if keys and difference and not loaded.consent:
         raise UsageError(
             f"resuming would be another run: {', '.join(keys)}: {difference}", fix=_FIX
@@ -209,7 +204,7 @@ def compare_data(
         return []
     facts = task.records().get("data.json", {})
     fingerprints = task.fingerprints()
-    setting_keys = _changed_keys(settings, "data")
+    setting_keys = [key for key in _changed_keys(settings) if key.startswith("data.")]
     changes: list[RunChange] = []
     for kind, rows_kind, consequence in _KINDS:
         files = _changed_files(recorded, facts, evaluation=rows_kind == EVALUATION_ROWS)
