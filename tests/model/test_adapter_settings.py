@@ -7,12 +7,11 @@ import time
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from isotype.errors import IsotypeError, UsageError
+from isotype.errors import UsageError
 from isotype.model.adapter import load_adapter
 from tests.api import check_patterns, read_pairs
+from tests.flipped_bytes import check_flipped_bytes
 from tests.models import lora, tiny
 
 HANGS = "([a-z0-9._]+)+!"
@@ -93,23 +92,8 @@ def test_what_is_no_expression_is_refused_and_an_ordinary_one_is_not(adapter):
 
 def fuzz(adapter, count):
     file = adapter / "adapter_config.json"
-    content = file.read_bytes()
-    values = st.one_of(st.sampled_from(b'0129-e."[]{},:(+*'), st.integers(0, 255))
-
-    @settings(max_examples=count)
-    @given(flips=st.lists(st.tuples(st.integers(0, 1 << 20), values), min_size=1, max_size=3))
-    def check(flips):
-        changed = bytearray(content)
-        for position, value in flips:
-            changed[position % len(changed)] = value
-        file.write_bytes(changed)
-        for load in (lambda: load_adapter(tiny(), adapter), lambda: read_pairs(adapter, "vLLM")):
-            try:
-                load()
-            except IsotypeError as refusal:
-                assert "\n" not in refusal.message
-
-    check()
+    attempts = [lambda: load_adapter(tiny(), adapter), lambda: read_pairs(adapter, "vLLM")]
+    check_flipped_bytes(file.read_bytes(), count, file.write_bytes, attempts)
 
 
 def test_flipped_bytes_of_the_settings_are_refused_in_one_line(tmp_path, adapter):

@@ -15,6 +15,7 @@ from isotype.config.load import load
 from isotype.config.sources import source_specs
 from isotype.translate import translate
 from tests.api import Record, check_example, detect_format, ignored_keys
+from tests.data.test_other_names import turns_of
 
 from .configurations import AXOLOTL, FACTORY
 
@@ -54,15 +55,6 @@ def read_row(config_file: Path, row: dict[str, Any], objective: str | None) -> l
     example = check_example(record, name, needs_answer=True, columns=spec.columns, roles=spec.roles)
     assert ignored_keys(row, name, spec.columns, spec.roles) == [key for key in row if key == "id"]
     return [example] if example.rejected is None else [example, example.rejected]
-
-
-def turns_of(example: Any) -> tuple[Any, ...]:
-    if example.messages is not None:
-        return example.messages
-    return (
-        {"role": "user", "content": example.prompt},
-        {"role": "assistant", "content": example.completion},
-    )
 
 
 # stage, description, row, turns of the example, and of the rejected one
