@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
@@ -38,6 +39,19 @@ def folder(tmp_path):
     (tmp_path / "package" / "__init__.py").touch()
     (tmp_path / "package" / "train.py").write_text(WITHOUT_TORCH)
     return tmp_path
+
+
+@pytest.mark.parametrize("program", ["folder", "archive.zip"])
+def test_folder_and_archive_run_as_python_runs_them(tmp_path, program):
+    content = "import sys\nprint(__file__, __package__, __spec__.name, sys.path[0], __builtins__)\n"
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "__main__.py").write_text(content)
+    with ZipFile(tmp_path / "archive.zip", "w") as archive:
+        archive.writestr("__main__.py", content)
+    plain = run(program, cwd=tmp_path)
+    explained = run("-m", "isotype.doctor", "run", program, cwd=tmp_path)
+    assert plain.returncode == 0
+    assert explained.stdout == plain.stdout
 
 
 @pytest.mark.parametrize("action", ["end", "exit", "message", "raise"])
@@ -79,6 +93,7 @@ def test_unknown_program_and_option():
         (["--no-such-option", "x.py"], "no option --no-such-option"),
         (["-m", "no_such_module"], "no module no_such_module"),
         (["--json"], "--json needs a file"),
+        (["."], "can't find a '__main__' module in ."),
     ):
         result = run("-m", "isotype", "doctor", "run", *words)
         assert result.returncode == 2

@@ -6,14 +6,17 @@ This module imports neither torch nor typer, so that a program starts without de
 
 from __future__ import annotations
 
+import builtins
 import importlib.machinery
 import importlib.util
 import io
 import os
+import pkgutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import CodeType, ModuleType, TracebackType
+from typing import Any
 
 USAGE = "isotype doctor run [--json FILE] [--forward-lines] SCRIPT.py|-m MODULE [ARGS]"
 
@@ -98,11 +101,11 @@ def main(words: Sequence[str]) -> int:
 
 
 def _load_script(path: str) -> tuple[CodeType, ModuleType]:
+    importer = pkgutil.get_importer(os.path.abspath(path))
+    if importer is not None:
+        return _load_folder(path, importer)
     sys.path[0] = os.path.dirname(os.path.realpath(path))
-    file = path
-    if os.path.isdir(path):
-        file = os.path.join(path, "__main__.py")
-    file = os.path.abspath(file)
+    file = os.path.abspath(path)
     try:
         with io.open_code(file) as stream:
             source = stream.read()
@@ -110,10 +113,21 @@ def _load_script(path: str) -> tuple[CodeType, ModuleType]:
         raise ProgramError(f"can't open {path}: {error.strerror}") from None
     module = ModuleType("__main__")
     module.__file__ = file
-    module.__builtins__ = __builtins__  # type: ignore[attr-defined]
+    module.__builtins__ = builtins  # type: ignore[attr-defined]
     module.__loader__ = importlib.machinery.SourceFileLoader("__main__", file)
     module.__annotations__ = {}
     return _compile(source, file), module
+
+
+def _load_folder(path: str, importer: Any) -> tuple[CodeType, ModuleType]:
+    """Loads the `__main__` of a folder or of a zip file, which becomes the first entry of
+    `sys.path`.
+    """
+    spec = importer.find_spec("__main__")
+    if spec is None:
+        raise ProgramError(f"can't find a '__main__' module in {path}")
+    sys.path[0] = os.path.abspath(path)
+    return _load_spec(spec)
 
 
 def _compile(source: bytes, file: str) -> CodeType:
@@ -133,14 +147,20 @@ def _load_module(name: str) -> tuple[CodeType, ModuleType]:
             spec = importlib.util.find_spec(f"{name}.__main__")
     except (ImportError, ValueError) as error:
         raise ProgramError(f"no module {name}: {error}") from None
-    loader = None if spec is None else spec.loader
-    get_code = getattr(loader, "get_code", None)
-    code = None if spec is None or get_code is None else get_code(spec.name)
-    if spec is None or code is None:
+    if spec is None:
         raise ProgramError(f"no module {name} that can be run")
+    return _load_spec(spec)
+
+
+def _load_spec(spec: importlib.machinery.ModuleSpec) -> tuple[CodeType, ModuleType]:
+    """The code of a module, and the module `__main__` that runs it."""
+    get_code = getattr(spec.loader, "get_code", None)
+    code = None if get_code is None else get_code(spec.name)
+    if code is None:
+        raise ProgramError(f"no module {spec.name} that can be run")
     module = ModuleType("__main__")
     module.__file__ = spec.origin
-    module.__builtins__ = __builtins__  # type: ignore[attr-defined]
+    module.__builtins__ = builtins  # type: ignore[attr-defined]
     module.__loader__ = spec.loader
     module.__package__ = spec.parent
     module.__spec__ = spec
