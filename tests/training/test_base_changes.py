@@ -3,6 +3,9 @@
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,10 @@ from safetensors.torch import load_file, save_file
 from tests.api import Callback, fingerprint_of_base, mapped_paths
 from tests.models import lora, tiny
 from tests.results import read, same_result
+from tests.warm import interpreter
+from typer.testing import CliRunner
 
+from isotype.cli.app import build_app
 from isotype.config.load import load
 from isotype.config.schema import AdapterSection
 from isotype.errors import RunError, UsageError
@@ -233,3 +239,30 @@ def test_the_fingerprint_of_a_base_is_the_same_before_and_after_it_is_cast(prese
     with torch.no_grad():
         frozen *= 1.05
     assert fingerprint_of_base(model, precision, AdapterSection()) != before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mapped files are listed on Linux only")
+def test_a_file_that_was_truncated_is_named_by_ls_and_by_the_resume(
+    base, configured, tmp_path, capsys
+):
+    """The system ended the run with SIGBUS, and nothing said why."""
+    train_section = {"steps": 100_000, "eval_every": 50_000}
+    # the checks between steps must not find the change first
+    run_section = {"log_every": 1, "observe_every": 100_000, "save_every": 100_000}
+    configured(model={"name": str(base)}, train=train_section, run=run_section)
+    file = base / "model.safetensors"
+    good = file.read_bytes()
+    command = [interpreter(), "-m", "isotype", "train", str(tmp_path / "run.yaml")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        while b"tok/s" not in process.stdout.readline():
+            assert process.poll() is None
+        os.truncate(file, 4096)
+        process.stdout.read()
+    assert process.returncode == -signal.SIGBUS
+    change = f"{file} had {len(good):,} bytes, and has 4,096"
+    listed = CliRunner().invoke(build_app(), ["ls", str(tmp_path)])
+    assert f"stopped: {change}" in listed.stdout
+    run = tmp_path / "run"
+    with pytest.raises(UsageError, match="its weights are damaged"):
+        train(load(run / "resolved.yaml", resolved=True), resume=run)
+    assert f"resume    {change}" in capsys.readouterr().out

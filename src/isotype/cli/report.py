@@ -149,6 +149,8 @@ def _describe_run(folder: Path) -> dict[str, Any]:
     status = record.status
     if record.damaged:
         status = f"{status}, damaged: {record.damaged[0].partition(':')[0]}"
+    if record.truncated_files:
+        status = f"{status}: {record.truncated_files[0]}"
     losses = record.curve("loss")
     return {
         "folder": str(folder),

@@ -167,6 +167,11 @@ def _report_failure(
     outputs[failed_rank].seek(0)
     for line in outputs[failed_rank].read().decode(errors="replace").splitlines()[-_PRINTED_LINES:]:
         print(f"  {line}", file=sys.stderr)
+    if signal_number == signal.SIGBUS:
+        print(
+            "  cause     a file that the run reads was truncated; isotype ls names it",
+            file=sys.stderr,
+        )
     print("  fix       isotype train --resume FOLDER continues from there", file=sys.stderr)
 
 

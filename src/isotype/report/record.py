@@ -15,6 +15,7 @@ from typing import Any
 from ..config.yaml_text import read_sections
 from ..errors import UsageError
 from ..runs.folder import is_locked, open_inside, parse_metrics, read_inside
+from ..runs.mapped_files import MAPPED_RECORD, find_truncated_files
 from ..runs.value_limits import check_limits, parse_json
 from ..wording import first_line
 
@@ -53,6 +54,7 @@ class RunRecord:
     settings_text: str = ""
     samples: list[dict[str, Any]] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)
+    truncated_files: list[str] = field(default_factory=list)
 
     def curve(self, key: str) -> list[tuple[float, float]]:
         """The points (step, value) of a metric, in order. Values that are not finite become NaN."""
@@ -154,6 +156,8 @@ def read_run(folder: Path) -> RunRecord:
         row for row in list_or_empty(examples.get("examples")) if isinstance(row, dict)
     ]
     record.is_running = is_locked(folder)
+    if record.status == "stopped":
+        record.truncated_files = find_truncated_files(_read_json(folder / MAPPED_RECORD, record))
     record.metrics, broken = parse_metrics(_read_text(folder / "metrics.jsonl", record) or "")
     if broken:
         record.damaged.append(

@@ -20,6 +20,9 @@ from pathlib import Path
 
 from ..errors import RunError
 
+# the file of a run folder with the sizes of the mapped files: the system ends a process that reads
+# a truncated file with SIGBUS, without a message, so that only a later command can name the file
+MAPPED_RECORD = "mapped.json"
 MAPS = Path("/proc/self/maps")  # only Linux has this file; on other systems no file is checked
 # files of the system and of Python packages do not belong to the run
 _SYSTEM_FOLDERS = (
@@ -71,6 +74,10 @@ class MappedFiles:
     def paths(self) -> list[Path]:
         return [file.path for file in self._files]
 
+    def sizes(self) -> dict[str, int]:
+        """The size of each file when it was mapped, in bytes."""
+        return {str(file.path): file.size for file in self._files}
+
     def refuse_changes(self, step: int) -> list[Path]:
         """Raises RunError CK004 for a file whose size or content has changed. Returns the files
         whose modification time changed, but not their content.
@@ -100,6 +107,20 @@ class MappedFiles:
             with suppress(OSError):
                 os.close(file.descriptor)
         self._files = []
+
+
+def find_truncated_files(sizes: object) -> list[str]:
+    """Describes each file that is shorter than it was when a run mapped it.
+
+    sizes  the content of MAPPED_RECORD, which may come from an untrusted folder
+    """
+    descriptions: list[str] = []
+    for path, size in list(sizes.items())[:MAX_FILES] if isinstance(sizes, dict) else ():
+        with suppress(OSError, ValueError):  # a removed file was not truncated
+            current_size = os.stat(path).st_size
+            if isinstance(size, int) and current_size < size:
+                descriptions.append(f"{path} had {size:,} bytes, and has {current_size:,}")
+    return descriptions
 
 
 def mapped_paths() -> list[tuple[Path, tuple[int, int]]]:

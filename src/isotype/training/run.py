@@ -23,6 +23,7 @@ from ..errors import IsotypeError, PreflightError, RunError, UsageError
 from ..runs.checkpoint.atomic_folder import describe_io_error, suggest_fix
 from ..runs.checkpoint.store import CheckpointStore
 from ..runs.folder import LOG, RESOLVED, RunFolder, default_run_name, refuse_remote_code
+from ..runs.mapped_files import MAPPED_RECORD
 from .base import model_settings, setting_lines
 from .callbacks import Callback, Objective, objective_name
 from .console import Interrupt, RunConsole, quiet_libraries
@@ -41,6 +42,7 @@ from .start import (
     header_rows,
     record_resume,
     refuse_fewer_steps,
+    report_truncated_files,
     restore_checkpoint,
     write_start,
 )
@@ -131,6 +133,8 @@ class _TrainingRun:
                 raise UsageError(f"run.folder: {folder.path} has a run already", fix=fix)
             changes: list[RunChange] = []
             if self.is_resuming:
+                if world.is_first:
+                    report_truncated_files(folder, console)
                 changes += compare_settings(self.loaded, self.task, folder, console)
                 changes += compare_objectives(
                     self.loaded, objective_name(self.objective), folder, console
@@ -196,6 +200,8 @@ class _TrainingRun:
             refuse_fewer_steps(loop, step)
             self._record_resume(step, changes)
         self._write_start(loop, prepared)
+        if world.is_first:
+            folder.write_json(MAPPED_RECORD, loop.mapped_files.sizes())
         console.start_log(folder.path / LOG)
         self._print_headers(loop, prepared, outcome)
         loop.precision_record.set_watched_phases(rehearsals)

@@ -34,6 +34,7 @@ from ..precision.parts import local_part
 from ..precision.precision import Precision
 from ..runs.checkpoint.snapshot import local_row_selector
 from ..runs.folder import RESOLVED, RunFolder
+from ..runs.mapped_files import MAPPED_RECORD, find_truncated_files
 from ..wording import format_bytes, pluralise
 from .base import BASE, compare_bases, describe_base
 from .console import RunConsole
@@ -343,6 +344,17 @@ def _read_resumes(folder: RunFolder) -> tuple[list[int], list[dict[str, Any]]]:
             else []
         ),
     )
+
+
+def report_truncated_files(folder: RunFolder, console: RunConsole) -> None:
+    """Prints which mapped files were truncated, if the last part of the run recorded no end."""
+    if folder.read_json("result.json"):
+        return
+    for description in find_truncated_files(folder.read_json(MAPPED_RECORD)):
+        console.print_line(
+            f"resume    {description}: it was truncated while the run read it, which ends a"
+            " process without a message (SIGBUS)"
+        )
 
 
 def refuse_fewer_steps(loop: Loop, finished_steps: int | None) -> None:
