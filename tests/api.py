@@ -25,7 +25,7 @@ INNER = {
     "isotype.data.progress": "progress=",
     "isotype.data.prompts": "user_prompts",
     "isotype.data.read": "Record",
-    "isotype.data.records": "read_csv read_json read_parquet",
+    "isotype.data.records": "records= read_csv read_json read_parquet",
     "isotype.data.render": "data_render=",
     "isotype.data.row_keys": "CONVERSATION_KEYS",
     "isotype.data.sources": "Source open_source save_rows",

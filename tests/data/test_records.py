@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.api import read_csv, read_json, read_parquet
+from tests.api import read_csv, read_json, read_parquet, records
 
 from isotype.errors import UsageError
 
@@ -177,6 +179,40 @@ def test_parquet_rows_have_no_nulls_inside(tmp_path: Path) -> None:
     assert [r.location for r in found] == [f"a.parquet, row {n}" for n in range(1, 6)]
     assert found[0].value == rows[0]
     assert [r.line for r in read_parquet(tmp_path / "a.parquet", "a.parquet", skip=3)] == [4, 5]
+
+
+@pytest.mark.parametrize("kind", ["repeated", "nulls", "random"])
+def test_a_parquet_column_that_unpacks_to_too_much_is_refused(kind, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(records, "MAX_COLUMN_BYTES", 1 << 20)
+    if kind == "repeated":
+        column = pa.array(["x" * 10_000] * 300)
+    elif kind == "nulls":
+        column = pa.ListArray.from_arrays([0, 200_000], pa.nulls(200_000, pa.int32()))
+    else:
+        column = pa.array([os.urandom(10_000) for _ in range(300)])
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": column}), path, use_dictionary=False)
+    if kind == "random":  # the file itself is as large
+        assert len(list(read_parquet(path, "a.parquet"))) == 300
+        return
+    assert path.stat().st_size < 200_000
+    with pytest.raises(
+        UsageError, match=r"a\.parquet: the column 'text.*' of row group 1 unpacks to"
+    ):
+        list(read_parquet(path, "a.parquet"))
+
+
+def test_rows_that_repeat_a_long_text_are_not_held_together(tmp_path, monkeypatch) -> None:
+    """A dictionary of one text and 512 references to it: one batch held 512 copies."""
+    monkeypatch.setattr(records, "_BATCH_BYTES", 1 << 22)
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": pa.array(["x" * 1_000_000] * 60)}), path)
+    assert path.stat().st_size < 200_000
+    tracemalloc.start()
+    assert sum(len(record.value["text"]) for record in read_parquet(path, "a")) == 60_000_000
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 16_000_000
 
 
 def test_broken_parquet_is_refused(tmp_path: Path) -> None:

@@ -36,6 +36,12 @@ from .read import (
 
 MAX_ARRAY_BYTES = 4 << 30  # largest size of a file that holds one JSON array
 MAX_COMPRESSED_ARRAY_BYTES = 1 << 28  # largest unpacked size of a gzipped JSON array
+# Parquet: how much a column of a row group may unpack to, in bytes, unless it is less than so many
+# times its size in the file; a file of 2 kB can unpack to many GB
+MAX_COLUMN_BYTES = 1 << 30
+MAX_COLUMN_RATIO = 20
+_LIST_ELEMENT_BYTES = 8  # a null in a list takes no space in the file, and this in memory
+_BATCH_BYTES = 1 << 28
 _BATCH_ROWS = 512  # number of rows of Parquet that are converted to Python objects at once
 # characters of one CSV cell; csv's own limit, 131072, is less than a long document
 _MAX_CELL_CHARACTERS = 1 << 27
@@ -369,7 +375,10 @@ def read_parquet(path: Path, name: str, *, skip: int = 0) -> Iterator[Record]:
                 if number + count <= skip:
                     number += count
                     continue
-                for batch in file.iter_batches(_BATCH_ROWS, row_groups=[group]):
+                largest_column = _refuse_large_columns(file, group, name)
+                # each row may repeat the largest entry of a column's dictionary
+                batch_rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES // max(1, largest_column)))
+                for batch in file.iter_batches(batch_rows, row_groups=[group]):
                     for value in batch.to_pylist():
                         number += 1
                         if number > skip:
@@ -381,6 +390,28 @@ def read_parquet(path: Path, name: str, *, skip: int = 0) -> Iterator[Record]:
         raise UsageError(
             f"{name}, row {number + 1}: broken Parquet: {str(error).splitlines()[0]}"
         ) from None
+
+
+def _refuse_large_columns(file: Any, group: int, name: str) -> int:
+    """Raises UsageError for a column that would unpack to too many bytes, from the metadata of the
+    file. Returns the size of the largest unpacked column of the row group, in bytes.
+    """
+    largest = 0
+    columns = file.metadata.row_group(group)
+    for index in range(columns.num_columns):
+        column = columns.column(index)
+        size = column.total_uncompressed_size
+        largest = max(largest, size)
+        if file.schema.column(index).max_repetition_level:
+            size = max(size, column.num_values * _LIST_ELEMENT_BYTES)
+        limit = max(MAX_COLUMN_BYTES, MAX_COLUMN_RATIO * column.total_compressed_size)
+        if size > limit:
+            raise UsageError(
+                f"{name}: the column {column.path_in_schema!r} of row group {group + 1} unpacks to"
+                f" {format_binary_bytes(size)}, more than {format_binary_bytes(limit)}",
+                fix="write it with smaller row groups (row_group_size), if you trust the file",
+            )
+    return int(largest)
 
 
 def remove_inner_nulls(row: dict[str, Any]) -> dict[str, Any]:
