@@ -7,7 +7,7 @@ group      several LoRA layers with the same input (such as Q, K and V) in one a
 mlp        a gated MLP in one autograd function
 dora       DoRA: the function of `linear`, and a trained scale for each output
 quantised  packed weights, which are dequantised for each use, and linear layers with such weights
-products   products with A and B, summed in fp32, and A and B in the dtype of the products
+products   matrix products with A and B that are summed in fp32, and casts of A and B
 """
 
 from .attach import fuse_lora, unfuse_lora

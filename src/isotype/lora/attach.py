@@ -3,14 +3,16 @@
 A layer is fused only if the op computes exactly what PEFT computes. Other layers run PEFT's code,
 and the manifest (the list of what `optimize` replaced) states the reason.
 
-A `LayerPlan` records whether a layer can be fused, and its modules. The plan is created when the op
-is attached and renewed once per step (`refresh_plan`). Each call reads from PEFT whether the
-adapter is disabled or merged, which adapter is active, and the tensors, scale and dropout. The
-attached forward is a bound method; deepcopy binds it to the copy.
+A `LayerPlan` records whether a layer can be fused, and refers to the layer's modules. The plan is
+created when the op is attached, and is created again once per step (`refresh_plan`). Each call
+reads from PEFT whether the adapter is disabled or merged, which adapter is active, and the tensors,
+scale and dropout. The attached forward is a bound method. A deepcopy of the layer gets a forward
+that is bound to the copy.
 
-Layers with the same input are called siblings. The first of them computes the outputs of all and
-stores them. Each sibling returns its stored output if its input is the same tensor; otherwise it
-computes the output itself. No attention or MLP class is changed.
+Layers with the same input are called siblings. The sibling that is called first computes the
+outputs of all siblings and stores them. Each of the other siblings returns its stored output if its
+input is the same tensor. Otherwise it computes its output itself. No attention or MLP class is
+changed.
 """
 
 from __future__ import annotations
@@ -79,7 +81,8 @@ def is_expert_stack(layer: Any) -> bool:
 
 
 def layer_kind_blocker(layer: Any) -> str | None:
-    """Returns the reason why this kind of layer has no fused op, or None."""
+    """Returns the reason why there is no fused op for this kind of layer, or None if there is one.
+    """
     from peft.tuners import lora
 
     base_layer = layer.base_layer
@@ -112,7 +115,9 @@ def layer_kind_blocker(layer: Any) -> str | None:
 
 
 def active_adapter(layer: Any) -> str | None:
-    """Returns the name of the layer's active adapter, or None unless exactly one is active."""
+    """Returns the name of the layer's active adapter. Returns None if no adapter or several
+    adapters are active.
+    """
     active = [adapter for adapter in layer.active_adapters if adapter in layer.lora_A]
     if len(active) != 1:
         return None
@@ -134,7 +139,8 @@ def adapter_parts(layer: Any) -> tuple[str, Any, Any, Any, Any]:
 
 
 def fusion_blocker(layer: Any, *, allow_dora: bool = False) -> str | None:
-    """Returns the reason why a layer that could be fused runs PEFT's code at present, or None.
+    """Returns the reason why a layer of a supported kind currently runs PEFT's code, or None if it
+    runs the fused op.
 
     allow_dora  as in `adapter_blocker`
     """
@@ -146,10 +152,10 @@ def fusion_blocker(layer: Any, *, allow_dora: bool = False) -> str | None:
 
 
 def adapter_blocker(layer: Any, *, allow_dora: bool = False) -> str | None:
-    """Returns the reason that `fusion_blocker` gives, apart from a disabled or merged adapter,
-    which every call checks.
+    """Returns the same reason as `fusion_blocker`, but does not check whether the adapter is
+    disabled or merged. Each call of the layer checks these two conditions.
 
-    allow_dora  DoRA is not a reason, since `dora.apply_dora` computes it
+    allow_dora  whether DoRA is accepted, since `dora.apply_dora` can compute it
     """
     adapter = active_adapter(layer)
     if adapter is None:
@@ -180,8 +186,8 @@ def adapter_blocker(layer: Any, *, allow_dora: bool = False) -> str | None:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a call of this module runs a hook, either a hook of the module or one for all modules
-    of the process.
+    """Whether a call of this module runs a hook. The hook may be registered on this module or for
+    all modules of the process.
     """
     hook_tables = (
         module._forward_hooks,
@@ -198,8 +204,8 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def has_replaced_forward(part: nn.Module) -> bool:
-    """Whether another forward than the one of the layer's class runs. `forward_4bit` does not
-    count, since it returns the same result.
+    """Whether the forward of the layer's class was replaced on this layer. The function returns
+    False for `forward_4bit`, since this replacement returns the same result.
     """
     if type(part) is nn.Linear and nn.Linear.forward is not _NN_LINEAR_FORWARD:
         return True
@@ -210,8 +216,8 @@ def has_replaced_forward(part: nn.Module) -> bool:
 
 
 def unadapted_layer_blocker(layer: nn.Module) -> str | None:
-    """Returns the reason why a layer without an adapter cannot be part of a fused function, or
-    None.
+    """Returns the reason why a layer without an adapter cannot be part of a fused function, or None
+    if it can.
     """
     is_quantised = is_packed(layer)
     if type(layer) is not nn.Linear and not is_quantised:
@@ -224,8 +230,8 @@ def unadapted_layer_blocker(layer: nn.Module) -> str | None:
 
 
 def weight_blocker(base: nn.Module) -> str | None:
-    """Returns the reason why the present weight of this base layer has no fused product, or None. A
-    sharded weight does not count, since it is gathered when its layer is called.
+    """Returns the reason why the fused op cannot use the current weight of this base layer, or None
+    if it can. A sharded weight is no such reason, since it is gathered when the layer is called.
     """
     # `base.weight` would evaluate a parametrisation. With `spectral_norm`, each read of the weight
     # is a step of its power iteration
@@ -264,10 +270,11 @@ def fuse_lora(model: nn.Module, *, branch_fp32: bool = False) -> list[Placement]
     """Attaches the fused op to every LoRA layer of a supported kind. Returns one `Placement` for
     each LoRA layer except those of experts, in the model's order.
 
-    branch_fp32  computes products with A and B in fp32, while base products stay narrow
+    branch_fp32  computes the matrix products with A and B in fp32, also if the product with the
+                 base weight is in bf16 or fp16
 
     The op is also attached to a layer whose adapter is disabled or merged, or that has several
-    active adapters. Such a layer runs PEFT's code until this changes.
+    active adapters. Such a layer runs PEFT's code as long as this is so.
     """
     placements = []
     for path, layer in lora_layers(model):
@@ -297,8 +304,8 @@ def fuse_lora(model: nn.Module, *, branch_fp32: bool = False) -> list[Placement]
 
 
 def unfuse_lora(model: nn.Module) -> int:
-    """Undoes `fuse_lora` and returns the number of layers. Other layers do not change, and wrappers
-    that other libraries added later stay.
+    """Undoes `fuse_lora` and returns the number of layers that were restored. It does not change
+    other layers, and keeps wrappers that other libraries added later.
     """
     fused = [layer for _, layer in lora_layers(model) if FUSED in vars(layer)]
     for layer in fused:
@@ -322,7 +329,7 @@ def is_fused(layer: nn.Module) -> bool:
 
 
 def _link_siblings(parent: nn.Module, path: str) -> None:
-    """Stores the siblings of a group on its first layer, if every layer of the group is fused.
+    """Stores the other layers of a group on its first layer, if every layer of the group is fused.
 
     With LoRA dropout, an output that is computed for a sibling but never used consumes random
     numbers that PEFT's layers would not consume.
@@ -344,11 +351,12 @@ def _link_siblings(parent: nn.Module, path: str) -> None:
 
 
 class LayerPlan(DroppedOnCopy):
-    """Whether a LoRA layer can be fused, and its modules.
+    """States whether a LoRA layer can be fused, and refers to the layer's modules.
 
     active_adapters  PEFT's names of the active adapters when the plan was created
-    reason           the reason why an enabled adapter runs PEFT's code, or None. The fields of the
-                     layer's modules are set if it is None, and for DoRA
+    reason           the reason why the layer runs PEFT's code although its adapter is enabled, or
+                     None. The fields with the layer's modules are set if the reason is None, and
+                     for DoRA
     is_dora          whether DoRA is the only reason; the layer then runs the function for DoRA
     """
 
@@ -390,8 +398,9 @@ def read_projection(
 ) -> Projection | None:
     """Reads the tensors of a fused layer whose input is x. Returns None if PEFT's code has to run.
 
-    in_graph    Dynamo traces the call. The plan is then not used, since the graph has guards
-    allow_dora  also reads a layer with DoRA, except its magnitude
+    in_graph    whether Dynamo is tracing the call. The plan is then not used, since the guards of
+                the compiled graph check the same conditions
+    allow_dora  also reads a layer with DoRA, but not its magnitude vector
     """
     if layer._disable_adapters or layer.merged_adapters:
         return None
@@ -473,8 +482,8 @@ def read_unadapted_projection(layer: Any) -> Projection:
 
 
 def lora_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """The forward of a fused LoRA layer. It runs the fused op if the layer's present state allows
-    it, else PEFT's forward.
+    """The forward of a fused LoRA layer. It runs the fused op if the layer's current state allows
+    it, and otherwise PEFT's forward.
     """
     if args or kwargs or not x.dtype.is_floating_point:
         return _run_peft_forward(self, x, *args, **kwargs)
@@ -513,7 +522,7 @@ def _compute_with_siblings(
     siblings: Sequence[Any], x: Tensor, first_projection: Projection
 ) -> Tensor | None:
     """Computes a layer and its siblings in one function, and stores the siblings' outputs for their
-    calls. Returns None if they cannot share a function.
+    calls. Returns None if one function cannot compute all of them.
     """
     projections = [first_projection]
     for sibling in siblings:
@@ -539,7 +548,7 @@ def _compute_with_siblings(
 
 
 class _SharedOutput(DroppedOnCopy, tuple[Any, ...]):
-    """The stored output of a layer: (x, the layer's output for x, the version of x, whether
+    """The stored output of a layer, as (x, the layer's output for x, the version of x, whether
     gradients were enabled).
     """
 
@@ -568,7 +577,7 @@ def cached_dtypes(projection: Projection, x: Tensor, x_dtype: torch.dtype) -> Lo
 
 
 def projection_dtypes(projection: Projection, x: Tensor, x_dtype: torch.dtype) -> LoraDtypes:
-    """Computes the result of `cached_dtypes` without the cache, as compiled graphs need it."""
+    """Computes the same result as `cached_dtypes`, but without a cache, for compiled graphs."""
     weight_dtype, is_dense, a_dtype, b_dtype, branch_fp32 = projection.dtype_key
     adapter_dtype = None
     if projection.a is not None:
@@ -586,8 +595,8 @@ def projection_dtypes(projection: Projection, x: Tensor, x_dtype: torch.dtype) -
 def shared_dtypes(
     x: Tensor, projections: Sequence[Projection], resolve: Callable[..., LoraDtypes] = cached_dtypes
 ) -> LoraDtypes | None:
-    """Returns the dtypes in which these projections of x can share a function. Returns None if
-    their dtypes differ, or if one computes its branch in fp32.
+    """Returns the dtypes in which one function can compute all these projections of x. Returns None
+    if the projections have different dtypes, or if one of them computes its adapter branch in fp32.
     """
     first = projections[0]
     features = x.shape[-1]
@@ -606,8 +615,8 @@ def shared_dtypes(
 
 
 def refuse_packed_adapter(reason: str) -> None:
-    """Raises UsageError for an adapter on a packed parameter that would run PEFT's code, since PEFT
-    would add its update to the packed bytes.
+    """Raises UsageError if PEFT's code would run for an adapter on a packed parameter, since PEFT
+    would add the adapter's update to the packed bytes.
     """
     raise UsageError(
         f"an adapter on packed experts: {reason}: not offered",
@@ -616,8 +625,8 @@ def refuse_packed_adapter(reason: str) -> None:
 
 
 def _run_peft_forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Runs PEFT's forward. Meanwhile bitsandbytes is kept from repacking the weight in place, since
-    it never undoes this and later gradients would be wrong.
+    """Runs PEFT's forward. While it runs, bitsandbytes is prevented from repacking the weight in
+    place. Repacking is never undone, and later gradients would be wrong.
     """
     base = layer.base_layer
     if (

@@ -1,11 +1,12 @@
 """DoRA: each row of W + s B A is scaled to a trained length m (Liu et al. 2024, "DoRA:
 weight-decomposed low-rank adaptation").
 
-y = (m / n) (x Wᵀ + s x Aᵀ Bᵀ) + bias. n are the norms of the rows of W + s B A. The norms get no
-gradient, as in the paper and in PEFT. So the product is the same as in LoRA, with a scale for each
-column. The norms are computed by rows as n² = |W|² + 2 s <W Aᵀ, B> + s² <B (A Aᵀ), B>, without
-computing W + s B A. |W|² is computed once per weight. n is fp32: m / n is near 1 at the start,
-where the spacing of bf16 numbers is as large as the learnt change.
+y = (m / n) (x Wᵀ + s x Aᵀ Bᵀ) + bias. n contains the norms of the rows of W + s B A. The norms get
+no gradient, as in the paper and in PEFT. So the result is the same as in LoRA, multiplied by a
+factor for each output feature. The norm of each row is computed as n² = |W|² + 2 s <W Aᵀ, B> + s²
+<B (A Aᵀ), B>, without computing W + s B A. |W|² is computed once per weight. n is fp32, because m /
+n is near 1 at the start of training, where the distance between bf16 numbers is as large as the
+change that training learns.
 
 T tokens, K in features, O out features, R rank.
 """
@@ -27,8 +28,8 @@ _row_squares_cache: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 class ScaleToMagnitude(torch.autograd.Function):
-    """Replaces u by u m / n + bias, in fp32 for one block of rows at a time. Of the large tensors
-    only the result is saved.
+    """Replaces u by u m / n + bias, in fp32 for one block of rows at a time. The result is the only
+    large tensor that is saved.
 
     u     F[T O]      overwritten
     m, n  fp32[O]

@@ -1,10 +1,10 @@
-"""Several LoRA linear layers of the same input (Q, K and V, or gate and up) in one autograd
-function. x is multiplied by all A in one product.
+"""Computes several LoRA linear layers with the same input (Q, K and V, or gate and up) in one
+autograd function. One matrix product multiplies x by all A matrices.
 
 These tensors are saved for backward: x once (or the tensors from which x is recomputed, see
 `ops.recomputable`), x Aᵀ of all projections, the weights, A and B, and one byte per element for
-each dropout. The input's gradient is computed as a single sum. The gated MLP (`mlp`) uses the
-functions of this module too.
+each dropout. The gradients of x through all layers are added while they are computed. The gated MLP
+(`mlp`) uses the functions of this module too.
 
 T tokens, K in features, O out features of a projection, R ranks of all projections together.
 """
@@ -55,8 +55,8 @@ AdapterProducts = tuple[Tensor, Tensor, list[Tensor | None]]
 
 
 def rank_slices(b_matrices: Sequence[Tensor | None]) -> list[slice]:
-    """Returns for each projection the columns of x Aᵀ that belong to it. A projection without an
-    adapter has none.
+    """For each projection, returns the slice of the columns of x Aᵀ that belong to it. The slice is
+    empty for a projection without an adapter.
     """
     slices = []
     start = 0
@@ -84,7 +84,9 @@ def adapter_products(
     *,
     calls_kernels_directly: bool = False,
 ) -> AdapterProducts:
-    """Computes x Aᵀ of all projections. Returns it with the cast A and B."""
+    """Computes x Aᵀ of all projections. Returns x Aᵀ together with A and B, which are cast to the
+    dtype of x.
+    """
     if adapters is None:
         adapters = cast_adapters(
             flat_tensors[A::FIELDS_PER_PROJECTION],
@@ -118,8 +120,8 @@ def compute_projections(
     *,
     calls_kernels_directly: bool = False,
 ) -> tuple[list[Tensor], AdapterProducts]:
-    """Computes every projection of x, with the dtype and leading dimensions of x. Returns the
-    outputs and the `AdapterProducts` that backward needs.
+    """Computes every projection of x. The outputs have the dtype and the leading dimensions of x.
+    Returns the outputs and the `AdapterProducts` that backward needs.
 
     adapters        the result of `cast_adapters`, if several tiles share it
     calls_kernels_directly  the result of `can_call_kernels_directly` for x
@@ -169,7 +171,7 @@ def branch_gradient(
     """Computes the gradient of x Aᵀ, which is scale dy B. The gradient is zero for an output that
     was not used.
 
-    xa_TR  a tensor of the result's shape
+    xa_TR  a tensor that has the shape of the result
     """
     if xa_TR.shape[1] == 0:
         return xa_TR
@@ -198,11 +200,12 @@ def input_gradient(
     *,
     calls_kernels_directly: bool = False,
 ) -> Tensor:
-    """Computes the gradient of x in `dtype` as one sum of all dy W and the adapters' part dxa A.
-    Only one weight is dequantised at a time.
+    """Computes the gradient of x in `dtype`, which is the sum of all dy W and of dxa A, the
+    adapters' part. Only one weight is dequantised at a time.
 
-    The adapters' part is rounded to the products' dtype, and each base product is added to it
-    inside the matrix product. With the C++ kernels the adapters' part is added last, unrounded.
+    The adapters' part is computed first and rounded to the compute dtype. Each matrix
+    multiplication dy W then adds its result to it (`addmm_`). With the C++ kernels the adapters'
+    part is added last and is not rounded before.
 
     keep_masks  None without dropout
     """
@@ -313,7 +316,9 @@ def tensor_gradients(
 
 
 def needs_input(needs: Sequence[bool]) -> bool:
-    """Whether backward reads the projections' input, which the gradients of a weight or an A need."""
+    """Whether backward reads the projections' input. It does if a weight or an A matrix needs a
+    gradient.
+    """
     return any(needs[WEIGHT::FIELDS_PER_PROJECTION]) or any(needs[A::FIELDS_PER_PROJECTION])
 
 
@@ -488,8 +493,9 @@ def flatten_projections(
 def lora_group(
     x: Tensor, projections: Sequence[Projection], dtypes: LoraDtypes
 ) -> tuple[Tensor, ...]:
-    """Computes `lora_linear` of each projection. All projections have the same dtypes, without a
-    branch in fp32. It must not be called under torch.func or in a compiled graph.
+    """Computes `lora_linear` of each projection. All projections must have the same dtypes, and
+    none may compute its adapter branch in fp32. It must not be called under torch.func or in a
+    compiled graph.
     """
     assert not dtypes.fp32_branch
     flat_tensors, scales, states = flatten_projections(x, projections)

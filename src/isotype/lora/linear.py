@@ -1,10 +1,10 @@
-"""`lora_linear` computes x Wᵀ + bias + scale (x Aᵀ) Bᵀ in one autograd function. The functions of
-this module are also used by groups of projections.
+"""`lora_linear` computes x Wᵀ + bias + scale (x Aᵀ) Bᵀ in one autograd function. Groups of
+projections (`lora.group`) also use the functions of this module.
 
 These tensors are saved for backward: x (or the tensors from which x is recomputed, see
 `ops.recomputable`), x Aᵀ (tokens x rank), the weight, A and B, and one byte per element with
-dropout. Adapter gradients are products that are summed in fp32. The scale multiplies the fp32 sums,
-before they are rounded.
+dropout. The matrix products for the gradients of A and B are summed in fp32. The sums are
+multiplied by the scale before they are rounded.
 
 T tokens, K in features, O out features, R rank.
 """
@@ -56,10 +56,10 @@ LORA_LINEAR = OpContract(
 class LoraDtypes(NamedTuple):
     """The dtypes of one call.
 
-    compute      the dtype of both operands of the base product
+    compute      the dtype of both operands of the matrix product with the base weight
     output       the dtype of the result, the same as with PEFT
-    fp32_branch  whether the adapter branch is computed in fp32, one block of rows at a time, and
-                 not in `compute`
+    fp32_branch  whether the adapter branch is computed in fp32 (one block of rows at a time)
+                 instead of `compute`
     """
 
     compute: torch.dtype
@@ -80,13 +80,15 @@ def resolve_dtypes(
 
     weight_dtype   the dtype of a dense weight; for a quantised weight the layer's compute dtype
     adapter_dtype  the promoted dtype of A and B; None without an adapter
-    x_dtype        the dtype of an input that is not computed yet; x then only has its device
-    branch_fp32    requests the adapter branch in fp32 wherever `compute` is narrower
+    x_dtype        the dtype of the input, if the input is not computed yet; only the device of x is
+                   then used
+    branch_fp32    computes the adapter branch in fp32 if `compute` is narrower than fp32
 
-    A dense product follows autocast. A quantised product is computed in the layer's dtype and
-    returned in the input's dtype, as in bitsandbytes. PEFT computes the adapter branch in
-    autocast's dtype, or else in the adapter's dtype. If this differs from `compute`, the branch is
-    computed in fp32, which loses no precision.
+    The matrix product with a dense weight is computed in autocast's dtype if autocast is on. The
+    matrix product with a quantised weight is computed in the layer's compute dtype and returned in
+    the input's dtype, as in bitsandbytes. PEFT computes the adapter branch in autocast's dtype, or
+    in the adapter's dtype if autocast is off. If PEFT's dtype for the branch differs from
+    `compute`, the branch is computed in fp32, which loses no precision.
 
     Raises  DtypeError DT001 if autocast is off and the dtypes of a dense weight and its input
             differ, as `nn.Linear` does
@@ -120,8 +122,9 @@ def resolve_dtypes(
 
 
 def draw_dropout_mask(like: Tensor, p: float) -> Tensor:
-    """Draws a dropout mask: bool in the shape of `like`, true for elements that are kept. The mask
-    is drawn in the same way as in PEFT, so that on a CPU the same seed gives the same mask.
+    """Draws a dropout mask. The mask is a bool tensor with the shape of `like`, and is true for
+    elements that are kept. The mask is drawn in the same way as in PEFT, so that on a CPU the same
+    seed gives the same mask.
 
     PyTorch draws random numbers in the order of a tensor's memory, so the mask of a transposed
     tensor is transposed too.
@@ -130,8 +133,7 @@ def draw_dropout_mask(like: Tensor, p: float) -> Tensor:
 
 
 def scale_with_dropout(scale: float, p: float) -> float:
-    """Returns the branch's scale times the dropout's factor 1 / (1 - p), or 0 if everything is
-    dropped.
+    """Returns the scale of the adapter branch times dropout's factor 1 / (1 - p), or 0 if p is 1.
     """
     if p >= 1.0:
         return 0.0
@@ -139,8 +141,8 @@ def scale_with_dropout(scale: float, p: float) -> float:
 
 
 def apply_dropout_mask(x_TK: Tensor, keep_mask_TK: Tensor | None) -> Tensor:
-    """Returns x with zeros where dropout drops it. The factor 1 / (1 - p) is part of the branch's
-    scale.
+    """Returns x with zeros for the elements that dropout drops. The factor 1 / (1 - p) is part of
+    the scale of the adapter branch.
     """
     if keep_mask_TK is None:
         return x_TK
@@ -173,9 +175,9 @@ def base_weight(weight: Tensor, quant_state: Any, dtype: torch.dtype) -> Tensor:
 
 
 def should_run_adapter_first(x: Tensor) -> bool:
-    """Whether the adapter's product runs before the base product. That is so on a GPU for more than
-    one row. For the single row of a generated token, packed weights have a special product that
-    cannot add to another result.
+    """Whether the matrix product with the adapter runs before the one with the base weight. This is
+    the case on a GPU if x has more than one row. For a single row, as in the generation of one
+    token, packed weights have a special kernel, which cannot add its result to another tensor.
     """
     if x.is_cpu or planned_device_type(x.device) == "cpu":
         return False
@@ -198,8 +200,10 @@ def adapted_product(
     """Computes x Wᵀ + bias + scale xa Bᵀ as a new tensor with the dtype and leading dimensions of
     x.
 
-    On a GPU the adapter's product runs first, and the base product is added to it inside the matrix
-    product. This moves 2 bytes per element of the output; a sum after the product would move 4.
+    On a GPU the adapter branch is computed first, and the matrix multiplication with the base
+    weight adds its result to it. The matrix product of the adapter branch then moves 2 bytes per
+    element of the output. It would move 4 bytes if it ran second and added its result to the base
+    product.
 
     adapter_first   the result of `should_run_adapter_first(x)`
     calls_kernels_directly  the result of `can_call_kernels_directly` for x
@@ -284,7 +288,8 @@ def branch_gradients_fp32(
     needs_a: bool,
     needs_b: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Returns (dA, dB) in fp32, and adds the branch's part to `dx` in place if `dx` is not None.
+    """Returns (dA, dB) in fp32. If `dx` is not None, the gradient of x through the adapter branch
+    is added to it in place.
 
     dy      any float [T O]
     dx      any float [T K]   written in place; a new tensor of the caller
@@ -359,8 +364,8 @@ def lora_linear_reference(
     scale: float = 1.0,
     keep_mask: Tensor | None = None,
 ) -> Tensor:
-    """Computes `lora_linear` in plain PyTorch, correct also for fp64 inputs. `keep_mask` are the
-    elements of x that dropout keeps for the branch.
+    """Computes `lora_linear` in plain PyTorch, correct also for fp64 inputs. `keep_mask` is true
+    for the elements of x that dropout keeps in the adapter branch.
     """
     branch_input = x
     if keep_mask is not None:
@@ -374,18 +379,18 @@ def lora_linear_reference(
 
 
 class LinearChoices(NamedTuple):
-    """The choices of how one call is computed. `choose_linear` makes them at the start of forward;
-    backward reads them.
+    """Describes how one call is computed. `choose_linear` decides this at the start of forward, and
+    backward uses the same decisions.
 
-    dtypes          dtypes of the products and the output, and whether the branch is computed in
-                    fp32
+    dtypes          the dtypes of the matrix products and of the output, and whether the branch is
+                    computed in fp32
     scale           scale of the branch, including dropout's factor 1 / (1 - p)
     quant_state     state of a packed weight; None for a dense weight
     skip_output     whether the call is a recompute whose output is not read; backward then needs
                     only x Aᵀ
     recipe          how backward recomputes x, or None if x itself is saved
     calls_kernels_directly  whether the C++ kernels are called without PyTorch's dispatcher
-    adapter_first   whether the adapter's product runs first and the base product is added to it
+    adapter_first   whether the adapter branch is computed before the product with the base weight
     """
 
     dtypes: LoraDtypes
@@ -400,8 +405,8 @@ class LinearChoices(NamedTuple):
 def choose_linear(
     ctx: Any, x: Tensor, scale: float, quant_state: Any, dtypes: LoraDtypes
 ) -> LinearChoices:
-    """Chooses how a call is computed. It must be called exactly once per forward, since
-    `is_output_unused` counts the products of a layer.
+    """Decides how a call is computed. It must be called exactly once per forward, since
+    `is_output_unused` counts the matrix products of a decoder layer.
     """
     _, needs_weight, _, needs_a, _ = ctx.needs_input_grad[:5]
     is_unused = bool(layers_running) and is_output_unused(ctx)
@@ -596,7 +601,7 @@ def _input_gradient(
 ) -> Tensor:
     """Computes dy W + scale (dxa A) * keep in the dtype of x.
 
-    dy, dxa, a  have the products' dtype
+    dy, dxa, a  have the compute dtype
     """
     compute = choices.dtypes.compute
     scale = choices.scale
@@ -625,7 +630,7 @@ _apply = direct_apply(LoraLinear)
 def apply_linear(
     x: Tensor, projection: Projection, dtypes: LoraDtypes, *, is_eager: bool = False
 ) -> Tensor:
-    """Applies one projection with an adapter to x, in these dtypes.
+    """Applies a linear layer with its adapter to x. `dtypes` are the dtypes of the computation.
 
     is_eager  the call is neither under torch.func nor in a compiled graph
     """
@@ -670,8 +675,8 @@ def lora_linear(
     bias     any float dtype [o], or None
     ->       Y[*n o]    autocast's dtype, else X; for a packed weight always X
     inside   Y; for a packed weight `compute_dtype`, else X. Adapter gradients are summed in fp32.
-             The branch is fp32 with `branch_fp32`, and if PEFT computes it in another dtype than
-             the product
+             The adapter branch is computed in fp32 if `branch_fp32` is set, and if PEFT would
+             compute it in another dtype than the base product
     grads    each in the dtype of its tensor; none for a packed weight
     Raises   DtypeError DT001 when autocast is off and X is not W; ShapeError SH001
     """

@@ -1,15 +1,16 @@
 """`lora_mlp` computes down(activation(gate(x)) * up(x)), with LoRA on any of the three layers, in
 one autograd function.
 
-These tensors are saved for backward: x, the outputs of gate and up, and the products with A (tokens
-x rank). The activation and its product with up are not saved; one pass in backward computes them
-again together with their gradients. Gate and up may be a single layer of twice the width.
+These tensors are saved for backward: x, the outputs of gate and up, and the matrix products with
+the A matrices (tokens x rank). The activation and its product with up are not saved. Backward
+computes them again in the same pass as their gradients. Gate and up may be a single layer of twice
+the width.
 
 In a decoder layer that is recomputed (gradient checkpointing), backward may overwrite the outputs
-of gate and up. On a GPU it writes the gradients of these outputs over the outputs, and computes the
-product and its gradient for one tile of tokens at a time. Two tensors of tokens x inner features
-then exist instead of six. A recompute whose output is not read skips down's base product, since
-backward only needs the product of down's input with A.
+of gate and up. On a GPU it overwrites these outputs with their gradients. There it computes h and
+its gradient for one tile of tokens at a time. At most two tensors of tokens x inner features then
+exist at once, instead of six. A recompute whose output is not read skips the matrix product with
+the base weight of down, since backward only needs the product of h with A.
 
 T tokens, K in features, I inner features, R ranks. h is activation(gate) * up.
 """
@@ -117,7 +118,7 @@ def _compute_mlp(
     """Returns (outputs of gate and up, adapter products of gate and up, adapter products of down,
     output).
 
-    skip_output  the output is not read and gets no values
+    skip_output  whether the output is not read; it then gets no values
     adapters     the result of `_cast_mlp_adapters`, if several tiles share it
     """
     gate_up, inner = compute_projections(
@@ -154,8 +155,8 @@ def _compute_mlp_in_tiles(
     scales: Sequence[float],
     states: Sequence[Any],
 ) -> tuple[list[Tensor], AdapterProducts, AdapterProducts, Tensor]:
-    """Computes `_compute_mlp` for one tile of tokens at a time. The returned outputs of gate and up
-    are placeholders without values.
+    """Computes the same as `_compute_mlp`, one tile of tokens at a time. The outputs of gate and up
+    that it returns are placeholders without values.
     """
     # adapters are cast and weights dequantised once for all tiles
     adapters = _cast_mlp_adapters(x_TK, flat_tensors, states)
@@ -227,8 +228,9 @@ def _output_widths(flat_tensors: Sequence[Tensor | None], states: Sequence[Any])
 def _down_adapter_products(
     gated_op: Gated, gate_TI: Tensor, up_TI: Tensor, flat_tensors: Sequence[Tensor | None]
 ) -> AdapterProducts:
-    """Computes h Aᵀ, and returns it with the cast A and B. On a GPU it works on one tile at a time,
-    since each tile occupies the whole device.
+    """Computes h Aᵀ. Returns it together with A and B, which are cast to the dtype of h. On a GPU
+    it processes one tile of tokens at a time, since a single tile is enough work for the whole
+    device.
 
     flat_tensors  the tensors of down
     """
@@ -358,8 +360,9 @@ def _down_gradients(
 
 
 def _can_recompute_from_x(flat_tensors: Sequence[Tensor | None], needs: Sequence[bool]) -> bool:
-    """Whether `_gradients_from_x` computes all gradients that are needed. It computes those of x
-    and of the adapters. The adapters must be fp32, so that the sums over tiles are rounded once.
+    """Whether `_gradients_from_x` computes all gradients that are needed. That function only
+    computes the gradients of x and of the adapters. The adapters must be in fp32, so that the sums
+    over tiles are not rounded after each tile.
     """
     if any(needs[WEIGHT::FIELDS_PER_PROJECTION]) or not are_all_none(
         flat_tensors[BIAS::FIELDS_PER_PROJECTION]
@@ -378,8 +381,9 @@ def _can_recompute_from_x(flat_tensors: Sequence[Tensor | None], needs: Sequence
 def _save_adapters_only(
     x_TK: Tensor, flat_tensors: Sequence[Tensor | None], states: Sequence[Any]
 ) -> tuple[list[Tensor], AdapterProducts, AdapterProducts, Tensor]:
-    """Returns what a recompute saves for `_gradients_from_x`, in the form of `_compute_mlp`'s
-    result. Only the cast A and B have values; all tensors with a row per token are placeholders.
+    """Returns the values that a recompute saves for `_gradients_from_x`, in the same order as
+    `_compute_mlp`. Only A and B, which are cast, have values. All tensors with a row per token are
+    placeholders without values.
     """
     tokens = x_TK.shape[0]
     dtype = x_TK.dtype
@@ -408,9 +412,9 @@ def _gradients_from_x(
     leaf_dtypes: Sequence[torch.dtype | None],
     x_dtype: torch.dtype | None,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """Computes the backward of the three layers from x alone. Returns (gradient of x, gradients of
-    the flat list's tensors). Gate, up, their gradients and h exist for one tile of tokens at a
-    time.
+    """Computes the gradients of the three layers from x alone. Returns (gradient of x, gradients of
+    the tensors in the flat list). The outputs of gate and up, their gradients and h are computed
+    for one tile of tokens at a time.
 
     dense_weights  the dequantised weights, in the dtype of the products
     x_dtype        dtype of the gradient of x; None if it is not needed
@@ -703,8 +707,8 @@ def lora_mlp(
 
 
 def mlp_fusion_blocker(layers: Sequence[Any]) -> str | None:
-    """Returns the reason why these layers (gate, up and down; or gate and up in one, and down) do
-    not run as one function, or None.
+    """Returns the reason why these layers do not run as one function, or None if they do. The
+    layers are gate, up and down, or a joint layer for gate and up, and down.
     """
     has_adapter = False
     for layer in layers:

@@ -1,10 +1,11 @@
-"""Products with A and B, in which one dimension is a rank. C++ kernels compute them for bf16 on a
-CPU that has bf16 instructions; elsewhere PyTorch does.
+"""Computes matrix products with A and B, in which one dimension is the rank of the adapter. C++
+kernels compute them for bf16 on a CPU that has bf16 instructions. PyTorch computes them in all
+other cases.
 
 A kernel reads each large operand once, sums in fp32 and rounds the result once. The gradient of an
-adapter is summed and returned in fp32, although its operands are narrow. PyTorch has no such
-product on a CPU. Without the kernels the gradient takes two products (bf16) or works in blocks of
-rows (fp16), so that no activation is widened as a whole.
+adapter is summed and returned in fp32, although the operands are bf16 or fp16. On a CPU, PyTorch
+has no matrix product that does this. Without the kernels, the gradient is computed by two matrix
+products for bf16, and in blocks of rows for fp16. So no whole activation is converted to fp32.
 
 T tokens, M and N features, R ranks.
 """
@@ -73,8 +74,8 @@ def kernels_unavailable_reason() -> str:
 
 
 def can_run_kernels(x: Tensor) -> bool:
-    """Whether the kernels compute products of x. x must be bf16 on a CPU, and the kernels must be
-    available.
+    """Whether the kernels can compute matrix products with x. x must be a bf16 tensor on a CPU, and
+    the kernels must be available.
     """
     if x.dtype is not torch.bfloat16 or not x.is_cpu:
         return False
@@ -87,9 +88,9 @@ def can_run_kernels(x: Tensor) -> bool:
 
 
 def can_call_kernels_directly(dtype: torch.dtype, x: Tensor) -> bool:
-    """Whether products of x in `dtype` may call the kernels without PyTorch's dispatcher. That is
-    so if no dispatch mode (observation, memory planning) or compiler has to see the operators. An
-    autograd function calls this once for all its products.
+    """Whether matrix products of x in `dtype` may call the kernels without PyTorch's dispatcher.
+    They may if neither a dispatch mode (of observation or memory planning) nor a compiler has to
+    see the operators. An autograd function calls this once for all its matrix products.
     """
     if dtype is not torch.bfloat16 or not x.is_cpu or torch.compiler.is_dynamo_compiling():
         return False
@@ -132,8 +133,8 @@ def _gradient(left_TM: Tensor, right_TN: Tensor, scale: float) -> Tensor:
 def scaled_product(
     left: Tensor, right: Tensor, scale: float = 1.0, *, calls_kernels_directly: bool = False
 ) -> Tensor:
-    """Computes scale * left @ right in the operands' dtype. The columns of right are ranks. The sum
-    is scaled before it is rounded.
+    """Computes scale * left @ right in the operands' dtype. The number of columns of right is the
+    rank of an adapter. Each sum is multiplied by the scale before it is rounded.
 
     left    F[T N]
     right   F[N R]
@@ -169,8 +170,8 @@ def scaled_product(
 
 
 def can_add_in_one_pass(dtype: torch.dtype, left_TR: Tensor, right_RN: Tensor) -> bool:
-    """Whether `add_product_` to a sum of this dtype runs as one kernel, which adds left @ right
-    before it is rounded.
+    """Whether `add_product_` runs as one kernel if y has this dtype. The kernel does not round left
+    @ right before it adds it.
     """
     return (
         dtype == left_TR.dtype
@@ -187,7 +188,9 @@ def add_product_(
     *,
     calls_kernels_directly: bool = False,
 ) -> Tensor:
-    """Computes y += scale * left @ right, in the common dtype of all. The sum is rounded once."""
+    """Computes y += scale * left @ right. All tensors have the same dtype, and the sum is rounded
+    once.
+    """
     ranks = right_RN.shape[0]
     if calls_kernels_directly and 0 < ranks <= MAX_KERNEL_RANK:
         if left_TR.stride(1) != 1:
@@ -230,8 +233,8 @@ def gradient_product(
     *,
     calls_kernels_directly: bool = False,
 ) -> Tensor:
-    """Computes scale * leftᵀ @ right in `dtype`, rounded once. If `dtype` is wider than the
-    operands, the fp32 sums are not rounded to the operands' dtype.
+    """Computes scale * leftᵀ @ right in `dtype` and rounds the result once. If `dtype` is wider
+    than the operands, the fp32 sums are not rounded to the operands' dtype.
     """
     if dtype == left_TM.dtype and scale == 1.0:
         return left_TM.t() @ right_TN
@@ -272,8 +275,8 @@ def gradient_product(
 
 
 def product_fp32(left_TM: Tensor, right_TN: Tensor, scale: float = 1.0) -> Tensor:
-    """Computes scale * leftᵀ @ right, summed and returned in fp32 (fp64 for fp64). This product is
-    the gradient of an adapter, without rounding to bf16.
+    """Computes scale * leftᵀ @ right. The result is summed and returned in fp32 (in fp64 for fp64
+    operands). It is used for the gradient of an adapter, which is thus not rounded to bf16.
 
     The relative error for bf16 operands (2048 tokens, rank 16) is 1e-7 on a GPU, 4e-7 with the
     kernels, 2.5e-6 with two terms, and 1.7e-3 for a bf16 result.
@@ -310,11 +313,12 @@ def _product_fp32(left_TM: Tensor, right_TN: Tensor) -> Tensor:
 
 
 def _two_term_product(left_TM: Tensor, right_TN: Tensor) -> Tensor:
-    """Returns the product rounded to bf16 plus its rounding error. A second product computes the
-    error by subtracting the first result inside its fp32 sum.
+    """Returns the matrix product in fp32, as the sum of the product in bf16 and its rounding error.
+    The rounding error is computed by a second matrix product, which subtracts the bf16 result from
+    its fp32 sum.
 
-    bf16 has the range of fp32, so the first term does not overflow earlier. On a CPU whose addmm
-    rounds before it adds, the second term is zero.
+    bf16 has the same range as fp32, so the bf16 product does not overflow earlier. On a CPU whose
+    `addmm` rounds before it adds, the computed error is zero.
     """
     rounded_MN = left_TM.t() @ right_TN
     error_MN = torch.addmm(rounded_MN, left_TM.t(), right_TN, beta=-1.0)
@@ -340,8 +344,8 @@ def row_blocks(rows: int, width: int, device: torch.device) -> Iterator[slice]:
 
 
 def should_recast_adapters(x: Tensor) -> bool:
-    """Whether the original A and B are saved and backward casts them again. On a GPU the cast
-    matrices are saved, since each cast is a launch.
+    """Whether forward saves the original A and B, so that backward casts them again. On a GPU
+    forward saves the cast matrices, since each cast is a kernel launch.
     """
     return x.is_cpu or planned_device_type(x.device) == "cpu"
 
@@ -353,8 +357,8 @@ def cast_adapters(
     features: int,
     dtype: torch.dtype,
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Returns (all A in one tensor, the list of B), in `dtype`. The tensor has no rows if there is
-    no A, and is on the device of `like`.
+    """Returns (one tensor with all A, the list of all B), in `dtype`. If there is no A, the tensor
+    has no rows and is on the device of `like`.
     """
     cast_a: list[Tensor] = []
     cast_b: list[Tensor | None] = []

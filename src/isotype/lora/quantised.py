@@ -1,16 +1,16 @@
-"""Packed (quantised) weights: their product, the dequantised copy that backward needs, and linear
-layers with packed weights.
+"""Computes matrix products with packed (quantised) weights, and defines linear layers with packed
+weights. This module also manages the dequantised copy of a weight that backward needs.
 
-A packed weight is a tensor of bytes with a state, which has the weight's shape and can dequantise
-it (`ops.packed`). The format is bitsandbytes' 4 bits, or the format in which a checkpoint was
-published. Nothing in this module depends on the format.
+A packed weight is a tensor of bytes with a state. The state has the weight's shape and can
+dequantise the weight (`ops.packed`). The format is bitsandbytes' 4-bit format, or the format in
+which a checkpoint was published. Nothing in this module depends on the format.
 
-A weight is dequantised once for the product of forward and once for the product of backward. With
-gradient checkpointing on a CPU, the copy of the recompute is also used by the backward that follows
-it, and is freed afterwards. So a step makes two copies instead of three, and the dequantised
-weights of one layer are held meanwhile. On a GPU, dequantisation is one launch at 85% of the memory
-bandwidth, 1% of a step of Llama-3.1-8B. There a copy would hold 318 MB, so backward dequantises
-again.
+A weight is dequantised once for the matrix product in forward and once for the one in backward.
+With gradient checkpointing on a CPU, backward uses the copy that the recompute made, and then frees
+it. So a step makes two copies instead of three. Between recompute and backward, the dequantised
+weights of one decoder layer stay in memory. On a GPU, dequantisation is one kernel launch, which
+reaches 85% of the memory bandwidth and takes 1% of a training step of Llama-3.1-8B. There the copy
+would take 318 MB, so backward dequantises the weight again.
 
 T tokens, K in features, O out features.
 """
@@ -31,8 +31,8 @@ _SHARED_COPY = "_isotype_wide"
 
 
 class DroppedOnCopy:
-    """Base class of values that belong to one layer. In copies and pickles of the layer they are
-    replaced by None.
+    """Base class of values that belong to one layer. A copy or a pickle of the layer has None
+    instead of such a value.
     """
 
     __slots__ = ()
@@ -45,7 +45,7 @@ class DroppedOnCopy:
 
 
 class SharedCopy(DroppedOnCopy):
-    """A dequantised weight that is kept for `remaining_uses` products of backward."""
+    """A dequantised weight that is kept until backward has used it `remaining_uses` times."""
 
     def __init__(self, weight: Tensor, packed: Tensor) -> None:
         self.weight = weight
@@ -62,10 +62,10 @@ class SharedCopy(DroppedOnCopy):
 
 def packed_product(x_TK: Tensor, packed: Tensor, state: Any, bias: Tensor | None) -> Tensor:
     """Computes x @ Wᵀ + bias in the dtype of x, with the dequantised weight. In a recompute on a
-    CPU it uses a copy that backward uses too.
+    CPU, it uses a dequantised copy that backward uses again.
 
-    For its 4-bit formats bitsandbytes has kernels that need no dequantised copy: on a CPU, and for
-    the single row of a generated token.
+    For its 4-bit formats, bitsandbytes has kernels that need no dequantised copy. They run on a
+    CPU, and on a GPU if x is a single row, as in the generation of one token.
     """
     if is_recomputing() and not uses_fused_kernel(packed):
         return F.linear(x_TK, _use_shared_copy(packed, state, x_TK.dtype), bias)
@@ -80,8 +80,8 @@ def packed_product(x_TK: Tensor, packed: Tensor, state: Any, bias: Tensor | None
 
 
 def dequantise_weight(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
-    """Returns W in `dtype`, the same values as in the forward product. If the recompute left a
-    copy, the copy is used.
+    """Returns W in `dtype`, with the same values as in forward. If the recompute kept a copy, this
+    copy is returned.
 
     packed  uint8[...]
     ->      dtype[O K]
@@ -101,8 +101,8 @@ def bias_gradient(dy_TO: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def is_recomputing() -> bool:
-    """Whether this forward runs inside a backward. It is then a recompute of gradient
-    checkpointing, and the backward of this forward follows.
+    """Whether this forward runs inside a backward. If so, gradient checkpointing is recomputing the
+    forward, and its backward runs next.
     """
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
@@ -131,7 +131,7 @@ def _use_shared_copy(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
 
 
 class LinearPacked(torch.autograd.Function):
-    """Computes x Wᵀ + bias for a frozen packed W. It saves only the packed weight."""
+    """Computes x Wᵀ + bias for a frozen packed W. It saves only the packed weight for backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, packed: Tensor, bias: Tensor | None, state: Any) -> Tensor:
@@ -159,8 +159,9 @@ class LinearPacked(torch.autograd.Function):
 
 def forward_4bit(self: Any, x: Tensor) -> Tensor:
     """Replaces the forward of bitsandbytes' 4-bit layer, with the same result. It avoids three
-    effects of that forward: on a CPU the first call without gradients repacks the weight for good,
-    the stored bias is cast to the compute dtype, and backward always dequantises the weight again.
+    effects of bitsandbytes' forward. On a CPU, the first call without gradients permanently repacks
+    the weight. The stored bias is cast to the compute dtype. Backward always dequantises the weight
+    again.
     """
     if packed_state_blocker(self) is not None:
         output: Tensor = type(self).forward(self, x)
@@ -218,8 +219,8 @@ class PackedLinear(nn.Linear):
     """A frozen linear layer with a packed weight. It is a subclass of nn.Linear, so that PEFT and
     other libraries that look for linear layers find it.
 
-    compute_dtype  dtype of the product; None means the input's dtype. The result has the input's
-                   dtype, as in bitsandbytes' layers
+    compute_dtype  the dtype of the matrix product; None means the input's dtype. The result has the
+                   input's dtype, as in bitsandbytes' layers
     """
 
     weight: PackedWeight
@@ -245,7 +246,9 @@ class PackedLinear(nn.Linear):
         self.compute_type_is_set = True
 
     def forward(self, x: Tensor) -> Tensor:
-        """Computes x: F[*n K] -> F[*n O]. The gradient of x is computed with the widened weight."""
+        """Computes x: F[*n K] -> F[*n O]. The gradient of x is computed with the dequantised
+        weight.
+        """
         product: Tensor = LinearPacked.apply(
             x.to(self.compute_dtype or x.dtype), self.weight, self.bias, self.weight.quant_state
         )
@@ -263,8 +266,8 @@ class PackedLinear(nn.Linear):
 
 
 def is_4bit(module: nn.Module) -> bool:
-    """Whether this is a 4-bit layer of bitsandbytes itself. Types must match exactly, since a
-    subclass may compute something else.
+    """Whether this is a 4-bit layer of bitsandbytes. Types must match exactly, since a subclass may
+    compute something else.
     """
     layer_type = type(module)
     return layer_type.__name__ in (
@@ -280,8 +283,8 @@ def is_packed(module: nn.Module) -> bool:
 
 
 def packed_state_blocker(base: Any) -> str | None:
-    """Returns the reason why the present weight of this packed layer has no product in this module,
-    or None.
+    """Returns the reason why the functions of this module cannot use the current weight of this
+    packed layer, or None if they can.
     """
     state = getattr(base.weight, "quant_state", None)
     if state is None:

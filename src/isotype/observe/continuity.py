@@ -1,14 +1,14 @@
-"""Checks that a step starts from the values that the last update left, whatever code ran in
-between: a scheduler, a callback, an evaluation.
+"""Checks that a training step starts with the values that the last update wrote. Between the two,
+other code may have run, such as a scheduler, a callback or an evaluation.
 
 After an update, some elements of some trained weights, of their optimizer states, of averages and
-of buffers are copied. Before the next step their bytes are compared. Each update samples other
-tensors. Tensors that were written after the last update, by PyTorch's count of writes, come first.
-No step waits for its device: the result is a number on the device, which the step reads together
-with its loss.
+of buffers are copied. Before the next step their bytes are compared. After each update, other
+tensors are sampled. Tensors that were written after the last update are sampled first; they are
+detected by PyTorch's version counter. No step waits for the device. The result is a number on the
+device, which the step reads together with its loss.
 
-This module also finds fp32 tensors whose values were rounded to bf16 or fp16: every sampled value
-that is not zero then ends in zero bits. After an update only the elements that the update changed
+This module also finds fp32 tensors whose values were rounded to bf16 or fp16. In such a tensor, the
+last bits of every sampled value are zero. After an update only the elements that the update changed
 are checked, because weights of a bf16 checkpoint may be trained in fp32.
 """
 
@@ -47,7 +47,8 @@ Key = tuple[str, ...]  # kind of tensor, name of the parameter or buffer, and ke
 class Difference:
     """A tensor that differs from its sample.
 
-    narrower  the dtype to which its storage or its values were narrowed, else empty
+    narrower  the dtype to which the tensor was cast or its values were rounded, if this dtype is
+              narrower; else empty
     change    a description of the change
     """
 
@@ -58,8 +59,8 @@ class Difference:
 
 
 def find_narrow_dtype(values: Tensor) -> str:
-    """Returns bf16 or fp16 if this dtype can represent every fp32 value that is not zero, and there
-    are enough such values to judge; else "".
+    """Returns bf16 or fp16 if this dtype can represent every one of these fp32 values. Returns ""
+    if neither can, or if too few values are not zero.
     """
     if values.dtype != torch.float32:
         return ""
@@ -72,8 +73,8 @@ def find_narrow_dtype(values: Tensor) -> str:
 
 
 def _find_rounding(old: Tensor, new: Tensor) -> str:
-    """Returns the dtype to which the changed values of an fp32 tensor were rounded, if the old
-    values had more bits; else "".
+    """Returns the dtype to which the changed values of an fp32 tensor were rounded. Returns "" if
+    they were not rounded, or if the old values were rounded too.
     """
     if old.dtype != torch.float32 or new.dtype != torch.float32:
         return ""
@@ -113,8 +114,8 @@ class Sample:
 
 
 class Continuity:
-    """Compares samples of one model and its optimizer: `take_sample` after an update, `compare`
-    before the next step. `differences` lists what differs.
+    """Compares samples of one model and its optimizer. Call `take_sample` after an update and
+    `compare` before the next step. `differences` lists the tensors that differ.
 
     flags     0-d fp32, one for each device and dtype: above 0 if a sampled byte differed in
               `compare`
@@ -195,8 +196,9 @@ class Continuity:
         return _compare_samples(_take_sample(tensors), self._sample)
 
     def find_narrow_updates(self) -> list[Difference]:
-        """Finds fp32 weights and averages that an update rounded: every sampled element that
-        changed since the last sample is a value of a narrower dtype. Call it after an update.
+        """Finds fp32 weights and averages that an update rounded. In such a tensor, a narrower
+        dtype can represent every sampled element that changed since the last sample. Call it after
+        an update.
         """
         new_values = {key: values for key, _, values in self._resample().on_host()}
         differences = []
@@ -213,11 +215,11 @@ class Continuity:
         return differences
 
     def find_narrow_loads(self) -> list[Difference]:
-        """Finds, after the state of a run was loaded, whether all its fp32 weights, or all states
-        of one key, hold only values of a narrower dtype.
+        """Checks the fp32 tensors after the state of a run was loaded. Finds out whether a narrower
+        dtype can represent all values of the weights, or all values of one kind of optimizer state.
 
-        All tensors of a kind are judged together, because a tensor that no update reached still has
-        the values of a bf16 checkpoint.
+        All tensors of one kind are checked together, because a single tensor that no update changed
+        may still have the values of a bf16 checkpoint.
         """
         groups: dict[tuple[str, str], list[Tensor]] = {}
         for key, dtype, values in self._sample.on_host():
@@ -258,8 +260,9 @@ class Continuity:
                     yield (BUFFER, full_name), buffer
 
     def _choose_keys(self, keys: list[Key]) -> list[Key]:
-        """Chooses at most SAMPLED_TENSORS tensors of each kind: first those that were written
-        outside an update, then others in turn. The states of a chosen parameter are sampled too.
+        """Chooses at most SAMPLED_TENSORS tensors of each kind. Tensors that were written outside
+        an update come first, and the others take turns. The states of a chosen parameter are
+        sampled too.
         """
         chosen: list[Key] = []
         for kind in (WEIGHT, AVERAGE, BUFFER):
@@ -286,8 +289,8 @@ class Continuity:
 
 
 class FrozenWeights:
-    """Samples the weights that a run does not train when it starts; `changed` names those that
-    differ later. Each sample needs one transfer per device and dtype.
+    """Samples the frozen weights when a run starts. `changed` returns the names of those that
+    differ later. Each sample needs one transfer to the host per device and dtype.
 
     The check is needed because the weights may lie in files that are mapped into memory, and
     another program can write into these files.
@@ -298,8 +301,8 @@ class FrozenWeights:
         self._start = _take_sample(self._tensors())
 
     def changed(self) -> list[str]:
-        """Returns the names of the weights of which a sampled byte differs. A weight that has
-        another form than at the start, such as a gathered one, is left out.
+        """Returns the names of the weights that have changed in a sampled byte. A weight is left
+        out if its dtype or its size has changed, for example because it was gathered.
         """
         tensors = self._tensors()
         for key in [key for key in tensors if key not in self._start.tensors]:
@@ -325,8 +328,9 @@ class FrozenWeights:
 def report_differences(
     observation: Observation, differences: list[Difference], start: str, end: str, *, strict: bool
 ) -> None:
-    """Adds differences to an observation. Narrowed numbers are violations, and so is any difference
-    of weights or states if `strict`. Other differences are listed as unobserved.
+    """Adds differences to an observation. Values that were rounded or cast to a narrower dtype are
+    violations. If `strict` is set, any difference of weights or states is a violation too. Other
+    differences are listed as unobserved.
 
     start, end  descriptions of the two moments
     """
@@ -351,7 +355,7 @@ def report_differences(
 def report_narrow_values(
     observation: Observation, differences: list[Difference], moment: str
 ) -> None:
-    """Adds a violation for fp32 tensors that hold only values of a narrower dtype.
+    """Adds a violation for fp32 tensors whose values could all be stored in a narrower dtype.
 
     moment  a description of the update or load
     """
@@ -369,7 +373,7 @@ def report_narrow_values(
 
 
 def _group_differences(differences: list[Difference]) -> dict[tuple[str, str], list[Difference]]:
-    """Groups differences: (kind, change) -> the differences of this kind."""
+    """Groups the differences by (kind of tensor, description of the change)."""
     groups: dict[tuple[str, str], list[Difference]] = {}
     for difference in differences:
         groups.setdefault(
@@ -425,8 +429,8 @@ def _owner(model: nn.Module, full_name: str) -> tuple[nn.Module, str]:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether the tensor stores its own values in its dtype. A tensor subclass that wraps other
-    tensors does not.
+    """Whether the tensor stores its own values in its dtype. Returns False for a subclass that
+    wraps other tensors.
     """
     part = local_part(tensor)
     return (
@@ -437,7 +441,9 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _write_mark(tensor: Tensor) -> tuple[int, int]:
-    """The tensor's identity and PyTorch's count of its writes."""
+    """Returns the tensor's id and its version counter, which PyTorch increases with each in-place
+    write.
+    """
     return id(tensor), tensor._version
 
 
@@ -452,8 +458,8 @@ def _is_full_precision(key: Key) -> bool:
 
 
 def _sample_elements(tensor: Tensor) -> Tensor:
-    """Selects elements at even distances, as a view. If the tensor is not contiguous, the selected
-    elements are from one row.
+    """Returns a view of elements that have equal distances from each other. If the tensor is not
+    contiguous, all selected elements are from one row.
     """
     part = local_part(tensor)
     while not part.is_contiguous() and part.dim() > 1:

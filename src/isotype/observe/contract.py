@@ -1,23 +1,24 @@
-"""Checks the operators of an observed step against the declared precision. Some deviations are
-violations, others are only counted.
+"""Compares the dtypes of all operators of one training step with the declared precision. Some
+deviations are violations. Others are only counted.
 
 These are violations:
-- a matrix product in another dtype than `compute`, or in an adapter in another dtype than that of
-  its branch;
+- a matrix product in another dtype than `compute`; in an adapter, in another dtype than the one
+  that is declared for the adapter's branch;
 - a loss that is narrower than `loss`;
-- a sum that is narrower than its role: accumulation in backward, in an update or in a buffer, norms
-  of gradients, the sums inside a norm;
-- a narrow number by which the loss is divided or gradients are clipped;
-- fp64;
-- numbers and tables that are created in a narrow dtype.
+- a sum in a narrower dtype than declared, for example when values are accumulated in backward, in
+  an update or in a buffer, in norms of gradients, and inside a normalisation layer;
+- a number in bf16 or fp16 by which the loss is divided or with which gradients are clipped;
+- any arithmetic in fp64;
+- numbers and tables that are rounded because they are created in bf16 or fp16.
 
-Other arithmetic outside `compute` is counted. `observer` checks stored tensors, and `continuity`
-checks changes between steps.
+Other arithmetic that is not in the dtype `compute` is only counted. `observer` checks stored
+tensors, and `continuity` checks changes between steps.
 
-Common practice is not reported: fp32 products of a router, which is recognised by a later top-k;
-fp32 products of tables, which depend on no activation; and products for which the code of
-transformers switches autocast off. PyTorch's own backward uses the dtypes of the forward, which was
-checked. Python code in backward is checked.
+Some matrix products outside `compute` are common practice and are not reported. These are fp32
+products of a router, which is recognised by a later top-k; fp32 products of tables, which do not
+depend on an activation; and products for which the code of transformers switches autocast off.
+PyTorch's own backward is not checked, because it computes in the dtypes of the forward. Python code
+that runs in backward is checked.
 """
 
 from __future__ import annotations
@@ -155,9 +156,8 @@ def arithmetic_kind(op: Operator) -> str:
 
 
 def _is_accumulation(call: Call) -> bool:
-    """Whether rounding matters in this call. It matters in a sum of several numbers, in an
-    addition, and in a division of single numbers in the user's code, such as the division by a
-    norm.
+    """Whether rounding matters in this call. Rounding matters if the call sums several numbers or
+    adds tensors. It also matters if the user's code divides a single number, for example by a norm.
     """
     kind = arithmetic_kind(call.op)
     if kind == SUM:
@@ -171,8 +171,8 @@ class ContractChecker:
     """Checks every operator while its `modes` are active.
 
     role         compute, or generate while tokens are generated
-    lora_branch  the dtype of the adapters' own products: fp32, or None if fp32 and `compute` are
-                 both allowed
+    lora_branch  the dtype of the matrix products with A and B: fp32, or None if fp32 and `compute`
+                 are both allowed
     paused       True while code runs that is not part of the step
     """
 
@@ -231,7 +231,9 @@ class ContractChecker:
                 )
 
     def finish(self) -> None:
-        """Reports the products outside `compute` that do not belong to a router."""
+        """Reports the matrix products that are not in the dtype `compute` and do not belong to a
+        router.
+        """
         for number, (call, dtype_name, cause) in self._pending_products.items():
             if number in self._router_products:
                 self.observation.dtypes["router"][dtype_name] += 1
@@ -360,7 +362,8 @@ class ContractChecker:
 
     def _check_fp64(self, call: Call, dtype: str, lineage: Lineage) -> None:
         """Reports fp64 in arithmetic and in casts of several numbers. A cast of a single number is
-        harmless, and Isotype's own code sums an evaluation in fp64.
+        harmless and not reported. Isotype's own code is not reported either, because it sums the
+        results of an evaluation in fp64.
         """
         if dtype != "fp64" and not any(
             t.dtype in (torch.float64, torch.complex128) for t in call.outputs
@@ -382,18 +385,19 @@ class ContractChecker:
         )
 
     def _is_table(self, call: Call, lineage: Lineage) -> bool:
-        """Whether a forward computes positions or constants here, which depend on no activation and
-        no weight and have no role (Z-Image computes its frequencies at the first call).
+        """Whether a forward computes positions or constants here. These values depend on no
+        activation and no weight, and no dtype is declared for them. For example, Z-Image computes
+        its frequencies at the first call.
 
-        An activation that is combined with such a table in fp64 becomes fp64, and is reported.
+        If an activation is combined with such a table in fp64, the result is fp64 and is reported.
         """
         is_constant = not lineage.is_activation and not lineage.sources & WEIGHT
         return is_constant and call.region == FORWARD
 
     def _is_diffusers_positions(self, call: Call) -> bool:
-        """Whether diffusers computes positions here, which it converts to fp64 and returns in fp32.
-        diffusers computes positions in modules without weights, and in functions that its patch
-        embeddings call.
+        """Whether diffusers computes positions here. It computes them in fp64 and returns them in
+        fp32. diffusers computes positions in modules without weights, and in functions that its
+        patch embeddings call.
         """
         module = self.step.stack[-1].module if self.step.stack else None
         if module is None or not type(module).__module__.startswith("diffusers."):
@@ -451,7 +455,7 @@ class ContractChecker:
         return FORWARD_PRODUCT
 
     def _is_mirrored(self, case: str, call: Call, dtype: str) -> bool:
-        """Whether the backward of this product computes in the same dtype."""
+        """Whether the backward of this matrix product computes in the same dtype."""
         if case == OTHER_PRODUCT:
             # some losses multiply matrices, such as a contrastive loss
             return call.region == LOSS and dtype != self.compute
@@ -461,15 +465,15 @@ class ContractChecker:
         return case in MIRRORED_PRODUCTS
 
     def _has_no_forward(self) -> bool:
-        """Whether this product of backward belongs to no forward product outside `compute`, so that
-        it should be in `compute` too.
+        """Whether this matrix product of backward must have the dtype `compute`. It must if no
+        matrix product in forward had another dtype.
         """
         node = type(torch._C._current_autograd_node()).__name__
         return not self._wide_forward and _PRODUCT_NODE.match(node) is not None
 
     def _check_adapter_product(self, call: Call, dtype: str) -> None:
-        """Reports narrow products of an adapter that no op runs, because PEFT's own code follows
-        autocast.
+        """Reports bf16 and fp16 matrix products in adapters that are declared to compute in fp32.
+        They occur in layers without a fused op, because PEFT's own code follows autocast.
         """
         if not call.is_in_adapter or self.lora_branch != "fp32":
             return
@@ -486,9 +490,10 @@ class ContractChecker:
     def _report_product(
         self, call: Call, dtype_name: str, *, cause: str = "", **overrides: str
     ) -> None:
-        """Reports a product outside its declared dtype.
+        """Reports a matrix product that does not have its declared dtype.
 
-        overrides  fields of the report that differ for the branch of an adapter
+        overrides  fields of the report with other values than by default, for the branch of an
+                   adapter
         """
         symbol = f"{call.op.foreign_name or call.op.base_name} in {call.location}"
         fields = {
@@ -542,8 +547,8 @@ class ContractChecker:
             self._check_count(call, dtype, lineage)
 
     def _check_backward(self, call: Call, dtype: str, lineage: Lineage) -> Lineage:
-        """Reports a sum in Python code of backward that is narrower than the gradients, also if it
-        is written as a loop of additions.
+        """Reports a sum in Python code of backward whose dtype is narrower than that of the
+        gradients. A loop of additions counts as a sum too.
         """
         if itemsize(dtype) >= itemsize(self.precision.grads):
             return lineage
@@ -554,7 +559,9 @@ class ContractChecker:
         return lineage
 
     def _check_role(self, call: Call, dtype: str) -> None:
-        """Checks arithmetic on gradients and in an update against its role in `ARITHMETIC_ROLES`."""
+        """Checks arithmetic on gradients and in an update. `ARITHMETIC_ROLES` names the part of the
+        precision that declares its dtype.
+        """
         role = ARITHMETIC_ROLES.get((call.region, arithmetic_kind(call.op)))
         if role is None:
             return
@@ -568,7 +575,9 @@ class ContractChecker:
             self._report_narrow(call, role, dtype)
 
     def _check_count(self, call: Call, dtype: str, lineage: Lineage) -> None:
-        """Reports a sum of whole numbers, such as that of a mask, that its dtype cannot represent."""
+        """Reports a sum of whole numbers (such as the sum of a mask) if its dtype cannot represent
+        the result.
+        """
         if (
             call.op.kind == SUM
             and call.caller.kind == USER
@@ -578,7 +587,7 @@ class ContractChecker:
             self._report_narrow(call, "loss", dtype)
 
     def _check_divisor(self, call: Call, lineage: Lineage) -> None:
-        """Reports a narrow number by which the loss is divided, which may be a rounded count."""
+        """Reports a divisor of the loss in a narrow dtype, because it may be a rounded count."""
         divisor = call.args[1] if len(call.args) > 1 else None
         if (
             not isinstance(divisor, Tensor)
@@ -611,11 +620,12 @@ class ContractChecker:
         )
 
     def _is_loss_arithmetic(self, call: Call) -> bool:
-        """Whether this call computes the loss: after the forward, or inside the forward of a model
-        that gets labels.
+        """Whether this call computes the loss. It may do so after the forward, or inside the
+        forward of a model that gets labels.
 
-        A log-softmax or logsumexp inside a submodule with weights does not count, because it may be
-        of scores or of a router. Losses in the layers of transformers do not count either.
+        A log-softmax or logsumexp inside a submodule with weights is not regarded as a loss,
+        because it may belong to attention or to a router. Losses in the layers of transformers are
+        ignored too.
         """
         if call.region != FORWARD:
             return call.region == LOSS
@@ -629,8 +639,9 @@ class ContractChecker:
         )
 
     def _check_buffers_and_tables(self, call: Call, dtype: str, lineage: Lineage) -> None:
-        """Reports two faults of a forward: an addition into a narrow buffer, such as a running
-        mean, and a function of positions or constants that is computed in a narrow dtype.
+        """Reports two faults in a forward. The first fault is an addition into a buffer of a narrow
+        dtype, for example a running mean. The second is a function of positions or constants that
+        is computed in a narrow dtype.
         """
         for target in call.written_tensors:
             full_name = self._buffers.get(storage_address(target))
@@ -664,7 +675,9 @@ class ContractChecker:
             )
 
     def _check_accumulation(self, call: Call, dtype: str) -> None:
-        """Reports gradients that are added in place into a narrower tensor. No cast shows this."""
+        """Reports gradients that are added in place to a tensor of a narrower dtype. There is no
+        cast operator that would show this.
+        """
         for target in call.written_tensors:
             dtype_name = float_dtype_name(target.dtype)
             if (
@@ -686,8 +699,8 @@ class ContractChecker:
     ) -> bool:
         """Whether a dtype is narrower than fp32 and is not declared for this part of the step.
 
-        is_table  whether the tensor holds different numbers; such a table must be fp32 for any
-                  `compute`
+        is_table  whether the tensor is a table, which holds several numbers; a table must be in
+                  fp32 whatever dtype `compute` is
         """
         precision = self.precision
         dtype_name = float_dtype_name(dtype)
@@ -705,8 +718,9 @@ class ContractChecker:
         )
 
     def _check_numbers(self, call: Call) -> None:
-        """Reports numbers that a fill or a ramp (`arange`, `linspace`) writes and rounds. Numbers
-        that the dtype represents exactly, such as 0.5 and -inf, are not reported.
+        """Reports numbers that are rounded when an operator writes them. The operator may fill a
+        tensor with a number or create a sequence (`arange`, `linspace`). Numbers that the dtype
+        represents exactly, such as 0.5 and -inf, are not reported.
         """
         if not call.outputs:
             return
@@ -813,8 +827,8 @@ class ContractChecker:
     def _check_cast_values(
         self, call: Call, values: Tensor, target: Tensor, dtype_name: str
     ) -> None:
-        """Reports whole numbers that the dtype cannot represent (bf16: above 256). For a table it
-        reports any rounded number if the dtype is not `compute`.
+        """Reports whole numbers that the dtype cannot represent (bf16: above 256). For a table with
+        another dtype than `compute`, it reports any number that is rounded.
         """
         values = values[values.isfinite() & (values.abs() < MASK_BOUND * 100)]
         is_whole = not values.is_floating_point() or bool((values == values.round()).all())

@@ -1,14 +1,14 @@
 """`Observer` compares a model, its gradients, its optimizer and its files with a `Precision`, and
 checks the operators of a step.
 
-`watch()` hooks every module and activates the tape for one step only, so that other steps have no
-extra cost. What cannot be observed (`Observation.unseen`, `Observation.unobserved`) is reported
-with the reason and never counted as observed.
+`watch()` installs hooks on every module and a dispatch mode (`tape`) for one step only, so that
+other steps have no extra cost. Some computations cannot be observed. They are reported with the
+reason (`Observation.unseen`, `Observation.unobserved`) and never counted as observed.
 
-The observed steps are the first, every `every`-th, a random one between two of these, and the step
-after a change of the model. Because of the random steps, a module that computes differently in some
-steps only is likely to be found. The choice depends only on the number of the step and the seed, so
-that a resumed run observes the same steps as an uninterrupted one.
+The observer checks the first step, every `every`-th step, one random step between two of these, and
+the step after a change of the model. The random steps make it likely to find a module that computes
+in another dtype in some steps only. The choice depends only on the number of the step and the seed.
+So a resumed run observes the same steps as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ _MODULES_PER_CHECK = 128
 
 
 def is_observed(step: int, *, every: int, seed: int, total: int) -> bool:
-    """Whether `step` (counted from 1) is observed. Every stretch of `every` steps has one random
-    observed step; a run shorter than 3 x `every` steps has three stretches.
+    """Whether `step` (counted from 1) is observed. One random step is observed in every `every`
+    consecutive steps. A run that is shorter than 3 x `every` steps is divided into three parts,
+    with one random step in each.
     """
     if step == 1 or step % every == 0:
         return True
@@ -56,11 +57,11 @@ def is_observed(step: int, *, every: int, seed: int, total: int) -> bool:
 
 
 class ModelChanges:
-    """Detects whether parameters' and buffers' dtypes, hooks, children, classes or instance
-    forwards have changed since `snapshot`.
+    """Detects changes of the model since `snapshot`: other dtypes of parameters or buffers, other
+    hooks, child modules or classes, and forwards that were replaced on an instance.
 
-    Each step compares the next 128 modules, so that the cost does not grow with the model: 300
-    modules take three steps.
+    Each step checks the next 128 modules, so that the cost does not grow with the model. For
+    example, three steps are needed for 300 modules.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -72,7 +73,7 @@ class ModelChanges:
         self._next = 0
 
     def has_changed(self) -> bool:
-        """Whether one of the next modules differs from its state at `snapshot`."""
+        """Whether one of the next modules has changed since `snapshot`."""
         if self._next >= len(self._states):
             self._next = 0
         next_states = self._states[self._next : self._next + _MODULES_PER_CHECK]
@@ -120,8 +121,8 @@ _MASK_VALUES = 8  # a buffer with at most this number of distinct values may be 
 class Observer:
     """Compares a model, its gradients and its optimizer with a `Precision`.
 
-    lora_branch  dtype of the adapters' own products: fp32, or None if fp32 and `compute` are both
-                 allowed
+    lora_branch  dtype of the matrix products with A and B: fp32, or None if fp32 and `compute` are
+                 both allowed
     read_only    further models that a step reads, such as a reference model; their weights are
                  registered as weights
     """
@@ -145,8 +146,8 @@ class Observer:
         }
 
     def has_changed(self) -> bool:
-        """Whether dtypes, hooks, classes or forwards changed since the last observed step. If so,
-        the next step should be observed.
+        """Whether dtypes, hooks, classes or forwards of the model changed since the last step that
+        was observed. If so, the next step should be observed.
         """
         return self._changes.has_changed()
 
@@ -233,8 +234,8 @@ class Observer:
             )
 
     def _observe_buffers(self, observation: Observation) -> None:
-        """Checks floating buffers, which have no role. A table that the module's class creates must
-        be fp32 or wider, and no buffer may be narrowed later.
+        """Checks floating-point buffers, for which no dtype is declared. A table that the module's
+        class creates must be fp32 or wider, and no buffer may be cast to a narrower dtype later.
 
         A buffer that the model's file stores may have the dtype of its weights (MiniMax's decays).
         A buffer that a forward of transformers assigns (CTRL's positions) is not checked here,
@@ -296,7 +297,9 @@ class Observer:
     def observe_task_tensors(
         self, observation: Observation, tensors: Iterable[tuple[str, str, str]]
     ) -> None:
-        """Records (role, tensor, dtype) of the roles that only the run's task has."""
+        """Records the dtypes of tensors that only the task of this run has. `tensors` yields (role,
+        name of the tensor, dtype); the role is the field of the precision that declares the dtype.
+        """
         for role, tensor, dtype in tensors:
             observation.count_dtype(role, tensor, dtype, getattr(self.precision, role))
 
@@ -337,7 +340,7 @@ class Observer:
     ) -> Iterator[Observation]:
         """Checks every operator and the output of every module within this block.
 
-        role  `generate` while tokens are generated
+        role  `generate` while tokens are generated, else `compute`
 
         optimizer, gradient  if given, gradients are recorded just before the update, and optimizer
                              states after the block
@@ -396,8 +399,8 @@ class Observer:
             )
 
     def _observe_product_setting(self, observation: Observation, role: str) -> None:
-        """Reports settings of PyTorch that compute products of fp32 tensors with fewer bits. The
-        dtypes of the operators do not show this.
+        """Reports settings of PyTorch with which matrix products of fp32 tensors are computed in
+        tf32 or bf16. The dtypes of the operators do not show this.
         """
         on_gpu = any(p.device.type == "cuda" for p in self.model.parameters())
         backend = torch.backends.cuda if on_gpu else torch.backends.mkldnn
@@ -451,9 +454,10 @@ class Observer:
     def _output_hook(
         self, observation: Observation, module_name: str, role: str
     ) -> Callable[..., None]:
-        """Makes a hook that counts the dtypes of a module's outputs. The output of a linear layer
-        must have `compute`; wider outputs of other modules are counted as promotions, unless the
-        module's own code makes them from narrower values.
+        """Creates a hook that counts the dtypes of a module's outputs. The output of a linear layer
+        must have the dtype `compute`. If the output of another module has a wider dtype, it is
+        counted as a promotion. It is not counted if the module's own code converts narrower values
+        to this dtype.
         """
         compute = getattr(self.precision, role)
         is_generation = role == "generate"
@@ -515,10 +519,11 @@ def iterate_state_dtypes(
 
 
 def _is_declared_by_class(module: nn.Module, inputs: Any, compute: str) -> bool:
-    """Whether the code of a class of transformers itself makes a wide output, as it makes the
-    tables of a rotation and the scores of a router in fp32. This is so if no input of the module is
-    wider than `compute`, and no parameter except for the weights of its matrix products. The
-    products are in the dtype `compute`, so that a wide weight does not make the output wide.
+    """Whether the code of a class of transformers itself converts an output to a wider dtype. Such
+    code computes the tables of a rotary embedding and the scores of a router in fp32, for example.
+    The function returns True if no input and no parameter of the module is wider than `compute`. It
+    ignores the weights of matrix products: these products are computed in the dtype `compute`, so a
+    wider weight does not lead to a wider output.
     """
     if not type(module).__module__.startswith("transformers.models."):
         return False
@@ -546,8 +551,9 @@ def _is_assigned_in_forward(module: nn.Module, buffer_name: str) -> bool:
 
 
 def _is_table(buffer: Tensor) -> bool:
-    """Whether a buffer holds more than a mask: many different values, or a few that are neither
-    whole numbers nor bounds of a mask.
+    """Whether a buffer is a table of numbers and not a mask. A table has many different values, or
+    a few values that are neither whole numbers nor infinite or very large numbers, as a mask may
+    have.
     """
     values = dense_values(buffer.detach())
     if values is None or values.numel() < 2:

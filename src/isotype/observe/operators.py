@@ -1,7 +1,7 @@
-"""The effect of PyTorch's operators on dtypes, by their ATen names without overload and trailing
-underscore.
+"""Lists the effects of PyTorch's operators on dtypes. An operator is listed by its ATen name
+without overload and trailing underscore.
 
-An operator in none of the sets is elementwise arithmetic.
+An operator that is in none of the lists is elementwise arithmetic.
 """
 
 from __future__ import annotations
@@ -126,11 +126,11 @@ class Operator:
     kind          its effect on dtypes
     foreign_name  its full name if it is not one of PyTorch's operators
     writes        whether each argument is written
-    is_product    whether it is a product, and not the backward of one
+    is_product    whether it is a matrix product (and not the backward of one)
     is_factory    whether it takes no tensor; `is_lift` is True if it brings memory from outside
     is_view       whether its result shares memory with its input
-    on_call       a reader's hook, called with (op, args, kwargs) before the operator; its result is
-                  passed to `on_return`
+    on_call       a function that is called with (op, args, kwargs) before the operator; its result
+                  is passed to `on_return`
     """
 
     __slots__ = (
@@ -196,8 +196,8 @@ class Operator:
         self.on_return: Any = None
 
     def has_contract(self, base: str) -> bool:
-        """Whether a foreign operator is one of Isotype's, or one of the quantisation library that
-        the declared `base` needs.
+        """Whether an operator that is not PyTorch's belongs to Isotype, or to the quantisation
+        library that the declared `base` needs.
         """
         full_name = self.foreign_name or ""
         return full_name in CONTRACTED or base in QUANTISATION_LIBRARIES.get(
@@ -233,7 +233,7 @@ def iterate_floating(named_values: list[tuple[str, Any]]) -> Iterator[tuple[str,
 
 def floating_operands(args: tuple) -> list[Tensor]:
     """Lists the floating tensors of positional arguments, also those directly inside lists. It is
-    the fast form of `Operator.operands`.
+    faster than `Operator.operands`.
     """
     operands = []
     for value in args:

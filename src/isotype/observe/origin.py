@@ -1,5 +1,6 @@
 """Finds whose code called an operator: the first frame of the Python stack that belongs neither to
-PyTorch nor to an observer. It also finds a program's own code in an optimizer's update.
+PyTorch nor to an observer. This module also finds code of the user's program that an optimizer's
+update runs.
 """
 
 from __future__ import annotations
@@ -154,8 +155,8 @@ def find_caller(*, skip_deferred_frames: bool = False) -> Caller:
 
 
 def is_library_forward(module: nn.Module) -> bool:
-    """Whether a module's forward, that of its class and one set on the instance, is code of
-    transformers, PEFT, accelerate, bitsandbytes or Isotype.
+    """Whether the forward of a module is code of transformers, PEFT, accelerate, bitsandbytes or
+    Isotype. Both the forward of its class and a forward that is set on the instance are checked.
     """
     files = set()
     for forward in (type(module).forward, module.__dict__.get("forward")):
@@ -182,10 +183,11 @@ _OPTIMIZER_LIBRARIES = (
 
 
 def find_custom_update(optimizer: Any) -> str | None:
-    """Returns the name of a program's own code that an update of this optimizer runs: the
-    optimizer's class, a replaced `step`, or a hook. None if there is none.
+    """Returns the name of code of the user's program that an update of this optimizer runs. This
+    may be the optimizer's class, a replaced `step`, or a hook. Returns None if there is no such
+    code.
 
-    An unknown library counts as a program's own code.
+    An unknown library counts as part of the user's program.
     """
     if type(optimizer).__module__.startswith("accelerate."):
         return find_custom_update(optimizer.optimizer)
@@ -202,8 +204,8 @@ def find_custom_update(optimizer: Any) -> str | None:
 
 
 def find_custom_gradient_hook(parameters: Iterable[Any]) -> str | None:
-    """Returns the name of a program's own hook that runs when a gradient has arrived, such as one
-    that updates the weight in backward.
+    """Returns the name of a hook of the user's program that runs when a gradient is accumulated. An
+    example is a hook that updates the weight during backward.
     """
     hooks = (
         hook
@@ -214,8 +216,8 @@ def find_custom_gradient_hook(parameters: Iterable[Any]) -> str | None:
 
 
 def _is_optimizer_library(value: Any) -> bool:
-    """Whether a class, or a function with everything that it wraps, belongs to a known library.
-    Wrapped functions are checked too, because `functools.wraps` copies the module's name.
+    """Whether a class or a function belongs to a known library. The functions that a function wraps
+    are checked too, because `functools.wraps` copies the name of their module.
     """
     while isinstance(value, functools.partial):
         value = value.func
@@ -259,7 +261,7 @@ class Site(NamedTuple):
 
 
 def innermost_site() -> Site | None:
-    """The innermost running line that is neither PyTorch's, Python's nor an observer's."""
+    """Returns the innermost running line that is not in code of PyTorch, Python or an observer."""
     frames = (
         frame
         for frame in running_frames()
@@ -269,7 +271,7 @@ def innermost_site() -> Site | None:
 
 
 def call_sites(depth: int = 1) -> list[Site]:
-    """All lines on the stack except those of an observer, innermost first."""
+    """Returns all running lines of the stack except those in an observer, innermost first."""
     return [
         Site(frame.f_code, frame.f_lineno)
         for frame in running_frames(depth + 1)
@@ -286,7 +288,9 @@ def running_frames(depth: int = 1) -> Iterator[FrameType]:
 
 
 def site_place(site: Site | None, symbol: str | None = None) -> Place:
-    """The place of a finding: the line with `symbol`, or else with the name of its function."""
+    """Returns the place to which a message of the doctor points. It has the file, the line, and
+    `symbol` or else the name of the function.
+    """
     if site is None:
         return Place(symbol=symbol or None)
     return Place(file=site.file, line=site.line, symbol=symbol or site.function)
@@ -309,8 +313,8 @@ def is_library_file(file: str) -> bool:
 
 
 def may_be_at_fault(file: str) -> bool:
-    """Whether a check reports faults of this file. No faults are reported for the files of torch,
-    Triton, NumPy, the standard library and test runners.
+    """Whether a check reports faults in this file. It reports none in files of torch, Triton,
+    NumPy, the standard library and test runners.
     """
     for mark in _PACKAGE_FOLDERS:
         if mark in file:
@@ -324,7 +328,9 @@ def innermost_user_site(stack: list[Site]) -> Site | None:
 
 
 def read_statement(site: Site) -> str:
-    """The whole statement at a line, joined to one line (a call may span several)."""
+    """Returns the whole statement at a line as a single line. In the file, the statement may span
+    several lines.
+    """
     lines = linecache.getlines(site.file)
     try:
         tree = ast.parse("".join(lines))

@@ -1,6 +1,7 @@
-"""`Observation` holds the result of one observation of a run: the dtypes, the violations, and what
-could not be observed, with the reason. This file also merges observations into the record that
-`precision.json` stores. The record has the last observed state of each role, and every place that
+"""`Observation` holds the result of one observation of a run. It contains the dtypes, the
+violations, and a list of what could not be observed, each with the reason. This file also merges
+observations into the record that `precision.json` stores. For each role (a field of the precision,
+such as `compute`), the record has the last state that was observed. It also lists every place that
 cannot be observed.
 """
 
@@ -58,17 +59,17 @@ _CAUSES["generate"] = _CAUSES["compute"]
 class Observation:
     """The result of observing one step or one set of files.
 
-    dtypes       role -> dtype -> count of parameters, gradients, states, products, norm calls or
-                 tensors of files
-    unseen       role -> reason -> count of the tensors or calls of that role that could not be
+    dtypes       role (a field of the precision) -> dtype -> number of parameters, gradients,
+                 states, matrix products, calls of norms, or tensors in files
+    unseen       role -> reason -> number of the tensors or calls of that role that could not be
                  observed
-    total        role -> count of all tensors or calls of that role, counted independently; equal to
-                 the sum of `dtypes` and `unseen`
-    violations   findings where the dtype differs from the declared one
-    promotions   module outputs wider than `compute` that the declaration allows: (module, dtype),
-                 counted
-    arithmetic   arithmetic on activations in another dtype than `compute`, outside norms: (operator
-                 in module, dtype), counted
+    total        role -> number of all tensors or calls of that role; it is counted independently,
+                 and equals the sum of `dtypes` and `unseen`
+    violations   the reports of dtypes that differ from the declared ones
+    promotions   (module, dtype) -> number of module outputs that are wider than `compute`, which
+                 the declared precision allows
+    arithmetic   (operator in module, dtype) -> number of calls that compute with activations in
+                 another dtype than `compute`, outside norms
     unobserved   place -> why the arithmetic there cannot be observed
     """
 
@@ -83,7 +84,9 @@ class Observation:
     _reported: set[tuple[str, ...]] = field(default_factory=set)
 
     def raise_if_violated(self) -> None:
-        """Raises DtypeError DT003 naming tensor, module and both dtypes, if there is a violation."""
+        """Raises DtypeError DT003 if there is a violation. The message names the tensor, the module
+        and both dtypes.
+        """
         if self.violations:
             worst = self.violations[0]
             if len(self.violations) > 1:
@@ -102,10 +105,10 @@ class Observation:
         allowed: tuple[str, ...] = (),
         **details: Any,
     ) -> None:
-        """Counts one tensor or call of a role, and reports a violation if its dtype is neither the
-        declared one nor in `allowed`.
+        """Counts one tensor or call. Reports a violation if its dtype is neither the declared one
+        nor in `allowed`. `role` is the field of the precision that declares the dtype.
 
-        details  `report`'s cause, file and line
+        details  the arguments `cause`, `file` and `line` of `report`
         """
         self.dtypes[role][dtype] += 1
         self.total[role] += 1
@@ -120,7 +123,9 @@ class Observation:
             )
 
     def count_unseen(self, role: str, reason: str) -> None:
-        """Counts one tensor or call of a role that cannot be observed."""
+        """Counts one tensor or call that cannot be observed. `role` is the field of the precision
+        that declares its dtype.
+        """
         self.unseen[role][reason] += 1
         self.total[role] += 1
 
@@ -138,15 +143,15 @@ class Observation:
         file: str | None = None,
         line: int | None = None,
     ) -> None:
-        """Adds a violation, unless one with the same message exists.
+        """Adds a violation, unless there is already one with the same message.
 
-        role      the part of the precision whose dtype is violated, such as `compute`
-        location  the name of the module, tensor or function, which is the finding's `symbol`
+        role      the field of the precision that declares the dtype, such as `compute`
+        location  the name of the module, tensor or function; the report shows it as `symbol`
         observed  the dtype that was found
-        declared  the role's dtype
-        rule      the broken rule, if it is not the dtype of a role
-        cause     by default the usual cause for this role
-        fix       by default the advice to find the cast or to declare the dtype
+        declared  the dtype that the precision declares
+        rule      the broken rule, if it is another rule than the declared dtype
+        cause     the cause; by default the usual cause for this role
+        fix       the advice; by default to find the cast or to declare the dtype
         """
         if (role, message) in self._reported:
             return
@@ -253,13 +258,13 @@ def to_file_record(
     extra_reasons: Mapping[str, str] | None = None,
     extra_unwatched: Iterable[str] = (),
 ) -> dict[str, Any]:
-    """Converts the record to the form of `precision.json`, in which `unobserved` names the roles
+    """Converts the record to the content of `precision.json`. There, `unobserved` lists the roles
     and places that were not observed, each with the reason.
 
-    compute          the declared dtype of products; for fp16 the record says that zeros are not
-                     counted
-    extra_reasons    role -> why it was not observed, for further roles
-    extra_unwatched  further descriptions of what is not watched
+    compute          the declared dtype of matrix products; for fp16 the file says that zeros are
+                     not counted
+    extra_reasons    further roles that were not observed -> the reason
+    extra_unwatched  descriptions of further computations that are not watched
     """
     reasons = UNSEEN_REASONS | dict.fromkeys(task_roles, UNSEEN_OF_TASK) | dict(extra_reasons or {})
     roles = {

@@ -1,9 +1,10 @@
-"""The tape is a dispatch mode and a function mode that pass every operator and function call to a
-reader. This file also has the stack of running modules.
+"""Passes every call of an operator and of a PyTorch function to a callback, which is called a
+reader. `Tape` is the dispatch mode for operators, and `FunctionTape` the mode for functions. This
+file also keeps the stack of running modules.
 
-Readers are the contract of an observed step (`contract`), `isotype doctor trace` and `isotype
-doctor conform`. A reader calls each operator itself, so that it can act before and after the call
-and at an error, or compute something else.
+The dtype checks of a training step (`contract`), `isotype doctor trace` and `isotype doctor
+conform` are readers. A reader calls each operator itself. So it can act before the call, after the
+call and after an error, or compute something else.
 """
 
 from __future__ import annotations
@@ -38,15 +39,16 @@ RunOperator = Callable[[Operator, tuple, dict], Any]
 
 
 def mark_observing(hook: Any) -> Any:
-    """Marks a hook that changes nothing. With any other hook a fused layer falls back to PEFT's
-    code, which must not happen in an observed step.
+    """Marks a hook that does not change any value. A fused layer with a hook that is not marked
+    runs PEFT's code instead. This must not happen in a step that is observed.
     """
     hook.observes = True
     return hook
 
 
 class Tape(TorchDispatchMode):
-    """Passes each operator to `run(op, args, kwargs)`, which calls it and returns its result.
+    """Passes each operator to `run(op, args, kwargs)`, which calls the operator and returns its
+    result.
 
     on_new_operator  called once with each operator, before its first call
     """
@@ -79,7 +81,9 @@ class Tape(TorchDispatchMode):
 
 
 class _CompilerHiddenTape(Tape):
-    """The same mode, which PyTorch's compiler skips; otherwise it would compile the mode itself."""
+    """The same mode as `Tape`, except that PyTorch's compiler ignores it. Otherwise the compiler
+    would compile the code of the mode.
+    """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -90,7 +94,7 @@ class _CompilerHiddenTape(Tape):
 
 
 def make_tape(run: RunOperator) -> Tape:
-    """Creates a tape that also works in a program that compiles parts of itself."""
+    """Creates a tape that also works in a program that uses `torch.compile`."""
     return (_CompilerHiddenTape if "torch._dynamo" in sys.modules else Tape)(run)
 
 
@@ -114,7 +118,7 @@ class ModuleCall:
     """A running call of a module.
 
     was_autocast_on  whether autocast was on when it began
-    sum_dtypes  dtype of the sums, powers and roots in it -> the first caller
+    sum_dtypes  dtype of a sum, power or root that the module computes -> the first caller
     """
 
     name: str
@@ -131,12 +135,12 @@ class ModuleStack:
 
     @property
     def module(self) -> str:
-        """The name of the innermost running module."""
+        """Returns the name of the innermost running module."""
         return self.stack[-1].name if self.stack else ""
 
     def pop(self, module: nn.Module) -> ModuleCall | None:
-        """Removes the call of a module from the stack, together with calls inside it that an
-        exception ended.
+        """Removes the call of a module from the stack. Calls inside it that ended with an exception
+        are removed too.
         """
         while self.stack:
             call = self.stack.pop()
@@ -145,19 +149,19 @@ class ModuleStack:
         return None
 
     def innermost_call(self, predicate: Callable[[nn.Module], bool]) -> ModuleCall | None:
-        """The innermost call of a module that satisfies the predicate."""
+        """Returns the innermost call of a module that satisfies the predicate."""
         return next((call for call in reversed(self.stack) if predicate(call.module)), None)
 
 
 class StepTracker(ModuleStack):
-    """Tracks the running modules of one model, and which part of its step runs: forward, loss,
-    backward, work on gradients, or update.
+    """Tracks the running modules of one model. It also tracks which part of the training step is
+    running: forward, loss, backward, work on gradients, or update.
 
-    A recomputation is a forward inside backward: its module is on the stack, so it counts as
-    forward.
+    A recompute of gradient checkpointing runs a forward inside backward. It counts as forward,
+    because its module is on the stack.
 
     on_inputs  called with the arguments of an outermost module
-    on_exit    called with each module call when it ends
+    on_exit    called with a module call when the call ends
     """
 
     def __init__(self, model: nn.Module, *, on_exit: Callable[[ModuleCall], None]) -> None:
@@ -188,9 +192,9 @@ class StepTracker(ModuleStack):
         return call is not None and all(module is not model for module in call.module.modules())
 
     def is_autocast_off_by_library(self) -> bool:
-        """Whether code of transformers has switched autocast off inside one of its modules. A model
-        family does so to compute in fp32 under any precision (Flint's scores, HY V4's mixing of
-        streams).
+        """Whether code of transformers has switched autocast off inside one of its modules. Some
+        model families do this to compute in fp32 whatever the precision is. For example, Flint does
+        it for its scores and HY V4 for mixing its streams.
         """
         if torch.is_autocast_enabled(self._device_type):
             return False

@@ -1,5 +1,6 @@
-"""Describes the values of an observed step: the tensors in nested arguments, their storage, their
-lineage (which inputs each was computed from), and one call of an operator.
+"""Describes the values of a training step that is observed. It finds the tensors in nested
+arguments and their storage, and describes one call of an operator. For each tensor it tracks the
+lineage, that is, whether it was computed from inputs, weights or buffers.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ _REAL_DTYPES = {
 
 
 def float_dtype_name(dtype: torch.dtype) -> str | None:
-    """The name of a floating dtype, or that of a complex dtype's real and imaginary part; else
-    None.
+    """Returns the name of a floating-point dtype. For a complex dtype, returns the name of the
+    dtype of its real and imaginary parts. Returns None for other dtypes.
     """
     real_dtype = _REAL_DTYPES.get(dtype, dtype)
     return format_dtype(real_dtype) if real_dtype.is_floating_point else None
@@ -62,8 +63,8 @@ def floating_tensors(output: object) -> list[Tensor]:
 
 
 def storage_tensor(tensor: Tensor) -> Tensor | None:
-    """Returns the tensor whose storage holds the values: the tensor itself, or the values of a
-    sparse tensor. None for oneDNN's layout, which has no storage.
+    """Returns the tensor whose storage holds the values. This is the tensor itself, or the values
+    of a sparse tensor. Returns None for oneDNN's layout, which has no storage.
     """
     if tensor.layout is torch.strided:
         return tensor
@@ -73,9 +74,9 @@ def storage_tensor(tensor: Tensor) -> Tensor | None:
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Whether the tensor's class computes with tensors of another dtype than its own, as the
-    classes of quantisation libraries do. Subclasses of PyTorch (sharded and nested tensors) and of
-    Isotype compute in their own dtype.
+    """Whether the tensor's class may compute in another dtype than the tensor's own dtype. The
+    tensor classes of quantisation libraries do so. Tensor classes of PyTorch (sharded and nested
+    tensors) and of Isotype compute in their own dtype.
     """
     kind = type(tensor)
     if kind is Tensor or kind is torch.nn.Parameter:
@@ -85,8 +86,8 @@ def is_wrapper(tensor: Tensor) -> bool:
 
 
 def dense_values(tensor: Tensor) -> Tensor | None:
-    """Returns the tensor's values as a dense tensor. None for the meta device, nested tensors and
-    oneDNN's layout.
+    """Returns the tensor's values as a dense tensor. Returns None for the meta device, nested
+    tensors and oneDNN's layout.
     """
     values = storage_tensor(tensor)
     if values is None or values.is_nested or values.device.type == "meta":
@@ -95,7 +96,7 @@ def dense_values(tensor: Tensor) -> Tensor | None:
 
 
 def storage_address(tensor: Tensor) -> int:
-    """The address of the tensor's storage; 0 if it has none."""
+    """Returns the address of the tensor's storage, or 0 if it has none."""
     try:
         values = storage_tensor(tensor)
         if values is None:
@@ -107,13 +108,14 @@ def storage_address(tensor: Tensor) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """The origin of a value.
+    """Describes what a value was computed from.
 
     sources    bits INPUT, WEIGHT, BUFFER and FLOAT_INPUT: the kinds of tensors from which it was
                computed
-    additions  the number of narrow additions of Python code in backward that it contains
-    products   numbers of the products outside `compute` that it depends on and whose use is not
-               known yet
+    additions  the number of additions in a narrow dtype that Python code in backward made to
+               compute it
+    products   the numbers of matrix products on which the value depends, if these products are not
+               in the dtype `compute` and their use is not known yet
     """
 
     sources: int = 0
@@ -122,8 +124,8 @@ class Lineage:
 
     @property
     def is_activation(self) -> bool:
-        """Whether the value depends on both the model's inputs and its weights, as every hidden
-        state does, or on an input of floats.
+        """Whether the value is an activation. An activation depends on both the inputs and the
+        weights of the model, as every hidden state does, or on a floating-point input.
         """
         return (
             bool(self.sources & FLOAT_INPUT) or (self.sources & (INPUT | WEIGHT)) == INPUT | WEIGHT
@@ -134,7 +136,7 @@ EMPTY_LINEAGE = Lineage()
 
 
 def merge_lineages(lineages: list[Lineage]) -> Lineage:
-    """Merges the lineages of several values into that of a value that was computed from them."""
+    """Returns the lineage of a value that was computed from several values with these lineages."""
     if len(lineages) < 2:
         return lineages[0] if lineages else EMPTY_LINEAGE
     sources = 0
@@ -148,11 +150,11 @@ def merge_lineages(lineages: list[Lineage]) -> Lineage:
 
 
 class Lineages:
-    """A table from storage to lineage.
+    """Stores the lineage (see `Lineage`) of each tensor's memory.
 
-    The lineage belongs to a storage, not to a tensor, so that views and in-place operators need no
-    special rules. A weak reference prevents that the storage's address is reused, but does not keep
-    its memory.
+    A lineage is stored for each storage and not for each tensor, so that views and in-place
+    operators need no special rules. A weak reference to the storage prevents PyTorch from reusing
+    its address, but does not keep its memory alive.
     """
 
     def __init__(self) -> None:
@@ -179,8 +181,8 @@ class Lineages:
         )
 
     def set_weights(self, model: nn.Module) -> None:
-        """Sets the lineage of weights, of their gradients, and of the scales of quantised weights,
-        which may be quantised too.
+        """Records that the model's weights, their gradients and the scales of quantised weights are
+        weights. The scales may themselves be quantised.
         """
         tensors = [*gathered_weights(model)]
         for parameter in model.parameters():
@@ -194,13 +196,14 @@ class Lineages:
 
 
 class Call:
-    """One call of an operator: its inputs and outputs, its caller, and the region of the step.
+    """Describes one call of an operator: its inputs and outputs, its caller, and the part of the
+    training step in which it runs.
 
     checker          the `contract.ContractChecker` that checks the call
     op               the operator
     args, kwargs     its arguments
     inputs, outputs  the tensors in its arguments and results
-    region           the region of the step in which it runs (`tape.FORWARD`, ...)
+    region           the part of the training step in which it runs (`tape.FORWARD`, ...)
     module           the name of the running module; "" outside of modules
     role             the part of the precision (`compute`, `loss`, `grads`, `optimizer`, ...) that
                      declares the dtype of the call
@@ -242,13 +245,13 @@ class Call:
 
     @cached_property
     def written_tensors(self) -> list[Tensor]:
-        """The tensors into which the call writes."""
+        """Returns the tensors into which the call writes."""
         written_arguments = [value for writes, value in zip(self.op.writes, self.args) if writes]
         return collect_tensors([*written_arguments, self.kwargs.get("out")], [])
 
     def dtype(self) -> str | None:
-        """The dtype of the arithmetic: the requested dtype, else the dtype to which the operands
-        are promoted. None if no operand is floating.
+        """Returns the dtype of the arithmetic. This is the dtype that the call requests, or else
+        the dtype to which the operands are promoted. Returns None if no tensor is floating-point.
         """
         requested_dtype = self.kwargs.get("dtype")
         if requested_dtype is not None and self.op.kind in (SUM, CREATE):
@@ -273,8 +276,8 @@ class Call:
         return float_dtype_name(dtype)
 
     def written_numbers(self) -> list[Any]:
-        """The numbers that the operator writes: its Scalar arguments, and wider tensors that hold a
-        single number.
+        """Returns the numbers that the operator writes. These are its Scalar arguments, and tensors
+        of a wider dtype that hold a single number.
         """
         schema = getattr(self.op.func, "_schema", None)
         arguments = schema.arguments if schema is not None else []
@@ -297,8 +300,8 @@ class Call:
         return scalars + [float(t) for t in wider_scalars if output.dim()]
 
     def contains_number(self, number: complex) -> bool:
-        """Whether the result contains this number. A bound of a clamp, for example, may not occur
-        in it.
+        """Whether the result contains this number. For example, the bound of a clamp may not occur
+        in the result.
         """
         output = self.outputs[0]
         return self.op.kind == CREATE or bool((output == torch.tensor(number).to(output)).any())
@@ -311,8 +314,8 @@ class Call:
         )
 
     def rounds_ramp(self) -> bool:
-        """Whether the ramp that the operator creates (arange, linspace) has other values than the
-        same ramp in fp32.
+        """Whether the sequence that the operator creates (arange, linspace) has other values than
+        the same sequence in fp32.
         """
         output = self.outputs[0]
         dtype_arguments = (
@@ -327,7 +330,8 @@ class Call:
         return not torch.equal(collect_tensors(exact, [])[0], output.float())
 
     def is_inexact(self) -> bool:
-        """Whether the same operator on widened operands gives different values."""
+        """Whether the same operator gives different values if its operands are converted to fp32.
+        """
         if any(self.op.writes) or self.outputs[0].numel() > MAX_RECOMPUTED_ELEMENTS:
             return True
 
@@ -350,7 +354,9 @@ class Call:
         return not torch.equal(wide.float().nan_to_num(), values.float().nan_to_num())
 
     def operand_dtype_reason(self, dtype_name: str) -> str:
-        """Explains why the operands of a product have this dtype. Call it while the product runs."""
+        """Explains why the operands of a matrix product have this dtype. Call it while the product
+        runs.
+        """
         device = self.outputs[0].device.type
         if not torch.is_autocast_enabled(device):
             return "its operands have that dtype, and no autocast is on there"
@@ -363,7 +369,9 @@ class Call:
         )
 
     def report(self, role: str, message: str, *, observed: str, cause: str, rule: str = "") -> None:
-        """Adds a violation of the declared dtype of `role` at the call (`Observation.report`)."""
+        """Reports that this call violates the dtype that is declared for `role`
+        (`Observation.report`).
+        """
         caller_suffix = f" at {self.caller.file_and_line}" if self.caller.kind != AUTOGRAD else ""
         self.observation.report(
             role,
