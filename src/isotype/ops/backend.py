@@ -1,9 +1,9 @@
-"""The dtype in which an op computes, and the choice of its implementation.
+"""Decides in which dtype an op computes and which implementation runs.
 
-An op reads autocast's dtype and then switches autocast off. It has several implementations: Triton
-kernels on a GPU, C++ kernels on a CPU, and plain PyTorch elsewhere. An op has first derivatives
-only: it rejects `torch.func`, forward-mode AD and `create_graph=True`. The op's reference, in plain
-PyTorch, has derivatives of any order.
+An op reads autocast's dtype and then switches autocast off. It runs Triton kernels on a GPU, C++
+kernels on a CPU, and plain PyTorch in all other cases. An op has first derivatives only. It rejects
+`torch.func`, forward-mode AD and `create_graph=True`. The op's reference, in plain PyTorch, has
+derivatives of any order.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def autocast_off(x: Tensor) -> AbstractContextManager[object]:
-    """Switches autocast off on `x`'s device; costs nothing where it is already off."""
+    """Switches autocast off on `x`'s device. This costs nothing if autocast is already off."""
     device_type = x.device.type
     if device_type == "meta":
         if planned_device.is_planned(x.device):
@@ -92,10 +92,10 @@ def arithmetic_dtype(*dtypes: torch.dtype) -> torch.dtype:
 
 def cast_output(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns `x` in `dtype`, or `x` itself if it already has that dtype. The forward of an
-    autograd function casts its result with it.
+    autograd function uses this function to cast its result.
 
-    In a compiled graph of torch 2.11, the input and the output of a `.to` that changes nothing get
-    a gradient of zero, without an error.
+    `x.to(dtype)` must not be used here if it changes nothing. In a compiled graph of torch 2.11,
+    its input and its output would get a gradient of zero, without an error.
     """
     if x.dtype == dtype:
         return x
@@ -103,19 +103,20 @@ def cast_output(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def unsafe_view(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """Returns `x` in another shape, in the same memory. The forward of an autograd function
-    reshapes its result with it.
+    """Returns `x` in another shape, in the same memory. The forward of an autograd function uses
+    this function to reshape its result.
 
-    PyTorch rejects in-place writes to an ordinary view that forward returns, and some models write
-    in place (OLMo clamps its queries). `F.linear` returns an unsafe view too.
+    If forward returns an ordinary view, PyTorch rejects in-place writes to it. Some models make
+    such writes (OLMo clamps its queries in place). `F.linear` returns an unsafe view too.
     """
     reshaped: Tensor = _UNSAFE_VIEW_OP(x, list(shape))
     return reshaped
 
 
 def empty_rows_like(x_BNSD: Tensor) -> Tensor:
-    """Returns an empty tensor whose dimensions have the same order in memory as those of x. A
-    projection's [B S N D], viewed as [B N S D], then needs no copy before the output projection.
+    """Returns an empty tensor whose dimensions have the same order in memory as those of x. For
+    example, x may be [B N S D] and a view of a projection's output [B S N D]. The result can then
+    be the input of the output projection without a copy.
     """
     y_BNSD = torch.empty_like(x_BNSD)
     if y_BNSD.stride(-1) == 1:
@@ -166,7 +167,8 @@ _unavailable_reasons: dict[torch.device, str] = {}
 
 
 def kernel_unavailable_reason(device: torch.device) -> str:
-    """Why the ops' Triton kernels do not run on this CUDA device, or "".
+    """Returns the reason why the Triton kernels of ops do not run on this CUDA device, or "" if
+    they run.
 
     The first call compiles and launches a tiny kernel, since Triton may be installed without a C
     compiler or a driver. A reason is cached if it is permanent, such as a missing package or
@@ -190,8 +192,8 @@ def kernel_unavailable_reason(device: torch.device) -> str:
 
 
 def _run_probe(device: torch.device) -> tuple[str, bool]:
-    """Launches the probe. Returns (the reason why no kernel runs, which is "" if it runs; whether
-    this reason is permanent).
+    """Launches a small kernel as a test. Returns (the reason why it does not run, or "" if it does;
+    whether this reason is permanent).
     """
     try:
         from .launch import probe
@@ -281,8 +283,8 @@ def uses_fused_kernel(x: Tensor) -> bool:
 
 @cache
 def _device_has_fp32_output(operand: torch.dtype, device_type: str, index: int | None) -> bool:
-    """Whether a product of bf16 or fp16 can return its fp32 sums (`out_dtype`). This needs CUDA,
-    and for bf16 a compute capability of at least 8.0.
+    """Whether a matrix product of bf16 or fp16 operands can return its fp32 sums (`out_dtype`).
+    This needs CUDA, and for bf16 a compute capability of at least 8.0.
     """
     if device_type != "cuda" or operand not in (torch.bfloat16, torch.float16):
         return False
@@ -293,7 +295,8 @@ def _device_has_fp32_output(operand: torch.dtype, device_type: str, index: int |
 
 
 def has_fp32_output(operand: torch.dtype, device: torch.device) -> bool:
-    """Whether a matrix product of this dtype can return its fp32 sums on this device."""
+    """Whether a matrix product with operands of this dtype can return its fp32 sums on this device.
+    """
     check: Callable[..., bool] = _device_has_fp32_output
     if torch.compiler.is_compiling():
         # Dynamo traces the body of a cached function, and warns about the cache
@@ -303,7 +306,7 @@ def has_fp32_output(operand: torch.dtype, device: torch.device) -> bool:
 
 def can_count_rows(x: Tensor) -> bool:
     """Whether the host can count the elements of `x` that fulfil a condition without waiting for a
-    device. That is so on a CPU only.
+    device. It can only do so if `x` is on a CPU.
     """
     return planned_device_type(x.device) == "cpu"
 
@@ -345,9 +348,10 @@ def direct_apply(function: type[Function]) -> Callable[..., Any]:
 def apply_function(function: type[Function], *args: Any) -> Any:
     """Calls `function.apply(*args)` in less time, for an autograd function without `setup_context`.
 
-    Outside torch.func and compiled graphs, `Function.apply` searches every argument for tensors of
-    a torch.func transform, and the dispatcher searches them again. A decoder layer with adapters
-    makes 150 such calls. With 20 arguments, `Function.apply` takes 28 us and this function 15 us.
+    `Function.apply` searches every argument for tensors of a torch.func transform, and PyTorch's
+    dispatcher then searches them again. Outside torch.func and compiled graphs, this function calls
+    the dispatcher directly. A decoder layer with adapters makes 150 such calls. With 20 arguments,
+    `Function.apply` takes 28 us and this function 15 us.
     """
     if torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active():
         return function.apply(*args)
@@ -358,8 +362,8 @@ def apply_function(function: type[Function], *args: Any) -> Any:
 
 def refuse_second_derivative(op: str) -> None:
     """Raises UsageError for `create_graph=True` in a backward whose result has no graph. PyTorch's
-    `once_differentiable` raises only when a later `backward` reaches its node, and
-    `torch.autograd.grad` treats the missing derivative as zero.
+    `once_differentiable` is not enough. It only raises an error when a later `backward` reaches
+    this part of the graph, and `torch.autograd.grad` treats the missing derivative as zero.
     """
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise UsageError(

@@ -25,7 +25,7 @@ class OpContract:
     inside     dtype of the arithmetic (fp64 when the inputs are fp64)
     grads      the dtype of each returned gradient; `F` is the letter of an input's dtype in the
                signature
-    autocast   the effect of autocast; `Autocast` lists the values
+    autocast   the effect of autocast; `Autocast` lists the possible values
     """
 
     signature: str
@@ -44,7 +44,7 @@ class OpContract:
 
     @property
     def inputs(self) -> dict[str, TensorSpec]:
-        """Name -> spec, in call order."""
+        """Maps the name of each input to its spec, in call order."""
         inputs = self.signature.split("->")[0]
         pairs = (part.split(":", 1) for part in inputs.split(",") if part.strip())
         return {name.strip(): TensorSpec.parse(spec) for name, spec in pairs}

@@ -2,8 +2,8 @@
 first needed. If the build fails, plain PyTorch runs instead, and the manifest (the list of what
 `optimize` replaced) says so.
 
-A row-wise formula in plain PyTorch reads and writes wide tensors at every step; a fused kernel
-reads and writes each narrow tensor once. The built libraries are stored on disk and shared by
+In plain PyTorch, each operation of a row-wise formula reads and writes whole fp32 tensors. A fused
+kernel reads and writes each bf16 tensor once. The built libraries are stored on disk and shared by
 processes.
 """
 
@@ -42,7 +42,7 @@ BUILD_MESSAGE_DELAY_S = 5.0
 
 
 class BuildError(Exception):
-    """No library could be built. The message is the reason, in one line."""
+    """Raised if no library can be built. The message gives the reason in one line."""
 
 
 @cache
@@ -54,12 +54,12 @@ def cpu_compiler() -> str | None:
 
 
 def library_folder() -> Path:
-    """Returns the folder in which libraries are stored: ISOTYPE_CACHE, or `isotype` in the user's
-    cache folder, or a temporary folder. A folder that cannot be written, or that other users can
-    change, is skipped.
+    """Returns the folder in which libraries are stored. This is the folder that ISOTYPE_CACHE
+    names, or `isotype` in the user's cache folder, or a temporary folder. A folder is skipped if
+    this user cannot write to it or if other users can.
 
-    ISOTYPE_CACHE=none means that tokens are not cached (`data.cache`). Libraries are then stored in
-    the temporary folder, since a library must be a file.
+    ISOTYPE_CACHE=none means that tokens are not cached (`data.cache`). Libraries are still stored,
+    in the temporary folder, because a library can only be loaded from a file.
 
     Raises  BuildError
     """
@@ -101,7 +101,7 @@ def warn_of_shared_folder(reason: str) -> None:
 @cache
 def machine_signature(compiler: str) -> str:
     """Returns a text that identifies the compiler and the processor. Two machines with different
-    texts may need different builds of a source.
+    texts may need different builds of the same source.
     """
     version = subprocess.run(
         [compiler, "--version"], capture_output=True, text=True, check=False
@@ -118,8 +118,8 @@ def machine_signature(compiler: str) -> str:
 
 
 def load_or_build_library(source: Path) -> ctypes.CDLL:
-    """Loads the library of `source`. The library is built first, unless a build of the same text
-    (with headers), compiler and processor is stored.
+    """Loads the library of `source`. If there is no stored build for the same source text, headers,
+    compiler and processor, the library is built first.
 
     Raises  BuildError
     """
@@ -185,8 +185,8 @@ def hold_file_lock(path: Path) -> Iterator[None]:
     """Holds a file lock within the block, so that one process builds while other processes of the
     machine (ranks of a run, test workers) wait.
 
-    Without `flock` (on Windows) every process builds. Each result is renamed into place, so that
-    the last one replaces the others and no file is incomplete.
+    Without `flock` (on Windows) every process builds. Each process writes to a temporary file and
+    then renames it. So the last result replaces the others, and no file is incomplete.
     """
     try:
         import fcntl
@@ -251,8 +251,8 @@ def fallback_reasons() -> dict[str, str]:
 
 
 class CppKernels:
-    """The functions of the C++ source in the folder of the module `file`. Each function is declared
-    as a string with one letter per argument:
+    """Calls the functions of the C++ source that is in the same folder as the module `file`. Each
+    function is declared as a string with one letter per argument:
 
     p  a tensor, or None for a null pointer
     a  an array or address
@@ -262,8 +262,8 @@ class CppKernels:
 
     Every function takes torch's number of threads as its last argument.
 
-    in_graphs  whether compiled graphs call the kernels too, if they were built before. Kernels of
-               row-wise formulas are not called, since PyTorch's compiler fuses these formulas with
+    in_graphs  whether compiled graphs call the kernels too, if these are already built. It is False
+               for kernels of row-wise formulas, since PyTorch's compiler fuses these formulas with
                neighbouring operations.
     """
 
@@ -290,8 +290,8 @@ class CppKernels:
         self.calls: dict[str, Any] = {}
 
     def has_bf16_instructions(self) -> bool:
-        """Whether this processor multiplies bf16, which the library's function `native` returns.
-        The result is False if no library is built.
+        """Whether this processor has instructions for bf16. The library's function `native` detects
+        this. Returns False if no library can be built.
         """
         if not self.load():
             return False
@@ -336,8 +336,8 @@ class CppKernels:
 
 
 def missing_kernels_reason(*ops: str) -> str:
-    """Returns the reason why one of these ops has no C++ kernels on this machine, or "". Libraries
-    that were not built on it yet are built in parallel, which takes 2 to 5 s.
+    """Returns the reason why one of these ops has no C++ kernels on this machine, or "" if all have
+    them. Libraries that do not exist yet are built in parallel, which takes 2 to 5 s.
     """
     with ThreadPoolExecutor() as pool:
         list(pool.map(CppKernels.load, [_kernels[op] for op in ops]))
@@ -345,8 +345,8 @@ def missing_kernels_reason(*ops: str) -> str:
 
 
 def view_as_rows(*tensors: Tensor) -> list[Tensor]:
-    """Views tensors of the same shape as [rows, columns] with adjacent columns. If all are
-    contiguous, each becomes a single long row.
+    """Returns views [rows, columns] of tensors that have the same shape. The values of a row are
+    adjacent in memory. If all tensors are contiguous, each view is a single long row.
     """
     are_contiguous = True
     for t in tensors:

@@ -1,5 +1,5 @@
-"""Launches of Triton kernels on the device of their tensors, and a probe kernel that shows whether
-Triton works there.
+"""Launches Triton kernels on the device of their tensors, and tests with a small kernel whether
+Triton works on a device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ DEFAULT_MULTIPROCESSORS = 32
 
 def on_tensor_device(function: Callable[P, T]) -> Callable[P, T]:
     """Runs `function` with the device of its first argument as the current device. Triton launches
-    on the current device, and a model that is spread over several devices has tensors on others.
+    a kernel on the current device. A model that is spread over several devices also has tensors on
+    other devices.
     """
 
     @functools.wraps(function)
@@ -50,8 +51,8 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def warps(elements: int) -> int:
-    """The number of warps for a tile of this many elements. Up to 16,384 elements each thread gets
-    at most 16, which are two loads of 16 bytes in bf16.
+    """Returns the number of warps for a tile of this many elements. For up to 16,384 elements, each
+    thread gets at most 16 elements. In bf16, these are two loads of 16 bytes.
     """
     if elements <= 2048:
         return 4
@@ -68,8 +69,8 @@ def add_one(x):  # type: ignore[no-untyped-def]  # Triton reads an annotation as
 
 
 def probe(device: torch.device) -> None:
-    """Adds one to a value on `device` and checks the result. Errors of compiling and launching pass
-    through.
+    """Adds one to a value on `device` and checks the result. Raises the errors of Triton if the
+    kernel cannot be compiled or launched.
     """
     x = torch.ones(1, device=device)
     with torch.cuda.device(device):

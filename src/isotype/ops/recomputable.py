@@ -1,10 +1,10 @@
-"""Tensors that backward recomputes instead of saving them.
+"""Marks tensors that backward can recompute, so that they are not saved.
 
 In an MLP, gelu(x) is four times as wide as the residual stream. The layer that reads gelu(x) needs
 it in backward for its adapter's gradient. Since x is saved in any case, the layer saves x instead,
-and backward computes gelu(x) again. The op that returns a tensor stores the recipe on the tensor
-itself (`mark_recomputable`). A layer that gets another tensor, such as a view or a copy, finds no
-recipe and saves the tensor.
+and backward computes gelu(x) again. The op that returns a tensor stores on this tensor how it is
+recomputed (`mark_recomputable`). This is called its recipe. A view or a copy of the tensor has no
+recipe, so a layer that gets a view or a copy saves it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _RECIPE_ATTRIBUTE = "_isotype_recipe"
 
 
 class Recipe(NamedTuple):
-    """How a tensor is recomputed. `compute(*tensors)` is differentiable and returns the tensor bit
-    for bit.
+    """Describes how a tensor is recomputed. `compute(*tensors)` is differentiable and returns
+    exactly the same values.
 
     version  the tensor's `_version` (its number of in-place writes) when the recipe was stored
     """
@@ -54,9 +54,10 @@ class _Chain:
 
 
 def mark_recomputable(output: Tensor, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """Stores on `output` the recipe that it equals `compute(*tensors)`, and returns `output`.
+    """Stores on `output` that `compute(*tensors)` recomputes it, and returns `output`.
 
-    tensors  tensors that the backward of `output` saves anyway, or that have a recipe themselves
+    tensors  tensors that the backward of `output` saves in any case, or that can be recomputed
+             themselves
     """
     if not output.requires_grad or torch.compiler.is_compiling():
         return output
@@ -95,7 +96,7 @@ def propagate_recomputable(
     output: Tensor, compute: Callable[..., Tensor], *tensors: Tensor
 ) -> Tensor:
     """Calls `mark_recomputable` if one of the tensors can be recomputed. Otherwise it returns
-    `output` without a recipe, since saving the output takes the least memory.
+    `output` unmarked, since saving `output` then takes the least memory.
     """
     if any(find_recipe(t) is not None for t in tensors):
         return mark_recomputable(output, compute, *tensors)
@@ -105,10 +106,11 @@ def propagate_recomputable(
 def saved_or_recomputed(
     x: Tensor, saved: Tensor | None
 ) -> tuple[Callable[..., Tensor] | None, tuple[Tensor | None, ...]]:
-    """Returns (the function that recomputes x in backward, or None, the tensors to save for it).
+    """Returns (the function that recomputes x in backward, or None; the tensors to save for
+    backward).
 
-    saved  x in the shape and dtype that backward reads. It is saved if x cannot be recomputed. None
-           if backward does not read x
+    saved  x in the shape and dtype that backward reads, which is saved if x cannot be recomputed;
+           None if backward does not read x
     """
     if saved is None:
         return None, (None,)
@@ -119,7 +121,9 @@ def saved_or_recomputed(
 
 
 def saved_or_recomputed_each(*tensors: Tensor) -> tuple[list[InputRecipe], list[Tensor]]:
-    """`saved_or_recomputed` for several tensors: the recipe of each, and all tensors to save."""
+    """Does the same as `saved_or_recomputed` for several tensors. Returns (how each tensor is
+    recomputed, all tensors to save).
+    """
     if torch.compiler.is_compiling():
         return [(None, 1)] * len(tensors), list(tensors)
     recipes: list[InputRecipe] = []
@@ -136,6 +140,6 @@ def saved_or_recomputed_each(*tensors: Tensor) -> tuple[list[InputRecipe], list[
 
 
 def recompute(compute: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
-    """Recomputes a tensor in backward, without a graph."""
+    """Recomputes a tensor in backward, without an autograd graph."""
     with torch.no_grad():
         return compute(*tensors)

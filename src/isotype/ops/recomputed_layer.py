@@ -1,5 +1,5 @@
-"""Gradient checkpointing that skips part of a layer's recompute: results that backward does not
-read, and results that were kept from the forward.
+"""Gradient checkpointing that skips a part of a layer's recompute. It skips results that backward
+does not read, and results that were kept from the forward.
 
 A layer under gradient checkpointing runs twice: once for its output, and again inside backward for
 the tensors that its gradients need. This module tells an op which of the two runs is in progress.
@@ -24,10 +24,12 @@ def _identity(x: Any) -> Any:
 
 
 class RecomputedLayer:
-    """One call of a layer. The first call of `run` is the forward; every later call is a recompute.
+    """One call of a layer under gradient checkpointing. The first call of `run` is the forward.
+    Every later call is a recompute.
 
-    keep_attention     whether attention results are kept from the forward for the recompute: output
-                       and logsumexp, 8 KiB and 128 bytes per token with 32 heads of 128 in bf16
+    keep_attention     whether the recompute reuses the attention results of the forward; with 32
+                       heads of size 128 in bf16, the output takes 8 KiB per token and the logsumexp
+                       128 bytes
     offload, restore   functions that move an attention result to other memory and back
     attention_results  the kept results, in the order in which the attentions ran
     """
@@ -93,10 +95,11 @@ def is_recomputed() -> bool:
 
 
 def is_output_unused(node: Any) -> bool:
-    """Whether the current run is a recompute that does not read the output of this product. Each
-    product whose output can be skipped calls it once per run.
+    """Whether the current run is a recompute in which the output of this matrix product is not
+    needed. Each matrix product whose output can be skipped calls this function once per run.
 
-    node  the context of the product's autograd function, which becomes the output's `grad_fn`
+    node  the context of the autograd function that computes the product; it becomes the output's
+          `grad_fn`
     """
     layer = current_layer()
     if layer is None:
@@ -110,14 +113,14 @@ def is_output_unused(node: Any) -> bool:
 
 
 def mark_layer_hooked() -> None:
-    """Records that a hook reads a result inside the running layer."""
+    """Records that a hook inside the running layer reads a result."""
     layer = current_layer()
     if layer is not None:
         layer.is_hooked = True
 
 
 def compute_or_restore_attention(compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """Returns `compute()`. In a recompute it returns the results of the forward instead."""
+    """Returns `compute()`. In a recompute, it returns the stored results of the forward instead."""
     layer = current_layer()
     if layer is None or not layer.keep_attention:
         return compute()
@@ -137,11 +140,12 @@ _VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
 
 
 def _output_product_node(output: Any) -> Any:
-    """Returns the autograd node of the product that is a term of the layer's output, if the output
-    is a sum. A sum saves no tensor, so a recompute need not compute the term.
+    """If the layer's output is a sum and one term is the result of a matrix product, returns the
+    autograd node of this product. A sum saves no tensor for backward, so a recompute does not need
+    the term.
 
-    In Gemma the term is a norm of the MLP's output; the norm saves its input, so there is no such
-    product.
+    Gemma applies a norm to the MLP's output before the sum. The norm saves its input, so the
+    recompute needs the product and this function returns None.
     """
     outputs = output
     if not isinstance(output, tuple):
@@ -181,11 +185,11 @@ _zeros: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
 
 def placeholder_tensor(shape: tuple[int, ...], like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a tensor of this shape in the memory of one element, for values that are never read.
-    Checkpointing compares only its metadata.
+    """Returns a tensor of this shape for values that are never read. All its elements share the
+    memory of one element. Checkpointing compares only its metadata.
 
-    The element is created once for each device and dtype. Filling it is a kernel launch, and a step
-    of 32 layers would launch 416.
+    The element is created once for each device and dtype. Filling it takes a kernel launch. Without
+    this cache, a training step with 32 layers would make 416 such launches.
     """
     if like.is_meta or type(like) not in (Tensor, torch.nn.Parameter):
         # a tensor without data, or a subclass of a mode that tracks tensors

@@ -1,5 +1,6 @@
-"""`linear_log_probs`: per-token values of a head's logits, such as the target's log-probability,
-with gradients; and its autograd function. T tokens, H hidden size, V vocabulary size.
+"""The op `linear_log_probs` and its autograd function. It computes values of a head's logits for
+each token, such as the log-probability of the target, with gradients. T tokens, H hidden size, V
+vocabulary size.
 """
 
 from __future__ import annotations
@@ -99,8 +100,8 @@ def linear_log_probs_reference(
 class Forward(NamedTuple):
     """The results of forward.
 
-    dhidden_TH  the gradient of one of each row's values by its hidden row; empty if it is not
-                needed
+    dhidden_TH  for each row, the gradient of one of its values with respect to its hidden state;
+                empty if it is not needed
     recomputed  the logits that the C++ kernels recomputed in fp32; empty if none was recomputed
     """
 
@@ -110,8 +111,8 @@ class Forward(NamedTuple):
 
 
 def loses_fp32_sums(hidden_TH: Tensor) -> bool:
-    """Whether a product of these rows rounds its fp32 sums, so that C++ kernels may recompute some
-    logits.
+    """Whether a matrix product with these rows rounds its fp32 sums. If so, C++ kernels may
+    recompute some logits in fp32.
     """
     return hidden_TH.dtype == torch.bfloat16 and planned_device_type(hidden_TH.device) == "cpu"
 
@@ -119,7 +120,9 @@ def loses_fp32_sums(hidden_TH: Tensor) -> bool:
 def empty_outputs(
     hidden_TH: Tensor, requested: RequestedValues, gradient_of: str, has_recomputed: bool
 ) -> Forward:
-    """Allocates outputs of the right shapes and dtypes. They are zeroed, since ignored rows stay 0."""
+    """Allocates outputs of the right shapes and dtypes. They are filled with zeros, since forward
+    does not write to ignored rows.
+    """
     stored = stored_gradient_dtype(hidden_TH.dtype, hidden_TH.device)
     tokens = hidden_TH.shape[0]
     gradient_shape = shape_if(bool(gradient_of), hidden_TH.shape)
@@ -139,15 +142,15 @@ OUTPUTS = ("log_probs", "entropy", "logsumexp", "log_sum_sq_probs", "mean_logits
 
 
 class TokenLogProbs(NamedTuple):
-    """One value per token, 0 for an ignored token (-1 in top1). An output that was not requested is
-    None.
+    """The outputs of `linear_log_probs`. Each has one value per token, which is 0 for an ignored
+    token (-1 in top1). An output that was not requested is None.
 
     log_probs         fp32[*n]   log-probability of the target; has a gradient
     entropy           fp32[*n]   nats; has a gradient
-    logsumexp         fp32[*n]   has a gradient: z-loss is its square
+    logsumexp         fp32[*n]   has a gradient; its square is the z-loss
     log_sum_sq_probs  fp32[*n]   log of the sum of p^2
     mean_logits       fp32[*n]   over the vocabulary, after scale, softcap and temperature
-    top1              int64[*n]  the most likely class, the first of equals
+    top1              int64[*n]  the most likely class; if several are equally likely, the first
     """
 
     log_probs: Tensor | None
@@ -183,11 +186,11 @@ def _forward(
     requested: Sequence[bool],
     gradient_of: str,
 ) -> tuple[Tensor, ...]:
-    """Computes the values of every row that is not ignored.
+    """Computes the requested values of every row that is not ignored.
 
     requested    the fields of a `RequestedValues`
-    gradient_of  "log_probs" or "logsumexp": the gradient of this value by the hidden row is
-                 computed too; "" for none
+    gradient_of  "log_probs" or "logsumexp" to also compute the gradient of this value with respect
+                 to the hidden state; "" to compute no gradient
     """
     rule = LossRule.from_arguments(ignore_index, factors)
     requested = RequestedValues(*requested)
@@ -258,7 +261,7 @@ def _backward(
     want_dhidden: bool,
     want_dweight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes the gradients of hidden, weight and bias; one that is not wanted is empty.
+    """Computes the gradients of hidden, weight and bias. A gradient that is not needed is empty.
     dlog_probs, dlse and dentropy are upstream gradients or None.
     """
     rule = LossRule.from_arguments(ignore_index, factors)
@@ -318,8 +321,8 @@ def _backward(
 
 
 class LinearLogProbs(torch.autograd.Function):
-    """`linear_log_probs` after its compute dtype is decided. Outputs without an upstream gradient
-    cost nothing in backward.
+    """The autograd function of `linear_log_probs`, for a given compute dtype. Outputs without an
+    upstream gradient cost nothing in backward.
     """
 
     @staticmethod
@@ -451,12 +454,13 @@ def linear_log_probs(
     targets  int[*n]   classes 0..V-1, or ignore_index: those rows are not computed
     bias     B[V]
     ->       TokenLogProbs of fp32[*n]; fp64 for fp64 inputs
-    inside   the product in autocast's dtype, or in the promoted dtype of hidden and weight; the
-             rest in fp32, on softcap * tanh(logit_scale * logits / softcap) / temperature
+    inside   the matrix product in autocast's dtype, or without autocast in the promoted dtype of
+             hidden and weight; all other arithmetic in fp32, on softcap * tanh(logit_scale * logits
+             / softcap) / temperature
     grads    hidden: X   weight: W   bias: B   through log_probs, entropy and logsumexp, for any
                                                upstream gradient per token
-    chunk    the number of rows whose logits exist at once; by default it follows from V and a
-             budget of bytes, never from free memory
+    chunk    the number of rows whose logits exist at once; the default is computed from V and a
+             fixed number of bytes, and does not depend on the free memory
     Raises   IsotypeError SH002 for a target out of range; DtypeError DT001, ShapeError SH001;
              UsageError
     """

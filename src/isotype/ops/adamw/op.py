@@ -24,17 +24,17 @@ class AdamwHyperparameters(NamedTuple):
 
     @property
     def decay(self) -> float:
-        """The factor of the weight decay."""
+        """Returns the factor by which the weight is multiplied for weight decay."""
         return 1 - self.lr * self.weight_decay
 
     @property
     def step_size(self) -> float:
-        """The size of the step, with the first moment's bias correction."""
+        """Returns the step size, which includes the bias correction of the first moment."""
         return self.lr / (1 - self.beta1**self.step)
 
     @property
     def correction(self) -> float:
-        """The bias correction of the second moment."""
+        """Returns the bias correction of the second moment."""
         return 1 / (1 - self.beta2**self.step)
 
 
@@ -45,11 +45,11 @@ _64_BITS = (1 << 64) - 1
 def stochastic_round_(
     target_bf16: Tensor, value_fp32: Tensor, seed: int, first_index: int = 0
 ) -> None:
-    """Writes fp32 into bf16. Each value is rounded up or down at random; the nearer number is more
-    probable, so that the expected value is exact.
+    """Rounds fp32 values to bf16 and writes them to the target. Each value is rounded up or down at
+    random. The nearer number is more probable, so that the expected value is exact.
 
-    16 random bits are added to the 16 bits that bf16 drops; a carry rounds up. Values that bf16
-    represents exactly, and infinities, do not change.
+    16 random bits are added to the 16 bits that bf16 drops. A carry then rounds the value up.
+    Values that bf16 represents exactly, and infinities, do not change.
 
     seed, first_index  arguments of `draw_noise_bits`
     """
@@ -63,10 +63,11 @@ def stochastic_round_(
 
 def draw_noise_bits(seed: int, first_index: int, count: int, device: torch.device) -> Tensor:
     """Returns 16 random bits for each of `count` elements from `first_index` on, as int32[count].
-    The bits depend only on the seed and the element's index.
+    The bits depend only on the seed and on the index of the element.
 
-    So processes that hold parts of a tensor draw the same bits for their elements as a single
-    process that holds the whole tensor. Each block of BLOCK elements has a separate generator.
+    Several processes may hold parts of one tensor. For each element, they then draw the same bits
+    as a single process that holds the whole tensor. Each block of BLOCK elements has a separate
+    random generator.
     """
     if device.type == "meta":
         return torch.empty(count, dtype=torch.int32, device=device)
@@ -185,7 +186,7 @@ def adamw_(
     first_index   index of the first element in the whole tensor, if a process holds only a part of
                   it
 
-    The kernel and plain PyTorch draw different noise of the same distribution.
+    The kernel and plain PyTorch use different random numbers with the same distribution.
     """
     tensors = (weight, gradient, mean, square)
     is_supported = all(t.is_contiguous() and t.dtype != torch.float64 for t in tensors)

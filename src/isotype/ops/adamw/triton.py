@@ -1,9 +1,9 @@
-"""AdamW as a single kernel with stochastic rounding into a bf16 weight. It reads and writes every
-tensor once.
+"""Computes AdamW in a single kernel, with stochastic rounding of bf16 weights. It reads and writes
+every tensor once.
 
-In plain PyTorch the same update takes 16 launches and up to four fp32 copies of the tensor: 8.4 GB
-for a bf16 embedding of 128,256 x 4,096. The noise is computed by Philox from the seed and the
-element's index only.
+In plain PyTorch, the same update takes 16 kernel launches and up to four fp32 copies of the tensor.
+For a bf16 embedding of 128,256 x 4,096, these copies take 8.4 GB. The random bits for rounding come
+from the generator Philox and depend only on the seed and the element's index.
 """
 
 from __future__ import annotations

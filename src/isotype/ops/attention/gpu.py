@@ -1,20 +1,21 @@
-"""The choice of an attention's back end from device, dtypes, sizes and options, and the calls of
-the GPU back ends. The choice reads no tensor values.
+"""Chooses the back end of an attention from its device, dtypes, sizes and options, and calls the
+GPU back ends. The choice does not read the values of tensors.
 
 `cpp`    the C++ kernels of this op, for bf16 on a CPU
 `cudnn`  cuDNN's kernel, for plain causal attention on Hopper and Blackwell; it builds a plan for
          each new length (about 170 ms)
-`flash`  PyTorch's FlashAttention, also for packed documents and sliding windows; heads up to 256
-`flex`   PyTorch's flex_attention, compiled, for softcaps on a GPU
+`flash`  PyTorch's FlashAttention, also for packed documents and sliding windows; for head sizes up
+         to 256
+`flex`   PyTorch's compiled flex_attention, for softcaps on a GPU
 `sdpa`   PyTorch's scaled_dot_product_attention, which chooses one of PyTorch's kernels; for other
          dtypes, masks, older GPUs, and a CPU without the C++ kernels
-`plain`  the reference, with all scores in memory, for softcaps where flex_attention cannot be
+`plain`  the reference, which holds all scores in memory; for softcaps if flex_attention cannot be
          compiled
 
 cuDNN and FlashAttention are called as operators, so PyTorch does not check whether they support the
-call. This module checks the same conditions. Source: `can_use_cudnn_attention`,
-`can_use_flash_attention` and `check_prefer_cudnn_attention` in PyTorch 2.13's
-aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
+call. This module checks the same conditions as PyTorch. Their source are the functions
+`can_use_cudnn_attention`, `can_use_flash_attention` and `check_prefer_cudnn_attention` in
+aten/src/ATen/native/transformers/cuda/sdp_utils.cpp of PyTorch 2.13.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from ..backend import kernel_unavailable_reason
 
 
 class Documents(NamedTuple):
-    """The documents of a packed batch; the rows of the batch follow each other.
+    """The positions of the documents in a packed batch. Token indices run through all rows of the
+    batch.
 
     bounds      int32[E+1]  the index of the first token of each of E documents, and then the number
                             of tokens
@@ -102,8 +104,8 @@ def _capability(index: int | None) -> tuple[int, int]:
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:
-    """Returns the compute capability of a CUDA device. Returns None for other devices, and for
-    AMD's GPUs, whose numbers have another meaning.
+    """Returns the compute capability of a CUDA device. Returns None for other devices and for AMD's
+    GPUs, whose version numbers mean something else.
     """
     if is_planned(device) and planned_device_type(device) == "cuda":
         if not torch.cuda.is_available():
@@ -116,8 +118,9 @@ def capability(device: torch.device) -> tuple[int, int] | None:
 
 @cache
 def cudnn_version() -> int:
-    """Returns the version of cuDNN, 91501 for 9.15.1, or 0 if PyTorch was built without it. Without
-    a GPU (when memory is planned) a version that supports attention is assumed.
+    """Returns the version of cuDNN as a number (91501 for 9.15.1), or 0 if PyTorch was built
+    without cuDNN. Without a GPU, memory is only planned, and a version that supports attention is
+    assumed.
     """
     if not torch.cuda.is_available():
         return CUDNN_AFTER + 1
@@ -126,18 +129,18 @@ def cudnn_version() -> int:
 
 @cache
 def has_flash() -> bool:
-    """Whether this PyTorch was built with FlashAttention. Without a GPU (when memory is planned)
-    this is assumed.
+    """Whether this PyTorch was built with FlashAttention. Returns True without a GPU, because
+    memory is then only planned.
     """
     return not torch.cuda.is_available() or torch.backends.cuda.is_flash_attention_available()
 
 
 @contextmanager
 def disable_cudnn_with_mask(mask: Tensor | None) -> Iterator[None]:
-    """Within this block PyTorch's attention does not use cuDNN if there is a mask. With a mask
-    cuDNN's backward gives NaN for some lengths (a multiple of 128 plus 64, pytorch issue 196678),
-    and cuDNN reads an fp32 mask for bf16 queries as bf16 (pytorch pull request 191612). Use this
-    block only outside compiled graphs.
+    """Within this block, PyTorch's attention does not use cuDNN if there is a mask. With a mask,
+    cuDNN's backward returns NaN for some lengths (a multiple of 128 plus 64, pytorch issue 196678).
+    If the queries are bf16 and the mask is fp32, cuDNN also reads the mask as bf16 (pytorch pull
+    request 191612). Use this block only outside compiled graphs.
     """
     if (
         mask is None
@@ -202,10 +205,10 @@ def choose_gpu_backend(
     is_packed: bool,
     device: torch.device | None = None,
 ) -> Backend:
-    """Returns the back end for tensors of these shapes on a GPU: `flex` for softcaps, and `sdpa`
-    for calls that no fast kernel supports.
+    """Returns the back end for tensors of these shapes on a GPU. It is `flex` for softcaps, and
+    `sdpa` for calls that no fast kernel supports.
 
-    device  the device to choose for, if it is not the tensors' device
+    device  the device for which the back end is chosen, if it is not the tensors' device
     """
     device = device or query.device
     compute_capability = capability(device)
@@ -247,8 +250,8 @@ def _from_flash_layout(y: Tensor, like_BNSD: Tensor) -> Tensor:
 
 
 def _sequence_bounds(query: Tensor, documents: Documents | None) -> tuple[Any, ...]:
-    """Returns FlashAttention's arguments: the documents' bounds for queries and for keys, and the
-    longest length of each.
+    """Returns the arguments of FlashAttention that describe the documents. These are the bounds of
+    the documents for queries and for keys, and the longest length for queries and for keys.
     """
     if documents is None:
         return None, None, query.shape[2], query.shape[2]
@@ -375,8 +378,8 @@ _block_masks: OrderedDict[tuple[object, ...], tuple[Any, Tensor | None]] = Order
 def compile_any_length(
     function: Callable[..., Any], backend: Any = "inductor"
 ) -> Callable[..., Any]:
-    """Compiles `function`: for the first length, and at the second length for any length. One
-    compilation per length would exceed the limit.
+    """Compiles `function` for the first length. At the second length, it is compiled again for any
+    length. If it were compiled for each length, it would exceed PyTorch's limit of compilations.
     """
     compiled = torch.compile(function, backend=backend)
 
@@ -389,8 +392,8 @@ def compile_any_length(
 
 @cache
 def _flex_functions(on_gpu: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Returns (flex_attention, create_block_mask), compiled on a GPU. An uncompiled
-    create_block_mask allocates a mask of positions x positions.
+    """Returns (flex_attention, create_block_mask). They are compiled if they run on a GPU. An
+    uncompiled create_block_mask allocates a mask of positions x positions.
     """
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -444,7 +447,9 @@ def _cached_block_mask(
     window: int | None,
     documents: Documents | None,
 ) -> Any:
-    """Returns `build()`, or the block mask that it returned for another layer of this batch."""
+    """Returns `build()`. If `build` was already called for another layer of this batch, returns the
+    block mask of that layer.
+    """
     bounds = None if documents is None else documents.bounds
     batch = None if documents is None else query.shape[0]
     # a mask that was built in inference mode cannot be saved for backward

@@ -42,8 +42,8 @@ ATTENTION = OpContract(
 
 
 def mask_outside_window(allowed_ST: Tensor, window: int) -> Tensor:
-    """Returns `allowed` without keys that are `window` or more positions before their query. Keys
-    after a query do not change.
+    """Returns `allowed` with False for keys that are `window` or more positions before their query.
+    Keys after a query do not change.
     """
     return allowed_ST.triu(1 - window)
 
@@ -343,8 +343,8 @@ def choose_backend(
     softcap: float | None = None,
     is_packed: bool = False,
 ) -> Backend:
-    """Returns the back end that computes attention of these tensors in `dtype`. The module `gpu`
-    lists the back ends.
+    """Returns the back end that computes the attention of these tensors in `dtype`. The module
+    `gpu` lists the back ends.
     """
     if key.shape != value.shape and softcap is None:
         return "sdpa"
@@ -380,7 +380,7 @@ def uses_cpp_kernels(
 def _cpp_supports(
     dtype: torch.dtype, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> bool:
-    """Whether the C++ kernels compute attention of these shapes and dtypes."""
+    """Whether the C++ kernels support attention with these shapes and dtypes."""
     batch, _, queries, depth = query.shape
     keys = key.shape[2]
     if dtype != torch.bfloat16 or key.shape != value.shape:
@@ -420,12 +420,12 @@ def attention(
     softcap     scores become softcap * tanh(score / softcap)
     documents   documents of packed rows: a query attends only to keys of the same document; S = T
     ->          F[B N S D]; zeros for a query that attends to no key
-    inside      scores, their softmax and all sums in fp32; probabilities are narrowed to F before
-                their product with value
+    inside      scores, their softmax and all sums in fp32; probabilities are cast to F before they
+                are multiplied by value
     grads       query: F   key: F   value: F   (gradients of shared heads are summed in fp32)
     In bf16 on a CPU this runs C++ kernels (the recurrences of FlashAttention-2, Dao 2023, with
-    queries as vector lanes). On a GPU it runs cuDNN's or FlashAttention's kernels. Elsewhere, and
-    in other dtypes, it calls PyTorch's scaled_dot_product_attention.
+    queries as vector lanes). On a GPU it runs cuDNN's or FlashAttention's kernels. In all other
+    cases it calls PyTorch's scaled_dot_product_attention.
     Raises  DtypeError DT001 when the dtypes differ without autocast; ShapeError SH001; UsageError
             for a window or softcap below its range
     """
@@ -511,8 +511,8 @@ def _torch_attention(
     scale: float | None,
     window: int | None,
 ) -> Tensor:
-    """Calls PyTorch's scaled_dot_product_attention, which takes either a mask or `is_causal`, and
-    no window.
+    """Calls PyTorch's scaled_dot_product_attention. That function accepts a mask or `is_causal` but
+    not both, and has no sliding window.
     """
     if (mask is not None and causal) or window is not None:
         allowed = _allowed_pairs(query.shape[2], key.shape[2], causal, window, query.device)
@@ -546,8 +546,8 @@ def kernel_attention(
     causal: bool,
     scale: float | None,
 ) -> Tensor | None:
-    """Returns `attention` if a kernel computes it, or None if `attention` would call PyTorch's
-    attention.
+    """Returns the result of `attention` if a kernel can compute it. Returns None if `attention`
+    would call PyTorch's attention.
     """
     autocast = autocast_dtype(query)
     if autocast is not None and query.dtype != torch.float64:

@@ -118,9 +118,9 @@ class CrossEntropy(torch.autograd.Function):
     """Computes the loss of each row. It saves the logits and one fp32 value per row, and never
     writes to the logits.
 
-    The gradient is a new tensor, since other code may still read the logits (a second consumer, a
-    backward with `retain_graph`, the caller). `linear_cross_entropy` allocates the logits itself,
-    so it overwrites them with their gradient.
+    The gradient is written to a new tensor, since other code may still read the logits. This may be
+    a second use of the logits, a backward with `retain_graph`, or the caller.
+    `linear_cross_entropy` allocates the logits itself, so it overwrites them with their gradient.
     """
 
     @staticmethod
@@ -183,7 +183,8 @@ def cross_entropy(
 
     logits   F[*n V]   any float dtype; never written to
     targets  int[*n]   classes 0..V-1, or ignore_index
-    ->       fp32[]    fp32[*n] with reduction="none"; fp64 for fp64 logits; the same under autocast
+    ->       fp32[]    fp32[*n] with reduction="none"; fp64 for fp64 logits; autocast does not
+             change the dtype
     inside   fp32      on softcap * tanh(logit_scale * logits / softcap); z_loss adds z_loss *
              logsumexp^2
     grads    logits: F

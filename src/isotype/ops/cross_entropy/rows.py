@@ -1,5 +1,5 @@
-"""The choice of kernels for rows of logits (Triton on a GPU, C++ on a CPU, blocks of plain PyTorch
-elsewhere), and the C++ kernels. T tokens, V vocabulary size.
+"""Chooses kernels for rows of logits (Triton on a GPU, C++ on a CPU, and blocks of plain PyTorch in
+all other cases), and calls the C++ kernels. T tokens, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class RecomputedLogits(NamedTuple):
 
 
 class LogitsSource:
-    """The operands of bf16 logits of a CPU product, from which the C++ kernels recompute the
-    target's and the largest logits in fp32.
+    """The operands of a matrix product on a CPU that computed bf16 logits. From the operands, the
+    C++ kernels recompute the logit of the target and the largest logits in fp32.
 
-    A bf16 product rounds its fp32 sums, a logit of 20 by up to 0.06. In rows with a peaked
-    distribution (mean log-probability -1.2, V 32,000) the root mean square of a token's error is
-    4.5e-2. With recomputed logits it is 6.2e-4.
+    A bf16 matrix product rounds its fp32 sums. The error of a logit of 20 is then up to 0.06. We
+    measured the error of a token's loss for peaked distributions (mean log-probability -1.2, V
+    32,000). Its root mean square is 4.5e-2 with bf16 logits, and 6.2e-4 with recomputed logits.
 
     recomputed  the logits that `row_values` recomputed
     """
@@ -72,8 +72,8 @@ class LogitsSource:
     def from_product(
         cls, logits_NV: Tensor, x_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None
     ) -> LogitsSource | None:
-        """Returns the source of these logits, or None if they are not the bf16 result of a CPU
-        product of bf16.
+        """Returns the source of these logits. Returns None if they were not computed on a CPU by a
+        matrix product of bf16 operands with a bf16 result.
         """
         is_narrow = (
             logits_NV.is_cpu
@@ -238,9 +238,9 @@ class CppRowKernels:
 
 
 def choose_row_kernels(x: Tensor) -> Any:
-    """Returns the module or class whose functions compute on rows of `x`: Triton kernels on a GPU,
-    C++ kernels on a CPU, blocks of plain PyTorch elsewhere. All have the functions of
-    `CppRowKernels`.
+    """Returns the module or class whose functions compute on rows of `x`. They run Triton kernels
+    on a GPU, C++ kernels on a CPU, and blocks of plain PyTorch in all other cases. Each of these
+    modules and classes has the same functions as `CppRowKernels`.
     """
     if uses_triton(x):
         from . import triton

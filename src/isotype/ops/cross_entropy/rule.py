@@ -1,6 +1,6 @@
-"""`LossRule`, the options of a row's loss, and the loss formulas in plain PyTorch for any device.
-The formulas work on blocks of rows and make no fp32 copy of all logits. T tokens, V vocabulary
-size.
+"""Defines the options of a row's loss (`LossRule`), and the formulas of the loss in plain PyTorch
+for any device. The formulas process blocks of rows and make no fp32 copy of all logits. T tokens, V
+vocabulary size.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def check_targets(targets: Tensor, rows: tuple[int, ...], classes: int, rule: Lo
 
 
 def check_reduction(reduction: str, num_items: int | float | Tensor | None) -> None:
-    """Raises UsageError for an unknown reduction, and for a num_items without effect."""
+    """Raises UsageError for an unknown reduction, and if num_items is given but has no effect."""
     if reduction not in get_args(Reduction):
         raise UsageError(f"reduction is {reduction!r}: expected mean, sum or none")
     if num_items is not None and reduction != "mean":
@@ -164,9 +164,10 @@ _DEFAULT_BLOCK_ELEMENTS = 2**26
 
 
 def wide_blocks(logits_TV: Tensor, rule: LossRule) -> Iterator[tuple[slice, Tensor]]:
-    """Yields (rows, their fp32 or fp64 logits after scale and softcap) for blocks of rows. All
-    blocks share one buffer, since allocating new pages takes longer than the arithmetic
-    (`benchmarks/ops.py`). Blocks depend on shapes only, so that results are reproducible.
+    """For each block of rows, yields (the rows, their fp32 or fp64 logits after scale and softcap).
+    All blocks share one buffer, since allocating new memory takes longer than the arithmetic
+    (`benchmarks/ops.py`). The division into blocks depends only on shapes, so that results are
+    reproducible.
     """
     tokens, columns = logits_TV.shape
     block_rows = max(
@@ -189,8 +190,8 @@ def wide_blocks(logits_TV: Tensor, rule: LossRule) -> Iterator[tuple[slice, Tens
 
 
 def exp_rows_(z: Tensor, targets: Tensor, rule: LossRule) -> tuple[Tensor, Tensor, Tensor]:
-    """Replaces `z` by exp(z - max), and returns (row losses, logsumexp, sums of exp). Loss and
-    gradient share this exp.
+    """Replaces `z` by exp(z - max), and returns (row losses, logsumexp, sums of exp). The loss and
+    the gradient both use this exp, so it is computed once.
     """
     ignored = targets == rule.ignore_index
     target_logit = z.gather(-1, targets.masked_fill(ignored, 0).long().unsqueeze(-1)).squeeze(-1)
@@ -232,7 +233,7 @@ def gradient_rows_(
 
 
 def _add_at_targets_(g: Tensor, values: Tensor, column: Tensor) -> None:
-    """Adds each row's value to `g` at the row's column. A column outside `g` is skipped."""
+    """For each row, adds its value to `g` at its column. Columns outside `g` are skipped."""
     is_outside = (column < 0) | (column >= g.shape[-1])
     g.scatter_add_(
         -1,
@@ -242,7 +243,9 @@ def _add_at_targets_(g: Tensor, values: Tensor, column: Tensor) -> None:
 
 
 def _backpropagate_rule_(g: Tensor, logits: Tensor, rule: LossRule) -> None:
-    """Replaces the gradient by the scaled and capped logits with the gradient by the logits."""
+    """`g` is the gradient with respect to the logits after scale and softcap. Replaces it by the
+    gradient with respect to the logits.
+    """
     if rule.softcap:
         # d tanh(u) = 1 - tanh(u)^2. tanh is recomputed from the logits, since softcaps are rare and
         # a second buffer would halve the size of blocks
@@ -346,7 +349,9 @@ def zero_ignored_(gradient_TV: Tensor, targets_T: Tensor, rule: LossRule) -> Ten
 
 
 class RequestedValues(NamedTuple):
-    """Which optional outputs are computed. Log-probability and logsumexp always are."""
+    """States which optional outputs are computed. Log-probability and logsumexp are always
+    computed.
+    """
 
     entropy: bool
     log_sum_sq_probs: bool
@@ -400,7 +405,9 @@ def allocate_row_values(
 def row_values(
     logits_NV: Tensor, targets_N: Tensor, rule: LossRule, requested: RequestedValues
 ) -> RowValues:
-    """Computes the values of each row. No target may be ignore_index."""
+    """Computes the requested values of each row, such as its log-probability. No target may be
+    ignore_index.
+    """
     values = allocate_row_values(
         logits_NV.shape[0], arithmetic_dtype(logits_NV.dtype), logits_NV.device, requested
     )

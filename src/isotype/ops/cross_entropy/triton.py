@@ -1,12 +1,12 @@
-"""Triton kernels of the cross-entropy and of per-token values. In a forward, each program reads one
-row in blocks; in a backward, each program computes one block of a row.
+"""Triton kernels of the cross-entropy and of per-token values. In forward, each Triton program
+reads one row in blocks. In backward, each program computes one block of a row.
 
 V is the vocabulary size. Row offsets are computed in int64.
 
-Every value is widened to fp32 once, when it is loaded, and narrowed once, when it is stored. No
-value changes its dtype inside a branch or a loop; such changes broke large-vocabulary kernels of
-other libraries. Scalars are cast to fp32, since a compiler may pass a Python float as fp64. Flags
-are constexpr, so that an unused feature costs nothing.
+Every value is converted to fp32 once, when it is loaded. Every result is rounded to its dtype once,
+when it is stored. No value changes its dtype inside a branch or a loop; such changes broke
+large-vocabulary kernels of other libraries. Scalars are cast to fp32, since a compiler may pass a
+Python float as fp64. Flags are constexpr, so that an unused feature costs nothing.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def apply_rule(x_fp32, scale, softcap, HAS_SCALE: tl.constexpr, HAS_CAP: tl.cons
 
 @triton.jit
 def load_block(start, v, stop, FULL: tl.constexpr):
-    """Loads logits in fp32, and zeros past `stop`. A full block, which ends before `stop`, is
-    loaded without a mask: without a mask 8 values of bf16 take one load, and with a mask 8 loads.
+    """Loads logits in fp32, and zeros past `stop`. A block that ends before `stop` (FULL) is loaded
+    without a mask, because 8 bf16 values then take one load instruction. With a mask they take 8.
     """
     if FULL:
         x_fp32 = tl.load(start + v).to(tl.float32)
@@ -62,7 +62,9 @@ def add_to_loss(
     HAS_SCALE: tl.constexpr,
     HAS_CAP: tl.constexpr,
 ):
-    """Adds a block of logits to the lanes' maxima and sums."""
+    """Adds a block of logits to the running maxima and sums. Each thread keeps its own maxima and
+    sums.
+    """
     z_fp32 = apply_rule(
         load_block(start, v, classes, FULL), scale, softcap, HAS_SCALE, HAS_CAP
     )  # [LANES, LANE_VALUES]
@@ -218,8 +220,8 @@ def _flags(rule: LossRule) -> dict[str, bool]:
 
 
 def _choose_tile(classes: int, rule: LossRule) -> tuple[int, int]:
-    """Returns (values, warps) of a tile. Each thread has 16 values, or 8 with a softcap, since 16
-    would spill 2 to 4 values on sm_80 and sm_90.
+    """Returns (values, warps) of a tile. Each thread has 16 values, or 8 with a softcap. With a
+    softcap and 16 values, 2 to 4 registers would be spilled on sm_80 and sm_90.
     """
     values = min(MAX_BLOCK // 2 if rule.softcap else MAX_BLOCK, triton.next_power_of_2(classes))
     return values, warps(2 * values if rule.softcap else values)
@@ -342,7 +344,9 @@ def add_to_values(
     HAS_MEAN: tl.constexpr,
     HAS_TOP1: tl.constexpr,
 ):
-    """Adds a block of logits to the lanes' maxima, sums and most likely classes."""
+    """Adds a block of logits to the running maxima, sums and most likely classes. Each thread keeps
+    its own.
+    """
     z_fp32 = apply_rule(
         load_block(start, v, classes, FULL), scale, softcap, HAS_SCALE, HAS_CAP
     )  # [LANES, LANE_VALUES]
@@ -545,7 +549,9 @@ def row_value_gradients_kernel(
 def row_values(
     logits_NV: Tensor, targets_N: Tensor, rule: LossRule, requested: RequestedValues
 ) -> RowValues:
-    """Computes the values of each row. No target may be ignore_index."""
+    """Computes the requested values of each row, such as its log-probability. No target may be
+    ignore_index.
+    """
     logits_NV, targets_N = _make_rows_contiguous(logits_NV), targets_N.contiguous()
     rows, classes = logits_NV.shape
     values = allocate_row_values(rows, torch.float32, logits_NV.device, requested)

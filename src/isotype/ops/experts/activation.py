@@ -1,4 +1,5 @@
-"""The activation between an expert's two layers: a gated activation, or any function of rows.
+"""Computes the activation between the two layers of an expert. It is a gated activation or any
+function of rows.
 
 T rows, G features of the first layer's output, I inner features.
 """
@@ -18,8 +19,8 @@ from .groups import KERNELS as EXPERT_KERNELS
 
 
 class Clamped(NamedTuple):
-    """gpt-oss's activation, (up + 1) * gate * sigmoid(alpha * gate). gate are the even columns,
-    clamped to at most `limit`; up are the odd columns, clamped to -limit..limit.
+    """gpt-oss's activation, (up + 1) * gate * sigmoid(alpha * gate). gate contains the even
+    columns, clamped to at most `limit`. up contains the odd columns, clamped to -limit..limit.
     """
 
     alpha: float
@@ -48,7 +49,9 @@ def activation_reference(g: Tensor, kind: Activation) -> Tensor:
 
 
 def apply_activation(g_TG: Tensor, kind: Activation) -> Tensor:
-    """Computes the activation as F[T I], for a caller that computes the backward itself."""
+    """Computes the activation as F[T I]. It has no autograd graph, since the caller computes the
+    backward.
+    """
     arguments = _kernel_arguments(kind)
     if arguments is not None and (
         implementation := choose_implementation(EXPERT_KERNELS, g_TG)
@@ -65,22 +68,24 @@ def apply_activation(g_TG: Tensor, kind: Activation) -> Tensor:
 
 
 def _kernel_arguments(kind: Activation) -> tuple[str, float, float] | None:
-    """Returns the kernels' arguments (name, alpha, limit), or None for a function."""
+    """Returns the arguments (name, alpha, limit) of the kernels, or None if the activation is a
+    function.
+    """
     if isinstance(kind, Clamped):
         return "clamped", kind.alpha, kind.limit
     return (kind, 0.0, 0.0) if isinstance(kind, str) else None
 
 
 def scale_rows(x_TN: Tensor, w_T: Tensor) -> Tensor:
-    """Multiplies each row of x by its weight, rounded once to the dtype of x."""
+    """Multiplies each row of x by its weight. The result is rounded once, to the dtype of x."""
     return (x_TN.to(w_T.dtype) * w_T[:, None]).to(x_TN.dtype)
 
 
 def activation_backward(
     g_TG: Tensor, dh_TI: Tensor, w_T: Tensor, kind: Activation, *, needs_h: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (gradient of g, times w; h if it is needed, else empty; the inner product <h, dh> of
-    each row).
+    """Returns (gradient of g, which includes the factor w; h, or an empty tensor if it is not
+    needed; the inner product <h, dh> of each row).
 
     dh  the gradient of h, before it is multiplied by w
     w   the routing weight of each row, fp32
@@ -149,8 +154,8 @@ def _fake_backward(
 def _cpp_backward(
     g_TG: Tensor, dh_TI: Tensor, w_T: Tensor, kind: str, alpha: float, limit: float, want_h: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (gradient of g, times w; h if it is needed, else empty; the inner product <h, dh> of
-    each row).
+    """Returns (gradient of g, which includes the factor w; h, or an empty tensor if it is not
+    needed; the inner product <h, dh> of each row).
     """
     outputs = dg, h, products = _fake_backward(g_TG, dh_TI, w_T, kind, alpha, limit, want_h)
     EXPERT_KERNELS(

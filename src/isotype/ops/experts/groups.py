@@ -1,8 +1,9 @@
 """Groups rows by their experts and multiplies each expert's rows by its matrix.
 
-On a CPU the rows are divided into parts of a few experts each, and the rows of one expert are
-multiplied in one product. On other devices a single part holds all rows, and one call computes the
-products of all experts; the host never waits for the numbers of rows.
+On a CPU the rows are divided into parts, each with the rows of a few experts. One matrix product
+multiplies all rows of one expert. On other devices, a single part holds all rows, and one call
+computes the matrix products of all experts. The host never waits for the number of rows of each
+expert.
 
 S rows of a part, sorted by expert; N and M features; R rank; E experts of a part.
 """
@@ -52,17 +53,17 @@ _MAX_RANK = 64
 
 @cache
 def _has_bf16_kernels() -> bool:
-    """Whether the kernels for adapters can run. They must be built, and the processor must multiply
-    bf16.
+    """Whether the kernels for adapters can run. They must be built, and the processor must have
+    instructions for bf16.
     """
     return KERNELS.has_bf16_instructions()
 
 
 @cache
 def _max_rows_per_expert() -> int:
-    """The number of rows per expert up to which the kernel `multiply` is used. At 16 to 1,024 rows
-    it takes 0.7 to 0.97 of the time of PyTorch's products (measured without AMX). The kernel does
-    not use AMX, so on processors with AMX the number is 0.
+    """Returns the number of rows per expert up to which the kernel `multiply` is used. For 16 to
+    1,024 rows, the kernel takes 0.7 to 0.97 times as long as PyTorch's matrix products (measured
+    without AMX). The kernel does not use AMX, so the number is 0 on processors with AMX.
     """
     return 0 if torch.cpu._is_amx_tile_supported() else 1024
 
@@ -78,8 +79,8 @@ def _make_c_array(ends: list[int]) -> tuple[array[int], int]:
     fake=lambda *_: None,
 )
 def _cpp_multiply_(x_SN: Tensor, matrices_ENM: Tensor, out_SM: Tensor, ends: list[int]) -> None:
-    """Writes each row of x times the matrix of its expert to out. One of a matrix's two strides
-    must be 1.
+    """Multiplies each row of x by the matrix of its expert and writes the result to out. One of the
+    two strides of a matrix must be 1.
     """
     c_ends, address = _make_c_array(ends)
     KERNELS(
@@ -102,7 +103,8 @@ def _cpp_multiply_(x_SN: Tensor, matrices_ENM: Tensor, out_SM: Tensor, ends: lis
     fake=lambda x, a, _: x.new_empty(len(x), a.shape[1]),
 )
 def _cpp_shrink(x_SN: Tensor, a_ERN: Tensor, ends: list[int]) -> Tensor:
-    """Returns x Aᵀ with the A of each row's expert. One of A's last two strides must be 1."""
+    """Returns x Aᵀ, where each row uses the A of its expert. One of A's last two strides must be 1.
+    """
     _, ranks, features = a_ERN.shape
     out = x_SN.new_empty(x_SN.shape[0], ranks)
     c_ends, address = _make_c_array(ends)
@@ -126,8 +128,8 @@ def _cpp_shrink(x_SN: Tensor, a_ERN: Tensor, ends: list[int]) -> Tensor:
     fake=lambda *_: None,
 )
 def _cpp_expand_(y_SM: Tensor, xa_SR: Tensor, b_EMR: Tensor, ends: list[int], scale: float) -> None:
-    """Computes y += scale xa Bᵀ with the B of each row's expert. One of B's last two strides must
-    be 1.
+    """Computes y += scale xa Bᵀ, where each row uses the B of its expert. One of B's last two
+    strides must be 1.
     """
     c_ends, address = _make_c_array(ends)
     expert_step, step, rank_step = b_EMR.stride()
@@ -156,7 +158,9 @@ def _cpp_expand_(y_SM: Tensor, xa_SR: Tensor, b_EMR: Tensor, ends: list[int], sc
 def _cpp_gradient_(
     lhs_SM: Tensor, rhs_SN: Tensor, out_EMN: Tensor, ends: list[int], scale: float
 ) -> None:
-    """Writes scale lhsᵀ rhs of each expert that has rows to out, in fp32. out may have any strides."""
+    """For each expert that has rows, computes scale lhsᵀ rhs and writes it to out in fp32. out may
+    have any strides.
+    """
     c_ends, address = _make_c_array(ends)
     expert_step, m_step, n_step = out_EMN.stride()
     # the kernel takes the narrower operand as the one whose features are ranks
@@ -190,7 +194,7 @@ def _cpp_gradient_(
     fake=lambda *_: None,
 )
 def _cpp_scatter_(total_TN: Tensor, y_SN: Tensor, tokens_S: Tensor, w_S: Tensor | None) -> None:
-    """Adds each row, times w, to the fp32 sums of its token."""
+    """Multiplies each row by w and adds it to the fp32 sum of its token."""
     KERNELS("scatter", y_SN.dtype, y_SN, tokens_S, w_S, total_TN, *y_SN.shape)
 
 
@@ -202,10 +206,10 @@ class SortedRows:
 
     order   int64[S]   each row's position in the flattened `index`
     tokens  int64[S]   each row's token
-    ends    int32[E]   the end of each expert's rows; None on a CPU, and for fp64, which grouped
-            products do not support
-    counts  the number of rows of each expert, if the host reads it: without `ends`, and for
-            `packed` stacks
+    ends    int32[E]   the end of each expert's rows; None on a CPU and for fp64, which PyTorch's
+            grouped matrix products do not support
+    counts  the number of rows of each expert; the host reads it only if `ends` is None or the
+            stacks are `packed`
     """
 
     def __init__(
@@ -235,8 +239,8 @@ class SortedRows:
     def cast_adapter(
         self, a: Tensor | None, b: Tensor | None, dtype: torch.dtype
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Casts A and B to the products' dtype. Grouped products need ranks whose size is a
-        multiple of 16 bytes, so A and B are padded with zeros.
+        """Casts A and B to the dtype of the matrix products. Grouped matrix products need a rank
+        whose size in memory is a multiple of 16 bytes, so A and B are padded with zeros.
         """
         if a is None or b is None:
             return None, None
@@ -263,7 +267,7 @@ class SortedRows:
 
 
 class RowPart:
-    """The rows of a few experts, and the products of these rows.
+    """The rows of a few experts, and functions that compute the matrix products of these rows.
 
     experts  the range of experts in the stacks
     rows     the range of rows among all rows of the call
@@ -281,12 +285,12 @@ class RowPart:
             self.ends.append(start)
 
     def gather_rows(self, x_TN: Tensor) -> Tensor:
-        """Returns [S N], the features of each row's token."""
+        """Returns [S N], the features of the token of each row."""
         return x_TN.index_select(0, self.tokens)
 
     def multiply(self, x_SN: Tensor, matrices_ENM: Tensor, out: Tensor | None = None) -> Tensor:
-        """Returns [S M], each row times the matrix of its expert. Rows and matrices must have the
-        same dtype.
+        """Returns [S M]. Each row is multiplied by the matrix of its expert. Rows and matrices must
+        have the same dtype.
         """
         y = x_SN.new_empty(x_SN.shape[0], matrices_ENM.shape[2]) if out is None else out
         if (
@@ -303,8 +307,8 @@ class RowPart:
     def multiply_packed(
         self, x_SN: Tensor, read: Callable[[slice], Tensor], out_SM: Tensor
     ) -> Tensor:
-        """Computes `multiply` with packed matrices. `read` widens the matrices [E' N M] of a few
-        experts at a time. Experts without rows are not read.
+        """Computes the same as `multiply` with packed matrices. `read` dequantises the matrices [E'
+        N M] of a few experts at a time. Experts without rows are skipped.
         """
         for i, rows in self.expert_rows:
             expert = self.experts.start + i
@@ -331,7 +335,7 @@ class RowPart:
             y_SM[rows].addmm_(xa_SR[rows], b_EMR[i].t(), alpha=scale)
 
     def gradient(self, lhs_SM: Tensor, rhs_SN: Tensor, scale: float, out_EMN: Tensor) -> None:
-        """Writes scale lhsᵀ rhs of each expert to out, summed in fp32."""
+        """Computes scale lhsᵀ rhs of each expert with fp32 sums, and writes it to out."""
         if _uses_rank_kernel(lhs_SM, min(out_EMN.shape[1:])) and out_EMN.dtype is torch.float32:
             _cpp_gradient_(lhs_SM, rhs_SN, out_EMN, self.ends, scale)
             return
@@ -343,7 +347,9 @@ class RowPart:
             )
 
     def outer_products(self, lhs_SM: Tensor, rhs_SN: Tensor, out_EMN: Tensor) -> None:
-        """Writes lhsᵀ rhs of each expert to out, for a weight of any dtype."""
+        """Computes lhsᵀ rhs of each expert and writes it to out. out is the gradient of a weight of
+        any dtype.
+        """
         for i, rows in self.expert_rows:
             out_EMN[i] = lhs_SM[rows].t() @ rhs_SN[rows]
 
@@ -367,7 +373,7 @@ class RowPart:
             out_EM[i] = dy.sum(0) if w_S is None else w_S[rows] @ dy
 
     def scatter_add_(self, total_TN: Tensor, y_SN: Tensor, w_S: Tensor | None) -> None:
-        """Adds each row, times w, to the sums of its token."""
+        """Multiplies each row by w and adds it to the sum of its token."""
         if total_TN.dtype is torch.float32 and choose_implementation(KERNELS, y_SN) == "cpp":
             _cpp_scatter_(total_TN, y_SN, self.tokens, w_S)
             return
@@ -376,7 +382,7 @@ class RowPart:
 
 
 def _uses_rank_kernel(x: Tensor, ranks: int) -> bool:
-    """Whether the kernels for adapters compute products with this rank."""
+    """Whether the kernels for adapters support matrix products with this rank."""
     return 0 < ranks <= _MAX_RANK and _uses_bf16_kernel(x)
 
 
@@ -389,7 +395,8 @@ def _uses_bf16_kernel(x: Tensor) -> bool:
 
 
 class GroupedRows(RowPart):
-    """All rows of a call, with grouped products, for a GPU."""
+    """A part for a GPU. It holds all rows of a call and computes PyTorch's grouped matrix products.
+    """
 
     def __init__(self, groups: SortedRows) -> None:
         count = groups.order.shape[0]

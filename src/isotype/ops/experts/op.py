@@ -1,17 +1,18 @@
-"""The op `experts`: all experts of a mixture-of-experts layer, whose weights are stacked. The
-weights may be frozen or trained, with or without LoRA on their two layers.
+"""The op `experts` computes all experts of a mixture-of-experts layer whose weights are stacked.
+The weights may be frozen or trained. The two layers of the experts may have LoRA adapters.
 
-Rows are sorted by expert once. Each expert's rows are then multiplied by its matrix. On a GPU this
-is one grouped product for all experts. On a CPU it is one product per expert, for a few experts at
-a time, so that activations between the two layers exist only for the rows of these experts.
+The rows are sorted by expert at the start. The rows of each expert are then multiplied by its
+matrix. On a GPU, one grouped matrix product does this for all experts. On a CPU, there is one
+matrix product per expert. A few experts are computed at a time, so that activations between the two
+layers exist only for the rows of these experts.
 
 The gradient of a routing weight is the inner product of the expert's result and the incoming
-gradient. This product is computed as <h, dh> (plus <d, bias>), where h is the input of the second
-layer, dh the gradient of h without the routing weight, and d the incoming gradient. So no expert's
-output has to be saved, and nothing is divided by the routing weight.
+gradient. It is computed as <h, dh>, plus <d, bias> if there is a bias. Here h is the input of the
+second layer, dh the gradient of h without the routing weight, and d the incoming gradient. So the
+outputs of the experts need not be saved, and nothing is divided by the routing weight.
 
 These tensors are saved for backward: x, the order of the rows, the output of the first layer, x Aᵀ
-and h Aᵀ (rows x rank), and A and B in the products' dtype.
+and h Aᵀ (rows x rank), and A and B in the dtype of the matrix products.
 
 T tokens, C experts per token, E experts, S = T C rows sorted by expert, H features, G features of
 the first layer's output, I inner features, R rank.
@@ -61,8 +62,8 @@ autocast.
 
 
 class Adapter(NamedTuple):
-    """LoRA on one layer of every expert: a [E R N] and b [E O R], of any strides. `scale`
-    multiplies the product of both.
+    """The LoRA adapter of one layer of all experts. It consists of a [E R N] and b [E O R], which
+    may have any strides. The product of both is multiplied by `scale`.
     """
 
     a: Tensor
@@ -71,8 +72,8 @@ class Adapter(NamedTuple):
 
 
 class ExpertsOptions(NamedTuple):
-    """The options of a call. `states` are the states of packed stacks, None for stacks that are not
-    packed.
+    """The options of a call. `states` has the state of each packed stack, and None for each stack
+    that is not packed.
     """
 
     activation: Activation
@@ -141,9 +142,9 @@ def _product(
     transpose: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Returns each row of x times the matrix of its expert, or times the transpose. All reads of
-    stacks are here. Weights of another dtype are cast for the experts of a part; packed weights are
-    widened for a few experts at a time.
+    """Multiplies each row of x by the matrix of its expert, or by the transposed matrix. Only this
+    function reads the stacks of weights. Weights of another dtype are cast to the dtype of x, only
+    for the experts of this part. Packed weights are dequantised for a few experts at a time.
     """
     state = options.states[layer_index]
     if state is None:
@@ -170,7 +171,7 @@ def _product(
 
 
 class Experts(torch.autograd.Function):
-    """The autograd function of `experts`. The dtype of the products is an argument."""
+    """The autograd function of `experts`. The dtype of the matrix products is an argument."""
 
     @staticmethod
     def forward(
@@ -350,7 +351,7 @@ def _forward_layer(
     layer_index: int,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns (x W + bias + scale (x Aᵀ) Bᵀ with the tensors of each row's expert, x Aᵀ)."""
+    """Returns (x W + bias + scale (x Aᵀ) Bᵀ, x Aᵀ). Each row uses the tensors of its expert."""
     weight, bias, a, b = layer
     y = _product(part, x, weight, options, layer_index, out=out)
     xa = None
@@ -373,8 +374,8 @@ def _input_gradient(
     *,
     needs_input: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns (the gradient of the layer's input, or None if it is not needed; the gradient of the
-    input's product with A, without the scale).
+    """Returns (the gradient of the layer's input, or None if it is not needed; the gradient of x
+    Aᵀ, not yet multiplied by the scale).
     """
     dxa = None
     if b is not None:
@@ -391,7 +392,7 @@ def _input_gradient(
 
 
 class _Gradients:
-    """The gradients of one layer's weight, bias, A and B. `add` writes the gradients of a few
+    """The gradients of one layer's weight, bias, A and B. `add` computes the gradients of a few
     experts at a time. The gradients of an expert without rows are zero.
     """
 
@@ -424,8 +425,8 @@ class _Gradients:
         dxa: Tensor | None,
         scale: float,
     ) -> None:
-        """Writes the gradients of the part's experts. x is needed for the gradients of the weight
-        and of A. w multiplies dy.
+        """Writes the gradients of the experts in `part`. x is only needed for the gradients of the
+        weight and of A. dy is multiplied by w.
         """
         experts = part.experts
         if self.bias is not None:
@@ -453,7 +454,8 @@ class _Gradients:
             part.gradient(dy, xa, scale, self.b[experts])
 
     def results(self) -> list[Tensor | None]:
-        """Returns the gradients in their tensors' dtypes; a gradient that is not needed is None."""
+        """Returns each gradient in the dtype of its tensor. A gradient that is not needed is None.
+        """
         results: list[Tensor | None] = []
         for gradient, tensor in zip((self.weight, self.bias, self.a, self.b), self.layer):
             if gradient is not None and tensor is not None:
@@ -482,7 +484,7 @@ def experts(
     activation: Activation = "silu",
     transposed: bool = False,
 ) -> Tensor:
-    """Computes for each token the sum over its experts of weight * down(activation(up(x))).
+    """For each token, computes the sum of weight * down(activation(up(x))) over its experts.
 
     x           X[t h]
     index       int[t c]   the experts of each token
@@ -490,14 +492,16 @@ def experts(
     up, down    U[e g h], D[e h i]; with `transposed` U[e h g], D[e i h]
     up_bias, down_bias      [e g], [e h], or None
     up_adapter, down_adapter  LoRA, or None
-    up_state, down_state  states of packed stacks, or None; `up` and `down` are then packed bytes
-                          and frozen, and an expert is widened when its rows are multiplied
+    up_state, down_state  states of packed stacks, or None; with a state, `up` or `down` contains
+                          packed bytes and is frozen, and an expert is dequantised when its rows are
+                          multiplied
     activation  "silu", "gelu" or "gelu_tanh": the activation of the first half of g times the
                 second half; `Clamped`, on even and odd columns; or any function [s g] -> [s i]
                 without trained parameters
     ->          X[t h]     the dtype of x, also under autocast
-    inside      products in autocast's dtype, or in the promoted dtype of x and the stacks that are
-                not packed; sums over experts and an adapter's gradients in fp32
+    inside      matrix products in autocast's dtype, or without autocast in the promoted dtype of x
+                and the stacks that are not packed; sums over experts and the gradients of an
+                adapter in fp32
     grads       each in the dtype of its tensor
     Raises      ShapeError SH001; DtypeError DT001 for an index that is not an integer
     """

@@ -1,6 +1,6 @@
-"""Triton kernels for stacked experts, besides torch's grouped products: the activation between an
-expert's two layers, sums over a token's experts, and the adapters' gradients, which torch's grouped
-products do not return in fp32.
+"""Triton kernels for stacked experts, for computations that torch's grouped matrix products cannot
+do. They compute the activation between the two layers of an expert, the sum over the experts of a
+token, and the gradients of adapters in fp32.
 
 S rows sorted by expert, I inner features, N columns. A gradient is [M N].
 """
@@ -21,8 +21,8 @@ BLOCK = 1024
 
 @triton.jit
 def load_pair(g, row_start, first, inner, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    """Loads (gate, up) of BLOCK inner features from `first` on. They are the two halves of a row,
-    or even and odd columns ("clamped").
+    """Loads (gate, up) of BLOCK inner features, starting at `first`. gate and up are the two halves
+    of a row. For "clamped" they are the even and the odd columns.
     """
     if KIND == "clamped":
         pair_index = tl.arange(0, 2 * BLOCK)
@@ -89,8 +89,8 @@ def backward_kernel(
     WANT_H: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Computes one row per program: the gradient of g times the weight, h, and <h, dh> without the
-    weight.
+    """Each Triton program computes one row. It computes the gradient of g with the routing weight,
+    h, and <h, dh> without the routing weight.
     """
     row = tl.program_id(0).to(tl.int64)
     weight_fp32 = tl.load(weights + row).to(tl.float32)
@@ -191,7 +191,9 @@ def gradient_kernel(
     M: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Sums lhsᵀ rhs over the rows of an expert. Each program computes a tile [M, N] of one expert."""
+    """Computes lhsᵀ rhs for the rows of an expert. Each Triton program computes a tile [M, N] of
+    one expert.
+    """
     expert = tl.program_id(0)
     i = tl.program_id(1) * M + tl.arange(0, M)
     j = tl.program_id(2) * N + tl.arange(0, N)
@@ -237,8 +239,8 @@ def activate(g_SG: Tensor, kind: str, alpha: float, limit: float) -> Tensor:
 def backward(
     g_SG: Tensor, dh_SI: Tensor, w_S: Tensor, kind: str, alpha: float, limit: float, want_h: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (gradient of g, times w; h if it is needed, else empty; the inner product <h, dh> of
-    each row).
+    """Returns (gradient of g, which includes the factor w; h, or an empty tensor if it is not
+    needed; the inner product <h, dh> of each row).
     """
     dg, products = torch.empty_like(g_SG), torch.empty_like(w_S)
     h = torch.empty_like(dh_SI) if want_h else dh_SI.new_empty(0)
@@ -262,7 +264,7 @@ def backward(
 
 @on_tensor_device
 def combine_(total_TN: Tensor, y_SN: Tensor, token_rows_TC: Tensor, w_S: Tensor | None) -> None:
-    """Adds to each token the sum of its rows, each times its w."""
+    """For each token, multiplies each of its rows by w and adds their sum to the token."""
     tokens, columns = total_TN.shape
     if total_TN.numel():
         blocks = triton.cdiv(columns, BLOCK)
@@ -283,8 +285,8 @@ def combine_(total_TN: Tensor, y_SN: Tensor, token_rows_TC: Tensor, w_S: Tensor 
 def gradient_(
     lhs_SM: Tensor, rhs_SN: Tensor, ends_E: Tensor, out_EMN: Tensor, scale: float
 ) -> None:
-    """Writes scale lhsᵀ rhs of each expert to out, in fp32; zeros for an expert without rows. out
-    may have any strides.
+    """Computes scale lhsᵀ rhs of each expert and writes it to out in fp32. For an expert without
+    rows, it writes zeros. out may have any strides.
     """
     if lhs_SM.shape[1] > rhs_SN.shape[1]:
         lhs_SM, rhs_SN, out_EMN = rhs_SN, lhs_SM, out_EMN.transpose(1, 2)

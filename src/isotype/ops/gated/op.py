@@ -1,7 +1,7 @@
-"""The ops `silu_mul`, `gelu_mul` and `gelu`: an activation, alone or multiplied by `up`. They share
-one implementation.
+"""The ops `silu_mul`, `gelu_mul` and `gelu` compute an activation, alone or multiplied by `up`.
+They share one implementation.
 
-`gated_product` and `gated_gradients` serve larger autograd functions, which handle autograd and
+`gated_product` and `gated_gradients` are for larger autograd functions, which handle autograd and
 autocast themselves.
 """
 
@@ -61,7 +61,9 @@ _CUBIC_FACTOR = 0.044715
 
 
 def gated_reference(x: Tensor, up: Tensor | None, activation: Activation) -> Tensor:
-    """The activation, alone or multiplied by `up`, in plain PyTorch, correct also for fp64 inputs."""
+    """Computes the activation, alone or multiplied by `up`, in plain PyTorch. It is also correct
+    for fp64 inputs.
+    """
     g = x.to(arithmetic_dtype(x.dtype))
     if activation == "silu":
         y = g * torch.sigmoid(g)
@@ -137,8 +139,8 @@ def _fake_backward(
 def _cpp_backward(
     x: Tensor, up: Tensor | None, dy: Tensor, activation: str, returns_product: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of x and up, and the result of the forward; one that is not needed is
-    empty.
+    """Returns the gradients of x and up, and the result of the forward. A tensor that is not needed
+    is empty.
     """
     dx, dup, y = _fake_backward(x, up, dy, activation, returns_product)
     if up is None:
@@ -187,7 +189,7 @@ def gated_backward(
     returns_product: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Returns the gradients of x and up. With `returns_product` it also returns the result of the
-    forward, for which the exp need not be computed again.
+    forward. Both use the same exp, so it is computed only once.
     """
     if implementation == "cpp":
         dx, dup, recomputed = _cpp_backward(x, up, dy, activation, returns_product)
@@ -223,8 +225,8 @@ def _value_and_slope(g: Tensor, activation: Activation) -> tuple[Tensor, Tensor]
 
 
 class GatedProduct(torch.autograd.Function):
-    """The autograd function of the three ops. It saves only its inputs. Autocast changes none of
-    these formulas, since they have no matrix product.
+    """The autograd function of the three ops. It saves only its inputs. Autocast does not change
+    the dtypes of these formulas, since they have no matrix product.
     """
 
     @staticmethod
@@ -321,7 +323,7 @@ def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
 
 
 def gated_product(kind: Gated, gate: Tensor, up: Tensor) -> Tensor:
-    """Computes activation(gate) * up, rounded once.
+    """Computes activation(gate) * up and rounds the result once.
 
     gate, up  F[T I]
     ->        F[T I]
@@ -332,8 +334,8 @@ def gated_product(kind: Gated, gate: Tensor, up: Tensor) -> Tensor:
 def gated_gradients(
     kind: Gated, gate: Tensor, up: Tensor, dy: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (gradient of gate, gradient of up, the product). The kernels compute all three in one
-    pass.
+    """Returns (gradient of gate, gradient of up, activation(gate) * up). The kernels compute all
+    three tensors in one pass.
 
     gate, up, dy  F[T I]
     """
@@ -348,8 +350,8 @@ def gated_gradients(
 def gated_gradients_(
     kind: Gated, gate: Tensor, up: Tensor, dy: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes `gated_gradients` for a caller that no longer needs gate, up and dy. On a GPU the
-    three results overwrite these tensors, in this order.
+    """Computes the same as `gated_gradients`, for a caller that no longer needs gate, up and dy. On
+    a GPU the three results overwrite gate, up and dy, in this order.
     """
     if uses_fused_kernel(gate) and all(
         t.is_contiguous() and t.dtype == gate.dtype for t in (gate, up, dy)

@@ -1,7 +1,9 @@
-"""Kernels of an activation, alone or multiplied by `up`: they load, widen once, compute, and narrow
-once. Each Triton program computes a block of a row; contiguous tensors are treated as one row.
+"""Triton kernels that compute an activation, alone or multiplied by `up`. A kernel converts each
+loaded value to fp32, computes in fp32, and rounds each result once. Each Triton program computes a
+block of a row. A contiguous tensor is treated as one row.
 
-gate and up may be the two halves of one projection, whose rows are longer than theirs.
+gate and up may be the two halves of the output of one projection. Their rows are then not adjacent
+in memory.
 """
 
 from __future__ import annotations
@@ -161,8 +163,9 @@ def gated_backward(
     returns_product: bool,
     in_place: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Computes the gradients of x and up, and the result of the forward, in one pass. With all
-    three it reads and writes six tensors; separate passes would read and write eight.
+    """Computes the gradients of x and up, and the result of the forward, in one pass. If all three
+    are needed, it reads and writes six tensors in total. Separate passes would read and write
+    eight.
 
     in_place  the results overwrite the inputs, which must be contiguous; each program reads its
               block before it writes it

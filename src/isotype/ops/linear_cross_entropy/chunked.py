@@ -1,14 +1,15 @@
-"""Gradients of a head and its inputs without storing all logits (tokens x vocabulary). There are
-two ways to compute them. T tokens, N tokens that are not ignored, H hidden size, V vocabulary size.
+"""Computes the gradients of a head and its inputs without storing all logits (tokens x vocabulary).
+There are two ways to compute them. T tokens, N tokens that are not ignored, H hidden size, V
+vocabulary size.
 
 `Chunks`, `HeadGradient`   Forward computes the gradients in chunks of rows. The logits are
                            overwritten by their gradient, and the head's gradient is accumulated in
-                           fp32. This takes three products for a trainable head and two for a
-                           frozen one. All rows have the same upstream gradient.
+                           fp32. This takes three matrix products for a trainable head and two for a
+                           frozen one. All rows must have the same upstream gradient.
 `gradients_by_vocabulary`  Backward computes the gradients in blocks of the vocabulary, from the
-                           logsumexp that forward saved. This takes one more product, but no fp32
-                           accumulator of V x H. Rows may have different upstream gradients. It is
-                           used for a trainable head with reduction="none".
+                           logsumexp that forward saved. This takes one more matrix product, but
+                           needs no fp32 accumulator of V x H. Rows may have different upstream
+                           gradients. It is used for a trainable head with reduction="none".
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ _BLOCK_MULTIPLE = 64
 
 
 def logits_budget(device: torch.device, with_head_gradient: bool) -> int:
-    """Returns the bytes of logits that may exist at once. With `with_head_gradient` the head's
-    gradient is computed too.
+    """Returns the number of bytes of logits that may exist at once. `with_head_gradient` states
+    whether the head's gradient is computed too.
     """
     if with_head_gradient:
         return _LOGITS_BYTES_WITH_HEAD.get(
@@ -53,8 +54,9 @@ def logits_budget(device: torch.device, with_head_gradient: bool) -> int:
 def fitting_block_size(
     count: int, other_count: int, itemsize: int, device: torch.device, with_head_gradient: bool
 ) -> int:
-    """Divides `count` rows (or classes) into equal blocks and returns their size, such that a block
-    times `other_count` classes (or rows) fits the budget.
+    """Divides `count` rows into equal blocks and returns the size of a block. The logits of one
+    block for `other_count` classes fit into the budget. The function is also used to divide
+    classes, and `other_count` is then the number of rows.
 
     with_head_gradient  whether the head's gradient is computed too
     """
@@ -67,27 +69,30 @@ def fitting_block_size(
 
 
 def operand_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype of a product's operands on this device, for a product declared as `dtype`."""
+    """Returns the dtype of the operands of a matrix product on this device. `dtype` is the declared
+    dtype of the product.
+    """
     if dtype == torch.float16 and planned_device_type(device) != "cuda":
         return torch.float32
     return dtype
 
 
 def result_dtype(operand: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype of a product's result."""
+    """Returns the dtype of the result of a matrix product with operands of this dtype."""
     if has_fp32_output(operand, device):
         return torch.float32
     return operand
 
 
 def gradient_factors(operand: torch.dtype, upstream: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Returns (pre_scale, post_scale). A softmax is multiplied by pre_scale before it is narrowed
-    to `operand`, and its products by post_scale afterwards (None means 1). pre_scale * post_scale
-    is `upstream`.
+    """Returns (pre_scale, post_scale). The softmax is multiplied by pre_scale before it is rounded
+    to the dtype `operand`. The matrix products with the softmax are then multiplied by post_scale
+    (None means 1). pre_scale * post_scale equals `upstream`.
 
-    The softmax is multiplied by the upstream gradient before it is narrowed, so that the gradient
-    is rounded as often as in a plain product. In fp16, where 1/128k is subnormal, the softmax is
-    multiplied by 1024 before it is narrowed, and its fp32 products by `upstream` / 1024.
+    If the softmax is multiplied by the upstream gradient before it is rounded, the gradient is
+    rounded as often as without chunks. In fp16 this is not possible, since 1/128k is subnormal.
+    There the softmax is multiplied by 1024 before it is rounded, and the fp32 results of its matrix
+    products are multiplied by `upstream` / 1024.
     """
     if operand != torch.float16:
         return upstream, None
@@ -95,9 +100,10 @@ def gradient_factors(operand: torch.dtype, upstream: Tensor) -> tuple[Tensor, Te
 
 
 def allocate_logits(rows: int, classes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocates memory for logits or their gradient. On a GPU rows start at multiples of 64 values,
-    since cuBLAS's fast kernels need an alignment of 16 bytes. Without padding only one row of eight
-    would be aligned with a vocabulary of 32,001, which has an added token.
+    """Allocates memory for logits or their gradient. On a GPU, each row starts at a multiple of 64
+    values, since cuBLAS's fast kernels need an alignment of 16 bytes. For example, a vocabulary may
+    have 32,001 tokens, one of them added. Without padding, only one row of eight would then be
+    aligned.
     """
     row_stride = classes
     if planned_device_type(device) == "cuda":
@@ -106,7 +112,7 @@ def allocate_logits(rows: int, classes: int, dtype: torch.dtype, device: torch.d
 
 
 def product(lhs: Tensor, rhs: Tensor, out: Tensor) -> Tensor:
-    """Writes `lhs @ rhs` to `out`, whose dtype is the result of `result_dtype`."""
+    """Writes `lhs @ rhs` to `out`. `out` must have the dtype that `result_dtype` returns."""
     if out.dtype == lhs.dtype:
         # operands and result have the same dtype, and the caller has switched autocast off
         return torch.mm(lhs, rhs, out=out)
@@ -116,8 +122,8 @@ def product(lhs: Tensor, rhs: Tensor, out: Tensor) -> Tensor:
 
 
 def add_product_(lhs: Tensor, rhs: Tensor, total: Tensor) -> Tensor:
-    """Computes `total += lhs @ rhs` in one product, which reads and writes `total` once and has no
-    temporary result. The dtype of `total` is the result of `result_dtype`.
+    """Computes `total += lhs @ rhs` in one matrix multiplication. It reads and writes `total` once
+    and needs no temporary tensor. `total` must have the dtype that `result_dtype` returns.
     """
     if total.dtype == lhs.dtype:
         return torch.addmm(total, lhs, rhs, out=total)
@@ -125,8 +131,8 @@ def add_product_(lhs: Tensor, rhs: Tensor, total: Tensor) -> Tensor:
 
 
 def product_over_classes(dlogits_NV: Tensor, weight_VH: Tensor, out_NH: Tensor) -> Tensor:
-    """Writes `dlogits @ weight` to `out`. On a CPU the transposed product is computed and copied,
-    which is 12% faster at 1024 x 32,000 x 2048 in bf16.
+    """Writes `dlogits @ weight` to `out`. On a CPU it computes the transposed result and copies it,
+    which is 12% faster for 1024 x 32,000 x 2048 in bf16.
     """
     device = dlogits_NV.device
     if planned_device_type(device) == "cpu" and out_NH.dtype == dlogits_NV.dtype:
@@ -150,18 +156,20 @@ _TILE = (128, 256)
 
 
 def count_vocabulary_parts(rows: int, columns: int, classes: int, processors: int) -> int:
-    """Returns into how many parts of the vocabulary the product for the hidden states' gradient is
-    split, so that its tiles occupy all multiprocessors. For example, 512 x 4,096 are 64 tiles,
-    which leave half of 132 multiprocessors idle; two parts have 128 tiles. A part has at least
-    4,096 classes, so that adding the parts takes comparatively little time.
+    """The matrix product for the gradient of the hidden states is split into parts of the
+    vocabulary, so that its tiles occupy all multiprocessors. Returns the number of parts. For
+    example, a result of 512 x 4,096 has 64 tiles, which leave half of 132 multiprocessors idle.
+    With two parts there are 128 tiles. A part has at least 4,096 classes, so that adding the parts
+    takes comparatively little time.
     """
     tiles = -(-rows // _TILE[0]) * -(-columns // _TILE[1])
     return max(1, min(processors // tiles, classes // 4096))
 
 
 def product_in_parts(lhs_NV: Tensor, rhs_VH: Tensor, out_NH: Tensor, parts: int) -> Tensor:
-    """Writes `lhs @ rhs` to `out`, in fp32. Equal parts of V are computed as one batched product,
-    and its results are added. The remainder of V is added last.
+    """Writes `lhs @ rhs` to `out` in fp32. V is divided into equal parts. One batched matrix
+    product computes the result of each part, and these results are added. The product for the
+    remaining classes is added last.
     """
     size = lhs_NV.shape[1] // parts // _BLOCK_MULTIPLE * _BLOCK_MULTIPLE
     lhs_PNV = lhs_NV[:, : parts * size].unflatten(1, (parts, size)).transpose(0, 1)
@@ -198,8 +206,8 @@ def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk: int |
 def default_chunk(
     tokens: int, weight: Tensor, dtypes: Sequence[torch.dtype], with_head_gradient: bool
 ) -> int:
-    """Returns the number of rows whose logits exist at once. `dtypes` are the dtypes of the
-    products, one for each head.
+    """Returns the number of rows whose logits exist at once. `dtypes` has the dtype of the matrix
+    product of each head.
     """
     bytes_per_logit = sum(
         result_dtype(operand_dtype(dtype, weight.device), weight.device).itemsize
@@ -217,7 +225,7 @@ def default_chunk(
 def cast_head(
     dtype: torch.dtype, hidden: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Casts the tensors of a head to the dtype of its product."""
+    """Casts the tensors of a head to the dtype of its matrix product."""
     if bias is not None:
         bias = bias.to(dtype)
     return hidden.to(dtype), weight.to(dtype), bias
@@ -226,7 +234,7 @@ def cast_head(
 def head_dtypes(
     hidden: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[torch.dtype, torch.dtype, torch.dtype | None]:
-    """The dtypes in which the gradients of a head's tensors are returned."""
+    """Returns the dtypes in which the gradients of a head's tensors are returned."""
     if bias is None:
         return hidden.dtype, weight.dtype, None
     return hidden.dtype, weight.dtype, bias.dtype
@@ -248,7 +256,7 @@ def cast_gradients(
 def required_gradients(
     hidden: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[bool, bool, bool]:
-    """Whether autograd needs the gradient of each tensor."""
+    """For each tensor, returns whether autograd needs its gradient."""
     is_enabled = torch.is_grad_enabled()
     return (
         is_enabled and hidden.requires_grad,
@@ -282,7 +290,7 @@ def empty_gradients(
 
 
 class Forward(NamedTuple):
-    """The results of forward; a tensor that is not needed is empty."""
+    """The results of forward. A tensor that is not needed is empty."""
 
     loss_T: Tensor
     lse_T: Tensor
@@ -292,8 +300,9 @@ class Forward(NamedTuple):
 
 
 def stored_gradient_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype of a gradient that is computed in forward and stored until backward. For fp16
-    inputs it is fp32, since the gradient before its scaling is too small for fp16.
+    """Returns the dtype of a gradient that is computed in forward and stored until backward. For
+    fp16 inputs it is fp32, since the gradient is too small for fp16 until backward multiplies it by
+    the upstream gradient.
     """
     if dtype == torch.float16:
         return torch.float32
@@ -308,8 +317,9 @@ def empty_outputs(
     want_dbias: bool,
     chunk: int,
 ) -> Forward:
-    """Allocates outputs of the right shapes and dtypes. The outputs are zeroed, since ignored rows
-    stay zero. Only the head's gradient is not zeroed, since the first chunk overwrites it.
+    """Allocates outputs of the right shapes and dtypes. They are filled with zeros, since forward
+    does not write to ignored rows. Only the head's gradient is left uninitialised, since the first
+    chunk overwrites it.
     """
     tokens = hidden_TH.shape[0]
     classes = weight_VH.shape[:1]
@@ -330,12 +340,13 @@ def empty_outputs(
 
 
 class HeadGradient:
-    """Sums `post_scale * dlogits^T x` over chunks of rows in `total_VH`. The first chunk is written
-    and not added, so `total_VH` may be uninitialised.
+    """Sums `post_scale * dlogits^T x` over chunks of rows in `total_VH`. The first chunk overwrites
+    `total_VH`, so `total_VH` may be uninitialised.
 
-    If the product has another dtype than `total_VH`, or is scaled, it is computed in blocks of the
-    vocabulary that share one buffer. A new buffer for each block would take as long as the product:
-    with one thread, 1,024 rows and a head of 8,192 x 2,048, both take 204 ms instead of 98 ms.
+    If the matrix product has another dtype than `total_VH`, or is multiplied by a factor, it is
+    computed in blocks of the vocabulary. All blocks share one buffer. Allocating a new buffer for
+    each block would take as long as the matrix product. We measured 204 ms instead of 98 ms with
+    one thread, 1,024 rows and a head of 8,192 x 2,048.
     """
 
     def __init__(self, total_VH: Tensor, post_scale: Tensor | None) -> None:
@@ -346,7 +357,7 @@ class HeadGradient:
         self.wide_buffer: Tensor | None = None
 
     def add(self, dlogits_NV: Tensor, x_NH: Tensor) -> None:
-        """Adds the product of one chunk."""
+        """Adds the matrix product of one chunk."""
         total = self.total_VH
         is_first = self.is_first
         self.is_first = False
@@ -384,9 +395,9 @@ class Chunks:
     """Computes the logits of the rows that are not ignored, `chunk` rows at a time, in buffers that
     all chunks share.
 
-    Iteration yields (rows, x_NH, logits_NV, dlogits_NV): the rows, their hidden states as the
-    product's operand, their logits, and memory for the gradient of the logits. If the product's
-    result has the dtype of its operands, the gradient uses the memory of the logits.
+    Iteration yields (rows, x_NH, logits_NV, dlogits_NV): the rows, their hidden states in the dtype
+    of the matrix product, their logits, and memory for the gradient of the logits. If the logits
+    have the same dtype as the hidden states, the gradient uses the memory of the logits.
     """
 
     def __init__(
@@ -443,7 +454,9 @@ class Chunks:
         dlogits_NV: Tensor,
         post_scale: Tensor | None,
     ) -> None:
-        """Writes the gradient of these rows of hidden, times `post_scale`."""
+        """Computes the gradient of these rows of hidden, multiplies it by `post_scale` and writes
+        it.
+        """
         if isinstance(rows, slice) and post_scale is None and dhidden_TH.dtype == self.result_dtype:
             product_over_classes(dlogits_NV, self.weight_VH, dhidden_TH[rows])
             return
@@ -460,10 +473,10 @@ class Chunks:
 
 
 def rows_to_compute(targets_T: Tensor, rule: LossRule) -> Tensor | slice:
-    """Returns the rows that are not ignored, as int[N] or as a slice of all rows. On a device other
-    than a CPU it returns all rows, since the host would have to wait for the device to count them;
-    ignored rows are then computed and masked. A caller that has its labels on the host can select
-    the rows before it calls the op.
+    """Returns the rows that are not ignored, as int[N] or as a slice of all rows. On a GPU it
+    returns all rows, since the host would have to wait until the GPU has counted the rows. Ignored
+    rows are then computed and masked. If a caller has the labels on the host, it can select the
+    rows before it calls the op.
     """
     if not can_count_rows(targets_T):
         return slice(None)
@@ -558,7 +571,7 @@ def gradients_by_vocabulary(
 
 
 def scale_to_dtype(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns (x * factor) in `dtype`. For a large `x` it makes no copy in a wider dtype."""
+    """Returns (x * factor) in `dtype`. It makes no copy in a wider dtype if `x` is large."""
     if torch.compiler.is_compiling() or x.numel() < 2**22 or x.dtype == dtype == factor.dtype:
         return (x * factor).to(dtype)
     out = torch.empty(x.shape, dtype=dtype, device=x.device)

@@ -60,7 +60,7 @@ LINEAR_CROSS_ENTROPY = OpContract(
 
 
 def reference_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Computes all logits, in the dtype of the op's product."""
+    """Computes all logits, in the dtype in which the op computes its matrix product."""
     dtype = product_dtype(hidden, weight)
     with autocast_off(hidden):
         return F.linear(*cast_head(dtype, hidden, weight, bias))
@@ -69,8 +69,8 @@ def reference_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Ten
 def linear_cross_entropy_reference(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, **loss: Any
 ) -> Tensor:
-    """Computes `linear_cross_entropy` in plain PyTorch, differentiated by autograd. `loss` are the
-    options of `cross_entropy`.
+    """Computes `linear_cross_entropy` in plain PyTorch, differentiated by autograd. `loss` contains
+    the options of `cross_entropy`.
     """
     return cross_entropy_reference(reference_logits(hidden, weight, bias), targets, **loss)
 
@@ -100,10 +100,10 @@ def _forward(
     want_dbias: bool,
     exact: bool,
 ) -> tuple[Tensor, ...]:
-    """Computes the loss of each row, and the gradients that are needed, for an upstream gradient of
-    `upstream` in every row. Ignored rows are not computed.
+    """Computes the loss of each row. Also computes the gradients that are needed; each row has the
+    upstream gradient `upstream`. Ignored rows are not computed.
 
-    exact  whether the largest bf16 logits of the C++ path are recomputed in fp32
+    exact  whether the C++ kernels recompute the largest bf16 logits in fp32
     """
     rule = LossRule.from_arguments(ignore_index, factors)
     out = empty_outputs(hidden_TH, weight_VH, want_dhidden, want_dweight, want_dbias, chunk)
@@ -160,8 +160,9 @@ def _backward(
     want_dhidden: bool,
     want_dweight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes the gradients of hidden, weight and bias for any upstream gradient per row, in fp32
-    or the product's dtype. One that is not wanted is empty.
+    """Computes the gradients of hidden, weight and bias. The rows may have different upstream
+    gradients. The results are in fp32 or in the dtype of the matrix product. A gradient that is not
+    needed is empty.
     """
     rule = LossRule.from_arguments(ignore_index, factors)
     rows = rows_to_compute(targets_T, rule)
@@ -194,16 +195,17 @@ def _backward(
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Computes the sum of the row losses divided by `items` (with is_mean), their sum, or the loss
-    of each row (without items).
+    """Computes the sum of the row losses, or with is_mean this sum divided by `items`. If items is
+    None, it computes the loss of each row.
 
     The gradient of a hidden row is linear in the row's upstream gradient, and the head's gradient
-    is linear in a scalar upstream gradient. So forward computes both for an upstream gradient of 1,
-    while the logits exist, and backward scales them. Loss scaling and repeated backward calls give
-    correct gradients. The gradients are divided by `items` before they are narrowed, also for a
-    sum, since callers usually divide a sum by the number of items. If backward then multiplies by 1
-    or by a power of two, no value is rounded a second time. With a trainable head and a loss per
-    row, the gradients are computed in backward.
+    is linear in a scalar upstream gradient. So forward computes both gradients for an upstream
+    gradient of 1, while the logits exist. Backward multiplies them by the upstream gradient.
+    Gradients are therefore correct with loss scaling and with repeated backward calls. The
+    gradients are divided by `items` before they are rounded. This is also done for a sum, since
+    callers usually divide a sum by the number of items. If backward then multiplies them by 1 or by
+    a power of two, no value is rounded a second time. With a trainable head and a loss per row, the
+    gradients are computed in backward.
     """
 
     @staticmethod
@@ -304,13 +306,13 @@ def linear_cross_entropy(
     targets  int[*n]   classes 0..V-1, or ignore_index: those rows are not computed
     bias     B[V]
     ->       fp32[]    fp32[*n] with reduction="none"; fp64 for fp64 inputs
-    inside   the product in autocast's dtype, or in the promoted dtype of hidden and weight; the
-             loss in fp32, as in `cross_entropy`
+    inside   the matrix product in autocast's dtype, or without autocast in the promoted dtype of
+             hidden and weight; the loss in fp32, as in `cross_entropy`
     grads    hidden: X   weight: W   bias: B   accumulated over chunks in fp32
-    With reduction="mean", num_items is the divisor. With "sum" it is the number by which the caller
-    will divide the sum; gradients are then rounded only once. chunk is the number of rows whose
-    logits exist at once; by default it follows from V and a budget of bytes, never from free
-    memory.
+    With reduction="mean", num_items is the divisor. With "sum", it is the number by which the
+    caller will divide the sum. If it is given, gradients are rounded only once. chunk is the number
+    of rows whose logits exist at once. Its default is computed from V and a fixed number of bytes,
+    and does not depend on the free memory.
     Raises   IsotypeError SH002 for a target out of range; DtypeError DT001, ShapeError SH001;
              UsageError
     """
@@ -366,8 +368,8 @@ def loss_divisor(
     ignore_index: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Returns the divisor of the mean, or the number by which a caller probably divides a sum, as a
-    scalar tensor on the device of the targets.
+    """Returns the divisor of the mean. For a sum, returns the number by which the caller will
+    probably divide it. The result is a scalar tensor on the device of the targets.
     """
     if isinstance(num_items, Tensor):
         divisor = num_items.detach().to(targets_T.device, dtype).reshape(())
@@ -381,9 +383,9 @@ def loss_divisor(
 
 
 def scratch_estimators() -> dict[Any, Callable[..., int]]:
-    """For memory plans: maps an operator to a function that returns, from the operator's arguments,
-    the bytes that it needs besides its results. These are one chunk of logits and of their
-    gradient.
+    """Returns estimators for memory plans. Each operator is mapped to a function that gets the
+    operator's arguments. The function returns the number of bytes of temporary memory that the
+    operator needs, for one chunk of logits and their gradient.
     """
     return {torch.ops.isotype.linear_cross_entropy_forward.default: _forward_scratch_bytes}
 

@@ -1,5 +1,5 @@
-"""The op `linear_divergence`: divergences between the distributions of two heads, with gradients. T
-tokens, H and G hidden sizes, V vocabulary size.
+"""The op `linear_divergence` computes divergences between the distributions of two heads, with
+gradients. T tokens, H and G hidden sizes, V vocabulary size.
 
 The logits of both heads exist for one chunk of rows at a time. If the student's head is frozen,
 forward computes the gradient of its hidden states from these logits. Otherwise backward computes
@@ -95,7 +95,7 @@ def linear_divergence_reference(
 
 
 def divergence(s: Tensor, t: Tensor, beta: float) -> Tensor:
-    """Computes the divergence of log-probabilities [*n V], differentiated by autograd."""
+    """Computes the divergence of two sets of log-probabilities [*n V], with a graph of autograd."""
     if beta == 0.0:
         return (t.exp() * (t - s)).sum(-1)
     if beta == 1.0:
@@ -296,8 +296,8 @@ def _backward(
 
 
 class LinearDivergence(torch.autograd.Function):
-    """The autograd function of `linear_divergence`. It casts to the dtypes of the products and
-    switches autocast off.
+    """The autograd function of `linear_divergence`. It casts the tensors to the dtypes of the
+    matrix products and switches autocast off.
     """
 
     @staticmethod
@@ -446,11 +446,11 @@ def linear_divergence(
                     (1 - beta) KL(s || m), where m = (1 - beta) s + beta t. Source: Agarwal et al.
                     2024; the definition is the same as in TRL's GKD
     temperature     divides the logits of both; the result is not multiplied by its square
-    inside          each product in autocast's dtype, or in the promoted dtype of its operands; the
-                    rest in fp32
-    grads           hidden: X   weight: W   bias: B   for any upstream gradient per token
-    chunk           the number of rows whose logits exist at once; by default it follows from V and
-                    a budget of bytes, never from free memory
+    inside          each matrix product in autocast's dtype, or without autocast in the promoted
+                    dtype of its operands; all other arithmetic in fp32
+    grads           hidden: X   weight: W   bias: B   tokens may have different upstream gradients
+    chunk           the number of rows whose logits exist at once; the default is computed from V
+                    and a fixed number of bytes, and does not depend on the free memory
     Raises          ShapeError SH001; UsageError
     """
     return divergence_and_entropy(

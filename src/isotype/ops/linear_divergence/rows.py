@@ -1,8 +1,8 @@
-"""The divergence between the student's and the teacher's logits of each row, computed by C++
-kernels, or by plain PyTorch in blocks on any device. N rows, V vocabulary size.
+"""Computes the divergence between the student's and the teacher's logits of each row. It is
+computed by C++ kernels, or in blocks by plain PyTorch on any device. N rows, V vocabulary size.
 
-z are the student's logits after scale and softcap, divided by the temperature; p are its
-probabilities, q the teacher's probabilities, and m their mixture:
+z contains the student's logits after scale and softcap, divided by the temperature. p contains the
+student's probabilities, q the teacher's probabilities, and m their mixture:
     beta 0   D = sum q ln(q / p)       dD / dz = p - q
     beta 1   D = sum p ln(p / q)       dD / dz = p (ln(p / q) - D)
     between  D = beta sum q ln(q / m) + (1 - beta) K, K = sum p ln(p / m)
@@ -26,8 +26,8 @@ MIN_LOG_PROB = -1e30  # finite, so that p ln p of a masked class is 0 and not Na
 
 
 class DivergenceParameters(NamedTuple):
-    """The parameters of a divergence: scale and softcap of the student's and the teacher's logits,
-    divided by the temperature, and beta.
+    """The parameters of a divergence. They are beta, and scale and softcap of the student's and of
+    the teacher's logits. Scale and softcap are already divided by the temperature.
     """
 
     student: LossRule
@@ -109,9 +109,10 @@ def divergences_cpp(
     want_entropy: bool,
     sources: tuple[LogitsSource | None, LogitsSource | None] = (None, None),
 ) -> tuple[Tensor, Tensor]:
-    """Computes `divergences` with the C++ kernel, for fp32, bf16 or fp16 logits on a CPU. For bf16
-    products (`sources`) the classes of the eight largest logits of student and teacher are
-    recomputed in fp32, in both heads.
+    """Computes `divergences` with the C++ kernel, for fp32, bf16 or fp16 logits on a CPU. If matrix
+    products in bf16 computed the logits (`sources`), some logits are recomputed in fp32. These are
+    the logits of both heads for the classes with the eight largest logits of the student and the
+    eight largest of the teacher.
     """
     rows = z_NV.shape[0]
     divergence = torch.empty(rows)

@@ -1,9 +1,9 @@
-"""Triton kernels of the divergence of two rows of logits. For the value, each program computes a
-row; for the gradient, each program computes a block of a row.
+"""Triton kernels for the divergence of two rows of logits. For the value, each Triton program
+computes a row. For the gradient, each program computes a block of a row.
 
-V is the vocabulary size. Row offsets are computed in int64. Values are widened to fp32 when they
-are loaded and narrowed when they are stored. The cross-entropy kernel computes the logsumexp of
-student and teacher.
+V is the vocabulary size. Row offsets are computed in int64. Values are converted to fp32 when they
+are loaded, and results are rounded when they are stored. The cross-entropy kernel computes the
+logsumexp of student and teacher.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def log_prob(
     HAS_SCALE: tl.constexpr,
     HAS_CAP: tl.constexpr,
 ):
-    """Returns log-probabilities in fp32, at least -1e30, so that p ln p of a masked class is 0."""
+    """Returns log-probabilities in fp32. They are clamped to at least -1e30, so that p ln p of a
+    masked class is 0.
+    """
     return tl.maximum(
         apply_rule(load_block(start, v, stop, FULL), scale, softcap, HAS_SCALE, HAS_CAP) - lse,
         -1e30,
@@ -44,7 +46,7 @@ def log_prob(
 @triton.jit
 def log_mixture_ratio(log_ratio_fp32, beta):
     """Returns ln(p / m) = -ln(1 - beta + beta e^up) from up = ln(q / p). This avoids the
-    cancellation of two large logarithms. At a ratio above e^80 one of p and q is 0.
+    cancellation of two large logarithms. If the ratio is above e^80, one of p and q is 0 in fp32.
     """
     clamped_ratio_fp32 = tl.minimum(tl.maximum(log_ratio_fp32, -80.0), 80.0)
     return -tl.log(1.0 + beta * (tl.exp(clamped_ratio_fp32) - 1.0))
@@ -73,7 +75,9 @@ def add_to_divergence(
     TEACHER_SCALE: tl.constexpr,
     TEACHER_CAP: tl.constexpr,
 ):
-    """Adds a block of logits to the lanes' sums of p ln(p / m), q ln(q / m) and p ln p."""
+    """Adds a block of logits to the running sums of p ln(p / m), q ln(q / m) and p ln p. Each
+    thread keeps its own sums.
+    """
     s = log_prob(
         start, v, classes, lse, scale, softcap, FULL, HAS_SCALE, HAS_CAP
     )  # [LANES, LANE_VALUES]

@@ -1,5 +1,5 @@
-"""The ops `modulated_layer_norm` and `gated_residual` of diffusion transformers. All tokens of a
-picture have the same scale, shift or gate.
+"""The ops `modulated_layer_norm` and `gated_residual`, which diffusion transformers use. All tokens
+of a picture have the same scale, shift or gate.
 
 B pictures, T tokens, H hidden size.
 """
@@ -134,7 +134,9 @@ def _fake_norm_backward(
 def _cpp_norm_backward(
     x_BTH: Tensor, scale_BH: Tensor, dy_BTH: Tensor, eps: float, want_modulation: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of x, scale and shift. The last two are empty if they are not needed."""
+    """Returns the gradients of x, scale and shift. The gradients of scale and shift are empty if
+    they are not needed.
+    """
     pictures, tokens, hidden = x_BTH.shape
     x_RH = _flatten_rows(x_BTH)
     dy_RH = _flatten_rows(dy_BTH)
@@ -205,8 +207,8 @@ def _fake_gate_backward(
 def _cpp_gate_backward(
     x_BTH: Tensor, gate_BH: Tensor, dy_BTH: Tensor, want_gate: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of x and of the gate. The gate's is empty if it is not needed. The
-    residual's gradient is dy.
+    """Returns the gradients of x and of the gate. The gradient of the gate is empty if it is not
+    needed. The gradient of the residual is dy.
     """
     pictures, tokens, hidden = x_BTH.shape
     x_RH = _flatten_rows(x_BTH)
@@ -263,8 +265,8 @@ def _normalise(x: Tensor, dtype: torch.dtype, eps: float) -> tuple[Tensor, Tenso
 
 class ModulatedLayerNorm(torch.autograd.Function):
     """The autograd function of `modulated_layer_norm`. It saves only its inputs (or the tensors
-    from which x is recomputed, see `ops.recomputable`), and not the normed rows, means or
-    deviations.
+    from which x is recomputed, see `ops.recomputable`). It does not save the normalised rows, the
+    means or the deviations.
     """
 
     @staticmethod
@@ -356,13 +358,14 @@ def modulated_layer_norm(
     *,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Computes LayerNorm without weights, times 1 + scale, plus shift (adaptive LayerNorm), in one
-    pass. A LoRA layer that reads the result recomputes it in backward.
+    """Computes LayerNorm(x) * (1 + scale) + shift in one pass, where LayerNorm has no weights
+    (adaptive LayerNorm). If a LoRA layer reads the result, it recomputes the result in backward.
 
     x            X[B T H]   any float dtype, unchanged by autocast
-    scale, shift M[B H]     of each picture, any float dtype; fp32 vectors do not widen the output
+    scale, shift M[B H]     one vector per picture, any float dtype; the output keeps the dtype of x
+                            if they are fp32
     ->           X[B T H]   or out_dtype
-    inside       fp32       (fp64 when either is fp64); narrowed once, after the shift
+    inside       fp32       (fp64 when either is fp64); rounded once, after the shift
     grads        x: X       scale: M   shift: M   summed over tokens in fp32
     Raises       ShapeError SH001; DtypeError DT001 when scale and shift differ
     Source       adaLN of Peebles and Xie 2022; LayerNorm of Ba et al. 2016
@@ -447,12 +450,13 @@ class GatedResidual(torch.autograd.Function):
 
 
 def gated_residual(residual: Tensor, x: Tensor, gate: Tensor) -> Tensor:
-    """Computes residual + gate * x in one pass, rounded once. It saves the gate, and x if the gate
-    needs a gradient.
+    """Computes residual + gate * x in one pass, and rounds the result once. It saves the gate, and
+    x if the gate needs a gradient.
 
     residual  F[B T H]   any float dtype, unchanged by autocast
     x         F[B T H]
-    gate      M[B H]     of each picture, any float dtype; an fp32 gate does not widen the output
+    gate      M[B H]     one vector per picture, any float dtype; the output keeps the dtype of x if
+              the gate is fp32
     ->        F[B T H]
     inside    fp32       (fp64 when either is fp64)
     grads     residual: F   x: F   gate: M   summed over tokens in fp32

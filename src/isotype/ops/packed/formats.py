@@ -1,13 +1,11 @@
-"""Decoders of published formats of packed (quantised) weights: one function per format, in plain
-PyTorch, written after the format's definition.
+"""Decoders of published formats of packed (quantised) weights. There is one function per format, in
+plain PyTorch, which implements the definition of the format.
 
-A function gets the tensors of one weight, under the names of the checkpoint file, and the rows to
-widen. It computes in `wide` (fp32, or fp64 on request) and returns a new tensor, which the caller
-narrows once.
-
-    tensors  the weight's tensors; scales and zero points as in the file
-    rows     the rows to widen, starting at a multiple of `Layout.align`
-    ->       wide[rows K]
+A function gets the tensors of one weight and the range of rows that it decodes. The tensors have
+the same names as in the checkpoint file. The function computes in the dtype `wide` (fp32, or fp64
+on request) and returns a new tensor, which the caller rounds once.
+ tensors  the weight's tensors; scales and zero points as in the file rows     the rows to decode;
+    the first must be a multiple of `Layout.align` ->       wide[rows K]
 
 O out features, K in features, G groups of K. A word of 32 bits holds 8 numbers of 4 bits, or 4
 numbers of 8 bits, with the first number in the lowest bits. A byte holds two numbers of 4 bits,
@@ -64,8 +62,8 @@ class Layout:
 
     @property
     def align(self) -> int:
-        """The number of which the rows of a piece must be a multiple, so that a piece holds whole
-        blocks and whole words in every packing.
+        """Returns a number; the number of rows that are decoded at once must be a multiple of it.
+        These rows then contain whole blocks and whole words in every format.
         """
         return math.lcm(self.block[0], 8)
 
@@ -86,15 +84,15 @@ def scaled(tensors: Tensors, rows: slice, wide: torch.dtype, layout: Layout) -> 
 
 
 def int8_rows(tensors: Tensors, rows: slice, wide: torch.dtype, layout: Layout) -> Tensor:
-    """Decodes bitsandbytes' int8. `SCB` is the largest magnitude of each row, which is stored as
-    127.
+    """Decodes bitsandbytes' int8. `SCB` has the largest absolute value of each row, which is stored
+    as 127.
     """
     return tensors["weight"][rows].to(wide).mul_((tensors["SCB"][rows].to(wide) / 127)[:, None])
 
 
 def packed_rows(tensors: Tensors, rows: slice, wide: torch.dtype, layout: Layout) -> Tensor:
-    """Decodes compressed-tensors' integers of 4 or 8 bits, which are stored with an offset of half
-    their range.
+    """Decodes the 4-bit or 8-bit integers of compressed-tensors. They are stored with an offset of
+    half their range.
 
     weight_packed      int32[O ceil(K bits / 32)]
     weight_scale       any float [O G] or [O 1]
@@ -177,8 +175,9 @@ def awq(tensors: Tensors, rows: slice, wide: torch.dtype, layout: Layout) -> Ten
 
 
 def nvfp4(tensors: Tensors, rows: slice, wide: torch.dtype, layout: Layout) -> Tensor:
-    """Decodes NVFP4: 4-bit floats with an fp8 scale per 16 values of a row, and a scale per tensor,
-    which is a divisor in compressed-tensors and a factor in ModelOpt.
+    """Decodes NVFP4, which consists of 4-bit floats with an fp8 scale per 16 values of a row and a
+    scale per tensor. Values are divided by the tensor's scale in compressed-tensors, and multiplied
+    by it in ModelOpt.
 
     weight_packed        uint8[O K/2], `weight` in ModelOpt
     weight_scale         fp8[O K/16]
@@ -199,7 +198,8 @@ def nvfp4(tensors: Tensors, rows: slice, wide: torch.dtype, layout: Layout) -> T
 
 
 def mxfp4(tensors: Tensors, rows: slice, wide: torch.dtype, layout: Layout) -> Tensor:
-    """Decodes MXFP4: 4-bit floats with a power of two as the scale of 32 values of a row.
+    """Decodes MXFP4, which consists of 4-bit floats. Each 32 values of a row have a power of two as
+    their scale.
 
     weight_packed  uint8[O K/2]
     weight_scale   uint8[O K/32], exponents with a bias of 127
@@ -214,12 +214,14 @@ def mxfp4(tensors: Tensors, rows: slice, wide: torch.dtype, layout: Layout) -> T
 
 
 def ggml(tensors: Tensors, rows: slice, wide: torch.dtype, layout: Layout) -> Tensor:
-    """Decodes the blocks of a GGUF file, uint8[O bytes] under the name of their kind."""
+    """Decodes the blocks of a GGUF file. They are stored as uint8[O bytes] under the name of the
+    kind of block.
+    """
     return decode_blocks(layout.packed_tensor[0], tensors[layout.packed_tensor[0]][rows], wide)
 
 
 def decode_exponents(scale: Tensor, wide: torch.dtype) -> Tensor:
-    """Decodes ue8m0 bytes to powers of two; 255 is NaN."""
+    """Decodes ue8m0 bytes to powers of two. The byte 255 is decoded to NaN."""
     if scale.dtype != torch.uint8:
         scale = scale.view(torch.uint8)
     powers = torch.ldexp(torch.ones_like(scale, dtype=wide), scale.int() - 127)
@@ -256,8 +258,8 @@ def _apply_by_group(
     layout: Layout,
     apply: InPlace,
 ) -> Tensor:
-    """Applies in place to each of the values [rows K] the value of its group in `group_values`
-    [rows G].
+    """Calls `apply`, which combines each of the values [rows K] in place with the value of its
+    group. `group_values` [rows G] has the values of the groups.
     """
     size = layout.block[1]
     if column_groups is not None:
@@ -284,7 +286,9 @@ def _apply_by_block(
     layout: Layout,
     apply: InPlace,
 ) -> Tensor:
-    """Applies in place to each value the value of its block in `block_values` [O/block K/block]."""
+    """Calls `apply`, which combines each value in place with the value of its block. `block_values`
+    [O/block K/block] has the values of the blocks.
+    """
     height = layout.block[0]
     first = rows.start // height
     block_values = block_values[first : -(-rows.stop // height)]

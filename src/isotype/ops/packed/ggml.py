@@ -1,13 +1,13 @@
-"""Decoders of the blocks of GGUF files, written after their definition. A block stores 32 or 256
-numbers of a row and their scales, in 18 to 210 bytes.
+"""Decoders of the blocks of GGUF files, which implement the definition of the format. A block
+stores 32 or 256 numbers of a row and their scales in 18 to 210 bytes.
 
 The order of operations is the same as in ggml's reference, so that fp32 results are bit-identical.
 
 B blocks. A block's scale `d` and its minimum are fp16. They are multiplied by integers of 4, 6 or 8
 bits, one for each group of the block.
 
-Source: llama.cpp, `ggml-quants.c` and `ggml-common.h`; the package gguf 0.19 (`quants.py`) is the
-reference of the tests.
+Source: llama.cpp, `ggml-quants.c` and `ggml-common.h`; the tests compare the results with the
+package gguf 0.19 (`quants.py`).
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def _read_fp16(blocks: Tensor, offset: int) -> Tensor:
 
 
 def _extract_bit_fields(packed: Tensor, shifts: Sequence[int], width: int, mask: int) -> Tensor:
-    """Extracts bit fields. Each run of `width` bytes is returned once per shift, shifted and
-    masked, as uint8[B len(shifts) * bytes].
+    """Extracts bit fields. Each group of `width` consecutive bytes is returned once per shift,
+    after it was shifted and masked. The result is uint8[B len(shifts) * bytes].
     """
     shift = torch.tensor(shifts, dtype=torch.uint8, device=packed.device)[:, None]
     return ((packed.reshape(packed.shape[0], -1, 1, width) >> shift) & mask).reshape(
@@ -103,8 +103,9 @@ def _decode_q3_k(blocks: Tensor, d: list[Tensor], wide: torch.dtype) -> Tensor:
 
 def _decode_q4_q5_k(blocks: Tensor, d: list[Tensor], wide: torch.dtype) -> Tensor:
     """Decodes Q4_K and Q5_K. Each block has eight scales and eight minima of 6 bits. The first four
-    of each are the low 6 bits of a byte. Of the last four, the high 2 bits are in the high bits of
-    the same bytes, and the low 4 bits follow.
+    scales and the first four minima are the low 6 bits of a byte. The last four scales and minima
+    are split: their high 2 bits are the high bits of the same bytes, and their low 4 bits are in
+    the bytes that follow.
     """
     first = blocks[:, 4:8]
     second = blocks[:, 8:12]

@@ -62,7 +62,8 @@ TensorHeaders = Mapping[str, TensorHeader]
 
 
 def is_packed(headers: TensorHeaders) -> bool:
-    """Whether these tensors belong to a packed weight, which may be incomplete."""
+    """Whether these tensors belong to a packed weight. Some tensors of the weight may be missing.
+    """
     weight = headers.get("weight")
     return bool(PACKED_TENSOR_NAMES & headers.keys()) or (
         weight is not None and weight.dtype in (*FP8, torch.int8, torch.uint8, torch.int32)
@@ -76,7 +77,7 @@ def recognise_layout(
 
     layer   the name of the layer, for messages
     shape   [O K] of the weight in the model
-    Raises  UsageError naming the tensor that is missing or has another shape
+    Raises  UsageError if a tensor is missing or has another shape; the message names it
     """
     headers = {TORCHAO_NAMES.get(name, name): header for name, header in headers.items()}
     if packing.required_tensor and "weight" not in headers:

@@ -1,8 +1,8 @@
-"""`PackedState`, which holds the layout and the scales of a packed weight and widens the weight to
-a float dtype.
+"""Defines `PackedState`, which holds the layout and the scales of a packed weight and dequantises
+the weight to a float dtype.
 
-A weight is widened in pieces of rows, so that its fp32 values never exist all at once. On a CPU a
-piece fits into the cache.
+A weight is dequantised a few rows at a time, so that its fp32 values never exist all at once. On a
+CPU, the rows that are processed at once fit into the cache.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _GPU_PIECE_ELEMENTS = 1 << 26
 
 
 def elements_per_piece(tensor: Tensor) -> int:
-    """The number of elements that are processed at once on the tensor's device."""
+    """Returns the number of elements that are processed at once on the tensor's device."""
     return _CPU_PIECE_ELEMENTS if tensor.is_cpu else _GPU_PIECE_ELEMENTS
 
 
@@ -42,7 +42,7 @@ class BlockScaled(NamedTuple):
     """A weight whose values are (number - zero) * scale.
 
     packed       uint8[rows bytes]
-    scale, zero  fp32[blocks groups], starting at the block of the first row
+    scale, zero  fp32[blocks groups]; the first block is the one that contains the first row
     """
 
     kind: str
@@ -180,7 +180,7 @@ class PackedState:
     """The layout and the scales of a packed weight. The bytes of the weight are the layer's
     parameter and not part of the state.
 
-    shape       of the widened weight
+    shape       of the dequantised weight
     dtype_name  one of `fp8 int8 int4 nvfp4 mxfp4 gguf`, as in the setting `precision.base`
     tensors     scales, zero points and similar tensors, under the file's names
     """
@@ -192,7 +192,8 @@ class PackedState:
         self.shape = torch.Size(layout.shape)
 
     def widen(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns the weight in `dtype`, computed in fp32 (in fp64 for fp64) and narrowed once.
+        """Returns the weight in `dtype`. It is computed in fp32 (in fp64 if `dtype` is fp64) and
+        rounded once.
 
         packed  uint8[...]  the bytes of the file's tensor
         ->      dtype[O, K]
@@ -234,11 +235,11 @@ class PackedState:
 
 
 class StackState(PackedState):
-    """The state of the stacked matrices of a mixture of experts. Only a few matrices are widened at
-    a time.
+    """The state of the stacked matrices of a mixture of experts. Only a few matrices are
+    dequantised at a time.
 
-    layout      the layout of one piece [O K] of an expert. A piece is the expert's matrix, or one
-                of gate and up, which are stacked
+    layout      the layout of one piece [O K] of an expert. A piece is the whole matrix of the
+                expert. If gate and up are stacked, each of them is a piece
     tensors     [E pieces ...]
     experts     E
     pieces      the number of pieces of one expert
@@ -336,8 +337,8 @@ def _widen_4bit(
 
 
 def widen_4bit(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
-    """Returns a weight of bitsandbytes' 4-bit formats in `dtype`, computed in fp32 and narrowed
-    once.
+    """Returns a weight of bitsandbytes' 4-bit formats in `dtype`. It is computed in fp32 and
+    rounded once.
 
     packed  any dtype; two values per byte, the first in the high half
     state   the weight's QuantState: nf4 or fp4, with scales that are fp32 or quantised too
@@ -383,9 +384,9 @@ def widen_4bit(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
 
 
 def widen(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
-    """Widens a packed weight to `dtype`.
+    """Dequantises a packed weight to `dtype`.
 
-    state  a `PackedState`, or bitsandbytes' QuantState of 4 bits
+    state  a `PackedState`, or the QuantState of a 4-bit weight of bitsandbytes
     """
     if isinstance(state, PackedState):
         return state.widen(packed, dtype)
@@ -396,7 +397,7 @@ def pack_weight(weight: Tensor, dtype_name: str) -> tuple[Tensor, PackedState]:
     """Packs a float weight [O K] as `fp8` or `int8` with one fp32 scale per row. Returns (packed
     weight, state).
 
-    The largest magnitude of a row is stored as the largest number of the format.
+    The largest absolute value of a row is stored as the largest number of the format.
     """
     rows, columns = weight.shape
     dtype, largest = (torch.float8_e4m3fn, 448.0) if dtype_name == "fp8" else (torch.int8, 127.0)
@@ -477,7 +478,7 @@ def _unpack_rows(tensors: Tensors, name: str, rows: slice, layout: Layout) -> Te
 
 
 def _pack_words(numbers: Tensor, bits: int) -> Tensor:
-    """Packs numbers along a row into words of 32 bits, the first number in the lowest bits. The
+    """Packs the numbers of a row into words of 32 bits. The first number is in the lowest bits. The
     last word is padded with zeros.
     """
     per_word = 32 // bits

@@ -1,7 +1,7 @@
-"""Triton kernels that widen a packed weight in one launch, as `cpu.cpp` does on a CPU.
+"""Triton kernels that dequantise a packed weight in one launch. `cpu.cpp` does the same on a CPU.
 
-For n elements a kernel reads n or n / 2 packed bytes and their scales, and writes 2 n bytes in
-bf16. The scales that a program reads are in a few cache lines.
+For n elements, a kernel reads n or n / 2 packed bytes and their scales, and writes 2 n bytes in
+bf16. The scales that one Triton program reads are close together in memory, in a few cache lines.
 """
 
 from __future__ import annotations

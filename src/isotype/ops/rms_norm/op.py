@@ -47,7 +47,7 @@ def rms_norm_reference(
     unit_offset: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """RMSNorm in plain PyTorch, correct also for fp64 inputs."""
+    """Computes RMSNorm in plain PyTorch. It is also correct for fp64 inputs."""
     h = x.to(arithmetic_dtype(x.dtype, weight.dtype))
     w = weight.to(h.dtype)
     if unit_offset:
@@ -90,7 +90,8 @@ def _cpp_forward(
     unit_offset: bool,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (y, 1 / rms of each row, x + residual). The last is empty if residual is None."""
+    """Returns (y, 1 / rms of each row, x + residual). The last tensor is empty if residual is None.
+    """
     y, scale, total = _fake_forward(x, residual, weight_H, eps, unit_offset, out_dtype)
     # the kernel reads rows of adjacent values, and the weight in fp32
     x_TH = x.reshape(-1, x.shape[-1])
@@ -281,7 +282,7 @@ def _backward(
 
 class RmsNorm(torch.autograd.Function):
     """The autograd function of `rms_norm`. It saves its inputs and one fp32 value per row. It never
-    writes to the incoming gradient, since a residual connection shares that tensor.
+    writes to the incoming gradient, since a residual connection uses the same tensor.
     """
 
     @staticmethod
@@ -329,9 +330,10 @@ def rms_norm(
     rms(x) * (1 + weight).
 
     x        X[*n H]   any float dtype, unchanged by autocast
-    weight   W[H]      any float dtype: an fp32 weight does not widen the output
+    weight   W[H]      any float dtype; the output keeps the dtype of x if the weight is fp32
     ->       X[*n H]   or out_dtype
-    inside   fp32      (fp64 when either is fp64); narrowed once, after the weight
+    inside   fp32      (fp64 when either is fp64); rounded once, after the multiplication by the
+             weight
     grads    x: X      weight: W   summed over rows in fp32
     Raises   ShapeError SH001
     """
@@ -352,7 +354,8 @@ def _wrong_weight(x: Tensor, weight: Tensor) -> ShapeError:
 
 class AddRmsNorm(torch.autograd.Function):
     """The autograd function of `add_rms_norm`. It saves the sum and one fp32 value per row. The sum
-    gets two gradients, one through the norm and one past it; backward returns their sum.
+    x + residual gets two gradients, one through the norm and one through the residual connection.
+    Backward returns the sum of both.
     """
 
     @staticmethod
@@ -426,13 +429,13 @@ def add_rms_norm(
     unit_offset: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns (rms_norm(x + residual), x + residual), in one pass forward and one backward. The sum
-    has the promoted dtype of x and residual.
+    """Returns (rms_norm(x + residual), x + residual). Forward and backward each take one pass. The
+    sum has the promoted dtype of x and residual.
 
-    x, residual  X[*n H]; if residual is None the result is (rms_norm(x), x), for a layer whose
-                 residual bypasses the norm
+    x, residual  X[*n H]; if residual is None, the result is (rms_norm(x), x), for a layer that uses
+                 x both as the input of the norm and as the residual
     ->           (normed X[*n H] or out_dtype, sum X[*n H]), each differentiable
-    inside       as in `rms_norm`, which gets the sum rounded to X
+    inside       as in `rms_norm`, whose input is the sum after it is rounded to X
     grads        x: X   residual: X   weight: W; the two gradients of the sum are added in fp32 and
                                       rounded once
     Raises       ShapeError SH001

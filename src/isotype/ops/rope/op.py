@@ -1,5 +1,5 @@
-"""The op `rope`: rotary position embedding. B batch size, N query heads, M key heads, S positions,
-D head size, R rotated pairs.
+"""The op `rope` computes the rotary position embedding. B batch size, N query heads, M key heads, S
+positions, D head size, R rotated pairs.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def _rotate(
 
 class Rotate(torch.autograd.Function):
     """The autograd function of `rope`. It saves only the tables. The gradient of a rotation is the
-    inverse rotation, which the same kernels compute.
+    inverse rotation. The same kernels compute it.
     """
 
     @staticmethod

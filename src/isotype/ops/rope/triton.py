@@ -1,5 +1,5 @@
-"""The rotation of q and k in one launch. Each Triton program rotates a tile of heads of q or k at
-one position of one sequence; these heads share a row of the tables.
+"""Rotates q and k in one kernel launch. Each Triton program rotates a tile of heads of q or k at
+one position of one sequence. These heads use the same row of the tables.
 
 B batch size, N query heads, M key heads, S positions, D head size.
 """
@@ -199,7 +199,7 @@ def rotate_query_and_key(
     interleaved: bool,
     inverse: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Rotates q and k in one launch. The tables may have any strides and are not copied."""
+    """Rotates q and k in one kernel launch. The tables may have any strides and are not copied."""
     q_out, k_out = empty_rows_like(q_BNSD), empty_rows_like(k_BMSD)
     q_BNSD, k_BMSD = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_BNSD, k_BMSD))
     batch, q_heads, positions, size = q_BNSD.shape
