@@ -81,8 +81,7 @@ def is_expert_stack(layer: Any) -> bool:
 
 
 def layer_kind_blocker(layer: Any) -> str | None:
-    """Returns the reason why there is no fused op for this kind of layer, or None if there is one.
-    """
+    """Returns the reason why there is no fused op for this kind of layer, or None if there is one."""
     from peft.tuners import lora
 
     base_layer = layer.base_layer

@@ -133,8 +133,7 @@ def draw_dropout_mask(like: Tensor, p: float) -> Tensor:
 
 
 def scale_with_dropout(scale: float, p: float) -> float:
-    """Returns the scale of the adapter branch times dropout's factor 1 / (1 - p), or 0 if p is 1.
-    """
+    """Returns the scale of the adapter branch times dropout's factor 1 / (1 - p), or 0 if p is 1."""
     if p >= 1.0:
         return 0.0
     return scale / (1.0 - p)

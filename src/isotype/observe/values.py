@@ -330,8 +330,7 @@ class Call:
         return not torch.equal(collect_tensors(exact, [])[0], output.float())
 
     def is_inexact(self) -> bool:
-        """Whether the same operator gives different values if its operands are converted to fp32.
-        """
+        """Whether the same operator gives different values if its operands are converted to fp32."""
         if any(self.op.writes) or self.outputs[0].numel() > MAX_RECOMPUTED_ELEMENTS:
             return True
 

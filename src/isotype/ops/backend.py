@@ -295,8 +295,7 @@ def _device_has_fp32_output(operand: torch.dtype, device_type: str, index: int |
 
 
 def has_fp32_output(operand: torch.dtype, device: torch.device) -> bool:
-    """Whether a matrix product with operands of this dtype can return its fp32 sums on this device.
-    """
+    """Whether a matrix product with operands of this dtype can return its fp32 sums on this device."""
     check: Callable[..., bool] = _device_has_fp32_output
     if torch.compiler.is_compiling():
         # Dynamo traces the body of a cached function, and warns about the cache

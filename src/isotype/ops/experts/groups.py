@@ -103,8 +103,7 @@ def _cpp_multiply_(x_SN: Tensor, matrices_ENM: Tensor, out_SM: Tensor, ends: lis
     fake=lambda x, a, _: x.new_empty(len(x), a.shape[1]),
 )
 def _cpp_shrink(x_SN: Tensor, a_ERN: Tensor, ends: list[int]) -> Tensor:
-    """Returns x Aᵀ, where each row uses the A of its expert. One of A's last two strides must be 1.
-    """
+    """Returns x Aᵀ, where each row uses the A of its expert. One of A's last two strides must be 1."""
     _, ranks, features = a_ERN.shape
     out = x_SN.new_empty(x_SN.shape[0], ranks)
     c_ends, address = _make_c_array(ends)
@@ -395,8 +394,7 @@ def _uses_bf16_kernel(x: Tensor) -> bool:
 
 
 class GroupedRows(RowPart):
-    """A part for a GPU. It holds all rows of a call and computes PyTorch's grouped matrix products.
-    """
+    """A part for a GPU. It holds all rows of a call and computes PyTorch's grouped matrix products."""
 
     def __init__(self, groups: SortedRows) -> None:
         count = groups.order.shape[0]

@@ -454,8 +454,7 @@ class _Gradients:
             part.gradient(dy, xa, scale, self.b[experts])
 
     def results(self) -> list[Tensor | None]:
-        """Returns each gradient in the dtype of its tensor. A gradient that is not needed is None.
-        """
+        """Returns each gradient in the dtype of its tensor. A gradient that is not needed is None."""
         results: list[Tensor | None] = []
         for gradient, tensor in zip((self.weight, self.bias, self.a, self.b), self.layer):
             if gradient is not None and tensor is not None:

@@ -62,8 +62,7 @@ TensorHeaders = Mapping[str, TensorHeader]
 
 
 def is_packed(headers: TensorHeaders) -> bool:
-    """Whether these tensors belong to a packed weight. Some tensors of the weight may be missing.
-    """
+    """Whether these tensors belong to a packed weight. Some tensors of the weight may be missing."""
     weight = headers.get("weight")
     return bool(PACKED_TENSOR_NAMES & headers.keys()) or (
         weight is not None and weight.dtype in (*FP8, torch.int8, torch.uint8, torch.int32)

@@ -90,8 +90,7 @@ def _cpp_forward(
     unit_offset: bool,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (y, 1 / rms of each row, x + residual). The last tensor is empty if residual is None.
-    """
+    """Returns (y, 1 / rms of each row, x + residual). The last tensor is empty if residual is None."""
     y, scale, total = _fake_forward(x, residual, weight_H, eps, unit_offset, out_dtype)
     # the kernel reads rows of adjacent values, and the weight in fp32
     x_TH = x.reshape(-1, x.shape[-1])
