@@ -29,7 +29,7 @@ class InstanceMethod:
     factory    an importable function, because a pickle stores it by its name
     name       the name of the method
     previous   the previous value of this name in the instance's `__dict__`; None if there was none
-    replaced   the method of the class, whose result the function computes; None if the class had
+    replaced   the method of the class, which `function` replaces; None if the class had
                another method when this was pickled
     """
 
@@ -85,10 +85,10 @@ class InstanceMethod:
         )
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        was_class_unchanged, constructor_arguments, previous = state
+        was_current, constructor_arguments, previous = state
         self.__init__(*constructor_arguments)  # type: ignore[misc]  # the same arguments
         self.previous = previous
-        if not was_class_unchanged:
+        if not was_current:
             self.function = getattr(type(self.instance), self.name)
             self.replaced = None
 
@@ -96,8 +96,8 @@ class InstanceMethod:
     def is_current(self) -> bool:
         """Whether the class still has the replaced method, or transformers' wrapper of it.
 
-        FSDP2 gives each unit a class of its own, and transformers wraps the forward that a subclass
-        of its decoder layers inherits.
+        Two changes of the class are harmless: FSDP2 gives each unit a class of its own, and
+        transformers wraps the forward that a subclass of its decoder layers inherits.
         """
         current = getattr(type(self.instance), self.name)
         return current is self.replaced or (
@@ -156,7 +156,7 @@ def _unwrap_checkpointing(method: Any) -> Any:
     return method
 
 
-SETTINGS_KEY = "_isotype_settings"
+INSTALLED_KEY = "_isotype_settings"
 
 
 def install_forward(
@@ -165,7 +165,8 @@ def install_forward(
     """Installs `forward(self, ...)`, or an `InstanceMethod`, as the forward of the module;
     `get_settings` returns `settings`.
 
-    entries  how many entries of the manifest describe this forward
+    settings  what the forward needs at each call, for example a dtype or a tuple of modules
+    entries   how many entries of the manifest describe this forward
     """
     if isinstance(forward, InstanceMethod):
         method = forward
@@ -173,18 +174,18 @@ def install_forward(
         method = InstanceMethod(forward, module)
     # Written to the instance's __dict__: nn.Module's __setattr__ would register a module that is in
     # the settings.
-    module.__dict__[SETTINGS_KEY] = settings, entries, method
+    module.__dict__[INSTALLED_KEY] = settings, entries, method
     method.install()
 
 
 def get_settings(module: Any) -> Any:
     """The settings of the module's installed forward; None if none is installed."""
-    return module.__dict__.get(SETTINGS_KEY, (None,))[0]
+    return module.__dict__.get(INSTALLED_KEY, (None,))[0]
 
 
 def get_method(module: Any) -> InstanceMethod | None:
     """The module's installed forward; None if none is installed."""
-    method: InstanceMethod | None = module.__dict__.get(SETTINGS_KEY, (None, 0, None))[2]
+    method: InstanceMethod | None = module.__dict__.get(INSTALLED_KEY, (None, 0, None))[2]
     return method
 
 
@@ -192,9 +193,9 @@ def uninstall_forward(module: Any) -> int:
     """Undoes `install_forward`, also if other code has wrapped the forward. Returns the number of
     its entries in the manifest, 0 if nothing was installed.
     """
-    if SETTINGS_KEY not in module.__dict__:
+    if INSTALLED_KEY not in module.__dict__:
         return 0
-    _, entries, method = module.__dict__.pop(SETTINGS_KEY)
+    _, entries, method = module.__dict__.pop(INSTALLED_KEY)
     method.uninstall()
     count: int = entries
     return count

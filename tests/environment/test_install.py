@@ -30,7 +30,7 @@ def installed_copy(tmp_path, monkeypatch):
         if direct_url is not None:
             (information / "direct_url.json").write_text(json.dumps(direct_url))
         monkeypatch.syspath_prepend(tmp_path / "site-packages")
-        monkeypatch.setattr(install, "_PACKAGE", tmp_path / "site-packages/isotype")
+        monkeypatch.setattr(install, "_PACKAGE_FOLDER", tmp_path / "site-packages/isotype")
 
     return record
 
@@ -92,7 +92,7 @@ def test_an_index_and_addresses(installed_copy, direct_url, requirement):
 
 
 def test_a_copy_that_nothing_installed(tmp_path, monkeypatch):
-    monkeypatch.setattr(install, "_PACKAGE", tmp_path / "isotype")
+    monkeypatch.setattr(install, "_PACKAGE_FOLDER", tmp_path / "isotype")
     monkeypatch.setattr(install.metadata, "distribution", raise_not_found)
     assert install.install_command("gguf") == "pip install 'isotype[gguf]'"
 

@@ -81,10 +81,10 @@ def schema_keys() -> set[str]:
 def reached(tool: str) -> set[str]:
     """The settings that some value of some key of the tool becomes."""
     found: set[str] = set()
-    for key, value, beside in itertools.product(TOOLS[tool].KEYS, _VALUES, _BESIDE):
-        draft = ConfigDraft(keys={**beside, key: value})
+    for key, value, beside in itertools.product(TOOLS[tool].HANDLERS, _VALUES, _BESIDE):
+        draft = ConfigDraft(source_values={**beside, key: value})
         with suppress(Exception):  # a value that this key cannot have
-            TOOLS[tool].KEYS[key](draft, SourceKey(key, value, 1))
+            TOOLS[tool].HANDLERS[key](draft, SourceKey(key, value, 1))
         found |= set(draft.settings)
     return found
 

@@ -57,8 +57,8 @@ def load_data(
     data              the section `data` of the configuration
     tokenizer         the model's tokenizer
     seed              chooses the held-out rows
-    objective_format  the only format that the objective learns from, or None. A preference pair
-                      becomes two rows, which stay together; a limit counts pairs
+    objective_format  the row format that the objective requires; None if it accepts every format. A
+                      preference pair becomes two rows, which stay together; a limit counts pairs
     pictures          reads the rows' pictures with the processor of a vision-language model
     ->                rows, prompts, facts
     Raises            UsageError with file, line and key
@@ -116,12 +116,12 @@ def load_data(
     facts["notes"] += _add_objective_facts(facts, train, evaluation, objective_format)
     facts["notes"] += data_notes(facts, encoder, total_tally)
     if len(evaluation):
-        sampled_rows = evaluation
-        sampled_sources = eval_sources or sources
+        prompt_rows = evaluation
+        prompt_sources = eval_sources or sources
     else:
-        sampled_rows = train
-        sampled_sources = sources
-    examples = sampled_rows.select(slice(None, None, rows_per_example))
+        prompt_rows = train
+        prompt_sources = sources
+    first_of_each_example = prompt_rows.select(slice(None, None, rows_per_example))
     rows: Sequence[Row] = train
     if packed:
         rows = packed
@@ -129,7 +129,7 @@ def load_data(
     return LoadedData(
         rows,
         evaluation,
-        _sample_prompts(examples, sampled_sources, encoder),
+        _sample_prompts(first_of_each_example, prompt_sources, encoder),
         encoder.template.text if encoder.template else None,
         facts,
         shares,
@@ -220,7 +220,7 @@ def _tokenize_sources(sources: Sequence[Source], encoder: Encoder, data: DataSec
             try:
                 block, notes = load_or_create_entry(
                     folder,
-                    _source_key(source, encoder, fingerprint),
+                    _cache_key(source, encoder, fingerprint),
                     partial(encode_source, source, encoder),
                 )
                 source.notes += notes
@@ -236,7 +236,7 @@ def _tokenize_sources(sources: Sequence[Source], encoder: Encoder, data: DataSec
     return TokenRows(blocks)
 
 
-def _source_key(source: Source, encoder: Encoder, fingerprint: str) -> str:
+def _cache_key(source: Source, encoder: Encoder, fingerprint: str) -> str:
     """Returns the name of a source's cache entry: a hash of everything that determines its rows.
     Held-out rows and packing are chosen later and are not part of it.
     """
@@ -388,14 +388,14 @@ def _sample_prompts(
     source, the prompt of a text is the beginning of its tokens.
     """
     prompts: list[SamplePrompt] = []
-    _, first = np.unique(rows.column("digest")[:_SAMPLED_ROWS], return_index=True)
-    for i in sorted(int(i) for i in first)[:SAMPLES]:
-        block, row = rows.locate(i)
-        number = int(rows.blocks[block].example[row])
+    _, first_indices = np.unique(rows.column("digest")[:_SAMPLED_ROWS], return_index=True)
+    for i in sorted(int(i) for i in first_indices)[:SAMPLES]:
+        block_index, row_index = rows.locate(i)
+        number = int(rows.blocks[block_index].example[row_index])
         if number < 0:
             prompts.append(text_prompt(rows[i].input_ids, encoder))
         else:
-            read_again = islice(sources[block].examples(skip=number), 1)
+            read_again = islice(sources[block_index].examples(skip=number), 1)
             prompts += example_prompts(
                 [example for example in read_again if not isinstance(example, BadRow)], encoder
             )

@@ -65,7 +65,7 @@ class Record:
     error: str | None = None
     """The reason why the row could not be read; `value` is then None."""
     row: int | None = None
-    """The row's number, from 1, if it begins on the same line as the previous row."""
+    """The row's number, from 1, if its line holds several rows and it is not the first of them."""
 
     @property
     def location(self) -> str:
@@ -111,8 +111,8 @@ def require_file(
             names = [p.name for p in path.parent.iterdir() if file_suffix(p) in endings]
         else:
             names = []
-        near = closest_file_name(path.name, names)
-        hint = f", did you mean {path.parent / near}?" if near else ""
+        closest_name = closest_file_name(path.name, names)
+        hint = f", did you mean {path.parent / closest_name}?" if closest_name else ""
         if (
             not hint
             and re.fullmatch(r"[\w.-]+/[\w.-]+", name)
@@ -120,12 +120,13 @@ def require_file(
             and not path.parent.exists()
         ):
             hint = f"; a dataset of the hub is named hf:{name}"
-        relative = (
+        working_folder_hint = (
             f"relative names begin in the working directory, {Path.cwd()}; a run that has any is"
             " resumed where it was started"
         )
         raise UsageError(
-            f"{name}: no such file{hint}", fix=None if hint or path.is_absolute() else relative
+            f"{name}: no such file{hint}",
+            fix=None if hint or path.is_absolute() else working_folder_hint,
         )
     if not path.is_file():
         raise UsageError(

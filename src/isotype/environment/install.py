@@ -17,36 +17,36 @@ from urllib.request import url2pathname
 
 NAME = "isotype"
 # src/isotype of a checkout, or site-packages/isotype
-_PACKAGE = Path(__file__).resolve().parents[1]
+_PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
 
 
 def install_command(*extras: str) -> str:
-    """The command `pip install ...` for these extras. Paths in the command are relative to the
-    current folder.
+    """The command `pip install ...` for these extras. The current folder is written as `.`, and
+    every other folder with its full path.
     """
-    suffix = f"[{','.join(extras)}]"
+    extras_suffix = f"[{','.join(extras)}]"
     checkout = _checkout_folder()
     if checkout is not None:
-        return f"pip install -e {_quote(_shorten(checkout) + suffix)}"
+        return f"pip install -e {_quote(_dot_if_current(checkout) + extras_suffix)}"
     record = _read_direct_url()
     url = record.get("url", "")
     is_local = url.startswith("file:")
     source = Path(url2pathname(urlsplit(url).path))
     if not url or (is_local and not source.exists()):
-        return f"pip install {_quote(NAME + suffix)}"
+        return f"pip install {_quote(NAME + extras_suffix)}"
     if is_local:
         option = "-e " if record.get("dir_info", {}).get("editable") else ""
-        return f"pip install {option}{_quote(_shorten(source) + suffix)}"
+        return f"pip install {option}{_quote(_dot_if_current(source) + extras_suffix)}"
     version_control = record.get("vcs_info")
     if version_control:
         url = f"{version_control['vcs']}+{url}@{version_control['commit_id']}"
-    return f"pip install {_quote(f'{NAME}{suffix} @ {url}')}"
+    return f"pip install {_quote(f'{NAME}{extras_suffix} @ {url}')}"
 
 
 def _checkout_folder() -> Path | None:
     """The folder of the checkout from whose `src` this copy runs; None for an installed copy."""
-    folder = _PACKAGE.parent.parent
-    if _PACKAGE.parent.name == "src" and (folder / "pyproject.toml").is_file():
+    folder = _PACKAGE_FOLDER.parent.parent
+    if _PACKAGE_FOLDER.parent.name == "src" and (folder / "pyproject.toml").is_file():
         return folder
     return None
 
@@ -62,7 +62,7 @@ def _read_direct_url() -> dict[str, Any]:
     return json.loads(text) if text else {}
 
 
-def _shorten(path: Path) -> str:
+def _dot_if_current(path: Path) -> str:
     """`.` for the current folder, and the unchanged path for other folders."""
     return "." if path == Path.cwd() else str(path)
 

@@ -58,7 +58,7 @@ def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> MergeRe
     precision = task.run.precision
     adapter = _find_adapter(run, intermediate, config, f"{run / 'model'} is merged already")
     refuse_non_empty(out)
-    task.run = task.run.with_random_denoiser(RunFolder(run).base)
+    task.run = task.run.with_drawn_denoiser(RunFolder(run).base)
     task.run.folder.fetch()
     reason = "as asked"
     if dtype is None:
@@ -322,7 +322,7 @@ def _load_run(
     task, device = _open_task(folder, change_config)
     precision = task.run.precision
     encode(task, device)
-    task.run = task.run.with_random_denoiser(RunFolder(folder).base)
+    task.run = task.run.with_drawn_denoiser(RunFolder(folder).base)
     model: nn.Module
     if result is not None:
         model = task.reload(result, precision, device)

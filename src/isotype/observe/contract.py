@@ -37,17 +37,17 @@ from ..precision.precision import Precision
 from .operators import (
     ADDITIONS,
     CAST,
-    CHOICES,
     CREATE,
     DIVISIONS,
     EXACT,
+    FOREIGN,
     LOG_SUMS,
     LOSSES,
     NONLINEAR,
     NORM_SUMS,
-    OPAQUE,
     PRODUCT,
     RAMPS,
+    ROUTER_CHOICES,
     SUM,
     Operator,
 )
@@ -313,7 +313,7 @@ class ContractChecker:
             ]
         lineage = merge_lineages(lineages)
         dtype = call.dtype()
-        if op.kind == OPAQUE:
+        if op.kind == FOREIGN:
             self._check_opaque(call, dtype, lineage)
         elif op.kind == CREATE:
             self._check_numbers(call)
@@ -327,7 +327,7 @@ class ContractChecker:
                 self._check_numbers(call)
             else:
                 lineage = self._check_arithmetic(call, dtype, lineage)
-        if op.base_name in CHOICES and call.region == FORWARD and len(self.step.stack) > 1:
+        if op.base_name in ROUTER_CHOICES and call.region == FORWARD and len(self.step.stack) > 1:
             self._router_products |= lineage.products
         self._record_lineage(call, lineage)
 
@@ -336,7 +336,7 @@ class ContractChecker:
             # a view shares the lineage of its storage
             if (
                 call.op.kind != EXACT
-                or any(call.op.writes)
+                or any(call.op.is_written)
                 or not any(
                     self.lineages.share_storage(tensor, input_tensor)
                     for input_tensor in call.inputs

@@ -18,7 +18,7 @@ EXACT = "exact"
 CAST = "cast"
 CREATE = "create"
 ARITHMETIC = "arithmetic"
-OPAQUE = "opaque"
+FOREIGN = "opaque"
 
 FLOATS = frozenset(
     {
@@ -96,7 +96,8 @@ ADDITIONS = split_names(
 )
 DIVISIONS = split_names("div true_divide reciprocal")
 RAMPS = split_names("arange range linspace logspace")
-CHOICES = split_names("topk argmax sort argsort max")
+# operators with which a router chooses experts
+ROUTER_CHOICES = split_names("topk argmax sort argsort max")
 # operators that bring memory from outside the dispatcher; their result counts as newly created
 _LIFTS = split_names("lift lift_fresh lift_fresh_copy")
 
@@ -112,7 +113,7 @@ _KINDS = {
     for name in members
 }
 # Isotype's own operators, which have tested contracts; each adds its name where it is defined
-CONTRACTED: set[str] = set()
+OPERATORS_WITH_CONTRACT: set[str] = set()
 # namespace of a quantisation library -> the values of `base` for which its operators are expected
 QUANTISATION_LIBRARIES = {"bitsandbytes": ("nf4", "fp4", "int8")}
 _ATEN = ("aten", "prims", "prim", "profiler", "rng_prims", "c10d", "_c10d_functional")
@@ -125,9 +126,11 @@ class Operator:
                   `_copy`
     kind          its effect on dtypes
     foreign_name  its full name if it is not one of PyTorch's operators
-    writes        whether each argument is written
+    is_written    whether each argument is written
     is_product    whether it is a matrix product (and not the backward of one)
-    is_factory    whether it takes no tensor; `is_lift` is True if it brings memory from outside
+    is_lift       whether its result is memory from outside the dispatcher
+    is_factory    whether its result is new: it takes no tensor, or is a lift
+    is_to_call    whether it is a call of `to` or `type_as`
     is_view       whether its result shares memory with its input
     on_call       a function that is called with (op, args, kwargs) before the operator; its result
                   is passed to `on_return`
@@ -137,16 +140,16 @@ class Operator:
         "base_name",
         "foreign_name",
         "func",
-        "is_cast",
         "is_factory",
         "is_lift",
         "is_product",
+        "is_to_call",
         "is_view",
+        "is_written",
         "kind",
         "name",
         "on_call",
         "on_return",
-        "writes",
     )
 
     def __init__(self, func: Any) -> None:
@@ -167,28 +170,28 @@ class Operator:
         self.func = func
         self.base_name = base_name
         self.foreign_name = None if namespace in _ATEN else qualified_name
-        self.kind = OPAQUE if self.foreign_name else _KINDS.get(base_name, ARITHMETIC)
+        self.kind = FOREIGN if self.foreign_name else _KINDS.get(base_name, ARITHMETIC)
         if schema:
-            self.writes = tuple(
+            self.is_written = tuple(
                 a.alias_info is not None and a.alias_info.is_write for a in schema.arguments
             )
         else:
-            self.writes = ()
+            self.is_written = ()
         # operators that only return sizes, strides or layout
         if (
             self.kind == ARITHMETIC
             and schema
-            and not any(self.writes)
+            and not any(self.is_written)
             and not any("Tensor" in str(r.type) for r in schema.returns)
         ):
             self.kind = EXACT
         self.is_product = self.kind == PRODUCT and not base_name.endswith("_backward")
-        self.is_cast = self.name in ("_to_copy", "to", "type_as")
+        self.is_to_call = self.name in ("_to_copy", "to", "type_as")
         self.is_lift = self.name in _LIFTS
         shares = (
             schema is not None and bool(schema.returns) and schema.returns[0].alias_info is not None
         )
-        self.is_view = shares and not any(self.writes) and not self.is_lift
+        self.is_view = shares and not any(self.is_written) and not self.is_lift
         self.is_factory = self.is_lift or (
             schema is not None and not any("Tensor" in str(a.type) for a in schema.arguments)
         )
@@ -200,7 +203,7 @@ class Operator:
         library that the declared `base` needs.
         """
         full_name = self.foreign_name or ""
-        return full_name in CONTRACTED or base in QUANTISATION_LIBRARIES.get(
+        return full_name in OPERATORS_WITH_CONTRACT or base in QUANTISATION_LIBRARIES.get(
             full_name.partition("::")[0], ()
         )
 

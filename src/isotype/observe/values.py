@@ -246,7 +246,9 @@ class Call:
     @cached_property
     def written_tensors(self) -> list[Tensor]:
         """Returns the tensors into which the call writes."""
-        written_arguments = [value for writes, value in zip(self.op.writes, self.args) if writes]
+        written_arguments = [
+            value for writes, value in zip(self.op.is_written, self.args) if writes
+        ]
         return collect_tensors([*written_arguments, self.kwargs.get("out")], [])
 
     def dtype(self) -> str | None:
@@ -331,7 +333,7 @@ class Call:
 
     def is_inexact(self) -> bool:
         """Whether the same operator gives different values if its operands are converted to fp32."""
-        if any(self.op.writes) or self.outputs[0].numel() > MAX_RECOMPUTED_ELEMENTS:
+        if any(self.op.is_written) or self.outputs[0].numel() > MAX_RECOMPUTED_ELEMENTS:
             return True
 
         def widened(tensor: Tensor) -> Tensor:

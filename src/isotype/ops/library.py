@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from ..observe.operators import CONTRACTED
+from ..observe.operators import OPERATORS_WITH_CONTRACT
 
 _OPS = torch.library.Library("isotype", "FRAGMENT")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -25,7 +25,7 @@ def library_op(schema: str, *, fake: Callable[..., Any]) -> Callable[[F], F]:
     """
     name = schema[: schema.index("(")]
     _OPS.define(schema)
-    CONTRACTED.add(f"isotype::{name}")
+    OPERATORS_WITH_CONTRACT.add(f"isotype::{name}")
     torch.library.register_fake(f"isotype::{name}", fake, lib=_OPS)
 
     def register(function: F) -> F:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..instance_method import SETTINGS_KEY, Placement, install_forward
+from ..instance_method import INSTALLED_KEY, Placement, install_forward
 from ..lora.attach import active_adapter, has_hooks, is_expert_stack, refuse_packed_adapter
 from ..ops.experts import Adapter, Clamped, experts
 from ..ops.experts.activation import Activation
@@ -223,7 +223,7 @@ def experts_blocker(wrappers: dict[str, Any], module: Any, settings: ExpertsSett
 
 
 def experts_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    settings: ExpertsSettings = self.__dict__[SETTINGS_KEY][0]
+    settings: ExpertsSettings = self.__dict__[INSTALLED_KEY][0]
     fits = (
         len(args) == 2
         and not kwargs
@@ -268,7 +268,7 @@ def place_experts(path: str, module: Any, *, branch_fp32: bool) -> Placement:
     replaceable = [  # `packed_forward` does not belong to another library
         m
         for m in (*wrappers.values(), base)
-        if SETTINGS_KEY in vars(m)
+        if INSTALLED_KEY in vars(m)
         or getattr(vars(m).get("forward"), "function", None) is not packed_forward
     ]
     settings_or_reason = next(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from ..errors import UsageError
-from ..instance_method import SETTINGS_KEY, InstanceMethod, get_method, get_settings
+from ..instance_method import INSTALLED_KEY, InstanceMethod, get_method, get_settings
 from ..lora.attach import (
     GLOBAL_FORWARD_HOOKS,
     GLOBAL_FORWARD_PRE_HOOKS,
@@ -98,7 +98,7 @@ def norm_forward(
     if args or kwargs:
         normed: Tensor = type(self).forward(self, hidden_states, *args, **kwargs)
         return normed
-    settings: NormSettings = self.__dict__[SETTINGS_KEY][0]
+    settings: NormSettings = self.__dict__[INSTALLED_KEY][0]
     eps = USUAL_EPSILON if settings.eps_attribute is None else self.__dict__[settings.eps_attribute]
     # the weight is read once, because a parametrised weight (`torch.nn.utils.parametrize`) is
     # computed anew for every access
@@ -315,7 +315,7 @@ class GatedSettings:
 
 
 def gated_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    settings: GatedSettings = self.__dict__[SETTINGS_KEY][0]
+    settings: GatedSettings = self.__dict__[INSTALLED_KEY][0]
     children = self._modules
     # the activation may have been replaced, or have hooks that the op would not call
     activation: Any = children.get(settings.activation) or self.__dict__.get(settings.activation)

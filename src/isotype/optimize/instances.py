@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..instance_method import SETTINGS_KEY, InstanceMethod, Placement, install_forward
+from ..instance_method import INSTALLED_KEY, InstanceMethod, Placement, install_forward
 
 T = TypeVar("T")
 # import names of libraries whose kernels a model may already run
@@ -62,7 +62,7 @@ def foreign_kernel_reason(module: nn.Module) -> str | None:
 
 def replacement_blocker(module: nn.Module) -> str | None:
     """Says why this instance's forward must not be replaced, or None."""
-    if SETTINGS_KEY in module.__dict__:
+    if INSTALLED_KEY in module.__dict__:
         return "already optimized"
     return foreign_kernel_reason(module)
 

@@ -2,7 +2,7 @@
 reports the outcome of each of its keys. Imports no torch.
 
 source       reads a file: its keys with their lines, and the tool that it belongs to
-TOOL         a module for each tool, with its table `KEYS`, `refusal_reason` and `add_defaults`
+TOOL         a module for each tool, with its table `HANDLERS`, `refusal_reason` and `add_defaults`
 pictures     reads the files of tools for pictures, and has handlers that their tables share
 transforms   the draft of the configuration, and the handlers from which the tables are built
 translation  runs the whole translation

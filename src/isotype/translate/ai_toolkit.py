@@ -29,9 +29,9 @@ def refusal_reason(source: Source) -> str | None:
 
 def _convert_samples(draft: ConfigDraft, source_key: SourceKey) -> None:
     entries = source_key.value if isinstance(source_key.value, list) else [source_key.value]
-    trigger = str(draft.keys.get("trigger_word") or "")
-    seed = draft.keys.get("sample.seed")
-    counts_up = transforms.is_enabled(draft.keys.get("sample.walk_seed"))
+    trigger = str(draft.source_values.get("trigger_word") or "")
+    seed = draft.source_values.get("sample.seed")
+    counts_up = transforms.is_enabled(draft.source_values.get("sample.walk_seed"))
     samples: list[Any] = []
     for i, entry in enumerate(entries):
         prompt = entry.get("prompt", "") if isinstance(entry, dict) else entry
@@ -39,7 +39,7 @@ def _convert_samples(draft: ConfigDraft, source_key: SourceKey) -> None:
         sample: dict[str, Any] = {"prompt": text}
         if isinstance(entry, dict) and (control := entry.get("ctrl_img")):
             sample["control"] = str(control)
-        if negative := draft.keys.get("sample.neg"):
+        if negative := draft.source_values.get("sample.neg"):
             sample["negative"] = str(negative)
         if seed is not None:
             sample["seed"] = int(seed) + (i if counts_up else 0)
@@ -51,7 +51,7 @@ def _convert_sample_size(draft: ConfigDraft, source_key: SourceKey) -> None:
     draft.set(
         source_key,
         "run.sample_size",
-        max(int(draft.keys.get(f"sample.{side}") or 0) for side in ("width", "height")),
+        max(int(draft.source_values.get(f"sample.{side}") or 0) for side in ("width", "height")),
         "a square",
     )
 
@@ -89,7 +89,7 @@ def _require_clip(handle: transforms.Handler) -> transforms.Handler:
 
     def handler(draft: ConfigDraft, source_key: SourceKey) -> None:
         is_other_family = any(
-            transforms.is_enabled(draft.keys.get(key)) for key in _FAMILIES_WITHOUT_CLIP
+            transforms.is_enabled(draft.source_values.get(key)) for key in _FAMILIES_WITHOUT_CLIP
         )
         has_clip = (
             draft.lowercase_value("model.arch") in ("", "sdxl", "sd1", "sd15", "sd2")
@@ -105,7 +105,7 @@ def _require_clip(handle: transforms.Handler) -> transforms.Handler:
 
 def _convert_base(draft: ConfigDraft, source_key: SourceKey) -> None:
     """Translates `model.quantize`, with the dtype of `model.qtype`, by default qfloat8."""
-    kind = str(draft.keys.get("model.qtype") or "qfloat8").lower()
+    kind = str(draft.source_values.get("model.qtype") or "qfloat8").lower()
     dtype_name = None
     if "float8" in kind:
         dtype_name = "fp8"
@@ -120,6 +120,7 @@ def _convert_base(draft: ConfigDraft, source_key: SourceKey) -> None:
         draft.set(source_key, "precision.base", dtype_name, "with one scale per channel")
 
 
+# reason -> the keys for which it holds, separated by spaces
 _DATASET_NO_EFFECT = {
     ".txt beside the picture, or .caption": "caption_ext",
     pictures.CACHED_NOTE: "cache_latents cache_latents_to_disk cache_text_embeddings",
@@ -147,6 +148,7 @@ _DATASET_KEYS: dict[str, transforms.Handler] = {
     "trigger_word": transforms.convert_to("images.trigger", str),
     "random_crop": pictures.set_random_crops,
 }
+# reason -> the keys for which it holds, separated by spaces
 _NO_EFFECT = {
     "run.folder names the folder": "training_folder",
     "model.device": "device",
@@ -175,7 +177,7 @@ _NOT_OFFERED = {
 }
 _TIMESTEPS = {"sigmoid": "logit_normal", "linear": "uniform", "uniform": "uniform"}
 _STYLE_NOTE = "diffusion.logit_mean above 0 draws more noise (content), below 0 less (style)"
-KEYS: dict[str, transforms.Handler] = {
+HANDLERS: dict[str, transforms.Handler] = {
     **transforms.handlers_by_reason(transforms.report_no_effect, _NO_EFFECT),
     **transforms.handlers_by_reason(transforms.report_not_offered, _NOT_OFFERED),
     **transforms.copy_values(

@@ -9,7 +9,12 @@ from typing import Any
 
 from ..data.row_keys import TURN_COLUMNS
 from . import row_names, transforms
-from .hugging_face import TRAINER_KEYS, add_text_defaults, frozen_part_handler, preference_handler
+from .hugging_face import (
+    TRAINER_HANDLERS,
+    add_text_defaults,
+    frozen_part_handler,
+    preference_handler,
+)
 from .source import Source
 from .transforms import ConfigDraft, SourceKey
 
@@ -80,10 +85,10 @@ def _read_objective(draft: ConfigDraft) -> str | None:
     """Returns the objective, from the keys of the whole file: settings may come before the key that
     names the method.
     """
-    if draft.keys.get("reward_model"):
+    if draft.source_values.get("reward_model"):
         return "reward"
-    rl = draft.keys.get("rl")
-    if rl == "dpo" and draft.keys.get("dpo_loss_type") == ["ipo"]:
+    rl = draft.source_values.get("rl")
+    if rl == "dpo" and draft.source_values.get("dpo_loss_type") == ["ipo"]:
         return "ipo"
     if rl in _RL_METHODS:
         return str(rl)
@@ -338,6 +343,7 @@ def _refuse_epoch_interval(target: str) -> transforms.Handler:
     )
 
 
+# reason -> the keys for which it holds, separated by spaces
 _NO_EFFECT = {
     "rows are tokenised once and cached: data.cache": "dataset_prepared_path",
     "part of train.objective": "dpo_loss_type",
@@ -409,8 +415,8 @@ def _convert_rope(rope_scaling: dict[str, Any]) -> dict[str, Any]:
     return {("rope_type" if key == "type" else key): value for key, value in rope_scaling.items()}
 
 
-KEYS: dict[str, transforms.Handler] = {
-    **TRAINER_KEYS,
+HANDLERS: dict[str, transforms.Handler] = {
+    **TRAINER_HANDLERS,
     **transforms.handlers_by_reason(transforms.report_no_effect, _NO_EFFECT),
     **transforms.handlers_by_reason(transforms.report_not_offered, _NOT_OFFERED),
     **transforms.copy_values(

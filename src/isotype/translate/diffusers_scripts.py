@@ -37,6 +37,7 @@ def _require_scheme(scheme: str, target: str) -> transforms.Handler:
     )
 
 
+# reason -> the keys for which it holds, separated by spaces
 _NO_EFFECT = {
     "the caption of images.train": "instance_prompt",
     "images.regularisation": (
@@ -67,7 +68,7 @@ _NOT_OFFERED = {
     "isotype train --resume RUN": "resume_from_checkpoint",
 }
 _TIMESTEPS = {"logit_normal": "logit_normal", "mode": "mode", "none": "uniform"}
-KEYS: dict[str, transforms.Handler] = {
+HANDLERS: dict[str, transforms.Handler] = {
     **pictures.DIFFUSERS_KEYS,
     **transforms.handlers_by_reason(transforms.report_no_effect, _NO_EFFECT),
     **transforms.handlers_by_reason(transforms.report_not_offered, _NOT_OFFERED),

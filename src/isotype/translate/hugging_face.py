@@ -49,8 +49,8 @@ def _read_objective(draft: ConfigDraft) -> str | None:
     """Returns the objective, from the keys of the whole file: settings may come before the key that
     names the method.
     """
-    losses = _LOSSES.get(str(draft.keys.get("trl_method")), {})
-    return losses.get(_loss_name(draft.keys.get("loss_type")) or next(iter(losses), ""))
+    losses = _LOSSES.get(str(draft.source_values.get("trl_method")), {})
+    return losses.get(_loss_name(draft.source_values.get("loss_type")) or next(iter(losses), ""))
 
 
 def frozen_part_handler(target: str) -> transforms.Handler:
@@ -61,8 +61,8 @@ def frozen_part_handler(target: str) -> transforms.Handler:
     def handler(draft: ConfigDraft, source_key: SourceKey) -> None:
         kind = (
             draft.settings.get("adapter.kind")
-            or draft.keys.get("finetuning_type")
-            or draft.keys.get("adapter")
+            or draft.source_values.get("finetuning_type")
+            or draft.source_values.get("adapter")
         )
         if transforms.is_enabled(source_key.value):
             draft.report_no_effect(source_key, f"{target} is none unless asked")
@@ -261,7 +261,7 @@ def _refused_key(source: Source) -> str | None:
 
 def _convert_dataset(draft: ConfigDraft, source_key: SourceKey) -> None:
     name = str(source_key.value)
-    if name in ("json", "csv", "parquet", "text") and draft.keys.get("data_files"):
+    if name in ("json", "csv", "parquet", "text") and draft.source_values.get("data_files"):
         draft.report_no_effect(source_key, "the format is seen from the file")
     elif re.search(r"\.(jsonl?|csv|parquet|txt)$", name) or name.startswith(("/", "./", "../")):
         draft.set(source_key, "data.train", name)
@@ -331,8 +331,12 @@ def _convert_schedule_kwargs(draft: ConfigDraft, source_key: SourceKey) -> None:
     """Translates `lr_scheduler_kwargs`, of which only the minimum of the learning rate is offered."""
     details = source_key.value if isinstance(source_key.value, dict) else {}
     rate = details.get("min_lr_rate")
-    if rate is None and details.get("min_lr") is not None and draft.keys.get("learning_rate"):
-        rate = float(details["min_lr"]) / float(draft.keys["learning_rate"])
+    if (
+        rate is None
+        and details.get("min_lr") is not None
+        and draft.source_values.get("learning_rate")
+    ):
+        rate = float(details["min_lr"]) / float(draft.source_values["learning_rate"])
     if rate is None:
         draft.report_not_offered(
             source_key, "train.decay and train.min_learning_rate are what schedules take"
@@ -343,7 +347,10 @@ def _convert_schedule_kwargs(draft: ConfigDraft, source_key: SourceKey) -> None:
 
 def _convert_warmup_ratio(draft: ConfigDraft, source_key: SourceKey) -> None:
     value = transforms.parse_number(source_key.value or 0)
-    if draft.keys.get("warmup_steps") and transforms.parse_number(draft.keys["warmup_steps"]) > 0:
+    if (
+        draft.source_values.get("warmup_steps")
+        and transforms.parse_number(draft.source_values["warmup_steps"]) > 0
+    ):
         draft.report_no_effect(source_key, "warmup_steps wins, there too")
     elif (
         draft.settings.get("train.schedule") == "constant"
@@ -379,9 +386,9 @@ def _convert_push(draft: ConfigDraft, source_key: SourceKey) -> None:
     if not transforms.is_enabled(source_key.value):
         draft.report_no_effect(source_key, "off")
         return
-    repository = draft.keys.get("hub_model_id") or draft.keys.get("output_dir")
+    repository = draft.source_values.get("hub_model_id") or draft.source_values.get("output_dir")
     name = repository if isinstance(repository, str) else ""
-    if "hub_model_id" not in draft.keys:
+    if "hub_model_id" not in draft.source_values:
         name = name.rstrip("/").rpartition("/")[2]
     if name:
         draft.set(source_key, "run.push_to_hub", name, "private unless run.push_private is false")
@@ -390,6 +397,7 @@ def _convert_push(draft: ConfigDraft, source_key: SourceKey) -> None:
 
 
 # arguments of Hugging Face's Trainer and PEFT, which LLaMA-Factory and axolotl pass on
+# reason -> the keys for which it holds, separated by spaces
 _TRAINER_NO_EFFECT = {
     "train.seed": "data_seed",
     "isotype train trains": "do_train",
@@ -424,7 +432,7 @@ _TRAINER_NOT_OFFERED = {
     transforms.NO_GPU_COUNT_NOTE: "fsdp fsdp_config",
     "model.device is auto, cuda or cpu": "use_mps_device",
 }
-TRAINER_KEYS: dict[str, transforms.Handler] = {
+TRAINER_HANDLERS: dict[str, transforms.Handler] = {
     **transforms.handlers_by_reason(transforms.report_no_effect, _TRAINER_NO_EFFECT),
     **transforms.handlers_by_reason(transforms.report_not_offered, _TRAINER_NOT_OFFERED),
     **transforms.copy_values(
@@ -473,7 +481,7 @@ TRAINER_KEYS: dict[str, transforms.Handler] = {
     "warmup_ratio": _convert_warmup_ratio,
     "warmup_steps": transforms.choose_handler(
         lambda draft, source_key: (
-            transforms.parse_number(source_key.value) == 0 and "warmup_ratio" in draft.keys
+            transforms.parse_number(source_key.value) == 0 and "warmup_ratio" in draft.source_values
         ),
         transforms.report_no_effect("warmup_ratio decides"),
         transforms.convert_number("train.warmup"),
@@ -499,6 +507,7 @@ TRAINER_KEYS: dict[str, transforms.Handler] = {
     # machine
     "use_cpu": transforms.set_if_enabled("model.device", "cpu", off_note="model.device: auto"),
 }
+# reason -> the keys for which it holds, separated by spaces
 _NO_EFFECT = {
     "train.seed": "dataset_mixture.seed",
     "data.eval names the evaluation data; without it data.eval_split is held out": (
@@ -535,8 +544,8 @@ _NOT_OFFERED = {
     ),
     transforms.NO_SETTING_NOTE: "lora_bias use_weighting ld_alpha alpha loftq qat_scheme offload_embedding",
 }
-KEYS: dict[str, transforms.Handler] = {
-    **TRAINER_KEYS,
+HANDLERS: dict[str, transforms.Handler] = {
+    **TRAINER_HANDLERS,
     **transforms.handlers_by_reason(transforms.report_no_effect, _NO_EFFECT),
     **transforms.handlers_by_reason(transforms.report_not_offered, _NOT_OFFERED),
     **transforms.copy_values(
@@ -636,7 +645,7 @@ def add_defaults(draft: ConfigDraft, source: Source) -> None:
         }
     )
     if method in _LOSSES:
-        if "max_length" not in draft.keys:
+        if "max_length" not in draft.source_values:
             draft.set_default("data.max_length", 1024)
         if draft.settings.get("train.objective") == "simpo":
             draft.set_default("preference.nll", 1.0)  # cpo_alpha

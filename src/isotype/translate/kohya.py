@@ -64,7 +64,7 @@ def _convert_network_args(draft: ConfigDraft, source_key: SourceKey) -> None:
 
 
 def _convert_token_length(draft: ConfigDraft, source_key: SourceKey) -> None:
-    if draft.keys.get("clip_l") or draft.keys.get("t5xxl"):
+    if draft.source_values.get("clip_l") or draft.source_values.get("t5xxl"):
         draft.report_no_effect(source_key, "T5 reads the caption: t5xxl_max_token_length")
     else:
         draft.set(source_key, "diffusion.max_text_length", int(source_key.value))
@@ -123,9 +123,9 @@ def _parse_samples(text: str) -> list[Any]:
 def _convert_keep_tokens(draft: ConfigDraft, source_key: SourceKey) -> None:
     """Translates `keep_tokens` of the run or of a subset, if shuffle_caption is on for the same."""
     if transforms.is_enabled(
-        draft.keys.get(
+        draft.source_values.get(
             "shuffle_caption",
-            draft.keys.get(source_key.name.replace("keep_tokens", "shuffle_caption")),
+            draft.source_values.get(source_key.name.replace("keep_tokens", "shuffle_caption")),
         )
     ):
         draft.set(
@@ -137,7 +137,7 @@ def _convert_keep_tokens(draft: ConfigDraft, source_key: SourceKey) -> None:
 
 def _has_frozen_encoders(draft: ConfigDraft) -> bool:
     return any(
-        transforms.is_enabled(draft.keys.get(key))
+        transforms.is_enabled(draft.source_values.get(key))
         for key in ("network_train_unet_only", "cache_text_encoder_outputs")
     )
 
@@ -146,12 +146,13 @@ def _convert_text_encoder_rate(draft: ConfigDraft, source_key: SourceKey) -> Non
     rates = source_key.value if isinstance(source_key.value, list) else [source_key.value]
     if _has_frozen_encoders(draft) or not any(map(float, rates)):
         draft.report_no_effect(source_key, "the text encoders stay frozen")
-    elif draft.keys.get("clip_l") or draft.keys.get("t5xxl"):
+    elif draft.source_values.get("clip_l") or draft.source_values.get("t5xxl"):
         draft.report_not_offered(source_key, pictures.NO_TEXT_ENCODER_NOTE)
     else:
         pictures.convert_text_encoder_rate(draft, source_key)
 
 
+# reason -> the keys for which it holds, separated by spaces
 _DATASET_NO_EFFECT = {
     pictures.BUCKETS_NOTE: "min_bucket_reso max_bucket_reso bucket_reso_steps",
     transforms.IRRELEVANT_NOTE: "caption_separator caption_extension",
@@ -197,6 +198,7 @@ _SUBSET_KEYS: dict[str, transforms.Handler] = {
     "is_reg": transforms.report_changed("images.regularisation"),
     "batch_size": transforms.convert_count("train.batch_size"),
 }
+# reason -> the keys for which it holds, separated by spaces
 _NO_EFFECT = {
     "its datasets are images.*": "dataset_config",
     "the text encoders stay frozen: adapter.text_encoders is false unless asked": (
@@ -244,7 +246,7 @@ _TIMESTEPS = {
     **dict.fromkeys(("uniform", "sigma"), "uniform"),
 }
 _LOSSES = dict.fromkeys(("huber", "smooth_l1"), ("huber", "with a constant c"))
-KEYS: dict[str, transforms.Handler] = {
+HANDLERS: dict[str, transforms.Handler] = {
     **pictures.DIFFUSERS_KEYS,
     **transforms.handlers_by_reason(transforms.report_no_effect, _NO_EFFECT),
     **transforms.handlers_by_reason(transforms.report_not_offered, _NOT_OFFERED),
@@ -311,7 +313,7 @@ def add_defaults(draft: ConfigDraft, source: Source) -> None:
     if not draft.set_adapter_defaults("none" if is_full_training else "lora", 4, 1.0):
         pictures.drop_adapter_files(draft)
     sets_text_encoders = (
-        _has_frozen_encoders(draft) or draft.keys.get("text_encoder_lr") is not None
+        _has_frozen_encoders(draft) or draft.source_values.get("text_encoder_lr") is not None
     )
     # kohya's scripts train the text encoders by default
     if re.search(r"(^|/)(sdxl_)?train_network\b", source.method) and not sets_text_encoders:

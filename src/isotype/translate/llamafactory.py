@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from . import row_names, transforms
-from .hugging_face import KEYS as TRAINER_KEYS
+from .hugging_face import HANDLERS as TRAINER_HANDLERS
 from .hugging_face import add_text_defaults, convert_liger, frozen_part_handler, preference_handler
 from .source import Source
 from .transforms import ConfigDraft, SourceKey
@@ -23,9 +23,9 @@ def _read_objective(draft: ConfigDraft) -> str | None:
     """Returns the objective, from the keys of the whole file: settings may come before the key that
     names the method.
     """
-    stage = draft.keys.get("stage")
+    stage = draft.source_values.get("stage")
     if stage == "dpo":
-        return _PREF_LOSSES[str(draft.keys.get("pref_loss") or "sigmoid")]
+        return _PREF_LOSSES[str(draft.source_values.get("pref_loss") or "sigmoid")]
     return {"kto": "kto", "rm": "reward"}.get(str(stage))
 
 
@@ -63,10 +63,10 @@ def refusal_reason(source: Source) -> str | None:
         return f"finetuning_type: {kind} is not offered: lora and full are"
     if source.find_key("export_dir"):
         return "an export: isotype merge RUN writes the merged model"
-    train = source.find_key("do_train")
-    if train is not None and not transforms.is_enabled(train.value):
+    do_train = source.find_key("do_train")
+    if do_train is not None and not transforms.is_enabled(do_train.value):
         return "do_train: false; isotype eval and isotype sample look at a trained model"
-    if train is None and source.find_key("infer_backend", "do_predict"):
+    if do_train is None and source.find_key("infer_backend", "do_predict"):
         return "inference: isotype chat, sample and eval take a run folder, a model or an adapter"
     if source_key := source.find_key(
         "dist_config", "peft_config.name", "sample_backend", "model_class", "init_config"
@@ -97,7 +97,7 @@ def _datasets_handler(target: str) -> transforms.Handler:
         registry = _read_registry(draft)
         for name in names:
             description = registry.get(name)
-            if draft.keys.get("dataset_dir") == "ONLINE":
+            if draft.source_values.get("dataset_dir") == "ONLINE":
                 entries.append({"name": f"hf:{name}"})
             elif isinstance(description, dict):
                 entry, entry_notes = _convert_dataset(draft, name, description)
@@ -106,7 +106,7 @@ def _datasets_handler(target: str) -> transforms.Handler:
             else:
                 unknown.append(name)
                 entries.append({"name": f"{_data_folder(draft)}/{name}.json"})
-        limit = draft.keys.get("max_samples")
+        limit = draft.source_values.get("max_samples")
         if limit and len(names) > 1:
             entries = [{"limit": int(limit)} | entry for entry in entries]
         if unknown:
@@ -128,21 +128,21 @@ def _convert_max_samples(draft: ConfigDraft, source_key: SourceKey) -> None:
     """Sets data.limit if the file has one data set. With several, each entry of data.train gets
     the limit instead.
     """
-    if len(_dataset_names(draft.keys.get("dataset", ""))) == 1:
+    if len(_dataset_names(draft.source_values.get("dataset", ""))) == 1:
         transforms.convert_count("data.limit")(draft, source_key)
     else:
         draft.report_changed(source_key, "the limit of each source of data.train")
 
 
 def _data_folder(draft: ConfigDraft) -> str:
-    return str(draft.keys.get("dataset_dir", "data"))
+    return str(draft.source_values.get("dataset_dir", "data"))
 
 
 def _read_registry(draft: ConfigDraft) -> dict[str, Any]:
     """Reads dataset_info.json from `dataset_dir`, relative to the file or to the working directory.
     Returns {} if it cannot be read.
     """
-    dataset_folder = draft.keys.get("dataset_dir", "data")
+    dataset_folder = draft.source_values.get("dataset_dir", "data")
     for folder in (Path(draft.folder), Path(".")):
         try:
             registry = json.loads(
@@ -155,13 +155,14 @@ def _read_registry(draft: ConfigDraft) -> dict[str, Any]:
     return {}
 
 
-# Isotype's key -> LLaMA-Factory's, first for rows in Alpaca's format, then for every row
+# Isotype's key -> LLaMA-Factory's key, for rows in Alpaca's format only
 _ALPACA_COLUMNS = {
     "instruction": "prompt",
     "input": "query",
     "output": "response",
     "history": "history",
 }
+# the same for rows in any format
 _COMMON_COLUMNS = {
     "system": "system",
     "tools": "tools",
@@ -202,13 +203,13 @@ def _convert_dataset(
     ]
     columns = description.get("columns") or {}
     notes += [f"{name}: {key} are not offered" for key in ("videos", "audios") if columns.get(key)]
-    if draft.keys.get("stage") == "pt":
+    if draft.source_values.get("stage") == "pt":
         entry["format"] = "text"
         row_names.add_columns(entry, {"text": columns.get("prompt", "instruction")})
     elif description.get("formatting", "alpaca") == "alpaca":
-        _name_alpaca_row(entry, description, has_format=_read_objective(draft) is None)
+        _set_alpaca_columns(entry, description, sets_format=_read_objective(draft) is None)
     else:
-        _name_turn_row(entry, description, has_format=_read_objective(draft) is None)
+        _set_turn_columns(entry, description, sets_format=_read_objective(draft) is None)
     if _read_objective(draft) == "kto" and not columns.get("kto_tag"):
         notes.append(f"{name} has no kto_tag: data.columns: {{label: NAME}}")
     if description.get("split") not in (None, "train"):
@@ -220,20 +221,23 @@ def _convert_dataset(
     return entry, notes
 
 
-def _name_alpaca_row(
-    entry: dict[str, Any], description: dict[str, Any], *, has_format: bool
+def _set_alpaca_columns(
+    entry: dict[str, Any], description: dict[str, Any], *, sets_format: bool
 ) -> None:
     columns = description.get("columns") or {}
-    if has_format:
+    if sets_format:
         entry["format"] = "alpaca"
     names = {**_ALPACA_COLUMNS, **_COMMON_COLUMNS}
     row_names.add_columns(entry, {key: columns.get(theirs) for key, theirs in names.items()})
-    # a column that `columns` does not name is not read, and rows may have an `input`
+    # if `columns` is given, LLaMA-Factory reads no other column: an `input` that it does not name
+    # is ignored
     if columns and not columns.get("query") and "input" not in columns.values():
         entry["columns"] = {**entry.get("columns", {}), "input": None}
 
 
-def _name_turn_row(entry: dict[str, Any], description: dict[str, Any], *, has_format: bool) -> None:
+def _set_turn_columns(
+    entry: dict[str, Any], description: dict[str, Any], *, sets_format: bool
+) -> None:
     columns = description.get("columns") or {}
     tags = description.get("tags") or dict(_DEFAULT_TAGS)
     row_names.set_turn_columns(
@@ -241,19 +245,20 @@ def _name_turn_row(entry: dict[str, Any], description: dict[str, Any], *, has_fo
         columns.get("messages") or "conversations",
         (str(tags.get("role_tag") or "from"), str(tags.get("content_tag") or "value")),
         {role: [str(tags[tag])] for role, tag in _ROLE_TAGS.items() if tags.get(tag)},
-        sets_format=has_format,
+        sets_format=sets_format,
     )
     row_names.add_columns(
         entry, {key: columns.get(theirs) for key, theirs in _COMMON_COLUMNS.items()}
     )
 
 
-def _refuse_optimizer(name: str) -> transforms.Handler:
+def _refused_optimizer_handler(name: str) -> transforms.Handler:
     return transforms.report_not_offered(
         f"{name} is not offered; adamw8bit or an adapter saves memory"
     )
 
 
+# reason -> the keys for which it holds, separated by spaces
 _NO_EFFECT = {
     "such an adapter is always saved as an ordinary one, for the untouched base": "pissa_convert",
     transforms.OWN_OPS_NOTE: "use_v1_kernels",
@@ -287,8 +292,8 @@ _NOT_OFFERED = {
         " image_do_pan_and_scan crop_to_patches"
     ),
 }
-KEYS: dict[str, transforms.Handler] = {
-    **TRAINER_KEYS,
+HANDLERS: dict[str, transforms.Handler] = {
+    **TRAINER_HANDLERS,
     **transforms.handlers_by_reason(transforms.report_no_effect, _NO_EFFECT),
     **transforms.handlers_by_reason(transforms.report_not_offered, _NOT_OFFERED),
     **transforms.copy_values(
@@ -342,9 +347,9 @@ KEYS: dict[str, transforms.Handler] = {
     "disable_gradient_checkpointing": transforms.convert_switch(
         "train.gradient_checkpointing", "none", "layers"
     ),
-    **transforms.same_handler(_refuse_optimizer("GaLore"), "use_galore galore_*"),
-    **transforms.same_handler(_refuse_optimizer("BAdam"), "use_badam badam_*"),
-    **transforms.same_handler(_refuse_optimizer("APOLLO"), "use_apollo apollo_*"),
+    **transforms.same_handler(_refused_optimizer_handler("GaLore"), "use_galore galore_*"),
+    **transforms.same_handler(_refused_optimizer_handler("BAdam"), "use_badam badam_*"),
+    **transforms.same_handler(_refused_optimizer_handler("APOLLO"), "use_apollo apollo_*"),
 }
 
 

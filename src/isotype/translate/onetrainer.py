@@ -89,7 +89,7 @@ def _convert_text_encoder(draft: ConfigDraft, source_key: SourceKey) -> None:
     ]
     encoder_name, _, key = source_key.name.partition(".")
     if (
-        not transforms.is_enabled(draft.keys.get(f"{encoder_name}.train"))
+        not transforms.is_enabled(draft.source_values.get(f"{encoder_name}.train"))
         or source_key.value is None
     ):
         draft.report_no_effect(
@@ -103,13 +103,16 @@ def _convert_text_encoder(draft: ConfigDraft, source_key: SourceKey) -> None:
         "lora",
     }:
         draft.report_not_offered(source_key, pictures.NO_TEXT_ENCODER_NOTE)
-    elif not all(transforms.is_enabled(draft.keys.get(f"{encoder}.train")) for encoder in encoders):
+    elif not all(
+        transforms.is_enabled(draft.source_values.get(f"{encoder}.train")) for encoder in encoders
+    ):
         draft.report_not_offered(source_key, "adapter.text_encoders trains both")
     elif key == "train":
         draft.set(source_key, "adapter.text_encoders", True)
     else:
         rates = [
-            draft.keys.get(f"{encoder}.learning_rate") or draft.keys.get("learning_rate")
+            draft.source_values.get(f"{encoder}.learning_rate")
+            or draft.source_values.get("learning_rate")
             for encoder in encoders
         ]
         pictures.convert_text_encoder_rate(draft, replace(source_key, value=rates))
@@ -121,9 +124,9 @@ def _interval_handler(target: str, unit_key: str) -> transforms.Handler:
     """
 
     def handler(draft: ConfigDraft, source_key: SourceKey) -> None:
-        if str(draft.keys.get(unit_key)) in ("STEP", "steps"):
+        if str(draft.source_values.get(unit_key)) in ("STEP", "steps"):
             transforms.convert_count(target)(draft, source_key)
-        elif str(draft.keys.get(unit_key)) in ("NEVER", "None"):
+        elif str(draft.source_values.get(unit_key)) in ("NEVER", "None"):
             draft.report_no_effect(source_key, "never")
         else:
             draft.report_not_offered(source_key, f"{target} counts steps")
@@ -133,6 +136,7 @@ def _interval_handler(target: str, unit_key: str) -> transforms.Handler:
 
 _CHECKPOINTING = {"OFF": "none", "CPU_OFFLOADED": "layers+offload"}
 _NOT_LOGIT_NORMAL = "without LOGIT_NORMAL"
+# reason -> the keys for which it holds, separated by spaces
 _NO_EFFECT = {
     "its concepts are images.*": "concept_file_name",
     "part of train.ema": "ema_decay ema_update_step_interval",
@@ -163,7 +167,7 @@ _NOT_OFFERED = {
         " lora_decompose_norm_epsilon perturbation_noise_weight generalized_offset_noise"
     ),
 }
-KEYS: dict[str, transforms.Handler] = {
+HANDLERS: dict[str, transforms.Handler] = {
     **transforms.handlers_by_reason(transforms.report_no_effect, _NO_EFFECT),
     **transforms.handlers_by_reason(transforms.report_not_offered, _NOT_OFFERED),
     **transforms.copy_values(
@@ -215,7 +219,7 @@ KEYS: dict[str, transforms.Handler] = {
         lambda _, source_key: source_key.value == "OFF",
         transforms.report_no_effect("off"),
         lambda draft, source_key: draft.set(
-            source_key, "train.ema", float(draft.keys.get("ema_decay") or 0.999)
+            source_key, "train.ema", float(draft.source_values.get("ema_decay") or 0.999)
         ),
     ),
     # the objective

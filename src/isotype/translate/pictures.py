@@ -378,7 +378,7 @@ def dataset_handler(
 def collect_datasets(draft: ConfigDraft) -> list[dict[str, Any]]:
     """Returns the keys of each dataset, key -> value."""
     datasets: dict[int, dict[str, Any]] = {}
-    for name, value in draft.keys.items():
+    for name, value in draft.source_values.items():
         if name.startswith(f"{DATASET_PREFIX}."):
             _, index, key = name.split(".", 2)
             datasets.setdefault(int(index), {})[key] = value

@@ -123,7 +123,7 @@ def refusal_reason(source: Source) -> str | None:
 
 
 def _convert_lr_end(draft: ConfigDraft, source_key: SourceKey) -> None:
-    rate = float(draft.keys.get("learning_rate") or 0)
+    rate = float(draft.source_values.get("learning_rate") or 0)
     if rate and float(source_key.value) <= rate:
         draft.set(
             source_key,
@@ -144,14 +144,14 @@ def _convert_base(draft: ConfigDraft, source_key: SourceKey) -> None:
         ),
         None,
     )
-    if dtype_name is None or str(draft.keys.get("model_type")).lower() != "lora":
+    if dtype_name is None or str(draft.source_values.get("model_type")).lower() != "lora":
         draft.add_precision_key(source_key)
     else:
         draft.set(source_key, "precision.base", dtype_name, "with one scale per channel")
 
 
 def _convert_ema(draft: ConfigDraft, source_key: SourceKey) -> None:
-    decay = float(draft.keys.get("ema_decay") or 0.995)
+    decay = float(draft.source_values.get("ema_decay") or 0.995)
     transforms.set_if_enabled(
         "train.ema", decay, note="kept in fp32, and saved beside the trained result"
     )(draft, source_key)
@@ -224,8 +224,10 @@ def _convert_targets(draft: ConfigDraft, source_key: SourceKey) -> None:
 
 
 def _convert_flavour(draft: ConfigDraft, source_key: SourceKey) -> None:
-    model = DEFAULT_MODELS.get((str(draft.keys.get("model_family")), str(source_key.value)))
-    if draft.keys.get("pretrained_model_name_or_path"):
+    model = DEFAULT_MODELS.get(
+        (str(draft.source_values.get("model_family")), str(source_key.value))
+    )
+    if draft.source_values.get("pretrained_model_name_or_path"):
         draft.report_no_effect(source_key, "pretrained_model_name_or_path names the model")
     elif model:
         draft.set(source_key, "model.name", model)
@@ -319,7 +321,7 @@ def _convert_resolution(draft: ConfigDraft, source_key: SourceKey) -> None:
     dataset = _dataset_of_key(draft, source_key) if is_dataset_key else {}
     size = _parse_pixels(
         source_key.value,
-        dataset.get("resolution_type", draft.keys.get("resolution_type", "pixel_area")),
+        dataset.get("resolution_type", draft.source_values.get("resolution_type", "pixel_area")),
     )
     previous = draft.settings.get("images.resolution")
     if (
@@ -352,6 +354,7 @@ def _convert_crop_style(draft: ConfigDraft, source_key: SourceKey) -> None:
         draft.set(source_key, "images.crop", "center", note)
 
 
+# reason -> the keys for which it holds, separated by spaces
 _DATASET_NO_EFFECT = {
     "images.resolution is a side in pixels": "resolution_type",
     pictures.BUCKETS_NOTE: "crop_aspect_buckets",
@@ -410,6 +413,7 @@ _DATASET_KEYS: dict[str, transforms.Handler] = {
 }
 
 
+# reason -> the keys for which it holds, separated by spaces
 _NO_EFFECT = {
     "its datasets are images.*": "data_backend_config",
     "images.resolution is a side in pixels": "resolution_type",
@@ -449,7 +453,7 @@ _NOT_OFFERED = {
         " deepspeed_config"
     ),
 }
-KEYS: dict[str, transforms.Handler] = {
+HANDLERS: dict[str, transforms.Handler] = {
     **pictures.DIFFUSERS_KEYS,
     **transforms.handlers_by_reason(transforms.report_no_effect, _NO_EFFECT),
     **transforms.handlers_by_reason(transforms.report_not_offered, _NOT_OFFERED),
@@ -578,7 +582,7 @@ def add_defaults(draft: ConfigDraft, source: Source) -> None:
     if str(source.get("model_family") or "flux") in FLOW_FAMILIES:
         draft.set_default("diffusion.shift", 3.0)
     if (
-        "max_grad_norm" not in draft.keys
+        "max_grad_norm" not in draft.source_values
         and str(source.get("grad_clip_method") or "value") == "value"
     ):
         draft.notes.append(
@@ -610,7 +614,7 @@ def add_defaults(draft: ConfigDraft, source: Source) -> None:
             )
     pictures.set_sources(draft, sources_by_setting)
     if "images.train" not in draft.settings and not pictures.collect_datasets(draft):
-        dataset_file = draft.keys.get("data_backend_config") or "data_backend_config"
+        dataset_file = draft.source_values.get("data_backend_config") or "data_backend_config"
         draft.notes.append(
             f"the dataset file was not found ({dataset_file}): name your pictures in images.train"
         )

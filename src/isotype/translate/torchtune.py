@@ -89,7 +89,7 @@ def _convert_model(draft: ConfigDraft, source_key: SourceKey) -> None:
 
 def _convert_modules(draft: ConfigDraft, source_key: SourceKey) -> None:
     names = [_MODULE_NAMES.get(str(name), str(name)) for name in source_key.value or []]
-    if transforms.is_enabled(draft.keys.get("model.apply_lora_to_mlp", False)):
+    if transforms.is_enabled(draft.source_values.get("model.apply_lora_to_mlp", False)):
         names += _MLP_MODULES
     draft.set(
         source_key,
@@ -107,8 +107,8 @@ def _convert_dataset(draft: ConfigDraft, source_key: SourceKey) -> None:
     if defaults is None:
         draft.report_not_offered(source_key, "data.train: a file, a folder or hf:NAME")
         return
-    dataset_name = draft.keys.get(f"{section}.source") or defaults[0]
-    files = draft.keys.get(f"{section}.data_files")
+    dataset_name = draft.source_values.get(f"{section}.source") or defaults[0]
+    files = draft.source_values.get(f"{section}.data_files")
     if files:
         entry: dict[str, Any] = {"name": str(files[0] if isinstance(files, list) else files)}
     elif dataset_name:
@@ -120,10 +120,10 @@ def _convert_dataset(draft: ConfigDraft, source_key: SourceKey) -> None:
         return
     if defaults[1] != "auto":
         entry["format"] = defaults[1]
-    if not files and draft.keys.get(f"{section}.split") not in (None, "train"):
-        entry["split"] = str(draft.keys[f"{section}.split"])
+    if not files and draft.source_values.get(f"{section}.split") not in (None, "train"):
+        entry["split"] = str(draft.source_values[f"{section}.split"])
     if is_paired := component == "stack_exchange_paired_dataset":
-        entry["columns"] = draft.keys.get(f"{section}.column_map") or _STACK_EXCHANGE
+        entry["columns"] = draft.source_values.get(f"{section}.column_map") or _STACK_EXCHANGE
     note = ""
     if is_paired and not files:
         note = "torchtune reads only the dataset's folder data/rl"
@@ -140,7 +140,7 @@ def _convert_betas(draft: ConfigDraft, source_key: SourceKey) -> None:
 def _convert_checkpointing(draft: ConfigDraft, source_key: SourceKey) -> None:
     if not transforms.is_enabled(source_key.value):
         value = "none"
-    elif transforms.is_enabled(draft.keys.get("enable_activation_offloading", False)):
+    elif transforms.is_enabled(draft.source_values.get("enable_activation_offloading", False)):
         value = "layers+offload"
     else:
         value = "layers"
@@ -171,6 +171,7 @@ def _convert_logger(draft: ConfigDraft, source_key: SourceKey) -> None:
     )
 
 
+# reason -> the keys for which it holds, separated by spaces
 _NO_EFFECT = {
     "part of adapter.targets": "model.apply_lora_to_mlp",
     "run.folder": "checkpointer.output_dir",
@@ -207,7 +208,7 @@ _NOT_OFFERED = {
     ),
     "train.gradient_checkpointing: layers+offload, an adapter, or nf4-lora": "fsdp_cpu_offload",
 }
-KEYS: dict[str, transforms.Handler] = {
+HANDLERS: dict[str, transforms.Handler] = {
     **transforms.handlers_by_reason(transforms.report_no_effect, _NO_EFFECT),
     **transforms.handlers_by_reason(transforms.report_not_offered, _NOT_OFFERED),
     **transforms.copy_values(
@@ -262,7 +263,9 @@ KEYS: dict[str, transforms.Handler] = {
         transforms.report_no_effect("the loss is cross-entropy"),
     ),
     "ref_checkpointer.checkpoint_dir": transforms.choose_handler(
-        lambda draft, source_key: source_key.value == draft.keys.get("checkpointer.checkpoint_dir"),
+        lambda draft, source_key: (
+            source_key.value == draft.source_values.get("checkpointer.checkpoint_dir")
+        ),
         transforms.report_no_effect(transforms.REFERENCE_NOTE),
         transforms.report_not_offered(f"another model; {transforms.REFERENCE_NOTE}"),
     ),
@@ -283,7 +286,7 @@ KEYS: dict[str, transforms.Handler] = {
 
 def add_defaults(draft: ConfigDraft, source: Source) -> None:
     """Adds torchtune's defaults that differ from Isotype's."""
-    recipe = f"{source.method} {draft.keys.get('recipe', '')}"
+    recipe = f"{source.method} {draft.source_values.get('recipe', '')}"
     draft.settings.setdefault("adapter.kind", "lora" if "lora" in recipe else "none")
     draft.set_adapter_defaults("lora", 8, 16.0)
     if "train.schedule" not in draft.settings:

@@ -85,7 +85,7 @@ class ConfigDraft:
     """Isotype's configuration while it is translated from another tool's. The handler of each key
     calls one of the draft's methods.
 
-    keys            every key of the file -> its value, for handlers that need other keys
+    source_values   every key of the file -> its value, for handlers that need other keys
     folder          the file's folder, for keys that name other files
     settings        `train.learning_rate` -> value
     sources         `train.learning_rate` -> the source's key
@@ -95,7 +95,7 @@ class ConfigDraft:
     notes           notes that do not belong to a single key
     """
 
-    keys: dict[str, Any] = field(default_factory=dict)
+    source_values: dict[str, Any] = field(default_factory=dict)
     folder: str = "."
     settings: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, SourceKey] = field(default_factory=dict)
@@ -144,7 +144,7 @@ class ConfigDraft:
 
     def lowercase_value(self, key: str) -> str:
         """Returns the value of a key of the file in lower case; "" if it is not set."""
-        value = self.keys.get(key)
+        value = self.source_values.get(key)
         return "" if value is None else str(value).lower()
 
     def set(self, source_key: SourceKey, target: str, value: Any, note: str = "") -> None:
@@ -354,7 +354,7 @@ def require_key(key: str, accepted: str, convert: Handler, reason: str) -> Handl
 
     def handler(draft: ConfigDraft, source_key: SourceKey) -> None:
         if accepted == "on":
-            is_accepted = is_enabled(draft.keys.get(key))
+            is_accepted = is_enabled(draft.source_values.get(key))
         else:
             is_accepted = draft.lowercase_value(key) in (accepted.split() or [""])
         if is_accepted:
@@ -512,7 +512,7 @@ _LAUNCHER_NOT_OFFERED = {
 def _convert_launcher_precision(draft: ConfigDraft, source_key: SourceKey) -> None:
     """Uses the launcher's precision if the program's options do not set it."""
     program_key = next(
-        (key for key in ("bf16", "fp16", "mixed_precision") if key in draft.keys), None
+        (key for key in ("bf16", "fp16", "mixed_precision") if key in draft.source_values), None
     )
     if program_key:
         draft.report_no_effect(source_key, f"{program_key} of the program decides")

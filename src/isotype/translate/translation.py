@@ -45,7 +45,7 @@ from .transforms import (
     resolve_template_conflict,
 )
 
-# name of a tool -> its module with KEYS (key -> its handler), refusal_reason (why a source cannot
+# name of a tool -> its module with HANDLERS (key -> its handler), refusal_reason (why a source cannot
 # be translated) and add_defaults (adds the tool's defaults)
 TOOLS: dict[str, Any] = {
     "axolotl": axolotl,
@@ -115,10 +115,13 @@ def translate(path: Path | str, tool: str | None = None) -> Translation:
     module = TOOLS[name]
     if reason := module.refusal_reason(source):
         raise UsageError(f"{path}: {reason}")
-    draft = ConfigDraft(keys=_resolve_references(source), folder=str(path.parent))
+    draft = ConfigDraft(source_values=_resolve_references(source), folder=str(path.parent))
     for source_key in source.keys:
         _translate_key(
-            draft, replace(source_key, value=draft.keys[source_key.name]), module.KEYS, name
+            draft,
+            replace(source_key, value=draft.source_values[source_key.name]),
+            module.HANDLERS,
+            name,
         )
     module.add_defaults(draft, source)
     findings: list[Finding] = []

@@ -256,7 +256,7 @@ class Provenance:
         fields: dict[str, Any] = {"module": module, "site": site, "backward": node}
         if not inputs:
             creator = f"torch.{call_name}" if call_name else op.name
-            if op.is_cast or not op.is_factory:
+            if op.is_to_call or not op.is_factory:
                 creator = f".{call_name}()" if call_name else op.name
                 creator += " of whole numbers"
             elif context.uses_default_dtype(site, out.dtype, op):
@@ -275,7 +275,7 @@ class Provenance:
                 op, origin, source, next(t for t in inputs if t.dtype != out.dtype), out
             )
             return origin
-        if not op.is_cast:
+        if not op.is_to_call:
             return Origin(out.dtype, "op", creator, **fields)
         if context.is_engine_cast():
             kind = "engine"

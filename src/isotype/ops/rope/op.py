@@ -1,5 +1,6 @@
 """The op `rope` computes the rotary position embedding. B batch size, N query heads, M key heads, S
-positions, D head size, R rotated pairs.
+positions, D head size, R rotated pairs; `*t` is the batch size, 1, or no dimension. A capital letter
+before brackets, as in `Q[B N S D]`, names a dtype.
 """
 
 from __future__ import annotations
@@ -62,10 +63,10 @@ def rotate_reference(x_BNSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleav
 def rope_reference(
     q: Tensor, k: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, *, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    return _reference(q, k, cos_BSR, sin_BSR, interleaved, False)
+    return _rotate_both_reference(q, k, cos_BSR, sin_BSR, interleaved, False)
 
 
-def _reference(
+def _rotate_both_reference(
     q: Tensor, k: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleaved: bool, inverse: bool
 ) -> tuple[Tensor, Tensor]:
     sin_BSR = -sin_BSR if inverse else sin_BSR
@@ -169,7 +170,7 @@ def _rotate(
         q, _ = _triton_rotate(q_BNSD, q_BNSD[:, :0], cos_BSR, sin_BSR, interleaved, inverse)
         k, _ = _triton_rotate(k_BMSD, k_BMSD[:, :0], cos_BSR, sin_BSR, interleaved, inverse)
         return q, k
-    return _reference(q_BNSD, k_BMSD, cos_BSR, sin_BSR, interleaved, inverse)
+    return _rotate_both_reference(q_BNSD, k_BMSD, cos_BSR, sin_BSR, interleaved, inverse)
 
 
 class Rotate(torch.autograd.Function):
@@ -193,11 +194,19 @@ class Rotate(torch.autograd.Function):
         return _rotate(q_BNSD, k_BMSD, cos_BSR, sin_BSR, interleaved, False, implementation)
 
     @staticmethod
-    def backward(ctx: Any, dq_BNSD: Tensor, dk_BMSD: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, d_rotated_q_BNSD: Tensor, d_rotated_k_BMSD: Tensor
+    ) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("rope")
         cos_BSR, sin_BSR = ctx.saved_tensors
         dq_BNSD, dk_BMSD = _rotate(
-            dq_BNSD, dk_BMSD, cos_BSR, sin_BSR, ctx.interleaved, True, ctx.implementation
+            d_rotated_q_BNSD,
+            d_rotated_k_BMSD,
+            cos_BSR,
+            sin_BSR,
+            ctx.interleaved,
+            True,
+            ctx.implementation,
         )
         return dq_BNSD, dk_BMSD, None, None, None, None
 
@@ -237,8 +246,8 @@ def rope(
             )
     implementation = choose_implementation(KERNELS, q, k)
     if not q.is_cpu and implementation in ("plain", "cpp") and uses_fused_kernel(q):
-        # memory is planned for a GPU, where the kernel is a single `torch.library` op with a fake
-        # implementation
+        # tensors have no data while memory is planned for a GPU; the Triton kernel is a
+        # `torch.library` op with a fake implementation, so it can be planned
         implementation = "triton"
     rotated_q, rotated_k = apply_function(Rotate, q, k, cos, sin, interleaved, implementation)
     return rotated_q, rotated_k

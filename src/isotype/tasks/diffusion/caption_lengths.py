@@ -49,16 +49,16 @@ class CutCaptions:
 
 
 def count_cut_captions(
-    captions: Iterable[str], folder: PipelineFolder, text_length: int
+    captions: Iterable[str], folder: PipelineFolder, max_text_length: int
 ) -> CutCaptions:
     """Counts the captions that no tokenizer reads to their end.
 
-    text_length  the limit of the run for tokenizers that are not CLIP's; 0 for each tokenizer's
+    max_text_length  the limit of the run for tokenizers that are not CLIP's; 0 for each tokenizer's
                  limit
     """
     if folder.family.encodes_control:
         return CutCaptions()  # such a family never cuts its instructions
-    tokenizer, limit = _longest_tokenizer(folder, text_length)
+    tokenizer, limit = _longest_tokenizer(folder, max_text_length)
     unique_captions = list(dict.fromkeys(captions))
     if tokenizer is None or not unique_captions:
         return CutCaptions()
@@ -70,7 +70,7 @@ def count_cut_captions(
     return CutCaptions(len(cut_captions), len(unique_captions), limit, cut_captions[0][0], longest)
 
 
-def _longest_tokenizer(folder: PipelineFolder, text_length: int) -> tuple[Any, int]:
+def _longest_tokenizer(folder: PipelineFolder, max_text_length: int) -> tuple[Any, int]:
     """The tokenizer that reads the most tokens of a caption, and this number."""
     best: tuple[Any, int] = (None, 0)
     for part in folder.family.encoder_parts:
@@ -81,11 +81,11 @@ def _longest_tokenizer(folder: PipelineFolder, text_length: int) -> tuple[Any, i
         if tokenizer is None:
             continue
         limit = int(getattr(tokenizer, "model_max_length", UNBOUNDED))
-        windows = folder.family.clip_windows(limit, text_length)
+        windows = folder.family.clip_windows(limit, max_text_length)
         if windows > 1:
             limit = windows * (limit - 2) + 2  # begin and end tokens are counted too
-        elif text_length and "CLIP" not in type(tokenizer).__name__:
-            limit = text_length
+        elif max_text_length and "CLIP" not in type(tokenizer).__name__:
+            limit = max_text_length
         if limit > best[1]:
             best = (tokenizer, limit)
     return best if best[1] < UNBOUNDED else (None, 0)

@@ -29,7 +29,7 @@ def make_encoder(run: ResolvedRun, device: torch.device) -> Encoder:
         run.precision,
         device,
         Store.open(run.config.images.cache),
-        run.text_length,
+        run.max_text_length,
         keeps_tokens=run.config.adapter.text_encoders,
     )
 
@@ -131,7 +131,7 @@ class PictureData:
         captions = (
             caption for picture in self.pictures.all_pictures for caption in picture.captions
         )
-        return count_cut_captions(captions, self.run.folder, self.run.text_length)
+        return count_cut_captions(captions, self.run.folder, self.run.max_text_length)
 
     # rows
 

@@ -189,7 +189,7 @@ class _StoredWindow(NamedTuple):
 class Encoder:
     """Encodes the pictures and texts of a run into its store.
 
-    text_length    the longest caption, in tokens of the text encoder; 0 for the length of CLIP's
+    max_text_length  the longest caption, in tokens of the text encoder; 0 for the length of CLIP's
                    tokenizer
     keeps_tokens   whether captions are stored as tokens (`tokenize_captions`), because the run
                    trains the text encoders
@@ -202,7 +202,7 @@ class Encoder:
     precision: Precision
     device: torch.device
     store: Store
-    text_length: int
+    max_text_length: int
     keeps_tokens: bool = False
     observed: dict[tuple[str, str], str] = field(default_factory=dict)
     encoded_count: int = 0
@@ -225,7 +225,7 @@ class Encoder:
         key_parts = {
             "what": "tokens" if self.keeps_tokens else "text",
             "pipeline": self.folder.family.pipeline,
-            "length": self.text_length,
+            "length": self.max_text_length,
             "dtype": self.precision.text_encoder,
             "device": self.device.type,
             "parts": {part: fingerprint(self.folder.files(part)) for part in parts},
@@ -257,7 +257,7 @@ class Encoder:
                 {
                     name: tensor[0]
                     for name, tensor in tokenize_captions(
-                        pipe, [item.caption], family, self.text_length
+                        pipe, [item.caption], family, self.max_text_length
                     ).items()
                 },
             )
@@ -293,7 +293,7 @@ class Encoder:
                     )
                 else:
                     texts = family.encode_text(
-                        pipe, [item.caption for item in chunk], max_length=self.text_length
+                        pipe, [item.caption for item in chunk], max_length=self.max_text_length
                     )
                 for text_name, tensor in texts.items() if chunk else ():
                     self._record_dtype("text_encoder", f"{text_name} embeddings", tensor[0].dtype)

@@ -83,7 +83,7 @@ def empty_batch(run: ResolvedRun, rows: int, device: torch.device) -> Batch:
     text_dtype = to_torch(run.precision.text_encoder)
     channels = family.latents.channels(folder.config("vae"))
     side = run.sizes.largest_side // run.downscale
-    length = family.count_text_tokens(folder.clip_length(), run.text_length)
+    length = family.count_text_tokens(folder.clip_length(), run.max_text_length)
     latents, noise = (
         torch.empty(rows, channels, side, side, dtype=dtype, device=device) for _ in range(2)
     )

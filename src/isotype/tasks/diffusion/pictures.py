@@ -67,15 +67,15 @@ class RunPictures:
     has_controls: bool = False
     missing_class_pictures: list[MissingPicture] = field(default_factory=list)
     other_files: dict[str, Counter[str]] = field(default_factory=dict)
-    _captions_by_name: dict[Any, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
+    _first_captions: dict[Any, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
 
     @property
     def all_pictures(self) -> list[Picture]:
         return [*self.train, *self.eval]
 
     def unmasked_pictures(self) -> list[Picture]:
-        """The training pictures without a mask, if others have one. The loss counts everywhere in
-        them.
+        """The training pictures without a mask, if other pictures have one. The loss of such a
+        picture counts everywhere in it.
         """
         subject_pictures = self.train[: len(self.train) - self.regularisation_count]
         unmasked = [picture for picture in subject_pictures if picture.mask is None]
@@ -232,13 +232,15 @@ def _read_source(
             has_controls=result.has_controls,
         )
     files = _files_of_source(path, images)
-    has_own_caption = source.caption is not None or images.captions == "names"
-    metadata = None if has_own_caption else find_metadata(path)
-    captions = [file for file in files if file.suffix in CAPTION_SUFFIXES]
-    read_files = [] if has_own_caption else [*captions, *([metadata] if metadata else [])]
+    ignores_caption_files = source.caption is not None or images.captions == "names"
+    metadata = None if ignores_caption_files else find_metadata(path)
+    caption_files = [file for file in files if file.suffix in CAPTION_SUFFIXES]
+    read_files = (
+        [] if ignores_caption_files else [*caption_files, *([metadata] if metadata else [])]
+    )
     if other_files := count_other_files(files, read_files):
         result.other_files[source.name] = other_files
-    if has_own_caption:
+    if ignores_caption_files:
         report_unreadable(files, result.bad_pictures.add)
         return [
             Picture(
@@ -270,8 +272,8 @@ def _read_with_metadata(
     files: list[Path], file: Path, source: PictureSource, result: RunPictures
 ) -> Iterable[Picture]:
     """Yields the pictures of the folder that its metadata file names. A picture that the file does
-    not name is bad, since it has no caption. For pairs, all rows of the metadata file are yielded,
-    because the controls lie in the same folder.
+    not name is bad, since it has no caption. If pictures have controls, every row of the metadata
+    file is yielded: the controls are in the same folder, so its files cannot be matched to rows.
     """
     rows = list(
         read_table_pictures(
@@ -319,9 +321,9 @@ def _report_disagreeing(pictures: Iterable[Picture], result: RunPictures) -> Non
     for picture in pictures:
         if not isinstance(picture.content, FileContent):
             continue
-        name = (str(picture.content.path.resolve()), picture.control)
-        first_origin, captions = result._captions_by_name.setdefault(
-            name, (picture.origin, picture.captions)
+        key = (str(picture.content.path.resolve()), picture.control)
+        first_origin, captions = result._first_captions.setdefault(
+            key, (picture.origin, picture.captions)
         )
         if captions != picture.captions:
             result.bad_pictures.add(
@@ -506,11 +508,11 @@ def _shuffle_tags(caption: str, images: ImagesSection, *, seed: int) -> list[str
     first_tags = tags[: images.keep_tags]
     movable_tags = tags[images.keep_tags :]
     digest = hashlib.sha256(f"tags:{seed}:{caption}".encode()).digest()
-    random_draws = random.Random(int.from_bytes(digest[:8], "big"))
+    generator = random.Random(int.from_bytes(digest[:8], "big"))
     forms = []
     for _ in range(images.tag_orders or 1):
-        other_tags = [tag for tag in movable_tags if random_draws.random() >= images.tag_dropout]
-        random_draws.shuffle(other_tags)
+        other_tags = [tag for tag in movable_tags if generator.random() >= images.tag_dropout]
+        generator.shuffle(other_tags)
         forms.append(f"{SEPARATOR} ".join([*first_tags, *other_tags]))
     return forms
 
@@ -580,13 +582,15 @@ def read_class_pictures(
 
 
 def balance_repeats(
-    train: Sequence[Picture], classes: Sequence[Picture]
+    train: Sequence[Picture], regularisation: Sequence[Picture]
 ) -> tuple[list[Picture], list[Picture]]:
     """Repeats the pictures of the smaller of the two lists in turn, so that both have the same
     number of rows in an epoch.
     """
-    longest = max(sum(picture.repeats for picture in pictures) for pictures in (train, classes))
-    return _repeat_in_turn(train, longest), _repeat_in_turn(classes, longest)
+    rows_per_epoch = max(
+        sum(picture.repeats for picture in pictures) for pictures in (train, regularisation)
+    )
+    return _repeat_in_turn(train, rows_per_epoch), _repeat_in_turn(regularisation, rows_per_epoch)
 
 
 def _repeat_in_turn(pictures: Sequence[Picture], rows: int) -> list[Picture]:

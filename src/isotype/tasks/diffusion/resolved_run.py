@@ -53,12 +53,13 @@ class ResolvedRun:
         )
         refuse_incompatible_settings(config, run.folder, precision, run.sources, run.prompts)
         _ = run.objective  # raises UsageError
-        run._refuse_sizes()
+        run._check_sizes()
         return run
 
-    def with_random_denoiser(self, folder: Path) -> ResolvedRun:
-        """Returns this run with its random denoiser for `model.init: random`, else the run itself.
-        The weights are drawn into `folder`, unless they exist there already.
+    def with_drawn_denoiser(self, folder: Path) -> ResolvedRun:
+        """With `model.init: random`, returns a copy of this run whose denoiser has random weights.
+        They are in `folder` and are drawn first if they do not exist there. Otherwise returns the
+        run itself.
         """
         if self.config.model.init != "random":
             return self
@@ -75,13 +76,14 @@ class ResolvedRun:
         return self.family.latents.downscale(self.folder.config("vae"))
 
     @property
-    def text_length(self) -> int:
+    def max_text_length(self) -> int:
+        """The largest number of tokens of a caption; 0 if the tokenizer's own limit holds."""
         return self.config.diffusion.max_text_length or self.family.max_text_length or 0
 
     @cached_property
     def sizes(self) -> RunSizes:
-        token_side = self.downscale * self.family.side_multiple
-        return RunSizes(self.config.images, self.sources, token_side)
+        side_multiple = self.downscale * self.family.side_multiple
+        return RunSizes(self.config.images, self.sources, side_multiple)
 
     @cached_property
     def objective(self) -> Objective:
@@ -114,17 +116,19 @@ class ResolvedRun:
             model, self.family, self.objective, batch, conditioning, dtype=dtype, huber_c=huber_c
         )
 
-    def _refuse_sizes(self) -> None:
+    def _check_sizes(self) -> None:
         """Raises UsageError for pictures or samples of a size that the model cannot have."""
         sample_sizes = [
             ("run.samples: size", int(prompt.overrides["size"]))
             for prompt in self.prompts
             if "size" in prompt.overrides
         ]
-        max_positions: Any = self.folder.config(self.folder.denoiser_part).get("pos_embed_max_size")
+        max_side_tokens: Any = self.folder.config(self.folder.denoiser_part).get(
+            "pos_embed_max_size"
+        )
         self.sizes.check_sizes(
             [("run.sample_size", self.sample_settings.size), *sample_sizes],
-            None if max_positions is None else int(max_positions),
+            None if max_side_tokens is None else int(max_side_tokens),
         )
 
 

@@ -96,7 +96,7 @@ class DiffusionTask:
     def build_model(
         self, precision: Precision, device: torch.device, folder: Path, part: Part | None = None
     ) -> tuple[nn.Module, Manifest]:
-        self.run = self.run.with_random_denoiser(folder)
+        self.run = self.run.with_drawn_denoiser(folder)
         return load_model(self.run, precision, device, self._observed, part)
 
     @property

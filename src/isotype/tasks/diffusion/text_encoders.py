@@ -138,17 +138,17 @@ def split_part(name: str, family: Family) -> tuple[str, str]:
 
 
 def tokenize_captions(
-    pipe: Any, captions: Sequence[str], family: Family, max_length: int
+    pipe: Any, captions: Sequence[str], family: Family, max_text_length: int
 ) -> dict[str, Tensor]:
     """Tokenizes captions with the tokenizers of the pipeline.
 
-    max_length  `diffusion.max_text_length`, or 0 if it is not set
+    max_text_length  `diffusion.max_text_length`, or 0 if it is not set
     ->          `ids` int64[N P S], `captioned` bool[N]
     """
     ids_by_encoder = []
     for part in family.trainable_encoders:
         tokenizer = getattr(pipe, part.replace("text_encoder", "tokenizer"))
-        windows = family.clip_windows(tokenizer.model_max_length, max_length)
+        windows = family.clip_windows(tokenizer.model_max_length, max_text_length)
         ids_by_encoder.append(tokenize_windows(tokenizer, captions, windows))
     return {
         "ids": torch.stack(ids_by_encoder, 1),

@@ -168,7 +168,7 @@ _NO_ARITHMETIC = split_names("""
     slice select empty empty_like new_empty empty_strided new_empty_strided empty_permuted clone
     as_strided split set_
     """)
-_ADDITIONS = split_names(
+_ACCUMULATING_ADDITIONS = split_names(
     "add add_ sub sub_ addmm addmm_ baddbmm baddbmm_ index_add index_add_ index_put index_put_"
 )
 
@@ -178,7 +178,7 @@ class _Step:
     """One arithmetic operator of a run, with its values in fp64."""
 
     operator: str
-    values: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
     inputs: tuple[Tensor, ...]
     dtype: torch.dtype | None
     accumulates: bool
@@ -224,10 +224,12 @@ class _Recorder:
         accumulates = False
         if outputs:
             dtype = outputs[0].dtype
-            accumulates = op.name in _ADDITIONS and _adds_to_first(op, args, kwargs, outputs[0])
+            accumulates = op.name in _ACCUMULATING_ADDITIONS and _adds_to_first(
+                op, args, kwargs, outputs[0]
+            )
         step = _Step(
             operator=op.name,
-            values=_copy_floats(result),
+            outputs=_copy_floats(result),
             inputs=inputs,
             dtype=dtype,
             accumulates=accumulates,
@@ -243,7 +245,7 @@ def _adds_to_first(op: Operator, args: tuple, kwargs: dict, output: Tensor) -> b
     """
     if not args or not isinstance(args[0], Tensor):
         return False
-    is_in_place = any(op.writes) or kwargs.get("out") is not None
+    is_in_place = any(op.is_written) or kwargs.get("out") is not None
     return is_in_place or args[0].shape == output.shape
 
 
@@ -253,11 +255,11 @@ def _copy_floats(tree: Any) -> tuple[Tensor, ...]:
 
 
 def _user_location() -> Place | None:
-    """Returns the innermost line of the checked code, or None. Frames outside `attempt` belong to
-    the caller of the check.
+    """Returns the innermost line of the user's code that runs inside `attempt`, or None if there is
+    none.
 
-    Frames are not stored, since a frame keeps its tensors alive, and autograd copies a gradient
-    that has another reference.
+    Frames are not stored. A stored frame would keep its tensors alive, and autograd would then copy
+    a gradient that it otherwise uses again.
     """
     for frame in running_frames(2):
         if frame.f_code is attempt.__code__:
@@ -300,7 +302,7 @@ def locate(
     index = None
     if is_long_sum:
         index = _last_of_busiest_sum(steps)
-    errors = [_relative_error(n.values, w.values) for n, w in zip(steps, wide_recorder.steps)]
+    errors = [_relative_error(n.outputs, w.outputs) for n, w in zip(steps, wide_recorder.steps)]
     input_errors = [_relative_error(n.inputs, w.inputs) for n, w in zip(steps, wide_recorder.steps)]
     if index is None:
         located_steps = [i for i, step in enumerate(steps) if step.location is not None]
