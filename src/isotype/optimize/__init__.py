@@ -3,10 +3,11 @@
 
 place       `optimize` and `restore`, which go through all modules of a model
 manifest    the list of replaced modules, with the reasons why others were not replaced
-instances   comparison of modules on small probe inputs, and forwards over private globals
-layers, norms, gated, rotary, attention, head, denoiser, joint_attention
-            one kind of module each: they recognise the kind by its structure, compare a module
-            with the op on a probe, and replace the instance's forward
+instances   comparison of modules with small test inputs, and copies of forwards with their own
+            globals
+layers, norms, gated, rotary, attention, head, denoiser, joint_attention one kind of module each:
+            they recognise the kind by its structure, compare a module with the op for a small test
+            input, and replace the instance's forward
 forwards    the forwards of replaced modules, and the check in each step that they are unchanged
 deferred, deferred_tensor, deferred_values
             logits that are computed only when needed, for losses in other libraries' loops
@@ -28,8 +29,8 @@ __all__ = ["Manifest", "check_placed", "deferring", "optimize", "restore"]
 
 
 class _Callable(ModuleType):
-    """Makes this package callable. `isotype.optimize` is the function until this package is
-    imported, and then the package, so both must accept the same call.
+    """Makes this package callable. `isotype.optimize` is the function `optimize` until this package
+    is imported. After that it is the package, so both must accept the same call.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Manifest:

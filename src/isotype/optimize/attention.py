@@ -1,11 +1,11 @@
-"""Replaces transformers' attention function, which a forward looks up in a table of its globals, by
-one that calls the op `attention`.
+"""Replaces transformers' attention function by one that calls the op `attention`. A forward looks
+up the attention function in a table, which is one of its globals.
 
-On a CPU PyTorch's function takes three to four times as long in bf16. On a GPU the op computes
-packed documents, sliding windows and softcaps without a mask of positions x positions, and its
-output and logsumexp can be saved for a recompute. The original function runs for calls that the op
-does not support (dropout, a bias, few queries as in generation, a compiled graph) and for every
-other attention implementation.
+On a CPU, PyTorch's function takes three to four times as long as the op in bf16. On a GPU, the op
+computes packed documents, sliding windows and softcaps without a mask of positions x positions. Its
+output and logsumexp can also be kept for a recompute. The original function runs for calls that the
+op does not support (dropout, a bias, few queries as in generation, a compiled graph). It also runs
+for every other attention implementation of transformers.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ UNSUPPORTED_ARGUMENTS = ("position_bias", "cache", "s_aux", "output_attentions")
 
 
 def attention_implementation(module: nn.Module) -> str | None:
-    """The name under which the module's forward looks up its attention function in transformers'
-    table; None if it does not use the table.
+    """Returns the name under which the module's forward looks up its attention function in
+    transformers' table. Returns None if it does not use the table.
     """
     forward = inspect.unwrap(type(module).forward)
     if not isinstance(forward, FunctionType) or FUNCTION_TABLE not in forward.__code__.co_names:
@@ -58,8 +58,9 @@ def attention_softcap(module: nn.Module) -> float | None:
 
 
 def is_candidate(module: nn.Module, device_type: str) -> bool:
-    """Whether the module's attention function is "sdpa", or on a GPU "eager" if the module has a
-    softcap, which "sdpa" cannot compute.
+    """Whether the op can replace the module's attention function. This is the case for "sdpa". On a
+    GPU it is also the case for "eager" if the module has a softcap, since "sdpa" cannot compute
+    softcaps.
     """
     implementation = attention_implementation(module)
     return implementation == "sdpa" or (
@@ -70,8 +71,9 @@ def is_candidate(module: nn.Module, device_type: str) -> bool:
 def place_attention(
     path: str, module: nn.Module, device_type: str, replacements: list[Replacement]
 ) -> Placement:
-    """Adds the replacement of the table to `replacements`, with which the module's forward is
-    rebuilt later. On a GPU the note of the placement names the back ends.
+    """Adds a replacement of transformers' table of attention functions to `replacements`. The
+    caller later rebuilds the module's forward with these replacements. On a GPU, the returned
+    manifest entry names the attention back ends.
     """
     reason = replacement_blocker(module) or rebuild_blocker(type(module).forward)
     if reason is not None:
@@ -82,8 +84,8 @@ def place_attention(
 
 
 def describe_backends(module: nn.Module) -> str:
-    """Names the attention back ends of a training step in bf16 on the device of the module's
-    weights.
+    """Returns the names of the attention back ends that a training step in bf16 uses on the device
+    of the module's weights.
     """
     device = next((p.device for p in module.parameters()), torch.device("meta"))
     device = device if device.type == "cuda" else torch.device("meta")
@@ -158,7 +160,7 @@ def _run_original(
     arguments: tuple[nn.Module, Tensor, Tensor, Tensor, Tensor | None],
     options: dict[str, Any],
 ) -> tuple[Tensor, None]:
-    """Runs transformers' function. On a GPU with a mask it disables cuDNN's attention."""
+    """Runs transformers' function. On a GPU, it disables cuDNN's attention if there is a mask."""
     mask = arguments[-1]
     if mask is None or mask.is_cpu or torch.compiler.is_compiling():
         return original(*arguments, **options)
@@ -172,7 +174,7 @@ def wrap_attention(
     """Wraps transformers' attention function (module, query, key, value, mask) -> ([B S N D],
     None). The wrapper calls the op `attention` if it supports the call.
 
-    is_eager  whether the original is the eager function of the model's file
+    is_eager  whether the original is the eager attention function in the file of the model
     """
 
     def forward(
@@ -239,8 +241,9 @@ def wrap_attention(
 
 
 def document_mask_blocker(model: nn.Module) -> str | None:
-    """Says why document bounds cannot replace the mask in this model. Returns None if the op
-    computes all attention of the model, and nothing else reads a mask.
+    """Returns the reason why this model needs an attention mask for packed documents. Returns None
+    if the bounds of the documents can replace the mask. This requires that the op computes all
+    attention of the model, and that nothing else reads a mask.
     """
     language = get_language_part(inner_model(model))
     layers = [
@@ -267,7 +270,9 @@ def document_mask_blocker(model: nn.Module) -> str | None:
 
 
 class DocumentMask(Tensor):
-    """A mask that holds the bounds of packed documents: int32[1 1 1 E+1], `documents.bounds`."""
+    """A tensor that is passed in place of a mask and contains the bounds of packed documents. It is
+    int32[1 1 1 E+1] with the values of `documents.bounds`.
+    """
 
     documents: Documents
 
@@ -284,9 +289,9 @@ PLAIN_LAYERS = {"full_attention", "sliding_attention"}
 
 
 def padding_mask_reason(model: Any) -> str | None:
-    """Says why this model needs a mask of padding. Returns None if only causal attention reads the
-    mask: padding on the right then needs no mask, because no real token attends to a later
-    position.
+    """Returns the reason why this model needs a padding mask. Returns None if only causal attention
+    reads the mask. Padding on the right then needs no mask, because no real token attends to a
+    later position.
     """
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     config: Any = getattr(model, "config", None)
@@ -312,10 +317,10 @@ def padding_mask_reason(model: Any) -> str | None:
 
 
 class MaskNeeds(NamedTuple):
-    """Which masks a model needs.
+    """States which masks a model needs.
 
-    padding_mask_reason    why the model needs a mask of padding; None if it does not
-    document_mask_blocker  why it cannot use a mask of documents; None if it can
+    padding_mask_reason    the reason why the model needs a padding mask; None if it does not
+    document_mask_blocker  the reason why it cannot use a `DocumentMask`; None if it can
     """
 
     padding_mask_reason: str | None
@@ -326,7 +331,7 @@ MASK_NEEDS_KEY = "_isotype_mask_needs"
 
 
 def mask_needs(model: nn.Module) -> MaskNeeds:
-    """Returns the mask needs of a model, which are computed once for training and once for
+    """Returns the masks that a model needs. The result is cached separately for training and for
     evaluation mode. `optimize` and `restore` delete the cached result.
     """
     # vars() bypasses nn.Module.__setattr__

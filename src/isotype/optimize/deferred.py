@@ -2,13 +2,13 @@
 `outer_factor * tanh(inner_factor * (hidden @ weight.T + bias))`, or without a softcap
 `inner_factor * (hidden @ weight.T + bias)`.
 
-Their cross-entropy is computed by `linear_cross_entropy`. A logit, a logsumexp or a log-probability
-of each row is computed without the other logits (`deferred_values`). Scale, softcap, lossless
-casts, reshapes and row selections give deferred logits again. Any other operation computes the real
-tensor, once, as part of the forward's graph.
+`linear_cross_entropy` computes their cross-entropy. A single logit, the logsumexp or a
+log-probability of each row is computed without storing all logits (`deferred_values`). The result
+is still deferred after a scale, a softcap, a lossless cast, a reshape or a selection of rows. Any
+other operation computes the real tensor, once, as part of the forward's graph.
 
-The tensor has the shape, dtype and device of the logits, but no memory. It can be read until an
-optimizer changes the head's weight. To keep the values, use `logits.detach().clone()`.
+The tensor has the shape, dtype and device of the logits, but no memory. Its values can be read
+until an optimizer changes the head's weight. To keep the values, use `logits.detach().clone()`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _VIEWS = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the logits are computed: T leading dimensions, H hidden, V vocabulary."""
+    """Describes how the logits are computed. T leading dimensions, H hidden, V vocabulary."""
 
     hidden: Tensor  # X[*n H], with its autograd graph
     weight: Tensor  # W[V H]
@@ -97,7 +97,9 @@ class Recipe:
 
     @property
     def scale_and_softcap(self) -> tuple[float, float | None]:
-        """The arguments of the ops: outer tanh(inner x) equals softcap tanh(scale x / softcap)."""
+        """Returns the arguments `scale` and `softcap` of the ops. outer tanh(inner x) equals
+        softcap tanh(scale x / softcap).
+        """
         if self.outer_factor is None:
             return (self.inner_factor, None)
         return (self.inner_factor * self.outer_factor, self.outer_factor)
@@ -106,7 +108,7 @@ class Recipe:
         return [self.hidden, self.weight, self.bias]
 
     def with_sources(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Recipe:
-        """Returns the same recipe with other source tensors."""
+        """Returns a copy with other source tensors."""
         return replace(self, hidden=hidden, weight=weight, bias=bias)
 
     def check(self) -> None:
@@ -136,8 +138,8 @@ class Recipe:
 
     @contextmanager
     def head_context(self) -> Iterator[None]:
-        """Checks the weight, and restores autocast and gradient mode of the head's call within this
-        block.
+        """Checks that the weight is unchanged. Within this block, autocast and gradient mode are
+        the same as when the head was called.
         """
         self.check()
         with (
@@ -166,8 +168,8 @@ class Recipe:
                 return self._add_backward_hooks(x.to(self.dtype))
 
     def loss(self, targets: Tensor, **options: Any) -> Tensor:
-        """Computes the cross-entropy with the recipe's scale and softcap. `options` are further
-        arguments of `cross_entropy`.
+        """Computes the cross-entropy with the scale and the softcap of these logits. `options` are
+        further arguments of `cross_entropy`.
         """
         scale, cap = self.scale_and_softcap
         with self.head_context():
@@ -193,12 +195,12 @@ class Recipe:
 
 
 def _call_hook(hook: Callable[[Any], Any], gradient: Tensor) -> None:
-    """Calls FSDP's hook, and ignores its result, which is the unchanged gradient."""
+    """Calls FSDP's hook and ignores its result, because the hook returns the gradient unchanged."""
     hook(gradient)
 
 
 class DeferredLogits(DeferredTensor):
-    """Logits that are not computed yet: see the module's docstring. `defer` creates them."""
+    """Logits that are not computed yet (see the module's docstring). `defer` creates them."""
 
     recipe: Recipe
     # names of the functions that have written in place; one list is shared by all deferred logits
@@ -227,8 +229,8 @@ class DeferredLogits(DeferredTensor):
         return logits
 
     def materialise(self, function_name: str = "materialise") -> Tensor:
-        """Computes the real tensor once. In a training step this is counted with the line of code
-        that needed it.
+        """Computes the real tensor once. In a training step, this is counted for a report, together
+        with the line of code that needed the tensor.
         """
         if self.computed is None:
             self.check()
@@ -238,8 +240,8 @@ class DeferredLogits(DeferredTensor):
         return self.computed
 
     def check(self) -> None:
-        """Raises IsotypeError if other logits that share memory with these were written in place
-        before these were computed.
+        """Raises IsotypeError if these logits are not computed yet, and other logits that share
+        memory with them were changed in place.
         """
         if self.computed is None and self.in_place_writers:
             raise IsotypeError(
@@ -277,7 +279,7 @@ class DeferredLogits(DeferredTensor):
 def defer(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, items: int | Tensor | None = None
 ) -> DeferredLogits:
-    """Creates the deferred result of `F.linear(hidden, weight, bias)`.
+    """Returns `F.linear(hidden, weight, bias)` as deferred logits.
 
     items  the number by which a summed loss will be divided, if it is known
     """
@@ -311,8 +313,8 @@ def _needs_memory(func: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _materialise_before_write(name: str, arguments: tuple[Any, ...]) -> None:
-    """Computes deferred logits before an in-place write. Other deferred logits that would share
-    their memory then raise an error when they are needed. Gradient hooks are rejected.
+    """Computes deferred logits before they are changed in place. Views of them that are still
+    deferred then raise an error when their values are needed. Raises an error for gradient hooks.
     """
     for x in arguments:
         if isinstance(x, DeferredLogits):
@@ -326,7 +328,8 @@ def _materialise_before_write(name: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _calling_line() -> str:
-    """Finds the innermost line of code outside torch, these files and the observer."""
+    """Returns the innermost running line of code outside of torch, this package and the observer.
+    """
     for frame in reversed(traceback.extract_stack()):
         if not any(
             part in frame.filename
@@ -366,15 +369,16 @@ def _divide(x: Any, other: Any, **rest: Any) -> DeferredLogits | None:
 
 
 def _tanh(x: DeferredLogits) -> DeferredLogits | None:
-    """A second tanh cannot be deferred. The op rejects a negative softcap."""
+    """Returns None for a second tanh, which cannot be deferred. The op rejects a negative softcap.
+    """
     if x.recipe.outer_factor is not None:
         return None
     return _replace_recipe(x, outer_factor=1.0)
 
 
 def _clone(x: DeferredLogits, **rest: Any) -> DeferredLogits | None:
-    """DDP clones the output of a forward. A clone without a graph is computed, because its purpose
-    is to keep the values.
+    """A clone with a graph stays deferred, since DDP clones the output of a forward. A clone
+    without a graph is computed, because it is made to keep the values.
     """
     if rest or not _requires_grad(x):
         return None
@@ -538,8 +542,8 @@ def _cross_entropy(
 
 
 def _register_hook(x: DeferredLogits, hook: Any) -> RemovableHandle | None:
-    """FSDP registers a hook on a unit's output to gather its weights before the backward. The hook
-    does not read the gradient, so the logits are not computed.
+    """Accepts the hook of FSDP, which gathers the weights of a unit before its backward. This hook
+    does not read the gradient, so the logits stay deferred.
     """
     is_fsdp_hook = type(getattr(hook, "__self__", None)).__module__.startswith(
         "torch.distributed.fsdp."

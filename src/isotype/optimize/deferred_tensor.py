@@ -1,5 +1,5 @@
-"""The base class of deferred logits and deferred log-probabilities: a tensor that is computed only
-when needed.
+"""Defines the base class of deferred logits and deferred log-probabilities. A deferred tensor is
+computed only when its values are needed.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ _METADATA = {
 
 
 class Graph(torch.autograd.Function):
-    """Adds a deferred tensor to autograd's graph, for code that bypasses `__torch_function__`:
-    autograd functions, `vmap` and other transforms, TorchScript. Its backward recomputes the tensor
-    from its sources and differentiates the result.
+    """Adds a deferred tensor to autograd's graph. This is needed for code that bypasses
+    `__torch_function__`, such as autograd functions, TorchScript, and `vmap` and other transforms.
+    Its backward recomputes the tensor from its sources and differentiates the result.
 
     make     returns the deferred tensor
     sources  the tensors from which it is computed, with their graphs
@@ -114,8 +114,8 @@ def attach_to_graph(
 
 
 def _is_inside_autograd_function() -> bool:
-    """Whether the forward of an autograd function is running. Inside it tensors must be real,
-    because the graph of a deferred tensor would bypass the function's backward.
+    """Whether the forward of an autograd function is running. Inside such a forward, tensors must
+    not be deferred, because the graph of a deferred tensor would bypass the function's backward.
     """
     frame: FrameType | None = sys._getframe(2)
     method: Any = torch.autograd.Function.apply
@@ -134,10 +134,10 @@ def _has_graph(x: Any) -> bool:
 
 
 class DeferredTensor(Tensor):
-    """A wrapper tensor: it has shape, dtype and device, and no memory. Functions that need its
-    values get the real tensor.
+    """A tensor with shape, dtype and device, but without memory. Functions that need its values get
+    the real tensor.
 
-    computed  the real tensor, or None while it was not needed
+    computed  the real tensor, or None if it was not needed yet
     """
 
     computed: Tensor | None
@@ -145,14 +145,14 @@ class DeferredTensor(Tensor):
     def materialise(self, function_name: str = "materialise") -> Tensor:
         """Computes the real tensor once.
 
-        function_name  the function that needs it
+        function_name  the name of the function that needs the values
         """
         raise NotImplementedError
 
     @classmethod
     def compute_without_values(cls, func: Any, args: Any, kwargs: Any) -> Any | None:
-        """Returns the result of `func` if it can be computed without the tensor's values; else
-        None.
+        """Returns the result of `func` if it can be computed without the tensor's values. Otherwise
+        returns None.
         """
         raise NotImplementedError
 
@@ -196,8 +196,8 @@ _steps: dict[int, int] = {}
 
 
 def count_changes(weight: Tensor) -> tuple[int, int]:
-    """Returns PyTorch's version counter of a weight, and the optimizer steps since the first call
-    with it.
+    """Returns PyTorch's version counter of a weight, and the number of optimizer steps since this
+    function was first called for the weight.
     """
     trained = weight.requires_grad and weight.is_leaf
     if trained:

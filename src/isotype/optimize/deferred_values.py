@@ -1,9 +1,9 @@
-"""Computes values per row of deferred logits without the logits: selected logits, logsumexp, means,
-the most likely class.
+"""Computes values of each row of deferred logits without storing all logits. These values are a
+selected logit, the logsumexp, the mean, or the most likely class.
 
-Preference losses use these: TRL's ORPO and CPO gather a logit, subtract a logsumexp and log a mean.
-T rows, H hidden, V vocabulary. `x` is always a `DeferredLogits`. Each function returns None if it
-needs the real logits.
+Preference losses use these values. For example, TRL's ORPO and CPO gather a logit, subtract a
+logsumexp and log a mean. T rows, H hidden, V vocabulary. `x` is always a `DeferredLogits`. Each
+function returns None if it needs the real logits.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ NEVER_IGNORED = -(2**31)
 
 
 class SelectedLogits(torch.autograd.Function):
-    """Computes fp32[T]: the product of each hidden row with the head's row of its class. The only
-    V-sized tensor is the gradient of a trainable head.
+    """Computes fp32[T], the dot product of each hidden row with the row of the head for its class.
+    If the head is trainable, its gradient is the only tensor with a dimension V.
     """
 
     @staticmethod
@@ -68,7 +68,7 @@ _BLOCK = 2**22  # number of elements of the head that are widened at a time
 
 
 class HeadMean(torch.autograd.Function):
-    """Computes fp32[H]: the mean of the head's rows. The rows are summed in blocks, without an fp32
+    """Computes fp32[H], the mean of the head's rows. The rows are summed in blocks, without an fp32
     copy of the whole head.
     """
 
@@ -92,7 +92,9 @@ def is_last_dimension(x: Any, dim: Any) -> bool:
 
 
 def classes_per_row(x: Any, dim: Any, index: Any) -> Tensor | None:
-    """Returns index[*n 1] as classes[*n] if `gather` selects one logit of each row; else None."""
+    """If `gather` with this index selects one logit of each row, returns index[*n 1] as
+    classes[*n]. Otherwise returns None.
+    """
     is_supported = (
         is_last_dimension(x, dim)
         and isinstance(index, Tensor)
@@ -128,8 +130,8 @@ def gather(x: Any, dim: Any = None, index: Any = None, **rest: Any) -> Tensor | 
 
 
 def compute_per_row(x: Any, output: str, classes: Tensor | None = None) -> Tensor:
-    """Computes one output of `linear_log_probs` per row: [*n]. Outputs that do not depend on the
-    class need no `classes`.
+    """Computes one output of `linear_log_probs` for each row, as [*n]. Outputs that do not depend
+    on the class need no `classes`.
     """
     recipe = x.recipe
     if classes is None:
@@ -152,10 +154,10 @@ def compute_per_row(x: Any, output: str, classes: Tensor | None = None) -> Tenso
 
 
 def is_lossless_cast(x: Any, dtype: torch.dtype) -> bool:
-    """Whether deferred logits cast to `dtype` may stay deferred, because the ops compute in fp32
-    anyway: a cast to fp32, or to the dtype of the head's product before any scale or softcap. Any
-    other cast computes the real logits: logits in fp16 have another loss, and an observer must see
-    fp64 logits.
+    """Whether deferred logits may stay deferred when they are cast to `dtype`. They may if `dtype`
+    is fp32, because the ops compute in fp32 in any case. They also may if `dtype` is the dtype in
+    which the head computes and no scale or softcap was applied. Any other cast computes the real
+    logits. For example, fp16 logits have another loss, and an observer must see fp64 logits.
     """
     is_unscaled = x.recipe.inner_factor == 1.0 and x.recipe.outer_factor is None
     return dtype == torch.float32 or (is_unscaled and dtype == x.recipe.head_dtype)
@@ -170,7 +172,7 @@ def logsumexp(x: Any, dim: Any = None, keepdim: bool = False, **rest: Any) -> Te
 
 
 def row_means(x: Any) -> Tensor | None:
-    """Computes fp32[*n]: the mean of each row's logits. With a softcap this works only without
+    """Computes fp32[*n], the mean of the logits of each row. With a softcap this works only without
     gradients.
     """
     recipe = x.recipe
@@ -281,8 +283,9 @@ class DeferredLogProbs(DeferredTensor):
 def log_softmax(
     x: Any, dim: Any = None, *args: Any, dtype: torch.dtype | None = None, **rest: Any
 ) -> DeferredLogProbs | None:
-    """Defers the log-softmax of deferred logits. A third positional argument is not supported,
-    because it is a stack level in F.log_softmax and a dtype in Tensor.log_softmax.
+    """Returns the log-softmax of deferred logits, which is deferred too. A third positional
+    argument is not supported, because it is a stack level in F.log_softmax and a dtype in
+    Tensor.log_softmax.
     """
     if (
         args
@@ -324,7 +327,7 @@ def _sum(
     dtype: torch.dtype | None = None,
     **rest: Any,
 ) -> Tensor | None:
-    """Computes the sum of each row: V (mean of the logits - logsumexp)."""
+    """Computes the sum of each row, which is V (mean of the logits - logsumexp)."""
     means = None if rest or not is_last_dimension(x, dim) else row_means(x.logits)
     if means is None:
         return None
@@ -334,7 +337,9 @@ def _sum(
 
 
 def _select_rows(function: Callable[..., Any]) -> Callable[..., DeferredLogProbs | None]:
-    """Makes a rule that slices or reshapes rows with the logits' rule for the same function."""
+    """Returns a function that slices or reshapes the rows of deferred log-probabilities. It applies
+    the given function to the deferred logits.
+    """
 
     def rule(x: DeferredLogProbs, *args: Any, **kwargs: Any) -> DeferredLogProbs | None:
         logits = function(x.logits, *args, **kwargs)

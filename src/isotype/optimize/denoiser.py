@@ -1,10 +1,11 @@
-"""Replaces parts of diffusers' transformers by ops: blocks, adaptive norms and activations. The
-module `joint_attention` replaces attention.
+"""Replaces blocks, adaptive norms and activations of diffusers' transformers by ops. The module
+`joint_attention` replaces attention.
 
 A block has one residual stream for the picture and one for the text, or one stream for both (Flux,
-SD3). A block is recognised by its children and a probe. The new forward calls its children and adds
-to a stream with `gated_residual`. In a block with one stream the last layer reads the concatenation
-of attention's output and the activation; backward recomputes both from their inputs.
+SD3). A block is recognised by its child modules and by its output for a small test input. The new
+forward calls the children of the block and uses `gated_residual` to add their outputs to the
+residual. In a block with one stream, the input of the last layer is the concatenation of
+attention's output and the activation. Backward recomputes both from their inputs.
 """
 
 from __future__ import annotations
@@ -96,10 +97,11 @@ def _add_gated(residual: Tensor, x: Tensor, gate: Tensor) -> Tensor:
 
 
 def _add_gated_recomputable(residual: Tensor, x: Tensor, gate: Tensor) -> Tensor:
-    """Like `_add_gated`, for a sum that the next norm of the same block recomputes in backward.
-    This costs no memory: the norm before saves the residual, and the gate's gradient saves x. The
-    result of a block is not made recomputable, because it is the next block's input, and gradient
-    checkpointing would then keep both tensors alive.
+    """Computes the same as `_add_gated`. The result is the input of the next norm of the same
+    block, and that norm recomputes it in backward. This costs no memory, because the previous norm
+    saves the residual, and x is saved for the gradient of the gate. This function is not used for
+    the output of a block. Gradient checkpointing saves this output as the next block's input, and
+    would then keep both tensors alive.
     """
     total = _add_gated(residual, x, gate)
     if gate.requires_grad and find_recipe(residual) is None:
@@ -142,10 +144,11 @@ def _concatenate_features(attended: Tensor, inner: Tensor) -> Tensor:
 
 
 class _ProbeLayer(nn.Module):
-    """Replaces a child in the probe by a simple function of one tensor, or of picture and text.
+    """Replaces a child module for the test by a simple function of one tensor, or of picture and
+    text.
 
-    extra_count  number of outputs after the rows: vectors of the embedding, or at `repeat_at` the
-                 rows a second time
+    extra_count  number of further outputs; each is a vector computed from the embedding, or at the
+                 position `repeat_at` the rows again
     """
 
     def __init__(
@@ -180,7 +183,7 @@ class _ProbeLayer(nn.Module):
 
 
 class _NarrowingProbeLayer(_ProbeLayer):
-    """Replaces a child whose input is wider than its output in the probe."""
+    """Replaces a child module for the test, if its input has more features than its output."""
 
     def _map_rows(self, x: Tensor) -> Tensor:
         parts = x.split(_WIDTH, -1)
@@ -191,7 +194,9 @@ class _NarrowingProbeLayer(_ProbeLayer):
 
 @cache_by_kind
 def recognise_block(module: Any) -> BlockForward | str:
-    """Returns the form that reproduces this module's output on a probe, or why none does."""
+    """Returns the function (for one or two streams) that computes the same output as this module
+    for a small test input. Returns the reason as text if neither function does.
+    """
     unknown_form_reason = "its output is not that of a known form on a probe"
     stubs: dict[str, nn.Module]
     if isinstance(getattr(module, "norm1_context", None), nn.Module):
@@ -260,8 +265,9 @@ def stream_forward(
     joint_attention_kwargs: dict[str, Any] | None = None,
     **extra: Any,
 ) -> Any:
-    """The new forward of a block. It runs the recognised form, or the class's forward if attention
-    gets other arguments, rows are computed in chunks, or fp16 values are clipped.
+    """The new forward of a block. It runs the function that `recognise_block` found. It runs the
+    forward of the class if attention gets other arguments, if rows are computed in chunks, or if
+    fp16 values are clipped.
     """
     streams = (hidden_states, encoder_hidden_states)
     runs_recognised_form = (
@@ -306,8 +312,8 @@ def is_activation(module: Any) -> bool:
 
 
 def place_activation(path: str, module: Any) -> Placement:
-    """Installs `gelu` on diffusers' GELU module or on PyTorch's, if it reproduces the module's
-    output.
+    """Installs `gelu` on the GELU module of diffusers or PyTorch, if it computes the same output as
+    the module.
     """
     reason = replacement_blocker(module)
     forward: BlockForward = gelu_forward
@@ -327,8 +333,8 @@ def place_activation(path: str, module: Any) -> Placement:
 
 
 def place_block(path: str, module: Any, out_dtype: torch.dtype | None) -> list[Placement]:
-    """Installs the recognised form on a block, and ops on its norms and activation, if the form
-    reproduces the block's output.
+    """Installs the new forward on a block, and ops on its norms and activation, if the block is
+    recognised.
     """
     placements = [
         place_replacement(
@@ -359,7 +365,7 @@ def place_block(path: str, module: Any, out_dtype: torch.dtype | None) -> list[P
 
 @dataclass(frozen=True)
 class AdaptiveSettings:
-    """How an adaptive norm computes and returns its results.
+    """Describes how an adaptive norm computes and returns its results.
 
     argument            the name of the embedding in the forward
     embedding_is_first  whether the embedding is the first argument after x
@@ -425,8 +431,8 @@ def modulate(norm: Any, x: Tensor, scale_BH: Tensor, shift_BH: Tensor) -> Tensor
 
 
 def _hooks_change_norm(norm: nn.Module) -> bool:
-    """Whether a hook may change the norm's input or output. A hook that only casts the output to
-    the op's output dtype does not.
+    """Whether a hook may change the norm's input or output. Returns False if a hook only casts the
+    output to the op's output dtype.
     """
     if hooks_change_input(norm):
         return True
@@ -454,8 +460,8 @@ def place_norm(path: str, norm: nn.Module, out_dtype: torch.dtype | None) -> Pla
 
 @cache_by_kind
 def recognise_adaptive(module: Any) -> AdaptiveSettings | str:
-    """Returns the settings with which `compute_adaptive` reproduces this module's output on a
-    probe, or why there are none.
+    """Returns the settings with which `compute_adaptive` computes the same output as this module
+    for a small test input. Returns the reason as text if there are no such settings.
     """
     unknown_form_reason = "its output is not a LayerNorm's, scaled and shifted, on a probe"
     width = module.norm.normalized_shape[0]
@@ -507,8 +513,8 @@ def recognise_adaptive(module: Any) -> AdaptiveSettings | str:
 
 
 def _flatten_outputs(function: Callable[[], Any]) -> Tensor:
-    """Concatenates the outputs in one row. The row begins with the number of outputs, or with 0 for
-    a single tensor.
+    """Concatenates the outputs into one vector. Its first element is the number of outputs if there
+    is a tuple of outputs, or 0 if there is a single tensor.
     """
     outputs = function()
     tensors = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -534,8 +540,8 @@ def compute_adaptive(module: Any, settings: AdaptiveSettings, x: Tensor, emb: Te
 
 
 def adaptive_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The new forward of an adaptive norm. It runs the class's forward for a call with other
-    arguments than the embedding.
+    """The new forward of an adaptive norm. It runs the forward of the class if the call has further
+    arguments besides the embedding.
     """
     settings: AdaptiveSettings = get_settings(self)
     emb = (
@@ -549,8 +555,8 @@ def adaptive_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def place_adaptive(path: str, module: Any, out_dtype: torch.dtype | None) -> list[Placement]:
-    """Replaces the forward of an adaptive norm, and installs the op on its inner norm, if that
-    reproduces the module's output.
+    """Replaces the forward of an adaptive norm and installs the op on its inner norm, if this gives
+    the same output.
     """
     placement = place_replacement(
         NORM,
@@ -577,8 +583,8 @@ def is_denoiser(model: nn.Module) -> bool:
 def place_denoiser_part(
     path: str, module: nn.Module, out_dtype: torch.dtype | None
 ) -> list[Placement]:
-    """Replaces this module if it is one of these parts. Returns the placements; empty for any other
-    module.
+    """Replaces this module if it is a block, an adaptive norm, attention or a GELU. Returns the
+    manifest entries, which is an empty list for any other module.
     """
     if is_block(module):
         return place_block(path, module, out_dtype)

@@ -1,8 +1,9 @@
-"""Replaces the forward of a mixture's stacked experts. In transformers all families share one
-signature and five flags, so one forward serves all of them.
+"""Replaces the forward of the stacked experts of a mixture-of-experts layer. In transformers, the
+experts of all model families have the same signature and the same five flags. So one forward can
+replace all of them.
 
-PEFT wraps the experts once per adapted stack. With adapters the forward is installed on the
-outermost wrapper, and reads A and B of each wrapper in every call.
+PEFT wraps the experts once per adapted stack. If there are adapters, the forward is installed on
+the outermost wrapper. It reads A and B of each wrapper in every call.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _SIZES = (
 class ExpertsSettings:
     """The names and layout of a module's stacks.
 
-    activation  None if the module's own activation function is called
+    activation  None if the op calls the module's own activation function
     """
 
     up: str
@@ -68,14 +69,14 @@ def has_stacks(module: nn.Module) -> bool:
 
 
 def _packed_state(stack: Tensor) -> StackState | None:
-    """The quantisation state of a packed stack; None for a dense one."""
+    """Returns the quantisation state of a packed stack, or None for a dense stack."""
     state = getattr(stack, "quant_state", None)
     return state if isinstance(state, StackState) else None
 
 
 def _packed_state_on_device(stack: Any) -> StackState | None:
-    """`_packed_state` on the stack's device: moving a module moves the packed bytes but not their
-    scales.
+    """Returns `_packed_state` on the stack's device. This is needed because moving a module moves
+    the packed bytes but not their scales.
     """
     if _packed_state(stack) is not None:
         stack.quant_state = stack.quant_state.to_device(stack.device)
@@ -83,16 +84,16 @@ def _packed_state_on_device(stack: Any) -> StackState | None:
 
 
 def is_candidate(module: nn.Module) -> bool:
-    """Whether this module is a mixture's stacked experts, or one of PEFT's wrappers around them.
-    The caller skips the inner ones.
+    """Whether this module contains the stacked experts of a mixture-of-experts layer. It may also
+    be one of PEFT's wrappers around them. The caller skips the modules inside a wrapper.
     """
     return has_stacks(unwrap_experts(module)[1])
 
 
 @cache_by_kind
 def recognise(module: Any) -> ExpertsSettings | str:
-    """Returns the settings with which the op reproduces these experts' output on a probe, or why
-    there are none.
+    """Returns the settings with which the op computes the same output as these experts for a small
+    test input. Returns the reason as text if there are no such settings.
     """
     if not all(hasattr(module, flag) for flag in ("has_gate", "has_bias", "is_transposed")):
         return "its experts do not follow transformers' interface for experts"
@@ -187,8 +188,8 @@ def compute_experts(
 
 
 def read_adapter(wrapper: Any) -> Adapter:
-    """Reads a wrapper's adapter. PEFT stores A [(E R) N] and B [O (R E)]: the expert is the slower
-    index in A and the faster one in B.
+    """Reads a wrapper's adapter. PEFT stores A [(E R) N] and B [O (R E)]. So the rows of one expert
+    are adjacent in A, and the columns of one rank are adjacent in B.
     """
     name = active_adapter(wrapper)
     a = wrapper.lora_A[name].weight
@@ -202,8 +203,8 @@ def read_adapter(wrapper: Any) -> Adapter:
 
 
 def experts_blocker(wrappers: dict[str, Any], module: Any, settings: ExpertsSettings) -> str | None:
-    """Says why PEFT's or transformers' code must run for these experts in their current state, or
-    None.
+    """Returns the reason why PEFT's or transformers' code must run for these experts in their
+    current state. Returns None if the op can run.
     """
     if getattr(module, "_is_expert_parallel", False):
         return "its experts are divided over several processes"
@@ -246,12 +247,12 @@ def experts_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any)
 
 
 def packed_forward(self: Any, hidden_states: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Replaces the forward of transformers' stacked experts if their stacks are packed. This
-    forward is installed when the experts are loaded.
+    """The forward of transformers' stacked experts if their stacks are packed. It is installed when
+    the experts are loaded.
 
     hidden_states  F[... K]
     index          int[... C], the experts of each token
-    weights        F[... C], their shares
+    weights        F[... C], the weights of these experts in the sum
     ->             F[... K]
     """
     x_TK = hidden_states.reshape(-1, hidden_states.shape[-1])
@@ -263,7 +264,9 @@ def packed_forward(self: Any, hidden_states: Tensor, index: Tensor, weights: Ten
 
 
 def place_experts(path: str, module: Any, *, branch_fp32: bool) -> Placement:
-    """Installs the op on the experts, or on their outermost wrapper, if it reproduces their output."""
+    """Installs the op on the experts, or on their outermost wrapper, if it computes the same
+    output.
+    """
     wrappers, base = unwrap_experts(module)
     replaceable = [  # `packed_forward` does not belong to another library
         m

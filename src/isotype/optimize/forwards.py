@@ -1,8 +1,8 @@
-"""The forwards of modules in which `optimize` has placed an op, and the check in each step that
-these modules are unchanged.
+"""Contains the new forwards of the modules in which `optimize` places an op. It also has the check
+that these modules are unchanged, which runs in each step.
 
-There is one forward per kind of module: norm, decoder layer, gated MLP, rotary function. `norms`,
-`layers`, `gated` and `rotary` find the modules.
+There is one forward for each kind of module: norms, decoder layers, gated MLPs and rotary
+functions. `norms`, `layers`, `gated` and `rotary` find the modules.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def check_placed(model: nn.Module) -> None:
     """Checks that no class's forward was changed after `optimize` replaced it on an instance. The
     training loop and an attached trainer call this in each step.
 
-    A LoRA layer to which a hook or another child is added runs PEFT's code from then on. When the
-    hook or child is removed, the layer runs the fused code again.
+    If a hook or another child module is added to a LoRA layer, the layer runs PEFT's code from then
+    on. When the hook or the child is removed, the layer runs the fused code again.
 
     Raises  UsageError if the forward of a class was replaced after `optimize`
     """
@@ -69,12 +69,12 @@ USUAL_EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class NormSettings:
-    """How a norm runs `rms_norm`.
+    """Describes how a norm runs `rms_norm`.
 
-    eps_attribute  the attribute with epsilon, which is read in every call because it may change;
-                   None if the value is written in the class's code
+    eps_attribute  the name of the attribute with epsilon, which is read in every call because it
+                   may change; None if epsilon is a constant in the code of the class
     saves_input    whether a LoRA layer or attention that reads the norm's output saves the norm's
-                   input in its place
+                   input instead
     """
 
     eps_attribute: str | None
@@ -92,8 +92,9 @@ def norm_forward(
 ) -> Tensor:
     """The new forward of a norm.
 
-    residual_slot  a list with a tensor that is added to the input first, or with None; the call
-                   stores the sum in it, and backward returns the sum's gradient too
+    residual_slot  a list with one item, which is a tensor or None; the call adds the tensor to the
+                   input before the norm, stores the sum in the list, and backward also uses the
+                   gradient of the sum
     """
     if args or kwargs:
         normed: Tensor = type(self).forward(self, hidden_states, *args, **kwargs)
@@ -130,8 +131,8 @@ def norm_forward(
 def norm_with_residual(
     norm: nn.Module, x: Tensor, residual: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Computes (norm(x + residual), x + residual) by a call of the module, so that observers see
-    the call.
+    """Computes (norm(x + residual), x + residual). It calls the module, so that observers see the
+    call.
     """
     method = norm.__dict__.get("forward")
     is_norm_op = (
@@ -164,8 +165,8 @@ def hooks_change_input(norm: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Half:
-    """The children's names of one half of a decoder layer: x + scale * after(part(before(x))),
-    where either norm may be missing.
+    """Names the child modules that one half of a decoder layer calls. The half computes x + scale *
+    after(part(before(x))), where `before` and `after` are norms and each of them may be missing.
     """
 
     norm_before: str | None
@@ -183,7 +184,8 @@ class Half:
 class LayerSettings:
     """Describes a decoder layer.
 
-    scale      the attribute with the number by which both halves are multiplied; None for 1
+    scale      the name of the attribute with the factor of the outputs of attention and MLP; None
+               if there is no factor
     mlp_returns_tuple  whether the MLP returns a tuple, of which the first element is used
     names      the parameters of the forward after the hidden states
     defaults   their default values
@@ -198,8 +200,9 @@ class LayerSettings:
 
 
 def layer_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The new forward of a decoder layer: `run_layer`, with gradient checkpointing as in the
-    class's forward. Calls with other arguments run the class's forward.
+    """The new forward of a decoder layer. It calls `run_layer` and uses gradient checkpointing in
+    the same way as the forward of the class. Calls with other arguments run the forward of the
+    class.
     """
     settings: LayerSettings = get_settings(self)
     is_recomputed = (
@@ -218,8 +221,8 @@ def layer_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -
 
 @cache
 def _is_checkpointed_by_call() -> bool:
-    """Whether transformers wraps checkpointing around a layer's `__call__`, as 5.17 does, and not
-    around its `forward`.
+    """Whether transformers applies gradient checkpointing to a layer's `__call__`, as version 5.17
+    does, and not to its `forward`.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -228,7 +231,7 @@ def _is_checkpointed_by_call() -> bool:
 
 def drop_cache(arguments: dict[str, Any]) -> None:
     """Removes the key-value cache from a layer's arguments, because a recompute would fill it a
-    second time. It warns once, as transformers' layers do.
+    second time. It warns once, as the layers of transformers do.
     """
     removed = [name for name in CACHES if arguments.get(name) is not None]
     arguments.update(dict.fromkeys(removed))
@@ -278,7 +281,9 @@ def run_layer(
 
 
 def _add_scaled(self: nn.Module, settings: LayerSettings, residual: Tensor, term: Tensor) -> Tensor:
-    """Computes residual + scale * term with one rounding. The class's code rounds the product too."""
+    """Computes residual + scale * term and rounds the result once. The code of the class rounds
+    scale * term as well.
+    """
     if settings.scale is None:
         total: Tensor = residual + term
     else:
@@ -300,10 +305,11 @@ ACTIVATIONS: dict[Gated, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Ten
 
 @dataclass(frozen=True)
 class GatedSettings:
-    """The names of a gated MLP's children.
+    """Names the child modules of a gated MLP.
 
-    up        None if one layer computes gate and up
-    function  the probed activation; with any other activation the class's forward runs
+    up        None if one layer computes both gate and up
+    function  the activation function that was recognised; if the module later has another one, the
+              forward of the class runs
     """
 
     gate: str
@@ -363,7 +369,7 @@ Pairs = Literal["halves", "neighbours", "neighbours to halves"]
 
 
 def narrow_table(table: Tensor, form: Form) -> Tensor:
-    """Reduces a table to one value per pair."""
+    """Reduces a table of cos or sin to one value for each pair of rotated dimensions."""
     if form == "once":
         return table
     if form == "values":
@@ -404,9 +410,9 @@ def wrap_rotary(original: Callable[..., Any], pairs: Pairs, form: Form) -> Calla
 
 
 class TrainingStateHook:
-    """Forward hook of the input embeddings that stores the random state of training. Every forward
-    calls the embeddings, while TRL's fused loss never calls the head. The hook is an object so that
-    deepcopy copies it.
+    """A forward hook of the input embeddings. It stores the state of the random generators in
+    training. The hook is on the embeddings because every forward calls them, while TRL's fused loss
+    never calls the head. The hook is an object so that deepcopy copies it.
     """
 
     def __init__(self, stream: Any) -> None:

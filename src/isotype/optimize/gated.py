@@ -1,5 +1,6 @@
-"""Recognises and replaces gated MLPs: modules whose forward is down(activation(gate(x)) * up(x)),
-whatever the names of their layers. Sizes are H to I and back.
+"""Recognises and replaces gated MLPs. These are modules whose forward computes
+down(activation(gate(x)) * up(x)). The names of their layers do not matter. gate and up map H
+features to I features, and down maps I to H.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ _INNER = 10
 
 
 def linear_sizes(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """Returns name -> (in features, out features) of the children that are linear layers, including
-    PEFT's and quantised ones.
+    """Maps the name of each child that is a linear layer to (in features, out features). This
+    includes PEFT's layers and quantised layers.
     """
     return {
         name: (inner, outer)
@@ -39,8 +40,8 @@ def linear_sizes(module: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def activation_names(module: nn.Module) -> list[str]:
-    """Names of the children and attributes that may be the activation: they can be called and have
-    no weights.
+    """Returns the names of the children and attributes that may be the activation. These can be
+    called and have no weights.
     """
     children = [
         n
@@ -65,7 +66,9 @@ def is_candidate(module: nn.Module) -> bool:
 
 
 def candidates(module: nn.Module) -> list[tuple[str, str | None, str]]:
-    """Lists (gate, up, down) in all orders that the sizes allow."""
+    """Lists the possible assignments (gate, up, down) of the linear layers, according to their
+    sizes.
+    """
     sizes = linear_sizes(module)
     if len(sizes) == 2:
         return [(a, None, b) for a, b in permutations(sizes, 2) if sizes[a][1] == 2 * sizes[b][0]]
@@ -75,8 +78,8 @@ def candidates(module: nn.Module) -> list[tuple[str, str | None, str]]:
 
 
 def recognise(module: nn.Module) -> GatedSettings | str:
-    """Returns the settings with which a gated product reproduces this module's output on a probe,
-    or why there are none.
+    """Returns the settings with which a gated op computes the same output as this module for a
+    small test input. Returns the reason as text if there are no such settings.
     """
     x = torch.linspace(-2.0, 3.0, 2 * _HIDDEN, dtype=torch.float64).view(1, 2, _HIDDEN)
     for gate, up, down in candidates(module):
@@ -110,7 +113,8 @@ def recognise(module: nn.Module) -> GatedSettings | str:
 
 
 def place_gated_mlp(path: str, module: nn.Module) -> Placement:
-    """Replaces the forward of a gated MLP by the op, if that reproduces the module's output."""
+    """Replaces the forward of a gated MLP by the op, if it computes the same output as the module.
+    """
     settings = replacement_blocker(module) or recognise(module)
     if isinstance(settings, str):
         return make_placement(PLACE_KIND, path, module, None, settings)

@@ -1,13 +1,14 @@
-"""Makes `model.generate` during training return the same tokens as outside it, and leave training
-unchanged.
+"""Makes `model.generate` return the same tokens during training as at other times. Calls of
+`model.generate` do not change the training.
 
 Generation and training can disturb each other in two ways. First, sampling uses the same random
-generators as dropout and the data order. After a first training step, generation therefore uses a
-separate random stream, which the caller can restart with a seed. Samples that are trained on (GRPO,
-OnlineDPO) use the generators of training in an attached trainer (`sample_from_training_state`).
-Second, a layer with gradient checkpointing in training mode discards the key-value cache, so that
-each new token would attend only to itself. Gradient checkpointing is therefore switched off during
-generation. `linear_4bit` prevents bitsandbytes from changing 4-bit weights in evaluation mode.
+generators as dropout and the data order. Therefore, after the first training step, generation uses
+a separate stream of random numbers, which the caller can restart with a seed. There is one
+exception: if an attached trainer generates samples to train on them (GRPO, OnlineDPO), generation
+uses the same generators as training (`sample_from_training_state`). Second, a layer with gradient
+checkpointing in training mode discards the key-value cache. Each new token would then attend only
+to itself. Gradient checkpointing is therefore switched off during generation. `linear_4bit`
+prevents bitsandbytes from changing 4-bit weights in evaluation mode.
 """
 
 from __future__ import annotations
@@ -30,14 +31,15 @@ _STREAM = "_isotype_generation"
 
 
 class SamplingStream:
-    """The random stream for sampling during training. The stream continues from one generation to
-    the next and never repeats.
+    """The stream of random numbers for sampling during training. The stream continues from one
+    generation to the next and never repeats.
 
     training_state   the CPU generator's state in the last training step; None before the first step
-    restored_states  the generator states that the last generation from the stream restored
+    restored_states  the generator states that were restored after the last generation from the
+                     stream
     end_states       the generator states at the end of that generation
-    seeded_states    the generator states at the end of the last generation from a caller's seed;
-                     the next generation may continue from them
+    seeded_states    the generator states at the end of the last generation that used a seed of the
+                     caller; the next generation may continue from them
     """
 
     def __init__(self) -> None:
@@ -52,9 +54,9 @@ class SamplingStream:
 
     @contextmanager
     def isolate(self, *, training: bool) -> Iterator[None]:
-        """Wraps a generation. The generation samples from the stream, and the generators are
-        restored afterwards. If the caller has set a seed after the last training step, that seed is
-        used.
+        """A context for one call of `generate`. Inside it, sampling uses the stream. Afterwards the
+        generators are restored. If the caller has set a seed after the last training step, sampling
+        uses this seed.
 
         training  whether the model is in training mode, as in a trainer's loop before the first
                   step
@@ -104,8 +106,8 @@ _sampling_mode = _SamplingMode()
 
 @contextmanager
 def sample_from_training_state() -> Iterator[None]:
-    """Makes generation use the generators of training within this block. The block is a training
-    step that trains on its own samples.
+    """Within this block, generation uses the same random generators as training. It is used for a
+    training step that trains on its own samples.
     """
     previous = _sampling_mode.uses_training_generators
     _sampling_mode.uses_training_generators = True
@@ -122,7 +124,9 @@ def _are_equal(states: list[Tensor], other_states: list[Tensor]) -> bool:
 
 
 def generator_states() -> list[Tensor]:
-    """The states of the generators of the CPU and of every GPU, if CUDA has been used."""
+    """Returns the states of the random generators of the CPU and, if CUDA has been used, of every
+    GPU.
+    """
     states = [torch.get_rng_state()]
     if torch.cuda.is_initialized():
         states += torch.cuda.get_rng_state_all()
@@ -137,7 +141,7 @@ def set_generator_states(states: list[Tensor]) -> None:
 
 @contextmanager
 def preserve_random_state() -> Iterator[None]:
-    """Restores PyTorch's generators on exit."""
+    """Restores PyTorch's random generators on exit."""
     states = generator_states()
     try:
         yield
@@ -183,7 +187,9 @@ def place_generate(path: str, lm: Any) -> Placement:
 
 
 def generate_blocker(lm: Any) -> str | None:
-    """Says why the `generate` of this causal LM cannot be replaced, or None."""
+    """Returns the reason why the `generate` of this causal LM cannot be replaced, or None if it
+    can.
+    """
     inner = inner_model(lm)
     if not callable(getattr(type(inner), "generate", None)):
         return "the model does not generate"
@@ -197,8 +203,8 @@ def generate_blocker(lm: Any) -> str | None:
 
 
 def find_input_embeddings(lm: Any) -> nn.Module | None:
-    """Returns the input embeddings of a model; None if its class has none (a time-series model),
-    for which transformers raises an exception.
+    """Returns the input embeddings of a model. Returns None if its class has none, as in a
+    time-series model. transformers raises an exception for such a class.
     """
     try:
         embeddings: nn.Module | None = lm.get_input_embeddings()
@@ -208,7 +214,7 @@ def find_input_embeddings(lm: Any) -> nn.Module | None:
 
 
 def restore_generate(module: nn.Module) -> bool:
-    """Undoes `place_generate` for one module of the model; returns whether its generate was
+    """Undoes `place_generate` for one module of the model. Returns whether its `generate` was
     replaced.
     """
     for key in [

@@ -1,9 +1,10 @@
-"""Replaces the head of a causal LM, and computes the loss without logits.
+"""Replaces the head of a causal LM, and computes the loss without storing all logits.
 
 Isotype's training loop passes targets to the model's forward (`Targets`). The head then computes
-the loss with an op, and the model's output has the loss in place of logits. In other training loops
-the head returns deferred logits if the forward gets labels or runs inside `deferring`; otherwise it
-returns plain logits.
+the loss with an op, and the model's output contains the loss instead of logits. In other training
+loops, the head returns deferred logits if the forward gets labels or runs inside `deferring`.
+Deferred logits are computed only when they are needed. In all other cases the head returns plain
+logits.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def head_weight(head: nn.Linear, hidden: Tensor) -> Tensor:
 
 
 def has_backward_hooks(head: nn.Module) -> bool:
-    """Whether the head has backward hooks, or global ones exist."""
+    """Whether a backward hook is registered on the head or for all modules."""
     module_globals = nn.modules.module
     global_hooks = (
         module_globals._global_backward_hooks or module_globals._global_backward_pre_hooks
@@ -80,8 +81,8 @@ def has_backward_hooks(head: nn.Module) -> bool:
 
 
 def start_deferring(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of the causal LM. If the forward gets labels, a loss will use the logits, so
-    the head defers them.
+    """Forward pre-hook of the causal LM. If the forward gets labels, a loss will use the logits.
+    The hook then makes the head return deferred logits.
     """
     if kwargs.get("fused_lm_head") and find_fused_head(inner_model(model)) is None:
         # warn once that TRL's own loss runs, so that the deferral has no effect
@@ -99,8 +100,8 @@ def start_deferring(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 def stop_deferring(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> None:
-    """Forward hook of the causal LM. It runs also after an error in the forward, so that the head
-    does not keep deferring.
+    """Forward hook of the causal LM. It also runs after an error in the forward. Otherwise the head
+    would continue to return deferred logits.
     """
     if kwargs.get("labels") is not None:
         _forwards.depth = max(0, getattr(_forwards, "depth", 0) - 1)
@@ -109,11 +110,11 @@ def stop_deferring(
 
 @contextmanager
 def deferring(*, with_gradients: bool = False) -> Iterator[None]:
-    """Makes optimized heads return deferred logits within this block, also without labels. It is
-    for loops that compute the loss themselves.
+    """Within this block, optimized heads return deferred logits, even without labels. It is for
+    training loops that compute the loss themselves.
 
-    with_gradients  defer only while gradients are enabled, because rollouts and reference models of
-                    a training step need real logits
+    with_gradients  whether logits are deferred only while gradients are enabled, because rollouts
+                    and reference models in a training step need real logits
     """
     name = "with_gradients" if with_gradients else "depth"
     setattr(_forwards, name, getattr(_forwards, name, 0) + 1)
@@ -156,7 +157,7 @@ def place_head(path: str, model: nn.Module, manifest: Manifest) -> Placement:
 
 
 def head_blocker(model: nn.Module, head: nn.Module) -> str | None:
-    """Says why this head of a causal LM cannot be replaced, or None."""
+    """Returns the reason why this head of a causal LM cannot be replaced, or None if it can."""
     inner = inner_model(model)
     if type(head) not in (nn.Linear, PackedLinear) and find_trl_forward(inner) is None:
         return f"the head is a {type(head).__name__}, not a plain Linear"
@@ -178,8 +179,8 @@ def head_blocker(model: nn.Module, head: nn.Module) -> str | None:
 
 
 def remove_hooks(model: nn.Module) -> None:
-    """Removes the hooks of `place_head`. It finds them by their function, because a deep copy has
-    no handles.
+    """Removes the hooks that `place_head` registered. It searches for hooks with the same function,
+    because the handles of the hooks do not exist in a deep copy.
     """
     for hooks, flags, own_hook in (
         (model._forward_pre_hooks, (model._forward_pre_hooks_with_kwargs,), start_deferring),
@@ -200,15 +201,15 @@ def remove_hooks(model: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """The targets that a training loop passes to a causal LM to get a loss in place of logits. N of
+    """The targets that a training loop passes to a causal LM to get a loss instead of logits. N of
     the B x T rows have a target.
 
     classes  int64[N]  the class of each row, or -100
     rows     int64[N]  the indices of these rows in the flattened B x T; None for all rows in
              order
-    divisor  the divisor of the summed cross-entropy; the op applies it, so that a gradient is
-             rounded once
-    per_row  return fp32[N] log-probabilities in place of the loss
+    divisor  the number by which the summed cross-entropy is divided; the op divides, so that each
+             gradient is rounded once
+    per_row  whether fp32[N] log-probabilities are returned instead of the loss
     dtype    the dtype of the logits inside the loss, `precision.loss`
     """
 
@@ -221,7 +222,9 @@ class Targets:
     def loss_from_hidden(
         self, head: nn.Linear, hidden: Tensor, scale: float, softcap: float | None
     ) -> Tensor:
-        """Computes the loss from hidden states with an op, without logits, in fp32."""
+        """Computes the loss from hidden states in fp32. It uses an op that does not store all
+        logits.
+        """
         x_NH = hidden.reshape(-1, hidden.shape[-1])
         x_NH = x_NH if self.rows is None else x_NH.index_select(0, self.rows)
         if self.per_row:
@@ -261,10 +264,11 @@ class Targets:
 
 
 def compute_loss(model: nn.Module, inputs: dict[str, Any], targets: Targets) -> Tensor:
-    """Runs the model and returns the loss, or the log-probabilities: see `Targets`.
+    """Runs the model and returns the loss or the log-probabilities (see `Targets`).
 
-    If the model's forward cannot take targets (the manifest has the reason), the loss is computed
-    from deferred logits, or from real ones if the head was not replaced.
+    If the model's forward cannot take targets, the manifest has the reason. The loss is then
+    computed from deferred logits. If the head was not replaced either, it is computed from the real
+    logits.
     """
     if targets.dtype != "fp32":
         return targets.loss_from_logits(model(**inputs).logits)
@@ -281,8 +285,8 @@ def takes_targets(model: nn.Module) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LogitTransform:
-    """The function that the model's forward applies to the head's product z: softcap * tanh(scale *
-    z / softcap), or scale * z.
+    """The function that the model's forward applies to the output z of the head. It is softcap *
+    tanh(scale * z / softcap), or scale * z without a softcap.
     """
 
     scale: float
@@ -290,7 +294,7 @@ class LogitTransform:
 
 
 class _TargetRequest:
-    """The targets of a running forward, and their loss after the head has computed it."""
+    """Holds the targets of a running forward, and the loss after the head has computed it."""
 
     def __init__(self, targets: Targets, transform: LogitTransform) -> None:
         self.targets = targets
@@ -298,8 +302,8 @@ class _TargetRequest:
         self.loss: Tensor | None = None
 
     def compute_loss(self, head: nn.Linear, hidden: Tensor) -> Tensor:
-        """Computes the loss. Returns empty logits (0 classes), which the rest of the forward can
-        still scale.
+        """Computes the loss and stores it. Returns empty logits (0 classes), to which the rest of
+        the forward can still apply a scale.
         """
         self.loss = self.targets.loss_from_hidden(
             head, hidden, self.transform.scale, self.transform.softcap
@@ -312,8 +316,8 @@ class _TargetRequest:
 
 
 def lm_forward(self: nn.Module, *args: Any, targets: Targets | None = None, **kwargs: Any) -> Any:
-    """The new forward of a causal LM: the class's forward, whose output contains the loss if
-    targets are passed. Wrappers such as DDP find the graph through this output.
+    """The new forward of a causal LM. It runs the forward of the class. If targets are passed, the
+    output contains the loss, so that wrappers such as DDP find the graph.
     """
     if targets is None:
         return type(self).forward(self, *args, **kwargs)
@@ -333,7 +337,9 @@ def lm_forward(self: nn.Module, *args: Any, targets: Targets | None = None, **kw
 
 
 class _BackboneOutput:
-    """The output of a backbone in a probe: hidden states, and None for every other attribute."""
+    """The output of a backbone that is replaced for a test. It has hidden states, and None for
+    every other attribute.
+    """
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -347,8 +353,9 @@ class _BackboneOutput:
 
 
 class _BackboneStub(nn.Module):
-    """Replaces the backbone in a probe, and also a child of it that the forward calls (OPT's
-    decoder). The stub has the backbone's attributes, such as Falcon H1's scale.
+    """Replaces the backbone for a test. If the forward calls a child of the backbone (OPT's
+    decoder), it replaces this child too. The stub has the backbone's attributes, such as Falcon
+    H1's scale.
     """
 
     def __init__(self, hidden: Tensor, real: nn.Module) -> None:
@@ -368,8 +375,8 @@ class _BackboneStub(nn.Module):
 
 
 class _HeadStub(nn.Module):
-    """Replaces the head in a probe. The stub returns deferred logits, which record the operations
-    that the model's forward applies to them.
+    """Replaces the head for a test. It returns deferred logits, which record the operations that
+    the model's forward applies to them.
     """
 
     def __init__(self, size: int) -> None:
@@ -383,9 +390,9 @@ class _HeadStub(nn.Module):
 
 
 def probe_logit_transform(model: Any, head: nn.Module) -> LogitTransform | str:
-    """Finds the scale and softcap that the forward of this causal LM applies to the head's output,
-    by running the class's forward with a stub as backbone. Returns a reason if the model cannot
-    take targets.
+    """Finds the scale and the softcap that the forward of this causal LM applies to the head's
+    output. It runs the forward of the class with a stub as backbone. Returns the reason as text if
+    the model cannot take targets.
     """
     embeddings = find_input_embeddings(model)
     children = dict(model.named_children())
@@ -423,7 +430,9 @@ def probe_logit_transform(model: Any, head: nn.Module) -> LogitTransform | str:
 
 
 def place_targets(model: nn.Module, head: nn.Module) -> str | None:
-    """Makes the forward of this causal LM accept targets. Returns the reason if it cannot."""
+    """Makes the forward of this causal LM accept targets. Returns the reason if this is not
+    possible.
+    """
     transform = replacement_blocker(model) or probe_logit_transform(model, head)
     if isinstance(transform, str):
         return transform

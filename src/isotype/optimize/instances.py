@@ -1,5 +1,6 @@
-"""Detects forwards that another library has replaced, compares a new forward with the class's
-forward on a probe, and rebuilds forwards over private globals.
+"""Detects forwards that another library has replaced. Compares a new forward with the forward of
+the class for a small test input. Creates copies of forwards in which some global variables are
+replaced.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ KERNEL_LIBRARIES = ("liger_kernel", "unsloth", "unsloth_zoo", "cut_cross_entropy
 
 
 def library_name(function: Any) -> str:
-    """The package that defines a function or class. For a decorated function it is the package of
-    the wrapped function, if this package is a kernel library.
+    """Returns the name of the package that defines a function or class. If a function wraps a
+    function of a kernel library, returns the name of this library.
     """
     current_function = getattr(function, "__func__", function)
     packages = []
@@ -46,8 +47,9 @@ def library_name(function: Any) -> str:
 
 
 def foreign_kernel_reason(module: nn.Module) -> str | None:
-    """Says why another library's kernels already run here, or None. The module's class may be from
-    that library, or the library replaced the forward of the class or the instance.
+    """If kernels of another library already run in this module, returns the reason. Otherwise
+    returns None. The class of the module may be from that library, or the library may have replaced
+    the forward of the class or of the instance.
     """
     class_library = library_name(type(module))
     if class_library in KERNEL_LIBRARIES:
@@ -61,7 +63,7 @@ def foreign_kernel_reason(module: nn.Module) -> str | None:
 
 
 def replacement_blocker(module: nn.Module) -> str | None:
-    """Says why this instance's forward must not be replaced, or None."""
+    """Returns the reason why this instance's forward must not be replaced, or None if it may be."""
     if INSTALLED_KEY in module.__dict__:
         return "already optimized"
     return foreign_kernel_reason(module)
@@ -95,12 +97,12 @@ def place_replacement(
 def make_probe_copy(
     module: nn.Module, modules: dict[str, nn.Module], parameters: dict[str, nn.Parameter]
 ) -> nn.Module:
-    """A shallow copy of the module with tiny children and parameters in fp64, on which the class's
-    forward computes the reference of a probe.
+    """Returns a shallow copy of the module with tiny children and parameters in fp64. The forward
+    of the class runs on this copy to compute the reference for a test.
 
-    The module itself is never called: on some CPUs a forward in evaluation mode permanently repacks
-    4-bit layers. Children that are not replaced are copies too, so that the copy's mode can be set
-    (`computes_same_in_both_modes`).
+    The module itself is never called, because on some CPUs a forward in evaluation mode permanently
+    repacks 4-bit layers. Children that are not replaced are copied too, so that training or
+    evaluation mode can be set on the copy (`computes_same_in_both_modes`).
     """
     probe_copy = copy.copy(module)
     copies = {
@@ -119,7 +121,7 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype, tuple)
 
 
 class ProbeLayer(nn.Module):
-    """Replaces a projection, a norm or an MLP in a probe by a function that depends on `shift`."""
+    """Replaces a projection, a norm or an MLP for a test by a function that depends on `shift`."""
 
     def __init__(self, shift: float, *, returns_tuple: bool = False) -> None:
         super().__init__()
@@ -132,8 +134,8 @@ class ProbeLayer(nn.Module):
 
 
 def module_kind(module: Any) -> tuple[Any, ...]:
-    """Returns a key of a module's code and settings. Two modules with the same key compute the same
-    function of their weights.
+    """Returns a key that describes the code and the settings of a module. Two modules with the same
+    key compute the same function of their weights.
     """
     parts = tuple((name, type(child), _settings(child)) for name, child in module.named_children())
     weights = tuple(
@@ -154,8 +156,8 @@ def _settings(module: Any) -> tuple[Any, ...]:
 
 
 def cache_by_kind(recognise: Callable[[Any], T]) -> Callable[[Any], T]:
-    """Caches the result of `recognise(module)` for all modules of a kind, because a large model has
-    hundreds of each.
+    """Caches the result of `recognise(module)` for all modules of the same kind (`module_kind`),
+    because a large model has hundreds of modules of one kind.
     """
     results: dict[tuple[Any, ...], T] = {}
 
@@ -184,11 +186,11 @@ _GRADIENT_TOLERANCE = 2e-5
 def computes_same(
     reference: Callable[[], Tensor], candidate: Callable[[], Tensor], *inputs: Tensor
 ) -> bool:
-    """Whether candidate and reference give the same output and the same gradients with respect to
-    `inputs`; False if one of them raises.
+    """Whether candidate and reference return the same output and the same gradients with respect to
+    `inputs`. Returns False if one of them raises an error.
 
-    The gradients are compared because a model may have a custom backward: an autograd function, or
-    hooks on saved tensors.
+    The gradients are compared because a model may have a custom backward, for example an autograd
+    function or hooks on saved tensors.
     """
     try:
         with torch.no_grad():
@@ -244,9 +246,9 @@ def computes_same_in_both_modes(
     candidate: Callable[[], Tensor],
     *inputs: Tensor,
 ) -> bool:
-    """Whether `computes_same` holds in training and in evaluation mode, also for the gradients of
-    the copy's trained weights. Both modes are tried because dropout acts only in training, and
-    models are loaded in evaluation mode.
+    """Whether `computes_same` returns True both in training and in evaluation mode. The gradients
+    of the copy's trained weights are compared too. Both modes are tested because dropout is only
+    active in training, and models are loaded in evaluation mode.
     """
     tensors_by_id = {
         id(t): t for t in (*inputs, *(p for p in probe_copy.parameters() if p.requires_grad))
@@ -259,7 +261,7 @@ def computes_same_in_both_modes(
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """Describes how a global variable is replaced: by `make(global, *options)`.
+    """Describes how a global variable is replaced. The new value is `make(value, *options)`.
 
     name     the name of the global
     make     a function or class at module level, so that a pickle finds it by name
@@ -272,12 +274,15 @@ class Replacement:
 
     @property
     def form(self) -> str:
-        """A text that distinguishes replacements of the same name."""
+        """Returns a text that is different for different replacements of the same global variable.
+        """
         return "-".join((self.name, self.make.__name__, *map(str, self.options)))
 
 
 def rebuild_blocker(forward: Any) -> str | None:
-    """Says why this forward cannot be rebuilt over other globals, or None."""
+    """Returns the reason why this forward cannot be copied with other global variables, or None if
+    it can.
+    """
     is_plain = isinstance(forward, FunctionType) and not hasattr(forward, "__wrapped__")
     if is_plain:
         return None
@@ -285,7 +290,8 @@ def rebuild_blocker(forward: Any) -> str | None:
 
 
 def install_rebuilt_forward(module: nn.Module, replacements: list[Replacement]) -> None:
-    """Installs the instance's forward, rebuilt over globals with these replacements."""
+    """Installs a copy of the instance's forward that uses these replacements of global variables.
+    """
     install_forward(
         module,
         InstanceMethod(rebuild_forward, module, arguments=(replacements,)),
@@ -295,8 +301,9 @@ def install_rebuilt_forward(module: nn.Module, replacements: list[Replacement]) 
 
 
 def rebuild_forward(forward: Any, replacements: list[Replacement]) -> Any:
-    """Rebuilds a forward over globals with these replacements. A forward that does not read these
-    globals was installed later by other code; it is returned unchanged.
+    """Returns a copy of a forward that uses these replacements of global variables. If the
+    forward's module does not have these global variables, other code has installed the forward
+    later. It is then returned unchanged.
     """
     if rebuild_blocker(forward) or any(r.name not in forward.__globals__ for r in replacements):
         return forward

@@ -1,8 +1,10 @@
-"""Replaces attention in diffusers' transformers, over a picture's tokens alone or joined with the
-text's tokens. An attention layer is recognised by its children and a probe.
+"""Replaces attention in diffusers' transformers. The attention is over the tokens of a picture, or
+over the tokens of picture and text together. An attention layer is recognised by its child modules
+and by its output for a small test input.
 
 The new forward calls the same children and the ops `rope` and `attention`. For backward it saves
-the projections, and recomputes the normed, joined and rotated query and key from them.
+the projections. From these it recomputes query and key after normalisation, concatenation and
+rotation.
 
 B pictures, S tokens, N heads, D head size.
 """
@@ -49,8 +51,8 @@ _SIZE = 4
 class JointSettings:
     """Describes an attention layer.
 
-    is_joint   whether attention is over the text's tokens too
-    text_first whether the text's tokens come before the picture's
+    is_joint   whether attention is also over the tokens of the text
+    text_first whether the tokens of the text come before those of the picture
     has_output_layer  whether to_out is applied to the picture's result
     has_text_output_layer  whether to_add_out is applied to the text's result
     has_rotary  whether query and key are rotated by the tables `image_rotary_emb`
@@ -78,8 +80,9 @@ def is_candidate(module: nn.Module) -> bool:
 
 @cache_by_kind
 def recognise(module: Any) -> tuple[JointSettings, type] | str:
-    """Returns the settings with which `compute_joint_attention` reproduces this module's output on
-    a probe, and its processor's class; or why there are none.
+    """Returns the settings with which `compute_joint_attention` computes the same output as this
+    module for a small test input, and the class of the module's processor. Returns the reason as
+    text if there are no such settings.
     """
     unknown_form_reason = "its output is not that of one attention over all its tokens on a probe"
     width = _HEADS * _SIZE
@@ -138,7 +141,7 @@ def recognise(module: Any) -> tuple[JointSettings, type] | str:
 
 
 def _concatenate_outputs(function: Callable[[], Any]) -> Tensor:
-    """Concatenates the outputs to one tensor."""
+    """Concatenates the outputs into one tensor."""
     outputs = function()
     return torch.cat(outputs, 1) if isinstance(outputs, tuple) else outputs
 
@@ -186,8 +189,8 @@ def compute_joint_attention(
 
 
 def join_projections(module: Any, parts: list[Tensor], norms: list[str]) -> Tensor:
-    """Joins projections [B S_i N*D] along the tokens to [B N S D]. Each is normed by a child of the
-    module, if the module has that child.
+    """Concatenates projections [B S_i N*D] along the tokens and returns [B N S D]. If the module
+    has a norm for a projection, the norm is applied before.
     """
     heads = []
     for i, part in enumerate(parts):
@@ -229,8 +232,9 @@ def joint_forward(
     image_rotary_emb: Any = None,
     **extra: Any,
 ) -> Any:
-    """The new forward of an attention layer: `compute_joint_attention`. The class's forward runs
-    for calls with other arguments, after the processor was replaced, and with fused projections.
+    """The new forward of an attention layer. It calls `compute_joint_attention`. The forward of the
+    class runs if a call has other arguments, if the processor was replaced, or if the projections
+    are fused.
     """
     settings, processor = get_settings(self)
     unknown_arguments = {name: value for name, value in extra.items() if value is not None}
@@ -259,8 +263,8 @@ def joint_forward(
 
 
 def describe_backends(model: nn.Module, compute_dtype: str, *, device_type: str) -> str:
-    """Names the back ends of a denoiser's attention in a training step, with the number of layers
-    that use each; "" for other models.
+    """Names the attention back ends that a denoiser uses in a training step, with the number of
+    layers for each. Returns "" for other models.
     """
     layers = [
         m
@@ -294,7 +298,7 @@ def _describe_backend(layer: Any, dtype: torch.dtype, device_type: str) -> str:
 
 
 def place_joint_attention(path: str, module: nn.Module) -> Placement:
-    """Replaces the forward of an attention layer, if that reproduces the module's output."""
+    """Replaces the forward of an attention layer, if the new forward computes the same output."""
     settings_or_reason = replacement_blocker(module) or recognise(module)
     note = (
         "with rope"

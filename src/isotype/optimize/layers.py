@@ -1,10 +1,11 @@
-"""Replaces decoder layers with two halves, x + attention(x) and then x + mlp(x). A layer is
-recognised by its children and a probe, not by names.
+"""Replaces the forward of decoder layers that have two halves, x + attention(x) and then x +
+mlp(x). A layer is recognised by its child modules and by its output for a small test input, not by
+names.
 
 Norms are before attention and MLP (Llama), after them (OLMo 2), or both (Gemma 2). The outputs of
-attention and MLP may be multiplied by a number of the layer (Granite). The new forward computes
-each sum together with the norm that reads the sum (`add_rms_norm`), so that backward adds the
-gradients of sum and norm in one pass.
+attention and MLP may be multiplied by a factor (Granite). The new forward computes each sum
+together with the norm that follows it (`add_rms_norm`). Backward then adds the gradients of the sum
+and of the norm in one pass.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class Children:
 
 
 def find_children(module: nn.Module) -> Children | str:
-    """Finds the norms, attention and MLP of a decoder layer, or returns why it has other children.
-    Identities and dropouts with p = 0 are ignored.
+    """Finds the norms, the attention and the MLP of a decoder layer. If the layer has other child
+    modules, returns the reason as text. Identities and dropouts with p = 0 are ignored.
     """
     children = {
         n: c
@@ -80,7 +81,7 @@ def is_candidate(module: nn.Module) -> bool:
 
 
 class _AttentionStub(nn.Module):
-    """Replaces attention in the probe, and records the arguments of each call."""
+    """Replaces attention for a test and records the arguments of each call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +95,7 @@ class _AttentionStub(nn.Module):
 def enumerate_forms(
     children: Children, module: nn.Module
 ) -> Iterator[tuple[Half, Half, str | None]]:
-    """Yields every assignment of these children to the two halves of a layer."""
+    """Yields every possible assignment of these child modules to the two halves of a layer."""
     numbers = [
         name
         for name, value in vars(module).items()
@@ -113,7 +114,9 @@ def enumerate_forms(
 def _norm_orders(
     names: Sequence[str],
 ) -> Iterator[tuple[tuple[str | None, str | None], tuple[str | None, str | None]]]:
-    """Yields (norm before, norm after) of both halves for these norms in this order."""
+    """Yields the possible pairs (norm before, norm after) of both halves. The norms are used in the
+    given order.
+    """
     if len(names) == 4:
         yield (names[0], names[1]), (names[2], names[3])
     else:
@@ -122,7 +125,9 @@ def _norm_orders(
 
 
 def recognise(module: nn.Module) -> LayerSettings | str:
-    """Returns the settings with which `run_layer` reproduces this module, or why there are none."""
+    """Returns the settings with which `run_layer` computes the same output as this module. Returns
+    the reason as text if there are no such settings.
+    """
     children = find_children(module)
     if isinstance(children, str):
         return children
@@ -175,7 +180,7 @@ def recognise(module: nn.Module) -> LayerSettings | str:
 
 
 def place_layer(path: str, module: nn.Module) -> Placement:
-    """Installs `layer_forward` on a decoder layer, if it reproduces the layer's output."""
+    """Installs `layer_forward` on a decoder layer, if it computes the same output as the layer."""
     settings = replacement_blocker(module) or recognise(module)
     if not isinstance(settings, str):
         children = (*settings.attention.children, *settings.mlp.children)

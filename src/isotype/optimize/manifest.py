@@ -1,4 +1,6 @@
-"""The manifest: which modules `optimize` replaced by which op, and why others were not replaced."""
+"""The manifest lists the modules that `optimize` replaced, each with its op, and the reasons why
+other modules were not replaced.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ from ..precision.quantised_base import (
 
 @dataclass(slots=True)
 class Manifest:
-    """The changes of `optimize` in a model. `print(manifest)` prints one line for all modules that
-    are alike.
+    """Lists the changes that `optimize` made to a model. `print(manifest)` prints one line for all
+    modules of the same kind.
 
     precision  the declared precision as text; "" without one
     entries    each module that `optimize` considered, and the op that it placed there
@@ -61,7 +63,7 @@ class Manifest:
         return rows + [f"note       {note}" for note in self.notes]
 
     def to_dict(self) -> dict[str, object]:
-        """The content for run folders and `--json`."""
+        """Returns the content of the manifest for run folders and for `--json`."""
         return {
             "precision": self.precision,
             "entries": [asdict(entry) for entry in self.entries],
@@ -82,8 +84,8 @@ class Manifest:
 
 
 def base_notes(model: nn.Module, precision: Any = None) -> list[str]:
-    """Notes on the base's weights: how they are quantised, and which frozen weights have another
-    dtype than declared.
+    """Returns sentences about the weights of the base model. They state how the weights are
+    quantised, and which frozen weights have another dtype than declared.
     """
     notes = []
     quantisation = detect_quantisation(model)

@@ -1,5 +1,5 @@
-"""Replaces RMSNorm modules by `rms_norm`: modules with one vector `weight`, without bias and
-children, whose output `rms_norm` reproduces.
+"""Replaces RMSNorm modules by `rms_norm`. These are modules with a vector `weight`, without a bias
+and without child modules, for which `rms_norm` computes the same output.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def is_candidate(module: nn.Module) -> bool:
 
 
 def epsilon_names(module: nn.Module) -> list[str | None]:
-    """Names of the instance's attributes with a small positive number, which may be epsilon."""
+    """Returns the names of the attributes whose value may be epsilon, since it is a small positive
+    number.
+    """
     names: list[str | None] = [
         name
         for name, value in vars(module).items()
@@ -46,8 +48,8 @@ def epsilon_names(module: nn.Module) -> list[str | None]:
 def recognise_norm(
     module: nn.Module, out_dtype: torch.dtype | None, *, saves_input: bool
 ) -> NormSettings | str:
-    """Returns the settings with which `rms_norm` reproduces this module's output on a probe, or why
-    there are none.
+    """Returns the settings with which `rms_norm` computes the same output as this module for a
+    small test input. Returns the reason as text if there are no such settings.
     """
     # as wide as the module, because torch's norm refuses any other width
     size = module.get_parameter("weight").shape[0]
@@ -81,7 +83,7 @@ def recognise_norm(
 def place_norm(
     path: str, module: nn.Module, out_dtype: torch.dtype | None, *, saves_input: bool = False
 ) -> Placement:
-    """Installs `rms_norm` on a norm, if it reproduces the module's output."""
+    """Installs `rms_norm` on a norm, if it computes the same output as the module."""
     settings_or_reason = replacement_blocker(module) or recognise_norm(
         module, out_dtype, saves_input=saves_input
     )

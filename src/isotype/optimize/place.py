@@ -32,8 +32,8 @@ from .manifest import Manifest, base_notes
 
 
 def find_causal_lms(model: nn.Module) -> list[nn.Module]:
-    """Finds the modules that own a head and a loss: the model itself, or the model inside the
-    wrapper of an adapter library.
+    """Finds the modules that have a head and a loss. This is the model itself, or the model inside
+    the wrapper of an adapter library.
     """
     models: list[Any] = [
         m
@@ -60,23 +60,24 @@ def optimize(
     lora_branch: str = "compute",
 ) -> Manifest:
     """Places ops in a causal LM of transformers or a denoiser of diffusers. Modules are recognised
-    by their structure, and compared with the op on a probe. Only instances are changed.
+    by their structure, and their output is compared with that of the op for a small test input.
+    Only instances are changed, never classes.
 
     model      the model, or a PEFT model of it
-    precision  a Precision, a preset's name, the short text form (`bf16-pure grads=bf16`), or a
-               dtype. The output of norms then has the compute dtype; without a precision it has the
-               dtype of the input
-    device_type  the type of the device on which the model will run; by default that of its
-                 parameters
-    lora_branch  "fp32" computes the products with A and B in fp32, also if base products are
-                 narrower
+    precision  a Precision, the name of a preset, the short text form (`bf16-pure grads=bf16`), or a
+               dtype. With a precision, the output of norms has the compute dtype; without one, it
+               has the dtype of the input
+    device_type  the type of the device on which the model will run; by default the type of the
+                 device of its parameters
+    lora_branch  with "fp32", matrix products with A and B are computed in fp32, also if the other
+                 matrix products are narrower
     ->         the Manifest, which can be printed
     Norms run `rms_norm`, rotary functions `rope`, attention in bf16 on a CPU `attention`, gated
     MLPs `silu_mul` or `gelu_mul`, the head with its loss `linear_cross_entropy`, LoRA layers
     `lora_linear`, gated MLPs of LoRA layers `lora_mlp`, stacked experts with and without LoRA
     `experts`, and 4-bit layers `linear_4bit`. `model.generate` may be called during training; the
     module `generation` describes how.
-    Raises  UsageError if `model` is no module, and for an unknown precision or lora_branch
+    Raises  UsageError if `model` is not a module, and for an unknown precision or lora_branch
     """
     if lora_branch not in ("compute", "fp32"):
         raise UsageError(f"lora_branch is {lora_branch!r}: expected compute or fp32")
@@ -94,8 +95,8 @@ def optimize(
 
 
 def _find_gpus(model: nn.Module, device_type: str | None) -> set[torch.device]:
-    """The GPUs on which the model runs: those of its parameters, or the current GPU if the weights
-    are still on the CPU.
+    """Returns the GPUs on which the model runs. These are the GPUs of its parameters, or the
+    current GPU if the weights are still on the CPU.
     """
     devices = {p.device for p in model.parameters() if p.is_cuda}
     is_waiting_on_host = (
@@ -171,9 +172,10 @@ def _runs_on_cpu(model: nn.Module, device_type: str | None) -> bool:
 
 
 def _find_missing_kernels(model: nn.Module, *, on_cpu: bool, is_denoiser: bool) -> str:
-    """Says why the C++ kernels of ops are missing on a CPU; "" if they are present or not needed.
+    """Returns the reason why the C++ kernels of ops are missing on a CPU, or "" if they exist or
+    are not needed.
 
-    Without its kernel an op runs plain PyTorch and is no faster than the model's code.
+    Without its kernel, an op runs plain PyTorch and is not faster than the model's code.
     """
     if not on_cpu:
         return ""
@@ -252,8 +254,8 @@ def _place_row_ops(
 def _place_attention(
     path: str, module: nn.Module, tables: rotary.Tables, on_cpu: bool
 ) -> list[Placement]:
-    """Replaces the rotary function and the attention function that an attention layer's forward
-    calls, in one rebuilt forward.
+    """Installs a copy of an attention layer's forward in which the rotary function and the
+    attention function are replaced.
     """
     device_type = "cpu" if on_cpu else "cuda"
     placements: list[Placement] = []

@@ -1,9 +1,10 @@
 """Replaces the rotary embedding, which is a function in the file of the model. The forward of an
-attention layer that calls this function is rebuilt over private globals that contain the
-replacement (`rebuild_forward`).
+attention layer calls this function. The forward is replaced by a copy that calls the op instead
+(`rebuild_forward`).
 
-The function is recognised by its signature, `f(q, k, cos, sin, ...)`, and by a probe. A function
-that has the name of a rotation but not this signature is not replaced; the manifest says so.
+The function is recognised by its signature `f(q, k, cos, sin, ...)` and by its output for a small
+test input. A function that has the name of a rotary embedding but another signature is not
+replaced. The manifest then says so.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Tables:
 
     form    `runs` if a row repeats all its values after each other, `values` if it repeats each
             value, `once` if it repeats none; None if it is unknown
-    reason  why it is unknown
+    reason  why the layout is unknown
     """
 
     form: Form | None
@@ -48,8 +49,8 @@ class Tables:
 
 
 def rotary_name(module: nn.Module) -> str | None:
-    """Returns the name of the global function that the module's forward calls as rotation: one with
-    the signature of a rotation, else one with the name of a rotation.
+    """Returns the name of the global function with which the module's forward rotates query and
+    key. This is a function with the signature of a rotary embedding, or else one with such a name.
     """
     forward = inspect.unwrap(type(module).forward)
     if not isinstance(forward, FunctionType):
@@ -65,13 +66,15 @@ def rotary_name(module: nn.Module) -> str | None:
 
 
 def has_rotary_signature(function: Callable[..., Any]) -> bool:
-    """Whether the function is `f(q, k, cos, sin, ...)`: two tensors, then the tables."""
+    """Whether the signature of the function is `f(q, k, cos, sin, ...)`, where cos and sin are the
+    tables.
+    """
     names = list(inspect.signature(function).parameters)
     return len(names) >= 4 and names[2:4] == ["cos", "sin"]
 
 
 def make_tables(positions: int, pairs: int, form: Form) -> tuple[Tensor, Tensor]:
-    """Makes tables of cos and sin in one of transformers' layouts."""
+    """Creates tables of cos and sin in one of the layouts that transformers uses."""
     angle = torch.arange(positions, dtype=torch.float64)[:, None] / (
         1.0 + torch.arange(pairs, dtype=torch.float64)
     )
@@ -85,8 +88,9 @@ def make_tables(positions: int, pairs: int, form: Form) -> tuple[Tensor, Tensor]
 
 @cache
 def recognise(original: Callable[..., Any], form: Form) -> Pairs | None:
-    """Returns the pairs with which `rope` reproduces this function's output on tables of the
-    model's form; None if there are none.
+    """Finds out which dimensions this function rotates together. Returns the setting `Pairs` with
+    which `rope` computes the same output for tables with the model's layout. Returns None if there
+    is no such setting.
     """
     size = 8
     generator = torch.Generator().manual_seed(0)
@@ -122,7 +126,7 @@ def _runs(original: Callable[..., Any], q: Tensor, k: Tensor, pairs: int, form: 
 
 
 def detect_tables(model: nn.Module) -> Tables:
-    """Detects the form of the tables that the model's rotary module computes."""
+    """Detects the layout of the tables that the model's rotary module computes."""
     for module in model.modules():
         buffers = [
             name for name, _ in module.named_buffers(recurse=False) if name.endswith("inv_freq")
@@ -155,7 +159,8 @@ def detect_tables(model: nn.Module) -> Tables:
 
 
 def fill_meta_buffers(module: nn.Module) -> nn.Module:
-    """Returns the module, or for a model on the meta device a copy whose buffers have values."""
+    """Returns the module. For a model on the meta device, returns a copy whose buffers have values.
+    """
     if not any(buffer.is_meta for buffer in module.buffers(recurse=False)):
         return module
     filled = copy.copy(module)
@@ -175,8 +180,8 @@ def fill_meta_buffers(module: nn.Module) -> nn.Module:
 def place_rotary(
     path: str, module: nn.Module, tables: Tables, replacements: list[Replacement]
 ) -> Placement:
-    """Adds the replacement of the rotary function to `replacements`, with which the module's
-    forward is rebuilt later.
+    """Adds a replacement of the rotary function to `replacements`. The caller later rebuilds the
+    module's forward with these replacements.
     """
     function_name = rotary_name(module)
     forward = type(module).forward
@@ -203,7 +208,8 @@ def place_rotary(
 
 
 def rotary_blocker(function_name: str, original: Callable[..., Any]) -> str | None:
-    """Says why the function with this name is not probed, or None."""
+    """Returns the reason why the function with this name cannot be replaced, or None if it may be.
+    """
     if library_name(original) in KERNEL_LIBRARIES:
         return f"{function_name} was already replaced by {library_name(original)}"
     if not has_rotary_signature(original):

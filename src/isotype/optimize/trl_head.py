@@ -1,10 +1,10 @@
-"""Computes TRL's fused head with `linear_log_probs`. `model(..., labels=..., fused_lm_head=True)`
-returns the same fields.
+"""Replaces the fused head of TRL by the op `linear_log_probs`. `model(..., labels=...,
+fused_lm_head=True)` returns the same fields as with TRL's head.
 
 TRL's trainers (SFT, DPO, KTO, GRPO, RLOO and others) install a forward on the model
-(`add_fused_lm_head`) that runs the backbone, projects the labelled positions and returns values per
-token. Its settings (temperature, softcap, scale, fields) are read from its closure. Without the
-flag TRL's forward runs.
+(`add_fused_lm_head`). This forward runs the backbone, applies the head to the labelled positions
+and returns values for each token. This module reads its settings (temperature, softcap, scale,
+fields) from the variables of its closure. Without `fused_lm_head=True`, TRL's forward runs.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _REQUIRED_VARIABLES = {
 
 @dataclass
 class FusedHead:
-    """The settings of TRL's forward, and counts of its calls.
+    """Holds the settings of TRL's forward, and counts its calls.
 
     trl_forward  TRL's bound forward
-    calls   the op, or why TRL's own code ran -> number of calls
+    calls   the name of the op, or the reason why TRL's own code ran -> number of calls
     """
 
     trl_forward: Any
@@ -49,7 +49,7 @@ class FusedHead:
 
 
 def find_trl_forward(model: nn.Module) -> Any | None:
-    """TRL's bound forward on this instance, or None."""
+    """Returns TRL's bound forward of this instance, or None if there is none."""
     trl_forward = model.__dict__.get("forward")
     function = getattr(trl_forward, "__func__", None)
     module_name = getattr(function, "__globals__", {}).get("__name__")
@@ -61,13 +61,15 @@ def find_trl_forward(model: nn.Module) -> Any | None:
 
 
 def find_fused_head(model: nn.Module) -> FusedHead | None:
-    """The fused head of this instance, or None."""
+    """Returns the fused head of this instance, or None if there is none."""
     head = get_settings(model)
     return head if isinstance(head, FusedHead) else None
 
 
 def fused_head_blocker(model: nn.Module) -> str | None:
-    """Says why the op cannot replace TRL's forward on this instance, or None."""
+    """Returns the reason why the op cannot replace TRL's forward on this instance, or None if it
+    can.
+    """
     options = _closure(find_trl_forward(model))
     missing = _REQUIRED_VARIABLES - set(options)
     if missing:
@@ -125,7 +127,7 @@ def fused_head_forward(
 
 
 def _fallback_reason(model: Any, labels: Any, shift_labels: Any) -> str | None:
-    """Says why TRL's own code must compute this call, or None."""
+    """Returns the reason why TRL's own code must compute this call, or None if the op can."""
     if shift_labels is not None:
         labels = shift_labels
     if not isinstance(labels, Tensor):

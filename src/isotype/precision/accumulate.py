@@ -1,15 +1,16 @@
 """Accumulates gradients in buffers that are wider than the weights.
 
-DDP, FSDP2, deepcopy and torch's own AdamW lose `param.grad_dtype`, so the sum is stored outside
-`.grad`: a hook adds each gradient to its buffer and then frees the gradient. Processes that train
-together sum their gradients once per step, between `begin_sums` and `finish_sums`, without a
+DDP, FSDP2, deepcopy and torch's own AdamW lose `param.grad_dtype`. So the sum is not stored in
+`.grad`. A hook adds each gradient to its buffer and then frees the gradient. Processes that train
+together sum their gradients once per step, between `begin_sums` and `finish_sums`. They need no
 wrapper around the model.
 
 Gradients are summed over processes in buckets. A bucket can be sent while backward still computes
-the gradients of others. It is sent as soon as all its gradients have arrived and the buckets before
-it are sent. So all processes send the same buckets in the same order, whichever gradient arrives
-first, and the sums are bit-identical to those without early sending. The first step sends only
-after its backward, and checks whether each gradient arrives once.
+the gradients of other buckets. It is sent as soon as all its gradients are computed and all
+previous buckets are sent. So all processes send the same buckets in the same order, whichever
+gradient is computed first. The sums are bit-identical to those without early sending. In the first
+step, the buckets are sent only after the backward. This step also checks that each gradient is
+computed once.
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ class Processes(Protocol):
     size: int
 
     def begin_sum(self, tensor: Tensor) -> Callable[[], None]:
-        """Begins to sum a tensor over all processes, in place. Returns a function that waits for
-        the sum.
+        """Starts to sum a tensor over all processes in place. Returns a function that waits until
+        the sum is complete.
         """
 
 
 class BucketSums:
     """Sums the gradients of each step over the processes.
 
-    A parameter that has no gradient in this process adds zeros, and gets the sum of the other
-    processes.
+    If a parameter has no gradient in this process, the process contributes zeros and gets the sum
+    of the other processes.
 
     dtype  the dtype of the sums
     """
@@ -80,7 +81,9 @@ class BucketSums:
         self._in_flight: deque[tuple[list[nn.Parameter], Tensor, Callable[[], None]]] = deque()
 
     def begin(self) -> None:
-        """Begins the last backward of a step, in which each gradient is complete when it arrives."""
+        """Call this before the last backward of a step. In this backward, each gradient is complete
+        as soon as it is computed.
+        """
         self._arrived = set()
         self._missing_counts = [len(bucket) for bucket in self._buckets]
 
@@ -88,7 +91,7 @@ class BucketSums:
         """Records that backward has computed this parameter's gradient, and sends each bucket that
         is complete.
 
-        Raises  RunError if a gradient arrives again after it was sent
+        Raises  RunError if a gradient is computed again after it was sent
         """
         if self._arrived is None:
             return
@@ -127,7 +130,7 @@ class BucketSums:
         return sent
 
     def reset(self) -> None:
-        """Ends a step, finished or not."""
+        """Ends a step, whether or not all its sums are complete."""
         self._arrived = None
         self._sent_count = 0
         self._sent_dtypes = []
@@ -162,8 +165,9 @@ class BucketSums:
 def split_buckets(
     parameters: Sequence[nn.Parameter], dtype: torch.dtype
 ) -> Iterator[list[nn.Parameter]]:
-    """Splits parameters into buckets of neighbours on one device. A bucket has at most
-    `BUCKET_BYTES` in `dtype`, or is a single larger parameter.
+    """Splits parameters into buckets. The parameters of a bucket are consecutive and on the same
+    device. A bucket has at most `BUCKET_BYTES` in `dtype`, or consists of a single larger
+    parameter.
     """
     bucket: list[nn.Parameter] = []
     size = 0
@@ -180,30 +184,32 @@ def split_buckets(
 
 
 class ShardedGradients(Protocol):
-    """The source of gradients that are summed over the processes in every backward, where each
-    process holds some rows of a weight.
+    """Provides the gradients of a sharded model, in which each process holds some rows of each
+    weight. These gradients are summed over the processes in every backward.
     """
 
     def take(self, parameter: nn.Parameter) -> Tensor:
-        """The gradient that has just arrived, in the dtype of the sum: the rows of this process."""
+        """Returns the gradient that was just computed, in the dtype of the sum. It has only the
+        rows of this process.
+        """
 
     def sent_dtypes(self) -> list[torch.dtype]:
-        """The dtypes of the gradients that were summed since the last call."""
+        """Returns the dtypes of the gradients that were summed since the last call."""
 
 
 def _dense(gradient: Tensor) -> Tensor:
-    """The dense form of a sparse gradient, which an embedding with `sparse=True` has: neither
-    clipping nor AdamW accepts a sparse one.
+    """Converts a sparse gradient, as an embedding with `sparse=True` has it, to a dense tensor.
+    Neither gradient clipping nor AdamW accepts sparse gradients.
     """
     return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 class GradientAccumulator:
-    """Holds the gradient of every trainable parameter in `dtype`. For a sharded parameter it holds
-    the rows of this process.
+    """Holds the gradient of every trainable parameter in `dtype`. For a sharded parameter, it holds
+    only the rows of this process.
 
-    Parameters that already have `dtype` keep their gradient in `.grad`; the others get a buffer,
-    allocated with their first gradient.
+    A parameter that already has this dtype keeps its gradient in `.grad`. Any other parameter gets
+    a buffer, which is allocated when its first gradient is computed.
 
     dtype      the dtype of the sum over micro-batches, `precision.grads`
     reduce     the dtype of the sum across ranks, `precision.reduce`
@@ -256,8 +262,8 @@ class GradientAccumulator:
         parameter.grad = None
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """The accumulated gradient in `dtype`, or None if backward did not reach the parameter. For
-        a sharded parameter it is the rows of this process.
+        """Returns the accumulated gradient in `dtype`, or None if backward did not reach the
+        parameter. For a sharded parameter, it has only the rows of this process.
         """
         if parameter.dtype != self.dtype:
             return self._buffers.get(id(parameter))
@@ -272,19 +278,19 @@ class GradientAccumulator:
         return [g for p in self.parameters if (g := self.gradient(p)) is not None]
 
     def reached(self) -> list[bool]:
-        """Whether each parameter has a gradient."""
+        """For each parameter, returns whether it has a gradient."""
         return [self.gradient(p) is not None for p in self.parameters]
 
     def begin_sums(self) -> None:
-        """Called before the last backward of a step, so that its gradients are sent to the other
-        processes during that backward.
+        """Call this before the last backward of a step. The gradients are then sent to the other
+        processes during this backward.
         """
         if self._sums is not None:
             self._sums.begin()
 
     def finish_sums(self) -> None:
-        """Waits until every gradient is the sum over all processes, in the declared reduce dtype. A
-        gradient that no process has becomes zero.
+        """Waits until every gradient is the sum over all processes, in the declared dtype for this
+        sum. If no process has a gradient for a parameter, its gradient becomes zero.
         """
         self.sent_dtypes = [] if self._sums is None else self._sums.finish()
 
@@ -298,8 +304,8 @@ class GradientAccumulator:
                 parameter.grad = None
 
     def gradient_or_zeros(self, parameter: nn.Parameter) -> Tensor:
-        """The accumulated gradient. If backward did not reach the parameter, it is created as
-        zeros.
+        """Returns the accumulated gradient. If backward did not reach the parameter, creates a
+        gradient of zeros.
         """
         gradient = self.gradient(parameter)
         if gradient is None:

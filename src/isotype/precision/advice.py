@@ -1,6 +1,7 @@
-"""Tries the remedies that a rule names on the settings of the run. A remedy is shown only if it
-removes the finding and causes no other error, together with the other settings that it needs.
-Imports no torch.
+"""If a rule reports an error or a warning, it suggests one or more changes of the settings. This
+module tests each suggestion with the settings of the run. A suggestion is shown only if the rule no
+longer reports anything and no other rule reports a new error. If it needs changes of further
+settings, these are shown with it. Imports no torch.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ _MAX_ADDITIONS = 4  # largest number of settings that are added to a remedy
 
 
 def parse_fix(fix: str) -> Iterator[tuple[str, Change]]:
-    """Splits a rule's advice into its remedies. `precision.a: x and precision.b: y, or remove
-    precision.c` gives two pairs (text, changes of settings).
+    """Splits a rule's advice into the changes that it suggests, as pairs (text, changes of
+    settings). For example, `precision.a: x and precision.b: y, or remove precision.c` gives two
+    pairs.
     """
     for text in fix.split(", or "):
         without_remarks = re.sub(r" \([^)]*\)", "", text)
@@ -37,11 +39,11 @@ def apply_change(settings: Settings, change: Mapping[str, str | None]) -> dict[s
 def keep_working_fixes(
     finding: Finding, settings: Settings, find: Callable[[Settings], Sequence[Finding]]
 ) -> Finding:
-    """Returns the finding with only those remedies that remove it and cause no other error, each
-    with the other settings that it needs.
+    """Returns a copy of the report with only those suggestions that solve the problem and cause no
+    new error. Each suggestion includes the changes of further settings that it needs.
 
     settings  the settings that the user wrote, by full key
-    find      a function that returns the rules' findings for given settings
+    find      a function that returns what the rules report for given settings
     """
     trial = _Trial(finding.code, settings, find, {f.code for f in find(settings)})
     fixes = []
@@ -65,8 +67,8 @@ def _describe_change(change: tuple[str, str | None]) -> str:
 
 
 def _drop_roles(settings: Settings) -> Iterator[tuple[str, Change]]:
-    """Remedies for roles that contradict each other: first the preset without the roles that the
-    user wrote, then `precision.preset: auto`.
+    """Yields changes for roles that contradict each other. The first change is to remove all roles
+    that the user wrote beside the preset. The second is to also set `precision.preset: auto`.
     """
     change: Change = {
         key: None for key in settings if key.startswith("precision.") and key != "precision.preset"
@@ -81,9 +83,9 @@ def _drop_roles(settings: Settings) -> Iterator[tuple[str, Change]]:
 
 @dataclass(frozen=True)
 class _Trial:
-    """Tries changes of the settings against one finding.
+    """Tests whether changes of the settings solve one reported problem.
 
-    previous_codes  the codes of the findings before any change
+    previous_codes  the codes of all problems that are reported without a change
     """
 
     code: str
@@ -92,8 +94,8 @@ class _Trial:
     previous_codes: set[str]
 
     def failure(self, change: Change) -> Finding | None:
-        """Returns the finding if it remains after a change, or a new error that the change causes;
-        None if the change helps.
+        """Returns the problem if it is still reported after a change, or a new error that the
+        change causes. Returns None if the change solves the problem.
         """
         for finding in self.find(apply_change(self.settings, change)):
             begins = finding.severity == Severity.ERROR and finding.code not in self.previous_codes
@@ -102,7 +104,9 @@ class _Trial:
         return None
 
     def complete(self, remedy: Change) -> Change | None:
-        """Adds to a remedy the other settings that it needs. None if it does not help."""
+        """Returns the change together with the changes of further settings that it needs. Returns
+        None if it does not solve the problem.
+        """
         change = dict(remedy)
         for _ in range(_MAX_ADDITIONS + 1):
             failure = self.failure(change)
@@ -115,8 +119,9 @@ class _Trial:
         return None
 
     def _additions(self, failure: Finding, change: Change) -> Iterator[Change]:
-        """Further changes that may remove the remaining finding: the removal of a role that the
-        user wrote beside a preset, or a remedy of that finding.
+        """Yields further changes that may solve the remaining problem. A change may remove a role
+        that the user wrote beside a preset, or it may be one that the report of the remaining
+        problem suggests.
         """
         if "precision.preset" in change:
             for key, _ in failure.details:

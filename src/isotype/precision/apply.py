@@ -1,9 +1,10 @@
-"""Applies a `Precision` to a model: casts weights to their declared dtype, and computes products
-and the outputs of norms and embeddings in `compute`.
+"""Applies a `Precision` to a model. It casts weights to their declared dtype. It also makes the
+model compute matrix products in the dtype `compute`, and casts the outputs of norms and embeddings
+to it.
 
-The forward of the inner model is wrapped, not that of a trainer's wrapper, so that generation,
-evaluation and callbacks compute in the same dtypes as training. Only instances are changed; no
-class is patched. A deepcopy of the model computes in the same dtypes.
+The forward of the model inside a trainer's wrapper is wrapped. So generation, evaluation and
+callbacks compute in the same dtypes as training. Only instances are changed, never classes. A
+deepcopy of the model computes in the same dtypes.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from .vision import is_vision_weight, vision_parts
 
 
 def denoiser_blocks(model: nn.Module) -> list[nn.Module]:
-    """Returns the blocks of a diffusers model, in the order of the model: the members of module
-    lists whose class the model names in `_no_split_modules`. Of nested blocks only the inner ones
-    are returned (a U-Net's resnet and transformer blocks). The list is empty for other models.
+    """Returns the blocks of a diffusers model, in the order of the model. These are the members of
+    module lists whose class the model names in `_no_split_modules`. If blocks are nested, only the
+    inner blocks are returned (for example, the resnet and transformer blocks of a U-Net). The list
+    is empty for other models.
     """
     for owner in model.modules():
         if type(owner).__module__.startswith("diffusers.") and getattr(
@@ -47,8 +49,9 @@ def denoiser_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def names_kept_in_fp32(model: Any, dtype: torch.dtype) -> frozenset[str]:
-    """The names that stay fp32 in a model of `dtype`. transformers keeps `_keep_in_fp32_modules` in
-    fp16 only, and its strict list in bf16 too; diffusers keeps its one list in both.
+    """Returns the names of the modules and parameters that stay in fp32 in a model of `dtype`. In
+    transformers, the modules in `_keep_in_fp32_modules` stay in fp32 if the model is fp16, and
+    those in the strict list also if it is bf16. diffusers has a single list for both dtypes.
     """
     if dtype not in (torch.float16, torch.bfloat16):
         return frozenset()
@@ -62,15 +65,15 @@ def names_kept_in_fp32(model: Any, dtype: torch.dtype) -> frozenset[str]:
 
 
 def is_kept_in_fp32(full_name: str, in_fp32: frozenset[str]) -> bool:
-    """Whether a module or parameter of this path belongs to the names that stay fp32; weights of an
-    adapter do not.
+    """Whether the module or parameter at this path stays in fp32 according to these names. Returns
+    False for the weights of an adapter.
     """
     path = f".{full_name}."
     return ".lora_" not in path and any(f".{name}." in path for name in in_fp32)
 
 
 def modules_kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> set[nn.Module]:
-    """The modules that stay fp32 in a model of `dtype`, and all modules inside them."""
+    """Returns the modules that stay in fp32 in a model of `dtype`, and all modules inside them."""
     in_fp32 = names_kept_in_fp32(model, dtype)
     if in_fp32:
         return {
@@ -82,8 +85,8 @@ def modules_kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> set[nn.Module]
 
 
 class _GradientJoin:
-    """Forward pre-hook of a block. It replaces each input that needs a gradient by a view, so that
-    the gradients of all its uses are summed at that view.
+    """Forward pre-hook of a block. It replaces each input that needs a gradient by a view. All
+    gradients of the input inside the block are then summed at this view.
     """
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -109,8 +112,9 @@ _STATE = "_isotype_precision"
 
 
 class _PrecisionState:
-    """The settings of a model's wrapped forwards. Each wrapped module stores them beside its
-    previous instance forward (or None), so that deepcopy copies both.
+    """Holds the settings of a model whose forwards are wrapped. Each wrapped module stores this
+    object together with the forward that was set on the instance before (or None). So deepcopy
+    copies both.
 
     methods   the forwards that were installed
     settings  (module, attribute, value before) of each attribute that was changed
@@ -132,7 +136,7 @@ class _PrecisionState:
         setattr(module, attribute, value)
 
     def set_compute(self, dtype: str) -> None:
-        """Sets the dtype of all later products."""
+        """Sets the dtype of all following matrix products."""
         # fp32 switches autocast off, so that a caller's own autocast cannot narrow a declared fp32
         # run
         self.dtype, self.autocast_dtype = dtype, to_torch(dtype) if dtype != "fp32" else None
@@ -142,7 +146,7 @@ class _PrecisionState:
 
 
 def inner_model(model: nn.Module) -> nn.Module:
-    """The transformers model inside a PEFT or DDP wrapper, or the model itself."""
+    """Returns the transformers model inside a PEFT or DDP wrapper, or the model itself."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         return inner_model(model.module)
     base = getattr(model, "get_base_model", None)
@@ -157,7 +161,9 @@ def is_quantised(parameter: Tensor) -> bool:
 
 
 def quantised_dtype_name(parameter: Tensor) -> str:
-    """The dtype of a quantised weight as `precision.base` names it: nf4, fp8 and so on."""
+    """Returns the dtype of a quantised weight with the name that `precision.base` uses, such as nf4
+    or fp8.
+    """
     state = getattr(parameter, "quant_state", None)
     return str(getattr(state, "dtype_name", None) or getattr(state, "quant_type", "int8"))
 
@@ -172,9 +178,10 @@ def cast_parameters(model: nn.Module, precision: Precision, part: Part | None = 
     """Casts frozen floating parameters to `base` and trainable ones to `trainable`. Quantised
     parameters and buffers do not change.
 
-    Parameters that the model's class keeps in fp32 (`precision.apply`) become or stay fp32.
+    Parameters that the model's class keeps in fp32 (`names_kept_in_fp32`) are cast to fp32 or stay
+    fp32.
 
-    part  the rows that this process will keep of a sharded model; only these are cast
+    part  states which rows this process will keep of a sharded model; only these rows are cast
     """
     if part is not None:
         part.on_loaded(model)
@@ -191,8 +198,8 @@ def cast_parameters(model: nn.Module, precision: Precision, part: Part | None = 
 def declared_dtype(
     model: nn.Module, full_name: str, parameter: Tensor, precision: Precision
 ) -> str:
-    """The dtype that `precision` declares for one floating parameter of `model` that is not
-    quantised.
+    """Returns the dtype that `precision` declares for one floating-point parameter of `model` that
+    is not quantised.
     """
     is_vision = (
         precision.vision
@@ -224,8 +231,8 @@ def apply_precision(
     """Makes `model` follow `precision` in training, evaluation and generation.
 
     Parameters are cast according to `requires_grad`, so attach adapters and freeze weights first.
-    PEFT casts activations to the adapter's wider dtype. This is switched off; the small matrices A
-    and B are cast to `compute` instead.
+    PEFT casts activations to the adapter's dtype, which is often wider. This is switched off, and
+    the small matrices A and B are cast to `compute` instead.
 
     cast  False if the caller has already cast the parameters
     part  as in `cast_parameters`
@@ -304,9 +311,9 @@ def remove_precision(model: nn.Module) -> None:
 
 
 def _separately_called_parts(inner: nn.Module) -> list[nn.Module]:
-    """Parts of a transformers model whose forward may be called without the forward of the whole
-    model: some losses call the model without its head, `generate` calls the encoder of an
-    encoder-decoder model and a vision tower.
+    """Returns the parts of a transformers model whose forward may be called without the forward of
+    the whole model. For example, some losses call the model without its head, and `generate` calls
+    the encoder of an encoder-decoder model and a vision tower.
     """
     parts = [getattr(inner, "base_model", None)]
     encoder = getattr(inner, "get_encoder", None)
@@ -319,9 +326,10 @@ def _separately_called_parts(inner: nn.Module) -> list[nn.Module]:
 
 
 def is_narrowed(module: nn.Module, in_fp32: set[nn.Module]) -> bool:
-    """Whether the output of a module is cast to `compute`: the outputs of norms and embeddings are.
-    A norm that the model keeps in fp32, and diffusers' FP32LayerNorm, are not cast: they return the
-    dtype of their input, and some models modulate an fp32 output and cast the result themselves.
+    """Whether the output of a module is cast to `compute`. Returns True for norms and embeddings.
+    Returns False for a norm that the model keeps in fp32 and for diffusers' FP32LayerNorm. The
+    output of these norms has the dtype of their input. Some models scale and shift this output in
+    fp32 and then cast the result themselves.
     """
     keeps_input_dtype = module in in_fp32 or type(module).__name__ == "FP32LayerNorm"
     return (is_norm(module) and not keeps_input_dtype) or isinstance(
@@ -330,7 +338,9 @@ def is_narrowed(module: nn.Module, in_fp32: set[nn.Module]) -> bool:
 
 
 def _run_in_precision(class_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a model's forward in the autocast of the model's precision."""
+    """Wraps a model's forward, so that it runs under autocast with the dtype that the model's
+    precision declares.
+    """
 
     @functools.wraps(class_forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -345,8 +355,8 @@ def _run_in_precision(class_forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _CastOutput:
-    """Forward hook that casts a floating output to the declared compute dtype. It is an object, so
-    that deepcopy and pickle copy it.
+    """Forward hook that casts a floating-point output to the declared compute dtype. It is an
+    object, so that deepcopy and pickle copy it.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -363,7 +373,9 @@ class _CastOutput:
 
 
 class _CastFirstOutput(_CastOutput):
-    """The same hook for a block, which may return a tuple whose first item is the hidden states."""
+    """Does the same as `_CastOutput` for a block. A block may return a tuple, whose first item is
+    the hidden states. Only this item is cast.
+    """
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, tuple) and output:
@@ -372,7 +384,9 @@ class _CastFirstOutput(_CastOutput):
 
 
 class _CastAllOutputs(_CastOutput):
-    """The same hook for a block of diffusers, which may return two tensors: text and picture."""
+    """Does the same as `_CastOutput` for a block of diffusers, which may return two tensors, one
+    for the text and one for the picture.
+    """
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, tuple):
@@ -383,8 +397,8 @@ class _CastAllOutputs(_CastOutput):
 
 
 def is_block(module: nn.Module) -> bool:
-    """Whether a member of a module list is a decoder layer: its class is from transformers, and it
-    has weight matrices.
+    """Whether a member of a module list is regarded as a decoder layer. Its class must be from
+    transformers, and it must have weight matrices.
     """
     return type(module).__module__.startswith("transformers.") and any(
         p.dim() > 1 for p in module.parameters()
@@ -392,8 +406,9 @@ def is_block(module: nn.Module) -> bool:
 
 
 def _has_stacked_weights(module: nn.Module, compute: torch.dtype) -> bool:
-    """Whether a module of transformers holds the weights of several experts in one tensor of
-    another dtype. Autocast does not cast the product of such a tensor.
+    """Whether a module of transformers holds the weights of several experts in one tensor, and this
+    tensor has another dtype than `compute`. Autocast does not cast such a tensor for matrix
+    products.
     """
     if not type(module).__module__.startswith("transformers.") or "forward" in module.__dict__:
         return False
@@ -408,8 +423,8 @@ def _has_stacked_weights(module: nn.Module, compute: torch.dtype) -> bool:
 def _run_with_cast_weights(
     class_forward: Callable[..., Any], compute: torch.dtype
 ) -> Callable[..., Any]:
-    """Wraps `class_forward`, a module's forward, so that it uses the module's floating weights cast to
-    `compute`; gradients flow through the cast.
+    """Wraps `class_forward`, the forward of a module. The wrapper casts the module's floating-point
+    weights to `compute` in each call. Gradients flow through the cast.
     """
 
     @functools.wraps(class_forward)
@@ -429,14 +444,14 @@ def _run_with_cast_weights(
 
 
 def get_precision(model: nn.Module) -> Precision | None:
-    """The precision that was applied to a model, or None."""
+    """Returns the precision that was applied to a model, or None if there is none."""
     state: _PrecisionState | None = getattr(inner_model(model), _STATE, (None,))[0]
     return None if state is None else state.precision
 
 
 @contextmanager
 def use_generate_dtype(model: nn.Module) -> Iterator[None]:
-    """Makes the model compute products in `precision.generate` within this block."""
+    """Within this block, the model computes matrix products in the dtype `precision.generate`."""
     state: _PrecisionState = getattr(inner_model(model), _STATE)[0]
     previous = state.dtype
     state.set_compute(state.precision.generate)

@@ -1,6 +1,7 @@
-"""Finds contradictions between the settings of one run before anything is loaded. The rules are
-entries of `rules.txt`, a sheet: a text file of rules, whose format `pages.sheets` describes. A
-finding names the settings, where each was set, why they conflict, and the fix. Imports no torch.
+"""Finds contradictions between the settings of one run before anything is loaded. The rules are in
+the text file `rules.txt`, whose format `pages.sheets` describes. If settings contradict each other,
+a rule reports them. The report names the settings, where each was set, why they conflict, and how
+to fix it. Imports no torch.
 """
 
 from __future__ import annotations
@@ -40,11 +41,12 @@ _HALF_DTYPES = ("bf16", "fp16")
 
 
 class SettingFacts(sheets.Facts):
-    """Evaluates the names that a rule may use. A role is a part of the precision, such as `base` or
-    `grads`. The name of a setting means its value. The other names are:
+    """Evaluates the names that a rule may use. A role is a field of the precision, such as `base`
+    or `grads`. The name of a setting is replaced by its value. The other names are:
 
     given ROLE                whether the user wrote the role
-    packed NAME               whether weights of this dtype are stored in few bits with scales
+    packed NAME               whether weights of this dtype are quantised, that is, stored in few
+                              bits with scales
     bf16 among ROLE, ROLE     the roles of this list that are bf16; with `half among` the roles that
                               are bf16 or fp16
     ROLES set to NAME         the text `precision.ROLE: VALUE` for each of the roles
@@ -119,7 +121,9 @@ class SettingFacts(sheets.Facts):
 
 
 def load_rules(path: Path) -> dict[str, sheets.Section]:
-    """Reads the rules of a file: code -> section. Raises SheetError."""
+    """Reads the rules of a file. Returns a dict from the code of each rule to its section. Raises
+    SheetError.
+    """
     rules = {}
     for section in sheets.read_sections(
         path, rank_pattern="error|warning", field_pattern="settings|cause|fix"
@@ -133,7 +137,7 @@ RULES = load_rules(Path(__file__).with_name("rules.txt"))
 
 
 def find_contradictions(settings: Mapping[str, Setting], device: Hardware) -> list[Finding]:
-    """Returns the findings of all rules, in the order of their codes.
+    """Returns the contradictions that the rules find, in the order of the rules' codes.
 
     settings  the settings that `SettingFacts` lists
     """
@@ -161,12 +165,14 @@ def codes() -> list[str]:
 
 
 def page(code: str) -> str | None:
-    """The explanation of a rule as a page of text; None for an unknown code."""
+    """Returns the explanation of a rule as a page of text, or None for an unknown code."""
     return RULES[code].to_page() if code in RULES else None
 
 
 def _find_place(names: list[str], settings: Mapping[str, Setting]) -> Place:
-    """The place of the first setting that the user wrote, else of the first."""
+    """Returns the place where the first of these settings that the user wrote was set. If the user
+    wrote none of them, returns the place of the first setting.
+    """
     name = next((name for name in names if settings[name].is_written), names[0])
     # "run.yaml:3", or "preset nf4-lora, run.yaml:3"
     file, _, line = settings[name].source.rpartition(", ")[2].rpartition(":")

@@ -1,8 +1,8 @@
-"""Reads from config.json how the weights of a checkpoint are packed: the library, the dtype that
-`precision.base` names, and the size of blocks.
+"""Reads from config.json how the weights of a checkpoint are packed (quantised). The result
+contains the library, the dtype with the name that `precision.base` uses, and the size of blocks.
 
-Which layers are packed, and how, is read from the tensors of the file (`ops.packed.recognise`), not
-from the lists of ignored layers in config.json. Imports no torch.
+The lists of ignored layers in config.json are not used. The tensors in the checkpoint files show
+which layers are packed and how (`ops.packed.recognise`). Imports no torch.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ READ_LIBRARIES = (
 
 @dataclass(frozen=True)
 class Packing:
-    """How the weights of a checkpoint are packed.
+    """Describes how the weights of a checkpoint are packed.
 
     library            the library's name in `quant_method`
-    dtype_name         the dtype as `precision.base` names it
+    dtype_name         the dtype, with the name that `precision.base` uses
     layout             a description of which numbers share a scale
     blocks             sizes (rows, columns) of the blocks that share a scale; -1 columns mean all
                        columns
-    bits               the bits of each integer
+    bits               the number of bits of each integer
     zero_point_offset  the number that is added to the stored zero points of GPTQ
-    rounds_activations  whether the file also asks for rounded activations
-    required_tensor    the name of a tensor that these settings require beside every packed weight;
-                       some files of the library lack it
+    rounds_activations  whether the checkpoint's settings also ask for rounding activations
+    required_tensor    the name of a tensor that must exist for every packed weight with these
+                       settings; it is missing in some files of the library
     """
 
     library: str
@@ -60,7 +60,7 @@ UNREAD_FIX = "give the model it was quantised from; nf4-lora quantises it when i
 
 
 class UnreadPacking(ValueError):
-    """Raised for a packed checkpoint that cannot be read: its library, format or version is not
+    """Raised for a packed checkpoint that cannot be read. Its library, format or version is not
     supported, or its settings are damaged.
     """
 

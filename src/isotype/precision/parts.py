@@ -1,13 +1,15 @@
-"""Handles weights that are divided over processes by rows: the rows that this process holds of a
-distributed tensor, and those that it will keep.
+"""Handles weights whose rows are divided over several processes. It finds the rows that this
+process holds of a sharded tensor, and the rows that it will keep of a tensor that is not sharded
+yet.
 
-FSDP2 gives each process some rows of every weight. If the model is not sharded, the local part is
-the whole tensor.
+FSDP2 gives each process some rows of every weight. These rows are called its local part. If the
+model is not sharded, the local part is the whole tensor.
 
-A model's weights come from files that are mapped into memory: a weight in the file's dtype takes no
-memory until it is read. A cast would read the whole weight in every process. `Part` casts only the
-rows of this process, into a tensor of the whole shape. The operating system allocates only the
-pages that are written, so the tensor takes only the memory of these rows.
+A model's weights come from files that are mapped into memory. A weight that keeps the dtype of the
+file takes no memory until it is read. A cast would read the whole weight in every process. `Part`
+casts only the rows of this process and writes them into a tensor with the whole shape. The
+operating system allocates only the memory pages that are written, so this tensor takes only the
+memory of these rows.
 """
 
 from __future__ import annotations
@@ -24,15 +26,15 @@ from torch import Tensor, nn
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether this is a DTensor, which has the shape of the whole tensor while this process holds
-    only some rows.
+    """Whether this is a DTensor. A DTensor has the shape of the whole tensor, but this process
+    holds only some of its rows.
     """
     return hasattr(tensor, "placements")
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """The rows that this process holds, as a view without an autograd graph; it may have no row. An
-    ordinary tensor is returned unchanged.
+    """Returns the rows that this process holds, as a view without an autograd graph. There may be
+    no rows. An ordinary tensor is returned unchanged.
     """
     if not is_sharded(tensor):
         return tensor
@@ -42,7 +44,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def gather_tensor(tensor: Tensor) -> Tensor:
-    """Gathers the whole tensor in every process; all processes call it. An ordinary tensor is
+    """Gathers the whole tensor in every process. All processes must call it. An ordinary tensor is
     returned unchanged.
     """
     if not is_sharded(tensor):
@@ -52,7 +54,7 @@ def gather_tensor(tensor: Tensor) -> Tensor:
 
 
 def local_rows(tensor: Tensor) -> range:
-    """The indices of the local rows in the first dimension of the whole tensor."""
+    """Returns the indices of the local rows in the first dimension of the whole tensor."""
     if not is_sharded(tensor):
         return range(tensor.shape[0] if tensor.dim() else 0)
     sharded: Any = tensor
@@ -67,15 +69,16 @@ def local_rows(tensor: Tensor) -> range:
 
 
 def first_element_index(tensor: Tensor) -> int:
-    """The index of the local part's first element in the flattened whole tensor."""
+    """Returns the index of the local part's first element in the flattened whole tensor."""
     if is_sharded(tensor):
         return local_rows(tensor).start * (tensor.numel() // max(1, tensor.shape[0]))
     return 0
 
 
 def gathered_weights(model: nn.Module) -> Iterator[Tensor]:
-    """The gathered weights by which FSDP replaces the local parts while a unit runs. FSDP uses the
-    same tensor objects each time, and allocates and frees their memory.
+    """Yields the gathered weights. While a unit of FSDP runs, FSDP replaces the local part of each
+    weight by the gathered weight. It uses the same tensor objects each time, and only allocates and
+    frees their memory.
     """
     for unit in _fsdp_units(model):
         for group in unit._get_fsdp_state()._fsdp_param_groups:
@@ -85,8 +88,8 @@ def gathered_weights(model: nn.Module) -> Iterator[Tensor]:
 
 
 def reshard_units(model: nn.Module) -> None:
-    """Frees the weights that a forward without a backward has left gathered, so that every
-    parameter is its local part again.
+    """Frees gathered weights, so that every parameter is its local part again. A forward without a
+    backward leaves weights gathered.
     """
     for unit in _fsdp_units(model):
         unit.reshard()
@@ -100,9 +103,9 @@ def _fsdp_units(model: nn.Module) -> list[Any]:
 
 
 def loading_device(device: torch.device, part: Part | None, offload: str = "none") -> torch.device:
-    """The device on which a model's weights are loaded. This is the CPU if the blocks stay on the
-    CPU (`model.offload`), or if the model is sharded, because each unit's part is moved to the
-    device later. Otherwise it is the device of the run.
+    """Returns the device on which a model's weights are loaded. This is the CPU if the blocks stay
+    on the CPU (`model.offload`). It is also the CPU if the model is sharded, because the part of
+    each unit is moved to its device later. Otherwise it is the device of the run.
     """
     if part is None and offload == "none":
         return device
@@ -111,7 +114,7 @@ def loading_device(device: torch.device, part: Part | None, offload: str = "none
 
 def _unwritten_tensor(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """Creates a tensor whose memory the operating system allocates page by page when it is written.
-    The memory returns to the system when the tensor is freed; malloc would keep it.
+    When the tensor is freed, its memory is returned to the system. `malloc` would keep it.
     """
     size = shape.numel() * dtype.itemsize
     if size:
@@ -121,11 +124,12 @@ def _unwritten_tensor(shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Part:
-    """Which rows of each weight one process keeps, if several processes share a model.
+    """States which rows of each weight one process keeps, if several processes share a model.
 
     rank       the number of this process among those that share the model
     part_count  the number of these processes
-    on_loaded  called once with the loaded model, while every weight still has all its rows
+    on_loaded  a function that is called once with the loaded model, while every weight still has
+               all its rows
     """
 
     rank: int
@@ -133,8 +137,9 @@ class Part:
     on_loaded: Callable[[nn.Module], None] = lambda model: None
 
     def cast_rows(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Casts the rows of this process. The result has the whole shape and is on the CPU; its
-        other rows have no values. Vectors are cast whole, because they are small.
+        """Casts the rows of this process. The result is on the CPU and has the shape of the whole
+        weight, but only the rows of this process contain values. Vectors are cast as a whole,
+        because they are small.
 
         weight  any dtype [rows ...]
         ->      dtype     [rows ...]

@@ -1,4 +1,6 @@
-"""`Precision`: the frozen contract of which dtype each role of a run has. Imports no torch."""
+"""Defines `Precision`, an immutable object that declares the dtype of each part of a run. Imports
+no torch.
+"""
 
 from __future__ import annotations
 
@@ -51,36 +53,37 @@ EIGHT_BIT_OPTIMIZERS = ("adamw8bit", "adamw8bit-paged", "lion8bit")
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """The dtype of each role of a run, written `fp32 bf16 fp16 nf4`. Every role has a value, so
-    that no dtype depends on a default of another library.
+    """Declares the dtype of each part of a run. These parts are called roles, and dtypes have the
+    names `fp32`, `bf16`, `fp16`, `nf4` and so on. Every role has a value, so that no dtype depends
+    on a default of another library.
 
-    base          frozen weights. If the base is packed (nf4 fp8 int8 int4 nvfp4 mxfp4 gguf), its
-                  weights that are not packed have the dtype of `compute`
+    base          frozen weights. If the base is quantised (nf4 fp8 int8 int4 nvfp4 mxfp4 gguf), its
+                  weights that are not quantised have the dtype `compute`
     trainable     weights that are trained
-    compute       matrix products, activations, every module's output
-    grads         gradients as accumulated over micro-batches
+    compute       matrix products, activations, and the output of every module
+    grads         gradients that are accumulated over micro-batches
     reduce        gradient sums across ranks
-    optimizer     optimizer states. An 8-bit optimizer has int8 with one scale per block, and keeps
-                  states under 4,096 elements in fp32
-    loss          logits inside the loss, log-probabilities
-    norms         arithmetic inside norms; their output is always `compute`
+    optimizer     optimizer states. For an 8-bit optimizer this is int8 with one scale per block; it
+                  keeps states with fewer than 4,096 elements in fp32
+    loss          logits inside the loss, and log-probabilities
+    norms         arithmetic inside norms; their output always has the dtype `compute`
     generate      matrix products while sampling
-    save          files: one dtype, or `model bf16, adapter fp32`
+    save          saved files; one dtype, or `model bf16, adapter fp32`
     rounding      how an update is rounded into `trainable`: nearest or stochastic
-    loss_scaling  none, or dynamic as fp16 gradients need
+    loss_scaling  none, or dynamic, which fp16 gradients need
 
-    These roles exist in a diffusion run and are empty otherwise:
+    These roles are used in the training of a diffusion model. Otherwise they are empty:
 
     vae           weights and arithmetic of the VAE
     text_encoder  weights of the text encoders, and their embeddings
-    timesteps     the noise level that the model gets, and its sinusoidal embedding
-    latents       latents, noise, noise level and target, before the model
+    timesteps     the noise level that is an input of the model, and its sinusoidal embedding
+    latents       latents, noise, noise level and target, before they are passed to the model
     ema           the moving average of trained weights
 
-    This role exists in the run of a vision-language model and is empty otherwise:
+    This role is used in the training of a vision-language model. Otherwise it is empty:
 
     vision        frozen weights of the vision tower and the projector, and their input pixels;
-                  their products have `compute`
+                  their matrix products are computed in `compute`
 
     Raises  UsageError PR000 for a value that a role cannot have.
     """
@@ -133,8 +136,8 @@ class Precision:
 
     @property
     def packed(self) -> bool:
-        """Whether the base's linear layers are packed: as nf4, or in the format of a published
-        checkpoint.
+        """Whether the linear layers of the base model are quantised, as nf4 or in the format of a
+        published checkpoint.
         """
         return self.base == "nf4" or self.base in PACKED_DTYPES
 
@@ -159,17 +162,17 @@ class Precision:
         return replace(self, **overrides)
 
     def items(self) -> Iterator[tuple[str, str]]:
-        """The roles that this run has, and their values."""
+        """Returns the roles that this run uses, and their values."""
         yield from ((role, value) for role, value in asdict(self).items() if value)
 
     def __str__(self) -> str:
-        """The short text form: the nearest preset and the roles that differ from it, such as
-        `bf16-pure grads=bf16`. `parse` reads it back.
+        """Returns the short text form, such as `bf16-pure grads=bf16`. It consists of the most
+        similar preset and the roles that differ from it. `parse` reads this text.
         """
         return self.text(min(PRESETS, key=lambda name: len(self._differences(name))))
 
     def text(self, preset: str) -> str:
-        """The short text form with this preset and the roles that differ from it."""
+        """Returns the short text form with this preset and the roles that differ from it."""
         pairs = (
             f"{role}={value.replace(', ', '/').replace(' ', ':')}"
             for role, value in self._differences(preset).items()
@@ -219,8 +222,8 @@ def _parse_role_dtype(role: str, value: str) -> str:
 
 
 def _parse_save(text: str) -> tuple[str, str]:
-    """`bf16` or `model bf16, adapter fp32` -> (model's dtype, adapter's dtype). If one of the two
-    is left out, it follows the other.
+    """Parses `bf16` or `model bf16, adapter fp32`. Returns (the model's dtype, the adapter's
+    dtype). If one of the two is missing, it is the same as the other.
     """
     parts = dict(part.split(None, 1) for part in text.split(",") if " " in part.strip())
     if not parts:

@@ -1,8 +1,8 @@
-"""Finds out whether a base model is already quantised, by which library and to which format, and
-whether that fits the declared precision.
+"""Finds out whether a base model is already quantised, by which library and to which format. Also
+checks whether this agrees with the declared precision.
 
-The facts come from the configuration of a saved model before it is loaded, or from the layers of a
-loaded model.
+Before a saved model is loaded, its configuration has this information. For a loaded model, its
+layers have it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ MAX_UNQUANTISED_SHARE = 0.10
 
 @dataclass(frozen=True)
 class Quantisation:
-    """How a base is quantised.
+    """Describes how a base model is quantised.
 
     library           the library's name in transformers
     weight_format     nf4, fp4, a dtype of packed bases, or the name of the library
-    compute, storage  the dtypes of products and of stored numbers; None if unknown
-    packing           the packing of a checkpoint whose files are read
-    unread_reason     why the checkpoint's files are not read
+    compute, storage  the dtypes of matrix products and of stored numbers; None if unknown
+    packing           how the weights of the checkpoint are packed, if its files are read
+    unread_reason     the reason why the checkpoint's files are not read
     is_loaded         whether this describes a loaded model, whose layers are packed
     """
 
@@ -67,8 +67,8 @@ class Quantisation:
 
 
 def quantisation_from_config(config: Any) -> Quantisation | None:
-    """Reads the quantisation from a transformers configuration; None for a model that is not
-    quantised.
+    """Reads the quantisation from a transformers configuration. Returns None for a model that is
+    not quantised.
     """
     text_config = config.get_text_config() if hasattr(config, "get_text_config") else None
     settings = getattr(config, "quantization_config", None) or getattr(
@@ -101,7 +101,7 @@ def quantisation_from_settings(settings: Mapping[str, Any]) -> Quantisation:
 
 
 def detect_quantisation(model: nn.Module) -> Quantisation | None:
-    """Finds the quantisation of a loaded model: the format that most of its layers have."""
+    """Finds the quantisation of a loaded model. This is the format that most of its layers have."""
     counts: Counter[Quantisation] = Counter()
     for module in model.modules():
         weight = module._parameters.get("weight")
@@ -136,10 +136,10 @@ def detect_quantisation(model: nn.Module) -> Quantisation | None:
 def check_base(
     quantisation: Quantisation | None, precision: Precision, model_name: str
 ) -> list[str]:
-    """Returns lines for the run's header about a base that was saved quantised; none for other
-    bases.
+    """Returns lines about a base model that was saved quantised, which are printed before training
+    starts. Returns an empty list for other base models.
 
-    Raises  UsageError for a base with which `precision` cannot be kept
+    Raises  UsageError if the base model does not agree with `precision`
     """
     if quantisation is None:
         refuse_unquantisable(precision.base, f"model {model_name}")
@@ -168,7 +168,7 @@ def check_base(
 
 
 def refuse_unquantisable(base: str, model: str) -> None:
-    """Raises UsageError for a declared base to which no model can be quantised when it is loaded."""
+    """Raises UsageError if models cannot be quantised to the dtype `base` when they are loaded."""
     if base in PACKED_DTYPES and base not in DTYPES_ON_LOAD:
         raise UsageError(
             f"{model}: its weights are not quantised, declared base {base}",
@@ -177,13 +177,13 @@ def refuse_unquantisable(base: str, model: str) -> None:
 
 
 def unquantised_share(model: nn.Module) -> tuple[float, str]:
-    """Returns the share of the frozen matrices' elements that are not quantised, and the name of
-    the largest such matrix.
+    """Returns the share of the elements of frozen matrices that is not quantised, and the name of
+    the largest matrix that is not quantised.
 
-    This finds stacked experts, which bitsandbytes does not quantise. Matrices that QLoRA never
-    quantises are not counted: embeddings, the head, and the tower and projector of a
-    vision-language model. The frozen copies of modules that an adapter trains in full are not
-    counted either.
+    This finds stacked experts, which bitsandbytes does not quantise. Some matrices are not counted,
+    because QLoRA never quantises them. These are embeddings, the head, and the vision tower and the
+    projector of a vision-language model. The frozen copies of modules that an adapter trains in
+    full are not counted either.
     """
     excluded = {
         id(p)
@@ -218,8 +218,9 @@ def unquantised_share(model: nn.Module) -> tuple[float, str]:
 
 
 def check_share(model: nn.Module, *, is_allowed: bool, dtype_name: str) -> list[str]:
-    """Returns lines for the run's header about a 4-bit base of which more than 10% is not
-    quantised. Raises UsageError for such a base without consent.
+    """Returns lines about a 4-bit base model if more than 10% of it is not quantised. They are
+    printed before training starts. Raises UsageError for such a model if the user has not allowed
+    it (`is_allowed`).
     """
     share, largest = unquantised_share(model)
     if share <= MAX_UNQUANTISED_SHARE:

@@ -1,8 +1,9 @@
-"""Resolves a preset and overrides on a device to one value for each role, with the reason for each
-value. Imports no torch.
+"""Determines the dtype of each role (each field of the precision) from a preset, the roles that the
+user set, and the device. Each dtype has a reason. Imports no torch.
 
-The rules of `contradictions` check the values. An error refuses the run; a warning is shown in the
-run's header. Every remedy that a rule names is tried on these settings (`advice`).
+The rules of `contradictions` check the values. If a rule reports an error, the run does not start.
+A warning is printed before training starts. Every change that a rule suggests is first tested with
+these settings (`advice`).
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
-    """The resolved precision of one run.
+    """The precision of one run, with the reason for each value.
 
-    reasons   role -> why it has its value: the preset, a line of the configuration file, or the
-              choice of `auto` on this device
-    warnings  findings that do not refuse the run
-    from_checkpoint  the base that `auto` took from a checkpoint that was published quantised, else
-                     ""
+    reasons   role -> the reason for its value, which is the preset, a line of the configuration
+              file, or the choice of `auto` on this device
+    warnings  problems that the rules report but that do not prevent the run
+    from_checkpoint  the dtype of the base that `auto` took from a checkpoint that was published
+                     quantised; else ""
     """
 
     precision: Precision
@@ -50,14 +51,14 @@ class Resolved:
 
     @property
     def text(self) -> str:
-        """The short text form with the chosen preset. Another preset may be nearer after roles were
-        changed.
+        """Returns the short text form with the chosen preset. If roles were changed, another preset
+        may be more similar.
         """
         return self.precision.text(self.preset)
 
     def to_json(self) -> str:
-        """The content of the `precision.json` beside saved weights, whose own files do not store
-        the precision.
+        """Returns the content of the file `precision.json`, which is saved next to the weights. The
+        files with the weights do not contain the precision.
         """
         return (
             json.dumps({"precision": self.text, "roles": self.precision.to_dict()}, indent=1) + "\n"
@@ -65,7 +66,7 @@ class Resolved:
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Returns (role, value, reason) of each role in the documented order. Stochastic rounding
-        and loss scaling are added to the value of `trainable` and `compute`.
+        is added to the value of `trainable`, and loss scaling to the value of `compute`.
         """
         precision = self.precision
         values = {role: getattr(precision, role) for role in (*ROLES, *TASK_ROLES)}
@@ -78,8 +79,8 @@ class Resolved:
         return [(role, value, self.reasons[role]) for role, value in values.items() if value]
 
     def to_dict(self) -> dict[str, dict[str, str]]:
-        """Each role's value and reason. A packed base also has `rest`, the dtype of the frozen
-        weights that are not packed.
+        """Returns the value and the reason of each role. If the base is quantised, it also has
+        `rest`, the dtype of the frozen weights that are not quantised.
         """
         declared = {
             role: {"value": value, "reason": self.reasons[role]}
@@ -124,18 +125,19 @@ def resolve(
     checkpoint: tuple[str, str] | None = None,
     family: str = "",
 ) -> Resolved:
-    """Resolves `preset` and role overrides.
+    """Determines the precision of a run from the preset and the roles in the settings.
 
     settings    `preset` and roles as in the configuration's precision section; None means the same
                 as a missing key
-    frozen      whether some weights of the model are not trained. By default this is so if there is
+    frozen      whether some weights of the model are not trained. The default is True if there is
                 an adapter
     sources     `precision.grads`, `adapter.kind`, `train.optimizer` -> where it was set
                 (`run.yaml:12`)
-    task_roles  further roles of the run's task -> a dtype, or the role that it follows (`compute`)
+    task_roles  further roles of the run's task -> a dtype, or another role from which it takes its
+                dtype (`compute`)
     checkpoint  (dtype, description) of a base that was published quantised; `auto` keeps that dtype
     family      the model's `model_type`; "" where it is not known
-    Raises      UsageError with every contradiction, the most severe first
+    Raises      UsageError that lists every contradiction, the most severe first
     """
     written = {
         f"precision.{role}": value for role, value in (settings or {}).items() if value is not None
@@ -180,7 +182,7 @@ class _RunSettings:
 
     preset              the preset that the user wrote, or auto
     roles               the roles that the user wrote
-    has_frozen_weights  None if the adapter decides it
+    has_frozen_weights  None if this depends on whether there is an adapter
     checkpoint          (dtype, description) of the base whose dtype `auto` keeps
     family              the model's `model_type`
     """
@@ -206,7 +208,9 @@ class _RunSettings:
 
 
 def _resolve_run(run: _RunSettings) -> tuple[Resolved, list[Finding]]:
-    """Resolves every role's value and reason, and returns them with the findings of the rules."""
+    """Determines the value and the reason of each role. Returns them together with the problems
+    that the rules report.
+    """
     preset, preset_reason = _resolve_preset(run)
     precision = _resolve_roles(run, preset)
     reasons = _find_reasons(run, preset_reason)
@@ -252,7 +256,9 @@ def _resolve_roles(run: _RunSettings, preset: str) -> Precision:
 
 
 def _find_reasons(run: _RunSettings, preset_reason: str) -> dict[str, str]:
-    """Returns role -> why it has its value. A later reason replaces an earlier one."""
+    """Returns a dict from each role to the reason for its value. If there are several reasons, the
+    last one counts.
+    """
     reasons = {role: preset_reason for role in ALL_ROLES if role not in TASK_ROLES}
     if run.optimizer_decides_states:
         source = run.sources.get("train.optimizer", "train.optimizer")
@@ -271,7 +277,7 @@ def _find_reasons(run: _RunSettings, preset_reason: str) -> dict[str, str]:
 
 
 def _list_settings(run: _RunSettings, resolved: Resolved, preset_reason: str) -> dict[str, Setting]:
-    """Lists the settings for the rules about contradictions."""
+    """Lists the settings that the rules about contradictions check."""
     sources = run.sources
     preset_source = sources.get("precision.preset", "default")
     settings: dict[str, Setting] = {}
@@ -298,8 +304,8 @@ def _list_settings(run: _RunSettings, resolved: Resolved, preset_reason: str) ->
 
 
 def _describe_preset(run: _RunSettings, preset: str, precision: Precision) -> str:
-    """Describes the preset. If roles were changed, the changed roles are listed instead, because
-    the preset's description may no longer be true.
+    """Describes the preset. If roles were changed, lists the changed roles instead, because the
+    description of the preset may no longer be true.
     """
     if run.checkpoint:
         return f"; base {precision.base}, as the checkpoint is"

@@ -1,7 +1,8 @@
-"""Finds the parts of a vision-language model: the text decoder, the towers that encode pictures,
-and the projectors between them.
+"""Finds the parts of a vision-language model. They are the text decoder, the towers that encode
+pictures, and the projectors between decoder and towers.
 
-Imports no transformers: the parts are found by a model's `get_decoder` and `get_encoder`.
+This module does not import transformers. It finds the parts with a model's `get_decoder` and
+`get_encoder`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ class VisionParts:
     """The paths of the parts in a vision-language model.
 
     language  the path of the text decoder
-    towers    the paths of the encoders of pictures or sound (Qwen's merger lies inside its tower)
+    towers    the paths of the encoders of pictures or sound (in Qwen, the merger is inside the
+              tower)
     head      the path of the output embeddings; "" if there are none
     """
 
@@ -31,8 +33,8 @@ class VisionParts:
     head: str
 
     def part_kind(self, name: str) -> str:
-        """Says which part a module or parameter of this path belongs to. A module outside the
-        towers, the decoder and the head is a projector.
+        """Returns the part to which the module or parameter at this path belongs. A module outside
+        the towers, the decoder and the head is a projector.
         """
         if _is_inside(name, self.language) or (self.head and _is_inside(name, self.head)):
             return LANGUAGE
@@ -41,7 +43,9 @@ class VisionParts:
         return PROJECTOR
 
     def projectors(self, model: nn.Module) -> list[str]:
-        """The paths of the projectors: the modules beside the decoder that are not towers."""
+        """Returns the paths of the projectors. These are the modules on the same level as the
+        decoder that are not towers.
+        """
         owner = self.language.rpartition(".")[0]
         children = model.get_submodule(owner).named_children()
         paths = [f"{owner}.{name}".removeprefix(".") for name, _ in children]
@@ -62,7 +66,7 @@ _PARTS_CACHE: WeakKeyDictionary[Any, VisionParts | None] = WeakKeyDictionary()
 
 def vision_parts(model: Any) -> VisionParts | None:
     """Finds the parts of a transformers model that has a vision configuration and a separate text
-    decoder. None for other models.
+    decoder. Returns None for other models.
 
     model  the transformers model itself, not PEFT's wrapper. The result is cached, because adapters
            do not move the parts
@@ -95,8 +99,8 @@ def _find_parts(model: Any) -> VisionParts | None:
 
 
 def is_vision_weight(model: Any, full_name: str) -> bool:
-    """Whether a parameter of this path in `model`, or in PEFT's wrapper of it, belongs to a tower
-    or a projector.
+    """Whether the parameter at this path belongs to a tower or a projector. `model` may also be
+    PEFT's wrapper of the model.
     """
     parts = vision_parts(model)
     return (
@@ -106,7 +110,8 @@ def is_vision_weight(model: Any, full_name: str) -> bool:
 
 
 def get_language_part(model: Any) -> nn.Module:
-    """Returns the text decoder of a vision-language model; any other model is returned unchanged."""
+    """Returns the text decoder of a vision-language model. Any other model is returned unchanged.
+    """
     parts = vision_parts(model)
     decoder: nn.Module = model if parts is None else model.get_submodule(parts.language)
     return decoder
