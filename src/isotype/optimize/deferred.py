@@ -328,8 +328,7 @@ def _materialise_before_write(name: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _calling_line() -> str:
-    """Returns the innermost running line of code outside of torch, this package and the observer.
-    """
+    """Returns the innermost running line of code outside of torch, this package and the observer."""
     for frame in reversed(traceback.extract_stack()):
         if not any(
             part in frame.filename
@@ -369,8 +368,7 @@ def _divide(x: Any, other: Any, **rest: Any) -> DeferredLogits | None:
 
 
 def _tanh(x: DeferredLogits) -> DeferredLogits | None:
-    """Returns None for a second tanh, which cannot be deferred. The op rejects a negative softcap.
-    """
+    """Returns None for a second tanh, which cannot be deferred. The op rejects a negative softcap."""
     if x.recipe.outer_factor is not None:
         return None
     return _replace_recipe(x, outer_factor=1.0)

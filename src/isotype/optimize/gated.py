@@ -113,8 +113,7 @@ def recognise(module: nn.Module) -> GatedSettings | str:
 
 
 def place_gated_mlp(path: str, module: nn.Module) -> Placement:
-    """Replaces the forward of a gated MLP by the op, if it computes the same output as the module.
-    """
+    """Replaces the forward of a gated MLP by the op, if it computes the same output as the module."""
     settings = replacement_blocker(module) or recognise(module)
     if isinstance(settings, str):
         return make_placement(PLACE_KIND, path, module, None, settings)

@@ -274,8 +274,7 @@ class Replacement:
 
     @property
     def form(self) -> str:
-        """Returns a text that is different for different replacements of the same global variable.
-        """
+        """Returns a text that is different for different replacements of the same global variable."""
         return "-".join((self.name, self.make.__name__, *map(str, self.options)))
 
 
@@ -290,8 +289,7 @@ def rebuild_blocker(forward: Any) -> str | None:
 
 
 def install_rebuilt_forward(module: nn.Module, replacements: list[Replacement]) -> None:
-    """Installs a copy of the instance's forward that uses these replacements of global variables.
-    """
+    """Installs a copy of the instance's forward that uses these replacements of global variables."""
     install_forward(
         module,
         InstanceMethod(rebuild_forward, module, arguments=(replacements,)),

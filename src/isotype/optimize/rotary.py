@@ -159,8 +159,7 @@ def detect_tables(model: nn.Module) -> Tables:
 
 
 def fill_meta_buffers(module: nn.Module) -> nn.Module:
-    """Returns the module. For a model on the meta device, returns a copy whose buffers have values.
-    """
+    """Returns the module. For a model on the meta device, returns a copy whose buffers have values."""
     if not any(buffer.is_meta for buffer in module.buffers(recurse=False)):
         return module
     filled = copy.copy(module)
@@ -208,8 +207,7 @@ def place_rotary(
 
 
 def rotary_blocker(function_name: str, original: Callable[..., Any]) -> str | None:
-    """Returns the reason why the function with this name cannot be replaced, or None if it may be.
-    """
+    """Returns the reason why the function with this name cannot be replaced, or None if it may be."""
     if library_name(original) in KERNEL_LIBRARIES:
         return f"{function_name} was already replaced by {library_name(original)}"
     if not has_rotary_signature(original):

@@ -110,8 +110,7 @@ def is_vision_weight(model: Any, full_name: str) -> bool:
 
 
 def get_language_part(model: Any) -> nn.Module:
-    """Returns the text decoder of a vision-language model. Any other model is returned unchanged.
-    """
+    """Returns the text decoder of a vision-language model. Any other model is returned unchanged."""
     parts = vision_parts(model)
     decoder: nn.Module = model if parts is None else model.get_submodule(parts.language)
     return decoder
