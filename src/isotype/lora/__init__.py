@@ -5,7 +5,7 @@ attach     finds the layers that the fused code computes exactly as PEFT does, a
 linear     one LoRA layer: its dtypes, the base product, the adapter's branch, and all gradients
 group      several LoRA layers with the same input (such as Q, K and V) in one autograd function
 mlp        a gated MLP in one autograd function
-dora       DoRA: the function of `linear`, and a trained scale for each output
+dora       DoRA, which multiplies each output of a LoRA layer by a trained scale
 quantised  packed weights, which are dequantised for each use, and linear layers with such weights
 products   matrix products with A and B that are summed in fp32, and casts of A and B
 """

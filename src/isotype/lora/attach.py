@@ -385,8 +385,8 @@ class LayerPlan(DroppedOnCopy):
 
 
 def refresh_plan(layer: Any) -> LayerPlan:
-    """Creates a new plan for a fused layer: when the op is attached, once per step, and after
-    PEFT's state has changed.
+    """Creates a new plan for a fused layer. This is done when the op is attached, once per step,
+    and after PEFT's state has changed.
     """
     plan = layer.__dict__[_PLAN] = LayerPlan(layer)
     return plan

@@ -3,8 +3,8 @@ autograd function. One matrix product multiplies x by all A matrices.
 
 These tensors are saved for backward: x once (or the tensors from which x is recomputed, see
 `ops.recomputable`), x Aᵀ of all projections, the weights, A and B, and one byte per element for
-each dropout. The gradients of x through all layers are added while they are computed. The gated MLP
-(`mlp`) uses the functions of this module too.
+each dropout. The gradient of x is the sum of the gradients through all layers. Each matrix product
+adds its result to this sum. The gated MLP (`mlp`) uses the functions of this module too.
 
 T tokens, K in features, O out features of a projection, R ranks of all projections together.
 """
@@ -204,8 +204,8 @@ def input_gradient(
     adapters' part. Only one weight is dequantised at a time.
 
     The adapters' part is computed first and rounded to the compute dtype. Each matrix
-    multiplication dy W then adds its result to it (`addmm_`). With the C++ kernels the adapters'
-    part is added last and is not rounded before.
+    multiplication dy W then adds its result to it (`addmm_`). With the C++ kernels, the adapters'
+    part is added last, without being rounded first.
 
     keep_masks  None without dropout
     """
@@ -264,7 +264,7 @@ def tensor_gradients(
     """Computes the gradient of each tensor of the flat list, in the tensor's dtype, or None if it
     is not needed. x may be None if no weight and no A needs a gradient.
 
-    dys           in the products' dtype
+    dys           the gradients of the outputs, in the dtype of the matrix products
     incoming_dys  the gradients that autograd passed; the gradients of biases are their sums
     keep_masks    None without dropout
     """

@@ -363,8 +363,8 @@ def lora_linear_reference(
     scale: float = 1.0,
     keep_mask: Tensor | None = None,
 ) -> Tensor:
-    """Computes `lora_linear` in plain PyTorch, correct also for fp64 inputs. `keep_mask` is true
-    for the elements of x that dropout keeps in the adapter branch.
+    """Computes `lora_linear` in plain PyTorch. It is also correct for fp64 inputs. `keep_mask` is
+    true for the elements of x that dropout keeps in the adapter branch.
     """
     branch_input = x
     if keep_mask is not None:

@@ -416,7 +416,7 @@ def _gradients_from_x(
     the tensors in the flat list). The outputs of gate and up, their gradients and h are computed
     for one tile of tokens at a time.
 
-    dense_weights  the dequantised weights, in the dtype of the products
+    dense_weights  the dequantised weights, in the dtype of the matrix products
     x_dtype        dtype of the gradient of x; None if it is not needed
     """
     inner_count = len(b_matrices) - 1

@@ -458,8 +458,8 @@ def _is_full_precision(key: Key) -> bool:
 
 
 def _sample_elements(tensor: Tensor) -> Tensor:
-    """Returns a view of elements that have equal distances from each other. If the tensor is not
-    contiguous, all selected elements are from one row.
+    """Returns a view of some elements of the tensor, at equal distances from each other. If the
+    tensor is not contiguous, all selected elements are from one row.
     """
     part = local_part(tensor)
     while not part.is_contiguous() and part.dim() > 1:

@@ -4,7 +4,7 @@ deviations are violations. Others are only counted.
 These are violations:
 - a matrix product in another dtype than `compute`; in an adapter, in another dtype than the one
   that is declared for the adapter's branch;
-- a loss that is narrower than `loss`;
+- a loss in a narrower dtype than the declared `loss`;
 - a sum in a narrower dtype than declared, for example when values are accumulated in backward, in
   an update or in a buffer, in norms of gradients, and inside a normalisation layer;
 - a number in bf16 or fp16 by which the loss is divided or with which gradients are clipped;
@@ -785,7 +785,7 @@ class ContractChecker:
         )
 
     def _check_cast(self, call: Call, lineage: Lineage) -> None:
-        """Reports positions, tables, counts and norms of gradients that a cast rounds."""
+        """Reports a cast that rounds positions, tables, counts or norms of gradients."""
         if call.op.base_name == "copy" and len(call.args) > 1:
             target = call.args[0]
             source = call.args[1]
@@ -827,8 +827,8 @@ class ContractChecker:
     def _check_cast_values(
         self, call: Call, values: Tensor, target: Tensor, dtype_name: str
     ) -> None:
-        """Reports whole numbers that the dtype cannot represent (bf16: above 256). For a table with
-        another dtype than `compute`, it reports any number that is rounded.
+        """Reports whole numbers that the dtype cannot represent, such as numbers above 256 in bf16.
+        For a table with another dtype than `compute`, it reports any number that is rounded.
         """
         values = values[values.isfinite() & (values.abs() < MASK_BOUND * 100)]
         is_whole = not values.is_floating_point() or bool((values == values.round()).all())

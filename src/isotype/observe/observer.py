@@ -502,7 +502,7 @@ def iterate_state_dtypes(
     """Yields (key, dtype name) for each tensor of an optimizer state. The name is None for a step
     count and for an auxiliary tensor of an 8-bit state, such as its scales.
 
-    A block-wise 8-bit state is called int8, also if uint8 stores it.
+    A block-wise 8-bit state is called int8, even if it is stored as uint8.
     """
     eight_bits = (torch.uint8, torch.int8)
     tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}

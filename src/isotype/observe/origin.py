@@ -297,7 +297,9 @@ def site_place(site: Site | None, symbol: str | None = None) -> Place:
 
 
 def short_path(file: str) -> str:
-    """A shortened path: the part after site-packages, or the path relative to the current folder."""
+    """Returns a shortened path, which is the part after site-packages or the path relative to the
+    current folder.
+    """
     for mark in _PACKAGE_FOLDERS:
         if mark in file:
             return file.rpartition(mark)[2]

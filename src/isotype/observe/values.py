@@ -110,8 +110,8 @@ def storage_address(tensor: Tensor) -> int:
 class Lineage:
     """Describes what a value was computed from.
 
-    sources    bits INPUT, WEIGHT, BUFFER and FLOAT_INPUT: the kinds of tensors from which it was
-               computed
+    sources    the kinds of tensors from which the value was computed, as the bits INPUT, WEIGHT,
+               BUFFER and FLOAT_INPUT
     additions  the number of additions in a narrow dtype that Python code in backward made to
                compute it
     products   the numbers of matrix products on which the value depends, if these products are not

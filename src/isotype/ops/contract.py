@@ -1,5 +1,5 @@
-"""OpContract: the declared dtype rule of a differentiable function. The module does not import
-torch, so that the doctor's commands can read contracts quickly.
+"""Defines `OpContract`, the dtype rule that a differentiable function declares. The module does not
+import torch, so that the doctor's commands can read contracts quickly.
 """
 
 from __future__ import annotations

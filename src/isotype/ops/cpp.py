@@ -152,9 +152,9 @@ def load_or_build_library(source: Path) -> ctypes.CDLL:
 def load_library(folder: Path, stem: str) -> ctypes.CDLL | None:
     """Loads the stored library of this name, or returns None if there is none.
 
-    The file's name ends with a checksum of its content. A file with other content (such as an
-    incomplete file, left by a machine that stopped) is removed, and so is a file that other users
-    can write. A file that the system cannot load is not removed.
+    The file's name ends with a checksum of its content. A file with other content is removed. It
+    may be incomplete, because the machine stopped while it was written. A file to which other users
+    can write is removed too. A file that the system cannot load is not removed.
 
     Raises  BuildError, NotPrivateError
     """

@@ -1,5 +1,5 @@
-"""Gradient checkpointing that skips a part of a layer's recompute. It skips results that backward
-does not read, and results that were kept from the forward.
+"""Implements gradient checkpointing that skips a part of a layer's recompute. It skips results that
+backward does not read, and results that were kept from the forward.
 
 A layer under gradient checkpointing runs twice: once for its output, and again inside backward for
 the tensors that its gradients need. This module tells an op which of the two runs is in progress.

@@ -137,7 +137,7 @@ class DeferredTensor(Tensor):
     """A tensor with shape, dtype and device, but without memory. Functions that need its values get
     the real tensor.
 
-    computed  the real tensor, or None if it was not needed yet
+    computed  the real tensor, or None until it is needed
     """
 
     computed: Tensor | None

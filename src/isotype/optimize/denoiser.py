@@ -371,9 +371,10 @@ class AdaptiveSettings:
     embedding_is_first  whether the embedding is the first argument after x
     chunks              number of chunks into which the linear layer's output is split
     scale, shift        the indices of the chunks that are scale and shift
-    returns_rows_only   whether the other chunks are not returned after the rows
-    has_second_rows     whether there are nine chunks; after four further chunks the rows are then
-                        returned again with chunk 6 as shift and chunk 7 as scale, and then chunk 8
+    returns_rows_only   whether only the rows are returned, without the other chunks
+    has_second_rows     whether there are nine chunks; the norm then returns the rows, four chunks,
+                        the rows a second time (with chunk 6 as shift and chunk 7 as scale), and
+                        chunk 8
     """
 
     argument: str

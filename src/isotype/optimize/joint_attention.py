@@ -2,8 +2,8 @@
 over the tokens of picture and text together. An attention layer is recognised by its child modules
 and by its output for a small test input.
 
-The new forward calls the same children and the ops `rope` and `attention`. For backward it saves
-the projections. From these it recomputes query and key after normalisation, concatenation and
+The new forward calls the same child modules and the ops `rope` and `attention`. For backward it
+saves the projections. From these it recomputes query and key after normalisation, concatenation and
 rotation.
 
 B pictures, S tokens, N heads, D head size.
@@ -66,8 +66,8 @@ class JointSettings:
 
 
 def is_candidate(module: nn.Module) -> bool:
-    """Whether this is an attention layer of diffusers with a processor, whose query, key and value
-    read one tensor.
+    """Whether this is an attention layer of diffusers that has a processor, and whose query, key
+    and value have the same input.
     """
     return (
         type(module).__module__.startswith("diffusers.")
@@ -190,7 +190,7 @@ def compute_joint_attention(
 
 def join_projections(module: Any, parts: list[Tensor], norms: list[str]) -> Tensor:
     """Concatenates projections [B S_i N*D] along the tokens and returns [B N S D]. If the module
-    has a norm for a projection, the norm is applied before.
+    has a norm for a projection, the norm is applied first.
     """
     heads = []
     for i, part in enumerate(parts):

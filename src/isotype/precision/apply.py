@@ -2,9 +2,9 @@
 model compute matrix products in the dtype `compute`, and casts the outputs of norms and embeddings
 to it.
 
-The forward of the model inside a trainer's wrapper is wrapped. So generation, evaluation and
-callbacks compute in the same dtypes as training. Only instances are changed, never classes. A
-deepcopy of the model computes in the same dtypes.
+If a trainer has wrapped the model, the forward of the model inside this wrapper is changed. So
+generation, evaluation and callbacks compute in the same dtypes as training. Only instances are
+changed, never classes. A deepcopy of the model computes in the same dtypes.
 """
 
 from __future__ import annotations

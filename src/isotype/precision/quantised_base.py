@@ -1,8 +1,8 @@
 """Finds out whether a base model is already quantised, by which library and to which format. Also
 checks whether this agrees with the declared precision.
 
-Before a saved model is loaded, its configuration has this information. For a loaded model, its
-layers have it.
+The module reads this from the configuration of a saved model before it is loaded, or from the
+layers of a loaded model.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Quantisation:
     """Describes how a base model is quantised.
 
     library           the library's name in transformers
-    weight_format     nf4, fp4, a dtype of packed bases, or the name of the library
+    weight_format     nf4, fp4, another dtype of packed weights, or the name of the library
     compute, storage  the dtypes of matrix products and of stored numbers; None if unknown
     packing           how the weights of the checkpoint are packed, if its files are read
     unread_reason     the reason why the checkpoint's files are not read

@@ -13,7 +13,7 @@ GPU back ends. The choice does not read the values of tensors.
          compiled
 
 cuDNN and FlashAttention are called as operators, so PyTorch does not check whether they support the
-call. This module checks the same conditions as PyTorch. Their source are the functions
+call. This module checks the same conditions as PyTorch. These conditions are in the functions
 `can_use_cudnn_attention`, `can_use_flash_attention` and `check_prefer_cudnn_attention` in
 aten/src/ATen/native/transformers/cuda/sdp_utils.cpp of PyTorch 2.13.
 """

@@ -71,7 +71,7 @@ def attention_reference(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Computes `attention` in plain PyTorch, correct also for fp64 inputs."""
+    """Computes `attention` in plain PyTorch. It is also correct for fp64 inputs."""
     with autocast_off(query_BNSD):
         dtype = arithmetic_dtype(query_BNSD.dtype)
         heads_per_key = query_BNSD.shape[1] // key_BMTD.shape[1]
@@ -114,8 +114,8 @@ def _make_rows_contiguous(*tensors: Tensor) -> list[Tensor]:
 
 
 def _mask_bytes(mask: Tensor, batch: int, queries: int, keys: int) -> Tensor:
-    """Returns the mask as bytes [B T S'], where S' is S rounded up to whole blocks. The queries of
-    a key are adjacent, as in the scores.
+    """Returns the mask as bytes [B T S'], where S' is S rounded up to whole blocks. For each key,
+    the values of all queries are adjacent in memory, as in the scores.
     """
     mask_BST = mask[:, 0].expand(mask.shape[0], queries, keys)
     bytes_BTS = mask_BST.transpose(1, 2).view(torch.uint8)
@@ -415,17 +415,17 @@ def attention(
     mask        bool[B or 1, 1 or N, S, T], true where a query attends to a key
     causal      query i attends to keys 0 to i only
     scale       factor of the scores; 1 / sqrt(D) by default
-    window      a query attends to itself and the window - 1 keys before it; `causal` decides about
-                the keys after it
+    window      a query attends to itself and the window - 1 keys before it; `causal` decides
+                whether it also attends to later keys
     softcap     scores become softcap * tanh(score / softcap)
     documents   documents of packed rows: a query attends only to keys of the same document; S = T
     ->          F[B N S D]; zeros for a query that attends to no key
     inside      scores, their softmax and all sums in fp32; probabilities are cast to F before they
                 are multiplied by value
     grads       query: F   key: F   value: F   (gradients of shared heads are summed in fp32)
-    In bf16 on a CPU this runs C++ kernels (the recurrences of FlashAttention-2, Dao 2023, with
-    queries as vector lanes). On a GPU it runs cuDNN's or FlashAttention's kernels. In all other
-    cases it calls PyTorch's scaled_dot_product_attention.
+    In bf16 on a CPU this runs C++ kernels. They use the recurrences of FlashAttention-2 (Dao 2023)
+    and process several queries in one vector register. On a GPU it runs cuDNN's or FlashAttention's
+    kernels. In all other cases it calls PyTorch's scaled_dot_product_attention.
     Raises  DtypeError DT001 when the dtypes differ without autocast; ShapeError SH001; UsageError
             for a window or softcap below its range
     """

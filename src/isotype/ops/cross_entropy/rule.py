@@ -24,7 +24,7 @@ RuleArguments = tuple[int, tuple[float, float, float, float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossRule:
-    """The options of a row's loss.
+    """The options with which the loss of a row is computed.
 
     loss = (1 - label_smoothing) nll + label_smoothing mean_v(nll_v) + z_loss lse^2, where nll and
     lse are computed from softcap tanh(logit_scale x / softcap) of the logits x.
@@ -79,7 +79,9 @@ class LossRule:
 
     @property
     def arguments(self) -> RuleArguments:
-        """The rule as arguments of a library op, which takes only numbers and lists of numbers."""
+        """Returns the rule as arguments of a library op, which can only be numbers and lists of
+        numbers.
+        """
         return self.ignore_index, (
             self.label_smoothing,
             self.logit_scale,
@@ -89,7 +91,7 @@ class LossRule:
 
     @property
     def cpp_arguments(self) -> tuple[int, float, float, float, float]:
-        """The rule in the order of the C++ kernels' parameters."""
+        """Returns the values of the rule in the order of the C++ kernels' parameters."""
         return self.ignore_index, self.label_smoothing, self.logit_scale, self.softcap, self.z_loss
 
 
@@ -330,7 +332,7 @@ def cross_entropy_backward(
 
 
 def zero_ignored_(gradient_TV: Tensor, targets_T: Tensor, rule: LossRule) -> Tensor:
-    """Sets the gradient of ignored rows to 0, also where their logits are not finite."""
+    """Sets the gradient of ignored rows to 0, even if their logits are not finite."""
     ignored_T = targets_T == rule.ignore_index
     if not can_count_rows(targets_T):
         return gradient_TV.masked_fill_(ignored_T.unsqueeze(-1), 0)
@@ -371,8 +373,8 @@ class RowValues(NamedTuple):
 
 
 class Upstream(NamedTuple):
-    """The upstream gradients of each row, fp32[N]; None means zero. `entropy` is the entropy
-    itself, which is needed with dentropy.
+    """The upstream gradients of each row, fp32[N]; None means zero. `entropy` is the entropy of
+    each row, which is needed if dentropy is given.
     """
 
     dlog_probs: Tensor | None
@@ -384,8 +386,8 @@ class Upstream(NamedTuple):
 def allocate_row_values(
     rows: int, dtype: torch.dtype, device: torch.device, requested: RequestedValues
 ) -> RowValues:
-    """Allocates outputs for `rows` rows. They are filled with 0, and top1 with -1, for rows that
-    are not written later.
+    """Allocates outputs for `rows` rows. They are filled with 0, and top1 with -1. Rows that are
+    not written later keep these values.
     """
 
     def zeros(is_requested: bool) -> Tensor:
@@ -447,8 +449,7 @@ def row_value_gradients(
     """Writes the gradient of the logits to `out_NV`, which may be `logits_NV` itself, and returns
     it. Column 0 is the class `first_class`.
 
-    An ignored row has inf as its logsumexp. Its gradient is 0, also where its logits are not
-    finite.
+    An ignored row has inf as its logsumexp. Its gradient is 0, even if its logits are not finite.
     """
     for rows, z in wide_blocks(logits_NV, rule):
         log_p = z.sub_(lse_N[rows].unsqueeze(-1))

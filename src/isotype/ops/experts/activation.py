@@ -36,7 +36,9 @@ def _split_halves(g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def activation_reference(g: Tensor, kind: Activation) -> Tensor:
-    """Computes the activation [... G] -> [... I] in plain PyTorch, correct also for fp64 inputs."""
+    """Computes the activation [... G] -> [... I] in plain PyTorch. It is also correct for fp64
+    inputs.
+    """
     if isinstance(kind, str):
         return gated_reference(*_split_halves(g), kind)
     if not isinstance(kind, Clamped):

@@ -99,7 +99,7 @@ def experts_reference(
     activation: Activation = "silu",
     transposed: bool = False,
 ) -> Tensor:
-    """Computes `experts` in plain PyTorch, one expert after the other, correct also for fp64
+    """Computes `experts` in plain PyTorch, one expert after the other. It is also correct for fp64
     inputs.
     """
     dtype = product_dtype(x, up, down)

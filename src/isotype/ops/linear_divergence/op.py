@@ -1,9 +1,9 @@
 """The op `linear_divergence` computes divergences between the distributions of two heads, with
 gradients. T tokens, H and G hidden sizes, V vocabulary size.
 
-The logits of both heads exist for one chunk of rows at a time. If the student's head is frozen,
-forward computes the gradient of its hidden states from these logits. Otherwise backward computes
-the logits again.
+The logits of both heads are computed for one chunk of rows at a time. If the student's head is
+frozen, forward computes the gradient of its hidden states from these logits. Otherwise backward
+computes the logits again.
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ def linear_divergence_reference(
 
 
 def divergence(s: Tensor, t: Tensor, beta: float) -> Tensor:
-    """Computes the divergence of two sets of log-probabilities [*n V], with a graph of autograd."""
+    """Computes the divergence of two tensors of log-probabilities [*n V]. Autograd can
+    differentiate it.
+    """
     if beta == 0.0:
         return (t.exp() * (t - s)).sum(-1)
     if beta == 1.0:
@@ -173,8 +175,8 @@ class Heads(NamedTuple):
 def empty_outputs(
     hidden_TH: Tensor, want_gradient: bool, want_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocates divergences, entropies, and the gradient of the hidden rows. The last two are empty
-    if forward does not compute them.
+    """Allocates divergences, entropies, and the gradient of the hidden rows. The entropies and the
+    gradient are empty if forward does not compute them.
     """
     stored = stored_gradient_dtype(hidden_TH.dtype, hidden_TH.device)
     fp32 = arithmetic_dtype(hidden_TH.dtype)

@@ -135,8 +135,8 @@ def gptq(tensors: Tensors, rows: slice, wide: torch.dtype, layout: Layout) -> Te
     """Decodes GPTQ's integers of 4 or 8 bits, which are packed along K.
 
     qweight  int32[K bits/32 O]
-    qzeros   int32[G O bits/32]; files of GPTQ's first version store them minus one
-             (`layout.first_zero` is 1)
+    qzeros   int32[G O bits/32]; in files of GPTQ's first version, 1 is subtracted from them
+             (`layout.first_zero` is then 1)
     scales   any float [G O]
     g_idx    int32[K], the group of each column (act-order), or absent
     """
@@ -198,8 +198,8 @@ def nvfp4(tensors: Tensors, rows: slice, wide: torch.dtype, layout: Layout) -> T
 
 
 def mxfp4(tensors: Tensors, rows: slice, wide: torch.dtype, layout: Layout) -> Tensor:
-    """Decodes MXFP4, which consists of 4-bit floats. Each 32 values of a row have a power of two as
-    their scale.
+    """Decodes MXFP4, which consists of 4-bit floats. For every 32 values of a row there is one
+    scale, which is a power of two.
 
     weight_packed  uint8[O K/2]
     weight_scale   uint8[O K/32], exponents with a bias of 127
