@@ -2,7 +2,8 @@
 
 attach     finds the layers that the fused code computes exactly as PEFT does, and replaces their
            forward
-linear     one LoRA layer: its dtypes, the base product, the adapter's branch, and all gradients
+linear     one LoRA layer: its dtypes, the matrix product with the base weight, the adapter's
+           branch, and all gradients
 group      several LoRA layers with the same input (such as Q, K and V) in one autograd function
 mlp        a gated MLP in one autograd function
 dora       DoRA, which multiplies each output of a LoRA layer by a trained scale

@@ -201,8 +201,8 @@ def adapted_product(
 
     On a GPU the adapter branch is computed first, and the matrix multiplication with the base
     weight adds its result to it. The matrix product of the adapter branch then moves 2 bytes per
-    element of the output. It would move 4 bytes if it ran second and added its result to the base
-    product.
+    element of the output. It would move 4 bytes if it ran second and added its result to the output
+    of the base layer.
 
     adapter_first   the result of `should_run_adapter_first(x)`
     calls_kernels_directly  the result of `can_call_kernels_directly` for x
@@ -675,7 +675,7 @@ def lora_linear(
     ->       Y[*n o]    autocast's dtype, else X; for a packed weight always X
     inside   Y; for a packed weight `compute_dtype`, else X. Adapter gradients are summed in fp32.
              The adapter branch is computed in fp32 if `branch_fp32` is set, and if PEFT would
-             compute it in another dtype than the base product
+             compute it in another dtype than the matrix product with the base weight
     grads    each in the dtype of its tensor; none for a packed weight
     Raises   DtypeError DT001 when autocast is off and X is not W; ShapeError SH001
     """

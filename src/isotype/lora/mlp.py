@@ -115,8 +115,8 @@ def _compute_mlp(
     adapters: tuple[CastAdapters | None, CastAdapters | None] = (None, None),
     calls_kernels_directly: bool = False,
 ) -> tuple[list[Tensor], AdapterProducts, AdapterProducts, Tensor]:
-    """Returns (outputs of gate and up, adapter products of gate and up, adapter products of down,
-    output).
+    """Returns (outputs of gate and up, `AdapterProducts` of gate and up, `AdapterProducts` of down,
+    output of down).
 
     skip_output  whether the output is not read; it then gets no values
     adapters     the result of `_cast_mlp_adapters`, if several tiles share it

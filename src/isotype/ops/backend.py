@@ -33,7 +33,7 @@ _UNSAFE_VIEW_OP = torch.ops.aten._unsafe_view.default
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype that autocast uses on `x`'s device, or None if autocast is off there."""
+    """Returns the dtype that autocast uses on `x`'s device, or None if autocast is off there."""
     device_type = x.device.type
     if device_type == "meta":
         # PyTorch raises an error for questions about autocast on the meta device
@@ -84,7 +84,7 @@ class _AutocastOff:
 
 
 def arithmetic_dtype(*dtypes: torch.dtype) -> torch.dtype:
-    """The dtype of an op's arithmetic: fp32, or fp64 when any input is fp64."""
+    """Returns the dtype of an op's arithmetic. This is fp32, or fp64 if any input is fp64."""
     if torch.float64 in dtypes:
         return torch.float64
     return torch.float32
@@ -125,8 +125,8 @@ def empty_rows_like(x_BNSD: Tensor) -> Tensor:
 
 
 def product_dtype(x: Tensor, *operands: Tensor) -> torch.dtype:
-    """Returns the dtype of a matrix product of these tensors: autocast's dtype where autocast is on
-    (fp64 is exempt), else the promoted dtype.
+    """Returns the dtype of a matrix product of these tensors. This is autocast's dtype if autocast
+    is on, except for fp64 tensors. Otherwise it is the promoted dtype.
     """
     dtype = x.dtype
     for operand in operands:

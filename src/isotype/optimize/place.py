@@ -72,11 +72,11 @@ def optimize(
     lora_branch  with "fp32", matrix products with A and B are computed in fp32, also if the other
                  matrix products are narrower
     ->         the Manifest, which can be printed
-    Norms run `rms_norm`, rotary functions `rope`, attention in bf16 on a CPU `attention`, gated
-    MLPs `silu_mul` or `gelu_mul`, the head with its loss `linear_cross_entropy`, LoRA layers
-    `lora_linear`, gated MLPs of LoRA layers `lora_mlp`, stacked experts with and without LoRA
-    `experts`, and 4-bit layers `linear_4bit`. `model.generate` may be called during training; the
-    module `generation` describes how.
+    It places `rms_norm` in norms, `rope` in rotary functions, `attention` in attention layers, and
+    `silu_mul` or `gelu_mul` in gated MLPs. The head and its loss use `linear_cross_entropy`. LoRA
+    layers use `lora_linear`, and gated MLPs of LoRA layers use `lora_mlp`. Stacked experts with and
+    without LoRA use `experts`, and 4-bit layers use `linear_4bit`. `model.generate` may be called
+    during training; the module `generation` describes how.
     Raises  UsageError if `model` is not a module, and for an unknown precision or lora_branch
     """
     if lora_branch not in ("compute", "fp32"):
