@@ -2,6 +2,10 @@
 computes.
 """
 
+import json
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
 import pytest
 import torch
 from hypothesis import given
@@ -26,24 +30,48 @@ from tests.api import (
 )
 
 
-class Others(World):
-    """The first of several processes, of which the others say what is given."""
+class InThreads(World):
+    """One of several processes, which are threads here."""
 
-    def __init__(self, *others):
-        self.size, self.others = 1 + len(others), others
+    def __init__(self, rank, values, barrier):
+        self.rank, self.size = rank, len(values)
+        self.values, self.barrier = values, barrier
 
     def gather(self, value):
-        return [value, *({**value, **other} for other in self.others)]
+        self.barrier.wait()  # all have read the values before
+        self.values[self.rank] = value
+        self.barrier.wait()
+        return json.loads(json.dumps(self.values))
+
+    def run_on_first(self, work, **options):
+        return self.gather(work() if self.is_first else None)[0]
+
+
+def compare(*facts):
+    """Compares the facts of so many processes; all must raise the same error."""
+    barrier, values = Barrier(len(facts)), [None] * len(facts)
+
+    def refuse(rank):
+        try:
+            refuse_differences(InThreads(rank, values, barrier), **facts[rank])
+        except UsageError as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(len(facts)) as threads:
+        errors = list(threads.map(refuse, range(len(facts))))
+    assert len(set(map(str, errors))) == 1
+    if errors[0] is not None:
+        raise errors[0]
 
 
 def test_a_process_that_differs_is_named():
-    refuse_differences(Others({}, {}), versions="torch 2", data="abc")
-    with pytest.raises(UsageError, match=r"rank 2 \(node7\) and rank 0 .* have different data"):
-        refuse_differences(
-            Others({}, {"host": "node7", "data": "abd"}), versions="torch 2", data="abc"
-        )
+    ours = {"versions": "torch 2", "data": "abc"}
+    compare(ours, ours, ours)
+    with pytest.raises(UsageError, match=r"rank 2 \(.*\) and rank 0 .* have different data"):
+        compare(ours, ours, ours | {"data": "abd"})
     with pytest.raises(UsageError, match="different versions: torch 1 and torch 2"):
-        refuse_differences(Others({"versions": "torch 1"}), versions="torch 2", data="abc")
+        compare(ours, ours | {"versions": "torch 1"})
 
 
 def test_the_setting_that_differs_is_named():
@@ -56,21 +84,21 @@ def test_the_setting_that_differs_is_named():
     with pytest.raises(
         UsageError, match=r"different configuration: train\.seed: 1 and train\.seed: 0"
     ):
-        refuse_differences(Others({"configuration": its}), configuration=mine)
+        compare({"configuration": mine}, {"configuration": its})
 
 
 def test_the_settings_of_the_model_and_every_library_that_decides_are_compared(monkeypatch):
     theirs, ours = (setting_lines({"rms_norm_eps": eps, "layers": 2}) for eps in (1e-5, 1e-6))
     message = r"different settings of the model: rms_norm_eps: 1e-05 and rms_norm_eps: 1e-06"
     with pytest.raises(UsageError, match=message):
-        refuse_differences(Others({MODEL_SETTINGS: theirs}), **{MODEL_SETTINGS: ours})
+        compare({MODEL_SETTINGS: ours}, {MODEL_SETTINGS: theirs})
     installed = dict.fromkeys(agree.COMPARED_PACKAGES, "1")
     monkeypatch.setattr(agree.metadata, "version", installed.__getitem__)
     ours = versions()
     for package in ("tokenizers", "diffusers", "accelerate", "safetensors"):
         installed[package] = "0"
         with pytest.raises(UsageError, match=f"different versions: {package} 0 and {package} 1"):
-            refuse_differences(Others({"versions": versions()}), versions=ours)
+            compare({"versions": ours}, {"versions": versions()})
         installed[package] = "1"
 
 
@@ -89,14 +117,16 @@ def test_another_seed_has_another_fingerprint():
 def test_a_folder_that_another_machine_does_not_see(monkeypatch, tmp_path):
     monkeypatch.setattr(agree, "SHARED_FOLDER_TIMEOUT", 0.0)
 
-    class Blind(Others):
+    class Blind(World):
+        size = 2
+
         def gather(self, value):
             return [value, [False, "node7"]]
 
     with pytest.raises(
         UsageError, match=r"is not the same folder for rank 1 on node7 as for rank 0"
     ) as refused:
-        refuse_folder_of_another_machine(Blind({}), tmp_path)
+        refuse_folder_of_another_machine(Blind(), tmp_path)
     assert "--out FOLDER" in refused.value.fix
     assert list(tmp_path.iterdir()) == []
 

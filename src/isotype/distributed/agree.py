@@ -44,28 +44,30 @@ def refuse_differences(world: World, **facts: str) -> None:
 
     facts  a text for each of `versions`, `configuration`, `data`, `weights` and MODEL_SETTINGS
     """
-    facts_by_rank = world.gather({"host": socket.gethostname(), **facts})
+    facts_of_first: dict[str, str] = world.run_on_first(lambda: facts)
+    differences = {
+        name: _first_difference(name, text, facts_of_first[name])
+        for name, text in facts.items()
+        if text != facts_of_first[name]
+    }
+    reports = world.gather([socket.gethostname(), differences])
     for name in facts:
-        differing_ranks = [
-            rank
-            for rank, theirs in enumerate(facts_by_rank)
-            if theirs[name] != facts_by_rank[0][name]
-        ]
-        if not differing_ranks:
-            continue
-        difference = ""
-        if name in ("versions", "configuration", MODEL_SETTINGS):
-            lines = (facts_by_rank[rank][name].splitlines() for rank in (differing_ranks[0], 0))
-            difference = next(
-                f": {theirs} and {ours}"
-                for theirs, ours in zip_longest(*lines, fillvalue="")
-                if theirs != ours
+        ranks = [rank for rank, (_, found) in enumerate(reports) if name in found]
+        if ranks:
+            host, found = reports[ranks[0]]
+            raise UsageError(
+                f"rank {', '.join(map(str, ranks))} ({host}) and rank 0 ({reports[0][0]}) have"
+                f" different {name}{found[name]}",
+                fix=_FIXES[name],
             )
-        raise UsageError(
-            f"rank {', '.join(map(str, differing_ranks))} ({facts_by_rank[differing_ranks[0]]['host']}) and rank 0"
-            f" ({facts_by_rank[0]['host']}) have different {name}{difference}",
-            fix=_FIXES[name],
-        )
+
+
+def _first_difference(name: str, text: str, text_of_first: str) -> str:
+    """The first line in which two texts differ, for the message; "" for texts that are hashes."""
+    if name not in ("versions", "configuration", MODEL_SETTINGS):
+        return ""
+    lines = zip_longest(text.splitlines(), text_of_first.splitlines(), fillvalue="")
+    return next(f": {theirs} and {ours}" for theirs, ours in lines if theirs != ours)
 
 
 def refuse_folder_of_another_machine(world: World, folder: Path) -> None:

@@ -53,6 +53,9 @@ class BoundedStore:
         value: bytes = self._call(lambda: self._store.get(key))
         return value
 
+    def delete(self, key: str) -> None:
+        self._call(lambda: self._store.delete_key(key))
+
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all these keys are set."""
         return bool(self._call(lambda: self._store.check(list(keys))))

@@ -28,6 +28,10 @@ HEARTBEAT_INTERVAL = 0.5  # seconds between two heartbeats
 # seconds without a heartbeat after which a process counts as dead; this is much longer than
 # HEARTBEAT_INTERVAL, because a busy machine delays heartbeats
 HEARTBEAT_TIMEOUT = 8.0
+# seconds between two looks at the heartbeats of all processes, for each process: all processes look
+# at the same time
+SEARCH_PAUSE_PER_PROCESS = 0.01
+FAILED_KEY = "failed"  # set after any process has reported an error; prefix of the reports' keys
 ENDED_KEY = "ended"  # prefix of the keys of the processes that end because of another process
 
 
@@ -91,9 +95,11 @@ def read_failure(store: BoundedStore, ranks: Iterable[int]) -> tuple[int, dict[s
     """Returns the first of these processes that reported an error, with its report; None if none
     did.
     """
+    if not store.check([FAILED_KEY]):  # one call, not one for each process
+        return None
     for rank in ranks:
-        if store.check([f"failed/{rank}"]):
-            return rank, json.loads(store.get(f"failed/{rank}"))
+        if store.check([f"{FAILED_KEY}/{rank}"]):
+            return rank, json.loads(store.get(f"{FAILED_KEY}/{rank}"))
     return None
 
 
@@ -101,7 +107,7 @@ def has_reported_its_end(store: BoundedStore, rank: int) -> bool:
     """Whether a process reported that it ends: after its own error, because of another process, or
     because the run is done.
     """
-    return any(store.check([f"{key}/{rank}"]) for key in ("failed", ENDED_KEY, "left"))
+    return any(store.check([f"{key}/{rank}"]) for key in (FAILED_KEY, ENDED_KEY, "left"))
 
 
 def read_lost_message(store: BoundedStore, ranks: Iterable[int]) -> str:
@@ -156,7 +162,7 @@ def find_lost_processes(
                 newest_heartbeat := read_heartbeat(store, rank)
             ) is not None and newest_heartbeat.count > last_heartbeat.count:
                 del waiting[rank]
-        time.sleep(0.1)
+        time.sleep(max(0.1, SEARCH_PAUSE_PER_PROCESS * size))
     dead += [
         LostProcess(heartbeat, True, f"gave no sign of life for {timeout:g} s")
         for heartbeat in waiting.values()

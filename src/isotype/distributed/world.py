@@ -5,8 +5,12 @@ is a single process: its methods exchange nothing and return their arguments.
 
 A waiting process finds out why another does not answer. An error of one process is raised in all of
 them. A process that is dead or late is named with its rank, machine and step. Waits through the
-store look for such failures. Gradients and the sums of a step go through a process group, whose
+store look for such failures. Gradients, sums and gathered values go through a process group, whose
 errors name no process and are replaced.
+
+The store holds only results of the first process, turns, heartbeats and errors. It is one thread
+of one process, so that a call of it must not have a cost for each pair of processes
+(`benchmarks/world.py`).
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ from ..wording import first_line
 from .bounded_store import BoundedStore, StoreTimeoutError
 from .heartbeat import (
     ENDED_KEY,
+    FAILED_KEY,
     HEARTBEAT_TIMEOUT,
     HeartbeatThread,
     LostProcess,
@@ -47,6 +52,8 @@ Result = TypeVar("Result")
 AnyError = TypeVar("AnyError", bound=IsotypeError)
 CHECK_INTERVAL = 0.5  # seconds between two checks for failures while waiting
 MAX_PAUSE = 0.05  # longest pause in seconds between two reads of the awaited key
+# the pause per process where it is longer: together the processes read 500 times a second
+PAUSE_PER_PROCESS = 0.002
 # seconds without a heartbeat after which `find_lost_processes` is asked about a process
 SUSPECT_AFTER = 2.0
 # numbers the runs of these processes, so that each run has its own keys in the store
@@ -155,6 +162,8 @@ class JoinedWorld(World):
         self._store = store
         self._timeout = timeout
         self._exchange_count = 0
+        self._published_keys: list[str] = []  # since the last exchange that all processes entered
+        self._max_pause = max(MAX_PAUSE, PAUSE_PER_PROCESS * position.size)
         self.prints_errors = position.rank == 0
         self._stored_error: IsotypeError | None = None
         self._has_reported_failure = False
@@ -179,7 +188,8 @@ class JoinedWorld(World):
         with self._collective(), _disable_current_modes():
             summed = torch.tensor(values, dtype=torch.float64)
             dist.all_reduce(summed, group=self._cpu_group)
-            return summed.tolist()
+        self._delete_published_keys()
+        return summed.tolist()
 
     def any(self, flag: bool) -> bool:
         return self.sum([float(flag)])[0] > 0
@@ -217,12 +227,25 @@ class JoinedWorld(World):
         return self._collective(has_other_work=True)
 
     def gather(self, value: Any) -> list[Any]:
-        key = self._begin_exchange()
-        self._publish(f"{key}/{self.rank}", json.dumps(value))
-        return [
-            json.loads(self._wait_for_key(f"{key}/{rank}", owner_rank=rank))
-            for rank in range(self.size)
-        ]
+        text = json.dumps(value).encode()
+        with self._collective(), _disable_current_modes():
+            texts = self._gather_bytes(text)
+        self._delete_published_keys()
+        return [json.loads(text) for text in texts]
+
+    def _gather_bytes(self, text: bytes) -> list[bytes]:
+        """The texts of all processes by rank, padded with blanks to the same length. The first
+        process collects them and sends them to all.
+        """
+        longest = torch.tensor([len(text)])
+        dist.all_reduce(longest, dist.ReduceOp.MAX, group=self._cpu_group)
+        length = int(longest)
+        texts = torch.empty(self.size, length, dtype=torch.uint8)
+        row = torch.frombuffer(bytearray(text.ljust(length)), dtype=torch.uint8)
+        rows = list(texts.unbind()) if self.is_first else None
+        dist.gather(row, rows, group=self._cpu_group)
+        dist.broadcast(texts, src=0, group=self._cpu_group)
+        return [row.numpy().tobytes() for row in texts]
 
     def run_on_first(self, work: Callable[[], Result], *, without_timeout: bool = False) -> Result:
         key = self._begin_exchange()
@@ -255,7 +278,8 @@ class JoinedWorld(World):
             return  # another process failed and has reported it
         self._has_reported_failure = True
         with suppress(Exception):  # the store may be gone, and the original error matters more
-            self._store.set(f"failed/{self.rank}", json.dumps(error_to_json(error)))
+            self._store.set(f"{FAILED_KEY}/{self.rank}", json.dumps(error_to_json(error)))
+            self._store.set(FAILED_KEY, "")
 
     def close(self) -> None:
         """Waits until all processes have reached the end of the run, and then closes the connection.
@@ -265,9 +289,9 @@ class JoinedWorld(World):
         with suppress(Exception):
             self._store.set(f"left/{self.rank}", "")
             if self._stored_error is None and not self._has_reported_failure:
-                for rank in range(self.size):
-                    self._wait_for_key(f"left/{rank}", owner_rank=rank)
+                dist.all_reduce(torch.zeros(1), group=self._cpu_group)
             elif self.is_first:
+                self._destroy_group()  # ends the exchanges in which the others wait
                 # the store may end with this process, so the others must read the error first
                 remaining_ranks = set(range(self.size)) - self._lost_ranks
                 deadline = time.monotonic() + LEAVE_TIMEOUT
@@ -276,6 +300,9 @@ class JoinedWorld(World):
                 ):
                     time.sleep(0.05)
         self._heartbeats.stop()
+        self._destroy_group()
+
+    def _destroy_group(self) -> None:
         if dist.is_initialized():
             with suppress(Exception):
                 dist.destroy_process_group()
@@ -285,6 +312,19 @@ class JoinedWorld(World):
             self._store.set(key, value)
         except StoreTimeoutError as error:
             raise self._explain_failure(error) from error
+        self._published_keys.append(key)
+
+    def _delete_published_keys(self) -> None:
+        """Deletes the keys that this process has published. All processes have read these keys if
+        all have entered a later exchange. Otherwise the store would grow during the whole run.
+        """
+        published_keys = self._published_keys
+        self._published_keys = []
+        for key in published_keys:
+            try:
+                self._store.delete(key)
+            except RuntimeError as error:
+                raise self._explain_failure(error) from error
 
     def _begin_exchange(self) -> str:
         self._exchange_count += 1
@@ -324,7 +364,7 @@ class JoinedWorld(World):
                     value: bytes = self._store.get(key)
                     return value
                 time.sleep(pause)
-                pause = min(MAX_PAUSE, pause * 1.5)
+                pause = min(self._max_pause, pause * 1.5)
                 current_time = time.monotonic()
                 if current_time - last_check < CHECK_INTERVAL:
                     continue

@@ -197,13 +197,13 @@ def _load_best_weights(loop: Loop, world: World) -> int:
     best_step: int | None = world.run_on_first(lambda: loop.store.best)
     if best_step is None or best_step == loop.progress.step:
         return loop.progress.step
-    if reason := world.run_on_first(lambda: loop.store.find_damage(best_step)):
+    if reason := loop.store.find_damage(best_step, world):
         loop.console.print_line(
             f"warning   the best checkpoint, step_{best_step}, is damaged ({reason}): the result is the"
             " last step's weights"
         )
         return loop.progress.step
-    checkpoint = loop.store.load(best_step, local_row_selector(loop.model))
+    checkpoint = loop.store.load(best_step, local_row_selector(loop.model), is_verified=True)
     restore_model(loop.model, checkpoint.tensors)
     # the averages of a schedule-free optimizer are computed from its states
     if loop.config.train.optimizer == SCHEDULE_FREE:

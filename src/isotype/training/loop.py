@@ -21,6 +21,7 @@ from ..observe.continuity import (
     report_differences,
     report_narrow_values,
 )
+from ..runs.checkpoint.snapshot import seed_rank
 from ..runs.checkpoint.store import Checkpoint, CheckpointStore
 from ..runs.folder import Metrics, RunFolder
 from ..runs.mapped_files import MappedFiles
@@ -189,6 +190,8 @@ class Loop:
         self.pace.start()
         self.model.train()
         is_shared = self.stepper.sharding is not None
+        if self.world.size > 1:
+            seed_rank(train.seed, step, self.world.rank)
         batches = [
             batch.to(self.device)
             for batch in load_local_batches(

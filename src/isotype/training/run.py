@@ -196,7 +196,7 @@ class _TrainingRun:
         step: int | None = None
         unusable_checkpoints: list[str] = []
         if self.is_resuming:
-            step, unusable_checkpoints = world.run_on_first(loop.store.find_newest_intact)
+            step, unusable_checkpoints = loop.store.find_newest_intact(world)
             refuse_fewer_steps(loop, step)
             self._record_resume(step, changes)
         self._write_start(loop, prepared)

@@ -21,13 +21,14 @@ from ..observe.continuity import (
     report_narrow_values,
 )
 from ..runs.checkpoint.snapshot import (
+    PROCESS_COUNT,
     Progress,
-    gather_random_state,
     local_tensors,
     optimizer_tensors,
+    random_state,
     restore_model,
     restore_optimizer,
-    restore_rank_random_state,
+    restore_random_state,
     trainable_tensors,
 )
 from ..runs.checkpoint.store import Checkpoint, CheckpointStore
@@ -59,7 +60,7 @@ class RunState:
     def take_checkpoint(self) -> Checkpoint:
         """Returns the current state; for a shared model, this process's part of it."""
         stepper = self.stepper
-        random_tensors, random_json = gather_random_state(self.world)
+        random_tensors, random_json = random_state()
         optimizer, optimizer_numbers = optimizer_tensors(self.model, stepper.optimizer)
         share_changed = None if stepper.share_changed is None else float(stepper.share_changed)
         loss_scale = None if stepper.loss_scale is None else asdict(stepper.loss_scale)
@@ -67,7 +68,8 @@ class RunState:
             "progress": asdict(self.progress),
             "share_changed": share_changed,
             "stream": self.stream.state(),
-            **random_json,
+            "random": random_json,
+            PROCESS_COUNT: self.world.size,
             "optimizer": optimizer_numbers,
             "optimizer_is": stepper.train.optimizer,
             "optimizer_groups": group_counters(stepper.optimizer),
@@ -118,12 +120,9 @@ class RunState:
         if self.has_optimizer_states(checkpoint):
             restore_optimizer(self.model, stepper.optimizer, checkpoint.tensors, state["optimizer"])
             convert_states(stepper.optimizer, state.get("optimizer_groups", []))
-        processes = restore_rank_random_state(
-            checkpoint.tensors,
-            state,
-            self.world.rank,
-            seed=(stepper.train.seed, checkpoint.step),
-        )
+        if self.world.size == 1:  # several processes are seeded at each step
+            restore_random_state(checkpoint.tensors, state["random"])
+        processes = int(state.get(PROCESS_COUNT, 1))
         self.progress = Progress.from_file(state["progress"])
         self.stream.restore(state["stream"])
         if (changed := state.get("share_changed")) is not None:

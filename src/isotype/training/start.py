@@ -377,7 +377,9 @@ def restore_checkpoint(loop: Loop, step: int | None, console: RunConsole) -> Non
             loop.metrics.cut_after(-1)
         console.print_line("resume    no whole checkpoint: starting from the beginning")
         return
-    writing_processes = loop.restore(loop.store.load(step, local_row_selector(loop.model)))
+    writing_processes = loop.restore(
+        loop.store.load(step, local_row_selector(loop.model), is_verified=True)
+    )
     if world.is_first:
         loop.store.clean_up(loop.progress.best_step)
     if writing_processes != world.size:

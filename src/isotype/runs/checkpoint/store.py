@@ -24,7 +24,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ...errors import RunError
-from .atomic_folder import Processes, find_damage, write_folder, write_folder_together, write_text
+from .atomic_folder import (
+    Processes,
+    find_damage,
+    find_damage_together,
+    write_folder,
+    write_folder_together,
+    write_text,
+)
 
 _STEP = re.compile(r"^step_(\d+)$")
 STATE = "state.json"
@@ -131,30 +138,43 @@ class CheckpointStore:
             if existing not in steps_to_keep:
                 shutil.rmtree(self.path(existing), ignore_errors=True)
 
-    def find_damage(self, step: int) -> str | None:
-        """The reason why this checkpoint cannot be trusted; None if the checkpoint is intact."""
-        return find_damage(self.path(step), needs=(TENSORS, STATE))
+    def find_damage(self, step: int, processes: Processes | None = None) -> str | None:
+        """The reason why this checkpoint cannot be trusted; None if the checkpoint is intact.
 
-    def find_newest_intact(self) -> tuple[int | None, list[str]]:
+        processes  the processes that call this together; each computes the checksums of some files
+        """
+        if processes is None:
+            return find_damage(self.path(step), needs=(TENSORS, STATE))
+        return find_damage_together(self.path(step), (TENSORS, STATE), processes)
+
+    def find_newest_intact(
+        self, processes: Processes | None = None
+    ) -> tuple[int | None, list[str]]:
         """Returns the step of the newest complete checkpoint, None if there is none, and messages
         about newer checkpoints that are damaged.
+
+        processes  as in `find_damage`
         """
         damage_messages: list[str] = []
-        for step in reversed(self.steps()):
-            reason = self.find_damage(step)
+        steps = self.steps() if processes is None else processes.run_on_first(self.steps)
+        for step in reversed(steps):
+            reason = self.find_damage(step, processes)
             if reason is None:
                 return step, damage_messages
             damage_messages.append(f"checkpoint step_{step} is damaged ({reason})")
         return None, damage_messages
 
-    def load(self, step: int, select_rows: RowSelector | None = None) -> Checkpoint:
+    def load(
+        self, step: int, select_rows: RowSelector | None = None, *, is_verified: bool = False
+    ) -> Checkpoint:
         """Loads the checkpoint of a step.
 
         select_rows  the rows of each tensor that this process keeps; by default all
+        is_verified  `find_damage` was called before, so that no checksum is computed here
         Raises  RunError CK002 for a checkpoint that is incomplete, or that Isotype did not write
         """
         path = self.path(step)
-        reason = self.find_damage(step)
+        reason = None if is_verified else self.find_damage(step)
         if reason is None:
             try:
                 state = json.loads((path / STATE).read_text(encoding="utf-8"))
