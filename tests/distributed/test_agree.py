@@ -3,6 +3,7 @@ computes.
 """
 
 import json
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from isotype.cli.app import main
 from isotype.config.schema import RunConfig, TrainSection
 from isotype.distributed.world import World, _select_gpu
 from isotype.errors import UsageError
@@ -147,6 +149,56 @@ TORCHRUN = {
 }  # fmt: skip
 
 
+SRUN = {
+    "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "6", "SLURM_LOCALID": "2", "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "PMI_SIZE": "8", "PMI_RANK": "6",
+}  # fmt: skip
+MPIRUN = {
+    "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}  # fmt: skip
+MEETING_PLACE = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        (SRUN, (6, 8, 2, 4, "srun")),
+        # all tasks of a machine were on GPU 0
+        (SRUN | {"RANK": "6", "WORLD_SIZE": "8"}, (6, 8, 2, 4, "torchrun")),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "5,3"}, (6, 8, 2, 3, "srun")),
+        (MPIRUN, (3, 4, 1, 2, "mpirun")),
+        ({"PMI_SIZE": "2", "PMI_RANK": "1", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}, (1, 2, 1, 2, "mpirun")),
+        (SRUN | TORCHRUN, (3, 4, 1, 2, "torchrun")),
+    ],
+)  # fmt: skip
+def test_processes_of_srun_and_mpirun_are_one_run(environ, expected):
+    found = find_rank(environ | MEETING_PLACE)
+    fields = (found.rank, found.size, found.local_rank, found.local_size, found.launcher)
+    assert fields == expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "count"),
+    [
+        ({}, 1),
+        (TORCHRUN | {"LOCAL_RANK": "0"}, 1),
+        (TORCHRUN, 0),
+        (SRUN, 0),
+        (MPIRUN, 0),
+        (TORCHRUN | {"ISOTYPE_LAUNCHED_BY": "isotype"}, 1),
+    ],
+)
+def test_a_refusal_is_printed_once_a_machine(environ, count, monkeypatch, capsys):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["isotype", "train", "no_such_file.yaml"])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    assert exit_.value.code == 2
+    assert capsys.readouterr().err.count("isotype: ") == count
+
+
 def test_without_a_launcher_there_is_one_process():
     assert find_rank({}).size == 1
     assert find_rank({"RANK": "0", "WORLD_SIZE": "1"}).size == 1
@@ -174,7 +226,10 @@ def test_variables_that_contradict_each_other_are_refused(subtests):
             {k: v for k, v in TORCHRUN.items() if k != "MASTER_ADDR"},
             "MASTER_ADDR does not say where they meet",
         ),
-        ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "3"}, "SLURM started 8 tasks"),
+        (SRUN, "srun started 8 processes, and MASTER_ADDR does not say where they meet"),
+        (SRUN | {"MASTER_ADDR": "node0"}, "srun started 8 processes, and MASTER_PORT"),
+        (MPIRUN, "mpirun started 4 processes, and MASTER_ADDR"),
+        ({"PMI_SIZE": "2", "PMI_RANK": "1"}, "mpirun started 2 processes"),
     ):
         with subtests.test(said), pytest.raises(UsageError, match=said):
             find_rank(environ)

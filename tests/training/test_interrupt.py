@@ -49,6 +49,16 @@ def test_under_nohup_the_run_continues_after_sighup(hang_up):
         assert not interrupt.is_requested
 
 
+def test_sigusr1_saves_and_stops_however_often_it_comes():
+    """SLURM sends SIGUSR1 before the end of a job, to the launcher too. It ended the run at once."""
+    with Interrupt() as interrupt:
+        interrupt.begin()
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGUSR1)
+        assert interrupt.is_requested
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
 # --- What reads the output of a run goes away, as `| head` does: the run goes on.
 
 

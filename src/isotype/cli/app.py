@@ -199,6 +199,15 @@ def prepare(command: str) -> None:
         wait_passively()
 
 
+def _is_shown_by_another_process(error: IsotypeError) -> bool:
+    """Whether the first process of this machine prints this error too: it is a refusal, which all
+    processes raise before they know one another.
+    """
+    from ..distributed.rank import is_first_of_machine
+
+    return isinstance(error, UsageError) and not is_first_of_machine()
+
+
 def main() -> None:
     """The entry point. Errors that a user caused are printed as one line on stderr without a
     traceback, which `ISOTYPE_TRACEBACK=1` shows.
@@ -212,7 +221,7 @@ def main() -> None:
     except IsotypeError as error:
         if os.environ.get("ISOTYPE_TRACEBACK"):
             raise
-        if not error.is_shown_elsewhere:
+        if not error.is_shown_elsewhere and not _is_shown_by_another_process(error):
             print(f"isotype: {error}", file=sys.stderr)
         sys.exit(error.exit_status)
     except ModuleNotFoundError as error:

@@ -177,7 +177,7 @@ def _report_failure(
 
 @contextmanager
 def _forward_signals(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """Forwards SIGINT, SIGTERM and SIGHUP to every process within this block, once for each signal
+    """Forwards SIGINT, SIGTERM, SIGHUP and SIGUSR1 to every process within this block, once for each signal
     that arrives.
     """
 
@@ -188,7 +188,7 @@ def _forward_signals(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[N
 
     previous_handlers: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             # under nohup SIGHUP is ignored, and stays ignored
             if number != signal.SIGHUP or signal.getsignal(number) is signal.SIG_DFL:
                 previous_handlers[number] = signal.signal(number, forward)

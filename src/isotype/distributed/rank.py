@@ -1,12 +1,14 @@
 """Reads from the launcher's environment variables which process of a run this is. Imports no torch.
 
 `torchrun`, `accelerate launch` and `isotype train --processes N` set the same variables: RANK,
-WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
+WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT. SLURM's `srun` and MPI's `mpirun`
+set their own variables, and do not say where the processes meet.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -15,6 +17,26 @@ from ..errors import UsageError
 
 LAUNCHED_BY = "ISOTYPE_LAUNCHED_BY"
 _TORCHRUN = "start with torchrun, which sets them all, or unset RANK and WORLD_SIZE"
+
+
+@dataclass(frozen=True)
+class _Scheduler:
+    """A program that starts processes, and the names of its variables."""
+
+    name: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+
+
+_SCHEDULERS = (
+    _Scheduler("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+    _Scheduler("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+               "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    # MPICH and Intel MPI; srun sets these too, and is recognised before
+    _Scheduler("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +60,19 @@ def find_rank(environ: Mapping[str, str] = os.environ) -> Rank:
     Raises  UsageError for variables that contradict each other, and for tasks that a scheduler
             started without a launcher
     """
-    if "RANK" not in environ and "WORLD_SIZE" not in environ:
-        _refuse_tasks_without_launcher(environ)
+    scheduler = _find_scheduler(environ)
+    launcher = environ.get(LAUNCHED_BY, "")
+    if "RANK" in environ or "WORLD_SIZE" in environ:
+        rank = _read_number(environ, "RANK")
+        size = _read_number(environ, "WORLD_SIZE")
+        is_accelerate = "ACCELERATE_MIXED_PRECISION" in environ
+        launcher = launcher or ("accelerate" if is_accelerate else "torchrun")
+    elif scheduler is not None:
+        rank = _read_number(environ, scheduler.rank)
+        size = _read_number(environ, scheduler.size)
+        launcher = scheduler.name
+    else:
         return Rank()
-    rank = _read_number(environ, "RANK")
-    size = _read_number(environ, "WORLD_SIZE")
     if not 0 <= rank < size:
         raise UsageError(
             f"RANK={rank} is not one of WORLD_SIZE={size} processes, counted from 0", fix=_TORCHRUN
@@ -50,31 +80,72 @@ def find_rank(environ: Mapping[str, str] = os.environ) -> Rank:
     if size == 1:
         return Rank()
     for name in ("MASTER_ADDR", "MASTER_PORT"):
-        if not environ.get(name):
-            raise UsageError(
-                f"WORLD_SIZE={size} processes, and {name} does not say where they meet",
-                fix=_TORCHRUN,
-            )
-    local_rank = _read_number(environ, "LOCAL_RANK", "0")
-    local_size = _read_number(environ, "LOCAL_WORLD_SIZE", "1")
-    launcher = environ.get(LAUNCHED_BY) or (
-        "accelerate" if "ACCELERATE_MIXED_PRECISION" in environ else "torchrun"
-    )
+        if environ.get(name):
+            continue
+        if "RANK" in environ:
+            message = f"WORLD_SIZE={size} processes, and {name} does not say where they meet"
+            raise UsageError(message, fix=_TORCHRUN)
+        raise _no_meeting_place_error(launcher, size, name)
+    local_rank, local_size = _find_local_rank(environ, scheduler, rank)
     return Rank(
         rank=rank, size=size, local_rank=local_rank, local_size=local_size, launcher=launcher
     )
 
 
-def _refuse_tasks_without_launcher(environ: Mapping[str, str]) -> None:
-    tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
-    if tasks.isdigit() and int(tasks) > 1:
-        raise UsageError(
-            f"SLURM started {tasks} tasks, and each would be a separate run",
-            fix=(
-                "one task a node, and in it: torchrun --nnodes $SLURM_NNODES --nproc-per-node GPUS"
-                " --rdzv-backend c10d --rdzv-endpoint FIRST_NODE:29500 -m isotype train ..."
-            ),
+def _find_scheduler(environ: Mapping[str, str]) -> _Scheduler | None:
+    """The scheduler that started this process as one of several; None if there is none."""
+    for scheduler in _SCHEDULERS:
+        size = environ.get(scheduler.size, "1")
+        if scheduler.rank in environ and size.isdecimal() and int(size) > 1:
+            return scheduler
+    return None
+
+
+def _find_local_rank(
+    environ: Mapping[str, str], scheduler: _Scheduler | None, rank: int
+) -> tuple[int, int]:
+    """The rank of this process among those of its machine, and their number."""
+    is_of_scheduler = scheduler is not None and environ.get(scheduler.rank) == str(rank)
+    if scheduler is None or "LOCAL_RANK" in environ or not is_of_scheduler:
+        return _read_number(environ, "LOCAL_RANK", "0"), _read_number(
+            environ, "LOCAL_WORLD_SIZE", "1"
         )
+    local_rank = _read_number(environ, scheduler.local_rank, "0")
+    local_sizes = _expand_counts(environ.get(scheduler.local_size, "1"))
+    node = _read_number(environ, "SLURM_NODEID", "0")
+    return local_rank, max(local_rank + 1, local_sizes[min(node, len(local_sizes) - 1)])
+
+
+def is_first_of_machine(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether no other process of this machine has a lower rank. True for the processes of our
+    launcher, which shows the output of one of them.
+    """
+    if LAUNCHED_BY in environ:
+        return True
+    names = ("LOCAL_RANK", *(scheduler.local_rank for scheduler in _SCHEDULERS))
+    return next((environ[name] for name in names if environ.get(name)), "0") == "0"
+
+
+def _expand_counts(text: str) -> list[int]:
+    """The number of tasks of each node, from SLURM's short form: `4(x2),3` is 4, 4, 3."""
+    counts: list[int] = []
+    for match in re.finditer(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts or [1]
+
+
+def _no_meeting_place_error(launcher: str, size: int, name: str) -> UsageError:
+    """The error for processes that a scheduler started, each of which would be a separate run."""
+    return UsageError(
+        f"{launcher} started {size} processes, and {name} does not say where they meet: each would"
+        " be a separate run",
+        fix=(
+            "set MASTER_ADDR to the first machine and MASTER_PORT to a free port for all of them"
+            " (on one machine: 127.0.0.1 and 29500), or start one process a machine, and in it:"
+            " torchrun --nnodes MACHINES --nproc-per-node GPUS --rdzv-backend c10d --rdzv-endpoint"
+            " FIRST_MACHINE:29500 -m isotype train ..."
+        ),
+    )
 
 
 def _read_number(environ: Mapping[str, str], name: str, default: str = "") -> int:

@@ -243,8 +243,8 @@ def wrap_header(lines: str, width: int) -> str:
 
 
 class Interrupt:
-    """A context in which SIGINT, SIGTERM or SIGHUP (a closed terminal or a broken connection) sets
-    `is_requested`.
+    """A context in which SIGINT, SIGTERM, SIGHUP (a closed terminal or a broken connection) or
+    SIGUSR1 (`sbatch --signal=USR1@120`) sets `is_requested`.
 
     While `is_training` is true, the loop saves after its current step and stops; a second signal
     stops it at once. Before training a signal raises KeyboardInterrupt, since tokenising may take
@@ -261,6 +261,8 @@ class Interrupt:
                 self._previous_handlers[number] = signal.signal(number, self._handle)
             if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup ignores it
                 self._previous_handlers[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._hang_up)
+            if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+                self._previous_handlers[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._warn)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -280,6 +282,11 @@ class Interrupt:
         self.is_requested = True
         if is_immediate:
             raise KeyboardInterrupt
+
+    def _warn(self, number: int, frame: FrameType | None) -> None:
+        """Handles SIGUSR1, which SLURM may send to a process and to its launcher."""
+        if not self.is_requested:
+            self._handle(number, frame)
 
     def _hang_up(self, number: int, frame: FrameType | None) -> None:
         """Handles SIGHUP. The signal may arrive twice, from the kernel and from the shell, and
