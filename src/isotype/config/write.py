@@ -32,14 +32,14 @@ _SECTION_DESCRIPTIONS = {
     "diffusion": "The objective of a diffusion model.",
     "adapter": "The weights that are trained: an adapter, or every weight of the model.",
     "precision": (
-        "The dtype of every role of the run. A preset fills all of them; the keys below override"
-        " single roles."
+        "The dtypes of a run. A preset sets all of them; each key below overrides the preset for"
+        " one dtype."
     ),
     "preference": "Settings of the objectives that learn which answers are preferred (train.objective).",
     "distil": "Settings of the objective distil, which learns from a teacher.",
     "train": "The objective, the steps, the optimizer and the memory of the training.",
-    "run": "The files that a run writes, and when it writes them.",
-    "parallel": "Settings of a run on several processes: isotype train --gpus N, or torchrun.",
+    "run": "Which files a run writes, and when.",
+    "parallel": "Settings of a run on several processes (isotype train --gpus N, or torchrun).",
 }
 
 

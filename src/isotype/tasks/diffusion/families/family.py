@@ -475,28 +475,26 @@ _VIDEO = "it makes videos, and Isotype trains on pictures only"
 
 REFUSED: dict[str, str] = {
     "StableDiffusionInstructPix2PixPipeline": (
-        "its U-Net takes both pictures as channels; FluxKontextPipeline trains on pairs"
+        "its U-Net gets both pictures as channels; use FluxKontextPipeline, which trains on pairs"
     ),
     "FluxFillPipeline": (
-        "it completes masked pictures, and Isotype has no masked input; FluxPipeline trains"
+        "it fills masked parts of pictures, which Isotype cannot train; use FluxPipeline"
     ),
-    "FluxControlPipeline": "it draws from a second picture (depth, edges); FluxPipeline trains",
-    "StableDiffusionControlNetPipeline": "ControlNet is not offered: Isotype trains the denoiser",
+    "FluxControlPipeline": "it needs a second picture (depth, edges) as input; use FluxPipeline",
+    "StableDiffusionControlNetPipeline": "Isotype trains the denoiser, but no ControlNet",
     "StableDiffusionXLInpaintPipeline": (
-        "it completes masked pictures, and Isotype has no masked input; StableDiffusionXLPipeline"
-        " trains"
+        "it fills masked parts of pictures, which Isotype cannot train; use"
+        " StableDiffusionXLPipeline"
     ),
     "StableDiffusionXLImg2ImgPipeline": (
-        "the refiner draws from a picture; StableDiffusionXLPipeline trains"
+        "the refiner needs a picture as input; use StableDiffusionXLPipeline"
     ),
-    "SanaSprintPipeline": (
-        "it is distilled to few steps with a loss of its own; SanaPipeline trains"
-    ),
-    "StableCascadePriorPipeline": "it has two denoisers in a row",
-    "KolorsPipeline": "its text encoder is not one of transformers' own",
-    "HunyuanDiTPipeline": "its captions have two masks and a style, which were never tried here",
-    "WanImageToVideoPipeline": f"{_VIDEO}; WanPipeline trains on them as single frames",
-    "LTXImageToVideoPipeline": f"{_VIDEO}; LTXPipeline trains on them as single frames",
+    "SanaSprintPipeline": ("it is distilled to a few steps with a special loss; use SanaPipeline"),
+    "StableCascadePriorPipeline": "it runs two denoisers, one after the other",
+    "KolorsPipeline": "its text encoder is not part of transformers",
+    "HunyuanDiTPipeline": "its captions have two masks and a style, which Isotype does not support",
+    "WanImageToVideoPipeline": f"{_VIDEO}; use WanPipeline, which trains on pictures as single frames",
+    "LTXImageToVideoPipeline": f"{_VIDEO}; use LTXPipeline, which trains on pictures as single frames",
     "LTX2Pipeline": "it makes videos with sound, and Isotype trains on pictures only",
     "HunyuanVideoPipeline": _VIDEO,
     "CogVideoXPipeline": _VIDEO,

@@ -392,7 +392,7 @@ class Sana(Family):
     text_output_indices = {"text": 0, "mask": 1}
     text_width_key = "caption_channels"
     text_arguments = MASK_ARGUMENTS
-    comfyui_blocker = "ComfyUI itself has no Sana"
+    comfyui_blocker = "ComfyUI does not support Sana"
     adapted_block_classes = ("SanaTransformerBlock",)
 
     def encode_text(
@@ -449,7 +449,7 @@ class Lumina2(Family):
     keeps_text_lengths = True
     text_width_key = "cap_feat_dim"
     text_arguments = MASK_ARGUMENTS
-    comfyui_blocker = "ComfyUI keeps its queries, keys and values in one matrix of other widths"
+    comfyui_blocker = "ComfyUI stores queries, keys and values in one matrix of another width"
 
     def prepare(self, denoiser: Any) -> None:
         """Converts the table of positions from complex128 to complex64, because complex128 would
