@@ -1,8 +1,8 @@
-"""Recognises columns that mark answers as unwanted (`label`, `kto_tag`, `feedback`, ...).
+"""Recognises columns that mark answers as unwanted, such as `label`, `kto_tag` and `feedback`.
 
-An objective that learns every answer would learn the unwanted ones too, so it refuses the first row
-with such a mark. Only the user knows whether the column judges the answer or names a class, so the
-error names the settings for both cases.
+Some objectives train on every answer. They would also train on unwanted answers, so the run stops
+with an error at the first row that has such a mark. Only the user knows whether the column judges
+the answer or names a class, so the error message names the settings for both cases.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ LEARN_LABELS_FIX = "train.objective=kto learns from labels (docs/preferences.md)
 
 
 def refuse_unwanted_answer(row: Mapping[str, Any], location: str, *, has_answer: bool) -> None:
-    """Raises UsageError if a column of the row, or a key of a learnt turn, marks the answer as
-    unwanted.
+    """Raises UsageError if a column of the row marks the answer as unwanted, or if a key of a turn
+    that the model learns does.
 
     row         the row, with its keys renamed by `data.columns`
-    has_answer  False for a plain text. There a number or a word names a class, so only the JSON
-                value false marks the text as unwanted
+    has_answer  False for a plain text. In a row with plain text, a number or a word names a class.
+                So only the JSON value false marks the text as unwanted
     """
     for key, value in row.items():
         if not marks_unwanted(key, value) or not (has_answer or isinstance(value, bool)):
@@ -70,14 +70,16 @@ def refuse_unwanted_answer(row: Mapping[str, Any], location: str, *, has_answer:
 
 
 def _learn_labels_fix(column: str) -> str:
-    """Names the objective that learns from labels, with the setting for their column."""
+    """Returns advice to use the objective that learns from labels, with the setting that names the
+    label column.
+    """
     if column == "label":
         return LEARN_LABELS_FIX
     return f"{LEARN_LABELS_FIX}, with data.columns: {write_value({'label': column})}"
 
 
 def marks_unwanted(key: str, value: Any) -> bool:
-    """Whether a column with this name and value marks the answer as wrong or unwanted."""
+    """Returns True if a column with this name and value marks the answer as wrong or unwanted."""
     name = normalise_name(str(key))
     is_unwanted = name in _UNWANTED_COLUMNS
     if not is_unwanted and name not in _WANTED_COLUMNS:
@@ -93,12 +95,12 @@ def marks_unwanted(key: str, value: Any) -> bool:
 
 
 def is_unwanted_column(name: str) -> bool:
-    """Whether true in a column of this name marks an unwanted answer."""
+    """Returns True if the value true in a column of this name marks an unwanted answer."""
     return normalise_name(name) in _UNWANTED_COLUMNS
 
 
 def is_label_column(name: str) -> bool:
-    """Whether a column of this name marks wanted or unwanted answers."""
+    """Returns True if a column of this name says which answers are wanted."""
     return normalise_name(name) in (*_WANTED_COLUMNS, *_UNWANTED_COLUMNS)
 
 
@@ -121,7 +123,9 @@ def _is_number(value: Any) -> bool:
 
 
 def _unwanted_turns(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields (key, value) of learnt turns that mark an unwanted answer."""
+    """Yields the (key, value) pairs that mark an answer as unwanted, from all turns that the model
+    learns.
+    """
     for key in ("messages", "conversations", "completion"):
         turns = row.get(key)
         for turn in turns if isinstance(turns, list) else ():

@@ -1,9 +1,10 @@
-"""Collects the rows that cannot be used, so that they can be skipped, or named in one error,
-grouped by reason.
+"""Collects the rows that cannot be used. They are either skipped, or listed by reason in one error
+message.
 
-A row is bad if it is not JSON or not UTF-8, has wrong keys or types, or is refused by the chat
-template. A row with an empty answer is not bad, but has no tokens to learn, so it is always skipped
-and counted. Bad rows and rows with an empty answer are written to bad_rows.jsonl in the run folder.
+A row is bad if it is not valid JSON or UTF-8, if it has wrong keys or types, or if the chat
+template raises an error for it. A row with an empty answer is not bad. But it has no tokens to
+learn, so it is always skipped and counted. Bad rows and rows with an empty answer are written to
+bad_rows.jsonl in the run folder.
 """
 
 from __future__ import annotations
@@ -38,20 +39,22 @@ class RowError(UsageError):
 
 
 class EmptyAnswer(RowError):
-    """Raised for a row whose answer is empty or white space."""
+    """Raised for a row whose answer is empty or contains only white space."""
 
     reason = EMPTY_REASON
 
 
 class NoLabel(EmptyAnswer):
-    """Raised for a row without a label, which says whether its answer is wanted."""
+    """Raised for a row that has no label. A label says whether the answer is wanted."""
 
     reason = "no label says whether the answer is wanted"
 
 
 @dataclass(frozen=True, slots=True)
 class BadRow:
-    """A row that is left out. `is_empty`: the reason is that its answer is empty or has no label."""
+    """A row that is left out. `is_empty` is true if the reason is an empty answer or a missing
+    label.
+    """
 
     location: str
     reason: str
@@ -74,7 +77,7 @@ class BadRow:
 class BadRows:
     """The bad rows of one source or of several.
 
-    kinds        reason -> number of bad rows, which are an error unless data.on_bad_row is skip
+    kinds        reason -> number of bad rows; bad rows are an error unless data.on_bad_row is skip
     empty_count  number of rows with an empty answer
     listed       the rows, at most MAX_LISTED
     """
@@ -100,16 +103,17 @@ class BadRows:
         return {"kinds": dict(self.kinds), "empty": self.empty_count, "rows": rows}
 
     def update(self, counts: dict[str, Any]) -> None:
-        """Adds the counts of another `BadRows`, in the form that `to_dict` returns."""
+        """Adds the counts of another `BadRows`. `counts` is the result of its `to_dict`."""
         self.kinds.update(counts["kinds"])
         self.empty_count += counts["empty"]
         self.listed += [BadRow(*row) for row in counts["rows"]]
 
     def refuse(self, *, usable_rows: int) -> None:
-        """Raises UsageError if there are bad rows. The message names the reasons, and up to
-        MAX_LOCATIONS locations.
+        """Raises UsageError if there are bad rows. The message lists the reasons, and at most
+        MAX_LOCATIONS rows.
 
-        usable_rows  number of rows that can be used; with 0 the fix is not to skip the bad rows
+        usable_rows  number of rows that can be used; if it is 0, the message does not advise to
+                     skip the bad rows
         """
         bad = [row for row in self.listed if not row.is_empty]
         fix = SKIP_FIX if usable_rows else NO_USABLE_ROWS_FIX
@@ -140,8 +144,8 @@ class BadRows:
 
 def normalise_reason(reason: str) -> str:
     """Returns a reason without the details of a row, so that rows with the same reason can be
-    counted. Numbers and quoted texts are replaced. A single quoted word, such as the name of a
-    role, and digits within a name (UTF-8, cp1252.csv) stay.
+    counted. The function replaces numbers and quoted texts by placeholders. It keeps a single
+    quoted word, such as the name of a role, and digits within a name (UTF-8, cp1252.csv).
     """
 
     def replace_quoted(match: re.Match[str]) -> str:
@@ -153,8 +157,8 @@ def normalise_reason(reason: str) -> str:
 
 
 class BadRowFile:
-    """bad_rows.jsonl of a run: one `{"place", "reason"}` per line, each place once. The file is
-    created with the first row.
+    """The file bad_rows.jsonl of a run. Each line is an object `{"place", "reason"}`, and each
+    place is listed once. The file is created when the first bad row is found.
     """
 
     def __init__(self, path: Path, *, resuming: bool = False) -> None:

@@ -4,13 +4,13 @@ begins at once.
 An entry is one safetensors file. Its name is a hash of everything that determines its rows: the
 content of the source, the tokenizer, the template, the settings, and `VERSION` of this code. The
 file is written under a temporary name and renamed, so that concurrent or killed runs leave no
-partial entries. The file's metadata contain a checksum; a damaged file is written again. Rows are
-memory-mapped, not read into memory.
+partial entries. The file's metadata contain a checksum. If the file is damaged, it is written
+again. Rows are memory-mapped, so they are not all read into memory.
 
-When a new entry exceeds the folder's limit, the least recently used entries are removed. An entry
-that another run has mapped may be removed too: the system keeps its content until that run ends.
-Pictures that the data contain as bytes are stored in a subfolder, which has a separate limit of the
-same size.
+When a new entry exceeds the folder's limit, the least recently used entries are removed. This may
+also remove an entry that another run has memory-mapped. The operating system keeps the entry's
+content until that run ends. Pictures that the data contain as bytes are stored in a subfolder,
+which has a separate limit of the same size.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ _NO_CHECKSUM = "0" * 64  # placeholder in the header while the file's checksum i
 
 
 def cache_folder(setting: str) -> Path | None:
-    """Returns the folder of the cache for the setting `data.cache`. `auto` is ISOTYPE_CACHE or the
-    user's cache folder. Returns None for `none`.
+    """Returns the folder of the cache for the setting `data.cache`. For `auto` this is the folder
+    in the environment variable ISOTYPE_CACHE, or else the user's cache folder. Returns None for
+    `none`.
     """
     if setting == "none":
         return None
@@ -73,8 +74,8 @@ def cache_folder(setting: str) -> Path | None:
 
 
 def max_cache_bytes() -> int:
-    """Returns the size limit of a cache folder in bytes: ISOTYPE_CACHE_GB, else 20 GB. Raises
-    UsageError for an invalid value.
+    """Returns the size limit of a cache folder in bytes. The environment variable ISOTYPE_CACHE_GB
+    sets it; the default is 20 GB. Raises UsageError for an invalid value.
     """
     value = os.environ.get(LIMIT_VARIABLE) or DEFAULT_GB
     try:
@@ -89,9 +90,9 @@ def max_cache_bytes() -> int:
 
 
 def evict(folder: Path, *, keep: Path | None = None) -> int:
-    """Removes the least recently used entries until the folder is within its limit, and returns
-    their number. It does not remove `keep`, nor a picture that was read within a day, because
-    another run may need this picture again.
+    """Removes the least recently used entries until the folder is within its size limit. Returns
+    the number of removed entries. It keeps the entry `keep`. It also keeps pictures that were read
+    within the last day, because another run may need them again.
     """
     entries = []
     for path in folder.glob("*"):
@@ -114,15 +115,15 @@ def evict(folder: Path, *, keep: Path | None = None) -> int:
 
 
 def entry_key(parts: Any) -> str:
-    """Returns the name of an entry: a hash of everything that determines its rows."""
+    """Returns the name of an entry, which is a hash of everything that determines its rows."""
     return hashlib.sha256(
         json.dumps([VERSION, parts], sort_keys=True, default=str).encode()
     ).hexdigest()[:32]
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Returns a hash of everything that decides the tokens of a text: vocabulary and rules, special
-    tokens, and the libraries' versions.
+    """Returns a hash of everything that decides how a text is tokenised: the tokenizer's
+    vocabulary, rules and special tokens, and the versions of the libraries.
     """
     import tokenizers
     import transformers
@@ -152,8 +153,8 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 def load_or_create_entry(
     folder: Path, key: str, write_rows: Callable[[TokenWriter], dict[str, Any]]
 ) -> tuple[TokenBlock, list[str]]:
-    """Returns the rows of an entry and notes for the user. A missing or unreadable entry is created
-    with `write_rows` first.
+    """Returns the rows of an entry and notes for the user. If the entry is missing or unreadable,
+    `write_rows` creates it first.
 
     write_rows  writes every row and returns the facts
     Raises      OSError if the folder cannot be written
@@ -195,7 +196,7 @@ def load_or_create_entry(
 
 
 def _remove_stale_files(folder: Path) -> None:
-    """Removes partial files that killed runs left."""
+    """Removes incomplete files of runs that were killed."""
     for leftover in folder.glob(".*"):
         try:
             if time.time() - leftover.stat().st_mtime > _STALE_SECONDS:
@@ -205,8 +206,8 @@ def _remove_stale_files(folder: Path) -> None:
 
 
 def write_entry(path: Path, files: Mapping[str, IO[bytes]], facts: dict[str, Any]) -> None:
-    """Writes columns as a safetensors file. The file's metadata are `facts`, and a checksum of
-    everything else in the file.
+    """Writes columns as a safetensors file. The file's metadata contain `facts` and a checksum of
+    the rest of the file.
     """
     header: dict[str, Any] = {"__metadata__": {"facts": json.dumps(facts), "sha256": _NO_CHECKSUM}}
     offset = 0

@@ -1,12 +1,13 @@
 """Selects the chat template of a run, renders conversations with it, and locates the answers in the
 rendered text.
 
-The templates of Llama, Qwen and Gemma have no `{% generation %}` block, so the learnt spans are
-derived. The turns before an answer are rendered with the generation prompt: the answer begins at
-the end of this text. The turns up to the answer are rendered too: the answer ends at the end of
-that text. Some templates render an earlier turn differently from the last one; for example, Qwen3's
-drops the thoughts of earlier turns. For such a turn the conversation is rendered again with another
-text as the answer, and the two renderings are compared.
+The templates of Llama, Qwen and Gemma have no `{% generation %}` block, which would mark the
+answers. So this module finds the position of each answer itself. It renders the turns before an
+answer with the generation prompt; the answer begins where this text ends. Then it renders the turns
+including the answer; the answer ends where this text ends. Some templates render an earlier turn
+differently from the last one. For example, Qwen3's template drops the thoughts of earlier turns.
+For such a turn, this module renders the conversation a second time with another text in place of
+the answer, and compares the two results.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ from .render import TemplateLimitError, TemplateRefusal, render_text
 
 @dataclass(frozen=True, slots=True)
 class NamedTemplate:
-    """A chat template of Isotype. `end` is the token after an answer, or None for the tokenizer's
-    end token. `tokens` are texts that must be single tokens of the vocabulary.
+    """A chat template that is part of Isotype. `end` is the token after an answer; if it is None,
+    this is the tokenizer's end token. Each text in `tokens` must be a single token of the
+    vocabulary.
     """
 
     text: str
@@ -151,10 +153,10 @@ _SENTINEL = "\U000f0f0e\U000f0f0f"
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The position of an answer in a rendered conversation, in characters.
+    """The position of an answer in a rendered conversation, counted in characters.
 
-    `is_closed`: the span contains the whole turn with its end-of-turn token. Otherwise the next
-    special token after the span is the end-of-turn token.
+    If `is_closed` is true, the span contains the whole turn with its end-of-turn token. Otherwise
+    the end-of-turn token is the next special token after the span.
     """
 
     start: int
@@ -177,7 +179,7 @@ class ChatTemplate:
     thoughts: str = "template"
 
     def reads_key(self, key: str) -> bool:
-        """Whether the template's text contains this key of a turn."""
+        """Returns True if the template uses this key of a turn, judged by its text."""
         return re.search(rf"\b{re.escape(key)}\b", self.text) is not None
 
     @property
@@ -186,8 +188,8 @@ class ChatTemplate:
 
     @cached_property
     def needs_parts(self) -> bool:
-        """Whether the template writes a turn's content only if it is a list of parts. The templates
-        of LLaVA and SmolVLM write nothing for a string.
+        """True if the template writes a turn's content only if the content is a list of parts. For
+        example, the templates of LLaVA and SmolVLM write nothing if the content is a string.
         """
         question = [{"role": "user", "content": _SENTINEL}]
         return (
@@ -198,7 +200,9 @@ class ChatTemplate:
 
     @cached_property
     def thought_positions(self) -> frozenset[tuple[str, bool]]:
-        """The positions of thoughts (key, and whether a question follows) that the template writes."""
+        """The positions of thoughts that the template writes. A position is a pair: the key of the
+        turn that contains the thoughts, and whether a later question follows.
+        """
         return frozenset(
             position
             for position, turns in make_thought_probes(_SENTINEL)
@@ -223,8 +227,8 @@ class ChatTemplate:
         generation_prompt: bool = False,
         location: str = "prompt",
     ) -> str:
-        """Renders a conversation as text. Raises UsageError for a broken template, and if the
-        template refuses the conversation.
+        """Renders a conversation as text. Raises UsageError if the template is broken, or if it
+        raises an error for this conversation.
         """
         if (
             hides_tags := self.thoughts == "all"
@@ -255,7 +259,7 @@ class ChatTemplate:
             raise UsageError(f"{location}: the chat template refuses the row: {error}") from None
 
     def apply_thoughts(self, messages: Sequence[Message], location: str) -> Sequence[Message]:
-        """Returns the turns with only the thoughts that `data.thoughts` keeps."""
+        """Returns the turns without the thoughts that `data.thoughts` excludes."""
         if self.thoughts == "template":
             return messages
         return select_thoughts(
@@ -267,8 +271,8 @@ class ChatTemplate:
         )
 
     def answer_spans(self, example: Example, rendered: str) -> list[Span]:
-        """Returns the spans of the learnt answers in `rendered`, the rendered conversation of
-        `example`.
+        """Returns the spans of the answers that the model learns. `rendered` is the conversation of
+        `example` after rendering.
         """
         messages = list(example.messages or ())
         answers = [
@@ -281,12 +285,13 @@ class ChatTemplate:
     def find_omissions(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, text: str, location: str
     ) -> tuple[set[str], bool, bool, bool]:
-        """Finds parts of a conversation that are missing in its rendering `text`. Returns the roles
-        of missing turns, and whether tool calls, tools, and reasoning are missing.
+        """Finds the parts of a conversation that the template did not write to `text`. Returns the
+        roles of the missing turns, and whether tool calls, tools or reasoning are missing.
 
-        Some templates silently drop later system turns, calls or thoughts. The texts of turns are
-        searched in `text`, each as often as it comes in turns. For calls and tools, the
-        conversation is rendered once without them: the result must differ.
+        Some templates silently drop later system turns, tool calls or thoughts. This method
+        searches `text` for the text of each turn. If several turns contain the same text, `text`
+        must contain it at least as many times. For tool calls and tools, the method renders the
+        conversation once without them. If the result is the same, they are missing.
         """
         # text -> for each turn that contains it: the role, and whether the text is a thought
         expected: dict[str, list[tuple[str, bool]]] = {}
@@ -380,14 +385,14 @@ def chat_template(
     *,
     thoughts: str = "template",
 ) -> ChatTemplate:
-    """Returns the template of a run: the file or name in `data.chat_template`, else the tokenizer's
-    template, else a plain default.
+    """Returns the template of a run. This is the file or name in `data.chat_template` if that is
+    set, or else the tokenizer's template, or else a plain default.
 
-    default_kwargs  `data.template_kwargs`: the template's text begins with these defaults, so that
-                    a saved tokenizer has them too
+    default_kwargs  `data.template_kwargs`; these defaults are written at the beginning of the
+                    template's text, so that a saved tokenizer has them too
     thoughts  `data.thoughts`
-    Raises    UsageError for a missing or unusable template, and for a setting that the template
-              does not read
+    Raises    UsageError if the template is missing or unusable, or if it does not read one of the
+              settings
     """
     template = replace(_choose_template(tokenizer, file), thoughts=thoughts)
     return _add_defaults(template, default_kwargs) if default_kwargs else template
@@ -486,7 +491,7 @@ def _choose_template(tokenizer: Any, file: str | None) -> ChatTemplate:
 
 
 def split_into_parts(messages: Sequence[Message]) -> list[Message]:
-    """Returns the conversation with each text content as a list of one part."""
+    """Returns the conversation in a form in which each text content is a list with one part."""
     return [
         (
             m | {"content": [{"type": "text", "text": m["content"]}]}
@@ -498,7 +503,7 @@ def split_into_parts(messages: Sequence[Message]) -> list[Message]:
 
 
 def _count_occurrences(part: str, text: str) -> int:
-    """Counts how often `part` is in `text`, either unchanged or as JSON writes it."""
+    """Counts how often `text` contains `part`, either unchanged or with JSON's escapes."""
     return max(
         text.count(part),
         *(text.count(json.dumps(part, ensure_ascii=ascii)[1:-1]) for ascii in (True, False)),
@@ -506,7 +511,7 @@ def _count_occurrences(part: str, text: str) -> int:
 
 
 def _common_prefix_length(first: str, second: str) -> int:
-    """The length of the common beginning of two texts, in characters."""
+    """Returns the number of characters at the beginning that two texts have in common."""
     return next(
         (k for k, (a, b) in enumerate(zip(first, second)) if a != b), min(len(first), len(second))
     )

@@ -1,6 +1,7 @@
-"""Renames the keys of a row to the keys that Isotype reads: by `data.columns` and `data.roles`, and
-where a key differs from Isotype's only in capital letters and blanks. Also converts rows of
-ChatGPT's export. Rows of every format and objective pass through this module.
+"""Renames the keys of a row to the keys that Isotype reads. It uses `data.columns` and
+`data.roles`. It also renames keys that differ from Isotype's keys only in capital letters and
+spaces, and converts the rows of a file that ChatGPT exported. All rows pass through this module,
+whatever their format and the run's objective.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ EXPORT_NOTE = "ChatGPT's export, read as messages"
 
 @dataclass(frozen=True, slots=True)
 class NamedRow:
-    """A row with renamed keys. `names`: key -> its original name in the row, for renamed keys."""
+    """A row with renamed keys. `names` maps each renamed key to its original name in the row."""
 
     values: dict[str, Any]
     names: Mapping[str, str]
@@ -53,7 +54,7 @@ def rename_row(
     """Returns the row with its keys renamed as `data.columns` says. A renamed key replaces a key of
     the row with the same name.
 
-    roles       the data's name of a role -> Isotype's
+    roles       the name of a role in the data -> Isotype's name of this role
     row_format  the format of the row, or None before it is detected
     Raises      RowError
     """
@@ -102,8 +103,8 @@ def _require_object(record: Record) -> dict[str, Any]:
 def _explicit_names(
     row: Mapping[str, Any], columns: Columns, location: str, row_format: FormatName | None
 ) -> dict[str, str]:
-    """Returns Isotype's key -> the row's key, for the keys in `data.columns`. Raises RowError for a
-    key that the row lacks.
+    """Returns a mapping from Isotype's key to the row's key, for the keys in `data.columns`. Raises
+    RowError for a key that the row does not have.
     """
     names: dict[str, str] = {}
     for key, column in (columns or {}).items():
@@ -122,8 +123,8 @@ def _explicit_names(
 
 
 def _find_spelling(name: str, row: Mapping[str, Any]) -> str | None:
-    """Returns the key of the row that differs from `name` only in capital letters and blanks; None
-    if there is no such key or more than one.
+    """Returns the key of the row that differs from `name` only in capital letters and spaces.
+    Returns None if there is no such key or more than one.
     """
     normalised = normalise_name(name)
     matches = [key for key in row if isinstance(key, str) and normalise_name(key) == normalised]
@@ -133,8 +134,9 @@ def _find_spelling(name: str, row: Mapping[str, Any]) -> str | None:
 def _match_spellings(
     row: Mapping[str, Any], row_format: FormatName | None, hidden: set[str]
 ) -> dict[str, str]:
-    """Returns Isotype's key -> the row's key, for keys that differ only in capital letters and
-    blanks. If the row already has a format, only optional texts of this format are matched.
+    """Returns a mapping from Isotype's key to the row's key, for keys that differ only in capital
+    letters and spaces. If the format of the row is already known, only the optional text keys of
+    this format are matched.
     """
     unknown_keys = [key for key in row if isinstance(key, str) and key not in KNOWN_KEYS]
     if not unknown_keys:
@@ -164,7 +166,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _matching_formats(row: Mapping[str, Any], row_format: FormatName | None) -> list[FormatName]:
-    """Returns the formats whose required keys the row has, with exact spelling."""
+    """Returns the formats for which the row has all required keys, in exactly the same spelling."""
     candidates = FORMATS if row_format is None else [row_format]
     formats = [name for name in candidates if all(key in row for key in FORMATS[name].keys)]
     if "labelled" not in formats or row_format is None:
@@ -215,8 +217,8 @@ def _rename_turn(
 
 
 def _normalise_label(row: dict[str, Any], columns: Columns) -> None:
-    """Takes the label from the last turn if the row has none. Inverts the label if true in its
-    column marks an unwanted answer.
+    """Takes the label from the last turn if the row itself has no label. Inverts the label if the
+    value true in its column marks an unwanted answer.
     """
     name = (columns or {}).get("label") or "label"
     if "label" not in row:
@@ -231,8 +233,8 @@ def _normalise_label(row: dict[str, Any], columns: Columns) -> None:
 
 
 def _export_messages(row: Mapping[str, Any], location: str) -> list[dict[str, Any]]:
-    """Returns the turns of a conversation in ChatGPT's export: from its first node to the current
-    one, without tools and hidden instructions. Raises RowError.
+    """Returns the turns of a conversation that ChatGPT exported, from its first node to the current
+    node. Tools and hidden instructions are left out. Raises RowError.
     """
     nodes = row["mapping"]
     name = row.get("current_node")
@@ -261,7 +263,7 @@ def _export_messages(row: Mapping[str, Any], location: str) -> list[dict[str, An
 
 
 def _export_turn(message: Any, location: str) -> dict[str, Any] | None:
-    """Returns a turn that the user read or wrote; None for any other node."""
+    """Returns a turn that the user read or wrote. Returns None for any other node."""
     if not isinstance(message, dict):
         return None
     metadata = message.get("metadata") or {}
@@ -288,7 +290,9 @@ def used_names(row: NamedRow) -> set[str]:
 
 
 def describe_name(key: str, names: Mapping[str, str]) -> str:
-    """Returns a key with the row's name for it, for a message."""
+    """Returns the text that names a key in a message. It contains the key's original name in the
+    row if the key was renamed.
+    """
     name = names.get(key, key)
     if name == key:
         return key

@@ -1,10 +1,11 @@
-"""Checks conversations and brings them into the form of chat templates: roles, text, tool calls,
-pictures, thoughts. ShareGPT's turns are converted to the same form.
+"""Checks conversations and converts them to the form that chat templates read. This concerns roles,
+text, tool calls, pictures and thoughts. Turns in ShareGPT's form are converted too.
 
-Data store the thoughts of a reasoning model in the content of a turn between `<think>` and
-`</think>`, or in a separate key of the turn. `data.thoughts` selects which are kept. Templates in
-the style of Qwen3 write the thoughts after the last question and leave out earlier ones. To keep
-all, the tags of earlier turns are replaced by other characters while the template renders.
+Some data contain the thoughts of a reasoning model, either between `<think>` and `</think>` in the
+content of a turn, or in a separate key of the turn. `data.thoughts` selects which thoughts are
+kept. Templates like that of Qwen3 write the thoughts after the last question and leave out earlier
+ones. To keep all thoughts, the tags of earlier turns are replaced by other characters before the
+template renders the conversation.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def convert_chat_messages(
     """Converts a list of messages to the form of chat templates. Text parts are joined, and the
     arguments of tool calls become objects.
 
-    key  the row's key of the list, for errors
+    key  the row's key that contains the list, for error messages
     """
     messages = parse_json_cell(value, f"{location}: {key}")
     if not isinstance(messages, list) or not (messages or may_be_empty):
@@ -62,7 +63,7 @@ def convert_chat_messages(
 
 
 def is_sharegpt(turns: Sequence[Any]) -> bool:
-    """Whether all turns have ShareGPT's keys `from` and `value`."""
+    """Returns True if all turns have ShareGPT's keys `from` and `value`."""
     return bool(turns) and all(
         isinstance(turn, dict) and "role" not in turn and {"from", "value"} <= turn.keys()
         for turn in turns
@@ -70,8 +71,9 @@ def is_sharegpt(turns: Sequence[Any]) -> bool:
 
 
 def convert_sharegpt_messages(value: Any, key: str, location: str) -> tuple[Message, ...]:
-    """Converts ShareGPT's `conversations`, turns with `from` and `value`, to messages. A turn from
-    `function_call` contains a tool call as JSON, a turn from `observation` its result.
+    """Converts the list `conversations` of ShareGPT's format to messages. Its turns have the keys
+    `from` and `value`. If `from` is `function_call`, the turn contains a tool call as JSON. If it
+    is `observation`, the turn contains the result of the tool call.
     """
     turns = parse_json_cell(value, f"{location}: {key}")
     if not isinstance(turns, list) or not turns:
@@ -88,7 +90,9 @@ def convert_sharegpt_messages(value: Any, key: str, location: str) -> tuple[Mess
 def add_system_prompt(
     messages: tuple[Message, ...], system: Any, location: str
 ) -> tuple[Message, ...]:
-    """Returns the turns, preceded by the row's system prompt unless it is already the first turn."""
+    """Returns the turns with the row's system prompt as the first turn. The prompt is not added if
+    it is already the first turn.
+    """
     if system is None or system == "":
         return messages
     if not isinstance(system, str):
@@ -100,8 +104,9 @@ def add_system_prompt(
 
 
 def read_tools(row: Mapping[str, Any], location: str) -> list[Any] | None:
-    """Returns the row's tools as a list of descriptions, the form of chat templates; None if there
-    are none. `functions` is OpenAI's older key for tools.
+    """Returns the row's tools as a list of descriptions, as chat templates expect them. Returns
+    None if there are no tools. The row's key may also be `functions`, which is OpenAI's older key
+    for tools.
     """
     value = row.get("tools")
     if value is None and isinstance(row.get("functions"), list):
@@ -125,8 +130,8 @@ def read_tools(row: Mapping[str, Any], location: str) -> list[Any] | None:
 
 
 def is_learnt(message: Message) -> bool:
-    """Whether the turn may be learnt. A turn with `weight: 0`, `train: false` or `training: false`
-    is not learnt.
+    """Returns True if the model may learn this turn. It does not learn a turn with `weight: 0`,
+    `train: false` or `training: false`.
     """
     return all(message.get(key) is None or bool(message[key]) for key in LEARN_KEYS)
 
@@ -147,7 +152,7 @@ def parse_json_cell(value: Any, path: str) -> Any:
 
 
 def describe_json_type(value: Any) -> str:
-    """Describes the type of a wrong value in JSON's terms."""
+    """Returns the JSON type of a wrong value in words."""
     if value is None:
         return "null"
     names = {
@@ -164,8 +169,8 @@ def describe_json_type(value: Any) -> str:
 
 
 def _convert_message(raw_message: Any, key: str, location: str) -> Message:
-    """Converts one message to the form of chat templates. Raises RowError for an unknown role, a
-    missing content, and tool calls outside of an assistant's turn.
+    """Converts one message to the form of chat templates. Raises RowError if the role is unknown,
+    if the content is missing, or if a turn that is not the assistant's contains tool calls.
     """
     path = f"{location}: {key}"
     if not isinstance(raw_message, dict):
@@ -211,8 +216,8 @@ def _convert_message(raw_message: Any, key: str, location: str) -> Message:
 
 
 def _modernise_message(message: Message) -> Message:
-    """Replaces OpenAI's older names of a tool call (`function_call`) and of its result (role
-    `function`) by the current ones.
+    """Replaces OpenAI's older names by the current names. The older names are `function_call` for a
+    tool call, and the role `function` for its result.
     """
     message = message | {"role": "tool" if message["role"] == "function" else message["role"]}
     if isinstance(message.get("function_call"), dict) and not message.get("tool_calls"):
@@ -221,7 +226,9 @@ def _modernise_message(message: Message) -> Message:
 
 
 def _check_learn_keys(turn: Message, path: str) -> None:
-    """Raises RowError for a weight other than 0 and 1: a turn is learnt completely or not at all."""
+    """Raises RowError for a weight other than 0 and 1, because the model learns a turn completely
+    or not at all.
+    """
     for key in LEARN_KEYS:
         value = turn.get(key)
         if not (
@@ -236,8 +243,8 @@ def _check_learn_keys(turn: Message, path: str) -> None:
 
 
 def _convert_content(content: Any, path: str, *, may_be_empty: bool) -> Any:
-    """Returns the content of a message as text, with text parts joined. Parts with pictures among
-    them are returned unchanged.
+    """Returns the content of a message as text. Several text parts are joined. If one of the parts
+    is a picture, all parts are returned unchanged.
     """
     if isinstance(content, list):
         content = [_convert_picture_part(part) for part in content]
@@ -269,12 +276,12 @@ _PICTURE_KEYS = ("image", "path", "url", "bytes")
 def extract_pictures(
     messages: tuple[Message, ...], row: Mapping[str, Any], location: str
 ) -> tuple[tuple[Message, ...], tuple[Any, ...]]:
-    """Returns the turns, with a list of parts as content where pictures are, and the pictures in
-    their order, in the row's form.
+    """Returns the turns, and the pictures in the order in which the turns use them. The content of
+    a turn with pictures is a list of parts. The pictures have the same form as in the row.
 
-    A part `{type: image}` contains its picture, or stands for the next picture of the row's key
-    `images` (or `image`). In a text, `<image>` is the placeholder of a picture. Without
-    placeholders the pictures are put before the first question, as TRL does.
+    A part `{type: image}` either contains its picture, or marks the place of the next picture in
+    the row's key `images` (or `image`). In a text, `<image>` marks the place of a picture. If the
+    turns mark no places, the pictures are put before the first question, as in TRL.
     """
     row_pictures = _row_pictures(row, location)
     remaining = list(row_pictures)
@@ -333,8 +340,9 @@ def _row_pictures(row: Mapping[str, Any], location: str) -> list[Any]:
 
 
 def _convert_part(part: Any, path: str, remaining: list[Any], pictures: list[Any]) -> Message:
-    """Converts one part of a content. The picture of a part is moved to `pictures`, from the part
-    itself or from `remaining`, the row's pictures that have no place yet.
+    """Converts one part of a message's content. If the part is a picture, the picture is added to
+    `pictures`. It is taken from the part itself or from `remaining`, the list of the row's pictures
+    that are not yet used.
     """
     if not isinstance(part, dict) or part.get("type") != "image":
         return {"type": "text", "text": _part_text(part, path)}
@@ -361,8 +369,9 @@ def _part_text(part: Any, path: str) -> str:
 
 
 def _convert_tool_calls(calls: Any, path: str) -> list[Any]:
-    """Converts tool calls to OpenAI's form. Arguments that are given as text are parsed into
-    objects, because a template would write the text as a string within the JSON of the call.
+    """Converts tool calls to OpenAI's form. If the arguments are given as text, the text is parsed
+    into an object. Otherwise a template would write the arguments as a string within the JSON of
+    the call.
     """
     if not isinstance(calls, list):
         raise RowError(f"{path}.tool_calls must be a list, got {describe_json_type(calls)}")
@@ -429,7 +438,7 @@ def _other_keys(turn: Message) -> Message:
 
 
 def _make_call_message(turn: Message, value: Any, value_path: str, path: str) -> Message:
-    """Returns a turn of the assistant with the tool call that `value` contains as JSON."""
+    """Returns a turn of the assistant with a tool call. `value` contains the call as JSON."""
     call = parse_json_cell(value, value_path)
     calls = call if isinstance(call, list) else [call]
     return {
@@ -456,8 +465,9 @@ _THOUGHT_TAGS = (
 
 
 def refuse_cut_thoughts(answer: Any, path: str) -> None:
-    """Raises RowError for an answer that begins with thoughts and ends inside them. Such answers
-    come from a limit on new tokens, and would teach the model to stop there.
+    """Raises RowError for an answer that begins with thoughts and ends before the thoughts are
+    complete. Such an answer was cut by a limit on new tokens. It would teach the model to stop in
+    the middle of its thoughts.
     """
     text = answer.lstrip() if isinstance(answer, str) else ""
     for begin, end in _THOUGHT_TAGS:
@@ -473,14 +483,15 @@ def select_thoughts(
     has_tags: bool,
     location: str,
 ) -> tuple[Message, ...]:
-    """Returns the turns with the selected thoughts, moved to a place from which the template writes
-    them.
+    """Returns the turns with the selected thoughts. If the template does not write the thoughts
+    from the key in which they are stored, they are moved to a key from which it writes them.
 
-    selection  `last`: thoughts after the last question; `all`; `none`
-    written_positions  the positions of thoughts that the template writes (`make_thought_probes`)
+    selection  `last` (only the thoughts after the last question), `all` or `none`
+    written_positions  the positions of thoughts that the template writes, as `make_thought_probes`
+                       describes them
     has_tags  whether the template's text contains the tag `</think>`
-    Raises  RowError for one of the two tags without the other, EmptyAnswer for a learnt turn that
-            contains only thoughts
+    Raises  RowError if a turn has only one of the two tags, EmptyAnswer if a turn that the model
+            learns contains only thoughts
     """
     last = last_question_index(messages)
     turns = list(messages)
@@ -497,9 +508,10 @@ def select_thoughts(
 
 
 def make_thought_probes(thought: str) -> Iterator[tuple[tuple[str, bool], list[Message]]]:
-    """Yields conversations with the text `thought` as a thought. There is one for each key that can
-    contain thoughts, before and after the last question. Each comes with its position (key, whether
-    a question follows).
+    """Yields conversations that contain the text `thought` as the thoughts of a turn. They test
+    which thoughts a template writes. For each key that can contain thoughts there are two
+    conversations, with the thoughts before and after the last question. Each is yielded with the
+    position of the thoughts, which is a pair (key, whether a question follows).
     """
     for key in (CONTENT_KEY, *THOUGHT_KEYS):
         if key == CONTENT_KEY:
@@ -524,8 +536,8 @@ def last_question_index(messages: Sequence[Message]) -> int:
 
 
 def hide_thought_tags(messages: Sequence[Message]) -> list[Message]:
-    """Replaces the thought tags before the last question by characters that no template recognises.
-    `restore_thought_tags` undoes this.
+    """Replaces the `<think>` tags before the last question by characters that no template
+    recognises. `restore_thought_tags` undoes this.
     """
     last = last_question_index(messages)
     return [
@@ -543,8 +555,8 @@ def restore_thought_tags(text: str) -> str:
 
 
 def learns_empty_thoughts(text: str, learnt: Sequence[tuple[int, int]]) -> bool:
-    """Whether the learnt characters contain the end of empty thoughts. The beginning may be in the
-    prompt.
+    """Returns True if the characters that the model learns contain the closing tag of empty
+    thoughts. The opening tag may be in the prompt.
     """
     ends = [match.end() for match in _EMPTY_THOUGHTS.finditer(text)]
     return any(
@@ -579,8 +591,8 @@ def _remove_thoughts(message: Message, path: str) -> Message:
 def _move_thoughts(
     message: Message, *, is_earlier: bool, written_positions: ThoughtPositions, has_tags: bool
 ) -> Message:
-    """Moves the thoughts of a turn into its content, as Qwen3 writes them, if the template does not
-    write them from their present place.
+    """Moves the thoughts of a turn into its content, in Qwen3's form. It does so only if the
+    template does not write the thoughts from the key in which they are stored.
 
     They are not moved if the template has other tags for thoughts, as the template of gpt-oss has.
     """

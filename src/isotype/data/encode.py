@@ -1,10 +1,11 @@
 """Turns checked examples into rows of tokens with labels.
 
-A chat is rendered by its template, which writes all special tokens. The encoder adds none, so that
-no beginning-of-text token is doubled. Plain text, and prompt with completion for a tokenizer
-without a template, get the tokenizer's first tokens (usually BOS) and the end-of-text token. A
-prompt has the same tokens in training as in generation: if they depend on the following answer,
-prompt and answer are tokenised separately.
+A chat is rendered by its template, which writes all special tokens. The encoder adds no special
+tokens to a chat, so that the beginning-of-text token does not occur twice. For plain text, the
+encoder adds the tokenizer's first tokens (usually BOS) and the end-of-text token. It does the same
+for a prompt with a completion if the tokenizer has no template. A prompt has the same tokens in
+training as in generation. If the tokens at its end would depend on the answer, prompt and answer
+are tokenised separately.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ Offsets = Sequence[tuple[int, int]]  # (start, end) of each token, in characters
 
 @dataclass
 class Tally:
-    """Counts of the examples of one side (training or evaluation) that were cut, dropped or changed
-    while they were encoded.
+    """Counts how many examples were cut, dropped or changed while they were encoded. There is one
+    object for the training data and one for the evaluation data.
     """
 
     dropped: Counter[str] = field(default_factory=Counter)
@@ -69,7 +70,7 @@ class Tally:
 
     @classmethod
     def sum(cls, tallies: Iterable[dict[str, Any]]) -> Tally:
-        """Returns the sum of several tallies, each as a result of `to_dict`."""
+        """Returns the sum of several tallies. Each is given as the result of its `to_dict`."""
         total = cls()
         for tally in tallies:
             total.first_dropped = tally["first_dropped"] | total.first_dropped
@@ -83,8 +84,8 @@ class Tally:
 
 
 def _has_picture_placeholder(message: Message) -> bool:
-    """Whether a question contains LLaVA's placeholder of a picture. `<image>` with a closing
-    `</image>` is markup.
+    """Returns True if a question contains LLaVA's placeholder of a picture. If a closing tag
+    `</image>` follows, `<image>` is ordinary markup.
     """
     content = message["content"] if message["role"] == "user" else ""
     return isinstance(content, str) and PICTURE_PLACEHOLDER in content and "</image>" not in content
@@ -92,7 +93,7 @@ def _has_picture_placeholder(message: Message) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RenderedRow:
-    """A row as text, with the spans that are learnt."""
+    """A row as text, with the positions of the parts that the model learns."""
 
     location: str
     text: str
@@ -110,7 +111,9 @@ class RenderedRow:
 
 
 class Encoder:
-    """Turns examples into rows of tokens, with one tokenizer, one template and one maximum length."""
+    """Turns examples into rows of tokens. All examples use the same tokenizer, template and maximum
+    length.
+    """
 
     def __init__(
         self,
@@ -159,7 +162,7 @@ class Encoder:
             )
 
     def ids(self, text: str) -> list[int]:
-        """Returns the tokens of a text, without added special tokens."""
+        """Returns the tokens of a text. Adds no special tokens."""
         tokens: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)[
             "input_ids"
         ]
@@ -168,11 +171,11 @@ class Encoder:
     def encode_rows(
         self, examples: Iterable[Example], tally: Tally
     ) -> Iterator[tuple[Example, Row, bool]]:
-        """Yields (example, row, whether the row was cut) in order. Examples without learnt tokens
-        are dropped and counted.
+        """Yields the tuple (example, row, whether the row was cut) for each example, in order.
+        Examples without a token to learn are dropped and counted.
 
-        Examples that the chat template refuses are counted in `tally.bad`. Raises UsageError for a
-        template that fails for other reasons than the row.
+        Examples for which the chat template raises an error are counted in `tally.bad`. Raises
+        UsageError if the template fails for a reason that has nothing to do with the row.
         """
         examples = iter(examples)
         while batch_examples := list(islice(examples, BATCH_TEXTS)):
@@ -204,7 +207,9 @@ class Encoder:
                     yield source, *row
 
     def render(self, example: Example, tally: Tally) -> RenderedRow:
-        """Returns the text of an example, and the spans of it that are learnt."""
+        """Returns the text of an example, and the positions of the parts of this text that the
+        model learns.
+        """
         template = self.template
         location = example.location
         messages = example_messages(example)
@@ -273,11 +278,11 @@ class Encoder:
     def insert_pictures(
         self, rendered: RenderedRow, row_pictures: Sequence[Any], folder: str
     ) -> RenderedRow:
-        """Replaces each picture's placeholder in the text by the picture's tokens, as the
-        model's processor writes them. These tokens are not learnt.
+        """Replaces each picture's placeholder in the text by the tokens that the model's processor
+        writes for this picture. The model does not learn these tokens.
 
-        Raises  RowError for a picture that cannot be used, and for different numbers of
-                placeholders and pictures
+        Raises  RowError if a picture cannot be used, or if the number of placeholders differs from
+                the number of pictures
         """
         pictures = self.pictures
         assert pictures is not None
@@ -335,11 +340,11 @@ class Encoder:
     def cut_windows(
         self, tokens: Iterable[list[int]], location: str, tally: Tally
     ) -> Iterator[Row]:
-        """Yields a plain text cut into rows of `max_length` tokens. Each begins with the
-        tokenizer's first tokens; the last ends with the end-of-text token.
+        """Cuts a plain text into rows of `max_length` tokens and yields the rows. Each row begins
+        with the tokenizer's first tokens, and the last row ends with the end-of-text token.
 
-        tokens  the tokens of the text's pieces, in order; only one piece and one row are held in
-                memory
+        tokens  the tokens of the text's pieces, in order; only one piece and one row are in memory
+                at a time
         """
         for window in _split_windows(
             chain(tokens, [self.suffix_ids]), self.max_length - len(self.prefix_ids)
@@ -353,8 +358,8 @@ class Encoder:
                 tally.drop("one token alone at the end of a text teaches nothing", location)
 
     def _has_special_token(self, ids: list[int]) -> bool:
-        """Whether tokens of a plain text contain a special token that was written in the text. The
-        tokenizer's first tokens and the final end-of-text token do not count.
+        """Returns True if a plain text itself contains the characters of a special token. The first
+        tokens and the end-of-text token that the encoder adds are ignored.
         """
         if self.prefix_ids and ids[: len(self.prefix_ids)] == self.prefix_ids:
             start = len(self.prefix_ids)
@@ -367,8 +372,8 @@ class Encoder:
         return not self._special_ids.isdisjoint(ids[start:end])
 
     def _span_edges(self, rendered: RenderedRow) -> list[int]:
-        """Returns the positions, in characters, at which learnt spans begin and end. A tokenizer
-        without offsets needs only these.
+        """Returns the positions, counted in characters, at which the learnt parts of the text begin
+        and end. For a tokenizer without offsets, these are the only positions that are needed.
         """
         return sorted(
             {offset for span in rendered.spans for offset in (span.start, span.end)}
@@ -378,8 +383,8 @@ class Encoder:
     def _tokenize_texts(
         self, texts: list[str], edges: list[list[int]]
     ) -> list[tuple[list[int], Offsets]]:
-        """Returns the tokens of each text, and their positions. With a tokenizer without offsets,
-        every token between two edges gets the edges as its position.
+        """Returns the tokens of each text, and their positions. If the tokenizer cannot report
+        positions, every token between two edges gets these two edges as its position.
         """
         if not self.has_offsets:
             return [
@@ -391,8 +396,9 @@ class Encoder:
         return list(zip(encoded["input_ids"], encoded["offset_mapping"]))
 
     def _tokenize_parts(self, text: str, edges: list[int]) -> tuple[list[int], Offsets]:
-        """Tokenises the text up to each edge, and takes the additional tokens as the part before
-        the edge. If this changes earlier tokens, the part is tokenised alone.
+        """Tokenises the text up to each edge. The tokens that are new since the previous edge are
+        the tokens of the part between the two edges. If earlier tokens change, the part is
+        tokenised on its own.
         """
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
@@ -489,8 +495,8 @@ class Encoder:
         *,
         is_whole: bool,
     ) -> tuple[int, int]:
-        """Returns the range of tokens of a span, up to and including its end-of-turn token. White
-        space that the template writes after it is not learnt.
+        """Returns the range of tokens of a span. It includes the end-of-turn token. The model does
+        not learn the white space that the template writes after this token.
         """
         first = next((k for k, (a, _) in enumerate(offsets) if a >= span.start), len(ids))
         last = next((k for k in range(first, len(ids)) if offsets[k][0] >= span.end), len(ids))
@@ -521,11 +527,12 @@ class Encoder:
         prompts: Iterable[list[int]],
         tally: Tally,
     ) -> tuple[list[int], Offsets]:
-        """Tokenises an answer and the text after it separately, if the prompt alone has other
-        tokens than the same prompt followed by its answer.
+        """Tokenises each answer, with the text after it, separately from its prompt. This is done
+        only if the prompt has other tokens alone than it has with the answer after it.
 
-        A tokenizer may merge the last character of the prompt with the first of the answer, or
-        split white space at the end of a text differently.
+        The tokens can differ because a tokenizer may merge the last character of the prompt with
+        the first character of the answer. It may also split white space at the end of a text in
+        another way.
         """
         # number of characters and tokens before the last cut
         cut_at = 0
@@ -557,7 +564,7 @@ class Encoder:
 
 
 def _split_windows(pieces: Iterable[list[int]], size: int) -> Iterator[list[int]]:
-    """Yields the tokens of all pieces, `size` at a time; the last window may be shorter."""
+    """Yields the tokens of all pieces in windows of `size` tokens. The last window may be shorter."""
     waiting_ids: list[int] = []
     for piece in pieces:
         waiting_ids += piece
@@ -571,8 +578,8 @@ def _split_windows(pieces: Iterable[list[int]], size: int) -> Iterator[list[int]
 
 
 def example_messages(example: Example) -> tuple[Message, ...] | None:
-    """Returns an example as a conversation. Prompt and completion become a question and its answer.
-    Returns None for plain text.
+    """Returns an example as a conversation. A prompt with a completion becomes a question with an
+    answer. Returns None for plain text.
     """
     if example.messages is not None:
         return example.messages

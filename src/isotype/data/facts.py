@@ -1,7 +1,7 @@
-"""Computes the facts of a run's data for data.json: counts, lengths, duplicates, special tokens,
-and notes for the user.
+"""Computes what data.json says about a run's data. This includes counts, lengths, duplicates and
+special tokens. It also makes the notes that are printed for the user.
 
-The two sides of the data are its training rows and its evaluation rows.
+A side means either the training rows or the evaluation rows.
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ def data_facts(
     *,
     held_out: bool,
 ) -> dict[str, Any]:
-    """Returns the facts that data.json has for rows in memory and for the first rows of a stream.
+    """Returns the content of data.json that describes the rows. For a stream, this describes only
+    its first rows.
 
-    sides, tallies, files  each for training, then for evaluation
+    sides, tallies, files  each has two entries, one for the training rows and one for the
+                           evaluation rows
     total_tally            the sum of the tallies
     """
     train, evaluation = (side_facts(*side) for side in zip(sides, tallies, files, strict=True))
@@ -52,8 +54,8 @@ def data_facts(
 
 
 def collect_tallies(sides: Sequence[TokenRows], *, refuse: bool) -> tuple[list[Tally], Tally]:
-    """Returns the counts that were made while the rows of each side were read, and their sum. With
-    `refuse`, raises UsageError if there are bad rows.
+    """Returns the counts that were made while the rows of each side were read, and their sum. If
+    `refuse` is true, raises UsageError if there are bad rows.
     """
     tallies = [Tally.sum(block.facts["tally"] for block in side.blocks) for side in sides]
     total_tally = Tally.sum(tally.to_dict() for tally in tallies)
@@ -99,9 +101,9 @@ def eval_set_sizes(sources: Sequence[Source], rows: TokenRows) -> dict[str, int]
 
 
 def overlap_facts(train: TokenRows, evaluation: TokenRows) -> dict[str, int]:
-    """Counts evaluation rows that are also training rows, and other evaluation rows that share
-    their prompt with a training row. Shared prompts are not counted if all training rows have the
-    same prompt.
+    """Counts the evaluation rows that are also training rows. It also counts the other evaluation
+    rows whose prompt is the prompt of a training row, unless all training rows have the same
+    prompt.
     """
     copies = np.isin(evaluation.column("digest"), train.column("digest"))
     prompts = evaluation.column("prompt")
@@ -115,7 +117,7 @@ def overlap_facts(train: TokenRows, evaluation: TokenRows) -> dict[str, int]:
 
 
 def token_facts(encoder: Encoder, sides: Sequence[TokenRows], total_tally: Tally) -> dict[str, Any]:
-    """Returns the special tokens, and counts of rows that begin or end with them."""
+    """Returns the special tokens, and how many rows begin or end with them."""
     tokenizer = encoder.tokenizer
     bos = tokenizer.bos_token_id
     eos = tokenizer.eos_token_id
@@ -143,8 +145,8 @@ def token_facts(encoder: Encoder, sides: Sequence[TokenRows], total_tally: Tally
 
 
 def template_facts(encoder: Encoder) -> dict[str, Any] | None:
-    """Returns the facts of the chat template: its source, its settings, and whether it marks learnt
-    text with {% generation %}.
+    """Returns facts about the chat template. These are its source, its settings, and whether it
+    marks the text to learn with {% generation %}.
     """
     template = encoder.template
     if template is None:
@@ -158,7 +160,9 @@ def template_facts(encoder: Encoder) -> dict[str, Any] | None:
 
 
 def source_lines(facts: dict[str, Any], *, max_lines: int = 6) -> list[str]:
-    """Returns a line per source: its number of rows, its format, and the reason for the format."""
+    """Returns one line for each source. The line contains the number of rows, the format, and how
+    the format was recognised.
+    """
     lines = []
     for name, side in (("training", facts["train"]), ("evaluation", facts["eval"])):
         for file in side["files"]:
@@ -173,7 +177,9 @@ def source_lines(facts: dict[str, Any], *, max_lines: int = 6) -> list[str]:
 
 
 def data_notes(facts: dict[str, Any], encoder: Encoder, total_tally: Tally) -> list[str]:
-    """Returns notes for the user, one sentence each. `total_tally`: the sum of the counts of both sides."""
+    """Returns notes for the user, each of one sentence. `total_tally` is the sum of the counts of
+    the training and the evaluation rows.
+    """
     sides = (("training", facts["train"]), ("evaluation", facts["eval"]))
     notes = []
     for name, side in sides:
@@ -201,7 +207,7 @@ def data_notes(facts: dict[str, Any], encoder: Encoder, total_tally: Tally) -> l
 
 
 def _left_out_notes(name: str, side: dict[str, Any], max_length: int) -> list[str]:
-    """Returns notes on the rows of a side that were cut, are bad, or were dropped."""
+    """Returns notes on the rows of one side that were cut or dropped, or that cannot be used."""
     notes = []
     if count := side["truncated"]:
         verb = "was" if count == 1 else "were"
@@ -222,7 +228,7 @@ def _left_out_notes(name: str, side: dict[str, Any], max_length: int) -> list[st
 
 
 def _ignored_key_notes(side: dict[str, Any]) -> list[str]:
-    """Returns notes on the keys of a side's files that are not used."""
+    """Returns notes on the keys that the files of one side have but that are not used."""
     notes = []
     for file in side["files"]:
         ignored = file.get("ignored_keys", {})
@@ -304,8 +310,8 @@ def _mix_notes(facts: dict[str, Any]) -> list[str]:
 
 
 def _special_token_notes(facts: dict[str, Any], encoder: Encoder) -> list[str]:
-    """Returns notes on special tokens that rows lack or have twice, and on surprising properties of
-    the template.
+    """Returns notes on special tokens that are missing in rows or occur twice, and on surprising
+    properties of the template.
     """
     notes = []
     tokens = facts["tokens"]

@@ -1,8 +1,7 @@
-"""Finds the files for a name in `data.train`: a single file, the files of a folder, or the files
-that match a pattern.
+"""Finds the files for a name in `data.train`. The name can be a file, a folder or a pattern.
 
-Files of Isotype's run folders are left out. Files of other splits, and folders that `datasets`
-saved, are recognised by their names.
+Files in Isotype's run folders are left out. Files of other splits, and folders that the library
+`datasets` saved, are recognised by their names.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ _SAMPLE_BYTES = 1 << 18
 
 @dataclass
 class File:
-    """One file of a source. `name`: its path as it appears in messages."""
+    """One file of a source. `name` is its path as messages show it."""
 
     path: Path
     name: str
@@ -66,8 +65,8 @@ class File:
 
     @property
     def estimated_rows(self) -> int:
-        """The number of rows: read from the metadata of Parquet, else estimated from the length of
-        the first lines. 0 if rows are not lines.
+        """The number of rows. For a Parquet file it is read from the metadata; for another file it
+        is estimated from the length of the first lines. It is 0 if a row is not a line.
         """
         kind = file_suffix(self.path)
         if kind == ".parquet":
@@ -84,13 +83,13 @@ class File:
 
     @property
     def is_blank(self) -> bool:
-        """Whether the file has 0 bytes, or is a text file with only white space."""
+        """True if the file has 0 bytes, or is a text file with only white space."""
         return self.size == 0 or (
             self.is_text and all(line.isspace() for _, line in text_lines(self.path, self.name))
         )
 
     def text_pieces(self) -> Iterator[str]:
-        """Yields the plain text of the file in pieces, which together contain every character."""
+        """Yields the plain text of the file in pieces. Together the pieces contain every character."""
         piece = ""
         has_text = False
         for _, line in text_lines(self.path, self.name):
@@ -146,7 +145,7 @@ def _is_pattern(name: str) -> bool:
 
 
 def _visible_paths(folder: Path) -> list[Path]:
-    """Returns all paths below a folder, without hidden ones."""
+    """Returns all paths below a folder that are not hidden."""
     return sorted(
         path
         for path in folder.rglob("*")
@@ -155,8 +154,8 @@ def _visible_paths(folder: Path) -> list[Path]:
 
 
 def _existing_files(paths: Sequence[Path]) -> list[Path]:
-    """Returns the files among the paths, each once. Raises UsageError for a broken link to a data
-    file.
+    """Returns the paths that are files, without duplicates. Raises UsageError for a broken link to
+    a data file.
     """
     for path in paths:
         if path.is_symlink() and file_suffix(path) in ENDINGS and not path.exists():
@@ -207,7 +206,9 @@ def _match_folder(name: str, matched: Sequence[Path]) -> list[Path]:
 def _note_left_out(
     name: str, left_out: set[Path], file_count: int, runs: Sequence[Path], root: Path
 ) -> list[str]:
-    """Returns notes on files that are not read: files of run folders, and files with other endings."""
+    """Returns notes on the files that are not read, because they are in run folders or have other
+    endings.
+    """
     notes = []
     if runs:
         notes.append(f"{name}: the files of runs are not read ({summarise_paths(runs, root)})")
@@ -221,14 +222,15 @@ def _note_left_out(
 
 
 def summarise_paths(paths: Iterable[Path], root: Path) -> str:
-    """Lists up to three of the paths, relative to a folder."""
+    """Returns a text with at most three of the paths, relative to a folder."""
     names = sorted(str(p.relative_to(root)) if p.is_relative_to(root) else str(p) for p in paths)
     return ", ".join(names[:3] + ["..."] * (len(names) > 3))
 
 
 def _note_splits(name: str, paths: Sequence[Path], root: Path) -> list[str]:
-    """Returns a note if some files are named after `train` and others after another split. The
-    split is taken from the file's name, else from the nearest of its folders below `root`.
+    """Returns a note if the names of some files contain `train` and the names of others contain
+    another split. If a file's name contains no split, the name of the nearest folder below `root`
+    decides.
     """
     splits = {}
     for path in paths:
@@ -256,8 +258,8 @@ def _note_splits(name: str, paths: Sequence[Path], root: Path) -> list[str]:
 
 
 def is_saved_dataset(name: str | Path) -> bool:
-    """Whether `Dataset.save_to_disk` wrote the folder. A `state.json` alone proves nothing: a user
-    may have written it.
+    """Returns True if `Dataset.save_to_disk` wrote the folder. A `state.json` alone does not prove
+    this, because a user may have written it.
     """
     folder = Path(name).expanduser()
     return os.path.isfile(folder / SPLITS_FILE) or all(
@@ -266,10 +268,11 @@ def is_saved_dataset(name: str | Path) -> bool:
 
 
 def exclude_runs(paths: Iterable[Path], root: Path) -> tuple[list[Path], list[Path]]:
-    """Returns the paths outside run folders, in their order, and the run folders that contain the
-    other paths.
+    """Returns the paths that are not in a run folder, in the same order, and a list of the run
+    folders that contain the other paths.
 
-    root   the folder where the search began; if it lies inside a run folder, its files are read
+    root   the folder where the search began; if this folder is inside a run folder, its files are
+           not left out
     """
 
     @cache

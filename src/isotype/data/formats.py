@@ -1,9 +1,9 @@
 """Detects the format of rows and checks every row. The formats are messages, ShareGPT, Alpaca,
 prompt and completion, preference pair, labelled answer, and text.
 
-A format is recognised by the keys of the first row. Other keys (`id`, `source`) are not used;
-data.json names and counts them. A checked row of any format becomes an `Example`: a conversation, a
-prompt with its completion, or a text.
+A format is recognised by the keys of the first row. Other keys, such as `id` and `source`, are not
+used; data.json lists them with their counts. After the check, a row of any format becomes an
+`Example`. An example is a conversation, a prompt with its completion, or a text.
 """
 
 from __future__ import annotations
@@ -64,12 +64,13 @@ _LEARN_PAIRS_FIX = "train.objective=dpo learns from pairs (docs/preferences.md)"
 
 @dataclass(frozen=True, slots=True)
 class JudgedFormat:
-    """A format of judged answers (pairs or labels), which only some objectives read.
+    """A format in which the answers are judged, as preference pairs or by labels. Only some
+    objectives read these formats.
 
     keys  the keys by which the format is recognised
-    noun  names its rows in messages
-    rows  describes in messages what a row must have
-    fix   names the objective that reads it, for messages
+    noun  the name of a row of this format in messages
+    rows  a description of what a row must have, for messages
+    fix   advice with the objective that reads this format, for messages
     """
 
     keys: tuple[str, ...]
@@ -161,8 +162,8 @@ def detect_format(
 
 
 def _format_reason(keys: Sequence[str], row: NamedRow, location: str) -> str:
-    """Says which keys of the first row identify its format, and which others are read under another
-    name.
+    """Returns a text that says which keys of the first row identify its format, and which of its
+    keys have other names in the file.
     """
     noun = "keys" if len(keys) > 1 else "key"
     described = " and ".join(describe_name(key, row.names) for key in keys)
@@ -178,8 +179,8 @@ def _check_objective_format(
     record: Record,
     columns: Columns,
 ) -> Sequence[str]:
-    """Returns the keys that show that a row has the objective's format. Raises UsageError for a run
-    that reads another format, RowError for a row without these keys.
+    """Returns the keys that show that a row has the objective's format. Raises UsageError if the
+    run reads another format. Raises RowError if the row does not have these keys.
     """
     row = named_row.values
     location = record.location
@@ -213,8 +214,8 @@ def _check_objective_format(
 
 
 def _match_format(row: Mapping[str, Any], location: str) -> FormatName:
-    """Returns the only format whose keys the row has, for objectives that learn every answer.
-    Raises UsageError if the row has the keys of no format, or of several.
+    """Returns the format whose keys the row has. This is for objectives that train on every answer.
+    Raises UsageError if the row has the keys of no format, or the keys of several formats.
     """
     matches = [
         name
@@ -251,8 +252,8 @@ def _match_format(row: Mapping[str, Any], location: str) -> FormatName:
 
 
 def _refuse_table(record: Record) -> None:
-    """Raises UsageError if the first value of a file is a whole table by columns, as pandas'
-    `to_json()` writes it.
+    """Raises UsageError if the first value of a file is a whole table, stored by columns, as
+    pandas' `to_json()` writes it.
     """
     columns = record.value.values() if isinstance(record.value, dict) else ()
     if columns and all(
@@ -293,8 +294,9 @@ def refuse_other_format(
 
 
 def _pair_from_scores(row: dict[str, Any], location: str) -> dict[str, Any]:
-    """Turns a row of several answers with scores into a preference pair of the answers with the
-    highest and the lowest score. The first one wins a tie.
+    """Converts a row of several answers with scores into a preference pair. The pair consists of
+    the answers with the highest and the lowest score. If two answers have the same score, the first
+    answer is used.
     """
     answers, scores = (
         next((key for key in names if key in row), "") for names in (ANSWER_KEYS, SCORE_KEYS)
@@ -347,8 +349,8 @@ def check_example(
     columns: Columns = None,
     roles: Roles = None,
 ) -> Example:
-    """Checks one row and returns it as an example. `needs_answer`: the loss is on answers only, so
-    that a row without an answer is an error.
+    """Checks one row and returns it as an example. If `needs_answer` is true, the loss is computed
+    on answers only, and a row without an answer is an error.
     """
     row = rename_row(record, columns, roles, row_format=name).values
     if name == "preference":
@@ -362,8 +364,8 @@ def check_example(
 
 
 def _refuse_cut_answers(example: Example) -> None:
-    """Raises RowError if a learnt answer ends inside its thoughts. Unwanted and rejected answers
-    may end there.
+    """Raises RowError if an answer that the model learns ends before its thoughts are complete.
+    This is allowed for unwanted and rejected answers.
     """
     if not example.is_wanted:
         return
@@ -432,7 +434,7 @@ def _has_any_key(row: Mapping[str, Any], keys: Sequence[str]) -> bool:
 def ignored_keys(
     row: Mapping[str, Any], name: FormatName, columns: Columns = None, roles: Roles = None
 ) -> list[str]:
-    """Returns the keys of a row that are not used."""
+    """Returns the keys of a row that Isotype does not use."""
     named_row = rename_row(Record("", 0, row), columns, roles, row_format=name)
     hidden = {key for key, column in (columns or {}).items() if column is None}
     used = (_read_keys(named_row.values, name) - named_row.names.keys()) | hidden
@@ -441,7 +443,7 @@ def ignored_keys(
 
 
 def _read_keys(row: Mapping[str, Any], name: FormatName) -> set[str]:
-    """Returns the keys that a format reads of this row."""
+    """Returns the keys of this row that the format reads."""
     row_format = FORMATS[name]
     keys = {*row_format.keys, *row_format.optional_keys}
     if name == "labelled" and (inner_format := labelled_format(row)) is not None:
@@ -462,7 +464,7 @@ def _pair_prompt_key(row: Mapping[str, Any]) -> str | None:
 
 
 def _is_prompt(value: Any) -> bool:
-    """Whether a value is text, or a list of turns that does not end with an answer."""
+    """Returns True if a value is text, or a list of turns that does not end with an answer."""
     turns = _turns_or_text(value, "")
     if not isinstance(turns, list):
         return isinstance(turns, str)
@@ -492,7 +494,9 @@ _DIALOGUE_ROLES = {
 
 
 def _split_dialogue(text: Any) -> Any:
-    """Returns the turns of a text such as `Human: ... Assistant: ...`, and any other value unchanged."""
+    """Splits a text such as `Human: ... Assistant: ...` into turns. Returns any other value
+    unchanged.
+    """
     if not isinstance(text, str):
         return text
     marks = list(_DIALOGUE_TURN.finditer(text))
@@ -506,8 +510,9 @@ def _split_dialogue(text: Any) -> Any:
 
 
 def _preference_example(row: Mapping[str, Any], location: str) -> Example:
-    """Returns a prompt with a chosen and a rejected answer. If both are conversations, their common
-    first turns belong to the prompt. The row's prompt is not added again if these turns contain it.
+    """Returns a prompt with a chosen and a rejected answer. If both answers are conversations, the
+    first turns that are the same in both become the prompt. If these turns already contain the
+    row's prompt, it is not added again.
     """
     prompt = _pair_prompt(row, location)
     if not isinstance(prompt, str | list | None):
@@ -578,14 +583,16 @@ def _answer_value(value: Any, path: str, prompt: Any) -> Any:
 
 
 def _as_messages(turns: Sequence[Any], location: str) -> tuple[Any, ...]:
-    """Returns turns of a prompt as messages; turns in ShareGPT's form are converted."""
+    """Returns the turns of a prompt as messages. Turns in ShareGPT's form are converted."""
     if is_sharegpt(turns):
         return convert_sharegpt_messages(list(turns), "prompt", location)
     return tuple(turns)
 
 
 def _labelled_example(row: Mapping[str, Any], location: str) -> Example:
-    """Returns an answer with its label: a completion, or the last turn of a conversation."""
+    """Returns an answer with its label. The answer is a completion, or the last turn of a
+    conversation.
+    """
     is_wanted = _parse_label(row.get("label"), location)
     name = labelled_format(row)
     if name == "prompt_completion" or name is None:
@@ -612,9 +619,10 @@ def _parse_label(value: Any, location: str) -> bool:
 
 
 def _pair_example(row: Mapping[str, Any], location: str, answer: str = "completion") -> Example:
-    """Returns an example of a prompt and its completion. Both are texts, or both are messages, of
-    which only the completion's are learnt. Texts become messages if the row has a system prompt,
-    tools or pictures. `answer`: the row's key of the completion.
+    """Returns an example that consists of a prompt and its completion. Either both are texts, or
+    both are lists of messages. The model learns only the completion. Texts become messages if the
+    row has a system prompt, tools or pictures. `answer` is the row's key that contains the
+    completion.
     """
     prompt, completion = (
         _turns_or_text(row[key], f"{location}: {key}") for key in ("prompt", answer)
@@ -646,8 +654,8 @@ def _pair_example(row: Mapping[str, Any], location: str, answer: str = "completi
 
 
 def _turns_or_text(value: Any, path: str) -> Any:
-    """Parses a table's cell that contains a list of messages as JSON. Other values are returned
-    unchanged, also an answer that is a JSON list of something else.
+    """Parses a table's cell if it contains a list of messages as JSON. Returns any other value
+    unchanged, even if it is a JSON list of something else.
     """
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return value
@@ -664,7 +672,7 @@ def _alpaca_messages(row: Mapping[str, Any], location: str) -> tuple[Message, ..
 
 
 def _question_messages(row: Mapping[str, Any], location: str) -> tuple[Message, ...]:
-    """Returns the turns of Alpaca's format before the answer."""
+    """Returns the turns before the answer, for a row in Alpaca's format."""
     instruction = _check_text(row["instruction"], "instruction", location, may_be_empty=True)
     input_text = _check_text(row.get("input") or "", "input", location, may_be_empty=True)
     question_text = "\n\n".join(part for part in (instruction, input_text) if part.strip())

@@ -1,5 +1,5 @@
-"""Hints for rows whose keys match no format: the key that was probably meant, or the setting of
-`data.columns` that makes the row readable.
+"""Gives hints for rows whose keys match no format. A hint names the key that was probably meant, or
+the value of `data.columns` with which the row can be read.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _EMBEDDING_KEYS = (
 
 
 def _class_or_embedding_hint(row: Mapping[str, Any]) -> str:
-    """Returns a hint for a row of a classifier or of an embedding model."""
+    """Returns a hint for a row that is meant for a classifier or an embedding model."""
     for first, second in _EMBEDDING_KEYS:
         if first in row and second in row:
             return (
@@ -100,8 +100,8 @@ def _pair_hint(row: Mapping[str, Any]) -> str:
 
 
 def _pair_columns(row: Mapping[str, Any]) -> dict[str, str]:
-    """Returns Isotype's key -> the row's key for a question, its answer, and optional keys such as
-    a system prompt; {} if there is no such pair.
+    """Returns a mapping from Isotype's keys to the row's keys. It covers a question, its answer,
+    and optional keys such as a system prompt. Returns {} if the row has no question with an answer.
     """
     names = _spelt_names(row)
     pair = next((pair for pair in _PAIR_KEYS if pair[0] in names and pair[1] in names), None)
@@ -120,8 +120,9 @@ def _pair_columns(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _spelt_names(row: Mapping[str, Any]) -> dict[str, str]:
-    """Returns normalised name (lower case, without blanks) -> the row's key. A key that is already
-    normalised takes precedence.
+    """Returns a mapping from normalised names to the row's keys. A normalised name is in lower case
+    and contains no spaces. If two keys have the same normalised name, the key that is already
+    normalised is used.
     """
     names = {key.strip().casefold(): key for key in row if isinstance(key, str)}
     return names | {key: key for key in row if isinstance(key, str)}
@@ -132,8 +133,8 @@ def _write_columns(columns: Mapping[str, str]) -> str:
 
 
 def judged_row_hint(row: Mapping[str, Any], objective_format: FormatName) -> str:
-    """Returns `data.columns: {...}` for a row whose pair or label has other names; "" if none is
-    found.
+    """Returns the setting `data.columns: {...}` for a row in which the keys of the pair or the
+    label have other names. Returns "" if no such keys are found.
     """
     names = _spelt_names(row)
     if objective_format == "labelled":
@@ -152,7 +153,9 @@ def judged_row_hint(row: Mapping[str, Any], objective_format: FormatName) -> str
 
 
 def chosen_columns(row: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the columns with which the chosen answers of pairs are learnt alone."""
+    """Returns the value of `data.columns` with which a run trains on the chosen answers only,
+    without the rejected ones.
+    """
     if not isinstance(row.get("chosen"), str):
         return {"messages": "chosen"}
     prompt = _first_column(_spelt_names(row), "prompt", ("prompt", "instruction", *_QUESTION_KEYS))
@@ -165,7 +168,9 @@ def _first_column(names: Mapping[str, str], key: str, candidates: Sequence[str])
 
 
 def _label_columns(row: Mapping[str, Any]) -> dict[str, str]:
-    """Returns `{label: NAME}` for a column of the row, or of its last turn, that judges the answer."""
+    """Returns `{label: NAME}`, where NAME is a column that judges the answer. This may be a column
+    of the row or a key of its last turn.
+    """
     turns: list[Any] = next(
         (row[key] for key in ("messages", "conversations") if isinstance(row.get(key), list)), []
     )
@@ -196,7 +201,7 @@ def _similar_key_hint(
 
 
 def _missing_key_hint(row: Mapping[str, Any]) -> str:
-    """Returns a hint for a row with only one of the two keys of a format."""
+    """Returns a hint for a row that has only one of the two keys that a format needs."""
     for row_format in FORMATS.values():
         for key, missing in zip(row_format.keys, row_format.keys[::-1], strict=True):
             if key in row and missing not in row:
@@ -217,7 +222,9 @@ def _list_hint(object_lists: Sequence[str], turn_lists: Sequence[str]) -> str:
 
 
 def column_hint(key: str, column: str, row: Mapping[str, Any]) -> str:
-    """Returns a hint for an entry `KEY: COLUMN` of `data.columns` whose column the row lacks."""
+    """Returns a hint for an entry `KEY: COLUMN` of `data.columns` if the row does not have this
+    column.
+    """
     names = [name for name in row if isinstance(name, str)]
     close = difflib.get_close_matches(column.lower(), names, n=1, cutoff=0.75)
     if close:
@@ -234,15 +241,15 @@ def suggest_key(key: str, row: Mapping[str, Any]) -> str:
 
 
 def list_keys(row: Mapping[str, Any]) -> str:
-    """Lists the first keys of a row, for a message."""
+    """Returns a text with the first keys of a row, for a message."""
     return ", ".join(list(row)[:6]) or "none"
 
 
 def _close_keys(key: str, candidates: Sequence[str], row: Mapping[str, Any]) -> list[str]:
     """Returns a list with the candidate whose spelling is most similar to `key`, or an empty list.
 
-    `messages` and `conversations` are only suggested for keys with a list: a key `message` with a
-    text is not meant as `messages`.
+    For `messages` and `conversations`, only candidates whose value in the row may be a list are
+    considered. If a key `message` contains a text, the user did not mean `messages`.
     """
     if key in ("messages", "conversations"):
         candidates = [name for name in candidates if _may_be_list(row[name])]
@@ -250,5 +257,5 @@ def _close_keys(key: str, candidates: Sequence[str], row: Mapping[str, Any]) -> 
 
 
 def _may_be_list(value: Any) -> bool:
-    """Whether a value is a list, or a text that begins like a JSON list."""
+    """Returns True if a value is a list, or a text that begins like a JSON list."""
     return isinstance(value, list) or str(value).lstrip().startswith("[")

@@ -1,8 +1,10 @@
-"""Loads the data of a run: turns the section `data` into rows of tokens, prompts and facts.
+"""Loads the data of a run. It reads the sources that the section `data` of the configuration names,
+and returns rows of tokens, prompts for samples, and facts about the data.
 
 Sources are read row by row and tokenised into flat arrays (`tokens`), which are cached on disk if
-they are large (`cache`). Evaluation rows come from separate sources, or are held out of the
-training rows. A hash of the content decides which, so that copies of a row are never in both.
+they are large (`cache`). Evaluation rows come from separate sources, or some training rows are held
+out for evaluation. A hash of a row's content decides whether it is held out, so that copies of a
+row are never in both sets.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ def load_data(
     tokenizer         the model's tokenizer
     seed              chooses the held-out rows
     objective_format  the row format that the objective requires; None if it accepts every format. A
-                      preference pair becomes two rows, which stay together; a limit counts pairs
+                      preference pair becomes two rows, which stay together. A limit on the number
+                      of rows counts a pair once
     pictures          reads the rows' pictures with the processor of a vision-language model
     ->                rows, prompts, facts
     Raises            UsageError with file, line and key
@@ -179,8 +182,9 @@ def _add_objective_facts(
 def build_encoder(
     data: DataSection, tokenizer: Any, sources: Sequence[Source], pictures: Pictures | None = None
 ) -> Encoder:
-    """Returns the encoder for these sources. If there is a template, rows of prompt and completion
-    become chats too, because the template will render the prompts when the model is used.
+    """Returns the encoder for these sources. If there is a chat template, rows with a prompt and a
+    completion are also converted to chats, because the template will be applied to the prompts when
+    the model is used.
     """
     template_formats = {"messages", "sharegpt", "alpaca"}
     if data.chat_template is not None or tokenizer.chat_template:
@@ -208,7 +212,7 @@ def build_encoder(
 
 
 def _tokenize_sources(sources: Sequence[Source], encoder: Encoder, data: DataSection) -> TokenRows:
-    """Returns the rows of sources, from the cache if it contains them."""
+    """Returns the rows of the sources. If the cache contains them, they are read from there."""
     folder = cache_folder(data.cache)
     max_cache_bytes()  # an invalid ISOTYPE_CACHE_GB is reported before hours of tokenising
     fingerprint = ""
@@ -237,8 +241,8 @@ def _tokenize_sources(sources: Sequence[Source], encoder: Encoder, data: DataSec
 
 
 def _cache_key(source: Source, encoder: Encoder, fingerprint: str) -> str:
-    """Returns the name of a source's cache entry: a hash of everything that determines its rows.
-    Held-out rows and packing are chosen later and are not part of it.
+    """Returns the name of a source's cache entry, which is a hash of everything that determines its
+    rows. Held-out rows and packing are chosen later, so the hash does not depend on them.
     """
     template = encoder.template
     spec = source.spec
@@ -307,7 +311,7 @@ def _limit_rows(
     rows: TokenRows, limit: int | None, sources: Sequence[Source], rows_per_example: int
 ) -> TokenRows:
     """Returns the first rows of all sources together, at most `limit` examples, and adds a note on
-    the number of rows from each source. `rows_per_example`: 2 for preference pairs, else 1.
+    the number of rows from each source. `rows_per_example` is 2 for preference pairs, otherwise 1.
     """
     if limit is None or len(rows) <= limit * rows_per_example:
         return rows
@@ -349,8 +353,8 @@ def _source_shares(sources: Sequence[Source], train: TokenRows, limit: int | Non
 
 
 def _file_facts(sources: Sequence[Source], rows: TokenRows) -> list[dict[str, Any]]:
-    """Returns the entries of the sources in data.json: name, format, counts of rows, and use of the
-    cache.
+    """Returns the entries of the sources in data.json. An entry contains the name, the format,
+    counts of rows, and whether the cache was used.
     """
     entries = []
     for i, (source, block) in enumerate(zip(sources, rows.blocks)):
@@ -366,8 +370,8 @@ def _file_facts(sources: Sequence[Source], rows: TokenRows) -> list[dict[str, An
 def _mix_facts(
     sources: Sequence[Source], train: TokenRows, shares: Sequence[Share]
 ) -> list[dict[str, Any]] | None:
-    """Returns for each weighted source its share of the rows, and how often each of its rows comes
-    in an epoch. Returns None without weights.
+    """For each source with a weight, returns its share of the rows, and how often each of its rows
+    is used in an epoch. Returns None if no source has a weight.
     """
     total = sum(share.weight for share in shares)
     return [
@@ -384,8 +388,8 @@ def _mix_facts(
 def _sample_prompts(
     rows: TokenRows, sources: Sequence[Source], encoder: Encoder
 ) -> list[SamplePrompt]:
-    """Returns prompts from the first different rows. The prompt of a chat is read again from its
-    source, the prompt of a text is the beginning of its tokens.
+    """Returns prompts from the first rows, without duplicates. The prompt of a chat is read again
+    from its source. The prompt of a plain text is the beginning of its tokens.
     """
     prompts: list[SamplePrompt] = []
     _, first_indices = np.unique(rows.column("digest")[:_SAMPLED_ROWS], return_index=True)

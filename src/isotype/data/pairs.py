@@ -1,8 +1,8 @@
-"""Preference pairs and labelled answers, as views of tokenised rows.
+"""Preference pairs and labelled answers. Both are views of tokenised rows.
 
-Rows 2i and 2i + 1 are the chosen and the rejected answer of pair i. A labelled answer has a
-partner, the same prompt with the answer to another prompt, from which KTO estimates its reference
-point.
+Rows 2i and 2i + 1 are the chosen and the rejected answer of pair i. KTO also needs a partner for
+each labelled answer. The partner consists of the same prompt and the answer to another prompt. KTO
+estimates its reference point from the partners.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LENGTH_SHARE = 0.9
 class Pair(NamedTuple):
     """A chosen and a rejected answer to one prompt.
 
-    reference  log-probabilities of both answers under the initial model, or None before they are
+    reference  log-probabilities of both answers under the initial model; None until they are
                computed
     """
 
@@ -46,8 +46,8 @@ class Pair(NamedTuple):
 class Pairs(LazyRowSequence[Pair]):
     """The preference pairs of the training or the evaluation rows.
 
-    reference  fp32[2 N]  log-probability per row under the initial model; None if the objective
-               does not use it or it is not computed yet
+    reference  fp32[2 N]  the log-probability of each row under the initial model; None if the
+               objective does not need it or if it is not computed yet
     """
 
     def __init__(self, rows: TokenRows, reference: np.ndarray | None = None) -> None:
@@ -74,8 +74,9 @@ class Pairs(LazyRowSequence[Pair]):
 def complete_pairs(
     encoded: Iterable[EncodedExample], tally: Tally
 ) -> Iterator[tuple[EncodedExample, ...]]:
-    """Yields the pairs whose two answers have different tokens and both have learnt tokens. Other
-    pairs are left out; pairs of equal answers are counted.
+    """Yields the pairs that can be used. The two answers of a pair must have different tokens, and
+    each answer must have tokens to learn. Other pairs are left out. Pairs with two equal answers
+    are counted.
     """
     chosen: EncodedExample | None = None
     for encoded_row in encoded:
@@ -100,8 +101,8 @@ def pair_digests(rows: TokenRows) -> np.ndarray:
 
 
 def pair_facts(rows: TokenRows) -> dict[str, Any]:
-    """Returns the facts of pairs for data.json: their number, the lengths of the answers, and the
-    number of pairs of which only one answer is cut.
+    """Returns the facts about pairs for data.json. These are the number of pairs, the lengths of
+    the answers, and the number of pairs in which only one of the two answers is cut.
     """
     chosen, rejected = rows.column("supervised").reshape(-1, 2).T
     cut = rows.column("cut").reshape(-1, 2)
@@ -148,10 +149,11 @@ def pair_notes(facts: dict[str, Any]) -> list[str]:
 
 
 class Answer(NamedTuple):
-    """A labelled answer and its partner.
+    """A labelled answer and its partner, which is the same prompt with the answer to another
+    prompt.
 
-    reference  log-probabilities of the answer and of its partner under the initial model, or None
-               before they are computed
+    reference  log-probabilities of the answer and of its partner under the initial model; None
+               until they are computed
     """
 
     row: Row
@@ -161,15 +163,16 @@ class Answer(NamedTuple):
 
     @property
     def input_ids(self) -> tuple[int, ...]:
-        """The tokens of the longer of the two, with its prompt."""
+        """The tokens of the longer answer, with its prompt."""
         return max(self.row.input_ids, self.partner.input_ids, key=len)
 
 
 class LabelledAnswers(LazyRowSequence[Answer]):
     """The labelled answers of the training or the evaluation rows. The partner of an answer is
-    drawn once, from the seed, among the rows of `pool` with another prompt.
+    chosen at random among the rows of `pool` that have another prompt. It depends on the seed and
+    stays the same during the whole run.
 
-    reference  fp32[2 N]  two log-probabilities per answer, or None before they are computed
+    reference  fp32[2 N]  two log-probabilities for each answer; None until they are computed
     Raises     UsageError if no row of `pool` has another prompt
     """
 
@@ -199,7 +202,8 @@ class LabelledAnswers(LazyRowSequence[Answer]):
 
 
 def draw_partners(prompts: np.ndarray, pool: np.ndarray, seed: int) -> np.ndarray:
-    """Draws for each prompt a row of the pool with another prompt, uniformly at random.
+    """For each prompt, draws a row of the pool that has another prompt. All these rows have the
+    same probability.
 
     prompts  uint64[R]  digests of the rows' prompts
     pool     uint64[P]  digests of the prompts of the pool's rows
@@ -220,7 +224,9 @@ def draw_partners(prompts: np.ndarray, pool: np.ndarray, seed: int) -> np.ndarra
 
 
 def swap_answer(row: Row, partner: Row, max_length: int) -> Row:
-    """Returns the prompt of a row with the answer of its partner, cut at `max_length`."""
+    """Returns a row that consists of the prompt of `row` and the answer of `partner`. It is cut at
+    `max_length`.
+    """
     prompt_length = row.prompt_length
     ids = row.input_ids[:prompt_length] + partner.input_ids[partner.prompt_length :]
     labels = (IGNORE_INDEX,) * prompt_length + partner.labels[partner.prompt_length :]

@@ -1,10 +1,11 @@
 """Reads the pictures of a run's rows, checks them, and prepares them with the model's processor.
 
 A row stores references to files. Pictures that the data contain as bytes are written to a folder of
-the cache, each once, named by a hash of its content. Before a run adds its first picture there, the
-least recently used pictures are removed if the folder exceeds its limit (`cache`). A picture is
-decoded when its row is tokenised, so that a truncated file is reported before training. It is
-decoded again for each batch that uses it, so that memory holds the pixels of one batch only.
+the cache. The name of such a file is a hash of its content, so each picture is stored only once. If
+the folder is larger than its limit, the least recently used pictures are removed before a run adds
+its first picture. A picture is decoded when its row is tokenised, so that a truncated file is
+reported before training. It is decoded again for each batch that uses it, so that memory holds the
+pixels of one batch only.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ _PHONE_SUFFIXES = {".heic": "HEIC", ".heif": "HEIC", ".hif": "HEIC", ".avif": "A
 
 @cache
 def readable_phone_formats() -> frozenset[str]:
-    """Returns those of HEIC and AVIF that can be read: HEIC with pillow-heif, which this function
-    registers in Pillow, and AVIF if Pillow supports it.
+    """Returns which of the formats HEIC and AVIF can be read. HEIC needs the package pillow-heif,
+    which this function registers in Pillow. AVIF can be read if the installed Pillow supports it.
     """
     from PIL import features
 
@@ -103,7 +104,7 @@ def bad_picture_reason(error: Exception, content: bytes) -> str:
 
 def convert_to_srgb(image: Any) -> Any:
     """Converts the colours of an image with another colour profile (Display P3, Adobe RGB, CMYK) to
-    sRGB. An unreadable profile is ignored, as image viewers do.
+    sRGB. A colour profile that cannot be read is ignored, as image viewers do.
     """
     from PIL import ImageCms
 
@@ -125,10 +126,11 @@ def convert_to_srgb(image: Any) -> Any:
 
 def open_picture(content: bytes, *, max_pixels: int | None = None, to_srgb: bool = False) -> Any:
     """Opens a picture as a PIL image in RGB, rotated as its EXIF data say, with transparent parts
-    on white. Raises BadPicture for an unusable picture, and for more than `max_pixels`.
+    on white. Raises BadPicture if the picture cannot be used, or if it has more than `max_pixels`
+    pixels.
 
-    to_srgb  convert the colours to sRGB by the picture's profile; the processors of vision-language
-             models use the colours unchanged
+    to_srgb  whether to convert the colours to sRGB with the picture's colour profile; the
+             processors of vision-language models do not convert them
     """
     from PIL import Image, ImageOps
 
@@ -159,8 +161,8 @@ def open_picture(content: bytes, *, max_pixels: int | None = None, to_srgb: bool
 
 
 def encode_picture(value: Any) -> str | None:
-    """Encodes a picture, bytes or a PIL image (without loss), as a `data:` URL, which
-    `resolve_picture` reads. Returns None for other values.
+    """Encodes a picture without loss as a `data:` URL, which `resolve_picture` can read. The
+    picture is given as bytes or as a PIL image. Returns None for other values.
     """
     if hasattr(value, "save") and hasattr(value, "getexif"):
         out = io.BytesIO()
@@ -212,12 +214,14 @@ def resolve_picture(picture: Any, folder: Path) -> Path | bytes:
 class Pictures:
     """The pictures of a run, with the processor of its model.
 
-    load                  returns transformers' processor; called when the first row with a picture
-                          is read; raises UsageError
-    token_id              id of the model's placeholder token of a picture; None: unknown
-    min_pixels, max_pixels  a picture with fewer or more pixels is scaled, with its aspect ratio
-                            kept; None: no limit
-    folder                folder for pictures that the data contain as bytes; None: a temporary one
+    load                  a function that returns transformers' processor; it is called when the
+                          first row with a picture is read, and may raise UsageError
+    token_id              the id of the model's placeholder token for a picture; None if it is
+                          unknown
+    min_pixels, max_pixels  a picture with fewer or more pixels is scaled to this limit with the
+                            same aspect ratio; None for no limit
+    folder                folder for pictures that the data contain as bytes; None for a temporary
+                          folder
     """
 
     def __init__(
@@ -253,8 +257,8 @@ class Pictures:
         return str(self.processor.image_token)
 
     def settings(self) -> dict[str, Any]:
-        """Returns everything that decides the tokens and pixels of a picture. These settings are a
-        part of the cache's key, and are stored as `pictures` in data.json.
+        """Returns all settings that influence the tokens and pixels of a picture. They are part of
+        the cache's key, and are stored as `pictures` in data.json.
         """
         images = self.processor.image_processor
         lengths = sorted(
@@ -272,8 +276,8 @@ class Pictures:
         }
 
     def reference(self, picture: Any, folder: Path) -> str:
-        """Checks a picture and returns its reference, `DIGEST TIME PATH`: hash of the content,
-        modification time, and path. Raises BadPicture.
+        """Checks a picture and returns its reference. This is a text `DIGEST TIME PATH` with the
+        hash of the content, the modification time and the path. Raises BadPicture.
         """
         source = resolve_picture(picture, folder)
         content = source.read_bytes() if isinstance(source, Path) else source
@@ -301,16 +305,17 @@ class Pictures:
         return path
 
     def _mark_used(self, path: Path) -> None:
-        """Sets the access time of a stored picture, because many systems do not. The modification
-        time stays: it is part of references.
+        """Sets the access time of a stored picture, because many systems do not update it when the
+        file is read. The modification time is not changed, because it is part of the picture's
+        reference.
         """
         if path.parent == self.folder:
             with suppress(OSError):  # a read-only cache
                 os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
 
     def image(self, reference: str) -> Any:
-        """Returns the picture as a PIL image, scaled into the limits of pixels. Raises UsageError
-        if the file was changed or removed after tokenising.
+        """Returns the picture as a PIL image, scaled so that its number of pixels is within the
+        limits. Raises UsageError if the file was changed or removed after tokenising.
         """
         if not is_picture_unchanged(reference):
             raise UsageError(
@@ -346,8 +351,8 @@ class Pictures:
         return [[next(images) for _ in row] for row in references]
 
     def picture_texts(self, references: Sequence[str]) -> list[str]:
-        """Returns the text that replaces each picture's mark: its placeholder tokens and the tokens
-        around them. Raises BadPicture.
+        """Returns, for each picture, the text that replaces its mark. The text contains the
+        picture's placeholder tokens and the tokens around them. Raises BadPicture.
         """
         try:
             outputs = self.processor(
@@ -391,8 +396,8 @@ class Pictures:
     def inputs(
         self, input_ids: Tensor, attention_mask: Tensor, references: Sequence[Sequence[str]]
     ) -> dict[str, Tensor]:
-        """Returns the inputs of a batch's pictures from the processor, by name: pixels, their grids
-        or masks, token types.
+        """Returns a mapping with the processor's outputs for the pictures of a batch. These are the
+        pixels, their grids or masks, and the token types.
 
         input_ids, attention_mask  int[B T]  rows as they were tokenised, padded
         references                 references of each row's pictures, at least one
@@ -419,8 +424,8 @@ class Pictures:
 
 
 class _FixedTokenizer:
-    """Replaces a processor's tokenizer and returns the tokens that the rows already have, so that
-    the processor builds token types and masks for them.
+    """Is used in place of a processor's tokenizer. It returns the tokens that the rows already
+    have, so that the processor computes token types and masks for these tokens.
     """
 
     def __init__(self, tokenizer: Any, input_ids: Tensor, attention_mask: Tensor) -> None:

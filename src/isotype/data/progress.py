@@ -1,5 +1,5 @@
-"""Shows the progress of long work: a line that is updated if stderr is a terminal, otherwise a new
-line every half minute.
+"""Shows the progress of long work. If stderr is a terminal, one line is updated; otherwise a new
+line is printed every half minute.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ T = TypeVar("T")
 
 
 def track_progress(items: Iterable[T], label: str, estimated_count: int = 0) -> Iterator[T]:
-    """Yields the items and shows their count on a line, which appears after a second and vanishes
-    at the end. The line has the remaining time if the number of items is known.
+    """Yields the items and shows on a line how many there were so far. The line appears after a
+    second and disappears at the end. It shows the remaining time if the total number of items is
+    known.
 
-    estimated_count  the number of items, if it can only be estimated; 0: unknown
+    estimated_count  an estimate of the number of items, if the exact number is not known; 0 if
+                     there is no estimate
     """
     total = len(items) if isinstance(items, Sized) else estimated_count
     status_line: Any = None

@@ -1,5 +1,5 @@
-"""Builds the prompts that the model answers during training: from the first evaluation rows, or
-from `run.samples`.
+"""Builds the prompts that the model answers during training. They come from the first evaluation
+rows or from `run.samples`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _TEXT_PROMPT = 24  # number of first tokens of a plain text that become a prompt
 def user_prompts(
     texts: Iterable[str | dict[str, Any]], tokenizer: Any, *, chat_template: str | None = None
 ) -> list[SamplePrompt]:
-    """Returns the user's prompts (`run.samples`). With a template each is a question to the
-    assistant, without one the beginning of a text.
+    """Returns the user's prompts (`run.samples`). If there is a chat template, each prompt is a
+    question to the assistant. Otherwise it is the beginning of a text.
     """
     encoder = Encoder(tokenizer, max_length=2**31, loss_on="all", template=None)
     if chat_template:
@@ -55,8 +55,9 @@ def user_prompts(
 
 
 def run_prompts(run: RunSection, data: LoadedData, tokenizer: Any) -> list[SamplePrompt]:
-    """Returns the prompts for samples: the configured ones, else prompts from the data. Raises
-    UsageError for configured prompts if the run takes no samples.
+    """Returns the prompts for samples. These are the configured prompts, or prompts from the data
+    if none are configured. Raises UsageError if prompts are configured but the run generates no
+    samples.
     """
     if not run.samples:
         return list(data.prompts)
@@ -106,7 +107,9 @@ def _example_prompt(example: Example, encoder: Encoder) -> SamplePrompt | None:
 
 
 def text_prompt(ids: Sequence[int], encoder: Encoder) -> SamplePrompt:
-    """Returns the beginning of a text as a prompt, with the following tokens as its reference."""
+    """Returns a prompt from the beginning of a text. The tokens that follow it in the text are its
+    reference answer.
+    """
     cut = min(len(encoder.prefix_ids) + _TEXT_PROMPT, max(1, len(ids) // 2))
     reference_ids = ids[cut : cut + 2 * _TEXT_PROMPT]
     # tokens after the end-of-text token belong to another text

@@ -1,9 +1,9 @@
 """Reads the lines of data files, plain or gzipped, and checks file endings and encodings.
 `records.py` turns the lines into rows.
 
-Lines are read one at a time, so that a large file needs only the memory of one record. They are
-read as bytes, so that a byte that is not UTF-8 can be reported with its position. Every record
-stores its file and its line or row number.
+Lines are read one at a time, so that a large file needs no more memory than one record. They are
+read as bytes, so that the position of a byte that is not valid UTF-8 can be reported. Every record
+stores the name of its file and its line or row number.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class NoRows(UsageError):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One row of a file, and its position: the line on which it begins, or with `unit` "row" its
-    row number, from 1.
+    """One row of a file, and its position. The position is the number of the line on which the row
+    begins. If `unit` is "row", it is the number of the row, counted from 1.
     """
 
     file: str
@@ -75,15 +75,17 @@ class Record:
 
 
 def file_suffix(path: Path) -> str:
-    """Returns the ending of a file without `.gz`: `.jsonl` for `a.jsonl` and `a.jsonl.gz`."""
+    """Returns the ending of a file, ignoring a final `.gz`. For example, it returns `.jsonl` for
+    `a.jsonl` and for `a.jsonl.gz`.
+    """
     if path.suffix.lower() == ".gz":
         return Path(path.stem).suffix.lower()
     return path.suffix.lower()
 
 
 def column_name(cell: str) -> str:
-    """Normalises a column's name: line breaks from spreadsheets become spaces, and letters are
-    composed (ü is one character).
+    """Normalises a column's name. Line breaks, which spreadsheets may contain, become spaces.
+    Unicode letters are composed, so that ü is one character.
     """
     return normalize("NFC", _LINE_ENDS.sub(" ", cell.strip()))
 
@@ -95,11 +97,11 @@ def require_file(
     accept_empty: bool = False,
     unknown_ending_fix: str | None = None,
 ) -> Path:
-    """Returns the path of a readable, regular file with one of the endings. Raises UsageError,
-    which says what was found instead.
+    """Returns the path if it is a regular file that can be read and has one of the endings.
+    Otherwise raises UsageError with a message that says what was found.
 
-    accept_empty  also accept a file of 0 bytes
-    unknown_ending_fix  the fix in the error for a file with an unknown ending
+    accept_empty  whether a file of 0 bytes is accepted too
+    unknown_ending_fix  the advice in the error message for a file with an unknown ending
     """
     path = Path(name).expanduser()
     if os.path.isdir(path):
@@ -157,8 +159,8 @@ def require_file(
 
 
 def decode_line(raw: bytes, *, file: str, offset: int) -> tuple[str, tuple[str, str] | None]:
-    """Returns the text of a line, and (problem, fix) for bytes that are not text, else None. Raises
-    UsageError for a file of another format.
+    """Returns the text of a line. The second value is a pair (problem, fix) if some bytes are not
+    valid text, otherwise None. Raises UsageError if the file has another format.
 
     offset  position of the line's first byte in the file
     """
@@ -202,12 +204,12 @@ def decode_line(raw: bytes, *, file: str, offset: int) -> tuple[str, tuple[str, 
 
 
 def _conversion_command(file: str, encoding: str) -> str:
-    """Returns a shell command that converts an uncompressed file to UTF-8."""
+    """Returns a shell command with which the user can convert an uncompressed file to UTF-8."""
     return f"iconv -f {encoding} -t UTF-8 {shlex.quote(file)} > utf8{Path(file).suffix}"
 
 
 def is_prose(path: Path) -> bool:
-    """Whether the ending is that of plain text and not of source code."""
+    """Returns True if the file's ending means plain text and not source code."""
     return file_suffix(path) in TEXT_ENDINGS
 
 
@@ -217,7 +219,7 @@ _SAMPLED_LINES = 20
 
 
 def looks_like_json(path: Path, name: str) -> bool:
-    """Whether a file without a JSON ending begins like JSON rows."""
+    """Returns True if a file begins like a file of JSON rows although its ending is another one."""
     lines = islice(text_lines(path, name), _SAMPLED_LINES)
     return _JSON_ROWS.match("".join(line for _, line in lines)) is not None
 
@@ -225,7 +227,9 @@ def looks_like_json(path: Path, name: str) -> bool:
 def text_lines(
     path: Path, name: str, *, max_line_bytes: int = MAX_LINE_BYTES
 ) -> Iterator[tuple[int, str]]:
-    """Yields line numbers and lines, with their line ends, of a plain or gzipped file."""
+    """Yields the number and the text of each line of a plain or gzipped file. The text includes the
+    line end.
+    """
     for number, offset, raw in raw_lines(path, name, max_line_bytes=max_line_bytes):
         text, problem = decode_line(raw, file=name, offset=offset)
         if problem:
@@ -237,7 +241,8 @@ def raw_lines(
     path: Path, name: str, *, max_line_bytes: int = MAX_LINE_BYTES
 ) -> Iterator[tuple[int, int, bytes]]:
     """Yields the number, the offset in the file and the bytes of each line of a plain or gzipped
-    file. Raises UsageError for a line of more than `max_line_bytes`, before it is read to its end.
+    file. Raises UsageError if a line has more than `max_line_bytes` bytes. The rest of such a line
+    is not read.
     """
     offset = number = 0
     with _open_file(path) as file:
@@ -262,8 +267,8 @@ def _long_line_error(path: Path, name: str, number: int, max_line_bytes: int) ->
 
 
 def first_line(path: Path) -> str:
-    """Returns the beginning of the first line that is not blank, without surrounding white space;
-    "" if the file cannot be read.
+    """Returns the beginning of the first line that is not blank, without white space at its ends.
+    Returns "" if the file cannot be read.
     """
     try:
         with _open_file(path) as file:
@@ -336,8 +341,8 @@ _CONVERSION_FIXES = {
 
 
 def missing_name_hint(name: str) -> str | None:
-    """Returns a fix for the name of a missing file if the name looks like a URL, `-` or a list of
-    files; else None.
+    """Returns advice for a file that does not exist, if its name looks like a URL, `-` or a list of
+    files. Otherwise returns None.
     """
     if re.match(r"[a-z][a-z0-9+.-]*://", name):
         return "a run reads local files: download it first, or name a dataset of the hub, hf:NAME"

@@ -1,10 +1,12 @@
-"""Reads the rows of a file as records: JSON lines and arrays, CSV and TSV, Parquet.
+"""Reads the rows of a file as records. The formats are JSON lines, JSON arrays, CSV, TSV and
+Parquet.
 
-Lines of JSON and of tables are read one at a time. The text of a JSON array is held in memory, and
-its values are parsed one at a time: a file of 119 MiB needs 119 MiB; `json.loads` needed 739 MiB.
-An object with a repeated key is an error here; `json` keeps the last value and does not report it.
-Parquet is read in batches. A Parquet file stores null for missing keys at every depth; these nulls
-are removed, so that a message without `tool_calls` has no such key.
+The lines of JSON, CSV and TSV files are read one at a time. For a JSON array, the whole text is in
+memory, but its values are parsed one at a time. A file of 119 MiB then needs 119 MiB of memory,
+whereas `json.loads` needed 739 MiB. An object with a repeated key is an error. Python's `json`
+would keep the last value without a warning. Parquet is read in batches. A Parquet file stores null
+for missing keys at every depth of a value. These nulls are removed, so that a message without
+`tool_calls` does not have this key.
 """
 
 from __future__ import annotations
@@ -53,8 +55,8 @@ _SEVERAL_LINES_HINT = "; an array, or objects over several lines, are read from 
 
 
 def read_records(path: Path, name: str, *, skip: int = 0) -> Iterator[Record]:
-    """Yields the rows of a file in order; the ending decides the format. Rows that cannot be parsed
-    are yielded with an `error`. The first `skip` rows are skipped.
+    """Yields the rows of a file in order, except for the first `skip` rows. The file's ending
+    decides the format. A row that cannot be parsed is yielded with an `error`.
 
     Raises  UsageError with file and line where the rest of the file cannot be read
     """
@@ -67,8 +69,8 @@ def read_records(path: Path, name: str, *, skip: int = 0) -> Iterator[Record]:
 
 
 def read_json(path: Path, name: str, *, skip: int = 0) -> Iterator[Record]:
-    """Reads a JSON file in any of three forms: one object per line, an array of objects, or objects
-    that span several lines. The first `skip` lines are not parsed.
+    """Reads a JSON file. It may contain one object per line, an array of objects, or objects that
+    extend over several lines. The first `skip` lines are not parsed.
     """
     first = first_line(path) if file_suffix(path) == ".json" else ""
     # a first line that is only `{` begins an object over several lines
@@ -119,8 +121,8 @@ def _read_lines(path: Path, name: str, skip: int) -> Iterator[Record]:
 
 
 def _json_hint(line: str, position: int) -> str:
-    """Returns a hint for a line that is no JSON object, for common mistakes; "" for others.
-    `position`: the place of the error in the line.
+    """Returns a hint for a line that is not a JSON object. Returns "" if the mistake is not a
+    common one. `position` is the position of the error in the line.
     """
     text = line.strip()
     rest = line[position:].strip()
@@ -136,8 +138,8 @@ def _json_hint(line: str, position: int) -> str:
 
 
 def _read_values(path: Path, name: str, *, in_array: bool) -> Iterator[Record]:
-    """Yields the values of a JSON array, or the objects of a file in which objects follow one another.
-    One value may take several lines.
+    """Yields the values of a JSON array, or the objects of a file that contains one object after
+    the other. A value may extend over several lines.
     """
     if (size := path.stat().st_size) > MAX_ARRAY_BYTES:
         fix = f"one object a line: jq -c '.[]' {shlex.quote(name)} > rows.jsonl"
@@ -198,8 +200,8 @@ def _read_values(path: Path, name: str, *, in_array: bool) -> Iterator[Record]:
 
 
 def _read_array_text(path: Path, name: str) -> str:
-    """Reads a file that holds one JSON array, or objects over several lines. Raises UsageError for
-    a gzipped file that unpacks to more than `MAX_COMPRESSED_ARRAY_BYTES`.
+    """Reads a file that contains one JSON array, or objects that extend over several lines. Raises
+    UsageError if the file is gzipped and its content is larger than `MAX_COMPRESSED_ARRAY_BYTES`.
     """
     if path.suffix.lower() != ".gz":
         return "".join(line for _, line in text_lines(path, name, max_line_bytes=MAX_ARRAY_BYTES))
@@ -219,8 +221,8 @@ def _read_array_text(path: Path, name: str) -> str:
 
 
 def _python_limit_message(error: Exception) -> str:
-    """Returns the message for valid JSON that Python cannot represent: nested too deeply, or an
-    integer with more than 4300 digits.
+    """Returns the error message for valid JSON that Python cannot read, because it is nested too
+    deeply or contains an integer with more than 4300 digits.
     """
     if isinstance(error, RecursionError):
         return "JSON nested too deeply"
@@ -229,8 +231,8 @@ def _python_limit_message(error: Exception) -> str:
 
 def _check_value(name: str, line: int, value: Any, source: str, repeated_key: str | None) -> Record:
     """Returns the record of a row. The record has an error if one of the row's objects has the key
-    `repeated_key` twice, or if a text contains half of a surrogate pair, which is valid JSON but
-    makes tokenizers fail.
+    `repeated_key` twice. It also has an error if a text contains half of a surrogate pair. This is
+    valid JSON, but tokenizers fail on it.
     """
     message = None if repeated_key is None else str(RepeatedKey(repeated_key))
     if (
@@ -243,8 +245,8 @@ def _check_value(name: str, line: int, value: Any, source: str, repeated_key: st
 
 
 def read_csv(path: Path, name: str, *, skip: int = 0) -> Iterator[Record]:
-    """Yields the rows of a CSV or TSV file with a header. A row with more or fewer cells than the
-    header has an error.
+    """Yields the rows of a CSV or TSV file with a header. If a row has more or fewer cells than the
+    header, its record has an error.
     """
     table = _Table(path, name)
     for line, cells, error in table.rows():
@@ -267,7 +269,9 @@ def read_csv(path: Path, name: str, *, skip: int = 0) -> Iterator[Record]:
 
 
 class _Table:
-    """A CSV or TSV file. `header`: the names of the columns; empty until the first row is read."""
+    """A CSV or TSV file. `header` contains the names of the columns. It is empty until the first
+    row is read.
+    """
 
     def __init__(self, path: Path, name: str) -> None:
         self.path = path
@@ -276,7 +280,7 @@ class _Table:
         self._row_error: str | None = None  # the first error in the lines of the current row
 
     def rows(self) -> Iterator[tuple[int, list[str], str | None]]:
-        """Yields (line, cells, error or None) for each row below the header.
+        """Yields a tuple (line, cells, error or None) for each row below the header.
 
         Raises  UsageError where the rest of the file cannot be read
         """
@@ -310,8 +314,8 @@ class _Table:
             self._row_error = None
 
     def _refuse_header_or_open_quote(self, error: csv.Error, line: int, last_line: int) -> None:
-        """Raises UsageError for a broken header, and for a quoted cell that extends over the
-        following rows.
+        """Raises UsageError if the header is broken, or if a quoted cell has no closing quote and
+        so extends over the following rows.
         """
         if not self.header:
             raise UsageError(f"{self.name}:{line}: broken CSV: {error}") from None
@@ -332,8 +336,8 @@ class _Table:
 
 
 def _find_delimiter(path: Path, header: str) -> str:
-    """Returns the delimiter of a header: a comma if it contains one, else a semicolon (as many
-    spreadsheets write), a tab or a vertical bar.
+    """Returns the delimiter of a header. It is a comma if the header contains one. Otherwise it is
+    a semicolon, which many spreadsheets write, a tab or a vertical bar.
     """
     if file_suffix(path) == ".tsv":
         return "\t"
@@ -341,7 +345,7 @@ def _find_delimiter(path: Path, header: str) -> str:
 
 
 def _check_header(cells: Sequence[str], name: str) -> list[str]:
-    """Returns the names of the columns. Raises UsageError for a name that comes twice."""
+    """Returns the names of the columns. Raises UsageError if two columns have the same name."""
     header = [column_name(cell) for cell in cells]
     if duplicate := _find_duplicate([column for column in header if column]):
         raise UsageError(f"{name}:1: the column {duplicate!r} is named twice")
@@ -393,8 +397,8 @@ def read_parquet(path: Path, name: str, *, skip: int = 0) -> Iterator[Record]:
 
 
 def _refuse_large_columns(file: Any, group: int, name: str) -> int:
-    """Raises UsageError for a column that would unpack to too many bytes, from the metadata of the
-    file. Returns the size of the largest unpacked column of the row group, in bytes.
+    """Raises UsageError if the file's metadata show that a column would have too many bytes when it
+    is unpacked. Returns the size of the largest unpacked column of the row group, in bytes.
     """
     largest = 0
     columns = file.metadata.row_group(group)
@@ -415,8 +419,8 @@ def _refuse_large_columns(file: Any, group: int, name: str) -> int:
 
 
 def remove_inner_nulls(row: dict[str, Any]) -> dict[str, Any]:
-    """Removes keys with null from the values of a row, at any depth. A column that is null stays,
-    so that errors can name it.
+    """Removes keys whose value is null from the values of a row, at any depth. A column of the row
+    itself is not removed if it is null, so that error messages can name it.
     """
     return {key: _remove_nulls(value) for key, value in row.items()}
 
@@ -434,17 +438,17 @@ def _find_duplicate(names: Sequence[str]) -> str | None:
 
 
 class RepeatedKey(ValueError):
-    """Raised for an object that has a key twice."""
+    """Raised for a JSON object that contains the same key twice."""
 
     def __init__(self, key: str) -> None:
         super().__init__(f"the key {key[:60]!r} is given twice in one object")
 
 
 class ObjectDecoder(json.JSONDecoder):
-    """Decodes like `json`, and sets `repeated_key` to the first key that an object of the value has
-    twice, or to None.
+    """Decodes like `json`. If an object within the value has a key twice, `repeated_key` is set to
+    the first such key, otherwise to None.
 
-    A repeated key does not raise an error while decoding, so that the reader of several values
+    A repeated key does not raise an error during decoding. So code that reads several values still
     knows where the next value begins.
     """
 

@@ -1,10 +1,11 @@
 """Renders chat templates in a separate process with limits on time, memory and length of the text.
-A template is a program by the author of the tokenizer, and Jinja's sandbox does not limit its time,
-memory or text.
+A template is a program that the author of the tokenizer wrote. Jinja's sandbox limits neither its
+time, nor its memory, nor the length of its text.
 
-The process is forked at the first rendering, with a copy of the tokenizer, and closes all files. It
-ends together with the parent process. The limits work on Linux. On other systems, and for requests
-that cannot be pickled (a function as a tool), the parent process renders without limits.
+The process is forked when the first conversation is rendered. It has a copy of the tokenizer, and
+closes all files. It ends when the parent process ends. The limits work on Linux only. On other
+systems, the parent process renders without limits. It also does so if the arguments cannot be
+pickled, for example if a tool is a function.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ class TemplateLimitError(Exception):
 
 
 class TemplateRefusal(Exception):
-    """Raised for a template that refuses a conversation or fails. The message is one line."""
+    """Raised if a template rejects a conversation or fails. The message is one line."""
 
 
 def render_text(tokenizer: Any, messages: Sequence[Any], **options: Any) -> str:
     """Calls `tokenizer.apply_chat_template(messages, tokenize=False, **options)` under the limits.
 
-    Raises  TemplateLimitError; TemplateRefusal if the template refuses the conversation or fails;
-            RecursionError and jinja2.TemplateSyntaxError for a template that cannot be used;
-            UnicodeEncodeError for half of a surrogate pair
+    Raises  TemplateLimitError if a limit is exceeded; TemplateRefusal if the template rejects the
+            conversation or fails; RecursionError or jinja2.TemplateSyntaxError if the template
+            cannot be used; UnicodeEncodeError if a text contains half of a surrogate pair
     """
     request = {"conversation": list(messages), "tokenize": False, **options}
     if sys.platform != "linux":
@@ -59,7 +60,9 @@ def render_text(tokenizer: Any, messages: Sequence[Any], **options: Any) -> str:
 
 
 class _RenderProcess:
-    """A child process that renders with one tokenizer, in the tokenizer's state at the fork."""
+    """A child process that renders with one tokenizer. It uses the tokenizer as it was when the
+    process was forked.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         # while this reference exists, no other tokenizer gets the same id()
@@ -94,7 +97,7 @@ class _RenderProcess:
                 raise
 
     def _stop(self) -> int:
-        """Ends the child process, and returns the signal that ended it, or 0."""
+        """Ends the child process. Returns the number of the signal that ended it, or 0."""
         with suppress(KeyError):
             del _processes[_tokenizer_key(self.tokenizer)]
         self._connection.close()
@@ -116,7 +119,9 @@ _processes_lock = threading.Lock()
 
 
 def _tokenizer_key(tokenizer: Any) -> Any:
-    """Returns a key for a tokenizer and its special tokens, which templates read."""
+    """Returns a key that identifies a tokenizer and its special tokens, because templates read
+    these tokens.
+    """
     return id(tokenizer), json.dumps(tokenizer.special_tokens_map, default=str)
 
 
@@ -142,7 +147,7 @@ def close_processes() -> None:
 
 
 def _serve(tokenizer: Any, connection: Connection) -> NoReturn:
-    """Runs in the child process: answers requests until the parent closes the connection."""
+    """Runs in the child process and answers requests until the parent closes the connection."""
     try:
         gc.freeze()  # the parent process finalises the objects that exist here
         _close_files(connection.fileno())
@@ -189,7 +194,9 @@ def _limit_memory() -> None:
 
 
 def _render(tokenizer: Any, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Renders a conversation. Returns the text, or the reason why there is none, as values of JSON."""
+    """Renders a conversation. Returns the text, or the reason why it could not be rendered. Both
+    are returned as values that JSON can represent.
+    """
     try:
         text: str = tokenizer.apply_chat_template(**request)
     except MemoryError:

@@ -1,5 +1,6 @@
-"""The data types that training receives: rows of tokens, prompts for samples, and the facts for
-data.json. Also the order of the rows in training, which depends only on the seed. Imports no torch.
+"""Defines the data types that training uses: rows of tokens, prompts for samples, and the facts for
+data.json. Also computes the order of the rows in training, which depends only on the seed. This
+module does not import torch.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One sequence of tokens. `labels[i]` is `input_ids[i]` where the token is learnt, else -100.
-    Labels are not shifted; the model shifts them.
+    """One sequence of tokens. `labels[i]` is `input_ids[i]` if the model learns this token,
+    otherwise -100. The labels are not shifted here; the model shifts them.
     """
 
     input_ids: tuple[int, ...]
@@ -41,15 +42,15 @@ class Row:
 
     @property
     def supervised(self) -> int:
-        """The number of tokens that give a loss. Nothing predicts the first token of a row, so its
-        label never counts.
+        """The number of tokens for which a loss is computed. The model does not predict the first
+        token of a row, so the first label is never counted.
         """
         return sum(label != IGNORE_INDEX for label in self.labels[1:])
 
 
 @dataclass(frozen=True, slots=True)
 class SamplePrompt:
-    """A prompt answered during training."""
+    """A prompt that the model answers during training."""
 
     text: str
     """The text shown to the user."""
@@ -63,8 +64,9 @@ class SamplePrompt:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The share of one source in the training rows. `rows`: the number of its rows; the rows of
-    sources follow one another. `weight`: how often they come, relative to the other sources.
+    """The share of one source in the training rows. `rows` is the number of rows of this source;
+    the rows of the next source follow after them. `weight` says how often these rows are used,
+    relative to the rows of other sources.
     """
 
     rows: int
@@ -73,7 +75,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class LoadedData:
-    """Everything a run needs from its data."""
+    """The data of a run in the form in which the run uses it."""
 
     train: Sequence[Row]
     """The training rows. With `stream` only the first rows, for the checks before training."""
@@ -98,8 +100,8 @@ class LoadedData:
     """A `Pictures` if a row has pictures, else None."""
 
     def fingerprints(self) -> dict[str, str]:
-        """A hash of the training rows before packing and a hash of the evaluation rows. They cover
-        the tokens and the labels.
+        """Returns two hashes, one of the training rows before packing and one of the evaluation
+        rows. The hashes depend on the tokens and the labels.
         """
         return {"training": _hash_rows(self.documents), "evaluation": _hash_rows(self.eval)}
 
@@ -109,7 +111,7 @@ class LoadedData:
         return getattr(self.train, "rows", self.train)
 
     def longest(self, count: int) -> list[Row]:
-        """Returns the rows of the largest batch that training can get."""
+        """Returns the `count` rows of the largest batch that training can have."""
         lengths = row_lengths(self.train)
         order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
         if self.pictures is not None:  # in a batch either all rows have pictures or none has
@@ -130,8 +132,8 @@ def picture_digest(reference: str) -> str:
 
 
 def is_picture_unchanged(reference: str) -> bool:
-    """Whether the picture's file still has the modification time that it had when its row was
-    tokenised.
+    """Returns True if the picture's file still has the modification time that it had when its row
+    was tokenised.
     """
     _, time, path = reference.split(" ", 2)
     try:
@@ -155,28 +157,30 @@ def _hash_rows(rows: Sequence[Row]) -> str:
 
 
 def row_lengths(rows: Sequence[Any]) -> Sequence[int]:
-    """Returns the number of tokens of each row. Rows in flat arrays know their lengths, so no `Row`
-    is built for them.
+    """Returns the number of tokens of each row. If the rows are stored in flat arrays, their
+    lengths are known and no `Row` object is built.
     """
     lengths = getattr(rows, "lengths", None)
     return [len(row.input_ids) for row in rows] if lengths is None else lengths
 
 
 def row_supervised(rows: Sequence[Row]) -> Sequence[int]:
-    """Returns the number of tokens with a loss of each row, without building rows where possible."""
+    """Returns, for each row, the number of tokens for which a loss is computed. If possible, no
+    `Row` object is built.
+    """
     column = getattr(rows, "column", None)
     return [row.supervised for row in rows] if column is None else column("supervised").tolist()
 
 
 def has_pictures(rows: Sequence[Row]) -> Sequence[bool]:
-    """Returns for each row whether it has pictures, without building rows where possible."""
+    """Returns, for each row, whether it has pictures. If possible, no `Row` object is built."""
     flags = getattr(rows, "has_pictures", None)
     return [bool(row.pictures) for row in rows] if flags is None else flags
 
 
 def tokens_used(rows: Sequence[Row], *, learnt: bool = False) -> set[int]:
-    """Returns the set of token ids in the rows, or of the learnt ones. Rows in flat arrays are not
-    built for this.
+    """Returns the set of token ids that occur in the rows, or only of those that the model learns.
+    If the rows are stored in flat arrays, no `Row` object is built.
     """
     if (read_tokens := getattr(rows, "tokens_used", None)) is not None:
         return set(read_tokens(learnt=learnt))
@@ -204,12 +208,13 @@ MAX_TOKENS = 512  # largest number of tokens of a row that are shown
 
 def example_rows(rows: Sequence[Row], tokenizer: Any, pictures: Any = None) -> list[dict[str, Any]]:
     """Returns up to four examples: the first row, a row of median length, the longest row, and the
-    first row with a picture. Each is split into learnt and other parts.
+    first row with a picture. Each example is split into parts that the model learns and parts that
+    it does not learn.
 
     pictures  the run's `Pictures`, which gives thumbnails of a row's pictures as `data:` URLs
 
-    A part is `{"text", "learnt"}`, and its text contains the special tokens. `tokens` and `learnt`
-    count tokens of the whole row, `left_out` the tokens that are not shown.
+    A part is an object `{"text", "learnt"}`; its text contains the special tokens too. `tokens` and
+    `learnt` count the tokens of the whole row. `left_out` counts the tokens that are not shown.
     """
     sample = list(islice(rows, SAMPLED_ROWS))
     by_length = sorted(range(len(sample)), key=lambda i: len(sample[i].input_ids))
@@ -280,11 +285,11 @@ def epoch_order(rows: int, *, seed: int, epoch: int, shuffle: bool) -> list[int]
 
 def mixed_order(shares: Sequence[Share], *, seed: int, epoch: int, shuffle: bool) -> list[int]:
     """Returns the order of the rows in one epoch of weighted sources. An epoch has as many rows as
-    all sources together, divided among them by weight.
+    all sources have together. The weights decide how many of them come from each source.
 
     Each source continues where it stopped in the previous epoch, and is shuffled again after each
-    pass over its rows. Rows of the sources alternate at random, or at even distances without
-    shuffling.
+    pass over its rows. The rows of the sources are mixed at random. Without shuffling, the rows of
+    each source come at even distances.
     """
     source_rows = _rows_per_source(shares)
     queues = []
@@ -338,9 +343,9 @@ def _rows_per_source(shares: Sequence[Share]) -> list[int]:
 
 
 class RowStream(Generic[T]):
-    """Yields rows without end from rows in memory or in the cache. Implements `training.task.Feed`.
-    The number of rows taken so far, `position`, is its only state, so that a resumed run continues
-    exactly.
+    """Yields rows endlessly, from rows in memory or in the cache. Implements `training.task.Feed`.
+    Its only state is `position`, the number of rows taken so far. So a resumed run continues with
+    exactly the next row.
     """
 
     def __init__(

@@ -1,8 +1,9 @@
-"""Opens the sources that `data.train` and `data.eval` name: files, folders, globs, datasets of the
-hub, the built-in set `stdlib`, and rows in memory. Each is a `Source`.
+"""Opens the sources that `data.train` and `data.eval` name. A source is a file, a folder, a glob
+pattern, a dataset on the hub, the built-in data set `stdlib`, or rows in memory. Each becomes a
+`Source` object.
 
-A source can be read several times and from any row. Its rows are not kept in memory: they are
-tokenised while they are read.
+A source can be read several times, beginning at any row. Its rows are not kept in memory, because
+they are tokenised while they are read.
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ _SAMPLED_ROWS = 1000
 
 @dataclass
 class Source:
-    """One entry of data.train or data.eval. Its format was detected from its first rows; the other
-    rows are not read yet.
+    """One entry of data.train or data.eval. When the object exists, only the first rows were read,
+    to detect the format.
 
     objective_format  the only format that the objective learns from, or None
-    detected_formats  the detected format of each file, and the reason, in order
-    ignored           keys of the rows that are not used, with the number of rows, counted while
-                      reading
+    detected_formats  for each file, in order: the detected format, and how it was recognised
+    ignored           the keys that are not used, with the number of rows that have them; counted
+                      while the rows are read
     """
 
     spec: SourceSpec
@@ -87,13 +88,13 @@ class Source:
         raise NotImplementedError
 
     def examples(self, *, skip: int = 0) -> Iterator[Example | BadRow]:
-        """Yields the checked rows, at most `limit`; a row that cannot be used is a `BadRow`. The
-        first `skip` rows are skipped.
+        """Checks the rows and yields them, at most `limit`. For a row that cannot be used, it
+        yields a `BadRow`. The first `skip` rows are skipped.
         """
         raise NotImplementedError
 
     def texts(self) -> Iterator[tuple[str, Iterator[str]]]:
-        """Yields each plain text file as its name and its pieces."""
+        """Yields the name and the text of each plain text file. The text is given in pieces."""
         return iter(())
 
     def facts(self) -> dict[str, Any]:
@@ -316,9 +317,10 @@ class StdlibSource(Source):
 
 @dataclass
 class HubSource(Source):
-    """A dataset of the hub (`hf:org/name`, `hf:./folder`), or a folder that `save_to_disk` wrote.
+    """A dataset on the hub (`hf:org/name`), a dataset in a folder (`hf:./folder`), or a folder that
+    `save_to_disk` wrote.
 
-    streaming  rows are downloaded while they are used
+    streaming  whether rows are downloaded only when they are used
     """
 
     streaming: bool = False
@@ -368,7 +370,9 @@ class HubSource(Source):
 
 
 def _load_dataset(source: HubSource) -> Any:
-    """Loads the split of a dataset. Every error of `datasets` becomes a UsageError of one line."""
+    """Loads one split of a dataset. Every error of `datasets` becomes a UsageError with a message
+    of one line.
+    """
     import datasets
 
     spec = source.spec
@@ -479,14 +483,14 @@ def refuse_duplicate_files(sources: Sequence[Source]) -> None:
 
 
 def save_rows(data: Any) -> Any:
-    """Writes rows in memory to a file and returns the file's name. Names and mappings that name
-    sources are returned unchanged.
+    """Writes rows in memory to a file and returns the file's name. If `data` is a name or a mapping
+    of names, it is returned unchanged.
 
-    The file's name is a hash of its content, and it is written to the cache's folder, so that the
-    run can be resumed.
+    The file is written to the cache's folder, so that the run can be resumed. Its name is a hash of
+    its content.
 
-    data    rows as a list, a `datasets.Dataset`, a pandas or polars frame; or a mapping of
-            evaluation sets to these
+    data    rows as a list, a `datasets.Dataset`, a pandas or polars frame; or a mapping from the
+            names of evaluation sets to such rows
     Raises  UsageError for rows that are not JSON, and if the file cannot be written
     """
     from .cache import cache_folder
@@ -526,7 +530,9 @@ def save_rows(data: Any) -> Any:
 
 
 def _collect_rows(data: Any) -> list[Any] | None:
-    """Returns the rows of a list, a data set or a data frame as mappings; None for other values."""
+    """Returns the rows of a list, a data set or a data frame as mappings. Returns None for other
+    values.
+    """
     if isinstance(data, list):
         if all(isinstance(row, Mapping) and "name" not in row for row in data):
             return data
@@ -543,7 +549,9 @@ def _collect_rows(data: Any) -> list[Any] | None:
 
 
 def _json_value(value: Any) -> Any:
-    """Converts a value for JSON: arrays to lists, pictures and times to text."""
+    """Converts a value to one that JSON can represent. Arrays become lists. Pictures and times
+    become text.
+    """
     from .pictures import encode_picture
 
     if (picture := encode_picture(value)) is not None:

@@ -1,5 +1,5 @@
-"""The built-in data set `stdlib`: question and answer pairs, and texts, from the docstrings of
-Python's standard library.
+"""Makes the built-in data set `stdlib`. It contains question and answer pairs, and texts, from the
+docstrings of Python's standard library.
 
 The source files of the running Python are parsed and never imported. The same version of Python
 gives the same pairs in the same order.
@@ -97,8 +97,8 @@ class QuestionAnswer:
 
 @cache
 def stdlib_pairs() -> tuple[QuestionAnswer, ...]:
-    """Returns question and answer pairs in a fixed, mixed order. No question comes twice, and no
-    description is the answer of two questions.
+    """Returns question and answer pairs in a shuffled order that is always the same. No question
+    occurs twice, and no description answers two questions.
     """
     pairs: list[QuestionAnswer] = []
     questions: set[str] = set()
@@ -120,8 +120,8 @@ def stdlib_pairs() -> tuple[QuestionAnswer, ...]:
 
 @cache
 def stdlib_text() -> tuple[str, ...]:
-    """Returns texts that teach a small model English and Python: docstrings below their signatures,
-    and the topics of `help()`.
+    """Returns texts from which a small model can learn English and Python. They are docstrings,
+    each below the signature of its function or class, and the topics of `help()`.
     """
     texts: dict[str, None] = {}
     for item in documented_items():
@@ -194,8 +194,8 @@ def _constructor(node: ast.Module | ast.ClassDef) -> str:
 
 
 def _summary(doc: str) -> str | None:
-    """Returns the first paragraph of a docstring as one line of prose, or the second if the first
-    is only a signature. Returns None if the paragraph is not prose.
+    """Returns the first paragraph of a docstring as one line of prose. If the first paragraph is
+    only a signature, returns the second paragraph. Returns None if the paragraph is not prose.
     """
     paragraphs = [" ".join(p.split()) for p in re.split(r"\n\s*\n", doc)]
     text = paragraphs[0]

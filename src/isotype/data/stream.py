@@ -1,11 +1,12 @@
-"""Streams rows that are tokenised during training, for data that are larger than the disk.
+"""Streams rows and tokenises them during training. This is for data that are larger than the disk.
 
-A stream is read in blocks of `data.shuffle_buffer` rows. The rows of a block are taken from the
-sources by weight, tokenised, shuffled, and packed if configured. Only one block is in memory. The
-state is the position of each source at the beginning of the block, and the number of rows already
-used, so that a resumed run reads one block again and continues with the same row. A hash of a row's
-tokens decides whether it is held out for evaluation. The first held-out rows are evaluated, and no
-held-out row is trained on.
+A stream is read in blocks of `data.shuffle_buffer` rows. The weights of the sources decide how many
+rows of a block come from each source. The rows are tokenised and shuffled, and packed if the
+configuration says so. Only one block is in memory at a time. The state of a stream is the position
+of each source at the beginning of the block, and the number of rows of the block that were already
+used. A resumed run reads this block again and continues with the next unused row. A hash of a row's
+tokens decides whether the row is held out for evaluation. Evaluation uses the first rows that are
+held out. Training uses none of the rows that are held out.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ class StreamedRows:
         self._iterators: list[Iterator[Example | BadRow] | None] = [None] * len(self.sources)
 
     def _examples(self, count: int) -> Iterator[Example | BadRow]:
-        """Yields the next rows. Each comes from the source whose share of the rows so far is lowest
-        in relation to its weight.
+        """Yields the next rows. Each row comes from the source that has had the fewest rows so far
+        in proportion to its weight.
         """
         weights = [source.spec.weight or 1.0 for source in self.sources]
         counts = [0] * len(weights)
@@ -102,8 +103,8 @@ class StreamedRows:
         return example
 
     def take(self, count: int) -> list[Row]:
-        """Returns the next rows. Raises RunError with file and row if a row cannot be read during
-        training.
+        """Returns the next rows. If a row cannot be read during training, raises a RunError that
+        names the file and the row.
         """
         rows: list[Row] = []
         empty_blocks = 0
@@ -152,7 +153,9 @@ class StreamedRows:
 
     @property
     def epochs(self) -> float:
-        """The number of complete passes over the source with the fewest passes."""
+        """The number of complete passes over the data. If the sources differ, it is the smallest of
+        their numbers of passes.
+        """
         return float(min(passes for _, passes in self.read_counts))
 
     def state(self) -> dict[str, Any]:
@@ -174,7 +177,7 @@ def load_stream(
     *,
     seed: int,
 ) -> LoadedData:
-    """Returns the result of `load_data` for a stream: the stream, its first rows for the checks
+    """Does the work of `load_data` for a stream. Returns the stream, its first rows for the checks
     before step 1, and its held-out rows.
     """
     _refuse_unstreamable(sources)
@@ -255,7 +258,7 @@ def _refuse_unstreamable(sources: Sequence[Source]) -> None:
 
 
 def usable_examples(examples: Iterable[Example | BadRow]) -> Iterator[Example]:
-    """Yields the examples, without the rows that cannot be used."""
+    """Yields the examples. Rows that cannot be used are left out."""
     return (example for example in examples if not isinstance(example, BadRow))
 
 
@@ -313,7 +316,9 @@ def _interleave_sources(sources: Sequence[Source]) -> Iterator[Example | BadRow]
 def _sample_prompts(
     examples: Sequence[Example], rows: TokenRows, encoder: Encoder
 ) -> list[SamplePrompt]:
-    """Returns prompts for samples from examples; for plain texts from the first rows."""
+    """Returns prompts for samples. They come from the examples, or from the first rows if the data
+    are plain texts.
+    """
     if examples and examples[0].text is None:
         return example_prompts(examples, encoder)
     return [text_prompt(rows[i].input_ids, encoder) for i in range(min(SAMPLES, len(rows)))]

@@ -1,5 +1,6 @@
-"""Tokenised rows in flat arrays, in memory or mapped from a file. Mapped rows need memory only
-while they are used. R is the number of rows, N the number of their tokens.
+"""Tokenised rows in flat arrays, in memory or memory-mapped from a file. Rows that are
+memory-mapped take up memory only while they are used. R is the number of rows, and N is the total
+number of their tokens.
 
 ids         int32[N]   tokens of all rows, one after the other
 learnt      bool[N]    whether a token is learnt
@@ -49,7 +50,7 @@ COLUMNS: Mapping[str, str] = {
 
 
 class TokenBlock:
-    """The rows of one source. `facts` holds the counts that were made while reading it."""
+    """The rows of one source. `facts` contains the counts that were made while the source was read."""
 
     def __init__(self, columns: Mapping[str, np.ndarray], facts: dict[str, Any]) -> None:
         self.ids = columns["ids"]
@@ -117,8 +118,8 @@ def row_digest(input_ids: Sequence[int] | np.ndarray, pictures: Sequence[str]) -
 
 
 class TokenWriter:
-    """Collects rows into the columns of a block, in memory or in `files` (column name -> open
-    file).
+    """Collects rows into the columns of a block. The columns are in memory, or in `files`, which
+    maps the name of a column to an open file.
     """
 
     def __init__(self, files: Mapping[str, IO[bytes]] | None = None) -> None:
@@ -184,7 +185,7 @@ class LazyRowSequence(Sequence[T]):
 
 
 class Selection(LazyRowSequence[T]):
-    """A selection of rows, by their numbers."""
+    """A selection of rows. The rows are given by their numbers."""
 
     def __init__(self, rows: Sequence[T], row_numbers: Sequence[int]) -> None:
         self.rows = rows
@@ -204,7 +205,7 @@ class Selection(LazyRowSequence[T]):
 
 class TokenRows(LazyRowSequence[Row]):
     """The rows of several blocks, one block after the other, or a selection of these rows.
-    `row_numbers`: the numbers of the selected rows.
+    `row_numbers` contains the numbers of the selected rows.
     """
 
     def __init__(self, blocks: Sequence[TokenBlock], row_numbers: np.ndarray | None = None) -> None:
@@ -213,7 +214,7 @@ class TokenRows(LazyRowSequence[Row]):
         self.row_numbers = np.arange(self._starts[-1]) if row_numbers is None else row_numbers
 
     def select(self, selection: np.ndarray | slice) -> TokenRows:
-        """Selects rows by a mask, by numbers, or by a slice."""
+        """Returns the selected rows. The selection is a mask, an array of row numbers, or a slice."""
         return TokenRows(self.blocks, self.row_numbers[selection])
 
     def __len__(self) -> int:
@@ -224,7 +225,9 @@ class TokenRows(LazyRowSequence[Row]):
         return self.blocks[block].row(row)
 
     def locate(self, i: int) -> tuple[int, int]:
-        """Returns the number of a row's block, and the row's number in the block."""
+        """Returns the number of the block that contains a row, and the number of the row within
+        this block.
+        """
         row = int(self.row_numbers[i])
         block = bisect_right(self._starts, row) - 1
         return block, row - self._starts[block]
@@ -253,8 +256,8 @@ class TokenRows(LazyRowSequence[Row]):
         )
 
     def tokens_used(self, *, learnt: bool = False) -> set[int]:
-        """Returns the set of token ids in all blocks, or of the learnt ones. The blocks are read in
-        chunks.
+        """Returns the set of token ids that occur in all blocks, or only of those that the model
+        learns. The blocks are read in chunks.
         """
         used: set[int] = set()
         for block in self.blocks:
@@ -283,8 +286,8 @@ class TokenRows(LazyRowSequence[Row]):
 
 
 def choose_held_out(digests: np.ndarray, share: float, seed: int) -> np.ndarray:
-    """Chooses about `share` of the rows to hold out, at least one and never all. Copies of a row
-    stay together.
+    """Chooses the rows to hold out. Their share is about `share`; at least one row is held out, and
+    never all rows. Copies of a row are either all held out or all kept.
 
     digests  uint64[R]  hashes of the rows' tokens
     ->       bool[R]    whether the row is held out
@@ -301,8 +304,8 @@ def choose_held_out(digests: np.ndarray, share: float, seed: int) -> np.ndarray:
 
 
 def mix_digests(digests: np.ndarray, seed: int) -> np.ndarray:
-    """Mixes digests with a seed into evenly distributed numbers, uint64[R]. Source: splitmix64,
-    Steele et al. 2014.
+    """Combines each digest with a seed. The results, uint64[R], are uniformly distributed. Source:
+    splitmix64, Steele et al. 2014.
     """
     with np.errstate(over="ignore"):
         x = digests.astype(np.uint64) ^ (np.uint64(seed % 2**64) * np.uint64(0x9E3779B97F4A7C15))
@@ -312,14 +315,14 @@ def mix_digests(digests: np.ndarray, seed: int) -> np.ndarray:
 
 
 def is_held_out(digests: np.ndarray, share: float, seed: int) -> np.ndarray:
-    """Chooses the rows of a stream to hold out, bool[R]. Each row is decided alone, because the
-    other rows are unknown.
+    """Returns which rows of a stream to hold out, bool[R]. The decision for a row does not depend
+    on the other rows, because they are not known yet.
     """
     return mix_digests(digests, seed) < share * 2**64
 
 
 class PackedRows(LazyRowSequence[Row]):
-    """Packed rows: packed row i joins the rows with the numbers `packs[i]`."""
+    """Packed rows. Packed row i consists of the rows with the numbers `packs[i]`, joined into one."""
 
     def __init__(
         self,
@@ -365,8 +368,8 @@ class PackedRows(LazyRowSequence[Row]):
 
 
 def pack_rows(rows: TokenRows, capacity: int) -> PackedRows:
-    """Packs the rows of each source separately. A row with pictures is not joined with others,
-    because model families number the positions of pictures differently.
+    """Packs the rows of each source separately. A row with pictures is not joined with other rows,
+    because each model family has its own way to number the positions of pictures.
     """
     packs: list[np.ndarray] = []
     pack_blocks: list[int] = []
@@ -409,7 +412,7 @@ def pack_best_fit(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
 
 
 def join_rows(rows: Sequence[Row]) -> Row:
-    """Joins several rows into one. The first label of each document is masked."""
+    """Joins several rows into one. The first label of each of these rows is masked."""
     ids = tuple(i for row in rows for i in row.input_ids)
     labels = tuple(label for row in rows for label in (IGNORE_INDEX, *row.labels[1:]))
     first = next((k for k, label in enumerate(labels) if label != IGNORE_INDEX), 0)
