@@ -367,8 +367,9 @@ class AdapterSection(Section):
     experts (`[experts.down_proj]`) or for the weight of a router.
     """
     factor: PositiveInt | None = None
-    """For lokr: the size of the small matrix of the Kronecker product. It is used for weights whose
-    size it divides. By default a value near the square root of the weight's size.
+    """For lokr: the size of the small matrix of the Kronecker product. If it does not divide the
+    size of a weight, a smaller divisor is used. By default a value near the square root of the
+    weight's size.
     """
     rslora: bool = False
     """Rank-stabilised LoRA: the scale is alpha / sqrt(r)."""
@@ -725,8 +726,8 @@ class RunSection(Section):
     sample_guidance: Annotated[float, Field(ge=0.0)] = 3.5
     """Diffusion: guidance scale for a sample."""
     observe_every: PositiveInt = 100
-    """Number of steps between two steps in which Isotype records the dtypes of all operators. It
-    always does so in step 1.
+    """Isotype records the dtypes of all operators once in this number of steps, and always in step
+    1.
     """
     report: bool = True
     """Write report.html."""

@@ -197,7 +197,7 @@ def recognise_block(module: Any) -> BlockForward | str:
     """Returns the function (for one or two streams) that computes the same output as this module
     for a small test input. Returns the reason as text if neither function does.
     """
-    unknown_form_reason = "its output is not that of a known form on a probe"
+    unknown_form_reason = "for random inputs, its output differs from that of every known form"
     stubs: dict[str, nn.Module]
     if isinstance(getattr(module, "norm1_context", None), nn.Module):
         is_last = getattr(module, "norm2_context", None) is None
@@ -328,7 +328,7 @@ def place_activation(path: str, module: Any) -> Placement:
             partial(projected_gelu_forward, probe, x),
             x,
         ):
-            reason = "its output is not GELU's on a probe"
+            reason = "for random inputs, its output differs from that of GELU"
     return place_replacement(ACTIVATION, path, module, reason, forward, "gelu")
 
 
@@ -464,7 +464,9 @@ def recognise_adaptive(module: Any) -> AdaptiveSettings | str:
     """Returns the settings with which `compute_adaptive` computes the same output as this module
     for a small test input. Returns the reason as text if there are no such settings.
     """
-    unknown_form_reason = "its output is not a LayerNorm's, scaled and shifted, on a probe"
+    unknown_form_reason = (
+        "for random inputs, its output differs from that of a LayerNorm with scale and shift"
+    )
     width = module.norm.normalized_shape[0]
     outer_width = getattr(module.linear, "out_features", 0)
     if outer_width % width:

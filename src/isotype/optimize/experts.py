@@ -96,7 +96,7 @@ def recognise(module: Any) -> ExpertsSettings | str:
     test input. Returns the reason as text if there are no such settings.
     """
     if not all(hasattr(module, flag) for flag in ("has_gate", "has_bias", "is_transposed")):
-        return "its experts do not follow transformers' interface for experts"
+        return "its experts do not have the attributes of transformers' experts"
     up = "gate_up_proj" if module.has_gate else "up_proj"
     if getattr(module, "has_post_expert_norm", False):
         return "a norm follows each expert"
@@ -143,7 +143,7 @@ def recognise(module: Any) -> ExpertsSettings | str:
             weights,
         ):
             return settings
-    return "its output is not that of stacked experts on a probe"
+    return "for random inputs, its output differs from that of stacked experts"
 
 
 def _activations(module: Any) -> list[Activation | None]:

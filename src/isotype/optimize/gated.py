@@ -109,7 +109,7 @@ def recognise(module: nn.Module) -> GatedSettings | str:
                     x,
                 ):
                     return settings
-    return "its output is not a gated product's on a probe"
+    return "for random inputs, its output differs from that of a gated product"
 
 
 def place_gated_mlp(path: str, module: nn.Module) -> Placement:

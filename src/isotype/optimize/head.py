@@ -414,7 +414,7 @@ def probe_logit_transform(model: Any, head: nn.Module) -> LogitTransform | str:
                 probe, input_ids=torch.zeros(1, 3, dtype=torch.long), use_cache=False
             )
     except Exception as error:
-        return f"its forward does not run on a probe ({type(error).__name__})"
+        return f"its forward fails for random inputs ({type(error).__name__})"
     if not isinstance(output, dict):
         return f"its forward gives a {type(output).__name__}, not one of transformers' outputs"
     logits = output.get("logits")

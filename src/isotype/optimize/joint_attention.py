@@ -84,7 +84,9 @@ def recognise(module: Any) -> tuple[JointSettings, type] | str:
     module for a small test input, and the class of the module's processor. Returns the reason as
     text if there are no such settings.
     """
-    unknown_form_reason = "its output is not that of one attention over all its tokens on a probe"
+    unknown_form_reason = (
+        "for random inputs, its output differs from one attention over all its tokens"
+    )
     width = _HEADS * _SIZE
     names = [
         n

@@ -61,8 +61,8 @@ def find_children(module: nn.Module) -> Children | str:
         return f"it has {len(attention)} attention layers, not one"
     if len(norm_names) not in (2, 4):
         return (
-            f"it has {len(norm_names)} norm{'s' * (len(norm_names) != 1)} of one vector of weights and no"
-            " bias, not two or four"
+            f"it has {len(norm_names)} norm{'s' * (len(norm_names) != 1)} with one vector of weights and"
+            " without bias; the op needs two or four"
         )
     if len(other_names) != 1:
         return f"it has other children: {', '.join(other_names) or 'no MLP'}"
@@ -174,8 +174,8 @@ def recognise(module: nn.Module) -> LayerSettings | str:
             ):
                 return settings
     return (
-        "its output is not x + attention(x), then x + mlp(x) with norms before, after or around"
-        " both, on a probe"
+        "for random inputs, its output differs from x + attention(x), then x + mlp(x), with norms"
+        " before, after or around both"
     )
 
 

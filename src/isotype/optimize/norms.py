@@ -77,7 +77,7 @@ def recognise_norm(
                 if extra_inputs:
                     return f"its forward takes {extra_inputs[0]} beside its input"
                 return NormSettings(eps_attribute, unit_offset, out_dtype, saves_input)
-    return "its output is not RMSNorm's on a probe"
+    return "for random inputs, its output differs from that of RMSNorm"
 
 
 def place_norm(

@@ -195,7 +195,11 @@ def place_rotary(
     pairs = None if reason or tables.form is None else recognise(original, tables.form)
     if pairs is None:
         return make_placement(
-            PLACE_KIND, path, module, None, reason or "its output is not a rotation's on a probe"
+            PLACE_KIND,
+            path,
+            module,
+            None,
+            reason or "for random inputs, its output differs from that of a rotation",
         )
     replacements.append(Replacement(function_name, wrap_rotary, (pairs, tables.form)))
     note_by_pairs = {
@@ -212,7 +216,7 @@ def rotary_blocker(function_name: str, original: Callable[..., Any]) -> str | No
         return f"{function_name} was already replaced by {library_name(original)}"
     if not has_rotary_signature(original):
         return (
-            f"{function_name}({', '.join(inspect.signature(original).parameters)}) is not of the form (q,"
-            " k, cos, sin)"
+            f"{function_name}({', '.join(inspect.signature(original).parameters)}) does not take (q, k,"
+            " cos, sin)"
         )
     return None
