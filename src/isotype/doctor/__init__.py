@@ -1,3 +1,3 @@
-"""The doctor finds dtype faults in the code and configuration of any training program. Each of its
-parts can be used alone.
+"""The doctor finds dtype faults in the code and configuration of any training program. Each part of
+the doctor can be used without the other parts.
 """

@@ -3,8 +3,9 @@
 check    runs on configurations and on the settings in programs
 explain  runs on logs
 
-The parts kernels, conform and trace import or run code. For Triton kernels, autograd functions and
-training scripts, only the command is printed.
+The parts `kernels`, `conform` and `trace` import or run the user's code. So the doctor does not
+start them itself: for Triton kernels, autograd functions and training scripts it only prints the
+command.
 """
 
 from __future__ import annotations

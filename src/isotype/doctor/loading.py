@@ -19,10 +19,11 @@ from ..errors import IsotypeError, UsageError
 
 
 def load_module(target: str, *, as_package_member: bool = False) -> ModuleType:
-    """Imports the module of a path or a dotted name. Exceptions of the module's code propagate.
+    """Imports the module with this path or dotted name. An exception in the module's code reaches
+    the caller.
 
-    as_package_member  imports a file of a package under its dotted name, so that its relative
-                       imports work
+    as_package_member  whether a file of a package is imported under its dotted name, so that
+                       relative imports in the file work
     """
     path = Path(target)
     if path.suffix != ".py" and not path.is_file():
@@ -78,9 +79,9 @@ def describe_exception(error: Exception) -> str:
 
 
 def get_member(module: ModuleType, name: str, target: str) -> Any:
-    """The object of the module with the name `NAME` or `Class.method`.
+    """Returns the object that the module contains under the name `NAME` or `Class.method`.
 
-    Raises  UsageError that lists the functions of the module
+    Raises  UsageError with a list of the module's functions, if the module has no such object
     """
     value: Any = module
     for part in name.split("."):

@@ -1,6 +1,6 @@
-"""Checks training configurations. The module reads every file that may be a configuration, groups
-the files into runs, resolves each run's precision into a record, and applies every rule to that
-record.
+"""Checks training configurations. The module reads every file that may be a configuration, and
+decides which files belong to the same training run. For each run it works out which dtype is used
+for what. Every rule then checks this result.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def _make_finding(
 
 
 def nothing_recognised_finding(checked: CheckResult, paths: Iterable[str]) -> Finding | None:
-    """Returns a note if no file was recognised, because an empty report would look like a clean
-    result.
+    """Returns a finding of severity note if no file was recognised. Without it the empty report
+    would look as if all files had been checked.
     """
     if checked.records or checked.findings:
         return None
@@ -103,8 +103,8 @@ def nothing_recognised_finding(checked: CheckResult, paths: Iterable[str]) -> Fi
 
 
 def format_record(record: Record) -> str:
-    """The record as a table with the columns role, value, reason, and location of the deciding
-    setting.
+    """Formats the precision of a run as a table. The columns are the role, its value, the reason,
+    and the location of the setting that decided the value.
     """
     rows = []
     for role in ROLES:
@@ -159,8 +159,8 @@ MAIN_TOOLS = (
 
 
 def group_runs(collection: Collection, device: str | None) -> list[Facts]:
-    """Returns one `Facts` per run: each main document (a trainer's arguments) with the documents
-    that belong to it. The remaining documents form separate runs.
+    """Returns one `Facts` per run. A main document holds the arguments of a trainer; it forms a run
+    together with the documents that belong to it. The remaining documents form separate runs.
     """
     main_documents = [(folder, d) for folder, d in collection.documents if d.tool in MAIN_TOOLS]
     used_ids: set[int] = set()
@@ -181,8 +181,9 @@ def group_runs(collection: Collection, device: str | None) -> list[Facts]:
 
 
 def _documents_of_run(folder: Path, main: Document, collection: Collection) -> list[Document]:
-    """The documents that belong to a main document: its launcher's options, the files that it
-    names, and for each tool the documents in the same or a nearby folder.
+    """Returns the documents that belong to a main document. These are the options of its launcher,
+    the files that it names, and for each tool the documents in the same folder or in a folder above
+    or below it.
     """
     launchers = [d for _, d in collection.documents if _launches_main(d, main)]
     referenced = _referenced_files(main, *launchers)
@@ -219,7 +220,9 @@ def _documents_of_run(folder: Path, main: Document, collection: Collection) -> l
 
 
 def _launches_main(document: Document, main: Document) -> bool:
-    """Whether the document holds the options of the launcher that starts `main`."""
+    """True if the document contains the options of the launcher (such as torchrun) that starts the
+    program of `main`.
+    """
     if not document.attributes.get("launcher") or document.file != main.file:
         return False
     return _first_line(document) == _first_line(main)
@@ -230,7 +233,7 @@ def _first_line(document: Document) -> int:
 
 
 def _referenced_files(*documents: Document) -> set[str]:
-    """The names of the JSON and YAML files that are values in these documents."""
+    """Returns the names of the JSON and YAML files that these documents have as values."""
     values = [s.value for document in documents for s in document.settings.values()]
     return {
         os.path.basename(value)
@@ -244,15 +247,16 @@ def _is_in_same_folder(document: Document, main: Document) -> bool:
 
 
 def _allows_several_documents(tool: str, documents: list[Document]) -> bool:
-    """Whether one run may have more than one document of the tool."""
+    """True if one run may use several documents of the same tool."""
     if tool == "checkpoint":
         return len({os.path.dirname(document.file) for document in documents}) == 1
     return tool in ("env", "code")
 
 
 def _runs_without_main(documents: list[Document], device: str | None) -> list[Facts]:
-    """The runs of a folder without a trainer's arguments. All documents of the folder form one run.
-    If several files belong to the same tool, each of them forms a separate run.
+    """Returns the runs of a folder in which no file contains the arguments of a trainer. All
+    documents of the folder form one run. If several files belong to the same tool, each of these
+    files forms a separate run.
     """
     counts = Counter(document.tool for document in documents)
     repeated = {tool for tool in ("deepspeed", "accelerate", "model") if counts[tool] > 1}
@@ -362,7 +366,7 @@ def _walk_configurations(folder: Path) -> Iterator[Path]:
 
 
 def may_be_configuration(name: str) -> bool:
-    """Whether a file with this name may be a configuration."""
+    """True if a file with this name may be a configuration."""
     return Path(name).suffix.lower() in _SUFFIXES or name == ".env"
 
 
@@ -427,8 +431,8 @@ def _read_file(path: Path, collection: Collection, *, is_named: bool) -> None:
 
 
 def _parse_file(path: Path, text: str, display_path: str) -> Sequence[Document | None]:
-    """Reads a file according to its suffix. An entry is None if the settings of the file belong to
-    no known tool.
+    """Reads a file according to its suffix. The result has an entry None if the settings of the
+    file belong to no known tool.
     """
     match path.suffix.lower():
         case ".safetensors":
@@ -515,8 +519,8 @@ MAX_HEADER_BYTES = 100 << 20
 
 
 def read_safetensors_header(path: Path) -> Counter[str]:
-    """The number of elements of each dtype. The names of dtypes are spelt as in the file (`BF16`,
-    `F32`, `U8`).
+    """Returns the number of elements for each dtype. The dtypes have the names that the file uses
+    (`BF16`, `F32`, `U8`).
 
     Raises  UnreadableError
     """

@@ -1,5 +1,5 @@
 """Reads the settings in programs: calls in Python files, commands and exports in shell scripts, and
-env files. The settings become documents, one for each tool.
+env files. For each tool, its settings are collected in one document.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def is_config_env(names: set[str]) -> bool:
 
 
 def _flatten_argument(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The values of an argument that are known without running the program. Nested values get
-    dotted keys.
+    """Returns the values in an argument that can be read without running the program. Nested values
+    get dotted keys.
     """
     if isinstance(value, dict):
         for inner, item in value.items():
@@ -288,7 +288,7 @@ _CAST_METHODS = {"half": "torch.float16", "bfloat16": "torch.bfloat16", "float":
 def _casts_before_training(
     calls: list[Call],
 ) -> Iterator[tuple[Call, str]]:
-    """The casts of models that the program defines itself: `model = Net().half()`, or
+    """Returns the casts of models that the program itself defines: `model = Net().half()`, or
     `model.half()` before an optimizer is created with `model.parameters()`.
     """
     trained = {c.owner: c.line for c in reversed(calls) if c.name == "parameters"}
@@ -392,7 +392,9 @@ def _add_overrides(document: Document, arguments: list[str], lines: list[int]) -
 
 
 def _command_tool(executable: str, program: str, options: dict[str, str | bool]) -> str | None:
-    """The tool of a command, determined by its executable, its program and its options."""
+    """Returns the tool to which a command belongs. The executable, the program and the options of
+    the command show this.
+    """
     if (
         _KOHYA_SCRIPT.search(program)
         or {"full_bf16", "full_fp16", "network_module"} & options.keys()

@@ -34,8 +34,8 @@ class Call:
 
 
 def read_calls(text: str) -> list[Call]:
-    """Every call of a program, in the order of lines. Raises UnreadableError if the program cannot be
-    parsed.
+    """Returns every call in a program, in the order of its lines. Raises UnreadableError if the
+    program cannot be parsed.
     """
     try:
         tree = ast.parse(text)
@@ -110,7 +110,9 @@ def _read_call(node: ast.Call, constants: dict[str, ast.expr]) -> Call:
 
 
 def _conditional_nodes(tree: ast.Module) -> set[int]:
-    """The ids of the nodes inside branches and loops, which do not always run."""
+    """Returns the ids of the nodes inside branches and loops. The code of these nodes does not
+    always run.
+    """
     branches = (ast.If, ast.Try, ast.While, ast.For, ast.Match, ast.IfExp)
     return {
         id(inner)
@@ -130,8 +132,8 @@ def _dotted_name(node: ast.expr) -> str:
 
 
 def _single_assignments(tree: ast.Module) -> dict[str, ast.expr]:
-    """The value of every name that is assigned exactly once in the file, so that each use has that
-    value.
+    """Returns the values of the names that are assigned exactly once in the file. Such a name has
+    the same value wherever it is used.
     """
     values: dict[str, ast.expr | None] = {}
     for node in ast.walk(tree):

@@ -1,4 +1,7 @@
-"""The precision of each role of a run, resolved from the settings of its tools."""
+"""Determines the precision of each role of a run from the settings of its tools. A role is a part
+of training that has its own dtype, such as the loaded weights, the trained weights or the
+computation.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ _SWIFT_METHOD_KEYS = ("hf.train_type", "hf.tuner_type", "hf.sft_type", "hf.finet
 
 @dataclass(frozen=True, slots=True)
 class MixedPrecision:
-    """The half precision of a Trainer, with the setting and the reason that decided it.
+    """The half-precision dtype of a Trainer, with the setting and the reason that decided it.
 
     compute            the dtype; None if no setting switches half precision on
     deepspeed_section  the bf16 or fp16 setting that DeepSpeed's configuration enables by itself
@@ -89,8 +92,8 @@ def set_hf_roles(record: Record) -> None:
 
 
 def _resolve_hf_mixed_precision(facts: Facts) -> MixedPrecision:
-    """Finds what decides mixed precision. The order of precedence is the trainer's flag, the
-    launcher's mode, the default of TRL's configs, and DeepSpeed's section.
+    """Finds the setting that decides the mixed precision. The trainer's flag comes first, then the
+    launcher's mode, then the default of TRL's configs, and last DeepSpeed's section.
     """
     section = _enabled_deepspeed_section(facts)
     flag = mixed_flag(facts)
@@ -131,7 +134,9 @@ def _hf_arguments_class(facts: Facts) -> str:
 
 
 def _is_hf_half_computed(facts: Facts) -> bool:
-    """Whether the program computes the values of bf16 or fp16, so that these values are unknown."""
+    """True if the program computes the values of its settings `bf16` or `fp16`. Their values are
+    then unknown.
+    """
     document = facts.first_document("hf")
     if document is None:
         return False
@@ -541,7 +546,7 @@ def _find_target_device(facts: Facts) -> Device | None:
 
 
 def _set_derived_roles(record: Record) -> None:
-    """Sets the roles that follow from other roles. They are the same for all tools."""
+    """Sets the roles whose values follow from other roles. The same rules apply to all tools."""
     trained = record.value("trained")
     if trained:
         setting = record.deciding_setting("gradients") or record.deciding_setting("trained")

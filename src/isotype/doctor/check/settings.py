@@ -1,10 +1,12 @@
-"""Settings with their file and line, documents of settings, the facts of one run, and the record of
-its effective precision.
+"""Defines what the checks read: a setting with its file and line (`Setting`), the settings of one
+file (`Document`), everything known about one run (`Facts`), and the precision with which the run
+will train (`Record`).
 
-The record holds the effective dtype of each role of a run, with the setting that decided it.
-`roles.py` resolves the settings of every tool into the same kind of record, so that a rule about
-precision is written once. The functions at the end read settings that each tool has in a different
-place: the model's dtype, half precision, quantisation, adapters, DeepSpeed and FSDP.
+A role is a part of training that has its own dtype, such as the loaded weights or the computation.
+The record contains the dtype of each role and the setting that decided this dtype. `roles.py` makes
+the same kind of record from the settings of every tool, so each rule about precision is written
+only once. The functions at the end of the module read settings that have a different place in each
+tool: the model's dtype, half precision, quantisation, adapters, DeepSpeed and FSDP.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ class Device:
 
 
 def parse_device(name: str) -> Device:
-    """The device with this name. Raises UsageError with similar names for an unknown name."""
+    """Returns the device with this name. For an unknown name it raises a UsageError that suggests
+    similar names.
+    """
     # other tools train on this device, Isotype does not
     if name.strip().lower() in ("mps", "apple"):
         return Device(name, "mps")
@@ -131,7 +135,9 @@ FALSE_WORDS = ("false", "no", "off", "0", "none", "null", "")
 
 
 def parse_boolean(value: Any) -> bool | None:
-    """Parses a boolean as trainers do. Returns None for a value that is not a boolean (`auto`)."""
+    """Parses a boolean in all the spellings that trainers accept. Returns None for a value that is
+    not a boolean (`auto`).
+    """
     if isinstance(value, bool) or value is None:
         return value
     if isinstance(value, int | float):
@@ -164,7 +170,7 @@ class Facts:
         return any(d.tool in tools for d in self.documents)
 
     def get(self, *names: str) -> Setting | None:
-        """The first of the settings `tool.key` that has a value other than null."""
+        """Returns the first of the settings `tool.key` whose value is not null."""
         for name in names:
             tool, _, key = name.partition(".")
             for document in self.documents:
@@ -177,7 +183,7 @@ class Facts:
         return None
 
     def get_written(self, name: str) -> Setting | None:
-        """The setting if its key is written in a file, even with the value null."""
+        """Returns the setting if a file contains its key, even if the value is null."""
         tool, _, key = name.partition(".")
         return next(
             (d.settings[key] for d in self.documents if d.tool == tool and key in d.settings), None
@@ -248,7 +254,7 @@ ROLES = (
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The effective value of one role.
+    """The value that applies to one role, and the reason for this value.
 
     value    a dtype or a short description
     reason   a short phrase
@@ -262,7 +268,7 @@ class Decision:
 
 @dataclass
 class Record:
-    """The effective precision of a run: a decision for each role.
+    """The precision with which a run will train: one decision for each role.
 
     adapter         whether adapters are trained; None if no setting says so
     quantised_bits  the bits per weight of a quantised base model; None if it is not quantised
@@ -291,7 +297,7 @@ class Record:
 
     @property
     def trains_every_weight(self) -> bool:
-        """Whether every weight is trained. Unknown cases count as True."""
+        """True if every weight is trained, and also if this is unknown."""
         return self.adapter is not True and self.quantised_bits is None
 
     @property
@@ -357,8 +363,8 @@ QUANTIZATION_SECTION = "quantization_config"
 
 
 def model_dtype(facts: Facts) -> tuple[str | None, Setting | None]:
-    """The dtype in which the weights are loaded, and its setting: the requested dtype, or the dtype
-    of the checkpoint.
+    """Returns the dtype in which the weights are loaded, and the setting that decides it. This is
+    the dtype that the user requested, or else the dtype of the checkpoint.
     """
     requested = facts.get(*MODEL_DTYPE_KEYS)
     if requested is not None and parse_dtype(requested.value):
@@ -370,7 +376,9 @@ def model_dtype(facts: Facts) -> tuple[str | None, Setting | None]:
 
 
 def mixed_flag(facts: Facts, tool: str = "hf") -> Setting | None:
-    """The trainer's flag for half precision that is on. bf16 takes precedence."""
+    """Returns the trainer's flag for half precision that is switched on. If both flags are on,
+    `bf16` takes precedence.
+    """
     return facts.first_enabled(f"{tool}.bf16", f"{tool}.fp16")
 
 
@@ -400,8 +408,8 @@ def detect_quantisation(record: Record, *prefixes: str) -> None:
 
 
 def detect_adapter(record: Record, *names: str) -> None:
-    """Decides whether adapters are trained, by the first of the settings that is written, or
-    otherwise by calls of PEFT.
+    """Determines whether adapters are trained. The first of these settings that the user wrote
+    decides this. If the user wrote none of them, calls of PEFT in the program decide it.
     """
     facts = record.facts
     if setting := next(filter(None, map(facts.get_written, names)), None):
@@ -445,8 +453,8 @@ def find_deepspeed(facts: Facts) -> Setting | None:
 
 
 def deepspeed_half(record: Record) -> str | None:
-    """The half precision that DeepSpeed's file enables with true or "auto"; None if the file
-    enables neither bf16 nor fp16.
+    """Returns the half-precision dtype that DeepSpeed's file enables with true or "auto". Returns
+    None if the file enables neither bf16 nor fp16.
     """
     for half in ("bf16", "fp16"):
         section = deepspeed_setting(record.facts, f"{half}.enabled")
@@ -459,8 +467,8 @@ def deepspeed_half(record: Record) -> str | None:
 
 
 def zero_stage(facts: Facts) -> tuple[int | None, Setting | None]:
-    """The ZeRO stage and its setting. Both come from DeepSpeed's settings, or otherwise from the
-    name of the file (`zero3.json`, `ds_z2_config.json`).
+    """Returns the ZeRO stage and the setting that decides it. Both are read from DeepSpeed's
+    settings, or else from the name of DeepSpeed's file (`zero3.json`, `ds_z2_config.json`).
     """
     if stage := deepspeed_setting(facts, "zero_optimization.stage") or facts.get(
         "accelerate.deepspeed_config.zero_stage"
@@ -528,8 +536,9 @@ def find_fsdp(facts: Facts) -> Setting | None:
 
 
 def fsdp_version(facts: Facts) -> tuple[int | None, Setting | None]:
-    """The FSDP version and its setting. If no version is set, the arguments of transformers 5.10
-    and newer mean FSDP2, and accelerate's file means FSDP1.
+    """Returns the FSDP version and the setting that decides it. If no version is set, the version
+    is FSDP2 for the arguments of transformers 5.10 and newer, and FSDP1 for a configuration file of
+    accelerate.
     """
     if version := facts.get(*_FSDP_VERSION_KEYS):
         return _parse_int(version), version

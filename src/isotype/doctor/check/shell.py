@@ -1,7 +1,7 @@
 """Reads the assignments and commands of a shell script or an env file.
 
-No shell is run: quotes, `export`, `+=`, `${NAME}`, `${NAME:-default}` and continued lines are
-interpreted; `$(...)` is left as it is written.
+No shell is started. The module itself interprets quotes, `export`, `+=`, `${NAME}`,
+`${NAME:-default}` and continued lines. It does not replace `$(...)`.
 """
 
 from __future__ import annotations

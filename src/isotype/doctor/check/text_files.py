@@ -1,8 +1,8 @@
 """Reads JSON, YAML and TOML together with the line of every key. No content is executed.
 
-JSON may have comments and trailing commas, which several trainers allow. Plain scalars of YAML are
-resolved by YAML 1.1, as in PyYAML and the trainers: an unquoted `no` is False. Values of TOML come
-from `tomllib`; their lines are found by a scan of the text.
+JSON may have comments and trailing commas, which several trainers allow. Unquoted values in YAML
+follow the rules of YAML 1.1, as in PyYAML and the trainers: an unquoted `no` is False. `tomllib`
+parses TOML but does not report lines, so a second pass over the text finds them.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Tree:
     lines: dict[KeyPath, int] = field(default_factory=dict)
 
     def leaves(self) -> Iterator[tuple[str, Any, int | None]]:
-        """Yields (dotted key, value, line) for each leaf. Empty containers and lists of plain
-        values count as leaves.
+        """Yields (dotted key, value, line) for each leaf. An empty container, or a list that
+        contains only plain values, also counts as a leaf.
         """
         yield from self._walk_leaves(self.data, ())
 
@@ -72,8 +72,8 @@ def read_json(text: str) -> Tree:
 
 
 def _blank_match(match: re.Match[str]) -> str:
-    """Returns a string literal unchanged, and blanks of the same length for a comment or a comma.
-    Line breaks are kept.
+    """Replaces a comment or a comma by blanks of the same length, and keeps its line breaks.
+    Returns a string literal unchanged.
     """
     if match[0].startswith('"'):
         return match[0]
@@ -81,7 +81,7 @@ def _blank_match(match: re.Match[str]) -> str:
 
 
 def _json_lines(text: str) -> dict[KeyPath, int]:
-    """The line of every key and of every list entry of a JSON text."""
+    """Returns the line of every key and of every list entry in a JSON text."""
     lines: dict[KeyPath, int] = {}
     path: list[str | int] = []  # the current key or index in each enclosing container
     line = 1
@@ -137,7 +137,9 @@ def read_yaml(text: str) -> Tree:
 
 
 def parse_scalar(text: str) -> Any:
-    """Resolves a plain (unquoted) scalar by YAML 1.1: `1e-5` without a dot stays a string."""
+    """Converts a plain (unquoted) scalar to a Python value by the rules of YAML 1.1. By these rules
+    `1e-5` is a string, because it has no dot.
+    """
     lower = text.lower()
     if lower in ("", "~", "null"):
         return None
@@ -207,7 +209,9 @@ def read_toml(text: str) -> Tree:
 
 
 def _array_path(path: KeyPath, counts: dict[KeyPath, int]) -> KeyPath:
-    """The path of a table inside the last table of each array around it."""
+    """Returns the full path of a table. If the table belongs to an array of tables, the path
+    includes the index of the array's last entry.
+    """
     complete: KeyPath = ()
     for part in path[:-1]:
         complete = (*complete, part)

@@ -1,5 +1,6 @@
-"""Identifies the tool to which a tree of settings belongs, by its keys. `tools.txt` lists the keys
-of each tool: a distinctive key counts three points, an ordinary key one.
+"""Identifies the tool to which the settings of a file belong. `tools.txt` lists the keys of each
+tool. A file gets three points for each distinctive key of a tool and one point for each ordinary
+key. The tool with the most points is chosen.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ _TIE_ORDER = (
 
 
 def identify_tool(data: Any, name: str = "") -> str | None:
-    """The namespace of the tool; None if the keys are not about training. The name of the file
-    decides between tools with the same score.
+    """Returns the namespace of the tool, or None if the keys are not about training. The name of
+    the file adds points to some tools.
     """
     if not isinstance(data, dict) or not data:
         return None
@@ -86,7 +87,7 @@ def identify_tool(data: Any, name: str = "") -> str | None:
 
 
 def _collect_keys(data: dict[str, Any]) -> set[str]:
-    """The top-level keys of the tree, and the keys one level below in dotted form."""
+    """Returns the top-level keys of the tree, and the keys of the next level as `outer.inner`."""
     keys = {str(key).removeprefix("--") for key in data}
     for key, value in data.items():
         if isinstance(value, dict):
@@ -95,7 +96,7 @@ def _collect_keys(data: dict[str, Any]) -> set[str]:
 
 
 def _score_tools(data: dict[str, Any], keys: set[str], file_name: str) -> dict[str, int]:
-    """The score of each tool. `file_name` is in lower case."""
+    """Returns the score of each tool. `file_name` must be in lower case."""
     scores = {
         tool: 3 * len(keys & set(tool_keys.distinctive)) + len(keys & set(tool_keys.ordinary))
         for tool, tool_keys in TOOL_KEYS.items()

@@ -1,11 +1,14 @@
-"""Explains the errors in a text. The module recognises each error, reads the situation of the error
-from the traceback, and ranks the possible causes. The last error is reported first.
+"""Explains the errors in a text. For each error, the module recognises the kind of error, reads
+from the traceback what the program was doing, and ranks the possible causes. The last error is
+reported first.
 
-Each family of errors is a sheet: a text file of entries with conditions (`families/*.txt`, read by
-`pages.sheets`). The header of a section lists the operators that raise the error, separated by `;`,
-and its first entry has the `message`. The other entries are causes with the fields `cause`, `fix`
-and `evidence`; the rank of a cause is a score. `+ outside autocast -2 if TEST` includes causes of
-`shared.txt`.
+Each family of errors has a text file, which is called a sheet (`families/*.txt`). Each entry of a
+sheet has a condition. `pages.sheets` parses these files. A sheet is divided into sections. The
+header of a section lists the operators that raise the error, separated by `;`. The first entry of a
+section contains the `message`. Each other entry describes a possible cause, with the fields
+`cause`, `fix` and `evidence`; its rank is the score of the cause. The line `+ outside autocast -2
+if TEST` inserts the causes called `outside autocast` from `shared.txt` if TEST holds, and lowers
+their scores by 2.
 """
 
 from __future__ import annotations
@@ -47,8 +50,9 @@ _SHARED_SHEET = "shared.txt"
 
 
 def load_shared_causes(path: Path) -> dict[str, list[Entry]]:
-    """Returns a mapping from a name to the causes that several families include. Raises
-    SheetError."""
+    """Returns the causes that several families include, by their name in `shared.txt`. Raises
+    SheetError.
+    """
     causes = {}
     for section in read_sections(path, rank_pattern=r"[\d.]+", field_pattern=_CAUSE_FIELDS):
         check_section(section, ErrorFacts)
@@ -60,8 +64,7 @@ _SHARED_CAUSES = load_shared_causes(_SHEET_FOLDER / _SHARED_SHEET)
 
 
 def load_families(path: Path, shared: Collection[str]) -> dict[str, Section]:
-    """Returns a mapping from an operator to the section of this sheet that explains the operator's
-    errors.
+    """For each operator, returns the section of this sheet that explains the operator's errors.
 
     shared  the names of the sections in `shared.txt`
     Raises  SheetError
@@ -137,9 +140,10 @@ _NUMBER = re.compile(r"\d+")
 
 def explain(lines: Iterable[str], *, source: str | None = None) -> list[Finding]:
     """Returns one finding for each distinct dtype error. The last error keeps its severity; earlier
-    errors become warnings. For a text without a dtype error, the result is one note, EX000.
+    errors become warnings. If the text contains no dtype error, the result is a single finding,
+    EX000, of severity note.
 
-    source  the path of the log, which is the place of errors without a traceback
+    source  the path of the log, which is reported as the location of errors that have no traceback
     """
     lines = iter(lines)
     head = list(islice(lines, MAX_REPORT_LINES + 1))
@@ -204,8 +208,8 @@ class _ErrorCollector:
         return None if is_prose and not mentions_mismatch else error
 
     def _add_error(self, error: RecognisedError, incident: Incident) -> None:
-        """Adds an error. A repeated error is counted and moves to its latest position. An error
-        without a traceback keeps the line of its first occurrence.
+        """Adds an error. If the error is repeated, it is counted again and moves to its latest
+        position. An error without a traceback keeps the line of its first occurrence.
         """
         finding = _build_finding(error, incident, self._source)
         location = str(finding.place) if incident.frames else ""
@@ -243,8 +247,8 @@ class _ErrorCollector:
 
 
 def _error_text(incident: Incident) -> str:
-    """The text of the exception. For an assertion without a message, the asserted expression is
-    appended.
+    """The text of the exception. If an assertion has no message, the expression that it asserts is
+    added to the text.
     """
     code = incident.frames[-1].code if incident.frames else ""
     if incident.text == "AssertionError" and code.startswith("assert "):
@@ -322,7 +326,7 @@ def _format_alternative(cause: Cause) -> str:
 
 
 def _recognised_line(text: str, error: RecognisedError) -> str:
-    """The line of a message from which the error is recognised."""
+    """Returns the line of the message that shows which error it is."""
     lines = text.splitlines()
     line = lines[0]
     if len(lines) > 1:
@@ -332,8 +336,8 @@ def _recognised_line(text: str, error: RecognisedError) -> str:
 
 
 def _log_line(incident: Incident, error: RecognisedError) -> int:
-    """The line number in the log from which a passage is recognised; for a traceback, its first
-    line.
+    """Returns the line number of the error in the log. For a traceback this is its first line. For
+    other text it is the line that shows which error it is.
     """
     if incident.exception is None:
         for offset, line in enumerate(incident.text.splitlines()):

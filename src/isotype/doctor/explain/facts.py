@@ -1,5 +1,5 @@
-"""The names that conditions in the sheets (`families/*.txt`) of `explain` can use: facts from the
-text and the traceback of an error.
+"""Defines the names that conditions in the text files of `explain` (`families/*.txt`) can use.
+These names give facts from the text and the traceback of an error.
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ def _describe_line(facts: ErrorFacts) -> str | None:
 
 
 class ErrorFacts(sheets.Facts):
-    """Looks up facts about an error by name. A name is a variable of the section, the role of a
-    dtype, a capture of the text, a flag of the situation, or one of the following.
+    """Looks up facts about an error by their names. A name can be a variable that the section
+    defines, the role of a dtype in the message (such as `left`), a part that was extracted from the
+    text, a flag of the situation, or one of the following.
 
     operator, text, half, torch_half, autocast  attributes of `RecognisedError`
     autocast is on            whether autocast was on
@@ -76,7 +77,7 @@ class ErrorFacts(sheets.Facts):
     user, inner               the innermost frame of the user's code, and of all code
     frame, place, line        the frame that `frames ~ regex` found, and descriptions of it
 
-    Endings such as `NAME as dtype` convert a text.
+    An ending such as `as dtype` in `NAME as dtype` converts the text of a fact.
     """
 
     fact_functions = {

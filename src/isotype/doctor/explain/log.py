@@ -1,9 +1,9 @@
 """Reads a log of any length as a stream of incidents. An incident is an exception with its frames,
 or a passage of text without a traceback.
 
-Memory does not grow with the length of the log: at most one open traceback per process (the lines
-of several ranks can be interleaved) and one passage are held. Tracebacks that rich and pytest print
-are first rewritten to the form of CPython.
+Memory does not grow with the length of the log. The module keeps at most one unfinished traceback
+for each process, because the lines of several ranks can be mixed, and at most one passage of text.
+Tracebacks in the formats of rich and pytest are first converted to the format of CPython.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def _convert_box_line(box: _RichBox, line: str) -> list[str]:
 
 
 def _continues_message(box: _RichBox, line: str) -> bool:
-    """Whether a line continues the previous one. rich breaks a line only if the next word does not
-    fit, so a shorter line ends at a line break of the message.
+    """True if a line continues the previous line. rich breaks a line only if the next word does not
+    fit. So a line with room for the next word ends at a line break of the message itself.
     """
     text = line[len(box.head) :]
     if not line.startswith(box.head) or not text.strip() or text[0].isspace():
@@ -247,7 +247,8 @@ class Incident:
 
 
 def read_incidents(lines: Iterable[str]) -> Iterator[Incident]:
-    """Yields every exception and every passage, in the order of their last lines."""
+    """Yields every exception and every passage of other text. They are ordered by their last lines.
+    """
     open_incidents: dict[str, Incident] = {}
     ranks_with_cause: set[str] = (
         set()
@@ -257,7 +258,7 @@ def read_incidents(lines: Iterable[str]) -> Iterator[Incident]:
     prefixes: dict[str, re.Pattern[str]] = {}
 
     def close_incidents(*incidents: Incident | None) -> Iterator[Incident]:
-        """Yields the incidents that have a message."""
+        """Yields these incidents, except those without a message."""
         yield from (incident for incident in incidents if incident is not None and incident.message)
 
     def flush_passage() -> Iterator[Incident]:
@@ -315,7 +316,7 @@ def _clean_lines(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
 
 def _learn_prefix(head: str, prefixes: dict[str, re.Pattern[str]]) -> None:
     """Records a pattern for the text before a traceback, such as a timestamp, a log level or the
-    name of a container. The numbers in this text may change from line to line.
+    name of a container. The numbers in this text may differ from line to line.
     """
     if not head.strip() or "Group" in head or len(prefixes) >= MAX_PREFIXES:
         return

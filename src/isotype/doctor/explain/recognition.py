@@ -1,9 +1,9 @@
 """Recognises from the text of an error which operator raised the error and which dtypes this
 operator received. This module imports no torch.
 
-Each line of `forms.tsv` is a template of a message: `<name>` stands for a dtype in any of the
-spellings below. A text that matches no template but names two dtypes and a mismatch is recognised
-too. The operator of such an error is then inferred from the traceback.
+Each line of `forms.tsv` is a template of a message. In a template, `<name>` matches a dtype in any
+of the spellings below. A text that matches no template is also recognised if it names two dtypes
+and says that they do not match. The operator of such an error is then inferred from the traceback.
 """
 
 from __future__ import annotations
@@ -241,8 +241,8 @@ _DISAGREEMENT = re.compile(
 
 @cache
 def _compile_templates() -> tuple[tuple[str, re.Pattern[str]], ...]:
-    """The compiled pattern of each template. A blank also matches a line break, because long
-    messages are wrapped.
+    """Returns the compiled pattern of each template. A blank in a template also matches a line
+    break, because long messages may be wrapped.
     """
     wrapped_templates = [
         (op, form.replace(" ", r"\s") if "[" not in form else form)
@@ -255,8 +255,8 @@ def _compile_templates() -> tuple[tuple[str, re.Pattern[str]], ...]:
 
 
 def recognise_error(text: str, situation: Situation) -> RecognisedError | None:
-    """Returns the operator that raised the error and its dtypes; None if the text is not about a
-    mismatch of dtypes.
+    """Returns the operator that raised the error, and the dtypes that this operator received.
+    Returns None if the text is not about dtypes that do not match.
     """
     if not _mentions_dtypes(text):
         return None
@@ -362,8 +362,8 @@ def infer_operator(situation: Situation) -> str:
 
 
 def _recognise_unknown_wording(text: str, situation: Situation) -> RecognisedError | None:
-    """Recognises a dtype error that matches no template. One line of such an error names two
-    different dtypes and a mismatch, or refuses a dtype.
+    """Recognises a dtype error that matches no template. One line of such an error says that two
+    dtypes do not match, or that a dtype is not supported.
     """
     lines = text.splitlines()
     captures = {"operator": infer_operator(situation) if situation.frames else ""}
@@ -436,8 +436,9 @@ def find_half_dtypes(text: str) -> list[str]:
 
 
 def _find_refused_dtype(line: str) -> dict[str, str] | None:
-    """The half-precision dtype that an exception's line refuses, as {"refused": dtype}. The result
-    is empty if the line names no such dtype, and None if the line refuses nothing.
+    """If a line of an exception says that a half-precision dtype is not supported, returns
+    {"refused": dtype}. If the line says that a dtype is not supported but names no half-precision
+    dtype, the result is an empty dict. For any other line the result is None.
     """
     if (
         not re.match(r"[\w.]*(?:Error|Exception|error)\b", line.strip())

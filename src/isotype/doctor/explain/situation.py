@@ -1,6 +1,6 @@
 """Reads the facts of a traceback: whose code failed, what the program was doing (generate,
 backward, callback, ...), and which function the user's line called with which tensors.
-`RecognisedError` combines these facts with the operator and the dtypes of the message.
+`RecognisedError` contains these facts together with the operator and the dtypes from the message.
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ class Situation:
 
     @property
     def caller_frame(self) -> Frame | None:
-        """The innermost frame outside torch, for a traceback without the user's code."""
+        """The innermost frame that is not in torch. It is used if the traceback contains no frame
+        of the user's code.
+        """
         return next(
             (
                 f
@@ -196,7 +198,9 @@ _QUOTED_CODE = re.compile(
 
 
 def find_report_flags(text: str) -> frozenset[str]:
-    """The flags that the words of a report state."""
+    """Returns the flags (such as `autocast` or `sharded`) whose words occur in the text around the
+    traceback.
+    """
     return frozenset(
         flag for flag, pattern in _TEXT_PATTERNS.items() if re.search(pattern, text, re.IGNORECASE)
     )
@@ -215,8 +219,8 @@ def find_quoted_code(text: str) -> Frame | None:
 def read_situation(
     frames: Sequence[Frame], report_flags: frozenset[str] = frozenset(), text: str = ""
 ) -> Situation:
-    """The situation of a traceback. Without a traceback, quoted code is searched in `text`, the
-    passage of the error.
+    """Reads the facts of a traceback. If there is no traceback, the function searches for a quoted
+    line of code in `text`, the text around the error.
     """
     evidence: dict[str, Frame] = {}
     for frame in frames:
@@ -364,7 +368,7 @@ class RecognisedError:
 
     @property
     def half(self) -> str:
-        """The 16-bit float dtype that is involved; bf16 if none is named."""
+        """The 16-bit float dtype that the error names, or bf16 if it names none."""
         return next((d for d in self.dtypes.values() if d in ("bf16", "fp16")), "bf16")
 
     @property
@@ -373,7 +377,9 @@ class RecognisedError:
 
     @property
     def autocast(self) -> str:
-        """The call that switches autocast on, for the device that the text names, by default CUDA."""
+        """The code that switches autocast on for the device that the text names. If the text names
+        no device, this is CUDA.
+        """
         device = next(
             (kind for kind in ("cpu", "mps") if kind in self.situation.report_flags), "cuda"
         )

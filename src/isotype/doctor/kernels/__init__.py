@@ -1,5 +1,5 @@
-"""`isotype doctor kernels` compiles a Triton kernel for a matrix of dtypes on a machine without a
-GPU, and explains the failures.
+"""`isotype doctor kernels` compiles a Triton kernel for many combinations of argument dtypes, and
+explains the compilations that fail. It needs no GPU.
 """
 
 from .checker import check

@@ -1,8 +1,9 @@
-"""Calls a wrapper function with CPU tensors of every input dtype, and checks the kernels that it
-launches with the signatures that Triton's launcher would compile.
+"""Calls a function that launches Triton kernels (a wrapper) with CPU tensors, once for each input
+dtype. It then compiles the launched kernels for the argument types with which Triton's launcher
+would compile them.
 
-Launches are recorded but not run (`trap_launches`). `compile_matrix` does the same as an assertion
-for tests.
+The launches are only recorded, and no kernel is run (`trap_launches`). `compile_matrix` is the same
+check in the form of an assertion for tests.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ MAX_CONFIGURATIONS = 8
 
 @dataclass
 class Launch:
-    """One call `kernel[grid](...)`: the function and its arguments, which include the values of an
-    autotuning configuration.
+    """One call `kernel[grid](...)`: the kernel function and its arguments. The arguments include
+    the values that an autotuning configuration sets.
     """
 
     function: Any
@@ -50,8 +51,9 @@ class Launch:
     kwargs: dict[str, Any]
 
     def combination(self, target: Any, label: str, reach: Reach = Reach.CONFIRMED) -> Combination:
-        """The combination to which Triton's launcher specialises the arguments: types, constexprs
-        (an integer 1 and None count as constexprs), and divisibility.
+        """Returns the combination for which Triton's launcher would compile the kernel with these
+        arguments. It consists of the types of the arguments, the values of the constexprs (the
+        integer 1 and None count as constexprs), and the divisibility of integers and pointers.
         """
         from triton._utils import find_paths_if, get_iterable_path
         from triton.compiler.compiler import make_backend
@@ -95,8 +97,8 @@ def _mock_tensor(value: Any) -> Any:
 
 
 class _SkippedLaunch:
-    """The return value of a trapped launch. The value has small numbers for code that reads the
-    resources of a compiled kernel.
+    """The return value of a launch that was recorded but not run. Some code reads from the return
+    value how many registers the compiled kernel uses; it gets small numbers here.
     """
 
     n_regs = 32
@@ -116,7 +118,7 @@ class _SkippedLaunch:
 
 @dataclass
 class LaunchTrap:
-    """The recorded launches, and remarks about failures while recording."""
+    """The recorded launches, and a remark for each launch that could not be recorded."""
 
     launches: list[Launch] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
@@ -124,8 +126,8 @@ class LaunchTrap:
 
 @contextlib.contextmanager
 def trap_launches() -> Iterator[LaunchTrap]:
-    """Inside this context no kernel runs. Every launch is recorded once for each autotuning
-    configuration.
+    """Inside this context kernels are not run, and launches are only recorded. A launch of a kernel
+    with autotuning is recorded once for each of its configurations.
     """
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import JITFunction
@@ -169,7 +171,7 @@ class WrapperCalls:
     """The result of calling a wrapper.
 
     launched  id of a kernel -> the kernel, and the combinations with which it was launched
-    refused  label of a combination -> the error with which the wrapper refused it
+    refused  label of a combination -> the error that the wrapper raised for it
     """
 
     launched: dict[int, tuple[Any, list[Combination]]] = field(default_factory=dict)
@@ -179,8 +181,10 @@ class WrapperCalls:
 
     @contextlib.contextmanager
     def record(self, target: Any, label: str, reach: Reach = Reach.CONFIRMED) -> Iterator[None]:
-        """Records the launches inside this context, on a simulated GPU. An error counts as a
-        refusal. On exit the combinations are added to `launched`.
+        """Records the launches inside this context, on a simulated GPU. If the code raises an
+        error, the wrapper counts as not supporting this combination, and the error is stored in
+        `refused`. At the end of the context, the combinations of the launches are added to
+        `launched`.
         """
         # imported first, because its table of torch's functions must hold the unpatched functions
         import torch._dynamo  # noqa: F401
@@ -208,7 +212,7 @@ class WrapperCalls:
             )
 
     def report(self, targets: Sequence[str | int], *, binary: bool = False) -> Report:
-        """Checks every kernel that was launched."""
+        """Compiles every kernel that was launched, and returns the report."""
         result = Report(
             launches=self.launches, refused=self.refused, remarks=list(dict.fromkeys(self.remarks))
         )
@@ -222,8 +226,8 @@ def _float_tensors(tree: Any) -> list[Tensor]:
 
 
 def _cast_inputs(inputs: Any, dtype_names: Sequence[str]) -> Any:
-    """Casts the float tensors of the inputs to these dtypes, in order of appearance. A tensor that
-    appears twice stays one tensor.
+    """Casts the float tensors in the inputs to these dtypes, in the order in which they appear. If
+    the same tensor appears twice, both places get the same cast tensor.
     """
     remaining_dtypes = iter(dtype_names)
     cast_tensors = dict[int, Tensor]()
@@ -282,8 +286,8 @@ def check_wrapper(
     backward: bool = True,
     binary: bool = False,
 ) -> Report:
-    """Calls `function(*inputs)` (or `**inputs`) in every dtype, and backward if an output requires
-    a gradient.
+    """Calls `function(*inputs)` (or `function(**inputs)`) in every dtype. Runs backward too if an
+    output requires a gradient.
 
     Signatures, constexprs, autotuning configurations and heuristics are taken from the wrapper's
     launches.
@@ -319,7 +323,7 @@ def compile_matrix(
     compiles the kernels. No GPU is needed.
 
     function  a wrapper, an autograd.Function, an nn.Module, or a `@triton.jit` kernel, whose
-              signatures are then inferred
+              signatures are then inferred from its source
     inputs    a tuple, a list or a dict of arguments; a list of tuples describes several calls.
               Float tensors are cast, other arguments stay the same
     fail_on   with "error", the check fails if a combination of equal dtypes fails. With "warning"

@@ -1,8 +1,8 @@
-"""`check` compiles a kernel for a matrix of dtypes with Triton's front end and reports failures as
-findings. It needs no GPU.
+"""`check` compiles a kernel with Triton's front end for many combinations of argument dtypes, and
+reports the faults that it finds. It needs no GPU.
 
-With `binary`, kernels are also compiled to machine code, and registers, spills and shared memory
-are reported (KN010).
+With `binary`, kernels are also compiled to machine code, and the registers, spills and shared
+memory that they use are reported (KN010).
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ from .signature import (
 
 @dataclass
 class FaultGroup:
-    """One fault with every combination in which it occurs, the most reachable combination first."""
+    """One fault, with all combinations of argument types in which it occurs. The combination that
+    callers are most likely to use comes first.
+    """
 
     fault: Fault
     observations: list[Observation]
@@ -57,10 +59,10 @@ class Report:
     kernels   the names of the checked kernels
     compiled  the number of compilations
     failed    the number of compilations that failed
-    remarks   lines about the check that are no findings
+    remarks   other messages about the check
     usages    with `binary`, a line about the resources of each compiled program
     launches  the number of launches that a wrapper made
-    refused   label of a combination -> the error with which the wrapper refused it
+    refused   label of a combination -> the error that the wrapper raised for it
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -92,13 +94,13 @@ def check(
     *,
     binary: bool = False,
 ) -> Report:
-    """Compiles `kernel` for a matrix of dtypes and reports the failures.
+    """Compiles `kernel` for many combinations of argument dtypes and reports the faults.
 
     kernel      a `@triton.jit` function, with or without autotuning and heuristics
     signatures  label -> {parameter: "*bf16", "i32", "fp32"}; by default they are inferred from the
                 source
-    constexprs  values of the `tl.constexpr` parameters; missing values are guessed, and the details
-                of a finding show them
+    constexprs  values of the `tl.constexpr` parameters; missing values are guessed, and the report
+                shows the guessed values
     targets     "sm_80", "sm_90", "sm_100", "gfx942"
     binary      whether to compile to machine code too, which reports registers, spills and shared
                 memory and takes seconds per target
@@ -124,7 +126,7 @@ def _explicit_combination(
 ) -> Combination:
     """The combination of one entry in `signatures`.
 
-    Raises  UsageError that names unknown or missing parameters
+    Raises  UsageError with the names of unknown or missing parameters
     """
     function, names = unwrapped.function, list(unwrapped.function.arg_names)
     unknown = [name for name in [*types, *constexprs] if name not in names]
@@ -184,7 +186,9 @@ def check_combinations(
 
 
 def build_findings(function: Any, observations: Sequence[Observation]) -> list[Finding]:
-    """Builds one finding per fault from all combinations and targets in which it occurs."""
+    """Returns one finding for each fault. The finding covers all combinations and targets in which
+    the fault occurs.
+    """
     groups: dict[tuple, FaultGroup] = {}
     for observation in sorted(observations, key=lambda o: -o.combination.reach):
         name = function.__name__
@@ -204,8 +208,9 @@ def build_findings(function: Any, observations: Sequence[Observation]) -> list[F
 
 
 def _is_due_to_guess(group: FaultGroup, observations: Sequence[Observation]) -> bool:
-    """Whether the guessed arguments probably caused a failure: the failure is no dtype error, the
-    combination was inferred, and other combinations compile.
+    """True if a failure was probably caused by the arguments that this module guessed. This is the
+    case if the failure is not a dtype error, the combination was inferred from the source, and
+    other combinations compile.
     """
     some_compile = any(not o.failed for o in observations)
     return (
@@ -237,11 +242,11 @@ def _decide_severity(
 
 
 def _one_pointer_in_fp32_compiles(function: Any, group: FaultGroup) -> bool:
-    """Whether the kernel compiles with one pointer in fp32 and the others in bf16.
+    """True if the kernel compiles with one pointer in fp32 and all other pointers in bf16.
 
     Two pointers need not have the same dtype. In many libraries gates, decays and intermediate
     gradients are fp32 by design, for example dA of `chunk_gla_bwd_kernel_intra` in
-    flash-linear-attention. One dtype for all pointers is only a guess of this module.
+    flash-linear-attention. That all pointers have the same dtype is only a guess of this module.
     """
     observation = group.observations[0]
     types = {
@@ -324,7 +329,7 @@ def check_machine_code(
     function: Any, observations: Sequence[Observation], targets: Sequence[Any]
 ) -> tuple[list[Finding], list[str]]:
     """Compiles one combination for each set of pointer dtypes and each target to machine code.
-    Returns findings, and a line about the resources of each program.
+    Returns the findings, and one line of text about the resources of each compiled program.
     """
     findings: list[Finding] = []
     usages: list[str] = []
@@ -417,8 +422,8 @@ def _check_program(
 
 
 def measure_usage(function: Any, combination: Any, target: Any) -> Usage:
-    """Compiles to machine code and reads the resources of the program. A second call is fast
-    because of Triton's cache.
+    """Compiles a kernel to machine code, and returns the registers, spills and shared memory that
+    it uses. A second call is fast because of Triton's cache.
     """
     import triton
     from triton.compiler import ASTSource

@@ -1,10 +1,10 @@
-"""Explains a failed compilation as a fault, with the variable, its two dtypes, the cause and the
-fix.
+"""Explains why a compilation failed. The explanation (a `Fault`) names the variable, its two
+dtypes, the cause and the fix.
 
 Each `diagnose_` function recognises one kind of Triton message: a variable that changes its dtype
 in a run-time branch (KN001) or in a loop (KN002), the operands of `tl.dot` (KN003), and math
 functions (KN004). Other messages become KN009, which quotes the message and lists the dtypes at
-that expression. In kernels that compile, sums in low precision are a fault (KN020).
+that expression. In kernels that compile, sums in low precision are reported (KN020).
 """
 
 from __future__ import annotations
@@ -171,7 +171,9 @@ def diagnose_dot_operands(site: FailureSite) -> Fault | None:
 
 
 def find_typed_operands(site: FailureSite) -> list[ast.AST]:
-    """The outermost operands with a known type in the expression or loop where Triton stopped."""
+    """Returns the operands with a known type in the expression or loop where Triton stopped. If one
+    of them contains another, only the outer operand is returned.
+    """
     root = site.node.iter if isinstance(site.node, ast.For) else site.node
     typed_nodes = [n for n in ast.walk(root) if n in site.frame.dtypes and n is not site.node]
     return [
@@ -327,8 +329,8 @@ def diagnose_loop(site: FailureSite) -> Fault | None:
 def _find_assignments(
     frame: Frame, name: str, dtype: str | None, block: ast.AST | None
 ) -> list[ast.AST]:
-    """The statements inside the block that assign a value of this dtype to `name`. Without a block,
-    all statements of the function count.
+    """Returns the statements inside the block that assign a value of this dtype to `name`. If there
+    is no block, returns such statements from the whole function.
     """
     statements = []
     for binding in frame.bindings:
@@ -344,7 +346,7 @@ def _find_assignments(
 
 
 def _entry_origin(frame: Frame, name: str, node: ast.AST, dtype: str) -> Origin | None:
-    """The origin of the dtype that a variable has before a branch or a loop."""
+    """Returns the step that gave a variable the dtype that it has before a branch or a loop."""
     probe = ast.Name(id=name, ctx=ast.Load(), lineno=getattr(node, "lineno", 1) - 1, col_offset=0)
     frame.dtypes[probe] = dtype
     return find_origin(frame, probe)
@@ -367,8 +369,8 @@ def _suggest_widening(
 
 
 def _wider_dtype(first: str, second: str) -> str:
-    """The dtype to which both values should be cast. The result is fp32 instead of fp64, because
-    fp64 is rarely intended.
+    """The dtype to which both values should be cast. If the wider dtype is fp64, the result is
+    fp32, because fp64 is rarely intended.
     """
     order = ["bool", "int8", "int16", "int32", "int64", "fp16", "bf16", "fp32"]
     ordered = [dtype for dtype in (first, second) if dtype in order]
@@ -434,8 +436,8 @@ def _unrecognised_fault(site: FailureSite) -> Fault:
 
 
 def find_low_precision_sums(kernel: str, observation: Observation) -> list[Fault]:
-    """Returns the KN020 faults of a combination that compiled, found from the dtypes in its syntax
-    tree.
+    """Returns the faults KN020 of a combination that compiled. They are found from the dtypes of
+    the expressions in the kernel's syntax tree.
     """
     frames = [
         frame
@@ -461,8 +463,8 @@ def find_low_precision_sums(kernel: str, observation: Observation) -> list[Fault
 
 
 def _iterate_sums(frame: Frame) -> Iterator[tuple[ast.AST, str, str, str, str, str]]:
-    """Yields node, variable, dtype, message, cause and fix of each sum that is accumulated in bf16
-    or fp16.
+    """For each sum that is accumulated in bf16 or fp16, yields its node, its variable, its dtype,
+    and the message, cause and fix of the fault.
     """
     for loop in [n for n in frame.nodes() if isinstance(n, (ast.For, ast.While))]:
         for statement in [n for part in loop.body for n in ast.walk(part)]:
@@ -543,7 +545,9 @@ def _accumulator_name(statement: ast.AST) -> str | None:
 
 
 def _is_carried_across(frame: Frame, name: str, loop: ast.AST) -> bool:
-    """Whether the variable is assigned before the loop and is not initialised again inside it."""
+    """True if the variable is assigned before the loop and is not initialised again inside the
+    loop.
+    """
     loop_nodes = set(ast.walk(loop))
     is_initialised_again = any(
         isinstance(n, ast.Assign) and is_assignment_to(n, name) and name not in find_names(n.value)

@@ -1,10 +1,11 @@
 """Infers the signatures of a kernel from the uses of its parameters and from the launches in its
 file.
 
-A parameter that is the base of an address is a pointer. A parameter that is compared or multiplied
-with indices is an integer. The others are float scalars. If a launch in the file of the kernel
-passes a buffer with an explicit dtype (`torch.empty(..., dtype=torch.float32)`), the parameter
-always has this dtype. The result is a guess, and the findings say so.
+If the kernel uses a parameter as the base of an address, the parameter is a pointer. If the kernel
+compares or multiplies it with indices, it is an integer. All other parameters are float scalars. If
+a launch in the file of the kernel passes a buffer with an explicit dtype (`torch.empty(...,
+dtype=torch.float32)`), the parameter always has this dtype. The result is only a guess, and the
+report says so.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ _CREATION_FUNCTIONS = (
 
 
 def find_fixed_dtypes(function: Any) -> dict[str, str]:
-    """Pointer parameter -> type such as `*fp32`, for parameters whose dtype a launch in the file of
-    the kernel fixes.
+    """Returns the type (such as `*fp32`) of each pointer parameter that always has the same dtype,
+    because a launch in the file of the kernel passes a tensor that is created with this dtype.
     """
     fixed_types = dict[str, str]()
     tree = _parse_source(function)
@@ -106,7 +107,9 @@ def _parse_source(function: Any) -> ast.AST | None:
 
 
 def _created_dtypes(scope: ast.AST) -> dict[str, str | None]:
-    """The dtypes with which a function creates local tensors; None if two assignments differ."""
+    """For each local variable to which the function assigns a new tensor, returns the dtype of the
+    tensor. The dtype is None if two assignments to the variable have different dtypes.
+    """
     dtypes: dict[str, str | None] = {}
     for node in ast.walk(scope):
         if (
@@ -169,7 +172,7 @@ _DTYPE_METHODS = ("to", "cast", "zeros", "full")
 
 @dataclass
 class ParameterUses:
-    """The uses of the parameters of one function."""
+    """Records how one function uses its parameters."""
 
     pointers: set[str] = field(default_factory=set)
     integer_pointers: set[str] = field(default_factory=set)
@@ -180,7 +183,7 @@ class ParameterUses:
 
 
 class _UseReader(ast.NodeVisitor):
-    """Visits the source of a kernel and records the uses of its parameters."""
+    """Reads the source of a kernel and records how the kernel uses its parameters."""
 
     def __init__(self, function: Any, depth: int = 0) -> None:
         self.uses = ParameterUses()
@@ -210,7 +213,7 @@ class _UseReader(ast.NodeVisitor):
     def base_parameter(
         self, node: ast.AST | None, visited: frozenset[str] = frozenset()
     ) -> str | None:
-        """The parameter that is the base of an address."""
+        """Returns the parameter to which an address expression adds its offsets."""
         if isinstance(node, ast.Name):
             if node.id in self.values and node.id not in visited:
                 for value in self.values[node.id]:
@@ -246,8 +249,8 @@ class _UseReader(ast.NodeVisitor):
         return None
 
     def find_parameters(self, node: ast.AST, depth: int = 0) -> set[str]:
-        """The parameters in an expression. Local variables are followed; values loaded from memory
-        are ignored.
+        """Returns the parameters from which an expression is computed. Local variables are replaced
+        by the values that are assigned to them. Values that are loaded from memory are ignored.
         """
         parameters: set[str] = set()
         if isinstance(node, ast.Call) and call_name(node) == "load":
@@ -374,8 +377,9 @@ def _is_float_cast(value: ast.AST) -> bool:
 def infer_combinations(
     unwrapped: UnwrappedKernel, constexprs: Mapping[str, Any]
 ) -> list[Combination]:
-    """Returns combinations with all float pointers in fp32, bf16 and fp16, each with boolean flags
-    on and off. A pointer whose dtype is fixed by a launch keeps this dtype.
+    """Returns the combinations in which all float pointers are fp32, all are bf16 and all are fp16,
+    each with the boolean flags switched on and switched off. If a launch always passes the same
+    dtype for a pointer, the pointer has this dtype in every combination.
     """
     function = unwrapped.function
     uses = _UseReader(function).uses
@@ -421,8 +425,8 @@ def infer_combinations(
 
 
 def _guess_constexpr(parameter: Any, uses: ParameterUses, flag_value: bool) -> Any:
-    """Guesses a value for a constexpr from its uses. Sizes are small enough to compile fast and
-    large enough for tl.dot.
+    """Guesses the value of a constexpr from the way in which the kernel uses it. The guessed sizes
+    are small enough to compile fast and large enough for tl.dot.
     """
     import triton.language as tl
 
@@ -475,7 +479,7 @@ def _infer_type(
 
 
 def returns_value(function: Any) -> bool:
-    """Whether the function returns a value. Such a function is not a kernel and is checked together
+    """True if the function returns a value. Such a function is not a kernel. It is checked together
     with the kernels that call it.
     """
     values = [node.value for node in ast.walk(function.parse()) if isinstance(node, ast.Return)]

@@ -1,11 +1,12 @@
 """Runs Triton's front end on one combination of argument types, and records the dtype of every
-expression and the origin of a value's dtype.
+expression in the kernel. From these dtypes it finds the step that gave a value its dtype.
 
 Triton compiles a kernel by visiting its syntax tree, and each visit of an expression returns a
-typed value. Recording these types takes one compilation. A failure can then be explained from the
-tree, for example by a load through a pointer, a scalar that promoted a block, or a cast, and not
-only from the text of the message. Types are Triton's scalar names: `fp32`, `int32`, `*bf16`.
-`FailureSite` describes where a compilation failed, and `Fault` describes the mistake.
+typed value. One compilation is enough to record all these types. A failure can then be explained
+from the types in the tree, not only from the text of the error. The explanation may be, for
+example, a load through a pointer, a scalar that promoted a block, or a cast. Types are Triton's
+scalar names: `fp32`, `int32`, `*bf16`. `FailureSite` describes where a compilation failed, and
+`Fault` describes the mistake.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Binding:
 
 @dataclass(eq=False)
 class Frame:
-    """One `@triton.jit` function, visited for one set of argument types."""
+    """One `@triton.jit` function, as Triton compiled it for one set of argument types."""
 
     name: str
     file: str
@@ -58,7 +59,9 @@ class Frame:
         return self.first_line + getattr(node, "lineno", 1) - 1
 
     def nodes(self) -> Iterator[ast.AST]:
-        """Every node of the tree; none if the function was not visited."""
+        """Yields every node of the function's syntax tree. Yields nothing if Triton did not compile
+        the function.
+        """
         if self.tree is not None:
             return ast.walk(self.tree)
         return iter(())
@@ -73,8 +76,8 @@ class Frame:
 class Observation:
     """The result of one compilation.
 
-    frames    the functions that were visited, the kernel first
-    failures  the node at which each frame stopped, innermost first
+    frames    the functions that Triton compiled, the kernel first
+    failures  for each frame, the node at which its compilation stopped; the innermost frame first
     """
 
     combination: Combination
@@ -90,8 +93,8 @@ class Observation:
 
 
 def _get_attribute(value: Any, name: str) -> Any:
-    """An attribute of a value; None if the attribute is missing. Triton's tuples raise ValueError
-    for a missing attribute up to version 3.6.
+    """Returns an attribute of a value, or None if the value has no such attribute. Up to version
+    3.6, Triton's tuples raise ValueError for a missing attribute.
     """
     try:
         return getattr(value, name, None)
@@ -123,7 +126,7 @@ def _value_shape(value: Any) -> tuple[int, ...]:
 
 
 def _root_error(error: BaseException) -> BaseException:
-    """The exception at the end of Triton's chain of CompilationErrors."""
+    """Triton nests its CompilationErrors. Returns the exception from which they all started."""
     visited: set[int] = set()
     while id(error) not in visited:
         visited.add(id(error))
@@ -296,7 +299,7 @@ def find_names(node: ast.AST) -> list[str]:
 
 def variable_name(node: ast.AST) -> str:
     """The variable in an expression: `x` in `-x`, `x[:, None]` or `x.to(...)`. For any other
-    expression, the result is the source of the expression.
+    expression, the result is its source code.
     """
     while True:
         if isinstance(node, ast.Name):
@@ -345,9 +348,10 @@ def call_name(node: ast.AST) -> str:
 def find_origin(
     frame: Frame, node: ast.AST, *, last_line: int | None = None, _depth: int = 0
 ) -> Origin | None:
-    """The step in this function that gave `node` its dtype; None if this step cannot be determined.
+    """Finds the step in this function that gave `node` its dtype, such as a load or a cast. Returns
+    None if the step cannot be determined.
 
-    last_line  bindings after this line are ignored, because a name may be assigned again later
+    last_line  assignments after this line are ignored, because a name may be assigned again later
     """
     if _depth > 12:
         return None
@@ -516,7 +520,9 @@ class FailureSite:
         )
 
     def format_location(self, origin: Origin | None) -> str:
-        """The location of an origin as ` (case.py:12)`; "" if the origin has no location."""
+        """Returns the location of an origin in the form ` (case.py:12)`, or "" if the origin has no
+        location.
+        """
         if origin:
             return f" ({self.frame.file.rsplit('/', 1)[-1]}:{origin.line})"
         return ""

@@ -1,5 +1,5 @@
 """The input of one compilation: a kernel without its decorators, a target, the type of each
-parameter, the constexprs, and how likely a caller uses this combination.
+parameter, the values of the constexprs, and how likely it is that a caller uses this combination.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def target_name(target: GPUTarget) -> str:
 
 
 def shared_bytes(target: GPUTarget) -> int:
-    """The bytes of shared memory that one program (block) may use."""
+    """Returns the number of bytes of shared memory that one program (block) may use."""
     if target.backend == "cuda":
         return 1024 * _NVIDIA_SHARED_KIB.get(int(target.arch), 99)
     return 1024 * _AMD_SHARED_KIB.get(str(target.arch), 64)
@@ -137,7 +137,7 @@ class UnwrappedKernel:
 
 
 def is_kernel(value: Any) -> bool:
-    """Whether the value is a `@triton.jit` function, or such a function inside other decorators."""
+    """True if the value is a `@triton.jit` function, also if other decorators wrap the function."""
     from triton.runtime.jit import JITFunction, KernelInterface
 
     while isinstance(value, KernelInterface) and not isinstance(value, JITFunction):
@@ -187,7 +187,9 @@ FLOATS = ("fp64", "fp32", "bf16", "fp16")
 
 
 class Reach(IntEnum):
-    """How likely a caller uses a combination. A failure of a higher value is more important."""
+    """How likely it is that a caller uses a combination of argument types. The higher the value,
+    the more important is a failure of this combination.
+    """
 
     INFERRED = 1  # inferred from the source of the kernel and its launches
     MIXED = 2  # launched by a call with one tensor in another dtype
@@ -221,7 +223,9 @@ class Combination:
 
     @property
     def key(self) -> str:
-        """A key that is equal for combinations which Triton compiles to the same program."""
+        """A key for comparison. Two combinations have the same key if Triton compiles them to the
+        same program.
+        """
         return repr(
             [
                 sorted(map(repr, part.items()))
@@ -248,8 +252,9 @@ def is_float_pointer(type_name: Any) -> bool:
 
 
 def remove_duplicates(combinations: Sequence[Combination]) -> list[Combination]:
-    """Removes equal combinations. Of equal combinations the most reachable one is kept, at the
-    position of the first one."""
+    """Removes equal combinations. From several equal combinations it keeps the one with the highest
+    `reach`, at the position of the first.
+    """
     unique: dict[str, Combination] = {}
     for combination in combinations:
         unique[combination.key] = max(

@@ -1,9 +1,9 @@
 """Simulates a GPU on the CPU, for code that uses `x.is_cuda`, device properties or `.cuda()`.
 
 Inside `simulate_gpu(target)` tensors are on the CPU but report `cuda:0`. A call with a CUDA device
-creates a CPU tensor. New memory is zeroed, so that the outputs of kernels that do not run have
-plausible values. Triton's active driver reports `target`. Nothing runs on a GPU, even if the
-machine has one.
+creates a CPU tensor. New memory is filled with zeros. The kernels do not run, so their outputs keep
+these zeros. Triton's active driver reports `target`. Nothing runs on a GPU, even if the machine has
+one.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ _TENSOR_METHODS = (
 
 
 def _run_on_cpu(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Calls `func` with CUDA devices replaced by the CPU, and zeroes new memory."""
+    """Calls `func` on the CPU, also if its arguments name a CUDA device. New memory is filled with
+    zeros.
+    """
     if func in _HOST_TRANSFERS:
         return args[0]
     if func in (torch.empty_strided, torch.Tensor.new_empty_strided):
@@ -100,8 +102,8 @@ class _CpuMode(TorchFunctionMode):
 
 
 def _patch_function(func: Any) -> Any:
-    """Returns a replacement for a function such as `torch.empty`. A function mode does not reach
-    backward and the code inside custom operators.
+    """Returns a replacement for a function such as `torch.empty`. It is needed because `_CpuMode`
+    does not see the calls in backward and inside custom operators.
     """
 
     def call_on_cpu(*args: Any, **kwargs: Any) -> Any:

@@ -1,5 +1,5 @@
-"""Loads and checks the TARGET of the command line, which is a file, a module, a kernel, or a
-function `build()`.
+"""Loads the TARGET of the command line and checks its kernels. A target is a file, a module, a
+kernel, or a function `build()`.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def _submodules(module: ModuleType) -> Iterator[ModuleType]:
 
 
 def find_kernels(module: ModuleType) -> dict[str, Any]:
-    """A mapping from name to kernel, for the kernels that are defined in this module. `@triton.jit`
-    functions that return a value are checked together with the kernels that call them.
+    """Returns the kernels that are defined in this module, by their names. `@triton.jit` functions
+    that return a value are checked together with the kernels that call them.
     """
     kernels = {
         name: value

@@ -1,6 +1,6 @@
-"""The autocast state at the line that failed. Every autocast region has ended when an exception
-hook runs, so the state is read from the frames: `with` statements around the running lines, and
-functions that autocast decorates.
+"""Determines the autocast state at the line that failed. When an exception hook runs, the program
+has already left every autocast region. So the state is read from the frames: from the `with`
+statements around the lines that were running, and from functions that have an autocast decorator.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ OFF = AutocastState()
 
 
 def read_autocast_state(frames: Sequence[CallFrame]) -> AutocastState:
-    """The state at the innermost line of the frames."""
+    """Returns the autocast state at the running line of the innermost frame."""
     state = OFF
     for frame in frames:
         if starts_thread(frame):
@@ -52,7 +52,9 @@ def read_autocast_state(frames: Sequence[CallFrame]) -> AutocastState:
 
 
 def find_other_region(frames: Sequence[CallFrame]) -> AutocastState | None:
-    """An autocast region in the functions of the frames that does not surround the failure."""
+    """Returns an autocast region that is in one of the user's functions on the stack but does not
+    include the line that was running there. Returns None if there is no such region.
+    """
     for frame in frames:
         scope = frame.scope
         if scope is None or not frame.is_user_code:
@@ -67,14 +69,16 @@ def find_other_region(frames: Sequence[CallFrame]) -> AutocastState | None:
 
 
 def starts_thread(frame: CallFrame) -> bool:
-    """Whether a thread runs the function of this frame as its first function."""
+    """True if this frame is the first frame of a thread."""
     return frame.function == "run" and frame.file.endswith(
         ("threading.py", os.path.join("futures", "thread.py"))
     )
 
 
 def _state_of_decorator(frame: CallFrame) -> AutocastState | None:
-    """The state that a decorated function sets: `@torch.autocast(...)`, `custom_fwd`, `custom_bwd`."""
+    """Returns the autocast state that the function's decorator sets: `@torch.autocast(...)`,
+    `custom_fwd`, `custom_bwd`.
+    """
     if f"{os.sep}torch{os.sep}amp" not in frame.file:
         return None
     if frame.function == "decorate_autocast":
@@ -119,7 +123,9 @@ def _surrounding_regions(frame: CallFrame) -> Iterator[ast.expr]:
 
 
 def _read_region(node: ast.expr, frame: CallFrame) -> AutocastState | None:
-    """The state that a context expression sets; None if it is no autocast region."""
+    """Returns the autocast state that the expression after `with` sets, or None if it is not an
+    autocast region.
+    """
     if isinstance(node, ast.IfExp):
         is_first = read_value(node.test, frame)
         if is_first is UNKNOWN:
@@ -144,7 +150,9 @@ def _read_region(node: ast.expr, frame: CallFrame) -> AutocastState | None:
 
 
 def _read_constructor(node: ast.Call, function: type, frame: CallFrame) -> AutocastState:
-    """The state of a call of `torch.autocast`, whose arguments are read and not computed."""
+    """Returns the autocast state that a call of `torch.autocast` sets. The arguments of the call
+    are only read: no code of the program is run to compute them.
+    """
     arguments = list(node.args)
     device = function.__module__.split(".")[1]  # torch.cuda.amp, torch.cpu.amp
     if device == "amp":
@@ -166,7 +174,9 @@ def _read_constructor(node: ast.Call, function: type, frame: CallFrame) -> Autoc
 
 
 def _read_trainer_region(owner: Any, location: str) -> AutocastState:
-    """The state of `accelerator.autocast()` and of a Trainer's own context managers."""
+    """Returns the autocast state that `accelerator.autocast()` or a context manager of a Trainer
+    sets.
+    """
     accelerator = getattr(owner, "__dict__", {}).get("accelerator", owner)
     setting = read_mixed_precision(accelerator)
     if setting is None:

@@ -1,4 +1,6 @@
-"""The pages of the codes of `isotype doctor run`. This module imports no torch."""
+"""The documentation pages for the codes that `isotype doctor run` reports. This module imports no
+torch.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Collects the facts about one exception from its living frames: the operands of the expression
-that failed, the module, autocast, and the precision settings.
+"""Collects the facts about one exception from its stack frames, which still hold their variables.
+The facts are the operands of the expression that failed, the module, the autocast state, and the
+precision settings.
 """
 
 from __future__ import annotations
@@ -38,11 +39,12 @@ _MAX_OPERANDS = 8
 class Operand:
     """A tensor that the failing expression received.
 
-    label        the operand's text in the source of the failing expression
+    label        the source text of the operand
     path         the path of the parameter or buffer; "" if the operand is neither
-    frame_index  the index of the failing frame
-    node         the operand's expression in the failing frame
-    storage      the dtype that a quantised weight computes in; None for other tensors
+    frame_index  the index of the frame that failed
+    node         the syntax tree of the operand
+    storage      how the tensor is stored, such as `Params4bit that widens to bf16`; None for a
+                 plain tensor
     list_name    the list of tensors that contains the operand; "" if no list does
     """
 
@@ -173,8 +175,9 @@ def describe_autocast(state: AutocastState) -> str:
 
 
 def collect_evidence(error: BaseException) -> Evidence | None:
-    """The facts about an exception; None if neither the exception nor its causes are about
-    dtypes."""
+    """Returns the facts about an exception, or None if neither the exception nor one of its causes
+    is about dtypes.
+    """
     for cause in iterate_causes(error):
         text = f"{type(cause).__name__}: {cause}"
         if not MENTIONS_DTYPE.search(text) or _OTHER_SUBJECTS.search(text):
@@ -188,8 +191,7 @@ def collect_evidence(error: BaseException) -> Evidence | None:
 
 
 def _concerns_torch(evidence: Evidence) -> bool:
-    """Whether tensors took part in the failed operation. Errors without tensors are not
-    explained."""
+    """True if the operation that failed used tensors. Other errors are not explained."""
     is_torch_file = "/torch/" in evidence.failing_frame.file.replace("\\", "/")
     return bool(evidence.operands) or is_torch_file or evidence.in_backward
 
@@ -220,8 +222,9 @@ def _build_evidence(error: BaseException, frames: list[CallFrame]) -> Evidence:
 
 
 def _read_operands(frames: Sequence[CallFrame], names: ModelNames) -> tuple[str, list[Operand]]:
-    """The operation that failed, and its tensors. If the innermost expression has no tensor, the
-    arguments of its function are used, then the arguments of the functions around it.
+    """Returns the operation that failed, and its tensors. If the innermost expression contains no
+    tensor, the arguments of the function around it are used, then the arguments of that function's
+    callers.
     """
     for index in reversed(range(len(frames))):
         frame = frames[index]
@@ -322,7 +325,10 @@ def _make_operand(
 
 
 def _storage(tensor: torch.Tensor | None) -> str | None:
-    """The compute dtype of a quantised weight of bitsandbytes, and the class of other subclasses."""
+    """Describes how a tensor of a subclass is stored. For a quantised weight of bitsandbytes, the
+    text is its class and the dtype in which it computes. For other subclasses it is the name of the
+    class.
+    """
     if tensor is None or type(tensor) in (torch.Tensor, nn.Parameter):
         return None
     state = getattr(tensor, "__dict__", {}).get("quant_state")

@@ -1,5 +1,6 @@
-"""Reads the values of expressions from the variables of a frame, without running the program's
-code: names, attributes that are stored, items of containers, and the dtypes of common calls.
+"""Reads the values of expressions from the variables of a frame, without running code of the
+program. It can read names, stored attributes and items of containers. For common calls it
+determines the dtype of the result.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ UNKNOWN = _Unknown()  # the value of an expression that cannot be read without r
 
 @dataclass(frozen=True, slots=True)
 class TensorFacts:
-    """The dtype of a tensor that an expression would compute, without the tensor."""
+    """Describes the dtype of a tensor that an expression would compute. The tensor itself is not
+    computed.
+    """
 
     dtype: torch.dtype
     device: torch.device
@@ -113,8 +116,8 @@ CREATION_FUNCTIONS = frozenset(
 
 
 def read_value(node: ast.AST | None, frame: CallFrame) -> Any:
-    """The value of an expression; UNKNOWN if reading it would run code of the program. For tensors
-    that the expression would compute, the result is a `TensorFacts`.
+    """Returns the value of an expression, or UNKNOWN if reading it would run code of the program.
+    If the expression would compute a tensor, the result is a `TensorFacts`.
     """
     match node:
         case ast.Constant(value):
@@ -141,8 +144,8 @@ def is_tensor(value: Any) -> bool:
 
 
 def read_condition(node: ast.AST, frame: CallFrame) -> bool | None:
-    """Whether a simple condition holds with the values at the failure: a name, `not`, or a
-    comparison with None. None if it cannot be read.
+    """Evaluates a simple condition (a name, `not`, or a comparison with None) with the values that
+    the variables had at the failure. Returns None if the condition cannot be evaluated.
     """
     match node:
         case ast.UnaryOp(ast.Not(), operand):
@@ -158,14 +161,14 @@ def read_condition(node: ast.AST, frame: CallFrame) -> bool | None:
 
 
 def _as_result(value: Any) -> Any:
-    """A new tensor with the dtype of `value`."""
+    """Describes a new tensor that has the dtype of `value`."""
     if is_tensor(value):
         return TensorFacts(value.dtype, value.device)
     return UNKNOWN
 
 
 def _read_attribute(owner: Any, name: str) -> Any:
-    """Reads a stored attribute. Properties are not called, except a few properties of tensors."""
+    """Reads a stored attribute. It does not call properties, except a few properties of tensors."""
     if owner is UNKNOWN:
         return UNKNOWN
     if isinstance(owner, torch.Tensor):
@@ -225,7 +228,7 @@ def _promote(left: Any, right: Any) -> Any:
 
 
 def _read_call(node: ast.Call, frame: CallFrame) -> Any:
-    """The facts of the tensor that a common call computes."""
+    """Determines the dtype of the tensor that a call returns, for calls that are common."""
     if not isinstance(node.func, ast.Attribute):
         return UNKNOWN
     owner = read_value(node.func.value, frame)
@@ -248,7 +251,7 @@ def _read_call(node: ast.Call, frame: CallFrame) -> Any:
 
 
 def _read_conversion(node: ast.Call, owner: Any, frame: CallFrame) -> Any:
-    """The facts of `tensor.to(...)`."""
+    """Determines the dtype of the tensor that `tensor.to(...)` returns."""
     arguments = [read_value(argument, frame) for argument in node.args]
     arguments += [read_value(keyword.value, frame) for keyword in node.keywords]
     for argument in arguments:

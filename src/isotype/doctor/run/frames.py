@@ -1,5 +1,5 @@
-"""The frames of a traceback, which hold the local variables at the failure, and the expression of
-each frame that was being evaluated.
+"""The frames of a traceback. Each frame has its local variables with their values at the failure,
+and the expression that it was evaluating.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ class CallFrame:
 
     @property
     def is_forwarding(self) -> bool:
-        """Whether the function only passes its arguments on, as `Module._call_impl` does."""
+        """True if the function only passes its arguments to another function, as
+        `Module._call_impl` does.
+        """
         return self.function in _FORWARDING_FUNCTIONS and f"{os.sep}torch{os.sep}" in self.file
 
     @property
@@ -93,7 +95,7 @@ class CallFrame:
 
     @property
     def statement(self) -> ast.stmt | None:
-        """The innermost statement at the running line."""
+        """The innermost statement that contains the line that was running."""
         scope = self.scope
         if scope is None:
             return None
@@ -106,7 +108,7 @@ class CallFrame:
 
     @property
     def text(self) -> str:
-        """The source of the statement in one line."""
+        """The source code of the statement, on one line."""
         statement = self.statement
         if statement is None:
             return linecache.getline(self.file, self.line).strip()
@@ -139,7 +141,7 @@ def collect_frames(error: BaseException) -> list[CallFrame]:
 
 
 def iterate_causes(error: BaseException) -> Iterator[BaseException]:
-    """Yields the exception that was raised first, and then the exceptions that followed from it."""
+    """Yields the exception that was raised first, and then the exceptions that it caused."""
     chain: list[BaseException] = []
     link: BaseException | None = error
     while link is not None and link not in chain:

@@ -16,8 +16,8 @@ _HOOK_ATTRIBUTE = "_is_isotype_hook"
 
 
 def install() -> None:
-    """Sets `sys.excepthook`, which calls the earlier hook first, and `threading.excepthook`. Further
-    calls have no effect.
+    """Sets `sys.excepthook` and `threading.excepthook`. The new hooks first call the hooks that
+    were set before. A second call of this function has no effect.
     """
     earlier_hook = sys.excepthook
     if not getattr(earlier_hook, _HOOK_ATTRIBUTE, False):
@@ -34,7 +34,7 @@ def install() -> None:
 
 
 def install_thread_hook(json_file: str | None = None) -> None:
-    """Sets `threading.excepthook`, which calls the earlier hook first."""
+    """Sets `threading.excepthook`. The new hook first calls the hook that was set before."""
     earlier_hook = threading.excepthook
     if getattr(earlier_hook, _HOOK_ATTRIBUTE, False):
         return

@@ -53,7 +53,8 @@ class ModelNames:
         self._owners[id(tensor)] = owner
 
     def module_path(self, module: nn.Module) -> str:
-        """The path below the model; the name of the class for the model itself."""
+        """The path of a module inside its model. For the model itself it is the name of its class.
+        """
         return self._modules.get(id(module)) or type(module).__name__
 
     def tensor_path(self, tensor: Any) -> str | None:
@@ -71,7 +72,7 @@ class ModelNames:
 
     @property
     def majority_dtype(self) -> torch.dtype | None:
-        """The floating-point dtype of most parameter elements."""
+        """The floating-point dtype that most of the parameter elements have."""
         counts = [
             (count, dtype) for dtype, count in self.dtype_counts.items() if dtype.is_floating_point
         ]
@@ -97,7 +98,8 @@ def floating_weight_dtypes(module: nn.Module) -> set[torch.dtype]:
 
 
 def find_modules(values: Mapping[str, Any]) -> Iterator[nn.Module]:
-    """Yields the modules among variables, and those stored in attributes of the variables."""
+    """Yields the modules among these values, and the modules that are stored in their attributes.
+    """
     for value in values.values():
         if isinstance(value, nn.Module):
             yield value
@@ -108,7 +110,7 @@ def find_modules(values: Mapping[str, Any]) -> Iterator[nn.Module]:
 
 
 def _find_roots(frames: Sequence[CallFrame]) -> list[nn.Module]:
-    """The modules in the frames that are part of no other module, the largest first."""
+    """Returns the modules in the frames that are not part of another module, the largest first."""
     candidates: dict[int, nn.Module] = {}
     for frame in frames:
         for module in find_modules(frame.variables):

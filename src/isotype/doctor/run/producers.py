@@ -1,8 +1,9 @@
-"""Finds the expression that gave a tensor its dtype, by following the source back from the failing
-line: through assignments, calls that keep the dtype, and arguments of the callers.
+"""Finds the expression that gave a tensor its dtype. The search starts at the line that failed and
+goes backward through the source code: from a name to its assignment, from a call that keeps the
+dtype to its operand, and from a parameter to the argument that the caller passed.
 
-The values of variables are those at the failure. A step is followed only if the value there has the
-dtype that is searched for, or cannot be read.
+Variables are read with the values that they had at the failure. The search continues at an
+expression only if its value has the dtype in question, or if its value cannot be read.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ class Producer:
     """The expression that gave a tensor its dtype.
 
     kind      cast, module, creation, parameter, data, call or unknown
-    text      the source of the expression
+    text      the source code of the expression
     location  the file and line of the expression
     function  the function that contains the line
     path      the module, parameter or buffer that the expression names; "" if it names none
     module    the module that computed the tensor, for the kind `module`
-    passed    the expression by which the user's code passed the tensor on, in the innermost frame
-              of the user's code; "" if there is none
+    passed    the argument with which the user's code, in its innermost frame, passed the tensor to
+              another function; "" if there is none
     passed_at the file and line of that expression
     """
 
@@ -57,8 +58,8 @@ class Producer:
 def find_producer(
     node: ast.AST, frames: Sequence[CallFrame], index: int, dtype: torch.dtype, names: ModelNames
 ) -> Producer:
-    """Follows the expression `node` of the frame at `index` back to the expression that gave its
-    value the dtype `dtype`.
+    """Starts at the expression `node` of the frame at `index`, and finds the expression that gave
+    its value the dtype `dtype`.
     """
     return _Search(frames, dtype, names).follow(node, index)
 
@@ -140,8 +141,9 @@ class _Search:
     def follow_widest(
         self, nodes: Sequence[ast.AST], node: ast.AST, index: int, line: int
     ) -> Producer:
-        """Follows the first operand that has the dtype. If no operand has it, the operation itself
-        is the producer."""
+        """Continues the search at the first operand that has the dtype in question. If no operand
+        has this dtype, the operation itself gave its result the dtype.
+        """
         for operand in nodes:
             value = read_value(operand, self.frames[index])
             if is_tensor(value) and value.dtype == self.dtype:
@@ -199,7 +201,7 @@ class _Search:
         return self.producer("unknown", node, index)
 
     def has_other_dtype(self, binding: Any, name: str, frame: CallFrame) -> bool:
-        """Whether an assignment would have given the value another dtype."""
+        """True if this assignment would have given the name a value of another dtype."""
         if not isinstance(binding, ast.Assign):
             return False
         assigned = _assigned_expression(binding, name)
@@ -230,7 +232,9 @@ class _Search:
         return self.follow(value, index, binding.lineno)
 
     def follow_argument(self, scope: ast.AST, name: str, node: ast.AST, index: int) -> Producer:
-        """Follows an argument of a function into the call of the next outer frame."""
+        """Continues the search, from a parameter of a function, at the argument that the next outer
+        frame passed for it.
+        """
         outer = index - 1
         while outer >= 0 and self.frames[outer].is_forwarding:
             outer -= 1
@@ -252,8 +256,8 @@ def _source(node: ast.AST) -> str:
 
 
 def _is_skipped(binding: ast.AST, scope: ast.AST, frame: CallFrame) -> bool:
-    """Whether a statement stands in a branch whose condition, with the values at the failure, does
-    not hold.
+    """True if a statement is in a branch whose condition is false. The condition is evaluated with
+    the values that the variables had at the failure.
     """
     for node in ast.walk(scope):
         if not isinstance(node, ast.If):
@@ -268,8 +272,9 @@ def _is_skipped(binding: ast.AST, scope: ast.AST, frame: CallFrame) -> bool:
 
 
 def _assigned_expression(binding: ast.Assign, name: str) -> ast.expr | None:
-    """The expression that an assignment gives to a name: a part of a tuple, or the call whose
-    result is unpacked. None if the expression cannot be determined.
+    """Returns the expression whose value an assignment gives to a name. If the assignment unpacks a
+    tuple, this is the element for the name. If it unpacks the result of a call, this is the call.
+    None if the expression cannot be determined.
     """
     target = binding.targets[0]
     value = binding.value
@@ -292,8 +297,9 @@ def _parameter_names(scope: Any) -> list[str]:
 
 
 def _argument_expression(scope: Any, call: ast.AST | None, name: str) -> ast.AST | None:
-    """The expression that a call passes for a parameter; if the call unpacks a mapping, the
-    expression is a starred one."""
+    """Returns the expression that a call passes for a parameter. If the value may come from a
+    mapping that the call unpacks with `**`, the result is this mapping as an `ast.Starred`.
+    """
     if not isinstance(call, ast.Call):
         return None
     for keyword in call.keywords:
@@ -313,8 +319,9 @@ def _argument_expression(scope: Any, call: ast.AST | None, name: str) -> ast.AST
 
 
 def _earlier_bindings(scope: ast.AST, name: str, line: int) -> list[Any]:
-    """The statements before a line that give a name its value, the last first. A loop around the
-    line counts.
+    """Returns the statements before a line that assign a value to a name, the last statement first.
+    A `for` loop that assigns the name is one of these statements, also if the line is inside the
+    loop.
     """
     bindings: list[Any] = []
     node: Any

@@ -153,7 +153,7 @@ def _load_module(name: str) -> tuple[CodeType, ModuleType]:
 
 
 def _load_spec(spec: importlib.machinery.ModuleSpec) -> tuple[CodeType, ModuleType]:
-    """The code of a module, and the module `__main__` that runs it."""
+    """Returns the code of a module, and a new module `__main__` in which this code can run."""
     get_code = getattr(spec.loader, "get_code", None)
     code = None if get_code is None else get_code(spec.name)
     if code is None:
@@ -168,7 +168,7 @@ def _load_spec(spec: importlib.machinery.ModuleSpec) -> tuple[CodeType, ModuleTy
 
 
 def _skip_outer_frames(traceback: TracebackType | None, code: CodeType) -> TracebackType | None:
-    """The traceback from the program's first frame on."""
+    """Returns the part of the traceback that starts at the program's first frame."""
     link = traceback
     while link is not None and link.tb_frame.f_code is not code:
         link = link.tb_next

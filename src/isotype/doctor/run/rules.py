@@ -1,6 +1,6 @@
-"""The rules that decide the cause of an exception from the evidence of its living frames. Each rule
-returns a finding, or None if its case does not hold. The first finding is reported. The texts of
-the findings are in `causes.txt`.
+"""Rules that determine the cause of an exception from the facts in its stack frames (`Evidence`).
+Each rule recognises one cause: it returns a finding, or None if this is not the cause. Only the
+first finding is reported. The texts of the findings are in `causes.txt`.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ _FLOAT_LOSSES = frozenset(
 
 
 def decide_cause(evidence: Evidence) -> Finding:
-    """The finding of the first rule that holds; if no rule holds, RN000, which is a note with the
-    facts."""
+    """Returns the finding of the first rule that recognises the cause. If no rule recognises it,
+    returns RN000, a note that lists the facts.
+    """
     for rule in RULES:
         finding = rule(evidence)
         if finding is not None:
@@ -61,7 +62,9 @@ def decide_cause(evidence: Evidence) -> Finding:
 def _make_finding(
     code: str, evidence: Evidence, frame: CallFrame | None = None, **values: Any
 ) -> Finding:
-    """The finding at the innermost line of the user's code, or at the line of `frame`."""
+    """Returns a finding with the location of the user's innermost line, or of `frame` if it is
+    given.
+    """
     if frame is None:
         frame = evidence.user_frame
     location = Place(
@@ -73,8 +76,9 @@ def _make_finding(
 def _make_operand_finding(
     code: str, evidence: Evidence, operand: Operand, **values: Any
 ) -> Finding:
-    """The finding about one operand: the user's expression for it, its dtype, and the line at which
-    the user's code passes it on. `values` replaces these or adds others.
+    """Returns a finding about one operand. Its text contains the user's expression for the operand,
+    the operand's dtype, and the line at which the user's code passes the operand to another
+    function. `values` replaces these values in the text or adds further values.
     """
     producer = evidence.producer_of(operand)
     facts = {
@@ -86,7 +90,9 @@ def _make_operand_finding(
 
 
 def _details(evidence: Evidence, frame: CallFrame) -> tuple[tuple[str, str], ...]:
-    """The facts that every finding shows."""
+    """Returns the facts that are printed under every finding, such as the line, the operands and
+    the autocast state.
+    """
     details = [("line", frame.text[:200])]
     if frame is not evidence.user_frame:
         details.append(("raised at", evidence.user_frame.location))
@@ -122,13 +128,14 @@ def _first_of_other_dtype(operands: Sequence[Operand]) -> Operand:
 
 
 def _describe(operand: Operand) -> str:
-    """The description of an operand for a sentence: `fp32 x`, `bf16 layers.0.weight`."""
+    """Describes an operand for use in a sentence: `fp32 x`, `bf16 layers.0.weight`."""
     return f"{operand.dtype_name} {operand.path or operand.label}"
 
 
 def _passed(evidence: Evidence, operand: Operand, producer: Producer) -> str:
-    """The user's expression for an operand, in brackets if a method call needs them. If the operand
-    cannot be followed to the user's code, the result is the only argument of the user's call.
+    """Returns the user's expression for an operand. It is put in brackets if this is needed to call
+    a method on it. If it is not known which expression of the user's code gave the operand, the
+    result is the only argument of the user's call.
     """
     text = producer.passed
     call = evidence.user_frame.expression
@@ -142,7 +149,9 @@ def _passed_at(evidence: Evidence, producer: Producer) -> str:
 
 
 def _half_dtype(operands: Sequence[Operand]) -> torch.dtype | None:
-    """The half dtype among operands, if autocast to this dtype casts all operands."""
+    """Returns the half-precision dtype among the operands if autocast would cast all operands to
+    it.
+    """
     dtypes = {operand.dtype for operand in operands}
     if torch.float64 in dtypes:
         return None
@@ -167,8 +176,9 @@ def find_changed_checkpoint(evidence: Evidence) -> Finding | None:
 
 
 def _checkpointed_function(evidence: Evidence) -> str:
-    """The name of the checkpointed function. The name is read from the function with which torch
-    recomputes."""
+    """The name of the checkpointed function. The name is read from the closure with which torch
+    runs the forward again.
+    """
     for frame in reversed(evidence.frames):
         holder = frame.variables.get("frame")
         recompute = getattr(holder, "recompute_fn", None)
@@ -328,7 +338,9 @@ def find_wrong_target(evidence: Evidence) -> Finding | None:
 
 
 def find_wrong_target_in_backward(evidence: Evidence) -> Finding | None:
-    """A loss whose forward accepts a target of another dtype and whose backward does not."""
+    """Finds a loss function that accepts a target of another dtype in forward but fails with it in
+    backward.
+    """
     match = re.search(r"Found dtype (\w+) but expected (\w+)", evidence.message)
     if match is None or not evidence.in_backward:
         return None
@@ -353,8 +365,9 @@ def find_wrong_target_in_backward(evidence: Evidence) -> Finding | None:
 
 
 def _target_of_loss(evidence: Evidence, dtype_name: str) -> tuple[str, str]:
-    """The expression of the target, and its location, in the call of the loss on which backward
-    runs."""
+    """Returns the expression for the target of the loss, and its location. It is an argument of the
+    call that computed the loss on which the user called backward.
+    """
     frame = evidence.user_frame
     call = frame.expression
     loss_call = None
@@ -386,7 +399,7 @@ def _find_loss_name(node: Any) -> str | None:
 
 
 def find_failed_check(evidence: Evidence) -> Finding | None:
-    """An assertion of the program about the dtype of a tensor."""
+    """Finds an assertion in the program about the dtype of a tensor."""
     frame = evidence.failing_frame
     statement = frame.statement
     if not isinstance(statement, ast.Assert) or not isinstance(statement.test, ast.Compare):
@@ -511,7 +524,7 @@ def find_custom_backward(evidence: Evidence) -> Finding | None:
 
 
 def _brackets(text: str) -> str:
-    """An expression to which a method call can be added."""
+    """Puts an expression in brackets if this is needed to call a method on it."""
     tree = ast.parse(text, mode="eval").body
     is_primary = isinstance(tree, (ast.Name, ast.Attribute, ast.Subscript, ast.Call))
     return text if is_primary else f"({text})"
@@ -549,7 +562,9 @@ def find_write(evidence: Evidence) -> Finding | None:
 
 
 def _cast_text(operand: Operand, destination: Operand) -> str:
-    """The cast of an operand to the destination's dtype; of a whole list for its items."""
+    """Returns code that casts an operand to the dtype of the destination. If the operand is an item
+    of a list, the code casts the whole list.
+    """
     if operand.list_name:
         return f"`[tensor.to({destination.dtype}) for tensor in {operand.list_name}]`"
     return f"`{_brackets(operand.label)}.to({_brackets(destination.label)}.dtype)`"
@@ -596,7 +611,9 @@ def _setting_dtype(setting: str) -> torch.dtype | None:
 
 
 def _outermost_call(evidence: Evidence) -> CallFrame:
-    """The user's frame that calls the model: the last frame before the first frame of a module."""
+    """Returns the user's frame that calls the model. This is the last frame before the first frame
+    that belongs to a module.
+    """
     caller = evidence.user_frame
     for frame in evidence.frames:
         if isinstance(frame.variables.get("self"), nn.Module):

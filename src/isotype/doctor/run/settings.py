@@ -1,5 +1,5 @@
-"""Reads the precision settings that are alive in the frames: those of trainers, of accelerate, of
-DeepSpeed, of loss scalers and of optimizers.
+"""Reads precision settings from the objects that the variables of the stack frames hold: trainers,
+accelerate's and DeepSpeed's objects, loss scalers and optimizers.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def read_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerFacts:
 
 
 def find_optimizer(frames: Sequence[CallFrame]) -> OptimizerFacts | None:
-    """The optimizer of the innermost frame that holds an optimizer."""
+    """Returns the optimizer from the innermost frame that has one in its variables."""
     for _, value in _iterate_values(reversed(frames)):
         if isinstance(value, torch.optim.Optimizer):
             return read_optimizer(value)
@@ -84,7 +84,7 @@ def find_optimizer(frames: Sequence[CallFrame]) -> OptimizerFacts | None:
 
 
 def find_scaler(frames: Sequence[CallFrame]) -> torch.amp.GradScaler | None:
-    """The enabled loss scaler of the innermost frame that holds an enabled loss scaler."""
+    """Returns the enabled loss scaler from the innermost frame that has one in its variables."""
     for _, value in _iterate_values(reversed(frames)):
         if isinstance(value, torch.amp.GradScaler) and value.is_enabled():
             return value
@@ -92,7 +92,7 @@ def find_scaler(frames: Sequence[CallFrame]) -> torch.amp.GradScaler | None:
 
 
 def collect_settings(frames: Sequence[CallFrame]) -> list[Setting]:
-    """The precision settings of the frames, each once."""
+    """Returns all precision settings in the frames, without duplicates."""
     settings: dict[str, Setting] = {}
     for frame, value in _iterate_values(frames):
         for setting in _read_settings(frame, value):

@@ -1,5 +1,6 @@
-"""The shared state of a trace (`Context`), the names of modules and parameters, and `Watcher`, the
-base class of the detectors of silent faults.
+"""Defines the shared state of a trace (`Context`), the names of modules and parameters
+(`ModuleNames`), and `Watcher`. A watcher detects faults that raise no error, and `Watcher` is the
+base class of all watchers.
 
 The tracer inherits from `Context`, so that the watchers need not import the tracer.
 """
@@ -45,8 +46,8 @@ make_finding = load_finding_formatter(Path(__file__).with_name("findings.txt"))
 
 
 def site_detail(label: str, site: Site | None) -> tuple[tuple[str, str], ...]:
-    """A detail of a finding that shows a line of code and its location. The detail is empty if
-    `site` is None.
+    """Returns a detail of a finding that shows a line of code and its location. Returns no detail
+    if `site` is None.
     """
     if site is not None:
         return ((label, f"{site}: {site.text}"),)
@@ -54,7 +55,7 @@ def site_detail(label: str, site: Site | None) -> tuple[tuple[str, str], ...]:
 
 
 def clean_path(path: str) -> str:
-    """A module path without the names that wrappers insert."""
+    """Returns a module path without the names that wrappers such as FSDP insert."""
     return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
 
 
@@ -67,8 +68,8 @@ class ModuleNames:
         self._roots: list[weakref.ref[torch.nn.Module]] = []
 
     def register(self, root: torch.nn.Module) -> None:
-        """Records the paths of all modules below a root. If the root contains earlier roots, the
-        modules of those roots get the longer paths.
+        """Records the paths of all modules below a root. If this root contains a model that was
+        registered before, the modules of that model get new, longer paths.
         """
         paths = {module: clean_path(path) for path, module in root.named_modules()}
         self.modules.update(paths)
@@ -76,22 +77,26 @@ class ModuleNames:
         self._roots.append(weakref.ref(root))
 
     def module_path(self, module: torch.nn.Module) -> str:
-        """The path of the module in its model; for a model itself, the name of its class."""
+        """Returns the path of the module inside its model. For a model itself, returns the name of
+        its class.
+        """
         return self.modules.get(module) or type(module).__name__
 
     def roots(self) -> list[torch.nn.Module]:
         return [root for ref in self._roots if (root := ref()) is not None]
 
     def find_root(self, module: torch.nn.Module) -> torch.nn.Module:
-        """The root that contains the module; the module itself if no root contains it."""
+        """Returns the registered model that contains the module, or the module itself if there is
+        none.
+        """
         return next(
             (root for root in self.roots() if any(inner is module for inner in root.modules())),
             module,
         )
 
     def register_live_modules(self) -> None:
-        """Registers the models that exist but have not run yet, for an error that occurs while a
-        model is wrapped or prepared.
+        """Registers the models that exist but have not run yet. They are needed to explain an error
+        that occurs while a model is wrapped or prepared.
         """
         modules = [
             candidate
@@ -117,7 +122,9 @@ class ModuleNames:
         return next((name for _, name, parameter in self.tensors() if parameter is tensor), None)
 
     def count_dtypes(self, root: torch.nn.Module | None = None) -> Counter[torch.dtype]:
-        """The number of floating-point parameter elements by dtype, of one root or of all roots."""
+        """Counts the floating-point parameter elements for each dtype, in one model or in all
+        registered models.
+        """
         counts: Counter[torch.dtype] = Counter()
         for module in [root] if root is not None else self.roots():
             for parameter in module.parameters():
@@ -127,8 +134,8 @@ class ModuleNames:
 
 
 def is_due(count: int, full_count: int) -> bool:
-    """Whether an expensive check runs at the count-th opportunity: at the first `full_count`
-    opportunities, and then if the count is a power of two.
+    """True if an expensive check should run when it has become possible for the count-th time. It
+    runs the first `full_count` times, and later only if the count is a power of two.
     """
     return count <= full_count or not count & (count - 1)
 
@@ -170,8 +177,8 @@ class Context:
         return self.modules.stack
 
     def locate_op(self) -> tuple[Site | None, str, str]:
-        """The line, the module path and (in backward) the autograd node of the running op. A
-        backward op gets the line of its forward.
+        """Returns the line, the module path and (in backward) the autograd node of the op that is
+        running. For an op in backward, the line is the line of the corresponding op in forward.
         """
         node = torch._C._current_autograd_node()
         site = innermost_site()
@@ -188,7 +195,9 @@ class Context:
         return ""
 
     def uses_default_dtype(self, site: Site | None, dtype: torch.dtype, op: Operator) -> bool:
-        """Whether a factory call used the default dtype because it has no dtype argument."""
+        """True if a call that creates a tensor used the default dtype because it has no dtype
+        argument.
+        """
         if dtype != torch.get_default_dtype() or self.factory_dtype is not None:
             return False
         if op.is_lift and (
@@ -201,8 +210,8 @@ class Context:
         return True
 
     def is_engine_cast(self) -> bool:
-        """Whether autograd casts the gradient that a custom Function's backward returned. This is
-        the case if no Python frame of that backward is left.
+        """True if the running cast was made by autograd, which casts the gradient that the backward
+        of a custom Function returned. This is the case if no Python frame of that backward is left.
         """
         if not isinstance(
             torch._C._current_autograd_node(), torch.autograd.function.BackwardCFunction
@@ -215,14 +224,15 @@ class Context:
         return caller_frame is not None and caller_frame.f_code.co_name == "_engine_run_backward"
 
     def is_autocast_cast(self) -> bool:
-        """Whether autocast inserted the running cast. This is the case if autocast is on and the
-        program did not call a cast.
+        """True if the running cast was inserted by autocast. This is the case if autocast is on and
+        the program did not call a cast.
         """
         return self.is_caller_autocast_on and self.call_name() not in _CAST_FUNCTIONS
 
     def infer_origin(self, tensor: torch.Tensor) -> Origin:
-        """The origin of a tensor that no traced op created: a parameter that has no name yet or has
-        a new dtype, or a tensor from outside.
+        """Determines the origin of a tensor that no traced op created. Such a tensor is a parameter
+        that has no name yet, a parameter whose dtype has changed, or a tensor that was created
+        outside the trace.
         """
         entry = tensor.__dict__.get(ORIGIN_ATTRIBUTE)
         if entry is not None and entry[0].kind in ("parameter", "buffer"):
@@ -245,16 +255,16 @@ class Context:
         self.schedule.reset()
 
     def model_dtype_counts(self) -> Counter[torch.dtype]:
-        """The number of parameter elements by dtype of the running model."""
+        """Counts the parameter elements of the running model for each dtype."""
         if self._model_dtype_counts is None:
             root = self.stack[0].module if self.stack else None
             self._model_dtype_counts = self.names.count_dtypes(root)
         return self._model_dtype_counts
 
     def failure_dtype_counts(self) -> Counter[torch.dtype]:
-        """Counts like `model_dtype_counts`, but for the whole model that is running. In a loss or
-        between two forwards, it counts the model that ran last. Before any model has run, it counts
-        all models.
+        """Counts the parameter elements for each dtype in the whole model that is running. In a
+        loss, or between two forwards, these are the parameters of the model that ran last. If no
+        model has run yet, these are the parameters of all models.
         """
         running = self.stack[0].module if self.stack else None
         if running is None or next(running.parameters(), None) is None:
@@ -280,7 +290,7 @@ EVENTS = (
 class Watcher:
     """Detects one kind of silent fault: a fault that raises no error.
 
-    reports  the findings, by a key that the watcher chooses
+    reports  the findings; the watcher chooses their keys
     """
 
     def __init__(self, context: Context) -> None:
@@ -292,18 +302,22 @@ class Watcher:
         return nullcontext()
 
     def on_forward_start(self) -> None:
-        """Called before a watched forward of the model."""
+        """Called before each forward of the model that the trace observes. (Some repeated forwards
+        are not observed.)
+        """
 
     def on_module_enter(self, module: torch.nn.Module, args: tuple) -> None:
         """Called when a module's forward begins. The module is the last of `context.stack`."""
 
     def on_module_exit(self, module: torch.nn.Module, args: tuple, output: Any) -> None:
-        """Called when a module's forward has ended. `context.stack` holds the modules around it."""
+        """Called when a module's forward has ended. `context.stack` then contains only the modules
+        whose forward called this module.
+        """
 
     def op_hooks(self) -> dict[str, tuple[BeforeHook, AfterHook | None]]:
-        """Returns name of an op -> two hooks. The hook before the op is called with (op, args,
-        kwargs). The hook after the op is called with the result of the first hook, unless this
-        result is None.
+        """Returns two hooks for each op, by the name of the op. The first hook is called before the
+        op, with (op, args, kwargs). The second hook is called after the op, with the result of the
+        first hook. It is not called if this result is None.
         """
         return {}
 

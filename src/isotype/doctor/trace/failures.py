@@ -1,6 +1,6 @@
 """Explains a dtype error from the operands that the op received. For checks in Python code
 (GradScaler, FSDP, checkpoint, an attention backend) the explanation uses the tensors in the frames
-of the traceback. The exception is not replaced; the explanation is added as a note.
+of the traceback. The exception itself stays the same, and the explanation is added to it as a note.
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ class Operand:
         return format_dtype(self.dtype)
 
     def describe_chain(self) -> tuple[str, str]:
-        """Returns a detail of a finding with the dtype, the shape, and the chain of origins."""
+        """Returns a detail of a finding: the dtype and shape of the operand, and the steps that
+        gave it its dtype.
+        """
         written = f"   last written by {self.writer}" if self.writer else ""
         return self.label, "\n".join(
             [
@@ -100,9 +102,9 @@ def _is_writing(op: str) -> bool:
 def find_odd_operand(
     operands: Sequence[Operand], dtype_counts: Counter[torch.dtype], op: str
 ) -> Operand:
-    """The operand whose dtype differs from the model's usual dtype. For an op that writes into its
-    first operand, the result is the source. If the model has no usual dtype, the result is the
-    widest operand.
+    """Returns the operand whose dtype differs from the usual dtype of the model. If the op writes
+    into its first operand, this is the operand whose values are written. If the model has no usual
+    dtype, this is the widest operand.
     """
     odd_operands = [operand for operand in operands[1:] if operand.dtype != operands[0].dtype]
     if odd_operands and _is_writing(op):
@@ -138,7 +140,9 @@ _DECISION_TEMPLATES = {
 def describe_cause(
     odd_operand: Operand, op: str, dtype_counts: Counter[torch.dtype], autocast: str
 ) -> str:
-    """Describes where the dtype was decided, and how the tensor reached the op that failed."""
+    """Describes which line decided the dtype, and through which steps the tensor reached the op
+    that failed.
+    """
     deciding_origin = odd_operand.origin.deciding_origin()
     location = deciding_origin.location()
     decided_dtype = format_dtype(deciding_origin.dtype)
@@ -180,8 +184,8 @@ def describe_fix(
 ) -> str:
     """Describes the possible fixes, the likeliest first.
 
-    autocast_call  the call that ran under autocast before and does not now; "" if autocast is on,
-                   None if it never was on
+    autocast_call  a call that ran with autocast on earlier and runs with autocast off now; "" if
+                   autocast is on now, None if autocast was never on
     """
     deciding_origin = odd_operand.origin.deciding_origin()
     matching = next(
@@ -273,8 +277,8 @@ def _mentions_dtype(error: BaseException) -> bool:
 
 
 class Failures:
-    """Explains each failing op once, at its first failure. Errors that the program catches are not
-    reported.
+    """Explains the ops that fail. If an error passes through several calls, it is explained only at
+    the first of them. Errors that the program catches are not reported.
     """
 
     def __init__(self, context: Context) -> None:
@@ -283,11 +287,15 @@ class Failures:
         self.explained_origins: set[Any] = set()
 
     def explain_op_error(self, error: Exception, op: Operator, args: tuple, kwargs: dict) -> None:
-        """Called below the dispatcher, with the arguments that the op received."""
+        """Explains an error of an op. `args` are the arguments after PyTorch's dispatcher has
+        applied autocast and split composite ops, so they are exactly what the op received.
+        """
         self._explain(error, op.name, list(op.operands(args, kwargs)))
 
     def explain_call_error(self, error: Exception, func: Any, args: tuple, kwargs: dict) -> None:
-        """Called above the dispatcher, for a check in a composite op or in Python code."""
+        """Explains an error of a torch function that no op raised, but a check in a composite op or
+        in Python code. `args` are the arguments that the program passed.
+        """
         name = getattr(func, "__name__", str(func))
         if name in ("backward", "grad"):
             return  # the failing op inside is explained there, or at the end of the program
@@ -299,7 +307,9 @@ class Failures:
     def rerun_forward(
         self, error: Exception, module: torch.nn.Module, args: tuple, kwargs: dict
     ) -> None:
-        """Runs a failed forward, which was not watched, once more to find the operands."""
+        """Runs a forward again that failed while it was not observed. This finds the operands of
+        the op that failed.
+        """
         if hasattr(error, _FINDING_ATTRIBUTE) or not _mentions_dtype(error):
             return
         context = self._context
@@ -315,8 +325,8 @@ class Failures:
             context.modules.stack = outer_stack
 
     def explain_exception(self, error: BaseException) -> Finding | None:
-        """The explanation of an exception that ended the program, or of its cause. If no op failed,
-        as for a check in Python code, the explanation is built now.
+        """Returns the explanation of an exception that ended the program, or of its cause. If an op
+        failed, the explanation already exists. If a check in Python code failed, it is built now.
         """
         chain: list[BaseException] = []
         exception: BaseException | None = error
@@ -444,8 +454,8 @@ class Failures:
         )
 
     def _describe_earlier_cast(self, operands: Sequence[Operand]) -> str:
-        """Describes a cast of the model after a tensor, such as an optimizer state or a cache, was
-        created from it.
+        """Describes a cast of the model that was made after a tensor, such as an optimizer state or
+        a cache, had been created with the model's old dtype.
         """
         context = self._context
         current_dtypes = {name: tensor.dtype for _, name, tensor in context.names.tensors()}
@@ -487,7 +497,8 @@ class Evidence:
 
     stack       the lines of the traceback, innermost first
     parameters  dtype -> names of parameters
-    tensors     the other tensors of the innermost frame that holds any, with their variables
+    tensors     the other tensors in the innermost frame that has a tensor, with the names of their
+                variables
     """
 
     stack: list[Site]
@@ -509,7 +520,7 @@ def _find_tensors(value: Any, label: str, depth: int = 2) -> Iterator[tuple[str,
 
 
 def gather_evidence(context: Context, error: BaseException) -> Evidence:
-    """Collects the tensors of the innermost frame that holds any."""
+    """Collects the tensors from the innermost frame whose variables contain tensors."""
     frames = list(traceback.walk_tb(error.__traceback__))[::-1]
     evidence = Evidence([Site(frame.f_code, line) for frame, line in frames])
     parameter_names = {
@@ -538,8 +549,8 @@ def gather_evidence(context: Context, error: BaseException) -> Evidence:
 
 
 def explain_failed_check(context: Context, error: BaseException) -> Finding | None:
-    """Returns a finding for an error that a check in Python code raised; None if the frames hold no
-    tensors that explain it.
+    """Explains an error that a check in Python code raised, and returns a finding. Returns None if
+    no tensors in the frames explain the error.
     """
     context.names.register_live_modules()
     evidence = gather_evidence(context, error)
@@ -624,8 +635,8 @@ def _explain_unscale(context: Context, error: BaseException, evidence: Evidence)
 def _explain_mixed_unit(
     context: Context, error: BaseException, evidence: Evidence
 ) -> Finding | None:
-    """Explains an error of FSDP about two dtypes in a unit. A unit combines its parameters into one
-    tensor (FSDP1) or one group (FSDP2).
+    """Explains the error that FSDP raises if the parameters of one unit have two dtypes. A unit is
+    a set of modules whose parameters FSDP combines into one tensor (FSDP1) or one group (FSDP2).
     """
     if len(evidence.parameters) < 2:
         evidence.parameters = defaultdict(list)
@@ -699,7 +710,9 @@ _CHECK_EXPLAINERS: tuple[
 def _explain_by_tensors(
     context: Context, error: BaseException, evidence: Evidence
 ) -> Finding | None:
-    """Explains any other check by the tensors of the failing frame and their chains of origins."""
+    """Explains an error of any other check. The explanation lists the tensors in the frame that
+    failed, and for each tensor the steps that gave it its dtype.
+    """
     operands = [
         Operand.from_tensor(context, label, tensor) for label, tensor in evidence.tensors[:12]
     ]

@@ -1,9 +1,11 @@
-"""`Origin` describes what gave a tensor its dtype. The result of an op that keeps the dtype gets
-the origin of its operand, so that a chain of origins leads back to the decision.
+"""An `Origin` describes what gave a tensor its dtype, and refers to the origin before it. If an op
+keeps the dtype, its result gets the origin of its operand. So the origins of a tensor form a chain
+that ends at the line that decided the dtype.
 
-An origin is stored on its tensor and also on the tensor's storage, for the copies that autograd
-unpacks. torch.save and pickle do not write origins, because they would then also write every object
-to which an origin refers.
+An origin is stored as an attribute of its tensor. It is also stored on the tensor's storage,
+because autograd returns saved tensors as new Python objects that share only the storage. torch.save
+and pickle do not write origins, because they would then also write every object to which an origin
+refers.
 """
 
 from __future__ import annotations
@@ -46,14 +48,14 @@ _KIND_TEMPLATES = {
 
 @dataclass(slots=True, eq=False)
 class Origin:
-    """The reason for the dtype of a tensor.
+    """Describes why a tensor has its dtype.
 
     creator   the name of the parameter, or the op
     module    the path of the module that was running
     backward  the autograd node, if the op ran in backward
     upstream  the origin of the operand of a cast, or of the operand that forced a promotion
     writer    the op and the module that wrote this operand last
-    promotion  the promotion that created the tensor, as long as its result may still spread
+    promotion  the promotion that created the tensor; None when the tensor has been cast back
     """
 
     dtype: torch.dtype
@@ -77,18 +79,19 @@ class Origin:
         return self  # a copy of a tensor has the same origin
 
     def chain(self) -> Iterator[Origin]:
-        """This origin and the origins upstream of it."""
+        """Yields this origin, then the origin before it, and so on back to the first one."""
         origin: Origin | None = self
         while origin is not None:
             yield origin
             origin = origin.upstream
 
     def deciding_origin(self) -> Origin:
-        """The origin that decided the dtype. The search goes upstream past promotions, ops that
-        kept the dtype, and casts that autocast inserted.
+        """Returns the origin that decided the dtype. The search goes back along the chain of
+        origins. It skips promotions, ops that kept the dtype, and casts that autocast inserted.
 
-        A cast to the dtype of another tensor only undoes an earlier change of the dtype. In this
-        case the first such change decided.
+        A cast to the dtype of another tensor, such as `.to(x.dtype)`, did not decide the dtype
+        itself. In this case the result is the origin that first gave a tensor in the chain this
+        dtype.
         """
         decision = self._nearest_decision()
         while decision.kind == "cast" and decision.follows_tensor and decision.upstream is not None:
@@ -118,7 +121,7 @@ class Origin:
         return f"{format_dtype(self.dtype)}: {_KIND_TEMPLATES[self.kind].format(what=self.creator)}"
 
     def location(self) -> str:
-        """The module path, file and line, as far as they are known."""
+        """The module path, the file and the line, if they are known."""
         parts = [
             self.module and f"in {self.module}",
             str(self.site) if self.site else "",
@@ -127,8 +130,8 @@ class Origin:
         return ", ".join(part for part in parts if part)
 
     def explain(self) -> list[str]:
-        """Lines about the first five origins of the chain, each with its description, location and
-        source text.
+        """Returns lines of text about the first five origins of the chain. Each line contains the
+        description, the location and the source code.
         """
         lines = []
         for number, origin in enumerate(islice(self.chain(), 5)):
@@ -147,15 +150,15 @@ ORIGIN_ATTRIBUTE = "_isotype_origin"
 
 
 class Provenance:
-    """Determines the origins of tensors. Each origin is stored on its tensor and freed with it, so
-    that memory does not grow.
+    """Determines the origins of tensors. An origin is stored on its tensor and is freed together
+    with the tensor, so memory does not grow.
     """
 
     def __init__(self, context: Any) -> None:
         self._context = context
 
     def activate(self) -> AbstractContextManager[Any]:
-        """A context manager in which torch.save and pickle write no origins."""
+        """Returns a context manager. Inside it, torch.save and pickle do not write origins."""
         original: Callable[[Any], Any] = torch._utils._get_obj_state
 
         def state_without_origin(value: Any) -> Any:
@@ -214,8 +217,8 @@ class Provenance:
         return f"{op} in {module}" if module else op
 
     def record(self, op: Operator, inputs: list[torch.Tensor], out: torch.Tensor) -> None:
-        """Sets the origin of an op's floating-point result: the origin of the operand if the dtype
-        is kept, else a new origin.
+        """Sets the origin of a floating-point result of an op. If the op keeps the dtype, this is
+        the origin of its operand. Otherwise it is a new origin.
         """
         context = self._context
         if op.is_view and inputs:

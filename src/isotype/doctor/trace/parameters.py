@@ -1,8 +1,8 @@
 """Detects parameters and buffers that change their dtype while the program runs. A cast to a
 narrower dtype and back rounds the values permanently.
 
-It also detects frozen layers of quantised checkpoints that block gradients, and checkpoints that
-were dequantised.
+It also detects frozen layers of quantised checkpoints that let no gradient through, and quantised
+checkpoints whose weights were converted back to plain tensors.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _MAX_CALLERS = 6  # the number of callers of a cast that are checked for an eval
 class Change:
     """One change of a tensor's dtype.
 
-    rounded  the share of the sampled values that the new dtype cannot represent
+    rounded  the fraction of the sampled values that the new dtype cannot represent
     calls    the number of forward calls of the owning module before the change
     steps    the number of optimizer steps before the change
     """
@@ -65,8 +65,8 @@ class Change:
 
     @property
     def evaluation_site(self) -> Site | None:
-        """The line of the cast in a function whose name indicates an evaluation; None if no such
-        function made the cast.
+        """If a function whose name suggests an evaluation (such as `evaluate`) made the cast,
+        returns the line in this function. Otherwise returns None.
         """
         near_sites = [site for site in self.stack if not site.file.startswith(TORCH_FOLDER)][
             :_MAX_CALLERS
@@ -146,8 +146,8 @@ class Parameters(Watcher):
             self._last_evaluation[id(module)] = self._calls[id(module)]
 
     def on_step_end(self, optimizer: torch.optim.Optimizer) -> None:
-        """Finds parameters that are trained with rounded values, because they had a wider dtype in
-        earlier steps or because an evaluation cast them down.
+        """Finds parameters that are trained with rounded values. Either they had a wider dtype in
+        earlier steps, or an evaluation cast them to a narrower dtype.
         """
         parameters = [
             p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
@@ -177,14 +177,18 @@ class Parameters(Watcher):
         self._has_new_changes = False
 
     def describe_change(self, tensor: torch.Tensor) -> str:
-        """A sentence about the last change of a parameter; "" if it never changed."""
+        """Returns a sentence about the last change of the dtype of a parameter, or "" if its dtype
+        never changed.
+        """
         for key, parameter in self._root_tensors():
             if parameter is tensor and self._history.get(key):
                 return str(self._history[key][-1])
         return ""
 
     def describe_first_change(self, names: set[str]) -> str:
-        """A sentence about the last change of one of these parameters; "" if none changed."""
+        """Returns a sentence about the last change of the dtype of one of these parameters, or ""
+        if no dtype changed.
+        """
         changes = (
             history[-1]
             for history in self._history.values()
@@ -254,8 +258,8 @@ class Parameters(Watcher):
             fault.names.append(cast_down.name)
 
     def _is_copy(self, module: int) -> bool:
-        """Whether a module belongs to a copy of another model. Rounding a copy does no harm if the
-        copy is not trained later.
+        """True if a module belongs to a copy of another model. Rounding the weights of a copy does
+        no harm if the copy is not trained later.
         """
         roots = self._context.names.roots()
         root_of_module = next(
@@ -280,7 +284,9 @@ class Parameters(Watcher):
 
 
 def _module_tensors(module: torch.nn.Module) -> Iterator[tuple[tuple[int, str], torch.Tensor]]:
-    """Yields every parameter and buffer, with the id of its owner and its name there."""
+    """Yields every parameter and buffer, with the id of the module that owns it and its name in
+    this module.
+    """
     for owner in module.modules():
         for leaf, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
             if tensor is not None:
@@ -323,10 +329,11 @@ _PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class BlockedGradients(Watcher):
-    """Checks for each frozen linear layer whether the gradient of its output reaches its input.
+    """Checks whether each frozen linear layer passes the gradient of its output to its input.
 
-    In transformers, W8A8 models of compressed-tensors round activations under no_grad, and models
-    of torchao use `round`. The relative error of LoRA gradients is then 97%.
+    Some layers do not, because they round their activations. In transformers this concerns W8A8
+    models of compressed-tensors, which round under no_grad, and models of torchao, which use
+    `round`. The gradients of a LoRA adapter then have a relative error of 97%.
     """
 
     def __init__(self, context: Context) -> None:
@@ -378,8 +385,8 @@ class BlockedGradients(Watcher):
 
 
 class DequantisedLayers(Watcher):
-    """Checks after a training forward whether a model with a quantised configuration has only plain
-    weights.
+    """Checks, after a forward in training, whether all weights are plain tensors although the
+    configuration of the model says that it is quantised.
     """
 
     def on_module_exit(self, module: torch.nn.Module, args: tuple, output: Any) -> None:
@@ -421,7 +428,9 @@ def _is_frozen_linear(module: torch.nn.Module) -> bool:
 
 
 def _gradient_reaches(output: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether a gradient of `output` reaches `source` through nodes whose derivative is not zero."""
+    """True if a gradient of `output` reaches `source` through autograd nodes whose derivative is
+    not zero.
+    """
     if output.grad_fn is None:
         return output is source
     target_node = torch.autograd.graph.get_gradient_edge(source).node

@@ -1,9 +1,10 @@
 """Watches the settings that apply to the whole process: autocast, the default dtype, and
 torch.compile.
 
-`Autocast` finds recomputations that ran under another autocast state than the forward, and stale
-copies of weights. `DefaultDtype` finds functions that set the default dtype and do not restore it.
-`CompiledRegions` runs compiled regions eagerly, so that these regions can be watched.
+`Autocast` finds recomputations (by activation checkpointing) that ran under another autocast state
+than the forward. It also finds ops that use a cached copy of a weight after the weight has changed.
+`DefaultDtype` finds functions that set the default dtype and do not restore it. `CompiledRegions`
+runs compiled regions eagerly, because the trace cannot observe compiled code.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ from .origin import Origin
 class DefaultDtypeChange:
     """A call of `torch.set_default_dtype`.
 
-    setter        the line that called it: the innermost line of the user, else of a library
+    setter        the line that called it: the innermost line of the user's code, or else of a
+                  library
     tensor_count  the number of tensors that were created with it while its setter ran
     late_sites    the lines that created tensors with it after its setter had ended
     """
@@ -55,8 +57,8 @@ class DefaultDtypeChange:
 
 
 class DefaultDtype(Watcher):
-    """Watches `torch.set_default_dtype`. A function leaks the new dtype if its code restores the
-    old dtype, but the function ended before that code ran.
+    """Watches `torch.set_default_dtype`. A function leaks the new dtype if it contains code that
+    restores the old dtype but ended before this code ran.
     """
 
     def __init__(self, context: Context) -> None:
@@ -94,8 +96,9 @@ class DefaultDtype(Watcher):
         self.find_leak()
 
     def find_leak(self) -> DefaultDtypeChange | None:
-        """The change of the default dtype that is still in force although the function that made
-        it, and whose code would undo it, has ended. None if there is none.
+        """Returns a change of the default dtype that should have been undone: the function that
+        made the change contains code to undo it, but has ended without doing so. Returns None if
+        there is no such change.
         """
         change = self._current_change
         if change is None or torch.get_default_dtype() != change.new_dtype:
@@ -119,7 +122,9 @@ class DefaultDtype(Watcher):
             self._unrestored_changes.setdefault(code, change)
 
     def explain(self) -> Finding | None:
-        """The finding about a leak that is in force; None if no leak is in force."""
+        """Returns a finding if a default dtype is in force that a function should have restored,
+        else None.
+        """
         change = self.find_leak()
         if change is not None:
             return _build_finding(change, is_leaked=True)
@@ -161,15 +166,15 @@ def _is_running(code: CodeType) -> bool:
 
 
 def _restores_dtype(code: CodeType) -> bool:
-    """Whether the code of a function restores the default dtype. Such code reads the old dtype, or
-    sets the dtype more than once.
+    """True if a function contains code that restores the default dtype. Such a function reads the
+    old dtype, or sets the dtype more than once.
     """
     calls = [i.argval for i in dis.get_instructions(code) if isinstance(i.argval, str)]
     return "get_default_dtype" in calls or calls.count("set_default_dtype") > 1
 
 
 class CompiledRegions(Watcher):
-    """Switches torch.compile off during the trace, and reports this in a note."""
+    """Switches torch.compile off during the trace, and adds a note about this to the report."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -238,16 +243,16 @@ class Autocast(Watcher):
                 )
 
     def on_cast(self, origin: Origin, source: torch.Tensor, out: torch.Tensor) -> None:
-        """Records the low-precision copy of a trainable weight, which autocast caches until the
-        outermost autocast ends.
+        """Records the low-precision copy of a trainable weight. Autocast keeps this copy in its
+        cache until the outermost autocast region ends.
         """
         if origin.kind == "autocast" and isinstance(source, torch.nn.Parameter):
             storage = out.untyped_storage()
             self._copies[storage._cdata] = (StorageWeakRef(storage), weakref.ref(source), origin)
 
     def on_update(self, parameter: torch.Tensor) -> None:
-        """Called when a tensor is updated in place while autocast is on. The cached copy of the
-        tensor is stale from then on.
+        """Called when a tensor is updated in place while autocast is on. From then on, the copy of
+        the tensor in autocast's cache has old values.
         """
         if not torch.is_autocast_cache_enabled():
             return
@@ -256,7 +261,7 @@ class Autocast(Watcher):
                 self.stale[key] = (storage, origin, innermost_site())
 
     def on_use(self, inputs: list[torch.Tensor]) -> None:
-        """Detects an op in forward that reads a stale copy."""
+        """Detects an op in forward that reads a cached copy with old values."""
         for tensor in inputs:
             key = tensor.untyped_storage()._cdata
             storage, origin, updated = self.stale.get(key, (None, None, None))
@@ -287,8 +292,8 @@ class Autocast(Watcher):
         return "off here", False
 
     def recomputation_finding(self, error: str = "") -> Finding | None:
-        """The finding about a module whose forward and recomputation had different autocast states;
-        None if no module did.
+        """Returns a finding about a module that was recomputed under another autocast state than in
+        its forward. Returns None if there is no such module.
 
         error  the message of the error that the recomputation raised, if any
         """

@@ -1,5 +1,6 @@
-"""Detects promotions that spread, in which a wide tensor widens an activation and the values
-computed from it, and gradients that autograd casts.
+"""Detects unwanted promotions. In a promotion, an op widens an activation because another operand
+has a wider dtype. It is reported if its wide result is used further: in another module, in a matrix
+product, or as output of the model. The module also counts the gradients that autograd casts.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .origin import ORIGIN_ATTRIBUTE, Origin
 
 @dataclass(slots=True)
 class Promotion:
-    """The promotions of an activation by one op at one line.
+    """All promotions of activations that one op makes at one line.
 
     spread  the places that used the widened tensor before it was cast back
     """
@@ -41,8 +42,8 @@ class Promotion:
 
 
 class Promotions(Watcher):
-    """Counts promotions in forward. Reports a promotion whose result spreads into another module, a
-    matrix product, or the model's output.
+    """Counts the promotions in forward. Reports a promotion if its wide result is used in another
+    module or in a matrix product, or is part of the model's output.
     """
 
     def __init__(self, context: Context) -> None:
@@ -118,8 +119,9 @@ class Promotions(Watcher):
             )
 
     def findings(self) -> list[Finding]:
-        """One finding for each decision whose promotion spread. Places in the explanation of an
-        error are not reported again.
+        """Returns one finding for each line that decided the wide dtype of promotions whose results
+        were used further. Lines that the explanation of an error already contains are not reported
+        again.
         """
         explained = self._context.failures.explained_origins
         decisions: dict[tuple[str, Any, torch.dtype], list[Promotion]] = {}

@@ -29,7 +29,7 @@ _ISOTYPE_FILES = (*OBSERVER_FOLDERS, "<frozen runpy>")
 
 class trace:
     """Traces the dtype of every floating-point tensor while the block runs. Afterwards `findings`
-    holds the dtype errors and the silent faults, which raise no error.
+    contains the dtype errors, and the faults that raised no error.
 
         with isotype.trace(model) as seen:
             train(model)
@@ -73,8 +73,8 @@ class trace:
 
     @property
     def findings(self) -> list[Finding]:
-        """The findings, the worst first. A fault that the explanation of the error contains is not
-        repeated.
+        """The findings, the worst first. A fault is left out if the explanation of the error
+        already describes it.
         """
         findings = list(self._silent_findings)
         if self._failure is not None:
@@ -162,7 +162,8 @@ class Outcome:
 
 
 def run_traced(target: Target, arguments: Sequence[str] = ()) -> Outcome:
-    """Runs a program under a trace. An exception of the program is part of the outcome.
+    """Runs a program under a trace. If the program raises an exception, the exception is stored in
+    the outcome and not raised again.
 
     Raises  UsageError if the file has no such function
     """
@@ -183,8 +184,8 @@ def run_traced(target: Target, arguments: Sequence[str] = ()) -> Outcome:
 
 
 def plain_traceback(error: BaseException) -> str:
-    """The traceback without the frames of Isotype and without the note that explains the error,
-    because the finding contains this explanation.
+    """Returns the traceback without the frames of Isotype. The note that explains the error is left
+    out too, because the finding contains the same explanation.
     """
     formatted = traceback.TracebackException.from_exception(error)
     link: traceback.TracebackException | None = formatted

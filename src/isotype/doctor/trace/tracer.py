@@ -1,8 +1,9 @@
 """The tracer observes every op, every call of a torch function, and the hooks of modules.
 
 Each op runs once and its result is returned unchanged. While the program repeats the same forwards
-and steps, the tracer switches its PyTorch modes off (`WatchSchedule`). The tracer notifies the
-watchers, each of which detects one kind of fault. The watchers use the tracer as their `Context`.
+and steps, the tracer switches its PyTorch modes off (`WatchSchedule`). The tracer tells the
+watchers what happens in the program, and each watcher detects one kind of fault. The watchers read
+the state of the trace from the tracer, which is their `Context`.
 """
 
 from __future__ import annotations
@@ -66,15 +67,16 @@ _MAX_ITEMS = 16
 
 
 class WatchSchedule:
-    """Counts forwards and steps by kind, and switches the tracer off for repeated forwards and
-    steps.
+    """Counts the forwards and steps of each kind. If forwards or steps of the same kind are
+    repeated, it switches the tracer off for most of them.
 
-    PyTorch's modes call Python for every op. These calls are most of the cost of a trace. After
-    eight forwards of a kind, further forwards, their backwards and the optimizer steps run without
-    the modes and hooks. Other code of the program (losses, metrics, averages, assignments, casts)
-    is always watched. A forward is also watched while a sum in low precision grows. If a dtype
-    error occurs in an unwatched forward, this forward runs again with the tracer to explain the
-    error.
+    The tracer uses PyTorch's modes, which call Python code for every op. Most of the time of a
+    trace is spent in these calls. So only the first eight forwards of each kind are watched. Most
+    later forwards of this kind, their backwards and the optimizer steps run without the modes and
+    hooks. Other code of the program (losses, metrics, averages, assignments, casts) is always
+    watched. A forward is also watched while the program adds to a low-precision sum over several
+    forwards. If a dtype error occurs in an unwatched forward, this forward runs again with the
+    tracer to explain the error.
     """
 
     def __init__(self, context: Context) -> None:
@@ -91,21 +93,25 @@ class WatchSchedule:
 
     @property
     def is_sampled(self) -> bool:
-        """Whether the running forward is one of the later forwards that are still watched."""
+        """True if the running forward is one of the few later forwards that are watched."""
         return self._forward_number > FIRST_WATCHED and _is_sampled(self._forward_number)
 
     @property
     def checks_values(self) -> bool:
-        """Whether values are checked in the running forward, which costs more than checking dtypes."""
+        """True if values are checked in the running forward, and not only dtypes. Checking values
+        takes more time.
+        """
         return self._forward_number <= FIRST_WATCHED // 2 or self.is_sampled
 
     def reset(self) -> None:
-        """Resets all counts, after parameters changed their dtype or after an error."""
+        """Resets all counts. This is done after an error, and after the dtype of a parameter has
+        changed.
+        """
         self._counts.clear()
 
     # ---- forwards
     def start_forward(self, module: torch.nn.Module, args: tuple) -> bool:
-        """Called at the start of a root module's forward. Returns True if this forward is not
+        """Called at the start of a root module's forward. Returns True if this forward will not be
         watched.
         """
         while self._finished_hooks:
@@ -159,7 +165,10 @@ class WatchSchedule:
             self._finished_hooks.pop().remove()
 
     def _forward_key(self, module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[Any, Any]:
-        """Returns a key for the kind of a forward, and the rounded sizes of its inputs."""
+        """Returns a key for the kind of the forward, and the sizes of its inputs, rounded up to
+        powers of two. Two forwards are of the same kind if module, mode, autocast and the dtypes of
+        the inputs are the same.
+        """
         device = self._context.device
         sizes = []
 
@@ -193,16 +202,17 @@ class WatchSchedule:
 
     # ---- backwards, and steps of an optimizer
     def should_skip_backward(self) -> bool:
-        """Called when a backward begins. Returns True if the backward is not watched, because
-        tensors of an unwatched forward have no origins.
+        """Called when a backward begins. Returns True if the backward should not be watched. This
+        is the case after a forward that was not watched, because its tensors have no recorded
+        origins.
         """
         should_skip = self._has_unwatched_forward
         self._has_unwatched_forward = False
         return should_skip
 
     def should_skip_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> bool:
-        """Called when an optimizer step begins. Returns True if the step is not watched. A step
-        with a closure is always watched, because the closure runs forwards.
+        """Called when an optimizer step begins. Returns True if the step should not be watched. A
+        step with a closure is always watched, because the closure runs forwards.
         """
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         kind = (
@@ -221,7 +231,9 @@ def _is_sampled(number: int) -> bool:
 
 
 class Tracer(Context):
-    """Sets the origin of every floating-point tensor, and notifies the watchers of events."""
+    """Records the origin of every floating-point tensor, and tells the watchers what happens in the
+    program.
+    """
 
     def __init__(self, model: torch.nn.Module | None = None) -> None:
         super().__init__()
@@ -286,8 +298,9 @@ class Tracer(Context):
         ]
 
     def suspend(self, *, hooks: bool) -> bool:
-        """Removes the modes, and with `hooks` the hooks of modules, until `resume`. Returns False
-        if the program has activated another mode above these modes.
+        """Switches the modes off until `resume` is called. With `hooks`, it removes the hooks of
+        modules too. Returns False, and changes nothing, if the program has activated another mode
+        after these modes or if the modes are off already.
         """
         if self._suspended is not None or _get_current_dispatch_mode() is not self._tape:
             return False
@@ -363,7 +376,7 @@ class Tracer(Context):
     # ---- the modes
     def _run_call(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Runs a torch function that the program called. The name of the function is used to
-        describe casts and factory calls. The function's own checks may raise errors.
+        describe casts and factory calls. If the function raises an error, the error is explained.
         """
         name = func.__name__
         outer_call = self.current_call
@@ -420,8 +433,8 @@ class Tracer(Context):
         return out
 
     def _report_inputs(self, op: Operator, args: tuple) -> None:
-        """Reports the inputs of a matrix product to `Promotions`, and all inputs to `Autocast`
-        while cached copies of weights are stale.
+        """Reports the inputs of a matrix product to `Promotions`. Reports the inputs of every op to
+        `Autocast` while autocast's cache contains copies of weights with old values.
         """
         if torch._C._current_autograd_node() is not None:
             return
@@ -436,7 +449,7 @@ class Tracer(Context):
             self.autocast.on_use(inputs)
 
     def findings(self) -> list[Finding]:
-        """The silent faults that the watchers have found."""
+        """Returns the faults that the watchers have found."""
         return [finding for watcher in self._watchers.values() for finding in watcher.findings()]
 
     # ---- events

@@ -1,12 +1,13 @@
-"""Detects updates that are rounded away. An in-place op on a low-precision tensor is repeated in
-fp32 on a sample of its elements, and the two changes are compared. Sums in low precision over many
-steps are compared with the same sums in fp32: each addition loses little, but the sum loses much.
+"""Detects updates that rounding makes ineffective. For an in-place op on a low-precision tensor,
+the module repeats the op in fp32 on a sample of the elements, and compares the two changes. It also
+compares low-precision sums over many steps with the same sums in fp32, because the small errors of
+the single additions can become a large error of the sum.
 
 This covers everything that is updated in place: optimizers (single, foreach and fused), optimizer
-states, weight decay, averaged weights and accumulators. Stochastic rounding writes values that are
-exact in the low precision, so the change that it makes agrees with the fp32 change. A sum is a
-tensor that only `add_` or `sub_` writes, such as `.grad` over micro-batches, a buffer, or the total
-of a metric.
+states, weight decay, averaged weights and accumulators. Stochastic rounding is not reported: the
+values that it writes are exact in the low precision, so they change the tensor by the same amount
+as in fp32. A tensor counts as a sum if only `add_` or `sub_` writes to it. Examples are `.grad`
+over micro-batches, a buffer, or the total of a metric.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ _MAX_LIST_ITEMS = 2  # the number of tensors of a list that are compared
 
 @dataclass(slots=True)
 class UpdatedTensor:
-    """One tensor that one op updates. `agreement` is the sum of <real, expected> over the sampled
-    updates and `expected_norm` the sum of <expected, expected>.
+    """One tensor that one op updates. For each sampled update, the dot product of the real change
+    and the expected change is added to `agreement`, and the squared norm of the expected change is
+    added to `expected_norm`.
     """
 
     storage: StorageWeakRef
@@ -95,7 +97,9 @@ class Updates(Watcher):
         return dict.fromkeys(UPDATE_OPS, (self.before_update, self.after_update))
 
     def before_update(self, op: Operator, args: tuple, kwargs: dict) -> list[_Sample] | None:
-        """Computes the fp32 update of the op's destinations that are due for a comparison."""
+        """Computes in fp32 how the op should change its destinations. This is done only for the
+        destinations whose update is to be compared this time.
+        """
         is_list = not isinstance(args[0], torch.Tensor)
         targets = args[0] if is_list else args[:1]
         if self._context.is_caller_autocast_on:
@@ -265,7 +269,9 @@ class Updates(Watcher):
         )
 
     def _archive(self, key: tuple[int, str]) -> None:
-        """Drops an entry. An entry that showed a loss is kept for the findings."""
+        """Removes an entry from the watched tensors. If the tensor lost updates by rounding, the
+        entry is stored for the findings.
+        """
         updated_tensor = self._updated_tensors.pop(key, None)
         if updated_tensor is not None and self._is_lost(updated_tensor):
             archived = self._lost_updates[
@@ -370,8 +376,8 @@ def _lost_updates_finding(
 
 
 def _loss_facts(lost_updates: list[UpdatedTensor]) -> dict[str, Any]:
-    """Facts for a finding: the dtype, its rounding unit, the share of the fp32 change, and the
-    share of elements that did not change. Both shares are in percent.
+    """Returns facts for a finding: the dtype, its rounding unit, how much of the fp32 change really
+    happened (in percent), and how many of the elements did not change (in percent).
     """
     low_name = format_dtype(lost_updates[0].dtype)
     share = (
@@ -388,15 +394,16 @@ def _loss_facts(lost_updates: list[UpdatedTensor]) -> dict[str, Any]:
 
 
 def _list_item(value: Any, index: int | None) -> Any:
-    """The argument for one tensor of a foreach op; the value itself if all tensors have the same
-    value."""
+    """Returns the value of an argument for one tensor of a foreach op. If the argument is not a
+    list, its value applies to all tensors and is returned itself.
+    """
     if index is not None and isinstance(value, (list, tuple)) and len(value) > index:
         return value[index]
     return value
 
 
 def _sampled_part(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The elements of an operand that correspond to the sampled elements of the target."""
+    """Returns the elements of an operand that correspond to the sampled elements of the target."""
     if target.numel() <= SAMPLE or value.numel() == 1:
         return value.detach()
     return value.detach().expand_as(target).reshape(-1)[:SAMPLE]
@@ -440,8 +447,8 @@ class Sums(Watcher):
         self._reported: dict[tuple[bool, Any], list[_RunningSum]] = {}
 
     def record_addition(self, op: Operator, args: tuple, kwargs: dict) -> None:
-        """Called before an in-place addition to a low-precision tensor outside an optimizer step.
-        Parameters are skipped.
+        """Called before an in-place addition to a low-precision tensor, if no optimizer step is
+        running. Additions to parameters are ignored.
         """
         target = args[0]
         addend = args[1]
@@ -477,14 +484,16 @@ class Sums(Watcher):
         running_sum.forwards.add(running_sum.last_forward)
 
     def mark_compensation(self, tensor: torch.Tensor) -> None:
-        """Marks a tensor that stores the rounding errors of additions to a weight. The rounding of
-        such a tensor is harmless.
+        """Marks a tensor that stores the rounding errors of additions to a weight. Rounding errors
+        in such a tensor are harmless.
         """
         if (running_sum := self._sums.get(_storage_key(tensor))) is not None:
             running_sum.is_compensation = True
 
     def is_growing(self) -> bool:
-        """Whether the last forward or its backward added to a sum that earlier forwards began."""
+        """True if the last forward, or its backward, added to a sum to which earlier forwards had
+        added too.
+        """
         previous_forward = self._context.forward_count - 1
         return any(
             running_sum.is_in_model

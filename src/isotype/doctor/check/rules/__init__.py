@@ -1,5 +1,5 @@
-"""The rules, which are registered under their codes when their modules are imported, and the pages
-of these codes.
+"""The rules of `isotype doctor check`, and the documentation page of each rule's code. Importing a
+module of this package registers the rules in it.
 """
 
 from ....pages import docstring_page

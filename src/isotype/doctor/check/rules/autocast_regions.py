@@ -1,4 +1,6 @@
-"""CF018: calls that do not belong inside an autocast region, found in a program's syntax tree."""
+"""CF018 finds calls that must not be inside an autocast region. It searches the syntax tree of a
+program.
+"""
 
 from __future__ import annotations
 

@@ -1,15 +1,18 @@
-"""A rule is a function from a run's record to findings. Its docstring is the page of its code. A
-finding names the settings, their locations, and the setting that takes effect.
+"""A rule is a function that receives the precision of a run (a `Record`) and yields findings, which
+are the faults that it found. The docstring of the function is the documentation page of the rule's
+code. A finding lists the settings that are involved, with their locations, and tells which of them
+takes effect.
 
-Most rules are written in sheets: text files (`*.txt` beside this file) whose entries have a
-condition and fields, read by `pages.sheets`. Rules that look at every key of a file are Python
-functions (`keys.py`).
+Most rules are not written in Python but in text files, which are called sheets (`*.txt` in the
+folder of this module). Each entry of a sheet has a condition and several fields. `pages.sheets`
+parses these files. Rules that examine every key of a file are Python functions (`keys.py`).
 
-The header of a section may hold rows of variables, such as `half=bf16 other=fp16; half=fp16
-other=bf16`. The section is evaluated once for each row. The title of an entry is the message of the
-finding, and the rank of an entry is the severity. The fields are `settings` (the settings to list;
-`one|another` means the first of the two that exists), `cause`, `fix`, `today` (the effect of the
-current settings) and `holds` (the versions for which the rule is known).
+Each sheet is divided into sections. The header of a section may define variables in several rows,
+such as `half=bf16 other=fp16; half=fp16 other=bf16`. All entries of the section are then evaluated
+once with the variables of each row. The title of an entry becomes the message of the finding, and
+the rank of the entry (`error`, `warning` or `note`) becomes its severity. The fields are `settings`
+(the settings to list; `one|another` means the first of the two that exists), `cause`, `fix`,
+`today` (the effect of the current settings) and `holds` (the versions for which the rule is known).
 """
 
 from __future__ import annotations
@@ -40,9 +43,10 @@ def make_finding(
     current_effect: str | None = None,
     known_versions: str | None = None,
 ) -> Finding:
-    """Returns a finding that is placed at the first setting and lists all of them.
+    """Returns a finding about these settings. The location of the finding is the location of the
+    first setting.
 
-    current_effect  the effect of the current settings, if two of them disagree
+    current_effect  what happens with the current settings, if two of them disagree
     known_versions  the versions for which the rule is known
     """
     distinct_settings = list(
@@ -75,7 +79,9 @@ make_error = partial(make_finding, Severity.ERROR)
 
 
 def _parse_rows(section: Section) -> list[dict[str, str]]:
-    """The rows of variables in the header of a section; one empty row if there are none."""
+    """Returns the rows of variables from the header of a section, or one empty row if the header
+    defines no variables.
+    """
     return [dict(pair.split("=") for pair in row.split()) for row in section.header.split(";")]
 
 
@@ -96,7 +102,9 @@ def _find_section(section: Section, record: Record) -> Iterator[Finding]:
 
 
 def load_sheet(path: Path) -> dict[str, list[Section]]:
-    """The sections of a sheet, grouped by code. Raises SheetError for a sheet with mistakes."""
+    """Returns the sections of a sheet, grouped by code. Raises SheetError if the sheet contains a
+    mistake.
+    """
     by_code: dict[str, list[Section]] = {}
     for section in read_sections(
         path, rank_pattern="error|warning|note", field_pattern="settings|cause|fix|today|holds"

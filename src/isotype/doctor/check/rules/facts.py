@@ -1,5 +1,5 @@
-"""The names that conditions in the rule sheets (`*.txt`) of `check` can use: facts about a run's
-record, and settings of its tools.
+"""Defines the names that conditions in the rule files (`*.txt`) of `check` can use. These names
+give facts about the precision of a run and settings of its tools.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from ..tools import RULE_KEYS
 
 
 def _find_early_evaluation(record: Record) -> Setting | None:
-    """The program's first call of evaluate or predict, if a call of train follows it."""
+    """Returns the program's first call of evaluate or predict, if the program calls train after it.
+    """
     calls = [
         (s.line or 0, name.partition("@")[0], s)
         for name, s in record.facts.tool_settings("code")
@@ -85,8 +86,8 @@ def _find_indivisible_size(record: Record) -> Setting | None:
 
 
 def _find_rounded_activations(record: Record) -> Setting | None:
-    """The setting of compressed-tensors or torchao in a published checkpoint that demands rounded
-    activations.
+    """Returns the setting of a published checkpoint, in the format of compressed-tensors or
+    torchao, that requires rounded activations.
     """
     for setting in record.facts.nested_settings("checkpoint.quantization_config"):
         if (
@@ -155,19 +156,22 @@ _RECORD_FACTS: dict[str, Callable[[Record], Any]] = {
 
 
 def _read_value(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Applies `read` to the value of a setting, or to the argument itself if the argument is no
-    setting."""
+    """Returns a function that applies `read` to the value of a setting. If its argument is not a
+    setting, it applies `read` to the argument itself.
+    """
     return lambda value: read(value.value if isinstance(value, Setting) else value)
 
 
 def _read_key(read: Callable[[str], str | None]) -> Callable[[Any], str | None]:
-    """Applies `read` to the key of a setting; returns None for other values."""
+    """Returns a function that applies `read` to the key of a setting. If its argument is not a
+    setting, it returns None.
+    """
     return lambda value: read(value.key) if isinstance(value, Setting) else None
 
 
 class _ToolKeys(Collection[str]):
     """The names of settings, `TOOL.KEY`, that rules may use. A string may hold several names
-    separated by `, `. `{tool}` may replace the name of the tool.
+    separated by `, `. `{tool}` may be written in place of the tool's name.
 
     tools  the tools whose settings may be named; by default all
     """
@@ -206,7 +210,7 @@ def _first_nested(facts: RuleFacts, prefixes: str) -> Setting | None:
 
 
 def _is_value_unknown(facts: RuleFacts, name: str) -> bool:
-    """Whether a program computes the value of a setting, so that this value is unknown."""
+    """True if a program computes the value of a setting. The value is then unknown."""
     tool, _, key = name.partition(".")
     return any(
         key in document.attributes.get("unknown", ())
@@ -224,8 +228,8 @@ def _role_value(role: str) -> Callable[[RuleFacts], Any]:
 
 
 class RuleFacts(sheets.Facts):
-    """Looks up facts about a run by name. A name is a variable of the section, a role of the
-    record, one of `_RECORD_FACTS`, or one of the following.
+    """Looks up facts about a run by their names. A name can be a variable that the section defines,
+    a role of the run, a key of `_RECORD_FACTS`, or one of the following.
 
     TOOL.KEY, TOOL.KEY     the first of these settings that is set; after `on` or `off` the first
                            that is switched on or off, after `given` the first that is written at
@@ -235,8 +239,8 @@ class RuleFacts(sheets.Facts):
     has TOOL               whether the run has a file of the tool
     unknown TOOL.KEY       whether a program computes the value of the setting
 
-    Endings convert a fact: `NAME as dtype` and others convert the value of a setting; `NAME as
-    key`, `as name` and `as half` use its key.
+    An ending converts a fact. `NAME as dtype` and similar endings convert the value of a setting.
+    `NAME as key`, `NAME as name` and `NAME as half` use the key of the setting.
     """
 
     fact_functions = {
@@ -283,7 +287,7 @@ class RuleFacts(sheets.Facts):
         return set() if name in _KEYS else None
 
     def setting(self, names: str) -> Setting | None:
-        """The first name of `one|another` that is a setting of the run."""
+        """Returns the setting of the first name in `one|another` that the run has as a setting."""
         return next(
             (value for name in names.split("|") if isinstance(value := self.get(name), Setting)),
             None,
