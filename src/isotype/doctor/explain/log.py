@@ -247,8 +247,7 @@ class Incident:
 
 
 def read_incidents(lines: Iterable[str]) -> Iterator[Incident]:
-    """Yields every exception and every passage of other text. They are ordered by their last lines.
-    """
+    """Yields every exception and every passage of other text. They are ordered by their last lines."""
     open_incidents: dict[str, Incident] = {}
     ranks_with_cause: set[str] = (
         set()

@@ -53,8 +53,7 @@ class ModelNames:
         self._owners[id(tensor)] = owner
 
     def module_path(self, module: nn.Module) -> str:
-        """The path of a module inside its model. For the model itself it is the name of its class.
-        """
+        """The path of a module inside its model. For the model itself it is the name of its class."""
         return self._modules.get(id(module)) or type(module).__name__
 
     def tensor_path(self, tensor: Any) -> str | None:
@@ -98,8 +97,7 @@ def floating_weight_dtypes(module: nn.Module) -> set[torch.dtype]:
 
 
 def find_modules(values: Mapping[str, Any]) -> Iterator[nn.Module]:
-    """Yields the modules among these values, and the modules that are stored in their attributes.
-    """
+    """Yields the modules among these values, and the modules that are stored in their attributes."""
     for value in values.values():
         if isinstance(value, nn.Module):
             yield value

@@ -30,8 +30,7 @@ from ..tools import RULE_KEYS
 
 
 def _find_early_evaluation(record: Record) -> Setting | None:
-    """Returns the program's first call of evaluate or predict, if the program calls train after it.
-    """
+    """Returns the program's first call of evaluate or predict, if the program calls train after it."""
     calls = [
         (s.line or 0, name.partition("@")[0], s)
         for name, s in record.facts.tool_settings("code")
