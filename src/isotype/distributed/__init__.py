@@ -1,3 +1,3 @@
-"""Runs one training on several processes: which process this is, what all of them must agree on,
-how they exchange tensors, and how a process that was lost is named.
+"""Runs one training on several processes. The modules find out which process this is, check that
+all processes agree, exchange tensors between them, and name a process that has failed.
 """

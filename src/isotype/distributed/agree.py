@@ -40,9 +40,10 @@ _FIXES = {
 
 
 def refuse_differences(world: World, **facts: str) -> None:
-    """Raises UsageError naming the ranks whose facts differ from those of rank 0.
+    """Raises UsageError that names the ranks whose facts differ from the facts of rank 0.
 
-    facts  a text for each of `versions`, `configuration`, `data`, `weights` and MODEL_SETTINGS
+    facts  a text for each of the names `versions`, `configuration`, `data`, `weights` and
+           MODEL_SETTINGS
     """
     facts_of_first: dict[str, str] = world.run_on_first(lambda: facts)
     differences = {
@@ -71,9 +72,7 @@ def _first_difference(name: str, text: str, text_of_first: str) -> str:
 
 
 def refuse_folder_of_another_machine(world: World, folder: Path) -> None:
-    """Raises UsageError if some process does not see a file that the first process writes into
-    `folder`.
-    """
+    """Raises UsageError if a process cannot see the file that the first process writes to `folder`."""
     if world.size == 1:
         return
     file = folder / ".seen_by_all"
@@ -95,8 +94,8 @@ def refuse_folder_of_another_machine(world: World, folder: Path) -> None:
 
 
 def fingerprint_of_weights(model: nn.Module) -> str:
-    """Hashes some elements of every parameter. Another model file or another seed gives another
-    hash.
+    """Hashes some elements of every parameter. Returns the hash. It is different if the weights
+    come from another model file or from another seed.
     """
     digest = hashlib.sha256()
     for name, p in model.named_parameters():
@@ -110,12 +109,16 @@ def fingerprint_of_weights(model: nn.Module) -> str:
 
 
 def versions() -> str:
-    """Lists the versions of the packages that decide a run's numbers, one per line: `torch 2.13.0`."""
+    """Lists the versions of the packages that influence the numeric results of a run, one per line.
+    A line looks like `torch 2.13.0`.
+    """
     return version_lines(*COMPARED_PACKAGES)
 
 
 def version_lines(*packages: str) -> str:
-    """Lists name and version of each of these packages that is installed, one per line."""
+    """Lists the name and version of each of these packages, one per line. Packages that are not
+    installed are left out.
+    """
     lines: list[str] = []
     for name in packages:
         with suppress(metadata.PackageNotFoundError):

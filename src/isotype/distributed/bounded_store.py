@@ -1,6 +1,6 @@
 """Wraps torch's key-value store so that every call has a time limit. Torch's own client waits
-forever for the answer of a frozen process (SIGSTOP, a machine that hangs), because the connection
-stays open.
+forever if the other process no longer runs but its connection stays open. This happens after
+SIGSTOP, or if its machine hangs.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ class _Call:
 
 
 class BoundedStore:
-    """Wraps a store: runs its calls one after the other in a thread, and stops waiting after
-    `timeout`.
+    """Wraps a store. A thread runs the calls one after the other. The caller stops waiting after
+    `timeout` seconds.
 
-    timeout  seconds for a call, after which every later call fails at once
-    Raises   StoreTimeoutError, and what the store raises
+    timeout  the time limit of a call in seconds; after one call exceeded it, every later call fails
+             at once
+    Raises   StoreTimeoutError, and the errors of the store itself
     """
 
     def __init__(self, store: Any, timeout: float) -> None:
@@ -57,11 +58,13 @@ class BoundedStore:
         self._call(lambda: self._store.delete_key(key))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all these keys are set."""
+        """Returns True if all these keys have a value in the store."""
         return bool(self._call(lambda: self._store.check(list(keys))))
 
     def clone(self) -> BoundedStore:
-        """Opens another connection, which does not wait for the calls of this one."""
+        """Opens another connection to the store. Its calls do not wait for the calls of this
+        connection.
+        """
         return BoundedStore(self._call(self._store.clone), self.timeout)
 
     def _serve(self) -> None:

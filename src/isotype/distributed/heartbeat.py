@@ -1,9 +1,10 @@
-"""Heartbeats: each process writes its step and activity into the shared store, so that the other
-processes can name a process that is dead or late.
+"""Heartbeats of the processes. Each process writes its step and activity to the shared store, so
+that the other processes can name a process that has died or is late.
 
 Gloo reports that a connection was closed or that a wait took too long, but not which process was
-the cause. Here a thread of each process writes every HEARTBEAT_INTERVAL seconds a growing count,
-the step, the current activity, and how many exchanges with other processes this process has begun.
+the cause. Therefore a thread in each process writes a heartbeat every HEARTBEAT_INTERVAL seconds. A
+heartbeat contains a number that grows each time, the step, the current activity, and the number of
+exchanges with other processes that this process has begun.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ ENDED_KEY = "ended"  # prefix of the keys of the processes that end because of a
 
 @dataclass
 class Heartbeat:
-    """The state of a process, as it last wrote it.
+    """The state of a process, as the process itself last wrote it.
 
     count      heartbeats written so far
-    exchanges  exchanges between all processes that it has begun
+    exchanges  number of exchanges between all processes that this process has begun
     """
 
     rank: int
@@ -57,7 +58,7 @@ class Heartbeat:
 
 class HeartbeatThread(threading.Thread):
     """Writes the heartbeats of this process until `stop`. The thread needs its own connection to
-    the store, because a waiting call would block a shared connection.
+    the store, because another thread's waiting call would block a shared connection.
     """
 
     def __init__(self, store: BoundedStore, rank: int) -> None:
@@ -84,7 +85,7 @@ class HeartbeatThread(threading.Thread):
 
 
 def read_heartbeat(store: BoundedStore, rank: int) -> Heartbeat | None:
-    """Reads the newest heartbeat of a process; None if it never wrote one."""
+    """Returns the newest heartbeat of a process. Returns None if the process never wrote one."""
     key = f"sign/{rank}"
     if store.check([key]):
         return Heartbeat(**json.loads(store.get(key)))
@@ -92,8 +93,8 @@ def read_heartbeat(store: BoundedStore, rank: int) -> Heartbeat | None:
 
 
 def read_failure(store: BoundedStore, ranks: Iterable[int]) -> tuple[int, dict[str, Any]] | None:
-    """Returns the first of these processes that reported an error, with its report; None if none
-    did.
+    """Returns the first of these processes that reported an error, together with its report.
+    Returns None if no process did.
     """
     if not store.check([FAILED_KEY]):  # one call, not one for each process
         return None
@@ -104,14 +105,16 @@ def read_failure(store: BoundedStore, ranks: Iterable[int]) -> tuple[int, dict[s
 
 
 def has_reported_its_end(store: BoundedStore, rank: int) -> bool:
-    """Whether a process reported that it ends: after its own error, because of another process, or
-    because the run is done.
+    """Returns True if a process reported that it ends. It may end because of its own error, because
+    of another process, or because the run is done.
     """
     return any(store.check([f"{key}/{rank}"]) for key in (FAILED_KEY, ENDED_KEY, "left"))
 
 
 def read_lost_message(store: BoundedStore, ranks: Iterable[int]) -> str:
-    """Reads why one of these processes ended: its message about the process that was lost, or ""."""
+    """Reads why one of these processes ended. Returns its message about the process that failed, or
+    "" if there is no message.
+    """
     for rank in ranks:
         if store.check([f"{ENDED_KEY}/{rank}"]) and (
             message := store.get(f"{ENDED_KEY}/{rank}").decode()
@@ -122,7 +125,7 @@ def read_lost_message(store: BoundedStore, ranks: Iterable[int]) -> str:
 
 @dataclass(frozen=True)
 class LostProcess:
-    """A process that is dead or late, and its last heartbeat."""
+    """A process that has died or is late, with its last heartbeat."""
 
     heartbeat: Heartbeat
     is_dead: bool
@@ -136,9 +139,9 @@ def find_lost_processes(
     *,
     timeout: float = HEARTBEAT_TIMEOUT,
 ) -> list[LostProcess]:
-    """Finds the dead processes, or, if none is dead, those that have begun fewer exchanges than
-    this one. A process that ended because of another process is not listed. The search takes up to
-    `timeout` seconds.
+    """Finds the processes that have died. If no process has died, finds those that have begun fewer
+    exchanges than this process. A process that ended because of another process is not included.
+    The search takes up to `timeout` seconds.
     """
     first_heartbeats = {
         rank: read_heartbeat(store, rank) or Heartbeat(rank, "an unknown machine", 0)
@@ -180,8 +183,8 @@ def find_lost_processes(
 
 
 def _describe_ending(heartbeat: Heartbeat, host: str) -> str | None:
-    """Says how a process of this machine ended. None if it still runs, if it is on another machine,
-    or if the system does not tell.
+    """Describes how a process on this machine ended. Returns None if it still runs, if it is on
+    another machine, or if the operating system does not say.
     """
     if heartbeat.host != host or not heartbeat.pid or not Path("/proc/self/stat").exists():
         return None
@@ -205,10 +208,10 @@ def error_to_json(error: BaseException) -> dict[str, Any]:
 
 
 def error_from_json(report: dict[str, Any], *, process_name: str | None = None) -> BaseException:
-    """Decodes an error that another process reported. An error that is no IsotypeError becomes a
-    RunError.
+    """Decodes an error that another process reported. An error that is not an IsotypeError becomes
+    a RunError.
 
-    process_name  the process that raised it, for the message
+    process_name  the name of the process that raised the error, for the message
     """
     if report["kind"] == "KeyboardInterrupt":
         return KeyboardInterrupt()

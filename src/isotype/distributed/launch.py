@@ -1,10 +1,10 @@
-"""`isotype train --processes N`: starts the processes of a run on this machine, waits for them and
-returns their exit status. Imports no torch.
+"""Implements `isotype train --processes N`. This module starts the processes of a run on this
+machine, waits for them and returns their exit status. It does not import torch.
 
-The first process writes to the terminal. The output of the others is stored. The output of a
-process is shown only if this process ends without having reported its error to the first process.
-Signals are forwarded once.
-If the launcher itself is killed, a pipe that it held open closes, and the processes end.
+The first process writes to the terminal. The output of the other processes is stored. It is shown
+only if such a process ends without having reported its error to the first process. Each signal is
+forwarded once. If the launcher itself is killed, the operating system closes a pipe that it held
+open. The processes notice this and end.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _PRINTED_LINES = 15
 
 
 def launch(command: Sequence[str], processes: int) -> int:
-    """Runs `command` in this number of processes, and returns the exit status of the run.
+    """Runs `command` in `processes` processes, and returns the exit status of the run.
 
-    The status is 0 when the run is done, 130 when it was interrupted and saved. Otherwise it is
-    that of the first process, or 1 if that process was killed.
+    The status is 0 if the run is complete, and 130 if it was interrupted and saved. Otherwise it is
+    the status of the first process, or 1 if the first process was killed.
     """
     listening_socket = socket.create_server(("127.0.0.1", 0), backlog=4 * processes)
     lifeline_read_end, lifeline_write_end = os.pipe()
@@ -72,7 +72,7 @@ def launch(command: Sequence[str], processes: int) -> int:
 
 
 def watch_lifeline() -> None:
-    """Ends this process when its launcher is gone. It does nothing in a process that `launch` did
+    """Ends this process when its launcher has ended. Does nothing in a process that `launch` did
     not start.
     """
     handle = os.environ.pop(LIFELINE, None)
@@ -122,8 +122,9 @@ def _start(
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int | None:
-    """Waits until all processes have ended, and returns the rank of the first that failed. After a
-    failure the others have SHUTDOWN_SECONDS.
+    """Waits until all processes have ended, and returns the rank of the first process that failed.
+    After a failure, the other processes have SHUTDOWN_SECONDS to end by themselves; then they are
+    killed.
     """
     failed_rank = None
     deadline = 0.0
@@ -149,8 +150,8 @@ def _report_failure(
     outputs: Sequence[IO[bytes]],
     failed_rank: int | None,
 ) -> None:
-    """Prints what the first process could not report: that it was killed itself, or why another
-    process failed after the first was done.
+    """Prints what the first process could not report. This is either that the first process itself
+    was killed, or why another process failed after the first process had ended.
     """
     if failed_rank is None or processes[0].returncode > 0:
         return
@@ -177,8 +178,8 @@ def _report_failure(
 
 @contextmanager
 def _forward_signals(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """Forwards SIGINT, SIGTERM, SIGHUP and SIGUSR1 to every process within this block, once for each signal
-    that arrives.
+    """Within this block, forwards SIGINT, SIGTERM, SIGHUP and SIGUSR1 to every process. Each signal
+    that arrives is forwarded once.
     """
 
     def forward(number: int, frame: object) -> None:

@@ -1,4 +1,5 @@
-"""Reads from the launcher's environment variables which process of a run this is. Imports no torch.
+"""Finds out which process of a run this is, from the environment variables that the launcher sets.
+This module does not import torch.
 
 `torchrun`, `accelerate launch` and `isotype train --processes N` set the same variables: RANK,
 WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT. SLURM's `srun` and MPI's `mpirun`
@@ -41,8 +42,8 @@ _SCHEDULERS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """The position of this process: it is number `rank` of `size` processes of the run, and number
-    `local_rank` of `local_size` processes on this machine.
+    """The position of this process. It is number `rank` of the `size` processes of the run, and
+    number `local_rank` of the `local_size` processes on this machine.
 
     launcher  the launcher's name, for messages
     """
@@ -57,8 +58,8 @@ class Rank:
 def find_rank(environ: Mapping[str, str] = os.environ) -> Rank:
     """Reads the rank of this process from the environment.
 
-    Raises  UsageError for variables that contradict each other, and for tasks that a scheduler
-            started without a launcher
+    Raises  UsageError if the variables contradict each other, or if a scheduler started several
+            tasks without a launcher
     """
     scheduler = _find_scheduler(environ)
     launcher = environ.get(LAUNCHED_BY, "")
@@ -117,8 +118,8 @@ def _find_local_rank(
 
 
 def is_first_of_machine(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether no other process of this machine has a lower rank. True for the processes of our
-    launcher, which shows the output of one of them.
+    """Returns True if no other process of this machine has a lower rank. True for the processes of
+    our launcher, which shows the output of one of them.
     """
     if LAUNCHED_BY in environ:
         return True
@@ -162,10 +163,11 @@ def _read_number(environ: Mapping[str, str], name: str, default: str = "") -> in
 
 @dataclass(frozen=True)
 class Batching:
-    """How the rows of a step are divided into micro-batches, in the order of the data.
+    """Describes how the rows of a step are divided into micro-batches. The rows stay in the order
+    of the data.
 
-    micro_batch_size     rows of each micro-batch
-    micro_batches        micro-batches of the step, over all processes
+    micro_batch_size     number of rows of each micro-batch
+    micro_batches        number of micro-batches of the step in all processes together
     local_micro_batches  the indices of this process's micro-batches
     """
 
@@ -175,11 +177,12 @@ class Batching:
 
     @classmethod
     def plan_step(cls, train: TrainSection, *, rank: int = 0, size: int = 1) -> Batching:
-        """Divides a step between the processes. Each process gets whole micro-batches of
-        `train.batch_size` rows if their number allows it, else smaller micro-batches.
+        """Divides a step between the processes. Each process gets the same number of rows. If this
+        number is divisible by `train.batch_size`, the micro-batches have `train.batch_size` rows;
+        otherwise they are smaller.
 
-        Raises  UsageError where `batch_size` x `accumulate` rows cannot be divided evenly; the
-                message names the nearest numbers of processes that can
+        Raises  UsageError if `batch_size` x `accumulate` rows cannot be divided evenly; the message
+                contains the nearest numbers of processes with which this is possible
         """
         rows_per_step = train.batch_size * train.accumulate
         if rows_per_step % size:
@@ -202,8 +205,8 @@ class Batching:
 
 
 def _name_nearest_process_counts(rows_per_step: int, size: int) -> str:
-    """Names the nearest numbers of processes below and above `size` that divide the rows of a step
-    evenly: `2 or 4 processes`.
+    """Returns a text with the nearest numbers of processes below and above `size` that divide the
+    rows of a step evenly. An example is `2 or 4 processes`.
     """
     divisors = [n for n in range(1, rows_per_step + 1) if rows_per_step % n == 0]
     below = max(n for n in divisors if n < size)

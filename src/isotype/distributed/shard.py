@@ -1,14 +1,15 @@
-"""Distributes a model over the processes: each holds some rows of every weight, and the weights of
-a unit are gathered while that unit runs.
+"""Distributes a model over the processes. Each process holds some rows of every weight. A unit is a
+part of the model whose weights are gathered together while it runs.
 
-The distribution uses torch's FSDP2. The units are the decoder layers, or the blocks of a denoiser,
-and an embedding that does not share its weight with the head. The rest (norm, head) is the last
-unit. This unit stays gathered from the forward to its backward, because the loss may multiply by
-the head's weight after the model's forward has ended.
+The distribution uses torch's FSDP2. Each decoder layer, or each block of a denoiser, is a unit. An
+embedding is a unit too if it does not share its weight with the head. The rest of the model (norm
+and head) is the last unit. The weights of the last unit stay gathered from its forward to its
+backward, because the loss may multiply by the head's weight after the model's forward has ended.
 
-The units compute in the weights' own dtypes (`param_dtype=None`): the ops choose the dtype of their
-products. Gradients are summed, not averaged, in `precision.reduce`. FSDP would cast the sum to the
-weights' dtype; `UnitGradients` reads it before that cast.
+FSDP does not cast the weights for the computation (`param_dtype=None`), because Isotype's ops
+choose the dtype of their matrix products themselves. Gradients are summed, not averaged, in the
+dtype `precision.reduce`. FSDP would cast the sum to the weights' dtype, so `UnitGradients` reads
+the sum before this cast.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from .world import World
 
 
 class Sharding:
-    """Knows how a model is distributed, and hands out its summed gradients. Implements
+    """Stores how a model is distributed, and returns its summed gradients. Implements
     `precision.accumulate.ShardedGradients`.
 
-    mesh      the processes as FSDP's device mesh; kept, because a process group that is freed
-              closes its connections
+    mesh      FSDP's device mesh of the processes; a reference is kept, because a process group
+              closes its connections when it is freed
     shard_count  the number of processes that share each weight
     replica_count  how many copies of the whole model the processes hold together
     """
@@ -43,7 +44,7 @@ class Sharding:
     def __init__(
         self, model: nn.Module, units: list[Any], world: World, *, mesh: Any, replica_count: int
     ) -> None:
-        """All processes call it together, with the units that `keep_part` returned."""
+        """All processes call this together. `units` is the result of `keep_part`."""
         self.mesh = mesh
         self.shard_count = world.size // replica_count
         self.replica_count = replica_count
@@ -70,8 +71,8 @@ class Sharding:
 
 
 class UnitGradients:
-    """The gradients of one unit, summed over the processes, in the dtype in which they were sent.
-    For each parameter it holds the rows of this process.
+    """The gradients of one unit, summed over the processes. Their dtype is the one in which they
+    were sent. For each parameter, the object holds the rows that belong to this process.
     """
 
     def __init__(self, shard_count: int, sent: list[torch.dtype]) -> None:
@@ -81,16 +82,17 @@ class UnitGradients:
         self._offset = 0
 
     def __call__(self, flat: Tensor) -> None:
-        """The hook that FSDP calls with one tensor for the whole unit, before it casts and splits
-        it into gradients.
+        """The hook that FSDP calls with one tensor for the whole unit. FSDP casts this tensor and
+        splits it into gradients afterwards.
         """
         self._flat = flat
         self._offset = 0
         self._sent.append(flat.dtype)
 
     def take(self, parameter: nn.Parameter) -> Tensor:
-        """Returns the summed gradient of a parameter. FSDP hands out the gradients of a unit in
-        their order in `flat`, where each is padded to equal parts.
+        """Returns the summed gradient of a parameter. FSDP takes the gradients of a unit in the
+        order in which they are stored in `flat`. There each gradient is padded, so that it can be
+        split into equal parts.
         """
         assert self._flat is not None, "the hook runs before the gradients are handed out"
         part = local_part(parameter)
@@ -104,8 +106,8 @@ class UnitGradients:
 def create_mesh(world: World, device: torch.device, *, nodes: int = 1) -> Any:
     """Creates FSDP's device mesh of the processes. All processes call it together.
 
-    nodes  if more than 1, the processes of each machine share a whole model, and the machines sum
-           their gradients (hybrid)
+    nodes  number of machines; if it is more than 1, the processes of each machine share one whole
+           model, and the gradients are summed over the machines (hybrid)
     """
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -117,26 +119,26 @@ def create_mesh(world: World, device: torch.device, *, nodes: int = 1) -> Any:
 
 
 def local_part_of_mesh(mesh: Any, on_loaded: Callable[[nn.Module], None]) -> Part:
-    """The part that this process keeps of a model that the processes of `mesh` share.
+    """Returns the part of the model that this process keeps. The processes of `mesh` share the
+    model.
 
-    on_loaded  called with the model before it is cast
+    on_loaded  a function that is called with the model before it is cast
     """
     shard_dim = mesh.ndim - 1  # in a hybrid mesh the first dimension is the machines
     return Part(mesh.get_local_rank(shard_dim), mesh.size(shard_dim), on_loaded)
 
 
 def keep_part(model: nn.Module, mesh: Any, part: Part, *, reduce: str) -> list[nn.Module]:
-    """Splits `model` in place into units of which this process keeps its rows. The model already
-    has its adapter, ops, precision and recomputation.
+    """Splits `model` in place into units. This process keeps only its rows of each unit. The
+    adapter, the ops, the precision and recomputation are already installed in the model.
 
-    The weights may be on the CPU, or in files that are mapped into memory, of which only this
-    process's rows are read. The part of each unit is moved to the mesh's device, and the unit's
-    memory is freed. The processes exchange nothing.
+    The weights may be on the CPU or in memory-mapped files. From such a file only this process's
+    rows are read. For each unit, this process's part is moved to the mesh's device, and the memory
+    of the whole unit is freed. The processes do not exchange any data.
 
     reduce  the dtype in which gradients are summed
-    ->      the units, for `Sharding`
-    Raises  UsageError for trained weights of two dtypes in one unit, and for a weight that two
-            units share
+    ->      the units, which `Sharding` needs
+    Raises  UsageError if a unit has trained weights of two dtypes, or if two units share a weight
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -169,8 +171,8 @@ def keep_part(model: nn.Module, mesh: Any, part: Part, *, reduce: str) -> list[n
 
 
 def find_units(inner: Any) -> list[tuple[str, nn.Module]]:
-    """Returns (name, module) of every decoder layer or denoiser block, and of the embedding if the
-    head does not share its weight.
+    """Returns a pair (name, module) for every decoder layer or denoiser block. The embedding is
+    included if it does not share its weight with the head.
     """
     denoiser_block_ids = {id(block) for block in denoiser_blocks(inner)}
     if denoiser_block_ids:
@@ -207,8 +209,8 @@ def find_units(inner: Any) -> list[tuple[str, nn.Module]]:
 
 
 def refuse_two_dtypes(unit: str, parameters: dict[str, nn.Parameter]) -> None:
-    """Raises UsageError naming two trained weights of a unit whose dtypes differ, because FSDP sums
-    the gradients of a unit in one tensor.
+    """Raises UsageError if a unit has trained weights of two dtypes, because FSDP sums the
+    gradients of a unit in one tensor. The message names two such weights.
     """
     first: dict[torch.dtype, str] = {}
     for full_name, parameter in parameters.items():
@@ -224,8 +226,8 @@ def refuse_two_dtypes(unit: str, parameters: dict[str, nn.Parameter]) -> None:
 
 
 def refuse_weights_of_another_unit(unit: str, module: nn.Module, other_unit_ids: set[int]) -> None:
-    """Raises UsageError naming a weight of this unit that an earlier unit also has (the shared
-    layers of Zamba 2).
+    """Raises UsageError if this unit contains a weight that an earlier unit also contains. An
+    example are the shared layers of Zamba 2. The message names the weight.
     """
     if shared := next(
         (f"{unit}.{n}" for n, p in module.named_parameters() if id(p) in other_unit_ids), None
@@ -240,10 +242,11 @@ def refuse_weights_of_another_unit(unit: str, module: nn.Module, other_unit_ids:
 def gather_tensors(
     model: nn.Module, world: World, sharding: Sharding, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Gathers every trained tensor of a sharded model: name -> whole tensor on the CPU, in `dtype`.
-    Only the first process gets them; the others get an empty dictionary.
+    """Gathers every trained tensor of a sharded model. Returns a dictionary that maps each name to
+    the whole tensor, on the CPU and in `dtype`. Only the first process gets these tensors; the
+    other processes get an empty dictionary.
 
-    All processes call it. A tensor that has several names is gathered once.
+    All processes call this function. A tensor that has several names is gathered once.
     """
     gathered: dict[int, Tensor | None] = {}
     result = {}
@@ -265,8 +268,8 @@ def gather_tensors(
 
 
 def rows_by_rank(row_count: int, shard_count: int) -> list[int]:
-    """Returns how many of a tensor's rows each process holds: equal numbers, and fewer or none for
-    the last ranks.
+    """Returns how many rows of a tensor each process holds. The numbers are equal, except that the
+    last ranks may hold fewer rows or none.
     """
     rows_per_rank = math.ceil(row_count / shard_count)
     return [
@@ -277,8 +280,8 @@ def rows_by_rank(row_count: int, shard_count: int) -> list[int]:
 
 @contextmanager
 def replace_in_state_dict(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Makes `model.state_dict()` return these whole tensors in place of the sharded ones, within
-    this block.
+    """Within this block, `model.state_dict()` returns these whole tensors in place of the sharded
+    tensors.
     """
 
     def replace_tensors(
@@ -295,8 +298,9 @@ def replace_in_state_dict(model: nn.Module, tensors: Mapping[str, Tensor]) -> It
 
 
 def _attach_quant_states(model: nn.Module, states: Mapping[str, Any]) -> None:
-    """Attaches the quantisation state of each 4-bit weight to the parameter that replaced it. FSDP
-    does not copy this state, and without it the weight is not recognised as 4-bit.
+    """FSDP replaces each 4-bit weight by another parameter, but does not copy its quantisation
+    state. This function attaches the state to the new parameter. Without the state, the parameter
+    would not be recognised as a 4-bit weight.
     """
     for full_name, parameter in model.named_parameters():
         if full_name in states:
@@ -306,8 +310,8 @@ def _attach_quant_states(model: nn.Module, states: Mapping[str, Any]) -> None:
 def _gather_all_units(model: nn.Module, units: list[Any]) -> None:
     """Gathers every unit once. After that, FSDP reuses the same tensors for the gathered weights.
 
-    The gathered 4-bit weights get their scales here. Every process holds all scales, which are 1/32
-    of the packed bytes.
+    This function also gives the gathered 4-bit weights their scales. Every process holds all
+    scales. They need 1/32 of the bytes of the packed weights.
     """
     states = {
         full_name: state

@@ -1,16 +1,19 @@
-"""The processes of a run: how many there are, which one this is, and everything that they exchange.
+"""Knows the number of processes of a run and the rank of this process, and exchanges data between
+the processes.
 
-Only this file and `shard`, whose model gathers its own weights, call torch.distributed. `World()`
-is a single process: its methods exchange nothing and return their arguments.
+Only this file and `shard.py` use torch.distributed. `shard.py` needs it because a sharded model
+gathers its own weights. `World()` represents a single process. Its methods exchange nothing and
+return their arguments.
 
-A waiting process finds out why another does not answer. An error of one process is raised in all of
-them. A process that is dead or late is named with its rank, machine and step. Waits through the
-store look for such failures. Gradients, sums and gathered values go through a process group, whose
-errors name no process and are replaced.
+A process that waits finds out why another process does not answer. If one process has an error, all
+processes raise it. If a process has died or is late, the error contains its rank, machine and step.
+A process that waits for a value in the store looks for such failures itself. Gradients, sums and
+gathered values are exchanged by a process group of torch. Its errors do not say which process
+failed, so they are replaced.
 
-The store holds only results of the first process, turns, heartbeats and errors. It is one thread
-of one process, so that a call of it must not have a cost for each pair of processes
-(`benchmarks/world.py`).
+The store holds only results of the first process, heartbeats, errors, and keys with which processes
+take turns. The store is a single thread in one process. So the cost of a call must not grow with
+the number of pairs of processes (`benchmarks/world.py`).
 """
 
 from __future__ import annotations
@@ -64,7 +67,9 @@ LEAVE_TIMEOUT = 10.0
 
 
 class World:
-    """A single process, which exchanges nothing. `JoinedWorld` has the same methods for several."""
+    """A single process, which exchanges nothing. `JoinedWorld` has the same methods for several
+    processes.
+    """
 
     rank = local_rank = 0
     size = local_size = nodes = 1
@@ -73,18 +78,18 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process writes the run folder, the console output and the report."""
+        """True if this process writes the run folder, the console output and the report."""
         return self.rank == 0
 
     def record_progress(self, step: int, activity: str) -> None:
         """Records the step and the activity of this process for the error messages of the others."""
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Sums each value over all processes, in fp64."""
+        """Returns the sum of each value over all processes, computed in fp64."""
         return list(values)
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set in at least one process."""
+        """Returns True if `flag` is true in at least one process."""
         return flag
 
     def begin_sum(self, tensor: Tensor) -> Callable[[], None]:
@@ -94,8 +99,8 @@ class World:
         return lambda: None
 
     def collect(self, part: Tensor, full_tensor: Tensor | None, row_counts: Sequence[int]) -> None:
-        """Fills `full_tensor`, which only the first process has, with the rows of all processes in
-        order of rank. All tensors are on the CPU.
+        """Fills `full_tensor` with the rows of all processes, in the order of their ranks. Only the
+        first process has `full_tensor`. All tensors are on the CPU.
 
         row_counts  the number of rows of each rank
         """
@@ -103,32 +108,36 @@ class World:
             full_tensor.copy_(part)
 
     def explain_exchange_errors(self) -> AbstractContextManager[None]:
-        """Wraps work in which processes exchange data without this class, such as a sharded model's
-        forward. An error of the exchange is replaced by one that names the failed process.
+        """Is used around work in which processes exchange data without this class, such as a
+        sharded model's forward. If the exchange fails, the error is replaced by one that names the
+        failed process.
         """
         return nullcontext()
 
     def gather(self, value: Any) -> list[Any]:
-        """Returns the values of all processes by rank. A value must be JSON."""
+        """Returns the values of all processes, in the order of their ranks. It must be possible to
+        write a value as JSON.
+        """
         return [value]
 
     def run_on_first(self, work: Callable[[], Result], *, without_timeout: bool = False) -> Result:
-        """Runs `work` in the first process; all processes get its result, which must be JSON.
+        """Runs `work` in the first process and returns its result in all processes. It must be
+        possible to write the result as JSON.
 
-        without_timeout  the others wait as long as the first process lives, and not only up to the
-                         timeout
+        without_timeout  the other processes wait as long as the first process runs, without a time
+                         limit
         """
         return work()
 
     def run_on_first_then_others(self, work: Callable[[], Result]) -> Result:
-        """Runs `work` in every process, in the first one before the others, so that they find the
-        files that it wrote.
+        """Runs `work` in every process. The first process runs it before the other processes do, so
+        that they find the files that it wrote.
         """
         return work()
 
     def run_sequentially(self, work: Callable[[], Result]) -> Result:
-        """Runs `work` in every process, on each machine in one process after the other, so that its
-        temporary memory is needed only once per machine.
+        """Runs `work` in every process. On each machine, the processes run it one after the other,
+        so that the temporary memory of `work` is needed only once per machine.
         """
         return work()
 
@@ -136,7 +145,7 @@ class World:
         """Reports to the other processes why this process ends."""
 
     def close(self) -> None:
-        """Leaves the run."""
+        """Ends the participation of this process in the run."""
 
 
 ALONE = World()
@@ -145,8 +154,8 @@ ALONE = World()
 class JoinedWorld(World):
     """Several processes that share a store and a process group.
 
-    Raises  RunError MP001 for a process that died, MP002 for one that did not come in time, or what
-            another process raised
+    Raises  RunError MP001 if another process died, RunError MP002 if another process did not answer
+            in time, or the error that another process raised
     """
 
     def __init__(
@@ -282,8 +291,8 @@ class JoinedWorld(World):
             self._store.set(FAILED_KEY, "")
 
     def close(self) -> None:
-        """Waits until all processes have reached the end of the run, and then closes the connection.
-        Closing it earlier would break an exchange in which another process still takes part.
+        """Waits until all processes have reached the end of the run, and then closes the
+        connection. If it were closed earlier, an exchange of another process could fail.
         """
         # another process may be gone; if it is the first, the store is gone too
         with suppress(Exception):
@@ -333,10 +342,11 @@ class JoinedWorld(World):
 
     @contextmanager
     def _collective(self, *, has_other_work: bool = False) -> Iterator[None]:
-        """Wraps a collective operation, whose error is replaced by one that names the failed
-        process.
+        """Is used around a collective operation. If the operation fails, the error is replaced by
+        one that names the failed process.
 
-        has_other_work  the block does other work too, whose errors are raised unchanged
+        has_other_work  whether the block also does other work; the errors of this work are raised
+                        unchanged
         """
         self._heartbeats.heartbeat.exchanges += 1
         try:
@@ -352,8 +362,9 @@ class JoinedWorld(World):
             raise self._explain_failure(error) from error
 
     def _wait_for_key(self, key: str, *, owner_rank: int, without_timeout: bool = False) -> bytes:
-        """The value of a key of the store, once `owner_rank` has set it. Polls the store, because
-        torch's own wait logs a warning when it times out.
+        """Waits until the process `owner_rank` has set a key in the store, and returns its value.
+        It asks the store again and again, because torch's own `wait` logs a warning when it times
+        out.
         """
         start_time = last_check = last_heartbeat_time = time.monotonic()
         last_heartbeat = b""
@@ -397,7 +408,9 @@ class JoinedWorld(World):
                 )
 
     def _explain_failure(self, error: BaseException) -> BaseException:
-        """Returns an error that names the failed process, for an error that names none."""
+        """Takes an error that does not say which process failed, and returns an error that names
+        this process.
+        """
         self._heartbeats.heartbeat.activity = "ending"
         # after a failure a store that does not answer belongs to it, so it is given less time
         self._store.timeout = min(self._timeout, HEARTBEAT_TIMEOUT)
@@ -451,7 +464,7 @@ class JoinedWorld(World):
         )
 
     def _store_error(self, error: Exception) -> RunError:
-        """The error for a store that is gone or does not answer."""
+        """Returns the error to raise if the store no longer exists or does not answer."""
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             location = "torchrun's agent, where all processes meet,"
         else:
@@ -474,12 +487,13 @@ _RESUME_FIX = (
 
 
 def join(device: str, *, timeout: float) -> World:
-    """Joins the processes that a launcher started; without a launcher returns a single process.
+    """Connects the processes that a launcher started. If there is no launcher, returns a `World`
+    with a single process.
 
-    device   `cpu`, `cuda` or `auto`, as model.device
-    timeout  seconds to wait for another process
-    Raises   UsageError where the environment contradicts itself or there are fewer GPUs than
-             processes
+    device   `cpu`, `cuda` or `auto`, as in the setting model.device
+    timeout  how many seconds to wait for another process
+    Raises   UsageError if the environment variables contradict each other, or if there are fewer
+             GPUs than processes
     """
     watch_lifeline()
     rank = find_rank()
@@ -517,10 +531,10 @@ _SLOW_FIX = (
 
 
 def _join_error(position: Rank, store: Any, timeout: float, error: Exception) -> RunError:
-    """The error for processes that could not connect. It names the missing processes if they are
-    known.
+    """Returns the error to raise if the processes could not connect. It names the missing processes
+    if they are known.
 
-    store  None if it could not be created
+    store  the store; None if it could not be created
     """
     deadline_text = f"within {timeout:g} s (parallel.timeout)"
     # the store is created only when all processes have connected
@@ -549,8 +563,8 @@ def _join_error(position: Rank, store: Any, timeout: float, error: Exception) ->
 
 
 def _create_store(position: Rank, wait_time: timedelta) -> Any:
-    """Creates the store of the processes. `isotype train --processes` hands the first process a
-    listening socket, so that no other program can take the port.
+    """Creates the store of the processes. `isotype train --processes` opens the listening socket
+    and passes it to the first process, so that no other program can take the port.
     """
     handle = os.environ.get(LISTENING_SOCKET)
     if handle is None:
@@ -572,7 +586,9 @@ def _create_store(position: Rank, wait_time: timedelta) -> Any:
 
 
 def _select_gpu(device: str, position: Rank) -> bool:
-    """Selects the GPU with the local rank of this process. Returns whether the run is on GPUs."""
+    """Selects the GPU whose number is the local rank of this process. Returns whether the run uses
+    GPUs.
+    """
     if device == "cpu" or not torch.cuda.is_available():
         return False
     if position.local_size > torch.cuda.device_count():

@@ -1,1 +1,3 @@
-"""The training loop and its phases: setup, preflight, optimizer step, evaluation, saving."""
+"""Contains the training loop and its phases. These are the setup, the checks before the first step
+(preflight), the optimizer steps, the evaluations and the saving of checkpoints and results.
+"""

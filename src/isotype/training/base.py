@@ -1,8 +1,8 @@
-"""Fingerprints of what a run starts from besides its configuration: the frozen weights and the
-model's own settings. A resume with another base is refused.
+"""Makes fingerprints of the frozen weights and of the model's own settings. A run starts from both
+in addition to its configuration. A run cannot be resumed with another base model.
 
-`plan.json` records them. Weights that are packed, or that `adapter.start` has changed, are left
-out: another device may pack or decompose them to other bits.
+The fingerprints are stored in `plan.json`. Weights that are packed, or that `adapter.start` has
+changed, are left out, because they may have other bits on another device.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _INSTALLATION_KEYS = (
 
 
 def fingerprint_of_base(model: nn.Module, precision: Precision, adapter: AdapterSection) -> str:
-    """A hash of some elements of every frozen weight. The elements are hashed in the dtype to which
-    the run casts the weight, so that the hash is the same before and after the cast. The hash is ""
-    where `adapter.start` changes the weights.
+    """Returns a hash of some elements of every frozen weight. The elements are converted to the
+    dtype to which the run casts the weight, so that the hash is the same before and after the cast.
+    Returns "" if `adapter.start` changes the weights.
     """
     if adapter.start in SUBTRACTED_STARTS:
         return ""
@@ -52,7 +52,7 @@ def fingerprint_of_base(model: nn.Module, precision: Precision, adapter: Adapter
 
 
 def model_settings(model: nn.Module) -> dict[str, Any]:
-    """The model's `config.json` as its library read it, with flat keys:
+    """Returns the model's `config.json` as its library read it. Nested keys are joined, for example
     `rope_parameters.rope_theta`.
     """
     config: Any = getattr(inner_model(model), "config", None)
@@ -67,7 +67,7 @@ def setting_lines(settings: Mapping[str, Any]) -> str:
 
 
 def describe_base(fingerprint: str, model: nn.Module, precision: Precision) -> dict[str, Any]:
-    """The record of a base model in plan.json."""
+    """Returns the entry of plan.json that describes a base model."""
     return {
         "weights": fingerprint,
         "precision": precision.base,
@@ -77,12 +77,13 @@ def describe_base(fingerprint: str, model: nn.Module, precision: Precision) -> d
 
 
 def compare_bases(recorded: Any, current: dict[str, Any], loaded: LoadedConfig) -> str:
-    """Describes how the base differs from that of the run's last start; "" if it does not.
+    """Returns a text that says how the base model differs from the one at the run's last start.
+    Returns "" if it is the same.
 
-    recorded  the record in plan.json; a run without such a record is not compared
-    Raises    UsageError for a difference, unless the user accepts changes. If the versions of the
-              libraries differ too, a difference is only described, because another version may read
-              the same file in another way
+    recorded  the entry of plan.json; if a run has no such entry, nothing is compared
+    Raises    UsageError if the base models differ, unless the user accepts changes. If the versions
+              of the libraries differ too, there is no error and the difference is only described,
+              because another version may read the same file in another way
     """
     if not isinstance(recorded, dict) or not isinstance(recorded.get("settings"), dict):
         return ""

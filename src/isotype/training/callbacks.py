@@ -1,10 +1,11 @@
-"""A user's own code in a run: callbacks after a step, an evaluation, a save or a round of samples,
-and an objective.
+"""Runs a user's own code during training. A user can add callbacks, which are called after a step,
+an evaluation, a save or a round of samples. A user can also add an objective.
 
-A callback may read everything, generate, log, write files and ask the run to stop. It must not
-change the weights, because the run folder would then no longer describe the run; such a change is
-an error. Random state, the modules' modes, gradients, gradient mode and default dtype are restored
-after each call, so that the weights are bit-identical to those of a run without callbacks.
+A callback may read everything, generate, log, write files and ask the run to stop. If it changes
+the weights, this is an error, because the run folder would no longer describe the run. After each
+call, the random state, the modules' training or evaluation modes, the gradients, the gradient mode
+and the default dtype are restored. So the weights are bit-identical to those of a run without
+callbacks.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ Objective: TypeAlias = Callable[[nn.Module, Any], Tensor]
 
 @dataclass(frozen=True)
 class Moment:
-    """The state of the run that a callback receives.
+    """The state of the run. A callback receives it as its argument.
 
-    step, total  number of optimizer steps done, and of the whole run
-    row          the line of metrics.jsonl: loss, learning rate, ...; after samples `{"samples":
-                 [...]}`; after a save its folder
-    model        with its adapter, under the run's precision; do not change its weights
+    step, total  the number of optimizer steps done so far, and the number of steps of the whole run
+    row          the line of metrics.jsonl with the loss, the learning rate and other values; after
+                 samples `{"samples": [...]}`; after a save the folder of the checkpoint
+    model        the model with its adapter, under the run's precision; do not change its weights
     folder       the run's folder
     """
 
@@ -45,29 +46,32 @@ class Moment:
     _stop_requests: list[bool] = field(default_factory=list, repr=False)
 
     def stop(self) -> None:
-        """Asks the run to save and end after this step, as early stopping does. The run still
-        writes its result.
+        """Asks the run to save a checkpoint and to end after this step, as with early stopping. The
+        run still writes its result.
         """
         self._stop_requests.append(True)
 
 
 class Callback:
-    """Override what you need. An exception stops the run; the last checkpoint stays."""
+    """The base class of callbacks. Override the methods that you need. An exception in a callback
+    stops the run; the last checkpoint is kept.
+    """
 
     def on_step(self, moment: Moment) -> None:
-        """After each step that is logged (`run.log_every`)."""
+        """Is called after each step that is logged (`run.log_every`)."""
 
     def on_evaluation(self, moment: Moment) -> None: ...
 
     def on_save(self, moment: Moment) -> None:
-        """After a checkpoint is completely written to the disk."""
+        """Is called after a checkpoint was completely written to the disk."""
 
     def on_samples(self, moment: Moment) -> None: ...
 
 
 def check_callbacks(callbacks: Sequence[object]) -> None:
-    """Raises UsageError for a callback that `run_callbacks` could not call: a class, an object that
-    is no Callback, or a method that does not take one Moment.
+    """Raises UsageError for a callback that `run_callbacks` could not call. Examples are a class in
+    place of an object, an object that is not a Callback, and a method that does not take one
+    Moment.
     """
     for callback in callbacks:
         if isinstance(callback, type):
@@ -94,10 +98,11 @@ def check_callbacks(callbacks: Sequence[object]) -> None:
 def run_callbacks(
     callbacks: Sequence[Callback], name: str, moment: Moment, optimizer: torch.optim.Optimizer
 ) -> bool:
-    """Calls `on_NAME` of each callback; returns whether one asked to stop. The caller frees
-    gradients that a callback leaves.
+    """Calls the method `on_NAME` of each callback. Returns whether a callback asked the run to
+    stop. If a callback leaves gradients in the model, the caller must free them.
 
-    Raises RunError CB001 when one changed a weight, a `requires_grad`, or an optimizer state.
+    Raises RunError CB001 if a callback changed a weight, a `requires_grad` flag or an optimizer
+    state.
     """
     dtype = torch.get_default_dtype()
     for callback in callbacks:
@@ -132,9 +137,9 @@ def _find_change(
     current: dict[str, tuple[int, ...]],
     continuity: Continuity,
 ) -> str | None:
-    """The name of the first tensor that a callback changed. A parameter or optimizer state counts
-    as changed if it was written, replaced, frozen or unfrozen. A buffer counts only if it was
-    rounded, since a generation may write to buffers.
+    """Returns the name of the first tensor that a callback changed. A parameter or an optimizer
+    state has changed if it was written, replaced, frozen or unfrozen. For a buffer, only rounding
+    is a change, because a generation may write to buffers.
     """
     changed_name = next(
         (key for key in previous.keys() | current.keys() if previous.get(key) != current.get(key)),
@@ -162,8 +167,8 @@ def _find_change(
 def _tensor_versions(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, tuple[int, ...]]:
-    """The identity and PyTorch's version counter of every parameter and optimizer state; for
-    parameters also `requires_grad`.
+    """Returns the identity and PyTorch's version counter of every parameter and optimizer state.
+    For parameters, it also returns `requires_grad`.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     versions: dict[str, tuple[int, ...]] = {
@@ -180,7 +185,9 @@ def _tensor_versions(
 
 
 def objective_name(objective: Objective | None) -> str | None:
-    """Module and name of a user's objective; None where the task's own loss is used."""
+    """Returns the module and the name of a user's objective. Returns None if the task's own loss is
+    used.
+    """
     if objective is None:
         return None
     return (

@@ -1,8 +1,8 @@
-"""The output of a run in the terminal: a header, one live line, evaluations and samples. If the
-output is not a terminal, it is plain lines.
+"""Prints the output of a run. In a terminal, this is a header, one line that is updated in place,
+evaluations and samples. If the output is not a terminal, only plain lines are printed.
 
-This module also handles the signals that end a run (Ctrl-C, SIGTERM, a closed terminal), and
-silences libraries that would print between the lines.
+This module also handles the signals that end a run (Ctrl-C, SIGTERM, a closed terminal). It also
+turns off the output of libraries that would print between the lines.
 """
 
 from __future__ import annotations
@@ -78,8 +78,9 @@ def format_progress(
 
 
 def fit_progress(line: str, width: int) -> str:
-    """Shortens the live line to the width of the terminal. Memory and the remaining time stay, and
-    the share of changed elements, the gradient norm and the learning rate are left out first.
+    """Shortens the progress line to the width of the terminal. The share of changed elements, the
+    gradient norm and the learning rate are left out first. The memory and the remaining time are
+    always shown.
     """
     parts = line.split("  ")
     for name in _OPTIONAL_PARTS:
@@ -92,10 +93,12 @@ def fit_progress(line: str, width: int) -> str:
 
 
 class _PipeSafeConsole(Console):
-    """A console that stops printing when the process that reads its output ends (`| head`). The run
-    continues, and its files contain everything that would be printed.
+    """A console that stops printing when the process that reads its output ends, for example with
+    `| head`. The run continues. The files of the run still contain everything that is no longer
+    printed.
 
-    The console of `rich` would end the process with status 1 and without a message.
+    In this case, the console of the library `rich` would end the process with status 1 and without
+    a message.
     """
 
     def on_broken_pipe(self) -> None:
@@ -119,9 +122,11 @@ def _redirect_to_null(*streams: int) -> None:
 
 
 class RunConsole:
-    """Prints to stdout, or to stderr when stdout is for the JSON of `--json`.
+    """Prints the output of a run to stdout. With `--json`, stdout contains only JSON, so the output
+    goes to stderr.
 
-    result  the run's status, folder and more; empty until `report_result`
+    result  a dictionary with the run's status, its folder and more; it is empty until
+            `report_result` is called
     """
 
     def __init__(self, *, json_output: bool = False) -> None:
@@ -159,7 +164,7 @@ class RunConsole:
                 self._log = Path(os.devnull)
 
     def report_result(self, result: Mapping[str, Any]) -> None:
-        """Stores the result, and prints it as one JSON object on stdout under `--json`."""
+        """Stores the result. With `--json`, also prints it to stdout as one JSON object."""
         self.result = result
         if self._prints_json and not self._is_silent:
             print(json.dumps(result))
@@ -204,7 +209,7 @@ class RunConsole:
             self.console.print(Text(line))
 
     def end_live_line(self) -> None:
-        """Ends the live line, so that later output begins on a new line."""
+        """Ends the progress line, so that later output begins on a new line."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -223,8 +228,8 @@ def _shorten(text: str) -> str:
 
 
 def wrap_header(lines: str, width: int) -> str:
-    """Breaks the lines of a header row between words, so that they fit the terminal. The lines that
-    continue are indented below the text.
+    """Breaks the lines of a header row between words, so that they fit into the terminal.
+    Continuation lines are indented, so that they begin below the text.
     """
     wrapped = []
     for line in lines.split("\n"):
@@ -243,12 +248,13 @@ def wrap_header(lines: str, width: int) -> str:
 
 
 class Interrupt:
-    """A context in which SIGINT, SIGTERM, SIGHUP (a closed terminal or a broken connection) or
-    SIGUSR1 (`sbatch --signal=USR1@120`) sets `is_requested`.
+    """A context manager. Within it, the signals SIGINT, SIGTERM, SIGHUP and SIGUSR1 set
+    `is_requested`. SIGHUP means a closed terminal or a broken connection. SIGUSR1 can come from
+    Slurm (`sbatch --signal=USR1@120`).
 
-    While `is_training` is true, the loop saves after its current step and stops; a second signal
-    stops it at once. Before training a signal raises KeyboardInterrupt, since tokenising may take
-    hours.
+    While `is_training` is true, the loop saves a checkpoint after the current step and stops. A
+    second signal stops it at once. Before training begins, a signal raises KeyboardInterrupt,
+    because tokenising may take hours.
     """
 
     def __init__(self) -> None:
@@ -270,8 +276,8 @@ class Interrupt:
             signal.signal(number, handler)
 
     def begin(self) -> None:
-        """Marks the start of training. Raises KeyboardInterrupt if a library or a `__del__`
-        swallowed an earlier one.
+        """Marks the start of training. Raises KeyboardInterrupt if an earlier KeyboardInterrupt was
+        caught by a library or lost in a `__del__` method.
         """
         if self.is_requested:
             raise KeyboardInterrupt
@@ -289,8 +295,8 @@ class Interrupt:
             self._handle(number, frame)
 
     def _hang_up(self, number: int, frame: FrameType | None) -> None:
-        """Handles SIGHUP. The signal may arrive twice, from the kernel and from the shell, and
-        printing to the closed terminal would fail.
+        """Handles SIGHUP. The signal may arrive twice, because both the kernel and the shell may
+        send it. Nothing is printed, because the terminal is closed and printing would fail.
         """
         _redirect_to_null(*(stream for stream in (1, 2) if stat.S_ISCHR(os.fstat(stream).st_mode)))
         if not self.is_requested:
@@ -298,11 +304,11 @@ class Interrupt:
 
 
 def quiet_libraries() -> None:
-    """Switches off progress bars and advice, which would break the live line. Errors are still
-    printed.
+    """Switches off the progress bars and the advice of libraries, because they would break the
+    progress line. Errors are still printed.
 
-    The hub's progress bars stay on: the hub's library shows them only on a terminal, and a download
-    happens before the first step and may take minutes.
+    The progress bars for downloads from the hub stay on. The hub's library shows them only in a
+    terminal. A download may take minutes, and it ends before the first step.
     """
     import transformers
 
@@ -335,8 +341,8 @@ def quiet_libraries() -> None:
 
 @contextmanager
 def silence_library_warnings() -> Iterator[None]:
-    """Hides the warnings of libraries about a model without data, and PyTorch's log of an operator
-    that needs data.
+    """Hides the warnings that libraries print about a model without data. Also hides PyTorch's log
+    messages about operators that need data.
     """
     operators = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled = operators.disabled

@@ -1,5 +1,5 @@
-"""The part of a run's preparation that needs no weights: device, precision and data. `train` and
-`plan` both begin with it.
+"""Does the part of a run's preparation that needs no weights. This prepares the device, the
+precision and the data. Both `isotype train` and `isotype plan` begin with it.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def prepare_data(
     *,
     world: World = ALONE,
 ) -> DeviceSetup:
-    """Prepares device and precision, then the data. Cheap checks come first, so that a mistake is
-    found in seconds. Raises UsageError.
+    """Prepares the device and the precision, then the data. Checks that take little time come
+    first, so that mistakes are found within seconds. Raises UsageError.
 
     hardware  the device to prepare for; by default the device in this machine
     """
@@ -142,7 +142,9 @@ def check_adapters(config: RunConfig) -> None:
 
 
 def seed_everything(seed: int, *, deterministic: bool) -> None:
-    """Seeds all generators; `deterministic` also forbids nondeterministic algorithms."""
+    """Seeds all random generators. If `deterministic` is true, also forbids nondeterministic
+    algorithms.
+    """
     seed_generators(seed)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

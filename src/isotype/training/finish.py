@@ -1,4 +1,6 @@
-"""The end of a run: saves the adapter or the model, loads it again, compares, writes the result."""
+"""Ends a run. This module saves the adapter or the model, loads it again, compares it with the
+trained weights, and writes result.json.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,12 @@ from .task import Evaluation, Task, fix_random_state
 
 
 def finish(loop: Loop, prepared: Prepared) -> dict[str, Any]:
-    """Saves the result, loads it again and compares; returns the content of result.json. Raises
-    RunError SV001 when the loaded result differs from the trained weights.
+    """Saves the result, loads it again and compares it with the trained weights. Returns the
+    content of result.json. Raises RunError SV001 if the loaded result differs from the trained
+    weights.
 
-    The first process does this while the others wait. Processes that share the model do it
-    together, since none of them could hold the whole model.
+    The first process does this while the other processes wait. If the processes share the model,
+    they do it together, because no process could hold the whole model.
     """
     loop.world.record_progress(loop.progress.step, "the result")
     if prepared.sharding is not None:
@@ -50,8 +53,8 @@ def finish(loop: Loop, prepared: Prepared) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _SavedResult:
-    """A written result, with the loss and the tensor digests that it must have when it is
-    loaded.
+    """A saved result, with the loss and the hashes of the tensors that it must have after it is
+    loaded again.
     """
 
     folder: Path
@@ -61,7 +64,8 @@ class _SavedResult:
 
 
 def _save_and_verify(loop: Loop, prepared: Prepared, world: World) -> dict[str, Any]:
-    """Saves, frees the model, reloads and compares; returns the content of result.json.
+    """Saves the result, frees the model, loads the result again and compares it. Returns the
+    content of result.json.
 
     world  the processes that call this together
     """
@@ -116,14 +120,18 @@ def _save_and_verify(loop: Loop, prepared: Prepared, world: World) -> dict[str, 
 
 
 def saves_best(config: RunConfig) -> bool:
-    """Whether the result has the weights of the best evaluation, not of the last step."""
+    """Returns True if the result contains the weights of the step with the best evaluation, and not
+    those of the last step.
+    """
     if config.run.save is None:
         return config.train.patience is not None
     return config.run.save == "best"
 
 
 def evaluation_set(config: RunConfig) -> str:
-    """The name of the rows that decide which step is the best, for the last lines of a run."""
+    """Returns the name of the evaluation rows that decide which step is the best. The last lines of
+    a run show this name.
+    """
     if config.train.stop_on is not None:
         return config.train.stop_on
     section = config.data if config.images.train is None else config.images
@@ -139,7 +147,9 @@ def evaluation_set(config: RunConfig) -> str:
 
 
 def _describe_eval_set(loop: Loop) -> str:
-    """A text about the rows that decide which step is the best: their set, and which part of it."""
+    """Returns a text about the evaluation rows that decide which step is the best. It names their
+    set, and says which part of the set is used.
+    """
     name = evaluation_set(loop.config)
     schedule = loop.schedule
     if schedule.eval_stride == 1:
@@ -148,7 +158,9 @@ def _describe_eval_set(loop: Loop) -> str:
 
 
 def _evaluation_loss(loop: Loop, step: int) -> float | None:
-    """The evaluation loss of a step's weights, on the rows by which the best step is chosen."""
+    """Returns the evaluation loss of the weights after `step`. It is the loss on the rows that
+    decide which step is the best.
+    """
     stop_metric = loop.config.train.stop_on
     return _evaluation_metric(
         loop, step, "eval_loss" if stop_metric is None else f"eval_loss_{stop_metric}"
@@ -156,8 +168,8 @@ def _evaluation_loss(loop: Loop, step: int) -> float | None:
 
 
 def _whole_evaluation_loss(loop: Loop, step: int) -> float | None:
-    """The loss on all evaluation rows, for a run whose evaluations take a part of them. Only the
-    last step has it.
+    """Returns the loss on all evaluation rows. A run computes it only if its regular evaluations
+    use a part of the rows, and only after the last step.
     """
     return _evaluation_metric(loop, step, "whole_eval_loss")
 
@@ -171,8 +183,8 @@ def _evaluation_metric(loop: Loop, step: int, key: str) -> float | None:
 
 
 def _save_result(loop: Loop, target: Path, world: World) -> _SavedResult:
-    """Writes the model's current weights, and observes the dtypes of the files. Only the first
-    process gets the digests of the weights. Raises DtypeError DT003.
+    """Writes the model's current weights, and records the dtypes in the files. Only the first
+    process gets the hashes of the weights. Raises DtypeError DT003.
     """
     writer = loop.result_writer
     tensors = writer.write(target, step=loop.progress.step)
@@ -193,7 +205,7 @@ def _save_result(loop: Loop, target: Path, world: World) -> _SavedResult:
 
 
 def _load_best_weights(loop: Loop, world: World) -> int:
-    """Loads the weights of the best evaluation into the model; returns their step."""
+    """Loads the weights with the best evaluation into the model. Returns their step."""
     best_step: int | None = world.run_on_first(lambda: loop.store.best)
     if best_step is None or best_step == loop.progress.step:
         return loop.progress.step
@@ -217,7 +229,7 @@ def _load_best_weights(loop: Loop, world: World) -> int:
 
 
 def _free_model(loop: Loop, prepared: Prepared) -> None:
-    """Frees the trained model, to make room for the reloaded one."""
+    """Frees the trained model, so that there is enough memory to load the saved model."""
     loop.stepper.accumulator.close()
     loop.mapped_files.close()
     # nothing reads these attributes again
@@ -243,11 +255,11 @@ def _verify_result(
     world: World,
     sharding: Sharding | None,
 ) -> Evaluation:
-    """Returns the loss of the reloaded result. Raises RunError SV001 when this loss or one of the
+    """Loads the result again and returns its loss. Raises RunError SV001 if this loss or one of the
     trained weights differs.
 
     sharding  how the processes of `world` share the trained model. They share the reloaded model in
-              the same way, and all call this together
+              the same way, so all processes call this together
     """
     mesh = None if sharding is None else sharding.mesh
 
@@ -315,7 +327,7 @@ def print_result(result: dict[str, Any], console: RunConsole) -> None:
 
 
 def saved_weights(result: dict[str, Any]) -> str:
-    """A text that names the step of the saved weights and their loss on the evaluation rows."""
+    """Returns a text with the step of the saved weights and their loss on the evaluation rows."""
     step = result["of_step"]
     best_step = result["best_step"]
     loss = result["eval_loss"]

@@ -1,5 +1,5 @@
-"""Finds the origin of a non-finite number: the first module whose output contains one, or the
-parameters that contain one.
+"""Finds where a non-finite number comes from. This is the first module whose output contains such a
+number, or the parameters that contain one.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from .setting_names import RUN_FILE_NAMES, SettingNames
 
 
 def first_non_finite_module(model: nn.Module, forward: Callable[[], object]) -> str | None:
-    """Runs forward pass and loss again, and returns the name of the innermost module that is the
-    first with a non-finite output.
+    """Runs the forward pass and the loss again. Returns the name of the first module with a
+    non-finite output. If modules are nested, this is the innermost one.
     """
     names: list[str] = []
     inner_module = inner_model(model)
@@ -54,7 +54,9 @@ def non_finite_parameters(model: nn.Module) -> list[str]:
 
 
 def first_non_finite_trained(model: nn.Module) -> str | None:
-    """The first trained parameter that is not finite; synchronises with the device once."""
+    """Returns the first trained parameter that contains a non-finite number. Waits for the device
+    only once.
+    """
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     if not trained:
         return None
@@ -67,7 +69,9 @@ def first_non_finite_trained(model: nn.Module) -> str | None:
 def refuse_non_finite_weights(
     model: nn.Module, *, step: int, learning_rate: float, clip: float | None
 ) -> None:
-    """Raises RunError NF001 where a trained weight is not finite, before it is saved."""
+    """Raises RunError NF001 if a trained weight contains a non-finite number. It is called before
+    the weights are saved.
+    """
     name = first_non_finite_trained(model)
     if name is not None:
         raise RunError(
@@ -80,7 +84,9 @@ def refuse_non_finite_weights(
 def non_finite_gradients(
     model: nn.Module, gradient: Callable[[nn.Parameter], Tensor | None]
 ) -> list[str]:
-    """Parameters with a non-finite gradient, last layer first, in the order of backward."""
+    """Returns the parameters with a non-finite gradient in the order of the backward pass,
+    beginning with the last layer.
+    """
     names = [
         n
         for n, p in model.named_parameters()
@@ -92,7 +98,9 @@ def non_finite_gradients(
 def smaller_update_advice(
     learning_rate: float, clip: float | None, names: SettingNames = RUN_FILE_NAMES
 ) -> str:
-    """Advice that makes updates smaller. It leaves out settings that are in force already."""
+    """Returns advice on how to make the updates smaller. Settings that are already in use are left
+    out.
+    """
     advice = f"lower {names.learning_rate} (it is {learning_rate:g})"
     if not clip:
         advice += f", or set {names.clip}"
@@ -111,11 +119,12 @@ def non_finite_error(
     compute: str,
     names: SettingNames = RUN_FILE_NAMES,
 ) -> RunError:
-    """RunError NF001 that names the step, the module with the first non-finite number, and a fix.
+    """Returns a RunError NF001 with the step, the module in which the first non-finite number
+    appears, and advice.
 
-    passes    the forward pass of each micro-batch, which is run again
-    step      0 in the preflight, where smaller updates cannot help
-    quantity  for the message: `the loss`, `the gradient`
+    passes    functions that run the forward pass of each micro-batch again
+    step      the step; 0 in the checks before step 1, where smaller updates would not help
+    quantity  what is not finite, for the message, for example `the loss` or `the gradient`
     """
     smaller_updates = smaller_update_advice(learning_rate, clip, names)
     wider_range = ""

@@ -1,7 +1,8 @@
-"""The loop of a run: optimizer steps, and between them evaluation, samples and checkpoints.
+"""Runs the training loop. It does the optimizer steps, and between them the evaluations, samples
+and checkpoints.
 
-`training.setup` prepares everything that the loop needs. A checkpoint stores its `RunState`, so
-that a resumed run continues bit for bit.
+`training.setup` prepares everything that the loop needs. A checkpoint stores the loop's `RunState`.
+With it, a resumed run has bit for bit the same results as a run without an interruption.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from .trackers import Trackers
 
 
 class Loop:
-    """A run while it trains."""
+    """A run during its training."""
 
     def __init__(
         self,
@@ -104,16 +105,16 @@ class Loop:
 
     @property
     def is_stopped_early(self) -> bool:
-        """Whether early stopping ends the run at this step. It is also true after the resume of a
-        run that ended early.
+        """True if early stopping ends the run at this step. This is also true if a run that ended
+        early is resumed.
         """
         patience = self.config.train.patience
         return patience is not None and self.progress.without_gain >= patience
 
     def run(self, interrupt: Interrupt) -> bool:
-        """Trains until the last step. Returns True at the end of the run, False when it was
-        interrupted and saved. Raises RunError that names the last good checkpoint when a step
-        fails.
+        """Trains until the last step. Returns True if the run has reached its end, and False if it
+        was interrupted and saved. If a step fails, raises a RunError that names the last good
+        checkpoint.
         """
         interrupt.begin()
         self.continuity.take_sample(
@@ -165,7 +166,9 @@ class Loop:
 
     @contextmanager
     def _explain_errors(self) -> Iterator[None]:
-        """Adds to errors in this block the process that was lost and the last good checkpoint."""
+        """If an error is raised within this block, adds to its message which process failed and
+        which checkpoint is the last good one.
+        """
         try:
             with self.world.explain_exchange_errors():
                 yield
@@ -175,7 +178,7 @@ class Loop:
 
     @property
     def model_world(self) -> World:
-        """The processes that share the model, and so must run each forward together."""
+        """The processes that share the model. They must run each forward together."""
         if self.stepper.sharding is not None:
             return self.world
         return ALONE
@@ -259,9 +262,9 @@ class Loop:
     def _observed_step(
         self, batches: Sequence[Batch], step: int, rate: float, watches_changes: bool
     ) -> tuple[StepResult, int]:
-        """Runs a step with hooks on every module; returns its result and
-        the number of promotions, which are outputs in a wider dtype than declared.
-        Raises DtypeError where a dtype is not the declared one.
+        """Runs a step with hooks on every module. Returns the result of the step and the number of
+        outputs whose dtype is wider than the declared dtype. Raises DtypeError if a dtype is not
+        the declared one.
         """
         accumulator = self.stepper.accumulator
         optimizer = self.stepper.optimizer
@@ -287,8 +290,8 @@ class Loop:
         return result, sum(observation.promotions.values())
 
     def _refuse_changed_base(self, step: int) -> None:
-        """Raises RunError CK004 where a file that the run reads, or a frozen weight, has changed
-        since the start of the run.
+        """Raises RunError CK004 if a file that the run reads has changed since the start of the
+        run, or if a frozen weight has changed.
         """
         for path in self.mapped_files.refuse_changes(step):
             self.console.print_line(
@@ -303,8 +306,8 @@ class Loop:
             )
 
     def _report_outside_change(self, step: int) -> None:
-        """Raises DtypeError DT003 where other code has changed weights, optimizer states or
-        averages since the last update, or has rounded a buffer.
+        """Raises DtypeError DT003 if other code has changed weights, optimizer states or averages
+        since the last update, or if it has rounded a buffer.
         """
         observation = Observation(step)
         report_differences(
@@ -333,8 +336,8 @@ class Loop:
                 self.trackers.log_row(row)
 
     def _evaluate_sample_save(self, *, evaluate: bool, sample: bool, save: bool) -> bool:
-        """Evaluates, samples and saves after a step; returns True when the run should stop
-        early.
+        """After a step, evaluates, generates samples and saves if this is due. Returns True if the
+        run should stop early.
         """
         is_best = should_stop = False
         if evaluate and self.task.eval_rows:
@@ -442,8 +445,8 @@ class Loop:
 
     def _keep_evaluation_rows(self) -> None:
         """Makes a resumed run evaluate the same rows as before, even if its number of steps has
-        changed. A checkpoint without an evaluation stride comes from an earlier version, which
-        evaluated all rows after each tenth of the run.
+        changed. If a checkpoint stores no stride for the evaluation, an earlier version of Isotype
+        wrote it. That version evaluated all rows after each tenth of the run.
         """
         evaluated_rows = self.progress.evaluated
         is_default = self.config.train.eval_every is None
@@ -455,9 +458,7 @@ class Loop:
         self.schedule.eval_stride = self.progress.eval_stride or 1
 
     def _evaluate_rows(self, stride: int) -> Evaluation:
-        """Evaluates one row per `stride` rows. Raises RunError NF001 for a loss that is not
-        finite.
-        """
+        """Evaluates every `stride`-th row. Raises RunError NF001 if the loss is not finite."""
         result = self.task.evaluate(
             self.model,
             self.device,
@@ -474,18 +475,18 @@ class Loop:
         return result
 
     def _observe_short_sample(self) -> None:
-        """Observes the dtypes of every operator of one short sample. A short sample has the dtypes
-        of a whole round: the prefill of a prompt and its following tokens run the same operators
-        for every prompt. For a model of 24 layers, generating a whole round took 14.7 s without
-        observation and 104 s with it.
+        """Records the dtypes of every operator while one short sample is generated. The dtypes are
+        the same as in a whole round of samples, because the operators are the same for every prompt
+        and every token. Observing a whole round would be slow. With a model of 24 layers, a whole
+        round took 14.7 s without observation and 104 s with it.
         """
         with self.observer.watch(0, role="generate") as observation:
             self.task.sample(self.model, self.device, is_shortened=True, world=self.model_world)
         self.precision_record.add(observation)
 
     def save(self, *, is_best: bool = False) -> None:
-        """Saves a checkpoint. Raises RunError NF001 when a trained weight is not finite, and CK001
-        when the disk cannot be written.
+        """Saves a checkpoint. Raises RunError NF001 if a trained weight is not finite, and RunError
+        CK001 if the checkpoint cannot be written to the disk.
         """
         if self.saved_step == self.progress.step and not is_best:
             return
@@ -515,7 +516,9 @@ class Loop:
             self.result_writer.write_adapter(self.folder, step=self.progress.step)
 
     def restore(self, checkpoint: Checkpoint) -> int:
-        """Restores the state after `checkpoint.step`; returns how many processes wrote it."""
+        """Restores the state of the run after `checkpoint.step`. Returns how many processes wrote
+        the checkpoint.
+        """
         self.state.restore_weights(checkpoint)
         try:
             if not self.state.has_optimizer_states(checkpoint):
@@ -554,6 +557,6 @@ class Loop:
         return processes
 
     def add_last_good_checkpoint(self, error: IsotypeError) -> RunError:
-        """Adds to the error the checkpoint from which the run can be resumed."""
+        """Adds to the error message the name of the checkpoint from which the run can be resumed."""
         message = f"{error.message}\n  saved     {last_good_checkpoint(self.store)}"
         return RunError(message, code=error.code, fix=error.fix)

@@ -63,7 +63,7 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the peak is within the device's memory; None where that is unknown."""
+        """True if the peak is within the device's memory; None where that is unknown."""
         if self.hardware.memory:
             return self.peak <= self.hardware.memory
         return None

@@ -107,7 +107,7 @@ class RunState:
             self.ema.restore(checkpoint.tensors)
 
     def has_optimizer_states(self, checkpoint: Checkpoint) -> bool:
-        """Whether the checkpoint has the states of this run's optimizer."""
+        """Returns True if the checkpoint has the states of this run's optimizer."""
         name = checkpoint.state.get("optimizer_is", UNNAMED_OPTIMIZER)
         return bool(name == self.stepper.train.optimizer)
 

@@ -171,8 +171,8 @@ class RunSchedule:
         return text
 
     def is_adapter_due(self, step: int) -> bool:
-        """Whether an adapter is written after a step. After the last step the result is written
-        instead.
+        """Returns True if an adapter is written after a step. After the last step the result is
+        written instead.
         """
         return bool(self.adapters_every) and step % self.adapters_every == 0 and step != self.total
 

@@ -121,7 +121,7 @@ def compare_settings(
 
 
 def _is_compared_path(change: Change, folder: RunFolder) -> bool:
-    """Whether only paths changed, and the run recorded the content of the old paths."""
+    """Returns True if only paths changed, and the run recorded the content of the old paths."""
     record = _COMPARED_PATHS.get(change.key)
     if record is None or not isinstance(folder.read_json("plan.json").get(record), dict):
         return False
@@ -276,7 +276,7 @@ def _changed_files(old: dict[str, Any], new: dict[str, Any], *, evaluation: bool
 
 
 def _is_moved(path: str, previous: dict[str, str], current: dict[str, str]) -> bool:
-    """Whether the file has the same content under another path on the other side."""
+    """Returns True if the file has the same content under another path on the other side."""
     if path in previous and path in current:
         return False
     old, new = (set(checksums.values()) for checksums in (previous, current))

@@ -190,8 +190,8 @@ class WeightsAndBiases:
 
 
 def has_wandb_key() -> bool:
-    """Whether wandb would find a key without asking the user: in its environment variable or in the
-    netrc file.
+    """Returns True if wandb would find a key without asking the user: in its environment variable
+    or in the netrc file.
     """
     if os.environ.get("WANDB_API_KEY"):
         return True

@@ -1,3 +1,3 @@
-"""The memory of a training step: how much is available, how much a step needs, and which layers
-recompute or offload their activations.
+"""Computes how much memory is available and how much a training step needs. Decides which layers
+recompute their activations or move them to host memory.
 """

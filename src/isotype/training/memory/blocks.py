@@ -1,16 +1,16 @@
-"""`model.offload: blocks`: the frozen weights of a model's blocks lie in host memory, and are
-copied to the device only for the computation of their block.
+"""Implements the setting `model.offload: blocks`. The frozen weights of a model's blocks are kept
+in host memory. The weights of a block are copied to the device only while this block computes.
 
-When a block begins, in forward or in its recompute during backward, its weights are copied, unless
-their copy has begun already. The weights of all other blocks are removed from the device. Then the
-copy for the following block begins: for the next block in forward, for the previous one in
-backward. So at most two blocks are on the device. Trained weights, buffers and weights below 16 KiB
-always stay on the device.
+A block runs in forward, and again during backward to recompute its activations. When it begins, its
+weights are copied to the device, unless this copy has already begun. The weights of all other
+blocks are removed from the device. Then the copy for the block that runs next begins; in backward,
+this is the previous block of the model. So the device holds at most two blocks at a time. Trained
+weights, buffers and weights below 16 KiB always stay on the device.
 
-Every block recomputes, because its saved tensors would otherwise keep its weights on the device
-until backward. The `.data` of a parameter is switched between a host tensor and a device tensor. So
-code that reads weights between steps finds them, and the parameters that autograd and packed
-weights refer to remain the same objects.
+Every block recomputes its activations. Otherwise the tensors that autograd saves would keep the
+block's weights on the device until backward. The attribute `.data` of a parameter is set to a host
+tensor or to a device tensor, but the parameter remains the same object. So autograd and packed
+weights still refer to the right parameters, and code that reads weights between steps finds them.
 """
 
 from __future__ import annotations
@@ -59,10 +59,12 @@ _MATMUL_EFFICIENCY = 0.80
 
 
 class Block:
-    """The frozen weights of one block, in one contiguous piece of host memory.
+    """The frozen weights of one block. They are stored in one contiguous piece of host memory.
 
-    tensors  parameters of the model, and scales of packed ones; their `.data` is switched
-    device   the device of the run; meta in a memory plan, which counts bytes and copies nothing
+    tensors  parameters of the model, and the scales of packed parameters; their `.data` is set to a
+             host tensor or a device tensor
+    device   the device of the run; in a memory plan it is meta, because a plan only counts bytes
+             and copies nothing
     """
 
     def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
@@ -88,7 +90,7 @@ class Block:
         ]
 
     def fetch(self, start_copy: Callable[[Tensor, Tensor], Any]) -> None:
-        """Begins the copy of the weights to the device."""
+        """Begins to copy the weights to the device."""
         if self.device_memory is None and self.bytes:
             # allocated on the compute stream, which frees it too; the copy waits for the memory's
             # last user
@@ -98,13 +100,13 @@ class Block:
                 tensor.data = part
 
     def wait_for_copy(self) -> None:
-        """Makes later work on the device wait for the copy."""
+        """Makes all work that is sent to the device later wait until the copy is complete."""
         if self.pending_copy is not None:
             self.pending_copy.wait()
             self.pending_copy = None
 
     def evict(self) -> None:
-        """Frees the device memory of the weights."""
+        """Frees the memory that the weights use on the device."""
         if self.device_memory is not None:
             # an unfinished copy would write to memory that the next tensor gets
             self.wait_for_copy()
@@ -121,9 +123,9 @@ class Block:
 
 
 def allocate_pinned(size: int, device: torch.device) -> Tensor:
-    """Allocates uint8[size] in whole pages of host memory, pinned where the device is a GPU.
-    PyTorch's own pinned memory is rounded up to a power of two, which takes 50% more for a block of
-    Flux. Raises UsageError.
+    """Allocates a tensor uint8[size] in whole pages of host memory. The memory is pinned if the
+    device is a GPU. PyTorch itself would round the size of pinned memory up to a power of two. For
+    a block of Flux, this would take 50% more memory. Raises UsageError.
     """
     memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
     if device.type == "cuda" and int(
@@ -137,10 +139,11 @@ def allocate_pinned(size: int, device: torch.device) -> Tensor:
 
 
 class FrozenBlocks:
-    """All offloaded blocks of a model, in host memory or on the device.
+    """All blocks of a model that are kept in host memory. Some of them may be on the device at the
+    moment.
 
-    start_copy  begins a copy, as in `HostMemory`; by default a StreamCopier for a GPU, and a
-                synchronous copy for another device
+    start_copy  a function that begins a copy, as in `HostMemory`; by default a StreamCopier for a
+                GPU, and a synchronous copy for another device
     """
 
     def __init__(
@@ -153,7 +156,9 @@ class FrozenBlocks:
         )
 
     def prepare(self, block: Block, *_: Any) -> None:
-        """Copies the weights of a block to the device. It is also the block's forward pre-hook."""
+        """Copies the weights of a block to the device. This method is also registered as the
+        block's forward pre-hook.
+        """
         if block not in self.run_order:
             self.run_order.append(block)
         position = self.run_order.index(block) + (
@@ -178,11 +183,12 @@ def offload_blocks(
     device: torch.device,
     start_copy: Callable[[Tensor, Tensor], Any] | None = None,
 ) -> nn.Module:
-    """Puts the frozen weights of each block into host memory and everything else on the device;
-    returns the model. Call it before `apply_checkpointing`.
+    """Moves the frozen weights of each block to host memory, and everything else to the device.
+    Returns the model. Call it before `apply_checkpointing`.
 
-    model       on the CPU, with `requires_grad` and dtypes as in training; or on the meta device,
-                for a memory plan, which counts a step without the blocks and adds the bytes of two
+    model       the model on the CPU, with `requires_grad` and dtypes as in training. For a memory
+                plan, it is on the meta device. The plan computes the memory of a step without the
+                blocks and adds the bytes of two blocks
     start_copy  as in FrozenBlocks
     Raises      UsageError for a model without blocks
     """
@@ -218,8 +224,8 @@ def offload_blocks(
 
 
 def apply_offload(model: nn.Module, offload: str, device: torch.device) -> nn.Module:
-    """Offloads the model's blocks under `model.offload: blocks`, unless `device` is a CPU; returns
-    the model.
+    """If the setting `model.offload` is `blocks`, moves the model's blocks to host memory, unless
+    `device` is a CPU. Returns the model.
     """
     if offload == BLOCKS and device.type != "cpu":
         return offload_blocks(model, device)
@@ -227,13 +233,13 @@ def apply_offload(model: nn.Module, offload: str, device: torch.device) -> nn.Mo
 
 
 def get_frozen_blocks(model: nn.Module) -> FrozenBlocks | None:
-    """The offloaded blocks of a model; None if it has none."""
+    """Returns the blocks of a model that are kept in host memory. Returns None if there are none."""
     frozen_blocks: FrozenBlocks | None = inner_model(model).__dict__.get(_BLOCKS_ATTRIBUTE)
     return frozen_blocks
 
 
 def offloaded_tensors(model: nn.Module) -> list[Tensor]:
-    """The tensors of a model that lie in host memory."""
+    """Returns the tensors of a model that are kept in host memory."""
     frozen_blocks = get_frozen_blocks(model)
     if frozen_blocks is None:
         return []
@@ -241,8 +247,8 @@ def offloaded_tensors(model: nn.Module) -> list[Tensor]:
 
 
 def check_offload(config: RunConfig, *, device_type: str) -> None:
-    """Checks `model.offload` before anything is loaded. Raises UsageError for other settings with
-    which blocks cannot lie in host memory.
+    """Checks `model.offload` before anything is loaded. Raises UsageError if the blocks cannot be
+    kept in host memory because of another setting.
     """
     if config.model.offload != BLOCKS:
         return
@@ -274,17 +280,19 @@ def check_offload(config: RunConfig, *, device_type: str) -> None:
 
 
 def effective_train_settings(config: RunConfig) -> TrainSection:
-    """The settings of training; with offloaded blocks, recomputation `auto` becomes all layers."""
+    """Returns the settings of training. If the blocks are kept in host memory, recomputation `auto`
+    is replaced by recomputation of all layers.
+    """
     if config.model.offload == BLOCKS and config.train.gradient_checkpointing == AUTO:
         return config.train.model_copy(update={"gradient_checkpointing": LAYERS})
     return config.train
 
 
 def refuse_without_host_memory(block_bytes: int, available_bytes: int, processes: int = 1) -> None:
-    """Raises UsageError where the blocks of all processes do not fit into host memory.
+    """Raises UsageError if the blocks of all processes do not fit into host memory.
 
     block_bytes      bytes of the blocks of one process
-    available_bytes  bytes of the machine's memory; 0 where unknown
+    available_bytes  bytes of the machine's memory; 0 if unknown
     """
     if available_bytes and block_bytes * processes > available_bytes:
         if processes > 1:
@@ -301,14 +309,14 @@ def refuse_without_host_memory(block_bytes: int, available_bytes: int, processes
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadPlan:
-    """The cost of a step with offloaded blocks.
+    """The cost of a step if the blocks are kept in host memory.
 
-    host    bytes of the blocks, in host memory
-    held    bytes of the blocks that are on the device at the same time, at most
-    share   the share of the frozen weights that are on the device at the same time, at most
+    host    bytes of the blocks in host memory
+    held    the largest number of bytes of blocks that are on the device at the same time
+    share   the largest share of the frozen weights that is on the device at the same time
     moved   bytes that a step copies from the host to the device
-    time    the estimated time of a step, relative to one with all weights on the device; None where
-            the device's speed is not published
+    time    the estimated time of a step, divided by the time of a step with all weights on the
+            device; None if the device's speed is not published
     """
 
     host: int
@@ -337,13 +345,14 @@ def plan_offload(
     compute: str,
     flops: Callable[[nn.Module], Sequence[float]],
 ) -> OffloadPlan | None:
-    """Estimates the cost of a model's offloaded blocks in one process; None if the model has none.
+    """Estimates, for one process, what it costs to keep a model's blocks in host memory. Returns
+    None if no blocks of the model are kept there.
 
-    flops  returns the FLOPs of each block's forward on a micro-batch. The block's backward, with
-           the recompute, takes twice as many.
-    The copy of a block overlaps with the computation of the previous block, so the longer of the
-    two times is taken. Norms and layers outside of blocks are not counted: they take the same time
-    with and without offloading, and would hide more of the copies.
+    flops  a function that returns the FLOPs of each block's forward on a micro-batch. The backward
+           of a block, including the recomputation of its forward, needs twice as many FLOPs.
+    The copy of a block happens at the same time as the computation of the previous block, so the
+    longer of the two times is counted. Norms and layers outside of the blocks are not counted. They
+    take the same time in both cases, and more of the copies could happen during this time.
     """
     frozen_blocks = get_frozen_blocks(model)
     if frozen_blocks is None:
@@ -383,7 +392,9 @@ def plan_offload(
 
 
 def offload_buffer_bytes(model: nn.Module) -> int:
-    """Bytes of the two largest offloaded blocks of a model; 0 if it has none."""
+    """Returns the bytes of the two largest blocks that are kept in host memory. Returns 0 if there
+    are none.
+    """
     frozen_blocks = get_frozen_blocks(model)
     if frozen_blocks is None:
         return 0

@@ -1,13 +1,14 @@
-"""Gradient checkpointing of one call of a layer: backward runs the layer again. Of all tensors that
-autograd would save, only the layer's inputs are kept.
+"""Implements gradient checkpointing for one call of a layer. In backward, the layer runs again. Of
+all tensors that autograd would save, only the layer's inputs are kept.
 
-In the forward an empty slot takes the place of each saved tensor. When backward reads the first
-slot, the layer runs again until all slots are filled. Reading a slot empties it, so that memory is
-freed during backward; a second backward over the same graph runs the layer once more.
+In forward, an empty slot is stored in place of each tensor that autograd saves. When backward reads
+the first slot, the layer runs again until all slots are filled. A slot is emptied when it is read,
+so that memory is freed during backward. If backward runs a second time over the same graph, the
+layer runs once more.
 
-torch.utils.checkpoint with use_reentrant=False does the same. This implementation needs only a
-fraction of the Python calls of torch's, because it leaves out features that Isotype does not use
-(other contexts, a trace of operators, groups of backwards).
+torch.utils.checkpoint with use_reentrant=False does the same. This implementation needs far fewer
+Python calls than torch's, because it leaves out features that Isotype does not use. These features
+are other contexts, a record of the operators, and groups of backward passes.
 """
 
 from __future__ import annotations
@@ -30,10 +31,12 @@ from ...ops.recomputed_layer import RecomputedLayer
 def call_and_recompute(
     function: Callable[..., Any], *args: Any, keep_attention: bool, **options: Any
 ) -> Any:
-    """Returns `function(*args)`, whose activations are recomputed in backward.
+    """Returns the result of `function(*args)`. Its activations are recomputed in backward.
 
-    keep_attention  keeps attention's output and logsumexp, so that the recompute runs no attention
-    options         the functions `offload` and `restore` of RecomputedLayer, for kept tensors
+    keep_attention  whether to keep the output and the logsumexp of attention, so that attention is
+                    not recomputed
+    options         the functions `offload` and `restore` of RecomputedLayer, which move the kept
+                    tensors
     """
     layer = RecomputedLayer(keep_attention=keep_attention, **options)
     # `run_again_in_backward` restores torch's autocast; `keep_autocast` restores that of a memory
@@ -42,11 +45,11 @@ def call_and_recompute(
 
 
 def run_again_in_backward(function: Callable[..., Any], *args: Any) -> Any:
-    """Returns `function(*args)`, and runs it again in backward. The second run has the same
-    autocast and the same random numbers.
+    """Returns the result of `function(*args)`, and runs the function again in backward. The second
+    run uses the same autocast settings and the same random numbers.
 
-    Raises  CheckpointError in backward where the second run saves other shapes or dtypes than the
-            first
+    Raises  CheckpointError in backward if the second run saves tensors with other shapes or dtypes
+            than the first run
     """
     call = _CheckpointedCall(function, args)
     with saved_tensors_hooks(call.pack, call.unpack):
@@ -56,8 +59,8 @@ def run_again_in_backward(function: Callable[..., Any], *args: Any) -> Any:
 
 
 class _InputSaver(torch.autograd.Function):
-    """Saves the layer's inputs in the way of any operator: PyTorch checks them for in-place
-    changes, and saved-tensor hooks around the layer receive them.
+    """Saves the layer's inputs as an ordinary operator does. So PyTorch checks whether they were
+    changed in place, and hooks for saved tensors around the layer receive them.
     """
 
     @staticmethod
@@ -67,8 +70,8 @@ class _InputSaver(torch.autograd.Function):
 
 
 class _SavedSlot:
-    """The slot of one saved tensor. Autograd's graph owns the slot; once the graph has freed it, a
-    recompute stores no tensor for it.
+    """The slot for one saved tensor. Autograd's graph owns the slot. After the graph has freed the
+    slot, no tensor is stored for it when the layer runs again.
     """
 
     __slots__ = ("__weakref__", "device", "dtype", "shape", "tensor")
@@ -79,11 +82,15 @@ class _SavedSlot:
 
 
 class _AllSlotsFilled(Exception):
-    """Ends a recompute when the last slot is filled, because backward needs no later result."""
+    """Is raised to stop the layer's second run when the last slot is filled, because backward needs
+    none of the later results.
+    """
 
 
 class _CheckpointedCall:
-    """One call of a layer, with the inputs and the state that are needed to run it again."""
+    """One call of a layer. It contains the inputs and the state that are needed to run the layer
+    again.
+    """
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.function = function
@@ -189,8 +196,8 @@ def _describe_tensor(tensor: Tensor | _SavedSlot) -> str:
 
 
 def _autocast_state(device_type: str) -> tuple[str, bool, torch.dtype, bool]:
-    """The autocast state of a device type: (device type, whether it is on, its dtype, whether it
-    caches cast weights).
+    """Returns the autocast state of a device type as a tuple (device type, whether autocast is on,
+    its dtype, whether it caches weights after the cast).
     """
     return (
         device_type,
@@ -214,7 +221,7 @@ def _random_state_bytes(state: Tensor) -> bytes:
 
 @contextmanager
 def _use_random_states(states: list[Tensor], devices: list[torch.device]) -> Iterator[None]:
-    """Sets the random states within this block, and restores the previous ones on exit."""
+    """Uses these random states within this block, and restores the previous states at its end."""
     previous = _random_states(devices)
     _set_random_states(states, devices)
     try:

@@ -1,4 +1,6 @@
-"""Chooses the layers of a run that recompute: as configured, or by the memory plan of its step."""
+"""Chooses which layers of a run recompute their activations. The choice is the configured one, or
+it follows from a memory plan of a step.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,13 @@ from .recomputation import (
 def choose_checkpointing(
     task: Task, device_setup: DeviceSetup, model: nn.Module, *, parts: int = 1, source: str = ""
 ) -> Checkpointing:
-    """Returns the configured choice of recomputation. For `auto` it plans the step on the longest
-    rows, unless an upper bound is far below the available memory.
+    """Returns the choice of layers that recompute, as configured. For `auto`, it plans the memory
+    of a step on the longest rows. It does not need the plan if an upper bound of this memory is far
+    below the available memory.
 
     parts   the number of processes that share the model
-    source  where the setting was set. In a resumed run this is the reason for which `auto` made its
-            choice at an earlier start.
+    source  the place where the setting was set. In a resumed run, this is the reason for the choice
+            that `auto` made at an earlier start.
     """
     train = effective_train_settings(task.config)
     device = device_setup.device
@@ -81,9 +84,9 @@ def planned_checkpointing(
     overhead: int,
     parts: int = 1,
 ) -> tuple[Checkpointing, MemoryPlan]:
-    """Returns the choice of recomputation, and the memory plan of a step with it.
+    """Returns which layers recompute, and the memory plan of a step with this choice.
 
-    available  bytes of the device
+    available  number of bytes that the device has
     overhead   how many of these bytes are used by something other than the step
     parts      the number of processes that share the model
     """

@@ -1,14 +1,16 @@
-"""How much memory this process may use on its device, how it returns freed memory, and how a step
-is made to fit.
+"""Computes how much memory this process may use on its device, returns freed memory to the system,
+and chooses recomputation so that a step fits into the memory.
 
-`train.gradient_checkpointing: auto` recomputes no layer if the memory plan fits. Otherwise it
-recomputes as few layers as needed, and takes the first ones. At the end of forward, where memory is
-highest, each recomputed layer saves the same amount. But in backward the last layers are recomputed
-while the activations of all others are still in memory, and the first layers when those have been
-freed.
+With `train.gradient_checkpointing: auto`, no layer is recomputed if the planned memory fits.
+Otherwise as few layers as possible are recomputed, beginning with the first layers of the model. At
+the end of forward, when most memory is in use, it does not matter which layers these are, because
+each saves the same amount. In backward it does matter. The last layers run again while the
+activations of all other layers are still in memory. When the first layers run again, those
+activations have already been freed.
 
-Of all tensors that a recomputed layer could keep, attention's output saves the most time per byte.
-So this output is kept (`train.keep_attention`) if the step with it still fits.
+A recomputed layer could keep some of its tensors. Of these, the output of attention saves the most
+time per byte. So this output is kept (`train.keep_attention`) if the step then still fits into the
+memory.
 """
 
 from __future__ import annotations
@@ -42,12 +44,13 @@ PlannedCheckpointing = tuple[Checkpointing, MemoryPlan]
 
 
 def return_freed_blocks() -> bool:
-    """Makes malloc return freed blocks of 128 KiB and more to the system. Returns whether this is
-    possible (glibc only).
+    """Makes malloc return freed memory blocks of 128 KiB and more to the system. Returns whether
+    this is possible; it is possible only with glibc.
 
-    By default glibc retains freed blocks of up to 32 MiB, so that a process uses more memory than
-    its tensors. Returning the blocks causes page faults: 3 to 8% of a step's time at a hidden size
-    of 768, 19 to 32% at 256. Use it when memory is scarce.
+    By default, glibc keeps freed blocks of up to 32 MiB, so that a process uses more memory than
+    its tensors need. But if the blocks are returned, page faults make the steps slower. They took 3
+    to 8% of a step's time at a hidden size of 768, and 19 to 32% at a hidden size of 256. So call
+    this function only if there is little memory.
     """
     global _is_returning
     with contextlib.suppress(OSError, AttributeError, TypeError):
@@ -63,21 +66,21 @@ def return_freed_blocks() -> bool:
 
 
 def trim_freed_blocks() -> None:
-    """Returns to the system the freed blocks that malloc retains (glibc only), such as those that
-    an observed step leaves.
+    """Returns the freed memory blocks that malloc has kept to the system (only with glibc). For
+    example, a step whose dtypes were observed leaves such blocks.
     """
     with contextlib.suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def returns_freed_blocks() -> bool:
-    """Whether `return_freed_blocks` is in force."""
+    """Returns True if `return_freed_blocks` was called and took effect."""
     return _is_returning
 
 
 def available_memory(device_bytes: int, device: torch.device) -> int:
-    """The bytes that this process may use of a device with `device_bytes` bytes. On a GPU the bytes
-    of other processes are subtracted. 0 if unknown.
+    """Returns how many bytes this process may use on a device with `device_bytes` bytes. On a GPU,
+    the bytes of other processes are subtracted. Returns 0 if the number is unknown.
     """
     if device.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(device)
@@ -86,8 +89,8 @@ def available_memory(device_bytes: int, device: torch.device) -> int:
 
 
 def overhead_memory(model: nn.Module, device: torch.device) -> int:
-    """The bytes that this process uses for libraries and data, which share the model's memory on a
-    CPU.
+    """Returns the bytes that this process uses for libraries and data. On a CPU, they are in the
+    same memory as the model.
     """
     if device.type != "cpu":
         return 0
@@ -104,13 +107,13 @@ def choose_checkpointing_by_plan(
     device_type: str,
     target_bytes: int | None = None,
 ) -> PlannedCheckpointing:
-    """Returns the choice of recomputation that `auto` makes, and the memory plan for it.
+    """Returns which layers recompute with the setting `auto`, and the memory plan for this choice.
 
-    simulate      plans a step with a choice
+    simulate      a function that plans the memory of a step with a given choice
     layers        the number of layers that can recompute
-    available     bytes of the device, 0 where unknown
+    available     number of bytes that the device has; 0 if unknown
     overhead      how many of these bytes are used by something other than the step
-    target_bytes  the bytes that the step's plan must not exceed, from `train.memory`
+    target_bytes  the largest number of bytes that the planned step may use, from `train.memory`
     """
     # a run that exceeds the device's memory fails, so a margin is kept for the plan's error; a run
     # that exceeds the target goes on, so the target has no margin
@@ -178,10 +181,11 @@ def choose_checkpointing_by_plan(
 
 
 def memory_saving_advice(config: RunConfig, checkpointing: str) -> str:
-    """Advice on settings that take less memory. It leaves out settings that are in force already.
+    """Returns advice on settings that use less memory. Settings that are already in use are left
+    out.
 
-    checkpointing  the kind of recomputation of the run, or `train.gradient_checkpointing` where it
-                   is not decided yet
+    checkpointing  the kind of recomputation of the run; if it is not decided yet, the value of
+                   `train.gradient_checkpointing`
     """
     advice = ["train.gradient_checkpointing: layers"] if checkpointing in (NONE, AUTO) else []
     if config.train.batch_size > 1:

@@ -1,11 +1,13 @@
-"""Offloads the tensors that recomputed layers save to host memory, and copies them back.
+"""Moves the tensors that recomputed layers save to host memory, and copies them back when they are
+needed.
 
-A call of a layer saves its input, and attention's output where `train.keep_attention` is set. The
-copies run at the same time as forward and backward.
+Each call of a layer saves the layer's input. If `train.keep_attention` is set, it also saves the
+output of attention. The copies run at the same time as forward and backward.
 
 In forward, a separate CUDA stream copies the tensors into pinned host memory. The tensors of the
-last two calls stay on the device until their copies are done. The compute stream, not the host,
-waits for those copies, so that memory is freed in stream order even if the host runs ahead.
+last two calls stay on the device until their copies are done. The compute stream waits for these
+copies, and the host does not. So memory is freed in the order of the stream, even if the host is
+already further ahead.
 
 In backward, while one call is recomputed, the tensors of the previous call are copied back.
 """
@@ -32,22 +34,22 @@ MIN_OFFLOADED_BYTES = 1 << 14  # a smaller tensor is not offloaded, since it is 
 
 @library_op("host_copy(Tensor x) -> ()", fake=lambda x: None)
 def _planned_copy(x: Tensor) -> None:
-    """Represents, in a memory plan, a copy of `x` between the host and a device, so that a recorder
-    of the step's operators sees it.
+    """In a memory plan, takes the place of a copy of `x` between the host and a device. It is an
+    operator, so that code that records the operators of a step also records this copy.
     """
 
 
 class StreamCopier:
-    """Copies on a separate CUDA stream per device. Each copy begins after the work that the
-    device's compute stream has at that time.
+    """Copies on a separate CUDA stream per device. Each copy begins after the work that is already
+    in the device's compute stream.
     """
 
     def __init__(self) -> None:
         self.streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def __call__(self, target: Tensor, source: Tensor) -> CopyEvent:
-        """Begins the copy between the host and a device. Returns an event for the end of the copy,
-        for which the device's compute stream can wait.
+        """Begins the copy between the host and a device. Returns an event that marks the end of the
+        copy. The device's compute stream can wait for this event.
         """
         device = target.device if target.is_cuda else source.device
         if device not in self.streams:
@@ -60,8 +62,9 @@ class StreamCopier:
 
 
 class CopyEvent:
-    """The end of a copy. Its method `wait` acts on the stream of the tensor's device. The `wait` of
-    torch's event acts on the stream of the current device, which may be another one.
+    """An event that marks the end of a copy. Its method `wait` makes the current stream of the
+    tensor's device wait. The `wait` of torch's event uses the stream of the current device, which
+    may be another device.
     """
 
     def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
@@ -73,8 +76,8 @@ class CopyEvent:
 
 
 class SavedCall:
-    """The tensors that one call of a layer saved, in order. They are stored as weak references,
-    because the autograd graph owns the tensors. `previous` is the previous call.
+    """The tensors that one call of a layer saved, in order. They are weak references, because the
+    autograd graph owns the tensors. `previous` is the call before this one.
     """
 
     def __init__(self, previous: SavedCall | None) -> None:
@@ -90,8 +93,8 @@ class SavedCall:
 
 
 def dense_strides(tensor: Tensor) -> tuple[int, ...]:
-    """The strides of a copy without gaps: the tensor's own strides if it has no gaps, else
-    contiguous strides.
+    """Returns the strides for a copy of a tensor that has no gaps in memory. These are the tensor's
+    own strides if the tensor has no gaps, otherwise contiguous strides.
     """
     step = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
@@ -102,8 +105,8 @@ def dense_strides(tensor: Tensor) -> tuple[int, ...]:
 
 
 class HostTensor:
-    """One tensor in host memory, with the dtype, shape and order in memory that it must have when
-    it is copied back.
+    """One tensor in host memory. It stores the dtype, the shape and the order in memory that the
+    tensor must have when it is copied back.
     """
 
     def __init__(self, tensor: Tensor, call: SavedCall) -> None:
@@ -135,12 +138,13 @@ class HostTensor:
 
 
 class HostMemory:
-    """A gradient checkpointing function for transformers' layers, which offloads what they save.
-    For tensors that are not on a CUDA device it copies synchronously.
+    """A gradient checkpointing function for transformers' layers. It moves the tensors that the
+    layers save to host memory. Tensors that are not on a CUDA device are copied synchronously.
 
-    call        runs a layer under checkpointing
-    start_copy  begins a copy and returns an object whose `wait()` makes later work wait for it; by
-                default a StreamCopier, created for the first CUDA tensor
+    call        a function that runs a layer with gradient checkpointing
+    start_copy  a function that begins a copy. It returns an object whose method `wait()` makes
+                later work wait for the copy. By default it is a StreamCopier, which is created for
+                the first CUDA tensor
     """
 
     def __init__(

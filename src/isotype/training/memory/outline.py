@@ -1,4 +1,4 @@
-"""4-bit layers of bitsandbytes in a model on the meta device, for a memory plan."""
+"""Adds bitsandbytes' 4-bit layers to a model on the meta device. This is for a memory plan."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ SCALES_PER_BLOCK = 256
 def quantise_outline(
     model: Any, compute: torch.dtype, *, layers: Collection[nn.Module], double_quant: bool = True
 ) -> None:
-    """Replaces `layers` of `model` by nf4 layers on the meta device. With `double_quant` their
-    scales are quantised too.
+    """Replaces `layers` of `model` by nf4 layers on the meta device. If `double_quant` is true,
+    their scales are quantised too.
     """
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -73,8 +73,8 @@ def _build_nf4_layer(linear: nn.Linear, compute: torch.dtype, double_quant: bool
 
 
 def quantisation_tensors(parameter: Tensor) -> list[Tensor]:
-    """The tensors that belong to a packed weight but are not parameters of the model: scales and
-    code tables.
+    """Returns the tensors that belong to a packed weight but are not parameters of the model. These
+    are scales and code tables.
     """
     state = getattr(parameter, "quant_state", None)
     if state is None:
@@ -86,8 +86,8 @@ def quantisation_tensors(parameter: Tensor) -> list[Tensor]:
 
 
 def copy_quantisation(target: Any, parameter: Tensor, convert: Any) -> None:
-    """Copies the quantisation state of `parameter` to its replacement `target`, with `convert`
-    applied to every tensor.
+    """Copies the quantisation state of `parameter` to `target`, the parameter that replaces it.
+    `convert` is applied to every tensor of the state.
     """
     import copy
 
@@ -109,8 +109,9 @@ def copy_quantisation(target: Any, parameter: Tensor, convert: Any) -> None:
 
 
 def scratch_sizes() -> dict[Any, Any]:
-    """Maps bitsandbytes' 4-bit product to a function. The function returns the bytes that the
-    product needs in addition to its result, for the dequantised weight.
+    """Returns a mapping from bitsandbytes' operator for a 4-bit matrix product to a function. This
+    function returns the bytes that the operator needs in addition to its result. It needs them for
+    the dequantised weight.
     """
     disable_hub_kernels()
     try:

@@ -267,9 +267,9 @@ def _is_expected_zero(
     nonzero_adapter_names: set[str],
     unused_layers: Sequence[str],
 ) -> bool:
-    """Whether a gradient of zeros is correct. LoRA begins with B = 0, so A's gradient is zero at
-    step 1. LoKr begins with one factor 0, so the gradients of the others are zero. An expert may
-    get no token.
+    """Returns True if a gradient of zeros is correct. LoRA begins with B = 0, so A's gradient is
+    zero at step 1. LoKr begins with one factor 0, so the gradients of the others are zero. An
+    expert may get no token.
 
     nonzero_adapter_names  the names of the adapters' matrices that are not zero
     unused_layers          the names of layers whose result the model does not use
