@@ -77,6 +77,12 @@ INNER = {
         "header_keys tokenizer_keys"
     ),
     "isotype.inference.ollama": "find_turns",
+    "isotype.inference.served.compare": "compare_server",
+    "isotype.inference.served.compute": "compute_expectations",
+    "isotype.inference.served.connect": "connect",
+    "isotype.inference.served.expectation": "Expectations ExpectedAnswer ScoredRow SingleToken",
+    "isotype.inference.served.http": "Connection parse_address",
+    "isotype.inference.served.server": "Answer Prompt Remedies ServerFacts",
     "isotype.inference.verify.result": "kept_share",
     "isotype.inference.push": "inference_push= check_push push_push=push",
     "isotype.integrations.claims": "TESTED_VERSIONS",

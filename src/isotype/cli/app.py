@@ -59,7 +59,7 @@ _FORMS = {
     "eval": "isotype eval RUN FILE",
     "export": f"isotype export RUN --to {'|'.join(FORMATS)}",
     "merge": "isotype merge RUN_OR_ADAPTER --out FOLDER; the run or adapter_config.json names the base",
-    "verify": "isotype verify RUN --file FILE",
+    "verify": "isotype verify RUN --file FILE, or --served URL",
 }
 # package that is missing in an installation without extras -> the extra that installs it
 _EXTRA_OF = dict.fromkeys(

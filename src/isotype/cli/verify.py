@@ -1,5 +1,6 @@
-"""`isotype verify RUN --file FILE` compares a written file with the run. `isotype export --verify`
-and `isotype merge --verify` make the same comparison for the file that they write.
+"""`isotype verify RUN --file FILE` compares a written file with the run, and `--served URL` a running
+server. `isotype export --verify` and `isotype merge --verify` make the same comparison for the file
+that they write.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import typer
 from ..errors import UsageError
 
 if TYPE_CHECKING:
+    from ..inference.served.result import ServedResult
     from ..inference.verify.result import Verification
 
 VerifyOption = Annotated[
@@ -37,22 +39,41 @@ KeepOption = Annotated[
 def verify(
     run: Annotated[Path, typer.Argument(help="The run's folder, or an adapter in it.")],
     file: Annotated[
-        Path,
+        Path | None,
         typer.Option(
             "--file", help="The file or folder that isotype export, merge or llama.cpp wrote."
         ),
-    ],
+    ] = None,
+    served: Annotated[
+        str | None,
+        typer.Option("--served", help="The address of a running server: http://127.0.0.1:8080."),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", help="The model to ask, if the server has several."),
+    ] = None,
     verify_rows: RowsOption = None,
     keep: KeepOption = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option("--timeout", min=0.1, help="Seconds for one request; 60 by default."),
+    ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Check that a written file is the model that the run trained.
+    """Check that a written file, or a running server, is the model that the run trained.
 
-    The file is read back tensor by tensor, and its model runs in fp32 on the run's held-out rows.
+    A file is read back tensor by tensor, and its model runs in fp32 on the run's held-out rows.
     The report has the losses of the base, of the trained model and of the file, and the share of
     what was learnt that the file keeps. It also has the causes of the difference, and every tensor
-    and setting that differs. The exit status is 0 if the file is the trained model, 1 if the file
-    is not, and 2 if the file cannot be compared.
+    and setting that differs.
+
+    A server (llama.cpp, Ollama, vLLM, SGLang, LM Studio, or another one with the OpenAI interface)
+    is asked the run's own prompts. Prompt, tokens, first token, system message, tools, switch for
+    thoughts, answers, log-probabilities and end are compared one by one. A key is read from the
+    environment variable ISOTYPE_SERVER_KEY, and sent to this address only.
+
+    The exit status is 0 if the file or server is the trained model, 1 if not, and 2 if no
+    comparison is possible.
 
     Examples:
 
@@ -61,17 +82,72 @@ def verify(
         isotype verify runs/qwen --file merged --verify-rows 100 --keep 0.95
 
         isotype verify runs/qwen --file qwen-Q4_K_M.gguf --json    # written by llama-quantize
+
+        isotype verify runs/qwen --served http://127.0.0.1:8080
+
+        isotype verify runs/qwen --served http://127.0.0.1:11434 --model qwen
     """
     from ..training.console import quiet_libraries
 
+    if (file is None) == (served is None):
+        raise UsageError("isotype verify needs either --file or --served")
+    if served is None:
+        _refuse_server_options({"--model": model, "--timeout": timeout})
     quiet_libraries()
-    verification = verify_written(run, file, verify_rows, keep)
-    if json_output:
-        print(json.dumps(verification.to_json()))
+    result: Verification | ServedResult
+    if file is not None:
+        result = verify_written(run, file, verify_rows, keep)
     else:
-        print("\n".join(verification.lines()))
-    if not verification.is_same:
+        assert served is not None
+        result = verify_served(run, served, model, verify_rows, keep, timeout)
+    if json_output:
+        print(json.dumps(result.to_json()))
+    else:
+        print("\n".join(result.lines()))
+    if not result.is_same:
         raise typer.Exit(1)
+
+
+def _refuse_server_options(options: dict[str, object]) -> None:
+    for option, value in options.items():
+        if value is not None:
+            raise UsageError(f"{option} has no effect without --served")
+
+
+def verify_served(
+    run: Path,
+    url: str,
+    model: str | None,
+    verify_rows: int | None,
+    keep: float | None,
+    timeout: float | None,
+) -> ServedResult:
+    """Compares a running server with the run, and stores the result in the run's folder. The server
+    is asked for its models before the run is loaded. Raises UsageError.
+    """
+    from ..inference.served.connect import connect
+    from ..inference.served.http import DEFAULT_SECONDS, Connection, parse_address
+
+    address = parse_address(url)
+    connection = Connection(address, seconds=DEFAULT_SECONDS if timeout is None else timeout)
+    server = connect(connection, model)
+
+    from ..inference.loaded import load_run
+    from ..inference.served.compare import compare_server
+    from ..inference.served.compute import compute_expectations
+    from ..inference.verify.measure import DEFAULT_ROWS, MIN_KEPT
+    from ..inference.verify.result import store_result
+    from ..runs.folder import RunFolder
+
+    loaded = load_run(run)
+    expectations = compute_expectations(
+        loaded, DEFAULT_ROWS if verify_rows is None else verify_rows
+    )
+    min_kept = MIN_KEPT if keep is None else keep
+    result = compare_server(expectations, server, url=address.url, min_kept=min_kept)
+    if RunFolder(loaded.folder).is_run:
+        store_result(loaded.folder, address.url, result.to_json())
+    return result
 
 
 def refuse_idle_options(is_verified: bool, verify_rows: int | None, keep: float | None) -> None:
@@ -99,5 +175,5 @@ def verify_written(
         min_kept=MIN_KEPT if keep is None else keep,
     )
     if RunFolder(loaded.folder).is_run:
-        store_result(loaded.folder, verification)
+        store_result(loaded.folder, verification.file, verification.to_json())
     return verification

@@ -226,9 +226,12 @@ class ChatTemplate:
         tools: Any = None,
         generation_prompt: bool = False,
         location: str = "prompt",
+        switches: Mapping[str, Any] | None = None,
     ) -> str:
         """Renders a conversation as text. Raises UsageError if the template is broken, or if it
         raises an error for this conversation.
+
+        switches  variables of the template, such as `enable_thinking`
         """
         if (
             hides_tags := self.thoughts == "all"
@@ -243,6 +246,7 @@ class ChatTemplate:
                 chat_template=self.text,
                 tools=tools,
                 add_generation_prompt=generation_prompt,
+                **(switches or {}),
             )
             return restore_thought_tags(text) if hides_tags else text
         except UnicodeEncodeError:

@@ -53,6 +53,7 @@ def load_data(
     seed: int,
     objective_format: FormatName | None = None,
     pictures: Pictures | None = None,
+    prompt_count: int = SAMPLES,
 ) -> LoadedData:
     """Reads, checks, tokenises and splits the data of a run.
 
@@ -63,6 +64,7 @@ def load_data(
                       preference pair becomes two rows, which stay together. A limit on the number
                       of rows counts a pair once
     pictures          reads the rows' pictures with the processor of a vision-language model
+    prompt_count      the largest number of prompts that are taken from the rows
     ->                rows, prompts, facts
     Raises            UsageError with file, line and key
     """
@@ -132,7 +134,7 @@ def load_data(
     return LoadedData(
         rows,
         evaluation,
-        _sample_prompts(first_of_each_example, prompt_sources, encoder),
+        _sample_prompts(first_of_each_example, prompt_sources, encoder, prompt_count),
         encoder.template.text if encoder.template else None,
         facts,
         shares,
@@ -386,14 +388,14 @@ def _mix_facts(
 
 
 def _sample_prompts(
-    rows: TokenRows, sources: Sequence[Source], encoder: Encoder
+    rows: TokenRows, sources: Sequence[Source], encoder: Encoder, count: int
 ) -> list[SamplePrompt]:
     """Returns prompts from the first rows, without duplicates. The prompt of a chat is read again
     from its source. The prompt of a plain text is the beginning of its tokens.
     """
     prompts: list[SamplePrompt] = []
     _, first_indices = np.unique(rows.column("digest")[:_SAMPLED_ROWS], return_index=True)
-    for i in sorted(int(i) for i in first_indices)[:SAMPLES]:
+    for i in sorted(int(i) for i in first_indices)[:count]:
         block_index, row_index = rows.locate(i)
         number = int(rows.blocks[block_index].example[row_index])
         if number < 0:

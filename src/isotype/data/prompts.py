@@ -142,7 +142,8 @@ def _chat_prompt(
     else:
         question = "".join(part.get("text", "") for part in question)
     if not pictures:
-        return SamplePrompt(question.strip(), tuple(encoder.ids(rendered)), answer)
+        ids = tuple(encoder.ids(rendered))
+        return SamplePrompt(question.strip(), ids, answer, messages=tuple(messages), tools=tools)
     with_pictures = encoder.insert_pictures(
         RenderedRow(location, rendered, [], is_literal=False), pictures, folder
     )

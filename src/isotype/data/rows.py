@@ -60,6 +60,10 @@ class SamplePrompt:
     """The answer in the data, if there is one."""
     pictures: tuple[str, ...] = ()
     """References of its pictures, as in `Row`."""
+    messages: tuple[dict[str, Any], ...] = ()
+    """The conversation that was rendered; empty for a plain text."""
+    tools: Any = None
+    """The tools of the conversation."""
 
 
 @dataclass(frozen=True, slots=True)

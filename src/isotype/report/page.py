@@ -677,8 +677,8 @@ def preflight(record: RunRecord) -> dict[str, Any] | None:
 
 
 def written_files(record: RunRecord) -> list[dict[str, Any]]:
-    """Returns the files that were compared with the run (verify.json), with their losses and
-    differences as text.
+    """Returns the files and servers that were compared with the run (verify.json), with their
+    losses and differences as text.
     """
     files = []
     for name, result in record.verify.items():
@@ -690,7 +690,10 @@ def written_files(record: RunRecord) -> list[dict[str, Any]]:
             {
                 "name": str(name),
                 "format": str(result.get("format", "")),
-                "losses": [_loss_text(losses.get(key)) for key in ("base", "trained", "served")],
+                "losses": [
+                    _loss_text(losses.get(key), is_server="server" in result)
+                    for key in ("base", "trained", "served")
+                ],
                 "kept": format_percent(kept) if isinstance(kept, int | float) else "unknown",
                 "agreement": format_percent(agreement)
                 if isinstance(agreement, int | float)
@@ -708,5 +711,7 @@ def written_files(record: RunRecord) -> list[dict[str, Any]]:
     return files
 
 
-def _loss_text(loss: Any) -> str:
-    return f"{loss:.4f}" if isinstance(loss, int | float) else "not finite"
+def _loss_text(loss: Any, *, is_server: bool) -> str:
+    if isinstance(loss, int | float):
+        return f"{loss:.4f}"
+    return "not measured" if is_server else "not finite"

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...config.kind import FORMAT_OF_OBJECTIVE
 from ...data.load import load_data
 from ...data.pictures import Pictures
-from ...data.rows import Row
+from ...data.rows import LoadedData, Row
 from ...errors import UsageError
 from ...model.adapter_settings import ADAPTER_CONFIG_FILE
 from ...model.processor import build_picture_reader
@@ -57,7 +57,8 @@ def verify_file(
     min_kept   the share of what was learnt that the file has to keep
     Raises     UsageError for a damaged file, a file of another model or run, and missing rows
     """
-    rows, row_source, pictures = load_rows(run, row_count)
+    rows, loaded = load_evaluation(run, row_count)
+    pictures = loaded.pictures
     weights = RunWeights(run)
     reference = ReferenceModel(run, weights)
     written = open_written(run, path, reference, weights)
@@ -99,7 +100,7 @@ def verify_file(
         agreement=scores.agreement(trained),
         rows=len(rows),
         tokens=len(trained.predictions),
-        row_source=row_source,
+        row_source=row_source(loaded),
         losses_by_cause={
             cause: change for cause, change in causes.items() if math.isfinite(change)
         },
@@ -108,11 +109,14 @@ def verify_file(
     )
 
 
-def load_rows(run: LoadedRun, count: int) -> tuple[list[Row], str, Pictures | None]:
-    """Returns up to `count` rows of the run's data, whether they were held out, and the reader of
-    their pictures.
+def load_evaluation(
+    run: LoadedRun, count: int, *, prompt_count: int = 0
+) -> tuple[list[Row], LoadedData]:
+    """Returns up to `count` held-out rows of the run's data, or training rows if none are held out,
+    and the data.
 
-    Raises  UsageError for data that is missing, and for a folder without a run's data
+    prompt_count  the largest number of prompts that the data has
+    Raises        UsageError for data that is missing, and for a folder without a run's data
     """
     data = run.config.data
     if data.train is None:
@@ -127,16 +131,21 @@ def load_rows(run: LoadedRun, count: int) -> tuple[list[Row], str, Pictures | No
         seed=run.config.train.seed,
         objective_format=objective_format,
         pictures=build_picture_reader(run.config.model, data, run.tokenizer),
+        prompt_count=prompt_count,
     )
-    row_source = "held-out" if len(loaded.eval) else "training"
     rows = loaded.eval if len(loaded.eval) else loaded.documents
     # the rows of a preference pair follow one another, the chosen answer first
     step = 2 if objective_format == "preference" else 1
     selected = [rows[i] for i in range(0, min(len(rows), step * count), step)]
     learnt = [row for row in selected if row.supervised]
     if not learnt:
-        raise UsageError(f"{run.folder}: its {row_source} rows have no learnt token")
-    return learnt, row_source, loaded.pictures
+        source = row_source(loaded)
+        raise UsageError(f"{run.folder}: its {source} rows have no learnt token")
+    return learnt, loaded
+
+
+def row_source(loaded: LoadedData) -> str:
+    return "held-out" if len(loaded.eval) else "training"
 
 
 def open_written(

@@ -164,12 +164,14 @@ class Verification:
         )
 
 
-def store_result(run: Path, verification: Verification) -> None:
-    """Writes the result into verify.json of the run folder, where it replaces an earlier result for
-    the same file. Writes the run's report again if the run has one.
+def store_result(run: Path, name: str, result: Mapping[str, Any]) -> None:
+    """Writes a result into verify.json of the run folder, where it replaces an earlier result of
+    the same name. Writes the run's report again if the run has one.
+
+    name  the name of the file, or the address of the server
     """
     results = RunFolder(run).read_json(VERIFY_FILE)
-    results[verification.file] = verification.to_json()
+    results[name] = dict(result)
     write_text(run / VERIFY_FILE, json.dumps(results, indent=1) + "\n")
     if (run / REPORT).is_file():
         write_report(run)

@@ -1,0 +1,280 @@
+"""Computes with the run what a server has to answer, in the reference arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from ...data.chat import ChatTemplate, chat_template
+from ...data.rows import IGNORE_INDEX, Row, SamplePrompt
+from ...errors import UsageError
+from ...tasks.language.sample import generation_config
+from ..loaded import LoadedRun
+from ..verify.measure import load_evaluation, row_source
+from ..verify.reference import ReferenceModel
+from ..verify.run_weights import RunWeights
+from .expectation import (
+    ALTERNATIVES,
+    ANSWER_TOKENS,
+    PROMPTS,
+    STOP_PROBES,
+    Expectations,
+    ExpectedAnswer,
+    ScoredRow,
+    SingleToken,
+    choose_scored_positions,
+)
+from .server import Prompt
+
+_SINGLE_TOKENS = 4
+_SYSTEM_TEXT = "Answer in one short sentence."
+_QUESTION = "What is the weather in Oslo?"
+_TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "Returns the weather of a place.",
+            "parameters": {
+                "type": "object",
+                "properties": {"place": {"type": "string", "description": "The place."}},
+                "required": ["place"],
+            },
+        },
+    }
+]
+# variables of chat templates that switch thoughts on and off
+_THINKING_SWITCHES = ("enable_thinking", "thinking")
+
+
+def compute_expectations(run: LoadedRun, row_count: int) -> Expectations:
+    """Returns what a server of this run has to answer.
+
+    row_count  the number of held-out rows, or of training rows if none are held out
+    Raises     UsageError for missing rows, and for a run on pictures
+    """
+    rows, loaded = load_evaluation(run, row_count, prompt_count=PROMPTS)
+    if loaded.pictures is not None:
+        raise UsageError(f"{run.folder}: --served asks texts; this run learnt from pictures")
+    tokenizer: Any = run.tokenizer
+    template = chat_template(tokenizer, None) if tokenizer.chat_template else None
+    prompts = [_build_prompt(tokenizer, template, prompt) for prompt in loaded.prompts]
+    weights = RunWeights(run)
+    reference = ReferenceModel(run, weights)
+    config = generation_config(run.model, tokenizer, max_new_tokens=ANSWER_TOKENS)
+    chosen = choose_scored_positions(rows)
+
+    reference.fill(weights.trained)
+    answer_ids = [_generate(reference, prompt.ids, config) for prompt in prompts]
+    end_ids = frozenset(config.eos_token_id or ())
+    scored = [_Scored(reference, row.input_ids, positions) for row, positions in chosen]
+    answers = [
+        _Scored(
+            reference,
+            (*prompt.ids, *ids),
+            range(len(prompt.ids), len(prompt.ids) + len(ids)),
+            alternatives=ALTERNATIVES,
+        )
+        for prompt, ids in zip(prompts, answer_ids)
+    ]
+    endings = _find_endings(reference, rows, end_ids)
+    single_tokens = _score_single_tokens(reference, prompts)
+    reference.fill(weights.base, [n for n in reference.names if n in weights.changed_names])
+    for item in (*scored, *answers):
+        item.score_base(reference)
+    return Expectations(
+        answers=[
+            ExpectedAnswer(
+                prompt=prompt,
+                ids=ids,
+                text=tokenizer.decode(_strip_end_tokens(ids, end_ids), skip_special_tokens=True),
+                texts=tuple(tokenizer.decode([index]) for index in ids),
+                logprobs=item.logprobs,
+                base_logprobs=item.base_logprobs,
+                alternatives=item.alternatives,
+                base_alternatives=item.base_alternatives,
+                has_ended=bool(ids) and ids[-1] in end_ids,
+            )
+            for prompt, ids, item in zip(prompts, answer_ids, answers)
+        ],
+        rows=[
+            ScoredRow(item.ids, item.positions, item.logprobs, item.base_logprobs)
+            for item in scored
+        ],
+        endings=endings,
+        single_tokens=single_tokens,
+        system=_probe_system(tokenizer, template),
+        tools=_probe_tools(tokenizer, template),
+        thinking=_probe_thinking(tokenizer, template),
+        first_id=tokenizer.bos_token_id,
+        first_text=tokenizer.bos_token or "",
+        end_ids=end_ids,
+        longest=max(len(prompt.ids) + ANSWER_TOKENS for prompt in prompts),
+        max_length=run.config.data.max_length,
+        row_source=row_source(loaded),
+        folder=str(run.folder),
+    )
+
+
+class _Scored:
+    """Tokens whose log-probabilities are computed, first by the trained model, then by the base."""
+
+    def __init__(
+        self,
+        reference: ReferenceModel,
+        ids: Sequence[int],
+        positions: Sequence[int],
+        *,
+        alternatives: int = 0,
+    ) -> None:
+        self.ids = tuple(ids)
+        self.positions = tuple(positions)
+        table = _next_logprobs(reference, self.ids, self.positions)
+        self.logprobs = self._select(table)
+        self.base_logprobs: tuple[float, ...] = ()
+        self.alternatives = tuple(_most_probable(row, alternatives) for row in table)
+        self.base_alternatives: tuple[Mapping[int, float], ...] = ()
+
+    def score_base(self, reference: ReferenceModel) -> None:
+        table = _next_logprobs(reference, self.ids, self.positions)
+        self.base_logprobs = self._select(table)
+        self.base_alternatives = tuple(
+            {token: float(row[token]) for token in alternatives}
+            for row, alternatives in zip(table, self.alternatives)
+        )
+
+    def _select(self, table: Tensor) -> tuple[float, ...]:
+        tokens = [self.ids[position] for position in self.positions]
+        return tuple(float(row[token]) for row, token in zip(table, tokens))
+
+
+def _most_probable(logprobs: Tensor, count: int) -> Mapping[int, float]:
+    values, indices = logprobs.topk(min(count, len(logprobs)))
+    return dict(zip(indices.tolist(), values.tolist()))
+
+
+@torch.no_grad()
+def _next_logprobs(
+    reference: ReferenceModel, ids: Sequence[int], positions: Sequence[int]
+) -> Tensor:
+    """Returns the log-probabilities that the tokens before each position give: [positions V]."""
+    input_ids = torch.tensor([list(ids)], device=reference.device)
+    logits = reference.model(input_ids).logits[0]
+    before = torch.tensor([position - 1 for position in positions], device=logits.device)
+    logprobs: Tensor = logits[before].double().log_softmax(-1)
+    return logprobs.cpu()
+
+
+@torch.no_grad()
+def _generate(
+    reference: ReferenceModel, ids: Sequence[int], config: GenerationConfig
+) -> tuple[int, ...]:
+    input_ids = torch.tensor([list(ids)], device=reference.device)
+    mask = torch.ones_like(input_ids)
+    output = reference.model.generate(input_ids, attention_mask=mask, generation_config=config)
+    return tuple(output[0, len(ids) :].tolist())
+
+
+def _strip_end_tokens(ids: Sequence[int], end_ids: frozenset[int]) -> list[int]:
+    return [index for index in ids if index not in end_ids]
+
+
+def _build_prompt(tokenizer: Any, template: ChatTemplate | None, prompt: SamplePrompt) -> Prompt:
+    if template is None or not prompt.messages:
+        text = tokenizer.decode(prompt.input_ids, clean_up_tokenization_spaces=False)
+        return Prompt(text, prompt.input_ids)
+    return _render_prompt(tokenizer, template, prompt.messages, tools=prompt.tools)
+
+
+def _render_prompt(
+    tokenizer: Any,
+    template: ChatTemplate,
+    messages: Sequence[dict[str, Any]],
+    *,
+    tools: Any = None,
+    switches: Mapping[str, Any] | None = None,
+) -> Prompt:
+    text = template.render(
+        messages, tools=tools, generation_prompt=True, location="the prompt", switches=switches
+    )
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return Prompt(text, tuple(ids), tuple(messages), tools, switches or {})
+
+
+def _probe_system(tokenizer: Any, template: ChatTemplate | None) -> list[Prompt]:
+    """Returns a conversation with a system message; none if the template writes no system message."""
+    if template is None:
+        return []
+    messages = [
+        {"role": "system", "content": _SYSTEM_TEXT},
+        {"role": "user", "content": _QUESTION},
+    ]
+    try:
+        prompt = _render_prompt(tokenizer, template, messages)
+    except UsageError:
+        return []
+    return [prompt] if _SYSTEM_TEXT in prompt.text else []
+
+
+def _probe_tools(tokenizer: Any, template: ChatTemplate | None) -> list[Prompt]:
+    """Returns a conversation with a tool; none if the template writes no tools."""
+    if template is None or not template.reads_key("tools"):
+        return []
+    messages = [{"role": "user", "content": _QUESTION}]
+    try:
+        prompt = _render_prompt(tokenizer, template, messages, tools=_TOOLS)
+    except UsageError:
+        return []
+    return [prompt] if "get_weather" in prompt.text else []
+
+
+def _probe_thinking(tokenizer: Any, template: ChatTemplate | None) -> list[Prompt]:
+    """Returns conversations with each value of the template's switch for thoughts; none if the
+    template has no such switch.
+    """
+    if template is None:
+        return []
+    messages = [{"role": "user", "content": _QUESTION}]
+    for switch in _THINKING_SWITCHES:
+        if not template.reads_key(switch):
+            continue
+        prompts = [
+            _render_prompt(tokenizer, template, messages, switches={switch: value})
+            for value in (True, False)
+        ]
+        if prompts[0].text != prompts[1].text:
+            return prompts
+    return []
+
+
+def _find_endings(
+    reference: ReferenceModel, rows: Sequence[Row], end_ids: frozenset[int]
+) -> list[tuple[int, ...]]:
+    """Returns rows up to an end token that the trained model predicts there."""
+    endings: list[tuple[int, ...]] = []
+    for row in rows:
+        learnt = [
+            position
+            for position, label in enumerate(row.labels)
+            if position > 0 and label != IGNORE_INDEX and label in end_ids
+        ]
+        if not learnt or len(endings) == STOP_PROBES:
+            continue
+        position = learnt[-1]
+        (logprobs,) = _next_logprobs(reference, row.input_ids, [position])
+        if int(logprobs.argmax()) == row.input_ids[position]:
+            endings.append(row.input_ids[:position])
+    return endings
+
+
+def _score_single_tokens(reference: ReferenceModel, prompts: Sequence[Prompt]) -> list[SingleToken]:
+    tokens = list(dict.fromkeys(prompt.ids[-1 - i] for i in range(2) for prompt in prompts))
+    single = []
+    for token in tokens[:_SINGLE_TOKENS]:
+        (logprobs,) = _next_logprobs(reference, (token, token), [1])
+        single.append(SingleToken(token, _most_probable(logprobs, ALTERNATIVES)))
+    return single

@@ -1,0 +1,116 @@
+"""What a server has to answer if it serves the trained model: prompts of the run, with the answers
+and log-probabilities of the trained model and of the base.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ...data.rows import IGNORE_INDEX, Row
+from .server import Prompt
+
+PROMPTS = 8  # prompts that are answered
+ANSWER_TOKENS = 32  # the longest answer that is compared
+SCORED_TOKENS = 512  # learnt tokens whose log-probability is asked, over all rows
+ALTERNATIVES = 20  # most probable tokens that are kept for each position
+STOP_PROBES = 4
+
+
+@dataclass(frozen=True)
+class ExpectedAnswer:
+    """The trained model's greedy answer to a prompt, computed in fp32.
+
+    ids            the tokens, with the end token
+    text           the text without the end token
+    texts          the text of each token
+    logprobs       the log-probability of each token
+    base_logprobs  the same of the base
+    alternatives   for each position: token -> log-probability, of the most probable tokens
+    base_alternatives  the same tokens with the log-probabilities of the base
+    has_ended      whether the answer ended before the limit on its length
+    """
+
+    prompt: Prompt
+    ids: tuple[int, ...]
+    text: str
+    texts: tuple[str, ...]
+    logprobs: tuple[float, ...]
+    base_logprobs: tuple[float, ...]
+    alternatives: tuple[Mapping[int, float], ...]
+    base_alternatives: tuple[Mapping[int, float], ...]
+    has_ended: bool
+
+
+@dataclass(frozen=True)
+class ScoredRow:
+    """A row with the log-probabilities of its learnt tokens.
+
+    positions  the positions of learnt tokens
+    """
+
+    ids: tuple[int, ...]
+    positions: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    base_logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class SingleToken:
+    """A prompt of one token, on which rotary positions have no effect, and the log-probabilities
+    of the most probable next tokens.
+    """
+
+    token: int
+    logprobs: Mapping[int, float]
+
+
+@dataclass(frozen=True)
+class Expectations:
+    """Everything that a server is compared with.
+
+    answers      greedy answers
+    rows         rows whose learnt tokens are scored
+    endings      tokens of a row up to its end token, which the trained model predicts there
+    single_tokens  prompts of one token
+    system, tools, thinking  prompts that test these parts of the template; empty if it has no such
+                 part
+    first_id, first_text  the token that begins every text; None and "" without one
+    end_ids      the tokens that end an answer
+    longest      the number of tokens of the longest prompt with its answer
+    max_length   data.max_length of the run
+    row_source   held-out or training
+    folder       the run's folder
+    """
+
+    answers: Sequence[ExpectedAnswer]
+    rows: Sequence[ScoredRow]
+    endings: Sequence[tuple[int, ...]] = ()
+    single_tokens: Sequence[SingleToken] = ()
+    system: Sequence[Prompt] = ()
+    tools: Sequence[Prompt] = ()
+    thinking: Sequence[Prompt] = ()
+    first_id: int | None = None
+    first_text: str = ""
+    end_ids: frozenset[int] = frozenset()
+    longest: int = 0
+    max_length: int = 0
+    row_source: str = "held-out"
+    folder: str = "RUN"
+
+
+def choose_scored_positions(rows: Sequence[Row]) -> list[tuple[Row, list[int]]]:
+    """Returns rows with the positions of their first learnt tokens, SCORED_TOKENS in all. Each row
+    gets the same number, so that one long answer does not stand for all.
+    """
+    share = max(1, SCORED_TOKENS // max(1, len(rows)))
+    chosen = []
+    for row in rows:
+        learnt = [
+            position
+            for position, label in enumerate(row.labels)
+            if position > 0 and label != IGNORE_INDEX
+        ]
+        if learnt:
+            chosen.append((row, learnt[:share]))
+    return chosen

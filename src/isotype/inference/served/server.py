@@ -1,0 +1,120 @@
+"""What a comparison needs from a server. One adapter per interface implements it.
+
+A method returns None if the interface has no such call. All methods raise RefusedError for a
+request that the server refuses, and UsageError for a server that does not answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ...errors import UsageError
+
+Scores = list[float | None]
+
+
+class RefusedError(UsageError):
+    """The server refuses one request: status 400, 422 or 500."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt of the run.
+
+    text, ids  the rendered prompt and its tokens, as in training
+    messages   the conversation before the answer; empty for a plain text
+    tools      the tools of the conversation
+    switches   variables of the chat template, such as `enable_thinking`
+    """
+
+    text: str
+    ids: tuple[int, ...]
+    messages: tuple[dict[str, Any], ...] = ()
+    tools: Any = None
+    switches: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A greedy answer.
+
+    text       the text that the server returns
+    ids        the tokens; None if the interface names no ids
+    texts      the text of each token; empty if the interface does not name them
+    logprobs   the log-probability of each token; None if the interface has none
+    alternatives  for each token: the most probable tokens with their log-probabilities; empty if the
+                  interface names no ids
+    has_ended  whether the answer ended before the limit on its length
+    prompt_tokens  the number of tokens of the prompt; None if the interface does not count them
+    """
+
+    text: str
+    ids: tuple[int, ...] | None = None
+    texts: tuple[str, ...] = ()
+    logprobs: tuple[float, ...] | None = None
+    alternatives: tuple[Mapping[int, float], ...] = ()
+    has_ended: bool = False
+    prompt_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class ServerFacts:
+    """What a server says about itself.
+
+    engine     the program
+    model      the name of the model that is asked
+    context    the number of tokens that fit; None if unknown
+    weights    the type of the weights: `Q4_0`; "" if unknown
+    model_file the path of the model's file on the server; "" if unknown
+    adapter_scales  adapter -> the factor with which it is applied; None if unknown
+    """
+
+    engine: str
+    model: str
+    context: int | None = None
+    weights: str = ""
+    model_file: str = ""
+    adapter_scales: Mapping[str, float] | None = None
+
+
+@dataclass(frozen=True)
+class Remedies:
+    """The setting of a server that mends a difference, by the check that found the difference. RUN
+    stands for the run's folder.
+    """
+
+    template: str
+    first_token: str
+    stop: str
+    thinking: str
+    adapter: str
+    context: str
+
+
+class Server(Protocol):
+    """A server with one model."""
+
+    facts: ServerFacts
+    remedies: Remedies
+
+    def render(self, prompt: Prompt) -> str | None:
+        """Returns the text that the server makes of a conversation."""
+
+    def tokenize(self, prompt: Prompt) -> tuple[int, ...] | None:
+        """Returns the tokens that the model gets for a prompt."""
+
+    def tokenize_text(self, text: str) -> tuple[int, ...] | None:
+        """Returns the tokens of a text, without a token that is added at its beginning."""
+
+    def chat(self, prompt: Prompt, max_tokens: int) -> Answer:
+        """Returns the greedy answer to a prompt, asked as a user asks it."""
+
+    def complete(self, ids: Sequence[int], max_tokens: int) -> Answer | None:
+        """Returns the greedy continuation of these tokens."""
+
+    def score(self, ids: Sequence[int], positions: Sequence[int]) -> Scores | None:
+        """Returns the log-probabilities of the tokens at these positions; None for a token that the
+        server cannot score.
+        """
